@@ -24,7 +24,7 @@ from benchmarks import harness, records
 from benchmarks.records import Row
 from benchmarks.session import Ceilings, Session
 from moecore.attention.context_parallel import ring
-from moecore.attention.context_parallel.layout import ChunkLayout
+from moecore.attention.context_parallel.held import ChunkLayout
 from moecore.attention.function import attend
 from moecore.attention.sequence import Sequence, packed_sequence
 from moecore.kernels.attention import AttentionMask, attention_backward, attention_forward
@@ -162,7 +162,7 @@ class Alone:
 @pytest.mark.proven_by("tests/attention/test_context_parallel.py")
 def test_ring(session: Session, ceilings: Ceilings, monkeypatch: pytest.MonkeyPatch) -> None:
     # Every rank has this one's keys and values.
-    monkeypatch.setattr(ring, "_send_on", lambda x, _: ring._RingTransfer(x, x, []))
+    monkeypatch.setattr(ring, "_send_to_next", lambda x, _: ring._RingTransfer(x, x, []))
     device, shape = session.device, HEADS["grouped"]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     scale = shape.dim**-0.5

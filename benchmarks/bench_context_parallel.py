@@ -262,7 +262,7 @@ def patched(exchange: Call, gather: Call, send_on: Call) -> Iterator[None]:
     with (
         patch.object(dist, "all_to_all_single", exchange),
         patch.object(held_tokens, "all_gather_single", gather),
-        patch.object(ring, "_send_on", send_on),
+        patch.object(ring, "_send_to_next", send_on),
     ):
         yield
 
@@ -318,7 +318,11 @@ class Travel:
 def travelling(call: Call) -> Travel:
     """Run the call once, and return what travelled; collective."""
     travel = Travel()
-    exchange, gather, send_on = dist.all_to_all_single, held_tokens.all_gather_single, ring._send_on
+    exchange, gather, send_on = (
+        dist.all_to_all_single,
+        held_tokens.all_gather_single,
+        ring._send_to_next,
+    )
 
     def exchanged(out: Tensor, x: Tensor, **options: Any) -> Any:
         again, group = (torch.empty_like(out), x.detach().clone()), options["group"]

@@ -15,8 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moecore.attention.context_parallel.ring as ring
-from moecore.attention.context_parallel.held import ContextParallel, LocalTokens, check_documents
-from moecore.attention.context_parallel.layout import ChunkLayout
+from moecore.attention.context_parallel.held import (
+    ChunkLayout,
+    ContextParallel,
+    LocalTokens,
+    check_documents,
+)
 from moecore.attention.function import attend
 from moecore.attention.sequence import Sequence, packed_sequence
 from moecore.base.options.context import ContextOptions
@@ -173,14 +177,14 @@ def worker(rank: int, device: torch.device) -> dict[Any, Any]:
             for kind in KINDS:
                 found = sparse_errors(cp, BATCHES[size], packed, kind)
                 results["sparse", size, packed, kind] = found
-    original = ring.merge, ring.block_of
+    original = ring.merge, ring.select_block
     for what in ("merge", "block"):
         if what == "merge":
             ring.merge = wrong_merge
         else:
-            ring.block_of = lambda *a: swapped(original[1](*a))
+            ring.select_block = lambda *a: swapped(original[1](*a))
         results[what] = errors(make("p2p", groups[6], mine), "p2p", False)
-        ring.merge, ring.block_of = original
+        ring.merge, ring.select_block = original
     if rank < 2:
         results |= halves(groups[2], device)
     everything: list[Any] = [None] * 6
@@ -253,7 +257,7 @@ def test_products_follow_each_send_of_a_ring(
         events += "c" if args[6].causal else "a"
         return attention_backward(*args)
 
-    monkeypatch.setattr(ring, "_send_on", send)
+    monkeypatch.setattr(ring, "_send_to_next", send)
     monkeypatch.setattr(ring, "attention_backward", differentiate)
     leaves, do = heads(1, 4, 2, 1, False)
     o = ring.RingAttention.apply(*leaves, None, ChunkLayout(size, 4 * size), Alone(size), SCALE)

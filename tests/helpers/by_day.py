@@ -337,7 +337,6 @@ BY_DAY: dict[str, Cases] = {
     "kernels/test_compile.py": {
         "test_microscaled_operands": ("90-mxfp8-True",),
     },
-    "kernels/experts/test_emulated_products.py": {"test_kernels_change_no_bit": ("nvfp4",)},
     "kernels/rows/test_microscaled.py": {
         "test_rows_of_experts": ("mxfp8", "nvfp4", "fp32 scales"),
     },

@@ -67,8 +67,8 @@ from moecore.kernels.rows.shard_blocks import (
 )
 from moecore.kernels.rows.shard_matrices import amax_of_squares_, pack_part_
 from moecore.kernels.sparse_attention.contract import IndexerHeads
+from moecore.kernels.sparse_attention.index import span_scores
 from moecore.kernels.sparse_attention.keys import SpanOfKeys
-from moecore.kernels.sparse_attention.span_scores import span_scores
 from tests.kernels.experts.chosen import expert_mlp
 
 # What one GPU alone can not run: `tests/kernels/exchange` plays the ranks.

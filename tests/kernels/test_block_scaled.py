@@ -15,7 +15,7 @@ from torch import Tensor
 from moecore.base.options.precision import Recipe
 from moecore.kernels import common
 from moecore.kernels.common import launches_on_meta
-from moecore.kernels.experts import contract, emulated_products
+from moecore.kernels.experts import contract, quantised_products
 from moecore.kernels.experts.contract import ExpertSpec, ExpertWeights
 from moecore.kernels.experts.products import products_problem, quantise_matrices
 from moecore.kernels.rows import microscaled
@@ -43,7 +43,7 @@ SIZES: dict[str, Any] = {"S": 23, "D": 64, "F": 32}
 @pytest.fixture(autouse=True)
 def block_scaled(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Tensor cores multiply scales, or what stands for them."""
-    for module in (emulated_products, contract, emulated):
+    for module in (quantised_products, contract, emulated):
         monkeypatch.setattr(module, "has_block_scaled_kernels", lambda _: True)
     skip_old_triton(request)
 
@@ -77,7 +77,7 @@ def test_experts(
         check(found, oracle(leaves, ids, recipe, "swiglu"), bound)
         return
     again = run(on_device, ids.to(device), options_of(recipe))
-    monkeypatch.setattr(emulated_products, "has_block_scaled_kernels", lambda _: False)
+    monkeypatch.setattr(quantised_products, "has_block_scaled_kernels", lambda _: False)
     expected = run(on_device, ids.to(device), options_of(recipe))
     for output in OUTPUTS:
         wrong = (found[output].float() - expected[output].float()).norm()

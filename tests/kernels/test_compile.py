@@ -56,8 +56,8 @@ from moecore.kernels.rows import move as rows
 from moecore.kernels.rows import packed as fp8_rows
 from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.scaled_cast import scaled_cast
-from moecore.kernels.sparse_attention import span_scores
 from moecore.kernels.sparse_attention.contract import IndexerHeads
+from moecore.kernels.sparse_attention.index import span_scores
 from moecore.kernels.sparse_attention.keys import SpanOfKeys
 from tests.helpers.grids import beside
 
@@ -508,7 +508,7 @@ def run_hyper_connections(D: int, dtype: torch.dtype) -> None:
 def run_index_scores(heads: int, dim: int) -> None:
     own = torch.arange(T)
     index_of = IndexerHeads(bf16(T, heads, dim), bf16(4 * T, dim), torch.zeros(T, heads))
-    span_scores.span_scores(index_of, SpanOfKeys(0, 4 * T, own, own))
+    span_scores(index_of, SpanOfKeys(0, 4 * T, own, own))
 
 
 CASES: dict[str, tuple[Callable[[], None], int]] = {

@@ -291,7 +291,7 @@ def run(case: Case, wanted: dict[str, Tensor]) -> dict[str, float]:
 @contextmanager
 def tampered(what: str) -> Iterator[None]:
     """Break one thing of cp."""
-    block_of, cut = ring.block_of, Backbone.sequence_of
+    block_of, cut = ring.select_block, Backbone.sequence_of
 
     def wrong_positions(self: Backbone, tokens_BT: Tensor, *rest: Any) -> Sequence:
         sequence = cut(self, tokens_BT, *rest)
@@ -301,7 +301,7 @@ def tampered(what: str) -> Iterator[None]:
         "order": (MicroBatch, "_tokens", consecutive),
         "positions": (Backbone, "sequence_of", wrong_positions),
         "merge": (ring, "merge", wrong_merge),
-        "chunk": (ring, "block_of", lambda *a: swapped(block_of(*a))),
+        "chunk": (ring, "select_block", lambda *a: swapped(block_of(*a))),
     }
     with patch.object(*broken[what]) if what else nullcontext():
         yield

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from moecore.base.options.precision import Recipe
 from moecore.kernels.common import launches_on_meta
@@ -72,31 +71,6 @@ def test_error_against_fp32(name: str) -> None:
     bounds = (0.05, of_gradients, of_gradients, 1e-6)
     for ours, wanted, bound in zip(got, truth, bounds, strict=True):
         assert relative_error(ours, wanted) < bound
-
-
-@pytest.mark.parametrize("T", [0, 1, 129])
-def test_any_number_of_tokens_in_any_shape(T: int) -> None:
-    x, weight, _, dy = operands(2 * T)
-    flat = values(Fp8Products(Recipe()), x, weight, dy=dy)
-    deep = values(Fp8Products(Recipe()), x.view(2, T, 144), weight, dy=dy.view(2, T, 160))
-    assert deep[0].shape == (2, T, 160) and deep[1].shape == (2, T, 144)
-    for got, truth in zip(deep, flat, strict=True):
-        assert torch.equal(got.reshape(truth.shape), truth)
-        assert got.isfinite().all()
-
-
-def test_dtypes() -> None:
-    x, weight, bias, dy = operands()
-    truth = values(Fp8Products(Recipe()), x.bfloat16(), weight.bfloat16(), bias, dy=dy.bfloat16())
-    assert [t.dtype for t in truth] == [torch.bfloat16] * 3 + [torch.float32]
-    wide = values(Fp8Products(Recipe()), x, weight, bias, dy=dy)
-    for got, wanted in zip(truth, wide, strict=True):
-        assert relative_error(got, wanted.double()) < 0.03
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = Fp8Products(Recipe())(x, weight)
-    dx, dweight = torch.autograd.grad(y, (x, weight), dy.bfloat16())
-    assert (y.dtype, dx.dtype, dweight.dtype) == (torch.bfloat16, torch.float32, torch.float32)
-    assert torch.equal(y, Fp8Products(Recipe())(x, weight).bfloat16())  # summed in fp32
 
 
 def test_what_is_not_wanted_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,16 +184,6 @@ def test_no_copy_of_a_weight_is_stale() -> None:
         assert torch.equal(got, truth)
 
 
-def test_checkpointing_repeats_the_same_bits() -> None:
-    x, weight, bias, dy = operands()
-    truth = values(Fp8Products(Recipe()), x, weight, bias, dy=dy)
-    products = Fp8Products(Recipe())
-    again = values(
-        lambda *leaves: checkpoint(products, *leaves, use_reentrant=False), x, weight, bias, dy=dy
-    )
-    assert all(torch.equal(a, b) for a, b in zip(again, truth, strict=True))
-
-
 HISTORY = Recipe(scaling="tensorwise", amax_history=2, power_of_two=False)
 CPU = torch.device("cpu")
 
@@ -323,7 +287,7 @@ def test_delayed_scaling_uses_and_makes_the_history() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("recipe", [Recipe(), HISTORY, RECIPES["rowwise hybrid"]])
+@pytest.mark.parametrize("recipe", [HISTORY, RECIPES["rowwise hybrid"]])
 def test_compiled_as_eager(recipe: Recipe) -> None:
     x, weight, bias, dy = operands()
     eager, traced = Fp8Products(recipe), Fp8Products(recipe)

@@ -15,15 +15,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from moecore.base.options.precision import Precision, Recipe
-from moecore.kernels.experts.contract import SINK, GradTarget
 from moecore.precision.apply import advance_amax, apply_precision, linear_products
 from moecore.precision.te import TELinearProducts
 from tests.helpers.te_definition import te_defined
 from tests.precision.plain import relative_error, worst_row_error
-from tests.precision.test_linear import kept_by, operands, values
+from tests.precision.test_linear import operands, values
 
 RECIPES = {
     "blockwise": Recipe(backend="te"),
@@ -35,7 +33,6 @@ RECIPES = {
     "nvfp4": Recipe(backend="te", scaling="nvfp4", power_of_two=False, stochastic_rounding=False),
 }
 SIZES = dict(T=70, K=96, N=160)
-names = pytest.mark.parametrize("name", RECIPES)
 
 
 @pytest.fixture(autouse=True)
@@ -56,8 +53,8 @@ def inputs_of(recipe: Recipe, **sizes: int) -> tuple[Tensor, ...]:
     return tuple(t.detach().bfloat16().float().requires_grad_(t.requires_grad) for t in found)
 
 
-@pytest.mark.parametrize("T", [70, 128, 1])
-@names
+@pytest.mark.parametrize("T", [70, 1])
+@pytest.mark.parametrize("name", RECIPES)
 def test_products_are_moecores_of_the_same_scaling(name: str, T: int) -> None:
     recipe = RECIPES[name]
     *leaves, dy = inputs_of(recipe, T=T)
@@ -69,20 +66,6 @@ def test_products_are_moecores_of_the_same_scaling(name: str, T: int) -> None:
     for ours, wanted, bound in zip(found, values(own(recipe), *leaves, dy=dy), bounds, strict=True):
         assert ours.dtype == wanted.dtype and ours.shape == wanted.shape
         assert relative_error(ours, wanted) < bound and worst_row_error(ours, wanted) < 10 * bound
-
-
-@names
-def test_no_tokens_and_any_shape(name: str) -> None:
-    x, weight, bias, dy = inputs_of(RECIPES[name])
-    products = linear_products(RECIPES[name])
-    flat = values(products, x, weight, bias, dy=dy)
-    leaf = x.detach().view(2, 5, 7, 96).requires_grad_()
-    if RECIPES[name].amax_history == 0:
-        y, dx, *rest = values(products, leaf, weight, bias, dy=dy.view(2, 5, 7, 160))
-        assert torch.equal(y.view(70, 160), flat[0]) and torch.equal(dx.view(70, 96), flat[1])
-        assert all(map(torch.equal, rest, flat[2:]))
-    y, *grads = values(products, x.detach()[:0].requires_grad_(), weight, bias, dy=dy[:0])
-    assert y.shape == (0, 160) and not any(g.any() for g in grads)
 
 
 def test_delayed_scales_are_those_of_earlier_steps() -> None:
@@ -122,71 +105,11 @@ def test_what_is_not_finite_reaches_no_history() -> None:
     assert products.history.seen["input"].isfinite()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", ["blockwise", "tensorwise", "mxfp8"])
-def test_dtypes_and_autocast(name: str, dtype: torch.dtype) -> None:
-    x, weight, bias, dy = (t.detach().to(dtype).requires_grad_() for t in inputs_of(RECIPES[name]))
-    found = values(linear_products(RECIPES[name]), x, weight, bias, dy=dy.detach())
-    wanted = values(own(RECIPES[name]), x, weight, bias, dy=dy.detach())
-    for ours, theirs in zip(found, wanted, strict=True):
-        assert ours.dtype == theirs.dtype == dtype
-        assert relative_error(ours, theirs.double()) < (1e-6 if dtype == torch.float32 else 2**-8)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert linear_products(RECIPES[name])(x, weight).dtype == torch.bfloat16
-
-
-@names
-def test_repeats_and_checkpoints_have_the_same_bits(name: str) -> None:
-    x, weight, bias, dy = inputs_of(RECIPES[name])
-    first = values(linear_products(RECIPES[name]), x, weight, bias, dy=dy)
-    again = linear_products(RECIPES[name])
-
-    def recomputed(*leaves: Tensor) -> Tensor:
-        return checkpoint(again, *leaves, use_reentrant=False)
-
-    assert all(map(torch.equal, first, values(recomputed, x, weight, bias, dy=dy)))
-
-
-def test_compiled() -> None:
-    x, weight, bias, dy = inputs_of(RECIPES["blockwise"])
-    products = linear_products(RECIPES["blockwise"])
-    compiled = torch.compile(products, backend="aot_eager", fullgraph=True)
-    expected = values(products, x, weight, bias, dy=dy)
-    assert all(map(torch.equal, values(compiled, x, weight, bias, dy=dy), expected))
+def test_a_history_is_refused_under_compile() -> None:
+    x, weight, *_ = inputs_of(RECIPES["delayed"])
     delayed = torch.compile(linear_products(RECIPES["delayed"]), backend="aot_eager")
     with pytest.raises(Exception, match=r"Recipe.amax_history \(2\) must be 0 with backend \('te'"):
         delayed(x, weight)
-
-
-def test_what_is_kept_and_wanted() -> None:
-    x, weight, _, dy = inputs_of(RECIPES["blockwise"])
-    products = linear_products(RECIPES["blockwise"])
-    _, kept = kept_by(products, x, weight)
-    assert {t.data_ptr() for t in kept} == {x.data_ptr(), weight.data_ptr()}
-    (dx,) = torch.autograd.grad(products(x, weight.detach()), x, dy)
-    (dw,) = torch.autograd.grad(products(x.detach(), weight), weight, dy)
-    expected = values(products, x, weight, dy=dy)
-    assert torch.equal(dx, expected[1]) and torch.equal(dw, expected[2])
-
-
-def test_a_sink_may_defer_the_gradient_of_a_weight() -> None:
-    x, weight, _, dy = inputs_of(RECIPES["blockwise"])
-    expected = values(linear_products(RECIPES["blockwise"]), x, weight, dy=dy)[2]
-    later: list[Any] = []
-
-    class Sink:
-        def defer(self, compute: Any, *operands: Any) -> bool:
-            later.append((compute, operands))
-            return True
-
-    setattr(weight, SINK, lambda shape: Sink())
-    products = linear_products(RECIPES["blockwise"])
-    products.defers = True
-    products(x, weight).backward(dy)
-    assert weight.grad is None
-    ((compute, of),) = later
-    out = torch.ones_like(expected)
-    torch.testing.assert_close(compute(*of, GradTarget(out, adds=True)), 1 + expected)
 
 
 def test_who_is_quantised_and_refused() -> None:

@@ -55,11 +55,11 @@ def attend_sparse(
         heads = LatentHeads(*(x.to(dtype) for x in heads))
     B, T = heads.q_tHd.shape[:2]
     flat = heads._replace(
-        q_tHd=heads.q_tHd.flatten(0, 1), keys_Nl=_of_rows(heads.keys_Nl, sequence)
+        q_tHd=heads.q_tHd.flatten(0, 1), keys_Nl=_gather_keys(heads.keys_Nl, sequence)
     )
     if index is not None:
         own_q, k, own_w = index
-        index = IndexerHeads(own_q.flatten(0, 1), _of_rows(k, sequence), own_w.flatten(0, 1))
+        index = IndexerHeads(own_q.flatten(0, 1), _gather_keys(k, sequence), own_w.flatten(0, 1))
     selected_BTK = choice.selected_BTK
     out: SparseOutput = as_product(
         sparse_attention,
@@ -74,7 +74,7 @@ def attend_sparse(
     return SparseOutput(*(None if x is None else x.unflatten(0, (B, T)) for x in out))  # type: ignore[arg-type]
 
 
-def _of_rows(x_BTX: Tensor, sequence: Sequence) -> Tensor:
+def _gather_keys(x_BTX: Tensor, sequence: Sequence) -> Tensor:
     """Return x_NX of the full rows, all-gathered over the cp ranks."""
     local_tokens = sequence.local_tokens
     return (x_BTX if local_tokens is None else local_tokens.gather(x_BTX)).flatten(0, 1)

@@ -1,6 +1,6 @@
-"""Which linears of a model are computed in FP8, by role, and which defer weight gradients.
+"""Applies a `Precision` to the linears of a model, by role, and defers their weight gradients.
 
-The routed and shared experts of a `MoELayer` have no linears: the layer asks `Precision.recipe_of`.
+The experts of a `MoELayer` have no linears: the layer reads `Precision.recipe_of` itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moecore.precision.linear import Fp8Products, InputCast, QuantisedProducts, 
 from moecore.precision.plain import PLAIN_FORWARDS, ProductLinear, set_products
 from moecore.precision.te import TELinearProducts
 
-# Last parts of names, of moecore's decoder, transformers and torchtitan.
+# Last parts of linears' names in moecore's decoder, transformers and torchtitan.
 GROUPED = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "out_proj")
 LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 LINEAR = ("in_proj_qkv", "in_proj_z", "in_proj_qkvz")
@@ -35,15 +35,15 @@ ROUTED_NAMES = frozenset(("experts",))
 
 
 class LinearPrecision(NamedTuple):
-    """What `apply_precision` decided about one linear."""
+    """The decision of `apply_precision` for one linear."""
 
     role: Role | None  # None = none of the roles
-    recipe: Recipe | None  # None = it stays as it is
-    reason: str | None  # why it stays as it is
+    recipe: Recipe | None  # None = the linear is not changed
+    reason: str | None  # why the linear is not changed
 
 
 def role_of(name: str) -> Role | None:
-    """Return the role of a linear by its qualified name alone; None = it is never quantised."""
+    """Return the role of a linear by its qualified name; None = the linear is never quantised."""
     *parents, leaf = name.split(".")
     if leaf in ATTENTION:
         return "attention"
@@ -53,20 +53,18 @@ def role_of(name: str) -> Role | None:
 
 
 def linear_products(recipe: Recipe, inputs: InputCast | None = None) -> QuantisedProducts:
-    """Return products of one weight by a recipe."""
+    """Return the products of one weight for a recipe."""
     if recipe.backend == "te":
         return TELinearProducts(recipe, inputs)
     return (EmulatedLinearProducts if recipe.is_emulated else Fp8Products)(recipe, inputs)
 
 
 def apply_precision(model: nn.Module, precision: Precision) -> dict[str, LinearPrecision]:
-    """Let a model's linears compute in FP8, in place: each becomes a `ProductLinear`."""
-    # Parameters, their names, hooks and state dict stay what they are, on meta too. Call it after
-    # tensor parallelism, whose cut must leave multiples of 16 ("mxfp8": 32), and before sharding
-    # and compiling.
-    # To call it once more replaces recipes and drops histories. Linears under one parent that get
-    # the same input quantise it once. Names, those of the result too, are without wrappers'
-    # prefixes.
+    """Turn a model's linears into `ProductLinear`s of their recipes, in place; return decisions."""
+    # Parameters, names, hooks and state dict do not change. The call comes after tensor
+    # parallelism, whose shards must be multiples of 16 ("mxfp8": 32), and before FSDP and compile.
+    # A second call replaces recipes and drops histories. Linears of one parent share quantised
+    # inputs. Names have no prefixes of wrappers.
     linears, table = _linears(model), check_precision(model, precision)
     inputs: dict[tuple[str, int, Recipe], InputCast] = {}
     for name, module in linears.items():
@@ -79,14 +77,14 @@ def apply_precision(model: nn.Module, precision: Precision) -> dict[str, LinearP
 
 
 def check_precision(model: nn.Module, precision: Precision) -> dict[str, LinearPrecision]:
-    """Return and raise what `apply_precision` does; change nothing."""
+    """Return the decisions of `apply_precision`, or raise its errors, without a change."""
     table = {name: _decide(name, module, precision) for name, module in _linears(model).items()}
     _check_overrides(model, precision, table)
     return table
 
 
 def _linears(model: nn.Module) -> dict[str, nn.Linear]:
-    """Return a model's linears by name, without what wrappers add to it."""
+    """Return a model's linears by name, without prefixes of wrappers."""
     return {
         clean_name(name): module
         for name, module in model.named_modules()
@@ -95,9 +93,9 @@ def _linears(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def defer_linears(model: nn.Module) -> None:
-    """Let linears, also in FP8, and moecore's shared experts defer weight gradients, in place."""
-    # Forwards, gradients and names stay. Linears with a forward of their own stay as they are. Call
-    # it after `apply_precision`, and before `shard_model`, `compile_blocks` and `apply_memory`.
+    """Let linears and moecore's shared experts defer weight gradients, in place."""
+    # Linears whose class overrides forward do not defer. The call comes after `apply_precision`,
+    # and before `shard_model`, `compile_blocks` and `apply_memory`.
     for module in model.modules():
         if isinstance(module, nn.Linear) and type(module).forward in PLAIN_FORWARDS:
             set_products(module, PlainProducts())
@@ -109,14 +107,14 @@ def defer_linears(model: nn.Module) -> None:
 
 
 def fp8_linears(model: nn.Module) -> Iterator[tuple[nn.Linear, QuantisedProducts]]:
-    """Yield each linear of a model that is in FP8, and its products."""
+    """Yield each quantised linear of a model, and its products."""
     for module in model.modules():
         if isinstance(module, ProductLinear) and isinstance(module.products, QuantisedProducts):
             yield module, module.products
 
 
 def amax_histories(model: nn.Module) -> dict[str, AmaxHistory]:
-    """Return the histories of linears and of routed experts by the names of their modules."""
+    """Return the amax histories of linears and routed experts by module name."""
     histories = {}
     for name, module in model.named_modules():
         if isinstance(module, Experts):
@@ -134,8 +132,8 @@ def advance_amax(
     *,
     is_skipped: bool | Tensor = False,
 ) -> None:
-    """Start the next step of delayed scaling, once after each optimizer step. No host sync."""
-    # `group` has the ranks among which a layer's parts and tokens are spread; None = there is one.
+    """Start the next step of delayed scaling, after each optimizer step. No host sync."""
+    # `group` has all ranks that share a layer's weights or tokens; None = this rank only.
     histories = amax_histories(model)
     if histories:
         device = next(model.parameters()).device
@@ -143,13 +141,13 @@ def advance_amax(
 
 
 def drop_amax(model: nn.Module) -> None:
-    """Drop what delayed scaling has seen since the last step."""
+    """Drop the amax values that delayed scaling recorded since the last step."""
     for history in amax_histories(model).values():
         history.drop()
 
 
 def has_history(model: nn.Module) -> bool:
-    """Return whether `advance_amax` has something to do."""
+    """Return whether any module of a model has delayed scaling."""
     return bool(amax_histories(model))
 
 
@@ -169,7 +167,7 @@ def _decide(name: str, module: nn.Linear, precision: Precision) -> LinearPrecisi
 def _check_overrides(
     model: nn.Module, precision: Precision, table: dict[str, LinearPrecision]
 ) -> None:
-    """Raise for patterns with a recipe that reach nothing, or nothing that reads it."""
+    """Raise ValueError for an override whose pattern matches no module that can use its recipe."""
     modules = {clean_name(name): module for name, module in model.named_modules()}
     experts = {n for n, m in modules.items() if isinstance(m, Experts | SharedExpert)}
     quantised = {name for name, decided in table.items() if decided.recipe is not None}

@@ -1,14 +1,15 @@
-"""y = x @ weight^T + bias in MXFP8 or NVFP4, by operands that are rounded to these formats.
+"""y = x @ weight^T + bias in MXFP8 or NVFP4.
 
-    forward          y  = x  (over K)             @ weight (over K)
-    input gradient   dx = dy (over N, rounded     @ weight (over N)
-                             at random: "nvfp4")
-    weight gradient  dw = dy (over T, likewise)   @ x (over T), both transformed first: "nvfp4"
+    forward          y  = x  (over K) @ weight (over K)
+    input gradient   dx = dy (over N) @ weight (over N)
+    weight gradient  dw = dy (over T) @ x      (over T)
 
-x and the weight are kept as they are, and rounded once more in backward. A weight that was gathered
-packed ("nvfp4") has no values: both passes read what was gathered. The products are in bf16,
-on a CPU in fp32, and what is multiplied by scales of tensors afterwards in fp32. Where tensor cores
-multiply scales of blocks, operands are bytes, and a product is a group of one (`block_scaled.py`).
+"nvfp4" rounds dy stochastically, and applies the Hadamard transform to both operands of dw. x and
+the weight are saved for backward in their dtype, and quantised again. A weight that FSDP gathered
+packed ("nvfp4") has no values: forward and backward read the gathered blocks.
+
+GPUs with tensor cores for block scales multiply the bytes (`block_scaled.py`, with one group).
+Other GPUs multiply rounded operands in bf16, and a CPU in fp32.
 
 Letters: T tokens, K input features, N output features; formats are `kernels/rows/microscaling.py`.
 """
@@ -37,10 +38,10 @@ from moecore.precision.linear import (
     InputGradient,
     LinearCall,
     QuantisedProducts,
+    flatten_rows,
     max_over_cut,
     quantised_op,
     read_gathered_blocks,
-    rows_of,
 )
 
 
@@ -106,8 +107,8 @@ class EmulatedLinearProducts(QuantisedProducts):
                     weight_amax=blocks.amax,
                     recipe=recipe,
                 )
-            amax = None  # of the weight as it is
-            if not recipe.power_of_two:  # as one rank would quantise it, like "tensorwise"
+            amax = None  # the weight's own
+            if not recipe.power_of_two:  # shards are quantised as one rank quantises the weight
                 amax = max_over_cut(finite_magnitude(weight_NK).amax().reshape(1), weight)
         return LinearCall(weight_amax=amax, recipe=recipe)
 
@@ -129,7 +130,7 @@ class EmulatedLinearProducts(QuantisedProducts):
     @override
     @staticmethod
     def weight_grad(dy_TN: Tensor, x: Tensor, call: LinearCall, target: GradTarget) -> Tensor:
-        recipe, x_TK = call.recipe, rows_of(x)
+        recipe, x_TK = call.recipe, flatten_rows(x)
         of_dy = _operand(dy_TN, recipe, over_rows=True, is_gradient=True)
         of_x = _operand(x_TK, recipe, over_rows=True)
         if of_x.kind == PACKED_FORWARD:

@@ -1,14 +1,14 @@
-"""The products of a head with a chunk of tokens: logits, and both gradients from theirs.
+"""The products of an output head with a chunk of tokens: logits, and the gradients of both inputs.
 
-                 logits                  hidden states' gradient    weight's gradient
-    wide         fp32 of the dtype       in the dtype               fp32 of the dtype
-    "blockwise"  in the dtype, of FP8    in the dtype, of FP8       fp32, of FP8
+    recipe       operands     logits       hidden states' gradient    weight's gradient
+    None         dtype        fp32         dtype                      fp32
+    "blockwise"  FP8          dtype        dtype                      fp32
 
-In FP8 hidden states and the gradient of logits have a scale per 1 x 128 elements, and, where they
-are summed over tokens, one per 128 x 128, as the weight has. They are the products of experts
-(`kernels/grouped/fp8.py`) with one expert.
+In FP8, hidden states and the gradient of logits have a scale per 1 x 128 elements. For the weight's
+gradient they have a scale per 128 x 128 elements, as the weight has. The products are the experts'
+kernels with one expert (`kernels/grouped/fp8.py`).
 
-Letters: C tokens of a chunk, D model dim, V vocabulary, of a rank where ranks hold parts of it.
+Letters: C tokens of a chunk, D model dim, V vocabulary of this rank.
 """
 
 from __future__ import annotations
@@ -43,12 +43,10 @@ from moecore.kernels.rows.scaling import Blocks
 class HeadProducts:
     """Products in the dtype of hidden states and weight.
 
-    Args:
-        weight_VD: the weight.
-        training: whether the gradient of hidden states is asked for.
+    `training` says whether backward follows.
     """
 
-    chunks = 1  # of tokens that together take the memory of one wide chunk
+    chunks = 1  # chunks of tokens whose logits need the memory of one chunk of fp32 logits
 
     def __init__(self, weight_VD: Tensor, *, training: bool) -> None:
         self.weight_VD = weight_VD
@@ -62,32 +60,32 @@ class HeadProducts:
     def cross_entropy(
         self, logits_CV: Tensor, labels_C: Tensor, *, wants: bool
     ) -> tuple[Tensor, Any]:
-        """Return the summed loss of the last logits, used up, and, if wanted, their gradient.
+        """Return the summed loss of the last logits and, if `wants`, the gradient of the logits.
 
-        The gradient is as the products take it.
+        The logits are overwritten. The gradient has the format that `d_hidden` reads.
         """
         return cross_entropy_(logits_CV, labels_C, self.hidden_CD.dtype if wants else None)
 
     def softmax_gradient(
         self, logits_CV: Tensor, labels_C: Tensor, highs_C: Tensor, sums_C: Tensor
     ) -> Any:
-        """Return that gradient from numbers of whole rows, as `softmax_gradient_` takes them."""
+        """Return the gradient of the logits, from `softmax_gradient_`'s row statistics."""
         return softmax_gradient_(logits_CV, labels_C, highs_C, sums_C, self.hidden_CD.dtype)
 
     def d_hidden(self, d_logits: Any, out_CD: Tensor) -> None:
-        """Write the gradient of the chunk's hidden states."""
+        """Write the gradient of the chunk's hidden states to `out_CD`."""
         torch.mm(d_logits, self.weight_VD, out=out_CD)
 
     def add_d_weight(self, d_logits: Any, out_VD: Tensor, *, first: bool) -> None:
-        """Add the chunk's part of the weight's gradient, fp32 or fp64, which `first` fills."""
+        """Add the chunk's gradient of the weight to `out_VD`, or write it if `first`."""
         add_product_(out_VD, d_logits.t(), self.hidden_CD, beta=0 if first else 1)
 
 
 class BlockwiseHeadProducts(HeadProducts):
     """Products in FP8 by a "blockwise" recipe, for V and D that are multiples of 128."""
 
-    # Logits take two bytes, and both operands of their gradient one each, the second of them when
-    # the logits are gone.
+    # Logits take two bytes. Their gradient takes one byte per operand, and the second operand is
+    # made after the logits are freed.
     chunks = 2
 
     def __init__(self, weight_VD: Tensor, *, training: bool, recipe: Recipe) -> None:
@@ -154,7 +152,7 @@ def fp8_head_problem(
 
 
 def head_products(weight_VD: Tensor, recipe: Recipe | None, *, training: bool) -> HeadProducts:
-    """Return the products of a weight; ValueError for one that a recipe does not fit."""
+    """Return the products of a weight. Raise ValueError if the recipe cannot multiply it."""
     if recipe is None:
         return HeadProducts(weight_VD, training=training)
     reason = fp8_head_problem(weight_VD.shape, recipe, weight_VD.dtype, weight_VD.device)
@@ -164,7 +162,7 @@ def head_products(weight_VD: Tensor, recipe: Recipe | None, *, training: bool) -
 
 
 def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a @ b in `dtype`, not rounded to the dtype of a and b on the way."""
+    """Return a @ b in `dtype`, rounded once."""
     if a.dtype == dtype:
         return a @ b
     if is_gpu(a):
@@ -173,7 +171,7 @@ def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def add_product_(out: Tensor, a: Tensor, b: Tensor, *, beta: int) -> None:
-    """Write out * beta + a @ b to out, in its dtype; beta 0 does not read it."""
+    """Write out * beta + a @ b to out, in the dtype of out. beta 0 does not read out."""
     if a.dtype != out.dtype and is_gpu(a):
         torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, beta=beta, out=out)
     else:

@@ -4,8 +4,7 @@
     input gradient   dx = dy (over N, recipe's format)  @ weight (over N, e4m3)
     weight gradient  dw = dy (over T, recipe's format)  @ x      (over T, e4m3)
 
-In plain eager code a linear is one node of autograd, and nothing lies between it and the launches
-of `cast` and torch's product. Compilers and dispatch modes see custom operators.
+Plain eager code runs a linear as one autograd node. Compilers and dispatch modes see a custom op.
 
 Letters: T tokens, K input features, N output features; M and N rows of the operands of `product`.
 """
@@ -41,14 +40,14 @@ from moecore.moe.param_reader import gathered_blocks
 from moecore.precision.scaled_product import product
 
 
-def rows_of(x: Tensor) -> Tensor:
+def flatten_rows(x: Tensor) -> Tensor:
     """Return the rows [T, K] of x [..., K]."""
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
-def with_dims_of(y_MN: Tensor, x: Tensor) -> Tensor:
-    """Return [..., N], the rows of y that are those of x [..., K]; others fill it up."""
-    # No view, as of `nn.Linear`: what follows may change it in place.
+def restore_dims(y_MN: Tensor, x: Tensor) -> Tensor:
+    """Return y [..., N] with the leading dims of x [..., K], without rows of padding."""
+    # `nn.Linear` returns no view either: the caller may change the output in place.
     T = x.numel() // x.shape[-1]
     if y_MN.shape[0] != T:
         y_MN = y_MN[:T]
@@ -59,10 +58,10 @@ def with_dims_of(y_MN: Tensor, x: Tensor) -> Tensor:
 
 
 class InputCast:
-    """The last quantised input, for modules that read the same one, like q, k and v.
+    """A cache of one quantised input, shared by linears of the same input, such as q, k and v.
 
-    It holds what it made until the input is freed, another one comes, or one of the modules comes
-    a second time.
+    The operands are dropped when the input is freed, when a linear passes another input, or when a
+    linear reads them a second time.
     """
 
     def __init__(self) -> None:
@@ -75,7 +74,7 @@ class InputCast:
         return InputCast, ()
 
     def get(self, x: Tensor, user: object, recipe: Recipe, columns: bool) -> OperandPair:
-        """Return what `cast_input` returns."""
+        """Return `cast_input(x)`, from the cache if `user` has not read it yet."""
         operands = self._operands
         is_hit = self._input is not None and self._input() is x and self._version == version(x)
         is_hit = is_hit and not x.is_inference()  # has no version
@@ -104,7 +103,7 @@ def cast_input(
     amax: Tensor | None = None,
     seen: Tensor | None = None,
 ) -> OperandPair:
-    """Return x [..., K] as operands of the forward and, with `columns`, of the weight gradient."""
+    """Quantise x [..., K] for the forward and, with `columns`, for the weight gradient."""
     kind, power_of_two = KINDS[recipe.activation_block], recipe.power_of_two
     return cast(x, kind, power_of_two=power_of_two, columns=columns, amax=amax, seen=seen)
 
@@ -113,42 +112,41 @@ InputGradient = tuple[Tensor | None, Any]  # dx, and dy as `weight_grad` takes i
 
 
 class LinearCall(NamedTuple):
-    """Tensors without a gradient, or None, and settings that one call of a linear reads."""
+    """The tensors without gradients and the settings of one call of a linear."""
 
-    # operands that are quantised already: x for the forward and for the weight gradient, and the
-    # weight for the forward
+    # quantised operands: x for the forward, x for the weight gradient, the weight for the forward.
+    # None = the products quantise the operand
     x_rows: Any = None
     x_row_scales: Any = None
     x_columns: Any = None
     x_column_scales: Any = None
     weight_rows: Any = None
     weight_scales: Any = None
-    # largest magnitudes that scale an operand; None or 0 = the operand's own
+    # the amax that scales an operand; None or 0 = the operand's own amax
     x_amax: Any = None
     weight_amax: Any = None
     dy_amax: Any = None
-    # grow to the largest magnitudes of this step
+    # amax of this step for delayed scaling, raised in place; None = not recorded
     x_seen: Any = None
     weight_seen: Any = None
     dy_seen: Any = None
-    is_sure: bool = True  # no amax is 0
+    is_sure: bool = True  # whether no amax is 0
     recipe: Recipe = Recipe()
     dtype: Any = None  # of the product
 
 
 class QuantisedProducts(LinearProducts):
-    """The operation of a linear whose recipe quantises both operands of each product.
+    """A linear whose recipe quantises both operands of each product; no host sync.
 
-    Differentiable once in x, weight and bias. No host sync. The dtype is that of x, or autocast's.
-    A subclass has the products: `multiply`, `input_grad` and `weight_grad`.
+    The output has the dtype of x, or autocast's. It is differentiable once in x, weight and bias.
+    A subclass implements `prepare`, `multiply`, `input_grad` and `weight_grad`.
     """
 
-    op: ClassVar[Op]  # `quantised_op` of the class
+    op: ClassVar[Op]  # the result of `quantised_op` for the class
 
     def __init__(self, recipe: Recipe, inputs: InputCast | None = None) -> None:
         self.recipe = recipe
         self.inputs = inputs or InputCast()
-        # Of delayed scaling.
         self.history = AmaxHistory(recipe.amax_history) if recipe.amax_history else None
         self._recipe_text = json.dumps(asdict(recipe))
 
@@ -179,29 +177,29 @@ class QuantisedProducts(LinearProducts):
         return y
 
     def past_amax(self, operand: OperandName) -> Tensor | None:
-        """Return the operand's largest magnitude of earlier steps; None without a history."""
+        """Return the operand's amax over earlier steps; None without delayed scaling."""
         return None if self.history is None else self.history.amax(operand)
 
     @abstractmethod
     def prepare(self, x: Tensor, weight: Tensor, weight_NK: Tensor, training: bool) -> LinearCall:
-        """Return what the products of this call read beside x, weight and bias."""
+        """Return the further arguments of this call's products."""
 
     @staticmethod
     @abstractmethod
     def multiply(x_TK: Tensor, weight_NK: Tensor, call: LinearCall) -> Tensor:
-        """Return x @ weight^T; rows after the first T are padding."""
+        """Return x @ weight^T, which may have rows of padding after the first T."""
 
     @staticmethod
     @abstractmethod
     def input_grad(dy_TN: Tensor, weight_NK: Tensor | None, call: LinearCall) -> InputGradient:
-        """Return dy @ weight, None without a weight; also dy as `weight_grad` takes it."""
+        """Return dx, or None without a weight, and dy in the form that `weight_grad` reads."""
 
-    # weight_grad(dy of `input_grad`, x or its columns, call, target).
+    # weight_grad(dy returned by `input_grad`, x or its columns, call, target)
 
     @override
     @classmethod
     def forward(cls, x: Tensor, weight_NK: Tensor, bias_N: Any, call: LinearCall) -> Tensor:
-        y = with_dims_of(cls.multiply(rows_of(x), weight_NK, call), x)
+        y = restore_dims(cls.multiply(flatten_rows(x), weight_NK, call), x)
         return y if bias_N is None else y.add_(bias_N)
 
     @override
@@ -209,17 +207,17 @@ class QuantisedProducts(LinearProducts):
     def save(ctx: Any, inputs: tuple[Any, ...], y: Tensor) -> None:
         x, weight_NK, bias_N, call = inputs
         wants_x, wants_weight, *_ = ctx.needs_input_grad
-        # Of x the operand that is summed over tokens, if forward had it. The weight as it is,
-        # because units free and gather it, and to quantise it again takes little beside a product.
+        # x is saved as the operand that is summed over tokens if forward made it. The weight is
+        # saved in its dtype: FSDP units reshard it, and quantising it again is cheap.
         columns = (x, None) if call.x_columns is None else call[2:4]
         ctx.save_for_backward(
             *(columns if wants_weight else (None, None)),
             weight_NK if wants_x else None,
             *call[6:9],
         )
-        # A unit holds what it has gathered; with the weight autograd checks that it is still there.
+        # Gathered blocks belong to the FSDP unit, and autograd checks the saved weight's version.
         rows, scales = (None, None) if has_values(weight_NK) else call[4:6]
-        # `dy_seen` grows from one backward to the next, so autograd must not check it.
+        # Each backward changes `dy_seen` in place, so autograd must not check its version.
         ctx.call = LinearCall(
             weight_rows=rows,
             weight_scales=scales,
@@ -242,11 +240,11 @@ class QuantisedProducts(LinearProducts):
             dtype=x_dtype,
         )
         _, wants_weight, wants_bias, *_ = ctx.needs_input_grad
-        dy_TN = rows_of(dy)
+        dy_TN = flatten_rows(dy)
         dx, columns = cls.input_grad(dy_TN, weight_NK, call)
         dbias_N = dy_TN.sum(0, dtype=torch.float32).to(bias_dtype) if wants_bias else None
         return (
-            None if dx is None else with_dims_of(dx, dy),
+            None if dx is None else restore_dims(dx, dy),
             (columns, x, call._replace(dtype=weight_dtype)) if wants_weight else None,
             dbias_N,
         )
@@ -261,7 +259,7 @@ _SCHEMA = (
 
 
 def quantised_op(name: str, products: type[QuantisedProducts]) -> Op:
-    """Return what compilers and dispatch modes know of the operation with these products."""
+    """Return the custom op of a class of products, for compilers and dispatch modes."""
 
     def inputs_of(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         *tensors, recipe, dtype = arguments
@@ -281,10 +279,10 @@ def quantised_op(name: str, products: type[QuantisedProducts]) -> Op:
 
 
 class Fp8Products(QuantisedProducts):
-    """Products in FP8 by this package's casts and torch's scaled product.
+    """Products in FP8 by moecore's cast kernels and torch's scaled product.
 
-    N and K are multiples of 16. Weights that multiply the same input share `inputs`. The input's
-    columns, which the pass of the forward's cast makes too, are saved in place of the input.
+    N and K are multiples of 16. Linears of the same input share `inputs`. The cast of the forward
+    also makes the operand of the weight gradient, which is saved for backward instead of x.
     """
 
     @override
@@ -310,22 +308,21 @@ class Fp8Products(QuantisedProducts):
     def _cast_weight(
         self, weight: Tensor, weight_NK: Tensor, seen: Tensor | None
     ) -> tuple[Blocks | None, Tensor | None]:
-        """Return the forward's operand, and the amax that backward's needs."""
-        # Once per forward and once per backward. No copy is kept: gathers and fused optimizers put
-        # new values into the same memory without a new version. A weight that was gathered in FP8
-        # has no values: forward reads what was gathered, and backward transposes it.
+        """Return the weight as operand of the forward, and the amax that backward reads."""
+        # Forward and backward each quantise the weight: all-gathers and fused optimizers write new
+        # values without a new version, so no copy is cached. A weight that was all-gathered in FP8
+        # has no values: forward reads the gathered blocks, and backward transposes them.
         kind = KINDS[self.recipe.weight_block]
         if not has_values(weight_NK):
             return _read_gathered_rows(weight, weight_NK, kind, seen), None
         weight_amax = self.past_amax("weight")
         if weight_amax is None and self.recipe.scaling == "tensorwise":
-            # Over the ranks that tensor parallelism cuts it over, so that it is quantised as one
-            # rank would. Activations and gradients have their own on every rank: each rank
-            # multiplies its own tokens or features alone, and an exchange would wait for the
-            # slowest.
+            # The maximum over the tp ranks, so that shards are quantised as one rank would quantise
+            # the full weight. Activations and gradients have a local amax: an all-reduce would
+            # wait for the slowest rank.
             with torch.no_grad():
                 weight_amax = max_over_cut(amax(local_param(weight)), weight)
-        elif self.history is not None:  # of zeros so far, a cut weight has scales of its parts
+        elif self.history is not None:  # after steps of zeros, each shard has its own scale
             weight_amax = scaling_amax(weight_amax, weight_NK, is_sure=self.history.is_sure)
         power_of_two = self.recipe.power_of_two
         operands = cast(
@@ -380,7 +377,7 @@ Fp8Products.op = quantised_op("fp8_linear", Fp8Products)
 
 
 def _weight_columns(weight_NK: Tensor, call: LinearCall) -> Blocks:
-    """Return the weight as operand of the input gradient, summed over N."""
+    """Return the weight as operand of the input gradient, which sums over N."""
     kind = KINDS[call.recipe.weight_block]
     if call.weight_rows is not None:
         rows = Blocks(call.weight_rows, call.weight_scales, kind)
@@ -392,13 +389,13 @@ def _weight_columns(weight_NK: Tensor, call: LinearCall) -> Blocks:
 
 
 def scaling_amax(past: Tensor | None, x: Tensor, *, is_sure: bool) -> Tensor | None:
-    """Return what x is scaled by, fp32 [n]: a past that may be 0, or its own; None = its own."""
+    """Return the amax that scales x, fp32 [n]: `past`, or x's own amax where `past` is 0."""
     return past if past is None or is_sure else amax(x, past)
 
 
 def max_over_cut(value: Tensor, weight: Tensor) -> Tensor:
-    """Return the largest value of the ranks that a weight is cut over."""
-    # One all-reduce for each mesh dim that cuts it, none for a whole weight.
+    """Return the maximum of `value` over the ranks that shard a weight."""
+    # One all-reduce for each mesh dim that shards the weight.
     if isinstance(weight, DTensor):
         for mesh_dim, placement in enumerate(weight.placements):
             if not placement.is_replicate():
@@ -410,7 +407,7 @@ def max_over_cut(value: Tensor, weight: Tensor) -> Tensor:
 def weight_problem(weight: Tensor, recipe: Recipe | None = None) -> str | None:
     """Return the error text for a weight that a recipe cannot multiply; equal on all ranks."""
     multiple = ALIGNED if recipe is None else recipe.multiple
-    # The weight [N, K] is whole or cut by tensor parallelism, not yet over data ranks.
+    # Tensor parallelism may have sharded the weight [N, K]; FSDP has not yet.
     sizes = list(weight.shape)
     if isinstance(weight, DTensor):
         for mesh_dim, placement in enumerate(weight.placements):
@@ -428,7 +425,7 @@ def weight_problem(weight: Tensor, recipe: Recipe | None = None) -> str | None:
 
 
 def check_operands(x: Tensor, weight_NK: Tensor, recipe: Recipe) -> None:
-    """Raise a ValueError for an input and a weight that a recipe's products do not take."""
+    """Raise ValueError if a recipe's products cannot multiply this input and this weight."""
     if isinstance(x, DTensor):
         raise ValueError("x (a DTensor) must be a plain tensor for FP8 products: pass x.to_local()")
     reason = weight_problem(weight_NK, recipe)
@@ -442,7 +439,7 @@ def check_operands(x: Tensor, weight_NK: Tensor, recipe: Recipe) -> None:
 
 
 def read_gathered_blocks(kind: str | None, weight: Tensor, weight_NK: Tensor) -> Blocks:
-    """Return what was gathered of a weight without values; raise for another kind."""
+    """Return the all-gathered blocks of a weight without values; raise for another kind."""
     blocks = None if torch.compiler.is_compiling() else gathered_blocks(weight)
     if blocks is None or blocks.kind != kind:
         check_values(weight_NK)
@@ -453,7 +450,7 @@ def read_gathered_blocks(kind: str | None, weight: Tensor, weight_NK: Tensor) ->
 def _read_gathered_rows(
     weight: Tensor, weight_NK: Tensor, kind: str, seen: Tensor | None
 ) -> Blocks:
-    """Return what was gathered of a weight, as operand of the forward."""
+    """Return the all-gathered blocks of a weight as operand of the forward."""
     blocks = read_gathered_blocks(kind, weight, weight_NK)
     if seen is not None and blocks.amax is not None:
         with torch.no_grad():

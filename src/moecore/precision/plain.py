@@ -1,4 +1,4 @@
-"""Linears as modules: moecore's own, and any linear with products of its choice."""
+"""Modules of linears: `Linear` with a local shard as weight, and `ProductLinear`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moecore.kernels.linear import LinearProducts
 
 
 class Linear(nn.Linear):
-    """x @ weight^T, whatever the layout of the weight; a bias is cut with its rows."""
+    """An `nn.Linear` that multiplies the local shard of a DTensor weight and bias."""
 
     def __init__(
         self,
@@ -27,17 +27,17 @@ class Linear(nn.Linear):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_dim, out_dim, bias=bias, dtype=dtype)
-        self.tp_shard_dim = tp_shard_dim  # of the weight, that tensor parallelism cuts
-        self.residual = residual  # the output is added to the residual stream: smaller weights
+        self.tp_shard_dim = tp_shard_dim  # dim of the weight that tensor parallelism shards
+        self.residual = residual  # whether the output is added to the residual stream
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [..., out] in the dtype of x."""
+        """Return x @ weight^T + bias."""
         bias = None if self.bias is None else local_param(self.bias)
         return F.linear(x, local_param(self.weight), bias)
 
 
 class ProductLinear(nn.Linear):
-    """An `nn.Linear` by `products`; parameters, names and state dict are its own."""
+    """An `nn.Linear` whose `products` multiply; parameters and state dict are an `nn.Linear`'s."""
 
     products: LinearProducts
 
@@ -46,7 +46,7 @@ class ProductLinear(nn.Linear):
         return self.products(input, self.weight, self.bias, training=self.training)
 
     def extra_repr(self) -> str:
-        """Return the linear's own, and what its products are."""
+        """Return the linear's sizes and a description of its products."""
         return f"{super().extra_repr()}, {self.products}"
 
 
@@ -54,7 +54,7 @@ PLAIN_FORWARDS = (nn.Linear.forward, Linear.forward)
 
 
 def set_products(linear: nn.Linear, products: LinearProducts) -> None:
-    """Give a linear these products, in place: hooks, and all else of its class, stay."""
+    """Make a linear multiply by `products`, in place; its hooks and base class do not change."""
     if not isinstance(linear, ProductLinear):
         plain: Any = type(linear)
         linear.__class__ = _class_of(plain)

@@ -15,7 +15,7 @@ from moecore.kernels.common import has_hopper_kernels, no_autocast
 from moecore.kernels.ops import Op, is_plain
 from moecore.kernels.rows.scaling import Blocks, product_ref
 
-# Of torch.nn.functional.ScalingType; the operator takes numbers.
+# Values of torch.nn.functional.ScalingType, which the operator takes as integers.
 RECIPES = {"tensor": 0, "row": 1, "tile": 4, "block": 5}
 
 
@@ -29,7 +29,7 @@ def _has_product(device: torch.device, kind: str) -> bool:
     if device.type != "cuda" or scaled_mm is None:
         return False
     capability = torch.cuda.get_device_capability(device)
-    # cuBLASLt has blocks on Hopper alone.
+    # cuBLASLt multiplies tiles and blocks only on Hopper.
     return capability == (9, 0) if kind in ("tile", "block") else capability >= (8, 9)
 
 
@@ -38,9 +38,8 @@ def _product(a: Blocks, b: Blocks, dtype: torch.dtype) -> Tensor:
     if not M * N * K or not _has_scaled_product(a.values.device, a.kind):
         with no_autocast(a.values):
             return product_ref(a, b).to(dtype)
-    # cuBLASLt sums "tile" and "block" operands in fp32 every 128 of K. It takes the scales of tiles
-    # with neighbouring rows side by side, and the scales of blocks in rows of a multiple of four.
-    # `cast.py` lays them out like this, so nothing is copied here.
+    # cuBLASLt reads scales of tiles column by column, and scales of blocks in rows of a multiple of
+    # four. `cast.py` writes these layouts, so nothing is copied here.
     result: Tensor = scaled_mm(
         a.values,
         b.values.T,

@@ -1,7 +1,7 @@
-"""Frozen routed experts that are stored in FP8 alone: the base of adapters in a byte per parameter.
+"""Stores frozen routed experts only in FP8, one byte per parameter, as the base of adapters.
 
-A parameter that is stored so has shape and dtype, and one NaN as memory: products read its blocks,
-as those of a parameter that was gathered in FP8 (`parallel/fsdp/formats.py`).
+Such a parameter has its shape and dtype, but its memory is a single NaN. Products read its FP8
+blocks, as they read the blocks of a parameter that FSDP all-gathered in FP8.
 """
 
 from __future__ import annotations
@@ -20,24 +20,22 @@ from moecore.kernels.rows.shard_blocks import PartOfMatrix, block_amax_, quantis
 from moecore.moe.experts import Experts
 from moecore.moe.param_reader import gathered_blocks
 
-OF_EXPERTS = {"ep", "etp"}  # mesh dims whose ranks have different experts, or parts of them
+OF_EXPERTS = {"ep", "etp"}  # mesh dims whose ranks own different experts or slices of experts
 
 
 def store_experts_in_fp8(model: nn.Module) -> None:
-    """Store the frozen matrices of routed experts in FP8 alone, in place. No communication.
+    """Store the frozen matrices of routed experts only in FP8, in place. No communication.
 
-    A byte per parameter stays of two or four; one parameter at a time is there twice. The blocks
-    are those that products make of the weights in each forward, so outputs keep their bits; only
-    backward transposes bytes. Call it when the weights are loaded. What needs the
-    values before rounding (`save`, `merge_adapters`) raises from then on; `save_adapters` works,
-    and `export_hf` writes what products read.
+    Call it after the weights are loaded. A parameter then takes one byte, and outputs keep their
+    bits. `save` and `merge_adapters` need the values before rounding and raise ValueError.
+    `save_adapters` works, and `export_hf` writes the rounded values.
 
     Args:
-        model: parallelized, with storage, whose experts are computed with a "blockwise" recipe.
+        model: a parallelized model whose experts have a "blockwise" recipe.
 
     Raises:
-        ValueError: for experts that are trained, have no such recipe, keep gate and up apart, or
-            are shared by several ranks; for a model without routed experts.
+        ValueError: if an expert is trained, has another recipe, stores gate and up in two
+            parameters, or is sharded by FSDP; or if the model has no routed experts.
     """
     check_arguments(store_experts_in_fp8, locals())
     named = [(n, m) for n, m in model.named_modules() if isinstance(m, Experts)]
@@ -55,13 +53,13 @@ def store_experts_in_fp8(model: nn.Module) -> None:
             assert experts.recipe is not None
             fp8_param = _store_blocks(param, power_of_two=experts.recipe.power_of_two)
             experts._parameters[attribute] = fp8_param
-            # Units have the parameter until their next forward, and readers what was made of it.
+            # FSDP units refer to the old parameter until their next forward, and readers to copies.
             local_of(param).untyped_storage().resize_(0)
             experts.reader.drop_copies()
 
 
 def refuse_fp8_storage(model: nn.Module, verb: str) -> None:
-    """Raise ValueError for a model with parameters that have no values to be `verb`."""
+    """Raise ValueError if a parameter is stored only in FP8; `verb` names the refused use."""
     for name, param in model.named_parameters():
         if gathered_blocks(param) is not None:
             raise ValueError(
@@ -71,9 +69,9 @@ def refuse_fp8_storage(model: nn.Module, verb: str) -> None:
 
 
 def stored_values(param: Tensor, box: tuple[slice, ...]) -> Tensor:
-    """Return a box of the values that products read of a parameter stored so, in its dtype."""
+    """Return a box of the values of a parameter stored in FP8, in the parameter's dtype."""
     blocks = gathered_blocks(param)
-    assert blocks is not None, "the caller asks for stored parameters alone"
+    assert blocks is not None, "the parameter is not stored in FP8"
     shape = local_of(param).shape
     rows, columns = torch.arange(shape[:-1].numel()).view(shape[:-1]), torch.arange(shape[-1])
     row, column = (
@@ -105,7 +103,7 @@ def _check(name: str, experts: Experts, param: nn.Parameter) -> None:
 
 @torch.no_grad()
 def _store_blocks(param: nn.Parameter, *, power_of_two: bool) -> nn.Parameter:
-    """Return a parameter without values, whose blocks products read."""
+    """Return a parameter without values that carries the FP8 blocks of `param`."""
     local = local_of(param).detach()
     place = PartOfMatrix.of(local.shape, 0, 0, local.shape[0])
     amax, scales = torch.zeros(2, *place.scales_shape, device=local.device)

@@ -1,13 +1,12 @@
-"""y = x @ weight^T + bias by Transformer Engine, by its own recipes.
+"""y = x @ weight^T + bias by Transformer Engine.
 
     forward          y  = x  (over K)             @ weight (over K)
     input gradient   dx = dy (over N)             @ weight (over N)
     weight gradient  dw = dy (over T)             @ x      (over T)
 
-x and the weight are kept as they are, so linears of one input keep it once, and quantised once more
-in backward. Rows are padded with zeros to what the recipe takes. Of "tensorwise" what scales a
-weight is the largest magnitude of the ranks that cut it, and delayed scales are those of
-`AmaxHistory`, whose steps are optimizer steps.
+x and the weight are saved for backward in their dtype, and quantised again. Linears of one input
+therefore save it once. Rows are padded with zeros to the recipe's multiple. With "tensorwise" the
+amax of a weight is the maximum over the ranks that shard it. `AmaxHistory` has delayed scales.
 
 Letters: T tokens, K input features, N output features.
 """
@@ -34,9 +33,9 @@ from moecore.precision.linear import (
     InputGradient,
     LinearCall,
     QuantisedProducts,
+    flatten_rows,
     max_over_cut,
     quantised_op,
-    rows_of,
 )
 
 
@@ -49,9 +48,9 @@ def _operand(
     *,
     over_rows: bool = False,
 ) -> Any:
-    """Return a matrix as an operand, by a largest magnitude: its own where none, or 0, is given."""
+    """Quantise a matrix, with the scale of `past_amax`, or of its own amax if that is None or 0."""
     x_RC = te_names.without_infinities(x_RC.detach().contiguous())
-    if operand != "weight":  # zeros, which change no scale
+    if operand != "weight":  # rows of zeros change no scale
         x_RC = pad(x_RC, (0, 0, 0, -x_RC.shape[0] % recipe.rows))
     if past_amax is None and seen is None:
         return te_names.quantise(x_RC, recipe, operand, over_rows=over_rows)
@@ -62,7 +61,7 @@ def _operand(
 
 
 class TELinearProducts(QuantisedProducts):
-    """Products by Transformer Engine, of recipes of backend "te"."""
+    """Products of recipes with backend "te"."""
 
     @override
     def prepare(self, x: Tensor, weight: Tensor, weight_NK: Tensor, training: bool) -> LinearCall:
@@ -78,7 +77,9 @@ class TELinearProducts(QuantisedProducts):
             )
         seen = {} if history is None else history.record(x.device, training=training)
         weight_amax = self.past_amax("weight")
-        if weight_amax is None and recipe.scaling == "tensorwise":  # as one rank would quantise it
+        if (
+            weight_amax is None and recipe.scaling == "tensorwise"
+        ):  # shards of a weight share a scale
             with torch.no_grad():
                 weight_amax = max_over_cut(amax(weight_NK), weight).amax().reshape(1)
         return LinearCall(
@@ -114,7 +115,7 @@ class TELinearProducts(QuantisedProducts):
     @override
     @staticmethod
     def weight_grad(dy_TN: Tensor, x: Tensor, call: LinearCall, target: GradTarget) -> Tensor:
-        x_TK = rows_of(x)
+        x_TK = flatten_rows(x)
         if not dy_TN.shape[0] or dy_TN.is_meta:
             grad = dy_TN.new_zeros(dy_TN.shape[1], x_TK.shape[1], dtype=call.dtype)
         else:

@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from moecore.kernels.exchange import copies as exchange_copies
@@ -59,27 +57,6 @@ def test_worked_example_of_spread_and_reduce() -> None:
     assert reduce_ref(y, peers[1], 1).tolist() == [[20], [0]]
 
 
-@settings(max_examples=60, deadline=None, database=None)
-@given(st.integers(1, 3), st.integers(1, 2), st.integers(1, 5), st.integers(0, 10**6))
-def test_reduce_is_the_gradient_of_spread(blocks: int, etp: int, C: int, seed: int) -> None:
-    G, num_local = blocks * etp, 2
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(-1, blocks * num_local, (G, C, 2), generator=generator, dtype=torch.int32)
-    peers = torch.stack([peers_ref(i, num_local, blocks, etp) for i in ids])
-    x = torch.randn(G, C, 3, generator=generator, dtype=torch.float64, requires_grad=True)
-    y = torch.randn(G, G * C, 3, generator=generator, dtype=torch.float64)
-    rows = torch.stack([spread_ref(x, peers, g) for g in range(G)])
-    for p in range(G):
-        for g in range(G):
-            for t in range(C):
-                experts = [int(e) for e in ids[g, t] if e >= 0]
-                needed = any(e // num_local == p // etp for e in experts)
-                assert torch.equal(rows[p, g * C + t], x[g, t] if needed else torch.zeros(3))
-    (grad,) = torch.autograd.grad(rows, x, y)
-    home = torch.stack([reduce_ref(y, peers[g], g) for g in range(G)])
-    torch.testing.assert_close(home, grad)
-
-
 def test_layout_and_tiles() -> None:
     layout = ExchangeLayout(
         num_ranks=8,
@@ -120,7 +97,7 @@ class Case:
     programs: int = 2  # of each half
     rounds: int = 8
     dropped: float = 0.2
-    times: int = 2  # that the interpreter runs all; the third time copies bring three ranks at once
+    times: int = 1  # rounds under the interpreter; later rounds find rows of earlier ones
 
 
 CASES = {
@@ -131,9 +108,17 @@ CASES = {
         tokens=(5, 9), max_tokens=9, num_experts=40, top_k=40, dropped=0.96
     ),
     "three ranks, odd columns": Case(
-        tokens=(6, 1, 8), max_tokens=8, num_experts=6, top_k=2, dim=104, dtype=torch.float16
+        tokens=(6, 1, 8),
+        max_tokens=8,
+        num_experts=6,
+        top_k=2,
+        dim=104,
+        dtype=torch.float16,
+        times=2,
     ),
-    "several chunks": Case(tokens=(20, 32, 17, 26), max_tokens=33, programs=1, rounds=3, dim=264),
+    "several chunks": Case(
+        tokens=(20, 32, 17, 26), max_tokens=33, programs=1, rounds=3, dim=264, times=2
+    ),
     "four tiles at once": Case(tokens=(9, 20), max_tokens=20, dim=1536),
     "one rank": Case(tokens=(11,), max_tokens=16),
     "everything dropped": Case(tokens=(4, 4), max_tokens=4, dropped=1.1),
@@ -371,7 +356,7 @@ def test_kernels_equal_references(name: str, device: str) -> None:
         assert not any(p.state[1:].any() or p.report.any() for p in buffers)
 
 
-@pytest.mark.parametrize(("ranks", "etp"), [(33, 3), (63, 1), (64, 1), (64, 64)])
+@pytest.mark.parametrize(("ranks", "etp"), [(33, 3), (64, 1), (64, 64)])
 def test_masks_name_many_ranks(ranks: int, etp: int, device: str) -> None:
     """Three ranks send, and add what all others would have sent: the first, one, the last."""
     shape = dict(

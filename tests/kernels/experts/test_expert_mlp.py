@@ -135,16 +135,16 @@ def test_error_is_at_most_twice_that_of_plain_torch(
     dtype = torch.bfloat16 if device == "cuda" else torch.float16
     leaves, ids = make(kind, S=S * many, device=device, dtype=dtype)
     options = ExpertMLPOptions(activation=ActivationOptions(kind=kind), products=products)
-    found, again = run(leaves, ids, options), run(leaves, ids, options)
+    found = run(leaves, ids, options)
     plain, truth = run(leaves, ids, options.activation), exact(leaves, ids, kind)
     for name, expected in truth.items():
         check_twice(found[name], plain[name], expected, name)
-        if products == "triton":
-            assert torch.equal(found[name], again[name]), name
+    if products == "triton" and device == "cuda":
+        again = run(leaves, ids, options)
+        assert all(torch.equal(found[name], again[name]) for name in truth)
 
 
-@pytest.mark.parametrize("products", ["triton", "torch"])
-@pytest.mark.parametrize("kind", ["swiglu", "relu2"])
+@grid(kind=["swiglu", "relu2"], products=["triton", "torch"])
 def test_unsummed_rows_and_gradients_add_up_to_the_same_bits(
     kind: str, products: str, device: str
 ) -> None:
@@ -399,13 +399,6 @@ def test_other_derivatives_are_refused() -> None:
     x = leaves["x"].detach()
     with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
         torch.func.jvp(f, (x,), (torch.ones_like(x),))
-
-
-def test_unknown_products_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"products \('nope'\) must be one of 'auto', 'triton', 'torch'"
-    ):
-        ExpertMLPOptions(activation=ActivationOptions(kind="swiglu"), products="nope")
 
 
 @pytest.mark.parametrize("rows_are", ["summed", "unsummed", "packed"])

@@ -88,14 +88,6 @@ def check(
         assert wrong.norm(dim=1).max() <= worst * rows.max(), name
 
 
-@pytest.mark.parametrize("recipe", [{}, {"power_of_two": False}, {"keep_hidden": "wide"}], ids=str)
-@pytest.mark.parametrize("kind", ["swiglu", "geglu", "relu2", "gelu"])
-def test_equals_the_oracle(kind: str, recipe: dict[str, Any]) -> None:
-    leaves, ids = make(kind, **SIZES)
-    # Only the order of sums differs; where that moves a value over a tie, by one step of FP8.
-    check(run(leaves, ids, options_of(kind, **recipe)), oracle(leaves, ids, kind, **recipe), 1e-3)
-
-
 def test_tiles_of_one_expert_and_bf16() -> None:
     """More than 128 rows of one expert; H, dA and rows that are added are rounded to bf16."""
     leaves, ids = make("swiglu", S=300, D=256, F=128, e=3, K=1, dtype=torch.bfloat16)
@@ -246,30 +238,8 @@ def test_opcheck(scaling: str) -> None:
     torch.library.opcheck(torch.ops.moecore.expert_mlp.default, args)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_under_activation_checkpointing(reentrant: bool) -> None:
-    leaves, ids = make("swiglu", **SIZES)
-    expected = run(leaves, ids, options_of())
-
-    def block(x: Tensor, w1: Tensor, w2: Tensor, weights: Tensor) -> Tensor:
-        return apply({"x": x, "w1": w1, "w2": w2}, rows_of(ids, weights, 5), options_of())
-
-    y = checkpoint(block, *(leaves[n] for n in NAMES), use_reentrant=reentrant)
-    y.backward(gradient_of(y))
-    assert torch.equal(y, expected["y"])
-    assert all(torch.equal(leaves[n].grad, expected[n]) for n in NAMES)  # type: ignore[arg-type]
-
-
-def test_without_gradients() -> None:
-    leaves, ids = make("swiglu", **SIZES)
-    expected = run(leaves, ids, options_of())["y"]
-    with torch.no_grad():
-        y = apply(leaves, rows_of(ids, leaves["weights"], 5), options_of())
-    assert not y.requires_grad and torch.equal(y, expected)
-
-
-def test_one_outlier_and_overflow() -> None:
-    """A row whose values FP8 cannot hold together costs that row's block alone; inf makes NaN."""
+def test_one_outlier() -> None:
+    """A row whose values FP8 cannot hold together changes only its own block."""
     leaves, ids = make("swiglu", **SIZES)
     expected = run(leaves, ids, options_of())
     x = leaves["x"].detach().clone()
@@ -278,10 +248,6 @@ def test_one_outlier_and_overflow() -> None:
     others = torch.arange(23) != 5
     assert torch.equal(found["y"][others], expected["y"][others])
     assert all(found[n].isfinite().all() for n in OUTPUTS)
-    x = leaves["x"].detach().clone()
-    x[5, 3] = torch.inf
-    y = run(leaves | {"x": x.requires_grad_()}, ids, options_of())["y"]
-    assert y[5].isnan().all() and torch.equal(y[others], expected["y"][others])
 
 
 @pytest.mark.parametrize(
@@ -306,20 +272,16 @@ def test_refusals(change: dict[str, Any], message: str) -> None:
         apply(leaves, rows_of(ids, leaves["weights"], 5), options)
 
 
-def test_options_that_do_not_fit() -> None:
-    activation = ActivationOptions(kind="swiglu")
-    with pytest.raises(ValueError, match=r"products \('torch'\) must be 'auto' or 'triton'"):
-        ExpertMLPOptions(activation=activation, products="torch", recipe=Recipe())
-
-
 @pytest.mark.parametrize("S", [0, 45])
 @pytest.mark.parametrize("recipe", [{}, {"power_of_two": False, "keep_hidden": "wide"}], ids=str)
 def test_kernels_equal_the_oracle(recipe: dict[str, Any], S: int, device: str) -> None:
     """The quantisers' kernels, and on a GPU the products': repeat runs have the same bits."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     leaves, ids = make("swiglu", S=S, D=128, F=128, device=device, dtype=dtype)
-    found, again = (run(leaves, ids, options_of(**recipe)) for _ in range(2))
-    assert all(torch.equal(found[n], again[n]) for n in OUTPUTS)
+    found = run(leaves, ids, options_of(**recipe))
+    if device == "cuda":
+        again = run(leaves, ids, options_of(**recipe))
+        assert all(torch.equal(found[n], again[n]) for n in OUTPUTS)
     truth = oracle({n: t.detach().cpu() for n, t in leaves.items()}, ids.cpu(), "swiglu", **recipe)
     # A GPU's sums of 128 are rounded more: some H in bf16, and so some A in FP8, are neighbours.
     # Ratios of scales that are no powers of two are rounded to fp16, so an ulp of a scale shows.

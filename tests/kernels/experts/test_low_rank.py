@@ -127,9 +127,7 @@ def reference(leaves: Leaves, ids: Tensor, kind: str, dtype: torch.dtype | None 
     return {"y": y.detach()} | {n: t.grad for n, t in leaves.items() if t.grad is not None}
 
 
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-@pytest.mark.parametrize("kind", ["swiglu", "relu2"])
-@pytest.mark.parametrize("S", [0, 1, 23])
+@grid(form=FORMS.values(), kind=["swiglu", "relu2"], S=[0, 1, 23])
 def test_torch_products_equal_formed_matrices(S: int, kind: str, form: Form) -> None:
     leaves, ids = leaves_of(kind, form, rank=4, S=S)
     found = run(leaves, ids, ExpertMLPOptions(activation=ActivationOptions(kind=kind)), form)
@@ -146,26 +144,27 @@ def test_error_is_at_most_twice_that_of_formed_matrices(
     dtype, S = (torch.bfloat16, 920) if device == "cuda" else (torch.float16, 23)
     leaves, ids = leaves_of(kind, form, rank=16, S=S, device=device, dtype=dtype)
     options = ExpertMLPOptions(activation=ActivationOptions(kind=kind), products=products)
-    found, again = run(leaves, ids, options, form), run(leaves, ids, options, form)
+    found = run(leaves, ids, options, form)
     plain, truth = (reference(leaves, ids, kind, wide) for wide in (None, torch.float64))
     for name, expected in truth.items():
         check_twice(found[name], plain[name], expected, name)
-        if products == "triton":
-            assert torch.equal(found[name], again[name]), name
+    if products == "triton" and device == "cuda":
+        again = run(leaves, ids, options, form)
+        assert all(torch.equal(found[name], again[name]) for name in truth)
 
 
 SCALINGS = ("blockwise", "rowwise", "mxfp8", "nvfp4")
 
 
-@pytest.mark.parametrize("recipe", [Recipe(scaling=s) for s in SCALINGS], ids=SCALINGS)
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@grid(form=FORMS.values(), scaling=SCALINGS)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_errors_in_fp8_are_at_most_twice_those_of_formed_matrices(
-    form: Form, recipe: Recipe, device: str
+    form: Form, scaling: Any, device: str
 ) -> None:
     more = dict(device=device, dtype=torch.bfloat16, S=920) if device == "cuda" else {}
     leaves, ids = leaves_of("swiglu", form, rank=16, **SIZES | more)
     activation = ActivationOptions(kind="swiglu")
+    recipe = Recipe(scaling=scaling)
     options = ExpertMLPOptions(activation=activation, products="triton", recipe=recipe)
     found, truth = run(leaves, ids, options, form), reference(leaves, ids, "swiglu", torch.float64)
     own = copied(leaves)
@@ -237,21 +236,3 @@ def test_kernels_of_a_frozen_base_in_fp8() -> None:
     found = launched(Form(), options, S=64, D=256, F=384)
     assert found["sm90_fp8_grouped_nt_kernel"] == 4
     assert {n: found[n] for n in found if "wgrad" in n} == {"sm90_bf16_grouped_wgrad_kernel": 4}
-
-
-def test_compiles_without_graph_breaks() -> None:
-    leaves, ids = leaves_of("swiglu", Form())
-    options = ExpertMLPOptions(activation=ActivationOptions(kind="swiglu"))
-
-    def block(leaves: Leaves) -> Tensor:
-        index = rows_of(ids, leaves["weights"], 5)
-        return torch.tanh(expert_mlp(Rows(leaves["x"]), weights_of(leaves), index, options))
-
-    results = []
-    for f in (block, torch.compile(block, fullgraph=True, backend="aot_eager")):
-        own = copied(leaves)
-        y = f(own)
-        y.sum().backward()
-        results.append([y, *(t.grad for t in own.values() if t.requires_grad)])
-    for eager, other in zip(*results, strict=True):
-        torch.testing.assert_close(eager, other)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from moecore.base.options.precision import Recipe, Scaling
-from moecore.kernels.experts import scaled_products
+from moecore.kernels.experts import quantised_products
 from moecore.kernels.experts.contract import (
     OPERANDS,
     ExpertMLPOptions,
@@ -168,13 +168,13 @@ def test_a_gradient_is_read_once_for_both_layouts(
     frozen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """X and A are rows in forward and columns in backward; dY and dH what is asked for, at once."""
-    made, real = [], scaled_products.scaled_rows
+    made, real = [], quantised_products.scaled_rows
 
     def record(x: Tensor, *where: Any, rows: bool, columns: bool, **how: Any) -> Any:
         made.append((x.shape[1], rows, columns))
         return real(x, *where, rows=rows, columns=columns, **how)
 
-    monkeypatch.setattr(scaled_products, "scaled_rows", record)
+    monkeypatch.setattr(quantised_products, "scaled_rows", record)
     leaves, ids = make("swiglu", **SIZES)
     for name in frozen:
         leaves[name].requires_grad_(False)

@@ -15,10 +15,10 @@ from torch import Tensor
 from moecore.kernels.linear_attention import (
     DeltaRule,
     causal_convolution,
-    chunked,
     fla,
     gated_delta_rule,
 )
+from moecore.kernels.linear_attention.gated_delta import gated_delta_rule_ref
 from tests.kernels.linear_attention.oracle import convolution_ref, delta_rule_ref
 
 # Empty documents, of one token, of one chunk, and of several with a rest.
@@ -159,7 +159,7 @@ def test_kernels_are_at_most_twice_as_wrong_as_plain_pytorch(
 def in_bf16(rule: DeltaRule, cu_seqlens: Tensor, initial: Tensor | None) -> tuple[Tensor, Tensor]:
     """Plain PyTorch, rounded where kernels round: products of chunks have operands of 16 bits."""
     with torch.autocast("cuda", torch.bfloat16):
-        return chunked.gated_delta_rule(rule, cu_seqlens, initial)
+        return gated_delta_rule_ref(rule, cu_seqlens, initial)
 
 
 @pytest.mark.gpu

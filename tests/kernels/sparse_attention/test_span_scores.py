@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from moecore.kernels.sparse_attention.contract import IndexerHeads
-from moecore.kernels.sparse_attention.index import index_scores
+from moecore.kernels.sparse_attention.index import _has_kernel, index_scores, span_scores
 from moecore.kernels.sparse_attention.keys import SpanOfKeys
-from moecore.kernels.sparse_attention.span_scores import _has_kernel, span_scores
 
 # queries [begin, end) of keys [first, last), the first key of each query's document
 CASES = {

@@ -1,1 +1,1 @@
-"""Attention over ranks that hold parts of the same documents."""
+"""Attention over cp ranks, which each store some tokens of every document."""

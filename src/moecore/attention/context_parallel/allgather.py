@@ -1,16 +1,16 @@
-"""Attention of a rank's queries to the keys and values of whole rows.
+"""Attention of a rank's queries to all-gathered keys and values.
 
 Legend: B rows, T tokens of a row, G ranks, t = T / G tokens of a row of this rank, H query heads, h
 key/value heads, d and v dims of a head.
 
-Rank r has chunks r and 2 * G - 1 - r of the 2 * G. The queries of a chunk c see the first c + 1
-chunks, and masks are aligned at the end (note "alignment" of `kernels/attention/contract.py`), so
-each half is one call:
+Rank r stores chunks r and 2 * G - 1 - r of each document's 2 * G chunks. The queries of chunk c see
+the keys of the first c + 1 chunks. Causal masks are aligned at the last key (note "alignment" of
+`kernels/attention/contract.py`), so each chunk of queries is one call:
 
     G = 2, rank 0    chunk 0 -> keys 0          chunk 3 -> keys 0 1 2 3
            rank 1    chunk 1 -> keys 0 1        chunk 2 -> keys 0 1 2
 
-Keys and values of other ranks are gathered again in backward, where 1 / G of them is kept.
+Backward all-gathers keys and values again, because forward saves only the local ones.
 
 Source: context parallelism of Llama 3 (arXiv:2407.21783).
 """
@@ -23,8 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.attention.context_parallel.held import LocalTokens
-from moecore.attention.context_parallel.layout import Half
+from moecore.attention.context_parallel.held import Half, LocalTokens
 from moecore.kernels.attention import (
     AttentionMask,
     add_sinks,
@@ -35,7 +34,7 @@ from moecore.kernels.attention import (
 
 
 class _KeyBlock(NamedTuple):
-    """A call: half of the queries, and so many first chunks of keys."""
+    """Arguments of one attention call: half of the queries, and the first chunks of keys."""
 
     half: Half
     num_chunks: int
@@ -50,7 +49,7 @@ def _blocks(local_tokens: LocalTokens, window: int | None) -> Iterator[_KeyBlock
 
 
 def _gather_kv(local_tokens: LocalTokens, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Gather keys and values by one collective."""
+    """Return the keys and values of full rows. One all-gather."""
     kv = local_tokens.gather_values(torch.cat((k.flatten(2), v.flatten(2)), dim=-1))
     ks, vs = kv.split((k[0, 0].numel(), v[0, 0].numel()), dim=-1)
     return ks.unflatten(2, k.shape[2:]), vs.unflatten(2, v.shape[2:])
@@ -59,7 +58,7 @@ def _gather_kv(local_tokens: LocalTokens, k: Tensor, v: Tensor) -> tuple[Tensor,
 def _reduce_kv_grads(
     local_tokens: LocalTokens, dk: Tensor, dv: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Sum the gradients of whole rows over ranks, by one collective; shapes of k and v."""
+    """Reduce-scatter the gradients of full rows to those of the local k and v. One collective."""
     B, T = k.shape[0], k.shape[1] * local_tokens.cp.size
     dkv = torch.cat((dk.flatten(2), dv.flatten(2)), dim=-1).view(B, T, -1)
     dk, dv = local_tokens.sum_values(dkv).split((k[0, 0].numel(), v[0, 0].numel()), dim=-1)
@@ -69,8 +68,9 @@ def _reduce_kv_grads(
 class GatherAttention(torch.autograd.Function):
     """apply(q_BtHd, k, v, sinks_H, local_tokens, window, scale) -> o_BtHv.
 
-    Keys and values are this rank's, [B, t, ...], or of whole rows in order, [B, T, ...], which are
-    not gathered and whose gradients are what this rank's queries have to say. Collective.
+    If keys and values are local, [B, t, ...], forward all-gathers them. If they are full rows in
+    order, [B, T, ...], their gradients contain only the contribution of this rank's queries.
+    Collective.
     """
 
     @staticmethod
@@ -84,7 +84,7 @@ class GatherAttention(torch.autograd.Function):
         window: int | None,
         scale: float,
     ) -> Tensor:
-        """Compute both halves."""
+        """Return the attention output of both chunks of queries."""
         layout, (B, t, H, _) = local_tokens.layout, q.shape
         ks, vs = (k, v) if k.shape[1] != t else _gather_kv(local_tokens, k, v)
         qs, ks, vs = layout.flat(q), layout.flat(ks), layout.flat(vs)
@@ -106,7 +106,7 @@ class GatherAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Compute both halves, and sum the gradients of keys and values over ranks."""
+        """Return the gradients of q, k, v and sinks."""
         q, k, v, o, lse, sinks = ctx.saved_tensors
         local_tokens: LocalTokens = ctx.local_tokens
         layout, is_unsharded = local_tokens.layout, k.shape[1] != q.shape[1]

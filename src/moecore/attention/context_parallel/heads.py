@@ -1,11 +1,11 @@
-"""Heads for tokens: an all-to-all that gives each rank all tokens of some heads, and one back.
+"""All-to-alls that exchange heads for tokens, as DeepSpeed-Ulysses does.
 
 Legend: B rows, t tokens of a row of one rank, G ranks, T = G * t, H heads.
 
-    x_BtH -> parts of heads [G, B, t, H / G] -> all-to-all -> parts of tokens -> order -> x_BT(H/G)
+    x_BtH -> parts by heads [G, B, t, H / G] -> all-to-all -> parts by tokens -> x_BT(H / G)
 
-Several tensors go one after the other: the first is put in order while the second travels.
-Rank r gets heads r * H / G and on, so key/value heads stay with their query heads.
+Rank r receives heads r * H / G to (r + 1) * H / G, so key/value heads stay with their query heads.
+With several tensors, the reordering of one overlaps the all-to-all of the next.
 
 Source: DeepSpeed-Ulysses (arXiv:2309.14509).
 """
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.attention.context_parallel.layout import ChunkLayout
+from moecore.attention.context_parallel.held import ChunkLayout
 from moecore.base.regions import run_and_save
 from moecore.base.torch_private import is_silent
 
@@ -27,14 +27,14 @@ from moecore.base.torch_private import is_silent
 def scatter_heads(
     tensors: tuple[Tensor, ...], group: dist.ProcessGroup, layout: ChunkLayout
 ) -> tuple[Tensor, ...]:
-    """Return each x_BtHd as x_BThd: all tokens in order, of this rank's heads. Collective."""
-    scattered: tuple[Tensor, ...] = run_and_save(_Travel.apply, group, layout, True, *tensors)
+    """Return for each x_BtHd all tokens in order of this rank's heads, x_BThd. Collective."""
+    scattered: tuple[Tensor, ...] = run_and_save(_HeadExchange.apply, group, layout, True, *tensors)
     return scattered
 
 
 def gather_heads(x_BThd: Tensor, group: dist.ProcessGroup, layout: ChunkLayout) -> Tensor:
-    """Return x_BtHd: this rank's tokens of all heads; undoes `scatter_heads`. Collective."""
-    outputs: tuple[Tensor] = run_and_save(_Travel.apply, group, layout, False, x_BThd)
+    """Return all heads of this rank's tokens, x_BtHd: the inverse of `scatter_heads`."""
+    outputs: tuple[Tensor] = run_and_save(_HeadExchange.apply, group, layout, False, x_BThd)
     return outputs[0]
 
 
@@ -44,32 +44,27 @@ def _exchange(
     before: Callable[[Tensor], Tensor],
     after: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, ...]:
-    """Return `after` of what ranks sent of `before`, which is [G, ...], tensor after tensor."""
-    arrived: list[Tensor] = []
-    transfer = None
-    for x in tensors:
-        send_buffer = before(x).contiguous()
-        recv_buffer = torch.empty_like(send_buffer)
-        if is_silent(send_buffer):  # where bytes are counted
-            arrived.append(after(recv_buffer))
-            continue
-        work = dist.all_to_all_single(recv_buffer, send_buffer, group=group, async_op=True)
-        if transfer is not None:
-            arrived.append(_arrive(*transfer, after))
-        transfer = (work, recv_buffer, send_buffer)  # what is sent lives until it has arrived
-    if transfer is not None:
-        arrived.append(_arrive(*transfer, after))
-    return tuple(arrived)
+    """All-to-all `before(x)`, [G, ...], of each tensor; return `after` of the received buffers."""
+    outputs: list[Tensor] = []
+    pending: tuple[dist.Work, Tensor, Tensor] | None = None
+    for x in (*tensors, None):
+        transfer = None
+        if x is not None:
+            send_buffer = before(x).contiguous()
+            recv_buffer = torch.empty_like(send_buffer)
+            if is_silent(send_buffer):  # a mode counts bytes instead of sending them
+                outputs.append(after(recv_buffer))
+                continue
+            work = dist.all_to_all_single(recv_buffer, send_buffer, group=group, async_op=True)
+            transfer = work, recv_buffer, send_buffer  # the send buffer must outlive the collective
+        if pending is not None:
+            pending[0].wait()
+            outputs.append(after(pending[1]))
+        pending = transfer
+    return tuple(outputs)
 
 
-def _arrive(
-    work: dist.Work, recv_buffer: Tensor, _: Tensor, after: Callable[[Tensor], Tensor]
-) -> Tensor:
-    work.wait()
-    return after(recv_buffer)
-
-
-def _travel(
+def _exchange_heads(
     tensors: tuple[Tensor, ...], group: dist.ProcessGroup, layout: ChunkLayout, to_tokens: bool
 ) -> tuple[Tensor, ...]:
     def by_heads(x_BtHd: Tensor) -> Tensor:
@@ -84,8 +79,8 @@ def _travel(
     return _exchange(tensors, group, before, after)
 
 
-class _Travel(torch.autograd.Function):
-    """apply(group, layout, to_tokens, *tensors): all tokens of some heads, or the other way."""
+class _HeadExchange(torch.autograd.Function):
+    """apply(group, layout, to_tokens, *tensors); `to_tokens` is False for the inverse."""
 
     @staticmethod
     def forward(
@@ -93,8 +88,8 @@ class _Travel(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.back = group, layout, not to_tokens
         # No views, to which a model's code could not write in place.
-        return tuple(x.detach() for x in _travel(tensors, group, layout, to_tokens))
+        return tuple(x.detach() for x in _exchange_heads(tensors, group, layout, to_tokens))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, None, None, *_travel(grads, *ctx.back)
+        return None, None, None, *_exchange_heads(grads, *ctx.back)

@@ -1,46 +1,184 @@
-"""The ranks that hold parts of the same rows, and which tokens of a forward each of them holds.
+"""Which tokens each cp rank stores, and collectives between the cp ranks' tokens and full rows.
 
-Activations are cut along the tokens, and attention alone communicates, in one of four ways:
+Activations are sharded along the tokens. Only attention communicates, in one of four ways:
 
-    allgather   every rank gathers all keys and values and computes its own queries
-    a2a         every rank gets all tokens of some heads, and sends the results back
-    p2p         keys and values go round a ring, and every rank merges what its queries see
-    a2a+p2p     heads for tokens among neighbours, rings between those groups
+    allgather   each rank all-gathers keys and values and computes its local queries
+    a2a         an all-to-all gives each rank all tokens of some heads, and one returns the outputs
+    p2p         keys and values pass around a ring, and each rank merges partial outputs
+    a2a+p2p     all-to-alls within groups of neighbouring ranks, rings between the groups
 
-Legend: B rows, T tokens of a row, G cp ranks, t = T / G tokens of a row of this rank, X any dims.
+Each row, or each document packed into rows, is cut into 2 * G chunks (`kernels/zigzag.py`). A rank
+stores two chunks of each: the early half comes first in the document, the late half after it.
+Rows are split and joined by views and one copy, documents by one index per forward.
+
+Legend: B rows, T tokens of a row, G cp ranks, t = T / G tokens of a row of this rank, C = t / 2
+tokens of a chunk, X any further dims.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.attention.context_parallel.layout import ChunkLayout
 from moecore.attention.context_parallel.states import LocalPieces
 from moecore.base.regions import run_and_save
 from moecore.base.torch_private import all_gather_single, is_silent
-from moecore.kernels.zigzag import row_borders
+from moecore.kernels.attention import AttentionMask
+from moecore.kernels.zigzag import documents_of, held_tokens, row_borders
 from moecore.moe.dispatch.collectives import exchanged
+
+Half = Literal["all", "early", "late"]
+
+
+class ChunkLayout:
+    """The order of tokens on G ranks: splits full rows into local tokens, and joins them.
+
+    `num_tokens` is B * T. `cu_seqlens` has the documents packed into all rows, whose lengths are
+    multiples of 2 * G. None = each row is one document.
+    """
+
+    def __init__(
+        self, size: int, num_tokens: int, cu_seqlens: Tensor | None = None, max_seqlen: int = 0
+    ) -> None:
+        self.size = size
+        self._num_tokens = num_tokens
+        self._cu_seqlens = cu_seqlens
+        self._max_chunk = -(-max_seqlen // (2 * size))
+        self._firsts: dict[int, Tensor] = {}
+
+    def split(self, x_BTX: Tensor) -> Tensor:
+        """Return x_GBtX, the tokens of each rank."""
+        G, (B, T) = self.size, x_BTX.shape[:2]
+        if self._cu_seqlens is not None:
+            return x_BTX.flatten(0, 1)[self._token_ids.flatten()].view(
+                G, B, T // G, *x_BTX.shape[2:]
+            )
+        chunks = x_BTX.unflatten(1, (2 * G, T // (2 * G)))
+        halves = torch.stack((chunks[:, :G], chunks[:, G:].flip(1)), dim=2)
+        return halves.flatten(2, 3).transpose(0, 1)
+
+    def join(self, x_GBtX: Tensor) -> Tensor:
+        """Return x_BTX of the tokens of each rank; the inverse of `split`."""
+        G, B, t = x_GBtX.shape[:3]
+        if self._cu_seqlens is not None:
+            return x_GBtX.flatten(0, 2)[self._places].view(B, G * t, *x_GBtX.shape[3:])
+        halves = x_GBtX.unflatten(2, (2, t // 2))
+        chunks = torch.cat((halves[:, :, 0], halves[:, :, 1].flip(0)))
+        return chunks.transpose(0, 1).flatten(1, 2)
+
+    def flat(self, x_BtX: Tensor) -> Tensor:
+        """Return packed rows as one row [1, B * t, ...], other rows unchanged."""
+        return x_BtX if self._cu_seqlens is None else x_BtX.flatten(0, 1)[None]
+
+    def half(self, x_BtX: Tensor, half: Half, dim: int = 1) -> Tensor:
+        """Return the early or the late half of a rank's `flat` tokens."""
+        if half == "all":
+            return x_BtX
+        if self._cu_seqlens is not None:
+            return x_BtX.index_select(dim, self._halves[half == "late"])
+        C = x_BtX.shape[dim] // 2
+        return x_BtX.narrow(dim, C if half == "late" else 0, C)
+
+    def write_half(self, x_BtX: Tensor, half: Half, values_BCX: Tensor, dim: int = 1) -> None:
+        """Write values to the tokens that `half` returns."""
+        if half == "all":
+            x_BtX.copy_(values_BCX)
+        elif self._cu_seqlens is not None:
+            x_BtX.index_copy_(dim, self._halves[half == "late"], values_BCX)
+        else:
+            self.half(x_BtX, half, dim).copy_(values_BCX)
+
+    def first_chunks(self, x_BTX: Tensor, num_chunks: int) -> Tensor:
+        """Return the first `num_chunks` of each document's 2 * G chunks, of `flat` full rows."""
+        if self._cu_seqlens is None:
+            return x_BTX[:, : num_chunks * (x_BTX.shape[1] // (2 * self.size))]
+        return x_BTX[:, self._first(num_chunks)]
+
+    def add_first_chunks(self, x_BTX: Tensor, num_chunks: int, values: Tensor) -> None:
+        """Add values to the tokens that `first_chunks` returns."""
+        if self._cu_seqlens is None:
+            self.first_chunks(x_BTX, num_chunks).add_(values)
+        else:
+            x_BTX.index_add_(1, self._first(num_chunks), values)
+
+    def mask(
+        self, queries: int, keys: int, *, causal: bool = True, window: int | None = None
+    ) -> AttentionMask:
+        """Return the mask between `queries` and `keys` chunks of each document."""
+        if self._cu_seqlens is None:
+            return AttentionMask(causal=causal, window=window)
+        return AttentionMask(
+            causal=causal,
+            window=window,
+            cu_seqlens_q=self._chunk_borders * queries,
+            cu_seqlens_k=self._chunk_borders * keys,
+            max_length_q=self._max_chunk * queries,
+            max_length_k=self._max_chunk * keys,
+        )
+
+    @property
+    def _documents(self) -> Tensor:
+        assert self._cu_seqlens is not None, "rows have no index"
+        return self._cu_seqlens
+
+    @cached_property
+    def _chunk_borders(self) -> Tensor:
+        """int32 [n + 1], the `cu_seqlens` of one chunk of each document."""
+        return self._documents // (2 * self.size)
+
+    @cached_property
+    def _token_ids(self) -> Tensor:
+        """int64 [G, B * t], the tokens of each rank."""
+        return held_tokens(self._documents, self._num_tokens, self.size)
+
+    @cached_property
+    def _places(self) -> Tensor:
+        """int64 [B * T], the position of each token among the tokens of all ranks."""
+        token_ids = self._token_ids.flatten()
+        places = torch.empty_like(token_ids)
+        places[token_ids] = torch.arange(len(token_ids), device=token_ids.device)
+        return places
+
+    @cached_property
+    def _halves(self) -> tuple[Tensor, Tensor]:
+        """int64 [B * C] each, a rank's tokens of the early and of the late half."""
+        num = self._num_tokens // (2 * self.size)
+        borders = self._chunk_borders.long()
+        documents = documents_of(borders, num)
+        early = torch.arange(num, device=borders.device) + borders[documents]
+        return early, early + borders.diff()[documents]
+
+    def _first(self, num_chunks: int) -> Tensor:
+        """Return int64 [B * C * num_chunks], the tokens that `first_chunks` returns."""
+        if num_chunks not in self._firsts:
+            borders = self._chunk_borders.long()
+            num = self._num_tokens // (2 * self.size) * num_chunks
+            documents = documents_of(borders * num_chunks, num)
+            places = torch.arange(num, device=borders.device) - borders[documents] * num_chunks
+            self._firsts[num_chunks] = self._documents[documents] + places
+        return self._firsts[num_chunks]
 
 
 @dataclass(frozen=True, slots=True)
 class ContextParallel:
-    """This rank's place among the cp ranks, and who communicates with whom."""
+    """The process groups of a cp rank: all cp ranks, and the subgroups of its way."""
 
     group: dist.ProcessGroup
-    # those that exchange heads for tokens, consecutive ranks of the group; None = none
+    # consecutive ranks of `group` that exchange heads for tokens; None = no all-to-all
     a2a: dist.ProcessGroup | None = None
-    # those that keys and values go round, every len(a2a)-th rank of the group; None = none. Without
-    # both keys and values are gathered
+    # the ranks around which keys and values are sent, every len(a2a)-th rank of `group`; None = no
+    # ring. If `a2a` and `ring` are None, keys and values are all-gathered
     ring: dist.ProcessGroup | None = None
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of cp ranks."""
         return self.group.size()
 
     @property
@@ -50,14 +188,14 @@ class ContextParallel:
 
     @property
     def gathers(self) -> bool:
-        """Whether the way is "allgather"."""
+        """Whether the ranks all-gather keys and values."""
         return self.a2a is None and self.ring is None
 
 
 def ranks_of(
     cp: int | None, ranks: ContextParallel | None, groups: Mapping[int, ContextParallel]
 ) -> ContextParallel | None:
-    """Return the cp ranks of a forward: `ranks`, or the group of another cp; None = no others."""
+    """Return the cp ranks of a forward whose cp is `cp`: `ranks`, an entry of `groups`, or None."""
     size = 1 if ranks is None else ranks.size
     if cp in (None, size):
         return ranks
@@ -70,12 +208,20 @@ def ranks_of(
 
 
 class LocalTokens:
-    """Who holds what, made once per forward; a plain class, as `RotaryTable` is.
+    """The tokens of one forward that this cp rank stores, made once per forward.
 
-    `shape` is B and T; documents are over all rows, on the device of the tokens; None = rows.
+    It is a plain class for the reason of `RotaryTable`.
 
-    `layout` is of the tokens on all of them, `a2a_layout` of an all-to-all's ranks' on these. Rows
-    must be multiples of 2 * cp; `check_documents` is for documents.
+    Args:
+        cp: groups of this rank.
+        shape: B and T of the full rows. T must be a multiple of 2 * cp.
+        cu_seqlens: documents packed into all rows, on the device of the tokens. Their lengths must
+            be multiples of 2 * cp (`check_documents`). None = each row is one document.
+        max_seqlen: an upper bound of document lengths.
+
+    Attributes:
+        layout: the order of tokens on all cp ranks.
+        a2a_layout: the order of tokens within the group of an all-to-all.
     """
 
     def __init__(
@@ -102,11 +248,11 @@ class LocalTokens:
 
     @property
     def over_ring(self) -> LocalTokens:
-        """Who of the ring holds what, of the heads that an all-to-all has left to this rank."""
+        """The tokens of this rank in its ring, after the all-to-all of "a2a+p2p"."""
         return self._ring or self
 
     def pieces(self, device: torch.device) -> LocalPieces:
-        """Return this rank's pieces of documents, or of rows; the same in every call."""
+        """Return this rank's pieces of documents, or of rows. Cached."""
         if self._pieces is None:
             B, T = self._shape
             rows = row_borders(B, B * T, device)
@@ -115,22 +261,22 @@ class LocalTokens:
         return self._pieces
 
     def slice_local(self, x_BTX: Tensor) -> Tensor:
-        """Return x_BtX, this rank's tokens of whole rows. No communication."""
+        """Return x_BtX, this rank's tokens of full rows. No communication."""
         return self.layout.split(x_BTX)[self.cp.rank].contiguous()
 
     @torch.compiler.disable
     def gather(self, x_BtX: Tensor) -> Tensor:
-        """Return x_BTX of all ranks in order; backward adds all ranks' gradients. Collective."""
+        """All-gather x_BTX in order. Backward sums the gradients of all ranks. Collective."""
         x_BTX: Tensor = run_and_save(exchanged, x_BtX, self.gather_values, self.sum_values)
         return x_BTX
 
     def gather_replicated(self, x_BtX: Tensor) -> Tensor:
-        """Return x_BTX for a result equal on all ranks; backward takes this rank's tokens of it."""
+        """All-gather x_BTX whose gradient is replicated: backward only slices the gradient."""
         x_BTX: Tensor = run_and_save(exchanged, x_BtX, self.gather_values, self.slice_local)
         return x_BTX
 
     def gather_values(self, x_BtX: Tensor) -> Tensor:
-        """Return x_BTX of all ranks in order, outside of autograd. Collective."""
+        """All-gather x_BTX in order, without autograd. Collective."""
         size = self.cp.size
         out = x_BtX.new_empty((size * x_BtX.shape[0], *x_BtX.shape[1:]))
         if not is_silent(out):  # where bytes are counted
@@ -138,8 +284,8 @@ class LocalTokens:
         return self.layout.join(out.unflatten(0, (size, x_BtX.shape[0])))
 
     def sum_values(self, x_BTX: Tensor) -> Tensor:
-        """Return x_BtX, this rank's tokens of the sum over ranks, added in fp32. Collective."""
-        # A reduce-scatter carries as many bytes, and would round at every rank.
+        """Reduce-scatter x_BTX to this rank's tokens. Sums are in fp32. Collective."""
+        # A reduce-scatter of NCCL sends as many bytes, and would round at each rank.
         send_buffer = self.layout.split(x_BTX).contiguous()
         recv_buffer = torch.empty_like(send_buffer)
         dist.all_to_all_single(recv_buffer, send_buffer, group=self.cp.group)
@@ -148,7 +294,7 @@ class LocalTokens:
 
 
 def check_documents(cu_seqlens: Tensor, cp: int) -> None:
-    """Raise for documents [n + 1] that cannot be cut; values on the CPU alone are read."""
+    """Raise if a document length is not a multiple of 2 * cp. Reads only CPU tensors."""
     if cu_seqlens.device.type != "cpu":
         return
     lengths = cu_seqlens.diff().tolist()

@@ -1,22 +1,20 @@
-"""Attention by a ring: keys and values travel from rank to rank, results are merged as they come.
+"""Ring attention: keys and values are sent from rank to rank, and partial outputs are merged.
 
 Legend: B rows, t tokens of a row of this rank, G ranks, H query heads, d and v dims of a head.
 
-In step s a rank has the keys of the rank s places before it, and sends them on while it computes.
-Of rank r's chunks r and 2 * G - 1 - r the queries see
+In step s a rank computes with the keys of the rank s places before it, and sends them to the next
+rank meanwhile. Rank r stores chunks r and 2 * G - 1 - r. Its queries see
 
-    its own keys              causal, in the order in which it holds them     step 0
-    those of a rank before    both halves of queries, the early half of keys
-    those of a rank behind    the late half of queries, both halves of keys
+    local keys (step 0)       causal
+    keys of a lower rank      the early half, by all queries
+    keys of a higher rank     all, by the late half of queries
 
-so that every step but the first is half a block without a mask, on every rank. One partial result
-is held, and merged with the next (note "final o and lse" of `kernels/attention/contract.py`).
-Transformer Engine keeps all and adds them up at the end.
+Each step after the first therefore computes half a block without a mask, on every rank. Each new
+partial output is merged into the total (note "final o and lse" of `kernels/attention/contract.py`).
 
-Backward goes the same way round with the final o and lse. The gradients of keys and values travel
-behind these in fp32, one step later, from the first rank that gets them to their own, in G - 1
-steps. Other ranks' keys are multiplied while the next keys and the last gradients travel, a rank's
-own while the first keys go out and its own gradients come home: see `own_blocks`.
+Backward sends keys and values around the ring again, and uses the final o and lse. Their fp32
+gradients follow one step behind and reach the owner of the keys after G - 1 sends. The products
+with local keys overlap the first send of keys and the last send of gradients: `split_local_block`.
 
 Source: Ring Attention (arXiv:2310.01889); the balance is that of zig-zag rings.
 """
@@ -30,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.attention.context_parallel.layout import ChunkLayout, Half
+from moecore.attention.context_parallel.held import ChunkLayout, Half
 from moecore.base.torch_private import is_silent
 from moecore.kernels.attention import (
     AttentionMask,
@@ -43,15 +41,15 @@ from moecore.kernels.attention import (
 
 
 class _RingBlock(NamedTuple):
-    """What of the queries meets what of the keys that a rank has in a step."""
+    """The halves of queries and keys that one step multiplies, and their mask."""
 
     queries: Half
     keys: Half
     mask: AttentionMask
 
 
-def block_of(layout: ChunkLayout, rank: int, source: int) -> _RingBlock:
-    """Return the block of a rank's queries and the keys of rank `source`."""
+def select_block(layout: ChunkLayout, rank: int, source: int) -> _RingBlock:
+    """Return the block that `rank` computes with the keys of rank `source`."""
     if source == rank:
         return _RingBlock("all", "all", layout.mask(2, 2))
     if source < rank:
@@ -59,13 +57,12 @@ def block_of(layout: ChunkLayout, rank: int, source: int) -> _RingBlock:
     return _RingBlock("late", "all", layout.mask(1, 2, causal=False))
 
 
-def own_blocks(layout: ChunkLayout) -> tuple[list[_RingBlock], list[_RingBlock]]:
-    """Return what backward multiplies of a rank's own keys first, and what last."""
-    # The first covers the first step of the keys, the last covers the gradients on their way home.
-    # Without a first, one of 3 * (G - 1) parts of what travels is not covered (a send of keys is 1,
-    # one of gradients 2): 0.33 in a ring of 2, 0.11 of 4, 0.05 of 8. But three small blocks take
-    # longer than one: a rank of 8 with 65,536 tokens computes 6% longer with three (H200). So rings
-    # of up to 4 divide the block, longer ones do not.
+def split_local_block(layout: ChunkLayout) -> tuple[list[_RingBlock], list[_RingBlock]]:
+    """Return the blocks of local keys that backward computes first, and those it computes last."""
+    # The first block overlaps the first send of keys, the last blocks overlap the last send of
+    # gradients. Without a first block, 1 of 3 * (G - 1) parts of the traffic is exposed (a send of
+    # keys is 1 part, of gradients 2): 0.33 in a ring of 2, 0.11 of 4, 0.05 of 8. Three small blocks
+    # take longer than one: 6% at 8 ranks and 65,536 tokens (H200). Only rings up to 4 split it.
     if layout.size > 4:
         return [], [_RingBlock("all", "all", layout.mask(2, 2))]
     squares = [
@@ -76,7 +73,7 @@ def own_blocks(layout: ChunkLayout) -> tuple[list[_RingBlock], list[_RingBlock]]
 
 
 class _RingTransfer(NamedTuple):
-    """What a rank sends on, and what it gets meanwhile."""
+    """A send to the next rank and a receive from the previous one, in flight."""
 
     send_buffer: Tensor
     recv_buffer: Tensor
@@ -88,10 +85,10 @@ class _RingTransfer(NamedTuple):
         return self.recv_buffer
 
 
-def _send_on(x: Tensor, group: dist.ProcessGroup) -> _RingTransfer:
-    """Start to send x to the next rank and to receive the like from the one before."""
+def _send_to_next(x: Tensor, group: dist.ProcessGroup) -> _RingTransfer:
+    """Start to send x to the next rank, and to receive a tensor like x from the previous rank."""
     recv_buffer = torch.empty_like(x)
-    if is_silent(x):  # where bytes are counted
+    if is_silent(x):  # a mode counts bytes instead of sending them
         return _RingTransfer(x, recv_buffer, [])
     G, rank = group.size(), group.rank()
     after, before = (dist.get_global_rank(group, (rank + way) % G) for way in (1, -1))
@@ -99,7 +96,7 @@ def _send_on(x: Tensor, group: dist.ProcessGroup) -> _RingTransfer:
         dist.P2POp(dist.isend, x, after, group),
         dist.P2POp(dist.irecv, recv_buffer, before, group),
     ]
-    if x.is_meta:  # of which a group has no backend to ask
+    if x.is_meta:  # a group has no backend for meta tensors, which batching asks for
         return _RingTransfer(
             x,
             recv_buffer,
@@ -109,17 +106,17 @@ def _send_on(x: Tensor, group: dist.ProcessGroup) -> _RingTransfer:
 
 
 def _rounds(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
-    """Yield each rank and what it has, this one's first; the next travels meanwhile."""
+    """Yield (source rank, its keys and values), local ones first, while the next are received."""
     G, rank = group.size(), group.rank()
     for step in range(G):
-        travelling = _send_on(kv, group) if step < G - 1 else None
+        travelling = _send_to_next(kv, group) if step < G - 1 else None
         yield (rank - step) % G, kv
         if travelling is not None:
             kv = travelling.wait()
 
 
 def _pack_kv(k: Tensor, v: Tensor) -> Tensor:
-    """Return keys and values in one memory."""
+    """Return keys and values in one flat tensor."""
     return torch.cat((k.reshape(-1), v.reshape(-1)))
 
 
@@ -130,7 +127,7 @@ def _unpack_kv(kv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Queries(NamedTuple):
-    """A rank's queries in backward, and their gradient so far."""
+    """The local queries in backward, with their accumulated gradient."""
 
     layout: ChunkLayout
     scale: float
@@ -141,7 +138,7 @@ class _Queries(NamedTuple):
     dq: Tensor
 
     def differentiate(self, block: _RingBlock, ks: Tensor, vs: Tensor) -> list[Tensor]:
-        """Add the queries' gradient of a block, and return that of its keys and values."""
+        """Add a block's gradient of queries to `dq`; return its gradients of keys and values."""
         queries, keys, mask = block
         do, q, o = (self.layout.half(x, queries) for x in (self.do, self.q, self.o))
         lse = self.layout.half(self.lse, queries, dim=2)
@@ -176,11 +173,11 @@ class RingAttention(torch.autograd.Function):
         group: dist.ProcessGroup,
         scale: float,
     ) -> Tensor:
-        """Merge what the queries see of each rank's keys."""
+        """Return the merged attention output of the keys of all ranks."""
         qs, ks, vs = (layout.flat(x) for x in (q, k, v))
         o, lse = q, q
         for source, kv in _rounds(_pack_kv(ks, vs), group):
-            queries, keys, mask = block_of(layout, group.rank(), source)
+            queries, keys, mask = select_block(layout, group.rank(), source)
             k_half, v_half = (layout.half(x, keys) for x in _unpack_kv(kv, ks, vs))
             q_half = layout.half(qs, queries)
             o_new, lse_new = attention_forward(q_half, k_half, v_half, mask, scale)
@@ -200,14 +197,14 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Add up the gradients of each block, of which those of keys and values travel."""
+        """Return the gradients of q, k, v and sinks."""
         q, k, v, o, lse, sinks = ctx.saved_tensors
         layout, group, scale = ctx.where
         do, qs, ks, vs, os = (layout.flat(x) for x in (grads[0], q, k, v, o))
         dq = torch.zeros_like(qs, dtype=lse.dtype, memory_format=torch.contiguous_format)
         rank, local_kv = group.rank(), _pack_kv(ks, vs)
         local_queries = _Queries(layout, scale, do, qs, os, lse, dq)
-        first, last = own_blocks(layout)
+        first, last = split_local_block(layout)
         travelling, parts = None, []
         for source, kv in _rounds(local_kv, group):
             if source == rank:
@@ -215,7 +212,7 @@ class RingAttention(torch.autograd.Function):
                     (block.keys, local_queries.differentiate(block, ks, vs)) for block in first
                 ]
                 continue
-            block = block_of(layout, rank, source)
+            block = select_block(layout, rank, source)
             new = local_queries.differentiate(block, *_unpack_kv(kv, ks, vs))
             dkv = (
                 torch.zeros_like(local_kv, dtype=lse.dtype)
@@ -223,7 +220,7 @@ class RingAttention(torch.autograd.Function):
                 else travelling.wait()
             )
             _add_parts(layout, _unpack_kv(dkv, ks, vs), block.keys, new)
-            travelling = _send_on(dkv, group)
+            travelling = _send_to_next(dkv, group)
         assert travelling is not None, "a ring has other ranks"
         parts += [(block.keys, local_queries.differentiate(block, ks, vs)) for block in last]
         dk, dv = _unpack_kv(travelling.wait(), ks, vs)

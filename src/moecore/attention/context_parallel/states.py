@@ -1,21 +1,22 @@
-"""Linear attention over ranks: states and the last tokens go from piece to piece of a document.
+"""Linear attention over cp ranks: each piece of a document receives the state before it.
 
 Legend: G ranks, n documents, 2 * n pieces of this rank, H value heads, k and v dims of a head, D
 channels, t tokens of this rank, w tokens that a convolution looks back.
 
-Each document is cut into 2 * G chunks as in `kernels/zigzag.py`, so a rank has two pieces of each,
-and the states of a document go over the ranks and back:
+Each document is cut into 2 * G chunks (`kernels/zigzag.py`). Each rank stores two of them, called
+pieces. The state of a document passes through the ranks in ascending, then in descending order:
 
     G = 2    rank 0: chunk 0 -> rank 1: chunk 1 -> rank 1: chunk 2 -> rank 0: chunk 3
 
-A state S that enters a piece adds to it linearly. So a rank computes its pieces once, from zeros,
-with k more columns of values, which are zero but begin with the identity. Their last state is the
-transition M of a piece, and what queries read of them, r, is the factor of S in the piece's output:
+The output of a piece is linear in the state S before it. A rank therefore computes its pieces once
+with S = 0, and with k extra columns of values: they are zero, and their initial state is the
+identity. The last state of the extra columns is the piece's transition M, and their output is r:
 
-    last state of the piece = its own + M S        o of a token = its own + S^T r
+    last state = (last state with S = 0) + M S        o of a token = (o with S = 0) + S^T r
 
-The chains of documents and heads are divided over ranks by an all-to-all, each rank follows its own
-from chunk to chunk, and a second one brings back the states that enter. Backward is autograd's.
+An all-to-all gives each rank the states of all pieces for some documents and heads. The rank
+computes the state before each piece, and a second all-to-all returns these states to the ranks of
+the pieces. Autograd differentiates all of it.
 
 Source: LASP-2 (arXiv:2502.07563), with the transitions of the delta rule.
 """
@@ -34,19 +35,19 @@ from moecore.base.torch_private import is_silent
 from moecore.kernels.linear_attention import DeltaRule, causal_convolution, gated_delta_rule
 from moecore.moe.dispatch.collectives import exchanged, gather_ranks
 
-MAX_GROUPS = 1023  # of a grouped product of torch
+MAX_GROUPS = 1023  # groups that torch's grouped product supports
 
 
 @dataclass(frozen=True)
 class LocalPieces:
-    """What this rank holds of the documents [n + 1] of whole rows, in their order."""
+    """This rank's pieces of the documents `cu_seqlens` [n + 1] of full rows, in document order."""
 
     group: dist.ProcessGroup
     cu_seqlens: Tensor
 
     @cached_property
     def borders(self) -> Tensor:
-        """int32 [2 * n + 1], the first of this rank's tokens of each piece, and t."""
+        """int32 [2 * n + 1], the index of each piece's first token on this rank, then t."""
         ends = self.cu_seqlens[1:] // self.group.size()
         middles = ends - self.lengths
         inner = torch.stack((middles, ends), dim=1).flatten()
@@ -54,16 +55,16 @@ class LocalPieces:
 
     @cached_property
     def lengths(self) -> Tensor:
-        """[n], the tokens of a chunk of each document."""
+        """[n], the number of tokens of a chunk of each document."""
         return self.cu_seqlens.diff() // (2 * self.group.size())
 
-    def tokens_before(self, x_tD: Tensor, w: int) -> Tensor:
-        """Return [2 * n, w, D], the tokens of the document before each piece. Collective."""
+    def gather_previous_tokens(self, x_tD: Tensor, w: int) -> Tensor:
+        """Return [2 * n, w, D], the w tokens before each piece in its document. Collective."""
         G, rank, lengths = self.group.size(), self.group.rank(), self.lengths.long()[:, None, None]
         back_w = torch.arange(w, 0, -1, device=x_tD.device)
         last = (self.borders[1:, None] - back_w).clamp(min=0)
         last_GPwD = gather_ranks(x_tD[last], self.group)
-        # A piece may be shorter than w: each token before it is looked for by its chunk.
+        # A piece may be shorter than w, so the chunk of each of the w tokens is computed.
         chunk_2 = rank + (2 * G - 1 - 2 * rank) * torch.arange(2, device=x_tD.device)
         place_n2w = chunk_2[:, None] * lengths - back_w
         chunk_n2w = place_n2w.clamp(min=0) // lengths.clamp(min=1)
@@ -76,10 +77,10 @@ class LocalPieces:
         before = last_GPwD.flatten(0, 1)[source]
         return before.masked_fill(~exists.flatten(0, 1)[..., None], 0)
 
-    def entering(self, states: Tensor, v: int) -> Tensor:
-        """Return [2 * n, H, k, v], what enters each piece.
+    def compute_initial_states(self, states: Tensor, v: int) -> Tensor:
+        """Return [2 * n, H, k, v], the state before each piece. Collective.
 
-        Of states [2 * n, H, k, v + k]: the last ones from zeros, and transitions. Collective.
+        `states` [2 * n, H, k, v + k] has each piece's last state with S = 0, and its transition.
         """
         G, (num, H, k, _) = self.group.size(), states.shape
         chains = states.unflatten(0, (num // 2, 2)).transpose(0, 1).flatten(1, 2)
@@ -97,18 +98,18 @@ class LocalPieces:
         return result
 
     def _to_parts(self, x_G: Tensor) -> Tensor:
-        """Return part r of every rank on rank r."""
+        """All-to-all along the first dim; backward does the same to gradients."""
         return exchanged(x_G, self._all_to_all, self._all_to_all)
 
     def _all_to_all(self, send_buffer: Tensor) -> Tensor:
         recv_buffer = torch.empty_like(send_buffer, memory_format=torch.contiguous_format)
-        if not is_silent(send_buffer):  # where bytes are counted
+        if not is_silent(send_buffer):  # a mode counts bytes instead of sending them
             dist.all_to_all_single(recv_buffer, send_buffer.contiguous(), group=self.group)
         return recv_buffer
 
 
 def rule_over_ranks(rule: DeltaRule, pieces: LocalPieces) -> Tensor:
-    """Return o_tHv of this rank's tokens. Collective."""
+    """Return `gated_delta_rule`'s o_tHv for this rank's tokens. Collective."""
     v_tHv, k = rule.v_THv, rule.k_Thk.shape[-1]
     (_, H, v), num = v_tHv.shape, len(pieces.borders) - 1
     dtype = torch.promote_types(v_tHv.dtype, torch.float32)
@@ -117,13 +118,13 @@ def rule_over_ranks(rule: DeltaRule, pieces: LocalPieces) -> Tensor:
     wide = rule._replace(v_THv=F.pad(v_tHv, (0, k)))
     wide_tHv, states = gated_delta_rule(wide, pieces.borders, initial)
     own_tHv, factors_tHk = wide_tHv.split((v, k), dim=-1)
-    entering = pieces.entering(states, v).to(v_tHv.dtype)
+    entering = pieces.compute_initial_states(states, v).to(v_tHv.dtype)
     result: Tensor = own_tHv + _read(factors_tHk, entering, pieces.borders)
     return result
 
 
 def _read(r_tHk: Tensor, states_PHkv: Tensor, borders: Tensor) -> Tensor:
-    """Return [t, H, v]: each token's r times the state of its piece."""
+    """Return [t, H, v], each token's r times the state before its piece."""
     (t, H, k), num, v = r_tHk.shape, len(states_PHkv), states_PHkv.shape[-1]
     multiple = 16 // r_tHk.element_size()  # strides of grouped_mm are multiples of 16 bytes
     if k % multiple or v % multiple:
@@ -144,6 +145,6 @@ def _read(r_tHk: Tensor, states_PHkv: Tensor, borders: Tensor) -> Tensor:
 def convolution_over_ranks(
     x_tD: Tensor, weight_DW: Tensor, bias_D: Tensor | None, pieces: LocalPieces, *, silu: bool
 ) -> Tensor:
-    """Return y_tD of this rank's tokens: see `causal_convolution`. Collective."""
-    before = pieces.tokens_before(x_tD, weight_DW.shape[1] - 1)
+    """Return `causal_convolution`'s y_tD for this rank's tokens. Collective."""
+    before = pieces.gather_previous_tokens(x_tD, weight_DW.shape[1] - 1)
     return causal_convolution(x_tD, weight_DW, bias_D, pieces.borders, before_nwD=before, silu=silu)

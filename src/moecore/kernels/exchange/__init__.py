@@ -1,1 +1,1 @@
-"""What the exchange between GPUs runs: operations, their kernels, and the protocol of slots."""
+"""Exchanges of rows and of cloned weights between GPUs, by stores into peers' memory."""

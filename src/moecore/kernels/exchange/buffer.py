@@ -1,6 +1,6 @@
-"""The buffers of an exchange: what lies where in each rank's memory, and one rank's end of it.
+"""The buffers of an exchange: their layout in each rank's memory, and one rank's view of them.
 
-Each rank owns one buffer that all ranks of the group can write: four regions, side by side.
+Each rank owns one buffer that all ranks of the group can write. It has four regions in order:
 
     rows     [2 slots, S]  rows of up to `row_bytes`; with `sums_slot` a third slot, of copied sums
     ids      [2 slots, S, K]  int32
@@ -9,7 +9,7 @@ Each rank owns one buffer that all ranks of the group can write: four regions, s
 
 Letters: G ranks, C max_tokens of any rank, S = G * C source rows, K choices.
 
-A buffer carries bytes: only sums know a dtype. Rows of fewer bytes lie closer together in a slot.
+Rows are bytes of any dtype, and only sums read their dtype. Rows of fewer bytes are packed densely.
 """
 
 from dataclasses import dataclass
@@ -21,13 +21,13 @@ from torch import Tensor
 from moecore.kernels.common import cdiv, next_power_of_2, tl
 
 SUM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ROW_ALIGNMENT = 16  # bytes of a row are multiples of it
-MAX_RANKS = 64  # bits of an int64 that name ranks
+ROW_ALIGNMENT = 16  # a row's bytes are a multiple of this
+MAX_RANKS = 64  # an int64 has a bit for each rank
 ALIGNMENT = 256
 
 # Regions of a buffer, and words of an exchange's state and report.
 AT_ROWS, AT_IDS, AT_WEIGHTS, AT_FLAGS = (tl.constexpr(i) for i in range(4))
-SUMS_SLOT = tl.constexpr(2)  # that copy engines write
+SUMS_SLOT = tl.constexpr(2)  # the slot that copy engines write
 NUM_WORDS = 8
 ERROR_WORD, ERROR_BEFORE_WORD, NEEDED_WORD = 2, 3, 4
 OPERATION, FINISHED, ERROR, ERROR_BEFORE, NEEDED_ROWS = (tl.constexpr(i) for i in range(5))
@@ -35,24 +35,24 @@ OPERATION, FINISHED, ERROR, ERROR_BEFORE, NEEDED_ROWS = (tl.constexpr(i) for i i
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExchangeLayout:
-    """What all ranks agree on: sizes, and with them where everything lies in a rank's buffer."""
+    """Sizes of an exchange, equal on all ranks, and the offsets in a buffer that follow."""
 
     num_ranks: int  # G
-    max_tokens: int  # C, most tokens of any rank; at least 1
-    row_bytes: int  # most bytes of a row, those of a sum; a multiple of `ROW_ALIGNMENT`
+    max_tokens: int  # C, the largest token count of a rank; at least 1
+    row_bytes: int  # the largest size of a row, that is of a sum; a multiple of `ROW_ALIGNMENT`
     top_k: int  # K
     # programs of one launch
     num_push: int
     num_receive: int
-    # chunks per push program, as near as powers of two come: with more a launch ends sooner after
-    # its last store, with fewer it waits less
+    # chunks per push program, rounded to powers of two. More chunks shorten the end of a launch
+    # after its last store, fewer chunks wait less
     rounds: int = 8
     num_warps: int = 16  # of a program
-    sums_slot: bool = False  # whether there is a slot that copy engines write, `SUMS_SLOT`
+    sums_slot: bool = False  # whether the buffer has slot `SUMS_SLOT`
 
     @property
     def source_rows(self) -> int:
-        """S."""
+        """S, the source rows of a rank."""
         return self.num_ranks * self.max_tokens
 
     @property
@@ -80,7 +80,7 @@ class ExchangeLayout:
         return at_rows, at_ids, at_weights, at_flags
 
     def sums_at(self, memory: Tensor, rank: int) -> Tensor:
-        """Return where a rank copies its sums, uint8 [C * row_bytes] of a peer's [num_bytes]."""
+        """Return the bytes of a peer's `memory` to which `rank` copies sums, [C * row_bytes]."""
         num_bytes = self.max_tokens * self.row_bytes
         return memory[SUMS_SLOT.value * self.slot_bytes :].narrow(0, rank * num_bytes, num_bytes)
 
@@ -96,7 +96,7 @@ class ExchangeLayout:
 
 
 class End(NamedTuple):
-    """One rank's end of a buffer, for kernels: `PeerBuffer.bases`, `state` and `report`."""
+    """The tensors `bases`, `state` and `report` of a `PeerBuffer`, as kernels receive them."""
 
     bases: Any
     state: Any
@@ -105,32 +105,32 @@ class End(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerBuffer:
-    """One rank's view of the memory of all ranks, and its words of state."""
+    """One rank's view of the buffers of all ranks, and the state of its exchange."""
 
-    rank: int  # of this end
-    bases: Tensor  # int64 [4, G] on the device, addresses of every rank's regions as seen here
-    state: Tensor  # int32 [NUM_WORDS] on the device, zero at first
-    # int32 [NUM_WORDS] in memory that host and device see; errors are written here too
+    rank: int  # this rank
+    bases: Tensor  # int64 [4, G] on the device, this rank's addresses of every rank's regions
+    state: Tensor  # int32 [NUM_WORDS] on the device, initially zero
+    # int32 [NUM_WORDS] in memory that the host and the device access; a copy of errors
     report: Tensor
     timeout_ns: int  # how long a receiver waits for a peer
-    memory: Any = None  # what must live as long as the addresses are used
+    memory: Any = None  # an owner of the memory, kept alive with this record
 
     @property
     def end(self) -> End:
-        """Its tensors, as kernels take them."""
+        """The tensors that kernels receive."""
         return End(self.bases, self.state, self.report)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SymmetricBuffer(PeerBuffer):
-    """That of an exchange of rows."""
+    """One rank's view of the buffers of an exchange of rows."""
 
-    layout: ExchangeLayout  # the same on all ranks
-    # by peer, where `copy_sums` writes; empty without such a slot
+    layout: ExchangeLayout
+    # for each peer, the memory to which `copy_sums` writes; empty without `sums_slot`
     sums_slots: tuple[Tensor, ...] = ()
 
 
 def as_words(rows: Tensor) -> Tensor:
-    """Return rows as the 32-bit words that a spread moves, at a multiple of their size."""
+    """View rows as the 32-bit words that a spread moves. Copies rows that are not aligned."""
     is_odd = rows.storage_offset() * rows.itemsize % torch.int32.itemsize
     return (rows.clone() if is_odd else rows).view(torch.int32)

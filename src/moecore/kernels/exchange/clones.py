@@ -1,29 +1,28 @@
-"""Weights of cloned experts to the ranks that hold the clones, and clones' gradients home.
+"""Copies weights of experts to the ranks of their clones, and adds the clones' gradients.
 
-    fetch         place n of the plan -> its expert's row of a tensor, on the ranks of block n // c
-    bring_home_   gradients of the clones -> added to those of their experts, in order of places
+    fetch         returns the weights of this rank's clones, from the ranks that own the experts
+    bring_home_   adds the gradients of clones to the gradients of their experts, in order of places
 
-The plan stays on the device: every rank has c clones, of which some are empty. Clones' rows of a
-tensor lie in slots of a buffer that all ranks see; a row that is longer than a slot travels in
-pieces. A piece is one operation, of two launches:
+Each rank has places for c clones, and the plan on the device says which expert each place has. All
+ranks can access the buffer of each rank, which has a slot per place. A row of weights that is
+longer than a slot is sent in pieces. Each piece is one operation with two launches:
 
-    store     weights into the slots of the clones' ranks; or gradients into slots of one's own.
-              Then each program raises its flag on every rank. Nobody waits, so it always ends.
-    receive   each program waits for its flags of all ranks. Then it copies weights out of its own
-              slots; or reads gradients in the peers' slots, and adds.
+    store     writes weights into the slots of the clones' ranks, or gradients into local slots.
+              Then each program raises its flag on every rank. A store waits for nothing.
+    receive   Each program waits for the flags of all ranks. Then it copies weights from the local
+              slots, or adds gradients from the slots of peers.
 
-Program p of a receive reads what programs p have stored. Flags, memory order and why two sets of
-slots need no barrier: `exchange/protocol.py`. There it matters that every rank raises flags in
-every operation and waits for those of all ranks, also where it stores and reads nothing.
+Program p of a receive reads data that only programs p have stored. `exchange/protocol.py` describes
+flags and memory order, and why two sets of slots need no barrier. Every rank must therefore raise
+its flags and wait for all flags in every operation, even if it moves no data.
 
-The ranks of a block (etp) own the same experts, a part of each; what each has comes from, and goes
-to, its counterparts in other blocks.
+The etp ranks of a block own different slices of the same experts. Each rank exchanges its slices
+with the ranks of the same etp index in other blocks.
 
 Letters: G ranks, B = G / etp blocks, c clones of a block, N = B c places, e experts of a block, W
-elements that a rank has of one expert. A buffer has two sets of c slots.
+elements of one expert's slice. A buffer has two sets of c slots.
 
-Bytes moved, with b of an element: fetch sends W b per clone over the links, and reads and writes
-c W b here; bring_home_ reads W b per clone over the links.
+Bytes over the links, for elements of b bytes: W b per clone for `fetch` and for `bring_home_`.
 """
 
 from collections.abc import Iterator
@@ -38,52 +37,52 @@ from moecore.kernels.common import INTERPRET, launch, next_power_of_2, tl, trito
 from moecore.kernels.exchange.buffer import ALIGNMENT, AT_ROWS, OPERATION, PeerBuffer
 from moecore.kernels.exchange.protocol import finish, notify, remaining_time, wait
 
-SET_BYTES = 32 << 20  # of the slots of one set, whatever they hold
-BLOCK_BYTES = 1 << 15  # that a program moves at once
+SET_BYTES = 32 << 20  # bytes of one set of slots
+BLOCK_BYTES = 1 << 15  # bytes that a program moves at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CloneLayout:
-    """What all ranks agree on."""
+    """Sizes of the buffers and launches of an exchange of clones, equal on all ranks."""
 
     num_ranks: int
-    set_bytes: int = SET_BYTES  # of one of the two sets of slots
+    set_bytes: int = SET_BYTES  # bytes of one of the two sets of slots
     num_programs: int = 64
     num_warps: int = 16
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of one rank's memory: two sets and their flags."""
+        """Bytes of one rank's buffer: two sets of slots, and flags."""
         return 2 * self.set_bytes + 2 * self.num_ranks * self.num_programs * 4
 
     def regions(self, base: int) -> list[int]:
-        """Return the addresses of slots and flags, where an exchange of rows has them."""
+        """Return the addresses of slots and flags, in the order of `ExchangeLayout.regions`."""
         return [base, 0, 0, base + 2 * self.set_bytes]
 
     def slot_bytes(self, num_clones: int) -> int:
-        """Return the bytes of a slot when there are c of them."""
+        """Return the bytes of a slot if a set has `num_clones` slots."""
         return self.set_bytes // num_clones // ALIGNMENT * ALIGNMENT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CloneBuffer(PeerBuffer):
-    """One rank's end."""
+    """One rank's view of the buffers of all ranks."""
 
-    layout: CloneLayout  # the same on all ranks
+    layout: CloneLayout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Places:
-    """Which expert is where."""
+    """The expert of each place for a clone, as `ClonePlan.experts_N`, and sizes of blocks."""
 
-    experts_N: Tensor  # int32 on the device, the expert in each place; -1 = the place is empty
+    experts_N: Tensor  # int32 on the device; -1 = the place is empty
     num_clones: int  # c; place n is the (n % c)-th of block n // c
     num_local: int  # e; block b owns experts [b * e, (b + 1) * e)
     etp: int = 1  # ranks of a block; rank r is of block r // etp
 
 
 class ClonePiece(NamedTuple):
-    """Elements of an expert's row that travel together."""
+    """The range of an expert's row [W] that one operation sends."""
 
     width: int  # W
     start: int
@@ -91,7 +90,7 @@ class ClonePiece(NamedTuple):
 
 
 class CloneConstants(NamedTuple):
-    """Constants of a kernel; letters as above."""
+    """Compile-time constants of the kernels; letters as above."""
 
     G: int
     ETP: int
@@ -115,7 +114,7 @@ def _slot(
     element,
     CONST: tl.constexpr,  # Constants
 ):
-    """Return a pointer to a slot of a rank, in the set of this operation."""
+    """Return a pointer to a slot of rank `peer`, in the set of this operation."""
     base = tl.load(end.bases + AT_ROWS * CONST.G + peer)
     at = base + (operation % 2).to(tl.int64) * CONST.SET_BYTES + slot * CONST.SLOT_BYTES
     return tl.multiple_of(at.to(tl.pointer_type(element)), 16)
@@ -251,7 +250,7 @@ def _receive_grads_kernel(
 
 
 def pieces(layout: CloneLayout, rows: Tensor, num_clones: int) -> Iterator[ClonePiece]:
-    """Yield the pieces in which rows [rows, W] travel; each is an operation."""
+    """Yield the pieces of rows [rows, W]; each piece is one operation."""
     width, max_width = rows.shape[1], layout.slot_bytes(num_clones) // rows.itemsize
     for start in range(0, width, max_width):
         yield ClonePiece(width, start, min(max_width, width - start))
@@ -284,9 +283,11 @@ def _launch(
     launch(kernel, layout.num_programs, *args, CONST=const, num_warps=layout.num_warps)
 
 
-# Launches of (buffer, rows, places, piece), without a host sync: this rank's experts to the slots
-# of their clones' ranks; slots to clones, zeros where a place is empty; the clones' gradients to
-# slots of this rank; peers' slots added to the gradients of this rank's experts, in place.
+# Launches with arguments (buffer, rows, places, piece), without a host sync:
+#   store_weights    this rank's experts -> slots of the clones' ranks
+#   receive_weights  local slots -> clones, zeros for an empty place
+#   store_grads      gradients of the clones -> local slots
+#   receive_grads    slots of peers, added to the gradients of this rank's experts
 store_weights = partial(_launch, _store_weights_kernel, False)
 receive_weights = partial(_launch, _receive_weights_kernel, True)
 store_grads = partial(_launch, _store_grads_kernel, False)
@@ -294,8 +295,10 @@ receive_grads = partial(_launch, _receive_grads_kernel, True)
 
 
 def fetch(buffer: CloneBuffer, rows: Tensor, places: Places) -> Tensor:
-    """Return the clones' rows, [c, ...], of [e, ...] of any dtype; zeros where a place is empty."""
-    # No host sync. Every rank must call it at the same place in its order of operations.
+    """Return the rows [c, ...] of this rank's clones; `rows` [e, ...] are its experts'.
+
+    The dtype is any, and rows of empty places are zeros. Collective, without a host sync.
+    """
     out = rows.new_empty(places.num_clones, *rows.shape[1:])
     rows_eW = _as_words(rows.contiguous())
     out_cW = _as_rows(out).view(rows_eW.dtype)
@@ -306,9 +309,11 @@ def fetch(buffer: CloneBuffer, rows: Tensor, places: Places) -> Tensor:
 
 
 def bring_home_(buffer: CloneBuffer, grads: Tensor, places: Places) -> Tensor:
-    """Add the clones' gradients to those of their experts, in place; return these, [e, ...]."""
-    # grads [e + c, ...], contiguous, of `SUM_DTYPES`, are of this rank's experts and then its
-    # clones. In fp32, in the order of places; rounded once. Otherwise as `fetch`.
+    """Add the gradients of clones to the gradients of their experts, in place; return [e, ...].
+
+    `grads` [e + c, ...], contiguous, one of `SUM_DTYPES`, has this rank's experts, then its clones.
+    Sums are in fp32, in the order of places, and rounded once. Collective, without a host sync.
+    """
     home_eW, clones_cW = _as_rows(grads).split((places.num_local, places.num_clones))
     for piece in pieces(buffer.layout, home_eW, places.num_clones):
         store_grads(buffer, clones_cW, places, piece)
@@ -321,7 +326,7 @@ def _as_rows(tensor: Tensor) -> Tensor:
 
 
 def _as_words(rows: Tensor) -> Tensor:
-    """Return contiguous rows as [rows, W], in words of four bytes where these divide them."""
+    """View contiguous rows as [rows, W] int32 words, or bytes if rows are no multiple of 4."""
     bytes_eB = _as_rows(rows).view(torch.uint8)
     is_even = bytes_eB.shape[1] % 4 == 0 and bytes_eB.storage_offset() % 4 == 0
     return bytes_eB.view(torch.int32) if is_even else bytes_eB

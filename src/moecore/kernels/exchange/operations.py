@@ -1,26 +1,25 @@
-"""Rows to the ranks that need them and partial sums back, by stores into the peers' memory.
+"""Dispatch of rows and combine of partial sums, by stores into the peers' memory.
 
     spread       token t of rank g -> row g * C + t of every rank that owns one of its experts
     reduce       row g * C + t of every such rank -> token t of rank g, added in fp32 in rank order
-    limit_rows   offsets of expert rows, cut at a length
+    limit_rows   offsets of expert rows, clamped to a length
 
-The first two are each other's gradient. The slots of a source row name its rows in memory: one row
-of [S, D], or its expert rows in [R, D], which a spread writes as copies and a reduce adds before
-the sum travels. Source rows are numbered by (rank, token), so no rank counts, sorts or waits for a
-size: a rank has S = G * C of them with holes, and a hole is never read.
+`spread` is the gradient of `reduce`, and the reverse. The slots of a source row are the indices of
+its rows in memory: one row of [S, D], or expert rows of [R, D]. A spread writes a copy to each
+slot. A reduce adds the rows of the slots and sends the sum. Source rows are numbered by (rank,
+token), so no rank counts, sorts or waits for a size. Unused rows are holes, which are never read.
 
-One launch per operation. Its first programs push: they store rows into the peers' receive buffers,
-token by token with the peers interleaved (one peer after the other is a third slower), and after
-each chunk of tokens they release one flag on every peer. They never wait, so they always end. The
-others receive: they wait for a flag, then copy or add the chunk's rows out of the buffer.
+Each operation is one launch. The first programs push: they store rows into the peers' receive
+buffers. They interleave the peers token by token, because one peer after the other is a third
+slower. After each chunk of tokens they release one flag on every peer. They never wait. The other
+programs receive: they wait for a flag, then copy or add the chunk's rows from the buffer.
 
-Slots, flags and memory order: `exchange/protocol.py`. Sums may also come by copy engines:
-`exchange/copies.py`.
+Slots, flags and memory order: `exchange/protocol.py`. Sums by copy engines: `exchange/copies.py`.
 
 Letters: T local tokens, C max_tokens of any rank, G ranks, S = G * C source rows, D
 columns, K choices per token, R expert rows, N slots per source row, one chunk is CHUNK tokens.
-Bytes moved, with P ranks per token and b bytes per element: P * T * D * b over the links, and the
-same read and written again by a receiver; expert rows on one side where the slots name them.
+Bytes moved, with P ranks per token and b bytes per element: P * T * D * b over the links. A
+receiver reads and writes as many bytes again, of expert rows if the slots are expert rows.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -57,18 +56,18 @@ Half = Literal["both", "push", "receive"]
 
 
 class SpreadChoices(NamedTuple):
-    """What arrives with the rows of a dispatch."""
+    """The received rows of a dispatch, and their choices."""
 
-    rows_SD: Tensor  # received rows; holes are uninitialised
+    rows_SD: Tensor  # holes are uninitialised
     ids_SK: Tensor  # int32, global expert ids; -1 in holes
     weights_SK: Tensor  # fp32; 0 where the id is -1
     peers_T: Tensor  # int64, bit g of each local token: rank g needs it
-    # int32, the row's own number, or -1 for a hole: as slots [S, 1] they name rows_SD
+    # int32, the index of the row, or -1 for a hole: slots [S, 1] of rows_SD
     places_S: Tensor
 
     @classmethod
     def empty(cls, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, S: int) -> "SpreadChoices":
-        """Return what S source rows need, uninitialised."""
+        """Return uninitialised tensors for S source rows."""
         (T, K), D = ids_TK.shape, x_TD.shape[1]
         choices = (ids_TK.new_empty(S, K), weights_TK.new_empty(S, K))
         peers_T = ids_TK.new_empty(T, dtype=torch.int64)
@@ -240,16 +239,16 @@ def spread_choices(
     etp: int,
     half: Half = "both",
 ) -> SpreadChoices:
-    """Send each token with its choices to the ranks that own its experts; return what came.
+    """Send each token and its choices to the ranks that own its experts; return received rows.
 
-    No host sync. Every rank of the group must call it at the same place in its order of operations.
+    Collective, no host sync.
 
     Args:
         x_TD: tokens, at most C, contiguous, in any dtype; rows of at most `row_bytes`.
         ids_TK: int32, contiguous, global expert ids; -1 = dropped. Weights are fp32, contiguous.
         num_local: experts of one block, which etp ranks share: rank g owns block g // etp.
-        half: "push" and "receive" one after the other make up "both" (for tests that play all ranks
-            in one process); what a half does not do is left uninitialised.
+        half: tests that simulate all ranks in one process launch "push" and "receive" separately.
+            The outputs of the other half are then uninitialised.
     """
     out = SpreadChoices.empty(x_TD, ids_TK, weights_TK, buffer.layout.source_rows)
     ptrs = Ptrs(as_words(x_TD), out.peers_T, out.places_S, out.places_S, as_words(out.rows_SD))
@@ -275,10 +274,10 @@ def spread(
     *,
     half: Half = "both",
 ) -> Tensor:
-    """Send rows where `spread_choices` sent their tokens; return a copy for each slot, [R, D].
+    """Send rows to the ranks of their tokens; return a copy of a row for each slot, [R, D].
 
-    `spread_choices` gave peers_T and places_S. slots_SN, int32, contiguous, has the rows that
-    become copies of each source row, -1 = none; others are uninitialised. No host sync.
+    peers_T and places_S are outputs of `spread_choices`. slots_SN, int32, contiguous, has for each
+    source row the indices of its copies, -1 = none. Other rows are uninitialised. No host sync.
     """
     out_RD = x_TD.new_empty(num_rows, x_TD.shape[1])
     ptrs = Ptrs(as_words(x_TD), peers_T, places_S, slots_SN, as_words(out_RD))
@@ -318,20 +317,21 @@ def reduce(
     has_sums: bool = False,
     half: Half = "both",
 ) -> tuple[Tensor, Tensor | None]:
-    """Add each source row's rows, send sums in their dtype, add those in rank order, in fp32.
+    """Sum the rows of each source row, send the sums, and add them in fp32 in rank order.
+
+    Collective, without a host sync.
 
     Args:
-        y_RD: contiguous rows of `row_bytes`, one of `SUM_DTYPES`; those that no slot names are not
-            read.
-        peers_T, places_S: from `spread_choices`: which ranks, and source rows, have a sum.
+        y_RD: contiguous rows of `row_bytes`, one of `SUM_DTYPES`. Rows without a slot are not read.
+        peers_T, places_S: outputs of `spread_choices`.
         slots_SN: int32, contiguous, the rows to add for each source row, -1 = none.
         choices: contiguous fp32 [R], the gradient of each expert row's weight, and int32 slots [S,
-            K], the expert row of each choice: gradients go home to their choices.
-        has_sums: `copy_sums` has brought the sums home already, on all ranks; y_RD and slots_SN are
-            those sums [S, D] and their places [S, 1].
+            K], the expert row of each choice. The gradients are returned to the tokens' ranks.
+        has_sums: `copy_sums` has sent the sums, on all ranks. y_RD and slots_SN are then the sums
+            [S, D] and their places [S, 1].
 
     Returns:
-        [T, D], zero for a token that went nowhere; and [T, K] fp32 or None.
+        Sums [T, D], zero for a token without a rank; and gradients of weights [T, K] fp32 or None.
     """
     T, D = peers_T.shape[0], y_RD.shape[1]
     out_TD = y_RD.new_empty(T, D)
@@ -352,13 +352,13 @@ def reduce(
     return out_TD, out_TK
 
 
-# `build_index` drops the rows past its length, which only the last offset shows. Products must not
-# read past the length, and no row may be lost unseen: so the offsets are cut, and the number of
-# rows is kept where the host looks later.
+# `build_index` drops rows past its length, and only the last offset shows it. The offsets are
+# clamped so that products read no row past the length, and the needed number of rows is recorded
+# for the host, so that no row is lost silently.
 
 
 def limit_rows_ref(offsets_e: Tensor, num_rows: int, state: Tensor, report: Tensor) -> Tensor:
-    """Return the offsets cut at `num_rows`, and record the most that was wanted."""
+    """Return what `limit_rows` does, in plain PyTorch."""
     demand = int(offsets_e.max())
     if demand > num_rows:
         state[NEEDED_WORD] = report[NEEDED_WORD] = max(demand, int(state[NEEDED_WORD]))
@@ -386,11 +386,11 @@ def _limit_rows_kernel(
 
 
 def limit_rows(offsets_e: Tensor, num_rows: int, state: Tensor, report: Tensor) -> Tensor:
-    """Return the offsets cut at R rows; a larger need is recorded. No host sync.
+    """Return offsets clamped to `num_rows`, and record a larger demand. No host sync.
 
-    Offsets are an int32 running sum of rows per expert. Word NEEDED_ROWS of the state, int32
-    [NUM_WORDS] on their device, becomes the most rows that were ever wanted, when that is more than
-    R; the report has the same words in memory that the host sees too.
+    Offsets are an int32 running sum of rows per expert. If their last value exceeds `num_rows`,
+    word NEEDED_ROWS of `state` and `report` becomes the largest demand so far. Both are int32
+    [NUM_WORDS]; `state` is on the device, and `report` in memory that the host reads.
     """
     if not use_kernel(offsets_e):
         return limit_rows_ref(offsets_e, num_rows, state, report)

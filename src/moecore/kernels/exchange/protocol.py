@@ -1,16 +1,16 @@
-"""The protocol of an exchange's kernels, for one program each: who needs what, flags, ends.
+"""The protocol of an exchange's kernels: peers of a token, flags, waits, and the end of a launch.
 
-Why two slots need no barrier. Operation n uses slot n % 2. A rank that pushes n + 2 has ended
-n + 1, so it has seen the flags of n + 1 of every chunk of every rank (also of those without a row).
-Those ranks raised them after ending n, and so after the last read of slot n % 2, whether they read
-it in their own memory or in that of the rank that pushes. Chunks of `clones.py` are its programs.
+Two slots need no barrier. Operation n uses slot n % 2. A rank that pushes n + 2 has finished n + 1,
+so it has seen the flags of n + 1 of every chunk of every rank, including empty chunks. Those ranks
+raised the flags after they finished n, and therefore after their last read of slot n % 2. In
+`clones.py` the chunks are programs.
 
-Why a flag holds n + 1. It is never cleared, and a flag that comes after a timeout can not be taken
-for one of a later operation. n is counted on the device, so a replayed graph goes on counting. All
-ranks must run the same operations in the same order, and each rank one after the other.
+A flag has the value n + 1 and is never cleared, so a flag that arrives after a timeout is not
+mistaken for a flag of a later operation. n is counted on the device, so a replayed CUDA graph
+continues the count. All ranks must run the same operations in the same order, one at a time.
 
-Memory order: stores of the program, barrier, one release at system scope by the thread that raises
-the flags; acquire at system scope, barrier, loads that pass the L1 by.
+Memory order: a program stores, passes a barrier, and raises its flags by a release at system scope.
+A receiver acquires at system scope, passes a barrier, and loads past the L1 cache.
 
 Letters: T local tokens, G ranks, K choices per token.
 """
@@ -28,7 +28,7 @@ def find_peers(
     num_local,  # experts of one block
     CONST: tl.constexpr,  # Constants
 ):
-    """Write which ranks need each token of the chunk."""
+    """Write the ranks that own experts of each token of the chunk, as bits."""
     CHUNK: tl.constexpr = CONST.CHUNK
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
     bits = tl.zeros([CHUNK], dtype=tl.int64)
@@ -83,9 +83,9 @@ def _latest(
     expected_flag,
     SPIN: tl.constexpr,
 ):
-    """Return a rank whose flag is not there yet, -1 when all are."""
-    # One flag per thread, and a maximum over all threads: every warp must see the same number, or
-    # the warps would part before a barrier.
+    """Return a rank whose flag has not arrived, or -1."""
+    # One flag per thread, and a maximum over all threads: all warps must see the same number, or
+    # they would diverge before a barrier.
     if SPIN:
         flags = tl.inline_asm_elementwise(
             "ld.acquire.sys.global.b32 $0, [$1];",
@@ -105,7 +105,7 @@ def remaining_time(
     end,  # End
     timeout,  # nanoseconds
 ):
-    """Return how long to wait, int64: not at all after an operation that failed."""
+    """Return how long to wait, int64 nanoseconds: 0 after an operation that failed."""
     return tl.where(tl.load(end.state + ERROR_BEFORE) == 0, timeout, 0).to(tl.int64)
 
 
@@ -122,7 +122,7 @@ def wait(
     COUNT: tl.constexpr,  # ranks to wait for
     CONST: tl.constexpr,  # G, THREADS and SPIN
 ):
-    """Wait for the chunk of COUNT ranks; return whether all came, and record who did not."""
+    """Wait for the chunk's flags of COUNT ranks; return whether all arrived, else record a rank."""
     ranks = first + tl.arange(0, CONST.THREADS) % COUNT
     flags = (operation % 2 * CONST.G + ranks).to(tl.int64) * num_chunks + chunk
     addresses = tl.load(end.bases + AT_FLAGS * CONST.G + rank) + flags * 4
@@ -149,7 +149,7 @@ def finish(
     state_ptr,  # [NUM_WORDS] int32
     operation,  # n
 ):
-    """Let the last program of the launch end the operation."""
+    """End the operation if this is the last program of the launch."""
     tl.debug_barrier()
     ticket = tl.atomic_add(state_ptr + FINISHED, 1, sem="acq_rel", scope="gpu")
     if ticket == tl.num_programs(0) - 1:

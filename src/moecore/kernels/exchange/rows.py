@@ -1,7 +1,7 @@
-"""The rows of `exchange/operations.py`'s kernels, for one program each: pushed, copied, added.
+"""Device functions of `exchange/operations.py` that push, copy and add rows.
 
-A tile is some rows and BLOCK_D of their columns. Holes of a tile are masked: to list the rows that
-are none costs more than they do (docs/findings.md#stores-into-peers-memory).
+A tile is some rows and BLOCK_D of their columns. Holes in a tile are masked, because listing the
+used rows costs more (docs/findings.md#stores-into-peers-memory).
 
 Letters: T local tokens, C max_tokens, G ranks, S = G * C source rows, R rows, D columns, K choices
 per token. A pair is a token of the chunk and a rank.
@@ -81,7 +81,7 @@ def push_rows(
     REDUCE: tl.constexpr,
     CONST: tl.constexpr,  # Constants
 ):
-    """Store the chunk's rows on the peers that need them, one row per pair."""
+    """Store the chunk's rows in the peers' buffers, one row per pair."""
     element = rows_ptr.dtype.element_ty
     D: tl.constexpr = CONST.D
     for start in range(0, CONST.CHUNK * CONST.G, CONST.PAIRS):
@@ -118,7 +118,7 @@ def copy_rows(
     rows,  # [CHUNK] int64, source rows
     CONST: tl.constexpr,  # Constants
 ):
-    """Copy a chunk's rows out of the buffer, each to the row that its slot names."""
+    """Copy a chunk's rows from the buffer to the rows of their slots."""
     from_ptrs, to_ptrs = base + rows * CONST.D, out_ptr + to.to(tl.int64) * CONST.D
     _move(from_ptrs, to_ptrs, to >= 0, CONST.D, CONST.TAKE_D, CONST.TILES, ".cg")
 
@@ -140,7 +140,7 @@ def push_choices(
     REDUCE: tl.constexpr,
     CONST: tl.constexpr,  # Constants
 ):
-    """Store ids and weights, or the weights' gradients, on the peers; ids of holes are -1."""
+    """Store ids and weights, or gradients of weights, in the peers' buffers; holes have id -1."""
     G: tl.constexpr = CONST.G
     K: tl.constexpr = CONST.K
     for start in range(0, CONST.CHUNK * G, CONST.CHOICE_PAIRS):
@@ -177,7 +177,7 @@ def _sent_to(
     chunk,  # Chunk
     REDUCE: tl.constexpr,
 ):
-    """Return for each pair whether something travels."""
+    """Return for each pair whether a row is sent."""
     if REDUCE:
         rows = peers.to(tl.int64) * chunk.max_tokens + tokens
         return tl.load(marks_ptr + rows, mask=exists, other=-1) >= 0
@@ -197,7 +197,7 @@ def receive_choices(
     rank,
     CONST: tl.constexpr,  # Constants
 ):
-    """Copy the ids and weights of a chunk out of the buffer; write and return its places."""
+    """Copy the ids and weights of a chunk from the buffer; write and return its places."""
     K: tl.constexpr = CONST.K
     CHUNK: tl.constexpr = CONST.CHUNK
     ids_base = tl.load(bases_ptr + AT_IDS * CONST.G + rank).to(tl.pointer_type(tl.int32))
@@ -249,7 +249,7 @@ def add_parts(
     BLOCK: tl.constexpr,
     CONST: tl.constexpr,  # Constants
 ):
-    """Write the sums over ranks of a chunk's tokens, in rank order."""
+    """Write the sums over ranks of a chunk's tokens, added in rank order."""
     G: tl.constexpr = CONST.G
     max_tokens = chunk.max_tokens
     for start in range(0, CONST.CHUNK, TILE_ROWS):

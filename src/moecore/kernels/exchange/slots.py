@@ -1,10 +1,10 @@
-"""Source rows that are several rows in memory: listed slots, sums pushed, copies received.
+"""Device functions of `exchange/operations.py` for source rows with several slots.
 
-Of N slots of a source row few are used: 1.5 of 8 on average at 8 ranks. So a program first lists
-the used ones of its chunk, all in one go, and finds them in its L1 when it moves the rows.
+Few of a source row's N slots are used: 1.5 of 8 on average at 8 ranks. A program therefore first
+lists the used slots of its chunk, and reads the list from its L1 cache when it moves the rows.
 
-    list    [0, tile]      how deep the tile is
-            [1 + n, row]   the row's n-th used slot, -1 = none (32 slots begin a depth)
+    list    [0, tile]      the depth of the tile: the largest number of used slots of its rows
+            [1 + n, row]   the row's n-th used slot, -1 = none (each 32 slots start a new depth)
 
 Example, two rows in one tile, slots [[-1, 7, 4], [-1, -1, 2]]: depth 2; [7, 2], [4, -1].
 
@@ -30,7 +30,7 @@ def list_slots(
     TILE: tl.constexpr,  # rows of a tile
     BLOCK_N: tl.constexpr,  # at most 32
 ):
-    """Write the used slots of the rows, the first ones first."""
+    """Write the used slots of the rows to the list, in order."""
     TILES: tl.constexpr = ROWS // TILE
     entries = list_ptr + WIDTH + at + tl.arange(0, ROWS)
     depths = tl.zeros([TILES], dtype=tl.int32)
@@ -84,7 +84,7 @@ def _load_slot(
     D: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Return the rows of the n-th slots; zeros where there is none."""
+    """Return the rows of the n-th slots, zeros for missing slots."""
     slot = tl.load(entries + n * WIDTH, mask=n < depth, other=-1).to(tl.int64)
     mask = (slot >= 0)[:, None] & (columns < D)[None, :]
     return tl.load(y_ptr + slot[:, None] * D + columns[None, :], mask=mask, other=0.0)
@@ -100,7 +100,7 @@ def push_sums(
     first,  # int64, row of this rank's token 0 in every peer's slot
     CONST: tl.constexpr,  # Constants
 ):
-    """Add the rows that each pair's slots name, in order, and store the sums at home."""
+    """Add the rows of each pair's slots in order, and store the sums in the token's rank."""
     element = y_ptr.dtype.element_ty
     D: tl.constexpr = CONST.D
     PAIRS: tl.constexpr = CONST.PAIRS
@@ -141,7 +141,7 @@ def copy_to_slots(
     rows,  # [CHUNK] int64, source rows
     CONST: tl.constexpr,  # Constants
 ):
-    """Copy a chunk's rows out of the buffer, each to all rows that its slots name."""
+    """Copy each of a chunk's rows from the buffer to all of its slots."""
     D: tl.constexpr = CONST.D
     CHUNK: tl.constexpr = CONST.CHUNK
     depth = tl.load(list_ptr)

@@ -1,8 +1,8 @@
-"""How much a program of `exchange/operations.py` holds at once: bytes in flight against registers.
+"""Tile sizes of the kernels of `exchange/operations.py`: bytes in flight against registers.
 
 A tile is some rows and a block of their columns, both powers of two. A program loads a tile, then
-stores it; it waits about a microsecond for the first byte, and few programs can not hide that. So
-they load twice as much, in four tiles of half the rows, before they store the first.
+stores it. The first byte takes about a microsecond, which few programs cannot hide. They therefore
+load twice as many bytes, in four tiles, before they store the first tile.
 """
 
 from dataclasses import dataclass
@@ -79,12 +79,12 @@ def move_tile(
 
 
 def add_tile(layout: ExchangeLayout, columns: Columns) -> tuple[int, int]:
-    """Return tokens and columns of a tile of which the parts of four ranks are loaded at once."""
+    """Return tokens and columns of a tile; the sums of four ranks are loaded at once."""
     return _tile(columns, layout.num_warps * TILE_BYTES_PER_WARP // 4, layout.chunk)
 
 
 def sum_tile(layout: ExchangeLayout, columns: Columns) -> tuple[int, int]:
-    """Return pairs and columns of a tile of which four slots, most of them none, load at once."""
+    """Return pairs and columns of a tile; the rows of four slots are loaded at once."""
     # Example, bf16, 7168 columns: 16 rows of 1024.
     max_pairs = min(layout.chunk * layout.num_ranks, MAX_SLOTS // MAX_BLOCK_N)
     return _tile(columns, layout.num_warps * TILE_BYTES_PER_WARP // 2, max_pairs, min_rows=8)
@@ -96,7 +96,7 @@ def list_width(layout: ExchangeLayout) -> int:
 
 
 def list_size(layout: ExchangeLayout, num_slots: int) -> int:
-    """Return the entries of a program's list of slots; none where each row has one slot."""
+    """Return the entries of a program's list of slots; 0 if each row has one slot."""
     return (1 + num_slots) * list_width(layout) if num_slots > 1 else 0
 
 
@@ -143,7 +143,7 @@ def constants(
 
 
 def _tile(columns: Columns, num_bytes: int, max_rows: int, min_rows: int = 1) -> tuple[int, int]:
-    """Return rows and columns: few idle columns first, then many elements."""
+    """Return rows and columns of a tile with few idle columns and many elements."""
     D, elements = columns.count, num_bytes // columns.itemsize
     sizes = [n // columns.itemsize for n in (8192, 4096, 2048, 1024, 512)]
     fits = (n for n in sizes if n * min_rows <= elements and cdiv(D, n) * n * 8 <= D * 9)

@@ -1,1 +1,1 @@
-"""The experts of one rank as one operation: contract, operation, products."""
+"""The computation of one rank's experts as one differentiable operation."""

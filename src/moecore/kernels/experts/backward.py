@@ -1,4 +1,4 @@
-"""What the forward of a rank's experts keeps, and the backward: four products, and the activation.
+"""The backward of a rank's experts, and the tensors that their forward saves.
 
 Letters: as in `contract.py`.
 """
@@ -30,7 +30,7 @@ from moecore.kernels.rows.scaling import OperandPair
 
 
 class Grads(NamedTuple):
-    """The gradients; None where not wanted."""
+    """The gradients of the experts' inputs; None = not requested."""
 
     x: Tensor | None = None
     w1: Tensor | None = None
@@ -42,15 +42,15 @@ class Grads(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """What the forward keeps."""
+    """The tensors that the forward saves for backward."""
 
-    rows: Rows | None  # the source rows; None where backward refetches them
-    h: Rows | None  # FC1's output; None where FC1 runs again
+    rows: Rows | None  # the source rows; None = backward fetches them again
+    h: Rows | None  # FC1's output; None = backward recomputes FC1
     weights: ExpertWeights  # without biases
     index: ExpertIndex  # which source row each expert row reads
 
     def tensors(self) -> list[Tensor | None]:
-        """Return the tensors that `of` takes, in its order: without quantised weights."""
+        """Return the arguments `tensors` of `of`, without quantised weights."""
         tensors: list[Tensor | None] = []
         for rows in (self.rows, self.h):
             tensors += (None, None) if rows is None else (rows.values, rows.scales)
@@ -65,7 +65,7 @@ class SavedState:
         quantised: tuple[OperandPair, OperandPair] | None = None,
         magnitudes: Magnitudes | None = None,
     ) -> SavedState:
-        """Return the record of its `tensors()`; rows have `dtype`, the rest is of the weights."""
+        """Return the record whose `tensors()` are `tensors`; `dtype` is that of widened rows."""
         x, x_scales, h, h_scales, *of_weights = tensors
         w1_eCD, w2_eDF, *updates = of_weights[:6]
         weights = ExpertWeights(
@@ -90,11 +90,15 @@ def differentiate(
     sinks: tuple[GradSink | None, GradSink | None] = (None, None),
     sender: GradientSender | None = None,
 ) -> Grads:
-    """Return the gradients of an output."""
-    # Saved rows are needed where FC1 runs again, and for the gradients of w1 and its update. dy is
-    # contiguous [S, D], or of expert rows [R, D] when unsummed, which may be quantised; dx comes
-    # back alike. Gradients that the sinks of w1 and w2 take come back as None. `sender` gets dx and
-    # dweights before the gradients of weights.
+    """Return the requested gradients for the gradient of the output.
+
+    Args:
+        dy: contiguous [S, D], or [R, D] for expert rows if `unsummed`, which may be quantised. dx
+            has the same rows.
+        record: its rows may be None unless FC1 is recomputed or w1 or its update has a gradient.
+        sinks: of w1 and w2. A gradient that a sink accepts is returned as None.
+        sender: receives dx and dweights before the gradients of the matrices are computed.
+    """
     gradient = products.dy(dy, unsummed=unsummed, wants=wants)
     h = record.h
     if h is None:
@@ -122,7 +126,7 @@ def differentiate(
         dx = products.fc1_bwd(dh)
         if not unsummed:
             dx = sum_rows_plain(dx, *products.row_map)
-    products.drop_weights()  # sinks may keep the products for later
+    products.drop_weights()  # deferred weight gradients may keep the products alive
     return Grads(dx, dw1, dw2, dweights_R, update1, update2)
 
 
@@ -131,5 +135,5 @@ def _put(sink: GradSink | None, compute: ComputeGrad, *operands: Any) -> Tensor 
 
 
 def _present(rows: Rows | None) -> Rows:
-    assert rows is not None, "refetched rows were not put back"
+    assert rows is not None, "the source rows were not fetched again"
     return rows

@@ -1,4 +1,4 @@
-"""What the operation on a rank's experts takes, and who may take part in its backward.
+"""Records and protocols of the operation on a rank's experts.
 
 Letters: S source rows, R expert rows (one per source row and local expert), e experts, D model dim,
 F hidden dim, C columns of FC1 (2F for gated activations, else F), K choices per source row.
@@ -21,12 +21,11 @@ from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.scaling import OperandPair
 
 ProductsName = Literal["auto", "triton", "torch", "te"]
-# Expert rows that products multiply: X and the activation by w1 and w2, dY and dH by their
-# transposes; and X by dH, the activation by dY.
+# The expert rows that products read: X, the activation, dY and dH.
 Operand = Literal["x", "a", "dy", "dh"]
 OPERANDS: tuple[Operand, ...] = get_args(Operand)
 Role = Literal["w1", "w2"]
-# By the rows: the matrix that multiplies them, and whether that is in the backward.
+# For each operand, the matrix that multiplies it, and whether the product is in backward.
 MATRICES: dict[Operand, tuple[Role, bool]] = {
     "x": ("w1", False),
     "a": ("w2", False),
@@ -35,7 +34,7 @@ MATRICES: dict[Operand, tuple[Role, bool]] = {
 }
 ComputeGrad = Callable[..., Tensor]  # (*operands, GradTarget) -> the gradient
 GROUPED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of torch's grouped product
-# Who multiplies by a recipe, by its backend.
+# The expert backends that can run a recipe, by `Recipe.backend`.
 FP8_PRODUCTS: dict[RecipeBackend, tuple[ProductsName, ...]] = {
     "moecore": ("auto", "triton"),
     "te": ("auto", "te"),
@@ -45,31 +44,33 @@ LEAVE_OUT = "leave them out of Precision.roles, or by an override"
 
 @dataclass(frozen=True, slots=True)
 class GradTarget:
-    """Where a weight's gradient goes."""
+    """The destination of a weight's gradient."""
 
-    # a tensor of the weight's shape, contiguous, fp32 or bf16; None = a new one
+    # contiguous, of the weight's shape, fp32 or bf16; None = a new tensor
     out: Tensor | None = None
-    adds: bool = False  # whether it is added to what `out` holds, else it takes its place
-    dtype: torch.dtype | None = None  # of a new one; None = the weight's
-    scale: float = 1.0  # of what goes there
+    adds: bool = False  # whether the gradient is added to `out` instead of overwriting it
+    dtype: torch.dtype | None = None  # dtype of a new tensor; None = the weight's
+    scale: float = 1.0  # factor on the gradient
 
 
-SINK = "_moecore_sink"  # attribute of a parameter: shape of a view of it -> GradSink
+SINK = "_moecore_sink"  # attribute of a parameter: a function from a view's shape to a GradSink
 
 
 class GradSink(Protocol):
-    """Takes a weight's gradient past autograd, where a backward allows that."""
+    """Receives a weight's gradient in place of autograd."""
 
     def put(self, compute: ComputeGrad, *operands: Any) -> Tensor | None:
-        """Let compute(*operands, target) put a gradient at a target: now, or once later."""
-        # Return the gradient where it goes to autograd; None where the sink has taken it, or will.
+        """Call compute(*operands, target) with a `GradTarget`, now or later.
+
+        Return a gradient for autograd, or None if the sink keeps the gradient.
+        """
 
     def defer(self, compute: ComputeGrad, *operands: Any) -> bool:
-        """Let it be computed later where the running backward defers; return whether it does."""
+        """Store the call for later if the running backward defers it; return whether it does."""
 
 
 def sink_of(param: Tensor, shape: torch.Size) -> GradSink | None:
-    """Return what may take a parameter's gradient of a shape; None = autograd alone."""
+    """Return the sink of a parameter viewed in `shape`; None = autograd accumulates."""
     if torch.compiler.is_compiling():
         return None
     make: Callable[[torch.Size], GradSink | None] | None = getattr(param, SINK, None)
@@ -77,27 +78,27 @@ def sink_of(param: Tensor, shape: torch.Size) -> GradSink | None:
 
 
 class LowRankUpdate(NamedTuple):
-    """What is added to each expert's matrix, b @ a, and never formed; or the gradients of both."""
+    """A low-rank update b @ a of each expert's matrix, or the gradients of a and b."""
 
     a_erI: Tensor  # [e, r, in], r a multiple of 16 bytes, contiguous
     b_eOr: Tensor  # [e, out, r], scaling included, contiguous
 
 
 class RowMap(NamedTuple):
-    """Both directions between source rows and expert rows, as row movers take them."""
+    """The index between source rows and expert rows, in the form that row kernels receive."""
 
     row_ids_R: Tensor
     slots_SK: Tensor
-    num_rows: Tensor  # of expert rows in use
+    num_rows: Tensor  # number of expert rows in use
 
 
 @dataclass(frozen=True, slots=True)
 class ProductSource:
-    """Rows of a product: source rows, or rows in expert order where `row_ids_R` is None."""
+    """Rows that a product reads: source rows with an index, or rows in expert order."""
 
     rows: Tensor
-    row_ids_R: Tensor | None
-    is_finite: bool = False  # also past the last expert's rows, where others may hold anything
+    row_ids_R: Tensor | None  # None = the rows are in expert order
+    is_finite: bool = False  # whether unused rows after the last expert are finite too
 
     def expert_rows(self) -> Tensor:
         """Return rows in expert order."""
@@ -107,16 +108,16 @@ class ProductSource:
 
 @dataclass(frozen=True, slots=True)
 class Magnitudes:
-    """The largest magnitudes of expert rows, fp32 [1], with delayed scaling."""
+    """The amax values of expert rows for delayed scaling, fp32 [1] each."""
 
-    past: Mapping[Operand, Tensor | None]  # of earlier steps, for scales; None, 0 = of the rows
-    is_sure: bool  # none is 0
-    seen: Mapping[Operand, Tensor]  # grow to those of this step; empty = nothing is collected
+    past: Mapping[Operand, Tensor | None]  # over earlier steps; None or 0 = use the rows' own amax
+    is_sure: bool  # whether no value of `past` is 0
+    seen: Mapping[Operand, Tensor]  # of this step, raised in place; empty = not recorded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertWeights:
-    """One rank's experts, in the dtype of the products; with a recipe, in any of their own."""
+    """One rank's experts. Without a recipe, their dtype is that of the products."""
 
     w1_eCD: Tensor  # FC1, gate rows then up rows, or the two alternating (`ActivationOptions`)
     w2_eDF: Tensor  # FC2
@@ -126,19 +127,19 @@ class ExpertWeights:
     # low-rank updates of w1 and w2, or None
     update1: LowRankUpdate | None = None
     update2: LowRankUpdate | None = None
-    # of w1 and w2: what may take their gradients past autograd, or None
+    # the sinks of the gradients of w1 and w2, or None
     sinks: tuple[GradSink | None, GradSink | None] = (None, None)
-    # w1 and w2 as the recipe's products take them, kept for backward, which reads no values of the
-    # matrices then. None = the products quantise them, in backward once more
+    # w1 and w2 quantised, saved for backward, which then reads no values of the matrices. None =
+    # forward and backward each quantise them
     quantised: tuple[OperandPair, OperandPair] | None = None
-    magnitudes: Magnitudes | None = None  # None = the recipe has no `amax_history`
+    magnitudes: Magnitudes | None = None  # None = no delayed scaling
 
     def updates(self) -> tuple[Tensor | None, ...]:
-        """Return A and B of w1, then those of w2; None where there is no update."""
+        """Return A and B of w1, then A and B of w2; None without an update."""
         return (*(self.update1 or (None, None)), *(self.update2 or (None, None)))
 
     def updated(self, updates: Sequence[Any]) -> ExpertWeights:
-        """Return these weights with the updates that `updates()` has returned."""
+        """Return these weights with the low-rank updates `updates`, ordered as `updates()`."""
         update1, update2 = (
             None if pair[0] is None else LowRankUpdate(*pair) for pair in (updates[:2], updates[2:])
         )
@@ -146,19 +147,19 @@ class ExpertWeights:
 
 
 class Wants(NamedTuple):
-    """Which gradients are asked for; x is that of source rows, or of expert rows unsummed."""
+    """The requested gradients; x is that of source rows, or of expert rows if unsummed."""
 
     x: bool
     w1: bool
     w2: bool
     weights: bool
-    # of A or B
+    # of A or B of each update
     update1: bool = False
     update2: bool = False
 
 
 class GradientSender(Protocol):
-    """A dispatcher's part in the experts' backward: it sends gradients of rows home early."""
+    """A dispatcher that sends gradients of rows before the experts' backward has finished."""
 
     def start(
         self,
@@ -168,50 +169,48 @@ class GradientSender(Protocol):
         slots_SK: Tensor,
         num_rows: Tensor,
     ) -> None:
-        """Begin to send them; backward returns the same tensors. The index is `ExpertInput`'s."""
+        """Start to send the gradients, which backward returns too. The index is `ExpertInput`'s."""
 
 
 class GradientReceiver(Protocol):
-    """A dispatcher's part in the experts' backward: gradients of outputs arrive as FP8 rows."""
+    """A dispatcher that receives the gradients of the experts' outputs as FP8 rows."""
 
-    accepts_packed_grads: bool  # the experts' answer, in forward, on every rank the same
+    accepts_packed_grads: bool  # set by the experts in forward, equal on all ranks
 
     def take(self, dy_RD: Tensor) -> Rows | None:
-        """Return the rows for which a gradient stands; None = it is the gradient itself."""
+        """Return the FP8 rows for which `dy_RD` is a placeholder; None = `dy_RD` has values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refetch:
-    """Brings the source rows once more in backward, in place of keeping them."""
+    """Fetches the source rows again in backward, so that forward does not save them."""
 
-    fetch: Callable[..., Rows]  # fetch(*kept) -> the same rows, bit for bit
-    tensors: tuple[Tensor, ...]  # what autograd keeps instead
+    fetch: Callable[..., Rows]  # fetch(*tensors) returns the rows bit for bit
+    tensors: tuple[Tensor, ...]  # saved for backward in place of the rows
 
 
 @dataclass(frozen=True, slots=True)
 class UnsummedInput:
-    """The part of a dispatcher that adds expert rows itself; source rows then have no gradient."""
+    """The input of a dispatcher that adds expert rows itself."""
 
-    # [R, D], the autograd handle: the gradient of each expert row belongs to it. It has no memory
-    # (stride 0) and is never read
+    # [R, D], a placeholder without memory (stride 0) whose gradient is that of the expert rows
     handle_RD: Tensor
-    # sends these gradients and those of the routing weights home while the experts compute their
-    # weights' gradients; None = backward returns them to the dispatcher
+    # sends the gradients of expert rows and routing weights while weight gradients are computed;
+    # None = backward returns them to the dispatcher
     sender: GradientSender | None = None
-    refetch: Refetch | None = None  # brings the source rows in backward; None = they are kept
+    refetch: Refetch | None = None  # None = the source rows are saved for backward
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertMLPOptions(CheckedRecord):
-    """How `expert_mlp` computes."""
+    """Options of `expert_mlp`."""
 
     activation: ActivationOptions  # between the two products
-    # whose kernels multiply: "triton" (this package's), "torch" (torch's grouped product), "te"
-    # (Transformer Engine's) or "auto": the recipe's, else "triton" for gated experts on Hopper
-    # that it supports
+    # "triton" (moecore's kernels), "torch" (torch's grouped matmul), "te" (Transformer Engine), or
+    # "auto": the recipe's backend, or "triton" for gated experts on Hopper, otherwise "torch"
     products: ProductsName = "torch"
-    keep_h: bool = True  # keep FC1's output for backward; False keeps X alone and multiplies again
-    # in which FP8 the products are computed; None = in the dtype of rows and weights
+    keep_h: bool = True  # whether FC1's output is saved; False = backward recomputes FC1
+    # low-precision format of the products; None = the dtype of rows and weights
     recipe: Recipe | None = None
 
     def _rules(self) -> Rules:
@@ -222,24 +221,24 @@ class ExpertMLPOptions(CheckedRecord):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertSpec:
-    """What decides which products can compute some experts; None = not known yet."""
+    """The properties that decide which products can compute some experts; None = not known."""
 
     # as in `ActivationOptions`
     gated: bool
     interleaved: bool = False
-    # matrices are stored as [e, in, out], so that their views have strides
+    # whether matrices are stored as [e, in, out], so that their views are not contiguous
     transposed: bool = False
     # whether there are biases
     fc1_bias: bool = False
     fc2_bias: bool = False
-    # whether the activation is the model's, see `ActivationOptions.function`
+    # whether the activation is a function of the model: `ActivationOptions.function`
     own_activation: bool = False
     # D and F of this rank
     dim: int | None = None
     hidden_dim: int | None = None
-    # of rows and weights in the products; with a recipe, of rows
+    # dtypes of rows and weights in the products; with a recipe, of rows
     dtypes: frozenset[torch.dtype] | None = None
-    device: torch.device | None = None  # of both
+    device: torch.device | None = None
     recipe: Recipe | None = None  # as in `ExpertMLPOptions`
 
     @classmethod
@@ -250,13 +249,13 @@ class ExpertSpec:
         activation: ActivationOptions,
         recipe: Recipe | None = None,
     ) -> ExpertSpec:
-        """Return the spec of tensors at hand."""
+        """Return the spec of given rows and weights."""
         w1_eCD, w2_eDF = weights.w1_eCD, weights.w2_eDF
         of_weights = () if recipe is not None else (w1_eCD.dtype, w2_eDF.dtype)
         return cls(
             gated=activation.gated,
             interleaved=activation.interleaved,
-            # Those that were gathered in FP8 have no memory, and strides that mean nothing.
+            # Matrices that were all-gathered in FP8 have no memory, and meaningless strides.
             transposed=weights.quantised is None
             and not (w1_eCD.is_contiguous() and w2_eDF.is_contiguous()),
             fc1_bias=weights.b1_eC is not None,
@@ -281,7 +280,7 @@ class ExpertSpec:
         return next((field for field, is_set in fields.items() if is_set), None)
 
     def grouped_problem(self) -> str | None:
-        """Return why grouped matmuls cannot multiply these (dtype, rows of 16 bytes), or None."""
+        """Return why grouped matmuls cannot compute these experts, or None."""
         if self.dim is None or self.hidden_dim is None or self.dtypes is None:
             return None
         dtype = next(iter(self.dtypes))
@@ -305,7 +304,7 @@ class ExpertSpec:
         return self.device is not None and is_emulated and has_block_scaled_kernels(self.device)
 
     def fp8_size_problem(self, multiple: int) -> str | None:
-        """Return which of D and F is no multiple of a recipe's, or None."""
+        """Return an error text if D or F is not a multiple of `multiple`, or None."""
         for name, size in (("dim", self.dim), ("hidden_dim / etp", self.hidden_dim)):
             if size is not None and size % multiple:
                 return (
@@ -315,7 +314,7 @@ class ExpertSpec:
         return None
 
     def fp8_problem(self, multiple: int) -> str | None:
-        """Return why FP8 cannot multiply experts, or None; `multiple` must divide D and F."""
+        """Return why FP8 products cannot compute these experts, or None."""
         field = self.torch_only_field()
         if field is not None:
             return f"{field} (True) must be False for experts in FP8: {LEAVE_OUT}"

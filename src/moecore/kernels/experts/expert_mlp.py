@@ -1,18 +1,20 @@
-"""The experts of one rank as one operation that keeps X and H, and nothing else, for backward.
+"""The experts of one rank as one operation, which saves only X and H for backward.
 
     h[r] = x[row_ids[r]] @ w1[i]^T      a[r] = act(h[r]) * weight[r]      i = expert of row r
     y[s] = sum over k of a[slots[s, k]] @ w2[i]^T
 
-    da[r] = dy[row_ids[r]] @ w2[i]      dh, dweight and a again from h, da in one pass
+    da[r] = dy[row_ids[r]] @ w2[i]      dh, dweight and a from h and da in one pass
     dx[s] = sum over k of dh[slots[s, k]] @ w1[i]
     dw2[i] = sum of dy[row_ids[r]]^T a[r]      dw1[i] = sum of dh[r]^T x[row_ids[r]]
 
 The weight is applied before FC2, so FC2's output is not needed: dweight[r] = <da[r], act(h[r])>.
-Letters: as in `contract.py`. 18 * R * D * F floating-point operations forward and backward when
-gated. Plain eager code runs one `autograd.Function`; compilers, fake tensors and dispatch modes see
-the custom op of `traced.py`.
+Forward and backward of gated experts compute 18 * R * D * F FLOPs. Plain eager code runs one
+`autograd.Function`. Compilers, fake tensors and dispatch modes see the custom op of `traced.py`.
 
-Source: Megatron-Core's memory-efficient permutation (arXiv:2603.07685) for the place of the weight.
+Letters: as in `contract.py`.
+
+Source: Megatron-Core's memory-efficient permutation (arXiv:2603.07685), which applies the weight
+before FC2.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ from moecore.kernels.rows.record import Rows
 
 
 class _ExpertMLP(torch.autograd.Function):
-    """The operation in plain eager; dispatchers and gradient sinks may take part in backward."""
+    """The operation in plain eager code, with the dispatcher's hooks and gradient sinks."""
 
     @staticmethod
     def forward(
@@ -68,7 +70,7 @@ class _ExpertMLP(torch.autograd.Function):
         receiver: GradientReceiver | None,
     ) -> Tensor:
         products = make_products(options, index, weights)
-        ctx.index_cache = products.index_cache  # a few kB, which nobody offloads
+        ctx.index_cache = products.index_cache  # a few kB, so saved-tensor hooks may ignore it
         x = products.prepare_rows(rows)
         h, a = products.fc1(x, keep=options.keep_h and any(ctx.needs_input_grad))
         y = products.fc2(a)
@@ -88,7 +90,9 @@ class _ExpertMLP(torch.autograd.Function):
         ctx.save_for_backward(*tensors, *matrices, *refetch_tensors)
         ctx.ends = (len(tensors), len(tensors) + len(matrices))
         ctx.options, ctx.sinks, ctx.dtype = options, weights.sinks, rows.dtype
-        ctx.magnitudes = weights.magnitudes  # `seen` grows in between: autograd must not check it
+        ctx.magnitudes = (
+            weights.magnitudes
+        )  # changed in place by backward, so autograd must not check it
         ctx.is_unsummed = unsummed is not None
         ctx.fetch = None if refetch is None else refetch.fetch
         ctx.sender = None if unsummed is None else unsummed.sender
@@ -116,7 +120,7 @@ class _ExpertMLP(torch.autograd.Function):
                 sinks=ctx.sinks,
                 sender=ctx.sender if wants.x and will_run(ctx.handle_node) else None,
             )
-        else:  # the custom op is what tracers see, and what refuses a second derivative
+        else:  # tracers see the custom op, which refuses a second derivative
             dy = grads[0] if arrived is None else arrived.widen()
             grads_of_inputs = traced_backward(dy, state, ctx.options, ctx.is_unsummed, wants)
         dx, dhandle = (None, grads_of_inputs.x) if ctx.is_unsummed else (grads_of_inputs.x, None)
@@ -148,31 +152,28 @@ def expert_mlp(
     unsummed: UnsummedInput | None = None,
     receiver: GradientReceiver | None = None,
 ) -> Tensor:
-    """Return the weighted sum over each source row's experts; differentiable once, in reverse.
+    """Return the weighted sum of each source row's experts; differentiable once, in reverse mode.
 
-    No host sync with "triton", nor with "torch" where torch's grouped product has none: in bf16 on
-    Hopper and datacenter Blackwell. Elsewhere that loops over experts on the host.
-
-    Keeps the rows, H, the weights and the index for backward. Frozen inputs cost no product.
-    Low-rank updates of the weights are added in the products. Under
-    a compiler or a dispatch mode it is one opaque operation; sinks, `sender`, `refetch` and
-    quantised weights are not used then.
+    "triton" has no host sync. "torch" has none in bf16 on Hopper and datacenter Blackwell, while
+    other GPUs loop over experts on the host. Rows, H, weights and index are saved for backward. A
+    frozen input costs no product. Under a compiler or a dispatch mode, the sinks, `sender`,
+    `refetch` and quantised weights are not used.
 
     Args:
-        rows: [S, D] source rows, differentiable, quantised ones by their handle or `unsummed`'s.
-        weights: this rank's experts, without biases. Sinks are asked by every backward.
-        index: which source row each expert row reads, and with which weight.
-        options: of products that `choose_products` has chosen.
-        unsummed: of a dispatcher that adds expert rows itself: the expert rows themselves come
-            back, and their gradients go to its handle; rows have none.
-        receiver: where gradients of the output may arrive as FP8; see the contract.
+        rows: [S, D] source rows. Quantised rows have their gradient in a handle.
+        weights: this rank's experts, without biases.
+        index: the source row and the routing weight of each expert row.
+        options: with the products that `choose_products` returned.
+        unsummed: given by a dispatcher that adds expert rows itself. The result has expert rows,
+            and their gradient is that of `unsummed.handle_RD`.
+        receiver: given by a dispatcher that may receive gradients of the output as FP8 rows.
 
     Returns:
-        [S, D], dtype of the rows: added in fp32, rounded once. Bit-reproducible with "triton". With
-        `unsummed` [R, D], rows that hold no choice uninitialised.
+        [S, D] in the dtype of the rows, added in fp32 and rounded once; bit-reproducible with
+        "triton". With `unsummed` [R, D], whose rows without a choice are uninitialised.
 
     Raises:
-        NotImplementedError: for forward-mode derivatives, which would come out as zero.
+        NotImplementedError: for forward-mode derivatives.
     """
     tensors = (rows.values, weights.w1_eCD, weights.w2_eDF, index.weights_R)
     updates = weights.updates()

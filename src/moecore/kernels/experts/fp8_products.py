@@ -31,7 +31,7 @@ from moecore.kernels.experts.contract import (
     Wants,
 )
 from moecore.kernels.experts.low_rank import LowRankProducts
-from moecore.kernels.experts.quantised_matrices import QuantisedMatrices
+from moecore.kernels.experts.quantised_products import QuantisedMatrices
 from moecore.kernels.grouped.fp8 import fp8_gemm, fp8_wgrad
 from moecore.kernels.rows.activation import (
     ActivationOptions,

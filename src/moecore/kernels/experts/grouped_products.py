@@ -1,8 +1,8 @@
 """The products of a rank's experts over one grouped matmul of expert rows, gathered in memory.
 
     here                  TorchMatmuls     torch's grouped matmul, any device
-    scaled_products.py    ScaledMatmuls    FP8 with a scale per row or per tensor
-    emulated_products.py  EmulatedMatmuls  MXFP8 and NVFP4
+    quantised_products.py  ScaledMatmuls    FP8 with a scale per row or per tensor
+                          EmulatedMatmuls  MXFP8 and NVFP4
     te_products.py        TEMatmuls        Transformer Engine's
 
 Letters: as in `contract.py`.

@@ -1,12 +1,12 @@
-"""A low-rank update in the products of a matrix of every expert: W + B A, which is never formed.
+"""Products with a low-rank update of each expert's matrix, W + B A, which is never formed.
 
     y = x W^T + u B^T      u = x A^T      dx = dy W + v A      v = dy B
     dA = v^T x             dB = dy^T u
 
-u and v have r columns: what is added to a product is a short product, and the gradients of A and B
-are those of two narrow matrices. All of it is in the dtype of rows, whatever the others are in.
+u and v have only r columns, so the update adds short products. All of them are in the dtype of the
+rows, also if the products with W are in FP8.
 
-Letters: as in `contract.py`; r rank, I and O what a matrix reads and writes.
+Letters: as in `contract.py`; r rank, I and O input and output dims of a matrix.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moecore.kernels.grouped.wgrad import grouped_wgrad
 
 
 class LowRankProducts:
-    """What the update of one matrix adds to its products, and the gradients of A and B."""
+    """The addends of one matrix's products, and the gradients of its update's A and B."""
 
     def __init__(
         self, update: LowRankUpdate | None, offsets_e: Tensor, *, has_kernels: bool
@@ -31,7 +31,7 @@ class LowRankProducts:
         self._backward: Addend | None = None
 
     def forward(self, x: ProductSource | None) -> Addend | None:
-        """Return what is added to the product of x, computed once; None without an update."""
+        """Return the addend u B^T of the forward product. Cached; None without an update."""
         if self.update is not None and self._forward is None:
             a_erI, b_eOr = self.update
             u_Rr = self._product(x, a_erI.transpose(1, 2))
@@ -39,13 +39,13 @@ class LowRankProducts:
         return self._forward
 
     def backward(self, dy: ProductSource | None) -> Addend | None:
-        """Return what is added to the input gradient, computed once; None without an update."""
+        """Return the addend v A of the input gradient. Cached; None without an update."""
         if self.update is not None and self._backward is None:
             self._backward = Addend(self._product(dy, self.update.b_eOr), self.update.a_erI)
         return self._backward
 
     def add(self, out_RN: Tensor, addend: Addend | None) -> Tensor:
-        """Return a product, of any matrix, with its addend, added in place."""
+        """Add an addend to a product in place, and return the product."""
         if addend is None:
             return out_RN
         if self._has_kernels:
@@ -60,7 +60,7 @@ class LowRankProducts:
         return LowRankUpdate(self._outer(v_Rr, x), self._outer(dy, u_Rr))
 
     def _product(self, source: ProductSource | None, b_eKN: Tensor) -> Tensor:
-        assert source is not None, "rows of a matrix with an update are given"
+        assert source is not None, "a matrix with an update needs its rows"
         if self._has_kernels:
             ids_R = source.row_ids_R
             return grouped_gemm(source.rows, b_eKN, self._offsets_e, row_ids_R=ids_R)

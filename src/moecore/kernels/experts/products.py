@@ -1,12 +1,12 @@
-"""The products of a rank's experts: the contract, its implementations and the choice.
+"""The products of a rank's experts: protocol, implementations, and which of them is used.
 
     grouped_products.py  GroupedProducts    over a grouped matmul of torch or Transformer Engine
     triton_products.py   TritonProducts     this package's kernels in 16 bits
     fp8_products.py      BlockwiseProducts  blockwise FP8: kernels on Hopper, references on a CPU
 
-A set of products is made for one index, one activation and the weights. Formats of what lies
-between two products are its own: what a verb returns goes to its other verbs alone. Letters: as in
-`contract.py`.
+An implementation is constructed for one index, one activation and the weights. It chooses the
+formats between its products, so a method's result is only an argument of its other methods.
+Letters: as in `contract.py`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,14 @@ from moecore.kernels.experts.contract import (
     RowMap,
     Wants,
 )
-from moecore.kernels.experts.emulated_products import EmulatedMatmuls, quantise_emulated
 from moecore.kernels.experts.fp8_products import BlockwiseProducts, quantise_blockwise
 from moecore.kernels.experts.grouped_products import GroupedProducts, Matmuls, TorchMatmuls
-from moecore.kernels.experts.scaled_products import ScaledMatmuls, quantise_by_rows
+from moecore.kernels.experts.quantised_products import (
+    EmulatedMatmuls,
+    ScaledMatmuls,
+    quantise_by_rows,
+    quantise_emulated,
+)
 from moecore.kernels.experts.te_products import TEMatmuls, te_problem
 from moecore.kernels.experts.triton_products import TritonProducts, triton_problem
 from moecore.kernels.rows.e4m3 import BLOCK
@@ -44,48 +48,49 @@ from moecore.kernels.rows.scaling import OperandPair
 class Products(Protocol):
     """The six products of the two matrices, and the activation between them.
 
-    What low-rank updates add is in the first four, and in two verbs of their own gradients.
+    The forward products and input gradients include low-rank updates.
     """
 
     row_map: RowMap
-    index_cache: Any  # computed from the index, for later products of the same options; or None
+    index_cache: Any  # a value computed from the index, reused by backward's products; or None
 
     @property
     def accepts_packed_grads(self) -> bool:
-        """Whether unsummed gradients may come as `pack_rows` packs them, with the same results."""
+        """Whether `dy` may be rows packed by `pack_rows`, with equal results."""
 
     def prepare_rows(self, rows: Rows) -> Rows:
-        """Return source rows as they are multiplied and saved for backward; such rows as is."""
+        """Return source rows in the format that products read and forward saves."""
 
     def fc1(self, rows: Rows, *, keep: bool) -> tuple[Rows | None, Any]:
-        """Return H, [R, C], as it is kept for backward, and the weighted activation."""
-        # Of rows from `prepare_rows`; without H unless `keep`.
+        """Return H [R, C] as saved for backward, None unless `keep`, and the activation."""
 
     def fc2(self, a: Any) -> Tensor:
-        """Return y_RD, the output of each expert row, of the activation."""
+        """Return y_RD, the output of each expert row."""
 
     def recompute_h(self, rows: Rows) -> Rows:
-        """Return H, of rows from `prepare_rows`."""
+        """Return H again for backward, from rows returned by `prepare_rows`."""
 
     def recompute_activation(self, h: Rows) -> Any:
-        """Return the activation as `activation_bwd` does, without a gradient."""
+        """Return the activation in the format of `activation_bwd`, without its gradients."""
 
     def dy(self, dy: Any, *, unsummed: bool, wants: Wants | None = None) -> Any:
-        """Return the gradient of the output, [S, D] or unsummed [R, D], for the verbs below."""
-        # A tensor, or quantised `Rows` where `accepts_packed_grads`. `wants` are the gradients that
-        # this backward computes.
+        """Return the gradient of the output in the format that the methods below read.
+
+        `dy` is [S, D], or [R, D] if `unsummed`. It may be `Rows` if `accepts_packed_grads`. `wants`
+        has the gradients that this backward computes.
+        """
 
     def activation_bwd(self, dy: Any, h: Rows) -> tuple[Any, Tensor, Any]:
-        """Return dH, dweights_R and the activation: FC2's input gradient, and through it."""
+        """Return dH, dweights_R and the activation, from FC2's input gradient and H."""
 
     def fc1_bwd(self, dh: Any) -> Tensor:
         """Return dx_RD, the gradient of each expert row."""
 
     def fc1_wgrad(self, rows: Rows, dh: Any, target: GradTarget) -> Tensor:
-        """Put the gradient of w1 at the target; return it."""
+        """Write the gradient of w1 to the target and return it."""
 
     def fc2_wgrad(self, dy: Any, a: Any, target: GradTarget) -> Tensor:
-        """Put the gradient of w2 at the target; return it."""
+        """Write the gradient of w2 to the target and return it."""
 
     def fc1_update_grad(self, rows: Rows, dh: Any) -> LowRankUpdate:
         """Return the gradients of the update of w1."""
@@ -94,7 +99,7 @@ class Products(Protocol):
         """Return the gradients of the update of w2."""
 
     def drop_weights(self) -> None:
-        """Drop the matrices: gradients of weights alone are computed from here on."""
+        """Free the matrices. Only weight gradients may be computed after this call."""
 
 
 QUANTISE: dict[Scaling, Callable[..., OperandPair]] = {
@@ -107,7 +112,7 @@ QUANTISE: dict[Scaling, Callable[..., OperandPair]] = {
 
 
 def products_problem(name: ProductsName, spec: ExpertSpec) -> str | None:
-    """Return why the products of a name cannot compute such experts, in one line, or None."""
+    """Return why the products named `name` cannot compute such experts, in one line, or None."""
     recipe = spec.recipe
     if recipe is not None and name not in FP8_PRODUCTS[recipe.backend]:
         return recipe_problem(name, recipe)
@@ -119,7 +124,7 @@ def products_problem(name: ProductsName, spec: ExpertSpec) -> str | None:
 
 
 def recipe_problem(name: str, recipe: Recipe) -> str:
-    """Return why experts in FP8 cannot use an expert backend of another name."""
+    """Return the error text for an expert backend that cannot run this recipe."""
     names = " or ".join(map(repr, FP8_PRODUCTS[recipe.backend]))
     if name == "te":
         names += ", or Recipe.backend ('moecore') 'te',"
@@ -130,12 +135,12 @@ def recipe_problem(name: str, recipe: Recipe) -> str:
 
 
 def uses_te(name: str, recipe: Recipe | None) -> bool:
-    """Whether Transformer Engine multiplies: the host reads how many rows each expert has."""
+    """Return whether Transformer Engine multiplies, for which the host reads rows per expert."""
     return name == "te" or (recipe is not None and recipe.backend == "te")
 
 
 def choose_products(name: ProductsName, spec: ExpertSpec) -> ProductsName:
-    """Return a name but "auto", which is "triton" where that is supported and was faster."""
+    """Return the name of the products, with "auto" resolved. Raise ValueError if unsupported."""
     if name == "auto" and uses_te(name, spec.recipe):
         name = "te"
     elif name == "auto":
@@ -154,8 +159,8 @@ def make_products(
     weights: ExpertWeights,
     index_cache: Any = None,
 ) -> Products:
-    """Return the products of options whose name `choose_products` gave."""
-    # `index_cache` is from earlier products of the same options and index.
+    """Return the products of `options.products`, a name returned by `choose_products`."""
+    # `index_cache` comes from the forward's products of the same options and index.
     activation, recipe = options.activation, options.recipe
     matmuls: Matmuls
     # On meta this package's products have the shapes of Transformer Engine's.
@@ -175,5 +180,5 @@ def make_products(
 
 
 def quantise_matrices(w_eNK: Tensor, recipe: Recipe) -> OperandPair:
-    """Return one matrix of every expert as the products of a recipe take it. No autograd."""
+    """Return one matrix of all experts as operands of a recipe's products. No autograd."""
     return QUANTISE[recipe.scaling](w_eNK, recipe)

@@ -8,7 +8,7 @@ with E8M0 per 32, or two codes of E2M1 in a byte with E4M3 per 16. For E2M1 scal
 of the fp32 scales of both tensors, otherwise 1. `tl.dot_scaled` is one instruction on Blackwell,
 tcgen05.mma or mma.sync with block_scale. Older GPUs multiply widened operands in bf16. Sums are
 fp32. No Blackwell GPU has run these kernels: tests compile them for it, interpret them, and run
-them on older GPUs, where `experts/emulated_products.py` computes the same numbers.
+them on older GPUs, where `experts/quantised_products.py` computes the same numbers.
 
 Letters: R expert rows (length), e experts, M and N rows of an output, K the summed dim, P elements
 of a byte, B elements of a scale, W rows with each expert's padded to full blocks. Grids are

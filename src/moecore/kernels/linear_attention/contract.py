@@ -1,16 +1,16 @@
-"""What a delta rule with decays is of: tokens of documents that lie end to end.
+"""The arguments of a delta rule with decays, of documents packed end to end.
 
 Legend: T tokens, n documents, H value heads, h query and key heads (a divisor of H), k and v dims
 of a head.
 
-The state of a head is a matrix S_kv. Each token decays it, corrects what it returns for the token's
-key, and reads it with the token's query:
+The state of a head is a matrix S_kv. Each token decays the state, corrects its value for the
+token's key, and reads the state with the token's query:
 
     S = exp(g) S              S = S + key (beta (value - S^T key))^T              o = S^T query
 
-A head has one decay (gated delta nets), or one for each of its k (Kimi delta attention). Without
-learning rates a token adds key value^T and corrects nothing (Mamba-2). A document begins with a
-state of its own, or with zeros. What a state adds is linear in it: two columns of S do not meet.
+A head has one decay (gated delta nets), or one per key dim (Kimi delta attention). Without learning
+rates a token adds key value^T and corrects nothing (Mamba-2). A document starts with its initial
+state, or with zeros. Outputs are linear in the state, and the columns of S are independent.
 
 Source: Gated Delta Networks (arXiv:2412.06464), Kimi Linear (arXiv:2510.26692), Mamba-2
 (arXiv:2405.21060).

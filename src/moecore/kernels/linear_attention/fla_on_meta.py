@@ -76,7 +76,7 @@ class _Scan:
     def recompute_w_u(
         self, k: Tensor, v: Tensor, beta: Tensor, sums: Tensor, A: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return w_THk and u_THv: see `chunked.py`."""
+        """Return w_THk and u_THv: see `gated_delta.py`."""
         w, u = k.new_empty(self.T, self.H, self.k), torch.empty_like(v)
         tensors = k, v, beta, w, u, A, sums
         self.launch("recompute_w_u_fwd_kernel", *tensors, chunks=self.k + self.v)

@@ -1,24 +1,103 @@
-"""The delta rule with decays of packed documents: the implementations, and which one computes it.
+"""The delta rule with decays of packed documents, by flash-linear-attention or in plain PyTorch.
 
-    fla.py      16 bits on GPUs, where the package flash-linear-attention is installed
-    chunked.py  everything else, any device
+    fla.py                16 bits on GPUs, if the package flash-linear-attention is installed
+    gated_delta_rule_ref  all other tensors, any device
 
-Letters: `contract.py`. Length: x is divided by sqrt(sum(x ** 2) + 1e-6), as in both.
+The reference cuts each document into chunks of C tokens, and fills its last chunk with tokens that
+change nothing. The number of chunks has an upper bound that needs no host sync, so chunks may
+remain unused at the end:
+
+    documents of 3 and 5 tokens, C = 4    a b c .    d e f g    h . . .    . . . .
+
+Within a chunk, u is the update of each key if the chunk's first state is zero. w is the part of
+that first state that each key removes. One triangular system gives both (the UT transform).
+
+Letters of `contract.py`; m chunks of C tokens.
+
+Source: Gated Delta Networks (arXiv:2412.06464), section 3.3.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from moecore.kernels.common import no_autocast, warn_plain
-from moecore.kernels.linear_attention import chunked, fla
+from moecore.kernels.linear_attention import fla
 from moecore.kernels.linear_attention.contract import DeltaRule
+from moecore.kernels.zigzag import documents_of, positions_of
+
+CHUNK = 64
+
+
+def gated_delta_rule_ref(
+    rule: DeltaRule, cu_seqlens: Tensor, initial_nHkv: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return what `gated_delta_rule` returns, chunk by chunk, in fp32 (fp64 for fp64)."""
+    T, H, v = rule.v_THv.shape
+    cu_seqlens = cu_seqlens.long()
+    firsts = torch.zeros_like(cu_seqlens)  # the first chunk of each document, and their number
+    firsts[1:] = (-(-cu_seqlens.diff() // CHUNK)).cumsum(0)
+    num_chunks = T // CHUNK + len(cu_seqlens) - 1
+    places_T = firsts[documents_of(cu_seqlens, T)] * CHUNK + positions_of(cu_seqlens, T)
+
+    def chunks(x_THX: Tensor) -> Tensor:
+        """Return x_mHCX."""
+        dtype = torch.promote_types(x_THX.dtype, torch.float32)
+        filled = x_THX.new_zeros((num_chunks * CHUNK, *x_THX.shape[1:]), dtype=dtype)
+        filled = filled.index_copy(0, places_T, x_THX.to(dtype))
+        return filled.unflatten(0, (num_chunks, CHUNK)).transpose(1, 2)  # type: ignore[no-any-return]
+
+    g_THk = rule.g_THk if rule.g_THk.ndim == 3 else rule.g_THk[..., None]
+    q, k, values, g = (chunks(x) for x in (*rule[:3], g_THk))
+    if rule.norm_qk:
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    q, k = (x.repeat_interleave(H // x.shape[1], dim=1) for x in (q * rule.scale, k))
+    decay = g.cumsum(-2)  # since the chunk began
+    future_mask = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).triu(1)[..., None]
+    between = decay[..., None, :] - decay[..., None, :, :]
+    between = between.masked_fill(future_mask, -torch.inf).exp()
+
+    def paired(x: Tensor) -> Tensor:
+        """Return the decayed product of each token's x with the keys before it in its chunk."""
+        if decay.shape[-1] == 1:
+            return (x @ k.mT) * between[..., 0]
+        return (x[..., None, :] * k[..., None, :, :] * between).sum(-1)
+
+    u, w, local_scores = values, torch.zeros_like(k), paired(q)
+    if rule.beta_TH is not None:
+        beta = chunks(rule.beta_TH)[..., None]
+        system, targets = paired(k * beta), torch.cat((values, k * decay.exp()), dim=-1) * beta
+        solved = torch.linalg.solve_triangular(system, targets, upper=False, unitriangular=True)
+        u, w = solved.split((v, k.shape[-1]), dim=-1)
+    q, last_k = q * decay.exp(), k * (decay[..., -1:, :] - decay).exp()
+    chunk_decay = decay[..., -1, :, None].exp()
+
+    chunk_m = torch.arange(num_chunks, device=g.device)
+    documents_m = documents_of(firsts, num_chunks).clamp(max=len(cu_seqlens) - 2)
+    begins_m = chunk_m == firsts[documents_m]
+    state = u.new_zeros(H, k.shape[-1], v)
+    outs, states = [], []
+    for i in range(num_chunks):
+        first = torch.zeros_like(state) if initial_nHkv is None else initial_nHkv[documents_m[i]]
+        state = torch.where(begins_m[i], first, state)
+        updates = u[i] - w[i] @ state
+        outs.append(q[i] @ state + local_scores[i] @ updates)
+        state = state * chunk_decay[i] + last_k[i].mT @ updates
+        states.append(state)
+    o_mHCv = torch.stack(outs)
+    o_THv = o_mHCv.transpose(1, 2).flatten(0, 1)[places_T].to(rule.v_THv.dtype)
+    last = torch.stack(states)[(firsts[1:] - 1).clamp(min=0)]
+    is_empty = (cu_seqlens.diff() == 0)[:, None, None, None]
+    return o_THv, torch.where(is_empty, 0 if initial_nHkv is None else initial_nHkv, last)
 
 
 def gated_delta_rule(
     rule: DeltaRule, cu_seqlens: Tensor, initial_nHkv: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return what queries read, and the last state of each document. Differentiable once.
+    """Return the outputs of all queries, and the last state of each document.
+
+    Differentiable once. With `fla.py` the host waits once for each `cu_seqlens`.
 
     Args:
         rule: tensors of any strides; q, k and v in one float dtype.
@@ -26,11 +105,10 @@ def gated_delta_rule(
         initial_nHkv: the first states, fp32 (fp64 for fp64); None = zeros.
 
     Returns:
-        o_THv in the dtype of q, and states_nHkv in fp32 (fp64 for fp64). With fla.py the host waits
-        once for each `cu_seqlens`.
+        o_THv in the dtype of q, and states_nHkv in fp32 (fp64 for fp64).
     """
     with no_autocast(rule.v_THv):
         if (reason := fla.supports(rule)) is None:
             return fla.gated_delta_rule(rule, cu_seqlens, initial_nHkv)
         warn_plain(rule.v_THv, f"a gated delta rule of {rule.v_THv.dtype} ({reason})")
-        return chunked.gated_delta_rule(rule, cu_seqlens, initial_nHkv)
+        return gated_delta_rule_ref(rule, cu_seqlens, initial_nHkv)

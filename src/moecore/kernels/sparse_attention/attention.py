@@ -31,10 +31,11 @@ from moecore.kernels.sparse_attention.index import (
     divergence,
     divergence_gradient,
     index_scores,
+    numbers_per_pair,
     select,
+    span_scores,
 )
 from moecore.kernels.sparse_attention.keys import Keys, SelectedKeys, SpanOfKeys, product
-from moecore.kernels.sparse_attention.span_scores import numbers_per_pair, span_scores
 
 # Of the largest tensor of a chunk: 128 queries of 2048 keys of 576, which are 576 MiB in fp32.
 CHUNK_NUMBERS = 128 * 2048 * 576

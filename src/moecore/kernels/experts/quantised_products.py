@@ -1,0 +1,273 @@
+"""Grouped matmuls of a rank's experts whose operands are quantised: all recipes but "blockwise".
+
+    ScaledMatmuls    FP8 with a scale per row or per tensor: "rowwise", "tensorwise"
+    EmulatedMatmuls  a scale per block of 32 or 16: "mxfp8", "nvfp4"
+
+X and H are saved for backward in the dtype of the rows, and each operand is quantised from this
+dtype along the dim that its product sums. Source rows that were dispatched in FP8 are widened
+first. The layers of these recipes are slower than those of "blockwise".
+
+Letters: as in `contract.py`; P expert rows, each expert's padded with zeros to full blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import grouped_mm
+
+from moecore.base.options.precision import Recipe
+from moecore.kernels.common import has_block_scaled_kernels, has_hopper_kernels
+from moecore.kernels.experts.contract import (
+    MATRICES,
+    ExpertWeights,
+    GradTarget,
+    Operand,
+    Role,
+)
+from moecore.kernels.experts.grouped_products import Matmuls
+from moecore.kernels.grouped.block_scaled import block_scaled_gemm, block_scaled_wgrad
+from moecore.kernels.grouped.gemm import grouped_gemm
+from moecore.kernels.grouped.scaled import scaled_gemm, scaled_wgrad
+from moecore.kernels.grouped.scaled_rows import (
+    amax_of_rows,
+    pad_offsets,
+    pad_rows,
+    scaled_matrices,
+    scaled_rows,
+)
+from moecore.kernels.grouped.wgrad import grouped_wgrad, put_grad
+from moecore.kernels.rows.index import ExpertIndex
+from moecore.kernels.rows.microscaled import quantise_microscaled, quantise_microscaled_matrices
+from moecore.kernels.rows.microscaling import transpose_matrices, unpack_matrices
+from moecore.kernels.rows.scaling import Blocks, OperandPair
+from moecore.kernels.rows.shard_blocks import transpose_values
+
+
+class QuantisedMatrices:
+    """The operands of both matrices, which are quantised when a product first reads them."""
+
+    def __init__(
+        self,
+        weights: ExpertWeights,
+        quantise: Callable[..., OperandPair],  # (w_eNK, *, rows, columns)
+        unpack: Callable[[Blocks, bool], Blocks],  # (all-gathered matrix, is_transposed)
+    ) -> None:
+        self.dtypes = {"w1": weights.w1_eCD.dtype, "w2": weights.w2_eDF.dtype}
+        self._weights: ExpertWeights | None = weights
+        self._quantise, self._unpack = quantise, unpack
+        self._operands: dict[tuple[Role, bool], Blocks] = {}  # by role and whether transposed
+
+    def operand(self, role: Role, is_transposed: bool) -> Blocks:
+        """Return the matrix for sums over its columns, or transposed, for sums over its rows."""
+        weights = self._weights
+        assert weights is not None, "the weights were dropped"
+        if weights.quantised is not None:
+            pair = weights.quantised[role == "w2"]
+            if pair.columns is None:
+                assert pair.rows is not None, "one layout was gathered"
+                return self._unpack(pair.rows, is_transposed)
+            return pair[is_transposed]  # type: ignore[return-value]
+        key = role, is_transposed
+        if key not in self._operands:
+            w_eNK = weights.w1_eCD if role == "w1" else weights.w2_eDF
+            pair = self._quantise(w_eNK, rows=not is_transposed, columns=is_transposed)
+            for i, layout in enumerate(pair):
+                if layout is not None:
+                    self._operands[role, bool(i)] = layout
+        return self._operands[key]
+
+    def drop(self) -> None:
+        """Drop the matrices."""
+        self._weights = None
+        self._operands.clear()
+
+
+GRADIENTS: tuple[Operand, ...] = ("dy", "dh")
+
+
+class ScaledMatmuls(Matmuls):
+    """Recipes "rowwise" and "tensorwise": torch's products of FP8 operands; references on a CPU."""
+
+    def __init__(self, index: ExpertIndex, weights: ExpertWeights, recipe: Recipe) -> None:
+        self.recipe, self.offsets_e = recipe, index.offsets_e
+        self.has_low_rank_kernels = has_hopper_kernels(index.row_ids_R.device)
+        self.magnitudes = weights.magnitudes
+        quantise = partial(quantise_by_rows, recipe=recipe)
+        self.matrices = QuantisedMatrices(weights, quantise, _unpack_fp8)
+        # by operand and whether its columns: the layout that was made together with the other one
+        self._other_layouts: dict[tuple[Operand, bool], Blocks] = {}
+
+    def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
+        matrix = self.matrices.operand(*MATRICES[operand])
+        a = self._operand(operand, rows_RK)
+        return scaled_gemm(a, matrix, self.offsets_e, rows_RK.dtype)
+
+    def weight_grad(self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget) -> Tensor:
+        dy = self._operand("dh" if role == "w1" else "dy", dy_RN, columns=True)
+        x = self._operand("x" if role == "w1" else "a", x_RK, columns=True)
+        grad_eNK = scaled_wgrad(dy, x, self._padded_e, dy_RN.dtype)
+        dtype = target.dtype or self.matrices.dtypes[role]
+        return put_grad(grad_eNK, target.out, target.adds, dtype, target.scale)
+
+    def drop_weights(self) -> None:
+        self.matrices.drop()
+
+    @cached_property
+    def _padded_e(self) -> Tensor:
+        return pad_offsets(self.offsets_e)
+
+    def _operand(self, operand: Operand, rows: Tensor, *, columns: bool = False) -> Blocks:
+        """Return rows in FP8, or their columns; of gradients the other layout is kept for later."""
+        layout = self._other_layouts.pop((operand, columns), None)
+        if layout is not None:
+            return layout
+        is_gradient = operand in GRADIENTS
+        has_both_layouts = is_gradient and self._is_wanted(operand, not columns)
+        amax = new_amax = None
+        if self.magnitudes is not None:
+            # Forward collects those of X and A.
+            if is_gradient or not columns:
+                new_amax = self.magnitudes.seen.get(operand)
+            amax = self.magnitudes.past[operand]
+            if amax is not None and not self.magnitudes.is_sure:
+                amax = amax_of_rows(rows, self.offsets_e, amax)
+        layouts = scaled_rows(
+            rows,
+            self.offsets_e,
+            self._padded_e if columns or has_both_layouts else None,
+            per_row=self.recipe.scaling == "rowwise",
+            power_of_two=self.recipe.power_of_two,
+            fmt=self.recipe.grad_format if is_gradient else "e4m3",
+            rows=has_both_layouts or not columns,
+            columns=has_both_layouts or columns,
+            amax=amax,
+            seen=new_amax,
+        )
+        other = layouts[not columns]
+        if other is not None:
+            self._other_layouts[operand, not columns] = other
+        layout = layouts[columns]
+        assert layout is not None, "this layout was requested"
+        return layout
+
+    def _is_wanted(self, operand: Operand, columns: bool) -> bool:
+        """Whether the backward reads a layout of a gradient later."""
+        wants = self.wants
+        if wants is None:
+            return False
+        if columns:
+            return wants.w2 if operand == "dy" else wants.w1
+        return operand == "dh" and wants.x
+
+
+def quantise_by_rows(w_eNK: Tensor, recipe: Recipe, **layouts: bool) -> OperandPair:
+    """Return one matrix of every expert as the operands of these matmuls."""
+    per_row, power_of_two = recipe.scaling == "rowwise", recipe.power_of_two
+    return scaled_matrices(w_eNK, per_row=per_row, power_of_two=power_of_two, **layouts)
+
+
+def _unpack_fp8(matrix: Blocks, is_transposed: bool) -> Blocks:
+    """Return an operand of an all-gathered matrix, which has one scale per expert."""
+    values = transpose_values(matrix.values) if is_transposed else matrix.values
+    scales = matrix.scales[:, None].expand(values.shape[:2])
+    return Blocks(values, scales.contiguous(), "row")
+
+
+class EmulatedMatmuls(Matmuls):
+    """Recipes "mxfp8" and "nvfp4"."""
+
+    def __init__(self, index: ExpertIndex, weights: ExpertWeights, recipe: Recipe) -> None:
+        self.recipe, self.offsets_e = recipe, index.offsets_e
+        device, length = index.row_ids_R.device, index.row_ids_R.shape[0]
+        self.has_low_rank_kernels = has_hopper_kernels(device)
+        self.is_packed = has_block_scaled_kernels(device)  # operands are bytes
+        self._emulate = partial(
+            quantise_microscaled,
+            recipe=recipe,
+            num_experts=index.offsets_e.shape[0],
+            pack=self.is_packed,
+        )
+        self.padded_rows = pad_rows(index.offsets_e, length, recipe.multiple)
+        quantise = partial(quantise_emulated, recipe=recipe)
+        unpack = _transpose_bytes if self.is_packed else partial(_unpack_blocks, recipe)
+        self.matrices = QuantisedMatrices(weights, quantise, unpack)
+
+    def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
+        role, is_backward = MATRICES[operand]
+        b = self.matrices.operand(role, is_backward)
+        if not rows_RK.shape[0]:
+            return rows_RK.new_empty(0, b.values.shape[1])
+        expert_R, dtype = self.padded_rows.expert_R, rows_RK.dtype
+        a = self._emulate(rows_RK, expert_M=expert_R, is_gradient=is_backward)
+        if self.is_packed:
+            return block_scaled_gemm(a, b, self.offsets_e, self.recipe, dtype)
+        return _multiply_emulated(a, b, self.offsets_e, expert_R, dtype)
+
+    def weight_grad(self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget) -> Tensor:
+        dy, x = self._columns(dy_RN, is_gradient=True), self._columns(x_RK, is_gradient=False)
+        offsets_e, dtype = self.padded_rows.offsets_e, target.dtype or self.matrices.dtypes[role]
+        if self.is_packed:
+            out, adds, scale = target.out, target.adds, target.scale
+            return block_scaled_wgrad(
+                dy, x, offsets_e, self.recipe, out=out, adds=adds, dtype=dtype, scale=scale
+            )
+        source, other = (x, dy) if role == "w1" else (dy, x)
+        grad_eNK = grouped_wgrad(
+            source.values, other.values, offsets_e, transposed=role == "w1", dtype=torch.float32
+        )
+        grad_eNK = grad_eNK * (source.scales * other.scales)[:-1, None, None]
+        return put_grad(grad_eNK, target.out, target.adds, dtype, target.scale)
+
+    def drop_weights(self) -> None:
+        self.matrices.drop()
+
+    @cached_property
+    def _rows_P(self) -> tuple[Tensor, Tensor]:
+        """Return the row that each padded row is, -1 for zeros, and its expert; int64 [P]."""
+        place_R, length = self.padded_rows.place_R, self.padded_rows.length
+        row_P = torch.arange(length, device=place_R.device)
+        source_P = row_P.new_full((length + 1,), -1)
+        source_P.index_copy_(0, place_R, row_P[: place_R.shape[0]])
+        expert_P = torch.searchsorted(self.padded_rows.offsets_e, row_P.int(), right=True)
+        return source_P[:-1], expert_P
+
+    def _columns(self, rows: Tensor, *, is_gradient: bool) -> Blocks:
+        """Return rows as an operand of sums over rows."""
+        source_P, expert_P = self._rows_P
+        return self._emulate(
+            rows, over_rows=True, is_gradient=is_gradient, sources_M=source_P, expert_M=expert_P
+        )
+
+
+def quantise_emulated(
+    w_eNK: Tensor, recipe: Recipe, *, rows: bool = True, columns: bool = True
+) -> OperandPair:
+    """Return one matrix of every expert as the operands of these matmuls. No autograd."""
+    is_packed = has_block_scaled_kernels(w_eNK.device)
+    return quantise_microscaled_matrices(w_eNK, recipe, rows=rows, columns=columns, pack=is_packed)
+
+
+def _unpack_blocks(recipe: Recipe, matrix: Blocks, is_transposed: bool) -> Blocks:
+    """Return an operand of a matrix that was all-gathered packed."""
+    return unpack_matrices(matrix, recipe, transposed=is_transposed)
+
+
+def _transpose_bytes(matrix: Blocks, is_transposed: bool) -> Blocks:
+    return transpose_matrices(matrix) if is_transposed else matrix
+
+
+def _multiply_emulated(
+    a: Blocks, b: Blocks, offsets_e: Tensor, expert_R: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Return each expert row times its expert's matrix, by operands of bf16."""
+    b_eKN = b.values.transpose(1, 2)
+    if has_hopper_kernels(b_eKN.device):
+        out_RN = grouped_gemm(a.values, b_eKN, offsets_e, dtype=torch.float32)
+    else:
+        out_RN = grouped_mm(a.values, b_eKN, offs=offsets_e)
+    scales = a.scales[:-1] * b.scales
+    return (out_RN * scales[expert_R.clamp(max=scales.shape[0] - 1), None]).to(dtype)
