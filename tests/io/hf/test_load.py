@@ -26,8 +26,7 @@ from moecore.io.hf import load as hf_load
 from moecore.io.hf.config import decoder_config_from_hf
 from moecore.io.hf.export import export_hf
 from moecore.io.hf.files import read_json
-from moecore.io.hf.load import load_hf
-from moecore.io.hf.load_plan import model_config_problems
+from moecore.io.hf.load import load_hf, model_config_problems
 from moecore.io.hf.names import find_layout
 from moecore.models import Decoder, DecoderConfig, preset
 from tests.families.transformers.hf_models import ARCHITECTURES, random_model, transformers
