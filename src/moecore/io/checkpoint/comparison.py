@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from moecore.base.tables import bounded_line
 from moecore.io.checkpoint.config_differences import missing_fields, saved_differences
+from moecore.io.checkpoint.files import refuse_problems
 from moecore.io.checkpoint.hyperparameters import (
     Scheduler,
     Schedulers,
@@ -35,8 +35,6 @@ from moecore.io.checkpoint.state import (
     rng_tensors,
     state_like,
 )
-
-MAX_LINES, MAX_CHARS = 10, 400  # differences in one error, and characters of each
 
 
 @dataclass(slots=True)
@@ -91,22 +89,13 @@ def compare(
 def check_fit(fit: Comparison, path: Path, *, strict: bool) -> None:
     """Raise one ValueError with all differences that are errors."""
     problems = fit.refused + (fit.left_out if strict else [])
-    if problems:
-        advice = "build them as when it was saved"
-        if strict and not fit.refused:
-            advice += ", or load what fits with strict=False"
-        raise ValueError(
-            f"path ({path}) must fit the model, optimizer and scheduler, but {summary(problems)}: "
-            f"{advice}"
-        )
-
-
-def summary(differences: list[str]) -> str:
-    """Return the number of differences, and the first ones."""
-    remaining = len(differences) - MAX_LINES
-    tail = f"; and {remaining} more" if remaining > 0 else ""
-    first = "; ".join(bounded_line(line, MAX_CHARS) for line in differences[:MAX_LINES])
-    return f"{len(differences)} differ: {first}{tail}"
+    fix = "build them as when it was saved"
+    if strict and not fit.refused:
+        fix += ", or load what fits with strict=False"
+    subject = (
+        f"path ({path}) must fit the model, optimizer and scheduler, but {len(problems)} differ"
+    )
+    refuse_problems(subject, problems, fix)
 
 
 def below(prefix: str, manifest: Manifest) -> dict[str, StoredTensor]:

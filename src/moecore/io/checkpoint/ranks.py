@@ -32,14 +32,20 @@ class ControlGroup:
 
     def __init__(self) -> None:
         self.group: Group = None
-        if dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake":
+        if dist.is_initialized() and dist.get_backend() != "fake":
             self.group = dist.new_group(backend="gloo", timeout=default_timeout())
-            weakref.finalize(self, _destroy, self.group).atexit = False
+        self._finalizer = weakref.finalize(self, _destroy, self.group)
+        self._finalizer.atexit = False
+
+    def close(self) -> None:
+        """Destroy the group; a second call has no effect."""
+        self._finalizer()
 
 
-def _destroy(group: dist.ProcessGroup) -> None:
-    with contextlib.suppress(ValueError, AssertionError):  # all groups have ended before
-        dist.destroy_process_group(group)
+def _destroy(group: Group) -> None:
+    if group is not None:
+        with contextlib.suppress(ValueError, AssertionError):  # all groups have ended before
+            dist.destroy_process_group(group)
 
 
 def rank_and_world() -> tuple[int, int]:

@@ -23,17 +23,21 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore.base.failures import share_call_errors, share_errors
 from moecore.base.fields import CountOrZero, check_arguments
-from moecore.base.torch_private import default_timeout
 from moecore.io.checkpoint.directory import Step, directory_of, discard
 from moecore.io.checkpoint.hyperparameters import Schedulers
 from moecore.io.checkpoint.lock import RunLock
 from moecore.io.checkpoint.rank_agreement import check_rank_agreement
-from moecore.io.checkpoint.ranks import gather, is_first_rank, on_every_rank, on_first_rank
+from moecore.io.checkpoint.ranks import (
+    ControlGroup,
+    gather,
+    is_first_rank,
+    on_every_rank,
+    on_first_rank,
+)
 from moecore.io.checkpoint.shard_file import Meter, Progress
 from moecore.io.checkpoint.snapshot import Snapshot, join_stages, locals_of, take_snapshot
 from moecore.io.checkpoint.state import Optimizers
@@ -52,13 +56,7 @@ class Saver:
 
     Args:
         root: directory of the run, which is created; every rank must see it.
-        model: parallelized or plain.
-        optimizer: over the model's parameters, or a list of optimizers with disjoint parameters;
-            None = save only the model.
-        scheduler: of the learning rate, with JSON-able state, or a list in the order of the
-            optimizers.
-        keep: number of the newest checkpoints that stay; 0 = all.
-        config: the description of the model; see `save`.
+        model, optimizer, scheduler, keep, config: as in `save`.
         progress: called with (bytes done, bytes expected) of this rank, from the writing thread.
 
     Raises:
@@ -85,15 +83,12 @@ class Saver:
         self._lock = RunLock(Path(root))
         self._scheduler, self._keep, self._config = scheduler, keep, config
         self._progress = progress
-        # Of its own: a collective of the training in between would mix up the ranks' order.
-        self._group = None
-        if dist.is_initialized():
-            self._group = dist.new_group(backend="gloo", timeout=default_timeout())
+        self._control = ControlGroup()
+        self._group = self._control.group
         try:
             on_first_rank(self._lock.acquire, self._group)
         except BaseException:
-            if self._group is not None:
-                dist.destroy_process_group(self._group)
+            self._control.close()
             raise
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="moecore-save")
         # Of all that this rank holds, replicas too; reused, so one save is in flight at a time.
@@ -200,8 +195,7 @@ class Saver:
             self._thread.shutdown()
             self._lock.release()
             self._copies.clear()
-            if self._group is not None:
-                dist.destroy_process_group(self._group)
+            self._control.close()
 
     def _check_open(self) -> None:
         if self._closed:

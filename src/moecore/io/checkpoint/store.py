@@ -28,9 +28,9 @@ from moecore.io.checkpoint.comparison import (
     compare,
     optimizer_target,
     rng_target,
-    summary,
 )
 from moecore.io.checkpoint.directory import Step, directory_of, discard, is_published, new_draft
+from moecore.io.checkpoint.files import join_problems
 from moecore.io.checkpoint.hyperparameters import (
     Schedulers,
     all_groups,
@@ -219,7 +219,8 @@ def load(
         assert manifest.facts.scheduler is not None
         fit.scheduler.load_state_dict(scheduler_state(fit.scheduler, manifest.facts.scheduler))
     if fit.left_out and is_first_rank():
-        warnings.warn(f"path ({path}): {summary(fit.left_out)}: left as it was", stacklevel=3)
+        differences = f"{len(fit.left_out)} differ: {join_problems(fit.left_out)}"
+        warnings.warn(f"path ({path}): {differences}: left as it was", stacklevel=3)
     meter.log(f"loaded {path}, verify={verify}")
     return extra
 

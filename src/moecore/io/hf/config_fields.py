@@ -97,15 +97,24 @@ def read_config(config: HFConfig) -> dict[str, Any]:
         ValueError: if it is not a JSON object, or if model_type or quantization_config has a wrong
             type.
     """
-    if isinstance(config, Mapping):
-        values = dict(config)
-    else:
+    if not isinstance(config, Mapping):
         path = Path(config)
-        values = read_json(path / CONFIG if path.is_dir() else path)
+        config = read_json(path / CONFIG if path.is_dir() else path)
+    values: dict[str, Any] = _decode_floats(config)
     for name in ("model_type", "quantization_config"):
         if values.get(name) is not None:
             check_kind(name, values[name])
     return values
+
+
+def _decode_floats(value: Any) -> Any:
+    """Replace each {"__float__": "Infinity"}, as transformers writes it, by its float."""
+    if isinstance(value, Mapping):
+        text = value.get("__float__")
+        if isinstance(text, str) and len(value) == 1:
+            return float(text)
+        return {name: _decode_floats(entry) for name, entry in value.items()}
+    return [_decode_floats(entry) for entry in value] if isinstance(value, list) else value
 
 
 def check_kind(name: str, value: Any) -> Any:

@@ -3,7 +3,8 @@
 Every rank knows the file of each tensor and its writer (files are assigned to ranks round-robin).
 The writer assembles a tensor from the ranks that have its parts, with one sender per replica. It
 appends the tensor to the file and frees it. The peak memory of a rank beyond the model is one
-Hugging Face tensor (one expert's matrix with "per_expert"), one message and a buffer of 16 MiB.
+Hugging Face tensor (one expert's matrix with "per_expert"), a message of at most 64 MiB and a
+buffer of 16 MiB.
 
 The directory has a temporary name until all files are on disk, and is then renamed atomically.
 """
@@ -36,7 +37,8 @@ from moecore.io.checkpoint.ranks import (
     rank_and_world,
 )
 from moecore.io.checkpoint.shard_file import FileLayout, Meter, Progress, ShardWriter, layout_of
-from moecore.io.hf.collect import Collector, ErrorKeeper, Item, RankCollector, by_size
+from moecore.io.hf.buckets import RankCollector
+from moecore.io.hf.collect import Collector, ErrorKeeper, Item, by_size
 from moecore.io.hf.config_fields import HFConfig
 from moecore.io.hf.export_plan import ExportLayout, plan_export
 from moecore.io.hf.files import CONFIG, INDEX, SINGLE
@@ -51,7 +53,7 @@ class ExportReport:
     shards: int
     total_bytes: int
     written_bytes: int  # by this rank, headers included
-    peak_bytes: int  # most held by this rank beside the model: put together, or on the way
+    peak_bytes: int  # the most of this rank beyond the model: a message and the tensor to write
     seconds: float
 
 
@@ -79,9 +81,9 @@ def export_hf(
         path: the new directory; every rank must see its parent.
         config: the config.json to write, as a mapping, a file or a directory. A native decoder
             needs a config that describes it. None uses the config of the transformers model.
-        dtype: of all float tensors except those that transformers keeps in fp32 (selection biases,
-            and tensors that a class names); None keeps the model's dtypes.
-        max_shard_bytes: of tensors in one file; a larger tensor is the only one of its file.
+        dtype: dtype of all float tensors except those that transformers keeps in fp32 (selection
+            biases, and tensors that a class names); None keeps the model's dtypes.
+        max_shard_bytes: the most bytes of tensors in one file; a larger tensor has its own file.
         layout: "per_expert" is the published format, which transformers' `save_pretrained` also
             writes; "fused" has the in-memory names and shapes of transformers.
         progress: called with (bytes done, bytes expected) of this rank.
@@ -102,7 +104,8 @@ def export_hf(
     plan = plan_export(model, config, dtype, layout)
     shards = fill_shards(plan.items, max_shard_bytes)
     collector = RankCollector(plan.tensors, plan.holders, plan.items, plan.device)
-    write_directory(path, shards, plan.values, collector, meter)
+    with collector.opened():
+        write_directory(path, shards, plan.values, collector, meter)
     return ExportReport(
         tensors=sum(map(len, shards)),
         shards=len(shards),
@@ -183,9 +186,7 @@ def _write_shards(
             for turn in itertools.zip_longest(*(items for _, items in wave)):
                 for owner, item in enumerate(turn):
                     if item is not None:
-                        tensor = collector.collect(item, owner)
-                        output.add(tensor)
-                        collector.release(tensor)
+                        output.add(collector.collect_tensor(item, owner))
         on_every_rank(collector.check)
         on_every_rank(output.check)
 

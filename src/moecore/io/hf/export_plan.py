@@ -280,7 +280,7 @@ def _check_names(model: nn.Module, kind: Any, class_shapes: Shapes, shapes: Shap
         if name not in shapes:
             raise ValueError(
                 f"model ({type(model).__name__}) must hold {shown_name(name)} of {kind.__name__}, "
-                f"which reads the directory: {_fix(model, kind, name, class_shapes, shapes)}"
+                f"which reads the directory: {_fix(kind.__name__, name, class_shapes, shapes)}"
             )
         if shapes[name] != shape:
             raise ValueError(
@@ -291,8 +291,7 @@ def _check_names(model: nn.Module, kind: Any, class_shapes: Shapes, shapes: Shap
         if name not in class_shapes:
             raise ValueError(
                 f"{shown_name(name)} {shapes[name]} must be a tensor of {kind.__name__}, which "
-                "reads the "
-                "directory and would drop it: take it off the model, or correct the model's config"
+                "reads the directory: take it off the model, or correct the model's config"
             )
 
 
@@ -310,20 +309,12 @@ def _check_layers(model: nn.Module, kind: Any, reader: nn.Module) -> None:
             )
 
 
-def _fix(model: nn.Module, kind: Any, missing: str, class_shapes: Shapes, shapes: Shapes) -> str:
-    """Return the fix for a model that lacks a tensor of its class, for an error text."""
+def _fix(kind_name: str, missing: str, class_shapes: Shapes, shapes: Shapes) -> str:
+    """Return the fix, in an error text, for a model that lacks a tensor of its class."""
     if any(part in name for name in shapes for part in ADAPTERS):
         return "merge adapters first, with peft's merge_and_unload(), and pass what it returns"
     for name in shapes:
         prefix = name.removesuffix(missing)
         if prefix != name and all(f"{prefix}{other}" in shapes for other in class_shapes):
             return f"pass model.{prefix[:-1]}"
-    if shapes and all(f"{kind.base_model_prefix}.{name}" in class_shapes for name in shapes):
-        return f"pass the {kind.__name__} that holds it"
-    for path, module in model.named_modules():
-        if isinstance(module, MoELayer) and missing.startswith(f"{path}."):
-            return (
-                f"its MoELayer {path} renames its parts: give its adapter a LayerLayout with the "
-                "names of the class"
-            )
-    return "pass the whole model"
+    return f"pass the whole {kind_name}, with its names"

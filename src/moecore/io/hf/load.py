@@ -33,12 +33,13 @@ from moecore.base.fields import Seed, check_arguments
 from moecore.base.params import clean_name, init_normal_
 from moecore.families.transformers.lora import adapted, trained_copies, without_adapters
 from moecore.io.checkpoint.config_differences import own_config
+from moecore.io.checkpoint.files import join_problems, refuse_problems
 from moecore.io.checkpoint.ranks import gather, is_first_rank, on_every_rank, on_first_rank
 from moecore.io.checkpoint.shard_file import Meter, Progress
 from moecore.io.checkpoint.state import fresh_buffers
 from moecore.io.hf.config import config_problems
 from moecore.io.hf.config_fields import read_config
-from moecore.io.hf.files import CONFIG, HFFiles, listed, one_line, read_headers
+from moecore.io.hf.files import CONFIG, HFFiles, one_line, read_headers
 from moecore.io.hf.names import (
     HEAD,
     find_layout,
@@ -203,7 +204,9 @@ def model_config_problems(
     if strict or not problems:
         return problems
     if is_first_rank():
-        warnings.warn(f"path ({path}): {listed(problems)}: loaded all the same", stacklevel=4)
+        warnings.warn(
+            f"path ({path}): {join_problems(problems)}: loaded all the same", stacklevel=4
+        )
     return []
 
 
@@ -226,11 +229,8 @@ def check_load_plan(path: Path, model: nn.Module, plan: LoadPlan, *, strict: boo
     if strict:
         objected = _objected(plan.left_over, first_ignored_layer(model))
         plan.problems += [f"{name} is no tensor of the model" for name in objected]
-    if plan.problems:
-        raise ValueError(
-            f"path ({path}) must fit the model: {listed(plan.problems)}: correct the model's "
-            "config or the files"
-        )
+    fix = "correct the model's config or the files"
+    refuse_problems(f"path ({path}) must fit the model", plan.problems, fix)
     plan.buffers += fresh_buffers(model)
 
 

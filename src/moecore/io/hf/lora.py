@@ -28,9 +28,10 @@ from moecore.base.fields import check_arguments, quote
 from moecore.base.params import clean_name, global_indices, init_normal_, init_uniform_
 from moecore.base.peft_layers import is_tuner_layer
 from moecore.families.transformers.lora import adapted, refuse_unmerging
+from moecore.io.checkpoint.files import refuse_problems
 from moecore.io.checkpoint.ranks import gather, is_first_rank, on_every_rank, on_first_rank
 from moecore.io.checkpoint.snapshot import is_first_of_stage
-from moecore.io.hf.files import listed, read_json
+from moecore.io.hf.files import read_json
 from moecore.io.hf.pieces import FileView, TensorPiece, local_part
 from moecore.moe.experts import Experts
 from moecore.moe.low_rank import LowRank
@@ -204,11 +205,8 @@ def _fitting(
             problems.append(f"{name} {tuple(tensors[name].shape)} must be {shape}")
         if entry.tensor.is_meta:
             problems.append(f"{name} has no storage in the model: call to_empty first")
-    if problems:
-        raise ValueError(
-            f"path ({path}) must fit adapter ({adapter!r}): {listed(problems[:1])} (and "
-            f"{len(problems) - 1} more): use the LoraConfig that is stored there"
-        )
+    subject = f"path ({path}) must fit adapter ({adapter!r})"
+    refuse_problems(subject, problems, "use the LoraConfig that is stored there")
     return tensors
 
 

@@ -64,7 +64,7 @@ def reader_of(
     config_class = transformers.CONFIG_MAPPING[model_type] if is_known else type(model_config)
     check_layers(values)
     try:
-        config = config_class.from_dict(_floats(values))
+        config = config_class.from_dict(copy.deepcopy(dict(values)))  # which changes nested values
         if kind is None or model_type != model_config.model_type:
             named = None if model else values.get("architectures")
             named = getattr(transformers, str(named[0]), None) if named else None
@@ -100,14 +100,6 @@ def _few_modules() -> Iterator[None]:
         yield
     finally:
         hook.remove()
-
-
-def _floats(value: Any) -> Any:
-    """Return a value of config.json with floats for its encoded inf and nan."""
-    if isinstance(value, Mapping):
-        tagged = value.get("__float__") if len(value) == 1 else None
-        return {n: _floats(v) for n, v in value.items()} if tagged is None else float(tagged)
-    return [_floats(entry) for entry in value] if isinstance(value, list) else value
 
 
 def shapes_of(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

@@ -24,9 +24,15 @@ from moecore.base.failures import RankError, explain_transport_errors
 from moecore.base.fields import NumBytes, check_arguments, shown_name
 from moecore.families.transformers.lora import adapted
 from moecore.io.checkpoint.ranks import ControlGroup, Group, gather, on_every_rank, rank_and_world
-from moecore.io.hf.buckets import BucketCollector, WeightBucket, WeightMeta, meta_of
-from moecore.io.hf.changes import Digests, Watch, WeightsVersion, memory_of, weights_changed
-from moecore.io.hf.collect import HeldPart, Holders, Item, held_of, part_of
+from moecore.io.hf.buckets import (
+    BucketCollector,
+    WeightBucket,
+    WeightMeta,
+    meta_of,
+    size_in_bucket,
+)
+from moecore.io.hf.changes import Digests, WeightsVersion, memory_of, weights_changed
+from moecore.io.hf.collect import HeldPart, Holders, Item, by_size, held_of, part_of
 from moecore.io.hf.config_fields import HFConfig
 from moecore.io.hf.export import check_dtype
 from moecore.io.hf.export_plan import (
@@ -132,8 +138,9 @@ class WeightStream:
         self._items: list[Item] = plan.items
         self._control = ControlGroup()  # copies for changes share it
         self._collector = BucketCollector(
-            plan.holders, plan.items, plan.device, bucket_bytes, self._control.group
+            plan.holders, plan.items, plan.device, bucket_bytes // 4, self._control.group
         )
+        self._max_bytes = max(1, bucket_bytes - self._collector.capacity)  # of a bucket
         self._digests = Digests()
         self._parts: dict[str, HeldPart] | None = None  # of the tensors at the first pass
         self._expected_digests: dict[str, Any] | None = None  # digests that a pass must find
@@ -203,9 +210,8 @@ class WeightStream:
         Raises:
             ValueError: on every rank, if the model's tensors differ from the stream's, their memory
                 was freed (`offload`), or another pass of this stream is open.
-            RuntimeError: on every rank, if weights changed during the pass, or a rank left it. A
-                change without a version counter, such as by `.data`, is detected after the last
-                bucket. Training can continue.
+            RuntimeError: on every rank, if a rank left the pass, or after the last bucket if
+                weights changed during the pass. Training can continue.
         """
         with self._passing() as run:
             run.start()
@@ -218,7 +224,7 @@ class WeightStream:
     def _passing(self) -> Iterator[_StreamPass]:
         with explain_transport_errors(PASS):
             run = on_every_rank(self._begin, self._control.group)
-        with run.watch.watch_steps(), self._collector.opened():
+        with self._collector.opened():
             try:
                 yield run
             except GeneratorExit:
@@ -246,7 +252,8 @@ class WeightStream:
         }
         for name, source in sources.items():
             source.check(name)
-        run = _StreamPass(sources, self._items, self._collector, self._control.group)
+        buckets = by_size(self._items, size_in_bucket, self._max_bytes)
+        run = _StreamPass(sources, buckets, self._collector, self._control.group)
         run.digests = self._digests_of(sources)
         if self._expected_digests not in (None, run.digests):
             raise ValueError(
@@ -256,8 +263,7 @@ class WeightStream:
 
     def _check_end(self, run: _StreamPass) -> None:
         """Raise RuntimeError if tensors changed during the pass. Host sync."""
-        run.check()
-        # Counters miss writes by `.data`. Each rank hashes its parts of the streamed tensors.
+        self._collector.check()
         read = {name for item in self._items for name, _ in item.parts}
         digests = self._digests_of({n: source for n, source in run.sources.items() if n in read})
         if any(run.digests[name] != digest for name, digest in digests.items()):
@@ -281,16 +287,15 @@ class _StreamPass:
     def __init__(
         self,
         sources: dict[str, _StreamSource],
-        items: list[Item],
+        buckets: Iterator[list[Item]],
         collector: BucketCollector,
         group: Group,
     ) -> None:
         self.sources, self._collector, self._group = sources, collector, group
         self.digests: dict[str, Any] = {}
-        self.watch = Watch(x for source in sources.values() for x in source.inputs())
         self._copies = CopyStream(collector.device)
         self._merged_weights: dict[str, Tensor] = {}  # by source, with what adapters add
-        self._remaining = collector.buckets(items)
+        self._remaining = buckets
         self._next_bucket: tuple[WeightBucket | None, Any] | None = None
 
     def start(self) -> None:
@@ -309,15 +314,10 @@ class _StreamPass:
         if self._next_bucket is None:
             return None
         with explain_transport_errors(PASS):
-            on_every_rank(self.check, self._group)
+            on_every_rank(self._collector.check, self._group)
         (bucket, event), self._next_bucket = self._next_bucket, None
         self._copies.hold(event)
         return bucket
-
-    def check(self) -> None:
-        """Raise the first error of this rank; RuntimeError if a counter shows a change."""
-        self._collector.check()
-        self.watch.check()
 
     def leave(self) -> None:
         """End the pass on the other ranks, when they next agree on errors."""

@@ -127,30 +127,23 @@ def _metas_in(text: bytes) -> tuple[WeightMeta, ...]:
         raise _wrong_header(f"its text ({quote(text[:100])}) must be JSON") from None
     if not isinstance(header, list):
         raise _wrong_header(f"its text ({quote(header)}) must be a list")
-    metas, names, total = [], set[str](), 0
+    metas, total = dict[str, WeightMeta](), 0
     for entry in header:
-        if not (
-            isinstance(entry, list)
-            and len(entry) == 3
-            and isinstance(entry[0], str)
-            and isinstance(entry[1], str)
-            and entry[1] in SENT_DTYPES
-            and isinstance(entry[2], list)
-            and len(entry[2]) <= MAX_DIMS
-            and all(type(n) is int and 0 <= n < MAX_BUCKET for n in entry[2])
-        ):
-            raise _wrong_header(f"its entry ({quote(entry)}) must be [name, dtype, shape]")
-        name, dtype, shape = entry
-        meta = WeightMeta(name, SENT_DTYPES[dtype], tuple(shape))
-        names.add(name)
-        metas.append(meta)
-        # As if no dim were 0: strides of such a tensor must not overflow either.
-        total += aligned(math.prod(max(1, n) for n in shape) * meta.dtype.itemsize)
+        match entry:
+            case [str(name), str(dtype), [*shape]] if (
+                dtype in SENT_DTYPES
+                and name not in metas
+                and len(shape) <= MAX_DIMS
+                and all(type(n) is int and 0 <= n < MAX_BUCKET for n in shape)
+            ):
+                metas[name] = WeightMeta(name, SENT_DTYPES[dtype], tuple(shape))
+            case _:
+                raise _wrong_header(f"its entry ({quote(entry)}) must be a [name, dtype, shape]")
+        # The strides of a tensor with a dim of 0 must not overflow either.
+        total += aligned(math.prod(max(1, n) for n in shape) * metas[name].dtype.itemsize)
         if total > MAX_BUCKET:
             raise _wrong_header(f"the tensors up to {quote(name)} must have <= {MAX_BUCKET} bytes")
-    if len(names) != len(metas):
-        raise _wrong_header("its names must differ from each other")
-    return tuple(metas)
+    return tuple(metas.values())
 
 
 def _wrong_header(problem: str) -> ValueError:

@@ -15,12 +15,12 @@ from typing import Any, Protocol
 import torch
 
 from moecore.base.tables import bounded_line
-from moecore.io.checkpoint.files import MAX_TABLE
+from moecore.io.checkpoint.files import MAX_CHARS, MAX_TABLE
 from moecore.io.checkpoint.ranks import rank_and_world
 from moecore.io.checkpoint.shard_file import CHUNK_BYTES
 from moecore.io.hf.config import MTP_KEYS, decoder_config_from_hf
 from moecore.io.hf.config_fields import KIND_OF, HFConfig, check_kind, read_config
-from moecore.io.hf.files import CONFIG, INDEX, MAX_CHARS, BoxReader, HFFiles, read_json
+from moecore.io.hf.files import CONFIG, INDEX, BoxReader, HFFiles, read_json
 from moecore.io.hf.names import find_layout, hf_copies, hf_plan, model_copies
 from moecore.io.hf.pieces import file_shapes
 from moecore.io.hf.quant import TensorSource, find_sources

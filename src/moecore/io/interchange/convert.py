@@ -21,15 +21,21 @@ from torch import Tensor
 
 from moecore.base.fields import NumBytes, check_arguments, quote, shown_name
 from moecore.io.checkpoint.directory import Step, check_unused
-from moecore.io.checkpoint.files import write_new
+from moecore.io.checkpoint.files import join_problems, write_new
 from moecore.io.checkpoint.shard_file import Meter, Progress
 from moecore.io.hf.collect import Collector, Item
 from moecore.io.hf.config import decoder_config_from_hf
 from moecore.io.hf.config_fields import HFConfig
-from moecore.io.hf.convert import Origin, StoredModel, check_single_rank, open_native, write_native
+from moecore.io.hf.convert import (
+    Conversion,
+    StoredModel,
+    check_single_rank,
+    open_native,
+    write_native,
+)
 from moecore.io.hf.export import check_target, draft_of
 from moecore.io.hf.export_plan import make_items
-from moecore.io.hf.files import Box, BoxReader, listed
+from moecore.io.hf.files import Box, BoxReader
 from moecore.io.hf.names import EMBEDDING, find_layout, hf_plan
 from moecore.io.hf.pieces import FileRecipe, file_shapes
 from moecore.io.hf.quant import TensorSource
@@ -78,20 +84,11 @@ def dcp_to_native(
         path: the directory with `.metadata`: of Megatron-Core (torch_dist), or a plain state dict
             of a transformers model or of a native decoder, optionally with a name prefix
             ("model.").
-        root: directory of a new run, without checkpoints or drafts; the new checkpoint becomes its
-            latest.
         config: the config.json of the corresponding Hugging Face model.
-        step: of the checkpoint.
-        dtype: of all float tensors except the router's selection bias, which is fp32; None keeps
-            the stored dtypes.
-        max_file_bytes: of tensors in one file.
-        progress: called with (bytes written, bytes expected).
+        root, step, dtype, max_file_bytes, progress: as in `hf_to_native`.
 
     Raises:
-        ValueError: for a wrong argument, a run that already has checkpoints, a broken directory,
-            tensors that differ from the config, or a job with several ranks.
-        NotImplementedError: if the native decoder does not support the model.
-        OSError: if a file could not be read or written; `latest` is then unchanged.
+        ValueError, NotImplementedError, OSError: as `hf_to_native`.
     """
     check_arguments(dcp_to_native, locals())
     check_single_rank()
@@ -100,13 +97,9 @@ def dcp_to_native(
     decoder = decoder_config_from_hf(config)
     with DCPFiles(path) as files:
         sources, plan, problems = _find_sources(files, decoder)
+        options = (step, dtype, max_file_bytes, progress)
         return write_native(
-            root,
-            Origin(path, files, sources, plan, decoder, problems),
-            step=step,
-            dtype=dtype,
-            max_file_bytes=max_file_bytes,
-            meter=Meter(progress),
+            root, Conversion(path, files, sources, plan, decoder, problems, *options)
         )
 
 
@@ -122,20 +115,13 @@ def native_to_dcp(
     """Write the model of a native checkpoint as a DCP directory; return its tensor count.
 
     Args:
-        path: a step's directory; its files are verified first.
-        out: the new directory.
-        config: the config.json of the corresponding Hugging Face model.
+        path, out, config, dtype, progress: as in `native_to_hf`.
         names: tensor names of "megatron" (Megatron-Core's torch_dist), "dcp" (the native decoder),
             or "dcp-transformers".
-        dtype: of all float tensors except those that transformers keeps in fp32, as in `export_hf`;
-            None keeps the stored dtypes.
-        progress: called with (bytes written, bytes expected).
 
     Raises:
-        ValueError: for a wrong argument, a damaged checkpoint, a config of another model, or a job
-            with several ranks.
+        ValueError, OSError: as `native_to_hf`.
         NotImplementedError: if a tensor has no name in the format.
-        OSError: if a file could not be read or written; no files remain.
     """
     check_arguments(native_to_dcp, locals())
     check_single_rank()
@@ -212,8 +198,8 @@ def _prefix_of(files: DCPFiles, ending: str) -> str:
     candidates = prefixes(files, ending) or [""]
     if len(candidates) > 1 and "" not in candidates:
         raise ValueError(
-            f"path ({files.path}) must hold one model, but has {ending} below {listed(candidates)}"
-            ": save the one that you mean alone"
+            f"path ({files.path}) must hold one model, but has {ending} below "
+            f"{join_problems(candidates)}: save the one that you mean alone"
         )
     return "" if "" in candidates else candidates[0]
 
@@ -326,6 +312,6 @@ def _one_chunk(item: Item, collector: Collector) -> NewTensor:
 
 
 def _collect_tensor(collector: Collector, item: Item) -> Tensor:
-    tensor = collector.collect(item, 0)
+    tensor = collector.collect_tensor(item, 0)
     assert tensor is not None, "one process has every tensor"
     return tensor
