@@ -27,7 +27,7 @@ from tests.io.hf.test_config import TINY_JSON
 CONFIG = preset("tiny-deepseek-v3")
 EMBEDDING = "model.embed_tokens.weight"
 # Where a rank can fail: its own tensors, its part of each, memory of a tensor, its file's end.
-POINTS = ("local_part", "holding_of", "empty", "finish")
+POINTS = ("local_part", "holding_of", "empty", "add", "finish")
 
 
 @contextmanager
@@ -55,8 +55,9 @@ def failing(point: str, nth: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if point == "empty":
             patch.setattr(hf_buckets, "torch", Torch())
-        elif point == "finish":
-            patch.setattr(hf_export.ShardWriter, "finish", wrapped(hf_export.ShardWriter.finish))
+        elif point in ("add", "finish"):
+            writer = hf_export.ShardWriter
+            patch.setattr(writer, point, wrapped(getattr(writer, point)))
         else:
             patch.setattr(hf_collect, point, wrapped(getattr(hf_collect, point)))
         yield
