@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,7 +35,7 @@ CRASH_POINTS = {
     "sync": (directory, "sync"),
     "rename": (Path, "rename"),
     "replace": (Path, "replace"),
-    "remove": (directory.shutil, "rmtree"),
+    "remove": (shutil, "rmtree"),
 }
 
 
@@ -147,7 +148,7 @@ def test_directory_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mo
         with pytest.raises(OSError, match="Read-only file system"):
             save(tmp_path, 2, *build(2.0), {"step": 2})
     with monkeypatch.context() as patch:
-        patch.setattr(directory.shutil, "rmtree", read_only)
+        patch.setattr(shutil, "rmtree", read_only)
         save(tmp_path, 2, *build(2.0), {"step": 2}, keep=1)  # an old one that stays is no failure
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", read_only)

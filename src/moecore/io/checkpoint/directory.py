@@ -20,7 +20,6 @@ import hashlib
 import logging
 import os
 import re
-import shutil
 import uuid
 from pathlib import Path
 from typing import Annotated
@@ -279,11 +278,6 @@ def _check_free(final: Path) -> None:
         )
     if is_complete(final) and newest in (None, step):
         raise ValueError(f"step ({step}) must not be saved already: delete {final} to save it anew")
-
-
-def discard(draft: Path) -> None:
-    """Remove a draft of a failed save; ignore errors."""
-    shutil.rmtree(draft, ignore_errors=True)
 
 
 def _pointed(root: Path) -> Path | None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 
 from moecore.base.failures import share_call_errors, share_errors
 from moecore.base.fields import CountOrZero, check_arguments
-from moecore.io.checkpoint.directory import Step, directory_of, discard
+from moecore.io.checkpoint.directory import Step, directory_of
 from moecore.io.checkpoint.hyperparameters import Schedulers
 from moecore.io.checkpoint.lock import RunLock
 from moecore.io.checkpoint.rank_agreement import check_rank_agreement
@@ -161,7 +162,7 @@ class Saver:
                 copies = on_every_rank(lambda: self._copies.fill(locals_of(snapshot)), self._group)
             except Exception:  # such as no host memory on one rank
                 if is_first_rank():
-                    discard(draft)
+                    shutil.rmtree(draft, ignore_errors=True)
                 raise
             seconds = time.perf_counter() - start
             if is_first_rank():

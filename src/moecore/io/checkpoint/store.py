@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +30,7 @@ from moecore.io.checkpoint.comparison import (
     optimizer_target,
     rng_target,
 )
-from moecore.io.checkpoint.directory import Step, directory_of, discard, is_published, new_draft
+from moecore.io.checkpoint.directory import Step, directory_of, is_published, new_draft
 from moecore.io.checkpoint.files import join_problems
 from moecore.io.checkpoint.hyperparameters import (
     Schedulers,
@@ -270,7 +271,7 @@ def write(
         )
     except OSError as error:
         if is_first_rank():
-            discard(draft)
+            shutil.rmtree(draft, ignore_errors=True)
         if is_published(draft.parent, snapshot.facts.step):
             raise OSError(
                 f"{error}; but step {snapshot.facts.step} is saved and `latest` names it: do not "

@@ -152,6 +152,7 @@ class BucketCollector(ErrorKeeper):
         It is on the device of the model on every rank, or on the CPU of the writer. The result is
         None on the other ranks and after an error of this rank.
         """
+        assert self._message is not None, "a pass is open"
         bucket, parts = None, list[list[Tensor]]()
         if writer in (None, self._rank):
             with self._keep_error():
@@ -165,7 +166,7 @@ class BucketCollector(ErrorKeeper):
                     for item, (_, tensor) in zip(items, bucket.tensors(), strict=True)
                 ]
                 size = sum(map(size_in_bucket, items))
-                self.peak_bytes = max(self.peak_bytes, _nbytes(self._message) + size)
+                self.peak_bytes = max(self.peak_bytes, self._message.nbytes + size)
         copies = [
             _SentCopy(item.parts[box.part][0], number, box)
             for number, item in enumerate(items)
@@ -276,10 +277,6 @@ def size_in_bucket(item: Item) -> int:
     """Return the bytes of an item, and of its parts that need a reordered copy."""
     numels = (math.prod(piece.shape) for _, piece in item.parts if piece.view is not None)
     return aligned(item.nbytes) + sum(numels) * item.dtype.itemsize
-
-
-def _nbytes(message: Tensor | None) -> int:
-    return 0 if message is None else message.nbytes
 
 
 def _target(copy: _SentCopy, parts: Sequence[Sequence[Tensor]]) -> Tensor:

@@ -88,11 +88,3 @@ def memory_of(tensor: Tensor) -> list[Tensor]:
 def _bits(tensor: Tensor) -> Tensor:
     bits = tensor.contiguous().reshape(-1).view(torch.uint8)
     return bits if bits.storage_offset() % 4 == 0 else bits.clone()
-
-
-def weights_changed() -> RuntimeError:
-    """Return the error of a pass during which weights changed."""
-    return RuntimeError(
-        "weights (changed) must stay as they are while a stream of them is open: end the "
-        "stream before the optimizer's step, and begin a new one"
-    )

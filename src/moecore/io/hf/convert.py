@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -24,7 +25,6 @@ from moecore.io.checkpoint.directory import (
     Step,
     check_unused,
     directory_of,
-    discard,
     new_draft,
     publish,
 )
@@ -253,7 +253,7 @@ def write_native(root: Path, conversion: Conversion) -> Path:
         try:
             publish(draft, _write_files(draft, conversion), keep=0)
         except BaseException:
-            discard(draft)
+            shutil.rmtree(draft, ignore_errors=True)
             raise
     return directory_of(root, conversion.step)
 

@@ -31,7 +31,7 @@ from moecore.io.hf.buckets import (
     meta_of,
     size_in_bucket,
 )
-from moecore.io.hf.changes import Digests, WeightsVersion, memory_of, weights_changed
+from moecore.io.hf.changes import Digests, WeightsVersion, memory_of
 from moecore.io.hf.collect import HeldPart, Holders, Item, by_size, held_of, part_of
 from moecore.io.hf.config_fields import HFConfig
 from moecore.io.hf.export import check_dtype
@@ -267,7 +267,10 @@ class WeightStream:
         read = {name for item in self._items for name, _ in item.parts}
         digests = self._digests_of({n: source for n, source in run.sources.items() if n in read})
         if any(run.digests[name] != digest for name, digest in digests.items()):
-            raise weights_changed()
+            raise RuntimeError(
+                "weights (changed) must stay as they are while a stream of them is open: end the "
+                "stream before the optimizer's step, and begin a new one"
+            )
 
     def _digests_of(self, sources: Mapping[str, _StreamSource]) -> dict[str, Any]:
         digests = self._digests.of_all({n: source.inputs() for n, source in sources.items()})
