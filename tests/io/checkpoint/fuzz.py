@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from moecore.io import load, save
 from moecore.io.checkpoint.manifest import MANIFEST, _digest, _dump
-from moecore.io.checkpoint.shard_file import Meter, ShardWriter, layout_of
+from moecore.io.checkpoint.shard_file import Meter, ShardWriter, compute_layout
 
 Model = tuple[nn.Module, torch.optim.Optimizer]
 SECONDS = 10
@@ -74,7 +74,7 @@ def in_two_files(path: Path) -> None:
     names = sorted(data)
     for rank, half in enumerate((names[::2], names[1::2])):
         file = f"rank-{rank:05d}.safetensors"
-        layout = layout_of({name: (data[name].dtype, data[name].shape) for name in half})
+        layout = compute_layout({name: (data[name].dtype, data[name].shape) for name in half})
         with ShardWriter(path / file, layout.header, pinned=False, meter=Meter()) as shard:
             for name in layout.begins:
                 shard.add(data[name])

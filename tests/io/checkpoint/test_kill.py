@@ -32,7 +32,7 @@ CRASH_POINTS = {
     "lock": (lock, "write_new"),
     "bytes": (os, "write"),
     "fsync": (os, "fsync"),
-    "sync": (directory, "sync"),
+    "sync": (directory, "sync_directory"),
     "rename": (Path, "rename"),
     "replace": (Path, "replace"),
     "remove": (shutil, "rmtree"),
@@ -82,7 +82,7 @@ def test_crash_at_every_file_operation(tmp_path: Path, point: str, after: bool) 
         step, nth = left, nth + 1
     assert nth > 1 or point == "remove"
     assert loaded_step(tmp_path) == step + 1
-    assert len(directory.whole_directories(tmp_path)) == 1
+    assert len(directory.complete_checkpoints(tmp_path)) == 1
     assert not list(tmp_path.glob(".*"))
 
 

@@ -77,7 +77,7 @@ def write_new(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def sync(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
     """Fsync a directory, so that the names of its files are on disk."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -130,7 +130,7 @@ def _entries(path: Path) -> list[str]:
     return sorted(paths)
 
 
-def leftovers(root: Path) -> list[Path]:
+def find_leftovers(root: Path) -> list[Path]:
     """Return the files of killed saves: drafts, half-deleted checkpoints, pointers."""
     return [path for path in sorted(root.glob(".*")) if _LEFTOVER.fullmatch(path.name)]
 
@@ -138,7 +138,7 @@ def leftovers(root: Path) -> list[Path]:
 def remove_leftovers(root: Path) -> None:
     """Delete the files of killed saves; renamed ones that cannot be deleted stay."""
     # Never under its own name: a stopped job could go on and publish its draft.
-    for leftover in leftovers(root):
+    for leftover in find_leftovers(root):
         with contextlib.suppress(OSError):
             if leftover.is_dir():
                 hidden = _hidden_name(leftover)

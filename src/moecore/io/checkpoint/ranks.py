@@ -76,7 +76,7 @@ def on_first_rank(action: Callable[[], T], group: Group = None) -> T:
 
 
 def check_same_path(path: Path) -> None:
-    """Raise on every rank if ranks load different checkpoints, or only some see the path."""
+    """Raise ValueError on every rank if paths differ, or only some ranks see the path."""
     answers = gather((path.name, path.is_dir()))
     if len({name for name, _ in answers}) > 1:
         raise ValueError(
@@ -92,7 +92,7 @@ def check_same_path(path: Path) -> None:
 
 
 def check_visible(draft: Path, group: Group = None) -> None:
-    """Raise on every rank if one does not see the directory: its shards would be lost."""
+    """Raise ValueError on every rank if a rank does not see the draft directory of rank 0."""
     seen = gather(draft.is_dir(), group)
     if not all(seen):
         raise ValueError(

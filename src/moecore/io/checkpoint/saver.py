@@ -21,6 +21,7 @@ import shutil
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,9 @@ from moecore.io.checkpoint.ranks import (
     on_first_rank,
 )
 from moecore.io.checkpoint.shard_file import Meter, Progress
-from moecore.io.checkpoint.snapshot import Snapshot, join_stages, locals_of, take_snapshot
+from moecore.io.checkpoint.snapshot import Snapshot, join_stages, local_tensors, take_snapshot
 from moecore.io.checkpoint.state import Optimizers
-from moecore.io.checkpoint.store import begin, write
+from moecore.io.checkpoint.store import start_draft, write
 from moecore.parallel.model.parameter_guards import refuse_earlier
 from moecore.train.memory.host import HostCopies
 
@@ -80,10 +81,11 @@ class Saver:
         with share_errors():
             check_arguments(Saver.__init__, arguments)
             refuse_earlier(model, optimizer)
-        self._model, self._optimizer = model, optimizer
+        self._snapshot = partial(
+            take_snapshot, model=model, optimizer=optimizer, scheduler=scheduler, config=config
+        )
         self._lock = RunLock(Path(root))
-        self._scheduler, self._keep, self._config = scheduler, keep, config
-        self._progress = progress
+        self._keep, self._progress = keep, progress
         self._control = ControlGroup()
         self._group = self._control.group
         try:
@@ -122,7 +124,9 @@ class Saver:
         """
         self._check_open()
         self._finish()
-        on_every_rank(lambda: self._copies.reserve(locals_of(self._snapshot(0, None))), self._group)
+        on_every_rank(
+            lambda: self._copies.reserve(local_tensors(self._snapshot(0, extra=None))), self._group
+        )
 
     @share_call_errors
     def save(self, step: Step, extra: Mapping[str, Any] | None = None, *, wait: bool) -> Path:
@@ -148,18 +152,20 @@ class Saver:
             check_arguments(Saver.save, arguments)
             self._check_open()
         self._finish()
-        snapshot = on_every_rank(lambda: self._snapshot(step, extra), self._group)
+        snapshot = on_every_rank(lambda: self._snapshot(step, extra=extra), self._group)
         check_rank_agreement(snapshot, self._group)
         snapshot = join_stages(snapshot, self._group)
-        draft = begin(self._lock, step, self._group)
+        draft = start_draft(self._lock, step, self._group)
         if wait:
-            self._write(draft, snapshot, locals_of(snapshot))
+            self._write(draft, snapshot, local_tensors(snapshot))
         else:
             # The copy is waited for, and of the disk the empty draft alone. Returning earlier would
             # need a fence before what changes a tensor next: optimizer, expert bias, load, user.
             start = time.perf_counter()
             try:
-                copies = on_every_rank(lambda: self._copies.fill(locals_of(snapshot)), self._group)
+                copies = on_every_rank(
+                    lambda: self._copies.fill(local_tensors(snapshot)), self._group
+                )
             except Exception:  # such as no host memory on one rank
                 if is_first_rank():
                     shutil.rmtree(draft, ignore_errors=True)
@@ -171,7 +177,7 @@ class Saver:
         return directory_of(self._lock.root, step)
 
     def check(self) -> None:
-        """Raise the error of a failed background save. Call it every step; cheap and local.
+        """Raise the error of a failed background save. Call it every step: it does not communicate.
 
         Raises:
             OSError: as `save` with `wait`. The previous checkpoint is still loadable, unless the
@@ -203,7 +209,7 @@ class Saver:
             raise ValueError("Saver (closed) must be open to save: make another one")
 
     def _finish(self) -> None:
-        """Wait for the running save; raise its error on all ranks if one has not raised it."""
+        """Wait for the background save; if it failed on a rank, raise that error on every rank."""
         future, self._future = self._future, None
         error = future.exception() if future is not None else None
         try:
@@ -215,16 +221,6 @@ class Saver:
         for first in errors:
             if first is not None:
                 raise first
-
-    def _snapshot(self, step: int, extra: Mapping[str, Any] | None) -> Snapshot:
-        return take_snapshot(
-            step,
-            self._model,
-            self._optimizer,
-            extra,
-            scheduler=self._scheduler,
-            config=self._config,
-        )
 
     def _write(self, draft: Path, snapshot: Snapshot, locals_: Mapping[str, Tensor]) -> None:
         meter = Meter(self._progress)

@@ -4,7 +4,7 @@
 
 A stream broadcasts each message to every rank. An export sends it to the rank that writes the file.
 An item is a Hugging Face tensor, and a box is a rectangular part of a tensor. Every rank computes
-from `Holders` which boxes of each rank are in which message, so no sizes are sent. A rank copies
+from `PartOwners` which boxes of each rank are in which message, so no sizes are sent. A rank copies
 the boxes that it has itself. If several ranks have a box, the first of them sends it.
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from moecore.base.torch_private import foreach_copy_
 from moecore.io.checkpoint.ranks import Group, on_every_rank, rank_and_world
-from moecore.io.hf.collect import ErrorKeeper, Holders, Item, by_size, part_of, put
+from moecore.io.hf.collect import ErrorKeeper, Item, PartOwners, by_size, read_local, write_piece
 from moecore.io.hf.pieces import PieceOverlap
 
 ALIGNMENT = 16  # bytes
@@ -56,21 +56,21 @@ class WeightBucket:
         for meta in self.metas:
             part = self.flat[at : at + meta.nbytes]
             yield meta.name, part.view(meta.dtype).view(meta.shape)
-            at += aligned(meta.nbytes)
+            at += align(meta.nbytes)
 
     @classmethod
     def empty(cls, metas: Sequence[WeightMeta], device: torch.device) -> WeightBucket:
         """Return an uninitialized bucket for these tensors."""
-        size = sum(aligned(meta.nbytes) for meta in metas)
+        size = sum(align(meta.nbytes) for meta in metas)
         return cls(tuple(metas), torch.empty(size, dtype=torch.uint8, device=device))
 
 
-def aligned(num_bytes: int) -> int:
+def align(num_bytes: int) -> int:
     """Round a number of bytes up to a multiple of `ALIGNMENT`."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def meta_of(item: Item) -> WeightMeta:
+def make_meta(item: Item) -> WeightMeta:
     """Return name, dtype and shape of an item."""
     return WeightMeta(item.name, item.dtype, item.shape)
 
@@ -109,13 +109,13 @@ class BucketCollector(ErrorKeeper):
 
     def __init__(
         self,
-        holders: Holders,
+        owners: PartOwners,
         items: Sequence[Item],
         device: torch.device,
         message_bytes: int,
         group: Group = None,  # of gloo, to agree in; NCCL sends tensors in the default group
     ) -> None:
-        self._holders, self.device, self._group = holders, device, group
+        self._owners, self.device, self._group = owners, device, group
         self._rank, _ = rank_and_world()
         # A box is split only along the first dim of its tensor.
         rows = (self._row_bytes(item) for item in items)
@@ -125,9 +125,9 @@ class BucketCollector(ErrorKeeper):
         self.peak_bytes = 0  # of a message and a bucket on this rank
 
     @contextmanager
-    def opened(self) -> Iterator[None]:
+    def open_pass(self) -> Iterator[None]:
         """Return the context of one pass, which allocates the message buffer. Collective."""
-        size = self.capacity if self._holders.world > 1 else 0
+        size = self.capacity if self._owners.world > 1 else 0
 
         def allocate() -> Tensor:
             if self._message is not None:
@@ -157,7 +157,7 @@ class BucketCollector(ErrorKeeper):
         if writer in (None, self._rank):
             with self._keep_error():
                 device = self.device if writer is None else torch.device("cpu")
-                bucket = WeightBucket.empty([meta_of(item) for item in items], device)
+                bucket = WeightBucket.empty([make_meta(item) for item in items], device)
                 parts = [
                     [
                         tensor if piece.view is None else tensor.new_empty(piece.shape)
@@ -174,7 +174,7 @@ class BucketCollector(ErrorKeeper):
         ]
         for sender in sorted({copy.box.sender(writer) for copy in copies}):
             group = [copy for copy in copies if copy.box.sender(writer) == sender]
-            for message in by_size(group, lambda c: aligned(c.box.num_bytes), self.capacity):
+            for message in by_size(group, lambda c: align(c.box.num_bytes), self.capacity):
                 if sender < 0:
                     self._fill(message, parts, read)
                 else:
@@ -184,7 +184,7 @@ class BucketCollector(ErrorKeeper):
             for item, of_item, tensor in zip(items, parts, tensors, strict=False):
                 for (_, piece), part in zip(item.parts, of_item, strict=True):
                     if piece.view is not None:
-                        put(part, piece, tensor)
+                        write_piece(part, piece, tensor)
         return bucket
 
     def _fill(self, copies: Sequence[_SentCopy], parts: list[list[Tensor]], read: Read) -> None:
@@ -208,7 +208,7 @@ class BucketCollector(ErrorKeeper):
         for copy in copies:
             piece = self._message[at : at + copy.box.num_bytes]
             pieces.append(piece.view(items[copy.item].dtype).view(copy.box.shape))
-            at += aligned(copy.box.num_bytes)
+            at += align(copy.box.num_bytes)
         with self._keep_error():
             if self._rank == sender:
                 sources = [read(copy.source, copy.box.overlap.target) for copy in copies]
@@ -235,8 +235,8 @@ class BucketCollector(ErrorKeeper):
     def _find_boxes(self, item: Item) -> Iterator[_SentBox]:
         max_numel = self.capacity // item.dtype.itemsize
         for number, (source, piece) in enumerate(item.parts):
-            for holding, ranks in self._holders.of(source).items():
-                for overlap in self._holders.boxes(source, piece, holding, max_numel):
+            for holding, ranks in self._owners.ranks_by_part(source).items():
+                for overlap in self._owners.boxes(source, piece, holding, max_numel):
                     shape = tuple(part.stop - part.start for part in overlap.target)
                     size = math.prod(shape) * item.dtype.itemsize
                     yield _SentBox(number, overlap, shape, size, ranks)
@@ -245,7 +245,7 @@ class BucketCollector(ErrorKeeper):
         """Return the bytes of the item's largest row; a box is not split further."""
         sizes = []
         for source, piece in item.parts:
-            rows = next(iter(piece.box_in(self._holders.shapes[source])), slice(0, 1))
+            rows = next(iter(piece.box_in(self._owners.shapes[source])), slice(0, 1))
             sizes.append(math.prod(piece.shape) // max(1, rows.stop - rows.start))
         return max(sizes) * item.dtype.itemsize
 
@@ -256,12 +256,12 @@ class RankCollector(BucketCollector):
     def __init__(
         self,
         tensors: Mapping[str, Tensor],
-        holders: Holders,
+        owners: PartOwners,
         items: Sequence[Item],
         device: torch.device,
     ) -> None:
-        largest = max(aligned(item.nbytes) for item in items)
-        super().__init__(holders, items, device, min(MESSAGE_BYTES, largest))
+        largest = max(align(item.nbytes) for item in items)
+        super().__init__(owners, items, device, min(MESSAGE_BYTES, largest))
         self._tensors = tensors
 
     def collect_tensor(self, item: Item, writer: int) -> Tensor | None:
@@ -270,13 +270,13 @@ class RankCollector(BucketCollector):
         return None if bucket is None else next(bucket.tensors())[1]
 
     def _read(self, name: str, box: tuple[slice, ...]) -> Tensor:
-        return part_of(self._tensors[name], box)
+        return read_local(self._tensors[name], box)
 
 
 def size_in_bucket(item: Item) -> int:
     """Return the bytes of an item, and of its parts that need a reordered copy."""
     numels = (math.prod(piece.shape) for _, piece in item.parts if piece.view is not None)
-    return aligned(item.nbytes) + sum(numels) * item.dtype.itemsize
+    return align(item.nbytes) + sum(numels) * item.dtype.itemsize
 
 
 def _target(copy: _SentCopy, parts: Sequence[Sequence[Tensor]]) -> Tensor:

@@ -34,7 +34,7 @@ class WeightsVersion:
     """
 
     digests: Mapping[str, Any] = field(repr=False)
-    of: object = field(repr=False)
+    owner: object = field(repr=False)
 
 
 class Digests:
@@ -44,10 +44,12 @@ class Digests:
         self._seed = int.from_bytes(os.urandom(7), "little")
         self._factors: dict[tuple[int, torch.device], Tensor] = {}
 
-    def of_all(self, sources: Mapping[str, Sequence[Tensor]]) -> dict[str, tuple[int, int]]:
+    def compute(self, sources: Mapping[str, Sequence[Tensor]]) -> dict[str, tuple[int, int]]:
         """Return the digest of each name's tensors, of this rank's shards. Host sync."""
         with torch.no_grad():
-            digests = {name: self._digest_parts(map(memory_of, ts)) for name, ts in sources.items()}
+            digests = {
+                name: self._digest_parts(map(local_storage, ts)) for name, ts in sources.items()
+            }
         self._factors.clear()
         by_device: dict[torch.device, list[str]] = {}
         for name, digest in digests.items():
@@ -79,7 +81,7 @@ class Digests:
         return self._factors[key]
 
 
-def memory_of(tensor: Tensor) -> list[Tensor]:
+def local_storage(tensor: Tensor) -> list[Tensor]:
     """Return this rank's storage of a tensor: its local values, or FP8 blocks and their scales."""
     blocks = gathered_blocks(tensor)
     return [local_of(tensor).detach()] if blocks is None else blocks.tensors()

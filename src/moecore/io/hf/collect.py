@@ -1,8 +1,8 @@
 """Items of exports and streams: the ranks or the checkpoint files that have their parts.
 
 An item is a Hugging Face tensor to assemble. It consists of pieces (`pieces.py`), and a box is the
-part of a piece that one shard has. The ranks exchange once which parts they have (`Holders`), and
-`buckets.py` assembles the items from the shards of the ranks.
+part of a piece that one shard has. The ranks exchange once which parts they have (`PartOwners`).
+`buckets.py` then assembles the items from the shards of the ranks.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch import Tensor
 from moecore.base.params import global_indices
 from moecore.io.checkpoint.manifest import Manifest, StoredTensor
 from moecore.io.checkpoint.ranks import gather, on_every_rank
-from moecore.io.checkpoint.shard_file import CHUNK_BYTES, Meter, ShardReader, layout_of
+from moecore.io.checkpoint.shard_file import CHUNK_BYTES, Meter, ShardReader, compute_layout
 from moecore.io.hf.files import Box, common_part
 from moecore.io.hf.pieces import (
-    Holding,
     PieceOverlap,
+    ShardRuns,
     TensorPiece,
-    holding_of,
     local_part,
     overlaps,
+    shard_runs,
 )
 from moecore.moe.param_reader import gathered_blocks
 from moecore.precision.stored import stored_values
@@ -95,22 +95,24 @@ class ErrorKeeper:
             raise self._error
 
 
-class HeldPart(NamedTuple):
+class LocalPart(NamedTuple):
     """The part of a tensor that one rank has; shape and dtype are of the full tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    holding: Holding
+    holding: ShardRuns
 
 
-class Holders:
+class PartOwners:
     """For each tensor of all pipeline stages: the ranks that have each part. Collective."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        parts = on_every_rank(lambda: {name: held_of(tensor) for name, tensor in tensors.items()})
+        parts = on_every_rank(
+            lambda: {name: describe_part(tensor) for name, tensor in tensors.items()}
+        )
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
-        self._ranks: dict[str, dict[Holding, list[int]]] = {}
+        self._ranks: dict[str, dict[ShardRuns, list[int]]] = {}
         self.world = 0
         for rank, rank_parts in enumerate(gather(parts)):
             self.world += 1
@@ -118,25 +120,25 @@ class Holders:
                 self.shapes[name], self.dtypes[name] = shape, dtype
                 self._ranks.setdefault(name, {}).setdefault(holding, []).append(rank)
 
-    def merge(self, other: Holders) -> Holders:
-        """Return the union with the holders of other tensors."""
+    def merge(self, other: PartOwners) -> PartOwners:
+        """Return the union with the owners of other tensors."""
         result = copy(self)
         result.shapes, result.dtypes = self.shapes | other.shapes, self.dtypes | other.dtypes
         result._ranks = self._ranks | other._ranks
         return result
 
-    def of(self, name: str) -> dict[Holding, list[int]]:
-        """Return part -> ranks that have it, for a tensor."""
+    def ranks_by_part(self, name: str) -> dict[ShardRuns, list[int]]:
+        """Return the parts of a tensor, each with the ranks that have it."""
         return self._ranks[name]
 
     def boxes(
-        self, source: str, piece: TensorPiece, holding: Holding, max_numel: int = 1 << 62
+        self, source: str, piece: TensorPiece, holding: ShardRuns, max_numel: int = 1 << 62
     ) -> list[PieceOverlap]:
         """Return the boxes that a shard and a piece of a tensor have in common."""
         return list(overlaps(holding, piece, self.shapes[source], max_numel=max_numel))
 
 
-def part_of(tensor: Tensor, box: tuple[slice, ...]) -> Tensor:
+def read_local(tensor: Tensor, box: tuple[slice, ...]) -> Tensor:
     """Return a box of this rank's part of a tensor; a copy if the values are only stored in FP8."""
     local = local_part(tensor)
     return local[box] if gathered_blocks(tensor) is None else stored_values(tensor, box)
@@ -171,7 +173,7 @@ class StoredCollector:
             part = self.read(source, piece.box_in(self._tensors[source].shape))
             if piece.view is None:
                 return part.view(item.shape).to(item.dtype)
-            put(part, piece, tensor)
+            write_piece(part, piece, tensor)
         return tensor
 
     def check(self) -> None:
@@ -179,19 +181,19 @@ class StoredCollector:
 
     def _reader(self, file: str) -> ShardReader:
         if file not in self._readers:
-            layout = layout_of(self._manifest.entries_of(file))
+            layout = compute_layout(self._manifest.entries_of(file))
             reader = ShardReader(self._path / file, layout, self._buffer, Meter())
             self._readers[file] = self._stack.enter_context(reader)
         return self._readers[file]
 
 
-def put(part: Tensor, piece: TensorPiece, file_tensor: Tensor) -> None:
-    """Copy a piece, in its own order, into its file tensor."""
+def write_piece(part: Tensor, piece: TensorPiece, file_tensor: Tensor) -> None:
+    """Copy the values of a piece into its view of the file tensor."""
     assert piece.view is not None, "other pieces are file tensors"
-    target = piece.view.of(file_tensor)
+    target = piece.view.apply(file_tensor)
     target.copy_(part.view(target.shape))
 
 
-def held_of(tensor: Tensor) -> HeldPart:
+def describe_part(tensor: Tensor) -> LocalPart:
     """Return the part of a tensor that this rank has."""
-    return HeldPart(tuple(tensor.shape), tensor.dtype, holding_of(global_indices(tensor)))
+    return LocalPart(tuple(tensor.shape), tensor.dtype, shard_runs(global_indices(tensor)))

@@ -37,7 +37,7 @@ def _counts(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(map(_count(0), value))
 
 
-KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+KIND_TABLE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         f"a whole number from 1 to {MAX_LAYERS}",
         _count(1, MAX_LAYERS),
@@ -87,7 +87,9 @@ KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     ("a string", lambda value: isinstance(value, str), "hybrid_override_pattern model_type"),
 )
-KIND_OF = {name: (words, matches) for words, matches, names in KINDS for name in names.split()}
+FIELD_KINDS = {
+    name: (words, matches) for words, matches, names in KIND_TABLE for name in names.split()
+}
 
 
 def read_config(config: HFConfig) -> dict[str, Any]:
@@ -119,7 +121,7 @@ def _decode_floats(value: Any) -> Any:
 
 def check_kind(name: str, value: Any) -> Any:
     """Return the value of a field; raise ValueError if its type does not fit the field's name."""
-    words, matches = KIND_OF.get(name, ("", None))
+    words, matches = FIELD_KINDS.get(name, ("", None))
     if matches is not None and not matches(value):
         raise ValueError(f"config.json {name} ({value!r:.40}) must be {words}: correct it")
     return value
@@ -215,9 +217,9 @@ class Fields:
         return options
 
 
-def grouped_attention(fields: Fields) -> dict[str, Any]:
+def read_grouped_attention(fields: Fields) -> dict[str, Any]:
     """Return the arguments of DecoderConfig for grouped-query attention with rotary embeddings."""
-    heads, rope = sizes_and_heads(fields), fields.rope()
+    heads, rope = read_sizes(fields), fields.rope()
     return heads | dict(
         rope_theta=float(rope["rope_theta"]),
         rotary_dim=_rotary_dim(fields, heads["head_dim"], rope["partial_rotary_factor"]),
@@ -226,7 +228,7 @@ def grouped_attention(fields: Fields) -> dict[str, Any]:
     )
 
 
-def sizes_and_heads(fields: Fields) -> dict[str, Any]:
+def read_sizes(fields: Fields) -> dict[str, Any]:
     """Return the arguments of DecoderConfig that all families share."""
     heads = fields.need("num_attention_heads")
     return dict(
@@ -242,7 +244,7 @@ def sizes_and_heads(fields: Fields) -> dict[str, Any]:
     )
 
 
-def latent_attention(fields: Fields) -> dict[str, Any]:
+def read_latent_attention(fields: Fields) -> dict[str, Any]:
     """Return the arguments of DecoderConfig for multi-head latent attention."""
     mla = MLAConfig(
         q_lora_rank=fields.get("q_lora_rank", 0),
@@ -252,13 +254,13 @@ def latent_attention(fields: Fields) -> dict[str, Any]:
         v_head_dim=fields.need("v_head_dim"),
         yarn=_yarn(fields),
     )
-    common = grouped_attention(fields)
+    common = read_grouped_attention(fields)
     heads = dict(head_dim=mla.qk_head_dim, num_kv_heads=common["num_heads"])
     return common | heads | dict(mla=mla, yarn=None)
 
 
-def windows_of(fields: Fields, pattern: Sequence[bool]) -> tuple[int, ...]:
-    """Return the window of each layer, up to the shortest period; () if no layer hides a token."""
+def find_windows(fields: Fields, pattern: Sequence[bool]) -> tuple[int, ...]:
+    """Return the window of each layer of the shortest period; () if windows mask no token."""
     window, length = fields.get("sliding_window", None), fields.need("max_position_embeddings")
     if window is None or window >= length or not any(pattern):
         return ()

@@ -20,7 +20,7 @@ from torch import nn
 
 from moecore.base.fields import NumBytes, check_arguments, shown_name
 from moecore.families.fp32_modules import is_selection_bias, keeps_fp32
-from moecore.io.checkpoint.comparison import below
+from moecore.io.checkpoint.comparison import select_tensors
 from moecore.io.checkpoint.directory import (
     Step,
     check_unused,
@@ -29,7 +29,7 @@ from moecore.io.checkpoint.directory import (
     publish,
 )
 from moecore.io.checkpoint.files import refuse_problems
-from moecore.io.checkpoint.lock import locked
+from moecore.io.checkpoint.lock import hold_lock
 from moecore.io.checkpoint.manifest import (
     Manifest,
     ManifestChunk,
@@ -50,8 +50,8 @@ from moecore.io.checkpoint.store import verify
 from moecore.io.hf.collect import Collector, Item, StoredCollector
 from moecore.io.hf.config import config_problems, decoder_config_from_hf
 from moecore.io.hf.config_fields import HFConfig, read_config
-from moecore.io.hf.export import check_target, fill_shards, in_file_order, write_directory
-from moecore.io.hf.export_plan import ExportLayout, finish_config, make_items, names_of
+from moecore.io.hf.export import check_target, fill_shards, sort_for_file, write_directory
+from moecore.io.hf.export_plan import ExportLayout, choose_names, finish_config, make_items
 from moecore.io.hf.files import BoxReader, HFFiles
 from moecore.io.hf.names import EMBEDDING, HEAD, HFLayout, find_layout, hf_copies, hf_plan
 from moecore.io.hf.pieces import FileRecipe, file_shapes
@@ -94,7 +94,7 @@ def native_to_hf(
     path, out = Path(path), Path(out)
     check_target(out, dtype)
     with ExitStack() as stack:
-        names = names_of(layout, read_config(config))
+        names = choose_names(layout, read_config(config))
         model = open_native(path, stack, config=config, dtype=dtype, layout=names)
         shards = fill_shards(model.items, max_shard_bytes)
         write_directory(out, shards, model.values, model.collector, Meter(progress))
@@ -118,17 +118,17 @@ def open_native(
 ) -> StoredModel:
     """Verify a native checkpoint, compare it with its config.json, and return its model."""
     manifest = verify(path)
-    tensors = below(PREFIX + _wrapper_of(below(PREFIX, manifest)), manifest)
+    tensors = select_tensors(PREFIX + _find_prefix(select_tensors(PREFIX, manifest)), manifest)
     num_mtp = len({name.split(".")[1] for name in tensors if name.startswith("mtp.")})
     values = finish_config(read_config(config), num_mtp)
-    plan = _plan_of(tensors, values, layout)
-    keeps = keeps_fp32(plan.reader, dtype)
+    recipes, copies, reader = _plan_files(tensors, values, layout)
+    keeps = keeps_fp32(reader, dtype)
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-    items = list(make_items(dtypes, plan.recipes, plan.copies, dtype, keeps))
+    items = list(make_items(dtypes, recipes, copies, dtype, keeps))
     problems = config_problems(values, manifest.facts.config)
     problems += content_problems({item.name: item for item in items}, values, values)
     collector = StoredCollector(path, manifest, tensors, stack)
-    if HEAD in plan.copies and not problems:  # a stored head is dropped only if it is the same
+    if HEAD in copies and not problems:  # a stored head is dropped only if it is the same
         sources = {n: TensorSource(n, t.shape, t.dtype) for n, t in tensors.items()}
         problems += copy_problems(collector, sources, {HEAD: EMBEDDING})
     subject = f"path ({path}) must hold the model that config.json describes"
@@ -178,7 +178,7 @@ def hf_to_native(
         )
 
 
-def _wrapper_of(names: Collection[str]) -> str:
+def _find_prefix(names: Collection[str]) -> str:
     """Return the common prefix of all names, such as "hf." of a wrapper module; "" = none."""
     embedding = next((name for name in names if name.endswith(f".{EMBEDDING}")), EMBEDDING)
     prefix = embedding.removesuffix(EMBEDDING)
@@ -191,30 +191,21 @@ def _is_decoder(names: Collection[str]) -> bool:
     return any(name.endswith(suffixes) or name.startswith("mtp.") for name in names)
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """The recipes of the files, and the transformers model on meta that reads them, or None."""
-
-    recipes: dict[str, FileRecipe]
-    copies: dict[str, str]
-    reader: nn.Module | None = None
-
-
-def _plan_of(
+def _plan_files(
     tensors: Mapping[str, StoredTensor], values: dict[str, Any], layout: HFLayout
-) -> _Plan:
-    """Return the plan for the tensors of a native decoder or a transformers model."""
+) -> tuple[dict[str, FileRecipe], dict[str, str], nn.Module | None]:
+    """Return recipes and copies of the files, and the transformers model on meta or None."""
     if not _is_decoder(tensors):
         tied, reader = values.get("tie_word_embeddings", False), reader_of(values)
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         recipes = written_plan(reader, shapes, layout)
-        return _Plan(recipes, {HEAD: EMBEDDING} if tied else {}, reader)
+        return recipes, {HEAD: EMBEDDING} if tied else {}, reader
     config = decoder_config_from_hf(values)
     plan = hf_plan(config, layout)
     problems = shape_problems(tensors, {name: recipe.shape for name, recipe in plan.items()})
     subject = "the checkpoint must hold the decoder that config.json describes"
     refuse_problems(subject, problems, "pass the config of this model")
-    return _Plan(plan, hf_copies(config))
+    return plan, hf_copies(config), None
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +238,7 @@ def write_native(root: Path, conversion: Conversion) -> Path:
     """Write a native decoder's checkpoint as the first of a run; return its directory."""
     # After any error `latest` is as before: files and config differ, or the run has begun.
     _check(conversion)
-    with locked(root):
+    with hold_lock(root):
         check_unused(root)  # reading took time
         draft = new_draft(root, conversion.step)
         try:
@@ -305,11 +296,11 @@ def _write_files(draft: Path, conversion: Conversion) -> Manifest:
     tensors: dict[str, StoredTensor] = {}
     for number, shard in enumerate(fill_shards(items, conversion.max_file_bytes)):
         file = f"rank-{number:05d}.safetensors"
-        layout, ordered = in_file_order(shard)
+        layout, ordered = sort_for_file(shard)
         with ShardWriter(draft / file, layout.header, pinned=False, meter=meter) as writer:
             for item in ordered:
                 recipe = plan[item.name.removeprefix(PREFIX)]
-                _add(writer, recipe, sources, conversion.files, item.dtype)
+                _write_tensor(writer, recipe, sources, conversion.files, item.dtype)
             stored_files[file] = writer.finish()
         for item in shard:
             key, shape = item.name, item.shape
@@ -328,7 +319,7 @@ def _native_dtype(name: str, source: TensorSource, dtype: torch.dtype | None) ->
     return torch.bfloat16 if source.quantized else source.dtype
 
 
-def _add(
+def _write_tensor(
     writer: ShardWriter,
     recipe: FileRecipe,
     sources: Mapping[str, TensorSource],

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from moecore.base.failures import share_call_errors, share_errors
 from moecore.base.fields import NumBytes, check_arguments
-from moecore.io.checkpoint.files import sync, write_new
+from moecore.io.checkpoint.files import sync_directory, write_new
 from moecore.io.checkpoint.ranks import (
     check_visible,
     is_first_rank,
@@ -36,7 +36,13 @@ from moecore.io.checkpoint.ranks import (
     on_first_rank,
     rank_and_world,
 )
-from moecore.io.checkpoint.shard_file import FileLayout, Meter, Progress, ShardWriter, layout_of
+from moecore.io.checkpoint.shard_file import (
+    FileLayout,
+    Meter,
+    Progress,
+    ShardWriter,
+    compute_layout,
+)
 from moecore.io.hf.buckets import RankCollector
 from moecore.io.hf.collect import Collector, ErrorKeeper, Item, by_size
 from moecore.io.hf.config_fields import HFConfig
@@ -103,8 +109,8 @@ def export_hf(
         refuse_unmerged(model)
     plan = plan_export(model, config, dtype, layout)
     shards = fill_shards(plan.items, max_shard_bytes)
-    collector = RankCollector(plan.tensors, plan.holders, plan.items, plan.device)
-    with collector.opened():
+    collector = RankCollector(plan.tensors, plan.owners, plan.items, plan.device)
+    with collector.open_pass():
         write_directory(path, shards, plan.values, collector, meter)
     return ExportReport(
         tensors=sum(map(len, shards)),
@@ -120,13 +126,13 @@ def write_directory(
     path: Path, shards: list[list[Item]], config: dict[str, Any], collector: Collector, meter: Meter
 ) -> None:
     """Write files, index and config (with the tensors' dtype) into a new `path`. Collective."""
-    with draft_of(path) as draft:
+    with open_draft(path) as draft:
         _write_shards(draft, shards, collector, meter)
         on_first_rank(lambda: _write_names(draft, shards, config))
 
 
 @contextmanager
-def draft_of(path: Path) -> Iterator[Path]:
+def open_draft(path: Path) -> Iterator[Path]:
     """Yield a directory, renamed to `path` on success and removed on an error. Collective."""
     draft = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex[:8]}")
 
@@ -135,11 +141,11 @@ def draft_of(path: Path) -> Iterator[Path]:
         return draft
 
     def publish() -> None:
-        sync(draft)
+        sync_directory(draft)
         if path.exists():
             raise OSError(f"path ({path}) appeared meanwhile: choose another")
         draft.rename(path)
-        sync(path.parent)
+        sync_directory(path.parent)
 
     draft = on_first_rank(make)
     try:
@@ -179,7 +185,7 @@ def _write_shards(
     """Write this rank's files, and send its parts to the writers of other files. Collective."""
     rank, world = rank_and_world()
     for first in range(0, len(shards), world):  # as many shards as ranks grow at once
-        wave = [in_file_order(shard) for shard in shards[first : first + world]]
+        wave = [sort_for_file(shard) for shard in shards[first : first + world]]
         with _ExportOutput(meter) as output:
             if rank < len(wave):
                 output.open(draft / _file_name(first + rank, len(shards)), wave[rank][0])
@@ -219,10 +225,10 @@ class _ExportOutput(ErrorKeeper):
                 self._writer.finish()
 
 
-def in_file_order(shard: Sequence[Item]) -> tuple[FileLayout, list[Item]]:
+def sort_for_file(shard: Sequence[Item]) -> tuple[FileLayout, list[Item]]:
     """Return the layout of a file, and its tensors in the order of the file."""
     by_name = {item.name: item for item in shard}
-    layout = layout_of({name: (item.dtype, item.shape) for name, item in by_name.items()})
+    layout = compute_layout({name: (item.dtype, item.shape) for name, item in by_name.items()})
     return layout, [by_name[name] for name in layout.begins]
 
 

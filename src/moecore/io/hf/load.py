@@ -32,7 +32,7 @@ from moecore.base.failures import share_call_errors, share_errors
 from moecore.base.fields import Seed, check_arguments
 from moecore.base.params import clean_name, init_normal_
 from moecore.families.transformers.lora import adapted, trained_copies, without_adapters
-from moecore.io.checkpoint.config_differences import own_config
+from moecore.io.checkpoint.config_differences import find_config
 from moecore.io.checkpoint.files import join_problems, refuse_problems
 from moecore.io.checkpoint.ranks import gather, is_first_rank, on_every_rank, on_first_rank
 from moecore.io.checkpoint.shard_file import Meter, Progress
@@ -196,9 +196,9 @@ def model_config_problems(
     path: Path, model: nn.Module, config: Mapping[str, Any], *, strict: bool
 ) -> list[str]:
     """Return how config.json and the model's config differ; without `strict`, warn instead."""
-    model_config = own_config(model) if "model_type" in config else None
+    model_config = find_config(model) if "model_type" in config else None
     try:
-        problems = config_problems(_as_model_writes(config, model), model_config)
+        problems = config_problems(_normalize_config(config, model), model_config)
     except ValueError as error:
         problems = [str(error)]
     if strict or not problems:
@@ -210,7 +210,7 @@ def model_config_problems(
     return []
 
 
-def _as_model_writes(values: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
+def _normalize_config(values: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
     """Return a config.json as the config class of the transformers model would write it."""
     config: Any = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
@@ -227,7 +227,7 @@ def _as_model_writes(values: Mapping[str, Any], model: nn.Module) -> Mapping[str
 def check_load_plan(path: Path, model: nn.Module, plan: LoadPlan, *, strict: bool) -> None:
     """Raise one ValueError with all mismatches; otherwise add recomputed buffers to the plan."""
     if strict:
-        objected = _objected(plan.left_over, first_ignored_layer(model))
+        objected = _unexpected_names(plan.left_over, first_ignored_layer(model))
         plan.problems += [f"{name} is no tensor of the model" for name in objected]
     fix = "correct the model's config or the files"
     refuse_problems(f"path ({path}) must fit the model", plan.problems, fix)
@@ -297,7 +297,7 @@ def _recipes(
 def _drop_copies(
     targets: Mapping[str, Tensor], recipes: dict[str, FileRecipe], copies: Mapping[str, str]
 ) -> bool:
-    """Read a tied head once; return whether head and embedding must be tied again."""
+    """Remove the recipe of a tied head; return whether head and embedding must be tied again."""
     # `to_empty` makes two of them. In a sharded model the first forward, which sets all owners of
     # a parameter, makes the two one again, so the head is read from the embedding's tensor.
     if HEAD not in copies or HEAD not in targets:
@@ -311,8 +311,8 @@ def _drop_copies(
     return not is_tied and not is_sharded
 
 
-def _objected(left_over: list[str], first_ignored: int | None) -> list[str]:
-    """Return the names of left-over file tensors that are an error with `strict`."""
+def _unexpected_names(left_over: list[str], first_ignored: int | None) -> list[str]:
+    """Return the file tensors without a model tensor that are an error with `strict`."""
     names = [n for n in left_over if not n.endswith("rotary_emb.inv_freq")]  # follows from config
     if first_ignored is None:
         return names

@@ -127,7 +127,7 @@ class ViewedSource(TensorSource):
         spans = tuple(slice(a, b) for a, b in zip(starts, stops, strict=True))
         values = self.origin.read(files, spans).contiguous()
         view = FileView(tuple(values.shape), (0,) * values.ndim, tuple(dims))
-        return view.of(values).reshape(sizes)[tuple(inner_box)]
+        return view.apply(values).reshape(sizes)[tuple(inner_box)]
 
 
 def read_box(

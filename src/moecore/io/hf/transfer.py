@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from moecore.base.fields import CountOrZero, Device, check_arguments, quote
 from moecore.io.checkpoint.manifest import DTYPE_NAMES
-from moecore.io.hf.buckets import WeightBucket, WeightMeta, aligned
+from moecore.io.hf.buckets import WeightBucket, WeightMeta, align
 from moecore.io.hf.stream import WeightStream
 
 SENT_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
@@ -94,7 +94,7 @@ def _new_bucket(metas: tuple[WeightMeta, ...], device: torch.device) -> WeightBu
     try:
         return WeightBucket.empty(metas, device)
     except (RuntimeError, MemoryError):  # of CUDA and of the CPU's allocator
-        num_bytes = sum(aligned(meta.nbytes) for meta in metas)
+        num_bytes = sum(align(meta.nbytes) for meta in metas)
         raise RuntimeError(
             f"a bucket of weights ({num_bytes} bytes) must fit in the memory of {device}: lower "
             "bucket_bytes of stream_weights"
@@ -120,7 +120,7 @@ def _receive_metas(group: BroadcastGroup, device: torch.device) -> tuple[WeightM
 
 
 def _metas_in(text: bytes) -> tuple[WeightMeta, ...]:
-    """Parse a header into the metas of its tensors, or raise a one-line ValueError."""
+    """Parse the header of a bucket; raise a ValueError of one line for an invalid header."""
     try:
         header = json.loads(text)
     except (ValueError, RecursionError):  # of Unicode, too
@@ -140,7 +140,7 @@ def _metas_in(text: bytes) -> tuple[WeightMeta, ...]:
             case _:
                 raise _wrong_header(f"its entry ({quote(entry)}) must be a [name, dtype, shape]")
         # The strides of a tensor with a dim of 0 must not overflow either.
-        total += aligned(math.prod(max(1, n) for n in shape) * metas[name].dtype.itemsize)
+        total += align(math.prod(max(1, n) for n in shape) * metas[name].dtype.itemsize)
         if total > MAX_BUCKET:
             raise _wrong_header(f"the tensors up to {quote(name)} must have <= {MAX_BUCKET} bytes")
     return tuple(metas.values())
@@ -154,7 +154,7 @@ def _wrong_header(problem: str) -> ValueError:
 
 
 def _reach(group: BroadcastGroup, tensor: Tensor) -> None:
-    """Broadcast a tensor from rank 0; errors have one line."""
+    """Broadcast a tensor from rank 0; raise a RuntimeError of one line if a rank is gone."""
     try:
         group.broadcast(tensor, 0).wait()
     except RuntimeError as error:

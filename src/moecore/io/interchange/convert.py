@@ -33,13 +33,13 @@ from moecore.io.hf.convert import (
     open_native,
     write_native,
 )
-from moecore.io.hf.export import check_target, draft_of
+from moecore.io.hf.export import check_target, open_draft
 from moecore.io.hf.export_plan import make_items
 from moecore.io.hf.files import Box, BoxReader
 from moecore.io.hf.names import EMBEDDING, find_layout, hf_plan
 from moecore.io.hf.pieces import FileRecipe, file_shapes
 from moecore.io.hf.quant import TensorSource
-from moecore.io.interchange.dcp import DCPFiles, NewChunk, NewTensor, prefixes, write_dcp
+from moecore.io.interchange.dcp import DCPFiles, NewChunk, NewTensor, find_prefixes, write_dcp
 from moecore.io.interchange.dcp_metadata import read_options
 from moecore.io.interchange.megatron import (
     OTHER_FUNCTIONS,
@@ -48,9 +48,9 @@ from moecore.io.interchange.megatron import (
     MegatronBlock,
     TensorPart,
     find_places,
+    find_unused,
     megatron_blocks,
     optional_head,
-    unused,
     written_place,
 )
 from moecore.models.config import DecoderConfig
@@ -133,10 +133,10 @@ def native_to_dcp(
         if names == "megatron":
             tensors = _megatron_tensors(model)
         elif names == "dcp":
-            tensors = _own_tensors(model, dtype)
+            tensors = _native_tensors(model, dtype)
         else:
             tensors = {item.name: _one_chunk(item, model.collector) for item in model.items}
-        with draft_of(out) as draft:
+        with open_draft(out) as draft:
             write_dcp(draft, tensors, Meter(progress))
             if names == "megatron":
                 write_new(draft / "metadata.json", json.dumps(MEGATRON_METADATA))
@@ -144,9 +144,9 @@ def native_to_dcp(
     return len(tensors)
 
 
-def naming_of(files: DCPFiles) -> str:
-    """Return which of `DCPNames` the tensors of a directory have."""
-    if prefixes(files, WORDS):
+def find_naming(files: DCPFiles) -> str:
+    """Return the `DCPNames` entry of a directory, found from its tensor names."""
+    if find_prefixes(files, WORDS):
         return "megatron"
     is_native = any(".mlp.experts.w1" in n or ".mlp.router.weight" in n for n in files.tensors)
     return "dcp" if is_native else "dcp-transformers"
@@ -176,11 +176,11 @@ def _find_sources(
     files: DCPFiles, config: DecoderConfig
 ) -> tuple[dict[str, TensorSource], dict[str, FileRecipe], list[str]]:
     """Return the tensors of a directory, the plan that reads them, and the problems."""
-    kind = naming_of(files)
+    kind = find_naming(files)
     if kind == "megatron":
         spliced_sources, problems = _megatron_sources(files, config)
         return spliced_sources, hf_plan(config, "per_expert"), problems
-    prefix = _prefix_of(files, EMBEDDING)
+    prefix = _find_prefix(files, EMBEDDING)
     sources: dict[str, TensorSource] = {
         name.removeprefix(prefix): TensorSource(name, tensor.shape, tensor.dtype)
         for name, tensor in files.tensors.items()
@@ -193,9 +193,9 @@ def _find_sources(
     return sources, hf_plan(config, find_layout(sources)), []
 
 
-def _prefix_of(files: DCPFiles, ending: str) -> str:
+def _find_prefix(files: DCPFiles, ending: str) -> str:
     """Return the common prefix of the model's names; raise ValueError for several models."""
-    candidates = prefixes(files, ending) or [""]
+    candidates = find_prefixes(files, ending) or [""]
     if len(candidates) > 1 and "" not in candidates:
         raise ValueError(
             f"path ({files.path}) must hold one model, but has {ending} below "
@@ -214,7 +214,7 @@ def _megatron_sources(
                 "native "
                 "decoder computes another function of these weights: train on in Megatron-Core"
             )
-    prefix = _prefix_of(files, WORDS)
+    prefix = _find_prefix(files, WORDS)
     names = [name for name in files.tensors if name.startswith(prefix)]
     shapes = {name.removeprefix(prefix): files.tensors[name].shape for name in names}
     head = optional_head(config, shapes)
@@ -226,12 +226,12 @@ def _megatron_sources(
         places, wrong = find_places(block, shapes, config)
         problems += wrong
         used_keys |= {place.key for place in places}
-        for part, (place, first) in _placed(block, places):
+        for part, (place, first) in _pair_parts(block, places):
             span = (f"{prefix}{place.key}", place.index, first, first + part.stop - part.start)
             spans.setdefault(part.name, {})[part.start] = span
             rows = max(part.stop, shape_of.get(part.name, (0,))[0])
             shape_of[part.name] = (rows, *block.shape[1:])
-    problems += [f"{name} is no tensor of the decoder" for name in unused(shapes, used_keys)]
+    problems += [f"{name} is no tensor of the decoder" for name in find_unused(shapes, used_keys)]
     if problems:
         return {}, problems
     sources: dict[str, TensorSource] = {}
@@ -242,10 +242,10 @@ def _megatron_sources(
     return sources, []
 
 
-def _placed(
+def _pair_parts(
     block: MegatronBlock, places: tuple[LayerPlace, ...]
 ) -> Iterator[tuple[TensorPart, tuple[LayerPlace, int]]]:
-    """Yield each part of a block, its stored place, and its first row in the place."""
+    """Yield each part of a block with (its place, its first row in the place)."""
     at = 0
     for part in block.parts if places else ():
         row, begin = at, 0
@@ -290,7 +290,7 @@ def _join(block: MegatronBlock, items: Mapping[str, Item], collector: Collector)
     return torch.cat([tensors[part.name][part.start : part.stop] for part in block.parts])
 
 
-def _own_tensors(model: StoredModel, dtype: torch.dtype | None) -> dict[str, NewTensor]:
+def _native_tensors(model: StoredModel, dtype: torch.dtype | None) -> dict[str, NewTensor]:
     """Return the native decoder's tensors, with one chunk each."""
     if not model.is_decoder and any(".experts." in name for name in model.tensors):
         raise ValueError(

@@ -44,7 +44,7 @@ LAYERS, MTP = "decoder.layers", "mtp.layers"
 Shapes = Mapping[str, tuple[int, ...]]
 # Fields that Megatron-Core's tensors or options have, so that the same config.json gives the same
 # model there. Any other field must have its default, else the weights would compute something else.
-CARRIED = frozenset(
+SUPPORTED_FIELDS = frozenset(
     {
         *("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "windows"),
         *("qk_norm", "rope_theta", "rotary_dim", "norm_eps", "tie_embeddings", "dense_layers"),
@@ -58,7 +58,7 @@ CARRIED = frozenset(
         *("moe.num_shared_experts", "moe.shared_gate"),
     }
 )
-# Arguments of Megatron-LM with which the same tensors are another model than any of `CARRIED`.
+# Arguments of Megatron-LM that change the function of a model. No field of DecoderConfig has them.
 OTHER_FUNCTIONS = (
     *("activation_func_clamp_value", "activation_func_tanh_clamp_scale", "glu_linear_offset"),
     *("activation_func_tanh_clamp_scale_linear", "apply_layernorm_1p", "quick_geglu"),
@@ -151,7 +151,7 @@ def megatron_blocks(config: DecoderConfig) -> list[MegatronBlock]:
     for name in shapes:
         if name not in covered:
             _refuse(name, shapes)
-    problem = next(_not_carried(config), None)
+    problem = next(_unsupported_fields(config), None)
     if problem is not None:
         raise NotImplementedError(
             f"DecoderConfig.{problem}, else Megatron-Core computes another function of these "
@@ -160,13 +160,13 @@ def megatron_blocks(config: DecoderConfig) -> list[MegatronBlock]:
     return blocks
 
 
-def _not_carried(config: DecoderConfig) -> Iterator[str]:
+def _unsupported_fields(config: DecoderConfig) -> Iterator[str]:
     """Yield the config fields that Megatron-Core does not support, and their required values."""
     parts: list[tuple[str, Any]] = [("", config), ("moe.", config.moe), ("mla.", config.mla)]
     for prefix, part in parts:
         for field in fields(part) if part is not None else ():
             name, value = prefix + field.name, getattr(part, field.name)
-            if name not in (*CARRIED, "moe", "mla") and value != field.default:
+            if name not in (*SUPPORTED_FIELDS, "moe", "mla") and value != field.default:
                 yield f"{name} ({value!r}) must be {field.default!r}"
     mla, moe = config.mla, config.moe
     if mla is not None and mla.norm_eps != config.norm_eps:
@@ -207,7 +207,7 @@ def find_places(
     return (), [f"{place.key}{list(place.index) or ''} is missing"]
 
 
-def unused(shapes: Shapes, used_keys: set[str]) -> Iterator[str]:
+def find_unused(shapes: Shapes, used_keys: set[str]) -> Iterator[str]:
     """Yield names of the model's tensors that belong to no block."""
     for name in shapes:
         if name.startswith(ROOTS) and name not in used_keys and "_extra_state" not in name:
