@@ -237,18 +237,3 @@ def flex_olmo(block: Any, model: nn.Module) -> MoELayer:
     )
     router, experts = (dict(m.named_parameters()) for m in (block.gate, block.experts))
     return adopt(config, STACKED, router=router, experts=experts)
-
-
-def test_peft_after_its_merge(tmp_path):
-    peft = pytest.importorskip("peft")
-    wrapped = peft.get_peft_model(
-        random_model("qwen3-moe"), peft.LoraConfig(r=2, target_modules=["q_proj"])
-    )
-    for name, parameter in wrapped.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter)
-    with pytest.raises(ValueError, match=r"must be merged into the weights, .*merge_adapters"):
-        export_hf(wrapped, tmp_path / "out")
-    merged = wrapped.merge_and_unload()
-    export_hf(merged, tmp_path / "out")
-    torch.testing.assert_close(logits(loaded(tmp_path / "out")[0]), logits(merged))

@@ -62,7 +62,7 @@ Plan = TypeVar("Plan")
 
 
 class _DCPStorage:
-    """Methods that DCP requires of both a writer and a reader, without an effect here."""
+    """Methods without an effect, which DCP requires of a storage writer and a storage reader."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass
@@ -298,7 +298,7 @@ class Reader(_DCPStorage, StorageReader):
 
 
 def checked_io(verb: str, path: Path, action: Callable[[], object]) -> None:
-    """Run a DCP call; replace its multi-line exception, which is no Exception, by an OSError."""
+    """Run a DCP call; raise an OSError of one line in place of DCP's CheckpointException."""
     try:
         if not dist.is_initialized():
             # A plain model in one process is what the caller has, not an oversight. No

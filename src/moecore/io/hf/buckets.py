@@ -76,7 +76,7 @@ def make_meta(item: Item) -> WeightMeta:
 
 
 class _SentBox(NamedTuple):
-    """A box of a part of an item that a group of ranks replicates: see `PieceOverlap`."""
+    """A box of a part of an item, and the ranks that have the box."""
 
     part: int  # which of the item's parts
     overlap: PieceOverlap

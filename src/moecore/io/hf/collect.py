@@ -74,7 +74,7 @@ class Collector(Protocol):
         """Return the complete tensor on the CPU of its writer, and None on other ranks."""
 
     def check(self) -> None:
-        """Raise the first error of this rank that `collect` has not raised."""
+        """Raise the first error of this rank that `collect_tensor` has not raised."""
 
 
 class ErrorKeeper:
@@ -177,7 +177,7 @@ class StoredCollector:
         return tensor
 
     def check(self) -> None:
-        """Do nothing, because `collect` raises errors itself and no other rank waits."""
+        """Do nothing, because `collect_tensor` raises errors itself and no other rank waits."""
 
     def _reader(self, file: str) -> ShardReader:
         if file not in self._readers:

@@ -198,7 +198,7 @@ def _write_shards(
 
 
 class _ExportOutput(ErrorKeeper):
-    """This rank's file, if any. After an error, which `check` raises, tensors are dropped."""
+    """The file that this rank writes, if any. After an error, further tensors are ignored."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
