@@ -15,8 +15,14 @@ import torch
 from moecore.base.fields import UsageError
 from moecore.base.progress import show_progress
 from moecore.base.tables import bounded_line, printable, shown_bytes
-from moecore.io.checkpoint.directory import latest, prunable, prune, root_of, whole_directories
-from moecore.io.checkpoint.lock import leftovers_of_dead_job
+from moecore.io.checkpoint.directory import (
+    complete_checkpoints,
+    find_prunable,
+    find_root,
+    latest,
+    prune,
+)
+from moecore.io.checkpoint.lock import find_dead_drafts
 from moecore.io.checkpoint.manifest import DTYPE_NAMES, MANIFEST, read_manifest
 from moecore.io.checkpoint.shard_file import Progress
 
@@ -33,7 +39,7 @@ def run_inspect(args: Any) -> int:
     tensors = facts.pop("tensors")
     facts |= _totals(tensors)
     if path != args.path:
-        facts["steps"] = [p.name for p in whole_directories(path.parent)]
+        facts["steps"] = [p.name for p in complete_checkpoints(path.parent)]
     if args.json:
         print(json.dumps(facts | {"tensors": tensors}))
         return 0
@@ -88,11 +94,11 @@ def _hf_facts(path: Path) -> dict[str, Any]:
 
 
 def _dcp_facts(path: Path) -> dict[str, Any]:
-    from moecore.io.interchange.convert import naming_of
+    from moecore.io.interchange.convert import find_naming
     from moecore.io.interchange.dcp import DCPFiles
 
     with DCPFiles(path) as files:
-        names, tensors = naming_of(files), files.tensors
+        names, tensors = find_naming(files), files.tensors
     data_files = sorted({chunk.file for tensor in tensors.values() for chunk in tensor.chunks})
     return {
         "path": str(path),
@@ -210,9 +216,9 @@ def run_prune(args: Any) -> int:
         raise UsageError(f"--keep ({args.keep}) must be >= 1: the newest must stay")
     if not args.path.is_dir():
         raise UsageError(f"path ({args.path}) must be a run: it is not there")
-    root = root_of(args.path)
-    old = prunable(root, args.keep)
-    drafts = leftovers_of_dead_job(root) if old else []  # without old ones no lock is taken
+    root = find_root(args.path)
+    old = find_prunable(root, args.keep)
+    drafts = find_dead_drafts(root) if old else []  # without old ones no lock is taken
     if not args.dry_run:
         old = prune(root, args.keep)
         drafts = [path for path in drafts if not path.exists()]
@@ -231,7 +237,7 @@ def _find(path: Path) -> tuple[Path, str]:
         return path, "DCP"
     if (path / "config.json").is_file():
         return path, "Hugging Face"
-    newest = latest(root_of(path))
+    newest = latest(find_root(path))
     if newest is None:
         raise UsageError(
             f"path ({path}) must hold a {MANIFEST}, a config.json, a .metadata or whole step "

@@ -66,7 +66,7 @@ def test_one_error_lists_every_difference(tmp_path: Path) -> None:
 
 def test_long_lists_are_cut(tmp_path: Path) -> None:
     path = save(tmp_path, 1, build({f"layer{i:02d}": 2 for i in range(13)})[0], None)
-    with pytest.raises(ValueError, match=r"14 differ: .*; and 4 more: build them") as info:
+    with pytest.raises(ValueError, match=r"14 differ: .* \(and 4 more\): build them") as info:
         load(path, build({"other": 2})[0])
     assert str(info.value).count("is not in") == 10
 

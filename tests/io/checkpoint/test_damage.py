@@ -20,7 +20,7 @@ from torch import nn
 from moecore.io import latest, load, read_manifest, save, set_latest, verify
 from moecore.io.checkpoint.directory import POINTER
 from moecore.io.checkpoint.manifest import MANIFEST, ManifestChunk, check_grid
-from moecore.io.checkpoint.shard_file import Meter, file_problem, layout_of
+from moecore.io.checkpoint.shard_file import Meter, compute_layout, file_problem
 from tests.io.checkpoint.fuzz import build, fuzz, in_two_files, same, tensors_of, write_signed
 
 FIRST, SECOND = "rank-00000.safetensors", "rank-00001.safetensors"
@@ -187,7 +187,7 @@ def test_every_byte_of_the_manifest(root: Path) -> None:
 def test_every_byte_of_a_shard(root: Path, name: str) -> None:
     path = root / "step-000001"
     manifest, file = read_manifest(path), path / name
-    layout, stored = layout_of(manifest.entries_of(name)), manifest.files[name]
+    layout, stored = compute_layout(manifest.entries_of(name)), manifest.files[name]
     data = file.read_bytes()
     assert len(layout.header) < len(data) == layout.size
     header = range(len(layout.header))

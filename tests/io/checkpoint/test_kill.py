@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,10 +32,10 @@ CRASH_POINTS = {
     "lock": (lock, "write_new"),
     "bytes": (os, "write"),
     "fsync": (os, "fsync"),
-    "sync": (directory, "sync"),
+    "sync": (directory, "sync_directory"),
     "rename": (Path, "rename"),
     "replace": (Path, "replace"),
-    "remove": (directory.shutil, "rmtree"),
+    "remove": (shutil, "rmtree"),
 }
 
 
@@ -81,7 +82,7 @@ def test_crash_at_every_file_operation(tmp_path: Path, point: str, after: bool) 
         step, nth = left, nth + 1
     assert nth > 1 or point == "remove"
     assert loaded_step(tmp_path) == step + 1
-    assert len(directory.whole_directories(tmp_path)) == 1
+    assert len(directory.complete_checkpoints(tmp_path)) == 1
     assert not list(tmp_path.glob(".*"))
 
 
@@ -147,7 +148,7 @@ def test_directory_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mo
         with pytest.raises(OSError, match="Read-only file system"):
             save(tmp_path, 2, *build(2.0), {"step": 2})
     with monkeypatch.context() as patch:
-        patch.setattr(directory.shutil, "rmtree", read_only)
+        patch.setattr(shutil, "rmtree", read_only)
         save(tmp_path, 2, *build(2.0), {"step": 2}, keep=1)  # an old one that stays is no failure
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", read_only)

@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moecore import BalanceConfig, MoEConfig, ParallelConfig, build_meshes, parallelize_moe
-from moecore.base.params import global_indices
 from moecore.base.torch_private import HAS_SEPARATE_PIECES
 from moecore.io import load, read_manifest, save
 from moecore.models import Decoder, DecoderConfig
@@ -31,6 +30,7 @@ from moecore.moe.layer import LayerLayout, MoELayer
 from moecore.parallel.model.parallel_state import moe_state, request_of
 from tests.helpers.grids import asked_for, beside
 from tests.helpers.ranks import run_ranks
+from tests.parallel.pipeline.stages import local, shard_of
 
 pytestmark = pytest.mark.slow
 # Name -> number of ranks and degrees; None = a plain model without any mesh.
@@ -156,24 +156,13 @@ def mine_of(model: Decoder, optimizer: torch.optim.Optimizer) -> State:
     return found | {name: buffer for name, buffer in model.named_buffers() if name in kept}
 
 
-def shard_of(whole: Tensor, tensor: Tensor) -> Tensor:
-    """What this rank must hold of a whole tensor."""
-    if not isinstance(tensor, DTensor):
-        return whole
-    return whole[torch.meshgrid(*global_indices(tensor), indexing="ij")]
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-
-
 def put(state: State, model: Decoder, optimizer: torch.optim.Optimizer) -> None:
     for name, tensor in mine_of(model, optimizer).items():
-        local_of(tensor).copy_(shard_of(state[name], tensor))
+        local(tensor).copy_(shard_of(state[name], tensor))
 
 
 def locals_of(model: Decoder, optimizer: torch.optim.Optimizer) -> State:
-    return {name: local_of(t).clone() for name, t in mine_of(model, optimizer).items()}
+    return {name: local(t).clone() for name, t in mine_of(model, optimizer).items()}
 
 
 def differing(found: State, wanted: State) -> list[str]:
@@ -213,7 +202,7 @@ def load_all(
             continue
         model, optimizer, before, after = kept[kind, target]
         for param in model.parameters():
-            local_of(param).fill_(float("nan"))
+            local(param).fill_(float("nan"))
         for buffer in model.buffers():
             buffer.fill_(7)
         optimizer.state.clear()

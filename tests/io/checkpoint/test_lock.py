@@ -149,15 +149,15 @@ def test_a_dead_lock_is_taken_by_one_of_two(
     job = other_job(tmp_path)
     job.kill()
     job.join()
-    renamed, savers = lock._renamed, []
+    renamed, savers = lock._try_rename, []
 
     def slow(source: Path, target: Path) -> bool:
         if source.name == LOCK and not savers:
-            monkeypatch.setattr(lock, "_renamed", renamed)
+            monkeypatch.setattr(lock, "_try_rename", renamed)
             savers.append(Saver(tmp_path, *build(2.0)))  # the faster one
         return renamed(source, target)
 
-    monkeypatch.setattr(lock, "_renamed", slow)
+    monkeypatch.setattr(lock, "_try_rename", slow)
     with pytest.raises(OSError, match=REFUSED):
         Saver(tmp_path, *build(2.0))
     savers[0].save(2, {"step": 2}, wait=True)

@@ -10,18 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, MultiStepLR
 
-from moecore import ParallelConfig, build_meshes, parallelize_moe
 from moecore.io import Saver, export_hf, load, native_to_hf, read_manifest, save, verify
 from moecore.io.checkpoint.manifest import MANIFEST
 from moecore.models import Decoder, preset
-from moecore.parallel.model.parallel_state import moe_state
-from tests.helpers.ranks import run_ranks
 from tests.io.checkpoint.fuzz import write_signed
 from tests.io.hf.dirs import assert_same_directory
 
@@ -270,69 +266,3 @@ def test_a_checkpoint_is_converted_without_them(tmp_path: Path) -> None:
     native_to_hf(path, tmp_path / "converted", config=model.config.to_dict())
     export_hf(model, tmp_path / "exported")
     assert_same_directory(tmp_path / "exported", tmp_path / "converted")
-
-
-LAYOUTS = {
-    "dp": ParallelConfig(),
-    "ep4": ParallelConfig(ep=4),
-    "ep2-etp2": ParallelConfig(ep=2, etp=2),
-    "tp2-ep2-replicate2": ParallelConfig(tp=2, ep=2, edp_replicate=2, edp_shard=1),
-}
-
-
-def on_layout(name: str, seed: int) -> tuple[nn.Module, list[Optimizer]]:
-    torch.manual_seed(seed)
-    model = parallelize_moe(Decoder(CONFIG), build_meshes(LAYOUTS[name], "cpu"))
-    return model, optimizers_of(model, SGD)
-
-
-def reshard(rank: int, device: torch.device, folder: str, plain: str) -> dict[str, Any]:
-    """Load what one process saved, train it and hand it from layout to layout."""
-    root, path, results = Path(folder), Path(plain), {}
-    wanted = torch.load(root / "plain.pt", weights_only=True)
-    for name in LAYOUTS:
-        model, optimizers = on_layout(name, seed=9)
-        load(path, model, optimizers)
-        results[name] = differing(state_of(model, optimizers), wanted)
-        train(model, optimizers)
-        moe_state(model).finish_step()
-        path, wanted = save(root / name, 1, model, optimizers), state_of(model, optimizers)
-    optimizers[1].param_groups[1]["lr"] = 0.1 * (1 + rank)
-    results["alike"] = refusal(lambda: save(root / "alike", 1, model, optimizers))
-    mixed = optimizers if rank else optimizers[::-1]
-    results["order"] = refusal(lambda: save(root / "order", 1, model, mixed))
-    results["load"] = refusal(lambda: load(path, model, mixed))
-    if rank == 0:
-        torch.save(wanted, root / "sharded.pt")
-    found: list[Any] = [None] * 4
-    dist.all_gather_object(found, results)
-    return {key: [part[key] for part in found] for key in results}
-
-
-def refusal(action: Any) -> str:
-    try:
-        action()
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.slow
-def test_other_meshes(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = Decoder(CONFIG)
-    optimizers = optimizers_of(model, SGD)
-    train(model, optimizers)
-    path = save(tmp_path / "one", 1, model, optimizers)
-    torch.save(state_of(model, optimizers), tmp_path / "plain.pt")
-    results = run_ranks(4, reshard, str(tmp_path), str(path))
-    assert {name: results[name] for name in LAYOUTS} == {name: [[]] * 4 for name in LAYOUTS}
-    for error in results["alike"]:
-        assert "optimizer.param_groups[2]['lr'] of rank 1 must equal that of rank 0" in error
-    for error in results["order"]:
-        assert "optimizer of rank 1 must equal that of rank 0" in error
-    for error in results["load"]:
-        assert "optimizer (AdamW, AdamW, SGD) is a SGD, AdamW, AdamW in the checkpoint" in error
-    load(tmp_path / list(LAYOUTS)[-1] / "step-000001", model, optimizers)
-    wanted = torch.load(tmp_path / "sharded.pt", weights_only=True)
-    assert differing(state_of(model, optimizers), wanted) == []

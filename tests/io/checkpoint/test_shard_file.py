@@ -18,7 +18,13 @@ from torch import Tensor
 
 from moecore.io.checkpoint import shard_file
 from moecore.io.checkpoint.manifest import DTYPE_NAMES
-from moecore.io.checkpoint.shard_file import Meter, ShardReader, ShardWriter, layout_of, pieces
+from moecore.io.checkpoint.shard_file import (
+    Meter,
+    ShardReader,
+    ShardWriter,
+    compute_layout,
+    split_chunks,
+)
 
 
 @pytest.fixture(params=[256, 2**24], ids=["small-chunks", "real-chunks"])
@@ -31,7 +37,7 @@ def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
 
 
 def write(path: Path, tensors: dict[str, Tensor]) -> shard_file.StoredFile:
-    layout = layout_of({name: (t.dtype, t.shape) for name, t in tensors.items()})
+    layout = compute_layout({name: (t.dtype, t.shape) for name, t in tensors.items()})
     with ShardWriter(path, layout.header, pinned=False, meter=Meter()) as file:
         for name in layout.begins:
             file.add(tensors[name])
@@ -78,7 +84,7 @@ def test_bytes_are_those_of_the_library(tmp_path: Path) -> None:
 
 def test_pieces_are_the_tensor_in_order(chunk: int) -> None:
     for name, tensor in samples().items():
-        parts = list(pieces(tensor))
+        parts = list(split_chunks(tensor))
         assert all(part.nbytes <= chunk for part in parts), name
         flat = torch.cat([part.reshape(-1).float() for part in parts])
         assert torch.equal(flat, tensor.reshape(-1).float()), name
@@ -88,7 +94,7 @@ def test_pieces_are_the_tensor_in_order(chunk: int) -> None:
 def test_slices(tmp_path: Path, chunk: int, shape: tuple[int, ...]) -> None:
     whole = torch.randn(shape)
     write(tmp_path / "file", {"a": torch.zeros(5, dtype=torch.float64), "x": whole})
-    layout = layout_of({"a": (torch.float64, (5,)), "x": (torch.float32, shape)})
+    layout = compute_layout({"a": (torch.float64, (5,)), "x": (torch.float32, shape)})
     dice = random.Random(len(shape))
     buffer = torch.empty(shard_file.CHUNK_BYTES, dtype=torch.uint8)
     with ShardReader(tmp_path / "file", layout, buffer, Meter()) as file:
@@ -113,7 +119,7 @@ def test_only_the_slice_is_read(tmp_path: Path) -> None:
     """Half of the rows: half of the bytes. A narrow block of columns: not much more than it."""
     whole = torch.randn(64, 2**17)
     write(tmp_path / "file", {"x": whole})
-    layout = layout_of({"x": (torch.float32, whole.shape)})
+    layout = compute_layout({"x": (torch.float32, whole.shape)})
     buffer = torch.empty(shard_file.CHUNK_BYTES, dtype=torch.uint8)
     for rows, columns in ((32, 2**17), (64, 2**16), (64, 2**15)):
         read: list[int] = []
@@ -130,7 +136,7 @@ def test_only_the_slice_is_read(tmp_path: Path) -> None:
 
 def test_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
     write(tmp_path / "file", {"x": torch.ones(1000)})
-    layout = layout_of({"x": (torch.float32, (1000,))})
+    layout = compute_layout({"x": (torch.float32, (1000,))})
     buffer = torch.empty(1 << 16, dtype=torch.uint8)
     with ShardReader(tmp_path / "file", layout, buffer, Meter()) as file:
         (tmp_path / "file").write_bytes(b"short")
@@ -154,7 +160,7 @@ def test_a_failed_header_leaves_nothing_open(
 
 def test_wider_dtypes_come_first() -> None:
     kinds = {"b": torch.uint8, "a": torch.uint8, "z": torch.float64, "c": torch.bfloat16}
-    layout = layout_of({name: (dtype, (3,)) for name, dtype in kinds.items()})
+    layout = compute_layout({name: (dtype, (3,)) for name, dtype in kinds.items()})
     assert list(layout.begins) == ["z", "c", "a", "b"]
     assert len(layout.header) % 8 == 0 and layout.begins["z"] == len(layout.header)
     assert [b - a for a, b in pairwise(layout.begins.values())] == [24, 6, 3]
@@ -167,4 +173,4 @@ def test_memory_of_a_save_is_one_chunk(tmp_path: Path) -> None:
     write(tmp_path / "file", {"x": tensor})
     assert tracemalloc.get_traced_memory()[1] < 2**20
     tracemalloc.stop()
-    assert max(part.nbytes for part in pieces(tensor)) <= shard_file.CHUNK_BYTES
+    assert max(part.nbytes for part in split_chunks(tensor)) <= shard_file.CHUNK_BYTES

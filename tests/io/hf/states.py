@@ -19,7 +19,7 @@ def native_state(state: Mapping[str, Tensor], config: DecoderConfig) -> dict[str
             theirs = state[piece.name]
             assert theirs.shape == piece.file_shape, piece.name
             if piece.view is not None:
-                theirs = piece.view.of(theirs.contiguous())
+                theirs = piece.view.apply(theirs.contiguous())
             whole[piece.region].copy_(theirs.reshape(whole[piece.region].shape))
     return native
 
@@ -36,7 +36,7 @@ def hf_state(
             theirs[piece.name] = part
         else:
             whole = theirs.setdefault(piece.name, part.new_empty(piece.file_shape))
-            view = piece.view.of(whole)
+            view = piece.view.apply(whole)
             view.copy_(part.reshape(view.shape))
     copies = {copy: theirs[n] for copy, n in hf_copies(config).items() if copy != HEAD}
     return theirs | copies

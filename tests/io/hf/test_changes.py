@@ -16,7 +16,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def digest(digests: Digests, *tensors: Tensor) -> tuple[int, int]:
-    return digests.of_all({"x": tensors})["x"]
+    return digests.compute({"x": tensors})["x"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int64])

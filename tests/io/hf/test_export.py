@@ -63,18 +63,8 @@ def test_transformers_loads_it_and_gives_equal_logits(name, layout, tmp_path):
 @pytest.mark.parametrize(
     "name",
     [
-        "qwen3",
-        "mixtral",
-        "olmoe",
-        "deepseek",
-        "deepseek-v2",
-        "glm-4.5",
-        "llama, biases",
-        "gpt-oss",
-        "qwen2-moe",
-        "qwen3-next",
-        "nemotron-h",
-        "deepseek-v3.2",
+        *("qwen3", "mixtral", "olmoe", "deepseek", "deepseek-v2", "glm-4.5", "llama, biases"),
+        *("gpt-oss", "qwen2-moe", "qwen3-next", "nemotron-h", "deepseek-v3.2"),
     ],
 )
 def test_a_native_decoder_becomes_a_transformers_model(name, tmp_path):
@@ -174,15 +164,10 @@ def test_what_only_training_reads_may_differ(tmp_path):
             r"config.json moe.top_k \(3\) must be that of the model \(2\)",
         ),
         (
-            dict(config=TINY_JSON | dict(rms_norm_eps=1e-5)),
-            r"config.json norm_eps \(1e-05\) must be that of the model \(1e-06\)",
-        ),
-        (
             dict(config=TINY_JSON | dict(first_k_dense_replace=3)),
             r"config.json moe \(None\) must be that of the model \(given\)",
         ),
         (dict(dtype=torch.float8_e4m3fn), r"dtype \(torch.float8_e4m3fn\) must be a float of 16"),
-        (dict(dtype=torch.int32), r"dtype \(torch.int32\) must be a float"),
         (dict(max_shard_bytes=0), r"max_shard_bytes \(0\) must be a whole number >= 1"),
         (dict(layout="mixtral"), r"layout \('mixtral'\) must be one of 'per_expert', 'fused'"),
     ],
@@ -201,27 +186,6 @@ def test_wrong_arguments(change, message, tmp_path):
             "qwen3-moe",
             dict(num_experts_per_tok=3),
             r"config.json moe.top_k \(3\) must be that of the",
-        ),
-        (
-            "qwen3-moe",
-            dict(tie_word_embeddings=True),
-            r"json tie_embeddings \(True\) must be that of",
-        ),
-        ("qwen3-moe", dict(attention_bias=True), r"config.json attention_bias \('all'\)"),
-        (
-            "qwen3-moe",
-            dict(model_type="olmoe"),
-            r"model_type \('olmoe'\) must be .* \('qwen3_moe'\)",
-        ),
-        (
-            "gpt-oss",
-            dict(num_experts_per_tok=3),
-            r"config.json moe.top_k \(3\) must be th",
-        ),
-        (
-            "gpt-oss",
-            dict(swiglu_limit=7.0),
-            r"config.json moe.activation_limit \(7.0\) must be that of the",
         ),
         (
             "gpt-oss",

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from moecore import ParallelConfig, build_meshes, parallelize_moe
 from moecore.io.checkpoint.ranks import gather
+from moecore.io.hf import buckets as hf_buckets
 from moecore.io.hf import collect as hf_collect
 from moecore.io.hf import export as hf_export
 from moecore.io.hf.export import export_hf
@@ -25,8 +26,8 @@ from tests.io.hf.test_config import TINY_JSON
 
 CONFIG = preset("tiny-deepseek-v3")
 EMBEDDING = "model.embed_tokens.weight"
-# Where a rank can fail: what it looks up, who holds what, memory of a tensor, its file's end.
-POINTS = ("local_part", "holding_of", "overlaps", "empty", "finish")
+# Where a rank can fail: its own tensors, its part of each, memory of a tensor, its file's end.
+POINTS = ("local_part", "shard_runs", "empty", "add", "finish")
 
 
 @contextmanager
@@ -53,9 +54,10 @@ def failing(point: str, nth: int) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         if point == "empty":
-            patch.setattr(hf_collect, "torch", Torch())
-        elif point == "finish":
-            patch.setattr(hf_export.ShardWriter, "finish", wrapped(hf_export.ShardWriter.finish))
+            patch.setattr(hf_buckets, "torch", Torch())
+        elif point in ("add", "finish"):
+            writer = hf_export.ShardWriter
+            patch.setattr(writer, point, wrapped(getattr(writer, point)))
         else:
             patch.setattr(hf_collect, point, wrapped(getattr(hf_collect, point)))
         yield

@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import save_file
 
 from moecore.io import load, load_hf, save
+from moecore.io.checkpoint.files import join_problems
 from moecore.io.hf.convert import hf_to_native
-from moecore.io.hf.files import CONFIG, INDEX, HFFiles, listed
+from moecore.io.hf.files import CONFIG, INDEX, HFFiles
 from moecore.io.hf.quant import dequantize_fp8, dequantize_mxfp4, find_sources
 from moecore.io.hf.verify import verify_hf
 from moecore.models import Decoder, preset
@@ -322,8 +323,8 @@ def test_a_file_that_changes_while_it_is_read(tmp_path):
 
 
 def test_long_lists_are_cut():
-    assert listed(["a", "b"]) == "a; b"
-    assert listed(str(i) for i in range(13)).endswith("; 9 (and 3 more)")
+    assert join_problems(["a", "b"]) == "a; b"
+    assert join_problems([*map(str, range(13))]).endswith("; 9 (and 3 more)")
 
 
 @pytest.mark.parametrize("name", ["x" * 10**6, "model\nlayers\r\n.x", "\x1b[2J" * 10**4], ids=len)

@@ -60,16 +60,8 @@ def test_there_and_back_is_bit_exact(name, layout):
 @pytest.mark.parametrize(
     "name",
     [
-        "qwen3",
-        "qwen3-next",
-        "nemotron-h",
-        "mixtral",
-        "olmoe",
-        "deepseek",
-        "deepseek-v3.2",
-        "mistral",
-        "glm-4.5-air",
-        "gpt-oss",
+        *("qwen3", "qwen3-next", "nemotron-h", "mixtral", "olmoe", "deepseek", "deepseek-v3.2"),
+        *("mistral", "glm-4.5-air", "gpt-oss"),
     ],
 )
 def test_files_of_transformers_are_read_and_written(name, tmp_path):
@@ -124,54 +116,10 @@ def test_multi_token_prediction_comes_after_the_last_layer(layout, depth):
     assert_equal(native_state(theirs, config), state)
 
 
-def test_names_of_published_nemotron_3_nano():
-    shapes = file_shapes(hf_plan(preset("nemotron-3-nano-30b-a3b"), "per_expert"))
-    mixer = "backbone.layers.{}.mixer."
-    want = {
-        "backbone.embeddings.weight": (131072, 2688),
-        "backbone.layers.0.norm.weight": (2688,),
-        mixer.format(0) + "in_proj.weight": (10304, 2688),
-        mixer.format(0) + "conv1d.weight": (6144, 1, 4),
-        mixer.format(0) + "conv1d.bias": (6144,),
-        mixer.format(0) + "A_log": (64,),
-        mixer.format(0) + "D": (64,),
-        mixer.format(0) + "dt_bias": (64,),
-        mixer.format(0) + "norm.weight": (4096,),
-        mixer.format(0) + "out_proj.weight": (2688, 4096),
-        mixer.format(1) + "gate.weight": (128, 2688),
-        mixer.format(1) + "gate.e_score_correction_bias": (128,),
-        mixer.format(51) + "experts.127.up_proj.weight": (1856, 2688),
-        mixer.format(51) + "experts.127.down_proj.weight": (2688, 1856),
-        mixer.format(1) + "shared_experts.up_proj.weight": (3712, 2688),
-        mixer.format(1) + "shared_experts.down_proj.weight": (2688, 3712),
-        mixer.format(5) + "q_proj.weight": (4096, 2688),
-        mixer.format(5) + "k_proj.weight": (256, 2688),
-        mixer.format(5) + "o_proj.weight": (2688, 4096),
-        "backbone.norm_f.weight": (2688,),
-        "lm_head.weight": (131072, 2688),
-    }
-    assert {name: shapes[name] for name in want} == want
-    assert len(shapes) == 3 + 52 + 23 * 8 + 23 * (4 + 2 * 128) + 6 * 4
-
-
 def test_names_of_published_qwen3_next():
     config = replace(preset("qwen3-next-80b-a3b"), num_mtp_layers=1, mtp_loss_coef=0.3)
     shapes = file_shapes(hf_plan(config, "per_expert"))
     want = {
-        "model.layers.0.linear_attn.in_proj_qkvz.weight": (12288, 2048),
-        "model.layers.0.linear_attn.in_proj_ba.weight": (64, 2048),
-        "model.layers.0.linear_attn.conv1d.weight": (8192, 1, 4),
-        "model.layers.0.linear_attn.A_log": (32,),
-        "model.layers.0.linear_attn.dt_bias": (32,),
-        "model.layers.0.linear_attn.norm.weight": (128,),
-        "model.layers.0.linear_attn.out_proj.weight": (2048, 4096),
-        "model.layers.3.self_attn.q_proj.weight": (8192, 2048),
-        "model.layers.3.self_attn.k_proj.weight": (512, 2048),
-        "model.layers.3.self_attn.q_norm.weight": (256,),
-        "model.layers.47.mlp.gate.weight": (512, 2048),
-        "model.layers.47.mlp.experts.511.up_proj.weight": (512, 2048),
-        "model.layers.47.mlp.shared_expert.down_proj.weight": (2048, 512),
-        "model.layers.47.mlp.shared_expert_gate.weight": (1, 2048),
         "mtp.fc.weight": (2048, 4096),
         "mtp.pre_fc_norm_embedding.weight": (2048,),
         "mtp.pre_fc_norm_hidden.weight": (2048,),
@@ -187,17 +135,6 @@ def test_names_of_published_qwen3_next():
 def test_names_and_shapes_of_published_deepseek_v3():
     shapes = file_shapes(hf_plan(preset("deepseek-v3"), "per_expert"))
     want = {
-        "model.embed_tokens.weight": (129280, 7168),
-        "model.layers.0.mlp.down_proj.weight": (7168, 18432),
-        "model.layers.0.self_attn.q_a_proj.weight": (1536, 7168),
-        "model.layers.0.self_attn.q_a_layernorm.weight": (1536,),
-        "model.layers.0.self_attn.q_b_proj.weight": (24576, 1536),
-        "model.layers.0.self_attn.kv_a_proj_with_mqa.weight": (576, 7168),
-        "model.layers.0.self_attn.kv_a_layernorm.weight": (512,),
-        "model.layers.0.self_attn.kv_b_proj.weight": (32768, 512),
-        "model.layers.0.self_attn.o_proj.weight": (7168, 16384),
-        "model.layers.3.mlp.gate.weight": (256, 7168),
-        "model.layers.3.mlp.gate.e_score_correction_bias": (256,),
         "model.layers.60.mlp.experts.255.gate_proj.weight": (2048, 7168),
         "model.layers.60.mlp.experts.0.down_proj.weight": (7168, 2048),
         "model.layers.60.mlp.shared_experts.up_proj.weight": (2048, 7168),

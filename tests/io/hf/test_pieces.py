@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from moecore.io.hf.names import hf_plan
-from moecore.io.hf.pieces import PieceOverlap, TensorPiece, holding_of, overlaps
+from moecore.io.hf.pieces import PieceOverlap, TensorPiece, overlaps, shard_runs
 from moecore.models import preset
 
 
 def test_worked_example():
     indices = [torch.arange(4), torch.arange(2), torch.tensor([2, 3]), torch.arange(1)]
-    found = list(overlaps(holding_of(indices), TensorPiece("fused", (), (4, 8, 1)), (4, 2, 4, 1)))
+    found = list(overlaps(shard_runs(indices), TensorPiece("fused", (), (4, 8, 1)), (4, 2, 4, 1)))
     whole = slice(0, 1)
     assert found == [
         PieceOverlap(
@@ -58,7 +58,7 @@ def test_boxes_are_the_elements_that_both_have(shape, piece, most):
         want = torch.where(inside[mesh] if indices else inside, want, -1.0)
         found = torch.full_like(want, -1.0)
         seen = 0
-        for box in overlaps(holding_of(indices), piece, shape, max_numel=most):
+        for box in overlaps(shard_runs(indices), piece, shape, max_numel=most):
             part = found[box.target]
             part.copy_(held[box.source].reshape(part.shape))
             seen += part.numel()

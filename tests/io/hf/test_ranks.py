@@ -19,7 +19,6 @@ from moecore import ParallelConfig, build_meshes, parallelize_moe
 from moecore.base.params import global_indices
 from moecore.base.torch_private import HAS_SEPARATE_PIECES
 from moecore.io import save as save_native
-from moecore.io.hf import export as hf_export
 from moecore.io.hf import files as hf_files
 from moecore.io.hf.config import decoder_config_from_hf
 from moecore.io.hf.convert import native_to_hf
@@ -146,10 +145,6 @@ def run_case(root: Path, name: str, layout: str, truth: dict[str, Tensor]) -> di
     reports = all_reports(load_hf(root / name, model))
     found = {"wrong": wrong_shards(model, truth), "reports": reports}
     found["share"] = all_reports(shard_bytes(model))
-    with torch.no_grad():
-        ids = torch.arange(24).view(2, 12) % 50
-        out = model.eval()(ids)
-    found["logits"] = out if name.startswith("native") else out.logits
     if name == "mixtral":
         found["tied"] = model.lm_head.weight is model.model.embed_tokens.weight
     exported = root / f"{name}-{layout}"
@@ -192,18 +187,6 @@ def errors_on_ranks(root: Path) -> dict[str, list[str]]:
     )
     if rank == 2:
         object.__setattr__(other, "config", CONFIG)
-    with full_disk() if rank == 2 else nullcontext():
-        found["full disk"] = all_reports(
-            message(
-                lambda: export_hf(other, root / "broken", config=TINY_JSON, max_shard_bytes=40_000)
-            )
-        )
-    with odd_failure() if rank == 2 else nullcontext():
-        found["odd failure"] = all_reports(
-            message(
-                lambda: export_hf(other, root / "broken", config=TINY_JSON, max_shard_bytes=40_000)
-            )
-        )
     hidden = root / "qwen2-moe" if rank != 2 else root / "qwen3-hidden"
     hidden.mkdir(exist_ok=True)
     found["hidden"] = all_reports(message(lambda: load_hf(hidden, model)))
@@ -214,17 +197,6 @@ def errors_on_ranks(root: Path) -> dict[str, list[str]]:
         found["shrinking"] = all_reports(message(lambda: load_hf(root / "native", other)))
     found["left behind"] = all_reports(sorted(p.name for p in root.glob("*broken*")))
     return found
-
-
-@contextmanager
-def odd_failure() -> Iterator[None]:
-    """What is no OSError must not leave the others waiting either."""
-    add = hf_export.ShardWriter.add
-    hf_export.ShardWriter.add = lambda *_: [][0]  # type: ignore[assignment, return-value]
-    try:
-        yield
-    finally:
-        hf_export.ShardWriter.add = add  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -244,25 +216,6 @@ def shrinking() -> Iterator[None]:
         yield
     finally:
         hf_files.HFFiles.read = read  # type: ignore[method-assign]
-
-
-@contextmanager
-def full_disk() -> Iterator[None]:
-    """Let the third tensor that this rank writes fail."""
-    written: list[int] = []
-    add = hf_export.ShardWriter.add
-
-    def failing(self: Any, tensor: Tensor) -> None:
-        written.append(1)
-        if len(written) == 3:
-            raise OSError(28, "No space left on device")
-        add(self, tensor)
-
-    hf_export.ShardWriter.add = failing
-    try:
-        yield
-    finally:
-        hf_export.ShardWriter.add = add
 
 
 def run_docs(root: Path) -> list[int]:
@@ -315,18 +268,6 @@ def test_every_shard_is_loaded_bit_for_bit(case, results):
 @pytest.mark.parametrize("case", beside(CASES, NIGHTLY), ids="-".join)
 def test_export_and_load_again_is_bit_exact(case, results):
     assert results[case]["again"] == []
-
-
-@pytest.mark.parametrize("case", beside(CASES, NIGHTLY), ids="-".join)
-def test_logits_equal_one_process(case, results, root):
-    name, _ = case
-    model = make_module(name)
-    model.load_state_dict(load_file(root / f"{name}.truth"))
-    with torch.no_grad():
-        out = model.eval()(torch.arange(24).view(2, 12) % 50)
-    want = out if name.startswith("native") else out.logits
-    error = (results[case]["logits"] - want).abs().max() / want.abs().max()
-    assert error <= 1e-5
 
 
 @pytest.mark.parametrize("case", beside(CASES, NIGHTLY), ids="-".join)
@@ -404,9 +345,6 @@ def test_every_rank_raises_and_nothing_changes(results):
     assert "(and 171 more)" in errors["other model"][0]
     assert len(set(errors["one rank"])) == 1
     assert "norm_eps (1e-06) must be that of the model (0.001)" in errors["one rank"][0]
-    assert len(set(errors["full disk"])) == 1
-    assert "No space left on device" in errors["full disk"][0]
-    assert set(errors["odd failure"]) == {"list index out of range (on rank 2)"}
     assert set(errors["shrinking"]) == {"has changed meanwhile (on rank 2)"}
     assert all("must be visible to every rank" in text for text in errors["hidden"])
     assert errors["unchanged"] == [True] * WORLD

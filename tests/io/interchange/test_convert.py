@@ -31,7 +31,7 @@ from moecore.io.interchange import dcp as dcp_room
 from moecore.io.interchange.convert import dcp_to_native, native_to_dcp
 from moecore.io.interchange.dcp import DCPFiles, NewChunk, NewTensor, write_dcp
 from moecore.io.interchange.dcp_metadata import _MetadataRecord, _Unpickler
-from moecore.io.interchange.megatron import CARRIED, _not_carried, megatron_blocks
+from moecore.io.interchange.megatron import SUPPORTED_FIELDS, _unsupported_fields, megatron_blocks
 from moecore.models import Decoder, DecoderConfig
 from tests.families.transformers.hf_models import random_model
 from tests.io.hf.states import hf_state
@@ -558,18 +558,20 @@ def test_arguments_of_a_run_that_make_it_another_model_are_refused(change, tmp_p
 def test_every_field_is_carried_or_must_have_its_default():
     """A new one is refused until it is named."""
     config = case("tiny-deepseek-v3")[0]
-    assert [*_not_carried(config)] == []
+    assert [*_unsupported_fields(config)] == []
     named = dict[str, Any]()
     for prefix, part in (("", config), ("moe.", config.moe), ("mla.", config.mla)):
         named |= {prefix + field.name: part for field in fields(part)}
-    assert named.keys() >= CARRIED
-    for name in named.keys() - CARRIED - {"moe", "mla"}:
+    assert named.keys() >= SUPPORTED_FIELDS
+    for name in named.keys() - SUPPORTED_FIELDS - {"moe", "mla"}:
         changed = copy.copy(named[name])
         object.__setattr__(changed, name.rpartition(".")[2], "another value")
         whole = changed if changed.__class__ is DecoderConfig else copy.copy(config)
         if "." in name:
             object.__setattr__(whole, name.partition(".")[0], changed)
-        assert [p for p in _not_carried(whole) if p.startswith(f"{name} ('another value') must")]
+        assert [
+            p for p in _unsupported_fields(whole) if p.startswith(f"{name} ('another value') must")
+        ]
 
 
 def test_an_error_while_writing_is_the_callers_own(tmp_path):

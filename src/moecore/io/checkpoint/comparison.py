@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from moecore.base.tables import bounded_line
 from moecore.io.checkpoint.config_differences import missing_fields, saved_differences
+from moecore.io.checkpoint.files import refuse_problems
 from moecore.io.checkpoint.hyperparameters import (
     Scheduler,
     Schedulers,
     all_groups,
     group_classes,
     group_problems,
-    one_scheduler,
+    join_schedulers,
     optimizer_class,
     option_problems,
     scheduler_state,
@@ -30,13 +30,11 @@ from moecore.io.checkpoint.state import (
     ModelView,
     Optimizers,
     amax_names,
-    listed_optimizers,
+    list_optimizers,
     optimizer_state_to_fill,
     rng_tensors,
     state_like,
 )
-
-MAX_LINES, MAX_CHARS = 10, 400  # differences in one error, and characters of each
 
 
 @dataclass(slots=True)
@@ -48,10 +46,10 @@ class Comparison:
     # "<slot>.<fqn>" -> dtype of optimizer state laid out like its parameter, and of scalar state.
     matrices: dict[str, torch.dtype] = field(default_factory=dict)
     scalars: dict[str, torch.dtype] = field(default_factory=dict)
-    groups: bool = False  # whether hyperparameters are set, of all optimizers
+    groups: bool = False  # whether the load sets the hyperparameters of the optimizers
     scheduler: Scheduler | None = None
-    left_out: list[str] = field(default_factory=list)  # what `strict=False` passes over
-    refused: list[str] = field(default_factory=list)  # what it does not
+    left_out: list[str] = field(default_factory=list)  # differences; errors only with `strict`
+    refused: list[str] = field(default_factory=list)  # differences that are always errors
     uncompared: str = ""  # why the model's config could not be compared, for a warning
 
 
@@ -78,38 +76,29 @@ def compare(
         f"config.{d.name} ({d.value}) must be {d.reference} as in the checkpoint"
         for d in saved_differences(view.config, manifest.facts.config)
     ]
-    _compare_model(fit, view, union, below("model.", manifest), cast=cast)
-    fit.optimizers = listed_optimizers(optimizer, view)
+    _compare_model(fit, view, union, select_tensors("model.", manifest), cast=cast)
+    fit.optimizers = list_optimizers(optimizer, view)
     if fit.optimizers:
         _compare_optimizers(fit, view, union, manifest, cast=cast)
-    schedule = one_scheduler(scheduler, fit.optimizers)
+    schedule = join_schedulers(scheduler, fit.optimizers)
     if schedule is not None:
         _compare_scheduler(fit, schedule, manifest)
     return fit
 
 
 def check_fit(fit: Comparison, path: Path, *, strict: bool) -> None:
-    """Raise one ValueError with all differences that are errors."""
+    """Raise one ValueError with every difference that the load does not accept."""
     problems = fit.refused + (fit.left_out if strict else [])
-    if problems:
-        advice = "build them as when it was saved"
-        if strict and not fit.refused:
-            advice += ", or load what fits with strict=False"
-        raise ValueError(
-            f"path ({path}) must fit the model, optimizer and scheduler, but {summary(problems)}: "
-            f"{advice}"
-        )
+    fix = "build them as when it was saved"
+    if strict and not fit.refused:
+        fix += ", or load what fits with strict=False"
+    subject = (
+        f"path ({path}) must fit the model, optimizer and scheduler, but {len(problems)} differ"
+    )
+    refuse_problems(subject, problems, fix)
 
 
-def summary(differences: list[str]) -> str:
-    """Return the number of differences, and the first ones."""
-    remaining = len(differences) - MAX_LINES
-    tail = f"; and {remaining} more" if remaining > 0 else ""
-    first = "; ".join(bounded_line(line, MAX_CHARS) for line in differences[:MAX_LINES])
-    return f"{len(differences)} differ: {first}{tail}"
-
-
-def below(prefix: str, manifest: Manifest) -> dict[str, StoredTensor]:
+def select_tensors(prefix: str, manifest: Manifest) -> dict[str, StoredTensor]:
     """Return the manifest's tensors with this prefix, by their names without it."""
     return {
         name.removeprefix(prefix): tensor
@@ -121,7 +110,7 @@ def below(prefix: str, manifest: Manifest) -> dict[str, StoredTensor]:
 def optimizer_target(
     fit: Comparison, view: ModelView
 ) -> tuple[list[dict[Tensor, dict[str, Tensor]]], dict[str, Tensor]]:
-    """Return the state tensors to fill for each optimizer, and their views by stored name."""
+    """Return each optimizer's state tensors to load into, and their stored views by stored name."""
     states = [optimizer_state_to_fill(o, view, fit.matrices, fit.scalars) for o in fit.optimizers]
     target = {}
     for param, slots in (item for state in states for item in state.items()):
@@ -133,8 +122,8 @@ def optimizer_target(
 
 
 def amax_target(model: nn.Module, manifest: Manifest) -> dict[str, Tensor]:
-    """Return tensors to fill with this rank's saved amax histories, of any number of steps."""
-    tensors = below("amax.", manifest)
+    """Return name -> empty tensor for each saved amax history of this rank's modules."""
+    tensors = select_tensors("amax.", manifest)
     shapes = {name: tensors[name] for name in amax_names(model) if name in tensors}
     return {
         name: torch.empty(tensor.shape)
@@ -144,7 +133,7 @@ def amax_target(model: nn.Module, manifest: Manifest) -> dict[str, Tensor]:
 
 
 def rng_target(manifest: Manifest) -> dict[str, Tensor]:
-    """Return this rank's generator states to fill, if the checkpoint has matching ones."""
+    """Return this rank's generator states to load into, except states with a mismatch."""
     states = rng_tensors()
     return {
         name: tensor
@@ -206,12 +195,12 @@ def _compare_optimizers(
     fit.left_out += problems
     fit.groups = not problems
     kinds = set(group_classes(current_class, len(named)))
-    weights = below("model.", manifest)
+    weights = select_tensors("model.", manifest)
     steps = {
         view.name_of(p): o for o in fit.optimizers for g in o.param_groups for p in g["params"]
     }
     slots: dict[str, dict[str, StoredTensor]] = {}
-    for key, tensor in below("optimizer.", manifest).items():
+    for key, tensor in select_tensors("optimizer.", manifest).items():
         slots.setdefault(key.partition(".")[2], {})[key] = tensor
     for name, stored_slots in sorted(slots.items()):
         kind = saved_owners[name][0] if name in saved_owners else None
@@ -235,7 +224,7 @@ def _compare_optimizers(
 def _shape_problem(
     optimizer: Optimizer, view: ModelView, name: str, stored_slots: dict[str, StoredTensor]
 ) -> str | None:
-    """Return the stored state of a parameter that is not a scalar and has a wrong shape."""
+    """Return an error text for stored state with a wrong shape; None if all shapes fit."""
     for key, tensor in stored_slots.items():
         like = state_like(optimizer, view.tensors[name], key.partition(".")[0])
         shape = tuple(view.view(name, like).shape)

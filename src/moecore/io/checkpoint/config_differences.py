@@ -75,18 +75,18 @@ def differences(
     values = asdict(reference) if isinstance(reference, DecoderConfig) else reference
     if values is None or not values.keys() >= _NO_DEFAULT:
         return []
-    return list(_differing(config, values, "", skipped_fields))
+    return list(_find_differences(config, values, "", skipped_fields))
 
 
-def training_only(moe: MoEConfig | None) -> frozenset[str]:
-    """Return the paths of fields that only training reads; no capacity if eval drops tokens."""
+def training_fields(moe: MoEConfig | None) -> frozenset[str]:
+    """Return `TRAINING`, without moe.capacity if the layer also drops tokens in eval."""
     drops = moe is not None and moe.capacity is not None and moe.capacity.eval_factor is not None
     return TRAINING - {"moe.capacity"} if drops else TRAINING
 
 
 def moe_differences(config: MoEConfig, reference: MoEConfig) -> list[Difference]:
     """Return the fields in which a layer's eval computation differs; see `TRAINING`."""
-    return list(_differing(config, asdict(reference), "moe.", training_only(config)))
+    return list(_find_differences(config, asdict(reference), "moe.", training_fields(config)))
 
 
 def hf_differences(config: Mapping[str, Any], reference: Mapping[str, Any]) -> list[Difference]:
@@ -94,11 +94,11 @@ def hf_differences(config: Mapping[str, Any], reference: Mapping[str, Any]) -> l
     kinds = [values.get("model_type") for values in (config, reference)]
     if kinds[0] != kinds[1]:  # then other fields mean other things
         return [Difference("model_type", *map(_value_text, kinds))]
-    return list(_differing_hf(config, reference, ""))
+    return list(_find_hf_differences(config, reference, ""))
 
 
 def saved_differences(config: Config | None, values: Mapping[str, Any] | None) -> list[Difference]:
-    """Return the fields in which a model's config (`own_config`) differs from a saved one."""
+    """Return the fields in which a model's config (`find_config`) differs from a saved one."""
     if config is None or values is None or missing_fields(config, values):
         return []
     if isinstance(config, DecoderConfig):
@@ -121,7 +121,7 @@ def config_values(config: object) -> dict[str, Any]:
         ValueError: for an object of another type.
     """
     try:
-        values = _opened(config)
+        values = _read_values(config)
     except RecursionError:
         raise ValueError(f"config ({type(config).__name__}) must not contain itself") from None
     if not isinstance(values, dict):
@@ -132,20 +132,20 @@ def config_values(config: object) -> dict[str, Any]:
     return values
 
 
-def _opened(value: object) -> Any:
+def _read_values(value: object) -> Any:
     # Before `is_dataclass`: configs of transformers 5 are dataclasses, and `asdict` omits what is
     # no field of theirs, such as model_type.
     if callable(getattr(value, "to_dict", None)) and not isinstance(value, type):
         values = value.to_dict()  # type: ignore[attr-defined]
         if not isinstance(values, Mapping):
             return value
-        return _json_fields(values) if "model_type" in values else _opened({**values})
+        return _json_fields(values) if "model_type" in values else _read_values({**values})
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _opened(getattr(value, field.name)) for field in fields(value)}
+        return {field.name: _read_values(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
-        return {name: _opened(entry) for name, entry in value.items()}
+        return {name: _read_values(entry) for name, entry in value.items()}
     if type(value) in (list, tuple):
-        return [_opened(entry) for entry in value]  # type: ignore[attr-defined]
+        return [_read_values(entry) for entry in value]  # type: ignore[attr-defined]
     return value
 
 
@@ -154,22 +154,22 @@ def _json_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     return {str(name): json.loads(t) for name, v in values.items() if (t := _json(v))}
 
 
-def own_config(model: nn.Module) -> Config | None:
+def find_config(model: nn.Module) -> Config | None:
     """Return the config of the only native decoder or transformers model in a module, or None."""
-    modules = {id(part): part for part in _configured(model)}
+    modules = {id(part): part for part in _find_models(model)}
     if len(modules) != 1:
         return None
     config: Any = next(iter(modules.values())).config
     return config if isinstance(config, DecoderConfig) else _json_fields(config.to_dict())
 
 
-def _configured(module: nn.Module) -> Iterator[nn.Module]:
+def _find_models(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the outermost modules that are a native decoder or a transformers model."""
     if isinstance(module, Decoder) or (is_pretrained(module) and hasattr(module, "config")):
         yield module
         return
     for child in module.children():
-        yield from _configured(child)
+        yield from _find_models(child)
 
 
 def _json(value: Any) -> str | None:
@@ -179,7 +179,7 @@ def _json(value: Any) -> str | None:
         return None
 
 
-def _differing_hf(
+def _find_hf_differences(
     config: Mapping[str, Any], reference: Mapping[str, Any], prefix: str
 ) -> Iterator[Difference]:
     # Only fields that both have. An unknown one is compared, too: a needless refusal names the
@@ -188,13 +188,13 @@ def _differing_hf(
     for name in sorted(values.keys() & other.keys()):
         a, b = values[name], other[name]
         if isinstance(a, Mapping) and isinstance(b, Mapping):
-            yield from _differing_hf(a, b, f"{prefix}{name}.")
-        elif _plain(a) != _plain(b):
+            yield from _find_hf_differences(a, b, f"{prefix}{name}.")
+        elif _as_list(a) != _as_list(b):
             yield Difference(prefix + name, _value_text(a), _value_text(b))
-    yield from _differing_rope(config, reference, prefix)
+    yield from _find_rope_differences(config, reference, prefix)
 
 
-def _differing_rope(
+def _find_rope_differences(
     config: Mapping[str, Any], reference: Mapping[str, Any], prefix: str
 ) -> Iterator[Difference]:
     # There are two spellings, and not every release writes the defaults out.
@@ -207,13 +207,13 @@ def _differing_rope(
         for name in sorted(names):
             # None is off; but a theta or a length that is not named has a default.
             is_named = name not in (THETA, LENGTH) or None not in (a.get(name), b.get(name))
-            if is_named and _plain(a.get(name)) != _plain(b.get(name)):
+            if is_named and _as_list(a.get(name)) != _as_list(b.get(name)):
                 path = prefix + (name if name == LENGTH else location + name)
                 yield Difference(path, _value_text(a.get(name)), _value_text(b.get(name)))
 
 
 def _comparable(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that affect outputs, without rotary options, with one name for aliases."""
+    """Return the fields that affect outputs, without rotary fields; aliases get one name."""
     result = {
         name: value
         for name, value in values.items()
@@ -233,7 +233,7 @@ def _comparable(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return prefix (per kind of layer) -> the enabled rotary options; {} without options."""
+    """Return field prefix -> rotary options, one entry for each kind of layer; {} = no options."""
     if all(values.get(name) is None for name in ROPE):
         return {}
     rope: dict[str, Any] = {}
@@ -260,7 +260,7 @@ def _rope_options(options: Mapping[str, Any], values: Mapping[str, Any]) -> dict
     return {name: value for name, value in result.items() if value is not None}
 
 
-def _differing(
+def _find_differences(
     config: Any, reference: Mapping[str, Any], prefix: str, skipped_fields: Collection[str]
 ) -> Iterator[Difference]:
     for field in fields(config):
@@ -276,12 +276,12 @@ def _differing(
             value = config.normalizes
             other = config.choices_per_token > 1 if other is None else other
         if is_dataclass(value) and isinstance(other, Mapping):
-            yield from _differing(value, other, f"{name}.", skipped_fields)
-        elif _plain(value) != _plain(other):
+            yield from _find_differences(value, other, f"{name}.", skipped_fields)
+        elif _as_list(value) != _as_list(other):
             yield Difference(name, _value_text(value), _value_text(other))
 
 
-def _plain(value: Any) -> Any:
+def _as_list(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 

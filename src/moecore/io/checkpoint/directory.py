@@ -20,7 +20,6 @@ import hashlib
 import logging
 import os
 import re
-import shutil
 import uuid
 from pathlib import Path
 from typing import Annotated
@@ -33,10 +32,10 @@ from moecore.io.checkpoint.files import (
     read_regular,
     remove,
     remove_leftovers,
-    sync,
+    sync_directory,
     write_new,
 )
-from moecore.io.checkpoint.lock import locked
+from moecore.io.checkpoint.lock import hold_lock
 from moecore.io.checkpoint.manifest import MANIFEST, Manifest
 
 POINTER = "latest"
@@ -64,10 +63,12 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
     """
     check_arguments(latest, locals())
     root = Path(root)
-    named = _pointed(root) or _pointed(root)  # again: a save may have replaced and pruned it
+    named = _pointer_target(root) or _pointer_target(
+        root
+    )  # again: a save may have replaced and pruned it
     if named is not None:
         return named
-    directories = whole_directories(root)
+    directories = complete_checkpoints(root)
     pointer = _read_pointer(root)
     if pointer is not None and directories:
         logger.warning(
@@ -79,18 +80,18 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
     return directories[-1] if directories else None
 
 
-def root_of(path: Path) -> Path:
+def find_root(path: Path) -> Path:
     """Return the directory with the steps of a run: `path`, or its checkpoints directory.
 
     `moecore train`, similar commands and MoETrainer save below their run directory.
     """
     below = path / CHECKPOINTS
-    has_steps = (path / POINTER).exists() or bool(whole_directories(path))
+    has_steps = (path / POINTER).exists() or bool(complete_checkpoints(path))
     return below if below.is_dir() and not has_steps else path
 
 
 def set_latest(path: str | os.PathLike[str]) -> None:
-    """Make `latest` name a complete checkpoint, for example to roll a run back.
+    """Set the pointer file `latest` to a complete checkpoint, for example to roll a run back.
 
     Later steps stay until a save of the same step replaces them, or pruning removes them.
 
@@ -100,14 +101,14 @@ def set_latest(path: str | os.PathLike[str]) -> None:
     """
     check_arguments(set_latest, locals())
     path = Path(path)
-    if _step_of(path) is None or not is_complete(path):
+    if _parse_step(path) is None or not is_complete(path):
         raise ValueError(f"path ({path}) must be a whole checkpoint, with a {MANIFEST}")
-    with locked(path.parent):
-        pointer = _new_pointer(
+    with hold_lock(path.parent):
+        pointer = _write_pointer(
             path.parent, path.name, read_regular(path / MANIFEST, max_bytes=MAX_TABLE)
         )
         pointer.replace(path.parent / POINTER)
-        sync(path.parent)
+        sync_directory(path.parent)
 
 
 def prune(root: str | os.PathLike[str], keep: Keep) -> list[Path]:
@@ -129,15 +130,15 @@ def prune(root: str | os.PathLike[str], keep: Keep) -> list[Path]:
         OSError: if another job writes to the run, or a checkpoint cannot be removed. That
             checkpoint stays in the run, and the other old checkpoints are removed.
     """
-    if not prunable(root, keep):
+    if not find_prunable(root, keep):
         return []
-    with locked(Path(root)):
+    with hold_lock(Path(root)):
         return _prune(Path(root), keep)
 
 
 def _prune(root: Path, keep: int) -> list[Path]:
     removed, problems = [], []
-    for path in prunable(root, keep):
+    for path in find_prunable(root, keep):
         try:
             remove(path)
         except OSError as error:
@@ -152,17 +153,17 @@ def _prune(root: Path, keep: int) -> list[Path]:
     return removed
 
 
-def prunable(root: str | os.PathLike[str], keep: Keep) -> list[Path]:
+def find_prunable(root: str | os.PathLike[str], keep: Keep) -> list[Path]:
     """Return the checkpoints that `prune` would remove."""
-    check_arguments(prunable, locals())
+    check_arguments(find_prunable, locals())
     newest = latest(root)
     if newest is None:
         return []
     # Later steps are of a run that was rolled back: they go first.
-    last = _step_of(newest) or 0
-    candidates = [path for path in whole_directories(Path(root)) if path != newest]
-    order = [path for path in candidates if (_step_of(path) or 0) > last]
-    order += [path for path in candidates if (_step_of(path) or 0) <= last]
+    last = _parse_step(newest) or 0
+    candidates = [path for path in complete_checkpoints(Path(root)) if path != newest]
+    order = [path for path in candidates if (_parse_step(path) or 0) > last]
+    order += [path for path in candidates if (_parse_step(path) or 0) <= last]
     num_old = max(0, len(order) - (keep - 1))
     # A checkpoint that stays may be a symlink to an older one, whose files it needs.
     targets = [path.resolve() for path in (newest, *order[num_old:])]
@@ -194,15 +195,15 @@ def check_unused(root: Path) -> None:
             )
 
 
-def whole_directories(root: Path) -> list[Path]:
+def complete_checkpoints(root: Path) -> list[Path]:
     """Return all complete checkpoints under `root`, sorted by step.
 
     Directories with other names, such as step-0000006 for step 6, are ignored.
     """
     if not root.is_dir():
         return []
-    paths = [path for path in root.iterdir() if _step_of(path) is not None and is_complete(path)]
-    return sorted(paths, key=lambda path: _step_of(path) or 0)
+    paths = [path for path in root.iterdir() if _parse_step(path) is not None and is_complete(path)]
+    return sorted(paths, key=lambda path: _parse_step(path) or 0)
 
 
 def is_complete(path: Path) -> bool:
@@ -230,11 +231,11 @@ def publish(draft: Path, manifest: Manifest, *, keep: int) -> None:
     """Rename a complete draft to the newest checkpoint; `keep` checkpoints stay (0 = all)."""
     root, final = draft.parent, directory_of(draft.parent, manifest.facts.step)
     write_new(draft / MANIFEST, manifest.text)
-    sync(draft)
+    sync_directory(draft)
     _check_free(final)
     _check_shard_files(draft, manifest)
     # All that needs room comes before the rename, so a full disk leaves nothing half announced.
-    pointer = _new_pointer(root, final.name, manifest.text.encode("ascii"))
+    pointer = _write_pointer(root, final.name, manifest.text.encode("ascii"))
     if os.path.lexists(final):  # of a run that was rolled back, or not whole
         with contextlib.suppress(ValueError):
             named = _read_pointer(root)
@@ -242,9 +243,9 @@ def publish(draft: Path, manifest: Manifest, *, keep: int) -> None:
                 (root / POINTER).unlink()
         remove(final)
     draft.rename(final)
-    sync(root)
+    sync_directory(root)
     pointer.replace(root / POINTER)
-    sync(root)
+    sync_directory(root)
     try:
         if keep:
             _prune(root, keep)
@@ -267,7 +268,7 @@ def _check_shard_files(draft: Path, manifest: Manifest) -> None:
 
 def _check_free(final: Path) -> None:
     """Raise ValueError unless this step is after the newest: no save moves `latest` back."""
-    step, newest = _step_of(final) or 0, None
+    step, newest = _parse_step(final) or 0, None
     try:
         newest = _newest_step(final.parent)
     except ValueError as error:  # a run must be able to save although an older save is damaged
@@ -281,12 +282,7 @@ def _check_free(final: Path) -> None:
         raise ValueError(f"step ({step}) must not be saved already: delete {final} to save it anew")
 
 
-def discard(draft: Path) -> None:
-    """Remove a draft of a failed save; ignore errors."""
-    shutil.rmtree(draft, ignore_errors=True)
-
-
-def _pointed(root: Path) -> Path | None:
+def _pointer_target(root: Path) -> Path | None:
     """Return the checkpoint that the pointer file names; None if either is missing."""
     named = _read_pointer(root)
     if named is None:
@@ -323,17 +319,17 @@ def _newest_step(root: Path) -> int | None:
     """Return the step of the newest checkpoint without reading its manifest, which may be large."""
     named = _read_pointer(root)
     if named is not None and is_complete(root / named[0]):
-        return _step_of(root / named[0])
-    directories = whole_directories(root)
-    return _step_of(directories[-1]) if directories else None
+        return _parse_step(root / named[0])
+    directories = complete_checkpoints(root)
+    return _parse_step(directories[-1]) if directories else None
 
 
-def _step_of(path: Path) -> int | None:
+def _parse_step(path: Path) -> int | None:
     match = _STEP_NAME.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
-def _new_pointer(root: Path, name: str, manifest: bytes) -> Path:
+def _write_pointer(root: Path, name: str, manifest: bytes) -> Path:
     """Write a pointer file under a temporary name and return its path, for a rename."""
     pointer = root / f".{POINTER}-{uuid.uuid4().hex[:8]}"
     try:

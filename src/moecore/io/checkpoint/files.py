@@ -12,12 +12,16 @@ import re
 import shutil
 import stat
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
+
+from moecore.base.tables import bounded_line
 
 # Largest files that are parsed. 1 GiB holds 6 million blocks: the model and the moments of
 # 1,200 parameters over 1,600 ranks. A config.json of a published model has 0.1 MB. Objects of
 # Python may take 25 times the bytes of their JSON ("[],[],"), so 10 MiB become 250 MB at most.
 MAX_TABLE, MAX_CONFIG = 1 << 30, 10 << 20
+MAX_LINES, MAX_CHARS = 10, 600  # problems listed in one error, and characters of each
 # Only names that a save makes: other hidden files of a run belong to the user.
 _LEFTOVER = re.compile(r"\.step-[0-9]+\.tmp-\w+|\.step-[0-9a-f]{8}\.old|\.latest-[0-9a-f]{8}")
 
@@ -73,7 +77,7 @@ def write_new(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def sync(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
     """Fsync a directory, so that the names of its files are on disk."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -126,7 +130,7 @@ def _entries(path: Path) -> list[str]:
     return sorted(paths)
 
 
-def leftovers(root: Path) -> list[Path]:
+def find_leftovers(root: Path) -> list[Path]:
     """Return the files of killed saves: drafts, half-deleted checkpoints, pointers."""
     return [path for path in sorted(root.glob(".*")) if _LEFTOVER.fullmatch(path.name)]
 
@@ -134,7 +138,7 @@ def leftovers(root: Path) -> list[Path]:
 def remove_leftovers(root: Path) -> None:
     """Delete the files of killed saves; renamed ones that cannot be deleted stay."""
     # Never under its own name: a stopped job could go on and publish its draft.
-    for leftover in leftovers(root):
+    for leftover in find_leftovers(root):
         with contextlib.suppress(OSError):
             if leftover.is_dir():
                 hidden = _hidden_name(leftover)
@@ -142,3 +146,16 @@ def remove_leftovers(root: Path) -> None:
                 _delete(hidden)
             else:
                 leftover.unlink()
+
+
+def join_problems(problems: Sequence[str]) -> str:
+    """Return the first problems in one line, and the number of the remaining problems."""
+    first = "; ".join(bounded_line(problem, MAX_CHARS) for problem in problems[:MAX_LINES])
+    remaining = len(problems) - MAX_LINES
+    return first if remaining <= 0 else f"{first} (and {remaining} more)"
+
+
+def refuse_problems(subject: str, problems: Sequence[str], fix: str) -> None:
+    """Raise one ValueError with the subject, the problems and the fix, if there are problems."""
+    if problems:
+        raise ValueError(f"{subject}: {join_problems(problems)}: {fix}")

@@ -22,11 +22,11 @@ from moecore.io.checkpoint.state import ModelView
 
 T = TypeVar("T")
 # How to compute, not what: another machine may want others.
-OF_THE_RUN = {"fused", "foreach", "capturable", "differentiable"}
+RUN_OPTIONS = {"fused", "foreach", "capturable", "differentiable"}
 # What schedulers add to a group, and set anew when they are built.
-OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
+SCHEDULER_OPTIONS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 # Numbers that decide about no state, so that 0 may become another number.
-VALUES = {"lr", "betas", "weight_decay", "eps"} | OF_SCHEDULERS
+NUMERIC_OPTIONS = {"lr", "betas", "weight_decay", "eps"} | SCHEDULER_OPTIONS
 WIDTH = "width_factor"  # of `WidthRates.regroup`; it is in the saved lr, weight_decay and weights
 MAX_NESTING = MAX_DEPTH - 10  # of a value, which lies in others
 
@@ -54,10 +54,10 @@ def group_classes(name: str, num_groups: int) -> list[str]:
 
 
 def optimizer_groups(optimizers: Sequence[Optimizer], model: ModelView) -> list[dict[str, Any]]:
-    """Return each group's hyperparameters, JSON-able, without `OF_THE_RUN`, and parameter names."""
+    """Return each group's JSON-able hyperparameters, except `RUN_OPTIONS`, and parameter names."""
     groups = []
     for group in all_groups(optimizers):
-        values = {k: v for k, v in group.items() if k != "params" and k not in OF_THE_RUN}
+        values = {k: v for k, v in group.items() if k != "params" and k not in RUN_OPTIONS}
         values = {k: v.item() if isinstance(v, Tensor) else v for k, v in values.items()}
         check_json("optimizer hyperparameter", values)
         groups.append({"params": [model.name_of(p) for p in group["params"]], **values})
@@ -77,14 +77,15 @@ def group_problems(present: list[dict[str, Any]], groups: list[dict[str, Any]]) 
         "in the checkpoint"
         for group, saved_group in zip(present, groups, strict=True)
         for key, value in saved_group.items()
-        if (key in group or key in VALUES) and not _may_become(key, group.get(key, 0.0), value)
+        if (key in group or key in NUMERIC_OPTIONS)
+        and not _may_become(key, group.get(key, 0.0), value)
     ]
 
 
 def option_problems(group: Mapping[str, Any], saved_group: Mapping[str, Any]) -> list[str]:
     """Return the differences of two groups in options that affect the state of a parameter."""
-    ignored = OF_SCHEDULERS | OF_THE_RUN | {"params"}
-    odd = sorted((group.keys() - ignored) ^ (saved_group.keys() - OF_SCHEDULERS - {"params"}))
+    ignored = SCHEDULER_OPTIONS | RUN_OPTIONS | {"params"}
+    odd = sorted((group.keys() - ignored) ^ (saved_group.keys() - SCHEDULER_OPTIONS - {"params"}))
     problems = []
     if odd:
         problems.append(
@@ -94,7 +95,9 @@ def option_problems(group: Mapping[str, Any], saved_group: Mapping[str, Any]) ->
     return problems + [
         f"optimizer hyperparameter {shown_name(key)} ({quote(group[key])}) is "
         f"{quote(saved_group[key])} in the checkpoint"
-        for key in sorted(group.keys() & saved_group.keys() - VALUES - OF_THE_RUN - {"params"})
+        for key in sorted(
+            group.keys() & saved_group.keys() - NUMERIC_OPTIONS - RUN_OPTIONS - {"params"}
+        )
         if isinstance(group[key], int | float | None) and bool(group[key]) != bool(saved_group[key])
     ]
 
@@ -104,7 +107,7 @@ def restore_groups(optimizers: Sequence[Optimizer], groups: list[dict[str, Any]]
     for group, saved_group in zip(all_groups(optimizers), groups, strict=True):
         for key, value in saved_group.items():
             current = group.get(key)
-            if key == "params" or key in OF_THE_RUN:
+            if key == "params" or key in RUN_OPTIONS:
                 continue
             if isinstance(current, Tensor):
                 current.fill_(value)  # a captured graph reads this very tensor
@@ -126,7 +129,7 @@ class Scheduler(Protocol):
 Schedulers = Scheduler | Sequence[Scheduler]
 
 
-class _Several:
+class _JoinedScheduler:
     """Several schedulers as one; the first one's last_epoch has the key "0.last_epoch"."""
 
     def __init__(self, parts: Sequence[Scheduler]) -> None:
@@ -148,7 +151,7 @@ class _Several:
             part.load_state_dict(state)
 
 
-def one_scheduler(
+def join_schedulers(
     scheduler: Schedulers | None, optimizers: Sequence[Optimizer]
 ) -> Scheduler | None:
     """Return a scheduler, or a list as one; the list must have the order of the optimizers."""
@@ -164,79 +167,79 @@ def one_scheduler(
             f"scheduler (of optimizers {', '.join(map(str, places))}) must be in the order of "
             "the optimizers: sort the list"
         )
-    return scheduler[0] if len(scheduler) == 1 else _Several(scheduler)
+    return scheduler[0] if len(scheduler) == 1 else _JoinedScheduler(scheduler)
 
 
 def _kind(scheduler: Scheduler) -> str:
-    return scheduler.kind if isinstance(scheduler, _Several) else type(scheduler).__name__
+    return scheduler.kind if isinstance(scheduler, _JoinedScheduler) else type(scheduler).__name__
 
 
 def scheduler_state(scheduler: Scheduler, values: dict[str, Any]) -> dict[str, Any]:
-    """Return saved values with the types of this scheduler's state; refuse another kind's."""
+    """Return saved values with the types of this scheduler's state; refuse other keys."""
     state = scheduler.state_dict()
     if state.keys() != values.keys():
         raise ValueError(
             f"scheduler ({_kind(scheduler)}) must have the state of the saved one, but "
             f"{', '.join(sorted(state.keys() ^ values.keys()))} differ"
         )
-    for name, rates in _rates(values):
+    for name, rates in _find_rates(values):
         if not isinstance(rates, list) or not all(map(is_finite, rates)):
             raise ValueError(
                 f"scheduler {shown_name(name)} must be a list of finite numbers, but is "
                 f"{rates!r:.40} in the checkpoint"
             )
-    result: dict[str, Any] = _like(state, values)
+    result: dict[str, Any] = _restore_types(state, values)
     return result
 
 
-def _rates(value: Any) -> Iterator[tuple[str, Any]]:
+def _find_rates(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the learning rate lists in a scheduler's state, also of nested schedulers."""
     for name, entry in value.items() if isinstance(value, dict) else ():
         if name.endswith(("base_lrs", "_last_lr")):
             yield name, entry
         else:
-            yield from _rates(entry)
+            yield from _find_rates(entry)
     for entry in value if isinstance(value, list) else ():
-        yield from _rates(entry)
+        yield from _find_rates(entry)
 
 
 def scheduler_values(scheduler: Scheduler) -> dict[str, Any]:
     """Return a scheduler's state as JSON values, or raise ValueError."""
     state = scheduler.state_dict()
     name = _kind(scheduler)
-    numbers = _numbers(state)
+    numbers = _tensors_to_numbers(state)
     check_json(f"scheduler {name}", numbers)
     values: dict[str, Any] = copy_json(numbers)
-    if _like(state, values) != state:
+    if _restore_types(state, values) != state:
         raise ValueError(
             f"scheduler ({name}) must have a state that JSON can hold: keep it in extra instead"
         )
     return values
 
 
-def _numbers(value: Any) -> Any:
+def _tensors_to_numbers(value: Any) -> Any:
     """Replace scalar tensors (of a tensor lr) by Python numbers; one host sync for each."""
     if isinstance(value, Tensor) and value.ndim == 0:
         return value.item()
     if isinstance(value, dict):
-        return {key: _numbers(entry) for key, entry in value.items()}
+        return {key: _tensors_to_numbers(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_numbers(entry) for entry in value]
+        return [_tensors_to_numbers(entry) for entry in value]
     return value
 
 
-def _like(template: Any, value: Any) -> Any:
+def _restore_types(template: Any, value: Any) -> Any:
     """Restore the types of a value that JSON changed: tuples, tensors, integer keys."""
     if isinstance(template, Tensor) and isinstance(value, int | float):
         return torch.full_like(template, value)
     if isinstance(template, tuple) and isinstance(value, list):
         return tuple(value)
     if isinstance(template, list) and isinstance(value, list) and len(template) == len(value):
-        return [_like(a, b) for a, b in zip(template, value, strict=True)]
+        return [_restore_types(a, b) for a, b in zip(template, value, strict=True)]
     if isinstance(template, dict) and isinstance(value, dict):
         if template and all(isinstance(key, int) for key in template):
             return type(template)({int(key): entry for key, entry in value.items()})
-        return {key: _like(template.get(key), entry) for key, entry in value.items()}
+        return {key: _restore_types(template.get(key), entry) for key, entry in value.items()}
     return value
 
 
@@ -261,11 +264,11 @@ def check_json(label: str, values: Mapping[str, Any]) -> None:
 
 
 def _may_become(key: str, current: Any, value: Any) -> bool:
-    """Whether a hyperparameter may change to the saved value; None is "off", except in `VALUES`."""
+    """Whether a hyperparameter may change to the saved value; None = "off" for most options."""
     if key == WIDTH:
         return bool(current == value)
     if current is None or value is None:
-        return key not in VALUES or current is value
+        return key not in NUMERIC_OPTIONS or current is value
     if isinstance(current, bool) or isinstance(value, bool):
         return isinstance(current, bool) and isinstance(value, bool)
     if isinstance(current, tuple | list):
@@ -275,7 +278,7 @@ def _may_become(key: str, current: Any, value: Any) -> bool:
             and all(_may_become(key, a, b) for a, b in zip(current, value, strict=True))
         )
     if isinstance(current, int | float | Tensor):
-        return is_finite(value) or (key not in VALUES and value in (math.inf, -math.inf))
+        return is_finite(value) or (key not in NUMERIC_OPTIONS and value in (math.inf, -math.inf))
     return isinstance(value, type(current))
 
 

@@ -30,7 +30,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from moecore.io.checkpoint.files import leftovers, read_beginning, remove_leftovers, write_new
+from moecore.io.checkpoint.files import find_leftovers, read_beginning, remove_leftovers, write_new
 
 LOCK, OWNER = ".lock", "owner"
 _LOCK_NAME = re.compile(r"\.lock-([0-9a-f]{8}|[0-9a-f]{16})")  # of drafts and of dead locks
@@ -51,7 +51,7 @@ class RunLock:
     def acquire(self) -> None:
         """Take the lock, or check that this object still has it; an OSError names another owner."""
         if self._end is not None:
-            if not _holds(self.root, self._text):
+            if not _has_lock(self.root, self._text):
                 raise OSError(
                     f"root ({self.root}) must be written to by one job, but another one took it "
                     f"over while this one stood still for {STALE_SECONDS:.0f} s: end one of them"
@@ -62,10 +62,10 @@ class RunLock:
             draft = self.root / f"{LOCK}-{uuid.uuid4().hex[:8]}"
             try:
                 draft_time = _write_draft(draft, text)
-                if _renamed(draft, self.root / LOCK):
+                if _try_rename(draft, self.root / LOCK):
                     self._keep(text.encode())
                     return
-                _set_dead_aside(self.root, draft_time)
+                _remove_dead_lock(self.root, draft_time)
             except FileNotFoundError:  # a release also removes the drafts of other locks
                 continue
             finally:
@@ -86,14 +86,14 @@ class RunLock:
         threading.Thread(target=_beat, args=args, name="moecore-lock", daemon=True).start()
 
 
-def _holds(root: Path, text: bytes) -> bool:
+def _has_lock(root: Path, text: bytes) -> bool:
     return _read_owner(root)[1] == text
 
 
 def _beat(root: Path, text: bytes, stop: threading.Event) -> None:
     while not stop.wait(BEAT_SECONDS):
         with contextlib.suppress(OSError, ValueError):  # such as when the root was removed
-            if _holds(root, text):
+            if _has_lock(root, text):
                 os.utime(root / LOCK / OWNER)
 
 
@@ -102,7 +102,7 @@ def _release(root: Path, text: bytes, stop: threading.Event, pid: int) -> None:
     if pid != os.getpid():  # of a process that was forked
         return
     with contextlib.suppress(OSError, ValueError):
-        if _holds(root, text):
+        if _has_lock(root, text):
             (root / LOCK).rename(root / f"{LOCK}-{uuid.uuid4().hex[:8]}")
             for path in root.glob(f"{LOCK}-*"):
                 if _LOCK_NAME.fullmatch(path.name):
@@ -110,7 +110,7 @@ def _release(root: Path, text: bytes, stop: threading.Event, pid: int) -> None:
 
 
 @contextlib.contextmanager
-def locked(root: Path) -> Iterator[None]:
+def hold_lock(root: Path) -> Iterator[None]:
     """Return a context with the lock of a run, unless this process already has it (`Saver`)."""
     owner = _read_owner(root)[0]
     process = _this_process()
@@ -135,8 +135,8 @@ def _write_draft(draft: Path, text: str) -> float:
         raise OSError(f"root ({draft.parent}) could not be locked: {error}") from error
 
 
-def _set_dead_aside(root: Path, current_time: float) -> None:
-    """Rename the lock of a dead owner; raise OSError for a live owner."""
+def _remove_dead_lock(root: Path, current_time: float) -> None:
+    """Rename the lock directory of a dead owner; raise OSError for a live owner."""
     owner, text, touched = _read_owner(root)
     if not text:
         return  # released meanwhile
@@ -151,7 +151,7 @@ def _set_dead_aside(root: Path, current_time: float) -> None:
     # The name follows from the dead lock's text, and stays until the new lock is released. So of
     # two jobs that find the same dead lock, the slower one cannot rename that of the faster one.
     name = f"{LOCK}-{hashlib.sha256(text).hexdigest()[:16]}"
-    if _renamed(root / LOCK, root / name):
+    if _try_rename(root / LOCK, root / name):
         remove_leftovers(root)  # so a stopped owner cannot publish the draft that it was writing
 
 
@@ -162,13 +162,13 @@ def _is_dead(owner: dict[str, Any], idle_seconds: float) -> bool:
     return idle_seconds > STALE_SECONDS
 
 
-def leftovers_of_dead_job(root: Path) -> list[Path]:
+def find_dead_drafts(root: Path) -> list[Path]:
     """Return the drafts that the next job removes because their job died with the lock."""
     owner, text, touched = _read_owner(root)
-    return leftovers(root) if text and _is_dead(owner, time.time() - touched) else []
+    return find_leftovers(root) if text and _is_dead(owner, time.time() - touched) else []
 
 
-def _renamed(source: Path, target: Path) -> bool:
+def _try_rename(source: Path, target: Path) -> bool:
     """Rename a directory; return False if the target exists or the source is missing."""
     try:
         source.rename(target)

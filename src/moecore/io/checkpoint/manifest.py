@@ -26,7 +26,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -88,13 +88,13 @@ class ManifestFacts:
 
     step: int
     world_size: int
-    meshes: list[dict[str, int]]
+    meshes: list[dict[str, int]] = field(default_factory=list)
     versions: dict[str, str]
     config: dict[str, Any] | None
-    optimizer_class: str | None
-    optimizer: list[dict[str, Any]] | None
-    scheduler: dict[str, Any] | None
-    extra: dict[str, Any]
+    optimizer_class: str | None = None
+    optimizer: list[dict[str, Any]] | None = None
+    scheduler: dict[str, Any] | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor
 
 from moecore.base.fields import shown_name
 from moecore.io.checkpoint.ranks import Group, gather, on_every_rank
-from moecore.io.checkpoint.shard_file import bytes_of
+from moecore.io.checkpoint.shard_file import memory_view
 from moecore.io.checkpoint.snapshot import Snapshot
-from moecore.io.checkpoint.state import OF_STAGES
+from moecore.io.checkpoint.state import STAGE_KINDS
 
 # Of a plain tensor of the model or the optimizer. Replicas that drift apart do so all over, and a
 # save must not wait for the hash of a whole model.
@@ -49,7 +49,7 @@ def check_rank_agreement(snapshot: Snapshot, group: Group = None) -> None:
     """Raise ValueError on every rank if ranks differ, naming the first difference. Collective."""
     if not dist.is_initialized():
         return
-    local_hashes = on_every_rank(lambda: _hashes(snapshot), group)
+    local_hashes = on_every_rank(lambda: _hash_snapshot(snapshot), group)
     digests = gather(_hash(local_hashes), group)
     if len(set(digests)) == 1:
         return
@@ -80,7 +80,7 @@ def _compare_stages(hashes: list[tuple[int, Hashes]]) -> None:
     first = hashes[0][0]
     for rank, rank_hashes in hashes:
         for key in seen:
-            if key not in rank_hashes and key[0] not in OF_STAGES:
+            if key not in rank_hashes and key[0] not in STAGE_KINDS:
                 at = seen[key][0]
                 _refuse(key, at if at != rank else first, rank, is_present=False)
 
@@ -93,7 +93,7 @@ def _refuse(key: Key, first: int, rank: int, *, is_present: bool) -> None:
     raise ValueError(f"{shown_name(name)} {wrong}: {FIXES[kind]}")
 
 
-def _hashes(snapshot: Snapshot) -> Hashes:
+def _hash_snapshot(snapshot: Snapshot) -> Hashes:
     facts = snapshot.facts
     values: dict[Key, Any] = {
         ("save", "step"): facts.step,
@@ -106,10 +106,10 @@ def _hashes(snapshot: Snapshot) -> Hashes:
         values["scheduler", f"scheduler {name}"] = value
     for name, value in facts.extra.items():
         values["extra", f"extra {name}"] = value
-    return {key: _hash(value) for key, value in values.items()} | _tensor_hashes(snapshot.tensors)
+    return {key: _hash(value) for key, value in values.items()} | _hash_tensors(snapshot.tensors)
 
 
-def _tensor_hashes(tensors: Mapping[str, Tensor]) -> Hashes:
+def _hash_tensors(tensors: Mapping[str, Tensor]) -> Hashes:
     hashes: Hashes = {}
     parts: dict[Key, Tensor] = {}
     for name, tensor in tensors.items():
@@ -119,13 +119,13 @@ def _tensor_hashes(tensors: Mapping[str, Tensor]) -> Hashes:
         key = (kind, name.replace("extra.", "extra ", 1) if kind == "extra" else name)
         hashes[key] = f"{tensor.dtype} {tuple(tensor.shape)}"
         if not isinstance(tensor, DTensor):  # its shards differ, and each is kept
-            parts[key] = _bytes(tensor, None if kind == "extra" else HASHED_BYTES)
-    for key, part in _on_host(parts).items():
-        hashes[key] += " " + hashlib.sha256(bytes_of(part)).hexdigest()
+            parts[key] = _first_bytes(tensor, None if kind == "extra" else HASHED_BYTES)
+    for key, part in _copy_to_host(parts).items():
+        hashes[key] += " " + hashlib.sha256(memory_view(part)).hexdigest()
     return hashes
 
 
-def _bytes(tensor: Tensor, limit: int | None) -> Tensor:
+def _first_bytes(tensor: Tensor, limit: int | None) -> Tensor:
     """Return the first bytes of a tensor, on its device."""
     flat = tensor.detach().reshape(-1)
     flat = flat[: None if limit is None else limit // tensor.dtype.itemsize]
@@ -134,7 +134,7 @@ def _bytes(tensor: Tensor, limit: int | None) -> Tensor:
     return flat.view(torch.uint8)
 
 
-def _on_host(parts: dict[Key, Tensor]) -> dict[Key, Tensor]:
+def _copy_to_host(parts: dict[Key, Tensor]) -> dict[Key, Tensor]:
     """Copy the bytes to host memory. One host sync per device, because step counts are many."""
     host_parts = {key: part for key, part in parts.items() if part.device.type == "cpu"}
     for device in {part.device for part in parts.values()} - {torch.device("cpu")}:

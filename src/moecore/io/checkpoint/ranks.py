@@ -32,14 +32,20 @@ class ControlGroup:
 
     def __init__(self) -> None:
         self.group: Group = None
-        if dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake":
+        if dist.is_initialized() and dist.get_backend() != "fake":
             self.group = dist.new_group(backend="gloo", timeout=default_timeout())
-            weakref.finalize(self, _destroy, self.group).atexit = False
+        self._finalizer = weakref.finalize(self, _destroy, self.group)
+        self._finalizer.atexit = False
+
+    def close(self) -> None:
+        """Destroy the group; a second call has no effect."""
+        self._finalizer()
 
 
-def _destroy(group: dist.ProcessGroup) -> None:
-    with contextlib.suppress(ValueError, AssertionError):  # all groups have ended before
-        dist.destroy_process_group(group)
+def _destroy(group: Group) -> None:
+    if group is not None:
+        with contextlib.suppress(ValueError, AssertionError):  # all groups have ended before
+            dist.destroy_process_group(group)
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -70,7 +76,7 @@ def on_first_rank(action: Callable[[], T], group: Group = None) -> T:
 
 
 def check_same_path(path: Path) -> None:
-    """Raise on every rank if ranks load different checkpoints, or only some see the path."""
+    """Raise ValueError on every rank if paths differ, or only some ranks see the path."""
     answers = gather((path.name, path.is_dir()))
     if len({name for name, _ in answers}) > 1:
         raise ValueError(
@@ -86,7 +92,7 @@ def check_same_path(path: Path) -> None:
 
 
 def check_visible(draft: Path, group: Group = None) -> None:
-    """Raise on every rank if one does not see the directory: its shards would be lost."""
+    """Raise ValueError on every rank if a rank does not see the draft directory of rank 0."""
     seen = gather(draft.is_dir(), group)
     if not all(seen):
         raise ValueError(

@@ -17,27 +17,33 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore.base.failures import share_call_errors, share_errors
 from moecore.base.fields import CountOrZero, check_arguments
-from moecore.base.torch_private import default_timeout
-from moecore.io.checkpoint.directory import Step, directory_of, discard
+from moecore.io.checkpoint.directory import Step, directory_of
 from moecore.io.checkpoint.hyperparameters import Schedulers
 from moecore.io.checkpoint.lock import RunLock
 from moecore.io.checkpoint.rank_agreement import check_rank_agreement
-from moecore.io.checkpoint.ranks import gather, is_first_rank, on_every_rank, on_first_rank
+from moecore.io.checkpoint.ranks import (
+    ControlGroup,
+    gather,
+    is_first_rank,
+    on_every_rank,
+    on_first_rank,
+)
 from moecore.io.checkpoint.shard_file import Meter, Progress
-from moecore.io.checkpoint.snapshot import Snapshot, join_stages, locals_of, take_snapshot
+from moecore.io.checkpoint.snapshot import Snapshot, join_stages, local_tensors, take_snapshot
 from moecore.io.checkpoint.state import Optimizers
-from moecore.io.checkpoint.store import begin, write
+from moecore.io.checkpoint.store import start_draft, write
 from moecore.parallel.model.parameter_guards import refuse_earlier
 from moecore.train.memory.host import HostCopies
 
@@ -52,13 +58,7 @@ class Saver:
 
     Args:
         root: directory of the run, which is created; every rank must see it.
-        model: parallelized or plain.
-        optimizer: over the model's parameters, or a list of optimizers with disjoint parameters;
-            None = save only the model.
-        scheduler: of the learning rate, with JSON-able state, or a list in the order of the
-            optimizers.
-        keep: number of the newest checkpoints that stay; 0 = all.
-        config: the description of the model; see `save`.
+        model, optimizer, scheduler, keep, config: as in `save`.
         progress: called with (bytes done, bytes expected) of this rank, from the writing thread.
 
     Raises:
@@ -81,19 +81,17 @@ class Saver:
         with share_errors():
             check_arguments(Saver.__init__, arguments)
             refuse_earlier(model, optimizer)
-        self._model, self._optimizer = model, optimizer
+        self._snapshot = partial(
+            take_snapshot, model=model, optimizer=optimizer, scheduler=scheduler, config=config
+        )
         self._lock = RunLock(Path(root))
-        self._scheduler, self._keep, self._config = scheduler, keep, config
-        self._progress = progress
-        # Of its own: a collective of the training in between would mix up the ranks' order.
-        self._group = None
-        if dist.is_initialized():
-            self._group = dist.new_group(backend="gloo", timeout=default_timeout())
+        self._keep, self._progress = keep, progress
+        self._control = ControlGroup()
+        self._group = self._control.group
         try:
             on_first_rank(self._lock.acquire, self._group)
         except BaseException:
-            if self._group is not None:
-                dist.destroy_process_group(self._group)
+            self._control.close()
             raise
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="moecore-save")
         # Of all that this rank holds, replicas too; reused, so one save is in flight at a time.
@@ -126,7 +124,9 @@ class Saver:
         """
         self._check_open()
         self._finish()
-        on_every_rank(lambda: self._copies.reserve(locals_of(self._snapshot(0, None))), self._group)
+        on_every_rank(
+            lambda: self._copies.reserve(local_tensors(self._snapshot(0, extra=None))), self._group
+        )
 
     @share_call_errors
     def save(self, step: Step, extra: Mapping[str, Any] | None = None, *, wait: bool) -> Path:
@@ -152,21 +152,23 @@ class Saver:
             check_arguments(Saver.save, arguments)
             self._check_open()
         self._finish()
-        snapshot = on_every_rank(lambda: self._snapshot(step, extra), self._group)
+        snapshot = on_every_rank(lambda: self._snapshot(step, extra=extra), self._group)
         check_rank_agreement(snapshot, self._group)
         snapshot = join_stages(snapshot, self._group)
-        draft = begin(self._lock, step, self._group)
+        draft = start_draft(self._lock, step, self._group)
         if wait:
-            self._write(draft, snapshot, locals_of(snapshot))
+            self._write(draft, snapshot, local_tensors(snapshot))
         else:
             # The copy is waited for, and of the disk the empty draft alone. Returning earlier would
             # need a fence before what changes a tensor next: optimizer, expert bias, load, user.
             start = time.perf_counter()
             try:
-                copies = on_every_rank(lambda: self._copies.fill(locals_of(snapshot)), self._group)
+                copies = on_every_rank(
+                    lambda: self._copies.fill(local_tensors(snapshot)), self._group
+                )
             except Exception:  # such as no host memory on one rank
                 if is_first_rank():
-                    discard(draft)
+                    shutil.rmtree(draft, ignore_errors=True)
                 raise
             seconds = time.perf_counter() - start
             if is_first_rank():
@@ -175,7 +177,7 @@ class Saver:
         return directory_of(self._lock.root, step)
 
     def check(self) -> None:
-        """Raise the error of a failed background save. Call it every step; cheap and local.
+        """Raise the error of a failed background save. Call it every step: it does not communicate.
 
         Raises:
             OSError: as `save` with `wait`. The previous checkpoint is still loadable, unless the
@@ -200,15 +202,14 @@ class Saver:
             self._thread.shutdown()
             self._lock.release()
             self._copies.clear()
-            if self._group is not None:
-                dist.destroy_process_group(self._group)
+            self._control.close()
 
     def _check_open(self) -> None:
         if self._closed:
             raise ValueError("Saver (closed) must be open to save: make another one")
 
     def _finish(self) -> None:
-        """Wait for the running save; raise its error on all ranks if one has not raised it."""
+        """Wait for the background save; if it failed on a rank, raise that error on every rank."""
         future, self._future = self._future, None
         error = future.exception() if future is not None else None
         try:
@@ -220,16 +221,6 @@ class Saver:
         for first in errors:
             if first is not None:
                 raise first
-
-    def _snapshot(self, step: int, extra: Mapping[str, Any] | None) -> Snapshot:
-        return take_snapshot(
-            step,
-            self._model,
-            self._optimizer,
-            extra,
-            scheduler=self._scheduler,
-            config=self._config,
-        )
 
     def _write(self, draft: Path, snapshot: Snapshot, locals_: Mapping[str, Tensor]) -> None:
         meter = Meter(self._progress)

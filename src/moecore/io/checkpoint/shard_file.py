@@ -77,7 +77,7 @@ class FileLayout:
     size: int  # bytes of the whole file
 
 
-def layout_of(entries: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> FileLayout:
+def compute_layout(entries: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> FileLayout:
     """Return the file layout of these tensors (key -> dtype and sizes); `begins` has file order."""
     order = sorted(entries, key=lambda key: (-entries[key][0].itemsize, key))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -121,10 +121,10 @@ class ShardWriter:
 
     def add(self, tensor: Tensor) -> None:
         """Append a tensor's elements, row-major. Syncs with its device."""
-        for piece in pieces(tensor.detach()):
+        for piece in split_chunks(tensor.detach()):
             if piece.device.type == "cpu" and piece.is_contiguous() and piece.nbytes > DIRECT_BYTES:
                 self._flush()
-                self._write(bytes_of(piece))
+                self._write(memory_view(piece))
                 continue
             if self._filled + piece.nbytes > CHUNK_BYTES:
                 self._flush()
@@ -141,7 +141,7 @@ class ShardWriter:
 
     def _flush(self) -> None:
         if self._filled:
-            self._write(bytes_of(self._buffer[: self._filled]))
+            self._write(memory_view(self._buffer[: self._filled]))
             self._filled = 0
 
     def _write(self, data: memoryview) -> None:
@@ -156,7 +156,7 @@ class ShardWriter:
         self._meter.add(len(data))
 
 
-def pieces(tensor: Tensor) -> Iterator[Tensor]:
+def split_chunks(tensor: Tensor) -> Iterator[Tensor]:
     """Yield consecutive parts of a tensor, row-major, of at most `CHUNK_BYTES` each."""
     if tensor.nbytes <= CHUNK_BYTES:
         yield tensor
@@ -165,10 +165,10 @@ def pieces(tensor: Tensor) -> Iterator[Tensor]:
     else:
         rows = CHUNK_BYTES * tensor.shape[0] // tensor.nbytes
         for part in tensor.split(max(1, rows)):
-            yield from pieces(part[0] if rows < 1 else part)
+            yield from split_chunks(part[0] if rows < 1 else part)
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
+def memory_view(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor as a memoryview."""
     # Not by numpy(), after which torch lets nobody resize the storage: see `TrainingOffload`.
     data: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
@@ -207,13 +207,15 @@ class ShardReader:
         span, num_bytes = (reach + 1) * dtype.itemsize, out.numel() * dtype.itemsize
         is_plain = out.device.type == "cpu" and out.dtype == dtype and out.is_contiguous()
         if span == num_bytes and is_plain:
-            self._fill(bytes_of(out), begin, self._meter)
+            self._fill(memory_view(out), begin, self._meter)
             return
         # What lies between short runs is read along, since a disk reads ahead anyway.
-        is_split = span > 2 * num_bytes and _run(sizes, out.shape) * dtype.itemsize >= RUN_BYTES
+        is_split = (
+            span > 2 * num_bytes and _run_length(sizes, out.shape) * dtype.itemsize >= RUN_BYTES
+        )
         if span <= self._buffer.numel() and not is_split:
             block = self._buffer[:span]
-            self._fill(bytes_of(block), begin)
+            self._fill(memory_view(block), begin)
             out.copy_(block.view(dtype).as_strided(out.shape, strides))
             self._meter.add(num_bytes)
             return
@@ -234,7 +236,7 @@ class ShardReader:
                 meter.add(count)
 
 
-def _run(sizes: Sequence[int], lengths: Sequence[int]) -> int:
+def _run_length(sizes: Sequence[int], lengths: Sequence[int]) -> int:
     """Return the number of contiguous elements in each run of a slice of a row-major tensor."""
     run = 1
     for size, length in zip(reversed(sizes), reversed(lengths), strict=True):

@@ -32,7 +32,7 @@ from moecore.io.checkpoint.hyperparameters import (
     Schedulers,
     check_json,
     copy_json,
-    one_scheduler,
+    join_schedulers,
     optimizer_class,
     optimizer_groups,
     restore_groups,
@@ -42,11 +42,11 @@ from moecore.io.checkpoint.hyperparameters import (
 from moecore.io.checkpoint.manifest import ManifestFacts, check_dtype
 from moecore.io.checkpoint.ranks import Group, gather, rank_and_world
 from moecore.io.checkpoint.state import (
-    OF_STAGES,
+    STAGE_KINDS,
     ModelView,
     Optimizers,
     amax_tensors,
-    listed_optimizers,
+    list_optimizers,
     optimizer_state_to_fill,
     optimizer_tensors,
     restore_amax,
@@ -82,7 +82,7 @@ def take_snapshot(
     _check_finished(model)
     view = ModelView(model)
     tensors = {f"model.{name}": tensor for name, tensor in view.stored_views.items()}
-    optimizers = listed_optimizers(optimizer, view)
+    optimizers = list_optimizers(optimizer, view)
     tensors |= {f"optimizer.{k}": v for k, v in optimizer_tensors(optimizers, view).items()}
     tensors |= {f"amax.{name}": steps for name, steps in amax_tensors(model).items()}
     values = {}
@@ -92,7 +92,7 @@ def take_snapshot(
         else:
             values[name] = value
     _check_extra(values)
-    schedule = one_scheduler(scheduler, optimizers)
+    schedule = join_schedulers(scheduler, optimizers)
     tensors |= rng_tensors()
     for name, tensor in tensors.items():
         check_dtype(name, tensor.dtype)
@@ -185,9 +185,9 @@ def is_first_of_stage(stages: AllStages) -> bool:
     return dist.get_rank() % (dist.get_world_size() // stages.pp) == 0
 
 
-def whole_of(part: StagePart, stages: AllStages | None, group: Group = None) -> StagePart:
+def join_stage_parts(part: StagePart, stages: AllStages | None, group: Group = None) -> StagePart:
     """Return the union of all stages' parts; collective if there are several stages."""
-    return part if stages is None else _merge_parts(_parts(part, stages, group))
+    return part if stages is None else _merge_parts(_gather_parts(part, stages, group))
 
 
 def join_stages(snapshot: Snapshot, group: Group = None) -> Snapshot:
@@ -198,13 +198,13 @@ def join_stages(snapshot: Snapshot, group: Group = None) -> Snapshot:
     stages, facts = snapshot.stages, snapshot.facts
     if stages is None:
         return snapshot
-    prefixes = tuple(f"{kind}." for kind in OF_STAGES)
+    prefixes = tuple(f"{kind}." for kind in STAGE_KINDS)
     local_part = StagePart(
         frozenset(name for name in snapshot.tensors if name.startswith(prefixes)),
         [options["params"] for options in facts.optimizer or []],
         facts.meshes,
     )
-    parts = _parts(local_part, stages, group)
+    parts = _gather_parts(local_part, stages, group)
     earlier_names = set(chain.from_iterable(part.names for part in parts[: stages.pp_rank]))
     union = _merge_parts(parts)
     optimizer = facts.optimizer
@@ -218,7 +218,7 @@ def join_stages(snapshot: Snapshot, group: Group = None) -> Snapshot:
     )
 
 
-def _parts(part: StagePart, stages: AllStages, group: Group) -> list[StagePart]:
+def _gather_parts(part: StagePart, stages: AllStages, group: Group) -> list[StagePart]:
     """Return the `StagePart` of each pipeline stage."""
     rank_parts = gather(part if is_first_of_stage(stages) else None, group)
     return [stage_part for stage_part in rank_parts if stage_part is not None]
@@ -238,7 +238,7 @@ def _merge_parts(parts: list[StagePart]) -> StagePart:
     )
 
 
-def locals_of(snapshot: Snapshot) -> dict[str, Tensor]:
+def local_tensors(snapshot: Snapshot) -> dict[str, Tensor]:
     """Return name -> this rank's part of each tensor, sharing its memory."""
     return {name: local_of(tensor) for name, tensor in snapshot.tensors.items()}
 
@@ -253,7 +253,7 @@ def rank_state(
     """Return the input of `load_rank_state`; tensors share memory with model and optimizer."""
     snapshot = take_snapshot(0, model, optimizer, extra, scheduler=scheduler, config=None)
     facts = {"optimizer": snapshot.facts.optimizer, "scheduler": snapshot.facts.scheduler}
-    return {"tensors": locals_of(snapshot), **facts}
+    return {"tensors": local_tensors(snapshot), **facts}
 
 
 @torch.no_grad()
@@ -278,7 +278,7 @@ def load_rank_state(
     view = ModelView(model)
     for name, tensor in kinds["model"].items():
         local_of(view.stored_views[name]).copy_(tensor)
-    optimizers = listed_optimizers(optimizer, view)
+    optimizers = list_optimizers(optimizer, view)
     scalars = {name: x.dtype for name, x in kinds["optimizer"].items() if not x.ndim}
     matrices = {name: x.dtype for name, x in kinds["optimizer"].items() if x.ndim}
     for owner in optimizers:
@@ -291,7 +291,7 @@ def load_rank_state(
                 local_of(target).copy_(kinds["optimizer"][f"{slot}.{name}"])
         restore_optimizer_state(owner, slots)
     restore_groups(optimizers, state["optimizer"])
-    schedule = one_scheduler(scheduler, optimizers)
+    schedule = join_schedulers(scheduler, optimizers)
     if schedule is not None:
         schedule.load_state_dict(scheduler_state(schedule, state["scheduler"]))
     restore_amax(model, kinds["amax"])

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from moecore.base.fields import shown_name
 from moecore.base.params import clean_name
 from moecore.base.torch_private import StridedShard
-from moecore.io.checkpoint.config_differences import own_config
+from moecore.io.checkpoint.config_differences import find_config
 from moecore.io.checkpoint.ranks import rank_and_world
 from moecore.moe.amax_history import GRADIENTS, AmaxHistory
 from moecore.moe.experts import Experts
@@ -35,7 +35,7 @@ from moecore.parallel.model.parallel_state import parallel_states
 from moecore.precision.apply import amax_histories
 from moecore.precision.stored import refuse_fp8_storage
 
-OF_STAGES = ("model", "optimizer", "amax")  # kinds of which a pipeline stage has its own
+STAGE_KINDS = ("model", "optimizer", "amax")  # kinds of which a pipeline stage has its own
 Optimizers = Optimizer | Sequence[Optimizer]
 
 
@@ -45,7 +45,7 @@ class ModelView:
     def __init__(self, model: nn.Module) -> None:
         refuse_fp8_storage(model, "saved or loaded")
         self.tensors: dict[str, Tensor] = {}  # a tied one only under its first name
-        self.config = own_config(model)
+        self.config = find_config(model)
         self._names: dict[int, str] = {}
         # state_dict, not named_parameters: with buffers that are saved.
         for name, tensor in model.state_dict(keep_vars=True).items():
@@ -82,7 +82,7 @@ class ModelView:
         return self._names[id(param)]
 
 
-def listed_optimizers(optimizer: Optimizers | None, model: ModelView) -> list[Optimizer]:
+def list_optimizers(optimizer: Optimizers | None, model: ModelView) -> list[Optimizer]:
     """Return the optimizers as a list, checked for disjoint parameters, with state on device."""
     if optimizer is None:
         return []
@@ -114,7 +114,7 @@ def optimizer_tensors(optimizers: Sequence[Optimizer], model: ModelView) -> dict
         # In forms that have a place in a checkpoint.
         name, state = (
             model.name_of(param),
-            _declared(owner, "stored_state", owner.state[param], param),
+            _call_optional(owner, "stored_state", owner.state[param], param),
         )
         if name in seen:
             raise ValueError(
@@ -153,14 +153,14 @@ def optimizer_state_to_fill(
                 key = f"{slot}.{name}"
                 if key in matrices:
                     dtype = _moment_dtype(optimizer, param, matrices[key])
-                    place = _declared(optimizer, "state_device_of", param.device, param)
+                    place = _call_optional(optimizer, "state_device_of", param.device, param)
                     like = state_like(optimizer, param, slot)
-                    value = _moment(current.get(slot), like, dtype, place)
+                    value = _moment_to_fill(current.get(slot), like, dtype, place)
                 else:
                     # Moments of a parameter that is a scalar itself lie beside it.
                     is_moment = param.ndim == 0 and slot != "step"
                     device = param.device if is_moment else _scalar_device(group, param)
-                    value = _scalar(current.get(slot), scalars[key], device)
+                    value = _scalar_to_fill(current.get(slot), scalars[key], device)
                 state.setdefault(param, {})[slot] = value
     return state
 
@@ -178,11 +178,11 @@ def restore_optimizer_state(optimizer: Optimizer, state: dict[Tensor, dict[str, 
 
 def state_like(optimizer: Optimizer, param: Tensor, slot: str) -> Tensor:
     """Return a tensor with the layout of an optimizer's non-scalar state of a parameter."""
-    like: Tensor = _declared(optimizer, "state_like", param, param, slot)
+    like: Tensor = _call_optional(optimizer, "state_like", param, param, slot)
     return like
 
 
-def _declared(optimizer: Optimizer, name: str, default: Any, *args: Any) -> Any:
+def _call_optional(optimizer: Optimizer, name: str, default: Any, *args: Any) -> Any:
     """Call an optional method of moecore's optimizers; return the default if it is missing."""
     # AdamW has stored_state, moment_dtype_of and state_device_of, Muon state_like.
     method = getattr(optimizer, name, None)
@@ -196,11 +196,13 @@ def _moment_dtype(optimizer: Optimizer, param: Tensor, stored_dtype: torch.dtype
     default = stored_dtype
     if type(optimizer).__module__.startswith("torch.optim."):  # they step with no less
         default = torch.promote_types(stored_dtype, param.dtype)
-    dtype: torch.dtype = _declared(optimizer, "moment_dtype_of", default, param)
+    dtype: torch.dtype = _call_optional(optimizer, "moment_dtype_of", default, param)
     return dtype
 
 
-def _moment(current: object, like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _moment_to_fill(
+    current: object, like: Tensor, dtype: torch.dtype, device: torch.device
+) -> Tensor:
     if (
         isinstance(current, Tensor)
         and _storable(current, like)
@@ -211,7 +213,7 @@ def _moment(current: object, like: Tensor, dtype: torch.dtype, device: torch.dev
     return torch.empty_like(like, dtype=dtype, device=device, requires_grad=False)
 
 
-def _scalar(current: object, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _scalar_to_fill(current: object, dtype: torch.dtype, device: torch.device) -> Tensor:
     if (
         isinstance(current, Tensor)
         and not isinstance(current, DTensor)
@@ -317,14 +319,14 @@ def split_halves(tensor: Tensor, dim: int) -> Tensor:
     return DTensor.from_local(
         local.unflatten(dim, (2, local.shape[dim] // 2)),
         tensor.device_mesh,
-        tuple(_shifted(p, dim) for p in tensor.placements),
+        tuple(_shift_placement(p, dim) for p in tensor.placements),
         run_check=False,
         shape=shape,
         stride=torch.empty(shape, device="meta").stride(),
     )
 
 
-def _shifted(placement: Placement, dim: int) -> Placement:
+def _shift_placement(placement: Placement, dim: int) -> Placement:
     """Return a tensor's DTensor placement on the view that splits `dim`."""
     axis = getattr(placement, "dim", None)
     if axis is None or axis < dim:
@@ -353,7 +355,7 @@ def fresh_buffers(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
             with torch.device("cpu"):
                 fresh = type(module)(module.config)._buffers
         except (AttributeError, TypeError) as error:
-            fresh = _initialised(module, _owner(model, path))
+            fresh = _initialize_buffers(module, _owner(model, path))
             undefined = [n for n in names if fresh.get(n) is not None and fresh[n].isnan().any()]  # type: ignore[union-attr]
             if undefined:
                 raise NotImplementedError(
@@ -374,7 +376,7 @@ def _owner(model: nn.Module, path: str) -> Any:
     return next((m for m in reversed(around) if hasattr(m, "_init_weights")), None)
 
 
-def _initialised(module: nn.Module, owner: Any) -> dict[str, Tensor | None]:
+def _initialize_buffers(module: nn.Module, owner: Any) -> dict[str, Tensor | None]:
     """Return a module's buffers as transformers initializes them; NaN if it does not."""
     shell = copy.copy(module)
     shell._parameters = {

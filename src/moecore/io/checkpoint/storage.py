@@ -50,13 +50,19 @@ from moecore.io.checkpoint.manifest import (
     StoredTensor,
     make_manifest,
 )
-from moecore.io.checkpoint.shard_file import CHUNK_BYTES, Meter, ShardReader, ShardWriter, layout_of
+from moecore.io.checkpoint.shard_file import (
+    CHUNK_BYTES,
+    Meter,
+    ShardReader,
+    ShardWriter,
+    compute_layout,
+)
 
 Plan = TypeVar("Plan")
 
 
 class _DCPStorage:
-    """Methods that DCP requires of both a writer and a reader, without an effect here."""
+    """Methods without an effect, which DCP requires of a storage writer and a storage reader."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass
@@ -86,7 +92,7 @@ class Writer(_DCPStorage, StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's blocks into its file."""
-        items = _by_key(plan.items)
+        items = _group_by_key(plan.items)
         future: Future[list[WriteResult]] = Future()
         future.set_result(self._write(items, planner) if items else [])
         return future
@@ -99,7 +105,7 @@ class Writer(_DCPStorage, StorageWriter):
             offsets, sizes = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
             blocks[key] = data.properties.dtype, sizes
             chunks[key] = ManifestChunk(file=self._file, key=key, offsets=offsets, sizes=sizes)
-        layout = layout_of(blocks)
+        layout = compute_layout(blocks)
         tensors = {key: planner.resolve_data(items[key]) for key in layout.begins}
         pinned = any(isinstance(t, Tensor) and t.is_cuda for t in tensors.values())
         self._meter.expect(layout.size)
@@ -135,7 +141,7 @@ class Writer(_DCPStorage, StorageWriter):
         publish(self._draft, make_manifest(self._facts, files, tensors), keep=self._keep)
 
 
-def _by_key(items: list[WriteItem]) -> dict[str, WriteItem]:
+def _group_by_key(items: list[WriteItem]) -> dict[str, WriteItem]:
     """Return key in the file -> block: the tensor's name, with "#i" for a rank's further blocks."""
     blocks: dict[str, WriteItem] = {}
     for item in items:
@@ -152,8 +158,8 @@ def _by_key(items: list[WriteItem]) -> dict[str, WriteItem]:
 Blocks = dict[torch.Size, tuple[slice, ...]]  # offset in the tensor -> place in a rank's part
 
 
-def _blocks_of(tensor: Any) -> Blocks:
-    """Return the blocks of this rank's part of a tensor, if there are several; otherwise {}."""
+def _find_blocks(tensor: Any) -> Blocks:
+    """Return the blocks of this rank's part of a tensor; {} if the part is one block."""
     # Gate and up in one dim: DCP takes the part for one block. Example: [8] over tp=2, placed
     # _StridedShard(0, split_factor=2): rank 1 has rows 2 3 6 7, {2: [0:2], 6: [2:4]}.
     if not isinstance(tensor, DTensor):
@@ -171,12 +177,12 @@ def _blocks_of(tensor: Any) -> Blocks:
     }
 
 
-def _sizes_of(place: tuple[slice, ...]) -> torch.Size:
+def _block_sizes(place: tuple[slice, ...]) -> torch.Size:
     return torch.Size(part.stop - part.start for part in place)
 
 
-class SavePlannerOfLocals(dcp.DefaultSavePlanner):
-    """The default planner for the layouts of live tensors, with data from `locals_` by name."""
+class LocalSavePlanner(dcp.DefaultSavePlanner):
+    """The default save planner for DTensor layouts, which takes local values from `locals_`."""
 
     def __init__(self, locals_: Mapping[str, Tensor]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -186,7 +192,7 @@ class SavePlannerOfLocals(dcp.DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         """Return this rank's plan, block by block."""
         plan = super().create_local_plan()
-        self._blocks = {name: _blocks_of(tensor) for name, tensor in self.state_dict.items()}
+        self._blocks = {name: _find_blocks(tensor) for name, tensor in self.state_dict.items()}
         items = [block for item in plan.items for block in self._items(item)]
         self.plan: SavePlan = replace(plan, items=items)
         return self.plan
@@ -197,7 +203,7 @@ class SavePlannerOfLocals(dcp.DefaultSavePlanner):
             yield item
             return
         for offsets, place in blocks.items():
-            chunk = ChunkStorageMetadata(offsets, _sizes_of(place))
+            chunk = ChunkStorageMetadata(offsets, _block_sizes(place))
             index = MetadataIndex(item.index.fqn, offsets)
             yield replace(item, index=index, tensor_data=replace(data, chunk=chunk))
 
@@ -207,8 +213,8 @@ class SavePlannerOfLocals(dcp.DefaultSavePlanner):
         return local[blocks[_offset_of(index)]] if blocks else local
 
 
-class LoadPlannerOfBlocks(dcp.DefaultLoadPlanner):
-    """The default planner, with support for several blocks of a tensor on one rank."""
+class BlockLoadPlanner(dcp.DefaultLoadPlanner):
+    """The default load planner; a rank may have several separate blocks of one tensor."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -217,12 +223,12 @@ class LoadPlannerOfBlocks(dcp.DefaultLoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         """Return this rank's plan, block by block."""
         plan = super().create_local_plan()
-        all_blocks = {name: _blocks_of(tensor) for name, tensor in self.state_dict.items()}
+        all_blocks = {name: _find_blocks(tensor) for name, tensor in self.state_dict.items()}
         self._blocks = {name: blocks for name, blocks in all_blocks.items() if blocks}
         items = [item for item in plan.items if item.dest_index.fqn not in self._blocks]
         for name, blocks in self._blocks.items():
             assert self.metadata is not None, "what `super` has read"
-            chunks = [ChunkStorageMetadata(at, _sizes_of(place)) for at, place in blocks.items()]
+            chunks = [ChunkStorageMetadata(at, _block_sizes(place)) for at, place in blocks.items()]
             entry: Any = self.metadata.state_dict_metadata[name]
             items += create_read_items_for_chunk_list(name, entry, chunks)
         return LoadPlan(items)
@@ -279,7 +285,7 @@ class Reader(_DCPStorage, StorageReader):
             self._meter.expect(math.prod(item.lengths) * dtype.itemsize)
         buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
         for file, requests in by_file.items():
-            layout = layout_of(self._manifest.entries_of(file))
+            layout = compute_layout(self._manifest.entries_of(file))
             with ShardReader(self._path / file, layout, buffer, self._meter) as shard:
                 # In file order: one pass forward over the disk.
                 for item, chunk, dtype in sorted(requests, key=lambda r: layout.begins[r[1].key]):
@@ -292,7 +298,7 @@ class Reader(_DCPStorage, StorageReader):
 
 
 def checked_io(verb: str, path: Path, action: Callable[[], object]) -> None:
-    """Run a DCP call; replace its multi-line exception, which is no Exception, by an OSError."""
+    """Run a DCP call; raise an OSError of one line in place of DCP's CheckpointException."""
     try:
         if not dist.is_initialized():
             # A plain model in one process is what the caller has, not an oversight. No

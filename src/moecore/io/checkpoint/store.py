@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -23,14 +24,14 @@ from moecore.base.fields import CountOrZero, check_arguments
 from moecore.io.checkpoint.comparison import (
     Comparison,
     amax_target,
-    below,
     check_fit,
     compare,
     optimizer_target,
     rng_target,
-    summary,
+    select_tensors,
 )
-from moecore.io.checkpoint.directory import Step, directory_of, discard, is_published, new_draft
+from moecore.io.checkpoint.directory import Step, directory_of, is_published, new_draft
+from moecore.io.checkpoint.files import join_problems
 from moecore.io.checkpoint.hyperparameters import (
     Schedulers,
     all_groups,
@@ -50,28 +51,28 @@ from moecore.io.checkpoint.ranks import (
     on_first_rank,
     rank_and_world,
 )
-from moecore.io.checkpoint.shard_file import Meter, Progress, file_problem, layout_of
+from moecore.io.checkpoint.shard_file import Meter, Progress, compute_layout, file_problem
 from moecore.io.checkpoint.snapshot import (
     Snapshot,
     StagePart,
+    join_stage_parts,
     join_stages,
-    locals_of,
+    local_tensors,
     take_snapshot,
-    whole_of,
 )
 from moecore.io.checkpoint.state import (
     ModelView,
     Optimizers,
     fresh_buffers,
-    listed_optimizers,
+    list_optimizers,
     restore_amax,
     restore_optimizer_state,
     restore_rng,
 )
 from moecore.io.checkpoint.storage import (
-    LoadPlannerOfBlocks,
+    BlockLoadPlanner,
+    LocalSavePlanner,
     Reader,
-    SavePlannerOfLocals,
     Writer,
     checked_io,
 )
@@ -136,7 +137,7 @@ def save(
     snapshot = join_stages(snapshot)
     lock = RunLock(Path(root))
     try:
-        write(begin(lock, step), snapshot, locals_of(snapshot), keep=keep, meter=Meter())
+        write(start_draft(lock, step), snapshot, local_tensors(snapshot), keep=keep, meter=Meter())
     finally:
         lock.release()
     return directory_of(Path(root), step)
@@ -190,13 +191,13 @@ def load(
 
     def viewed() -> tuple[ModelView, StagePart]:
         view = ModelView(model)
-        listed = all_groups(listed_optimizers(optimizer, view))
+        listed = all_groups(list_optimizers(optimizer, view))
         names = [[view.name_of(param) for param in group["params"]] for group in listed]
         return view, StagePart(frozenset(view.stored_views), names, [])
 
     view, part = on_every_rank(viewed)
     stages = find_stages(model)[1]
-    union = whole_of(part, stages)
+    union = join_stage_parts(part, stages)
     fit = on_every_rank(lambda: compare(manifest, view, union, optimizer, scheduler, cast=cast))
     if stages is not None:
         fits = gather((fit.left_out, fit.refused))
@@ -219,7 +220,8 @@ def load(
         assert manifest.facts.scheduler is not None
         fit.scheduler.load_state_dict(scheduler_state(fit.scheduler, manifest.facts.scheduler))
     if fit.left_out and is_first_rank():
-        warnings.warn(f"path ({path}): {summary(fit.left_out)}: left as it was", stacklevel=3)
+        differences = f"{len(fit.left_out)} differ: {join_problems(fit.left_out)}"
+        warnings.warn(f"path ({path}): {differences}: left as it was", stacklevel=3)
     meter.log(f"loaded {path}, verify={verify}")
     return extra
 
@@ -234,7 +236,7 @@ def _refresh_buffers(path: Path, model: nn.Module) -> None:
         warnings.warn(f"path ({path}): {error}: left as it was", stacklevel=4)
 
 
-def begin(lock: RunLock, step: int, group: Group = None) -> Path:
+def start_draft(lock: RunLock, step: int, group: Group = None) -> Path:
     """Take the lock on rank 0, and return a draft directory that every rank sees."""
 
     def action() -> Path:
@@ -258,7 +260,7 @@ def write(
     """Write a snapshot into a draft and publish it, or remove it. Collective over `group`."""
     # Of the snapshot's tensors only the layout is read; `locals_` has their contents on this rank.
     writer = Writer(draft, rank_and_world()[0], snapshot.facts, keep=keep, meter=meter)
-    planner = SavePlannerOfLocals(locals_)
+    planner = LocalSavePlanner(locals_)
     try:
         checked_io(
             "write",
@@ -269,7 +271,7 @@ def write(
         )
     except OSError as error:
         if is_first_rank():
-            discard(draft)
+            shutil.rmtree(draft, ignore_errors=True)
         if is_published(draft.parent, snapshot.facts.step):
             raise OSError(
                 f"{error}; but step {snapshot.facts.step} is saved and `latest` names it: do not "
@@ -293,14 +295,14 @@ def _read(
     target = {f"model.{name}": view.stored_views[name] for name in sorted(fit.model)}
     extra = {
         name: torch.empty(tensor.shape, dtype=tensor.dtype)
-        for name, tensor in below("extra.", manifest).items()
+        for name, tensor in select_tensors("extra.", manifest).items()
     }
     target |= {f"extra.{name}": tensor for name, tensor in extra.items()}
     target |= {f"amax.{name}": steps for name, steps in amax.items()}
     states, optimizer_tensors = optimizer_target(fit, view)
     rng = rng_target(manifest) if fit.optimizers else {}
     target |= optimizer_tensors | rng
-    planner = LoadPlannerOfBlocks()
+    planner = BlockLoadPlanner()
     reader = Reader(path, manifest, meter)
     checked_io("read", path, lambda: dcp.load(target, storage_reader=reader, planner=planner))
     target.clear()  # so that moments which an optimizer keeps in another form are freed
@@ -347,7 +349,7 @@ def verify_files(path: Path, manifest: Manifest, mode: Verify, meter: Meter) -> 
         meter.expect(sum(manifest.files[name].size for name in names))
 
     def check(name: str) -> Exception | None:
-        layout = layout_of(manifest.entries_of(name))
+        layout = compute_layout(manifest.entries_of(name))
         try:
             problem = file_problem(
                 path / name, layout, manifest.files[name], full=mode == "full", meter=meter

@@ -1,16 +1,17 @@
 """WeightBucket: Hugging Face tensors in one flat buffer, assembled from the shards of all ranks.
 
-    senders' shards -> boxes packed into a preallocated message -> broadcast -> boxes of the bucket
+    shards of a sender -> boxes packed into a preallocated message -> boxes of the bucket
 
-An item is a Hugging Face tensor to send, and a box is a rectangular part of a tensor. Every rank
-computes from `Holders` which boxes of each rank are in which message, so no sizes are sent. Boxes
-that all ranks have are copied locally.
+A stream broadcasts each message to every rank. An export sends it to the rank that writes the file.
+An item is a Hugging Face tensor, and a box is a rectangular part of a tensor. Every rank computes
+from `PartOwners` which boxes of each rank are in which message, so no sizes are sent. A rank copies
+the boxes that it has itself. If several ranks have a box, the first of them sends it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,10 +22,11 @@ from torch import Tensor
 
 from moecore.base.torch_private import foreach_copy_
 from moecore.io.checkpoint.ranks import Group, on_every_rank, rank_and_world
-from moecore.io.hf.collect import ErrorKeeper, Holders, Item, by_size, put
+from moecore.io.hf.collect import ErrorKeeper, Item, PartOwners, by_size, read_local, write_piece
 from moecore.io.hf.pieces import PieceOverlap
 
 ALIGNMENT = 16  # bytes
+MESSAGE_BYTES = 64 << 20  # most of one message of an export
 Read = Callable[[str, tuple[slice, ...]], Tensor]  # a tensor's name, a box of this rank's part
 
 
@@ -54,33 +56,39 @@ class WeightBucket:
         for meta in self.metas:
             part = self.flat[at : at + meta.nbytes]
             yield meta.name, part.view(meta.dtype).view(meta.shape)
-            at += aligned(meta.nbytes)
+            at += align(meta.nbytes)
 
     @classmethod
     def empty(cls, metas: Sequence[WeightMeta], device: torch.device) -> WeightBucket:
         """Return an uninitialized bucket for these tensors."""
-        size = sum(aligned(meta.nbytes) for meta in metas)
+        size = sum(align(meta.nbytes) for meta in metas)
         return cls(tuple(metas), torch.empty(size, dtype=torch.uint8, device=device))
 
 
-def aligned(num_bytes: int) -> int:
+def align(num_bytes: int) -> int:
     """Round a number of bytes up to a multiple of `ALIGNMENT`."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def meta_of(item: Item) -> WeightMeta:
+def make_meta(item: Item) -> WeightMeta:
     """Return name, dtype and shape of an item."""
     return WeightMeta(item.name, item.dtype, item.shape)
 
 
 class _SentBox(NamedTuple):
-    """A box of a part of an item that a group of ranks replicates: see `PieceOverlap`."""
+    """A box of a part of an item, and the ranks that have the box."""
 
     part: int  # which of the item's parts
     overlap: PieceOverlap
     shape: tuple[int, ...]  # in the shard
     num_bytes: int
-    sender: int  # -1 = all ranks hold it
+    ranks: list[int]  # that have the box
+
+    def sender(self, writer: int | None) -> int:
+        """Return the rank that sends the box; -1 if each rank that needs the box has it."""
+        _, world = rank_and_world()
+        has_box = len(self.ranks) == world if writer is None else writer in self.ranks
+        return -1 if has_box else self.ranks[0]
 
 
 class _SentCopy(NamedTuple):
@@ -92,32 +100,34 @@ class _SentCopy(NamedTuple):
 
 
 class BucketCollector(ErrorKeeper):
-    """Assembles buckets on all ranks. Every rank calls it for the same items in the same order.
+    """Assembles buckets of items on every rank, or on one rank, the writer.
 
-    A bucket and the message buffer together have at most `size` bytes, unless one tensor is larger.
+    Every rank calls it for the same items in the same order. A rank with an error, such as out of
+    memory, must still send and receive, because other ranks wait for it. The message buffer is
+    therefore allocated in advance, and `check` raises the error.
     """
 
     def __init__(
         self,
-        holders: Holders,
+        owners: PartOwners,
         items: Sequence[Item],
         device: torch.device,
-        size: int,
+        message_bytes: int,
         group: Group = None,  # of gloo, to agree in; NCCL sends tensors in the default group
     ) -> None:
-        self._holders, self.device, self._group = holders, device, group
+        self._owners, self.device, self._group = owners, device, group
         self._rank, _ = rank_and_world()
-        # A box is cut along its tensor's first dim alone.
+        # A box is split only along the first dim of its tensor.
         rows = (self._row_bytes(item) for item in items)
-        self._capacity = max(size // 4, *rows, ALIGNMENT)
-        self._room = max(1, size - self._capacity)
+        self.capacity = max(message_bytes, *rows, ALIGNMENT)  # bytes of a message
         self._boxes: dict[str, list[_SentBox]] = {}
         self._message: Tensor | None = None
+        self.peak_bytes = 0  # of a message and a bucket on this rank
 
     @contextmanager
-    def opened(self) -> Iterator[None]:
+    def open_pass(self) -> Iterator[None]:
         """Return the context of one pass, which allocates the message buffer. Collective."""
-        size = self._capacity if self._holders.world > 1 else 0
+        size = self.capacity if self._owners.world > 1 else 0
 
         def allocate() -> Tensor:
             if self._message is not None:
@@ -128,45 +138,53 @@ class BucketCollector(ErrorKeeper):
             return torch.empty(size, dtype=torch.uint8, device=self.device)
 
         self._message, self._error = on_every_rank(allocate, self._group), None
+        self.peak_bytes = size
         try:
             yield
         finally:
             self._message = None
 
-    def buckets(self, items: Sequence[Item]) -> Iterator[list[Item]]:
-        """Yield the items of each bucket, in order."""
-        return by_size(items, _bucket_bytes, self._room)
+    def collect(
+        self, items: Sequence[Item], read: Read, writer: int | None = None
+    ) -> WeightBucket | None:
+        """Return a new bucket of these items. Collective.
 
-    def collect(self, items: Sequence[Item], read: Read) -> WeightBucket | None:
-        """Return a new bucket of these items, or None after an error of this rank. Collective."""
+        It is on the device of the model on every rank, or on the CPU of the writer. The result is
+        None on the other ranks and after an error of this rank.
+        """
+        assert self._message is not None, "a pass is open"
         bucket, parts = None, list[list[Tensor]]()
-        with self._keep_error():
-            bucket = WeightBucket.empty([meta_of(item) for item in items], self.device)
-            parts = [
-                [
-                    tensor if piece.view is None else tensor.new_empty(piece.shape)
-                    for _, piece in item.parts
+        if writer in (None, self._rank):
+            with self._keep_error():
+                device = self.device if writer is None else torch.device("cpu")
+                bucket = WeightBucket.empty([make_meta(item) for item in items], device)
+                parts = [
+                    [
+                        tensor if piece.view is None else tensor.new_empty(piece.shape)
+                        for _, piece in item.parts
+                    ]
+                    for item, (_, tensor) in zip(items, bucket.tensors(), strict=True)
                 ]
-                for item, (_, tensor) in zip(items, bucket.tensors(), strict=True)
-            ]
+                size = sum(map(size_in_bucket, items))
+                self.peak_bytes = max(self.peak_bytes, self._message.nbytes + size)
         copies = [
             _SentCopy(item.parts[box.part][0], number, box)
             for number, item in enumerate(items)
-            for box in self._boxes_of(item)
+            for box in self._boxes_of(item, is_cached=writer is None)
         ]
-        for sender in sorted({copy.box.sender for copy in copies}):
-            group = [copy for copy in copies if copy.box.sender == sender]
-            for message in by_size(group, lambda c: aligned(c.box.num_bytes), self._capacity):
+        for sender in sorted({copy.box.sender(writer) for copy in copies}):
+            group = [copy for copy in copies if copy.box.sender(writer) == sender]
+            for message in by_size(group, lambda c: align(c.box.num_bytes), self.capacity):
                 if sender < 0:
                     self._fill(message, parts, read)
                 else:
-                    self._broadcast(sender, message, items, parts, read)
+                    self._send(sender, writer, message, items, parts, read)
         with self._keep_error():
             tensors = () if bucket is None else (tensor for _, tensor in bucket.tensors())
             for item, of_item, tensor in zip(items, parts, tensors, strict=False):
                 for (_, piece), part in zip(item.parts, of_item, strict=True):
                     if piece.view is not None:
-                        put(part, piece, tensor)
+                        write_piece(part, piece, tensor)
         return bucket
 
     def _fill(self, copies: Sequence[_SentCopy], parts: list[list[Tensor]], read: Read) -> None:
@@ -175,58 +193,90 @@ class BucketCollector(ErrorKeeper):
                 sources = [read(copy.source, copy.box.overlap.target) for copy in copies]
                 foreach_copy_([_target(copy, parts) for copy in copies], sources)
 
-    def _broadcast(
+    def _send(
         self,
         sender: int,
+        writer: int | None,
         copies: Sequence[_SentCopy],
         items: Sequence[Item],
         parts: list[list[Tensor]],
         read: Read,
     ) -> None:
+        """Send boxes in one message to the writer, or to every rank."""
         assert self._message is not None, "a pass is open"
         pieces, at = list[Tensor](), 0
         for copy in copies:
             piece = self._message[at : at + copy.box.num_bytes]
             pieces.append(piece.view(items[copy.item].dtype).view(copy.box.shape))
-            at += aligned(copy.box.num_bytes)
+            at += align(copy.box.num_bytes)
         with self._keep_error():
             if self._rank == sender:
                 sources = [read(copy.source, copy.box.overlap.target) for copy in copies]
                 foreach_copy_(pieces, sources)
         group = self._group if self.device.type == "cpu" else None
-        dist.broadcast(self._message[:at], sender, group=group)
+        if writer is None:
+            dist.broadcast(self._message[:at], sender, group=group)
+        elif self._rank == sender:
+            dist.send(self._message[:at], writer, group=group)
+        elif self._rank == writer:
+            dist.recv(self._message[:at], sender, group=group)
         with self._keep_error():
             if parts:
                 foreach_copy_([_target(copy, parts) for copy in copies], pieces)
 
-    def _boxes_of(self, item: Item) -> list[_SentBox]:
-        if item.name not in self._boxes:
-            self._boxes[item.name] = list(self._find_boxes(item))
-        return self._boxes[item.name]
+    def _boxes_of(self, item: Item, *, is_cached: bool) -> list[_SentBox]:
+        if item.name in self._boxes:
+            return self._boxes[item.name]
+        boxes = list(self._find_boxes(item))
+        if is_cached:  # the next pass needs the same boxes
+            self._boxes[item.name] = boxes
+        return boxes
 
     def _find_boxes(self, item: Item) -> Iterator[_SentBox]:
-        max_numel = self._capacity // item.dtype.itemsize
+        max_numel = self.capacity // item.dtype.itemsize
         for number, (source, piece) in enumerate(item.parts):
-            for holding, ranks in self._holders.of(source).items():
-                sender = -1 if len(ranks) == self._holders.world else ranks[0]
-                for overlap in self._holders.boxes(source, piece, holding, max_numel):
+            for holding, ranks in self._owners.ranks_by_part(source).items():
+                for overlap in self._owners.boxes(source, piece, holding, max_numel):
                     shape = tuple(part.stop - part.start for part in overlap.target)
                     size = math.prod(shape) * item.dtype.itemsize
-                    yield _SentBox(number, overlap, shape, size, sender)
+                    yield _SentBox(number, overlap, shape, size, ranks)
 
     def _row_bytes(self, item: Item) -> int:
         """Return the bytes of the item's largest row; a box is not split further."""
         sizes = []
         for source, piece in item.parts:
-            rows = next(iter(piece.box_in(self._holders.shapes[source])), slice(0, 1))
+            rows = next(iter(piece.box_in(self._owners.shapes[source])), slice(0, 1))
             sizes.append(math.prod(piece.shape) // max(1, rows.stop - rows.start))
         return max(sizes) * item.dtype.itemsize
 
 
-def _bucket_bytes(item: Item) -> int:
+class RankCollector(BucketCollector):
+    """Assembles one tensor at a time on the rank that writes it; a `Collector`."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        owners: PartOwners,
+        items: Sequence[Item],
+        device: torch.device,
+    ) -> None:
+        largest = max(align(item.nbytes) for item in items)
+        super().__init__(owners, items, device, min(MESSAGE_BYTES, largest))
+        self._tensors = tensors
+
+    def collect_tensor(self, item: Item, writer: int) -> Tensor | None:
+        """Return the full tensor on the CPU of its writer; None elsewhere and after an error."""
+        bucket = self.collect([item], self._read, writer)
+        return None if bucket is None else next(bucket.tensors())[1]
+
+    def _read(self, name: str, box: tuple[slice, ...]) -> Tensor:
+        return read_local(self._tensors[name], box)
+
+
+def size_in_bucket(item: Item) -> int:
     """Return the bytes of an item, and of its parts that need a reordered copy."""
     numels = (math.prod(piece.shape) for _, piece in item.parts if piece.view is not None)
-    return aligned(item.nbytes) + sum(numels) * item.dtype.itemsize
+    return align(item.nbytes) + sum(numels) * item.dtype.itemsize
 
 
 def _target(copy: _SentCopy, parts: Sequence[Sequence[Tensor]]) -> Tensor:

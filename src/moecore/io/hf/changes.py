@@ -1,10 +1,9 @@
-"""Changes of weights: since an earlier stream, by digests, and while a stream is open.
+"""Digests of weights, by which a stream detects changed bits between and during its passes.
 
-Digests of the bits detect a change between two streams. Version counters miss fused optimizers,
-replayed CUDA graphs and writes to `.data`. A digest is a multilinear hash with random factors:
-32-bit words times 64-bit factors, summed modulo 2^64, twice. Two different tensors have equal
-digests with a probability below 2^-64, for all values. Larger tensors are hashed in chunks, and the
-chunks' digests are hashed again.
+Version counters of torch miss fused optimizers, replayed CUDA graphs and writes to `.data`. A
+digest is a multilinear hash with random factors: 32-bit words times 64-bit factors, summed modulo
+2^64, twice. Two different tensors have equal digests with a probability below 2^-64. A large tensor
+is hashed in chunks, and the digests of the chunks are hashed again.
 
     digest([w0, w1, ..]) = (sum of f0[i] * w[i], sum of f1[i] * w[i])
 """
@@ -12,16 +11,14 @@ chunks' digests are hashed again.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from moecore.base.torch_private import local_of, version
+from moecore.base.torch_private import local_of
 from moecore.moe.param_reader import gathered_blocks
 
 # Words whose products are there at once, 16 bytes each: what a CPU's cache holds, and enough for a
@@ -37,7 +34,7 @@ class WeightsVersion:
     """
 
     digests: Mapping[str, Any] = field(repr=False)
-    of: object = field(repr=False)
+    owner: object = field(repr=False)
 
 
 class Digests:
@@ -47,10 +44,12 @@ class Digests:
         self._seed = int.from_bytes(os.urandom(7), "little")
         self._factors: dict[tuple[int, torch.device], Tensor] = {}
 
-    def of_all(self, sources: Mapping[str, Sequence[Tensor]]) -> dict[str, tuple[int, int]]:
+    def compute(self, sources: Mapping[str, Sequence[Tensor]]) -> dict[str, tuple[int, int]]:
         """Return the digest of each name's tensors, of this rank's shards. Host sync."""
         with torch.no_grad():
-            digests = {name: self._digest_parts(map(memory_of, ts)) for name, ts in sources.items()}
+            digests = {
+                name: self._digest_parts(map(local_storage, ts)) for name, ts in sources.items()
+            }
         self._factors.clear()
         by_device: dict[torch.device, list[str]] = {}
         for name, digest in digests.items():
@@ -82,7 +81,7 @@ class Digests:
         return self._factors[key]
 
 
-def memory_of(tensor: Tensor) -> list[Tensor]:
+def local_storage(tensor: Tensor) -> list[Tensor]:
     """Return this rank's storage of a tensor: its local values, or FP8 blocks and their scales."""
     blocks = gathered_blocks(tensor)
     return [local_of(tensor).detach()] if blocks is None else blocks.tensors()
@@ -91,47 +90,3 @@ def memory_of(tensor: Tensor) -> list[Tensor]:
 def _bits(tensor: Tensor) -> Tensor:
     bits = tensor.contiguous().reshape(-1).view(torch.uint8)
     return bits if bits.storage_offset() % 4 == 0 else bits.clone()
-
-
-def weights_changed() -> RuntimeError:
-    """Return the error of a pass during which weights changed."""
-    return RuntimeError(
-        "weights (changed) must stay as they are while a stream of them is open: end the "
-        "stream before the optimizer's step, and begin a new one"
-    )
-
-
-class Watch:
-    """Detects most changes of tensors since its construction, without reading their values.
-
-    It reads version counters and addresses, and hooks optimizer steps. It misses writes to `.data`,
-    for which a stream compares digests at the end of a pass.
-    """
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._tensors = list(tensors)
-        self._ids = set(map(id, self._tensors))
-        self._before = self._marks()
-        self._stepped = False
-
-    @contextmanager
-    def watch_steps(self) -> Iterator[None]:
-        """Return the context in which optimizer steps are hooked; fused steps change no counter."""
-        hook = register_optimizer_step_post_hook(self._after_step)
-        try:
-            yield
-        finally:
-            hook.remove()
-
-    def check(self) -> None:
-        """Raise RuntimeError if a tensor may have changed."""
-        if self._stepped or self._marks() != self._before:
-            raise weights_changed()
-
-    def _marks(self) -> list[tuple[int, int, int]]:
-        parts = [(tensor, part) for tensor in self._tensors for part in memory_of(tensor)]
-        return [(part.data_ptr(), version(part), version(tensor)) for tensor, part in parts]
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        params = (param for group in optimizer.param_groups for param in group["params"])
-        self._stepped |= any(id(param) in self._ids for param in params)

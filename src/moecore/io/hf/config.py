@@ -23,11 +23,11 @@ from moecore.io.hf.config_fields import (
     Fields,
     HFConfig,
     NativeFamily,
-    grouped_attention,
-    latent_attention,
+    find_windows,
     read_config,
-    sizes_and_heads,
-    windows_of,
+    read_grouped_attention,
+    read_latent_attention,
+    read_sizes,
 )
 from moecore.io.hf.files import INDEX, SINGLE, one_line, read_headers, read_index
 from moecore.models.config import (
@@ -144,7 +144,7 @@ def _qwen(fields: Fields, *, shared_hidden_dim: int = 0, **overrides: Any) -> De
     dense |= {i for i in range(num_layers) if (i + 1) % step}
     if not fields.need("num_experts"):
         dense = set(range(num_layers))
-    common = grouped_attention(fields) | overrides
+    common = read_grouped_attention(fields) | overrides
     if len(dense) >= num_layers:
         return DecoderConfig(**common, mlp_hidden_dim=fields.need("intermediate_size"))
     dense_dim = fields.need("intermediate_size") if dense else 0
@@ -164,24 +164,24 @@ def _no_windows(fields: Fields) -> None:
 
 def _dense(fields: Fields, *, qk_norm: Any = None) -> DecoderConfig:
     _no_windows(fields)
-    common = grouped_attention(fields) | dict(qk_norm=qk_norm)
+    common = read_grouped_attention(fields) | dict(qk_norm=qk_norm)
     return DecoderConfig(**common, mlp_hidden_dim=fields.need("intermediate_size"))
 
 
 def _mistral(fields: Fields) -> DecoderConfig:
     fields.values.setdefault("sliding_window", 4096)
-    common = grouped_attention(fields) | dict(windows=windows_of(fields, [True]))
+    common = read_grouped_attention(fields) | dict(windows=find_windows(fields, [True]))
     return DecoderConfig(**common, mlp_hidden_dim=fields.need("intermediate_size"))
 
 
 def _mixtral(fields: Fields) -> DecoderConfig:
     fields.refuse("router_jitter_noise", fields.get("router_jitter_noise", 0) > 0)
-    common = grouped_attention(fields) | dict(windows=windows_of(fields, [True]))
+    common = read_grouped_attention(fields) | dict(windows=find_windows(fields, [True]))
     return DecoderConfig(**common, moe=_softmax_moe(fields, "intermediate_size", True, 0.001))
 
 
 def _olmoe(fields: Fields) -> DecoderConfig:
-    common, normalizes = grouped_attention(fields), fields.get("norm_topk_prob", False)
+    common, normalizes = read_grouped_attention(fields), fields.get("norm_topk_prob", False)
     moe = _softmax_moe(fields, "intermediate_size", normalizes, 0.01)
     return DecoderConfig(**common, qk_norm="full", moe=moe)
 
@@ -193,7 +193,7 @@ def _gpt_oss(fields: Fields) -> DecoderConfig:
     kinds = kinds or [("sliding_attention", "full_attention")[i % 2] for i in range(num_layers)]
     is_known = all(kind in ("sliding_attention", "full_attention") for kind in kinds)
     fields.refuse("layer_types", not is_known or len(kinds) != num_layers)
-    windows = windows_of(fields, [kind == "sliding_attention" for kind in kinds])
+    windows = find_windows(fields, [kind == "sliding_attention" for kind in kinds])
     moe = MoEConfig(
         dim=fields.need("hidden_size"),
         hidden_dim=fields.need("intermediate_size"),
@@ -208,12 +208,12 @@ def _gpt_oss(fields: Fields) -> DecoderConfig:
         fc2_bias=True,
     )
     return DecoderConfig(
-        **grouped_attention(fields), windows=windows, attention_sinks=True, moe=moe
+        **read_grouped_attention(fields), windows=windows, attention_sinks=True, moe=moe
     )
 
 
 def _deepseek_v3(fields: Fields) -> DecoderConfig:
-    return _first_dense(fields, latent_attention(fields), _sigmoid_choice(fields))
+    return _first_dense(fields, read_latent_attention(fields), _sigmoid_choice(fields))
 
 
 def _deepseek_v32(fields: Fields) -> DecoderConfig:
@@ -244,11 +244,11 @@ def _deepseek_v2(fields: Fields) -> DecoderConfig:
     coef = float(fields.get("aux_loss_alpha", 0.001))
     balance: Any = {scope: coef}
     choice = dict(normalize_weights=False, balance=BalanceConfig(**balance), **groups)
-    return _first_dense(fields, latent_attention(fields), choice)
+    return _first_dense(fields, read_latent_attention(fields), choice)
 
 
 def _glm4_moe(fields: Fields) -> DecoderConfig:
-    attention = grouped_attention(fields) | dict(
+    attention = read_grouped_attention(fields) | dict(
         qk_norm="head" if fields.get("use_qk_norm", False) else None
     )
     return _first_dense(fields, attention, _sigmoid_choice(fields))
@@ -292,7 +292,7 @@ def _nemotron_h(fields: Fields) -> DecoderConfig:
         **_sigmoid_choice(fields),
     )
     return DecoderConfig(
-        **sizes_and_heads(fields),
+        **read_sizes(fields),
         pattern=pattern,
         rope_theta=None,
         norm_eps=fields.get("layer_norm_epsilon", 1e-5),

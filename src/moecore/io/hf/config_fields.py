@@ -37,7 +37,7 @@ def _counts(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(map(_count(0), value))
 
 
-KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+KIND_TABLE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         f"a whole number from 1 to {MAX_LAYERS}",
         _count(1, MAX_LAYERS),
@@ -87,7 +87,9 @@ KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     ("a string", lambda value: isinstance(value, str), "hybrid_override_pattern model_type"),
 )
-KIND_OF = {name: (words, matches) for words, matches, names in KINDS for name in names.split()}
+FIELD_KINDS = {
+    name: (words, matches) for words, matches, names in KIND_TABLE for name in names.split()
+}
 
 
 def read_config(config: HFConfig) -> dict[str, Any]:
@@ -97,20 +99,29 @@ def read_config(config: HFConfig) -> dict[str, Any]:
         ValueError: if it is not a JSON object, or if model_type or quantization_config has a wrong
             type.
     """
-    if isinstance(config, Mapping):
-        values = dict(config)
-    else:
+    if not isinstance(config, Mapping):
         path = Path(config)
-        values = read_json(path / CONFIG if path.is_dir() else path)
+        config = read_json(path / CONFIG if path.is_dir() else path)
+    values: dict[str, Any] = _decode_floats(config)
     for name in ("model_type", "quantization_config"):
         if values.get(name) is not None:
             check_kind(name, values[name])
     return values
 
 
+def _decode_floats(value: Any) -> Any:
+    """Replace each {"__float__": "Infinity"}, as transformers writes it, by its float."""
+    if isinstance(value, Mapping):
+        text = value.get("__float__")
+        if isinstance(text, str) and len(value) == 1:
+            return float(text)
+        return {name: _decode_floats(entry) for name, entry in value.items()}
+    return [_decode_floats(entry) for entry in value] if isinstance(value, list) else value
+
+
 def check_kind(name: str, value: Any) -> Any:
     """Return the value of a field; raise ValueError if its type does not fit the field's name."""
-    words, matches = KIND_OF.get(name, ("", None))
+    words, matches = FIELD_KINDS.get(name, ("", None))
     if matches is not None and not matches(value):
         raise ValueError(f"config.json {name} ({value!r:.40}) must be {words}: correct it")
     return value
@@ -206,9 +217,9 @@ class Fields:
         return options
 
 
-def grouped_attention(fields: Fields) -> dict[str, Any]:
+def read_grouped_attention(fields: Fields) -> dict[str, Any]:
     """Return the arguments of DecoderConfig for grouped-query attention with rotary embeddings."""
-    heads, rope = sizes_and_heads(fields), fields.rope()
+    heads, rope = read_sizes(fields), fields.rope()
     return heads | dict(
         rope_theta=float(rope["rope_theta"]),
         rotary_dim=_rotary_dim(fields, heads["head_dim"], rope["partial_rotary_factor"]),
@@ -217,7 +228,7 @@ def grouped_attention(fields: Fields) -> dict[str, Any]:
     )
 
 
-def sizes_and_heads(fields: Fields) -> dict[str, Any]:
+def read_sizes(fields: Fields) -> dict[str, Any]:
     """Return the arguments of DecoderConfig that all families share."""
     heads = fields.need("num_attention_heads")
     return dict(
@@ -233,7 +244,7 @@ def sizes_and_heads(fields: Fields) -> dict[str, Any]:
     )
 
 
-def latent_attention(fields: Fields) -> dict[str, Any]:
+def read_latent_attention(fields: Fields) -> dict[str, Any]:
     """Return the arguments of DecoderConfig for multi-head latent attention."""
     mla = MLAConfig(
         q_lora_rank=fields.get("q_lora_rank", 0),
@@ -243,13 +254,13 @@ def latent_attention(fields: Fields) -> dict[str, Any]:
         v_head_dim=fields.need("v_head_dim"),
         yarn=_yarn(fields),
     )
-    common = grouped_attention(fields)
+    common = read_grouped_attention(fields)
     heads = dict(head_dim=mla.qk_head_dim, num_kv_heads=common["num_heads"])
     return common | heads | dict(mla=mla, yarn=None)
 
 
-def windows_of(fields: Fields, pattern: Sequence[bool]) -> tuple[int, ...]:
-    """Return the window of each layer, up to the shortest period; () if no layer hides a token."""
+def find_windows(fields: Fields, pattern: Sequence[bool]) -> tuple[int, ...]:
+    """Return the window of each layer of the shortest period; () if windows mask no token."""
     window, length = fields.get("sliding_window", None), fields.need("max_position_embeddings")
     if window is None or window >= length or not any(pattern):
         return ()

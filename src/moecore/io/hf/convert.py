@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -19,16 +20,16 @@ from torch import nn
 
 from moecore.base.fields import NumBytes, check_arguments, shown_name
 from moecore.families.fp32_modules import is_selection_bias, keeps_fp32
-from moecore.io.checkpoint.comparison import below
+from moecore.io.checkpoint.comparison import select_tensors
 from moecore.io.checkpoint.directory import (
     Step,
     check_unused,
     directory_of,
-    discard,
     new_draft,
     publish,
 )
-from moecore.io.checkpoint.lock import locked
+from moecore.io.checkpoint.files import refuse_problems
+from moecore.io.checkpoint.lock import hold_lock
 from moecore.io.checkpoint.manifest import (
     Manifest,
     ManifestChunk,
@@ -49,9 +50,9 @@ from moecore.io.checkpoint.store import verify
 from moecore.io.hf.collect import Collector, Item, StoredCollector
 from moecore.io.hf.config import config_problems, decoder_config_from_hf
 from moecore.io.hf.config_fields import HFConfig, read_config
-from moecore.io.hf.export import check_target, fill_shards, in_file_order, write_directory
-from moecore.io.hf.export_plan import ExportLayout, finish_config, make_items, names_of
-from moecore.io.hf.files import BoxReader, HFFiles, listed
+from moecore.io.hf.export import check_target, fill_shards, sort_for_file, write_directory
+from moecore.io.hf.export_plan import ExportLayout, choose_names, finish_config, make_items
+from moecore.io.hf.files import BoxReader, HFFiles
 from moecore.io.hf.names import EMBEDDING, HEAD, HFLayout, find_layout, hf_copies, hf_plan
 from moecore.io.hf.pieces import FileRecipe, file_shapes
 from moecore.io.hf.quant import TensorSource, find_sources, read_box
@@ -77,14 +78,10 @@ def native_to_hf(
     The checkpoint may have a native decoder or a transformers model. Its files are verified first.
 
     Args:
-        path: a step's directory.
-        out: the new directory; see `export_hf` for this and the options.
+        path: the directory of a step.
+        out: the new directory.
         config: the config.json of the model.
-        dtype: of all float tensors except those that transformers keeps in fp32, as in `export_hf`;
-            None keeps the stored dtypes.
-        max_shard_bytes: of tensors in one file.
-        layout: "per_expert" or "fused".
-        progress: called with (bytes written, bytes expected).
+        dtype, max_shard_bytes, layout, progress: as in `export_hf`.
 
     Raises:
         ValueError: for a damaged checkpoint, a config of another model, or a job with several
@@ -97,7 +94,7 @@ def native_to_hf(
     path, out = Path(path), Path(out)
     check_target(out, dtype)
     with ExitStack() as stack:
-        names = names_of(layout, read_config(config))
+        names = choose_names(layout, read_config(config))
         model = open_native(path, stack, config=config, dtype=dtype, layout=names)
         shards = fill_shards(model.items, max_shard_bytes)
         write_directory(out, shards, model.values, model.collector, Meter(progress))
@@ -121,24 +118,21 @@ def open_native(
 ) -> StoredModel:
     """Verify a native checkpoint, compare it with its config.json, and return its model."""
     manifest = verify(path)
-    tensors = below(PREFIX + _wrapper_of(below(PREFIX, manifest)), manifest)
+    tensors = select_tensors(PREFIX + _find_prefix(select_tensors(PREFIX, manifest)), manifest)
     num_mtp = len({name.split(".")[1] for name in tensors if name.startswith("mtp.")})
     values = finish_config(read_config(config), num_mtp)
-    plan = _plan_of(tensors, values, layout)
-    keeps = keeps_fp32(plan.reader, dtype)
+    recipes, copies, reader = _plan_files(tensors, values, layout)
+    keeps = keeps_fp32(reader, dtype)
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-    items = list(make_items(dtypes, plan.recipes, plan.copies, dtype, keeps))
+    items = list(make_items(dtypes, recipes, copies, dtype, keeps))
     problems = config_problems(values, manifest.facts.config)
     problems += content_problems({item.name: item for item in items}, values, values)
     collector = StoredCollector(path, manifest, tensors, stack)
-    if HEAD in plan.copies and not problems:  # a stored head is dropped only if it is the same
+    if HEAD in copies and not problems:  # a stored head is dropped only if it is the same
         sources = {n: TensorSource(n, t.shape, t.dtype) for n, t in tensors.items()}
         problems += copy_problems(collector, sources, {HEAD: EMBEDDING})
-    if problems:
-        raise ValueError(
-            f"path ({path}) must hold the model that config.json describes: "
-            f"{listed(problems)}: pass the config of this model"
-        )
+    subject = f"path ({path}) must hold the model that config.json describes"
+    refuse_problems(subject, problems, "pass the config of this model")
     return StoredModel(values, items, collector, tensors, keeps, _is_decoder(tensors))
 
 
@@ -157,12 +151,11 @@ def hf_to_native(
 
     Args:
         path: the Hugging Face directory; quantised weights are dequantised.
-        root: directory of a new run, without checkpoints or drafts; the new checkpoint becomes its
-            latest.
-        step: of the checkpoint.
-        dtype: of all float tensors except the router's selection bias, which is fp32. None keeps
-            the stored dtypes, with bf16 for quantised weights.
-        max_file_bytes: of tensors in one file.
+        root: the directory of a new run, without checkpoints or drafts.
+        step: the step of the new checkpoint, which becomes the latest of the run.
+        dtype: dtype of all float tensors except the router's selection bias, which is fp32. None
+            keeps the stored dtypes, with bf16 for quantised weights.
+        max_file_bytes: the most bytes of tensors in one file.
         progress: called with (bytes written, bytes expected).
 
     Raises:
@@ -173,22 +166,19 @@ def hf_to_native(
     """
     check_arguments(hf_to_native, locals())
     check_single_rank()
-    path, root, meter = Path(path), Path(root), Meter(progress)
+    path, root = Path(path), Path(root)
     check_unused(root)
     config = decoder_config_from_hf(path)
     with HFFiles(path) as files:
         sources, problems = find_sources(files, read_config(path).get("quantization_config"))
+        plan = hf_plan(config, find_layout(sources))
+        options = (step, dtype, max_file_bytes, progress)
         return write_native(
-            root,
-            Origin(path, files, sources, hf_plan(config, find_layout(sources)), config, problems),
-            step=step,
-            dtype=dtype,
-            max_file_bytes=max_file_bytes,
-            meter=meter,
+            root, Conversion(path, files, sources, plan, config, problems, *options)
         )
 
 
-def _wrapper_of(names: Collection[str]) -> str:
+def _find_prefix(names: Collection[str]) -> str:
     """Return the common prefix of all names, such as "hf." of a wrapper module; "" = none."""
     embedding = next((name for name in names if name.endswith(f".{EMBEDDING}")), EMBEDDING)
     prefix = embedding.removesuffix(EMBEDDING)
@@ -201,38 +191,26 @@ def _is_decoder(names: Collection[str]) -> bool:
     return any(name.endswith(suffixes) or name.startswith("mtp.") for name in names)
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """The recipes of the files, and the transformers model on meta that reads them, or None."""
-
-    recipes: dict[str, FileRecipe]
-    copies: dict[str, str]
-    reader: nn.Module | None = None
-
-
-def _plan_of(
+def _plan_files(
     tensors: Mapping[str, StoredTensor], values: dict[str, Any], layout: HFLayout
-) -> _Plan:
-    """Return the plan for the tensors of a native decoder or a transformers model."""
+) -> tuple[dict[str, FileRecipe], dict[str, str], nn.Module | None]:
+    """Return recipes and copies of the files, and the transformers model on meta or None."""
     if not _is_decoder(tensors):
         tied, reader = values.get("tie_word_embeddings", False), reader_of(values)
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         recipes = written_plan(reader, shapes, layout)
-        return _Plan(recipes, {HEAD: EMBEDDING} if tied else {}, reader)
+        return recipes, {HEAD: EMBEDDING} if tied else {}, reader
     config = decoder_config_from_hf(values)
     plan = hf_plan(config, layout)
     problems = shape_problems(tensors, {name: recipe.shape for name, recipe in plan.items()})
-    if problems:
-        raise ValueError(
-            f"the checkpoint must hold the decoder that config.json describes: {listed(problems)}: "
-            "pass the config of this model"
-        )
-    return _Plan(plan, hf_copies(config))
+    subject = "the checkpoint must hold the decoder that config.json describes"
+    refuse_problems(subject, problems, "pass the config of this model")
+    return plan, hf_copies(config), None
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
-    """The files and the plan from which a native checkpoint is written."""
+class Conversion:
+    """The files from which a native checkpoint is written, their plan, and the options."""
 
     path: Path
     files: BoxReader
@@ -240,6 +218,10 @@ class Origin:
     plan: Mapping[str, FileRecipe]  # by native name
     config: DecoderConfig
     problems: list[str]  # differences between config and files
+    step: int
+    dtype: torch.dtype | None
+    max_file_bytes: int
+    progress: Progress | None
 
 
 def check_single_rank() -> None:
@@ -252,52 +234,30 @@ def check_single_rank() -> None:
         )
 
 
-def write_native(
-    root: Path,
-    origin: Origin,
-    *,
-    step: int,
-    dtype: torch.dtype | None,
-    max_file_bytes: int,
-    meter: Meter,
-) -> Path:
+def write_native(root: Path, conversion: Conversion) -> Path:
     """Write a native decoder's checkpoint as the first of a run; return its directory."""
     # After any error `latest` is as before: files and config differ, or the run has begun.
-    _check(origin, dtype)
-    facts = ManifestFacts(
-        step=step,
-        world_size=1,
-        meshes=[],
-        versions=versions(),
-        config=asdict(origin.config),
-        optimizer_class=None,
-        optimizer=None,
-        scheduler=None,
-        extra={},
-    )
-    with locked(root):
+    _check(conversion)
+    with hold_lock(root):
         check_unused(root)  # reading took time
-        draft = new_draft(root, step)
+        draft = new_draft(root, conversion.step)
         try:
-            publish(draft, _write_files(draft, facts, origin, dtype, max_file_bytes, meter), keep=0)
+            publish(draft, _write_files(draft, conversion), keep=0)
         except BaseException:
-            discard(draft)
+            shutil.rmtree(draft, ignore_errors=True)
             raise
-    return directory_of(root, step)
+    return directory_of(root, conversion.step)
 
 
-def _check(origin: Origin, dtype: torch.dtype | None) -> None:
+def _check(conversion: Conversion) -> None:
     """Raise ValueError if the tensors of the files are not the tensors of the decoder."""
-    sources, plan, copies = origin.sources, origin.plan, hf_copies(origin.config)
-    problems = origin.problems + shape_problems(sources, file_shapes(plan), copies)
+    sources, plan, copies = conversion.sources, conversion.plan, hf_copies(conversion.config)
+    problems = conversion.problems + shape_problems(sources, file_shapes(plan), copies)
     if not problems:
-        problems = _dtype_problems(sources, plan, dtype)
-        problems += copy_problems(origin.files, sources, copies)
-    if problems:
-        raise ValueError(
-            f"path ({origin.path}) must hold what its config.json says: {listed(problems)}: "
-            "correct one of them"
-        )
+        problems = _dtype_problems(sources, plan, conversion.dtype)
+        problems += copy_problems(conversion.files, sources, copies)
+    subject = f"path ({conversion.path}) must hold what its config.json says"
+    refuse_problems(subject, problems, "correct one of them")
 
 
 def _dtype_problems(
@@ -325,33 +285,29 @@ def _dtype_problems(
     return problems
 
 
-def _write_files(
-    draft: Path,
-    facts: ManifestFacts,
-    origin: Origin,
-    dtype: torch.dtype | None,
-    max_file_bytes: int,
-    meter: Meter,
-) -> Manifest:
-    items, plan, sources = list[Item](), origin.plan, origin.sources
+def _write_files(draft: Path, conversion: Conversion) -> Manifest:
+    items, plan, sources = list[Item](), conversion.plan, conversion.sources
     for name, recipe in plan.items():
-        native_dtype = _native_dtype(name, sources[recipe.pieces[0].name], dtype)
-        items.append(Item(f"{PREFIX}{name}", recipe.shape, native_dtype, ()))
+        dtype = _native_dtype(name, sources[recipe.pieces[0].name], conversion.dtype)
+        items.append(Item(f"{PREFIX}{name}", recipe.shape, dtype, ()))
+    meter = Meter(conversion.progress)
     meter.expect(sum(item.nbytes for item in items))
     stored_files: dict[str, StoredFile] = {}
     tensors: dict[str, StoredTensor] = {}
-    for number, shard in enumerate(fill_shards(items, max_file_bytes)):
+    for number, shard in enumerate(fill_shards(items, conversion.max_file_bytes)):
         file = f"rank-{number:05d}.safetensors"
-        layout, ordered = in_file_order(shard)
+        layout, ordered = sort_for_file(shard)
         with ShardWriter(draft / file, layout.header, pinned=False, meter=meter) as writer:
             for item in ordered:
                 recipe = plan[item.name.removeprefix(PREFIX)]
-                _add(writer, recipe, sources, origin.files, item.dtype)
+                _write_tensor(writer, recipe, sources, conversion.files, item.dtype)
             stored_files[file] = writer.finish()
         for item in shard:
             key, shape = item.name, item.shape
             chunk = ManifestChunk(file=file, key=key, offsets=(0,) * len(shape), sizes=shape)
             tensors[key] = StoredTensor(shape=shape, dtype=item.dtype, chunks=(chunk,))
+    config = asdict(conversion.config)
+    facts = ManifestFacts(step=conversion.step, world_size=1, versions=versions(), config=config)
     return make_manifest(facts, stored_files, tensors)
 
 
@@ -363,7 +319,7 @@ def _native_dtype(name: str, source: TensorSource, dtype: torch.dtype | None) ->
     return torch.bfloat16 if source.quantized else source.dtype
 
 
-def _add(
+def _write_tensor(
     writer: ShardWriter,
     recipe: FileRecipe,
     sources: Mapping[str, TensorSource],

@@ -3,7 +3,8 @@
 Every rank knows the file of each tensor and its writer (files are assigned to ranks round-robin).
 The writer assembles a tensor from the ranks that have its parts, with one sender per replica. It
 appends the tensor to the file and frees it. The peak memory of a rank beyond the model is one
-Hugging Face tensor (one expert's matrix with "per_expert"), one message and a buffer of 16 MiB.
+Hugging Face tensor (one expert's matrix with "per_expert"), a message of at most 64 MiB and a
+buffer of 16 MiB.
 
 The directory has a temporary name until all files are on disk, and is then renamed atomically.
 """
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 
 from moecore.base.failures import share_call_errors, share_errors
 from moecore.base.fields import NumBytes, check_arguments
-from moecore.io.checkpoint.files import sync, write_new
+from moecore.io.checkpoint.files import sync_directory, write_new
 from moecore.io.checkpoint.ranks import (
     check_visible,
     is_first_rank,
@@ -35,8 +36,15 @@ from moecore.io.checkpoint.ranks import (
     on_first_rank,
     rank_and_world,
 )
-from moecore.io.checkpoint.shard_file import FileLayout, Meter, Progress, ShardWriter, layout_of
-from moecore.io.hf.collect import Collector, ErrorKeeper, Item, RankCollector, by_size
+from moecore.io.checkpoint.shard_file import (
+    FileLayout,
+    Meter,
+    Progress,
+    ShardWriter,
+    compute_layout,
+)
+from moecore.io.hf.buckets import RankCollector
+from moecore.io.hf.collect import Collector, ErrorKeeper, Item, by_size
 from moecore.io.hf.config_fields import HFConfig
 from moecore.io.hf.export_plan import ExportLayout, plan_export
 from moecore.io.hf.files import CONFIG, INDEX, SINGLE
@@ -51,7 +59,7 @@ class ExportReport:
     shards: int
     total_bytes: int
     written_bytes: int  # by this rank, headers included
-    peak_bytes: int  # most held by this rank beside the model: put together, or on the way
+    peak_bytes: int  # the most of this rank beyond the model: a message and the tensor to write
     seconds: float
 
 
@@ -79,9 +87,9 @@ def export_hf(
         path: the new directory; every rank must see its parent.
         config: the config.json to write, as a mapping, a file or a directory. A native decoder
             needs a config that describes it. None uses the config of the transformers model.
-        dtype: of all float tensors except those that transformers keeps in fp32 (selection biases,
-            and tensors that a class names); None keeps the model's dtypes.
-        max_shard_bytes: of tensors in one file; a larger tensor is the only one of its file.
+        dtype: dtype of all float tensors except those that transformers keeps in fp32 (selection
+            biases, and tensors that a class names); None keeps the model's dtypes.
+        max_shard_bytes: the most bytes of tensors in one file; a larger tensor has its own file.
         layout: "per_expert" is the published format, which transformers' `save_pretrained` also
             writes; "fused" has the in-memory names and shapes of transformers.
         progress: called with (bytes done, bytes expected) of this rank.
@@ -101,8 +109,9 @@ def export_hf(
         refuse_unmerged(model)
     plan = plan_export(model, config, dtype, layout)
     shards = fill_shards(plan.items, max_shard_bytes)
-    collector = RankCollector(plan.tensors, plan.holders, plan.items, plan.device)
-    write_directory(path, shards, plan.values, collector, meter)
+    collector = RankCollector(plan.tensors, plan.owners, plan.items, plan.device)
+    with collector.open_pass():
+        write_directory(path, shards, plan.values, collector, meter)
     return ExportReport(
         tensors=sum(map(len, shards)),
         shards=len(shards),
@@ -117,13 +126,13 @@ def write_directory(
     path: Path, shards: list[list[Item]], config: dict[str, Any], collector: Collector, meter: Meter
 ) -> None:
     """Write files, index and config (with the tensors' dtype) into a new `path`. Collective."""
-    with draft_of(path) as draft:
+    with open_draft(path) as draft:
         _write_shards(draft, shards, collector, meter)
         on_first_rank(lambda: _write_names(draft, shards, config))
 
 
 @contextmanager
-def draft_of(path: Path) -> Iterator[Path]:
+def open_draft(path: Path) -> Iterator[Path]:
     """Yield a directory, renamed to `path` on success and removed on an error. Collective."""
     draft = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex[:8]}")
 
@@ -132,11 +141,11 @@ def draft_of(path: Path) -> Iterator[Path]:
         return draft
 
     def publish() -> None:
-        sync(draft)
+        sync_directory(draft)
         if path.exists():
             raise OSError(f"path ({path}) appeared meanwhile: choose another")
         draft.rename(path)
-        sync(path.parent)
+        sync_directory(path.parent)
 
     draft = on_first_rank(make)
     try:
@@ -176,22 +185,20 @@ def _write_shards(
     """Write this rank's files, and send its parts to the writers of other files. Collective."""
     rank, world = rank_and_world()
     for first in range(0, len(shards), world):  # as many shards as ranks grow at once
-        wave = [in_file_order(shard) for shard in shards[first : first + world]]
+        wave = [sort_for_file(shard) for shard in shards[first : first + world]]
         with _ExportOutput(meter) as output:
             if rank < len(wave):
                 output.open(draft / _file_name(first + rank, len(shards)), wave[rank][0])
             for turn in itertools.zip_longest(*(items for _, items in wave)):
                 for owner, item in enumerate(turn):
                     if item is not None:
-                        tensor = collector.collect(item, owner)
-                        output.add(tensor)
-                        collector.release(tensor)
+                        output.add(collector.collect_tensor(item, owner))
         on_every_rank(collector.check)
         on_every_rank(output.check)
 
 
 class _ExportOutput(ErrorKeeper):
-    """This rank's file, if any. After an error, which `check` raises, tensors are dropped."""
+    """The file that this rank writes, if any. After an error, further tensors are ignored."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
@@ -218,10 +225,10 @@ class _ExportOutput(ErrorKeeper):
                 self._writer.finish()
 
 
-def in_file_order(shard: Sequence[Item]) -> tuple[FileLayout, list[Item]]:
+def sort_for_file(shard: Sequence[Item]) -> tuple[FileLayout, list[Item]]:
     """Return the layout of a file, and its tensors in the order of the file."""
     by_name = {item.name: item for item in shard}
-    layout = layout_of({name: (item.dtype, item.shape) for name, item in by_name.items()})
+    layout = compute_layout({name: (item.dtype, item.shape) for name, item in by_name.items()})
     return layout, [by_name[name] for name in layout.begins]
 
 

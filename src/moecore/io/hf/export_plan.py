@@ -21,9 +21,9 @@ from moecore.base.params import clean_name
 from moecore.families.fp32_modules import keeps_fp32
 from moecore.families.transformers.blocks import find_hf_adapter
 from moecore.families.transformers.lora import adapted, trained_copies, without_adapters
-from moecore.io.checkpoint.config_differences import TRAINING, moe_differences, training_only
+from moecore.io.checkpoint.config_differences import TRAINING, moe_differences, training_fields
 from moecore.io.checkpoint.ranks import on_every_rank
-from moecore.io.hf.collect import Holders, Item
+from moecore.io.hf.collect import Item, PartOwners
 from moecore.io.hf.config import FAMILIES, MTP_KEYS, config_problems, decoder_config_from_hf
 from moecore.io.hf.config_fields import HFConfig, read_config
 from moecore.io.hf.names import (
@@ -38,13 +38,13 @@ from moecore.io.hf.names import (
 from moecore.io.hf.pieces import FileRecipe, local_part
 from moecore.io.hf.stock import (
     Shapes,
-    held_shapes,
     reader_of,
+    rename_shapes,
     shapes_of,
     transformers_class,
     written_plan,
 )
-from moecore.io.hf.upcycled import shared_of_no_size, upcycled_config
+from moecore.io.hf.upcycled import make_empty_shared_experts, upcycled_config
 from moecore.models.config import DecoderConfig
 from moecore.models.decoder import Decoder
 from moecore.moe.layer import MoELayer
@@ -60,7 +60,7 @@ class ExportPlan:
     """The tensors to write, the model's tensors, and the config.json."""
 
     items: list[Item]
-    holders: Holders
+    owners: PartOwners
     tensors: dict[str, Tensor]  # of this rank's stages
     values: dict[str, Any]  # of config.json
     device: torch.device  # of messages
@@ -94,23 +94,23 @@ def plan_export(
         return values, tensors
 
     values, tensors = on_every_rank(read_model)
-    holders = Holders(tensors)
+    owners = PartOwners(tensors)
 
     def plan_items() -> list[Item]:
-        recipes = _recipes(base, values, holders.shapes, names_of(layout, values))
+        recipes = _recipes(base, values, owners.shapes, choose_names(layout, values))
         keeps = keeps_fp32(base, dtype)
-        return list(make_items(holders.dtypes, recipes, model_copies(base), dtype, keeps))
+        return list(make_items(owners.dtypes, recipes, model_copies(base), dtype, keeps))
 
     records = parallel_states(base)
     device = records[0].request.meshes.device if records else next(iter(tensors.values())).device
-    return ExportPlan(on_every_rank(plan_items), holders, tensors, values, device)
+    return ExportPlan(on_every_rank(plan_items), owners, tensors, values, device)
 
 
 def export_tensors(base: nn.Module, values: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return this rank's tensors to write, by their names in a model without adapters."""
     all_tensors = model_tensors(base)
     tensors = without_adapters(base, all_tensors) | trained_copies(base, all_tensors)
-    return tensors | shared_of_no_size(base, values, tensors)
+    return tensors | make_empty_shared_experts(base, values, tensors)
 
 
 def _recipes(
@@ -128,20 +128,20 @@ def _recipes(
     if reader is not None:  # stages hold layers in an order of their own
         places: dict[str, int] = {}
         for place, name in enumerate(reader.state_dict()):
-            places.setdefault(_entry(name), place)
+            places.setdefault(_list_entry(name), place)
         shapes = dict(
-            sorted(shapes.items(), key=lambda entry: places.get(_entry(entry[0]), len(places)))
+            sorted(shapes.items(), key=lambda entry: places.get(_list_entry(entry[0]), len(places)))
         )
     return written_plan(reader, shapes, layout)
 
 
-def _entry(name: str) -> str:
+def _list_entry(name: str) -> str:
     """Return a name up to its first list index, such as a layer; otherwise the full name."""
     match = IN_LIST.match(name)
     return name if match is None else match[0]
 
 
-def names_of(layout: ExportLayout, config: Mapping[str, Any]) -> HFLayout:
+def choose_names(layout: ExportLayout, config: Mapping[str, Any]) -> HFLayout:
     """Return the layout of a native decoder's names in files; Mixtral has its own names."""
     mixtral = config.get("model_type") == "mixtral"
     return "mixtral" if mixtral and layout == "per_expert" else layout
@@ -198,7 +198,7 @@ def _decoder_config(model: Decoder, config: HFConfig | None) -> dict[str, Any]:
     values = read_config(config)
     values = finish_config(values, model.config.num_mtp_layers)
     decoder_config_from_hf(values)  # raises where it cannot be a native decoder
-    _check_values(values, model.config, skipped_fields=training_only(model.config.moe))
+    _check_values(values, model.config, skipped_fields=training_fields(model.config.moe))
     return values
 
 
@@ -255,7 +255,7 @@ def checked_reader(model: nn.Module, values: Mapping[str, Any], shapes: Shapes) 
     reader = full_reader or reader_of(values, model)
     if reader is not None:
         kind = type(reader)
-        _check_names(model, kind, shapes_of(reader.state_dict()), held_shapes(shapes))
+        _check_names(model, kind, shapes_of(reader.state_dict()), rename_shapes(shapes))
         _check_layers(model, kind, reader)
     return reader
 
@@ -280,7 +280,7 @@ def _check_names(model: nn.Module, kind: Any, class_shapes: Shapes, shapes: Shap
         if name not in shapes:
             raise ValueError(
                 f"model ({type(model).__name__}) must hold {shown_name(name)} of {kind.__name__}, "
-                f"which reads the directory: {_fix(model, kind, name, class_shapes, shapes)}"
+                f"which reads the directory: {_fix(kind.__name__, name, class_shapes, shapes)}"
             )
         if shapes[name] != shape:
             raise ValueError(
@@ -291,8 +291,7 @@ def _check_names(model: nn.Module, kind: Any, class_shapes: Shapes, shapes: Shap
         if name not in class_shapes:
             raise ValueError(
                 f"{shown_name(name)} {shapes[name]} must be a tensor of {kind.__name__}, which "
-                "reads the "
-                "directory and would drop it: take it off the model, or correct the model's config"
+                "reads the directory: take it off the model, or correct the model's config"
             )
 
 
@@ -310,20 +309,12 @@ def _check_layers(model: nn.Module, kind: Any, reader: nn.Module) -> None:
             )
 
 
-def _fix(model: nn.Module, kind: Any, missing: str, class_shapes: Shapes, shapes: Shapes) -> str:
-    """Return the fix for a model that lacks a tensor of its class, for an error text."""
+def _fix(kind_name: str, missing: str, class_shapes: Shapes, shapes: Shapes) -> str:
+    """Return the fix, in an error text, for a model that lacks a tensor of its class."""
     if any(part in name for name in shapes for part in ADAPTERS):
         return "merge adapters first, with peft's merge_and_unload(), and pass what it returns"
     for name in shapes:
         prefix = name.removesuffix(missing)
         if prefix != name and all(f"{prefix}{other}" in shapes for other in class_shapes):
             return f"pass model.{prefix[:-1]}"
-    if shapes and all(f"{kind.base_model_prefix}.{name}" in class_shapes for name in shapes):
-        return f"pass the {kind.__name__} that holds it"
-    for path, module in model.named_modules():
-        if isinstance(module, MoELayer) and missing.startswith(f"{path}."):
-            return (
-                f"its MoELayer {path} renames its parts: give its adapter a LayerLayout with the "
-                "names of the class"
-            )
-    return "pass the whole model"
+    return f"pass the whole {kind_name}, with its names"

@@ -25,14 +25,13 @@ from torch import Tensor
 
 from moecore.base.fields import quote, shown_name
 from moecore.base.tables import bounded_line
-from moecore.io.checkpoint.files import MAX_CONFIG, MAX_TABLE, read_regular
+from moecore.io.checkpoint.files import MAX_CONFIG, MAX_TABLE, read_regular, refuse_problems
 from moecore.io.checkpoint.manifest import DTYPES, MAX_DEPTH, nests_deeper
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-MAX_LINES, MAX_CHARS = 10, 600  # problems listed in one error, and characters of each
 Box = tuple[slice, ...]
 
 
@@ -120,8 +119,7 @@ def read_headers(path: Path) -> dict[str, FileTensor]:
     shards = sorted(set(weight_map.values())) if weight_map is not None else [SINGLE]
     tensors: dict[str, FileTensor] = {}
     problems = [f"{shard} is missing" for shard in shards if not (path / shard).is_file()]
-    if problems:
-        raise ValueError(f"path ({path}) must hold every shard: {listed(problems)}: copy it again")
+    refuse_problems(f"path ({path}) must hold every shard", problems, "copy it again")
     for shard in shards:
         for name, entry in _header(path / shard).items():
             if name in tensors:
@@ -132,10 +130,7 @@ def read_headers(path: Path) -> dict[str, FileTensor]:
             if name not in tensors or tensors[name].file != shard:
                 problems.append(f"{name} is not in {shard}")
         problems += [f"{name} is not in the index" for name in tensors if name not in weight_map]
-    if problems:
-        raise ValueError(
-            f"path ({path / INDEX}) must agree with its shards: {listed(problems)}: copy it again"
-        )
+    refuse_problems(f"path ({path / INDEX}) must agree with its shards", problems, "copy it again")
     return tensors
 
 
@@ -172,7 +167,7 @@ def read_json(file: Path, *, max_bytes: int = MAX_CONFIG) -> dict[str, Any]:
     except FileNotFoundError:
         raise ValueError(f"path ({file}) must exist: it is not there") from None
     try:
-        value = json.loads(data.decode(), object_hook=_float_or_object)
+        value = json.loads(data.decode())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"path ({file}) must be JSON: {error}") from None
     if not isinstance(value, dict):
@@ -180,21 +175,6 @@ def read_json(file: Path, *, max_bytes: int = MAX_CONFIG) -> dict[str, Any]:
     if nests_deeper(value, MAX_DEPTH):
         raise ValueError(f"path ({file}) must nest at most {MAX_DEPTH} times: correct it")
     return value
-
-
-def _float_or_object(value: dict[str, Any]) -> Any:
-    """Replace transformers' {"__float__": "Infinity"} with the float that it stands for."""
-    text = value.get("__float__")
-    return float(text) if isinstance(text, str) and len(value) == 1 else value
-
-
-def listed(problems: Iterable[str]) -> str:
-    """Return the first problems in one line, and the number of the remaining ones."""
-    problems = list(problems)
-    first = "; ".join(bounded_line(problem, MAX_CHARS) for problem in problems[:MAX_LINES])
-    return (
-        first if len(problems) <= MAX_LINES else f"{first} (and {len(problems) - MAX_LINES} more)"
-    )
 
 
 def _header(file: Path) -> dict[str, FileTensor]:

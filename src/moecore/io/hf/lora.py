@@ -28,9 +28,10 @@ from moecore.base.fields import check_arguments, quote
 from moecore.base.params import clean_name, global_indices, init_normal_, init_uniform_
 from moecore.base.peft_layers import is_tuner_layer
 from moecore.families.transformers.lora import adapted, refuse_unmerging
+from moecore.io.checkpoint.files import refuse_problems
 from moecore.io.checkpoint.ranks import gather, is_first_rank, on_every_rank, on_first_rank
 from moecore.io.checkpoint.snapshot import is_first_of_stage
-from moecore.io.hf.files import listed, read_json
+from moecore.io.hf.files import read_json
 from moecore.io.hf.pieces import FileView, TensorPiece, local_part
 from moecore.moe.experts import Experts
 from moecore.moe.low_rank import LowRank
@@ -53,13 +54,13 @@ class StoredAdapter:
         if self.piece.view is None:
             return tensor.reshape(self.piece.file_shape)
         file_tensor = tensor.new_empty(self.piece.file_shape)
-        self.piece.view.of(file_tensor).copy_(tensor)
+        self.piece.view.apply(file_tensor).copy_(tensor)
         return file_tensor
 
     def from_file(self, file_tensor: Tensor) -> Tensor:
         """Return the adapter's unsharded tensor from the file tensor."""
         view = self.piece.view
-        return (file_tensor if view is None else view.of(file_tensor)).reshape(self.tensor.shape)
+        return (file_tensor if view is None else view.apply(file_tensor)).reshape(self.tensor.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +173,7 @@ def load_adapters(
     path = Path(path)
     entries = on_every_rank(lambda: adapter_tensors(model, adapter))
     every = set(entries) if find_stages(model)[1] is None else set().union(*gather(list(entries)))
-    file_tensors = on_every_rank(lambda: _fitting(model, path, adapter, entries, every))
+    file_tensors = on_every_rank(lambda: _read_adapter(model, path, adapter, entries, every))
     drop_step(model)
     with torch.no_grad():
         for name, entry in entries.items():
@@ -180,7 +181,7 @@ def load_adapters(
             local_part(entry.tensor).copy_(value)
 
 
-def _fitting(
+def _read_adapter(
     model: nn.Module,
     path: Path,
     adapter: str,
@@ -204,11 +205,8 @@ def _fitting(
             problems.append(f"{name} {tuple(tensors[name].shape)} must be {shape}")
         if entry.tensor.is_meta:
             problems.append(f"{name} has no storage in the model: call to_empty first")
-    if problems:
-        raise ValueError(
-            f"path ({path}) must fit adapter ({adapter!r}): {listed(problems[:1])} (and "
-            f"{len(problems) - 1} more): use the LoraConfig that is stored there"
-        )
+    subject = f"path ({path}) must fit adapter ({adapter!r})"
+    refuse_problems(subject, problems, "use the LoraConfig that is stored there")
     return tensors
 
 
@@ -328,7 +326,7 @@ def merge_adapters(model: nn.Module) -> None:
     on_every_rank(lambda: _check(model))
     refuse_fp8_storage(model, "merged")
     drop_step(model)
-    for merge in merges(model):
+    for merge in find_merges(model):
         merge.add(local_part(merge.weight))
         merge.layer.merged_adapters += _applied_adapters(merge.layer)
     for module in model.modules():
@@ -337,7 +335,7 @@ def merge_adapters(model: nn.Module) -> None:
     refuse_unmerging(model)
 
 
-def merges(model: nn.Module) -> list[Merge]:
+def find_merges(model: nn.Module) -> list[Merge]:
     """Return the update of each weight by adapters; raise for kinds that cannot be merged."""
     for unmerged_layer in unmerged(model).values():
         _check_kind(unmerged_layer)
@@ -407,7 +405,7 @@ def _applied_adapters(layer: Any) -> list[str]:
 
 def _add_to_dense(layer: Any, local: Tensor) -> None:
     indices = global_indices(layer.get_base_layer().weight)
-    total = _widened(local)
+    total = _widen(local)
     for adapter in _applied_adapters(layer):
         if _weight_kind(layer) == "linear":
             a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
@@ -428,7 +426,7 @@ def _add_to_experts(experts: Experts, name: str, update: Any, local: Tensor) -> 
         for adapter in _applied_adapters(update)
     ]
     for place, e in enumerate(indices.tolist()):  # one expert at a time: its matrix is formed
-        total = _widened(local[place])
+        total = _widen(local[place])
         for a_ErI, b_EOr, scaling in updates:
             delta = _product(b_EOr[e], a_ErI[e], scaling)
             delta = delta.T if experts.layout.transposed else delta
@@ -437,10 +435,10 @@ def _add_to_experts(experts: Experts, name: str, update: Any, local: Tensor) -> 
 
 
 def _product(b: Tensor, a: Tensor, scaling: float) -> Tensor:
-    return (_widened(b) @ _widened(a)) * scaling
+    return (_widen(b) @ _widen(a)) * scaling
 
 
-def _widened(tensor: Tensor) -> Tensor:
+def _widen(tensor: Tensor) -> Tensor:
     """Return a tensor in fp32, or in its own dtype if that has more bits.
 
     Merging computes W + s B A in it, and rounds the sum to the weight's dtype once.

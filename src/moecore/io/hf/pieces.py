@@ -22,7 +22,7 @@ from moecore.base.torch_private import local_of
 Region = tuple[int | slice, ...]
 ViewDim = tuple[int, int, int]  # dim of a file tensor, length, step
 Runs = tuple[tuple[int, int], ...]  # of neighbouring indices: (first, length)
-Holding = tuple[Runs, ...]  # what a shard holds, per dim
+ShardRuns = tuple[Runs, ...]  # what a shard holds, per dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class FileView:
     starts: tuple[int, ...]
     dims: tuple[ViewDim, ...]
 
-    def of(self, file_tensor: Tensor) -> Tensor:
+    def apply(self, file_tensor: Tensor) -> Tensor:
         """Return this view of the file tensor, which must be contiguous."""
         offset = sum(a * s for a, s in zip(self.starts, file_tensor.stride(), strict=True))
         offset += int(file_tensor.storage_offset())
@@ -113,7 +113,7 @@ def shard_boxes(
     """Return the boxes of pieces that this rank's shards have; `dtypes` are of the files."""
     boxes = []
     for name, recipe in recipes.items():
-        local, holding = local_part(tensors[name]), holding_of(global_indices(tensors[name]))
+        local, holding = local_part(tensors[name]), shard_runs(global_indices(tensors[name]))
         for piece in recipe.pieces if local.numel() else ():
             max_numel = max_bytes // dtypes[piece.name].itemsize
             overlap_boxes = overlaps(holding, piece, recipe.shape, max_numel=max_numel)
@@ -121,13 +121,13 @@ def shard_boxes(
     return boxes
 
 
-def holding_of(indices: Sequence[Tensor]) -> Holding:
+def shard_runs(indices: Sequence[Tensor]) -> ShardRuns:
     """Return the runs of a shard's global indices, per dim."""
     return tuple(tuple(runs_of(index)) for index in indices)
 
 
 def overlaps(
-    holding: Holding, piece: TensorPiece, shape: Sequence[int], *, max_numel: int = 1 << 62
+    holding: ShardRuns, piece: TensorPiece, shape: Sequence[int], *, max_numel: int = 1 << 62
 ) -> Iterator[PieceOverlap]:
     """Yield the boxes that a shard and a piece have in common, without overlap."""
     # A box has at most `max_numel` elements, where its first dim allows it. Example: [E=4, 2, F=4,

@@ -35,7 +35,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 Box = tuple[tuple[int, int], ...]  # (start, length) per dim
 IRREGULAR = "transformers moves its values in no regular way"
 MOST_MODULES = 1 << 17  # of a model that is built: some minutes of a host's time for more
-FIRST = 1 << 40  # addresses below are those of tensors that no rule recorded
+FIRST_ADDRESS = 1 << 40  # addresses below are those of tensors that no rule recorded
 
 
 def transformers_class(model_class: type) -> Any:
@@ -51,9 +51,8 @@ def reader_of(
     model: nn.Module | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> nn.Module | None:
-    """Return the model on meta that transformers would load; None if it does not know the class."""
-    # `values` of config.json name its class, unless `model` is of their type: then it is that
-    # one's.
+    """Return the transformers model of a config on meta; None if transformers has no class."""
+    # config.json names the class, unless `model` has the same model_type: then its class is used.
     import transformers
 
     model_config: Any = getattr(model, "config", None)
@@ -64,13 +63,13 @@ def reader_of(
     config_class = transformers.CONFIG_MAPPING[model_type] if is_known else type(model_config)
     check_layers(values)
     try:
-        config = config_class.from_dict(_floats(values))
+        config = config_class.from_dict(copy.deepcopy(dict(values)))  # which changes nested values
         if kind is None or model_type != model_config.model_type:
             named = None if model else values.get("architectures")
             named = getattr(transformers, str(named[0]), None) if named else None
             causal = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), kind)
             kind = named if hasattr(named, "base_model_prefix") else causal
-        with torch.device("meta"), warnings.catch_warnings(), _few_modules():
+        with torch.device("meta"), warnings.catch_warnings(), _limit_modules():
             warnings.simplefilter("ignore")  # of empty tensors: nothing is initialised on meta
             reader = kind and kind._from_config(config, dtype=dtype)
     except Exception as error:  # of many kinds, some of them no ValueError
@@ -85,7 +84,7 @@ def reader_of(
 
 
 @contextmanager
-def _few_modules() -> Iterator[None]:
+def _limit_modules() -> Iterator[None]:
     """Return a context in which a class may register at most `MOST_MODULES` modules."""
     # A config may ask for any number of layers or experts, under any name, and transformers builds
     # them one by one.
@@ -102,14 +101,6 @@ def _few_modules() -> Iterator[None]:
         hook.remove()
 
 
-def _floats(value: Any) -> Any:
-    """Return a value of config.json with floats for its encoded inf and nan."""
-    if isinstance(value, Mapping):
-        tagged = value.get("__float__") if len(value) == 1 else None
-        return {n: _floats(v) for n, v in value.items()} if tagged is None else float(tagged)
-    return [_floats(entry) for entry in value] if isinstance(value, list) else value
-
-
 def shapes_of(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of these tensors."""
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
@@ -122,7 +113,7 @@ def published_shapes(reader: nn.Module) -> dict[str, tuple[int, ...]]:
     return shapes_of(revert_weight_conversion(reader, reader.state_dict()))
 
 
-def held_shapes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
+def rename_shapes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
     """Return transformers' name -> shape of each tensor of a model."""
     hf_shapes = dict[str, tuple[int, ...]]()
     for name, shape in shapes.items():
@@ -134,9 +125,9 @@ def held_shapes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
 
 
 def stock_plan(reader: nn.Module | None, shapes: Shapes, *files: Shapes) -> dict[str, FileRecipe]:
-    """Return name (of `shapes`, a model's) -> recipe; raise if loading would compute values."""
-    # `reader` None = own names; of `files` the first names that make a whole tensor are taken.
-    names = dict(zip(shapes, held_shapes(shapes), strict=True))
+    """Return the recipe of each tensor of a model; raise if loading would compute values."""
+    # If `reader` is None, files have the model's names. Earlier entries of `files` have priority.
+    names = dict(zip(shapes, rename_shapes(shapes), strict=True))
     targets = {} if reader is None else shapes_of(reader.state_dict())
     recipes, refused = dict[str, FileRecipe](), dict[str, str]()
     for file_shapes in files if reader is not None else ():
@@ -150,7 +141,7 @@ def stock_plan(reader: nn.Module | None, shapes: Shapes, *files: Shapes) -> dict
                 held_as = outcome[0].name if len(outcome) == 1 else names[name]
                 recipes[name] = FileRecipe.of_tensor(held_as, shape)
             elif name not in recipes:
-                pieces = [_regrouped(piece, targets[names[name]], shape) for piece in outcome]
+                pieces = [_split_gate_up(piece, targets[names[name]], shape) for piece in outcome]
                 recipes[name] = FileRecipe(shape, tuple(pieces))
     for name, shape in shapes.items():
         if refused.get(name) and name not in recipes:
@@ -176,7 +167,7 @@ def trace(
     reader: nn.Module, files: Shapes, names: Collection[str]
 ) -> dict[str, tuple[TensorPiece, ...] | str]:
     """Return name -> pieces of file tensors, or the reason why no pieces exist."""
-    # What transformers would find no tensors for is left out.
+    # The result has no entry for a tensor that transformers would not find in the files.
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 
@@ -265,7 +256,9 @@ def _coordinates(
     return starts, dims
 
 
-def _regrouped(piece: TensorPiece, shape: Sequence[int], split_shape: Sequence[int]) -> TensorPiece:
+def _split_gate_up(
+    piece: TensorPiece, shape: Sequence[int], split_shape: Sequence[int]
+) -> TensorPiece:
     """Return a piece of [E, 2F, D] as a piece of [E, 2, F, D], which splits gate and up."""
     if len(split_shape) == len(shape) or not piece.region:
         return piece
@@ -310,7 +303,7 @@ class _Arena(DispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._memory = torch.empty(1 << 61, dtype=torch.uint8, device="meta")
-        self._ranges, self._firsts, self._next = list[_Range](), list[int](), FIRST
+        self._ranges, self._firsts, self._next = list[_Range](), list[int](), FIRST_ADDRESS
 
     def place(self, shape: Sequence[int], file: str = "", parts: Any = ()) -> Tensor:
         """Return a tensor of this shape at new addresses, and record its file or its inputs."""

@@ -24,9 +24,15 @@ from moecore.base.failures import RankError, explain_transport_errors
 from moecore.base.fields import NumBytes, check_arguments, shown_name
 from moecore.families.transformers.lora import adapted
 from moecore.io.checkpoint.ranks import ControlGroup, Group, gather, on_every_rank, rank_and_world
-from moecore.io.hf.buckets import BucketCollector, WeightBucket, WeightMeta, meta_of
-from moecore.io.hf.changes import Digests, Watch, WeightsVersion, memory_of, weights_changed
-from moecore.io.hf.collect import HeldPart, Holders, Item, held_of, part_of
+from moecore.io.hf.buckets import (
+    BucketCollector,
+    WeightBucket,
+    WeightMeta,
+    make_meta,
+    size_in_bucket,
+)
+from moecore.io.hf.changes import Digests, WeightsVersion, local_storage
+from moecore.io.hf.collect import Item, LocalPart, PartOwners, by_size, describe_part, read_local
 from moecore.io.hf.config_fields import HFConfig
 from moecore.io.hf.export import check_dtype
 from moecore.io.hf.export_plan import (
@@ -36,7 +42,7 @@ from moecore.io.hf.export_plan import (
     make_items,
     plan_export,
 )
-from moecore.io.hf.lora import Merge, adapter_tensors, merges, unmerged
+from moecore.io.hf.lora import Merge, adapter_tensors, find_merges, unmerged
 from moecore.io.hf.pieces import FileRecipe, TensorPiece
 from moecore.train.memory.streams import CopyStream
 
@@ -85,19 +91,19 @@ def _with_adapter(
     model: nn.Module, plan: ExportPlan, dtype: torch.dtype | None, lora: LoRA
 ) -> ExportPlan:
     """Return a plan with the active adapter's tensors after the others. Collective."""
-    local_tensors = on_every_rank(lambda: _adapter_of(model, lora))
+    local_tensors = on_every_rank(lambda: _find_adapter(model, lora))
     pieces: dict[str, TensorPiece] = {}
     for of_rank in gather({name: piece for name, (_, piece) in local_tensors.items()}):
         pieces |= of_rank
     if not pieces:
         return plan
-    holders = Holders({name: tensor for name, (tensor, _) in local_tensors.items()})
-    recipes = {name: FileRecipe(holders.shapes[name], (piece,)) for name, piece in pieces.items()}
-    items = make_items(holders.dtypes, recipes, {}, dtype, lambda _: False)
-    return replace(plan, items=[*plan.items, *items], holders=plan.holders.merge(holders))
+    owners = PartOwners({name: tensor for name, (tensor, _) in local_tensors.items()})
+    recipes = {name: FileRecipe(owners.shapes[name], (piece,)) for name, piece in pieces.items()}
+    items = make_items(owners.dtypes, recipes, {}, dtype, lambda _: False)
+    return replace(plan, items=[*plan.items, *items], owners=plan.owners.merge(owners))
 
 
-def _adapter_of(model: nn.Module, lora: LoRA) -> dict[str, tuple[Tensor, TensorPiece]]:
+def _find_adapter(model: nn.Module, lora: LoRA) -> dict[str, tuple[Tensor, TensorPiece]]:
     """Return the active adapter's tensors by peft's names, for lora="apart"; otherwise {}."""
     if lora == "merged" or adapted(model) is model:
         return {}
@@ -132,10 +138,11 @@ class WeightStream:
         self._items: list[Item] = plan.items
         self._control = ControlGroup()  # copies for changes share it
         self._collector = BucketCollector(
-            plan.holders, plan.items, plan.device, bucket_bytes, self._control.group
+            plan.owners, plan.items, plan.device, bucket_bytes // 4, self._control.group
         )
+        self._max_bytes = max(1, bucket_bytes - self._collector.capacity)  # of a bucket
         self._digests = Digests()
-        self._parts: dict[str, HeldPart] | None = None  # of the tensors at the first pass
+        self._parts: dict[str, LocalPart] | None = None  # of the tensors at the first pass
         self._expected_digests: dict[str, Any] | None = None  # digests that a pass must find
         self._version: WeightsVersion | None = None
 
@@ -153,7 +160,7 @@ class WeightStream:
 
     def metadata(self) -> list[WeightMeta]:
         """Return name, dtype and shape of each tensor, in order. No communication."""
-        return [meta_of(item) for item in self._items]
+        return [make_meta(item) for item in self._items]
 
     def changed_since(self, version: WeightsVersion) -> WeightStream:
         """Return a stream of the tensors whose bits may have changed since a pass. Collective.
@@ -167,7 +174,7 @@ class WeightStream:
 
         def begin() -> _StreamPass:
             check_arguments(WeightStream.changed_since, {"version": version})
-            if version.of is not self._digests:
+            if version.owner is not self._digests:
                 raise ValueError(
                     "version (of another stream) must be one that this stream has returned: send "
                     "all weights once"
@@ -185,7 +192,7 @@ class WeightStream:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor), on the model's device. Collective; raises as `buckets`."""
-        with self._passing() as run:
+        with self._run_pass() as run:
             run.start()
             while (bucket := run.take()) is not None:
                 tensors = bucket.tensors()
@@ -203,11 +210,10 @@ class WeightStream:
         Raises:
             ValueError: on every rank, if the model's tensors differ from the stream's, their memory
                 was freed (`offload`), or another pass of this stream is open.
-            RuntimeError: on every rank, if weights changed during the pass, or a rank left it. A
-                change without a version counter, such as by `.data`, is detected after the last
-                bucket. Training can continue.
+            RuntimeError: on every rank, if a rank left the pass, or after the last bucket if
+                weights changed during the pass. Training can continue.
         """
-        with self._passing() as run:
+        with self._run_pass() as run:
             run.start()
             while (bucket := run.take()) is not None:
                 run.start()
@@ -215,10 +221,10 @@ class WeightStream:
                 del bucket
 
     @contextmanager
-    def _passing(self) -> Iterator[_StreamPass]:
+    def _run_pass(self) -> Iterator[_StreamPass]:
         with explain_transport_errors(PASS):
             run = on_every_rank(self._begin, self._control.group)
-        with run.watch.watch_steps(), self._collector.opened():
+        with self._collector.open_pass():
             try:
                 yield run
             except GeneratorExit:
@@ -232,21 +238,24 @@ class WeightStream:
         """Return a pass over the current weights; no communication."""
         base = adapted(self._model)
         tensors = export_tensors(base, self._plan.values)
-        tensors |= {n: t for n, (t, _) in _adapter_of(self._model, self._lora).items()}
-        parts = {name: held_of(tensor) for name, tensor in tensors.items()}
+        tensors |= {n: t for n, (t, _) in _find_adapter(self._model, self._lora).items()}
+        parts = {name: describe_part(tensor) for name, tensor in tensors.items()}
         self._parts = self._parts or parts
         if parts != self._parts:
             raise ValueError(
                 "model (changed) must hold the same parts of the same tensors in every pass: make "
                 "a new stream"
             )
-        added = {id(m.weight): m for m in (merges(self._model) if self._lora == "merged" else [])}
+        added = {
+            id(m.weight): m for m in (find_merges(self._model) if self._lora == "merged" else [])
+        }
         sources = {
             name: _StreamSource(tensor, added.get(id(tensor))) for name, tensor in tensors.items()
         }
         for name, source in sources.items():
             source.check(name)
-        run = _StreamPass(sources, self._items, self._collector, self._control.group)
+        buckets = by_size(self._items, size_in_bucket, self._max_bytes)
+        run = _StreamPass(sources, buckets, self._collector, self._control.group)
         run.digests = self._digests_of(sources)
         if self._expected_digests not in (None, run.digests):
             raise ValueError(
@@ -256,20 +265,22 @@ class WeightStream:
 
     def _check_end(self, run: _StreamPass) -> None:
         """Raise RuntimeError if tensors changed during the pass. Host sync."""
-        run.check()
-        # Counters miss writes by `.data`. Each rank hashes its parts of the streamed tensors.
+        self._collector.check()
         read = {name for item in self._items for name, _ in item.parts}
         digests = self._digests_of({n: source for n, source in run.sources.items() if n in read})
         if any(run.digests[name] != digest for name, digest in digests.items()):
-            raise weights_changed()
+            raise RuntimeError(
+                "weights (changed) must stay as they are while a stream of them is open: end the "
+                "stream before the optimizer's step, and begin a new one"
+            )
 
     def _digests_of(self, sources: Mapping[str, _StreamSource]) -> dict[str, Any]:
-        digests = self._digests.of_all({n: source.inputs() for n, source in sources.items()})
+        digests = self._digests.compute({n: source.inputs() for n, source in sources.items()})
         return {n: (*digest, sources[n].factors()) for n, digest in digests.items()}
 
 
 class _PassExit(RuntimeError):
-    """Raised on every rank if a rank, the argument, left a pass before its end."""
+    """Raised on every rank if a rank left a pass before its end; the argument is that rank."""
 
     def __str__(self) -> str:
         return f"rank {self.args[0]} has left a stream of weights before its end"
@@ -281,16 +292,15 @@ class _StreamPass:
     def __init__(
         self,
         sources: dict[str, _StreamSource],
-        items: list[Item],
+        buckets: Iterator[list[Item]],
         collector: BucketCollector,
         group: Group,
     ) -> None:
         self.sources, self._collector, self._group = sources, collector, group
         self.digests: dict[str, Any] = {}
-        self.watch = Watch(x for source in sources.values() for x in source.inputs())
         self._copies = CopyStream(collector.device)
         self._merged_weights: dict[str, Tensor] = {}  # by source, with what adapters add
-        self._remaining = collector.buckets(items)
+        self._remaining = buckets
         self._next_bucket: tuple[WeightBucket | None, Any] | None = None
 
     def start(self) -> None:
@@ -305,22 +315,17 @@ class _StreamPass:
         self._next_bucket = bucket, self._copies.mark()
 
     def take(self) -> WeightBucket | None:
-        """Return the bucket that was started last, complete on every rank; None = no bucket."""
+        """Return the bucket that `start` began, after all ranks agree; None = no bucket."""
         if self._next_bucket is None:
             return None
         with explain_transport_errors(PASS):
-            on_every_rank(self.check, self._group)
+            on_every_rank(self._collector.check, self._group)
         (bucket, event), self._next_bucket = self._next_bucket, None
         self._copies.hold(event)
         return bucket
 
-    def check(self) -> None:
-        """Raise the first error of this rank; RuntimeError if a counter shows a change."""
-        self._collector.check()
-        self.watch.check()
-
     def leave(self) -> None:
-        """End the pass on the other ranks, when they next agree on errors."""
+        """Raise an error on the other ranks, in their next comparison of errors."""
         rank, _ = rank_and_world()
 
         def fail() -> None:
@@ -345,7 +350,7 @@ class _StreamPass:
 
     def _read(self, name: str, box: tuple[slice, ...]) -> Tensor:
         weight = self._merged_weights.get(name)
-        return part_of(self.sources[name].tensor, box) if weight is None else weight[box]
+        return read_local(self.sources[name].tensor, box) if weight is None else weight[box]
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,17 +361,19 @@ class _StreamSource:
     merge: Merge | None
 
     def inputs(self) -> list[Tensor]:
-        """Return the tensors from which its values are computed."""
+        """Return the tensors from which the streamed values are computed."""
         return [self.tensor, *([] if self.merge is None else self.merge.inputs())]
 
     def factors(self) -> tuple[float, ...]:
-        """Return the scaling factors of its adapters."""
+        """Return the scaling factors of the adapters."""
         return () if self.merge is None else self.merge.factors()
 
     def check(self, name: str) -> None:
         """Raise ValueError if memory of the inputs was freed."""
         for x in self.inputs():
-            if any(part.numel() and not part.untyped_storage().nbytes() for part in memory_of(x)):
+            if any(
+                part.numel() and not part.untyped_storage().nbytes() for part in local_storage(x)
+            ):
                 raise ValueError(
                     f"{shown_name(name)} (without memory) must have its values to be streamed: "
                     "call onload('weights') first"
@@ -375,6 +382,6 @@ class _StreamSource:
     def merge_adapters(self) -> Tensor:
         """Return this rank's shard with the adapters added; collective over its mesh."""
         assert self.merge is not None, "asked for those that adapters are added to"
-        local = part_of(self.tensor, (slice(None),) * self.tensor.ndim).clone()
+        local = read_local(self.tensor, (slice(None),) * self.tensor.ndim).clone()
         self.merge.add(local)
         return local

@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from moecore.base.fields import CountOrZero, Device, check_arguments, quote
 from moecore.io.checkpoint.manifest import DTYPE_NAMES
-from moecore.io.hf.buckets import WeightBucket, WeightMeta, aligned
+from moecore.io.hf.buckets import WeightBucket, WeightMeta, align
 from moecore.io.hf.stream import WeightStream
 
 SENT_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
@@ -94,7 +94,7 @@ def _new_bucket(metas: tuple[WeightMeta, ...], device: torch.device) -> WeightBu
     try:
         return WeightBucket.empty(metas, device)
     except (RuntimeError, MemoryError):  # of CUDA and of the CPU's allocator
-        num_bytes = sum(aligned(meta.nbytes) for meta in metas)
+        num_bytes = sum(align(meta.nbytes) for meta in metas)
         raise RuntimeError(
             f"a bucket of weights ({num_bytes} bytes) must fit in the memory of {device}: lower "
             "bucket_bytes of stream_weights"
@@ -120,37 +120,30 @@ def _receive_metas(group: BroadcastGroup, device: torch.device) -> tuple[WeightM
 
 
 def _metas_in(text: bytes) -> tuple[WeightMeta, ...]:
-    """Parse a header into the metas of its tensors, or raise a one-line ValueError."""
+    """Parse the header of a bucket; raise a ValueError of one line for an invalid header."""
     try:
         header = json.loads(text)
     except (ValueError, RecursionError):  # of Unicode, too
         raise _wrong_header(f"its text ({quote(text[:100])}) must be JSON") from None
     if not isinstance(header, list):
         raise _wrong_header(f"its text ({quote(header)}) must be a list")
-    metas, names, total = [], set[str](), 0
+    metas, total = dict[str, WeightMeta](), 0
     for entry in header:
-        if not (
-            isinstance(entry, list)
-            and len(entry) == 3
-            and isinstance(entry[0], str)
-            and isinstance(entry[1], str)
-            and entry[1] in SENT_DTYPES
-            and isinstance(entry[2], list)
-            and len(entry[2]) <= MAX_DIMS
-            and all(type(n) is int and 0 <= n < MAX_BUCKET for n in entry[2])
-        ):
-            raise _wrong_header(f"its entry ({quote(entry)}) must be [name, dtype, shape]")
-        name, dtype, shape = entry
-        meta = WeightMeta(name, SENT_DTYPES[dtype], tuple(shape))
-        names.add(name)
-        metas.append(meta)
-        # As if no dim were 0: strides of such a tensor must not overflow either.
-        total += aligned(math.prod(max(1, n) for n in shape) * meta.dtype.itemsize)
+        match entry:
+            case [str(name), str(dtype), [*shape]] if (
+                dtype in SENT_DTYPES
+                and name not in metas
+                and len(shape) <= MAX_DIMS
+                and all(type(n) is int and 0 <= n < MAX_BUCKET for n in shape)
+            ):
+                metas[name] = WeightMeta(name, SENT_DTYPES[dtype], tuple(shape))
+            case _:
+                raise _wrong_header(f"its entry ({quote(entry)}) must be a [name, dtype, shape]")
+        # The strides of a tensor with a dim of 0 must not overflow either.
+        total += align(math.prod(max(1, n) for n in shape) * metas[name].dtype.itemsize)
         if total > MAX_BUCKET:
             raise _wrong_header(f"the tensors up to {quote(name)} must have <= {MAX_BUCKET} bytes")
-    if len(names) != len(metas):
-        raise _wrong_header("its names must differ from each other")
-    return tuple(metas)
+    return tuple(metas.values())
 
 
 def _wrong_header(problem: str) -> ValueError:
@@ -161,7 +154,7 @@ def _wrong_header(problem: str) -> ValueError:
 
 
 def _reach(group: BroadcastGroup, tensor: Tensor) -> None:
-    """Broadcast a tensor from rank 0; errors have one line."""
+    """Broadcast a tensor from rank 0; raise a RuntimeError of one line if a rank is gone."""
     try:
         group.broadcast(tensor, 0).wait()
     except RuntimeError as error:

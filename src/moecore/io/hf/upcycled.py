@@ -33,7 +33,7 @@ class UpcycledFamily:
     model_type: str
     some_dense: bool  # whether layers may stay dense
     always_normalizes: bool  # whether weights are divided by their sum whatever the config
-    sizes: tuple[str, str, str]  # fields: experts, experts per token, the hidden dim of one
+    sizes: tuple[str, str, str]  # fields: experts, experts per token, hidden dim of an expert
     fixed: Mapping[str, Any]  # the same for every upcycled model
 
 
@@ -52,7 +52,7 @@ FAMILIES = {"qwen3": _QWEN3, "qwen2": _QWEN2, "llama": _MIXTRAL, "mistral": _MIX
 
 def upcycled_config(model: nn.Module) -> dict[str, Any] | None:
     """Return the config.json of an upcycled model's class with experts; None if not upcycled."""
-    layers = _layers(model)
+    layers = _find_layers(model)
     config = getattr(model, "config", None)
     if not layers or isinstance(model, Decoder) or not hasattr(config, "to_dict"):
         return None
@@ -69,10 +69,10 @@ def upcycled_config(model: nn.Module) -> dict[str, Any] | None:
     return _moe_values(values, family, layers)
 
 
-def shared_of_no_size(
+def make_empty_shared_experts(
     model: nn.Module, values: Mapping[str, Any], like: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the shared experts of hidden dim 0 that Qwen2-MoE's class reads; their output is 0."""
+    """Return shared experts of hidden dim 0 for Qwen2-MoE's class; {} for other classes."""
     if isinstance(model, Decoder) or values.get("model_type") != "qwen2_moe":
         return {}
     if values["shared_expert_intermediate_size"] != 0:
@@ -92,7 +92,7 @@ def shared_of_no_size(
     return tensors
 
 
-def _layers(model: nn.Module) -> dict[int, MoEConfig]:
+def _find_layers(model: nn.Module) -> dict[int, MoEConfig]:
     """Return layer index -> config of the MoE layers that have moecore's own names."""
     layers = {}
     for name, module in model.named_modules():

@@ -15,12 +15,12 @@ from typing import Any, Protocol
 import torch
 
 from moecore.base.tables import bounded_line
-from moecore.io.checkpoint.files import MAX_TABLE
+from moecore.io.checkpoint.files import MAX_CHARS, MAX_TABLE
 from moecore.io.checkpoint.ranks import rank_and_world
 from moecore.io.checkpoint.shard_file import CHUNK_BYTES
 from moecore.io.hf.config import MTP_KEYS, decoder_config_from_hf
-from moecore.io.hf.config_fields import KIND_OF, HFConfig, check_kind, read_config
-from moecore.io.hf.files import CONFIG, INDEX, MAX_CHARS, BoxReader, HFFiles, read_json
+from moecore.io.hf.config_fields import FIELD_KINDS, HFConfig, check_kind, read_config
+from moecore.io.hf.files import CONFIG, INDEX, BoxReader, HFFiles, read_json
 from moecore.io.hf.names import find_layout, hf_copies, hf_plan, model_copies
 from moecore.io.hf.pieces import file_shapes
 from moecore.io.hf.quant import TensorSource, find_sources
@@ -90,7 +90,7 @@ def shape_problems(
 def copy_problems(
     files: BoxReader, sources: Mapping[str, TensorSource], copies: Mapping[str, str]
 ) -> list[str]:
-    """Return the copies that differ from their originals; each rank compares some of the rows."""
+    """Return an error text for each copy that differs; each rank compares some of the rows."""
     rank, world = rank_and_world()
     problems = []
     for copy, original in copies.items():
@@ -149,7 +149,7 @@ def _stock_problems(sources: Mapping[str, Shaped], config: Mapping[str, Any]) ->
 
 def _missing_experts(sources: Mapping[str, Shaped], config: Mapping[str, Any]) -> list[str]:
     """Return the experts that a layer lacks, compared with its other matrices or the config."""
-    counts = (config[key] for key in EXPERT_KEYS if KIND_OF["num_experts"][1](config.get(key)))
+    counts = (config[key] for key in EXPERT_KEYS if FIELD_KINDS["num_experts"][1](config.get(key)))
     want, problems = next(counts, 0), list[str]()
     experts_by_role: dict[tuple[str, str], set[int]] = {}
     for name, source in sources.items():

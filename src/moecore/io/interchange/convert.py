@@ -21,19 +21,25 @@ from torch import Tensor
 
 from moecore.base.fields import NumBytes, check_arguments, quote, shown_name
 from moecore.io.checkpoint.directory import Step, check_unused
-from moecore.io.checkpoint.files import write_new
+from moecore.io.checkpoint.files import join_problems, write_new
 from moecore.io.checkpoint.shard_file import Meter, Progress
 from moecore.io.hf.collect import Collector, Item
 from moecore.io.hf.config import decoder_config_from_hf
 from moecore.io.hf.config_fields import HFConfig
-from moecore.io.hf.convert import Origin, StoredModel, check_single_rank, open_native, write_native
-from moecore.io.hf.export import check_target, draft_of
+from moecore.io.hf.convert import (
+    Conversion,
+    StoredModel,
+    check_single_rank,
+    open_native,
+    write_native,
+)
+from moecore.io.hf.export import check_target, open_draft
 from moecore.io.hf.export_plan import make_items
-from moecore.io.hf.files import Box, BoxReader, listed
+from moecore.io.hf.files import Box, BoxReader
 from moecore.io.hf.names import EMBEDDING, find_layout, hf_plan
 from moecore.io.hf.pieces import FileRecipe, file_shapes
 from moecore.io.hf.quant import TensorSource
-from moecore.io.interchange.dcp import DCPFiles, NewChunk, NewTensor, prefixes, write_dcp
+from moecore.io.interchange.dcp import DCPFiles, NewChunk, NewTensor, find_prefixes, write_dcp
 from moecore.io.interchange.dcp_metadata import read_options
 from moecore.io.interchange.megatron import (
     OTHER_FUNCTIONS,
@@ -42,9 +48,9 @@ from moecore.io.interchange.megatron import (
     MegatronBlock,
     TensorPart,
     find_places,
+    find_unused,
     megatron_blocks,
     optional_head,
-    unused,
     written_place,
 )
 from moecore.models.config import DecoderConfig
@@ -78,20 +84,11 @@ def dcp_to_native(
         path: the directory with `.metadata`: of Megatron-Core (torch_dist), or a plain state dict
             of a transformers model or of a native decoder, optionally with a name prefix
             ("model.").
-        root: directory of a new run, without checkpoints or drafts; the new checkpoint becomes its
-            latest.
         config: the config.json of the corresponding Hugging Face model.
-        step: of the checkpoint.
-        dtype: of all float tensors except the router's selection bias, which is fp32; None keeps
-            the stored dtypes.
-        max_file_bytes: of tensors in one file.
-        progress: called with (bytes written, bytes expected).
+        root, step, dtype, max_file_bytes, progress: as in `hf_to_native`.
 
     Raises:
-        ValueError: for a wrong argument, a run that already has checkpoints, a broken directory,
-            tensors that differ from the config, or a job with several ranks.
-        NotImplementedError: if the native decoder does not support the model.
-        OSError: if a file could not be read or written; `latest` is then unchanged.
+        ValueError, NotImplementedError, OSError: as `hf_to_native`.
     """
     check_arguments(dcp_to_native, locals())
     check_single_rank()
@@ -100,13 +97,9 @@ def dcp_to_native(
     decoder = decoder_config_from_hf(config)
     with DCPFiles(path) as files:
         sources, plan, problems = _find_sources(files, decoder)
+        options = (step, dtype, max_file_bytes, progress)
         return write_native(
-            root,
-            Origin(path, files, sources, plan, decoder, problems),
-            step=step,
-            dtype=dtype,
-            max_file_bytes=max_file_bytes,
-            meter=Meter(progress),
+            root, Conversion(path, files, sources, plan, decoder, problems, *options)
         )
 
 
@@ -122,20 +115,13 @@ def native_to_dcp(
     """Write the model of a native checkpoint as a DCP directory; return its tensor count.
 
     Args:
-        path: a step's directory; its files are verified first.
-        out: the new directory.
-        config: the config.json of the corresponding Hugging Face model.
+        path, out, config, dtype, progress: as in `native_to_hf`.
         names: tensor names of "megatron" (Megatron-Core's torch_dist), "dcp" (the native decoder),
             or "dcp-transformers".
-        dtype: of all float tensors except those that transformers keeps in fp32, as in `export_hf`;
-            None keeps the stored dtypes.
-        progress: called with (bytes written, bytes expected).
 
     Raises:
-        ValueError: for a wrong argument, a damaged checkpoint, a config of another model, or a job
-            with several ranks.
+        ValueError, OSError: as `native_to_hf`.
         NotImplementedError: if a tensor has no name in the format.
-        OSError: if a file could not be read or written; no files remain.
     """
     check_arguments(native_to_dcp, locals())
     check_single_rank()
@@ -147,10 +133,10 @@ def native_to_dcp(
         if names == "megatron":
             tensors = _megatron_tensors(model)
         elif names == "dcp":
-            tensors = _own_tensors(model, dtype)
+            tensors = _native_tensors(model, dtype)
         else:
             tensors = {item.name: _one_chunk(item, model.collector) for item in model.items}
-        with draft_of(out) as draft:
+        with open_draft(out) as draft:
             write_dcp(draft, tensors, Meter(progress))
             if names == "megatron":
                 write_new(draft / "metadata.json", json.dumps(MEGATRON_METADATA))
@@ -158,9 +144,9 @@ def native_to_dcp(
     return len(tensors)
 
 
-def naming_of(files: DCPFiles) -> str:
-    """Return which of `DCPNames` the tensors of a directory have."""
-    if prefixes(files, WORDS):
+def find_naming(files: DCPFiles) -> str:
+    """Return the `DCPNames` entry of a directory, found from its tensor names."""
+    if find_prefixes(files, WORDS):
         return "megatron"
     is_native = any(".mlp.experts.w1" in n or ".mlp.router.weight" in n for n in files.tensors)
     return "dcp" if is_native else "dcp-transformers"
@@ -190,11 +176,11 @@ def _find_sources(
     files: DCPFiles, config: DecoderConfig
 ) -> tuple[dict[str, TensorSource], dict[str, FileRecipe], list[str]]:
     """Return the tensors of a directory, the plan that reads them, and the problems."""
-    kind = naming_of(files)
+    kind = find_naming(files)
     if kind == "megatron":
         spliced_sources, problems = _megatron_sources(files, config)
         return spliced_sources, hf_plan(config, "per_expert"), problems
-    prefix = _prefix_of(files, EMBEDDING)
+    prefix = _find_prefix(files, EMBEDDING)
     sources: dict[str, TensorSource] = {
         name.removeprefix(prefix): TensorSource(name, tensor.shape, tensor.dtype)
         for name, tensor in files.tensors.items()
@@ -207,13 +193,13 @@ def _find_sources(
     return sources, hf_plan(config, find_layout(sources)), []
 
 
-def _prefix_of(files: DCPFiles, ending: str) -> str:
+def _find_prefix(files: DCPFiles, ending: str) -> str:
     """Return the common prefix of the model's names; raise ValueError for several models."""
-    candidates = prefixes(files, ending) or [""]
+    candidates = find_prefixes(files, ending) or [""]
     if len(candidates) > 1 and "" not in candidates:
         raise ValueError(
-            f"path ({files.path}) must hold one model, but has {ending} below {listed(candidates)}"
-            ": save the one that you mean alone"
+            f"path ({files.path}) must hold one model, but has {ending} below "
+            f"{join_problems(candidates)}: save the one that you mean alone"
         )
     return "" if "" in candidates else candidates[0]
 
@@ -228,7 +214,7 @@ def _megatron_sources(
                 "native "
                 "decoder computes another function of these weights: train on in Megatron-Core"
             )
-    prefix = _prefix_of(files, WORDS)
+    prefix = _find_prefix(files, WORDS)
     names = [name for name in files.tensors if name.startswith(prefix)]
     shapes = {name.removeprefix(prefix): files.tensors[name].shape for name in names}
     head = optional_head(config, shapes)
@@ -240,12 +226,12 @@ def _megatron_sources(
         places, wrong = find_places(block, shapes, config)
         problems += wrong
         used_keys |= {place.key for place in places}
-        for part, (place, first) in _placed(block, places):
+        for part, (place, first) in _pair_parts(block, places):
             span = (f"{prefix}{place.key}", place.index, first, first + part.stop - part.start)
             spans.setdefault(part.name, {})[part.start] = span
             rows = max(part.stop, shape_of.get(part.name, (0,))[0])
             shape_of[part.name] = (rows, *block.shape[1:])
-    problems += [f"{name} is no tensor of the decoder" for name in unused(shapes, used_keys)]
+    problems += [f"{name} is no tensor of the decoder" for name in find_unused(shapes, used_keys)]
     if problems:
         return {}, problems
     sources: dict[str, TensorSource] = {}
@@ -256,10 +242,10 @@ def _megatron_sources(
     return sources, []
 
 
-def _placed(
+def _pair_parts(
     block: MegatronBlock, places: tuple[LayerPlace, ...]
 ) -> Iterator[tuple[TensorPart, tuple[LayerPlace, int]]]:
-    """Yield each part of a block, its stored place, and its first row in the place."""
+    """Yield each part of a block with (its place, its first row in the place)."""
     at = 0
     for part in block.parts if places else ():
         row, begin = at, 0
@@ -304,7 +290,7 @@ def _join(block: MegatronBlock, items: Mapping[str, Item], collector: Collector)
     return torch.cat([tensors[part.name][part.start : part.stop] for part in block.parts])
 
 
-def _own_tensors(model: StoredModel, dtype: torch.dtype | None) -> dict[str, NewTensor]:
+def _native_tensors(model: StoredModel, dtype: torch.dtype | None) -> dict[str, NewTensor]:
     """Return the native decoder's tensors, with one chunk each."""
     if not model.is_decoder and any(".experts." in name for name in model.tensors):
         raise ValueError(
@@ -326,6 +312,6 @@ def _one_chunk(item: Item, collector: Collector) -> NewTensor:
 
 
 def _collect_tensor(collector: Collector, item: Item) -> Tensor:
-    tensor = collector.collect(item, 0)
+    tensor = collector.collect_tensor(item, 0)
     assert tensor is not None, "one process has every tensor"
     return tensor

@@ -215,7 +215,7 @@ class _Planner(SavePlanner):
         return value
 
 
-def prefixes(files: DCPFiles, ending: str) -> list[str]:
+def find_prefixes(files: DCPFiles, ending: str) -> list[str]:
     """Return the prefixes before `ending`, such as "" or "model.", except of optimizer state.
 
     `ending` is a tensor name that every model has.

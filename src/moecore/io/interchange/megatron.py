@@ -44,7 +44,7 @@ LAYERS, MTP = "decoder.layers", "mtp.layers"
 Shapes = Mapping[str, tuple[int, ...]]
 # Fields that Megatron-Core's tensors or options have, so that the same config.json gives the same
 # model there. Any other field must have its default, else the weights would compute something else.
-CARRIED = frozenset(
+SUPPORTED_FIELDS = frozenset(
     {
         *("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "windows"),
         *("qk_norm", "rope_theta", "rotary_dim", "norm_eps", "tie_embeddings", "dense_layers"),
@@ -58,11 +58,42 @@ CARRIED = frozenset(
         *("moe.num_shared_experts", "moe.shared_gate"),
     }
 )
-# Arguments of Megatron-LM with which the same tensors are another model than any of `CARRIED`.
+# Arguments of Megatron-LM that change the function of a model. No field of DecoderConfig has them.
 OTHER_FUNCTIONS = (
     *("activation_func_clamp_value", "activation_func_tanh_clamp_scale", "glu_linear_offset"),
     *("activation_func_tanh_clamp_scale_linear", "apply_layernorm_1p", "quick_geglu"),
     *("moe_apply_probs_on_input", "rotary_interleaved"),
+)
+# Blocks of a layer: names in Megatron-Core (the first is written, all are read), and names
+# of the Hugging Face tensors that have its rows. A block without these tensors is left out.
+Table = tuple[tuple[str, str], ...]
+GROUPED: Table = (
+    ("q_layernorm.weight", "q_norm.weight"),
+    ("k_layernorm.weight", "k_norm.weight"),
+    ("linear_proj.weight", "o_proj.weight"),
+)
+MLA: Table = (
+    ("linear_q_proj.weight", "q_proj.weight"),
+    ("linear_q_down_proj.weight", "q_a_proj.weight"),
+    ("linear_q_up_proj.layer_norm_weight q_layernorm.weight", "q_a_layernorm.weight"),
+    ("linear_q_up_proj.weight", "q_b_proj.weight"),
+    ("linear_kv_down_proj.weight", "kv_a_proj_with_mqa.weight"),
+    ("linear_kv_up_proj.layer_norm_weight kv_layernorm.weight", "kv_a_layernorm.weight"),
+    ("linear_kv_up_proj.weight", "kv_b_proj.weight"),
+    ("linear_proj.weight", "o_proj.weight"),
+)
+MLP: Table = (
+    ("linear_fc1.weight", "gate_proj.weight up_proj.weight"),
+    ("linear_fc2.weight", "down_proj.weight"),
+)
+ROUTER: Table = (
+    ("router.weight", "gate.weight"),
+    ("router.expert_bias", "gate.e_score_correction_bias"),
+    ("shared_experts.gate_weight", "shared_expert_gate.weight"),
+)
+MTP_NORMS: Table = (
+    *((f"{name}.weight", f"{name}.weight") for name in ("enorm", "hnorm", "eh_proj")),
+    ("final_layernorm.weight", "shared_head.norm.weight"),
 )
 
 
@@ -107,13 +138,12 @@ def megatron_blocks(config: DecoderConfig) -> list[MegatronBlock]:
     for name in shapes:
         if name.endswith(tuple(unnamed)):
             _refuse(name, shapes)
-    blocks = [_block((WORDS,), EMBEDDING, shapes)]
+    blocks = _blocks(((WORDS, EMBEDDING),), shapes)
     for i in range(config.num_layers):
         layer_blocks = _layer(f"model.layers.{i}.", config, shapes)
         blocks += [replace(block, layers=LAYERS, layer=i) for block in layer_blocks]
-    blocks.append(_block(("decoder.final_layernorm.weight",), "model.norm.weight", shapes))
-    if HEAD in shapes:
-        blocks.append(_block((OUTPUT,), HEAD, shapes))
+    last = (("decoder.final_layernorm.weight", "model.norm.weight"), (OUTPUT, HEAD))
+    blocks += _blocks(last, shapes)
     for k in range(config.num_mtp_layers):
         layer_blocks = _mtp(f"model.layers.{config.num_layers + k}.", config, shapes)
         blocks += [replace(block, layers=MTP, layer=k) for block in layer_blocks]
@@ -121,7 +151,7 @@ def megatron_blocks(config: DecoderConfig) -> list[MegatronBlock]:
     for name in shapes:
         if name not in covered:
             _refuse(name, shapes)
-    problem = next(_not_carried(config), None)
+    problem = next(_unsupported_fields(config), None)
     if problem is not None:
         raise NotImplementedError(
             f"DecoderConfig.{problem}, else Megatron-Core computes another function of these "
@@ -130,13 +160,13 @@ def megatron_blocks(config: DecoderConfig) -> list[MegatronBlock]:
     return blocks
 
 
-def _not_carried(config: DecoderConfig) -> Iterator[str]:
+def _unsupported_fields(config: DecoderConfig) -> Iterator[str]:
     """Yield the config fields that Megatron-Core does not support, and their required values."""
     parts: list[tuple[str, Any]] = [("", config), ("moe.", config.moe), ("mla.", config.mla)]
     for prefix, part in parts:
         for field in fields(part) if part is not None else ():
             name, value = prefix + field.name, getattr(part, field.name)
-            if name not in (*CARRIED, "moe", "mla") and value != field.default:
+            if name not in (*SUPPORTED_FIELDS, "moe", "mla") and value != field.default:
                 yield f"{name} ({value!r}) must be {field.default!r}"
     mla, moe = config.mla, config.moe
     if mla is not None and mla.norm_eps != config.norm_eps:
@@ -177,7 +207,7 @@ def find_places(
     return (), [f"{place.key}{list(place.index) or ''} is missing"]
 
 
-def unused(shapes: Shapes, used_keys: set[str]) -> Iterator[str]:
+def find_unused(shapes: Shapes, used_keys: set[str]) -> Iterator[str]:
     """Yield names of the model's tensors that belong to no block."""
     for name in shapes:
         if name.startswith(ROOTS) and name not in used_keys and "_extra_state" not in name:
@@ -232,32 +262,47 @@ def _shape_problem(place: LayerPlace, block: MegatronBlock, shapes: Shapes) -> I
         yield f"{place.key} {shape} must be {expected_shape}"
 
 
-def _block(names: tuple[str, ...], name: str, shapes: Shapes) -> MegatronBlock:
-    return _concat_block(names, [name], shapes)
-
-
-def _concat_block(names: tuple[str, ...], parts: list[str], shapes: Shapes) -> MegatronBlock:
-    """Return a block whose rows are all rows of several tensors."""
-    rows = [TensorPart(name, 0, shapes[name][0]) for name in parts]
-    return MegatronBlock(names, tuple(rows), (sum(p.stop for p in rows), *shapes[parts[0]][1:]))
+def _blocks(table: Table, shapes: Shapes, prefix: str = "", hf: str = "") -> list[MegatronBlock]:
+    """Return the blocks of a table; `prefix` and `hf` precede the names of the two formats."""
+    blocks = []
+    for names, hf_names in table:
+        parts = [f"{hf}{name}" for name in hf_names.split()]
+        if parts[0] in shapes:
+            rows = tuple(TensorPart(name, 0, shapes[name][0]) for name in parts)
+            shape = (sum(part.stop for part in rows), *shapes[parts[0]][1:])
+            names_in_layer = tuple(f"{prefix}{name}" for name in names.split())
+            blocks.append(MegatronBlock(names_in_layer, rows, shape))
+    return blocks
 
 
 def _layer(hf: str, config: DecoderConfig, shapes: Shapes) -> list[MegatronBlock]:
     """Return the blocks of one transformer layer; `hf` is its Hugging Face name prefix."""
-    attention, moe = "self_attention.", f"{hf}mlp.gate.weight" in shapes
-    norm = ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
-    blocks = _mla(hf, shapes) if config.mla else _grouped(hf, config, shapes)
-    blocks.append(
-        _block((f"{attention}linear_proj.weight",), f"{hf}self_attn.o_proj.weight", shapes)
+    is_moe = f"{hf}mlp.gate.weight" in shapes
+    norm, q_or_qkv = "input_layernorm.weight", "linear_q_proj" if config.mla else "linear_qkv"
+    norms = [norm, f"self_attention.{q_or_qkv}.layer_norm_weight"]
+    mlp_norms = ["pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"]
+    table = (
+        (" ".join(norms if config.mla else norms[::-1]), norm),
+        (" ".join(mlp_norms if is_moe else mlp_norms[::-1]), "post_attention_layernorm.weight"),
     )
-    blocks.append(
-        _block(norm if moe else norm[::-1], f"{hf}post_attention_layernorm.weight", shapes)
-    )
-    return blocks + (_experts(hf, config, shapes) if moe else _mlp("mlp.", f"{hf}mlp.", shapes))
+    attention = MLA if config.mla else GROUPED
+    blocks = _blocks(table, shapes, hf=hf)
+    blocks += _blocks(attention, shapes, "self_attention.", f"{hf}self_attn.")
+    blocks += [] if config.mla else [_fused_qkv(hf, config, shapes)]
+    if not is_moe:
+        return blocks + _blocks(MLP, shapes, "mlp.", f"{hf}mlp.")
+    assert config.moe is not None, "the layer has a router"
+    blocks += _blocks(ROUTER, shapes, "mlp.", f"{hf}mlp.")
+    for shared in ("shared_expert", "shared_experts"):
+        blocks += _blocks(MLP, shapes, "mlp.shared_experts.", f"{hf}mlp.{shared}.")
+    for e in range(config.moe.num_experts):
+        expert_blocks = _blocks(MLP, shapes, "mlp.experts.", f"{hf}mlp.experts.{e}.")
+        blocks += [replace(block, expert=e) for block in expert_blocks]
+    return blocks
 
 
-def _grouped(hf: str, config: DecoderConfig, shapes: Shapes) -> list[MegatronBlock]:
-    """Return the blocks of grouped-query attention: the QKV projection and norms."""
+def _fused_qkv(hf: str, config: DecoderConfig, shapes: Shapes) -> MegatronBlock:
+    """Return the block of the fused QKV projection of grouped-query attention."""
     q, k, v = (f"{hf}self_attn.{name}_proj.weight" for name in "qkv")
     d, groups = config.head_dim, config.num_kv_heads
     per_group = config.num_heads // groups * d
@@ -266,75 +311,15 @@ def _grouped(hf: str, config: DecoderConfig, shapes: Shapes) -> list[MegatronBlo
         parts.append(TensorPart(q, g * per_group, (g + 1) * per_group))
         parts += [TensorPart(name, g * d, (g + 1) * d) for name in (k, v)]
     rows = sum(part.stop - part.start for part in parts)
-    fused = MegatronBlock(("self_attention.linear_qkv.weight",), tuple(parts), (rows, shapes[q][1]))
-    names = ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight")
-    blocks = [_block(names, f"{hf}input_layernorm.weight", shapes), fused]
-    for name in ("q", "k"):
-        if f"{hf}self_attn.{name}_norm.weight" in shapes:
-            megatron_name = f"self_attention.{name}_layernorm.weight"
-            blocks.append(_block((megatron_name,), f"{hf}self_attn.{name}_norm.weight", shapes))
-    return blocks
-
-
-def _mla(hf: str, shapes: Shapes) -> list[MegatronBlock]:
-    """Return the blocks of multi-head latent attention, with rows in DeepSeek-V3's order."""
-    pairs = {
-        ("input_layernorm.weight", "self_attention.linear_q_proj.layer_norm_weight"): "input",
-        ("linear_q_proj.weight",): "q_proj",
-        ("linear_q_down_proj.weight",): "q_a_proj",
-        ("linear_q_up_proj.layer_norm_weight", "q_layernorm.weight"): "q_a_layernorm",
-        ("linear_q_up_proj.weight",): "q_b_proj",
-        ("linear_kv_down_proj.weight",): "kv_a_proj_with_mqa",
-        ("linear_kv_up_proj.layer_norm_weight", "kv_layernorm.weight"): "kv_a_layernorm",
-        ("linear_kv_up_proj.weight",): "kv_b_proj",
-    }
-    blocks = []
-    for names, hf_name in pairs.items():
-        if hf_name == "input":
-            blocks.append(_block(names, f"{hf}input_layernorm.weight", shapes))
-        elif f"{hf}self_attn.{hf_name}.weight" in shapes:
-            megatron_names = tuple(f"self_attention.{name}" for name in names)
-            blocks.append(_block(megatron_names, f"{hf}self_attn.{hf_name}.weight", shapes))
-    return blocks
-
-
-def _mlp(prefix: str, hf: str, shapes: Shapes) -> list[MegatronBlock]:
-    """Return the blocks of a gated MLP: gate and up in one block, and down."""
-    gate_up = [f"{hf}gate_proj.weight", f"{hf}up_proj.weight"]
-    return [
-        _concat_block((f"{prefix}linear_fc1.weight",), gate_up, shapes),
-        _block((f"{prefix}linear_fc2.weight",), f"{hf}down_proj.weight", shapes),
-    ]
-
-
-def _experts(hf: str, config: DecoderConfig, shapes: Shapes) -> list[MegatronBlock]:
-    """Return the blocks of router, routed experts, and shared experts."""
-    assert config.moe is not None, "the layer has a router"
-    mlp = f"{hf}mlp."
-    blocks = [_block(("mlp.router.weight",), f"{mlp}gate.weight", shapes)]
-    if f"{mlp}gate.e_score_correction_bias" in shapes:
-        bias = _block(("mlp.router.expert_bias",), f"{mlp}gate.e_score_correction_bias", shapes)
-        blocks.append(bias)
-    for e in range(config.moe.num_experts):
-        expert_blocks = _mlp("mlp.experts.", f"{mlp}experts.{e}.", shapes)
-        blocks += [replace(block, expert=e) for block in expert_blocks]
-    for hf_name in ("shared_expert", "shared_experts"):
-        if f"{mlp}{hf_name}.down_proj.weight" in shapes:
-            blocks += _mlp("mlp.shared_experts.", f"{mlp}{hf_name}.", shapes)
-    if f"{mlp}shared_expert_gate.weight" in shapes:
-        gate = ("mlp.shared_experts.gate_weight",)
-        blocks.append(_block(gate, f"{mlp}shared_expert_gate.weight", shapes))
-    return blocks
+    return MegatronBlock(("self_attention.linear_qkv.weight",), tuple(parts), (rows, shapes[q][1]))
 
 
 def _mtp(hf: str, config: DecoderConfig, shapes: Shapes) -> list[MegatronBlock]:
     """Return the blocks of a multi-token prediction module: norms, projection and one layer."""
-    hf_names = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj"}
-    hf_names["final_layernorm"] = "shared_head.norm"
-    blocks = [_block((f"{a}.weight",), f"{hf}{b}.weight", shapes) for a, b in hf_names.items()]
+    blocks = _blocks(MTP_NORMS, shapes, hf=hf)
     for block in _layer(hf, config, shapes):
         inner = ("transformer_layer.", "mtp_model_layer.")
-        names = tuple(f"{prefix}{name}" for prefix in inner for name in block.names)
+        names = tuple(f"{outer}{name}" for outer in inner for name in block.names)
         blocks.append(replace(block, names=names))
     return blocks
 

@@ -136,9 +136,7 @@ def upcycle_decoder(
     Args:
         model: a dense decoder with values. The result shares the memory of layers that are not
             converted, so do not use `model` afterwards.
-        options: number and size of the experts.
-        layers: indices of the layers to convert; None = all.
-        **moe_fields: fields of `MoEConfig` except dims, experts and top_k.
+        options, layers, **moe_fields: as in `upcycle_config`.
 
     Raises:
         ValueError: as `upcycle_config` and `upcycle_state_dict`.
