@@ -18,7 +18,7 @@ from moecore.packing import (
     JsonLines,
     MegatronDocuments,
 )
-from moecore.packing.corpus.megatron import DTYPES
+from moecore.packing.corpus.files import DTYPES
 
 ROWS = CorpusOptions(row_tokens=64, partitions=1)
 # Sequences [1 2 3], [258], [] and [7 8] of uint16; documents are sequences 0 .. 1, 2 and 3.

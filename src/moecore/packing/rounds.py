@@ -26,9 +26,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from moecore.packing.cost import Cost, Costs
-from moecore.packing.documents import Integers
-from moecore.packing.split import padded_lengths
+from moecore.packing.collate import padded_lengths
+from moecore.packing.documents import Cost, Costs, Integers
 
 ENOUGH = 0.98  # score of a trial at which the search of a round ends
 GROWTH = 1.1  # ratio of one limit to the next lower limit

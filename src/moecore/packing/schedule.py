@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moecore.base.fields import Count, CountOrZero, check_arguments
-from moecore.packing.cost import DocumentCost, MeasuredCost
-from moecore.packing.documents import Lengths, as_lengths
+from moecore.packing.documents import DocumentCost, Lengths, MeasuredCost, as_lengths
 from moecore.packing.rounds import Blocks, Documents, make_rounds
 
 DEFAULT_COST = DocumentCost()

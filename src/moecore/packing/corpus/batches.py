@@ -12,8 +12,12 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from moecore.kernels.cross_entropy import IGNORE_INDEX
 from moecore.packing.collate import PackedBatch
-from moecore.packing.corpus.documents import DocumentReader
-from moecore.packing.corpus.options import CorpusError, CorpusOptions, CorpusSource
+from moecore.packing.corpus.documents import (
+    CorpusError,
+    CorpusOptions,
+    CorpusSource,
+    DocumentReader,
+)
 from moecore.packing.corpus.order import IndexedDocuments, StreamedDocuments, key_of
 from moecore.packing.corpus.partitions import Partition, Piece, RowShape
 from moecore.packing.corpus.position import Cursors, facts_of, position_of

@@ -26,8 +26,8 @@ from moecore.base.fields import Count, CountOrZero, check_arguments, quote
 from moecore.base.rank_checks import gather
 from moecore.packing.collate import PackedBatch
 from moecore.packing.corpus.batches import RankBatches, batch_of
+from moecore.packing.corpus.documents import CorpusError, CorpusOptions, CorpusSource
 from moecore.packing.corpus.files import cut
-from moecore.packing.corpus.options import CorpusError, CorpusOptions, CorpusSource
 from moecore.packing.corpus.position import Cursors, check_ranks, check_state
 
 Batch = TypeVar("Batch")

@@ -14,9 +14,15 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
 from moecore.base.fields import Bound, check_value, quote
-from moecore.packing.corpus.documents import sample_of, tokens_of
+from moecore.packing.corpus.documents import (
+    CorpusError,
+    CorpusOptions,
+    CorpusSource,
+    Partitions,
+    sample_of,
+    tokens_of,
+)
 from moecore.packing.corpus.files import cut
-from moecore.packing.corpus.options import CorpusError, CorpusOptions, CorpusSource, Partitions
 from moecore.packing.corpus.partitions import Cursor
 
 SAMPLED = 16  # documents of a source that are tokenized for its facts

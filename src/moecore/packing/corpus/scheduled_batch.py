@@ -27,15 +27,13 @@ from moecore.base.fields import CheckedRecord, Count, CountOrZero, Rules, check_
 from moecore.base.rank_checks import difference
 from moecore.base.streams import to_device
 from moecore.kernels.cross_entropy import IGNORE_INDEX
-from moecore.packing.collate import PackedBatch, read_document
+from moecore.packing.collate import PackedBatch, multiple_of, read_document
 from moecore.packing.corpus.batches import RankBatches, Rows, batch_of
+from moecore.packing.corpus.documents import CorpusError, CorpusOptions, CorpusSource
 from moecore.packing.corpus.loader import PositionedLoader, check_sources
-from moecore.packing.corpus.options import CorpusError, CorpusOptions, CorpusSource
 from moecore.packing.corpus.partitions import Piece
-from moecore.packing.cost import DocumentCost, MeasuredCost
-from moecore.packing.documents import Document
+from moecore.packing.documents import Document, DocumentCost, MeasuredCost
 from moecore.packing.schedule import DEFAULT_COST, DocumentGroup, schedule_documents
-from moecore.packing.split import multiple_of
 
 TILE = 128  # tokens of a rank's micro-batch are a multiple of it: few shapes, whole tiles of FP8
 DECODER = {  # argument of a forward -> field of a `PackedBatch`
