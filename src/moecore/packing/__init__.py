@@ -13,8 +13,9 @@ from moecore.packing.collate import (
     part_of,
 )
 from moecore.packing.corpus.documents import CorpusError, CorpusOptions, CorpusSource
-from moecore.packing.corpus.files import JsonLines, MegatronDocuments
+from moecore.packing.corpus.files import JsonLines
 from moecore.packing.corpus.loader import CorpusLoader
+from moecore.packing.corpus.megatron import MegatronDocuments
 from moecore.packing.corpus.scheduled_batch import (
     ScheduledBatch,
     ScheduledCollator,

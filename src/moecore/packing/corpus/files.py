@@ -1,4 +1,9 @@
-"""Files that are read by byte position, and errors that quote long names and texts."""
+"""JsonLines: a JSONL file that is read by line, with line offsets in memory.
+
+Each line of a JSONL file is parsed once when the file is opened, so that a broken line is found
+before the first step. Parsing takes about 10 seconds per gigabyte and core. The cores of this host,
+divided by its ranks, parse files above `PART` bytes in parallel.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,6 @@ import json
 import multiprocessing
 import os
 import stat
-import struct
 import weakref
 import zlib
 from array import array
@@ -22,28 +26,27 @@ from moecore.base.fields import check_arguments, quote
 from moecore.base.progress import track
 from moecore.packing.documents import Integers
 
-LONGEST = 300  # characters of a path, a name or another library's error in a message
+MAX_CHARS = 300  # characters of a path, a name or another library's error in a message
 
 
-def cut(text: object, max_chars: int = LONGEST) -> str:
-    """Return a text as one line of at most `max_chars` characters; its middle is left out."""
+def cut(text: object, max_chars: int = MAX_CHARS) -> str:
+    """Return a text as one line of at most `max_chars` characters, without its middle."""
     line = " ".join(str(text).split())
     half = (max_chars - 3) // 2
     return line if len(line) <= max_chars else f"{line[:half]}...{line[-half:]}"
 
 
 class SizedFile:
-    """A regular file that is read with `os.pread` and must keep the size it has when opened.
+    """A regular file that is read with `os.pread`. A file that has become shorter is an error.
 
-    A memory-mapped file that another process truncates would end this process by SIGBUS.
+    If another process truncated a memory-mapped file, SIGBUS would end this process.
 
     Args:
-        path: of the file; symbolic links are followed.
-        size: bytes that the file must have; None = any number.
+        path: the path; symbolic links are followed.
+        size: the number of bytes that the file must have; None = any number.
 
     Raises:
-        ValueError: when the file cannot be opened, is not regular or has another size. `read`
-            raises it when the file has become shorter or the system cannot read it.
+        ValueError: if the file cannot be opened or read, is not regular, or has another size.
     """
 
     def __init__(self, path: str | os.PathLike[str], size: int | None = None) -> None:
@@ -67,7 +70,7 @@ class SizedFile:
             )
 
     def read(self, start: int, count: int) -> bytes:
-        """Return `count` bytes from byte `start` on."""
+        """Return the bytes [start, start + count)."""
         parts: list[bytes] = []
         try:
             while count > 0 and (part := os.pread(self._descriptor, count, start)):
@@ -84,7 +87,7 @@ class SizedFile:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def blocks(self, start: int, stop: int, size: int) -> Iterator[bytes]:
-        """Yield the bytes `start` .. `stop` in blocks of `size`."""
+        """Yield the bytes [start, stop) in blocks of `size`."""
         for first in range(start, stop, size):
             yield self.read(first, min(size, stop - first))
 
@@ -92,9 +95,9 @@ class SizedFile:
         return SizedFile, (self.path, self.size)  # another process opens the file itself
 
 
-CHUNK = 1 << 24  # bytes that are read together
+CHUNK = 1 << 24  # bytes of a JSONL file that are read together
 PART = 1 << 28  # bytes that one process parses in one task
-# All that `str.isspace` accepts, and marks without a width: byte order mark, word joiner, U+200B.
+# What `str.isspace` accepts, and zero-width characters: byte order mark, word joiner, U+200B.
 BLANKS = (
     "\t\n\v\f\r\x1c\x1d\x1e\x1f \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007"
     "\u2008\u2009\u200a\u2028\u2029\u202f\u205f\u3000\ufeff\u2060\u200b"
@@ -102,30 +105,29 @@ BLANKS = (
 
 
 def strip_line(line: str) -> str:
-    """Return a line without blanks at its ends; "" for a line that has no content."""
+    """Return a line without blanks at its ends."""
     return line.strip(BLANKS)
 
 
 class JsonLines:
-    """The objects of a JSONL file: `lines[i]` is the i-th object. Empty lines are not counted.
+    """The objects of a JSONL file in UTF-8: `lines[i]` is the i-th object, without empty lines.
 
-    Opening reads and parses the whole file. A line takes 8 bytes of memory. A line that holds only
+    Opening a file parses all of it. The offset of a line takes 8 bytes of memory. A line of only
     blanks, such as a carriage return, spaces or a byte order mark, is empty.
 
     Attributes:
-        num_empty: lines without content.
-        num_invalid: lines that are not documents and are skipped.
-        fingerprint: a digest of the content of all documents in their order. Empty and skipped
-            lines do not change it.
+        num_empty: the number of empty lines.
+        num_invalid: the number of skipped lines that are not documents.
+        fingerprint: a digest of the contents of all documents in their order.
 
     Args:
-        path: a regular file in UTF-8.
+        path: a regular file.
         field: a field that each object must have, with a string or a list; None = any object.
-        skip_invalid: True leaves out the lines that are not such objects. False refuses the file.
+        skip_invalid: True = skip lines that are not such objects; False = raise an error.
 
     Raises:
-        ValueError: when the file cannot be read, has no documents or has a broken line. Reading an
-            item raises it when the file has changed since it was opened.
+        ValueError: if the file cannot be read, has no document or has an invalid line, or if an
+            item is read and the file has changed since it was opened.
     """
 
     def __init__(
@@ -148,9 +150,8 @@ class JsonLines:
         if self.num_invalid and not skip_invalid:
             self._refuse(int(invalid[0]), field)
         skipped_lines = np.sort(np.concatenate([empty, invalid]))
-        self._before = skipped_lines - np.arange(
-            len(skipped_lines)
-        )  # documents before each skipped line
+        # The number of documents before each skipped line.
+        self._before = skipped_lines - np.arange(len(skipped_lines))
         self._count = sum(counts) - len(skipped_lines)
         if not self._count:
             raise ValueError(
@@ -200,22 +201,22 @@ class JsonLines:
 
 
 class _LineRange(NamedTuple):
-    """The lines that begin in a range of bytes; line numbers count from the first of them."""
+    """The lines that begin in a range of bytes; the range's first line has number 0."""
 
-    starts: array[int]  # byte at which each line begins
-    empty: array[int]  # numbers of lines without content
+    starts: array[int]  # the byte at which each line begins
+    empty: array[int]  # numbers of empty lines
     invalid: array[int]  # numbers of lines that are not documents
-    checksums: array[int]  # of the content of each document
+    checksums: array[int]  # CRC-32 of each document's line
 
 
 def _concatenate(numbers: list[array[int]], firsts: list[int]) -> Integers:
     """Return the line numbers of all parts, counted from the start of the file."""
     pairs = zip(numbers, firsts, strict=True)
-    return np.concatenate([np.frombuffer(of_part, np.int64) + first for of_part, first in pairs])
+    return np.concatenate([np.frombuffer(part, np.int64) + first for part, first in pairs])
 
 
 def _parse_file(file: SizedFile, field: str | None) -> list[_LineRange]:
-    """Return the lines of a file, in parts."""
+    """Return the lines of each `PART` bytes of a file."""
     tasks = [(file, start, field) for start in range(0, file.size, PART)] or [(file, 0, field)]
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     cores = len(os.sched_getaffinity(0)) // max(1, int(ranks) if ranks.isdecimal() else 1)
@@ -235,7 +236,7 @@ def _parse_file(file: SizedFile, field: str | None) -> list[_LineRange]:
 
 
 def _parse_part(task: tuple[SizedFile, int, str | None]) -> _LineRange:
-    """Parse the lines that begin in the `PART` bytes from a position on."""
+    """Return the lines of (file, first byte, field) that begin in `PART` bytes from that byte."""
     file, first, field = task
     part = _LineRange(array("q"), array("q"), array("q"), array("I"))
     for number, (start, line) in enumerate(_lines(file, first, min(first + PART, file.size))):
@@ -256,9 +257,9 @@ def _parse_part(task: tuple[SizedFile, int, str | None]) -> _LineRange:
 
 
 def _lines(file: SizedFile, first: int, stop: int) -> Iterator[tuple[int, bytes]]:
-    """Yield start and bytes, without the line end, of the lines that begin in a range."""
-    start, fragments = first, list[bytes]()  # of the line that is not complete
-    is_inside = first > 0 and file.read(first - 1, 1) != b"\n"  # of a line of the part before
+    """Yield the start and the bytes without line end of each line that begins in a range."""
+    start, fragments = first, list[bytes]()  # the incomplete line
+    is_inside = first > 0 and file.read(first - 1, 1) != b"\n"  # a line of the previous part
     for block in file.blocks(first, file.size, CHUNK):
         if start >= stop:
             return
@@ -283,126 +284,3 @@ def _parse(line: bytes) -> Any:
     """Return the JSON value of a line, or `_EMPTY`."""
     text = strip_line(line.decode())
     return json.loads(text) if text else _EMPTY
-
-
-MAGIC = b"MMIDIDX\x00\x00"
-HEADER = struct.Struct("<9sQBQQ")
-DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats
-BLOCK = 1 << 20  # entries of the index that are checked together
-SAMPLES, SAMPLE_BYTES = 256, 4096  # of PREFIX.bin, in the fingerprint
-
-
-class MegatronDocuments:
-    """The documents of an indexed dataset: `documents[i]` is an array of the ids of document i.
-
-    Opening reads the whole index once. Documents are read by `os.pread`.
-
-    Attributes:
-        fingerprint: a digest of the index and of 1 MiB of PREFIX.bin, in 256 samples.
-
-    Args:
-        prefix: path of both files without .bin and .idx.
-
-    Raises:
-        ValueError: for files that are missing, too short or of another layout. Reading a document
-            raises it when a file has become shorter.
-    """
-
-    def __init__(self, prefix: str | os.PathLike[str]) -> None:
-        check_arguments(MegatronDocuments.__init__, locals())
-        self._prefix = cut(os.fspath(prefix))
-        self._index, self._ids = SizedFile(f"{prefix}.idx"), SizedFile(f"{prefix}.bin")
-        header = self._index.read(0, min(HEADER.size, self._index.size))
-        magic, version, code, sequences, borders = HEADER.unpack(header.ljust(HEADER.size, b"\0"))
-        if (magic, version) != (MAGIC, 1) or code not in DTYPES:
-            raise ValueError(
-                f"{self._prefix}.idx (magic {magic!r}, version {version}, dtype {code}) must be an "
-                f"index of Megatron of version 1 with token ids ({MAGIC!r}, dtype one of "
-                f"{list(DTYPES)}): make it with preprocess_data.py"
-            )
-        self._dtype = np.dtype(DTYPES[code])
-        self._sizes = HEADER.size
-        self._starts = self._sizes + 4 * sequences
-        self._borders = self._starts + 8 * sequences
-        end = self._borders + 8 * borders
-        if self._index.size < end:
-            raise ValueError(
-                f"{self._prefix}.idx ({self._index.size} bytes) must have {end} for {sequences} "
-                f"sequences and {borders - 1} documents: copy it again"
-            )
-        self._count: int = borders - 1
-        digest = hashlib.blake2b(header, digest_size=8)
-        self._check_borders(sequences, borders, digest)
-        self._check_sequences(sequences, digest)
-        for start in np.linspace(0, self._ids.size, SAMPLES, endpoint=False).astype(int).tolist():
-            digest.update(self._ids.read(start, min(SAMPLE_BYTES, self._ids.size - start)))
-        self.fingerprint = digest.hexdigest()
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, document: int) -> np.ndarray[Any, Any]:
-        if not 0 <= document < len(self):
-            raise IndexError(f"document {document} of {len(self)}")
-        first, stop = self._entries(self._borders, "<i8", document, 2).tolist()
-        sizes = self._entries(self._sizes, "<i4", first, stop - first).tolist()
-        starts = self._entries(self._starts, "<i8", first, stop - first).tolist()
-        parts = [
-            np.frombuffer(self._ids.read(start, size * self._dtype.itemsize), self._dtype)
-            for start, size in zip(starts, sizes, strict=True)
-        ]
-        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self._dtype), *parts])
-
-    def location(self, document: int) -> str:
-        """Return the file and the number of a document, for error messages."""
-        return f"{self._prefix}.bin document {document}"
-
-    def _entries(self, start: int, dtype: str, first: int, count: int) -> np.ndarray[Any, Any]:
-        """Return entries of one of the three arrays of the index."""
-        width = np.dtype(dtype).itemsize
-        return np.frombuffer(self._index.read(start + first * width, count * width), dtype)
-
-    def _check_borders(self, sequences: int, borders: int, digest: Any) -> None:
-        """Raise unless documents ascend from sequence 0 to the last one."""
-        last = 0
-        for first, count in _blocks(borders):
-            block = self._entries(self._borders, "<i8", first, count)
-            digest.update(block)
-            if (not first and block[0]) or block[0] < last or (block[1:] < block[:-1]).any():
-                last = -1
-                break
-            last = int(block[-1])
-        if not borders or last != sequences:
-            raise ValueError(
-                f"{self._prefix}.idx must have documents that ascend from sequence 0 to "
-                f"{sequences}: make it anew"
-            )
-
-    def _check_sequences(self, sequences: int, digest: Any) -> None:
-        """Raise unless each sequence lies inside of PREFIX.bin."""
-        stop = 0
-        for first, count in _blocks(sequences):
-            sizes = self._entries(self._sizes, "<i4", first, count)
-            starts = self._entries(self._starts, "<i8", first, count)
-            digest.update(sizes)
-            digest.update(starts)
-            minimum = min(sizes.min(), starts.min())
-            if minimum < 0:
-                raise ValueError(
-                    f"{self._prefix}.idx ({minimum}) must have sizes and starts of sequences >= 0: "
-                    "make it anew"
-                )
-            # uint64: the largest start and the largest size together exceed int64.
-            ends = starts.astype(np.uint64) + sizes.astype(np.uint64) * self._dtype.itemsize
-            stop = max(stop, int(ends.max()))
-        if self._ids.size < stop:
-            raise ValueError(
-                f"{self._prefix}.bin ({self._ids.size} bytes) must have {stop}, as "
-                f"{self._prefix}.idx has it: copy it again"
-            )
-
-
-def _blocks(count: int) -> Iterator[tuple[int, int]]:
-    """Yield first entry and number of entries of each block of an array."""
-    for first in range(0, count, BLOCK):
-        yield first, min(BLOCK, count - first)
