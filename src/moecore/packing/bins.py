@@ -25,7 +25,6 @@ import numpy as np
 import torch
 
 from moecore.base.fields import Count, CountOrZero, Seed, check_arguments, quote
-from moecore.packing.corpus.order import key_of
 from moecore.packing.documents import (
     Document,
     Integers,
@@ -33,6 +32,7 @@ from moecore.packing.documents import (
     as_lengths,
     check_fits,
     cut_document,
+    key_of,
     length_of,
 )
 

@@ -10,6 +10,7 @@ Other keys of a mapping are ignored.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -33,6 +34,12 @@ KEYS = ("input_ids", "labels", "assistant_masks")  # keys whose value has one nu
 Document = Annotated[Any, "token ids, or a mapping with input_ids"]
 Lengths = Annotated[Any, "one whole number >= 1 per document: a list, numpy array or tensor"]
 Integers = np.ndarray[Any, np.dtype[np.int64]]
+
+
+def key_of(*parts: object) -> int:
+    """Return a 64-bit hash of the parts, equal in all processes."""
+    text = "/".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "little")
 
 
 def as_lengths(lengths: Lengths, name: str = "lengths", minimum: int = 1) -> Integers:

@@ -32,9 +32,10 @@ from moecore.packing.corpus.documents import (
     DocumentReader,
 )
 from moecore.packing.corpus.files import cut
-from moecore.packing.corpus.order import IndexedDocuments, StreamedDocuments, key_of
+from moecore.packing.corpus.order import IndexedDocuments, StreamedDocuments
 from moecore.packing.corpus.partitions import Partition, RowShape
 from moecore.packing.corpus.position import Cursors, check_ranks, check_state, facts_of, position_of
+from moecore.packing.documents import key_of
 
 PARTITIONS_PER_ROW = 8  # with up to 8 workers per rank, no two workers read one partition
 

@@ -16,23 +16,18 @@ Source of `permuted`: a Feistel network whose result is permuted again while it 
 
 from __future__ import annotations
 
-import hashlib
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
+from moecore.packing.documents import key_of
+
 ROUNDS = 6
 READ_BATCH = 64  # rows of a streaming dataset
 BITS_64 = 2**64 - 1
 DocumentRead = tuple[int, Callable[[], Any]]  # a document's index, and a function that reads it
-
-
-def key_of(*parts: object) -> int:
-    """Return a 64-bit hash of the parts, equal in all processes."""
-    text = "/".join(map(str, parts)).encode()
-    return int.from_bytes(hashlib.sha256(text).digest()[:8], "little")
 
 
 def permuted(index: int, count: int, key: int) -> int:

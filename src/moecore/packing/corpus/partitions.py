@@ -25,8 +25,8 @@ from typing_extensions import override
 from moecore.kernels.cross_entropy import IGNORE_INDEX
 from moecore.packing.bins import pack_lengths
 from moecore.packing.collate import Piece
-from moecore.packing.corpus.order import BITS_64, key_of
-from moecore.packing.documents import Integers
+from moecore.packing.corpus.order import BITS_64
+from moecore.packing.documents import Integers, key_of
 
 Rule = Literal["split", "whole"]
 
