@@ -38,9 +38,9 @@ from moecore.planning import (
     time_step,
 )
 from moecore.planning.estimate import saved_bytes_of
+from moecore.planning.run import _rank_size, sizes_of
 from moecore.planning.search import refuse
 from moecore.planning.segments import SmallRun, segments_of
-from moecore.planning.stored import _rank_size, sizes_of
 from moecore.train.memory.saved_bytes import count_saved_bytes
 from tests.helpers.grids import beside
 from tests.train.memory.test_saved_bytes import Saved

@@ -19,7 +19,7 @@ from moecore import FSDPOptions, MemoryOptions, ParallelConfig
 from moecore.models import preset
 from moecore.parallel.pipeline.schedule import PipelineConfig
 from moecore.planning import OptimizerOptions, RankMemory, TrainingRun, plan_memory
-from moecore.planning.stored import sizes_of, state_bytes
+from moecore.planning.run import sizes_of, state_bytes
 from moecore.train.memory.saved_bytes import count_saved_bytes
 from tests.planning.report_layer import BF16, ReportLayer
 

@@ -368,7 +368,7 @@ def test_a_trace_is_unpacked_up_to_a_bound(
     name: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = a_step().write(tmp_path / name)
-    monkeypatch.setattr("moecore.planning.report.MOST_BYTES", 1000)
+    monkeypatch.setattr("moecore.planning.report.MAX_BYTES", 1000)
     assert main(["report", str(path)]) == 2
     assert "must have at most 1000 bytes unpacked: trace fewer steps" in capsys.readouterr().err
 
@@ -386,7 +386,7 @@ def test_a_trace_has_a_bound_of_lists(
     """Each takes 25 times its bytes in memory."""
     path = tmp_path / "trace.json.gz"
     path.write_bytes(gzip.compress(text.encode()))
-    monkeypatch.setattr("moecore.planning.report.MOST_CONTAINERS", 200)
+    monkeypatch.setattr("moecore.planning.report.MAX_CONTAINERS", 200)
     assert main(["report", str(path)]) == 2
     assert "must have at most 200 lists and objects: trace" in capsys.readouterr().err
 

@@ -35,7 +35,7 @@ from moecore.planning import (
     search,
 )
 from moecore.planning.commands import MEASURED, _support
-from moecore.planning.dry_run import MOST_MICRO_BATCHES
+from moecore.planning.dry_run import MAX_MICRO_BATCHES
 from moecore.planning.estimate import Estimate
 from moecore.planning.flags import run_of_options
 from moecore.planning.gpus import GPUS
@@ -50,7 +50,7 @@ from moecore.planning.layouts import (
 )
 from moecore.planning.option_sets import TWICE
 from moecore.planning.recipe import flags_of
-from moecore.planning.run import MOST_IN_FLIGHT, MOST_LAYERS, MOST_STAGES
+from moecore.planning.run import MAX_IN_FLIGHT, MAX_LAYERS, MAX_STAGES, stages_of
 from moecore.planning.search import (
     MAX_DIVISORS,
     Fitting,
@@ -60,7 +60,6 @@ from moecore.planning.search import (
     plan_layout,
     plan_options,
 )
-from moecore.planning.stored import stages_of
 from moecore.planning.times import balanced_stages
 from tests.helpers.grids import beside
 from tests.io.hf.test_config import TINY_JSON
@@ -498,12 +497,12 @@ def test_the_page_has_the_bounds() -> None:
     bounds = [
         2**16,
         MAX_DIVISORS,
-        MOST_LAYERS,
-        MOST_STAGES,
+        MAX_LAYERS,
+        MAX_STAGES,
         2**24,
         2**16,
-        MOST_IN_FLIGHT,
-        MOST_MICRO_BATCHES,
+        MAX_IN_FLIGHT,
+        MAX_MICRO_BATCHES,
     ]
     assert numbers == bounds
 

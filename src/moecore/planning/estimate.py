@@ -36,9 +36,15 @@ from moecore.planning.layouts import (
     run_of,
 )
 from moecore.planning.record import PASSES, Pass, Work
-from moecore.planning.run import OptimizerOptions, TrainingRun, fake_world, quiet
+from moecore.planning.run import (
+    OptimizerOptions,
+    TrainingRun,
+    fake_world,
+    quiet,
+    stages_of,
+    state_bytes,
+)
 from moecore.planning.segments import MIDDLE, SmallRun, sample_layers
-from moecore.planning.stored import stages_of, state_bytes
 from moecore.planning.transformers import refusing
 from moecore.train.memory.saved_bytes import ModelSavedBytes, count_saved_bytes
 

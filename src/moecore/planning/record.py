@@ -1,4 +1,4 @@
-"""What a step of one rank launches and allocates, recorded on meta in a fake world.
+"""WorkRecorder: the launches and allocations of a rank's step, on meta in a fake world.
 
     WorkRecorder         the host's code of a step on meta   -> allocations, Queued launches
     work_of_*            an operation, kernel or collective  -> Work, as numbers
@@ -62,7 +62,7 @@ class Work(CheckedRecord):
 
     Attributes:
         name: the kernel's or torch operation's name, such as "aten.mm".
-        kind: what its time depends on.
+        kind: the class of operations that decides the formula of its time.
         flops: FLOP of products and attention.
         num_bytes: bytes that are read and written. A collective counts the bytes that this rank
             sends and receives, and a message in one direction twice. A copy from or to the host
@@ -278,7 +278,7 @@ def _dtype(x: Tensor) -> str:
     return str(x.dtype).removeprefix("torch.")
 
 
-ALIGNMENT = 512  # bytes: what torch's allocator rounds to
+ALIGNMENT = 512  # bytes; torch's allocator rounds sizes up to multiples
 FOREACH = "foreach"
 RESIDENT, GRADIENTS, OPTIMIZER = "held", "gradients", "optimizer step"
 KINDS = {"F": "activations: outside", "B": "backward"}  # of memory outside a layer's parts
@@ -319,7 +319,7 @@ class WorkRecorder(DispatchMode):
         self._ended: dict[Any, Any] = {}  # collective -> its result
 
     def mark(self) -> None:
-        """Start a new recording, without launches; what is allocated now is resident."""
+        """Start a new recording, without launches. Present allocations are resident."""
         self.peak, self.queued, self._first = self.level, [], self.queues.length
         self.starts, self._top, self._resident_bytes = [], self.level, self.level
         self._open_kinds = [KINDS["F"]]  # what a step allocates before its first part
