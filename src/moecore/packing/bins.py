@@ -1,4 +1,4 @@
-"""pack_lengths: packs documents into bins of at most a fixed number of tokens.
+"""pack_lengths: packs documents into bins of a fixed size; PackedBatchSampler: batches of bins.
 
 Legend: N documents, b bins.
 
@@ -78,14 +78,14 @@ def pack_lengths(lengths: Lengths, bin_tokens: Count) -> Bins:
     by_length = np.argsort(-lengths_N, kind="stable")
     values, counts = np.unique(-lengths_N, return_counts=True)
     max_bins = min(len(lengths_N), 2 * int(lengths_N.sum()) // bin_tokens + 1)
-    opened = _Rooms(bin_tokens, max_bins=max_bins)
+    opened = _Capacities(bin_tokens, max_bins=max_bins)
     bins: list[int] = []
     numbers: list[int] = []
     for length, count in zip((-values).tolist(), counts.tolist(), strict=True):
         while count:
-            index, room = opened.first_with(length)
-            number = min(count, room // length)
-            opened.set(index, room - number * length)
+            index, capacity = opened.find_first(length)
+            number = min(count, capacity // length)
+            opened.set(index, capacity - number * length)
             bins.append(index)
             numbers.append(number)
             count -= number
@@ -95,7 +95,7 @@ def pack_lengths(lengths: Lengths, bin_tokens: Count) -> Bins:
     return Bins(np.argsort(bin_of, kind="stable"), np.concatenate([[0], np.cumsum(sizes)]))
 
 
-class _Rooms:
+class _Capacities:
     """A tree of the remaining capacities of at most `max_bins` bins, in tokens."""
 
     # First fit opens a bin only for a document that no earlier bin can take. So at most one bin is
@@ -105,7 +105,7 @@ class _Rooms:
         self._leaves = 1 << max(max_bins, 1).bit_length()
         self._largest = [bin_tokens] * (2 * self._leaves)  # of a node; children 2i and 2i + 1
 
-    def first_with(self, tokens: int) -> tuple[int, int]:
+    def find_first(self, tokens: int) -> tuple[int, int]:
         """Return the first bin that can take `tokens` tokens, and its remaining capacity."""
         largest, node = self._largest, 1
         while node < self._leaves:
@@ -114,16 +114,16 @@ class _Rooms:
                 node += 1
         return node - self._leaves, largest[node]
 
-    def set(self, index: int, room: int) -> None:
+    def set(self, index: int, capacity: int) -> None:
         largest, node = self._largest, index + self._leaves
-        largest[node] = room
+        largest[node] = capacity
         while node > 1:
             node //= 2
             left_largest, right_largest = largest[2 * node], largest[2 * node + 1]
-            room = left_largest if left_largest > right_largest else right_largest
-            if largest[node] == room:
+            capacity = left_largest if left_largest > right_largest else right_largest
+            if largest[node] == capacity:
                 return
-            largest[node] = room
+            largest[node] = capacity
 
 
 def pack_documents(
@@ -287,12 +287,12 @@ class PackedBatchSampler:
         return {"epoch": epoch, "bins": bins} | self._facts()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a sampler of the same documents, bins and seed was.
+        """Continue from the state of a sampler with the same documents, bins and seed.
 
-        Its ranks and rows may have been others: then batches are cut anew, bins are the same.
+        The numbers of ranks and rows may differ: the bins are equal, and the batches are not.
 
         Raises:
-            ValueError: for the state of other documents, bins or seeds, or no state.
+            ValueError: if the state has other documents, bins or seeds, or is no `state_dict()`.
         """
         check_arguments(PackedBatchSampler.load_state_dict, locals())
         for name, value in {"epoch": None, "bins": None, **self._facts()}.items():

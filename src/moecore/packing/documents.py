@@ -1,4 +1,4 @@
-"""Functions that read the length of documents, check it, and cut documents into pieces.
+"""Documents: their lengths, checks, pieces and cost models.
 
 A document is a list, numpy array or tensor of token ids, or a mapping such as a dataset's row:
 
@@ -187,11 +187,11 @@ class DocumentCost(CheckedRecord):
             yield "quadratic", f"be > 0 with linear ({self.linear}): give one of them"
 
     @property
-    def most_cp(self) -> int | None:
+    def max_cp(self) -> int | None:
         """The largest cp of the cost model. None = no limit."""
         return None
 
-    def of(self, lengths_N: Integers, cp: int) -> Costs:
+    def estimate(self, lengths_N: Integers, cp: int) -> Costs:
         """Return the time of each document on each of its cp ranks, float64 [N]."""
         length = lengths_N.astype(np.float64)
         exchange = self.exchange * length * (cp - 1)
@@ -232,11 +232,11 @@ class MeasuredCost(CheckedRecord):
                 )
 
     @property
-    def most_cp(self) -> int | None:
+    def max_cp(self) -> int | None:
         """The largest cp that was measured."""
         return max(self.seconds)
 
-    def of(self, lengths_N: Integers, cp: int) -> Costs:
+    def estimate(self, lengths_N: Integers, cp: int) -> Costs:
         """Return the time of each document on each of its cp ranks, float64 [N]."""
         first, last = self.lengths[0], self.lengths[-1]
         times = self.seconds[cp]

@@ -157,7 +157,7 @@ class ScheduledCollator(CheckedRecord):
     @property
     def largest(self) -> int:
         """The number of ranks of the largest group."""
-        return min(self.data_ranks & -self.data_ranks, self.cost.most_cp or self.data_ranks)
+        return min(self.data_ranks & -self.data_ranks, self.cost.max_cp or self.data_ranks)
 
     def __call__(self, documents: Sequence[Document]) -> ScheduledBatch:
         """Return this rank's batch of a step.
