@@ -86,26 +86,15 @@ class Work(CheckedRecord):
 
 
 class Queued(NamedTuple):
-    """A launch: work in the order in which the host queues it.
-
-    Attributes:
-        work: the operation.
-        stream: the number of its stream, whose launches run in order.
-        dependencies: the numbers of launches that must finish before this one starts.
-        host_dependencies: the numbers of launches for which the host has waited since the launch
-            before this one.
-        node_ranks: of a collective, the number of its ranks in this rank's domain.
-        phases: the profiler marks around the launch, the outermost first.
-        times: the number of sequential runs; the host queues the next launch after the first.
-    """
+    """A launch of an operation. Launches have numbers in the order of the host's calls."""
 
     work: Work
-    stream: int
-    dependencies: frozenset[int]
-    host_dependencies: frozenset[int]
-    node_ranks: int = 0
-    phases: tuple[str, ...] = ()
-    times: int = 1
+    stream: int  # the launches of a stream run in order
+    dependencies: frozenset[int]  # launches that must finish before this launch starts
+    host_dependencies: frozenset[int]  # launches that the host awaited since the previous launch
+    node_ranks: int = 0  # the number of a collective's ranks in this rank's domain
+    phases: tuple[str, ...] = ()  # the profiler marks around the launch, the outermost first
+    times: int = 1  # sequential runs; the host queues the next launch after the first run
 
 
 class Placed(NamedTuple):

@@ -227,7 +227,7 @@ class SmallRun(NamedTuple):
 
     @property
     def step(self) -> DryRun:
-        """The dry run for its memory; its work is that of the full capacity."""
+        """The dry run with the memory and the work of the full capacity."""
         return _dry_run(self.run)
 
     @property
@@ -237,7 +237,7 @@ class SmallRun(NamedTuple):
 
     @property
     def segments(self) -> Segments:
-        """The segments with the work of the rows in use; the optimizer's is that of few layers."""
+        """The segments with the work of the rows in use; the optimizer's work is of few layers."""
         step = of_rows(self.run, _dry_run)
         return Segments.of(step.queued, step.starts, self.like)
 
