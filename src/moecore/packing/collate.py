@@ -29,26 +29,15 @@ from moecore.packing.documents import Document, Integers, Lengths, as_lengths, l
 
 
 class PackedBatch(TypedDict):
-    """A batch of rows of documents, on the CPU.
+    """A batch of rows of documents, on the CPU. Padding at the end of a row is one document."""
 
-    Attributes:
-        input_ids: int64 [B, T].
-        labels: int64 [B, T]; -100 = ignored by the loss.
-        position_ids: int64 [B, T], from 0 in each document.
-        padding_mask: bool [B, T], True = padding.
-        cu_seqlens: int32 [n + 1], the index of each document's first token in the flattened rows,
-            then B * T. The padding at the end of a row is one document.
-        max_seqlen: tokens of the longest document, with padding documents.
-        num_tokens: int64 scalar, the number of labels that are not -100.
-    """
-
-    input_ids: Tensor
-    labels: Tensor
-    position_ids: Tensor
-    padding_mask: Tensor
-    cu_seqlens: Tensor
-    max_seqlen: int
-    num_tokens: Tensor
+    input_ids: Tensor  # int64 [B, T]
+    labels: Tensor  # int64 [B, T]; -100 = ignored by the loss
+    position_ids: Tensor  # int64 [B, T], from 0 in each document
+    padding_mask: Tensor  # bool [B, T]; True = padding
+    cu_seqlens: Tensor  # int32 [n + 1], the start of each document in the flattened rows, and B * T
+    max_seqlen: int  # tokens of the longest document, with padding documents
+    num_tokens: Tensor  # int64 scalar, the number of labels that are not -100
 
 
 class Piece(NamedTuple):

@@ -24,23 +24,14 @@ DEFAULT_COST = DocumentCost()
 
 @dataclass(frozen=True, slots=True)
 class DocumentGroup:
-    """A group of consecutive ranks that share the documents of one micro-batch.
-
-    Attributes:
-        first_rank: the group has ranks `first_rank` to `first_rank + cp - 1`.
-        cp: number of ranks.
-        documents: document indices, longest document first. Empty = a micro-batch of padding only.
-        tokens: tokens per rank, with the padding to a multiple of 2 * cp.
-        cost: time of the micro-batch on each rank, without `fixed`.
-        labels: number of labels in the loss of the group.
-    """
+    """The ranks `first_rank` to `first_rank + cp - 1`, which share one micro-batch's documents."""
 
     first_rank: int
     cp: int
-    documents: tuple[int, ...]
-    tokens: int
-    cost: float
-    labels: int
+    documents: tuple[int, ...]  # indices, longest document first; () = only padding
+    tokens: int  # tokens per rank, with the padding to a multiple of 2 * cp
+    cost: float  # time of the micro-batch on each rank, without `fixed`
+    labels: int  # number of labels in the loss of the group
 
 
 @dataclass(frozen=True, slots=True)

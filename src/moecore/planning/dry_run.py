@@ -98,10 +98,10 @@ def dry_run(run: TrainingRun, rank: CountOrZero = 0) -> DryRun:
             f"{MAX_MICRO_BATCHES} for a dry run, which runs each of them: pass fewer, or use "
             "plan_memory and plan_time (moecore plan), which take any number"
         )
-    return of_rows(run, partial(dry_run_of_capacity, rank=rank))
+    return add_even_work(run, partial(dry_run_of_capacity, rank=rank))
 
 
-def of_rows(run: TrainingRun, dry: Callable[[TrainingRun], DryRun]) -> DryRun:
+def add_even_work(run: TrainingRun, dry: Callable[[TrainingRun], DryRun]) -> DryRun:
     """Return the dry run with the memory of the capacity, and the work of the rows in use."""
     capacity_step = dry(run)
     if run.even == run:
@@ -126,7 +126,7 @@ def dry_run_of_capacity(run: TrainingRun, rank: int = 0) -> DryRun:
         with OnMeta("cuda"), recorder, torch.enable_grad():
             optimizer = optimizer_of(run, model)
             if run.pipeline is None:
-                cut(model, run.planned_model.parts(model), recorder)
+                register_hooks(model, run.planned_model.parts(model), recorder)
             step = TrainStep(model, optimizer, max_norm=1.0)
             inputs = run.planned_model.inputs(tokens_BT)
             first = 1 if run.pipeline is None else run.num_micro_batches
@@ -161,7 +161,7 @@ def _workspace(recorder: WorkRecorder) -> int:
     return max(sizes, default=0)
 
 
-def cut(model: nn.Module, parts: ModuleParts, recorder: WorkRecorder) -> None:
+def register_hooks(model: nn.Module, parts: ModuleParts, recorder: WorkRecorder) -> None:
     """Register hooks that tell a recorder when a module begins a pass, and which part runs."""
     calls: dict[str, int] = {}
 

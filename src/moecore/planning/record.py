@@ -105,7 +105,7 @@ class Placed(NamedTuple):
     host_dependencies: tuple[int, ...]
 
 
-def placed(queued: Iterable[Queued]) -> list[Placed]:
+def place_launches(queued: Iterable[Queued]) -> list[Placed]:
     """Return the recorded queue with distances for dependencies."""
     return [
         Placed(

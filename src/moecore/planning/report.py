@@ -197,7 +197,7 @@ def category_of(name: str) -> str:
     return next((c for c, pattern in CATEGORIES.items() if re.search(pattern, name)), OTHER)
 
 
-def part_of(kernel: Kernel) -> str:
+def classify_kernel(kernel: Kernel) -> str:
     """Return the part of a step to which a kernel belongs."""
     category = category_of(kernel.name)
     if category == "dense products" and kernel.phase == "experts":
@@ -212,7 +212,7 @@ def _busy(trace: Trace) -> Iterator[tuple[str, float]]:
     """Yield (part, microseconds) of the time in which a kernel runs."""
     order = list(LIMIT_OF)
     edges = sorted(
-        (time, change, order.index(part_of(kernel)))
+        (time, change, order.index(classify_kernel(kernel)))
         for kernel in trace.kernels
         for time, change in ((kernel.start, 1), (kernel.end, -1))
     )

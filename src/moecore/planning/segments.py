@@ -21,7 +21,7 @@ from operator import add, attrgetter
 from typing import Literal, NamedTuple
 
 from moecore.parallel.pipeline.layout import Stage
-from moecore.planning.dry_run import ADAMW, DryRun, dry_run_of_capacity, of_rows
+from moecore.planning.dry_run import ADAMW, DryRun, add_even_work, dry_run_of_capacity
 from moecore.planning.record import Pass, Placed, Queued, Start
 from moecore.planning.run import OptimizerOptions, TrainingRun, state_bytes, stored_bytes
 
@@ -238,7 +238,7 @@ class SmallRun(NamedTuple):
     @property
     def segments(self) -> Segments:
         """The segments with the work of the rows in use; the optimizer's work is of few layers."""
-        step = of_rows(self.run, _dry_run)
+        step = add_even_work(self.run, _dry_run)
         return Segments.of(step.queued, step.starts, self.like)
 
 

@@ -29,7 +29,7 @@ from moecore.parallel.pipeline.timeline import Timeline, spans_of
 from moecore.planning.costs import CostTable, Wall
 from moecore.planning.dry_run import DryRun
 from moecore.planning.gpus import Gpu, time_refusal
-from moecore.planning.record import PASSES, SLICES, Pass, Placed, Work, placed
+from moecore.planning.record import PASSES, SLICES, Pass, Placed, Work, place_launches
 from moecore.planning.run import TrainingRun, stages_by_rank, stages_of, state_bytes, stored_bytes
 from moecore.planning.segments import (
     MIDDLE,
@@ -176,7 +176,10 @@ def time_step(step: DryRun, table: CostTable) -> StepTime:
     """
     check_arguments(time_step, locals())
     _refuse_untimed(step.precision, table)
-    spans, before = run_queue(placed(step.queued), table, STEPS), (STEPS - 1) * len(step.queued)
+    spans, before = (
+        run_queue(place_launches(step.queued), table, STEPS),
+        (STEPS - 1) * len(step.queued),
+    )
     start, end = (max(spans.ends[:number]) for number in (before, len(spans.ends)))
     parts = _add_network(spans.exposed(start, end), spans.network(before, len(spans.ends)))
     return StepTime(max(end - start, sum(parts.values())), parts)
