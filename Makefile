@@ -47,12 +47,11 @@ test-for: $(READY)  ## run the tests that import FILE, however far: make test-fo
 	@found=$$($(PY) -m tools.affected tests $(FILE)) && echo "$${found:?no test imports $(FILE)}" && \
 	$(ON_CPUS) $(PY) -m pytest -q $(WORKERS) $$found $(ARGS)
 
-# npm brings a Chromium for the page of a plan, a Triton beside .venv's the products of Blackwell's formats.
+# A Triton beside .venv's brings the products of Blackwell's formats.
 TRITON := .venv/triton-3.9.0
-test-extras: $(READY)  ## run what needs pip install -e '.[oracles,torchft,verl]' or npm, and Triton 3.9
-	-npm install --no-audit --no-fund --prefix tests/planning/browser
+test-extras: $(READY)  ## run what needs pip install -e '.[oracles,torchft,verl]', and Triton 3.9
 	$(ON_CPUS) $(PY) -m pytest -q tests/kernels/rows/test_microscaling.py tests/integrations/test_torchft.py \
-		tests/integrations/test_verl.py tests/planning/test_page_in_browser.py $(ARGS)
+		tests/integrations/test_verl.py $(ARGS)
 	[ -d $(TRITON) ] || $(PY) -m pip install -q --no-deps --target $(TRITON) triton==3.9.0
 	$(ON_CPUS) PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(PY) -m pytest -q tests/kernels/test_block_scaled.py \
 		tests/kernels/grouped/test_block_scaled.py

@@ -55,7 +55,7 @@ from moecore.packing import (
     PackedBatch,
     ScheduledLoader,
 )
-from moecore.packing.split import multiple_of
+from moecore.packing.collate import multiple_of
 from moecore.train import AdamW
 
 Row = dict[str, Any]

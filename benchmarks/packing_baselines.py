@@ -56,7 +56,7 @@ def static_time(
     """
     cp = fewest_ranks(int(lengths.max()), ranks, max_tokens)
     padded = padded_lengths(lengths, cp)
-    costs = cost.of(lengths, cp)
+    costs = cost.estimate(lengths, cp)
     bins = np.array([costs[bin_].sum() for bin_ in pack_lengths(padded, cp * max_tokens)])
     bins = np.sort(bins) if seed is None else np.random.default_rng(seed).permutation(bins)
     groups = ranks // cp
@@ -101,7 +101,7 @@ def balanced_time(
     """
     order = sorted(range(len(lengths)), key=lambda i: -int(lengths[i]))
     needs = [fewest_ranks(int(length), ranks, max_tokens) for length in lengths]
-    costs = {cp: cost.of(lengths, cp) + cost.fixed for cp in set(_powers(ranks))}
+    costs = {cp: cost.estimate(lengths, cp) + cost.fixed for cp in set(_powers(ranks))}
     rounds, left = [], order
     while left:
         columns, left = _balanced_round(left, needs, costs, ranks)

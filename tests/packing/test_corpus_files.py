@@ -107,8 +107,8 @@ def test_a_missing_indexed_dataset_is_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("part", [1 << 28, 1, 17])
 def test_lines_of_a_file(part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moecore.packing.corpus.json_lines.CHUNK", 7)
-    monkeypatch.setattr("moecore.packing.corpus.json_lines.PART", part)
+    monkeypatch.setattr("moecore.packing.corpus.files.CHUNK", 7)
+    monkeypatch.setattr("moecore.packing.corpus.files.PART", part)
     path = tmp_path / "a.jsonl"
     path.write_bytes('{"text": "one"}\n\n{"text": "zwölf"}\r\n\n\n{"text": "last"}'.encode())
     for lines in (found := JsonLines(path)), pickle.loads(pickle.dumps(found)):
@@ -142,7 +142,7 @@ BROKEN = [b'{"text": ', b"[1]", b"\xff", b"[" * 3000, b"null", b"9" * 5000, b'{"
 def test_a_broken_line_is_found_when_the_file_is_opened(
     line: bytes, part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moecore.packing.corpus.json_lines.PART", part)
+    monkeypatch.setattr("moecore.packing.corpus.files.PART", part)
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "one"}\n\n' + line + b'\n{"text": [2]}\n')
     with pytest.raises(

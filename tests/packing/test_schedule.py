@@ -49,7 +49,7 @@ def check(
         own = lengths[list(group.documents)]
         multiple = 2 * group.cp if group.cp > 1 else 1
         assert group.tokens == (-(-own // multiple) * multiple).sum() // group.cp <= max_tokens
-        assert group.cost == pytest.approx(cost.of(own, group.cp).sum())
+        assert group.cost == pytest.approx(cost.estimate(own, group.cp).sum())
         assert group.labels == (own - 1).sum()
     slowest = [max(g.cost for g in groups) for groups in schedule.rounds]
     assert schedule.time == pytest.approx(sum(slowest) + cost.fixed * len(slowest))
@@ -152,7 +152,7 @@ def test_measured_costs() -> None:
     """Beyond two ranks nothing was measured; between lengths times lie on a line."""
     cost = MeasuredCost(lengths=(K, 2 * K), seconds={1: (1.0, 3.0), 2: (0.6, 1.6)}, fixed=0.5)
     own = np.array([K // 2, K, 3 * K // 2, 2 * K, 4 * K])
-    assert cost.of(own, 1).tolist() == [0.5, 1.0, 2.0, 3.0, 12.0]
+    assert cost.estimate(own, 1).tolist() == [0.5, 1.0, 2.0, 3.0, 12.0]
     lengths = np.array([4 * K] + [K] * 20)
     made = schedule_documents(lengths, ranks=8, max_tokens=2 * K, cost=cost)
     check(made, lengths, 8, 2 * K, cost)

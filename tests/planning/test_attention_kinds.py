@@ -38,9 +38,9 @@ from moecore.planning import (
     time_step,
 )
 from moecore.planning.estimate import saved_bytes_of
+from moecore.planning.run import _rank_size, sizes_of
 from moecore.planning.search import refuse
-from moecore.planning.segments import SmallRun, segments_of
-from moecore.planning.stored import _rank_size, sizes_of
+from moecore.planning.segments import SmallRun
 from moecore.train.memory.saved_bytes import count_saved_bytes
 from tests.helpers.grids import beside
 from tests.train.memory.test_saved_bytes import Saved
@@ -82,7 +82,6 @@ CASES = {
         ),
         0.02,
     ),
-    "halves of blocks": (replace(DEEP, model=of_pattern("MEMEM*E" * 2 + "MEME")), 0.001),
     "plain MLPs too, attention last, cp": (
         replace(DEEP, model=of_pattern("M-MEM*E" * 2 + "M*"), parallel=ParallelConfig(cp=2, ep=4)),
         0.001,
@@ -98,13 +97,6 @@ def test_few_layers_stand_for_all(case: str) -> None:
     assert plan_peak(run) == pytest.approx((step.peak,), rel=error)
     exact, found = time_step(step, TABLE), plan_time(run, TABLE)
     assert found.seconds == pytest.approx(exact.seconds, rel=0.04)
-
-
-def test_which_layer_is_like_which() -> None:
-    """Of layers 0, 3, 4, 7, 11, 15: one in four is full, and linear ones are like the second."""
-    like = segments_of(DEEP).like
-    assert like["F"] == (0, 2, 2, 1, 2, 2, 2, 3, 2, 2, 2, 4, 2, 2, 2, 5)
-    assert like["B"] == (0, 2, 2, 1, 2, 2, 2, 3, 2, 2, 2, 4, 2, 2, 2, 5)
 
 
 @pytest.mark.parametrize(
@@ -190,28 +182,6 @@ def test_a_dry_run_holds_what_forwards_keep(model: DecoderConfig) -> None:
     del kinds["activations: outside"]
     blocks = sum(block.num_bytes for block in saved_bytes_of(run).blocks[: model.num_layers])
     assert sum(kinds.values()) == pytest.approx(blocks, rel=0.01)
-
-
-@pytest.mark.parametrize("model", [NEXT, V32, NANO])
-def test_the_presets_on_64_gpus(model: DecoderConfig) -> None:
-    parallel = ParallelConfig(pp=4, ep=16)
-    run = TrainingRun(
-        model=model,
-        num_gpus=64,
-        parallel=parallel,
-        pipeline=PipelineConfig(),
-        num_micro_batches=8,
-        memory=MemoryOptions(recompute=("norm", "moe")),
-    )
-    plan, time = plan_memory(run), plan_time(run, TABLE)
-    assert tuple(rank.num_bytes for rank in plan.ranks) == plan_peak(run)
-    stored = 16 * sum(size.parameters for size in sizes_of(run)) / 4
-    again = model.vocab_size * model.dim * model.num_mtp_layers  # predictions have the embedding
-    if model is NEXT:  # the first of 16 ranks has the only row of a shared expert's gate
-        again += 15 * model.dim * model.num_layers
-    assert stored == pytest.approx(run.planned_model.sizes().params + again, rel=1e-6)
-    assert all(abs(rank.device.get("other", 0)) < 2**24 for rank in plan.ranks)
-    assert sum(time.parts.values()) == pytest.approx(time.seconds)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from moecore.planning import (
     plan_peak,
 )
 from moecore.planning.gpus import GPUS
-from moecore.planning.stored import sizes_of
+from moecore.planning.run import sizes_of
 from moecore.train import AdamW
 from tests.helpers.ranks import run_ranks
 

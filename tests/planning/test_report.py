@@ -24,7 +24,7 @@ from moecore.planning.report import (
     PARTS,
     Kernel,
     Trace,
-    part_of,
+    classify_kernel,
     report,
 )
 
@@ -199,7 +199,7 @@ def test_a_collective_is_of_the_innermost_mark_around_its_launch(tmp_path: Path)
     ],
 )
 def test_whose_a_collective_is(kernel: dict[str, str], part: str) -> None:
-    assert part_of(Kernel(**{"name": "ncclKernel", "start": 0, "end": 1} | kernel)) == part
+    assert classify_kernel(Kernel(**{"name": "ncclKernel", "start": 0, "end": 1} | kernel)) == part
 
 
 @pytest.mark.usefixtures("no_group_left")
@@ -216,12 +216,12 @@ def test_groups_of_meshes_have_the_names_that_are_looked_for() -> None:
         for part, groups in found.items():
             for group in groups:
                 kernel = Kernel(name="ncclKernel", start=0, end=1, group=group.group_desc)
-                assert part_of(kernel) == part
+                assert classify_kernel(kernel) == part
 
 
 def test_every_category_has_a_part() -> None:
     for part, kernel in KERNELS.items():
-        assert part_of(Kernel(start=0, end=1, **kernel)) == part
+        assert classify_kernel(Kernel(start=0, end=1, **kernel)) == part
     idle = {"allocator", *PARTS["host"]}
     assert {*KERNELS} | idle == {*LIMIT_OF}
     assert {*CATEGORIES, OTHER} - {"nccl"} <= {*LIMIT_OF}
@@ -368,7 +368,7 @@ def test_a_trace_is_unpacked_up_to_a_bound(
     name: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = a_step().write(tmp_path / name)
-    monkeypatch.setattr("moecore.planning.report.MOST_BYTES", 1000)
+    monkeypatch.setattr("moecore.planning.report.MAX_BYTES", 1000)
     assert main(["report", str(path)]) == 2
     assert "must have at most 1000 bytes unpacked: trace fewer steps" in capsys.readouterr().err
 
@@ -386,7 +386,7 @@ def test_a_trace_has_a_bound_of_lists(
     """Each takes 25 times its bytes in memory."""
     path = tmp_path / "trace.json.gz"
     path.write_bytes(gzip.compress(text.encode()))
-    monkeypatch.setattr("moecore.planning.report.MOST_CONTAINERS", 200)
+    monkeypatch.setattr("moecore.planning.report.MAX_CONTAINERS", 200)
     assert main(["report", str(path)]) == 2
     assert "must have at most 200 lists and objects: trace" in capsys.readouterr().err
 

@@ -11,7 +11,7 @@ from moecore import FSDPOptions, ParallelConfig, PipelineConfig
 from moecore.base.options.precision import Precision
 from moecore.models import preset
 from moecore.planning import OptimizerOptions, TrainingRun
-from moecore.planning.stored import _rank_size, sizes_of
+from moecore.planning.run import _rank_size, sizes_of
 
 DEEP = replace(preset("tiny-deepseek-v3"), num_layers=7, dense_layers=(0, 1))
 TIED = replace(preset("tiny-shared"), num_layers=6)

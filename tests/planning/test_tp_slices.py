@@ -7,7 +7,6 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -246,10 +245,3 @@ def test_the_share_and_its_source_are_printed(
     on_b200 = _slices(H200.on("b200-180"), "b200-180")
     assert on_b200.endswith(f"{line}; no run on b200-180 has shown it")
     assert "count whole" in _slices(replace(H200, slices=None), "h200-141")
-
-
-def test_a_table_keeps_who_has_measured_the_share(tmp_path: Path) -> None:
-    H200.write(tmp_path / "table.json")
-    assert CostTable.read(tmp_path / "table.json").slices == H200.slices is not None
-    (tmp_path / "old.json").write_text(replace(H200, slices=None).text())
-    assert CostTable.read(tmp_path / "old.json").slices is None

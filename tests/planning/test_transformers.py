@@ -38,9 +38,9 @@ from moecore.planning import (
 )
 from moecore.planning import transformers as planned_transformers
 from moecore.planning.estimate import saved_bytes_of
+from moecore.planning.run import resident_kinds, sizes_of
 from moecore.planning.search import refuse
 from moecore.planning.segments import SmallRun
-from moecore.planning.stored import resident_kinds, sizes_of
 from moecore.train.memory.saved_bytes import count_saved_bytes
 from tests.families.transformers.family_models import (
     SIZES,

@@ -1,6 +1,7 @@
-"""PackedCollator: makes a batch of rows, each filled with documents end to end.
+"""PackedCollator: a batch of rows filled with documents; part_of: its split over cp ranks.
 
-Legend: B rows, T tokens of a row, n documents of a batch, with padding documents.
+Legend: B rows, T tokens of a row, n documents of a batch, with padding documents; t tokens of all
+documents, cp ranks.
 
 Example, [5 6 7] and [8 9] in one row of 8 tokens:
 
@@ -13,9 +14,9 @@ Example, [5 6 7] and [8 9] in one row of 8 tokens:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 import torch
@@ -23,31 +24,39 @@ from torch import Tensor
 
 from moecore.base.fields import CheckedRecord, Count, CountOrZero, Rules, check_arguments, quote
 from moecore.kernels.cross_entropy import IGNORE_INDEX
-from moecore.kernels.zigzag import positions_of
-from moecore.packing.documents import Document, length_of
+from moecore.kernels.zigzag import held_tokens
+from moecore.packing.documents import Document, Integers, Lengths, as_lengths, length_of
 
 
 class PackedBatch(TypedDict):
-    """A batch of rows of documents, on the CPU.
+    """A batch of rows of documents, on the CPU. Padding at the end of a row is one document."""
 
-    Attributes:
-        input_ids: int64 [B, T].
-        labels: int64 [B, T]; -100 = ignored by the loss.
-        position_ids: int64 [B, T], from 0 in each document.
-        padding_mask: bool [B, T], True = padding.
-        cu_seqlens: int32 [n + 1], the index of each document's first token in the flattened rows,
-            then B * T. The padding at the end of a row is one document.
-        max_seqlen: tokens of the longest document, with padding documents.
-        num_tokens: int64 scalar, the number of labels that are not -100.
-    """
+    input_ids: Tensor  # int64 [B, T]
+    labels: Tensor  # int64 [B, T]; -100 = ignored by the loss
+    position_ids: Tensor  # int64 [B, T], from 0 in each document
+    padding_mask: Tensor  # bool [B, T]; True = padding
+    cu_seqlens: Tensor  # int32 [n + 1], the start of each document in the flattened rows, and B * T
+    max_seqlen: int  # tokens of the longest document, with padding documents
+    num_tokens: Tensor  # int64 scalar, the number of labels that are not -100
 
-    input_ids: Tensor
-    labels: Tensor
-    position_ids: Tensor
-    padding_mask: Tensor
-    cu_seqlens: Tensor
-    max_seqlen: int
-    num_tokens: Tensor
+
+class Piece(NamedTuple):
+    """Consecutive tokens of one document in one row."""
+
+    ids: Integers
+    next_id: int  # the label of the last token; -100 = ignored by the loss
+    labels: Integers | None = None  # unshifted labels of the tokens; None = ids
+
+    @property
+    def num_labels(self) -> int:
+        """The number of labels in the loss."""
+        count = len(self.ids) - 1
+        if self.labels is not None:
+            count = int((self.labels[1:] != IGNORE_INDEX).sum())
+        return count + (self.next_id != IGNORE_INDEX)
+
+
+Rows = Sequence[Sequence[Piece]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +70,7 @@ class PackedCollator(CheckedRecord):
         row_tokens: tokens T of a row.
         rows: rows B of every batch. A row without documents is padding.
         multiple: each document is padded at its end to a multiple of this number of tokens, and the
-            padding belongs to the document. Context parallelism needs 2 * cp (`split.py`).
+            padding belongs to the document. Context parallelism needs 2 * cp (`part_of`).
         max_documents: if given, every batch has static shapes, as CUDA graphs need: `cu_seqlens`
             has `max_documents` + 1 entries (the last is repeated), and `max_seqlen` is
             `row_tokens`. The number includes padding documents.
@@ -99,83 +108,105 @@ class PackedCollator(CheckedRecord):
                 rows or exceed `max_documents`.
         """
         check_arguments(PackedCollator.__call__, locals())
-        shape = (self.rows, self.row_tokens)
-        ids_N = torch.full((self.rows * self.row_tokens,), self.pad_id)
-        labels_N = torch.full_like(ids_N, IGNORE_INDEX)
-        padding_N = torch.ones_like(ids_N, dtype=torch.bool)
-        starts = []
-        for start, ids, labels in self._placed(documents):
-            stop = start + len(ids)
-            ids_N[start:stop] = ids
-            padding_N[start:stop] = False
-            first = start + (not self.shift_labels)
-            labels_N[first : first + len(ids) - 1] = labels[1:]
-            starts.append((start, start + self._rounded(len(ids))))
-        cu_n = self._borders(starts)
-        return PackedBatch(
-            input_ids=ids_N.view(shape),
-            labels=labels_N.view(shape),
-            position_ids=positions_of(cu_n, len(ids_N)).view(shape),
-            padding_mask=padding_N.view(shape),
-            cu_seqlens=cu_n,
-            max_seqlen=self.row_tokens if self.max_documents else int(cu_n.diff().max()),
-            num_tokens=(labels_N != IGNORE_INDEX).sum(),
+        return build_batch(
+            self._place(documents),
+            row_tokens=self.row_tokens,
+            multiple=self.multiple,
+            shift_labels=self.shift_labels,
+            pad_id=self.pad_id,
+            max_documents=self.max_documents,
         )
 
-    def _rounded(self, length: int) -> int:
-        return -(-length // self.multiple) * self.multiple
-
-    def _placed(self, documents: Sequence[Document]) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield each document's start in the flattened rows, its token ids and its labels."""
-        row, row_length = 0, 0
+    def _place(self, documents: Sequence[Document]) -> Rows:
+        """Return the documents of each row."""
+        rows, row, row_length = [list[Piece]() for _ in range(self.rows)], 0, 0
         for number, document in enumerate(documents):
-            ids, labels = read_document(document, number)
-            length = self._rounded(len(ids))
+            piece = read_document(document, number)
+            length = -(-len(piece.ids) // self.multiple) * self.multiple
             if row_length + length > self.row_tokens:
                 row, row_length = row + 1, 0
             if length > self.row_tokens or row >= self.rows:
                 raise ValueError(
-                    f"documents (number {number}, {len(ids)} tokens) must fit the rows "
+                    f"documents (number {number}, {len(piece.ids)} tokens) must fit the rows "
                     f"({self.rows} of {self.row_tokens} tokens): give it the batches of a "
                     "PackedBatchSampler with these rows and bin_tokens"
                 )
-            yield row * self.row_tokens + row_length, ids, labels
+            rows[row].append(piece)
             row_length += length
-
-    def _borders(self, spans: list[tuple[int, int]]) -> Tensor:
-        """Return `cu_seqlens` for documents at (start, end) spans, with padding between them."""
-        row_ends = range(0, (self.rows + 1) * self.row_tokens, self.row_tokens)
-        borders = sorted({*row_ends, *(border for span in spans for border in span)})
-        if self.max_documents is not None:
-            if len(borders) - 1 > self.max_documents:
-                raise ValueError(
-                    f"documents ({len(borders) - 1} with those of padding) must be <= "
-                    f"max_documents ({self.max_documents}): raise it, or leave short ones out"
-                )
-            borders += [borders[-1]] * (self.max_documents + 1 - len(borders))
-        return torch.tensor(borders, dtype=torch.int32)
+        return rows
 
 
-def read_document(document: Document, number: int) -> tuple[Tensor, Tensor]:
-    """Return a document's token ids and its unshifted labels, both int64 [tokens]."""
+def build_batch(
+    rows: Rows,
+    *,
+    row_tokens: int,
+    multiple: int,
+    longest: int | None = None,
+    shift_labels: bool = True,
+    pad_id: int = 0,
+    max_documents: int | None = None,
+) -> PackedBatch:
+    """Return a batch of rows of pieces. See `PackedCollator` for the other arguments.
+
+    Args:
+        longest: the largest length of a padding document at the end of a row; None = no limit.
+    """
+    B, T = len(rows), row_tokens
+    ids_BT, labels_BT = np.full((B, T), pad_id), np.full((B, T), IGNORE_INDEX)
+    padding_BT, borders = np.ones((B, T), bool), [0]
+    for b, pieces in enumerate(rows):
+        start = 0
+        for ids, next_id, labels in pieces:
+            stop, first = start + len(ids), start + (not shift_labels)
+            ids_BT[b, start:stop] = ids
+            labels_BT[b, first : first + len(ids) - 1] = (ids if labels is None else labels)[1:]
+            if shift_labels:
+                labels_BT[b, stop - 1] = next_id
+            padding_BT[b, start:stop] = False
+            start += -(-len(ids) // multiple) * multiple
+            borders.append(b * T + start)
+        if start < T:
+            borders.extend(range(b * T + start, (b + 1) * T, longest or T)[1:])
+            borders.append((b + 1) * T)
+    cu_n = np.array(borders)
+    lengths_n = np.diff(cu_n)
+    if max_documents is not None:
+        if len(lengths_n) > max_documents:
+            raise ValueError(
+                f"documents ({len(lengths_n)} with those of padding) must be <= max_documents "
+                f"({max_documents}): raise it, or leave short ones out"
+            )
+        borders += [borders[-1]] * (max_documents - len(lengths_n))
+    positions_N = np.arange(B * T) - np.repeat(cu_n[:-1], lengths_n)
+    return PackedBatch(
+        input_ids=torch.from_numpy(ids_BT),
+        labels=torch.from_numpy(labels_BT),
+        position_ids=torch.from_numpy(positions_N.reshape(B, T)),
+        padding_mask=torch.from_numpy(padding_BT),
+        cu_seqlens=torch.tensor(borders, dtype=torch.int32),
+        max_seqlen=row_tokens if max_documents is not None else int(lengths_n.max()),
+        num_tokens=torch.tensor(int((labels_BT != IGNORE_INDEX).sum())),
+    )
+
+
+def read_document(document: Document, number: int) -> Piece:
+    """Return a document's token ids and its unshifted labels."""
     name = f"documents[{number}]"
     length = length_of(document, name)
     if not length:
         raise ValueError(f"{name} (0 tokens) must have >= 1 token: leave it out")
     if not isinstance(document, Mapping):
-        ids = _integers(document, name)
-        return ids, ids
-    ids = _integers(document["input_ids"], f"{name}['input_ids']")
-    labels = ids
+        return Piece(_integers(document, name), IGNORE_INDEX)
+    ids = labels = _integers(document["input_ids"], f"{name}['input_ids']")
     if "labels" in document:
         labels = _one_per_token(document, "labels", name, length)
     if "assistant_masks" in document:
         mask = _one_per_token(document, "assistant_masks", name, length)
-        labels = labels.where(mask != 0, IGNORE_INDEX)
-    return ids, labels
+        labels = np.where(mask != 0, labels, IGNORE_INDEX)
+    return Piece(ids, IGNORE_INDEX, labels)
 
 
-def _one_per_token(document: Mapping[str, Any], key: str, name: str, length: int) -> Tensor:
+def _one_per_token(document: Mapping[str, Any], key: str, name: str, length: int) -> Integers:
     numbers = _integers(document[key], f"{name}[{key!r}]")
     if len(numbers) != length:
         raise ValueError(
@@ -185,8 +216,8 @@ def _one_per_token(document: Mapping[str, Any], key: str, name: str, length: int
     return numbers
 
 
-def _integers(numbers: Any, name: str) -> Tensor:
-    """Return a list, array or tensor of integers as an int64 tensor."""
+def _integers(numbers: Any, name: str) -> Integers:
+    """Return a list, array or tensor of integers as an int64 array."""
     try:
         tensor = torch.as_tensor(np.asarray(numbers) if isinstance(numbers, list) else numbers)
     except (TypeError, ValueError, RuntimeError, OverflowError):
@@ -195,4 +226,106 @@ def _integers(numbers: Any, name: str) -> Tensor:
         raise ValueError(
             f"{name} ({quote(numbers)}) must be whole numbers, one per token: tokenize it"
         )
-    return tensor.long()
+    return tensor.long().numpy(force=True)
+
+
+def padded_lengths(lengths: Lengths, cp: Count) -> Integers:
+    """Return int64 [n]: lengths rounded up to multiples of 2 * cp; unchanged if cp is 1."""
+    check_arguments(padded_lengths, locals())
+    multiple = multiple_of(cp)
+    return -(-as_lengths(lengths) // multiple) * multiple
+
+
+def multiple_of(cp: int) -> int:
+    """Return the number that must divide every document's length: 2 * cp, or 1 if cp is 1."""
+    return 2 * cp if cp > 1 else 1
+
+
+def indices_of(cu_seqlens: Tensor, cp: Count, rank: CountOrZero) -> Tensor:
+    """Return the token indices of a cp rank, int64 [t / cp], on the device of `cu_seqlens`.
+
+    The indices ascend. If `cu_seqlens` is on a GPU, the function synchronises the host.
+
+    Args:
+        cu_seqlens: integers [n + 1], cumulative document lengths from 0. With cp > 1 each length is
+            a multiple of 2 * cp. Documents without tokens are allowed.
+        cp: number of context parallel ranks.
+        rank: index of the cp rank, from 0.
+
+    Raises:
+        ValueError: if `cu_seqlens` does not have this form, or `rank` is not less than `cp`.
+    """
+    check_arguments(indices_of, locals())
+    if rank >= cp:
+        raise ValueError(f"rank ({rank}) must be < cp ({cp}): count from 0")
+    return _rank_tokens(cu_seqlens, cp)[rank]
+
+
+def inverse_of(cu_seqlens: Tensor, cp: Count) -> Tensor:
+    """Return the inverse permutation of the concatenated `indices_of` of all cp ranks, int64 [t].
+
+    `torch.cat([x[indices_of(cu, cp, r)] for r in range(cp)])[inverse_of(cu, cp)]` is x. Arguments
+    and errors: see `indices_of`.
+    """
+    check_arguments(inverse_of, locals())
+    tokens = _rank_tokens(cu_seqlens, cp).flatten()
+    inverse = torch.empty_like(tokens)
+    inverse[tokens] = torch.arange(len(tokens), device=tokens.device)
+    return inverse
+
+
+def part_of(batch: PackedBatch, cp: Count, rank: CountOrZero) -> PackedBatch:
+    """Return the part of a batch that a cp rank computes: a `PackedBatch` of shape [B, T / cp].
+
+    Labels are selected, not recomputed: collate with `shift_labels=True`, which shifts them before
+    the split. `cu_seqlens`, `max_seqlen` and `num_tokens` describe this rank's part.
+
+    Args:
+        batch: the result of a `PackedCollator` with `multiple=2 * cp`.
+        cp: number of context parallel ranks.
+        rank: index of the cp rank, from 0.
+
+    Raises:
+        ValueError: if `batch` is no `PackedBatch`, and as `indices_of`.
+    """
+    if not isinstance(batch, Mapping) or not PackedBatch.__required_keys__ <= set(batch):
+        raise ValueError(
+            f"batch ({quote(batch)}) must be a PackedBatch: pass what a PackedCollator returns"
+        )
+    tokens = indices_of(batch["cu_seqlens"], cp, rank)
+    rows = batch["input_ids"].shape[0]
+
+    def take_local(x_BT: Tensor) -> Tensor:
+        return x_BT.flatten()[tokens.to(x_BT.device)].view(rows, -1)
+
+    labels = take_local(batch["labels"])
+    return PackedBatch(
+        input_ids=take_local(batch["input_ids"]),
+        labels=labels,
+        position_ids=take_local(batch["position_ids"]),
+        padding_mask=take_local(batch["padding_mask"]),
+        cu_seqlens=batch["cu_seqlens"] // cp,
+        max_seqlen=batch["max_seqlen"] // cp,
+        num_tokens=(labels != IGNORE_INDEX).sum(),
+    )
+
+
+def _rank_tokens(cu_seqlens: Tensor, cp: int) -> Tensor:
+    """Check `cu_seqlens`; return the token indices of each rank, int64 [cp, t / cp]."""
+    lengths_n = cu_seqlens.long().diff() if cu_seqlens.ndim == 1 else None
+    if lengths_n is None or cu_seqlens.is_floating_point() or not len(lengths_n):
+        raise ValueError(
+            f"cu_seqlens ({quote(cu_seqlens)}) must be whole numbers [documents + 1]: pass that of "
+            "a PackedBatch"
+        )
+    if int(cu_seqlens[0]) or bool((lengths_n < 0).any()):
+        raise ValueError(
+            f"cu_seqlens ({quote(cu_seqlens)}) must ascend from 0: pass that of a PackedBatch"
+        )
+    uneven = (lengths_n % multiple_of(cp)).nonzero()
+    if len(uneven):
+        raise ValueError(
+            f"cu_seqlens (document {int(uneven[0])} of {int(lengths_n[uneven[0]])} tokens) must "
+            f"have documents of multiples of 2 * cp ({2 * cp}): collate with multiple={2 * cp}"
+        )
+    return held_tokens(cu_seqlens, int(lengths_n.sum()), cp)

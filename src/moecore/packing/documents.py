@@ -1,4 +1,4 @@
-"""Functions that read the length of documents, check it, and cut documents into pieces.
+"""Documents: their lengths, checks, pieces and cost models.
 
 A document is a list, numpy array or tensor of token ids, or a mapping such as a dataset's row:
 
@@ -10,19 +10,36 @@ Other keys of a mapping are ignored.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Annotated, Any
 
 import numpy as np
 from torch import Tensor
 
-from moecore.base.fields import Count, check_arguments, quote
+from moecore.base.fields import (
+    CheckedRecord,
+    Count,
+    Positive,
+    PositiveOrZero,
+    Rules,
+    check_arguments,
+    quote,
+)
 
 KEYS = ("input_ids", "labels", "assistant_masks")  # keys whose value has one number per token
 
 Document = Annotated[Any, "token ids, or a mapping with input_ids"]
 Lengths = Annotated[Any, "one whole number >= 1 per document: a list, numpy array or tensor"]
 Integers = np.ndarray[Any, np.dtype[np.int64]]
+
+
+def key_of(*parts: object) -> int:
+    """Return a 64-bit hash of the parts, equal in all processes."""
+    text = "/".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "little")
 
 
 def as_lengths(lengths: Lengths, name: str = "lengths", minimum: int = 1) -> Integers:
@@ -133,3 +150,100 @@ class CutDocuments:
 
     def __iter__(self) -> Iterator[Document]:
         return (self[item] for item in range(len(self)))
+
+
+Costs = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DocumentCost(CheckedRecord):
+    """An analytic cost model: attention, other matmuls, key/value exchange; any unit of time.
+
+        linear * L / cp + max(quadratic * L^2 / cp, exchange * L * (cp - 1) / cp)
+
+    L is the length of the document. The exchange overlaps with attention, so the formula takes the
+    longer time. A model has h heads of dim d, k key/value heads and P active parameters per layer.
+    A GPU has F FLOP/s and B bytes/s to the next GPU. Then the forward of a layer has
+
+        quadratic = 2 h d / F       linear = 2 P / F       exchange = 4 k d / B
+
+    The defaults are for Qwen3-30B-A3B on H200 with 200 GB/s between GPUs, divided by `quadratic`.
+
+    Attributes:
+        quadratic: time of causal attention per squared token.
+        linear: time of all other matmuls per token.
+        exchange: time per token whose keys and values a rank receives from other ranks.
+        fixed: time per micro-batch for launches and FSDP all-gathers. The default is `linear` times
+            1,000 tokens.
+    """
+
+    quadratic: PositiveOrZero = 1.0
+    linear: PositiveOrZero = 20_000.0
+    exchange: PositiveOrZero = 750.0
+    fixed: PositiveOrZero = 2e7
+
+    def _rules(self) -> Rules:
+        if not self.quadratic and not self.linear:
+            yield "quadratic", f"be > 0 with linear ({self.linear}): give one of them"
+
+    @property
+    def max_cp(self) -> int | None:
+        """The largest cp of the cost model. None = no limit."""
+        return None
+
+    def estimate(self, lengths_N: Integers, cp: int) -> Costs:
+        """Return the time of each document on each of its cp ranks, float64 [N]."""
+        length = lengths_N.astype(np.float64)
+        exchange = self.exchange * length * (cp - 1)
+        compute = self.linear * length + np.maximum(self.quadratic * length**2, exchange)
+        costs: Costs = compute / cp
+        return costs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredCost(CheckedRecord):
+    """A cost model from measured times of documents.
+
+    Times are interpolated linearly between measured lengths, and proportional to the length below
+    the first. Above the last length, times grow with the square of the length.
+
+    Attributes:
+        lengths: the measured lengths in tokens, ascending.
+        seconds: cp -> measured times of one document of each length, ascending. The keys are 1, 2,
+            4, ...; the largest key limits the cp of every document.
+        fixed: time of a micro-batch without tokens, in seconds.
+    """
+
+    lengths: Annotated[tuple[Count, ...], "pass the lengths that were measured"]
+    seconds: Mapping[int, tuple[Positive, ...]]
+    fixed: PositiveOrZero = 0.0
+
+    def _rules(self) -> Rules:
+        if not self.lengths or any(a >= b for a, b in pairwise(self.lengths)):
+            yield "lengths", "ascend, with at least one: sort the table"
+        if not self.seconds or set(self.seconds) != {1 << i for i in range(len(self.seconds))}:
+            yield "seconds", "have the keys 1, 2, 4, ... without a gap: measure each cp"
+        for cp, times in self.seconds.items():
+            if len(times) != len(self.lengths) or any(a >= b for a, b in pairwise(times)):
+                yield (
+                    "seconds",
+                    f"ascend with lengths, {len(self.lengths)} for each cp, also for {cp}: "
+                    "take medians",
+                )
+
+    @property
+    def max_cp(self) -> int | None:
+        """The largest cp that was measured."""
+        return max(self.seconds)
+
+    def estimate(self, lengths_N: Integers, cp: int) -> Costs:
+        """Return the time of each document on each of its cp ranks, float64 [N]."""
+        first, last = self.lengths[0], self.lengths[-1]
+        times = self.seconds[cp]
+        inside = np.interp(lengths_N, self.lengths, times)
+        below = times[0] * lengths_N / first
+        beyond = times[-1] * (lengths_N / last) ** 2
+        return np.where(lengths_N < first, below, np.where(lengths_N > last, beyond, inside))
+
+
+Cost = DocumentCost | MeasuredCost

@@ -12,7 +12,7 @@ A trial of a round has a time limit and has three phases:
 
 The search tries several limits, and blocks of at least 1, 2, 4, ... ranks. A trial's score is the
 decrease of the lower bound of the remaining step time, divided by the round's time. The search
-takes the first trial with a score above `ENOUGH`, otherwise the trial with the highest score.
+takes the first trial with a score above `GOOD_SCORE`, otherwise the trial with the highest score.
 
 Source: Dynamic-CP in Megatron-Core solves the same problem (arXiv:2603.07685).
 """
@@ -26,11 +26,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from moecore.packing.cost import Cost, Costs
-from moecore.packing.documents import Integers
-from moecore.packing.split import padded_lengths
+from moecore.packing.collate import padded_lengths
+from moecore.packing.documents import Cost, Costs, Integers
 
-ENOUGH = 0.98  # score of a trial at which the search of a round ends
+GOOD_SCORE = 0.98  # score of a trial at which the search of a round ends
 GROWTH = 1.1  # ratio of one limit to the next lower limit
 ROUNDING = 1e-9  # relative error of sums of costs
 
@@ -56,7 +55,7 @@ class Documents:
         order_N = np.argsort(-lengths_N, kind="stable")
         self.order: list[int] = order_N.tolist()  # the caller's document indices
         lengths_N = lengths_N[order_N]
-        max_cp = min(ranks & -ranks, cost.most_cp or ranks)
+        max_cp = min(ranks & -ranks, cost.max_cp or ranks)
         self.cps = [1 << i for i in range(max_cp.bit_length())]
         tokens = {cp: padded_lengths(lengths_N, cp) // cp for cp in self.cps}
         if tokens[max_cp][0] > max_tokens:
@@ -65,7 +64,7 @@ class Documents:
                 f"ranks holds of document {self.order[0]} ({lengths_N[0]} tokens): raise it, use "
                 "more ranks, or leave the document out"
             )
-        costs = {cp: cost.of(lengths_N, cp) for cp in self.cps}
+        costs = {cp: cost.estimate(lengths_N, cp) for cp in self.cps}
         self._rank_costs = np.stack(
             [np.where(tokens[cp] <= max_tokens, costs[cp], np.inf) for cp in self.cps]
         )  # time on each rank; inf = exceeds max_tokens
@@ -195,7 +194,7 @@ class _Search:
             self.remaining.trial.clear()
             if share > best[0]:
                 best = (share, blocks)
-            if share > ENOUGH:
+            if share > GOOD_SCORE:
                 break
         self._take([i for block in best[1] for i in block.documents])
         return best[1]

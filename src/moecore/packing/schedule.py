@@ -4,7 +4,7 @@ Legend: N documents, cp ranks that share the documents of a micro-batch.
 
 This is dynamic context parallelism. In a round, each rank computes one micro-batch. The ranks form
 groups of 1, 2, 4, ... consecutive ranks, and a group splits its documents over its ranks
-(`split.py`). Expert parallelism synchronises all ranks in every round, so a round takes as long as
+(`part_of`). Expert parallelism synchronises all ranks in every round, so a round takes as long as
 its slowest group. The schedule therefore balances the groups of a round.
 
 `rounds.py` makes the rounds.
@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moecore.base.fields import Count, CountOrZero, check_arguments
-from moecore.packing.cost import DocumentCost, MeasuredCost
-from moecore.packing.documents import Lengths, as_lengths
+from moecore.packing.documents import DocumentCost, Lengths, MeasuredCost, as_lengths
 from moecore.packing.rounds import Blocks, Documents, make_rounds
 
 DEFAULT_COST = DocumentCost()
@@ -25,23 +24,14 @@ DEFAULT_COST = DocumentCost()
 
 @dataclass(frozen=True, slots=True)
 class DocumentGroup:
-    """A group of consecutive ranks that share the documents of one micro-batch.
-
-    Attributes:
-        first_rank: the group has ranks `first_rank` to `first_rank + cp - 1`.
-        cp: number of ranks.
-        documents: document indices, longest document first. Empty = a micro-batch of padding only.
-        tokens: tokens per rank, with the padding to a multiple of 2 * cp.
-        cost: time of the micro-batch on each rank, without `fixed`.
-        labels: number of labels in the loss of the group.
-    """
+    """The ranks `first_rank` to `first_rank + cp - 1`, which share one micro-batch's documents."""
 
     first_rank: int
     cp: int
-    documents: tuple[int, ...]
-    tokens: int
-    cost: float
-    labels: int
+    documents: tuple[int, ...]  # indices, longest document first; () = only padding
+    tokens: int  # tokens per rank, with the padding to a multiple of 2 * cp
+    cost: float  # time of the micro-batch on each rank, without `fixed`
+    labels: int  # number of labels in the loss of the group
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a run on a cluster would need, before anybody rents it."""
+"""Memory and time of a training run, planned on a CPU from moecore's own code."""
 
 from __future__ import annotations
 

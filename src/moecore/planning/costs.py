@@ -1,15 +1,14 @@
-"""CostTable: how long one operation takes on a GPU, from operations that were measured.
+"""CostTable: the seconds of an operation on a GPU, interpolated between measured operations.
 
     seconds(work) = launch + roofline(work) / efficiency(work)
 
-Of an exchange beside products of tp ranks these seconds count by the share that is exposed.
-The roofline is the longest of FLOP, bytes of memory and bytes of each link over the maker's rates.
-The efficiency is that of measured operations of the same name (else of those that stand for its
-kind), at sizes near by: weighted by the inverse square of the distance between logarithms of what
-matters of a shape, so a measured operation takes what it took. A GPU without measurements has the
-efficiencies of one that has some, and its own maker's rates.
+The roofline is the largest of FLOP, memory bytes and bytes of each link, over data-sheet rates. The
+efficiency is a weighted mean over measured operations with the same name, or with the name that
+stands for their kind. A weight is the inverse square of the distance between the logarithms of the
+sizes below, so a measured operation has its measured seconds. A GPU without measurements has its
+own data-sheet rates and the efficiencies of the measured GPU.
 
-| kind | what matters of a shape |
+| kind | sizes |
 |---|---|
 | product | M, N, K |
 | grouped product | rows per expert, N, K |
@@ -44,19 +43,19 @@ from moecore.planning.gpus import Gpu, gpu_of, read_bytes
 from moecore.planning.record import ALL_TO_ALL, SLICES, Kind, Work
 
 KINDS = get_args(Kind)
-# Numbers outside of these bounds are no measurements, and would make a step's seconds 0 or inf.
+# Numbers outside these bounds are not measurements, and could make a step's seconds 0 or inf.
 Share = Annotated[float, Bound(">=", 1e-6), Bound("<=", 1)]
 Seconds = Annotated[float, Bound(">", 0), Bound("<=", 1e6)]
 MAX_TABLE_BYTES = 10**7
 ShareOrZero = Annotated[float, Bound(">=", 0), Bound("<=", 1)]
 Wall = Literal["launch", "compute", "memory", "nvlink", "network", "pcie"]
-SHIPPED = "h200"  # the table in tables/
+SHIPPED = "h200"  # the file in tables/
 BACKWARD = re.compile("backward|bwd")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point(CheckedRecord):
-    """An operation that was measured."""
+    """A measured operation."""
 
     work: Work
     seconds: Seconds
@@ -66,39 +65,33 @@ class Point(CheckedRecord):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exposed(CheckedRecord):
-    """What products do not hide of exchanges that run beside them, as it was measured.
+    """The measured exposed time of exchanges that overlap with products of tp ranks."""
 
-    Attributes:
-        share: of the seconds of such exchanges in turn.
-        gpu: where it was measured.
-        record: the file under benchmarks/results.
-    """
-
-    share: ShareOrZero
-    gpu: GpuName
-    record: str
+    share: ShareOrZero  # of the seconds of the same exchanges without overlap
+    gpu: GpuName  # the measured GPU
+    record: str  # the file under benchmarks/results
 
 
 @dataclass(frozen=True, kw_only=True)
 class CostTable(CheckedRecord):
-    """What operations take on a kind of GPU.
+    """The costs of operations on a kind of GPU.
 
     Attributes:
-        gpu: whose seconds these are.
-        measured_on: where the points were measured.
-        points_from: where, as text.
-        launch_seconds: of any operation, besides what it computes and moves.
-        host_seconds: that the host takes to queue one, with the Python code around it.
-        points: what was measured.
-        stands_for: by kind, the name of points that operations without points of their own take.
-        efficiency: by kind, and of "network": that of operations without any point.
-        network_seconds: of a collective between nodes, besides its bytes.
-        pairs_hide: the share of exchanges between nodes that the computation of a forward beside a
-            backward hides, in stages that run "overlapped" or "dualpipe-v". Of exchanges within a
-            node none is counted: dispatcher "nvlink" has them, which gives pairs no turn.
-        slices: what of exchanges beside products of tp ranks is exposed; None = not measured, and
-            they count whole.
-        assumed: what of this was not measured, in sentences.
+        gpu: the GPU for which the table returns seconds.
+        measured_on: the GPU on which the points were measured.
+        points_from: the source of the points, as text.
+        launch_seconds: the fixed seconds of every operation on the device.
+        host_seconds: the seconds in which the host launches an operation, with its Python code.
+        points: the measured operations.
+        stands_for: kind -> the name of the points for operations whose name has no points.
+        efficiency: kind -> the efficiency of operations without points; also of "network".
+        network_seconds: the fixed seconds of a collective between nodes.
+        pairs_hide: the share of exchanges between nodes that overlaps with computation when a
+            forward is paired with a backward, in schedules "overlapped" and "dualpipe-v".
+            Exchanges within a node do not overlap, because dispatcher "nvlink" has no pairs.
+        slices: the exposed time of exchanges that overlap with products of tp ranks; None = not
+            measured, and all of their time counts.
+        assumed: sentences about numbers that were not measured.
     """
 
     gpu: GpuName | Gpu
@@ -127,36 +120,36 @@ class CostTable(CheckedRecord):
 
     @classmethod
     def of(cls, gpu: GpuName | Gpu) -> CostTable:
-        """Return the table that moecore ships, for a GPU that `moecore plan` knows, or your own."""
+        """Return moecore's measured table, converted to a GPU by `on`."""
         check_arguments(CostTable.of, locals())
         return _shipped().on(gpu)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> CostTable:
-        """Return the table of a file that `write` or `moecore measure` has written."""
+        """Return the table of a file from `write` or `moecore measure`."""
         check_arguments(CostTable.read, locals())
         name = f"table ({quote(os.fspath(path))})"
         text = read_bytes(path, name, MAX_TABLE_BYTES, "`moecore measure` writes one")
         return _parsed(text, os.fspath(path))
 
     def on(self, gpu: GpuName | Gpu) -> CostTable:
-        """Return this table for another GPU: the same efficiencies of its maker's rates."""
+        """Return this table with the data-sheet rates of another GPU."""
         check_arguments(CostTable.on, locals())
         return replace(self, gpu=gpu)
 
     @property
     def source(self) -> str:
-        """Return where the seconds come from."""
+        """The source of the table's seconds, as text."""
         if self.gpu == self.measured_on:
             return self.points_from
         return f"{self.points_from}, its efficiencies with the maker's rates of {self.gpu}"
 
     def extended(self, points: Sequence[Point], source: str) -> CostTable:
-        """Return a table with points measured on its GPU, in place of those so named.
+        """Return a table of the same GPU in which new points replace points with their names.
 
         Args:
-            points: what was measured.
-            source: where, as text.
+            points: operations that were measured on the table's GPU.
+            source: the source of these points, as text.
         """
         check_arguments(CostTable.extended, locals())
         names = {point.work.name for point in points}
@@ -190,39 +183,39 @@ class CostTable(CheckedRecord):
         return f'{head},\n "points": [\n  ' + ",\n  ".join(points) + "\n ]\n}\n"
 
     def seconds(self, work: Work, node_ranks: CountOrZero = 0) -> float:
-        """Return how long an operation takes.
+        """Return the seconds of an operation.
 
         Args:
             work: the operation.
-            node_ranks: of a collective: how many of its ranks one domain has; 0 = as many as fit.
+            node_ranks: the number of a collective's ranks in one NVLink domain; 0 = the maximum.
 
         Raises:
-            ValueError: for FP8 on a GPU without, and ranks that a domain cannot have.
+            ValueError: for FP8 on a GPU without FP8, or more ranks than a domain can have.
         """
         check_arguments(CostTable.seconds, locals())
         launch, rates = self._parts(work, node_ranks)
         return launch + max(rates.values())
 
     def wall(self, work: Work, node_ranks: CountOrZero = 0) -> Wall:
-        """Return what an operation's time is for the most part: which rate must grow."""
+        """Return the rate that limits an operation, or "launch"."""
         check_arguments(CostTable.wall, locals())
         launch, rates = self._parts(work, node_ranks)
         longest = max(rates, key=lambda wall: rates[wall])
         return longest if rates[longest] > launch else "launch"
 
     def _parts(self, work: Work, node_ranks: int) -> tuple[float, dict[Wall, float]]:
-        """Return seconds that depend on nothing, and those of what is computed and moved."""
+        """Return the fixed seconds of an operation, and its seconds by rate."""
         rates = self._roofline(work, self.gpu, _in_node(work, node_ranks, self.gpu))
         reached, launch = self._efficiency(work), self.launch_seconds
         if "network" in rates:
             launch += self.network_seconds
         shares = {"network": self.efficiency["network"]}
         exposed = 1.0 if self.slices is None or work.name not in SLICES else self.slices.share
-        seconds = {wall: exposed * took / shares.get(wall, reached) for wall, took in rates.items()}
+        seconds = {wall: exposed * s / shares.get(wall, reached) for wall, s in rates.items()}
         return exposed * launch, seconds
 
     def _roofline(self, work: Work, name: GpuName | Gpu, inside: int) -> dict[Wall, float]:
-        """Return the seconds that each of the maker's rates alone would take."""
+        """Return an operation's seconds at each data-sheet rate."""
         gpu = gpu_of(name)
         if work.kind == "copy":
             return {"pcie": work.num_bytes / gpu.pcie}
@@ -238,11 +231,13 @@ class CostTable(CheckedRecord):
         return {"compute": work.flops / peak, "memory": work.num_bytes / gpu.memory_bandwidth}
 
     def _efficiency(self, work: Work) -> float:
-        """Return the share of the roofline that operations like this one reach."""
-        key, place = (work.kind, work.name, work.dtype), _place(work)
+        """Return the interpolated efficiency of an operation."""
+        key, sizes = (work.kind, work.name, work.dtype), _log_sizes(work)
         if key not in self._efficiencies:
-            self._efficiencies[key] = [(_place(p.work), self._reached(p)) for p in self._like(work)]
-        near = [(math.dist(place, other), log) for other, log in self._efficiencies[key]]
+            self._efficiencies[key] = [
+                (_log_sizes(p.work), self._log_efficiency(p)) for p in self._points_for(work)
+            ]
+        near = [(math.dist(sizes, other), log) for other, log in self._efficiencies[key]]
         if not near:
             return self.efficiency[work.kind]
         if min(near)[0] < 1e-9:
@@ -253,32 +248,27 @@ class CostTable(CheckedRecord):
 
     @cached_property
     def _efficiencies(self) -> dict[tuple[str, str, str], list[tuple[tuple[float, ...], float]]]:
-        """Of kinds, names and dtypes: places of the points like them, and what these reached."""
+        """(kind, name, dtype) -> logarithms of sizes and efficiency of each point for it."""
         return {}
 
-    def _reached(self, point: Point) -> float:
-        """Return the logarithm of a point's share of the roofline."""
+    def _log_efficiency(self, point: Point) -> float:
+        """Return the logarithm of a point's efficiency."""
         inside = _in_node(point.work, 0, self.measured_on)
         rates = self._roofline(point.work, self.measured_on, inside)
         return math.log(max(rates.values()) / (point.seconds - self.launch_seconds))
 
-    def _like(self, work: Work) -> list[Point]:
-        """Return the points of its name, or of the one that stands for its kind; perhaps none."""
-        # A point's name is within the operation's, without case and signs: "sum_rows" is that of
-        # "_sum_rows_fwd_kernel". The longest counts, then those of its dtype if there are any.
+    def _points_for(self, work: Work) -> list[Point]:
+        """Return the points with an operation's name, or with the name that stands for its kind."""
+        # A point's name is part of the operation's name, without case and signs: "sum_rows" is part
+        # of "_sum_rows_fwd_kernel". Points with the longest such name count, and of these points
+        # those with the operation's dtype if there are any.
         kind_points = [point for point in self.points if point.work.kind == work.kind]
         other = self.stands_for.get(work.kind, "")
         backward = "backward" if BACKWARD.search(work.name) else ""
         for name in (work.name, other + backward):
-            lengths = {
-                len(_plain(p.work.name)) for p in kind_points if _plain(p.work.name) in _plain(name)
-            }
-            name_points = [
-                point
-                for point in kind_points
-                if _plain(point.work.name) in _plain(name)
-                and len(_plain(point.work.name)) == max(lengths)
-            ]
+            matches = [p for p in kind_points if _plain(p.work.name) in _plain(name)]
+            longest = max((len(_plain(p.work.name)) for p in matches), default=0)
+            name_points = [p for p in matches if len(_plain(p.work.name)) == longest]
             dtype_points = [point for point in name_points if point.work.dtype == work.dtype]
             if name_points:
                 return dtype_points or name_points
@@ -290,8 +280,8 @@ def _plain(name: str) -> str:
     return re.sub("[^a-z0-9]", "", name.lower())
 
 
-def _place(work: Work) -> tuple[float, ...]:
-    """Return where an operation stands among those of its kind: logarithms of its sizes."""
+def _log_sizes(work: Work) -> tuple[float, ...]:
+    """Return the logarithms of an operation's sizes (the table of this file)."""
     sizes: tuple[float, ...] = (work.num_bytes,)
     if work.kind == "product":
         sizes = work.shape
@@ -307,7 +297,7 @@ def _place(work: Work) -> tuple[float, ...]:
 
 
 def _in_node(work: Work, node_ranks: int, gpu: GpuName | Gpu) -> int:
-    """Return how many ranks of a collective one domain has."""
+    """Return the number of a collective's ranks in one domain; 0 for other operations."""
     if work.kind != "collective":
         return 0
     ranks, domain = work.shape[0], gpu_of(gpu).domain
@@ -330,7 +320,7 @@ def _links(work: Work, inside: int, nvlink: float, network: float) -> dict[Wall,
             "nvlink": (work.num_bytes - network_bytes) / nvlink,
             "network": network_bytes / network,
         }
-    # What all ranks get, or sum, each node but one takes in and passes on, over all its cards.
+    # Each node receives and forwards the result of an all-gather or a sum once, over all its cards.
     return {"nvlink": work.num_bytes / nvlink, "network": network_bytes / (inside * network)}
 
 

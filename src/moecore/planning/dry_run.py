@@ -8,8 +8,8 @@ experts, recomputation, offload, the pipeline schedule, clipping and AdamW. Load
 Tensors have shapes and no values.
 
 A dry run does not count fragmentation of the allocator, workspace inside torch's operations and
-NCCL's buffers. If dispatcher "nvlink" has capacity for more rows than are received, the memory is
-that of the capacity. The work is then that of a second dry run with capacity for the received rows.
+NCCL's buffers. If dispatcher "nvlink" has capacity for more rows than are received, the capacity
+decides the memory. A second dry run, with capacity for the received rows, then records the work.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from moecore.train.optim.adamw import AdamW
 from moecore.train.step import TrainStep
 
 ADAMW = "_adamw_kernel"
-MOST_MICRO_BATCHES = 256  # of a dry run
+MAX_MICRO_BATCHES = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,16 +92,16 @@ def dry_run(run: TrainingRun, rank: CountOrZero = 0) -> DryRun:
         ValueError, NotImplementedError: as `parallelize_moe` and `fake_world`.
     """
     check_arguments(dry_run, locals())
-    if run.num_micro_batches > MOST_MICRO_BATCHES:
+    if run.num_micro_batches > MAX_MICRO_BATCHES:
         raise ValueError(
             f"TrainingRun.num_micro_batches ({run.num_micro_batches}) must be <= "
-            f"{MOST_MICRO_BATCHES} for a dry run, which runs each of them: pass fewer, or use "
+            f"{MAX_MICRO_BATCHES} for a dry run, which runs each of them: pass fewer, or use "
             "plan_memory and plan_time (moecore plan), which take any number"
         )
-    return of_rows(run, partial(dry_run_of_capacity, rank=rank))
+    return add_even_work(run, partial(dry_run_of_capacity, rank=rank))
 
 
-def of_rows(run: TrainingRun, dry: Callable[[TrainingRun], DryRun]) -> DryRun:
+def add_even_work(run: TrainingRun, dry: Callable[[TrainingRun], DryRun]) -> DryRun:
     """Return the dry run with the memory of the capacity, and the work of the rows in use."""
     capacity_step = dry(run)
     if run.even == run:
@@ -113,7 +113,7 @@ def of_rows(run: TrainingRun, dry: Callable[[TrainingRun], DryRun]) -> DryRun:
 
 
 def dry_run_of_capacity(run: TrainingRun, rank: int = 0) -> DryRun:
-    """Return a dry run whose work is that of the full capacity, in half the time of `dry_run`."""
+    """Return a dry run with the work of the full capacity, in half the time of `dry_run`."""
     recorder = WorkRecorder(run.ranks_per_domain)
     dry = launches_on_meta(recorder.launched, run.num_peers), dry_streams(recorder.queues)
     contexts = refusing(run.model), fake_world(run.num_gpus, rank), quiet(), new_garbage()
@@ -126,7 +126,7 @@ def dry_run_of_capacity(run: TrainingRun, rank: int = 0) -> DryRun:
         with OnMeta("cuda"), recorder, torch.enable_grad():
             optimizer = optimizer_of(run, model)
             if run.pipeline is None:
-                cut(model, run.planned_model.parts(model), recorder)
+                register_hooks(model, run.planned_model.parts(model), recorder)
             step = TrainStep(model, optimizer, max_norm=1.0)
             inputs = run.planned_model.inputs(tokens_BT)
             first = 1 if run.pipeline is None else run.num_micro_batches
@@ -161,7 +161,7 @@ def _workspace(recorder: WorkRecorder) -> int:
     return max(sizes, default=0)
 
 
-def cut(model: nn.Module, parts: ModuleParts, recorder: WorkRecorder) -> None:
+def register_hooks(model: nn.Module, parts: ModuleParts, recorder: WorkRecorder) -> None:
     """Register hooks that tell a recorder when a module begins a pass, and which part runs."""
     calls: dict[str, int] = {}
 

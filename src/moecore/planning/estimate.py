@@ -36,9 +36,15 @@ from moecore.planning.layouts import (
     run_of,
 )
 from moecore.planning.record import PASSES, Pass, Work
-from moecore.planning.run import OptimizerOptions, TrainingRun, fake_world, quiet
+from moecore.planning.run import (
+    OptimizerOptions,
+    TrainingRun,
+    fake_world,
+    quiet,
+    stages_of,
+    state_bytes,
+)
 from moecore.planning.segments import MIDDLE, SmallRun, sample_layers
-from moecore.planning.stored import stages_of, state_bytes
 from moecore.planning.transformers import refusing
 from moecore.train.memory.saved_bytes import ModelSavedBytes, count_saved_bytes
 
@@ -51,19 +57,12 @@ LAYERS = 3  # layers with unsharded weights or gradients at once, if micro-batch
 
 
 class _Weights(NamedTuple):
-    """Parameters with which a rank computes.
+    """Parameters with which a rank computes."""
 
-    Attributes:
-        size: the number of parameters.
-        ranks: the number of ranks that share them.
-        node_ranks: how many of these ranks are in one node.
-        copies: 2 if a rank's shards are parts of experts, which need a copy; 1 if they are views.
-    """
-
-    size: float
-    ranks: int
-    node_ranks: int
-    copies: int
+    size: float  # the number of parameters
+    ranks: int  # the number of ranks that shard the parameters
+    node_ranks: int  # the number of these ranks in one node
+    copies: int  # 2 if a rank's shards are parts of experts and are copied; 1 if they are views
 
 
 class _Seconds(NamedTuple):
@@ -97,7 +96,7 @@ class Estimate:
         self.seconds, self.num_bytes = cache(self._seconds_of_step), cache(self._bytes_of)
 
     def key(self, layout: Folding) -> tuple[float, ...]:
-        """Return the sort key: layouts estimated to fit come first, by seconds; others by bytes."""
+        """Return the sort key: layouts estimated to fit are first, by seconds; others by bytes."""
         options = self.options(layout)
         if options is None:
             return True, self.num_bytes(layout)

@@ -1,7 +1,8 @@
-"""explain(model): who owns what, in about twenty lines: a `ShardPlan` as text.
+"""explain(model): a model's `ShardPlan` as about twenty lines of text.
 
-A plain model gets a plan of its own names and shapes. No communication, no host sync, on meta too.
-What MoE layers and blocks save for backward are the counts of `train/memory/saved_bytes.py`.
+A model that is not parallelized has a plan of its names and shapes. `explain` does not communicate
+or synchronise the host, and accepts models on meta. `train/memory/saved_bytes.py` counts the bytes
+that layers save for backward.
 """
 
 from __future__ import annotations
@@ -48,24 +49,23 @@ UNITS = {"block": "blocks", "experts": "experts", "routers": "routers", "head": 
 
 @torch.no_grad()
 def explain(model: nn.Module | ShardPlan, *, batch: Batch | None = None) -> str:
-    """Return who owns what: sizes, meshes, shapes, placements, dispatcher, products, precision.
+    """Return the sizes, meshes, placements, dispatcher, products and precision of a model as text.
 
-    Each rank describes its own part and may do so alone: nothing communicates or waits.
+    Each rank describes its shards. The call is not collective.
 
         print(explain(model, batch=(2, 4096)))
         print(explain(plan_sharding(model, meshes)))
 
     Args:
-        model: plain or parallelized, on any device; or a plan, of which the parts of the first rank
-            are listed, which are the largest.
-        batch: sequences of a rank's micro-batch, and tokens of each: the bytes that layers save of
-            it for backward are listed by part, before anything is allocated. Loads of experts are
-            even, and a compiled region counts as if it were not. None = those of MoE layers alone,
-            per token.
+        model: a plain or parallelized model on any device, or a plan, whose first rank is described
+            because its shards are the largest.
+        batch: (sequences, tokens per sequence) of a rank's micro-batch. The text then has the bytes
+            that each part of a block saves for backward. Loads of experts are even, and compiled
+            regions count as eager. None = only the bytes per token of MoE layers.
 
     Raises:
-        ValueError: when `model` is no module and no plan, for a batch that is not two numbers
-            above 0, and for a plan with a batch.
+        ValueError: if `model` is no module and no plan, if `batch` is not two numbers above 0, or
+            if a plan is given with a batch.
     """
     check_arguments(explain, locals())
     if isinstance(model, ShardPlan):
@@ -88,7 +88,7 @@ def explain(model: nn.Module | ShardPlan, *, batch: Batch | None = None) -> str:
 
 
 def current_plan(model: nn.Module) -> tuple[ShardPlan, Coordinate]:
-    """Return a model's plan with its parameters as they are now, and this rank's coordinate."""
+    """Return a model's plan with its present parameters, and this rank's coordinate."""
     attachment, modules = (
         parallel_state(model),
         {clean_name(n): m for n, m in model.named_modules()},
@@ -112,8 +112,8 @@ def current_plan(model: nn.Module) -> tuple[ShardPlan, Coordinate]:
     )
     if attachment is not None:
         return replace(attachment.plan, params=params), coordinate
-    # `make_plan` refuses models that can be listed, and needs a process group of one rank, which a
-    # rank of a larger world cannot have.
+    # `make_plan` refuses some of these models, and needs a process group of one rank, which a rank
+    # of a larger world does not have.
     names = {module: name for name, module in modules.items()}
     linears = ((names[linear], products.recipe) for linear, products in fp8_linears(model))
     dispatchers = {type(layer.dispatcher).__name__: None for layer in layers.values()}
@@ -133,7 +133,7 @@ def current_plan(model: nn.Module) -> tuple[ShardPlan, Coordinate]:
 
 
 def _placements(param: nn.Parameter, coordinate: dict[str, int]) -> Iterator[AxisPlacement]:
-    """Yield the axes of a parameter's mesh; add this rank's place on them to `coordinate`."""
+    """Yield the axes of a parameter's mesh, and add this rank's index on them to `coordinate`."""
     if isinstance(param, DTensor):
         mesh = param.device_mesh
         axes = mesh.mesh_dim_names or [f"axis {i}" for i in range(mesh.ndim)]
@@ -159,7 +159,7 @@ def _layer(name: str, layer: RoutedLayer) -> LayerPlan:
 def _lines(
     plan: ShardPlan, coordinate: Coordinate | None, meshes: Iterable[str], products: Iterable[str]
 ) -> Iterator[str]:
-    """Yield the lines of a plan, of a rank or of the first one."""
+    """Yield the lines of a plan for a rank; coordinate None = the first rank."""
     rows = rows_of(plan, coordinate)
     size = shown_bytes(sum(row.num_bytes for row in rows))
     holder = "this rank" if coordinate is not None else f"the first rank of {plan.world_size}"
@@ -189,7 +189,7 @@ def _degrees(plan: ShardPlan) -> Iterator[str]:
 
 
 def _meshes(model: nn.Module, request: Request | None, coordinate: Coordinate) -> Iterator[str]:
-    """Yield the meshes of a model, and how attention communicates over cp."""
+    """Yield the meshes of a model, and the exchange of attention over cp."""
     if request is None and coordinate:
         yield "sharded, but not what parallelize_moe returned: meshes are not known here"
     elif request is None:
@@ -203,7 +203,7 @@ def _meshes(model: nn.Module, request: Request | None, coordinate: Coordinate) -
 
 
 def rows_of(plan: ShardPlan, coordinate: Coordinate | None) -> list[TableRow]:
-    """Return parameters that are alike together, in the order of the model."""
+    """Return a row for all parameters with equal kinds, shapes, placements and dtypes."""
     rows: dict[object, TableRow] = {}
     for param in plan.params:
         *path, leaf = clean_name(param.name).split(".")
@@ -221,7 +221,7 @@ def rows_of(plan: ShardPlan, coordinate: Coordinate | None) -> list[TableRow]:
 
 
 def _numbers(plan: ShardPlan) -> str:
-    """Return how many parameters there are, and how many a token uses."""
+    """Return the number of parameters, and the number that are active per token."""
     total = sum(param.numel for param in plan.params)
     if not plan.layers:
         return f"{shown_count(total)} parameters"
@@ -235,14 +235,14 @@ def _numbers(plan: ShardPlan) -> str:
 
 def _experts(plan: ShardPlan, layer: LayerPlan) -> Iterator[ParamPlan]:
     """Yield the parameters of a layer's experts."""
-    of_experts = f"{clean_name(layer.experts)}."
+    prefix = f"{clean_name(layer.experts)}."
     for param in plan.params:
-        if param.mesh == "expert" and clean_name(param.name).startswith(of_experts):
+        if param.mesh == "expert" and clean_name(param.name).startswith(prefix):
             yield param
 
 
 def _rank_experts(plan: ShardPlan, layer: LayerPlan, coordinate: Coordinate | None) -> str:
-    """Return how many experts a layer has, and which of them a rank."""
+    """Return a layer's number of experts, and the experts of a rank."""
     ranks = {axis.axis: axis.size for axis in next(_experts(plan, layer)).placements}
     num_local, etp = layer.num_experts // ranks.get("ep", 1), ranks.get("etp", 1)
     share = f"all {layer.num_experts}"
@@ -255,7 +255,7 @@ def _rank_experts(plan: ShardPlan, layer: LayerPlan, coordinate: Coordinate | No
 
 
 def _products(layer: RoutedLayer, request: Request | None, compute_args: ComputeArgs) -> str:
-    """Return how a layer's experts are multiplied, and what it saves for backward."""
+    """Return the products of a layer's experts, and the bytes that the layer saves for backward."""
     config, experts = layer.config, layer.part("experts")
     backend, weight = experts.backend, next(experts.parameters())
     if backend == "auto" and request is not None:
@@ -283,7 +283,7 @@ def _units(plan: ShardPlan) -> str:
 
 
 def _gathered_in(plan: ShardPlan) -> str:
-    """Return the dtype of the root, and how many parameters are quantised instead."""
+    """Return the all-gather dtype of the root, and the numbers of quantised parameters."""
     wide = plan.units[0].gather_dtype or "their own dtype"
     numbers = Counter[str]()
     for layout in (layout for unit in plan.units for layout in unit.layouts):
@@ -293,7 +293,7 @@ def _gathered_in(plan: ShardPlan) -> str:
 
 
 def _fp8(plan: ShardPlan) -> str:
-    """Return what is computed in FP8."""
+    """Return the modules with FP8 recipes."""
     numbers = Counter[str]()
     for layer in plan.layers:
         for role, recipe in layer.recipes:
@@ -313,13 +313,13 @@ def _buffers(plan: ShardPlan) -> str:
 
 
 COLUMNS = (*OFFLOADED[:-1], "routing", "rest", "all", "recomputed", "in host memory")
-TOKENS = 1024  # of which a layer's bytes per token are counted
+TOKENS = 1024  # tokens of the forward in which a layer's bytes per token are counted
 Batch = Annotated[tuple[Count, Count], "pass (sequences, tokens of each)"]
 ComputeArgs = dict[str, Any]  # arguments of `count_saved_bytes`
 
 
 def compute_args_of(model: nn.Module) -> ComputeArgs:
-    """Return where and in which dtypes a model computes; one on meta without meshes on a GPU."""
+    """Return the device type and the dtypes in which a model computes; meta = a GPU."""
     attachment = parallel_state(model)
     if attachment is None:
         device_type = next((p.device.type for p in model.parameters()), "meta")
@@ -327,26 +327,26 @@ def compute_args_of(model: nn.Module) -> ComputeArgs:
     compute_args: ComputeArgs = dict(device_type=attachment.request.meshes.device_type)
     dtype = attachment.request.fsdp.param_dtype
     if dtype is not None:
-        of_plan = {
+        plan_dtypes = {
             slot.param: dtype if layout.recipe else getattr(torch, layout.gathers)
             for unit in attachment.plan.units
             for layout in unit.layouts
             for slot in layout.slots
         }
-        dtypes = {p: of_plan[clean_name(name)] for name, p in model.named_parameters()}
+        dtypes = {p: plan_dtypes[clean_name(name)] for name, p in model.named_parameters()}
         compute_args["dtype_of"] = dtypes.__getitem__
     return compute_args
 
 
 def layer_line(layer: RoutedLayer, compute_args: ComputeArgs) -> str:
-    """Return what a layer saves of a token for its backward, by part."""
+    """Return the bytes per token that a layer saves for backward, by part."""
     config, experts = layer.config, layer.part("experts")
     options = MemoryOptions(recompute=("expert_fc1",) if experts.recompute_fc1 else ())
     weight = next(experts.parameters())
     dtype = compute_args["dtype_of"](weight) if "dtype_of" in compute_args else weight.dtype
     x_TD = torch.empty(TOKENS, config.dim, dtype=dtype, device="meta").requires_grad_()
     inputs = [x_TD]
-    if not isinstance(layer, MoELayer):  # the choice is the model's own
+    if not isinstance(layer, MoELayer):  # the model has its own router
         inputs += [x_TD.new_empty(TOKENS, config.top_k, dtype=torch.int64)]
         inputs += [x_TD.new_empty(TOKENS, config.top_k, dtype=torch.float32).requires_grad_()]
     (block,) = count_saved_bytes(
@@ -363,7 +363,7 @@ def layer_line(layer: RoutedLayer, compute_args: ComputeArgs) -> str:
 
 
 def batch_lines(model: nn.Module, batch: Batch) -> list[str]:
-    """Return what blocks save of a batch, those that are alike in one row, and the sums."""
+    """Return a table of the bytes that blocks save of a batch, equal blocks in one row."""
     tokens_BT = torch.zeros(batch, dtype=torch.int64)
     blocks, compute_args = find_blocks(model), compute_args_of(model)
     options, attachment = None, parallel_state(model)
@@ -404,7 +404,7 @@ def batch_lines(model: nn.Module, batch: Batch) -> list[str]:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Return numbers in order as text: 0, 2 to 5."""
+    """Return ascending numbers as text, such as "0, 2 to 5"."""
     ranges: list[list[int]] = []
     for n in numbers:
         if ranges and n == ranges[-1][-1] + 1:

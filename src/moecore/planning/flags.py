@@ -24,8 +24,7 @@ from moecore.parallel.mesh import ParallelConfig
 from moecore.parallel.pipeline.schedule import PipelineConfig
 from moecore.planning.gpus import Gpu, are_peers, domain_of, peers_of, read_gpu
 from moecore.planning.layouts import ANY, FOLDING, Folding, SearchRequest
-from moecore.planning.run import AnyModel, OptimizerOptions, TrainingRun
-from moecore.planning.stored import stages_of
+from moecore.planning.run import AnyModel, OptimizerOptions, TrainingRun, stages_of
 from moecore.planning.transformers import TransformersModel
 
 DEGREES = tuple(field.name for field in fields(ParallelConfig))

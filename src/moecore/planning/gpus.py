@@ -1,8 +1,7 @@
-"""GPUs that a plan knows by name, or reads from a file. Numbers of their makers' data sheets.
+"""GPUS: data-sheet numbers of GPUs by name; read_gpu: a GPU from a file.
 
-Memory is what torch reports. Host memory is that of the maker's own servers: DGX A100 640GB, H100,
-H200 and B200 have 2 TB, trays of GB200 and GB300 0.96 TB. `measured` are those that moecore has
-been timed on; of all others nobody has compared a plan with a run.
+`memory` is the number that torch reports. `host_memory` is the manufacturer's server: DGX A100
+640GB, H100, H200 and B200 have 2 TB, and trays of GB200 and GB300 have 0.96 TB.
 """
 
 from __future__ import annotations
@@ -23,32 +22,32 @@ from moecore.io.checkpoint.files import read_regular
 
 GIB = 1 << 30
 TERA, GIGA = 10**12, 10**9
-MAX_GPU_BYTES = 1 << 20  # of a file of `Gpu`
-# A step's seconds are work over rates. A rate of another size is in another unit.
+MAX_GPU_BYTES = 1 << 20  # the largest file of a `Gpu`
+# A rate outside these bounds has another unit.
 Rate = Annotated[float, Bound(">=", 1e6), Bound("<=", 1e24), "pass operations or bytes per second"]
 NumNeighbours = Annotated[int, Bound(">=", 1), Bound("<=", 2**16)]
-NODE = 8  # GPUs of a server, and of a domain of servers without an NVLink switch of their own
+NODE = 8  # GPUs of a server, and of an NVLink domain of servers without an external switch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu(CheckedRecord):
-    """One kind of GPU. Rates are peaks per second, of dense products.
+    """A kind of GPU. Rates are peaks per second.
 
     Attributes:
         memory: bytes that a process can allocate.
-        bf16_flops: of bf16 and fp16.
-        fp8_flops: None where there is no FP8.
-        fp32_flops: of fp32.
-        memory_bandwidth: bytes, read and written together.
-        nvlink: bytes, both directions together; of GPUs without it, those of PCIe.
-        pcie: bytes in one direction, to and from the host.
-        network: bytes, both directions together, of a GPU's share of the network cards.
-        host_memory: bytes of a server.
-        server: GPUs of a server, whose ranks pin its host memory.
+        bf16_flops: FLOP/s of dense bf16 and fp16 products.
+        fp8_flops: FLOP/s of dense FP8 products; None = the GPU has no FP8.
+        fp32_flops: FLOP/s of fp32.
+        memory_bandwidth: bytes/s of memory, reads and writes together.
+        nvlink: bytes/s of NVLink, both directions together; bytes/s of PCIe on GPUs without NVLink.
+        pcie: bytes/s to the host, in one direction.
+        network: bytes/s of a GPU's share of the network cards, both directions together.
+        host_memory: bytes of host memory of a server.
+        server: GPUs of a server.
         domain: GPUs that NVLink connects.
-        has_blockwise: whether moecore has products in blockwise FP8 for it.
-        has_peer_access: whether GPUs of a server reach each other's memory.
-        measured: whether moecore's plans were compared with runs on it.
+        has_blockwise: whether moecore has blockwise FP8 kernels for the GPU.
+        has_peer_access: whether GPUs of a server access each other's memory.
+        measured: whether plans of moecore were compared with runs on the GPU.
     """
 
     memory: NumBytes
@@ -91,7 +90,7 @@ B200 = Gpu(
 )
 GB200 = replace(  # a 72nd of GB200 NVL72
     B200,
-    memory=184 * GIB,  # 186 GB, less what torch reports less on others
+    memory=184 * GIB,  # torch reports 2 GB less than the data sheet on other GPUs
     bf16_flops=2500 * TERA,
     fp8_flops=5000 * TERA,
     fp32_flops=80 * TERA,
@@ -168,12 +167,12 @@ GPUS: Mapping[GpuName, Gpu] = MappingProxyType(
 
 
 def gpu_of(gpu: GpuName | Gpu) -> Gpu:
-    """Return the record of a name, or a GPU of the caller's own."""
+    """Return the record of a GPU's name; a record is returned unchanged."""
     return gpu if isinstance(gpu, Gpu) else GPUS[gpu]
 
 
-# Models whose rate is not that of a name of `GPUS`, by a pattern of the device's name; None = the
-# rate is not known. MIG is a part of a GPU.
+# Pattern of a device's name -> FLOP/s of models that differ from their name in `GPUS`; None = the
+# rate is not known. A MIG device is a part of a GPU.
 OTHER_BF16_FLOPS: Mapping[str, float | None] = MappingProxyType(
     {
         r"MIG|Laptop|[45]090 D": None,
@@ -199,7 +198,7 @@ def bf16_flops_of(device_name: str) -> float | None:
 
 
 def read_bytes(path: str | os.PathLike[str], name: str, max_bytes: int, fix: str) -> bytes:
-    """Return the bytes of a user's file; errors begin with the name and end with the fix."""
+    """Return the bytes of a file. An error begins with `name` and ends with `fix`."""
     try:
         return read_regular(Path(path), follow=True, max_bytes=max_bytes)
     except (OSError, ValueError):
@@ -207,10 +206,10 @@ def read_bytes(path: str | os.PathLike[str], name: str, max_bytes: int, fix: str
 
 
 def read_gpu(path: str | os.PathLike[str]) -> Gpu:
-    """Return the GPU of a TOML file: fields of `Gpu`, and `like`, whose fields the others have.
+    """Return the GPU of a TOML file with fields of `Gpu`; `like` names the GPU of other fields.
 
     Raises:
-        ValueError: when there is no such file, or it has another field or value than `Gpu` has.
+        ValueError: if the file cannot be read, or a field or value is not valid for `Gpu`.
     """
     file_name = f"gpu-spec ({quote(os.fspath(path))})"
     text = read_bytes(path, file_name, MAX_GPU_BYTES, "write fields of Gpu there")
@@ -227,7 +226,6 @@ def read_gpu(path: str | os.PathLike[str]) -> Gpu:
             f"{name:.80} ({quote(values[name])}) must be a field of Gpu: "
             f"{', '.join(sorted(field_names))}"
         )
-    # Nobody has measured what a file has.
     values = {"measured": False} | values
     if like_gpu is not None:
         return replace(like_gpu, **values)
@@ -240,9 +238,9 @@ def read_gpu(path: str | os.PathLike[str]) -> Gpu:
 
 
 def time_refusal(precision: Precision | None, gpu: GpuName | Gpu) -> str | None:
-    """Return why the time of a run's products is not modelled on a GPU; None = it is."""
-    # A plan of these formats has the launches of their emulation on Hopper, whose time says nothing
-    # of products on tensor cores. GPUs without has_blockwise have no FP8 kernel of moecore at all.
+    """Return why the time of a precision's products is not modelled on a GPU; None = it is."""
+    # A dry run of these formats records their emulation, whose time differs from the time of
+    # products on tensor cores. For GPUs without has_blockwise moecore has no FP8 kernel.
     for recipe in () if precision is None else precision.recipes:
         if recipe.scaling in EMULATED or not gpu_of(gpu).has_blockwise:
             name = gpu if isinstance(gpu, str) else "this GPU"
@@ -254,18 +252,18 @@ def time_refusal(precision: Precision | None, gpu: GpuName | Gpu) -> str | None:
 
 
 def domain_of(gpu: GpuName | Gpu, num_gpus: int) -> int:
-    """Return how many neighbouring ranks of a job NVLink connects: as many as divide the job."""
-    # A job of 256 GPUs takes 64 of each rack of 72.
+    """Return the largest number of a domain's ranks that divides the number of GPUs."""
+    # A job of 256 GPUs uses 64 GPUs of each rack of 72.
     domain = gpu_of(gpu).domain
     return next((n for n in range(domain, domain // 2, -1) if num_gpus % n == 0), domain)
 
 
 def peers_of(gpu: GpuName | Gpu, domain: int) -> int:
-    """Return how many neighbouring ranks reach each other's memory: those of a server; 1 = none."""
-    facts = gpu_of(gpu)
-    return min(facts.server, domain) if facts.has_peer_access else 1
+    """Return the number of neighbouring ranks that access each other's memory; 1 = none."""
+    record = gpu_of(gpu)
+    return min(record.server, domain) if record.has_peer_access else 1
 
 
 def are_peers(num_ranks: int, num_peers: int) -> bool:
-    """Return whether neighbouring ranks that share experts reach each other's memory."""
+    """Return whether groups of neighbouring ranks access each other's memory."""
     return num_ranks > 1 and num_peers % num_ranks == 0

@@ -62,7 +62,7 @@ class SearchRequest(CheckedRecord):
     Attributes:
         model: the decoder, or a class of transformers.
         num_gpus: ranks of the world.
-        gpu: a key of `GPUS`, or a GPU of your own.
+        gpu: a key of `GPUS`, or a record of another GPU.
         gpus_per_node: neighbouring ranks that NVLink connects; None = the largest number of the
             GPU's kind that divides the world.
         seq_len: tokens of a row.

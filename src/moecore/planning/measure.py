@@ -1,11 +1,11 @@
-"""`moecore measure`: what operations take on this machine, as the table that plans read.
+"""`moecore measure`: the seconds of operations on this machine, as a `CostTable`.
 
     moecore measure --out table.json
     torchrun --nproc-per-node 8 -m moecore measure --out table.json      collectives too
 
-Each operation runs until the GPU has settled, and then in rounds, each after a read of more than
-its L2 holds, which also gives the host time to queue the call. The median counts; of a collective
-that of the slowest rank.
+Each operation is warmed up and then timed in rounds. A read of more bytes than the L2 cache holds
+precedes each round, so the host launches the call in time. The result is the median of the rounds,
+and for collectives the largest median of all ranks.
 
 Legend: M, N, K of a product, R rows of E experts, B rows of T tokens with H heads of d dims.
 """
@@ -49,7 +49,7 @@ from moecore.train.step import TrainStep
 
 Call = Callable[[], Any]
 WARM_UP_S, ROUNDS, MAX_CALLS = 0.3, 15, 1000
-STEPS = 3  # that warm up, of those that are queued
+STEPS = 3  # warm-up steps before the host's time per launch is measured
 FLUSH_BYTES = 1 << 30
 VOCAB = 151936
 SWIGLU = ActivationOptions(kind="swiglu")
@@ -57,7 +57,7 @@ CUDNN, FLASH = "aten._scaled_dot_product_cudnn_attention", "aten._flash_attentio
 
 
 class Sizes(NamedTuple):
-    """What is measured; tests measure less."""
+    """The sizes of measured operations."""
 
     products: tuple[tuple[int, int, int], ...]  # M, N, K
     grouped: tuple[tuple[int, int, int, int], ...]  # E, R, D, F of an MoE layer
@@ -249,7 +249,7 @@ def _grouped(device: torch.device, E: int, R: int, D: int, F: int) -> Iterator[t
 def _attention(
     device: torch.device, B: int, H: int, T: int, d: int, v: int
 ) -> Iterator[tuple[Work, Call]]:
-    """Yield causal attention and its backward: 2 (d + v) FLOP per head and pair that is seen."""
+    """Yield causal attention and its backward: 2 (d + v) FLOP per head and unmasked pair."""
     q, k, do, values = (_random(device, B, T, H, n) for n in (d, d, v, v))
     mask, scale = AttentionMask(causal=True), d**-0.5
     name = CUDNN if cudnn.supports(q, k, values, mask) is None else FLASH  # as on meta
@@ -264,7 +264,7 @@ def _attention(
 
 
 def _rows(device: torch.device, sizes: Sizes) -> Iterator[tuple[Work, Call]]:
-    """Yield what moves bytes: a copy, moves of expert rows, the activation, the optimizer."""
+    """Yield memory-bound operations: copies, moves of expert rows, activation, optimizer."""
 
     def work(name: str, num_bytes: int, dtype: str = "bfloat16") -> Work:
         return Work(name, "rows", 0, num_bytes, (), dtype)
@@ -317,7 +317,7 @@ def _random(device: torch.device, *shape: int) -> Tensor:
 
 
 def _median_seconds(call: Call, flush: Tensor, rounds: int) -> float:
-    """Return the median time of so many calls; 0 without one."""
+    """Return the median seconds of `rounds` calls; 0 if `rounds` is 0."""
     times, spans = [], []
     for _ in range(rounds):
         flush.sum()

@@ -21,7 +21,15 @@ from moecore.parallel.pipeline.orders import Action, Item, actions_of
 from moecore.parallel.pipeline.schedule import make_schedule
 from moecore.planning.gpus import Gpu
 from moecore.planning.record import HOST_COPIES, PASSES, RESIDENT, Pass
-from moecore.planning.run import TrainingRun, fake_world
+from moecore.planning.run import (
+    TrainingRun,
+    fake_world,
+    resident_kinds,
+    sizes_of,
+    stages_by_rank,
+    stages_of,
+    state_bytes,
+)
 from moecore.planning.segments import (
     MIDDLE,
     Segment,
@@ -29,13 +37,6 @@ from moecore.planning.segments import (
     SmallRun,
     like_micro_batches,
     segments_of,
-)
-from moecore.planning.stored import (
-    resident_kinds,
-    sizes_of,
-    stages_by_rank,
-    stages_of,
-    state_bytes,
 )
 
 
@@ -90,8 +91,8 @@ class RankMemory:
     Attributes:
         pp_rank: pipeline rank.
         stages: of this rank, in the letters of a stage layout.
-        device: in the GPU's memory: what the rank stores, and what the step has allocated.
-            Activations of forwards are listed by part of the model, other memory by pass.
+        device: bytes in the GPU's memory by kind: stored tensors and the step's allocations.
+            Activations are listed by part of the model, other memory by pass.
         host: the peak of pinned host memory: offloaded activations and optimizer state.
         in_flight: for each of its stages, the micro-batches whose backward is pending then.
     """
@@ -238,7 +239,7 @@ def _ranks(run: TrainingRun) -> Iterator[_Rank]:
     small, model = SmallRun.of(run), run.planned_model
     step, segments = small.step, small.memory_segments
     rank_bytes = (sum(resident_kinds(small.run, size).values()) for size in sizes_of(small.run))
-    # What is resident besides stored tensors. Pages are counted for each layer.
+    # Resident bytes besides stored tensors. Pages are counted for each layer.
     other = segments.resident_bytes - max(rank_bytes) - step.pages
     pages_per_run = step.pages / max(1, small.run.planned_model.num_moe_runs)
     per_element = run.optimizer.offload_fraction * state_bytes(run.optimizer)

@@ -7,7 +7,7 @@ A DecoderConfig becomes a NativeModel, and a TransformersModel a StockModel
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -35,11 +35,16 @@ class ModuleParts(NamedTuple):
 
 
 class ModelSizes(NamedTuple):
-    """Numbers of parameters: all, those of routed experts, and those that are sharded over tp."""
+    """Numbers of parameters."""
 
     params: int
-    experts: int
-    tp_params: int
+    experts: int  # parameters of routed experts
+    tp_params: int  # parameters that are sharded over tp
+
+
+def count_sizes(model: nn.Module, *parts: Iterable[nn.Parameter]) -> ModelSizes:
+    """Return the sizes of a model, from the parameters of its experts and of tp."""
+    return ModelSizes(*(sum(p.numel() for p in part) for part in (model.parameters(), *parts)))
 
 
 class ModelSource(NamedTuple):
@@ -86,7 +91,7 @@ class PlannedModel(ABC):
 
     @property
     def num_moe_runs(self) -> int:
-        """The number of MoE layers that a forward runs, with those of multi-token prediction."""
+        """The number of MoE layers that a forward runs, including multi-token prediction."""
         mtp = self.num_mtp_layers * self.mtp_runs
         return 0 if self.moe is None else len(self.layers) - len(self.dense) + mtp
 
@@ -177,9 +182,7 @@ class NativeModel(PlannedModel):
                 experts.update(module.parameters())
             elif getattr(module, "tp_shard_dim", None) is not None:
                 tp_params.update(module.parameters(recurse=False))
-        return ModelSizes(
-            *(sum(p.numel() for p in of) for of in (model.parameters(), experts, tp_params))
-        )
+        return count_sizes(model, experts, tp_params)
 
     @override
     def check(self, *, pp: int, tp: int, cp: int) -> None:
@@ -201,7 +204,7 @@ class NativeModel(PlannedModel):
 
 
 class LayerKind(NamedTuple):
-    """The kind of a layer of moecore's decoder: its two halves, of which one may be missing."""
+    """The kind of a layer of moecore's decoder: its two halves, or None for a missing half."""
 
     mixer: Mixer | None
     feedforward: Feedforward | None
@@ -230,7 +233,7 @@ def config_of_kinds(model: DecoderConfig, kinds: Sequence[LayerKind], mtp: int) 
     return replace(
         model,
         num_layers=len(kinds),
-        hash_layers=0,  # their tables of a few megabytes are not counted
+        hash_layers=0,  # tables of a few megabytes are not counted
         pattern="" if is_named else "".join(HALVES[kind[:2]] for kind in kinds),
         dense_layers=dense if is_named and model.moe is not None else (),
         linear_attention=model.linear_attention if linear else None,

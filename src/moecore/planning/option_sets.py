@@ -4,7 +4,7 @@
     next_change   a plan    -> the option that gains most tokens per second and fits
     report.py     a trace   -> the options that shorten its largest parts (`takes_from`)
 
-The overheads are those of table 13 of arXiv:2603.07685. Recomputation of parts without
+The overheads are from table 13 of arXiv:2603.07685. Recomputation of parts without
 communication, FP8 and short moments have a low overhead. Offload and all-gathers of weights in
 every micro-batch have a medium overhead. Recomputation of full MoE layers has a high overhead.
 docs/memory.md has times.

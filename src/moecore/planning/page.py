@@ -1,6 +1,6 @@
-"""A plan as one HTML page: what each pipeline rank holds, where the time goes, when stages run.
+"""page_of: a plan as an HTML page with memory of ranks, parts of the step, and stages as bars.
 
-No script and nothing to load: bars are SVG, and what a bar stands for shows where the mouse is.
+The page has no script and loads no files. Bars are SVG, and their titles are shown on hover.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from moecore.parallel.pipeline.timeline import COLOURS, NAMES, Timeline
 from moecore.planning.memory import MemoryPlan
 from moecore.planning.times import TimePlan
 
-WIDTH, ROW, LABEL = 1000, 22, 90  # pixels: of bars, of a row and what is left of it
+WIDTH, ROW, LABEL = 1000, 22, 90  # pixels: width of bars, height of a row, width of its label
 PALETTE = ("#4477aa", "#ee8866", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#999999", "#44bb99")
 STYLE = "body{font:14px sans-serif;margin:2em}i{display:inline-block;width:1em;height:1em}"
-Part = tuple[float, float, str, str]  # start, length, colour, what it is
+Part = tuple[float, float, str, str]  # start, length, colour, title
 
 
 def page_of(plan: MemoryPlan, time: TimePlan | str, title: str, memory: NumBytes) -> str:
     """Return the HTML of a plan.
 
     Args:
-        plan: of all pipeline ranks.
-        time: of the same run, or the line that says why it is not modelled.
-        title: of the page.
-        memory: of a GPU in bytes, drawn as a line.
+        plan: the memory plan of a run.
+        time: the time plan of the run, or the reason why its time is not modelled.
+        title: the title of the page.
+        memory: bytes of a GPU's memory, drawn as a line.
     """
     check_arguments(page_of, locals())
     kinds = list(dict.fromkeys(kind for rank in plan.ranks for kind in rank.device))
@@ -51,7 +51,7 @@ def page_of(plan: MemoryPlan, time: TimePlan | str, title: str, memory: NumBytes
 
 
 def _pictures(time: TimePlan, num_ranks: int) -> list[str]:
-    """Return the HTML of where the time of a step goes, and of when stages run."""
+    """Return the HTML of a step's parts, and of the timeline of stages."""
     parts: dict[str, float] = {part: s for part, s in time.parts.items() if s}
     colours = _colours(parts)
     step = [("step", _stacked(parts, colours, lambda s: f"{s * 1e3:.1f} ms"))]
@@ -71,7 +71,7 @@ def _colours(names: Iterable[str]) -> dict[str, str]:
 def _stacked(
     sizes: Mapping[str, Any], colours: Mapping[str, str], text_of: Callable[[Any], str]
 ) -> list[Part]:
-    """Return one part behind the other, those that have a size."""
+    """Return sizes above 0 as consecutive parts."""
     parts, start = list[Part](), 0.0
     for name, size in ((name, size) for name, size in sizes.items() if size > 0):
         parts.append((start, size, colours[name], f"{name}: {text_of(size)}"))
@@ -80,7 +80,7 @@ def _stacked(
 
 
 def _spans(timeline: Timeline, rank: int) -> list[Part]:
-    """Return what a rank runs; of two at once each has half of the time."""
+    """Return the actions of a rank; two concurrent actions have half of their time each."""
     parts = list[Part]()
     for start, end, item in timeline.spans[rank]:
         actions = actions_of(item)
@@ -94,7 +94,7 @@ def _spans(timeline: Timeline, rank: int) -> list[Part]:
 
 
 def _bars(rows: Sequence[tuple[str, list[Part]]], longest: float, line: float | None = None) -> str:
-    """Return an SVG of rows, of which `longest` is the width."""
+    """Return an SVG of rows; a part of length `longest` has the full width."""
     height = ROW * len(rows)
     svg = [f'<svg width="{LABEL + WIDTH}" height="{height}" role="img">']
     for i, (label, parts) in enumerate(rows):

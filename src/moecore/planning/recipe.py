@@ -4,9 +4,9 @@
     call_of     -> the Python that builds the run on GPUs
     recipe_of   -> TOML for `moecore pretrain` and `moecore finetune`
 
-The names in a TOML are those of the commands' flags and of the records of options. A field with its
-default value is left out. Data, tokenizer, steps and learning rate are not part of a plan, so they
-are given beside the file.
+A TOML has the names of the commands' flags and of the fields of option records. Fields with default
+values are left out. Data, tokenizer, steps and learning rate are flags of the command, because they
+are not part of a plan.
 """
 
 from __future__ import annotations

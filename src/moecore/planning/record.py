@@ -1,4 +1,4 @@
-"""What a step of one rank launches and allocates, recorded on meta in a fake world.
+"""WorkRecorder: the launches and allocations of a rank's step, on meta in a fake world.
 
     WorkRecorder         the host's code of a step on meta   -> allocations, Queued launches
     work_of_*            an operation, kernel or collective  -> Work, as numbers
@@ -62,7 +62,7 @@ class Work(CheckedRecord):
 
     Attributes:
         name: the kernel's or torch operation's name, such as "aten.mm".
-        kind: what its time depends on.
+        kind: the class of operations that decides the formula of its time.
         flops: FLOP of products and attention.
         num_bytes: bytes that are read and written. A collective counts the bytes that this rank
             sends and receives, and a message in one direction twice. A copy from or to the host
@@ -86,26 +86,15 @@ class Work(CheckedRecord):
 
 
 class Queued(NamedTuple):
-    """A launch: work in the order in which the host queues it.
-
-    Attributes:
-        work: the operation.
-        stream: the number of its stream, whose launches run in order.
-        dependencies: the numbers of launches that must finish before this one starts.
-        host_dependencies: the numbers of launches for which the host has waited since the launch
-            before this one.
-        node_ranks: of a collective, the number of its ranks in this rank's domain.
-        phases: the profiler marks around the launch, the outermost first.
-        times: the number of sequential runs; the host queues the next launch after the first.
-    """
+    """A launch of an operation. Launches have numbers in the order of the host's calls."""
 
     work: Work
-    stream: int
-    dependencies: frozenset[int]
-    host_dependencies: frozenset[int]
-    node_ranks: int = 0
-    phases: tuple[str, ...] = ()
-    times: int = 1
+    stream: int  # the launches of a stream run in order
+    dependencies: frozenset[int]  # launches that must finish before this launch starts
+    host_dependencies: frozenset[int]  # launches that the host awaited since the previous launch
+    node_ranks: int = 0  # the number of a collective's ranks in this rank's domain
+    phases: tuple[str, ...] = ()  # the profiler marks around the launch, the outermost first
+    times: int = 1  # sequential runs; the host queues the next launch after the first run
 
 
 class Placed(NamedTuple):
@@ -116,7 +105,7 @@ class Placed(NamedTuple):
     host_dependencies: tuple[int, ...]
 
 
-def placed(queued: Iterable[Queued]) -> list[Placed]:
+def place_launches(queued: Iterable[Queued]) -> list[Placed]:
     """Return the recorded queue with distances for dependencies."""
     return [
         Placed(
@@ -278,7 +267,7 @@ def _dtype(x: Tensor) -> str:
     return str(x.dtype).removeprefix("torch.")
 
 
-ALIGNMENT = 512  # bytes: what torch's allocator rounds to
+ALIGNMENT = 512  # bytes; torch's allocator rounds sizes up to multiples
 FOREACH = "foreach"
 RESIDENT, GRADIENTS, OPTIMIZER = "held", "gradients", "optimizer step"
 KINDS = {"F": "activations: outside", "B": "backward"}  # of memory outside a layer's parts
@@ -319,7 +308,7 @@ class WorkRecorder(DispatchMode):
         self._ended: dict[Any, Any] = {}  # collective -> its result
 
     def mark(self) -> None:
-        """Start a new recording, without launches; what is allocated now is resident."""
+        """Start a new recording, without launches. Present allocations are resident."""
         self.peak, self.queued, self._first = self.level, [], self.queues.length
         self.starts, self._top, self._resident_bytes = [], self.level, self.level
         self._open_kinds = [KINDS["F"]]  # what a step allocates before its first part

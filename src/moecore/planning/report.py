@@ -1,6 +1,6 @@
-"""Where a step's time went on one rank's GPU, what bounds the step, and what to try next.
+"""report_trace: the parts of a step's time on one GPU, its limit, and options that shorten it.
 
-trace.json -> Trace -> each microsecond belongs to one part -> levers, by share
+trace.json -> Trace -> one part for each microsecond -> options, by their largest gain
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moecore.base.tables import columns
 from moecore.io.checkpoint.files import open_regular
 from moecore.planning.option_sets import OPTIONS
 
-# A kernel belongs to the first category whose pattern its name contains: communication goes first.
+# A kernel belongs to the first category whose pattern its name contains. Communication is first.
 CATEGORIES = {
     "nccl": r"nccl",
     "nvlink dispatch": r"_spread_kernel|_reduce_kernel|limit_rows|_pack_rows",
@@ -46,10 +46,10 @@ CATEGORIES = {
     "compiled": r"triton_",
 }
 OTHER, UNMARKED = "other", "unmarked"
-MOST_BYTES = 2 * 10**8  # of a trace, unpacked
-MOST_CONTAINERS = 5 * 10**6  # lists and objects of a trace
-MOST_TIME, LEAST_TIME = 1e18, 1e-6  # in microseconds, of a time and of a duration
-# Kernels of NCCL: by the mesh dim of their group, else by the mark around them, else by name.
+MAX_BYTES = 2 * 10**8  # of an unpacked trace
+MAX_CONTAINERS = 5 * 10**6  # lists and objects of a trace
+MAX_TIME, MIN_TIME = 1e18, 1e-6  # in microseconds, of a time and of a duration
+# The part of an NCCL kernel, by the mesh dim of its group, its profiler mark, or its collective.
 NCCL = (
     ("group", "dispatch by collectives", r"^mesh_(ep|etp|ep_etp)$"),
     ("group", "tensor parallelism", r"^mesh_tp$"),
@@ -61,7 +61,7 @@ NCCL = (
     ("collective", "pipeline", r"^(send|recv)$"),
     ("collective", "sharding", r"(?i)all_?gather|reduce_?scatter|all_?reduce"),
 )
-# Where several run at once, the first part of this table counts: what computes hides the rest.
+# If kernels of several parts run at once, the first part of this table counts.
 PARTS = {
     "compute": ("experts", "experts by other products", "attention", "dense products"),
     "memory-bound operations": (
@@ -83,7 +83,7 @@ ALLOCATION = re.compile(r"^cuda(Malloc|Free)(_|$)|^cuMem(Create|Map|Unmap|Releas
 NCCL_ARGS = ("Collective name", "Process Group Description")
 FIX = "export one with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]"
 LACKS = "be a trace of torch.profiler: an event lacks ts, dur or args"
-MOST_LEVERS, LEAST_SHARE = 3, 0.01  # of a step that a lever is worth
+MAX_LEVERS, MIN_SHARE = 3, 0.01  # the least share of a step that an option may save
 Event = Mapping[str, Any]
 
 
@@ -102,18 +102,18 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What one rank's GPU ran, in the order of starts, and the host's calls around it."""
+    """The kernels of one rank's GPU in the order of starts, and the host's calls."""
 
     kernels: Sequence[Kernel]
-    launches: Collection[str]  # names of calls that put work on the GPU
-    waits: Sequence[tuple[float, float]]  # of the host for the GPU, in the order of their ends
-    allocations: Sequence[tuple[float, float]]  # calls of the allocator to the driver, likewise
-    num_steps: int  # that `profile.step()` has marked, else 1
+    launches: Collection[str]  # names of calls that launch work on the GPU
+    waits: Sequence[tuple[float, float]]  # spans of synchronisations, in the order of their ends
+    allocations: Sequence[tuple[float, float]]  # spans of driver calls of the allocator, as `waits`
+    num_steps: int  # the number of steps that `profile.step()` marked; 1 without marks
 
 
 @dataclass(frozen=True, slots=True)
 class Lever:
-    """An option to try, and the share of the step that it can take away at most."""
+    """An option to try, and the largest share of the step that it can save."""
 
     lever: str
     page: str
@@ -123,27 +123,27 @@ class Lever:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Where a step's time went, in milliseconds: parts, which add up to `wall`, most first."""
+    """The milliseconds of a step by part, the largest first; their sum is `wall`."""
 
     num_steps: int
     wall: float
     parts: Mapping[str, float]
-    levers: tuple[Lever, ...]  # at most three, the one that may win most first
+    levers: tuple[Lever, ...]  # at most three, the largest share first
 
     @property
     def limits(self) -> dict[str, float]:
-        """Milliseconds of a step by what limits it, the most first."""
+        """The milliseconds of a step by limit, the largest first."""
         sums = {limit: sum(self.parts.get(p, 0.0) for p in names) for limit, names in PARTS.items()}
         return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
     @property
     def limit(self) -> str:
-        """What bounds the step: the limit with most time, and the largest part of it."""
+        """The limit with most time and its largest part, as text."""
         limit = next(iter(self.limits))
         return f"{limit}, most of it {max(PARTS[limit], key=lambda p: self.parts.get(p, 0.0))}"
 
     def table(self) -> str:
-        """Return limits, their parts and levers, as text."""
+        """Return the limits, their parts and the levers as text."""
         lines: list[tuple[str, ...]] = [("what", "ms", "share")]
         for limit, ms in self.limits.items():
             rows = [(f"  {part}", n) for part, n in self.parts.items() if part in PARTS[limit]]
@@ -155,14 +155,15 @@ class Report:
 
 
 def report_trace(path: str | Path, *, num_steps: Count | None = None) -> Report:
-    """Return where the time of a trace went.
+    """Return the report of a trace.
 
     Args:
-        path: a Chrome trace of torch.profiler, `.json` or `.json.gz`, of one rank's GPU.
-        num_steps: that it holds; None = as many as `profile.step()` has marked, else 1.
+        path: a Chrome trace of torch.profiler of one GPU, `.json` or `.json.gz`.
+        num_steps: the number of steps in the trace; None = the number that `profile.step()` marked,
+            or 1 without marks.
 
     Raises:
-        ValueError: when it is no such trace, or holds kernels of no GPU or of several.
+        ValueError: if the file is no such trace, or has kernels of no GPU or of several GPUs.
     """
     check_arguments(report_trace, locals())
     try:
@@ -174,7 +175,7 @@ def report_trace(path: str | Path, *, num_steps: Count | None = None) -> Report:
 
 
 def report(trace: Trace, num_steps: int = 1) -> Report:
-    """Return where the time of a trace went."""
+    """Return the report of a trace."""
     parts: dict[str, float] = {}
     for part, us in [*_busy(trace), *_idle(trace)]:
         parts[part] = parts.get(part, 0.0) + us * 1e-3 / num_steps
@@ -184,9 +185,9 @@ def report(trace: Trace, num_steps: int = 1) -> Report:
         for option in OPTIONS
         if option.takes_from and not any(re.search(option.unless, name) for name in names)
         for share in (option.max_share * sum(parts.get(p, 0.0) for p in option.takes_from) / wall,)
-        if share >= LEAST_SHARE
+        if share >= MIN_SHARE
     ]
-    best = sorted(levers, key=lambda lever: -lever.share)[:MOST_LEVERS]
+    best = sorted(levers, key=lambda lever: -lever.share)[:MAX_LEVERS]
     return Report(num_steps, wall, dict(sorted(parts.items(), key=lambda p: -p[1])), tuple(best))
 
 
@@ -196,7 +197,7 @@ def category_of(name: str) -> str:
     return next((c for c, pattern in CATEGORIES.items() if re.search(pattern, name)), OTHER)
 
 
-def part_of(kernel: Kernel) -> str:
+def classify_kernel(kernel: Kernel) -> str:
     """Return the part of a step to which a kernel belongs."""
     category = category_of(kernel.name)
     if category == "dense products" and kernel.phase == "experts":
@@ -208,10 +209,10 @@ def part_of(kernel: Kernel) -> str:
 
 
 def _busy(trace: Trace) -> Iterator[tuple[str, float]]:
-    """Yield parts and microseconds in which something runs."""
+    """Yield (part, microseconds) of the time in which a kernel runs."""
     order = list(LIMIT_OF)
     edges = sorted(
-        (time, change, order.index(part_of(kernel)))
+        (time, change, order.index(classify_kernel(kernel)))
         for kernel in trace.kernels
         for time, change in ((kernel.start, 1), (kernel.end, -1))
     )
@@ -225,7 +226,7 @@ def _busy(trace: Trace) -> Iterator[tuple[str, float]]:
 
 
 def _idle(trace: Trace) -> Iterator[tuple[str, float]]:
-    """Yield causes and microseconds of gaps: nothing runs until the next kernel starts."""
+    """Yield (cause, microseconds) of the gaps in which no kernel runs."""
     reached = trace.kernels[0].start
     for k in trace.kernels:
         if k.start > reached:
@@ -234,7 +235,7 @@ def _idle(trace: Trace) -> Iterator[tuple[str, float]]:
 
 
 def _cause(trace: Trace, since: float, kernel: Kernel) -> str:
-    """Return why nothing ran from a moment until a kernel started."""
+    """Return the cause of the gap from `since` to the start of a kernel."""
     i = bisect_right(trace.allocations, since, key=itemgetter(1))
     if i < len(trace.allocations) and trace.allocations[i][0] < kernel.start:
         return "allocator"
@@ -247,10 +248,10 @@ def _cause(trace: Trace, since: float, kernel: Kernel) -> str:
 
 def _events(path: Path) -> list[Event]:
     raw = _read(path)
-    if len(raw) > MOST_BYTES:
-        raise ValueError(f"have at most {MOST_BYTES} bytes unpacked: trace fewer steps")
-    if raw.count(b"[") + raw.count(b"{") > MOST_CONTAINERS:  # an empty one takes 64 bytes and more
-        raise ValueError(f"have at most {MOST_CONTAINERS} lists and objects: trace fewer steps")
+    if len(raw) > MAX_BYTES:
+        raise ValueError(f"have at most {MAX_BYTES} bytes unpacked: trace fewer steps")
+    if raw.count(b"[") + raw.count(b"{") > MAX_CONTAINERS:  # an empty one takes 64 bytes and more
+        raise ValueError(f"have at most {MAX_CONTAINERS} lists and objects: trace fewer steps")
     try:
         trace = json.loads(raw)
     except (ValueError, RecursionError):
@@ -267,7 +268,7 @@ def _events(path: Path) -> list[Event]:
 
 
 def _read(path: Path) -> bytes:
-    """Return the unpacked bytes of a file, at most one more than `MOST_BYTES`."""
+    """Return the unpacked bytes of a file, at most one more than `MAX_BYTES`."""
     try:
         is_directory = path.is_dir()
         descriptor = -1 if is_directory else open_regular(path, follow=True)
@@ -284,23 +285,23 @@ def _read(path: Path) -> bytes:
         with open(descriptor, "rb") as file:
             is_packed = file.peek(2)[:2] == b"\x1f\x8b"
             unpacked = gzip.GzipFile(fileobj=file) if is_packed else file
-            return unpacked.read(MOST_BYTES + 1) or b""  # None: a file that would wait
+            return unpacked.read(MAX_BYTES + 1) or b""  # None: a file that would wait
     except (EOFError, OSError, zlib.error):
         raise ValueError(f"be a Chrome trace: it is no whole JSON; {FIX}") from None
 
 
 def _is_sound(event: Event) -> bool:
     numbers: list[Any] = [event.get("ts"), event.get("dur")]
-    are_finite = all(type(n) in (int, float) and abs(n) < MOST_TIME for n in numbers)
+    are_finite = all(type(n) in (int, float) and abs(n) < MAX_TIME for n in numbers)
     return are_finite and isinstance(event.get("name"), str)
 
 
 def _trace(events: list[Event]) -> Trace:
-    # A time so far from 0 that it does not change by a duration loses the duration.
+    # A start may be so large that start + duration == start in floating point.
     on_device = [
         e
         for e in events
-        if e.get("cat") in DEVICE and e["dur"] >= LEAST_TIME and e["ts"] + e["dur"] > e["ts"]
+        if e.get("cat") in DEVICE and e["dur"] >= MIN_TIME and e["ts"] + e["dur"] > e["ts"]
     ]
     if not on_device:
         raise ValueError(
@@ -331,7 +332,7 @@ def _trace(events: list[Event]) -> Trace:
 
 
 def _phases(events: list[Event], calls: Mapping[Any, Event]) -> dict[Any, str]:
-    """Return the innermost mark of moecore around each launch, by correlation."""
+    """Return the innermost mark of moecore around each launch, by its correlation number."""
     queues: dict[Any, list[Event]] = {}
     for e in events:
         if e.get("cat") == "user_annotation" and str(e["name"]).startswith("moecore::"):

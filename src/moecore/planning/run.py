@@ -1,7 +1,8 @@
-"""TrainingRun: a model and its training on a number of GPUs.
+"""TrainingRun: a model and its training on a number of GPUs, and the bytes that its ranks store.
 
 `model_of` and `optimizer_of` build the run on meta in a `fake_world`. `planning/recipe.py` returns
-the source of the calls that build it on GPUs.
+the source of the calls that build the run on GPUs. `sizes_of` returns the bytes of parameters,
+gradients and buffers of each pipeline rank, from its `ShardPlan`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import gc
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
@@ -26,24 +27,27 @@ from moecore.base.options.memory import MemoryOptions
 from moecore.base.options.names import MomentDtype, PlannedDispatcher
 from moecore.base.options.precision import Precision
 from moecore.base.torch_private import clear_sharding_caches
+from moecore.families.family import family_of
 from moecore.models.config import DecoderConfig
+from moecore.parallel.fsdp.size import RankBytes, rank_bytes
 from moecore.parallel.mesh import ParallelConfig, build_meshes
-from moecore.parallel.pipeline.schedule import PipelineConfig
-from moecore.parallelize import parallelize_moe
+from moecore.parallel.pipeline.layout import Stage
+from moecore.parallel.pipeline.schedule import PipelineConfig, make_schedule
+from moecore.parallelize import parallelize_moe, plan_sharding
 from moecore.planning.gpus import NODE, are_peers
-from moecore.planning.model import NativeModel, PlannedModel
+from moecore.planning.model import LayerKind, NativeModel, PlannedModel, config_of_kinds, kind_of
 from moecore.planning.transformers import StockModel, TransformersModel, refusing
 from moecore.train.optim.adamw import AdamW
 from moecore.train.optim.state_offload import StateOffload
 
-# A plan builds meshes of all ranks: of more it would take minutes.
+# A plan builds meshes of all ranks, which takes minutes for more ranks.
 MAX_GPUS = 2**16
 NumGpus = Annotated[int, Bound(">=", 1), Bound("<=", MAX_GPUS), "plan a part of so many ranks"]
 # Largest runs that a plan simulates: a larger run would take minutes, or exceed host memory.
 SeqLen = Annotated[int, Bound(">=", 1), Bound("<=", 2**24), "plan rows of so many tokens"]
-MOST_LAYERS = 1024
-MOST_STAGES = 256  # pipeline ranks
-MOST_IN_FLIGHT = 1024  # micro-batches of schedule "gpipe"
+MAX_LAYERS = 1024
+MAX_STAGES = 256  # pipeline ranks
+MAX_IN_FLIGHT = 1024  # micro-batches of schedule "gpipe"
 Fraction = Annotated[float, Bound(">=", 0), Bound("<=", 1)]
 BF16 = FSDPOptions(param_dtype=torch.bfloat16)
 AnyModel = DecoderConfig | TransformersModel
@@ -92,8 +96,8 @@ class TrainingRun(CheckedRecord):
         dispatcher: "hierarchical" = the two levels of that dispatcher, with `nvlink` inside of a
             domain; "auto" = one level.
         ranks_per_domain: neighbouring ranks that NVLink connects.
-        num_peers: neighbouring ranks that reach each other's memory: those of a server; 1 = none.
-        fp8_dispatch: whether tokens travel and are kept as FP8.
+        num_peers: neighbouring ranks of a server that access each other's memory; 1 = none.
+        fp8_dispatch: whether tokens are dispatched and saved as FP8.
     """
 
     model: AnyModel
@@ -132,16 +136,16 @@ class TrainingRun(CheckedRecord):
         yield from self._bounds()
 
     def _bounds(self) -> Rules:
-        """Yield what no plan simulates."""
-        if self.planned_model.num_layers > MOST_LAYERS:
-            yield "planned_model.num_layers", f"be <= {MOST_LAYERS}: plan a model of so many layers"
-        if self.parallel.pp > MOST_STAGES:
-            yield "parallel.pp", f"be <= {MOST_STAGES}: plan a pipeline of so many ranks"
+        """Yield rules for runs that are too large to be simulated."""
+        if self.planned_model.num_layers > MAX_LAYERS:
+            yield "planned_model.num_layers", f"be <= {MAX_LAYERS}: plan a model of so many layers"
+        if self.parallel.pp > MAX_STAGES:
+            yield "parallel.pp", f"be <= {MAX_STAGES}: plan a pipeline of so many ranks"
         is_gpipe = self.pipeline is not None and self.pipeline.schedule == "gpipe"
-        if is_gpipe and self.num_micro_batches > MOST_IN_FLIGHT:
+        if is_gpipe and self.num_micro_batches > MAX_IN_FLIGHT:
             yield (
                 "num_micro_batches",
-                f"be <= {MOST_IN_FLIGHT} with schedule 'gpipe', which holds the activations of all "
+                f"be <= {MAX_IN_FLIGHT} with schedule 'gpipe', which holds the activations of all "
                 "micro-batches: use '1f1b'",
             )
 
@@ -157,10 +161,10 @@ class TrainingRun(CheckedRecord):
 
     @property
     def even(self) -> TrainingRun:
-        """The run whose shapes are those of the rows in use, with even loads.
+        """The run with capacity for the rows in use only, with even loads.
 
-        It has capacity for them only. Choices of experts that return their input have no rows, so
-        tokens of a native decoder have as many choices less, rounded to whole ones.
+        A choice of an expert that returns its input has no row, so tokens of a native decoder have
+        fewer choices, rounded to an integer.
         """
         nvlink = None if self.nvlink is None else replace(self.nvlink, row_factor=1.0)
         return replace(self, nvlink=nvlink, model=_with_used_choices(self.model))
@@ -185,7 +189,7 @@ def _with_used_choices(model: AnyModel) -> AnyModel:
 
 @lru_cache(maxsize=64)
 def planned_model_of(model: AnyModel) -> PlannedModel:
-    """Return a model as plans read it."""
+    """Return the sizes and layers of a model."""
     if isinstance(model, DecoderConfig):
         return NativeModel.of(model)
     return StockModel.of(model)
@@ -209,7 +213,7 @@ def model_of(run: TrainingRun, device_type: str) -> Any:
 
 
 def dispatch_of(run: TrainingRun) -> DispatchOptions:
-    """Return the options by which a run sends tokens."""
+    """Return the dispatch options of a run."""
     name = "alltoall" if run.nvlink is None else "nvlink"
     name = "hierarchical" if run.dispatcher == "hierarchical" else name
     return DispatchOptions(name=name, nvlink=run.nvlink, fp8=run.fp8_dispatch)
@@ -233,11 +237,11 @@ def optimizer_of(run: TrainingRun, model: nn.Module) -> AdamW:
 def fake_world(world_size: Count, rank: CountOrZero = 0) -> Iterator[None]:
     """Return a context in which this process is one rank of a world without communication.
 
-    A collective returns at once and leaves its output as it was. So values are meaningless, but
-    shapes, sizes and owners are those of the real world.
+    A collective returns at once and does not change its output. So tensors have the shapes and
+    owners of the real world, but no meaningful values.
 
     Raises:
-        ValueError: when a process group exists already, or `rank` is not below `world_size`.
+        ValueError: if a process group exists already, or `rank` is not less than `world_size`.
     """
     check_arguments(fake_world, locals())
     if dist.is_initialized():
@@ -247,20 +251,20 @@ def fake_world(world_size: Count, rank: CountOrZero = 0) -> Iterator[None]:
         )
     if rank >= world_size:
         raise ValueError(f"rank ({rank}) must be < world_size ({world_size}): pass a smaller one")
-    clear_sharding_caches()  # they hold freed groups of earlier meshes with the same sizes
+    clear_sharding_caches()  # the caches have destroyed groups of earlier meshes
     store, hook = dist.HashStore(), sys.excepthook
     dist.init_process_group("fake", store=store, rank=rank, world_size=world_size)
     try:
         yield
     finally:
         dist.destroy_process_group()
-        sys.excepthook = hook  # a group replaces it by one that prints the rank before errors
+        sys.excepthook = hook  # a process group replaces the hook by one that prints the rank
         clear_sharding_caches()
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Return a context without warnings, which concern the planned run and not the plan."""
+    """Return a context without warnings, which would be about the planned run."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -268,12 +272,12 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def new_garbage() -> Iterator[None]:
-    """Return a context in which garbage is collected by call alone, of what is new in it."""
+    """Return a context in which only `gc.collect` collects garbage, of objects made inside."""
     is_frozen, is_on = _is_frozen(), gc.isenabled()
     if is_frozen:
-        gc.collect()  # of what is newer than that, such as earlier dry runs: none walks it again
+        gc.collect()  # objects of earlier dry runs, before they are frozen too
     gc.freeze()
-    gc.disable()  # when it would run depends on what ran before
+    gc.disable()  # the moment of an automatic collection depends on earlier code
     try:
         yield
     finally:
@@ -284,5 +288,147 @@ def new_garbage() -> Iterator[None]:
 
 @cache
 def _is_frozen() -> bool:
-    """Whether the caller has frozen what it has imported; to ask walks all of that."""
+    """Return whether the caller has frozen objects; cached, because the count walks them all."""
     return gc.get_freeze_count() > 0
+
+
+SAMPLE = 1 << 20  # elements whose optimizer state is counted
+
+
+def stages_of(run: TrainingRun) -> Sequence[Stage]:
+    """Return the stages of a run, in the order of forward; without a pipeline, one of all parts."""
+    model = run.planned_model
+    if run.pipeline is None:
+        layers, mtp = tuple(range(model.num_layers)), tuple(range(model.num_mtp_layers))
+        return [Stage(index=0, embedding=True, layers=layers, mtp=mtp, loss=True)]
+    parts = model.num_layers, model.num_mtp_layers, model.bound()
+    layout = run.pipeline.stages(run.resolved.pp, *parts)
+    layout.chunks(run.resolved.pp)  # refuses stages that pp does not divide
+    return layout.stages
+
+
+def ranks_of(run: TrainingRun) -> Sequence[int]:
+    """Return the pipeline rank of each stage."""
+    if run.pipeline is None:
+        return (0,)
+    pp = run.resolved.pp
+    chunks = len(stages_of(run)) // pp
+    return make_schedule(run.pipeline.schedule, pp=pp, chunks=chunks, num_micro_batches=1).rank_of
+
+
+def stages_by_rank(run: TrainingRun) -> list[list[Stage]]:
+    """Return the stages of each pipeline rank."""
+    pairs = list(zip(stages_of(run), ranks_of(run), strict=True))
+    return [[stage for stage, of in pairs if of == rank] for rank in range(run.resolved.pp)]
+
+
+def stored_bytes(run: TrainingRun) -> int:
+    """Return the largest number of bytes of parameters that a pipeline rank stores."""
+    return max(size.parameters for size in sizes_of(run))
+
+
+def resident_kinds(run: TrainingRun, size: RankBytes) -> dict[str, int]:
+    """Return the resident bytes of a rank between steps by kind, with all state on the device."""
+    sizes = {f"parameters: {role.role}": role.parameters for role in size.roles}
+    sizes |= {"gathered weights": size.weights, "sums of gradients": size.sums}
+    per_element = state_bytes(run.optimizer)
+    sizes["optimizer state"] = int(size.gradients // run.dtype.itemsize * per_element)
+    return sizes
+
+
+@cache
+def state_bytes(options: OptimizerOptions) -> float:
+    """Return the bytes of AdamW's state per element of a parameter."""
+    param = nn.Parameter(torch.empty(SAMPLE, dtype=options.param_dtype, device="meta"))
+    optimizer = AdamW(
+        [param],
+        moment_dtype=getattr(torch, options.moment_dtype),
+        master_remainder=options.master_remainder,
+    )
+    state = optimizer.state_of(param)
+    return sum(t.nbytes for name, t in state.items() if name != "step") / SAMPLE
+
+
+def sizes_of(run: TrainingRun) -> tuple[RankBytes, ...]:
+    """Return the stored bytes of each pipeline rank."""
+    is_fc1 = "expert_fc1" in run.memory.parts  # which experts may refuse
+    run = replace(  # without options that change no parameter, so that equal ranks are planned once
+        run,
+        seq_len=min(run.seq_len, run.planned_model.num_mtp_layers + 1),
+        batch_size=1,
+        num_micro_batches=1,
+        memory=MemoryOptions(recompute=("expert_fc1",) if is_fc1 else ()),
+        optimizer=OptimizerOptions(master_remainder=run.optimizer.master_remainder),
+        nvlink=None,
+        dispatcher="auto",
+    )
+    if run.pipeline is None or _needs_all_layers(run):
+        return tuple(_rank_size(run, rank) for rank in range(run.resolved.pp))
+    config: Any = run.model
+    one_stage = replace(run, parallel=run.resolved, pipeline=PipelineConfig(layout="EL"))
+    sizes = []
+    for stages in stages_by_rank(run):
+        kinds = tuple(kind_of(config, i) for stage in stages for i in stage.layers)
+        has_embedding = any(stage.embedding for stage in stages)
+        has_loss, mtp = any(stage.loss for stage in stages), sum(len(stage.mtp) for stage in stages)
+        sizes.append(_size_of_parts(one_stage, has_embedding, has_loss, kinds, mtp))
+    return tuple(sizes)
+
+
+def _needs_all_layers(run: TrainingRun) -> bool:
+    """Return whether the plan of a rank depends on layers of other ranks."""
+    config = run.model
+    # Names of layers decide their precision, and units may have blocks of two ranks.
+    has_overrides = run.precision is not None and bool(run.precision.overrides)
+    if not isinstance(config, DecoderConfig) or has_overrides or run.fsdp.blocks_per_unit > 1:
+        return True
+    # The last layer fills the stages of other ranks, so a model of this layer must be valid.
+    last = kind_of(config, config.num_layers - 1)
+    return last[:2] != ("attention", "dense" if config.moe is None else "moe")
+
+
+@lru_cache(maxsize=1024)
+def _size_of_parts(
+    run: TrainingRun, embedding: bool, loss: bool, kinds: tuple[LayerKind, ...], mtp: int
+) -> RankBytes:
+    """Return the stored bytes of a pipeline rank with these parts, from a model of few layers."""
+    config: Any = run.model
+    kind = kind_of(config, config.num_layers - 1)
+    # The previous and the next rank have a layer each, or the other parts of the model.
+    letters = "E" * embedding + "t" * len(kinds) + "m" * mtp + "L" * loss
+    before, after = "Et" * (not embedding), "" if loss else "t" * (not mtp) + "L"
+    if loss and not letters.strip("L"):  # the final norm is with the predictions
+        before += "m" * (surplus := config.num_mtp_layers)
+        mtp += surplus
+    stages = [part for part in (before, letters, after) if part]
+    pp, kinds = len(stages), (kind,) * before.count("t") + kinds + (kind,) * after.count("t")
+    small = replace(
+        run,
+        model=config_of_kinds(config, kinds, mtp),
+        num_gpus=run.num_gpus // run.parallel.pp * pp,
+        parallel=replace(run.parallel, pp=pp),
+        pipeline=PipelineConfig(layout="|".join(stages)) if pp > 1 else None,
+    )
+    return _rank_size(small, int(not embedding))
+
+
+@lru_cache(maxsize=1024)
+def _rank_size(run: TrainingRun, pp_rank: int) -> RankBytes:
+    rank = pp_rank * run.num_gpus // run.resolved.pp
+    with refusing(run.model), fake_world(run.num_gpus, rank), quiet():
+        model = run.planned_model.build(run.dtype)
+        # No run trains the indexers of sparse attention, so their parameters have no gradients.
+        layers: Any = family_of(model).indexers(model)
+        indexers = {param for layer in layers for param in layer.indexer.parameters()}
+        frozen = {name for name, param in model.named_parameters() if param in indexers}
+        plan = plan_sharding(
+            model,
+            build_meshes(run.parallel, "cpu"),
+            dispatch="alltoall",
+            memory=run.memory,
+            precision=run.precision,
+            fsdp=run.fsdp,
+            pipeline=run.pipeline,
+        )
+    params = (replace(p, trainable=p.trainable and p.name not in frozen) for p in plan.params)
+    return rank_bytes(replace(plan, params=tuple(params)), rank)

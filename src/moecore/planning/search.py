@@ -94,11 +94,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fitting(Candidate):
-    """A candidate that fits.
-
-    Attributes:
-        time: the planned time of a step.
-    """
+    """A candidate that fits, with the planned time of a step."""
 
     time: TimePlan
 
@@ -357,11 +353,7 @@ def _plan_estimated(
 def plan_options(
     request: SearchRequest, layout: Folding, options: OptionSet, run: TrainingRun | None = None
 ) -> Candidate:
-    """Plan the memory of a layout with a set of options.
-
-    Args:
-        run: the run of the layout and options with another pipeline; None = that of `run_of`.
-    """
+    """Plan the memory of a layout with a set of options; run None = `run_of` their run."""
     run = run_of(request, layout, options) if run is None else run
     pins = run.memory.offload or run.optimizer.offload_fraction
     host = plan_memory(run).pinned_bytes(gpu_of(request.gpu)) if pins else 0

@@ -3,7 +3,7 @@
     a dry run of few layers -> Segments: launches and bytes of each module's passes
                             -> the queue of any stage and micro-batch
 
-A segment is what a step launches and allocates between two starts of modules. A sampled layer
+A segment has the launches and allocations between the starts of two modules. A sampled layer
 stands for all layers of its kind (`sample_layers`). The first, a middle and the last micro-batch of
 a step are recorded, because the first one all-gathers weights and the last one reduces gradients.
 A launch keeps its dependencies on launches of its segment and of the two segments before it, at the
@@ -21,10 +21,9 @@ from operator import add, attrgetter
 from typing import Literal, NamedTuple
 
 from moecore.parallel.pipeline.layout import Stage
-from moecore.planning.dry_run import ADAMW, DryRun, dry_run_of_capacity, of_rows
+from moecore.planning.dry_run import ADAMW, DryRun, add_even_work, dry_run_of_capacity
 from moecore.planning.record import Pass, Placed, Queued, Start
-from moecore.planning.run import OptimizerOptions, TrainingRun
-from moecore.planning.stored import state_bytes, stored_bytes
+from moecore.planning.run import OptimizerOptions, TrainingRun, state_bytes, stored_bytes
 
 MIDDLE = 3  # micro-batches of a dry run: the first, one between, the last
 Likes = Mapping[Literal["F", "B"], Sequence[int]]  # of forward and backward: the sample of a layer
@@ -63,7 +62,7 @@ def sample_layers(run: TrainingRun, num_micro_batches: int) -> tuple[TrainingRun
 
 
 class Segment(NamedTuple):
-    """What a step launches and allocates between two starts."""
+    """The launches and allocations of a step between two starts."""
 
     launches: range  # numbers of the recorded launches
     net: int  # change of the allocated bytes
@@ -220,15 +219,15 @@ class SmallRun(NamedTuple):
 
     @classmethod
     def of(cls, run: TrainingRun) -> SmallRun:
-        """Return the run whose segments stand for those of a complete run."""
-        # Where the optimizer's state is and in which dtype changes no other allocation of a step.
+        """Return the run of sampled layers that stands for a complete run."""
+        # The device and the dtype of the optimizer's state change no other allocation of a step.
         options = OptimizerOptions(master_remainder=run.optimizer.master_remainder)
         small = sample_layers(replace(run, optimizer=options), min(run.num_micro_batches, MIDDLE))
         return cls(*small)
 
     @property
     def step(self) -> DryRun:
-        """The dry run for its memory; its work is that of the full capacity."""
+        """The dry run with the memory and the work of the full capacity."""
         return _dry_run(self.run)
 
     @property
@@ -238,8 +237,8 @@ class SmallRun(NamedTuple):
 
     @property
     def segments(self) -> Segments:
-        """The segments with the work of the rows in use; the optimizer's is that of few layers."""
-        step = of_rows(self.run, _dry_run)
+        """The segments with the work of the rows in use; the optimizer's work is of few layers."""
+        step = add_even_work(self.run, _dry_run)
         return Segments.of(step.queued, step.starts, self.like)
 
 

@@ -1,4 +1,4 @@
-"""The seconds of a step, and what limits them: `time_step` of a dry run, `plan_time` of a run.
+"""The seconds of a step by limit: `time_step` of a dry run, `plan_time` of a run.
 
     time_step:  DryRun, CostTable -> start and end of each launch                -> StepTime
     plan_time:  Segments of few layers, CostTable
@@ -29,8 +29,8 @@ from moecore.parallel.pipeline.timeline import Timeline, spans_of
 from moecore.planning.costs import CostTable, Wall
 from moecore.planning.dry_run import DryRun
 from moecore.planning.gpus import Gpu, time_refusal
-from moecore.planning.record import PASSES, SLICES, Pass, Placed, Work, placed
-from moecore.planning.run import TrainingRun
+from moecore.planning.record import PASSES, SLICES, Pass, Placed, Work, place_launches
+from moecore.planning.run import TrainingRun, stages_by_rank, stages_of, state_bytes, stored_bytes
 from moecore.planning.segments import (
     MIDDLE,
     Segment,
@@ -39,7 +39,6 @@ from moecore.planning.segments import (
     like_micro_batches,
     segments_of,
 )
-from moecore.planning.stored import stages_by_rank, stages_of, state_bytes, stored_bytes
 
 Part = Literal[Wall, "host", "bubble"]
 Parts = Mapping[Part, float]
@@ -177,7 +176,10 @@ def time_step(step: DryRun, table: CostTable) -> StepTime:
     """
     check_arguments(time_step, locals())
     _refuse_untimed(step.precision, table)
-    spans, before = run_queue(placed(step.queued), table, STEPS), (STEPS - 1) * len(step.queued)
+    spans, before = (
+        run_queue(place_launches(step.queued), table, STEPS),
+        (STEPS - 1) * len(step.queued),
+    )
     start, end = (max(spans.ends[:number]) for number in (before, len(spans.ends)))
     parts = _add_network(spans.exposed(start, end), spans.network(before, len(spans.ends)))
     return StepTime(max(end - start, sum(parts.values())), parts)
@@ -190,7 +192,7 @@ def _refuse_untimed(precision: Precision | None, table: CostTable) -> None:
 
 
 def run_queue(queue: Sequence[Placed], table: CostTable, steps: int = 1) -> Spans:
-    """Return the spans of consecutive steps, each of which queues the launches in order."""
+    """Return the spans of consecutive steps. The host queues the launches of a step in order."""
     costs = _costs(queue, table)
     starts, ends = list[float](), list[float]()
     host = step_start = 0.0

@@ -35,7 +35,7 @@ from moecore.io.hf.files import shown_with_source
 from moecore.io.hf.stock import reader_of
 from moecore.moe.layer import RoutedLayer
 from moecore.parallel.fsdp.units import find_blocks
-from moecore.planning.model import ModelSizes, ModelSource, ModuleParts, PlannedModel
+from moecore.planning.model import ModelSizes, ModelSource, ModuleParts, PlannedModel, count_sizes
 from moecore.train.memory.parts import UP
 
 VALUES = (int, float, str, bool, type(None))
@@ -176,9 +176,7 @@ class StockModel(PlannedModel):
         experts = {p for layer in layers for p in layer.part("experts").parameters()}
         cuts = ((m, (*split.columns, split.row)) for m, split in find_cuts(hf, 1)[0].items())
         tp_params = {p for m, names in cuts for n in names for p in m.get_submodule(n).parameters()}
-        return ModelSizes(
-            *(sum(p.numel() for p in of) for of in (hf.parameters(), experts, tp_params))
-        )
+        return count_sizes(hf, experts, tp_params)
 
     @override
     def check(self, *, pp: int, tp: int, cp: int) -> None:

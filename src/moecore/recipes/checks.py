@@ -8,8 +8,8 @@ import math
 import torch
 
 from moecore.models import DecoderConfig
+from moecore.packing.collate import multiple_of
 from moecore.packing.corpus.scheduled_batch import TILE
-from moecore.packing.split import multiple_of
 from moecore.parallel.mesh import ParallelConfig
 from moecore.recipes.files import host_bytes
 from moecore.recipes.loggers import logger_options

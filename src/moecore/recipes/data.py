@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moecore.packing import CutDocuments, PackedBatchSampler, PackedCollator
-from moecore.packing.corpus.json_lines import strip_line
-from moecore.packing.split import multiple_of
+from moecore.packing.collate import multiple_of
+from moecore.packing.corpus.files import strip_line
 from moecore.recipes.files import named, read_file
 
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages"}

@@ -41,7 +41,7 @@ from moecore.base.options.fsdp import FSDPOptions
 from moecore.io.checkpoint.config_differences import differences
 from moecore.models import Decoder, DecoderConfig, at_width, document_cost
 from moecore.packing import CorpusOptions
-from moecore.packing.split import multiple_of
+from moecore.packing.collate import multiple_of
 from moecore.parallel.mesh import Meshes, build_meshes
 from moecore.recipes.checks import (
     check_dynamic_cp,

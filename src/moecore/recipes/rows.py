@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moecore.base.fields import CheckedRecord
-from moecore.packing.corpus.json_lines import strip_line
+from moecore.packing.corpus.files import strip_line
 from moecore.recipes.files import named, read_text
 from moecore.recipes.tables import is_table, load_table
 

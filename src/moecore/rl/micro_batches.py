@@ -25,8 +25,7 @@ from torch import Tensor
 
 from moecore.kernels.cross_entropy import IGNORE_INDEX
 from moecore.packing.bins import pack_lengths
-from moecore.packing.collate import PackedBatch, PackedCollator
-from moecore.packing.split import multiple_of
+from moecore.packing.collate import PackedBatch, PackedCollator, multiple_of
 from moecore.parallel.mesh import ParallelConfig
 from moecore.rl.rollouts import PER_TOKEN, Rollouts
 

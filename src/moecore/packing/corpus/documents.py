@@ -1,26 +1,104 @@
-"""Token ids of a source's documents by ordinal, and errors that say where a document is."""
+"""Sources of a corpus, options of its rows, and the token ids of a source's documents."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any, NoReturn
 from weakref import WeakValueDictionary
 
 import numpy as np
 
-from moecore.base.fields import quote
+from moecore.base.fields import Bound, CheckedRecord, Count, Positive, Rules, Seed, quote
 from moecore.packing.corpus.files import cut
-from moecore.packing.corpus.options import CorpusError, CorpusSource
 from moecore.packing.corpus.order import IndexedDocuments, StreamedDocuments
+from moecore.packing.corpus.partitions import Rule
 from moecore.packing.documents import Integers
 
-EMPTY_IN_TURN = 100_000  # more documents without tokens are an error
+MAX_PARTITIONS = 1 << 20  # each rank keeps a list of the partitions that it reads
+EMPTY_IN_TURN = 100_000  # more consecutive documents without tokens are an error
+Partitions = Annotated[int, Bound(">=", 1), Bound("<=", MAX_PARTITIONS)]
+
+
+class CorpusError(ValueError):
+    """An error in a source's document, or a difference between data ranks, as one line."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CorpusSource(CheckedRecord):
+    """A source of documents in a mixture.
+
+    Attributes:
+        name: the source's name in errors and saved positions; unique in a loader.
+        documents: a dataset with a length and items by index, which is shuffled anew in each epoch,
+            or an object that can be iterated repeatedly, such as a streaming dataset, which is
+            shuffled in blocks. The object may have two more attributes: `fingerprint`, a text that
+            changes with the content and is compared on resume, and `location(index)`, which returns
+            the text by which errors name a document.
+        tokenize: returns the token ids of a document, including the end-of-document id. Equal
+            documents must give equal ids. None = the documents are token ids. Documents without
+            ids are skipped.
+        weight: the source's share of the rows is `weight` over the sum of all weights.
+    """
+
+    name: str
+    documents: Annotated[Any, "documents by index, or an iterable of them"]
+    tokenize: Callable[[Any], Any] | None = None
+    weight: Positive = 1.0
+
+    def _rules(self) -> Rules:
+        is_text = isinstance(self.documents, str | bytes)
+        if is_text or not (isinstance(self.documents, Iterable) or self.is_indexed):
+            yield "documents", "have items by index or be iterable: pass a list or a dataset"
+        if self.is_indexed and not len(self.documents):
+            yield "documents", "have at least one document: leave the source out"
+
+    @property
+    def is_indexed(self) -> bool:
+        """Whether documents have a length and items by index."""
+        try:
+            return hasattr(self.documents, "__getitem__") and len(self.documents) >= 0
+        except TypeError:  # a tensor of no dims
+            return False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CorpusOptions(CheckedRecord):
+    """Options of a corpus's rows.
+
+    Attributes:
+        row_tokens: tokens of a row.
+        documents: "split" = documents are concatenated and cut at the end of each row; "whole" =
+            documents are packed into rows, and only documents longer than a row are cut.
+        window: number of documents that "whole" packs together, per source and partition.
+        multiple: each document's tokens in a row are padded to a multiple of this number: 2 * cp.
+        vocab_size: token ids must be below this number; None = any id.
+        seed: seed of all shuffles.
+        shuffle: False = documents are read in their order.
+        shuffle_buffer: number of documents of a stream that are shuffled together.
+        partitions: number of partitions of the documents, see `loader.py`; None = 8 per row of a
+            global batch. The number decides the rows, so a resumed run keeps the saved number.
+    """
+
+    row_tokens: Count
+    documents: Rule = "split"
+    window: Count = 256
+    multiple: Count = 1
+    vocab_size: Count | None = None
+    seed: Seed = 0
+    shuffle: bool = True
+    shuffle_buffer: Count = 10_000
+    partitions: Partitions | None = None
+
+    def _rules(self) -> Rules:
+        if self.row_tokens % self.multiple:
+            yield "row_tokens", f"be a multiple of multiple ({self.multiple}): round it up"
 
 
 class DocumentReader:
-    """Returns the token ids of a document by its ordinal: `reader(ordinal)`.
+    """Reads and tokenizes a source's documents: `reader(ordinal)` returns token ids.
 
-    Partitions that are in one document at one time share its array, and it is tokenized once.
+    If several partitions read one document at a time, the reader tokenizes the document once.
     """
 
     def __init__(
@@ -32,11 +110,11 @@ class DocumentReader:
         self.documents = documents
         self._source, self._vocab_size = source, vocab_size
         self._shared: WeakValueDictionary[int, Integers] = WeakValueDictionary()
-        self._number: int | None = None  # of the last document in the source
+        self._number: int | None = None  # index of the last read document in the source
         self._empty = 0  # documents without tokens since the last one with tokens
 
     def __call__(self, ordinal: int) -> Integers:
-        """Return the token ids of the document of an ordinal."""
+        """Return the token ids of a document. Raise CorpusError if it cannot be read."""
         self._number = None
         try:
             self._number, read = self.documents.take(ordinal)
@@ -48,11 +126,11 @@ class DocumentReader:
             if self._empty > EMPTY_IN_TURN:
                 raise ValueError(f"must have tokens: {self._empty} documents in turn have none")
             return ids
-        except Exception as error:  # of any kind: files, networks, tokenizers of others
+        except Exception as error:  # files, networks and users' tokenizers raise any class
             raise self._error(error) from error
 
-    def refuse(self, ordinal: int, problem: str) -> NoReturn:
-        """Raise a CorpusError that names the document of an ordinal that was just read."""
+    def refuse(self, problem: str) -> NoReturn:
+        """Raise a CorpusError that names the last read document."""
         raise self._error(problem)
 
     def _error(self, problem: object) -> CorpusError:
@@ -72,20 +150,14 @@ class DocumentReader:
 
 
 def location_of(documents: Any, number: int) -> str:
-    """Return where a document is: file and line where the source knows them."""
+    """Return the text by which errors name a document: `documents.location`, or its number."""
     location = getattr(documents, "location", None)
     return location(number) if callable(location) else f"document {number}"
 
 
 def tokens_of(source: CorpusSource, document: Any, vocab_size: int | None) -> Integers:
     """Return the token ids of a document, in the smallest dtype that holds them."""
-    return checked_ids(
-        document if source.tokenize is None else source.tokenize(document), vocab_size
-    )
-
-
-def checked_ids(ids: Any, vocab_size: int | None) -> Integers:
-    """Return a copy of a document's ids in the smallest unsigned dtype, or refuse them."""
+    ids = document if source.tokenize is None else source.tokenize(document)
     array = np.asarray(ids)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(f"token ids ({quote(ids)}) must be whole numbers in one row: tokenize it")
@@ -101,9 +173,3 @@ def checked_ids(ids: Any, vocab_size: int | None) -> Integers:
             "of the model, or a larger vocabulary"
         )
     return array.astype(np.min_scalar_type(largest))
-
-
-def sample_of(documents: Any, count: int) -> Sequence[int]:
-    """Return numbers of up to `count` documents, evenly spaced, the first and the last included."""
-    numbers: list[int] = np.unique(np.linspace(0, len(documents) - 1, count).astype(int)).tolist()
-    return numbers

@@ -1,34 +1,52 @@
-"""Files that are read by byte position, and errors that quote long names and texts."""
+"""JsonLines: a JSONL file that is read by line, with line offsets in memory.
+
+Each line of a JSONL file is parsed once when the file is opened, so that a broken line is found
+before the first step. Parsing takes about 10 seconds per gigabyte and core. The cores of this host,
+divided by its ranks, parse files above `PART` bytes in parallel.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import multiprocessing
 import os
 import stat
 import weakref
+import zlib
+from array import array
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, NamedTuple
 
-LONGEST = 300  # characters of a path, a name or another library's error in a message
+import numpy as np
+
+from moecore.base.fields import check_arguments, quote
+from moecore.base.progress import track
+from moecore.packing.documents import Integers
+
+MAX_CHARS = 300  # characters of a path, a name or another library's error in a message
 
 
-def cut(text: object, max_chars: int = LONGEST) -> str:
-    """Return a text as one line of at most `max_chars` characters; its middle is left out."""
+def cut(text: object, max_chars: int = MAX_CHARS) -> str:
+    """Return a text as one line of at most `max_chars` characters, without its middle."""
     line = " ".join(str(text).split())
     half = (max_chars - 3) // 2
     return line if len(line) <= max_chars else f"{line[:half]}...{line[-half:]}"
 
 
 class SizedFile:
-    """A regular file that is read with `os.pread` and must keep the size it has when opened.
+    """A regular file that is read with `os.pread`. A file that has become shorter is an error.
 
-    A memory-mapped file that another process truncates would end this process by SIGBUS.
+    If another process truncated a memory-mapped file, SIGBUS would end this process.
 
     Args:
-        path: of the file; symbolic links are followed.
-        size: bytes that the file must have; None = any number.
+        path: the path; symbolic links are followed.
+        size: the number of bytes that the file must have; None = any number.
 
     Raises:
-        ValueError: when the file cannot be opened, is not regular or has another size. `read`
-            raises it when the file has become shorter or the system cannot read it.
+        ValueError: if the file cannot be opened or read, is not regular, or has another size.
     """
 
     def __init__(self, path: str | os.PathLike[str], size: int | None = None) -> None:
@@ -52,7 +70,7 @@ class SizedFile:
             )
 
     def read(self, start: int, count: int) -> bytes:
-        """Return `count` bytes from byte `start` on."""
+        """Return the bytes [start, start + count)."""
         parts: list[bytes] = []
         try:
             while count > 0 and (part := os.pread(self._descriptor, count, start)):
@@ -69,9 +87,200 @@ class SizedFile:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def blocks(self, start: int, stop: int, size: int) -> Iterator[bytes]:
-        """Yield the bytes `start` .. `stop` in blocks of `size`."""
+        """Yield the bytes [start, stop) in blocks of `size`."""
         for first in range(start, stop, size):
             yield self.read(first, min(size, stop - first))
 
     def __reduce__(self) -> tuple[object, ...]:
         return SizedFile, (self.path, self.size)  # another process opens the file itself
+
+
+CHUNK = 1 << 24  # bytes of a JSONL file that are read together
+PART = 1 << 28  # bytes that one process parses in one task
+# What `str.isspace` accepts, and zero-width characters: byte order mark, word joiner, U+200B.
+BLANKS = (
+    "\t\n\v\f\r\x1c\x1d\x1e\x1f \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007"
+    "\u2008\u2009\u200a\u2028\u2029\u202f\u205f\u3000\ufeff\u2060\u200b"
+)
+
+
+def strip_line(line: str) -> str:
+    """Return a line without blanks at its ends."""
+    return line.strip(BLANKS)
+
+
+class JsonLines:
+    """The objects of a JSONL file in UTF-8: `lines[i]` is the i-th object, without empty lines.
+
+    Opening a file parses all of it. The offset of a line takes 8 bytes of memory. A line of only
+    blanks, such as a carriage return, spaces or a byte order mark, is empty.
+
+    Attributes:
+        num_empty: the number of empty lines.
+        num_invalid: the number of skipped lines that are not documents.
+        fingerprint: a digest of the contents of all documents in their order.
+
+    Args:
+        path: a regular file.
+        field: a field that each object must have, with a string or a list; None = any object.
+        skip_invalid: True = skip lines that are not such objects; False = raise an error.
+
+    Raises:
+        ValueError: if the file cannot be read, has no document or has an invalid line, or if an
+            item is read and the file has changed since it was opened.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        field: str | None = None,
+        *,
+        skip_invalid: bool = False,
+    ) -> None:
+        check_arguments(JsonLines.__init__, locals())
+        self._file = SizedFile(path)
+        parts = _parse_file(self._file, field)
+        counts = [len(part.starts) for part in parts]
+        firsts = np.cumsum([0, *counts])[:-1].tolist()
+        starts = [np.frombuffer(part.starts, np.int64) for part in parts]
+        self._starts = np.concatenate([*starts, np.array([self._file.size])])
+        empty = _concatenate([part.empty for part in parts], firsts)
+        invalid = _concatenate([part.invalid for part in parts], firsts)
+        self.num_empty, self.num_invalid = len(empty), len(invalid)
+        if self.num_invalid and not skip_invalid:
+            self._refuse(int(invalid[0]), field)
+        skipped_lines = np.sort(np.concatenate([empty, invalid]))
+        # The number of documents before each skipped line.
+        self._before = skipped_lines - np.arange(len(skipped_lines))
+        self._count = sum(counts) - len(skipped_lines)
+        if not self._count:
+            raise ValueError(
+                f"{self._file.short_path} ({self.num_empty} empty and {self.num_invalid} broken "
+                "lines) must have at least one line that is a document: leave it out"
+            )
+        digest = hashlib.sha256(b"".join(part.checksums for part in parts))
+        self.fingerprint = digest.hexdigest()[:16]
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"document {index} of {len(self)}")
+        line = self._line(index)
+        start, stop = self._starts[line : line + 2].tolist()
+        content = self._file.read(start, stop - start)
+        try:
+            document = _parse(content)
+        except (ValueError, RecursionError):
+            document = None
+        if not isinstance(document, dict):
+            raise ValueError(
+                f"{self.location(index)} must be the JSON object that it was when the file was "
+                "opened: do not change the files of a run"
+            )
+        return document
+
+    def location(self, index: int) -> str:
+        """Return the file and the line of a document, for error messages."""
+        return f"{self._file.short_path} line {self._line(index) + 1}"
+
+    def _line(self, index: int) -> int:
+        return index + int(np.searchsorted(self._before, index, side="right"))
+
+    def _refuse(self, line: int, field: str | None) -> None:
+        start, stop = self._starts[line : line + 2].tolist()
+        text = self._file.read(start, min(stop - start, 200)).decode(errors="replace")
+        expected_form = "a JSON object" if field is None else f"a JSON object with {quote(field)}"
+        raise ValueError(
+            f"{self._file.short_path} line {line + 1} must be {expected_form}, not "
+            f"{quote(strip_line(text))} (broken lines: {self.num_invalid}, empty lines: "
+            f"{self.num_empty}): mend it, replace it by an empty line, which keeps the "
+            "number of lines, or set skip_invalid"
+        )
+
+
+class _LineRange(NamedTuple):
+    """The lines that begin in a range of bytes; the range's first line has number 0."""
+
+    starts: array[int]  # the byte at which each line begins
+    empty: array[int]  # numbers of empty lines
+    invalid: array[int]  # numbers of lines that are not documents
+    checksums: array[int]  # CRC-32 of each document's line
+
+
+def _concatenate(numbers: list[array[int]], firsts: list[int]) -> Integers:
+    """Return the line numbers of all parts, counted from the start of the file."""
+    pairs = zip(numbers, firsts, strict=True)
+    return np.concatenate([np.frombuffer(part, np.int64) + first for part, first in pairs])
+
+
+def _parse_file(file: SizedFile, field: str | None) -> list[_LineRange]:
+    """Return the lines of each `PART` bytes of a file."""
+    tasks = [(file, start, field) for start in range(0, file.size, PART)] or [(file, 0, field)]
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    cores = len(os.sched_getaffinity(0)) // max(1, int(ranks) if ranks.isdecimal() else 1)
+    processes, label = min(cores, len(tasks)), f"reading {file.short_path}"
+    if processes < 2 or multiprocessing.current_process().daemon:  # a daemon has no children
+        return [_parse_part(task) for task in track(tasks, label, unit="parts")]
+    context = multiprocessing.get_context("fork")
+    try:
+        with ProcessPoolExecutor(processes, mp_context=context) as pool:
+            parts = pool.map(_parse_part, tasks)
+            return list(track(parts, label, total=len(tasks), unit="parts"))
+    except BrokenProcessPool:
+        raise ValueError(
+            f"{file.short_path} must be parsed by {processes} processes, one of which was killed: "
+            "free memory of the host"
+        ) from None
+
+
+def _parse_part(task: tuple[SizedFile, int, str | None]) -> _LineRange:
+    """Return the lines of (file, first byte, field) that begin in `PART` bytes from that byte."""
+    file, first, field = task
+    part = _LineRange(array("q"), array("q"), array("q"), array("I"))
+    for number, (start, line) in enumerate(_lines(file, first, min(first + PART, file.size))):
+        part.starts.append(start)
+        try:
+            content = _parse(line)
+        except (ValueError, RecursionError):  # UTF-8, JSON, integers of more than 4,300 digits
+            content = None
+        if content is _EMPTY:
+            part.empty.append(number)
+        elif not isinstance(content, dict) or not (
+            field is None or isinstance(content.get(field), str | list)
+        ):
+            part.invalid.append(number)
+        else:
+            part.checksums.append(zlib.crc32(line.rstrip(b"\r")))
+    return part
+
+
+def _lines(file: SizedFile, first: int, stop: int) -> Iterator[tuple[int, bytes]]:
+    """Yield the start and the bytes without line end of each line that begins in a range."""
+    start, fragments = first, list[bytes]()  # the incomplete line
+    is_inside = first > 0 and file.read(first - 1, 1) != b"\n"  # a line of the previous part
+    for block in file.blocks(first, file.size, CHUNK):
+        if start >= stop:
+            return
+        *ends, rest = block.split(b"\n")
+        for end in ends:
+            line = b"".join([*fragments, end])
+            fragments.clear()
+            if start >= stop:
+                return
+            if not is_inside:
+                yield start, line
+            start, is_inside = start + len(line) + 1, False
+        fragments.append(rest)
+    if start < stop and not is_inside and start < file.size:
+        yield start, b"".join(fragments)
+
+
+_EMPTY = object()
+
+
+def _parse(line: bytes) -> Any:
+    """Return the JSON value of a line, or `_EMPTY`."""
+    text = strip_line(line.decode())
+    return json.loads(text) if text else _EMPTY

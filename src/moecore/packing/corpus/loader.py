@@ -1,50 +1,191 @@
-"""Rows of a corpus for each data rank: one order of rows for all ranks, and a position in it.
+"""CorpusLoader: the batches of each data rank from one order of rows, and its saved position.
 
-Documents are in L partitions, and row i of a run is the next one of partition i mod L. Partition l
-reads the documents with ordinals l, l + L, l + 2L, ... of each source, apart from the others. So
-whoever reads a partition tokenizes its documents alone, and rows do not depend on the number of
-ranks or workers. The position is the number of rows taken, and the cursor of each source in each
-partition.
+Documents are divided into L partitions. Partition l reads the documents with ordinals l, l + L,
+l + 2L, ... of each source. Row i of a run is the next row of partition i mod L. So rows do not
+depend on the number of ranks or workers. The position has the number of rows that all ranks have
+received, and the cursor of each source in each partition.
 
-Ranks and workers whose product with the rows of a batch divides L read partitions of their own.
-Others read some of the same ones, and pass over each other's rows.
+If ranks * workers * rows of a batch divides L, no two workers read one partition. Otherwise some
+workers read the same partition, and each worker skips the rows of the other workers.
 """
 
 from __future__ import annotations
 
+import math
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Generic, Self, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from moecore.base.fields import Count, CountOrZero, check_arguments, quote
 from moecore.base.rank_checks import gather
-from moecore.packing.collate import PackedBatch
-from moecore.packing.corpus.batches import RankBatches, batch_of
+from moecore.packing.collate import PackedBatch, Rows, build_batch
+from moecore.packing.corpus.documents import (
+    CorpusError,
+    CorpusOptions,
+    CorpusSource,
+    DocumentReader,
+)
 from moecore.packing.corpus.files import cut
-from moecore.packing.corpus.options import CorpusError, CorpusOptions, CorpusSource
-from moecore.packing.corpus.position import Cursors, check_ranks, check_state
+from moecore.packing.corpus.order import IndexedDocuments, StreamedDocuments
+from moecore.packing.corpus.partitions import Partition, RowShape
+from moecore.packing.corpus.position import Cursors, check_ranks, check_state, facts_of, position_of
+from moecore.packing.documents import key_of
+
+PARTITIONS_PER_ROW = 8  # with up to 8 workers per rank, no two workers read one partition
+
+
+class RankBatches(IterableDataset[Any]):
+    """Yields (batch, cursors after it, lengths of sources) for a data rank or one of its workers.
+
+    `collate` makes a batch from rows of pieces.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[CorpusSource],
+        options: CorpusOptions,
+        rows: int,
+        data_rank: int,
+        data_ranks: int,
+        collate: Callable[[Rows], Any],
+    ) -> None:
+        self.sources, self._options, self._collate = sources, options, collate
+        self.rows = rows
+        self.partitions = options.partitions or rows * data_ranks * PARTITIONS_PER_ROW
+        self.data_rank, self.data_ranks = data_rank, data_ranks
+        self.names = [source.name for source in sources]
+        self._facts: dict[str, Any] | None = None
+        self.begin_at(0, {}, {})
+
+    def begin_at(self, row: int, cursors: Cursors, lengths: Mapping[str, int | None]) -> None:
+        """Let the next iteration begin at a row of the run."""
+        self._first, self._cursors, self._lengths = row, dict(cursors), dict(lengths)
+
+    def facts(self) -> dict[str, Any]:
+        """Return `facts_of` the sources, computed once."""
+        if self._facts is None:
+            self._facts = facts_of(self.sources, self._options)
+        return self._facts
+
+    def facts_of_ranks(self) -> dict[str, Any]:
+        """Return facts that must be equal on all data ranks of a run."""
+        return {
+            **self.facts(),
+            **{f"weight of {s.name}": s.weight for s in self.sources},
+            "vocab_size": self._options.vocab_size,
+            "partitions": self.partitions,
+            "rows of a batch": self.rows,
+            "data_ranks": self.data_ranks,
+            "rows before this batch": self._first,
+            "position": position_of(self._cursors, self._lengths),
+        }
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            yield from self._all()
+        except CorpusError as error:  # DataLoader would add a worker's traceback to a raised error
+            yield error, {}, {}
+
+    def _all(self) -> Iterator[Any]:
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        partition_ids = self._partitions_of(worker, workers)
+        readers = {
+            s.name: DocumentReader(
+                s, self._documents(i, s, partition_ids), self._options.vocab_size
+            )
+            for i, s in enumerate(self.sources)
+        }
+        partitions: dict[int, Partition] = {}
+        for number in range(worker, 2**62, workers):
+            row_ids = [self._row(number, b) for b in range(self.rows)]
+            rows = []
+            for row in row_ids:
+                partition_id = row % self.partitions
+                if partition_id not in partitions:
+                    partitions[partition_id] = self._partition(partition_id, readers)
+                while partitions[partition_id].rows < row // self.partitions:
+                    partitions[partition_id].next()  # another rank's or worker's row
+                rows.append(partitions[partition_id].next())
+            cursors = {
+                partition_id: partitions[partition_id].cursors
+                for partition_id in {r % self.partitions for r in row_ids}
+            }
+            lengths = {name: reader.documents.length for name, reader in readers.items()}
+            yield self._collate(rows), cursors, lengths
+
+    def _partition(self, number: int, readers: Mapping[str, DocumentReader]) -> Partition:
+        options = self._options
+        return Partition(
+            number,
+            readers,
+            {source.name: source.weight for source in self.sources},
+            self._cursors.get(number),
+            rule=options.documents,
+            shape=RowShape(options.row_tokens, options.multiple, options.window),
+            partitions=self.partitions,
+            seed=options.seed,
+        )
+
+    def _row(self, number: int, place: int) -> int:
+        """Return the index in the run of row `place` of this rank's batch `number`."""
+        return self._first + (number * self.data_ranks + self.data_rank) * self.rows + place
+
+    def _partitions_of(self, worker: int, workers: int) -> frozenset[int]:
+        """Return the partitions that a worker reads."""
+        period = self.partitions // math.gcd(self.partitions, workers * self.data_ranks * self.rows)
+        numbers = range(worker, worker + period * workers, workers)
+        return frozenset(
+            self._row(number, b) % self.partitions for number in numbers for b in range(self.rows)
+        )
+
+    def _documents(
+        self, place: int, source: CorpusSource, partition_ids: frozenset[int]
+    ) -> IndexedDocuments | StreamedDocuments:
+        """Return a reader of a source's documents by ordinal, for these partitions."""
+        options = self._options
+        key = key_of(options.seed, "order", source.name) if options.shuffle else None
+        if source.is_indexed:
+            return IndexedDocuments(source.documents, key, partitions=self.partitions)
+        starts = (
+            self._cursors[partition][place].ordinal if partition in self._cursors else partition
+            for partition in partition_ids
+        )
+        source_cursors = (cursors[place] for cursors in self._cursors.values())
+        read = (cursor.ordinal for cursor in source_cursors if cursor.rows)
+        return StreamedDocuments(
+            source.documents,
+            key,
+            block=options.shuffle_buffer,
+            first=min(starts),
+            last=max(read, default=-1),
+            partitions=self.partitions,
+            partition_ids=partition_ids,
+            length=self._lengths.get(source.name),
+        )
+
 
 Batch = TypeVar("Batch")
 
 
 class PositionedLoader(Generic[Batch]):
-    """Yields the batches of a `RankBatches` without end, and has the position behind the last."""
+    """An endless iterator over the batches of a `RankBatches`, with the position after the last."""
 
     def __init__(self, batches: RankBatches, workers: int, *, data_ranks: int) -> None:
         self._batches, self._workers, self._data_ranks = batches, workers, data_ranks
         self._group: dist.ProcessGroup | None = None  # of the data ranks; None = all ranks
-        self._has_checked_ranks = False  # with the other data ranks, since it was made or loaded
+        self._has_checked_ranks = False  # since the loader was made or a state was loaded
         self._batch_iterator: Iterator[Any] | None = None
-        self._rows = 0  # of all ranks, taken
-        self._loaded: Cursors = {}  # where all ranks began
-        self._cursors: Cursors = {}  # behind what this rank has taken since
-        self._last: Cursors = {}  # of its last batch
+        self._rows = 0  # rows that all ranks have received
+        self._loaded: Cursors = {}  # the loaded position of all ranks
+        self._cursors: Cursors = {}  # partitions that this rank has read since
+        self._last: Cursors = {}  # partitions of the last batch
         self._lengths: dict[str, int | None] = {}
 
     def __iter__(self) -> Self:
@@ -66,7 +207,7 @@ class PositionedLoader(Generic[Batch]):
         return result
 
     def _compare(self) -> None:
-        """Raise when data ranks have other sources, options or positions. Collective, once."""
+        """Raise if sources, options or positions differ between data ranks. Collective, once."""
         if self._has_checked_ranks:
             return
         if self._data_ranks > 1:
@@ -87,15 +228,15 @@ class PositionedLoader(Generic[Batch]):
             self._batches,
             batch_size=None,
             num_workers=self._workers,
-            collate_fn=_as_it_is,
-            generator=torch.Generator(),  # not torch's own, whose state a run has saved
+            collate_fn=_identity,
+            generator=torch.Generator(),  # torch's default generator is part of a run's state
             prefetch_factor=2 if self._workers else None,
         )
         with _same_handler():
             return iter(loader)
 
     def _receive(self, batches: Iterator[Any]) -> Any:
-        """Return the batch of the next worker. Raise CorpusError if the worker has ended."""
+        """Return the next worker's batch. Raise CorpusError if the worker has ended."""
         try:
             return next(batches)
         except (RuntimeError, OSError, EOFError) as error:
@@ -109,12 +250,12 @@ class PositionedLoader(Generic[Batch]):
             ) from error
 
     def close(self) -> None:
-        """End the workers; the next batch starts others at this position."""
+        """End the workers. The next `next` starts new workers at the current position."""
         self._batches.begin_at(self._rows, self._loaded | self._cursors, self._lengths)
         self._batch_iterator = None
 
     def epochs(self) -> dict[str, int]:
-        """Return by source which epoch the last batch was of; 0 while a stream's first lasts."""
+        """Return the epoch of each source in the last batch; 0 until a stream has ended once."""
         return {
             name: max((of[i].ordinal for of in self._last.values()), default=0)
             // (self._lengths.get(name) or 2**62)
@@ -122,9 +263,9 @@ class PositionedLoader(Generic[Batch]):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position behind the last batch, as JSON; the same on every rank.
+        """Return the position after the last batch, as JSON, identical on every rank.
 
-        Collective where torch.distributed is initialized and there are several data ranks.
+        Collective if there are several data ranks and torch.distributed is initialized.
         """
         local_state = self._state(self._cursors)
         states = gather(local_state) if self._batches.data_ranks > 1 else [local_state]
@@ -132,13 +273,13 @@ class PositionedLoader(Generic[Batch]):
         return merge_positions([self._state(self._loaded), *states])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where loaders of the same sources and options were.
+        """Continue from the state of a loader with the same sources and options.
 
-        Their ranks, rows and workers may have been others, and their weights: new ones count for
-        the rows to come.
+        The numbers of ranks, rows and workers and the weights of sources may differ. New weights
+        apply to the following rows.
 
         Raises:
-            ValueError: for the state of other sources or options, or no state.
+            ValueError: if the state has other sources or options, or is no `state_dict()`.
         """
         check_arguments(PositionedLoader.load_state_dict, locals())
         position = check_state(state, self._batches.facts(), self._batches.sources)
@@ -159,28 +300,30 @@ class PositionedLoader(Generic[Batch]):
 
 
 class CorpusLoader(PositionedLoader[PackedBatch]):
-    """Yields the batches of this data rank without end, from a position that any ranks resume.
+    """An endless iterator over the batches of this data rank.
 
         loader = CorpusLoader([source], CorpusOptions(row_tokens=4096), rows=2, workers=2)
         batch = next(loader)                 # a PackedBatch of 2 rows
-        state = loader.state_dict()          # behind that batch, whatever workers have prefetched
+        state = loader.state_dict()          # the position after that batch, without prefetches
 
-    Labels of a batch are shifted: each is the token that follows, also across a cut. The first
-    `next` after the start or a load compares data ranks: it is collective over all ranks.
+    A run with other numbers of ranks, rows and workers can load the state. Labels are shifted:
+    the label of each token is the next token of its document, also across a cut. The first `next`
+    after the start or a load compares the data ranks, so it is collective over all ranks.
 
     Args:
-        sources: their names differ; rows are a mixture by their weights.
-        options: of rows.
-        rows: of a batch.
-        data_rank: this one; ranks with the same data share it.
-        data_ranks: ranks with different data.
-        workers: processes that read, tokenize and pack ahead; 0 = this one does when asked. Where
-            processes are not forked, sources must pickle.
+        sources: sources with different names. Each source's share of the rows is its weight.
+        options: options of the rows.
+        rows: rows of a batch.
+        data_rank: this rank's index, `meshes.data_rank`.
+        data_ranks: number of ranks with different batches, `meshes.data_ranks`.
+        workers: processes that prefetch batches; 0 = `next` reads, tokenizes and packs. If the
+            multiprocessing start method is not fork, sources must be picklable.
 
     Raises:
-        ValueError: for no sources, two of one name, or a rank that is not one of the ranks.
-        CorpusError: from `next`, for a document that cannot be read or tokenized, or has ids
-            outside of the vocabulary. Other ranks do not know: end them.
+        ValueError: if there is no source, two sources have one name, or `data_rank` is not less
+            than `data_ranks`.
+        CorpusError: from `next`, if a document cannot be read or tokenized, or has ids outside the
+            vocabulary. Other ranks do not raise the error: end them.
     """
 
     def __init__(
@@ -195,7 +338,7 @@ class CorpusLoader(PositionedLoader[PackedBatch]):
     ) -> None:
         check_arguments(CorpusLoader.__init__, locals())
         check_sources(sources, data_rank, data_ranks)
-        collate = partial(batch_of, row_tokens=options.row_tokens, multiple=options.multiple)
+        collate = partial(build_batch, row_tokens=options.row_tokens, multiple=options.multiple)
         super().__init__(
             RankBatches(sources, options, rows, data_rank, data_ranks, collate),
             workers,
@@ -204,7 +347,7 @@ class CorpusLoader(PositionedLoader[PackedBatch]):
 
 
 def check_sources(sources: Sequence[CorpusSource], data_rank: int, data_ranks: int) -> None:
-    """Raise for no sources, two of one name, or a rank that is not one of the ranks."""
+    """Raise a ValueError as `CorpusLoader` describes."""
     names = [source.name for source in sources]
     if not names or len(set(names)) < len(names):
         raise ValueError(
@@ -218,11 +361,9 @@ def check_sources(sources: Sequence[CorpusSource], data_rank: int, data_ranks: i
 
 @contextmanager
 def _same_handler() -> Iterator[None]:
-    """Return a context that restores the handler of SIGCHLD.
-
-    torch's handler raises the death of a worker wherever the main thread is at that moment.
-    Without the handler, the next batch raises it.
-    """
+    """Return a context at whose end the handler of SIGCHLD is restored."""
+    # torch's handler raises the death of a worker wherever the main thread is at that moment.
+    # Without the handler, the next batch raises it.
     before = signal.getsignal(signal.SIGCHLD)
     try:
         yield
@@ -231,12 +372,12 @@ def _same_handler() -> Iterator[None]:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL if before is None else before)
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch
 
 
 def merge_positions(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the position of all ranks: of each partition the cursors that are ahead."""
+    """Return the position of all ranks: for each partition, the cursors with most rows."""
     furthest: dict[int, list[list[float]]] = {}
     lengths: dict[str, int | None] = {}
     for state in states:

@@ -1,6 +1,6 @@
-"""Megatron's indexed datasets as they are: documents of token ids in PREFIX.bin and PREFIX.idx.
+"""MegatronDocuments: Megatron's indexed datasets, PREFIX.bin and PREFIX.idx.
 
-The index, little-endian, without gaps (N sequences, n documents):
+The layout of PREFIX.idx is little-endian, with N sequences and n documents:
 
     9 bytes        "MMIDIDX" and two zero bytes
     uint64         version, 1
@@ -8,10 +8,10 @@ The index, little-endian, without gaps (N sequences, n documents):
     uint64         N
     uint64         n + 1
     int32  [N]     ids of each sequence
-    int64  [N]     the byte of PREFIX.bin at which it begins
+    int64  [N]     the byte of PREFIX.bin at which the sequence begins
     int64  [n + 1] the sequence with which each document begins, and N
 
-What follows (modes of multimodal sequences) is not read. Neither file is loaded into memory.
+Modes of multimodal sequences follow, and are not read.
 
 Source: megatron/core/datasets/indexed_dataset.py of Megatron-LM.
 """
@@ -37,19 +37,19 @@ SAMPLES, SAMPLE_BYTES = 256, 4096  # of PREFIX.bin, in the fingerprint
 
 
 class MegatronDocuments:
-    """The documents of an indexed dataset: `documents[i]` is an array of the ids of document i.
+    """The documents of an indexed dataset of Megatron: `documents[i]` is an array of token ids.
 
-    Opening reads the whole index once. Documents are read by `os.pread`.
+    Opening reads PREFIX.idx once. Documents are read from PREFIX.bin when they are used.
 
     Attributes:
         fingerprint: a digest of the index and of 1 MiB of PREFIX.bin, in 256 samples.
 
     Args:
-        prefix: path of both files without .bin and .idx.
+        prefix: the path of both files without .bin and .idx.
 
     Raises:
-        ValueError: for files that are missing, too short or of another layout. Reading a document
-            raises it when a file has become shorter.
+        ValueError: if a file is missing, too short or has another layout, or if a document is read
+            and a file has become shorter.
     """
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
@@ -107,7 +107,7 @@ class MegatronDocuments:
         return np.frombuffer(self._index.read(start + first * width, count * width), dtype)
 
     def _check_borders(self, sequences: int, borders: int, digest: Any) -> None:
-        """Raise unless documents ascend from sequence 0 to the last one."""
+        """Raise unless the first sequences of documents ascend from 0 to `sequences`."""
         last = 0
         for first, count in _blocks(borders):
             block = self._entries(self._borders, "<i8", first, count)
@@ -123,7 +123,7 @@ class MegatronDocuments:
             )
 
     def _check_sequences(self, sequences: int, digest: Any) -> None:
-        """Raise unless each sequence lies inside of PREFIX.bin."""
+        """Raise unless each sequence is inside PREFIX.bin."""
         stop = 0
         for first, count in _blocks(sequences):
             sizes = self._entries(self._sizes, "<i4", first, count)
@@ -147,6 +147,6 @@ class MegatronDocuments:
 
 
 def _blocks(count: int) -> Iterator[tuple[int, int]]:
-    """Yield first entry and number of entries of each block of an array."""
+    """Yield the first entry and the number of entries of each block of an array."""
     for first in range(0, count, BLOCK):
         yield first, min(BLOCK, count - first)

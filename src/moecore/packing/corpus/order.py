@@ -1,14 +1,14 @@
-"""Which document comes at which place: by index, or from a stream.
+"""The order in which documents are read: IndexedDocuments for datasets, StreamedDocuments.
 
-An ordinal counts the documents that are read, over all epochs: 0, 1, 2, ... Of n documents ordinal
-q is of epoch q // n. Each epoch has an order of its own, which is computed place by place, so no
-permutation lies in memory.
+An ordinal counts documents over all epochs: 0, 1, 2, ... Ordinal q of n documents is in epoch
+q // n. Each epoch has another permutation, which `permuted` computes entry by entry without an
+array.
 
     permuted(i, 5, key) for i in 0 .. 4: each of 0 .. 4 once
 
-Without a key an epoch is in the order of the documents. After lcm(n, L) ordinals, when each of L
-partitions has read n / gcd(n, L) documents, epochs begin one document later: so each partition
-reads all documents. Example, 2 documents and 2 partitions: 0 1 | 1 0 | 0 1.
+Without a key each epoch has the order of the documents. If n and the number of partitions L had a
+common divisor, a partition would read the same documents in every epoch. So after every lcm(n, L)
+ordinals, epochs begin one document later. Example, 2 documents, 2 partitions: 0 1 | 1 0 | 0 1.
 
 Source of `permuted`: a Feistel network whose result is permuted again while it is out of range
 ("cycle walking"; Black and Rogaway, Ciphers with arbitrary finite domains, 2002).
@@ -16,29 +16,22 @@ Source of `permuted`: a Feistel network whose result is permuted again while it 
 
 from __future__ import annotations
 
-import hashlib
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
+from moecore.packing.documents import key_of
+
 ROUNDS = 6
 READ_BATCH = 64  # rows of a streaming dataset
 BITS_64 = 2**64 - 1
-DocumentRead = tuple[
-    int, Callable[[], Any]
-]  # number of a document in its source; reads the document
-
-
-def key_of(*parts: object) -> int:
-    """Return a number of 64 bits that the same parts always give."""
-    text = "/".join(map(str, parts)).encode()
-    return int.from_bytes(hashlib.sha256(text).digest()[:8], "little")
+DocumentRead = tuple[int, Callable[[], Any]]  # a document's index, and a function that reads it
 
 
 def permuted(index: int, count: int, key: int) -> int:
-    """Return the place of `index` in an order of 0 .. count - 1 that the key chooses."""
+    """Return entry `index` of a pseudo-random permutation of 0 .. count - 1 with this key."""
     half = max(1, -(-(count - 1).bit_length() // 2))
     mask = (1 << half) - 1
     while True:
@@ -46,77 +39,71 @@ def permuted(index: int, count: int, key: int) -> int:
         for number in range(ROUNDS):
             high_bits, low_bits = (
                 low_bits,
-                high_bits ^ (_mixed(key + number * BITS_64 // ROUNDS + low_bits) & mask),
+                high_bits ^ (_mix(key + number * BITS_64 // ROUNDS + low_bits) & mask),
             )
         index = high_bits << half | low_bits
         if index < count:
             return index
 
 
-def _mixed(number: int) -> int:
-    """Return 64 bits that each bit of the number changes (the finalizer of splitmix64)."""
+def _mix(number: int) -> int:
+    """Return a 64-bit hash of a number (the finalizer of splitmix64)."""
     number &= BITS_64
     number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & BITS_64
     number = (number ^ number >> 27) * 0x94D049BB133111EB & BITS_64
     return number ^ number >> 31
 
 
-def turned(ordinal: int, count: int, partitions: int) -> int:
-    """Return at which of `count` documents the epoch of an ordinal begins without a key."""
-    # Where sizes have a common divisor a partition would have the same documents in all epochs.
+def first_document(ordinal: int, count: int, partitions: int) -> int:
+    """Return the document, of `count`, with which an ordinal's epoch begins without a key."""
     return ordinal // math.lcm(count, partitions) % math.gcd(count, partitions)
 
 
 class IndexedDocuments:
-    """Documents by ordinal, of at least one that has an index."""
+    """The documents of a dataset by ordinal; key None = the order of the dataset."""
 
-    # key None = in their order; ordinals are dealt among `partitions`
     def __init__(self, documents: Any, key: int | None, *, partitions: int) -> None:
         self._documents, self._key, self.length = documents, key, len(documents)
         self._partitions = partitions
 
     def take(self, ordinal: int) -> DocumentRead:
-        """Return the number of an ordinal's document and a function that reads it."""
+        """Return an ordinal's document."""
         epoch, index = divmod(ordinal, self.length)
         if self._key is None:
-            index = (index + turned(ordinal, self.length, self._partitions)) % self.length
+            index = (index + first_document(ordinal, self.length, self._partitions)) % self.length
         else:
             index = permuted(index, self.length, key_of(self._key, epoch))
         return index, lambda: self._documents[index]
 
 
 class StreamedDocuments:
-    """Documents by ordinal, of what is read from its start: each ordinal is taken at most once.
+    """The documents of an iterable by ordinal. Each ordinal can be taken once.
 
-    A block of documents is read and shuffled at a time. A document that is read before its turn
-    waits. What no partition of this process takes is read and dropped. Documents begin anew with
-    each `iter`; with a method `skip`, as datasets has it, a resumed stream is faster.
+    The stream is read and shuffled in blocks. Documents that are read before they are taken are
+    buffered. Documents of partitions of other processes are discarded. Each epoch calls `iter`. If
+    the iterable has a method `skip`, as Hugging Face streaming datasets have, resuming is faster.
     """
 
     def __init__(
         self,
         documents: Iterable[Any],
-        key: int | None,  # of the order of all epochs; None = as they come
+        key: int | None,  # None = the order of the stream
         *,
         block: int,  # documents that are shuffled together
-        first: int,  # least ordinal that is taken
-        last: int,  # largest ordinal that was read before the position was saved; -1 = none
+        first: int,  # the smallest ordinal that is taken
+        last: int,  # the largest ordinal that was read before the position was saved; -1 = none
         partitions: int,
-        partition_ids: frozenset[int],  # remainders by `partitions` of the ordinals that are taken
-        length: int | None,  # documents of an epoch; None = not known before the first has ended
+        partition_ids: frozenset[int],  # the partitions whose ordinals are taken
+        length: int | None,  # documents of an epoch; None = unknown until the first epoch ends
     ) -> None:
         self._documents, self._key, self._block = documents, key, block if key is not None else 1
-        self._partitions, self._partition_ids, self._last, self.length = (
-            partitions,
-            partition_ids,
-            last,
-            length,
-        )
+        self._partitions, self._partition_ids = partitions, partition_ids
+        self._last, self.length = last, length
         self._buffer: dict[int, tuple[int, Any]] = {}
         self._stream = self._read(first)
 
     def take(self, ordinal: int) -> DocumentRead:
-        """Return the number of an ordinal's document in the stream and a function that reads it."""
+        """Return an ordinal's document."""
         while ordinal not in self._buffer:
             stream_ordinal, number, document = next(self._stream)
             if stream_ordinal % self._partitions in self._partition_ids:
@@ -125,12 +112,12 @@ class StreamedDocuments:
         return number, lambda: document
 
     def _read(self, ordinal: int) -> Iterator[tuple[int, int, Any]]:
-        """Yield ordinal, number in the stream and document, from an ordinal on."""
+        """Yield the ordinal, the index in the stream and the document, from an ordinal on."""
         while True:
             epoch, inside = divmod(ordinal, self.length) if self.length else (0, ordinal)
             begin, read = ordinal - inside, inside - inside % self._block
-            first, stream = read, self._turned(begin, read)
-            turn = self._turn(begin)
+            first, stream = read, self._epoch(begin, read)
+            offset = self._first(begin)
             while block := list(islice(stream, self._block)):
                 if self.length and read + len(block) > self.length:
                     raise _length_error(self.length, "more")
@@ -138,9 +125,9 @@ class StreamedDocuments:
                 for i in range(len(block)):
                     if begin + read + i >= ordinal:
                         place = permuted(i, len(block), key)
-                        yield begin + read + i, self._number(turn + read + place), block[place]
+                        yield begin + read + i, self._wrap(offset + read + place), block[place]
                 read += len(block)
-            if read == first:  # the stream has ended at the place to which it was skipped or before
+            if read == first:  # the stream is not longer than the skipped documents
                 read = sum(1 for _ in self._documents_from(0))
             if not read:
                 raise ValueError("must have at least one document: it ended at once")
@@ -149,25 +136,25 @@ class StreamedDocuments:
                 raise _length_error(expected_length, str(read))
             self.length, ordinal = read, max(ordinal, begin + read)
 
-    def _number(self, place: int) -> int:
-        return place % self.length if self.length else place
+    def _wrap(self, index: int) -> int:
+        return index % self.length if self.length else index
 
-    def _turn(self, begin: int) -> int:
-        """Return the document with which the epoch that begins at an ordinal begins."""
+    def _first(self, begin: int) -> int:
+        """Return the document with which the epoch from ordinal `begin` on begins."""
         if self.length and self._key is None:
-            return turned(begin, self.length, self._partitions)
+            return first_document(begin, self.length, self._partitions)
         return 0
 
-    def _turned(self, begin: int, count: int) -> Iterator[Any]:
-        """Yield the documents of the epoch that begins at an ordinal, without the first ones."""
-        first = self._turn(begin)
-        before = max(0, count - (self.length or 0) + first) if first else 0  # of those from 0
-        if not before:
+    def _epoch(self, begin: int, count: int) -> Iterator[Any]:
+        """Yield the documents of the epoch from ordinal `begin` on, without the first `count`."""
+        first = self._first(begin)
+        num_skipped = max(0, count - (self.length or 0) + first) if first else 0  # of 0 .. first
+        if not num_skipped:
             yield from self._documents_from(first + count)
-        yield from islice(self._documents_from(before), first - before)
+        yield from islice(self._documents_from(num_skipped), first - num_skipped)
 
     def _documents_from(self, count: int) -> Iterable[Any]:
-        """Return the documents without the first ones."""
+        """Return the documents without the first `count`."""
         documents: Any = self._documents
         if hasattr(documents, "skip"):
             count, documents = 0, documents.skip(count) if count else documents
@@ -184,7 +171,7 @@ def _length_error(expected_length: int, count: str) -> ValueError:
 
 
 def _examples(dataset: Any) -> Iterator[dict[str, Any]]:
-    """Yield all rows of a streaming dataset of datasets: its `__iter__` gives a worker a part."""
+    """Yield all rows of a streaming dataset, whose `__iter__` would yield a worker's part."""
     if "fsspec.asyn" in sys.modules:  # its lock does not survive a fork, see datasets
         sys.modules["fsspec.asyn"].reset_lock()
     for batch in dataset.iter(batch_size=READ_BATCH):

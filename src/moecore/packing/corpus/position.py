@@ -1,9 +1,10 @@
-"""The position of a loader as JSON: the facts that it is compared with, and its schema.
+"""The saved position of a loader as JSON, and its checks on resume.
 
     {"rows": 96, "partitions": 32, "cursors": [[0, [[3, 64, 17, -0.2, 40]]], ...],
      "lengths": {"web": 5000}, "facts": {"number of sources": 1, "name of source 0": "web", ...}}
 
-A cursor is a list of the fields of `Cursor`, for each source of each partition.
+An entry of "cursors" has a partition's number and the fields of the `Cursor` of each source. The
+facts must be equal in the state and in the loader that loads the state.
 """
 
 from __future__ import annotations
@@ -13,14 +14,21 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
+import numpy as np
+
 from moecore.base.fields import Bound, check_value, quote
-from moecore.packing.corpus.documents import sample_of, tokens_of
+from moecore.packing.corpus.documents import (
+    CorpusError,
+    CorpusOptions,
+    CorpusSource,
+    Partitions,
+    tokens_of,
+)
 from moecore.packing.corpus.files import cut
-from moecore.packing.corpus.options import CorpusError, CorpusOptions, CorpusSource, Partitions
 from moecore.packing.corpus.partitions import Cursor
 
-SAMPLED = 16  # documents of a source that are tokenized for its facts
-SAMPLED_TOKENS = 1 << 20  # after so many tokens no more documents are
+SAMPLED = 16  # documents of a source whose tokens are a fact
+SAMPLED_TOKENS = 1 << 20  # no further document is tokenized after this number of tokens
 Cursors = dict[int, list[Cursor]]  # by partition
 Number = Annotated[int, Bound(">=", 0), Bound("<", 2**62)]
 FIELDS: dict[str, Any] = {
@@ -33,7 +41,7 @@ FIELDS: dict[str, Any] = {
 
 
 class Position(NamedTuple):
-    """A state that has been checked."""
+    """A checked state."""
 
     rows: int
     partitions: int
@@ -42,7 +50,7 @@ class Position(NamedTuple):
 
 
 def facts_of(sources: Sequence[CorpusSource], options: CorpusOptions) -> dict[str, Any]:
-    """Return what loaders of the same rows have in common, as JSON."""
+    """Return the facts that decide a loader's rows, as JSON."""
     facts: dict[str, Any] = {"number of sources": len(sources)}
     facts |= {f"name of source {i}": source.name for i, source in enumerate(sources)}
     options_of_rows = ("row_tokens", "documents", "window", "multiple")
@@ -67,10 +75,11 @@ def _facts_of(source: CorpusSource) -> dict[str, Any]:
 
 def _sampled(source: CorpusSource) -> str:
     digest, count = hashlib.sha256(), 0
-    for number in sample_of(source.documents, SAMPLED):
+    numbers = np.linspace(0, len(source.documents) - 1, SAMPLED).astype(int)
+    for number in np.unique(numbers).tolist():
         try:
             ids = tokens_of(source, source.documents[number], None)
-        except Exception:  # of any kind; it is raised when the document is reached
+        except Exception:  # the loader raises the error when it reads the document
             digest.update(b"error/")
             continue
         digest.update(f"{len(ids)} {ids.dtype}/".encode() + ids.tobytes())
@@ -87,7 +96,7 @@ def position_of(cursors: Cursors, lengths: Mapping[str, int | None]) -> str:
 
 
 def check_ranks(facts_of_ranks: Sequence[Mapping[str, Any]]) -> None:
-    """Raise a CorpusError, the same on each rank, when facts of ranks differ."""
+    """Raise the same CorpusError on each rank if facts of ranks differ."""
     for name in facts_of_ranks[0]:
         values = [facts.get(name) for facts in facts_of_ranks]
         for rank, value in enumerate(values):
@@ -102,7 +111,7 @@ def check_ranks(facts_of_ranks: Sequence[Mapping[str, Any]]) -> None:
 def check_state(
     state: Mapping[str, Any], facts: Mapping[str, Any], sources: Sequence[CorpusSource]
 ) -> Position:
-    """Return the position of a state, or refuse what no loader with these facts has made."""
+    """Return the position of a state. Raise ValueError if no loader with these facts made it."""
     values = _as_json(state)
     for name, annotation in FIELDS.items():
         check_value(f"state[{name!r}]", values[name], annotation)
@@ -124,7 +133,7 @@ _NO_STATE = "must be that of a state_dict(): pass one, of all data ranks"
 
 
 def _as_json(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a state that has the classes of JSON and no others."""
+    """Return a copy of a state with the types of JSON."""
     try:
         values = json.loads(json.dumps(dict(state), allow_nan=False))
     except (TypeError, ValueError, RecursionError):
@@ -155,7 +164,7 @@ def _check_facts(state_facts: Mapping[str, Any], facts: Mapping[str, Any]) -> No
 def _cursors_of(
     entry: Any, partitions: int, step: int, num_sources: int
 ) -> tuple[int, list[Cursor]]:
-    """Return the number of a partition and its cursors."""
+    """Return a partition's number and its cursors."""
     credit = Annotated[float, Bound(">=", -num_sources - 1), Bound("<=", num_sources + 1)]
     kinds: tuple[Any, ...] = (Number, Number, Number, credit, Number)
     try:
@@ -177,7 +186,7 @@ def _cursors_of(
 
 
 def _check_rows(cursors: Cursors, rows: int, partitions: int) -> None:
-    """Raise unless the cursors of each partition have given the rows that were dealt from it."""
+    """Raise unless the sum of each partition's cursors is the partition's number of rows."""
     for number in {*range(min(rows, partitions)), *cursors}:
         expected_rows = max(0, -(-(rows - number) // partitions))
         num_rows = sum(cursor.rows for cursor in cursors.get(number, []))

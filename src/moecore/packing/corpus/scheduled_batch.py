@@ -1,8 +1,8 @@
-"""Steps of a corpus under dynamic context parallelism: a cp for each micro-batch.
+"""ScheduledLoader: steps of a corpus under dynamic context parallelism, a cp per micro-batch.
 
-Every rank reads the rows of the whole step, in the order and at the position of a `CorpusLoader`.
-Every rank then makes the plan of `schedule_documents` from their documents, so ranks exchange
-nothing, and a rank's workers can plan steps ahead. The rank collates what its own groups share.
+Every rank reads all rows of the step, in the order and at the position of a `CorpusLoader`. Every
+rank computes the same schedule of their documents, so the schedule needs no communication, and a
+rank's workers can prefetch steps. The rank collates only the documents of its groups.
 
     rows of a step      [d0 d1 d2] [d3 d3 d3] [d4 d5 d6]       of `row_tokens`
 
@@ -26,18 +26,20 @@ from torch import Tensor
 from moecore.base.fields import CheckedRecord, Count, CountOrZero, Rules, check_arguments
 from moecore.base.rank_checks import difference
 from moecore.base.streams import to_device
-from moecore.kernels.cross_entropy import IGNORE_INDEX
-from moecore.packing.collate import PackedBatch, read_document
-from moecore.packing.corpus.batches import RankBatches, Rows, batch_of
-from moecore.packing.corpus.loader import PositionedLoader, check_sources
-from moecore.packing.corpus.options import CorpusError, CorpusOptions, CorpusSource
-from moecore.packing.corpus.partitions import Piece
-from moecore.packing.cost import DocumentCost, MeasuredCost
-from moecore.packing.documents import Document
+from moecore.packing.collate import (
+    PackedBatch,
+    Piece,
+    Rows,
+    build_batch,
+    multiple_of,
+    read_document,
+)
+from moecore.packing.corpus.documents import CorpusError, CorpusOptions, CorpusSource
+from moecore.packing.corpus.loader import PositionedLoader, RankBatches, check_sources
+from moecore.packing.documents import Document, DocumentCost, MeasuredCost
 from moecore.packing.schedule import DEFAULT_COST, DocumentGroup, schedule_documents
-from moecore.packing.split import multiple_of
 
-TILE = 128  # tokens of a rank's micro-batch are a multiple of it: few shapes, whole tiles of FP8
+TILE = 128  # a rank's micro-batch has a multiple of TILE tokens: few shapes, full tiles of FP8
 DECODER = {  # argument of a forward -> field of a `PackedBatch`
     "tokens_BT": "input_ids",
     "labels_BT": "labels",
@@ -47,7 +49,7 @@ DECODER = {  # argument of a forward -> field of a `PackedBatch`
 }
 TRANSFORMERS = {
     "input_ids": "input_ids",
-    "labels": "labels",  # without them there is no loss
+    "labels": "labels",  # transformers computes a loss only if `labels` is given
     "shift_labels": "labels",
     "padding_mask": "padding_mask",
     "cu_seqlens": "cu_seqlens",
@@ -57,15 +59,15 @@ TRANSFORMERS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduledBatch:
-    """A step of one data rank: a micro-batch for each round of the plan, on the CPU.
+    """A step of one data rank: a micro-batch for each round of the schedule, on the CPU.
 
     Attributes:
-        micro_batches: each has one row, the whole row of this rank's group; [1, cp * tokens].
-        cps: ranks of the group, by micro-batch.
-        is_first: whether this rank is the first of its group, by micro-batch.
-        num_labels: of the step, over all ranks.
-        num_tokens: of the documents of the step, over all ranks, without padding.
-        digest: SHA-256 over the documents and the plan of all ranks.
+        micro_batches: the full row [1, cp * tokens] of this rank's group, for each round.
+        cps: number of ranks of this rank's group, for each round.
+        is_first: whether this rank is the first of its group, for each round.
+        num_labels: number of labels of the step in the loss, over all ranks.
+        num_tokens: tokens of the step over all ranks, without padding.
+        digest: SHA-256 of the documents and the schedule of all ranks.
     """
 
     micro_batches: tuple[PackedBatch, ...]
@@ -76,10 +78,10 @@ class ScheduledBatch:
     digest: str
 
     def counts(self) -> Tensor:
-        """Return labels that count, tokens without padding, pairs, tokens with padding: int64 [4].
+        """Return int64 [4]: labels, tokens without padding, squared lengths, tokens with padding.
 
-        Sums over data ranks give the step's counts: the first rank of a group counts its documents,
-        and each rank its own tokens with padding. Pairs are squared lengths of documents.
+        The sums over data ranks are the step's counts: the first rank of a group counts the group's
+        documents, and each rank counts its own tokens with padding.
         """
         totals = torch.zeros(4, dtype=torch.int64)
         for batch, cp, is_first in zip(self.micro_batches, self.cps, self.is_first, strict=True):
@@ -95,14 +97,17 @@ class ScheduledBatch:
     ) -> list[dict[str, Any]]:
         """Return the arguments of a forward for each micro-batch, copied without a host sync.
 
-        The names are the arguments of `Decoder`, or of a causal language model of transformers.
+        Args:
+            device: the device of the copies.
+            transformers: True = arguments of a causal language model of transformers; False = of
+                `Decoder`.
         """
         names = TRANSFORMERS if transformers else DECODER
-        of_all = {"num_tokens": max(1, self.num_labels)}
-        of_all |= {"use_cache": False} if transformers else {}
+        shared = {"num_tokens": max(1, self.num_labels)}
+        shared |= {"use_cache": False} if transformers else {}
         return [
             {name: _move_tensor(batch[field], device) for name, field in names.items()}  # type: ignore[literal-required]
-            | of_all
+            | shared
             | {"cp": cp}
             for batch, cp in zip(self.micro_batches, self.cps, strict=True)
         ]
@@ -111,14 +116,14 @@ class ScheduledBatch:
         """Return this rank's part of the mean loss; the sum over data ranks is the step's loss.
 
         Args:
-            losses: of the micro-batches, as `TrainStep.forward_backward` returns them.
+            losses: the losses of the micro-batches, as `TrainStep.forward_backward` returns them.
         """
         return (losses / to_device(torch.tensor(self.cps), losses.device)).sum()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduledCollator(CheckedRecord):
-    """The `collate_fn` of a DataLoader: makes a `ScheduledBatch` of the documents of a step.
+    """A `collate_fn` for DataLoader that makes a `ScheduledBatch` from the documents of a step.
 
         collator = ScheduledCollator(max_tokens=8192, data_rank=..., data_ranks=...)
         for batch in DataLoader(documents, batch_size=64, collate_fn=collator):
@@ -126,16 +131,16 @@ class ScheduledCollator(CheckedRecord):
             loss = batch.loss_of(step.forward_backward(batch.inputs("cuda")))
             done = step.finish()
 
-    The model is parallelized with `ContextOptions(dynamic=True)` and loss="sum". Every data rank
-    gets the same documents in the same order.
+    Parallelize the model with `ContextOptions(dynamic=True)` and loss="sum". Every data rank must
+    receive the same documents in the same order.
 
     Attributes:
-        max_tokens: of one rank's micro-batch; even where ranks share documents, and a multiple of
-            tp.
-        cost: of a document, by its length and cp.
-        data_rank: this one; tp and pp ranks share it.
-        data_ranks: ranks with different data. Groups have up to the largest power of two that
-            divides it, and a document is padded to at most a multiple of twice that.
+        max_tokens: the largest number of tokens of a rank's micro-batch; a multiple of tp, and even
+            if groups have several ranks.
+        cost: the cost model of a document, by its length and cp.
+        data_rank: this rank's index, `meshes.data_rank`.
+        data_ranks: number of data ranks. The largest group is the largest power of two that divides
+            this number, and documents are padded to multiples of twice their group's ranks.
     """
 
     max_tokens: Count
@@ -151,24 +156,21 @@ class ScheduledCollator(CheckedRecord):
 
     @property
     def largest(self) -> int:
-        """The most ranks of a group."""
-        return min(self.data_ranks & -self.data_ranks, self.cost.most_cp or self.data_ranks)
+        """The number of ranks of the largest group."""
+        return min(self.data_ranks & -self.data_ranks, self.cost.max_cp or self.data_ranks)
 
     def __call__(self, documents: Sequence[Document]) -> ScheduledBatch:
         """Return this rank's batch of a step.
 
         Args:
-            documents: as `PackedCollator` takes them.
+            documents: token ids or rows, as for `PackedCollator`.
 
         Raises:
-            ValueError: for a document that `PackedCollator` refuses, or that the largest group
-                cannot hold.
+            ValueError: if `PackedCollator` refuses a document, or a document exceeds `max_tokens`
+                per rank of the largest group.
         """
         check_arguments(ScheduledCollator.__call__, locals())
-        read = (read_document(document, number) for number, document in enumerate(documents))
-        return self.of_pieces(
-            [Piece(i.numpy(), IGNORE_INDEX, labels.numpy()) for i, labels in read]
-        )
+        return self.of_pieces([read_document(d, number) for number, d in enumerate(documents)])
 
     def of_pieces(self, pieces: Sequence[Piece]) -> ScheduledBatch:
         """Return this rank's batch of a step of a corpus."""
@@ -199,11 +201,11 @@ class ScheduledCollator(CheckedRecord):
 
     def _batch(self, group: DocumentGroup, pieces: Sequence[Piece], longest: int) -> PackedBatch:
         tokens = min(self.max_tokens, max(1, -(-group.tokens // TILE)) * TILE)
-        return batch_of(
+        return build_batch(
             [[pieces[i] for i in group.documents]],
             row_tokens=tokens * group.cp,
             multiple=multiple_of(group.cp),
-            longest=longest,  # padding is in no document that the model has no positions for
+            longest=longest,  # a longer padding document could exceed the model's positions
         )
 
 
@@ -212,34 +214,27 @@ def _move_tensor(x: Any, device: torch.device | str) -> Any:
 
 
 class ScheduledLoader(PositionedLoader[ScheduledBatch]):
-    """Yields the steps of this data rank without end; each micro-batch has a cp of its own.
+    """An endless iterator over the steps of this data rank. See `ScheduledCollator` for a loop.
 
-        where = dict(data_rank=meshes.data_rank, data_ranks=meshes.data_ranks)
-        for batch in ScheduledLoader([source], options, rows=8, max_tokens=8192, **where):
-            step.num_micro_batches = len(batch.cps)
-            loss = batch.loss_of(step.forward_backward(batch.inputs("cuda")))
-            done = step.finish()
-
-    The model is parallelized with `ContextOptions(dynamic=True)` and loss="sum". Positions are
-    those of a `CorpusLoader` of the same sources and options: either goes on where the other was.
-
-    Made on every rank at once, because ranks compare their plans through a gloo group of its own.
+    A `CorpusLoader` of the same sources and options can load the state of a `ScheduledLoader`, and
+    the reverse. The constructor is collective: it makes a gloo group that compares schedules.
 
     Args:
-        sources: as for `CorpusLoader`.
-        options: likewise; no document is longer than `row_tokens`, padding included, which is a
-            multiple of 2 * the largest group. `multiple` is 1.
-        rows: of a step, all data ranks together.
-        max_tokens: of one rank's micro-batch; it is even, and a multiple of tp.
-        cost: of a document, by its length and cp.
-        data_rank: this one; tp ranks share it.
-        data_ranks: ranks with different data.
-        workers: as for `CorpusLoader`. With 1, 2, 4 or 8 none reads what another one reads.
+        sources: sources of the corpus, as for `CorpusLoader`.
+        options: options of the rows. `row_tokens` must be a multiple of 2 * the ranks of the
+            largest group, and `multiple` must be 1.
+        rows: rows of a step, over all data ranks.
+        max_tokens: as for `ScheduledCollator`.
+        cost: as for `ScheduledCollator`.
+        data_rank: this rank's index, `meshes.data_rank`.
+        data_ranks: number of data ranks, `meshes.data_ranks`.
+        workers: processes that prefetch steps, as for `CorpusLoader`. If `workers` is 1, 2, 4 or 8,
+            no two workers of a rank read the same partition.
 
     Raises:
-        ValueError: as `CorpusLoader`, or for rows that the largest group of ranks cannot hold.
-        CorpusError: from `next`, as `CorpusLoader`, and on every rank when ranks read different
-            documents or made different plans.
+        ValueError: as `CorpusLoader`, and if the largest group cannot compute a row.
+        CorpusError: from `next`, as `CorpusLoader`, and on every rank if ranks read different
+            documents or computed different schedules.
     """
 
     def __init__(
