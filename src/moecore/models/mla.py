@@ -206,9 +206,7 @@ class LatentAttention(nn.Module):
         q = self.q_b_proj(q_BTQ) if self.mla.q_lora_rank else self.q_proj(q_BTQ)
         q_BTHq = rotary.rotate_pairs(q.unflatten(-1, (-1, n + r)))
         k_BT1r = rotary.rotate_pairs(k_BTr[:, :, None])
-        if (
-            local_tokens is not None and local_tokens.cp.gathers
-        ):  # latents of whole rows, not their heads
+        if local_tokens is not None and local_tokens.cp.gathers:  # latents, which are smaller
             full_BTX = local_tokens.gather(torch.cat((c_BTC, k_BT1r[:, :, 0]), dim=-1))
             c_BTC, k_BTr = full_BTX.split((c_BTC.shape[-1], r), dim=-1)
             k_BT1r = k_BTr[:, :, None]

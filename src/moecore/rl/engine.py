@@ -326,9 +326,8 @@ class Engine:
         }
         for name in getattr(objective, "__dataclass_fields__", ()):
             global_entries[f"{type(objective).__name__}.{name}"] = getattr(objective, name)
-        field_names = (
-            () if objective is None else PER_TOKEN
-        )  # a forward without an objective reads only routes
+        # A forward without an objective reads only routes.
+        field_names = () if objective is None else PER_TOKEN
         for name in (*field_names, "routes_NLK", "route_weights_NLK"):
             global_entries[f"whether {name} is None"] = getattr(rollouts, name) is None
         global_entries["routes"] = routes

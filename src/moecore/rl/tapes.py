@@ -61,7 +61,7 @@ class ChoiceRecorder:
 
     def rewinder(self) -> Callable[[], None]:
         """Return a function that removes all choices recorded after this call."""
-        return partial(_cut, self.records, len(self.records))
+        return partial(self.records.__delitem__, slice(len(self.records), None))
 
 
 class _TapeForward:
@@ -265,10 +265,6 @@ class _Player:
     def rewinder(self) -> Callable[[], None]:
         """Return a function that undoes the calls after this call."""
         return self.replay.rewinder(self.name)
-
-
-def _cut(records: list[Tensor], length: int) -> None:
-    del records[length:]
 
 
 def _forward_of(node: Any) -> _TapeForward | None:

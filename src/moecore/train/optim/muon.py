@@ -71,9 +71,8 @@ class MuonOptions(CheckedRecord):
             option.name: group[option.name] for option in fields(cls) if option.name in group
         }
         options["ns_coefficients"] = tuple(options["ns_coefficients"])
-        return cls(
-            **options | {"adjust_lr_fn": options["adjust_lr_fn"] or "original"}
-        )  # torch's None
+        options["adjust_lr_fn"] = options["adjust_lr_fn"] or "original"  # torch's None
+        return cls(**options)
 
 
 class Muon(torch.optim.Optimizer):
