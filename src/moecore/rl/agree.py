@@ -35,7 +35,7 @@ class Totals:
     num_responses: int
 
 
-def agree(
+def gather_totals(
     meshes: Meshes,
     local_totals: Totals | None,
     problem: str | None,

@@ -330,7 +330,7 @@ class Stash(Offload, Holder):
                 if of_graph != in_capture:  # copies of eager groups are not captured
                     self._resting.append((group, of_graph))
                 elif group.readers.alive and not group.has_unpacked:
-                    self._put(group)
+                    self._copy_out(group)
             self._resting = [entry for entry in self._resting if entry[0].readers.alive]
 
     @property

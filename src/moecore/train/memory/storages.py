@@ -5,7 +5,7 @@ A `Store` has the copies: host memory, or pages (`stash.py`). `Offload` calls th
 parts of blocks begin and end:
 
     _pack      a tensor is saved            -> its handle, or None if the tensor is not offloaded
-    _put       a part's forward has ended   -> copies of its group's storages to the store start
+    _copy_out  a part's forward has ended   -> copies of its group's storages to the store start
     _retire    the same part of a later     -> the device memory of the group is freed
                layer begins
     _fetch     a handle is unpacked         -> the storage; its copy back starts now at the latest
@@ -194,7 +194,7 @@ class SavedStorages:
         group.fresh.append(copy)
         return copy
 
-    def _put(self, group: StorageGroup) -> None:
+    def _copy_out(self, group: StorageGroup) -> None:
         ready = [copy for copy in group.fresh if copy.readers.alive and copy.is_unchanged()]
         stored_copies = self._store.put(ready)
         self._offload_bytes -= sum(copy.size for copy in group.fresh if copy.piece is None)
@@ -219,7 +219,7 @@ class SavedStorages:
                 raise changed_in_place(shape, version(copy.counter), copy.version)
             if copy.data is None:
                 self.late_bytes += copy.size
-                self._bring([copy])
+                self._copy_back([copy])
             data = copy.data
             assert data is not None
             if copy.is_back:
@@ -230,7 +230,7 @@ class SavedStorages:
                 # for the block's.
                 if isinstance(current, torch.cuda.Stream) and current != copy.home:
                     data.record_stream(current)
-            # A retained graph begins a further turn: `_bring` copies back once more.
+            # A retained graph begins a further turn: `_copy_back` copies back once more.
             use.copy_turn, is_over = copy.readers.count_unpack(use.copy_turn)
             if is_over and copy.piece is not None:
                 copy.free()
@@ -240,17 +240,19 @@ class SavedStorages:
                 self._finished_groups.append(group)
         return data
 
-    def _bring_all(self, groups: Iterable[StorageGroup], freed_pieces: Sequence[Any] = ()) -> None:
+    def _copy_groups_back(
+        self, groups: Iterable[StorageGroup], freed_pieces: Sequence[Any] = ()
+    ) -> None:
         """Start to copy groups back, in the order of backward, and free `freed_pieces`."""
         for group in groups:
             copies = [c for c in reversed(group.fresh) if c.readers.alive and c.data is None]
             if copies:
-                self._bring(copies, freed_pieces)
+                self._copy_back(copies, freed_pieces)
                 freed_pieces = ()
         if freed_pieces:
             self._store.give(freed_pieces)
 
-    def _bring(self, copies: Sequence[HostCopy], freed_pieces: Sequence[Any] = ()) -> None:
+    def _copy_back(self, copies: Sequence[HostCopy], freed_pieces: Sequence[Any] = ()) -> None:
         """Allocate device memory for storages and start to copy them back."""
         home = self._streams.current()
         for copy in copies:
@@ -308,6 +310,6 @@ class SavedStorages:
         ]
         for group in finished_groups:
             group.has_unpacked = False
-        self._bring_all(
+        self._copy_groups_back(
             chain.from_iterable(group.prefetch_groups for group in finished_groups), freed_pieces
         )

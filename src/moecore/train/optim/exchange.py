@@ -67,7 +67,7 @@ class MatrixBlock(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class ExchangeRound:
     """One exchange from one rank's view; lists of blocks are indexed by the other rank."""
 
     params: list[int]  # places of the parameters that take part
@@ -105,7 +105,7 @@ class MatrixPlan:
     """One rank's part of a step of some parameters."""
 
     local_blocks: dict[int, list[MatrixBlock]]  # place -> own blocks, of matrices on one rank each
-    rounds: list[tuple[dist.ProcessGroup, Round]]  # of the others
+    rounds: list[tuple[dist.ProcessGroup, ExchangeRound]]  # of the others
     outputs: MatrixPlan | None = None  # the same blocks and rounds of one number per output
 
 
@@ -271,12 +271,12 @@ def _assign(members: list[_Member], num_ranks: int) -> Owners:
     return owners
 
 
-def _round(members: list[_Member], owners: Owners, rank: int) -> Round:
+def _round(members: list[_Member], owners: Owners, rank: int) -> ExchangeRound:
     """Return a round from one rank's view; sender and receiver list blocks in the same order."""
     num_ranks = len(members[0].holding.ranks)
     lists: Iterator[list[list[MatrixBlock]]] = ([[] for _ in range(num_ranks)] for _ in range(4))
     sends, receives, returns, results = lists
-    result = Round([], [], sends, receives, returns, results)
+    result = ExchangeRound([], [], sends, receives, returns, results)
     for member in members:
         result.params.append(member.place)
         rank_parts, copy_of = member.holding.rank_parts, member.holding.copy_of
