@@ -91,7 +91,10 @@ def key_choice(config: IndexerConfig | None, layer: nn.Module, top_k: int) -> Ke
 
 
 def mean_divergence(divergence_BT: Tensor, sequence: Sequence) -> Tensor:
-    """Return this rank's summand of the mean over all cp ranks' tokens without padding."""
+    """Return this rank's sum over its tokens, divided by the number of tokens of all cp ranks.
+
+    Padding counts in neither number.
+    """
     mask_BT, local_tokens = sequence.padding_mask_BT, sequence.local_tokens
     if mask_BT is None:
         return divergence_BT.sum() / (
@@ -106,8 +109,8 @@ def mean_divergence(divergence_BT: Tensor, sequence: Sequence) -> Tensor:
 class LatentAttention(nn.Module):
     """Causal multi-head latent attention, of a decoder with `mla`."""
 
-    observe_scores: ScoreObserver | None = None  # as of `Attention`
-    learning: IndexerConfig | None = None  # how the indexer learns; None = it does not
+    observe_scores: ScoreObserver | None = None  # as in `Attention`
+    learning: IndexerConfig | None = None  # None = the indexer is not trained
 
     def __init__(self, config: DecoderConfig, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()

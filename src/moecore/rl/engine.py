@@ -293,7 +293,7 @@ class Engine:
     def _replaying(
         self, rows: Sequence[RolloutRow], rollouts: Rollouts
     ) -> AbstractContextManager[None]:
-        """Return a context in which forwards of rows replay the rollouts' routes, if any."""
+        """Return a context in which forwards of rows replay `Rollouts.routes_NLK`, if given."""
         if rollouts.routes_NLK is None:
             return nullcontext()
         return self._layers.replay_rows(rows)

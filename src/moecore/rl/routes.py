@@ -118,7 +118,7 @@ class RoutedLayers:
         return routes_NLK
 
     def replay_rows(self, rows: Sequence[RolloutRow]) -> AbstractContextManager[None]:
-        """Return a context in which forwards of rows replay the routes of the rows."""
+        """Return a context in which one forward per row replays the row's routes."""
         if self.replay is None:
             return nullcontext()
         routes = [row.rollouts.routes_NLK for row in rows]

@@ -115,7 +115,7 @@ class TapeReplay:
         remove(self._tapes)
 
     def rewinder(self, name: str) -> Callable[[], None]:
-        """Return a function that undoes the calls of a layer after this call."""
+        """Return a function that forgets the layer's replays since this call."""
         calls, replayed_entries, next_entry = (
             len(self._calls[name]),
             set(self._replayed_entries[name]),

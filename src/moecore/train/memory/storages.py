@@ -34,18 +34,21 @@ from moecore.train.memory.streams import CopyStreams
 
 
 class Store(Protocol):
-    """Stores copies of storages. One thread at a time calls it; no call waits for the device."""
+    """Memory for copies of storages; one thread at a time calls it. No host sync."""
 
     def takes(self, rows: UsedRows | None) -> bool:
-        """Return whether a storage with these used rows (None = all) may be copied here."""
+        """Return whether the store accepts a storage with these used rows; None = all rows."""
         ...
 
     def put(self, copies: Sequence[HostCopy]) -> list[HostCopy]:
-        """Start to copy out the storages that fit, set `piece`, `out` and `busy`; return them."""
+        """Start to copy storages out, as far as there is memory; return the copied records.
+
+        Each returned record has new values of `piece`, `out` and `busy`.
+        """
         ...
 
     def bring(self, copies: Sequence[HostCopy], freed_pieces: Sequence[Any] = ()) -> None:
-        """Start to copy a group back to new `data`; set `busy`; free `freed_pieces`."""
+        """Start to copy a group back into its new `data`, set `busy`, and free `freed_pieces`."""
         ...
 
     def give(self, pieces: Sequence[Any]) -> None:
@@ -270,7 +273,7 @@ class SavedStorages:
         self._advance_if_free()
 
     def _leave(self, use: StorageUse) -> None:
-        """Record the deletion of a handle, at any time, even while the lock is held."""
+        """Record the deletion of a handle; safe while another thread holds the lock."""
         self._dead.append(use)
         self._advance_if_free()
 
