@@ -30,14 +30,23 @@ HF_SHAPE: dict[str, Any] = dict(
     initializer_range=0.2,
     attn_implementation="eager",
 )
+MOE = MoEConfig(dim=64, hidden_dim=32, num_experts=8, top_k=3, normalize_weights=True)
+SIGMOID = replace(MOE, score_function="sigmoid", routed_scaling_factor=2.5, expert_bias=True)
+LATENT = dict(kv_lora_rank=20, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10)
 Pair = tuple[nn.Module, DecoderConfig]
 
 
-def qwen3() -> Pair:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+def random_model(name: str, **options: Any) -> Any:
+    """Return transformers' `<name>ForCausalLM` with random weights."""
+    import transformers
 
-    hf = Qwen3MoeConfig(
-        **HF_SHAPE,
+    config = getattr(transformers, f"{name}Config")(**HF_SHAPE | options)
+    return getattr(transformers, f"{name}ForCausalLM")(config)
+
+
+def qwen3() -> Pair:
+    hf = random_model(
+        "Qwen3Moe",
         num_key_value_heads=2,
         head_dim=16,
         intermediate_size=48,
@@ -56,17 +65,15 @@ def qwen3() -> Pair:
         rope_theta=1e6,
         dense_layers=(1,),
         mlp_hidden_dim=48,
-        moe=MoEConfig(dim=64, hidden_dim=32, num_experts=8, top_k=3, normalize_weights=True),
+        moe=MOE,
     )
-    return Qwen3MoeForCausalLM(hf), ours
+    return hf, ours
 
 
 def mixtral() -> Pair:
     """With tied embeddings, which the other models do not have."""
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    hf = MixtralConfig(
-        **HF_SHAPE,
+    hf = random_model(
+        "Mixtral",
         num_key_value_heads=2,
         intermediate_size=32,
         num_local_experts=4,
@@ -83,14 +90,12 @@ def mixtral() -> Pair:
         tie_embeddings=True,
         moe=MoEConfig(dim=64, hidden_dim=32, num_experts=4, top_k=2, normalize_weights=True),
     )
-    return MixtralForCausalLM(hf), ours
+    return hf, ours
 
 
 def olmoe() -> Pair:
-    from transformers import OlmoeConfig, OlmoeForCausalLM
-
-    hf = OlmoeConfig(
-        **HF_SHAPE,
+    hf = random_model(
+        "Olmoe",
         num_key_value_heads=4,
         intermediate_size=32,
         num_experts=8,
@@ -106,30 +111,24 @@ def olmoe() -> Pair:
         num_kv_heads=4,
         norm_eps=1e-5,
         qk_norm="full",
-        moe=MoEConfig(dim=64, hidden_dim=32, num_experts=8, top_k=3, normalize_weights=False),
+        moe=replace(MOE, normalize_weights=False),
     )
-    return OlmoeForCausalLM(hf), ours
+    return hf, ours
 
 
 def dense(name: str, hf_changes: dict[str, Any], changes: dict[str, Any]) -> Pair:
     """A family of dense models: transformers' `<name>Config`."""
-    import transformers
-
     shape = dict(num_key_value_heads=2, intermediate_size=48, head_dim=16, rms_norm_eps=1e-5)
     rope = {"rope_type": "default", "rope_theta": 1e4}
-    hf = getattr(transformers, f"{name}Config")(
-        **HF_SHAPE, **shape, **dict(rope_parameters=rope, pad_token_id=None) | hf_changes
-    )
+    hf = random_model(name, **shape, **dict(rope_parameters=rope, pad_token_id=None) | hf_changes)
     ours = DecoderConfig(**SHAPE, num_kv_heads=2, mlp_hidden_dim=48, norm_eps=1e-5, **changes)
-    return getattr(transformers, f"{name}ForCausalLM")(hf), ours
+    return hf, ours
 
 
 def qwen2_moe() -> Pair:
     """With biases of queries, keys and values, and a gated shared expert."""
-    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
-
-    hf = Qwen2MoeConfig(
-        **HF_SHAPE,
+    hf = random_model(
+        "Qwen2Moe",
         num_key_value_heads=2,
         intermediate_size=48,
         mlp_only_layers=[1],
@@ -141,7 +140,6 @@ def qwen2_moe() -> Pair:
         rms_norm_eps=1e-6,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     )
-    moe = MoEConfig(dim=64, hidden_dim=32, num_experts=8, top_k=3, normalize_weights=False)
     ours = DecoderConfig(
         **SHAPE,
         num_kv_heads=2,
@@ -149,17 +147,15 @@ def qwen2_moe() -> Pair:
         rope_theta=1e6,
         dense_layers=(1,),
         mlp_hidden_dim=48,
-        moe=replace(moe, shared_hidden_dim=40, shared_gate=True),
+        moe=replace(MOE, normalize_weights=False, shared_hidden_dim=40, shared_gate=True),
     )
-    return Qwen2MoeForCausalLM(hf), ours
+    return hf, ours
 
 
 def glm4_moe(*, norm: bool) -> Pair:
     """Half of each head is turned; `norm` is what GLM-4.5 has and GLM-4.5-Air has not."""
-    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
-
-    hf = Glm4MoeConfig(
-        **HF_SHAPE,
+    hf = random_model(
+        "Glm4Moe",
         num_key_value_heads=2,
         head_dim=16,
         attention_bias=True,
@@ -183,19 +179,9 @@ def glm4_moe(*, norm: bool) -> Pair:
         norm_eps=1e-5,
         dense_layers=(0,),
         mlp_hidden_dim=48,
-        moe=MoEConfig(
-            dim=64,
-            hidden_dim=32,
-            num_experts=8,
-            top_k=3,
-            normalize_weights=True,
-            score_function="sigmoid",
-            routed_scaling_factor=2.5,
-            expert_bias=True,
-            shared_hidden_dim=32,
-        ),
+        moe=replace(SIGMOID, shared_hidden_dim=32),
     )
-    return Glm4MoeForCausalLM(hf), ours
+    return hf, ours
 
 
 def qwen3_next() -> Pair:
@@ -203,10 +189,9 @@ def qwen3_next() -> Pair:
 
     Its norm divides by small numbers: with the weights of the others fp32 is not exact enough.
     """
-    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
-
-    hf = Qwen3NextConfig(
-        **HF_SHAPE | dict(initializer_range=0.1),
+    hf = random_model(
+        "Qwen3Next",
+        initializer_range=0.1,
         num_key_value_heads=2,
         head_dim=16,
         intermediate_size=48,
@@ -236,26 +221,16 @@ def qwen3_next() -> Pair:
         linear_layers=(1, 2),
         dense_layers=(0,),
         mlp_hidden_dim=48,
-        moe=MoEConfig(
-            dim=64,
-            hidden_dim=32,
-            num_experts=8,
-            top_k=3,
-            normalize_weights=True,
-            shared_hidden_dim=24,
-            shared_gate=True,
-        ),
+        moe=replace(MOE, shared_hidden_dim=24, shared_gate=True),
     )
-    return Qwen3NextForCausalLM(hf), ours
+    return hf, ours
 
 
 def nemotron_h(pattern: str = "ME*-MEE", latent_dim: int = 0) -> Pair:
     """Every kind of layer, one behind another of its half too; 3 Mamba-2 heads for each group."""
-    from transformers import NemotronHConfig, NemotronHForCausalLM
-
-    shape = {k: v for k, v in HF_SHAPE.items() if k != "num_hidden_layers"}
-    hf = NemotronHConfig(
-        **shape,
+    hf = random_model(
+        "NemotronH",
+        num_hidden_layers=len(pattern),
         hybrid_override_pattern=pattern,
         num_key_value_heads=2,
         head_dim=16,
@@ -273,19 +248,7 @@ def nemotron_h(pattern: str = "ME*-MEE", latent_dim: int = 0) -> Pair:
         routed_scaling_factor=2.5,
         pad_token_id=None,
     )
-    moe = MoEConfig(
-        latent_dim=latent_dim,
-        dim=64,
-        hidden_dim=32,
-        num_experts=8,
-        top_k=3,
-        normalize_weights=True,
-        score_function="sigmoid",
-        routed_scaling_factor=2.5,
-        expert_bias=True,
-        activation="relu2",
-        shared_hidden_dim=40,
-    )
+    moe = replace(SIGMOID, latent_dim=latent_dim, activation="relu2", shared_hidden_dim=40)
     ours = DecoderConfig(
         **SHAPE | dict(num_layers=len(pattern)),
         num_kv_heads=2,
@@ -299,17 +262,15 @@ def nemotron_h(pattern: str = "ME*-MEE", latent_dim: int = 0) -> Pair:
         ),
         moe=moe if "E" in pattern else None,
     )
-    return NemotronHForCausalLM(hf), ours
+    return hf, ours
 
 
 def gpt_oss() -> Pair:
     """Small limits and windows, so that both matter."""
-    from transformers import GptOssConfig, GptOssForCausalLM
-
     yarn = replace(YARN, truncate=False)
     rope = rope_of(yarn) | dict(mscale=None, mscale_all_dim=None)
-    hf = GptOssConfig(
-        **HF_SHAPE,
+    hf = random_model(
+        "GptOss",
         num_key_value_heads=2,
         head_dim=16,
         intermediate_size=32,
@@ -341,17 +302,15 @@ def gpt_oss() -> Pair:
             fc2_bias=True,
         ),
     )
-    return GptOssForCausalLM(hf), ours
+    return hf, ours
 
 
 def deepseek_v2(*, grouped: bool) -> Pair:
     """`grouped` is what DeepSeek-V2 has and DeepSeek-V2-Lite has not; YaRN as in both."""
-    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
-
     yarn = YarnConfig(factor=4.0, original_max_seq_len=16, mscale=0.707, mscale_all_dim=0.707)
     groups = dict(n_group=4, topk_group=2, topk_method="group_limited_greedy")
-    hf = DeepseekV2Config(
-        **HF_SHAPE,
+    hf = random_model(
+        "DeepseekV2",
         **(groups if grouped else dict(topk_method="greedy")),
         num_key_value_heads=4,
         intermediate_size=48,
@@ -362,10 +321,7 @@ def deepseek_v2(*, grouped: bool) -> Pair:
         routed_scaling_factor=4.0,
         first_k_dense_replace=1,
         q_lora_rank=24 if grouped else None,
-        kv_lora_rank=20,
-        qk_nope_head_dim=12,
-        qk_rope_head_dim=8,
-        v_head_dim=10,
+        **LATENT,
         rope_parameters=rope_of(yarn),
     )
     ours = DecoderConfig(
@@ -375,24 +331,18 @@ def deepseek_v2(*, grouped: bool) -> Pair:
         mlp_hidden_dim=48,
         mla=MLAConfig(
             q_lora_rank=24 if grouped else 0,
-            kv_lora_rank=20,
-            qk_nope_head_dim=12,
-            qk_rope_head_dim=8,
-            v_head_dim=10,
+            **LATENT,
             yarn=yarn,
         ),
-        moe=MoEConfig(
-            dim=64,
-            hidden_dim=32,
-            num_experts=8,
-            top_k=3,
+        moe=replace(
+            MOE,
             normalize_weights=False,
             routed_scaling_factor=4.0,
             shared_hidden_dim=64,
             **(dict(num_groups=4, top_groups=2, group_experts=1) if grouped else {}),
         ),
     )
-    return DeepseekV2ForCausalLM(hf), ours
+    return hf, ours
 
 
 def rope_of(yarn: YarnConfig | None) -> dict[str, Any]:
@@ -414,24 +364,20 @@ def rope_of(yarn: YarnConfig | None) -> dict[str, Any]:
 
 def deepseek_v32() -> Pair:
     """A query reads 6 keys; of few heads many scores are 0, and which topk takes is open."""
-    from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
-
     hf, ours = deepseek(yarn=YARN)
     values = {k: v for k, v in hf.config.to_dict().items() if k not in ("model_type", "head_dim")}
     index = dict(index_n_heads=16, index_head_dim=12, index_topk=6)
-    mine = DeepseekV32Config(**values | index, attn_implementation="eager")
+    mine = random_model("DeepseekV32", **values | index, attn_implementation="eager")
     sparse = SparseKeysConfig(num_heads=16, head_dim=12, top_k=6)
     assert ours.mla is not None
-    return DeepseekV32ForCausalLM(mine), replace(ours, mla=replace(ours.mla, sparse=sparse))
+    return mine, replace(ours, mla=replace(ours.mla, sparse=sparse))
 
 
 def deepseek(
     *, q_lora_rank: int = 24, yarn: YarnConfig | None = None, num_mtp_layers: int = 0
 ) -> Pair:
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-
-    hf = DeepseekV3Config(
-        **HF_SHAPE,
+    hf = random_model(
+        "DeepseekV3",
         num_key_value_heads=4,
         intermediate_size=48,
         moe_intermediate_size=32,
@@ -443,10 +389,7 @@ def deepseek(
         routed_scaling_factor=2.5,
         first_k_dense_replace=1,
         q_lora_rank=q_lora_rank or None,
-        kv_lora_rank=20,
-        qk_nope_head_dim=12,
-        qk_rope_head_dim=8,
-        v_head_dim=10,
+        **LATENT,
         rms_norm_eps=1e-5,
         num_mtp_layers=num_mtp_layers,
         rope_parameters=rope_of(yarn),
@@ -457,31 +400,12 @@ def deepseek(
         norm_eps=1e-5,
         dense_layers=(0,),
         mlp_hidden_dim=48,
-        mla=MLAConfig(
-            q_lora_rank=q_lora_rank,
-            kv_lora_rank=20,
-            qk_nope_head_dim=12,
-            qk_rope_head_dim=8,
-            v_head_dim=10,
-            yarn=yarn,
-        ),
+        mla=MLAConfig(q_lora_rank=q_lora_rank, **LATENT, yarn=yarn),
         num_mtp_layers=num_mtp_layers,
         mtp_loss_coef=0.3 if num_mtp_layers else 0.0,
-        moe=MoEConfig(
-            dim=64,
-            hidden_dim=32,
-            num_experts=8,
-            top_k=3,
-            normalize_weights=True,
-            score_function="sigmoid",
-            routed_scaling_factor=2.5,
-            num_groups=4,
-            top_groups=2,
-            expert_bias=True,
-            shared_hidden_dim=64,
-        ),
+        moe=replace(SIGMOID, num_groups=4, top_groups=2, shared_hidden_dim=64),
     )
-    return DeepseekV3ForCausalLM(hf), ours
+    return hf, ours
 
 
 # Of the four frequencies of latent attention two stay, one is mixed, and one is slowed down.

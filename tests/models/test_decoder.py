@@ -49,7 +49,7 @@ def test_logits_loss_and_gradients_equal_hugging_face(name):
         assert (param.grad - expected[name]).abs().max() <= 1e-5 * scale, name
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", ["tiny", "tiny-shared"])  # a head of its own, and a tied one
 def test_loss_is_that_of_the_logits(name):
     model = Decoder(preset(name)).eval()  # training adds multi-token prediction
     g = torch.Generator().manual_seed(1)
@@ -67,18 +67,6 @@ def test_loss_is_that_of_the_logits(name):
         torch.testing.assert_close(loss, total / 500, rtol=1e-6, atol=0)
     none = model(tokens, torch.full_like(labels, -100))
     assert none.item() == 0.0
-
-
-@pytest.mark.parametrize("name", TINY)
-def test_tokens_do_not_see_the_future(name):
-    model = Decoder(preset(name))
-    tokens = torch.randint(0, 100, (1, 32), generator=torch.Generator().manual_seed(2))
-    changed = tokens.clone()
-    changed[0, 20] += 1
-    with torch.no_grad():
-        same = model(tokens)[0] - model(changed)[0]
-    assert same[:20].abs().max() < 1e-5
-    assert same[20:].abs().amax(-1).min() > 1e-4
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -220,22 +208,6 @@ def test_wrong_inputs_are_refused():
             ValueError, match=r"padding_mask \(1, \d\) \(torch.*\) must be torch.bool"
         ):
             model(tokens, padding_mask_BT=mask)
-
-
-def test_a_few_steps_learn_a_repeated_sequence():
-    torch.manual_seed(0)
-    model = Decoder(preset("tiny-qwen3"))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    tokens = torch.randint(0, 128, (4, 33))
-    losses = []
-    for _ in range(20):
-        loss = model(tokens[:, :-1], tokens[:, 1:])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert abs(losses[0] - math.log(128)) < 0.1
-    assert losses[-1] < 0.5 * losses[0]
 
 
 @pytest.mark.gpu

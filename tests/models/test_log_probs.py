@@ -6,20 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from moecore.models import Decoder, preset
 from moecore.models.log_probs import LogProbLoss, linear_log_probs
-
-
-def make(n: int, d: int, v: int, dtype=torch.float32, ignored: float = 0.3):
-    g = torch.Generator().manual_seed(0)
-    hidden = torch.randn(n, d, generator=g).to(dtype).requires_grad_()
-    weight = (torch.randn(v, d, generator=g) * 0.3).to(dtype).requires_grad_()
-    labels = torch.randint(0, v, (n,), generator=g)
-    labels[torch.rand(n, generator=g) < ignored] = -100
-    return hidden, weight, labels
+from tests.models.test_loss import Recorder, make
 
 
 def reference(hidden, weight, labels, temperature, dtype=torch.float64):
@@ -88,14 +78,9 @@ def test_under_autocast_gradients_have_the_dtypes_of_what_they_are_of():
     with torch.autocast("cpu", torch.bfloat16):
         log_probs, _ = linear_log_probs(hidden, weight, labels)
     loss(log_probs, None).backward()
-    exact = reference_of_log_probs(hidden, weight, labels)
+    exact = reference(hidden, weight, labels, 1.0)[0]
     assert log_probs.dtype == hidden.grad.dtype == weight.grad.dtype == torch.float32
     assert 1e-5 < (log_probs - exact).abs().max() < 0.05, "products in bf16"
-
-
-def reference_of_log_probs(hidden, weight, labels):
-    log_p = (hidden.double() @ weight.double().t()).log_softmax(1)
-    return log_p.gather(1, labels.clamp(min=0)[:, None])[:, 0].where(labels != -100, 0)
 
 
 def test_gradients_of_rows_without_a_label_reach_nothing():
@@ -125,26 +110,12 @@ def test_a_second_derivative_is_refused():
         torch.autograd.grad(log_probs.sum(), hidden, create_graph=True)
 
 
-class Largest(TorchDispatchMode):
-    """Notes the most elements of the memory of a tensor that an operation returns."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                size = leaf.untyped_storage().nbytes() // leaf.itemsize
-                self.elements = max(self.elements, size)
-        return out
-
-
 def test_logits_of_all_tokens_never_exist():
     hidden, weight, labels = make(400, 8, 300)
-    with Largest() as seen:
+    with Recorder() as seen:
         found = linear_log_probs(hidden, weight, labels, entropy=True, chunk_tokens=50)
         loss(*found).backward()
-    assert seen.elements == 50 * 300
+    assert seen.largest == 50 * 300
 
 
 def test_a_loss_of_logits_is_that_of_the_head():

@@ -138,10 +138,9 @@ def assert_gradients(model: Decoder, want: dict[str, Tensor]) -> None:
         assert (param.grad - want[name]).abs().max() <= 1e-5 * scale, name
 
 
-@pytest.mark.parametrize("num_tokens", [None, 200])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_losses_and_gradients_equal_the_plain_computation(name, num_tokens):
-    model = make(CONFIGS[name])
+def test_losses_and_gradients_equal_the_plain_computation(name):
+    model, num_tokens = make(CONFIGS[name]), 200 if name.endswith("2") else None
     tokens, labels = batch(model.config)
     want, gradients = expected(model, tokens, labels, num_tokens)
     loss = model(tokens, labels, num_tokens=num_tokens)
@@ -176,7 +175,7 @@ def test_autocast_errs_at_most_twice_what_a_bf16_model_does(name):
         assert (ours - exact).norm() <= 2 * (plain - exact).norm() + 2e-4 * exact.norm()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["latent, 2", "latent, repeated", "linear, gates, 1"])
 def test_what_is_read_past_the_end_changes_nothing(name, monkeypatch):
     model = make(CONFIGS[name])
     tokens, labels = batch(model.config)

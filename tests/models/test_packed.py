@@ -103,8 +103,7 @@ def errors(model: Decoder, batch: Packed) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("padding", [None, [2, 0, 4, 1, 0, 0]])
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(("rows", "padding"), [(1, None), (2, [2, 0, 4, 1, 0, 0])])
 @pytest.mark.parametrize(
     "name",
     [

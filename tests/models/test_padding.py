@@ -69,25 +69,3 @@ def test_sequences_of_every_length(name):
     config = with_balance(CONFIGS[name], BalanceConfig(sequence_coef=0.2))
     groups = [slice(i, i + 1) for i in range(4)]
     assert_equal_to_cut(make(config), (16, 3, 9, 12), groups, aux_share=1 / 4)
-
-
-def test_padding_changes_no_logits_of_tokens():
-    model = make(CONFIGS["latent, 1"])
-    tokens, _, mask = padded(model.config, (16, 3, 9))
-    other = torch.where(mask, (tokens + 1) % 61, tokens)
-    first, second, without = (
-        model(tokens, padding_mask_BT=mask),
-        model(other, padding_mask_BT=mask),
-        model(tokens),
-    )
-    torch.testing.assert_close(first[~mask], second[~mask], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(first[~mask], without[~mask], rtol=1e-5, atol=1e-5)
-
-
-def test_a_mask_of_no_padding_changes_nothing():
-    model = make(CONFIGS["latent, 1"])
-    tokens, labels, mask = padded(model.config, (16, 16))
-    assert not mask.any()
-    torch.testing.assert_close(
-        model(tokens, labels, padding_mask_BT=mask), model(tokens, labels), rtol=1e-6, atol=0
-    )

@@ -54,9 +54,6 @@ def ids(rows: list[list[int]]) -> Tensor:
 GOOD = ids([[0, 1], [5, -1], [-1, -1]])
 
 
-# --------------------------------------------------------------------------- errors
-
-
 BAD: dict[str, tuple[Any, str]] = {
     "missing": ({"first": [GOOD]}, r"choices \(of 1 layers\) must have layer 'second'"),
     "unknown": (
@@ -237,7 +234,6 @@ CALLS: dict[str, tuple[Callable[[RouterReplay], Any], str]] = {
         lambda replay: RouterReplay(replay.model, layers=["dense"]),
         r"layers \('dense'\) must be one of 'first', 'second'",
     ),
-    "not recorded": (lambda replay: replay.choices(), r"choices \(None\) must have been recorded"),
     "select outside": (lambda replay: replay.select(0), r"select\(0\) must be called inside"),
     "engine dims": (
         lambda replay: replay.from_engine(random_ids(2, 3)),
@@ -297,9 +293,6 @@ def test_options_that_do_not_exist(replay: RouterReplay) -> None:
         replay.select(-1)
 
 
-# --------------------------------------------------------------------------- files
-
-
 def test_save_and_load(tmp_path: Path, replay: RouterReplay) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     with replay.record(), torch.no_grad():
@@ -340,10 +333,7 @@ def test_recordings_are_copies(replay: RouterReplay) -> None:
         assert torch.equal(replay.model(x), expected)
 
 
-# --------------------------------------------------------------------------- engines
-
-
-@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int32, np.int64])
+@pytest.mark.parametrize("dtype", [np.uint8, np.int64])
 def test_engine_layout_and_back(dtype: Any, replay: RouterReplay) -> None:
     indices_BSLK = random_ids(2, 5, 2).numpy().astype(dtype)
     choices = replay.from_engine(indices_BSLK)
@@ -365,16 +355,6 @@ def test_engine_with_dense_layers_another_order_and_several_forwards(replay: Rou
         assert torch.equal(choices["second"][forward], indices_BSLK[:, :, 0].flatten(0, 1).int())
     back = replay.to_engine({name: ids[:1] for name, ids in choices.items()}, batch_size=2)
     assert len(back) == 1 and torch.equal(back[0], every[0][:, :, [2, 0]].int())
-
-
-def test_recorded_choices_survive_the_engine_layout() -> None:
-    model, inputs = make_model(CONFIGS["shared"]), batches(2)
-    replay = RouterReplay(model)
-    with replay.record(), torch.no_grad():
-        for x in inputs:
-            model(x)
-    choices = replay.choices()
-    same(replay.from_engine(replay.to_engine(choices, batch_size=2)), choices)
 
 
 def test_tokens_that_the_engine_did_not_run() -> None:

@@ -149,27 +149,6 @@ def test_the_first_step_on_fresh_rollouts_has_ratio_one(meshes: Meshes) -> None:
     )
 
 
-def test_steps_raise_the_objective(meshes: Meshes) -> None:
-    model = copy.deepcopy(plain())
-    parallelize_moe(model, meshes)
-    step = TrainStep(model, AdamW(model.parameters(), lr=1e-5), max_norm=1.0)
-    engine = Engine(model, step, max_tokens=20)
-    rollouts = rollouts_of(0)
-    old = engine.log_probs(rollouts)
-    rewards = torch.tensor([1.0, 0.0, 0.0, 1.0])
-    rollouts = rollouts.replace(
-        old_log_probs_N=old.log_probs_N,
-        ref_log_probs_N=old.log_probs_N,
-        advantages_N=rollouts.spread(group_advantages(rewards, [0, 0, 1, 1])),
-    )
-    losses = []
-    for _ in range(4):
-        losses.append(float(engine.forward_backward(rollouts, GRPO()).loss))
-        assert not step.finish().is_skipped
-    assert abs(losses[0]) < 1e-6, "advantages of a group sum to 0"
-    assert losses == sorted(losses, reverse=True)
-
-
 def test_a_step_after_offload_has_the_bits_of_one_without(meshes: Meshes) -> None:
     rollouts, found = whole_rollouts(), []
     for away in ([], ["all"], ["optimizer", "weights"]):
@@ -365,13 +344,11 @@ def test_what_does_not_fit_is_one_line(meshes: Meshes) -> None:
     negative = rollouts.replace(weights_N=-torch.ones(len(rollouts.tokens_N)))
     refused(engine, negative, PPO(), "Rollouts.weights_N must be >= 0")
     for name in ("advantages_N", "old_log_probs_N", "ref_log_probs_N", "weights_N"):
-        for value in (float("nan"), float("inf")):
-            numbers_N = getattr(rollouts, name).clone()
+        for value in (float("nan"), float("inf"), 1e308):  # the last is infinite in fp32
+            numbers_N = getattr(rollouts, name).double()
             numbers_N[3] = value
             wrong = rollouts.replace(**{name: numbers_N})
-            refused(engine, wrong, GRPO(), f"Rollouts.{name} must be finite in responses")
-    mean = OwnObjective(lambda log_probs, *_: log_probs.mean())
-    refused(engine, rollouts, mean, "OwnObjective returned .* must be one loss per token")
+            refused(engine, wrong, GRPO(), f"Rollouts.{name} must be finite in responses, as fp32")
     bare = r"objective \(<function.*\) must be an? .*: pass PPO\(\), GRPO\(\) or OwnObjective"
     refused(engine, rollouts, own, bare)
     with pytest.raises(ValueError, match=r"PPO.clip \(1.5\) must be"):
@@ -411,12 +388,3 @@ def test_the_scale_of_weights_does_not_matter(weight: float, mean: Any, meshes: 
         engine.forward_backward(rollouts.replace(weights_N=weights_N), PPO(mean=mean))
         found.append(gradients(engine.model))
     assert worst(*found) < 1e-5
-
-
-def test_weights_beyond_fp32_are_refused(meshes: Meshes) -> None:
-    rollouts = rollouts_of(0)
-    large_N = torch.full((len(rollouts.tokens_N),), 1e308, dtype=torch.float64)
-    engine = engine_of(copy.deepcopy(plain()), meshes)
-    for name in ("advantages_N", "old_log_probs_N", "weights_N"):
-        message = f"Rollouts.{name} must be finite in responses, as fp32"
-        refused(engine, rollouts.replace(**{name: large_N}), PPO(), message)

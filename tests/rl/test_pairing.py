@@ -39,7 +39,7 @@ from tests.rl.replay_cases import (
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("mode", ["non-reentrant", "reentrant"])
-@pytest.mark.parametrize("name", ["shared", "capacity", "deepseek-mtp"])
+@pytest.mark.parametrize("name", ["capacity", "deepseek-mtp"])
 def test_recompute_gets_the_choices_of_its_forward(name: str, mode: Mode, order: str) -> None:
     """Three forwards wait for their backward; the live router would choose otherwise."""
     inputs = batches(3)
@@ -75,20 +75,6 @@ def changed_model(mode: Mode = "none") -> nn.Module:
 Case = tuple[list[Tensor], Choices, dict[str, Tensor]]
 
 
-@pytest.mark.parametrize("mode", ["non-reentrant", "reentrant"])
-def test_backward_after_the_replay(case: Case, mode: Mode) -> None:
-    inputs, choices, expected = case
-    model = changed_model(mode)
-    losses: list[Tensor] = []
-    with RouterReplay(model).replay(choices):
-        train(model, inputs, losses.extend)
-    live = model(inputs[0])
-    fifo(losses)
-    assert equal(results(model, losses), expected)
-    assert all(layer.part("router").tape is None for layer in layers_of(model))
-    assert torch.equal(model(inputs[0]), live)
-
-
 def in_thread(work: Callable[[], Any]) -> None:
     """Run where a GPU's backward runs: in another thread than forward, with its own numbering."""
     failures: list[BaseException] = []
@@ -106,19 +92,23 @@ def in_thread(work: Callable[[], Any]) -> None:
         raise failures[0]
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("when", ["late", "late, in a thread", "in a thread"])
 @pytest.mark.parametrize("mode", ["non-reentrant", "reentrant"])
-def test_backward_in_another_thread(case: Case, mode: Mode, late: bool) -> None:
+def test_backward_after_the_replay_or_in_another_thread(case: Case, mode: Mode, when: str) -> None:
     inputs, choices, expected = case
     model = changed_model(mode)
     losses: list[Tensor] = []
+    run = in_thread if "thread" in when else lambda work: work()
     with RouterReplay(model).replay(choices):
         train(model, inputs, losses.extend)
-        if not late:
-            in_thread(lambda: fifo(losses))
-    if late:
-        in_thread(lambda: fifo(losses))
+        if "late" not in when:
+            run(lambda: fifo(losses))
+    live = model(inputs[0])
+    if "late" in when:
+        run(lambda: fifo(losses))
     assert equal(results(model, losses), expected)
+    assert all(layer.part("router").tape is None for layer in layers_of(model))
+    assert torch.equal(model(inputs[0]), live)
 
 
 class Nested(nn.Module):

@@ -20,7 +20,6 @@ from tests.rl.replay_cases import (
     MODES,
     Mode,
     batches,
-    checkpointed,
     equal,
     fifo,
     layers_of,
@@ -31,8 +30,6 @@ from tests.rl.replay_cases import (
     train,
     worst,
 )
-
-# --------------------------------------------------------------------------- the same again
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -105,9 +102,6 @@ def test_eval_mode_and_no_grad() -> None:
     replay = RouterReplay(model)
     with replay.replay(recorded(model, inputs)), torch.no_grad():
         assert all(torch.equal(model(x), y) for x, y in zip(inputs, expected, strict=True))
-
-
-# --------------------------------------------------------------------------- live weights
 
 
 LAYERS = {
@@ -221,9 +215,3 @@ def test_only_some_layers() -> None:
         found = model(inputs[0])
     with RouterReplay(model).replay({first: live[first], second: choices[second]}):
         assert torch.equal(model(inputs[0]), found)
-
-
-def test_checkpoint_wrapper_does_not_change_names() -> None:
-    plain, wrapped = make_model(CONFIGS["shared"]), make_model(CONFIGS["shared"], "non-reentrant")
-    assert RouterReplay(plain).layer_names == RouterReplay(wrapped).layer_names
-    assert checkpointed(plain, "none") is plain

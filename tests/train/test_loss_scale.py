@@ -35,6 +35,7 @@ from moecore.precision.apply import apply_precision
 from moecore.train import AdamW
 from moecore.train.loss_scale import LARGEST, SMALLEST, LossScale, check_loss_scale
 from tests.helpers.ranks import run_ranks
+from tests.train.test_step import are_equal, error_of, of_all_ranks
 
 BALANCE = BalanceConfig(
     micro_batch_coef=0.02, sequence_coef=0.01, global_batch_coef=0.02, z_loss_coef=0.01
@@ -109,24 +110,6 @@ def weights(model: nn.Module) -> list[Tensor]:
 def local(tensor: Any) -> Tensor:
     found: Tensor = tensor.detach()
     return found.to_local() if hasattr(found, "to_local") else found
-
-
-def are_equal(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) > 10 and all(map(torch.equal, a, b))
-
-
-def of_all_ranks(found: Any) -> list[Any]:
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, found)
-    return every
-
-
-def error_of(function: Callable[[], Any]) -> str:
-    try:
-        function()
-    except ValueError as error:
-        return str(error)
-    return "no error"
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {

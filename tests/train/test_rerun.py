@@ -40,6 +40,7 @@ from moecore.train import AdamW, GraphedForwardBackward, rerun
 from tests.helpers.ranks import run_ranks
 from tests.moe.emulated_exchange import emulated
 from tests.train.graphs.graph_fakes import fake_steps
+from tests.train.test_step import of_all_ranks
 
 WORLD, TOKENS, EXPERTS = 3, 12, 6
 PAGES = MemoryOptions(stash=StashOptions(page_rows=2, factor=0.25))
@@ -150,8 +151,7 @@ def compared() -> dict[str, Any]:
         tight = trained(**options)
         assert names == list(tight["values"])
         others = [n for n in names if not torch.equal(_local(room, n), _local(tight, n))]
-        found[case] = [None] * WORLD
-        dist.all_gather_object(found[case], (others, tight["factors"]))
+        found[case] = of_all_ranks((others, tight["factors"]))
     return found | {"number": len(names)}
 
 
@@ -191,8 +191,7 @@ def loops() -> dict[str, Any]:
         is_right = all(
             torch.equal(_part(got["last"][n]), _part(t)) for n, t in want["last"].items()
         )
-        found[case] = [None] * WORLD
-        dist.all_gather_object(found[case], (got["skipped"], got["same"], is_right))
+        found[case] = of_all_ranks((got["skipped"], got["same"], is_right))
     return found
 
 
@@ -247,10 +246,8 @@ def defaults() -> list[Any]:
             (looped(**batch) / 2).backward()
     step.finish()
     pool = parallel_state(looped).exchanges  # type: ignore[union-attr]
-    everyone: list[Any] = [None] * WORLD
     is_right = len(results[0]) == len(results[1]) and all(map(torch.equal, *results))
-    dist.all_gather_object(everyone, (is_right, holder.factor, len(pool.entries)))
-    return everyone
+    return of_all_ranks((is_right, holder.factor, len(pool.entries)))
 
 
 def graphed(*, room: bool) -> dict[str, Any]:
@@ -296,9 +293,7 @@ def graphs() -> list[Any]:
     """Return each rank's steps of a graph, and whether what they leave is that of one with room."""
     want, got = graphed(room=True), graphed(room=False)
     is_right = all(torch.equal(_part(got["last"][n]), _part(t)) for n, t in want["last"].items())
-    found: list[Any] = [None] * WORLD
-    dist.all_gather_object(found, (got["skipped"], got["same"], got["captured"], is_right))
-    return found
+    return of_all_ranks((got["skipped"], got["same"], got["captured"], is_right))
 
 
 def evaluated(**options: Any) -> tuple[list[Tensor], Any, TrainStep]:
@@ -321,9 +316,7 @@ def evaluations() -> list[Any]:
     (holder,) = limited(model)
     left = (float(holder.min_factor(torch.device("cpu"))), holder.factor)
     step.check()
-    found: list[Any] = [None] * WORLD
-    dist.all_gather_object(found, (list(map(torch.equal, want, got)), left))
-    return found
+    return of_all_ranks((list(map(torch.equal, want, got)), left))
 
 
 def turns(**options: Any) -> list[str]:
@@ -390,8 +383,7 @@ def limited_on_one_rank() -> list[Any]:
     limit = RowLimit(1.0) if dist.get_rank() == WORLD - 1 else None
     cpu = torch.device("cpu")
     reruns = rerun.Reruns([Capacity(limit, device=cpu)], cpu)
-    asks: list[Any] = [None] * WORLD
-    dist.all_gather_object(asks, reruns.is_short() is not None)
+    asks = of_all_ranks(reruns.is_short() is not None)
     runs, drops = [], []
 
     def run() -> None:
@@ -401,16 +393,13 @@ def limited_on_one_rank() -> list[Any]:
 
     if all(asks):  # else the last rank would wait for the others
         reruns.run(run, lambda: drops.append("drop"), [])
-    found: list[Any] = [None] * WORLD
-    dist.all_gather_object(found, (len(runs), len(drops), None if limit is None else limit.factor))
-    return found
+    return of_all_ranks((len(runs), len(drops), None if limit is None else limit.factor))
 
 
 def worker(rank: int, device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = compared()
-    everyone: list[Any] = [None] * WORLD
     pairs = zip(replayed(tight=False), replayed(tight=True), strict=True)
-    dist.all_gather_object(everyone, all(torch.equal(a, b) for a, b in pairs))
+    everyone = of_all_ranks(all(torch.equal(a, b) for a, b in pairs))
     return (
         found
         | {"replayed": everyone, "loops": loops(), "graphs": graphs()}

@@ -76,15 +76,11 @@ class Head(nn.Module):
             num_tokens=num_tokens,
             recipe=self.loss_recipe,
         )
-        return (
-            loss
-            if sequence.local_tokens is None
-            else sum_value(loss, sequence.local_tokens.cp.group)
-        )
+        local_tokens = sequence.local_tokens
+        return loss if local_tokens is None else sum_value(loss, local_tokens.cp.group)
 
 
 def _over_cp(x_BTX: Tensor, sequence: Sequence) -> Tensor:
     """Gather full rows over cp, for a result that is identical on all cp ranks."""
-    return (
-        x_BTX if sequence.local_tokens is None else sequence.local_tokens.gather_replicated(x_BTX)
-    )
+    local_tokens = sequence.local_tokens
+    return x_BTX if local_tokens is None else local_tokens.gather_replicated(x_BTX)

@@ -134,7 +134,7 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm.of(config, k_norm_dim, over_tp=over_tp, dtype=dtype)
 
     def forward(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
-        """Map this rank's normed tokens to their attention output; `sequence` is of full rows."""
+        """Map this rank's normed tokens to attention output; `sequence` describes full rows."""
         q_BTHd, k_BThd, v_BThd, gate_BTHd = self._project(x_BTD)
         if sequence.rotary is not None:
             q_BTHd, k_BThd = sequence.rotary.rotate(q_BTHd), sequence.rotary.rotate(k_BThd)

@@ -130,7 +130,7 @@ class GatedDeltaNet(LinearAttention):
         self.out_proj = Linear(values, D, tp_shard_dim=1, residual=True, dtype=dtype)
 
     def forward(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
-        """Return the output of own tokens, normed; the sequence is of the whole rows."""
+        """Map this rank's normed tokens to their output; `sequence` describes full rows."""
         k, v, r = self.head_k_dim, self.head_v_dim, self.num_v_heads // self.num_k_heads
         qkvz, ba = column_products(x_BTD, (self.in_proj_qkvz, self.in_proj_ba), self.tp)
         parts = qkvz.unflatten(-1, (-1, 2 * (k + r * v))).split((k, k, r * v, r * v), dim=-1)
@@ -166,7 +166,7 @@ class Mamba2(LinearAttention):
         self.out_proj = Linear(values, D, tp_shard_dim=1, residual=True, dtype=dtype)
 
     def forward(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
-        """Return the output of own tokens, normed; the sequence is of the whole rows."""
+        """Map this rank's normed tokens to their output; `sequence` describes full rows."""
         k, v, r = self.head_k_dim, self.head_v_dim, self.num_v_heads // self.num_k_heads
         (rows,) = column_products(x_BTD, (self.in_proj,), self.tp)
         sizes = (r * v, r * v, k, k, r)

@@ -258,9 +258,6 @@ def _gradient_(
     p_CV = log_p_CV.exp()
     d_CV = log_p_CV.add_(entropy_C1).mul_(d_entropy_C1)
     d_CV = d_CV.add_(d_log_probs_C1).mul_(p_CV).neg_()
-    d_CV.scatter_add_(
-        1,
-        local_labels_C.clamp(min=0)[:, None],
-        d_log_probs_C1.where(local_labels_C[:, None] >= 0, 0),
-    )
+    labels_C1 = local_labels_C[:, None]
+    d_CV.scatter_add_(1, labels_C1.clamp(min=0), d_log_probs_C1.where(labels_C1 >= 0, 0))
     return d_CV.to(dtype), torch.ones_like(d_log_probs_C1)

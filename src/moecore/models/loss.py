@@ -199,9 +199,7 @@ def _add_chunk_(
 class RowStatistics(NamedTuple):
     """Softmax statistics of each token over the full vocabulary; fp32 or fp64."""
 
-    local_labels_C: (
-        Tensor  # among this rank's columns; -1 = elsewhere, -100 = the row does not count
-    )
+    local_labels_C: Tensor  # column on this rank; -1 = other rank, -100 = row without a loss
     highs_C: Tensor  # the maximum
     sums_C: Tensor  # of exp(x - maximum); NaN where the label does not exist
     label_logits_C: Tensor  # x at the label

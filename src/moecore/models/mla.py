@@ -91,7 +91,10 @@ def key_choice(config: IndexerConfig | None, layer: nn.Module, top_k: int) -> Ke
 
 
 def mean_divergence(divergence_BT: Tensor, sequence: Sequence) -> Tensor:
-    """Return this rank's summand of the mean over all cp ranks' tokens without padding."""
+    """Return this rank's sum over its tokens, divided by the number of tokens of all cp ranks.
+
+    Padding counts in neither number.
+    """
     mask_BT, local_tokens = sequence.padding_mask_BT, sequence.local_tokens
     if mask_BT is None:
         return divergence_BT.sum() / (
@@ -106,8 +109,8 @@ def mean_divergence(divergence_BT: Tensor, sequence: Sequence) -> Tensor:
 class LatentAttention(nn.Module):
     """Causal multi-head latent attention, of a decoder with `mla`."""
 
-    observe_scores: ScoreObserver | None = None  # as of `Attention`
-    learning: IndexerConfig | None = None  # how the indexer learns; None = it does not
+    observe_scores: ScoreObserver | None = None  # as in `Attention`
+    learning: IndexerConfig | None = None  # None = the indexer is not trained
 
     def __init__(self, config: DecoderConfig, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -206,9 +209,7 @@ class LatentAttention(nn.Module):
         q = self.q_b_proj(q_BTQ) if self.mla.q_lora_rank else self.q_proj(q_BTQ)
         q_BTHq = rotary.rotate_pairs(q.unflatten(-1, (-1, n + r)))
         k_BT1r = rotary.rotate_pairs(k_BTr[:, :, None])
-        if (
-            local_tokens is not None and local_tokens.cp.gathers
-        ):  # latents of whole rows, not their heads
+        if local_tokens is not None and local_tokens.cp.gathers:  # latents, which are smaller
             full_BTX = local_tokens.gather(torch.cat((c_BTC, k_BT1r[:, :, 0]), dim=-1))
             c_BTC, k_BTr = full_BTX.split((c_BTC.shape[-1], r), dim=-1)
             k_BT1r = k_BTr[:, :, None]

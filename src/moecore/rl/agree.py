@@ -1,4 +1,4 @@
-"""Agreement of all ranks before they run micro-batches of rollouts, in one all-gather.
+"""Checks and totals of rollouts on all ranks before they run micro-batches, in one all-gather.
 
 If the rollouts of one rank are invalid, all ranks raise the error. Ranks that share rows must have
 equal rollouts. All ranks receive the totals of the global batch.
@@ -35,7 +35,7 @@ class Totals:
     num_responses: int
 
 
-def agree(
+def gather_totals(
     meshes: Meshes,
     local_totals: Totals | None,
     problem: str | None,

@@ -29,13 +29,13 @@ from moecore.base.rank_checks import check_equal
 from moecore.models.log_probs import LogProbLoss
 from moecore.parallel.fsdp.progress import check_grad_mode
 from moecore.parallel.model.parallel_state import parallel_state
-from moecore.rl.agree import Totals, agree, sum_of_data_ranks
+from moecore.rl.agree import Totals, gather_totals, sum_of_data_ranks
 from moecore.rl.invariance import check_invariant, invariant
 from moecore.rl.micro_batches import (
     RolloutRow,
     RowLimits,
-    rollout_row,
-    sequences_of_micro_batches,
+    assign_sequences,
+    build_row,
 )
 from moecore.rl.objectives import Mean, Objective
 from moecore.rl.rollouts import PER_TOKEN, Rollouts
@@ -229,7 +229,7 @@ class Engine:
             shares_N = _shares(rollouts, objective.mean, totals, factor).to(self._meshes.device)
             scores = self._empty(rollouts, objective.entropy)
             micro_batches = [
-                self._inputs(row, scores, objective, shares_N[row.places_N]) for row in rows
+                self._inputs(row, scores, objective, shares_N[row.token_idx_N]) for row in rows
             ]
             with self._replaying(rows, rollouts):
                 losses = self.step.forward_backward(micro_batches)
@@ -264,11 +264,11 @@ class Engine:
             rows, _ = self._rows(rollouts, None, entropy=entropy, routes=routes)
             scores = self._empty(rollouts, entropy)
             micro_batches = [self._inputs(row, scores, None, None) for row in rows]
-            context = self._layers.recording() if routes else self._replaying(rows, rollouts)
+            context = self._layers.record() if routes else self._replaying(rows, rollouts)
             with context:
                 step.losses(micro_batches)
             if routes:
-                scores = replace(scores, routes_NLK=self._layers.recorded(rows, rollouts))
+                scores = replace(scores, routes_NLK=self._layers.gather_routes(rows, rollouts))
             return self._of_stages(scores)
 
     @contextmanager
@@ -281,7 +281,7 @@ class Engine:
             problem = str(error)
         if problem is not None:
             with publish_errors(action):
-                agree(self._meshes, None, problem, global_entries={}, shared={})
+                gather_totals(self._meshes, None, problem, global_entries={}, shared={})
 
     def _computing(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which the model is batch invariant if the engine is."""
@@ -293,10 +293,10 @@ class Engine:
     def _replaying(
         self, rows: Sequence[RolloutRow], rollouts: Rollouts
     ) -> AbstractContextManager[None]:
-        """Return a context in which forwards of rows replay the rollouts' routes, if any."""
+        """Return a context in which forwards of rows replay `Rollouts.routes_NLK`, if given."""
         if rollouts.routes_NLK is None:
             return nullcontext()
-        return self._layers.replaying(rows)
+        return self._layers.replay_rows(rows)
 
     def _rows(
         self,
@@ -318,7 +318,7 @@ class Engine:
             if routes or rollouts.routes_NLK is not None:
                 self._layers.check(rollouts)
             group_size = 1 if objective is None else objective.group_size
-            assignments = sequences_of_micro_batches(rollouts, self._limits, group_size)
+            assignments = assign_sequences(rollouts, self._limits, group_size)
             local_totals = _totals(rollouts, len(assignments), group_size)
         global_entries: dict[str, Any] = {
             "the objective": type(objective).__name__,
@@ -326,16 +326,15 @@ class Engine:
         }
         for name in getattr(objective, "__dataclass_fields__", ()):
             global_entries[f"{type(objective).__name__}.{name}"] = getattr(objective, name)
-        field_names = (
-            () if objective is None else PER_TOKEN
-        )  # a forward without an objective reads only routes
+        # A forward without an objective reads only routes.
+        field_names = () if objective is None else PER_TOKEN
         for name in (*field_names, "routes_NLK", "route_weights_NLK"):
             global_entries[f"whether {name} is None"] = getattr(rollouts, name) is None
         global_entries["routes"] = routes
         global_entries["temperature"] = rollouts.temperature
         global_entries["batch_invariant"] = self._is_invariant
         shared = {field.name: getattr(rollouts, field.name) for field in fields(rollouts)}
-        totals = agree(
+        totals = gather_totals(
             self._meshes, local_totals, None, global_entries=global_entries, shared=shared
         )
         if objective is not None and not totals.weight:
@@ -346,7 +345,7 @@ class Engine:
         assignments += [[] for _ in range(max(1, totals.num_micro_batches) - len(assignments))]
         device = self._meshes.device
         return [
-            rollout_row(rollouts, sequences, self._limits, device) for sequences in assignments
+            build_row(rollouts, sequences, self._limits, device) for sequences in assignments
         ], totals
 
     def _inputs(
@@ -359,11 +358,11 @@ class Engine:
         """Return arguments of a forward that stores log-probabilities in `scores`, and the loss."""
 
         def loss(log_probs_BT: Tensor, entropy_BT: Tensor | None) -> Tensor:
-            log_probs_N = row.of_tokens(log_probs_BT)
-            entropy_N = None if entropy_BT is None else row.of_tokens(entropy_BT)
-            scores.log_probs_N[row.places_N] = log_probs_N.detach()
+            log_probs_N = row.scatter_to_tokens(log_probs_BT)
+            entropy_N = None if entropy_BT is None else row.scatter_to_tokens(entropy_BT)
+            scores.log_probs_N[row.token_idx_N] = log_probs_N.detach()
             if entropy_N is not None and scores.entropy_N is not None:
-                scores.entropy_N[row.places_N] = entropy_N.detach()
+                scores.entropy_N[row.token_idx_N] = entropy_N.detach()
             if objective is None or shares_N is None:
                 return log_probs_N.new_zeros(())
             loss_N = objective(log_probs_N, entropy_N, row.rollouts)

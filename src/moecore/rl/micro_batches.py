@@ -63,9 +63,7 @@ class RowLimits:
         return -(-length // self.of_document) * self.of_document
 
 
-def sequences_of_micro_batches(
-    rollouts: Rollouts, limits: RowLimits, group_size: int
-) -> list[list[int]]:
+def assign_sequences(rollouts: Rollouts, limits: RowLimits, group_size: int) -> list[list[int]]:
     """Return the indices of the sequences of each micro-batch."""
     lengths = [limits.padded_length(length) for length in rollouts.lengths]
     number = rollouts.num_sequences
@@ -94,7 +92,7 @@ class RolloutRow:
 
     Attributes:
         rollouts: the sequences of the micro-batch; values outside of responses are 0.
-        places_N: int64 [N], the index of each token among the tokens of all rollouts.
+        token_idx_N: int64 [N], the index of each token among the tokens of all rollouts.
         batch: the packed row, [1, T].
         labels_BT: int64 [1, T], the response token that each position predicts; -100 elsewhere.
         rows_M: int64 [M], positions in the row that predict a response token.
@@ -103,19 +101,19 @@ class RolloutRow:
     """
 
     rollouts: Rollouts
-    places_N: Tensor
+    token_idx_N: Tensor
     batch: PackedBatch
     labels_BT: Tensor
     rows_M: Tensor
     tokens_M: Tensor
     read_T: Tensor
 
-    def of_tokens(self, values_BT: Tensor) -> Tensor:
+    def scatter_to_tokens(self, values_BT: Tensor) -> Tensor:
         """Move values of [1, T] positions to the tokens they predict; return [N], 0 elsewhere."""
-        values_N = values_BT.new_zeros(len(self.places_N))
+        values_N = values_BT.new_zeros(len(self.token_idx_N))
         return values_N.index_copy(0, self.tokens_M, values_BT.flatten()[self.rows_M])
 
-    def of_places(self, values_N: Tensor, padding: float) -> Tensor:
+    def gather_at_positions(self, values_N: Tensor, padding: float) -> Tensor:
         """Gather values of [N, ..] tokens at the positions of the row; return [T, ..]."""
         values_T = values_N.new_full((len(self.read_T), *values_N.shape[1:]), padding)
         is_token_T = self.read_T >= 0
@@ -123,7 +121,7 @@ class RolloutRow:
         return values_T
 
 
-def rollout_row(
+def build_row(
     rollouts: Rollouts, sequences: Sequence[int], limits: RowLimits, device: torch.device
 ) -> RolloutRow:
     """Return a micro-batch of the given sequences; without sequences, a row of padding."""
@@ -150,7 +148,7 @@ def rollout_row(
         batch[name] = batch[name].to(device)
     return RolloutRow(
         rollouts=_on_device(selection, device),
-        places_N=rollouts.places(sequences).to(device),
+        token_idx_N=rollouts.token_indices(sequences).to(device),
         batch=batch,
         labels_BT=labels_T[None].to(device),
         rows_M=rows_M.to(device),

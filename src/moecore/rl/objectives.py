@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Protocol, runtime_checkable
+from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -111,6 +111,7 @@ class PPO(CheckedRecord):
     kl_coef: PositiveOrZero = 0.0
     entropy_coef: PositiveOrZero = 0.0
     mean: Mean = "token"
+    group_size: ClassVar[int] = 1
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -121,11 +122,6 @@ class PPO(CheckedRecord):
     def entropy(self) -> bool:
         """See `Objective`."""
         return self.entropy_coef > 0
-
-    @property
-    def group_size(self) -> int:
-        """See `Objective`."""
-        return 1
 
     def log_ratio(self, log_probs_N: Tensor, rollouts: Rollouts) -> Tensor:
         """Return log r of each token, [N]."""
@@ -188,26 +184,10 @@ class DPO(CheckedRecord):
 
     beta: Positive = 0.1
     label_smoothing: Annotated[float, Bound(">=", 0), Bound("<", 0.5)] = 0.0
-
-    @property
-    def mean(self) -> Mean:
-        """Return "sequence"; both sequences of a pair have the loss of the pair."""
-        return "sequence"
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """See `Objective`."""
-        return ("ref_log_probs_N",)
-
-    @property
-    def entropy(self) -> bool:
-        """See `Objective`."""
-        return False
-
-    @property
-    def group_size(self) -> int:
-        """See `Objective`."""
-        return 2
+    mean: ClassVar[Mean] = "sequence"  # both sequences of a pair have the loss of the pair
+    needs: ClassVar[tuple[str, ...]] = ("ref_log_probs_N",)
+    entropy: ClassVar[bool] = False
+    group_size: ClassVar[int] = 2
 
     def __call__(self, log_probs_N: Tensor, entropy_N: Tensor | None, rollouts: Rollouts) -> Tensor:
         """Return the loss of each token's pair, [N]."""

@@ -175,7 +175,9 @@ class RouterReplay:
         arguments = locals()
         with self._share_errors():
             check_arguments(RouterReplay.replay, arguments)
-            _check(choices, weights, self.layers)
+            check_choices(choices, self.layers)
+            if weights is not None:
+                check_weights(weights, choices)
             self._check_unrecorded(unrecorded)
             refuse_active_tapes(self._routers)
         records = _on_devices(choices, self.layers)
@@ -261,16 +263,6 @@ class RouterReplay:
                     f"unrecorded ('route') must be 'drop' for layer {name!r}, where experts choose "
                     "and a row of -1 is a choice: leave it out with RouterReplay(model, layers=...)"
                 )
-
-
-def _check(
-    choices: Mapping[str, Sequence[Tensor]],
-    weights: Mapping[str, Sequence[Tensor]] | None,
-    layers: Mapping[str, MoELayer],
-) -> None:
-    check_choices(choices, layers)
-    if weights is not None:
-        check_weights(weights, choices)
 
 
 def _weights_on_devices(

@@ -184,17 +184,17 @@ class Rollouts(CheckedRecord):
                 f"sequences ({quote(indices)}) must be numbers from 0 to {self.num_sequences - 1}: "
                 "take those that there are"
             )
-        places_N = self.places(indices)
+        token_idx_N = self.token_indices(indices)
         lengths = self.lengths
         changes = {
-            field.name: getattr(self, field.name)[places_N.to(getattr(self, field.name).device)]
+            field.name: getattr(self, field.name)[token_idx_N.to(getattr(self, field.name).device)]
             for field in fields(self)
             if field.name.endswith(("_N", "_NLK")) and getattr(self, field.name) is not None
         }
         borders = torch.tensor([0, *(lengths[i] for i in indices)]).cumsum(0)
         return replace(self, cu_seqlens=borders, **changes)
 
-    def places(self, sequences: Sequence[int]) -> Tensor:
+    def token_indices(self, sequences: Sequence[int]) -> Tensor:
         """Return int64, the token indices of the given sequences."""
         borders = self.borders
         ranges = [torch.arange(borders[i], borders[i + 1]) for i in sequences]

@@ -99,11 +99,11 @@ class RoutedLayers:
                 weights_NK = weights_NLK[:, place].to(self.meshes.device)
                 check_entry_weights(f"Rollouts.route_weights_NLK{label}", weights_NK, ids_NK)
 
-    def recording(self) -> AbstractContextManager[None]:
-        """Return a context that records forwards; `recorded` then returns their routes."""
+    def record(self) -> AbstractContextManager[None]:
+        """Return a context that records forwards; `gather_routes` then returns their routes."""
         return nullcontext() if self.replay is None else self.replay.record()
 
-    def recorded(self, rows: Sequence[RolloutRow], rollouts: Rollouts) -> Tensor:
+    def gather_routes(self, rows: Sequence[RolloutRow], rollouts: Rollouts) -> Tensor:
         """Return int32 [N, L, K], the recorded routes of rows. Collective over cp, tp and pp."""
         shape = (len(rollouts.tokens_N), *self.shape)
         routes_NLK = torch.full(shape, -1, dtype=torch.int32, device=self.meshes.device)
@@ -112,13 +112,13 @@ class RoutedLayers:
             for row, ids_tK in zip(rows, choices[name], strict=True):
                 ids_TK = _of_row(row, layer).gather(ids_tK)
                 is_token_T = row.read_T >= 0
-                routes_NLK[row.places_N[row.read_T[is_token_T]], place] = ids_TK[is_token_T]
+                routes_NLK[row.token_idx_N[row.read_T[is_token_T]], place] = ids_TK[is_token_T]
         if self.meshes.pipeline_groups is not None:  # -1 in the layers of other stages
             dist.all_reduce(routes_NLK, dist.ReduceOp.MAX, group=self.meshes.pipeline_groups[0])
         return routes_NLK
 
-    def replaying(self, rows: Sequence[RolloutRow]) -> AbstractContextManager[None]:
-        """Return a context in which forwards of rows replay the routes of the rows."""
+    def replay_rows(self, rows: Sequence[RolloutRow]) -> AbstractContextManager[None]:
+        """Return a context in which one forward per row replays the row's routes."""
         if self.replay is None:
             return nullcontext()
         routes = [row.rollouts.routes_NLK for row in rows]
@@ -136,7 +136,7 @@ class RoutedLayers:
         local_choices: dict[str, list[Tensor]] = {name: [] for name, _, _ in self._local_layers()}
         for row, values_NLK in zip(rows, values, strict=True):
             assert values_NLK is not None, "all rows are of the same rollouts"
-            full_TLK = row.of_places(values_NLK, -1)
+            full_TLK = row.gather_at_positions(values_NLK, -1)
             for name, layer, place in self._local_layers():
                 local_choices[name].append(
                     _of_row(row, layer).slice_local(full_TLK[:, place]).contiguous()

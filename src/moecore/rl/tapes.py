@@ -61,7 +61,7 @@ class ChoiceRecorder:
 
     def rewinder(self) -> Callable[[], None]:
         """Return a function that removes all choices recorded after this call."""
-        return partial(_cut, self.records, len(self.records))
+        return partial(self.records.__delitem__, slice(len(self.records), None))
 
 
 class _TapeForward:
@@ -115,7 +115,7 @@ class TapeReplay:
         remove(self._tapes)
 
     def rewinder(self, name: str) -> Callable[[], None]:
-        """Return a function that undoes the calls of a layer after this call."""
+        """Return a function that forgets the layer's replays since this call."""
         calls, replayed_entries, next_entry = (
             len(self._calls[name]),
             set(self._replayed_entries[name]),
@@ -265,10 +265,6 @@ class _Player:
     def rewinder(self) -> Callable[[], None]:
         """Return a function that undoes the calls after this call."""
         return self.replay.rewinder(self.name)
-
-
-def _cut(records: list[Tensor], length: int) -> None:
-    del records[length:]
 
 
 def _forward_of(node: Any) -> _TapeForward | None:

@@ -449,9 +449,7 @@ class TrainStep:
                 self._scale.update(norm.skipped)
         self._progress.restart()
         if norm is not None and norm.is_read and not norm.finite:
-            for (
-                arguments
-            ) in self._arguments:  # the host has waited, and may say why the step is skipped
+            for arguments in self._arguments:  # the host has waited: it can name the reason
                 arguments.raise_late()
         lr = self.optimizers[0].param_groups[0]["lr"] if self.optimizers else None
         lr = lr.clone() if isinstance(lr, Tensor) else lr  # a scheduler changes it in place

@@ -141,7 +141,7 @@ def assert_equal(found: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("run", ORDERS, ids=lambda run: run.__name__)
-@pytest.mark.parametrize("name", ["plain", "tiny-qwen3", "tiny-deepseek-v3"])
+@pytest.mark.parametrize("name", ["plain", "tiny-deepseek-v3"])
 def test_gradients_have_the_bits_of_those_without(name: str, run: Callable[[Model], None]) -> None:
     model = make(name)
     want = gradients(model, run)
@@ -517,22 +517,6 @@ def test_gathered_weights_of_inner_units_are_right(reshard: bool) -> None:
     for _ in range(2):
         assert_equal(run(), want)
     assert offload.out_bytes > 0 and offload.used_host_bytes == 0
-
-
-@pytest.mark.parametrize("run", [in_order, last_first, twice], ids=lambda run: run.__name__)
-@pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-deepseek-v3"])
-def test_what_recomputation_keeps_is_offloaded(name: str, run: Callable[[Model], None]) -> None:
-    model = make(name)
-    want = gradients(model, run)
-    offload = offloaded(model, part_or_block)
-    gradients(model, run)
-    alone = offload.out_bytes
-    offload.detach()
-    apply_memory(model.layers, MemoryOptions(recompute="gemm_last"), torch.device("cpu"))
-    offload = offloaded(model, part_or_block)
-    for _ in range(2):
-        assert_equal(gradients(model, run), want)
-    assert 0 < offload.out_bytes < 2 * alone and offload.used_host_bytes == 0
 
 
 def test_compiled_blocks_compute_the_same() -> None:

@@ -14,7 +14,7 @@ from moecore.models import Decoder, preset
 from moecore.moe.experts import Experts
 from moecore.moe.shared import SharedExpert
 from moecore.parallel.model.clip import step_clipped
-from moecore.train import AdamW, MatrixAssignment, MatrixCut, Muon, assign_matrices
+from moecore.train import MatrixAssignment, MatrixCut, Muon, assign_matrices
 from moecore.train.optim.muon import orthogonalize, orthogonalize_all
 
 STEPS = 3
@@ -133,9 +133,8 @@ def test_experts_are_stepped_one_by_one(layout: ExpertLayout, adjust: Any) -> No
     assert not torch.allclose(together[:6], polar(halves(gradients)[0][0]), atol=1e-2)
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
-def test_normuon_by_definition(layout: ExpertLayout, nesterov: bool) -> None:
+def test_normuon_by_definition(layout: ExpertLayout) -> None:
     """Algorithm 1 of arXiv:2510.05491 on each matrix alone, [outputs, inputs], norms kept."""
     torch.manual_seed(0)
     experts = Experts(CONFIG, layout=layout)
@@ -143,7 +142,7 @@ def test_normuon_by_definition(layout: ExpertLayout, nesterov: bool) -> None:
         nn.init.normal_(param)
     wanted = [m.clone().unbind() for m in halves(experts)]
     momenta, means = ([[torch.zeros(())] * 3 for _ in wanted] for _ in range(2))
-    options: dict[str, Any] = dict(ns_dtype=torch.float32, nesterov=nesterov, weight_decay=0.5)
+    options: dict[str, Any] = dict(ns_dtype=torch.float32, weight_decay=0.5)
     optimizer = Muon(assign_matrices(experts), lr=0.1, beta2=0.6, **options)
     for _ in range(STEPS):
         gradients = Experts(CONFIG, layout=layout)
@@ -153,7 +152,7 @@ def test_normuon_by_definition(layout: ExpertLayout, nesterov: bool) -> None:
         for i, matrices in enumerate(halves(gradients)):
             for e, g in enumerate(matrices):
                 momenta[i][e] = m = 0.95 * momenta[i][e] + 0.05 * g
-                o = orthogonalize((0.05 * g + 0.95 * m if nesterov else m)[None])[0]
+                o = orthogonalize((0.05 * g + 0.95 * m)[None])[0]
                 means[i][e] = v = 0.6 * means[i][e] + 0.4 * (o * o).mean(1)
                 divided = o / v.sqrt()[:, None]
                 divided *= o.norm() / divided.norm()
@@ -338,24 +337,6 @@ def test_queries_keys_and_values_in_one() -> None:
     assert [part.rows.tolist() for part in parts] == [s.flatten().tolist() for s in split[:4]]
     unknown = nn.ModuleDict({"qkv": nn.Linear(4, 12, bias=False)})
     assert "unknown order" in reasons(assign_matrices(unknown))["qkv.weight"]
-
-
-def test_learns() -> None:
-    torch.manual_seed(0)
-    model = Decoder(preset("tiny"))
-    assignment = assign_matrices(model)
-    muon = Muon(assignment, lr=3e-3, ns_dtype=torch.float32)  # a CPU multiplies bf16 slowly
-    optimizers = [muon, AdamW(assignment.adamw_params, lr=3e-3)]
-    tokens = torch.randint(0, 256, (2, 17))
-    losses = []
-    for _ in range(6):
-        loss = model(tokens[:, :-1], tokens[:, 1:])
-        loss.backward()
-        losses.append(loss.item())
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert losses[-1] < 0.8 * losses[0]
 
 
 @pytest.mark.gpu

@@ -97,7 +97,7 @@ def away(optimizer: Optimizer, offload: StateOffload) -> float:
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a tensor leaves behind, on either side, is nan at once."""
-    leave, arrive = MovedStorage.leave, MovedStorage.arrive
+    leave, arrive = MovedStorage.move_to_host, MovedStorage.move_to_device
 
     def poisoned_leave(storage: MovedStorage) -> None:
         storage.memory.fill_(255)  # nan in every float dtype
@@ -107,8 +107,8 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
         arrive(storage)
         storage.host.fill_(255)
 
-    monkeypatch.setattr(MovedStorage, "leave", poisoned_leave)
-    monkeypatch.setattr(MovedStorage, "arrive", poisoned_arrive)
+    monkeypatch.setattr(MovedStorage, "move_to_host", poisoned_leave)
+    monkeypatch.setattr(MovedStorage, "move_to_device", poisoned_arrive)
 
 
 def places_of(net: Net, optimizer: Optimizer, offload: StateOffload) -> list[float]:

@@ -22,7 +22,13 @@ from torch import Tensor, nn
 
 from moecore.base.fields import Bound, check_arguments
 from moecore.base.rank_checks import gather
-from moecore.base.torch_private import hooks_around, local_of, num_gradient_hooks
+from moecore.base.torch_private import (
+    hooks_around,
+    local_of,
+    num_gradient_hooks,
+    tree_leaves,
+    tree_map_only,
+)
 from moecore.moe.dispatch.exchange import ExchangeError
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.shortage import SkippedSteps
@@ -171,9 +177,7 @@ class _Captured:
     def replay(self, inputs: Inputs) -> Any:
         """Replay the graph; set gradients, count micro-batches, and return copies of outputs."""
         record = parallel_state(self.model)
-        if (
-            record is not None and record.arguments is not None
-        ):  # a replay runs no hook of the model
+        if record is not None and record.arguments is not None:  # a replay runs no model hook
             named = {f"inputs[{place}]": x for place, x in enumerate(inputs)}
             record.arguments.check(named, None)
         _check_inputs(inputs, self.inputs)
@@ -188,7 +192,7 @@ class _Captured:
         progress = progress_of(self.model)
         if progress is not None:
             progress.num_done += self.num_in_step
-        return _map_tensors(torch.clone, self.outputs)
+        return tree_map_only(Tensor, torch.clone, self.outputs)
 
 
 def _capture(
@@ -283,10 +287,17 @@ def _capture_problem(waits: list[warnings.WarningMessage], outputs: Any) -> str:
             f"{len(waits)} places, first at {waits[0].filename}:{waits[0].lineno}: change them, or "
             "run it without a graph"
         )
-    try:
-        _map_tensors(_check_output, outputs)
-    except ValueError as error:
-        return str(error)
+    for leaf in tree_leaves(outputs):
+        if leaf is not None and not isinstance(leaf, Tensor):
+            return (
+                f"outputs of forward_backward ({type(leaf).__name__}) must be tensors, or tuples, "
+                "lists or dicts of them: a number would stay what it was at capture"
+            )
+        if leaf is not None and leaf.requires_grad:
+            return (
+                "outputs of forward_backward must not need gradients, which it has computed: "
+                "detach them"
+            )
     return ""
 
 
@@ -374,31 +385,6 @@ def _gpu_of(model: nn.Module) -> torch.device:
 def _drop_copies(state: MoEState) -> None:
     for layer in state.layers.values():
         layer.part("experts").reader.drop_copies()
-
-
-def _check_output(output: Tensor) -> Tensor:
-    if output.requires_grad:
-        raise ValueError(
-            "outputs of forward_backward must not need gradients, which it has computed: detach "
-            "them"
-        )
-    return output
-
-
-def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Apply a function to each tensor of a nested value."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if type(value) is dict:
-        return {key: _map_tensors(function, v) for key, v in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_map_tensors(function, v) for v in value)
-    if value is None:
-        return None
-    raise ValueError(
-        f"outputs of forward_backward ({type(value).__name__}) must be tensors, or tuples, lists "
-        "or dicts of them: a number would stay what it was at capture"
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -71,7 +71,7 @@ class _GraphSlot:
         return not self._turns
 
     def take(self) -> _Turn:
-        """Start a turn of a part; the slot is in use until the turn has ended."""
+        """Return a new turn of a part; the slot is in use until the backward of the turn."""
         turn = _Turn()
         self._turns.append(weakref.ref(turn))
         return turn
@@ -138,9 +138,10 @@ class _Call(NamedTuple):
 
 
 class GraphedPart:
-    """Callable that replaces a method which reads parameters of `modules`.
+    """Callable that replaces a method, and replays CUDA graphs of its forward and backward.
 
-    Only the first module may have hooks. `may_run` says whether a call may use the graphs.
+    The method reads parameters of `modules`, of which only the first may have hooks. A call uses
+    the graphs only if `may_run` returns True.
     """
 
     def __init__(

@@ -31,20 +31,20 @@ class Readers:
     turn: int = 0
 
     def join(self) -> int:
-        """Count a new handle; return the turn in which it is unpacked next."""
+        """Count a new handle; return the number of the backward that will unpack the handle."""
         self.alive += 1
         self.remaining += 1
         return self.turn
 
     def count_unpack(self, turn: int) -> tuple[int, bool]:
-        """Count an unpacking; return the handle's next turn, and whether it ends this turn."""
+        """Count an unpacking; return the handle's next turn, and whether this turn has ended."""
         if turn != self.turn:
             return turn, False
         self.remaining -= 1
         return turn + 1, self._is_over()
 
     def leave(self, turn: int) -> bool:
-        """Count the deletion of a handle; return whether it ends this turn."""
+        """Count a deleted handle; return whether no handle remains to be unpacked in this turn."""
         self.alive -= 1
         if turn != self.turn:
             return False
@@ -100,10 +100,10 @@ class StorageGroup:
 
     key: Key
     layer: ReferenceType[Layer]  # weak: its layer has it, and a cycle keeps counts on the device
-    is_last: bool  # whether its layer is
-    stream: Stream | None  # of its layer
+    is_last: bool  # whether the layer is the last block, which stays on the device
+    stream: Stream | None  # current stream of the layer's forward
     weights: frozenset[int]  # keys of the storages of the part's parameters and buffers
-    fresh: list[HostCopy] = field(default_factory=list)  # that no earlier group saved
+    fresh: list[HostCopy] = field(default_factory=list)  # storages that this group saved first
     # Groups that are copied back after the backward of this one.
     prefetch_groups: list[StorageGroup] = field(default_factory=list)
     readers: Readers = field(default_factory=Readers)
@@ -118,7 +118,7 @@ class StorageGroup:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Layer:
-    """One forward of a block; without used groups it takes the preceding layer's groups."""
+    """One forward of a block; a block that saves nothing adopts the preceding block's groups."""
 
     index: int
     is_last: bool
@@ -126,7 +126,7 @@ class Layer:
     groups: dict[Key, StorageGroup] = field(default_factory=dict)
 
     def follow(self, previous: Layer | None) -> None:
-        """Link each group to the preceding layer's group of the part, whose backward is next."""
+        """Let the backward of each group prefetch the preceding layer's group of the same part."""
         self.groups = {key: group for key, group in self.groups.items() if group.readers.alive}
         previous_groups = dict(previous.groups) if previous is not None else {}
         if not self.groups:
@@ -143,7 +143,7 @@ class Layer:
 class OffloadChunk:
     """One forward of blocks whose backward is announced, such as a pipeline stage's forward."""
 
-    offloads_last: bool  # whether the last block is offloaded, too
+    offloads_last: bool  # whether the last block is also offloaded
     layers: list[Layer] = field(default_factory=list)
     pending_free: list[StorageGroup] = field(default_factory=list)  # copied out, not freed yet
 

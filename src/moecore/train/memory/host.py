@@ -2,7 +2,7 @@
 
     HostPool      a piece of a slab for each saved activation      Offload
     HostCopies    memory by name, the same in every step           StateOffload, TrainingOffload
-    HostSlots     a few slots for chunks of tensors                HostAdamW (`slots.py`)
+    HostSlots     a few slots for chunks of tensors                HostAdamW (`host_step.py`)
 
 The classes on the right are policies: they choose what is copied and when. All memory is allocated
 as slabs, because to pin as much memory as a GPU has takes seconds. torch rounds every pinned
@@ -43,7 +43,7 @@ class Slab:
     used_bytes: int = 0
 
     @property
-    def room(self) -> int:
+    def free_bytes(self) -> int:
         """Number of free bytes."""
         return self.memory.numel() - self.used_bytes
 
@@ -69,7 +69,7 @@ class Slabs:
 
     def fitting(self, num_bytes: int) -> Slab | None:
         """Return a slab with at least `num_bytes` (aligned) free bytes, or None."""
-        return next((slab for slab in self.slabs if slab.room >= num_bytes), None)
+        return next((slab for slab in self.slabs if slab.free_bytes >= num_bytes), None)
 
     def add(self, num_bytes: int) -> Slab:
         """Allocate a slab; a RuntimeError if host memory is insufficient. Pinning is slow."""
@@ -252,7 +252,7 @@ class MovedStorage:
     host: Tensor  # uint8, as many
     tensors: list[tuple[Tensor, Tensor]]  # each with another tensor of its place in the storage
 
-    def leave(self) -> None:
+    def move_to_host(self) -> None:
         """Make the tensors views of host memory, and free the device memory."""
         for tensor, place in self.tensors:
             tensor.data = self._view(place, self.host)
@@ -283,7 +283,7 @@ class MovedStorage:
         start = int(place.storage_offset()) - first + int(flat.storage_offset())
         return flat.as_strided(place.shape, place.stride(), start)
 
-    def arrive(self) -> None:
+    def move_to_device(self) -> None:
         """Make the tensors views of device memory, into which the bytes were copied."""
         for tensor, place in self.tensors:
             if storage_key(tensor) != storage_key(self.host):  # its owner gave it other memory

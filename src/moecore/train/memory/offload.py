@@ -147,7 +147,7 @@ class Offload(SavedStorages):
         with self._locked():
             chunk.pending_free = []  # storages that `free` has not freed yet stay on the device
             for layer in reversed(chunk.layers):
-                self._bring_all(reversed(layer.groups.values()))
+                self._copy_groups_back(reversed(layer.groups.values()))
 
     @contextmanager
     def layer(
@@ -233,7 +233,7 @@ class Offload(SavedStorages):
     def _send(self, group: StorageGroup) -> None:
         """Start to copy out the storages of a part, unless its layer is the last."""
         if not group.is_last:
-            self._put(group)
+            self._copy_out(group)
 
 
 def wrap(module: nn.Module, function: Callable[..., Any], *bound_args: Any) -> Callable[[], None]:

@@ -34,7 +34,10 @@ PLAIN_VALUES = {int, float, bool, str, type(None), torch.dtype, torch.device, to
 
 
 class OnMeta(TorchFunctionMode):
-    """Moves real tensors to meta beside other meta tensors, and saves as `device_type` does."""
+    """Runs operations on meta, and saves the tensors that `device_type` saves for backward.
+
+    An operation with a meta argument and a real argument runs with the real argument on meta.
+    """
 
     def __init__(self, device_type: str) -> None:
         super().__init__()

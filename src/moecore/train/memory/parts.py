@@ -33,10 +33,10 @@ class BlockPart(NamedTuple):
 
 
 class PartUse(NamedTuple):
-    """The recomputation of a part: the options that request it, and products to recompute."""
+    """How a part is recomputed: the options that select the part, and its recomputed products."""
 
-    parts: Set[Recomputed]  # of `MemoryOptions.recompute` that ask for it; none = nothing is
-    products: tuple[str, ...] = ()  # modules inside whose products are, too; "" = the part itself
+    parts: Set[Recomputed]  # values of `MemoryOptions.recompute`; empty = not recomputed
+    products: tuple[str, ...] = ()  # submodules whose products are recomputed; "" = the part
 
 
 def find_parts(block: nn.Module) -> Iterator[BlockPart]:

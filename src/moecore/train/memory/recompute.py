@@ -33,7 +33,7 @@ from moecore.base.torch_private import (
 )
 from moecore.moe.pairs import generators, set_generators
 
-SMALL = 8  # what is so many times smaller than the largest input is kept
+SMALL = 8  # a tensor at most 1 / SMALL of the largest input is saved, not recomputed
 
 
 class _Stop(Exception):
@@ -67,13 +67,13 @@ class _ValuePlace(NamedTuple):
 
 @dataclass(slots=True)
 class _RegionProduct:
-    """A call of a product, which is not recomputed."""
+    """A product that the region ran in forward, and its saved output."""
 
     inputs: list[Any]  # until the call ends
     output: Any = None  # of the call, until the region ends; then handles
     is_needed: bool = True
     versions: tuple[int, ...] = ()  # of the output
-    numbers: Sequence[Tensor] = ()  # states of generators behind it, where it may draw
+    numbers: Sequence[Tensor] = ()  # generator states after the call, if it may draw numbers
 
 
 class _DroppedValue:
@@ -380,8 +380,8 @@ def recompute(
     has_products: bool = True,
 ) -> Any:
     """Run a function as a region; save only its inputs and the outputs of its products."""
-    # It takes tensors and others, in any nesting; random numbers are torch's. has_products is False
-    # for one without any, and without a generator of its own; this saves host time.
+    # Arguments may nest tensors and other values. has_products=False saves host time; the function
+    # must then run no product and use only torch's default generators.
     kwargs = dict(kwargs or {})
     if is_in_region() or not _thread_regions.is_sharing or not is_packing():
         return function(*args, **kwargs)

@@ -33,8 +33,8 @@ from moecore.train.memory.parts import find_parts
 # Mesh dims whose ranks compute with a part of a parameter.
 SHARDED_DIMS = ("ep", "etp", "tp")
 OBSERVERS = ("tape", "observe_scores")  # attributes that would record what did not happen
-NAMES = {"moe": "routing"}  # what is left of an MoE layer beside its experts
-OUTER = ("", "rest", "routing")  # parts in which others lie
+NAMES = {"moe": "routing"}  # an MoE layer without its experts counts as routing
+OUTER = ("", "rest", "routing")  # parts that contain other parts
 Parts = Mapping[str, int]
 
 

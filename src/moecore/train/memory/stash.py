@@ -39,11 +39,11 @@ PAGE_ALIGNMENT = 16  # bytes that a thread copies at once
 
 @dataclass(eq=False, slots=True)
 class DispatchPages:
-    """The matrices of one dispatch that are copied together, and the table of their pages."""
+    """The saved matrices of one dispatch that share a page table."""
 
     table: Tensor
     layout: PageLayout
-    free: list[tuple[Tensor, CopyMark]]  # to which the table returns
+    free: list[tuple[Tensor, CopyMark]]  # list that receives the table after its last read
     of_graph: bool  # whether a CUDA graph fills the table in every replay
     slots: Tensor | None  # the rows in use, as in `UsedRows`
     num_rows: Tensor | None
@@ -52,7 +52,7 @@ class DispatchPages:
     back: CopyMark | None = None  # the end of the last copy back
 
     def fill(self, matrices: Sequence[Tensor]) -> None:
-        """Take pages for the used rows of matrices and copy the rows there."""
+        """Allocate pages for the used rows of matrices, and copy the rows into the pages."""
         take_rows(self.table, self.layout, self.slots, self.num_rows)
         copy_rows(matrices, self.table, self.layout, stash=True)
 
@@ -66,7 +66,7 @@ class DispatchPages:
 
 
 class PagePlace(NamedTuple):
-    """The place of a matrix, a `HostCopy.piece`: a dispatch, and the matrix's number in it."""
+    """A `HostCopy.piece`: a dispatch, and the index of a matrix among its matrices."""
 
     of: DispatchPages
     number: int
@@ -74,7 +74,7 @@ class PagePlace(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _PageKind:
-    """The free tables for equal matrices, each with a mark of the work that emptied it."""
+    """Unused page tables for matrices of one layout; each mark ends the table's last use."""
 
     layout: PageLayout
     of_eager: list[tuple[Tensor, CopyMark]] = field(default_factory=list)
@@ -286,7 +286,7 @@ def _by_dispatch(copies: Sequence[HostCopy]) -> list[list[HostCopy]]:
 
 
 def _finish_places(pieces: Sequence[PagePlace]) -> list[DispatchPages]:
-    """Count places as no longer needed; return the dispatches without needed places."""
+    """Decrement the dispatches' counts of needed matrices; return dispatches with count 0."""
     dispatches = []
     for of, _ in pieces:
         of.remaining -= 1
@@ -330,7 +330,7 @@ class Stash(Offload, Holder):
                 if of_graph != in_capture:  # copies of eager groups are not captured
                     self._resting.append((group, of_graph))
                 elif group.readers.alive and not group.has_unpacked:
-                    self._put(group)
+                    self._copy_out(group)
             self._resting = [entry for entry in self._resting if entry[0].readers.alive]
 
     @property

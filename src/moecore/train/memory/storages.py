@@ -5,7 +5,7 @@ A `Store` has the copies: host memory, or pages (`stash.py`). `Offload` calls th
 parts of blocks begin and end:
 
     _pack      a tensor is saved            -> its handle, or None if the tensor is not offloaded
-    _put       a part's forward has ended   -> copies of its group's storages to the store start
+    _copy_out  a part's forward has ended   -> copies of its group's storages to the store start
     _retire    the same part of a later     -> the device memory of the group is freed
                layer begins
     _fetch     a handle is unpacked         -> the storage; its copy back starts now at the latest
@@ -34,18 +34,21 @@ from moecore.train.memory.streams import CopyStreams
 
 
 class Store(Protocol):
-    """Stores copies of storages. One thread at a time calls it; no call waits for the device."""
+    """Memory for copies of storages; one thread at a time calls it. No host sync."""
 
     def takes(self, rows: UsedRows | None) -> bool:
-        """Return whether a storage with these used rows (None = all) may be copied here."""
+        """Return whether the store accepts a storage with these used rows; None = all rows."""
         ...
 
     def put(self, copies: Sequence[HostCopy]) -> list[HostCopy]:
-        """Start to copy out the storages that fit, set `piece`, `out` and `busy`; return them."""
+        """Start to copy storages out, as far as there is memory; return the copied records.
+
+        Each returned record has new values of `piece`, `out` and `busy`.
+        """
         ...
 
     def bring(self, copies: Sequence[HostCopy], freed_pieces: Sequence[Any] = ()) -> None:
-        """Start to copy a group back to new `data`; set `busy`; free `freed_pieces`."""
+        """Start to copy a group back into its new `data`, set `busy`, and free `freed_pieces`."""
         ...
 
     def give(self, pieces: Sequence[Any]) -> None:
@@ -194,7 +197,7 @@ class SavedStorages:
         group.fresh.append(copy)
         return copy
 
-    def _put(self, group: StorageGroup) -> None:
+    def _copy_out(self, group: StorageGroup) -> None:
         ready = [copy for copy in group.fresh if copy.readers.alive and copy.is_unchanged()]
         stored_copies = self._store.put(ready)
         self._offload_bytes -= sum(copy.size for copy in group.fresh if copy.piece is None)
@@ -219,7 +222,7 @@ class SavedStorages:
                 raise changed_in_place(shape, version(copy.counter), copy.version)
             if copy.data is None:
                 self.late_bytes += copy.size
-                self._bring([copy])
+                self._copy_back([copy])
             data = copy.data
             assert data is not None
             if copy.is_back:
@@ -230,7 +233,7 @@ class SavedStorages:
                 # for the block's.
                 if isinstance(current, torch.cuda.Stream) and current != copy.home:
                     data.record_stream(current)
-            # A retained graph begins a further turn: `_bring` copies back once more.
+            # A retained graph begins a further turn: `_copy_back` copies back once more.
             use.copy_turn, is_over = copy.readers.count_unpack(use.copy_turn)
             if is_over and copy.piece is not None:
                 copy.free()
@@ -240,17 +243,19 @@ class SavedStorages:
                 self._finished_groups.append(group)
         return data
 
-    def _bring_all(self, groups: Iterable[StorageGroup], freed_pieces: Sequence[Any] = ()) -> None:
+    def _copy_groups_back(
+        self, groups: Iterable[StorageGroup], freed_pieces: Sequence[Any] = ()
+    ) -> None:
         """Start to copy groups back, in the order of backward, and free `freed_pieces`."""
         for group in groups:
             copies = [c for c in reversed(group.fresh) if c.readers.alive and c.data is None]
             if copies:
-                self._bring(copies, freed_pieces)
+                self._copy_back(copies, freed_pieces)
                 freed_pieces = ()
         if freed_pieces:
             self._store.give(freed_pieces)
 
-    def _bring(self, copies: Sequence[HostCopy], freed_pieces: Sequence[Any] = ()) -> None:
+    def _copy_back(self, copies: Sequence[HostCopy], freed_pieces: Sequence[Any] = ()) -> None:
         """Allocate device memory for storages and start to copy them back."""
         home = self._streams.current()
         for copy in copies:
@@ -268,7 +273,7 @@ class SavedStorages:
         self._advance_if_free()
 
     def _leave(self, use: StorageUse) -> None:
-        """Record the deletion of a handle, at any time, even while the lock is held."""
+        """Record the deletion of a handle; safe while another thread holds the lock."""
         self._dead.append(use)
         self._advance_if_free()
 
@@ -308,6 +313,6 @@ class SavedStorages:
         ]
         for group in finished_groups:
             group.has_unpacked = False
-        self._bring_all(
+        self._copy_groups_back(
             chain.from_iterable(group.prefetch_groups for group in finished_groups), freed_pieces
         )

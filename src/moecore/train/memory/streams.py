@@ -36,7 +36,7 @@ class Job(NamedTuple):
 
 
 class CopyMark:
-    """A point in a stream's work: a stream that waits for the mark waits for all earlier work."""
+    """An event on a stream; a stream that waits for it waits for all earlier work. CPU: none."""
 
     __slots__ = ("_event", "_in_capture", "_passed")
 
@@ -61,7 +61,7 @@ class CopyMark:
             self._event.synchronize()
 
     def mark_on(self, stream: Stream | None) -> CopyMark:
-        """Return a mark of another stream which waits for this point, in the same capture."""
+        """Return a mark on another stream, which already waits for this mark."""
         return CopyMark(stream, self._in_capture)
 
 

@@ -128,7 +128,7 @@ class TrainingOffload:
             while storages:
                 storages[-1].allocate()
                 storages[-1].memory.copy_(storages[-1].host, non_blocking=True)
-                storages.pop().arrive()
+                storages.pop().move_to_device()
             while part == "buffers" and self._freed:
                 self._freed[-1].restore()
                 self._freed.pop()
@@ -194,7 +194,7 @@ class TrainingOffload:
             )
             self._copies.copy_and_wait((storage.host, storage.memory) for storage in storages)
         for storage in storages:
-            storage.leave()
+            storage.move_to_host()
         return storages
 
     def _values(self, part: Part) -> Iterator[Tensor]:

@@ -32,12 +32,12 @@ Index = slice | Tensor
 class MatrixBlock(NamedTuple):
     """The indices of matrices of one shape in a [batch, rows, columns] tensor."""
 
-    place: int  # of that tensor, in a list of such
+    place: int  # index of the tensor in a list of tensors
     batch: Index
     rows: Index
     columns: Index
     shape: tuple[int, int, int]
-    part: int  # its number, which decides about the learning rate
+    part: int  # index of the `MatrixLayout` part, which determines the learning rate
 
     @property
     def is_view(self) -> bool:
@@ -67,15 +67,15 @@ class MatrixBlock(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class ExchangeRound:
     """One exchange from one rank's view; lists of blocks are indexed by the other rank."""
 
-    params: list[int]  # places of the parameters that take part
-    owned: list[tuple[int, int, int]]  # [n, rows, columns] of what this rank orthogonalises
-    sends: list[list[MatrixBlock]]  # blocks of parameters that owners get
-    receives: list[list[MatrixBlock]]  # blocks of `owned` that come from others
-    returns: list[list[MatrixBlock]]  # blocks of `owned` that go back, to every copy
-    results: list[list[MatrixBlock]]  # blocks of parameters that come back
+    params: list[int]  # indices of the exchanged parameters
+    owned: list[tuple[int, int, int]]  # [n, rows, columns] that this rank orthogonalises
+    sends: list[list[MatrixBlock]]  # blocks of parameters, sent to owners
+    receives: list[list[MatrixBlock]]  # blocks of `owned`, received from holders
+    returns: list[list[MatrixBlock]]  # blocks of `owned`, sent back to every replica
+    results: list[list[MatrixBlock]]  # blocks of parameters, received from owners
 
     def exchange(
         self, like: Tensor, sources: Sequence[Tensor], *, back: bool, group: dist.ProcessGroup
@@ -104,9 +104,9 @@ class Round:
 class MatrixPlan:
     """One rank's part of a step of some parameters."""
 
-    local_blocks: dict[int, list[MatrixBlock]]  # place -> own blocks, of matrices on one rank each
-    rounds: list[tuple[dist.ProcessGroup, Round]]  # of the others
-    outputs: MatrixPlan | None = None  # the same blocks and rounds of one number per output
+    local_blocks: dict[int, list[MatrixBlock]]  # parameter index -> blocks of unsharded matrices
+    rounds: list[tuple[dist.ProcessGroup, ExchangeRound]]  # exchanges of sharded matrices
+    outputs: MatrixPlan | None = None  # plan of the tensors with one number per output
 
 
 def make_plan(
@@ -271,12 +271,12 @@ def _assign(members: list[_Member], num_ranks: int) -> Owners:
     return owners
 
 
-def _round(members: list[_Member], owners: Owners, rank: int) -> Round:
+def _round(members: list[_Member], owners: Owners, rank: int) -> ExchangeRound:
     """Return a round from one rank's view; sender and receiver list blocks in the same order."""
     num_ranks = len(members[0].holding.ranks)
     lists: Iterator[list[list[MatrixBlock]]] = ([[] for _ in range(num_ranks)] for _ in range(4))
     sends, receives, returns, results = lists
-    result = Round([], [], sends, receives, returns, results)
+    result = ExchangeRound([], [], sends, receives, returns, results)
     for member in members:
         result.params.append(member.place)
         rank_parts, copy_of = member.holding.rank_parts, member.holding.copy_of

@@ -37,7 +37,7 @@ from moecore.base.fields import (
 from moecore.base.torch_private import local_of, zeros_like
 from moecore.kernels.momentum import momentum_
 from moecore.train.optim.adamw import grad_of, loss_of_closure, signals_of
-from moecore.train.optim.exchange import MatrixBlock, MatrixPlan, Round, make_plan
+from moecore.train.optim.exchange import ExchangeRound, MatrixBlock, MatrixPlan, make_plan
 from moecore.train.optim.matrices import MatrixAssignment, MatrixLayout, scale_of
 from moecore.train.optim.output_means import divide_by_means_, output_means_of
 
@@ -71,9 +71,8 @@ class MuonOptions(CheckedRecord):
             option.name: group[option.name] for option in fields(cls) if option.name in group
         }
         options["ns_coefficients"] = tuple(options["ns_coefficients"])
-        return cls(
-            **options | {"adjust_lr_fn": options["adjust_lr_fn"] or "original"}
-        )  # torch's None
+        options["adjust_lr_fn"] = options["adjust_lr_fn"] or "original"  # torch's None
+        return cls(**options)
 
 
 class Muon(torch.optim.Optimizer):
@@ -322,7 +321,7 @@ class _Step:
             self._apply(views.weight, weight_block, values, self.layouts[place])
 
     def _step_round(
-        self, matrix_round: Round, of_means: Round | None, group: dist.ProcessGroup
+        self, matrix_round: ExchangeRound, of_means: ExchangeRound | None, group: dist.ProcessGroup
     ) -> None:
         views = self.views
         updates: list[Any] = [None] * len(views)
@@ -342,7 +341,7 @@ class _Step:
             self._apply(views[block.place].weight, block, values, self.layouts[block.place])
 
     def _divide_round(
-        self, orthogonal: list[Tensor], of_means: Round, group: dist.ProcessGroup
+        self, orthogonal: list[Tensor], of_means: ExchangeRound, group: dist.ProcessGroup
     ) -> None:
         """Send means to the matrices' owners, divide the matrices, and return the means."""
         means: list[Any] = [view.means for view in self.views]

@@ -110,7 +110,7 @@ class StateOffload:
             if part.place == "coming":
                 self._stream.hold(part.mark)
                 for storage in part.storages:
-                    storage.arrive()
+                    storage.move_to_device()
         self._parts = []
 
     def close(self) -> None:
@@ -196,7 +196,7 @@ class StateOffload:
             # allocator needs no event of another.
             self._stream.hold(part.mark)
             for storage in part.storages:
-                storage.leave()
+                storage.move_to_host()
             part.place = "away"
 
     def _fetch(self, part: _StatePart) -> None:
