@@ -1,13 +1,13 @@
-"""RMS norms of transformers models by torch's fused kernel, on GPUs.
+"""Replaces RMS norms of transformers models by torch's fused kernel on GPUs.
 
-Their classes compute in fp32 what is seven operations in eager, of 2 to 4 bytes per element each
-way. A norm is taken for what it computes, whatever its class is called:
+The transformers classes run seven operations per norm. Any module that computes this function is
+replaced, and its class name need only contain "RMSNorm":
 
     y = weight * x / sqrt(mean of x^2 over the last dim + eps)
 
-The kernel sums in fp32 and rounds once, where most classes round x / sqrt(..) and the product. What
-is not plain keeps the class's own code: CPUs, autocast, a weight in another dtype than x. So do
-compilers, which fuse that code with what comes before and after it.
+The kernel sums in fp32 and rounds once; most classes round x / sqrt(..) and the product. The
+class's code still runs on CPUs, under autocast, under torch.compile, and if the dtypes of weight
+and x differ.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-EPS = ("variance_epsilon", "eps")  # as classes name it
-FP32_DISTANCE = 1e-5  # of classes that compute in fp32, whatever they get
-SIZES = (1.0, 1e-3)  # of elements: with the second one eps counts
+EPS = ("variance_epsilon", "eps")  # attribute names of eps in transformers' classes
+FP32_DISTANCE = 1e-5  # bound on the difference between a class that computes in fp32 and torch
+SIZES = (1.0, 1e-3)  # magnitudes of the test elements; eps matters only at the second
 
 
 def fuse_norms(model: nn.Module) -> None:
-    """Let the RMS norms of a model run as one kernel on GPUs. No communication."""
+    """Replace the forward of a model's RMS norms by one that uses the fused kernel on GPUs."""
     for module in model.modules():
         if "RMSNorm" in type(module).__name__ and is_rms_norm(module):
             module.forward = MethodType(_fused, module)
 
 
 def is_rms_norm(module: nn.Module) -> bool:
-    """Return whether a module on any device, also meta, computes what `F.rms_norm` does."""
+    """Whether a module, on any device including meta, computes the same as `F.rms_norm`."""
     eps, weight = _eps(module), getattr(module, "weight", None)
     has_other_tensors = len(list(module.parameters())) + len(list(module.buffers())) != 1
     has_other_inputs = len(signature(type(module).forward).parameters) != 2  # self and x
