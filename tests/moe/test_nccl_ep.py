@@ -116,7 +116,7 @@ def trained(
 def worker(rank: int, device: torch.device) -> dict[str, Any]:
     with fake.installed():
         meshes, place = placed(EP, 1)
-        with patch.object(nccl_ep, "MOST_TOKENS", 64):
+        with patch.object(nccl_ep, "MAX_TOKENS", 64):
             found: dict[str, Any] = {"chunks": in_chunks()}
         groups = EPGroups(place.group, 6)
         found["calls"] = calls(groups)

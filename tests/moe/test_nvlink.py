@@ -563,10 +563,10 @@ def disagreements() -> dict[str, str]:
         fp8 = chosen.pop("fp8", False)
         exchanges = ExchangePool(group, ep=4, options=NVLinkOptions(**chosen), fp8=fp8)
         try:
-            exchanges._agree(x, 2, 132)
+            exchanges._compare_options(x, 2, 132)
         except ValueError as error:
             found[name] = str(error)
-    most = ExchangePool(group, ep=4)._agree(torch.zeros(3 + dist.get_rank(), 16), 2, 132)
+    most = ExchangePool(group, ep=4)._compare_options(torch.zeros(3 + dist.get_rank(), 16), 2, 132)
     return found | {"most": str(most)}
 
 
@@ -697,16 +697,16 @@ def test_what_stores_can_not_carry_is_an_error_where_they_were_asked_for(
     dispatcher = NVLinkDispatcher(place, exchanges)
     ids_TK = torch.zeros(3, 2, dtype=torch.int32)
 
-    def goes_elsewhere(rows_TD: Tensor, dtype: torch.dtype) -> bool:
+    def uses_alltoall(rows_TD: Tensor, dtype: torch.dtype) -> bool:
         weights_TK = torch.zeros(3, 2, dtype=dtype)
         routing = Routing(expert_ids_TK=ids_TK, weights_TK=weights_TK, chosen_ids_TK=ids_TK)
-        return dispatcher._goes_elsewhere(rows_TD, routing)
+        return dispatcher._uses_alltoall(rows_TD, routing)
 
     found = []
     for exchanges.watch in ("reruns", "graph", "skips", None):
-        assert goes_elsewhere(rows_TD, dtype)
-        found.append(goes_elsewhere(torch.zeros(3, 32), torch.float32))
+        assert uses_alltoall(rows_TD, dtype)
+        found.append(uses_alltoall(torch.zeros(3, 32), torch.float32))
     assert found == [False, False, True, True]
     exchanges.is_required = True
     with pytest.raises(ValueError, match=problem):
-        goes_elsewhere(rows_TD, dtype)
+        uses_alltoall(rows_TD, dtype)

@@ -27,7 +27,7 @@ from moecore.families.transformers.guards import (
 )
 from moecore.families.transformers.head import fuse_loss, plain_heads
 from moecore.families.transformers.hyper_connections import LAYER, fuse_hyper_connections
-from moecore.families.transformers.log_probs import take_log_prob_losses
+from moecore.families.transformers.log_probs import accept_log_prob_losses
 from moecore.families.transformers.lora import (
     adapt_experts,
     adapted,
@@ -38,7 +38,7 @@ from moecore.families.transformers.lora import (
 from moecore.families.transformers.norms import fuse_norms
 from moecore.families.transformers.outputs import refuse_lost_outputs
 from moecore.families.transformers.pipeline import StagedCausal
-from moecore.families.transformers.rows import tell_layers
+from moecore.families.transformers.rows import hook_moe_layers
 from moecore.families.transformers.sparse_attention import sparse_layers, train_indexers
 from moecore.families.transformers.stock import is_hf, is_pretrained, outermost, runs_class_forward
 from moecore.families.transformers.tensor_parallel import CutTransformer
@@ -98,9 +98,9 @@ class Transformers(Plain):
     @override
     def prepare(self, model: nn.Module) -> None:
         refuse_lost_outputs(model)
-        tell_layers(model)
+        hook_moe_layers(model)
         run_vision_experts(model)
-        take_log_prob_losses(model)
+        accept_log_prob_losses(model)
         fuse_norms(model)
         fuse_hyper_connections([m for m in model.modules() if runs_class_forward(m, LAYER)])
 

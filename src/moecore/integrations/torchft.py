@@ -167,7 +167,7 @@ class Replicas:
 
     def finish(self) -> StepResult | None:
         """End the step if the vote of all ranks succeeds; None = dropped, call `begin` again."""
-        lineages, names = self._meet()
+        lineages, names = self._gather_lineages()
         self._average_gradients()
         self._add_counts()
         # Over NCCL a replica that left fails no call; the aborted group reports it after a sync.
@@ -212,7 +212,7 @@ class Replicas:
         if largest != smallest:
             raise RuntimeError(STRAY)
 
-    def _meet(self) -> tuple[list[int], list[int]]:
+    def _gather_lineages(self) -> tuple[list[int], list[int]]:
         """All-gather the lineage and the name of each replica of this step."""
         assert self._place is not None, "begin() comes before finish()"
         seen_2R = torch.zeros(2, self._place.num_replicas, dtype=torch.int64, device=self._device)

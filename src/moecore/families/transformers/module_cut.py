@@ -76,7 +76,7 @@ def named_linears(module: nn.Module) -> dict[str, nn.Linear]:
     return linears
 
 
-def linears_of(module: nn.Module) -> list[Any]:
+def output_linears(module: nn.Module) -> list[Any]:
     """Return [linear]; for a peft LoRA layer, its base linear and the B of each adapter."""
     base = lora_base(module)
     return [module] if base is None else [base, *(b for _, b in lora_pairs(module))]

@@ -91,7 +91,7 @@ def packing_problem(model: nn.Module, *, has_row_inputs: bool = True) -> str | N
     text = config.get_text_config()
     linear = linear_layers(model) if has_row_inputs else []
     row_layers = {LINEAR: len(linear), SPARSE: len(sparse_layers(model)) if has_row_inputs else 0}
-    if (other := other_kind(text, row_layers)) is not None:
+    if (other := unsupported_layer(text, row_layers)) is not None:
         return other
     for owner, field in [
         (config, "is_encoder_decoder"),
@@ -107,7 +107,7 @@ def packing_problem(model: nn.Module, *, has_row_inputs: bool = True) -> str | N
     return None
 
 
-def why_one_document(model: nn.Module) -> str | None:
+def one_document_problem(model: nn.Module) -> str | None:
     """Return the part of a model that needs one document per row, or None; cp may shard the row."""
     for name, rope_type, _ in longest_position_readers(model):
         return f"rope_type ({rope_type!r}) of {name}, which reads the longest position of all rows"
@@ -117,7 +117,7 @@ def why_one_document(model: nn.Module) -> str | None:
     return None
 
 
-def other_kind(text: Any, row_layers: Mapping[str, int] | None = None) -> str | None:
+def unsupported_layer(text: Any, row_layers: Mapping[str, int] | None = None) -> str | None:
     """Return the first of a config's `layer_types` that moecore does not support, or None.
 
     `row_layers` has the number of supported layers of further kinds. Such a kind is supported if

@@ -37,9 +37,9 @@ from moecore.families.transformers.experts import has_vision_experts, kinds_of
 from moecore.families.transformers.linear_attention import SEQUENCE
 from moecore.families.transformers.packing import (
     LongestPosition,
-    other_kind,
+    one_document_problem,
     packing_problem,
-    why_one_document,
+    unsupported_layer,
 )
 from moecore.families.transformers.stock import has_causal_loss, named, outermost, parameters_of
 from moecore.models.loss import IGNORE_INDEX, count_labels
@@ -63,31 +63,31 @@ class RowReader:
     def __init__(self, model: nn.Module) -> None:
         self.cp: ContextParallel | None = None  # cp ranks; None = this rank has full rows
         self.groups: Mapping[int, ContextParallel] = {}  # cp of a forward -> its ranks
-        self._other = packing_problem(model) or why_one_document(model)
+        self._other = packing_problem(model) or one_document_problem(model)
         base: Any = model.base_model
         self._longest = LongestPosition(base)
-        model.register_forward_pre_hook(_tell_loss, with_kwargs=True)
+        model.register_forward_pre_hook(_pass_divisor, with_kwargs=True)
         base.register_forward_pre_hook(self._enter, with_kwargs=True)
         self.attach(model)
 
     def attach(self, model: Any) -> None:
         """Add hooks to the model's MoE layers, which pass them documents and padding."""
         choices = _choices(model.base_model)
-        for block in _listed(model.base_model):
+        for block in _list_entries(model.base_model):
             layers = [m for m in block.modules() if isinstance(m, RoutedLayer)]
             layers = [layer for layer in layers if not hasattr(layer, SEQUENCE)]
             for reader in (block, *block.children()) if layers else ():
-                reader.register_forward_pre_hook(partial(_show, layers), with_kwargs=True)
+                reader.register_forward_pre_hook(partial(_store_sequence, layers), with_kwargs=True)
             for layer in layers:
                 setattr(layer, SEQUENCE, Sequence())
-                tell = partial(_tell, choices.get(layer, Tensor.flatten))
+                tell = partial(_pass_rows, choices.get(layer, Tensor.flatten))
                 # Reads full rows, so it runs before the hook that slices them for tp ranks.
                 layer.register_forward_pre_hook(tell, with_kwargs=True, prepend=True)
 
-    def sequence_of(self, tokens: Tensor, inputs: Kwargs) -> Sequence:
+    def build_sequence(self, tokens: Tensor, inputs: Kwargs) -> Sequence:
         """Return documents, padding and local tokens of full rows: ids [B, T] or embeddings."""
         shape, device = (tokens.shape[0], tokens.shape[1]), tokens.device
-        cu_seqlens, longest = _of(inputs, DOCUMENTS), _of(inputs, LONGEST)
+        cu_seqlens, longest = _first_argument(inputs, DOCUMENTS), _first_argument(inputs, LONGEST)
         sequence, mask_BT = Sequence(), inputs.get("padding_mask")
         ranks = self.ranks_of(inputs.get("cp"))
         _refuse_lost_labels(inputs)
@@ -124,7 +124,7 @@ class RowReader:
     ) -> tuple[tuple[Any, ...], Kwargs]:
         """Forward pre-hook: replace row arguments by a `Sequence`, and slice tokens over cp."""
         tokens = tokens_of(args, kwargs)
-        sequence = kwargs.get(SEQUENCE) or self.sequence_of(tokens, kwargs)
+        sequence = kwargs.get(SEQUENCE) or self.build_sequence(tokens, kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in READ}
         kwargs[SEQUENCE] = sequence
         positions = kwargs.get("position_ids")
@@ -148,17 +148,17 @@ class MaskReader:
     def __init__(self, model: Any) -> None:
         self._model, self._state, self._has_warned = model, threading.local(), False
         base: Any = model.base_model
-        model.register_forward_pre_hook(_tell_loss, with_kwargs=True)
+        model.register_forward_pre_hook(_pass_divisor, with_kwargs=True)
         base.register_forward_pre_hook(self._enter, with_kwargs=True)
         base.register_forward_hook(self._leave)
         choices = _choices(base)
         for layer in base.modules():
             if isinstance(layer, RoutedLayer):
-                tell = partial(self._tell, choices.get(layer, Tensor.flatten))
+                tell = partial(self._pass_rows, choices.get(layer, Tensor.flatten))
                 layer.register_forward_pre_hook(tell, with_kwargs=True, prepend=True)
         self._unchecked = {
             block
-            for block in _listed(base)
+            for block in _list_entries(base)
             if any(isinstance(module, RoutedLayer) for module in block.modules())
         }
         for block in self._unchecked:
@@ -177,7 +177,7 @@ class MaskReader:
             return
         begins = (positions_BT[:, 1:] == 0).nonzero().tolist()  # (row, token before a document)
         text = self._model.config.get_text_config()
-        other, of_documents = other_kind(text), why_one_document(self._model)
+        other, of_documents = unsupported_layer(text), one_document_problem(self._model)
         if begins and of_documents is not None:
             raise ValueError(
                 f"position_ids must be of rows of one sequence each for a model with "
@@ -204,16 +204,16 @@ class MaskReader:
         if hasattr(self._model, READER):  # the RowReader passes padding too
             return None
         inputs = named(base, args, kwargs)
-        tokens = _of(inputs, TOKENS)
+        tokens = _first_argument(inputs, TOKENS)
         if tokens is None:
             return None
-        self._state.sequence = self._sequence_of(tokens, inputs)
+        self._state.sequence = self._build_sequence(tokens, inputs)
         return args, {name: value for name, value in kwargs.items() if name not in ROW_INPUTS}
 
-    def _sequence_of(self, tokens: Tensor, inputs: Kwargs) -> Sequence:
+    def _build_sequence(self, tokens: Tensor, inputs: Kwargs) -> Sequence:
         cu_seqlens, mask_BT = inputs.get("cu_seqlens"), inputs.get("padding_mask")
         if cu_seqlens is not None:
-            of_documents = why_one_document(self._model)
+            of_documents = one_document_problem(self._model)
             other = packing_problem(self._model, has_row_inputs=False) or of_documents
             if other is not None:
                 fix = "give rows of one sequence each"
@@ -271,7 +271,7 @@ class MaskReader:
     def _clear(self) -> None:
         self._state.sequence = None
 
-    def _tell(
+    def _pass_rows(
         self, choose: Choose, layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
     ) -> tuple[Any, Kwargs] | None:
         sequence = getattr(self._state, "sequence", None)
@@ -286,7 +286,7 @@ def _attends(mask: Any, row: int, place: int) -> bool:
     return bool(value if mask.dtype == torch.bool else value == 0)
 
 
-class KindReader:
+class ModalityHooks:
     """Selects the tokens of each MoE module in a block with separate text and image experts."""
 
     def __init__(self, block: nn.Module) -> None:
@@ -312,19 +312,19 @@ def _choices(base: nn.Module) -> dict[nn.Module, Choose]:
     choose_of = dict[nn.Module, Choose]()
     blocks: list[Any] = [block for block in base.modules() if has_vision_experts(block)]
     for block in blocks:
-        reader = KindReader(block)
+        reader = ModalityHooks(block)
         choose_of |= dict.fromkeys(block.text_moe.modules(), reader.text)
         choose_of |= dict.fromkeys(block.vision_moe.modules(), reader.images)
     return choose_of
 
 
-def _tell_loss(
+def _pass_divisor(
     model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
 ) -> tuple[tuple[Any, ...], Kwargs] | None:
     """Forward pre-hook: pass the loss's divisor as `num_items_in_batch`, at least 1."""
     inputs = named(model, args, kwargs)
     _refuse_lost_labels(inputs)
-    number = _of(inputs, ("num_items_in_batch", "num_tokens"))
+    number = _first_argument(inputs, ("num_items_in_batch", "num_tokens"))
     if number is None and inputs.get("labels") is not None and _divides_by_labels(model):
         number = count_labels(shifted_labels(inputs))
     if number is None:
@@ -336,7 +336,7 @@ def _tell_loss(
 
 def _refuse_lost_labels(inputs: Kwargs) -> None:
     """Raise on CPUs for a document that spans rows, because labels are shifted within rows."""
-    cu_seqlens, labels_BT = _of(inputs, DOCUMENTS), inputs.get("labels")
+    cu_seqlens, labels_BT = _first_argument(inputs, DOCUMENTS), inputs.get("labels")
     if labels_BT is None or cu_seqlens is None or inputs.get("shift_labels") is not None:
         return
     if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
@@ -381,7 +381,7 @@ def tokens_of(args: tuple[Any, ...], kwargs: Kwargs) -> Tensor:
     return tokens
 
 
-def _of(inputs: Kwargs, names: tuple[str, ...]) -> Any:
+def _first_argument(inputs: Kwargs, names: tuple[str, ...]) -> Any:
     return next((inputs[name] for name in names if inputs.get(name) is not None), None)
 
 
@@ -392,13 +392,13 @@ def _without_documents(longest: Any) -> ValueError:
     )
 
 
-def _listed(module: nn.Module) -> Iterator[nn.Module]:
+def _list_entries(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the entries of the outermost lists in a module, such as its decoder layers."""
     for child in module.children():
-        yield from child if isinstance(child, nn.ModuleList) else _listed(child)
+        yield from child if isinstance(child, nn.ModuleList) else _list_entries(child)
 
 
-def _show(
+def _store_sequence(
     layers: list[RoutedLayer], reader: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
 ) -> None:
     """Forward pre-hook: store a block's `Sequence` argument on the MoE layers of the block."""
@@ -407,7 +407,7 @@ def _show(
             setattr(layer, SEQUENCE, kwargs[SEQUENCE])
 
 
-def _tell(
+def _pass_rows(
     choose: Choose, layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
 ) -> tuple[Any, Kwargs] | None:
     """Forward pre-hook of a MoE layer: pass it documents and padding."""
@@ -432,7 +432,7 @@ def _row_keywords(
     return (x_TD, ids_TK.masked_fill(mask_T[:, None], -1), *rest), kwargs
 
 
-def tell_layers(model: nn.Module) -> None:
+def hook_moe_layers(model: nn.Module) -> None:
     """Add hooks that pass rows and padding to the MoE layers of transformers models."""
     for module in list(model.modules()):
         reader: RowReader | None = getattr(module, READER, None)

@@ -128,7 +128,7 @@ def _check(
             f"{name} must be of {homes[0]}, whose maths its adapter knows: take off subclasses and "
             f"wrappers (LoRA of peft works on dense layers and experts), {WAY_OUT}"
         )
-    for method in own_methods(cls):
+    for method in overridden_methods(cls):
         function = getattr(cls, method)
         patched = vars(part).get(method)
         if not is_stock(function) or (patched and getattr(patched, "__func__", 0) is not function):
@@ -148,7 +148,7 @@ def _refuse_extra(name: str, extra: str) -> None:
     )
 
 
-def own_methods(cls: type) -> Iterator[str]:
+def overridden_methods(cls: type) -> Iterator[str]:
     """Yield the names of the methods that a class and its bases add to `nn.Module` or override."""
     for base in cls.__mro__:
         if base is nn.Module:

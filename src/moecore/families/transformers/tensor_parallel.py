@@ -44,8 +44,8 @@ from moecore.families.transformers.module_cut import (
     ModuleCut,
     Stack,
     cut_placements,
-    linears_of,
     local_rows,
+    output_linears,
     owner_of,
 )
 from moecore.families.transformers.stock import named, outermost
@@ -77,11 +77,11 @@ class CutTransformer:
         places |= {(module, "weight"): Shard(0) for module in cut_vocabulary(self.model, tp)}
         for layer in self.model.modules():
             if isinstance(layer, RoutedLayer):
-                OwnTokens(tp, layer)
+                TokenSliceHooks(tp, layer)
         _shard(self.model, tp_mesh, places)
         for module, module_cut in cuts.items():
             _hook(tp, module, module_cut)
-        EqualLosses(tp, self.model)
+        GradientShareHooks(tp, self.model)
 
     def check(self, tp: int) -> None:
         """Raise for a full model that tp cannot shard; a pipeline stage may have nothing to shard.
@@ -123,25 +123,27 @@ def _hook(tp: TensorParallel, module: Any, module_cut: ModuleCut) -> None:
     for name in module_cut.norms:
         norm = module.get_submodule(name)
         norm.register_forward_pre_hook(partial(_gather_columns, tp))
-        norm.register_forward_hook(partial(_own_columns, tp))
+        norm.register_forward_hook(partial(_slice_columns, tp))
     for name, head_dim in (module_cut.shared or {}).items():
         linear = module.get_submodule(name)
         head = tp.rank * (linear.out_features // head_dim) // tp.size
-        linear.register_forward_hook(partial(_own_head, head, head_dim))
+        linear.register_forward_hook(partial(_slice_head, head, head_dim))
     for name, stack in (module_cut.stacks or {}).items():
-        for linear in linears_of(module.get_submodule(name)):
+        for linear in output_linears(module.get_submodule(name)):
             linear.__class__, linear.rows = (
                 FullRowsLinear,
                 list(local_rows(stack, tp.rank, tp.size)),
             )
-        module.config = OwnHeads(module.config, stack[0][0] // tp.size)
+        module.config = LocalHeadsConfig(module.config, stack[0][0] // tp.size)
     if module_cut.num_shared and hasattr(module, "num_key_value_groups"):
         module.num_key_value_groups = module.num_key_value_groups * module_cut.num_shared // tp.size
     for name, stack in module_cut.travel.items():
         module.get_submodule(name).register_forward_hook(HeadExchange(tp, stack))
     for name, stack in module_cut.read.items():
         part = module.get_submodule(name)
-        _read_by(part, {n: partial(_full_rows_linear, tp, n, stack) for n in part._parameters})
+        _replace_attributes(
+            part, {n: partial(_full_rows_linear, tp, n, stack) for n in part._parameters}
+        )
     if module_cut.read:
         refuse_shortcut(module)
     for name, size in module_cut.groups.items():
@@ -150,18 +152,20 @@ def _hook(tp: TensorParallel, module: Any, module_cut: ModuleCut) -> None:
     for name, number in module_cut.counts.items():
         setattr(*owner_of(module, name), number)
     if module_cut.buffers:
-        _read_by(
-            module, {n: partial(_own_part, tp, n, dim) for n, dim in module_cut.buffers.items()}
+        _replace_attributes(
+            module, {n: partial(_local_part, tp, n, dim) for n, dim in module_cut.buffers.items()}
         )
 
 
-def _read_by(module: nn.Module, getters: Mapping[str, Callable[[nn.Module], Any]]) -> None:
+def _replace_attributes(
+    module: nn.Module, getters: Mapping[str, Callable[[nn.Module], Any]]
+) -> None:
     """Replace attributes of a module by properties that call `getters`."""
     base, properties = type(module), {name: property(getter) for name, getter in getters.items()}
     module.__class__ = type(base.__name__, (base,), properties | {"__module__": base.__module__})
 
 
-def _own_part(tp: TensorParallel, name: str, dim: int, module: nn.Module) -> Tensor:
+def _local_part(tp: TensorParallel, name: str, dim: int, module: nn.Module) -> Tensor:
     buffer = module._buffers[name]
     assert buffer is not None, "it has a number per head"
     return buffer.chunk(tp.size, dim)[tp.rank]
@@ -178,7 +182,7 @@ class FullRowsLinear(nn.Linear):
         return F.linear(input, torch.cat([self.weight[part] for part in self.rows]), bias)
 
 
-class OwnHeads:
+class LocalHeadsConfig:
     """A proxy of a config with a rank's number of heads; it reads other fields from the config."""
 
     def __init__(self, config: Any, num_attention_heads: int) -> None:
@@ -294,13 +298,13 @@ def _gather_columns(tp: TensorParallel, _norm: nn.Module, args: tuple[Any, ...])
     return tp.gather_last(x), *rest
 
 
-def _own_columns(tp: TensorParallel, _norm: nn.Module, _args: Any, y: Tensor) -> Tensor:
+def _slice_columns(tp: TensorParallel, _norm: nn.Module, _args: Any, y: Tensor) -> Tensor:
     # Not `chunk`: autograd refuses an in-place write to one of its several views.
     size = y.shape[-1] // tp.size
     return y.narrow(-1, tp.rank * size, size)
 
 
-def _own_head(head: int, head_dim: int, _linear: nn.Module, _args: Any, y: Tensor) -> Tensor:
+def _slice_head(head: int, head_dim: int, _linear: nn.Module, _args: Any, y: Tensor) -> Tensor:
     return y.narrow(-1, head * head_dim, head_dim)
 
 
@@ -323,7 +327,7 @@ def _shard(
             sharded_of[param] = module._parameters[name]  # type: ignore[assignment]
 
 
-class OwnTokens:
+class TokenSliceHooks:
     """Hooks that slice a MoE layer's input over tp, and all-gather its output.
 
     The input is [B, T, D] or [T, D], sliced along T. Padding makes the slices equal; it is routed
@@ -336,7 +340,7 @@ class OwnTokens:
         layer.register_forward_hook(self._leave)
         router: Any = layer.part("router")
         if hasattr(router, "recorder"):  # before transformers' hooks read the logits
-            router.recorder.register_forward_hook(self._whole_logits, prepend=True)
+            router.recorder.register_forward_hook(self._gather_logits, prepend=True)
 
     def _enter(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -385,14 +389,14 @@ class OwnTokens:
             return (self._gather_rows(output[0]), *output[1:])
         return self._gather_rows(output)
 
-    def _whole_logits(self, recorder: nn.Module, _args: Any, logits: tuple[Tensor, ...]) -> Any:
+    def _gather_logits(self, recorder: nn.Module, _args: Any, logits: tuple[Tensor, ...]) -> Any:
         if len(recorder._forward_hooks) == 1:  # transformers records no logits
             return logits
         logits_TE = self._gather_rows(logits[0]).flatten(0, -2)
         return tuple(logits_TE for _ in logits)
 
 
-class EqualLosses:
+class GradientShareHooks:
     """Hooks that divide the gradient of a model's outputs by the number of tp ranks."""
 
     def __init__(self, tp: TensorParallel, model: nn.Module) -> None:
