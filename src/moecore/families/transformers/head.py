@@ -51,7 +51,7 @@ IS_SCORED = "_moecore_is_scored"  # attribute of a model in a forward with a `lo
 
 
 @dataclass(eq=False)
-class Source:
+class LogitsSource:
     """The hidden states and head weight from which `Logits` are computed."""
 
     hidden: Tensor  # [..., D]
@@ -83,10 +83,10 @@ class Source:
 class Logits(Tensor):
     """Logits [..., V] whose values are computed on first use; see the module docstring."""
 
-    source: Source
+    source: LogitsSource
 
     @staticmethod
-    def of(source: Source, shape: torch.Size, dtype: torch.dtype) -> Logits:
+    def of(source: LogitsSource, shape: torch.Size, dtype: torch.dtype) -> Logits:
         """Return lazy logits of a shape and dtype; the last dim is V."""
         # Code that bypasses __torch_function__ reads NaN.
         memory = source.hidden.new_full((), math.nan, dtype=dtype, requires_grad=False)
@@ -213,7 +213,7 @@ class HeadWithoutLogits(nn.Linear):
         if not forwards or forwards[-1].head is not self or is_cut or torch.compiler.is_compiling():
             return super().forward(input)
         tp: TensorParallel | None = getattr(self, TP, None)
-        source = Source(input, self.weight, version(self.weight), tp, self.loss_recipe)
+        source = LogitsSource(input, self.weight, version(self.weight), tp, self.loss_recipe)
         forwards[-1].sources.append(source)
         ranks = 1 if source.tp is None else source.tp.size
         shape = torch.Size((*input.shape[:-1], ranks * self.weight.shape[0]))
@@ -221,19 +221,19 @@ class HeadWithoutLogits(nn.Linear):
 
 
 @dataclass(eq=False)
-class Forward:
+class RunningForward:
     """State of one running forward of a model."""
 
     model: nn.Module
     head: nn.Module | None  # the head that returns `Logits`; None = heads return values
-    sources: list[Source] = field(default_factory=list)
+    sources: list[LogitsSource] = field(default_factory=list)
 
 
-def _forwards() -> list[Forward]:
+def _forwards() -> list[RunningForward]:
     """Return the running forwards of this thread, outermost first."""
     if not hasattr(_STATE, "forwards"):
         _STATE.forwards = []
-    forwards: list[Forward] = _STATE.forwards
+    forwards: list[RunningForward] = _STATE.forwards
     return forwards
 
 
@@ -259,7 +259,7 @@ def _enter(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     has_labels = named(model, args, kwargs).get("labels") is not None
     trains = model.training and torch.is_grad_enabled()
     trains = has_labels and (trains or hasattr(model, IS_SCORED))
-    _forwards().append(Forward(model, model.get_output_embeddings() if trains else None))
+    _forwards().append(RunningForward(model, model.get_output_embeddings() if trains else None))
 
 
 def _leave(model: nn.Module, _args: Any, _output: Any) -> None:

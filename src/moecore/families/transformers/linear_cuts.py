@@ -64,8 +64,8 @@ def cut_linear_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
     if problem is not None:
         return problem
     linears = named_linears(module)
-    travel = {n: layer.columns[n] for n in layer.kinds if n in linears}
-    for child in travel:
+    head_exchanges = {n: layer.columns[n] for n in layer.kinds if n in linears}
+    for child in head_exchanges:
         if linears[child].out_features % tp:
             raise ValueError(
                 f"{name}.{child}: outputs ({linears[child].out_features}) must be a multiple of "
@@ -74,8 +74,8 @@ def cut_linear_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
     return ModuleCut(
         columns=tuple(n for n in layer.columns if n in linears),
         row=layer.row,
-        travel=travel,
-        read={FILTERS: layer.channels},
+        head_exchanges=head_exchanges,
+        local_reads={FILTERS: layer.channels},
         params_by_head=tuple(
             n for n in layer.params_by_head if n in dict(module.named_parameters())
         ),

@@ -41,9 +41,10 @@ class ModuleCut:
         num_shared: number of key or value heads, if there are fewer than ranks.
         stacks: replicated linears of queries, keys and values in one matrix. A rank multiplies with
             the rows of its heads.
-        travel: column-parallel linears with several sections. All ranks have equally many rows of
+        head_exchanges: column-parallel linears with several sections. All ranks have equally many
+        rows of
             any section, and exchange outputs so that a rank receives the outputs of its heads.
-        read: modules with replicated parameters; a rank reads the rows of its heads.
+        local_reads: modules with replicated parameters; a rank reads the rows of its heads.
         groups: gated norms of groups that several ranks share -> elements of a group.
         counts: attributes with a number of heads or columns -> the number on a rank.
         buffers: replicated buffers -> their dim of heads; a rank reads the part of its heads.
@@ -57,8 +58,8 @@ class ModuleCut:
     shared: Mapping[str, int] | None = None
     num_shared: int = 0
     stacks: Mapping[str, Stack] | None = None
-    travel: Mapping[str, Stack] = field(default_factory=dict)
-    read: Mapping[str, Stack] = field(default_factory=dict)
+    head_exchanges: Mapping[str, Stack] = field(default_factory=dict)
+    local_reads: Mapping[str, Stack] = field(default_factory=dict)
     groups: Mapping[str, int] = field(default_factory=dict)
     counts: Mapping[str, int] = field(default_factory=dict)
     buffers: Mapping[str, int] | None = None

@@ -137,14 +137,14 @@ def _hook(tp: TensorParallel, module: Any, module_cut: ModuleCut) -> None:
         module.config = LocalHeadsConfig(module.config, stack[0][0] // tp.size)
     if module_cut.num_shared and hasattr(module, "num_key_value_groups"):
         module.num_key_value_groups = module.num_key_value_groups * module_cut.num_shared // tp.size
-    for name, stack in module_cut.travel.items():
+    for name, stack in module_cut.head_exchanges.items():
         module.get_submodule(name).register_forward_hook(HeadExchange(tp, stack))
-    for name, stack in module_cut.read.items():
+    for name, stack in module_cut.local_reads.items():
         part = module.get_submodule(name)
         _replace_attributes(
             part, {n: partial(_full_rows_linear, tp, n, stack) for n in part._parameters}
         )
-    if module_cut.read:
+    if module_cut.local_reads:
         refuse_shortcut(module)
     for name, size in module_cut.groups.items():
         norm = module.get_submodule(name)
