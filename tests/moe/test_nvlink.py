@@ -32,7 +32,6 @@ from moecore import (
 from moecore.base.options.memory import MemoryOptions, StashOptions
 from moecore.kernels.exchange.buffer import ERROR_WORD, NEEDED_WORD
 from moecore.kernels.experts.contract import Refetch, UnsummedInput
-from moecore.kernels.rows.free_list import DEMAND_WORD, PEAK_WORD
 from moecore.kernels.rows.record import Rows
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.exchange_pool import ExchangePool, divide
@@ -45,7 +44,6 @@ from moecore.parallel.model import phases
 from moecore.parallel.model.parallel_state import capacity_of, parallel_state
 from moecore.parallel.model.phases import choose_dispatcher
 from moecore.parallel.pipeline.orders import PAIRING
-from moecore.train.memory.stash import Stash
 from tests.helpers.ranks import run_ranks
 from tests.moe.dispatchers import (
     MAX_TOKENS,
@@ -530,23 +528,6 @@ def exact() -> dict[str, Any]:
     return {"same": same, "room": inp.index.row_ids_R.numel() - int(inp.index.num_rows)}
 
 
-def in_pages() -> dict[str, Any]:
-    """Rows of four layers in pages, when nearly all go to one rank: bits, free pages, used ones."""
-    x = local_tokens((20, 13, 0, 7))[0]
-    layers = [sharded_layer("ep4")[0] for _ in range(4)]
-    for layer in layers:
-        layer.router.weight.data[:2] = 4 * x.mean(0).nan_to_num().sign()  # rank 0's experts
-    model = nn.Sequential(*layers)
-    want = gradients(model, [x, -x])
-    stash = Stash(torch.device("cpu"), StashOptions(page_rows=4, factor=4.0), len(layers))
-    stash.attach(layers, lambda layer: "moe" if layer in layers else None)
-    same = equal(want, gradients(model, [x, -x]))
-    stash.check()
-    assert stash.pages.pool is not None
-    state = stash.pages.pool.state.tolist()
-    return {"same": same, "free": state[DEMAND_WORD] == 0, "most": state[PEAK_WORD]}
-
-
 def disagreements() -> dict[str, str]:
     """By what is other on rank 2, the error on this rank; and the most tokens where nothing is."""
     group, is_odd = dist.group.WORLD, dist.get_rank() == 2
@@ -576,7 +557,6 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
         "room": room(),
         "exact": exact(),
         "fp8": fp8(),
-        "pages": in_pages(),
         "disagreements": disagreements(),
     }
 
@@ -620,14 +600,6 @@ def test_a_gradient_that_changes_after_it_was_sent_is_an_error(results: dict[str
 
 def test_exact_rows_have_no_room_and_the_same_bits(results: dict[str, Any]) -> None:
     assert results["exact"] == dict(same=True, room=0)
-
-
-def test_rows_in_pages_have_the_same_bits(results: dict[str, Any]) -> None:
-    """Two micro-batches of 40 tokens, whose rows of all layers but the last are in pages."""
-    found = results["pages"]
-    assert found["same"] and found["free"]
-    x, h = 40, 40 * 3  # rows: 4 of X or 4 of H fill a page
-    assert 0 < found["most"] <= 2 * 3 * (x + h) // 4 + 2 * 2 * 3
 
 
 def test_ranks_that_disagree_are_named_before_anything_is_sent(results: dict[str, Any]) -> None:
