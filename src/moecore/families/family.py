@@ -18,6 +18,11 @@ from moecore.families.transformers.attention import use_causal_attention
 from moecore.families.transformers.blocks import find_hf_adapter, why_refused
 from moecore.families.transformers.context import CausalContext
 from moecore.families.transformers.experts import run_vision_experts
+from moecore.families.transformers.fused_modules import (
+    LAYER,
+    fuse_hyper_connections,
+    fuse_norms,
+)
 from moecore.families.transformers.guards import (
     refuse_accelerate,
     refuse_native_names,
@@ -26,7 +31,6 @@ from moecore.families.transformers.guards import (
     warn_about_cache,
 )
 from moecore.families.transformers.head import fuse_loss, plain_heads
-from moecore.families.transformers.hyper_connections import LAYER, fuse_hyper_connections
 from moecore.families.transformers.log_probs import accept_log_prob_losses
 from moecore.families.transformers.lora import (
     adapt_experts,
@@ -35,7 +39,6 @@ from moecore.families.transformers.lora import (
     experts_unwrapped,
     refuse_peft_methods,
 )
-from moecore.families.transformers.norms import fuse_norms
 from moecore.families.transformers.outputs import refuse_lost_outputs
 from moecore.families.transformers.pipeline import StagedCausal
 from moecore.families.transformers.rows import hook_moe_layers
