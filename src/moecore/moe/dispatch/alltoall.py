@@ -164,7 +164,7 @@ class TokenExchange:
             return words_SW  # type: ignore[no-any-return]
 
         def back(dy_TD: Tensor) -> Tensor:
-            dy_SD = None if plan.receiver is None else plan.receiver.send_packed(dy_TD, send)
+            dy_SD = None if plan.receiver is None else plan.receiver.send_as_fp8(dy_TD, send)
             if dy_SD is None:
                 dy_SD, _ = _AllToAll.apply(gather_rows(dy_TD, *row_map), None, (S, M), *to_experts)
             return dy_SD
@@ -286,9 +286,9 @@ class _SendRows(NamedTuple):
     """Rows to send, their ids and weights packed in one int32 tensor, and their weights."""
 
     rows_MD: Tensor  # differentiable, as the weights are; a handle if packed rows are sent
-    packed: Tensor
+    ids_and_weights: Tensor
     weights_MK: Tensor
-    packed_MW: Tensor | None  # packed rows
+    words_MW: Tensor | None  # packed rows
 
 
 def _exchange_counts(

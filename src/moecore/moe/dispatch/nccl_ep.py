@@ -205,8 +205,8 @@ class Flight:
         rows_SD = x_TD.new_empty(S, x_TD.shape[1])
         weights_SK = weights_TK.new_empty(S, K)
         ids_SK = torch.empty_like(weights_SK, dtype=torch.int64)
-        sent, outputs = (x_TD, weights_TK), (rows_SD, weights_SK, ids_SK)
-        for ep, handle, (x, w), (rows, weights, ids) in self._calls(sent, outputs):
+        send_buffers, outputs = (x_TD, weights_TK), (rows_SD, weights_SK, ids_SK)
+        for ep, handle, (x, w), (rows, weights, ids) in self._calls(send_buffers, outputs):
             outs = ep.DispatchOutputs(tokens=rows, topk_weights=weights, topk_idx=ids)
             inputs = ep.DispatchInputs(tokens=x, topk_weights=w)
             handle.dispatch(inputs, outs, stream=_stream(x_TD))

@@ -353,5 +353,5 @@ class _Combine(torch.autograd.Function):
         def send(rows_TN: Tensor) -> Tensor:
             return ctx.exchange.spread(rows_TN, *row_map)  # type: ignore[no-any-return]
 
-        dy_RD = None if ctx.receiver is None else ctx.receiver.send_packed(grads[0], send)
+        dy_RD = None if ctx.receiver is None else ctx.receiver.send_as_fp8(grads[0], send)
         return send(grads[0]) if dy_RD is None else dy_RD, None, None

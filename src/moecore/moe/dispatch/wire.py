@@ -85,7 +85,7 @@ class Receiver:
         self.next: GradientReceiver | None = None  # of the leg behind this one, which experts know
         self._entry: tuple[Tensor, Rows] | None = None
 
-    def send_packed(self, dy_TD: Tensor, send: Callable[[Tensor], Tensor]) -> Tensor | None:
+    def send_as_fp8(self, dy_TD: Tensor, send: Callable[[Tensor], Tensor]) -> Tensor | None:
         """Send packed gradients, and return their handle; None = the caller sends them unpacked."""
         if not (self.next or self).accepts_packed_grads:
             return None
