@@ -143,7 +143,6 @@ BY_DAY: dict[str, Cases] = {
         ),
         "*": ("staying", "blocks computed again"),
     },
-    "moe/test_hierarchical.py": {"*": ("2 x 2, etp", "3 x 2")},
     "moe/test_experts_fp8_ranks.py": {
         "test_equals_one_process": (
             "ep3-etp2-nvlink",

@@ -206,7 +206,7 @@ class EmulatedExchangePool(ExchangePool):
         return EmulatedCloneExchange(buffer, self.group)
 
     def _make(self, x_TD: Tensor, top_k: int) -> Exchange:
-        most = self.options.max_tokens or self._agree(x_TD, top_k, 1)
+        most = self.options.max_tokens or self._compare_options(x_TD, top_k, 1)
         layout = ExchangeLayout(
             num_ranks=self.group.size(),
             max_tokens=most,

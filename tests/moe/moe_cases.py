@@ -119,6 +119,7 @@ OPTIONS = {
         ),
     ),
 }
+CASES = CONFIGS | OPTIONS
 
 
 def make_layer(

@@ -40,6 +40,7 @@ LAYOUTS = {
     "own": ExpertLayout(),
     "concatenated": ExpertLayout(gate_up="concatenated"),
     "interleaved": ExpertLayout(gate_up="interleaved"),
+    "separate": ExpertLayout(gate_up="separate"),
     "transposed": ExpertLayout(transposed=True, gate_up="concatenated"),
     "gpt-oss": ExpertLayout(
         w1="gate_up_proj",
@@ -79,6 +80,8 @@ def expert_by_hand(module: Experts, x_D: Tensor, weight: Tensor, e: int) -> Tens
     """One token through one expert, reading the stored layout element by element."""
     config, layout = module.config, module.layout
     w1, w2 = getattr(module, layout.w1)[e].flatten(0, -2), getattr(module, layout.w2)[e]
+    if module.is_separate:
+        w1 = torch.cat([w1, getattr(module, layout.w3)[e]])
     if layout.transposed:
         w1, w2 = w1.T, w2.T
     h = w1.reshape(-1, config.dim) @ x_D  # "split" has a dim of 2 for gate and up
@@ -172,6 +175,8 @@ def test_forward_and_gradients_by_hand(activation: Any, layout: str, bias: bool)
     )
     if activation == "relu2" and LAYOUTS[layout].gate_up == "interleaved":
         config = replace(config, fc1_bias=False)  # nothing to interleave without a gate
+    if layout == "separate":
+        config = replace(config, fc1_bias=False)  # which is refused
     module = make_experts(config, LAYOUTS[layout])
     args = random_routing(11, 2, 8)
     expected = gradients(module, *args, "hand")
@@ -380,7 +385,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", SHAPES)
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])
 def test_shapes(layout: str, activation: Any) -> None:
     config = replace(WITH_BIASES, activation=activation)
@@ -407,7 +412,7 @@ def test_the_shards_of_all_ranks_add_up_to_the_whole(
     """Rank after rank on a fake group: outputs add up, gradients are slices of the whole."""
     if LAYOUTS[layout].gate_up == "concatenated" and etp > 1 and not HAS_SEPARATE_PIECES:
         pytest.skip("this torch cannot differentiate a strided shard; parallelize_moe refuses it")
-    config = replace(WITH_BIASES, activation=activation)
+    config = replace(WITH_BIASES, activation=activation, fc1_bias=layout != "separate")
     x, ids, weights = random_routing(11, 3, 8)
     ids[2, 1] = -1
     whole = make_experts(config, LAYOUTS[layout])
@@ -440,9 +445,21 @@ def test_the_shards_of_all_ranks_add_up_to_the_whole(
         assert (times == 1).all(), f"{name}: each element once"
 
 
-def test_transposed_split_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"transposed \(True\) must go with gate_up \('split'\)"):
-        ExpertLayout(transposed=True)
+@pytest.mark.parametrize("gate_up", ["split", "separate"])
+def test_layouts_that_no_model_has_are_refused(gate_up: Any) -> None:
+    message = rf"transposed \(True\) must go with gate_up \('{gate_up}'\)"
+    with pytest.raises(ValueError, match=message):
+        ExpertLayout(transposed=True, gate_up=gate_up)
+    with pytest.raises(ValueError, match=r"MoEConfig.fc1_bias \(True\) must be False with Expert"):
+        make_experts(WITH_BIASES, LAYOUTS["separate"])
+
+
+def test_init_weights_fills_gate_and_up_apart() -> None:
+    experts = Experts(BASE, layout=LAYOUTS["separate"])
+    experts.init_weights(std=1.0, key="e", seed=0)
+    assert experts.w1.shape == experts.w3.shape == (8, 16, 32)
+    assert experts.model_dim_of(experts.w3) == 2 and not torch.equal(experts.w1, experts.w3)
+    assert float(experts.w3.detach().std()) == pytest.approx(1.0, rel=0.1)
 
 
 def test_unknown_backend() -> None:

@@ -1,4 +1,4 @@
-"""Dispatcher "nccl_ep" over a stand-in of NCCL EP: layers beside all-to-all, and its calls."""
+"""Dispatcher "nccl_ep" over a stand-in of NCCL EP: its calls, and decoders beside all-to-all."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import sys
 from collections import Counter
 from dataclasses import replace
-from functools import cache
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -16,114 +15,59 @@ import pytest
 import torch
 import torch.distributed as dist
 from packaging.version import Version
-from torch import Tensor
 
 from moecore import (
     CapacityConfig,
     CloneOptions,
     DispatchOptions,
     MemoryOptions,
-    MoEConfig,
     ParallelConfig,
     TrainStep,
     build_meshes,
     parallelize_moe,
 )
-from moecore.base.saved_tensors import packing
 from moecore.models import Decoder, preset
 from moecore.moe.dispatch import nccl_ep
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.nccl_ep import EPGroups, NCCLEPDispatcher
-from moecore.moe.forced import force_even_load
-from moecore.moe.layer import MoELayer
-from moecore.moe.placement import ExpertPlacement
-from moecore.moe.records import Dispatcher, Routing
+from moecore.moe.records import Routing
 from moecore.train import AdamW
-from moecore.train.memory.saved_bytes import count_saved_bytes
 from tests.helpers.ranks import run_ranks
 from tests.moe import fake_nccl_ep as fake
-from tests.moe import test_dispatch_ranks as ranks
-from tests.train.memory.test_saved_bytes import Saved
+from tests.moe.dispatchers import PLAIN, E, gradients, local_tokens, placed, sharded_layer
 
 pytestmark = pytest.mark.slow
 
-EP, E, K, D = 3, 12, 3, 32  # of 6 ranks, so two groups
-NO_BIAS: dict[str, Any] = dict(fc1_bias=False, fc2_bias=False)
-CONFIG = replace(ranks.CONFIG, num_experts=E, top_k=K, **NO_BIAS)
+EP, LAYOUT, K = 3, "ep3-edp2", 3  # of 6 ranks, so two groups
 
 
-@cache
-def placement() -> tuple[Any, ExpertPlacement]:
-    meshes = build_meshes(ParallelConfig(ep=EP), "cpu")
-    assert meshes.dispatch_group is not None
-    return meshes, ExpertPlacement(group=meshes.dispatch_group, num_experts=E, ep=EP, etp=1)
-
-
-def layer_of(config: MoEConfig, dispatcher: Dispatcher) -> MoELayer:
-    layer = ranks.make_layer(config)
-    layer.part("experts").shard(placement()[0].expert["ep", "etp"])
-    layer.dispatcher = dispatcher
-    return layer
-
-
-def tokens_of(num_tokens: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(10 * seed + dist.get_rank())
-    return torch.randn(num_tokens, D, generator=generator).requires_grad_()
-
-
-def gradients(layer: MoELayer, xs: list[Tensor]) -> list[Tensor]:
-    """Return outputs and gradients; all forwards come before all backwards."""
-    ys = [layer(x) for x in xs]
-    for y in ys:
-        (y * torch.linspace(-1, 1, D)).sum().backward()
-    params = [p.grad for p in layer.parameters()]
-    local = [g.to_local() if hasattr(g, "to_local") else g for g in params]
-    return [*(y.detach() for y in ys), *(x.grad for x in xs), *local]  # type: ignore[misc]
-
-
-def beside_alltoall(groups: EPGroups) -> dict[str, float]:
-    """Return the worst difference from all-to-all over all ranks, by how tokens are routed."""
-    _, place = placement()
-    rank, errors = dist.get_rank(), {}
-    one = replace(CONFIG, top_k=1, expert_bias=True, normalize_weights=False)
-    cases = {
-        "uneven": (CONFIG, [3 + 2 * rank]),
-        "none on a rank": (CONFIG, [7 * (rank != 1)]),
-        "none anywhere": (CONFIG, [0]),
-        "one expert": (one, [6]),
-        "all experts": (replace(CONFIG, top_k=E), [5]),
-        "dropped": (replace(CONFIG, capacity=CapacityConfig(factor=0.7)), [16]),
-        "in flight": (CONFIG, [9, 4 + rank, 6]),
-        "chunks": (CONFIG, [60 + 30 * rank]),  # of 64
-    }
-    for name, (config, numbers) in cases.items():
-        found, expected = (
-            gradients(layer_of(config, d), [tokens_of(n, i) for i, n in enumerate(numbers)])
-            for d in (NCCLEPDispatcher(place, groups), AllToAllDispatcher(place))
-        )
-        worst = [
-            float((a - b).abs().max()) / max(float(b.abs().max()), 1e-3) if b.numel() else 0.0
-            for a, b in zip(found, expected, strict=True)
-        ]
-        errors[name] = max(worst)
-    return worst_of(errors)
-
-
-def worst_of(errors: dict[str, float]) -> dict[str, float]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, errors)
-    return {name: max(one[name] for one in found) for name in errors}
+def in_chunks() -> tuple[list[tuple[int, int, int]], float]:
+    """Return the groups that forwards of several calls make, and the worst difference."""
+    _, place = placed(EP, 1)
+    xs = local_tokens((60, 90, 120, 150, 180, 210))
+    groups = EPGroups(place.group, 6)
+    found, expected = (
+        gradients(sharded_layer(PLAIN, d, LAYOUT), xs)
+        for d in (NCCLEPDispatcher(place, groups), AllToAllDispatcher(place))
+    )
+    worst = max(
+        float((a - b).abs().max()) / max(float(b.abs().max()), 1e-3)
+        for a, b in zip(found, expected, strict=True)
+    )
+    made = sorted(groups._groups)
+    groups.close()
+    return made, worst
 
 
 def calls(groups: EPGroups) -> dict[str, Any]:
     """Return what is called, and how many handles there are, after forwards of all kinds."""
-    layer = layer_of(CONFIG, NCCLEPDispatcher(placement()[1], groups))
+    layer = sharded_layer(PLAIN, NCCLEPDispatcher(placed(EP, 1)[1], groups), LAYOUT)
     found: dict[str, Any] = {}
 
     def run(name: str, num_backwards: int, num_forwards: int = 1) -> None:
         fake.Group.calls.clear()
         for i in range(num_forwards):
-            y = layer(tokens_of(8, i))
+            y = layer(local_tokens((8,) * 6)[0].requires_grad_())
             if i < num_backwards:
                 y.sum().backward()
             del y
@@ -136,24 +80,6 @@ def calls(groups: EPGroups) -> dict[str, Any]:
     run("dropped", 2, 5)
     (group,) = groups._groups.values()
     found["handles"] = len(group._handles), sum(map(len, group._idle.values()))
-    return found
-
-
-def kept(groups: EPGroups) -> tuple[int, int]:
-    """Return the bytes that a forward on meta predicts for backward, and those of one that ran."""
-    layer = MoELayer(MoEConfig(dim=128, hidden_dim=64, num_experts=E, top_k=E))
-    force_even_load(layer)
-    layer.part("experts").shard(placement()[0].expert["ep", "etp"])
-    layer.dispatcher = NCCLEPDispatcher(placement()[1], groups)
-    x = torch.randn(48, 128, requires_grad=True)
-    given = x.detach().to("meta").requires_grad_()
-    how: dict[str, Any] = dict(options=MemoryOptions(), device_type="cpu")
-    (predicted,) = count_saved_bytes(layer, [layer], lambda copy: copy(given), **how).blocks
-    saved = Saved(layer)
-    with packing(saved):
-        y = layer(x)
-    found = predicted.num_bytes, saved.num_bytes
-    y.sum().backward()
     return found
 
 
@@ -189,31 +115,28 @@ def trained(
 
 def worker(rank: int, device: torch.device) -> dict[str, Any]:
     with fake.installed():
-        group = placement()[1].group
-        with patch.object(nccl_ep, "MOST_TOKENS", 64):
-            chunked = EPGroups(group, 6)
-            found: dict[str, Any] = {"beside": beside_alltoall(chunked)}
-            found["groups"] = sorted(chunked._groups)
-            chunked.close()
-        groups = EPGroups(group, 6)
-        found["calls"], found["kept"] = calls(groups), kept(groups)
+        meshes, place = placed(EP, 1)
+        with patch.object(nccl_ep, "MAX_TOKENS", 64):
+            found: dict[str, Any] = {"chunks": in_chunks()}
+        groups = EPGroups(place.group, 6)
+        found["calls"] = calls(groups)
         groups.close()
         found["refused"] = refusals(groups)
         with patch.object(nccl_ep, "find_problem", lambda *_: None):
             for option, how in OPTIONS.items():
-                both = (trained(name, placement()[0], **how) for name in ("nccl_ep", "alltoall"))
+                both = (trained(name, meshes, **how) for name in ("nccl_ep", "alltoall"))
                 found[option] = tuple(both)
     return found
 
 
 def refusals(groups: EPGroups) -> dict[str, str]:
     """Return what is raised before any exchange."""
-    place, found = placement()[1], {}
-    pads = replace(CONFIG, capacity=CapacityConfig(factor=1.0, pad=True))
+    place, found = placed(EP, 1)[1], {}
+    pads = replace(PLAIN, capacity=CapacityConfig(factor=1.0, pad=True))
     cases = {
-        "columns": (place, CONFIG, torch.zeros(4, 6)),
-        "float64": (place, CONFIG, torch.zeros(4, 8, dtype=torch.float64)),
-        "experts": (replace(place, num_experts=3), CONFIG, torch.zeros(4, 8)),
+        "columns": (place, PLAIN, torch.zeros(4, 6)),
+        "float64": (place, PLAIN, torch.zeros(4, 8, dtype=torch.float64)),
+        "experts": (replace(place, num_experts=3), PLAIN, torch.zeros(4, 8)),
         "pad": (place, pads, torch.zeros(4, 8)),
     }
     fake.Group.calls.clear()
@@ -236,10 +159,10 @@ def results() -> dict[str, Any]:
     return run_ranks(6, worker)
 
 
-def test_equals_alltoall(results: dict[str, Any]) -> None:
-    """But for the order in which a rank adds a token's experts."""
-    assert len(results["beside"]) == 8 and max(results["beside"].values()) < 2e-6, results["beside"]
-    assert [key[2] for key in results["groups"]] == [64], "at most 8 tokens are one size"
+def test_chunks_equal_alltoall(results: dict[str, Any]) -> None:
+    """Except for the order in which a rank adds a token's experts."""
+    groups, worst = results["chunks"]
+    assert [num_tokens for *_, num_tokens in groups] == [64] and worst < 2e-6
 
 
 def test_one_call_of_each_kind(results: dict[str, Any]) -> None:
@@ -253,11 +176,6 @@ def test_one_call_of_each_kind(results: dict[str, Any]) -> None:
 
 def test_handles_are_used_again(results: dict[str, Any]) -> None:
     assert results["calls"]["handles"] == (1, 1)
-
-
-def test_saves_what_meta_predicts(results: dict[str, Any]) -> None:
-    predicted, saved = results["kept"]
-    assert predicted == saved
 
 
 @pytest.mark.parametrize("option", OPTIONS)

@@ -12,10 +12,8 @@ from torch import Tensor
 from moecore import BalanceConfig, MoELayer
 from moecore.base.options.layer import CapacityConfig
 from moecore.moe.balance import LOSS_NAMES, BalanceGroups
-from moecore.moe.forced import force_even_load
 from moecore.moe.state import MoEState
 from tests.moe.moe_cases import (
-    ALL_LOSSES,
     BASE,
     OPTIONS,
     compare_with_oracle,
@@ -214,37 +212,6 @@ def test_jitter_follows_the_seed_and_is_absent_in_eval() -> None:
     state = torch.get_rng_state()
     assert torch.equal(layer.eval().router(x).logits_TE, exact)
     assert torch.equal(torch.get_rng_state(), state), "eval draws nothing"
-
-
-# --------------------------------------------------------------------------- losses by closed form
-
-
-@pytest.mark.parametrize("masked", [False, True], ids=["whole", "padded"])
-@pytest.mark.parametrize("function", ["softmax", "sigmoid", "sqrtsoftplus"])
-def test_uniform_routing_gives_exactly_the_coefficients(function: Any, masked: bool) -> None:
-    """Equal scores, dealt out evenly; z is log(E)^2."""
-    layer = make_layer(replace(BASE, score_function=function, balance=ALL_LOSSES))
-    force_even_load(layer)
-    with torch.no_grad():
-        layer.router.weight.zero_()
-    mask = torch.zeros(2, 12, dtype=torch.bool)
-    mask[:, 8 if masked else 12 :] = True  # 8 tokens deal every expert twice; so do 12 thrice
-    layer(tokens(2, 12, 32), mask).sum().backward()
-    expected = [0.03, 0.05, 0.07, 0.01 * float(torch.tensor(8.0).log()) ** 2]
-    assert layer.tracker.counts.losses.tolist() == pytest.approx(expected, rel=1e-6)
-
-
-def test_collapsed_routing_and_z_loss_by_hand() -> None:
-    config = replace(BASE, top_k=1, router_bias=True, balance=ALL_LOSSES)
-    layer = make_layer(config)
-    with torch.no_grad():
-        layer.router.weight.zero_()
-        layer.router.bias.copy_(torch.tensor([200.0] + [0.0] * 7))
-    mask = padding(2, 6)
-    layer(tokens(2, 6, 32), mask).sum().backward()
-    expected = [8 * 0.03, 8 * 0.05, 8 * 0.07, 0.01 * 200.0**2]
-    assert layer.tracker.counts.losses.tolist() == pytest.approx(expected, rel=1e-6)
-    assert LOSS_NAMES == ("micro_batch", "sequence", "global_batch", "z")
 
 
 # --------------------------------------------------------------------------- bias

@@ -1,4 +1,4 @@
-"""Every option of a layer alone: against the oracle, on hard inputs, in low precision."""
+"""Every config and every single option of a layer: the oracle, hard inputs, low precision."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moecore.base.options.layer import CapacityConfig
 from moecore.moe.micro_batch import MicroBatch
 from tests.moe.moe_cases import (
     BASE,
-    OPTIONS,
+    CASES,
     assert_equal_to_scale,
     assert_twice_as_good,
     compare_with_oracle,
@@ -37,26 +37,26 @@ from tests.moe.reference import moe_reference
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("backend", ["torch", "sequential"])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", CASES)
 def test_against_the_oracle(name: str, backend: str, training: bool, masked: bool) -> None:
-    layer = make_layer(OPTIONS[name]).train(training)
+    layer = make_layer(CASES[name]).train(training)
     layer.part("experts").set_backend(backend)
     mask = padding(3, 7) if masked else None
     compare_with_oracle(layer, tokens(3, 7, 32), padding_mask=mask)
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "padded"])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", CASES)
 def test_against_the_oracle_with_all_auxiliary_losses(name: str, masked: bool) -> None:
-    layer = make_layer(with_losses(OPTIONS[name]))
+    layer = make_layer(with_losses(CASES[name]))
     compare_with_oracle(layer, tokens(2, 9, 32), padding_mask=padding(2, 9) if masked else None)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", CASES)
 def test_recomputed_against_the_oracle(name: str, use_reentrant: bool) -> None:
     """Jitter included: the recomputed forward draws what its first run drew."""
-    layer = make_layer(with_losses(OPTIONS[name]))
+    layer = make_layer(with_losses(CASES[name]))
 
     def forward(x: Tensor, mask: Tensor | None) -> Any:
         y = checkpoint(layer, x, mask, use_reentrant=use_reentrant)
@@ -114,23 +114,24 @@ def test_given_choices(order: Any, capacity: CapacityConfig | None) -> None:
 
 @pytest.mark.parametrize("shape", [(0, 32), (0, 5, 32), (3, 0, 32)], ids=str)
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", CASES)
 def test_zero_tokens(name: str, masked: bool, shape: tuple[int, ...]) -> None:
-    layer = make_layer(with_losses(OPTIONS[name]))
+    layer = make_layer(with_losses(CASES[name]))
     mask = torch.zeros(shape[:-1], dtype=torch.bool) if masked else None
     x = torch.zeros(shape, requires_grad=True)
     y = layer(x, mask)
     assert y.shape == shape
     y.sum().backward()
     for parameter_name, parameter in layer.named_parameters():
-        assert parameter.grad is not None and (parameter.grad == 0).all(), parameter_name
+        assert parameter.grad is not None, f"{parameter_name}: FSDP waits for every gradient"
+        assert (parameter.grad == 0).all(), parameter_name
     assert int(layer.tracker.counts.choices_E.sum()) == 0
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", CASES)
 def test_padding_alone(name: str) -> None:
     """Nothing is routed, lost or counted; the shared experts still read every token."""
-    config = with_losses(OPTIONS[name])
+    config = with_losses(CASES[name])
     layer, x = make_layer(config), tokens(2, 5, 32).requires_grad_()
     mask = torch.ones(2, 5, dtype=torch.bool)
     routing = layer.router(x.detach().view(10, 32), micro_batch_of(mask))
@@ -156,10 +157,10 @@ def micro_batch_of(mask_BT: Tensor) -> MicroBatch:
     return MicroBatch(num_sequences=mask_BT.shape[0], padding_mask_T=mask_BT.reshape(-1))
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", CASES)
 def test_padding_has_no_part(name: str) -> None:
     """Other values in padding change nothing for the real tokens, nor any gradient of theirs."""
-    layer, other = (make_layer(with_losses(OPTIONS[name])) for _ in range(2))
+    layer, other = (make_layer(with_losses(CASES[name])) for _ in range(2))
     mask = padding(2, 9)
     x = tokens(2, 9, 32)
     x_other = torch.where(mask[..., None], 30 * tokens(2, 9, 32, seed=9), x)
@@ -192,10 +193,10 @@ def test_a_mask_of_another_shape_is_refused(shape: tuple[int, int]) -> None:
         layer(x, torch.zeros(shape, dtype=torch.bool))
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", CASES)
 def test_nan_in_padding_reaches_no_real_token(name: str) -> None:
     """Attention gives NaN for a row of padding that may look nowhere."""
-    layer, x, mask = make_layer(with_losses(OPTIONS[name])), tokens(2, 9, 32), padding(2, 9)
+    layer, x, mask = make_layer(with_losses(CASES[name])), tokens(2, 9, 32), padding(2, 9)
     mask[0, 0] = True
     found = []
     for content in (0.0, float("nan")):
@@ -204,8 +205,9 @@ def test_nan_in_padding_reaches_no_real_token(name: str) -> None:
         y = layer(x_ours, mask)
         torch.where(mask[..., None], 0, y).sum().backward()
         assert x_ours.grad is not None
-        experts = [p.grad.clone() for n, p in layer.named_parameters() if n.startswith("experts")]
-        found.append([y[~mask].detach(), x_ours.grad[~mask], *experts])
+        routed = ("experts", "latent", "router")
+        grads = [p.grad.clone() for n, p in layer.named_parameters() if n.startswith(routed)]
+        found.append([y[~mask].detach(), x_ours.grad[~mask], *grads])
         layer.zero_grad()
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert all(t.isfinite().all() for t in found[1])
@@ -215,10 +217,10 @@ def test_nan_in_padding_reaches_no_real_token(name: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["torch", "sequential"])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", CASES)
 def test_bf16_error_is_at_most_twice_that_of_plain_bf16(name: str, backend: str) -> None:
     """The router is fp32 in all three, so routing is equal and only the experts round."""
-    config = OPTIONS[name]
+    config = CASES[name]
     layer = make_layer(config, std=0.2).bfloat16()
     layer.part("experts").set_backend(backend)
     x, factor, mask = tokens(2, 40, 32).bfloat16(), tokens(2, 40, 32, seed=2), padding(2, 40)
@@ -246,11 +248,13 @@ def test_bf16_error_is_at_most_twice_that_of_plain_bf16(name: str, backend: str)
         assert_twice_as_good(found, rounded[key], truth[key], key)
 
 
-@pytest.mark.parametrize("name", ["latent", "latent-input", "three-gates", "expert-choice", "gelu"])
+@pytest.mark.parametrize(
+    "name", ["gpt-oss", "latent-input", "three-gates", "expert-choice", "gelu"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_autocast(name: str, dtype: torch.dtype) -> None:
     """Under autocast an input of either dtype works, as it does for nn.Linear."""
-    layer, x = make_layer(OPTIONS[name]), tokens(2, 9, 32).to(dtype).requires_grad_()
+    layer, x = make_layer(CASES[name]), tokens(2, 9, 32).to(dtype).requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = layer(x)
     assert y.dtype == dtype
@@ -263,9 +267,10 @@ def test_autocast(name: str, dtype: torch.dtype) -> None:
 # --------------------------------------------------------------------------- construction
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", CASES)
 def test_meta_then_to_empty_then_init_equals_a_real_build(name: str) -> None:
-    layer, real = MoELayer(OPTIONS[name], device="meta"), MoELayer(OPTIONS[name])
+    layer, real = MoELayer(CASES[name], device="meta"), MoELayer(CASES[name])
+    assert all(t.is_meta for t in [*layer.parameters(), *layer.buffers()])
     layer.to_empty(device="cpu")
     for tensor in [*layer.parameters(), *layer.buffers()]:
         tensor.data.fill_(float("nan"))

@@ -27,7 +27,6 @@ from moecore import (
     DispatchOptions,
     MoEConfig,
     MoELayer,
-    NVLinkOptions,
     ParallelConfig,
     build_meshes,
     parallelize_moe,
@@ -36,21 +35,26 @@ from moecore.base.options.precision import Recipe
 from moecore.kernels.rows.packed import packed_bytes
 from moecore.moe.dispatch import alltoall
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
-from moecore.moe.dispatch.hierarchical import HierarchicalDispatcher
 from moecore.moe.dispatch.local import LocalDispatcher
-from moecore.moe.dispatch.nvlink import NVLinkDispatcher
-from moecore.moe.placement import ExpertPlacement, domain_of
 from moecore.moe.records import Dispatcher
-from moecore.parallel.mesh import domain_groups
 from tests.helpers.grids import asked_for, beside
 from tests.helpers.ranks import run_ranks
 from tests.helpers.te_definition import te_defined
-from tests.moe.emulated_exchange import EmulatedExchangePool
+from tests.moe.dispatchers import (
+    WORLD,
+    E,
+    by_stores,
+    equal,
+    far_stores,
+    local,
+    placed,
+    two_levels,
+)
 from tests.moe.rounded import RoundedDispatcher
 
 pytestmark = pytest.mark.slow
 
-WORLD, D, E = 6, 144, 12  # two scales of a row, the second one of 16 columns
+D = 144  # two scales of a row, the second one of 16 columns
 # ep, etp, and ranks of a domain where there are two levels
 FOLDINGS = {
     "ep2-edp3": (2, 1, None),
@@ -107,31 +111,12 @@ NIGHTLY = [
 ]
 
 
-@cache
-def placed(folding: str) -> tuple[Any, ExpertPlacement]:
-    ep, etp, domain = FOLDINGS[folding]
-    parallel = ParallelConfig(ep=ep, etp=etp)
-    meshes = build_meshes(parallel, "cpu", ranks_per_domain=domain or WORLD)
-    assert meshes.dispatch_group is not None
-    return meshes, ExpertPlacement(group=meshes.dispatch_group, num_experts=E, ep=ep, etp=etp)
-
-
-def stores(place: Any, fp8: bool) -> Dispatcher:
-    options = NVLinkOptions(max_tokens=64, row_factor=None)
-    pool = EmulatedExchangePool(place.group, ep=place.ep, options=options, fp8=fp8)
-    pool.watch = "skips"
-    return NVLinkDispatcher(place, pool)
-
-
 def dispatcher_of(folding: str, fp8: bool) -> Dispatcher:
-    meshes, place = placed(folding)
-    if FOLDINGS[folding][2] is None:
-        return AllToAllDispatcher(place, fp8=fp8)
-    inside, across = domain_groups(meshes)
-    near = domain_of(place, inside, across.size())
-    is_by_stores = folding.endswith("stores")
-    one = stores(near, fp8) if is_by_stores else AllToAllDispatcher(near, fp8=fp8)
-    return HierarchicalDispatcher(place, near, one, across, fp8=fp8)
+    ep, etp, domain = FOLDINGS[folding]
+    if domain is None:
+        return AllToAllDispatcher(placed(ep, etp)[1], fp8=fp8)
+    inside = far_stores if folding.endswith("stores") else AllToAllDispatcher
+    return two_levels(ep, etp, ranks_per_domain=domain, inside=inside, fp8=fp8)
 
 
 @cache
@@ -164,7 +149,7 @@ def gradients(
     backend = "auto" if recipe is not None else backend
     experts.set_backend(backend, recompute_fc1=recompute_fc1, recipe=recipe)
     if is_sharded:
-        experts.shard(placed(folding)[0].expert["ep", "etp"])
+        experts.shard(placed(*FOLDINGS[folding][:2])[0].expert["ep", "etp"])
     layer.dispatcher = dispatcher
     rank = dist.get_rank()
     generator = torch.Generator().manual_seed(rank)
@@ -178,13 +163,7 @@ def gradients(
         with torch.no_grad():
             assert torch.equal(y, layer(*args))
     y.backward(torch.cos(torch.arange(y.numel())).view_as(y).to(dtype))
-    grads = [p.grad for p in layer.parameters()]
-    local = [g.to_local() if hasattr(g, "to_local") else g for g in grads]
-    return [y.detach(), x.grad, *local]  # type: ignore[list-item]
-
-
-def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    return [y.detach(), x.grad, *(local(p.grad) for p in layer.parameters())]  # type: ignore[list-item]
 
 
 @cache
@@ -203,14 +182,14 @@ def compared(folding: str, name: str) -> dict[str, Any]:
     if name in ("uneven", "blockwise"):
         others["as it is"] = plain
     if FOLDINGS[folding][2] is None:
-        others["nvlink"] = stores(placed(folding)[1], True)
+        others["nvlink"] = by_stores(placed(*FOLDINGS[folding][:2])[1], fp8=True)
     errors = [
         float((a - b).norm() / b.norm()) if a.numel() else 0.0
         for a, b in zip(ours[:2], alone(name)[:2], strict=True)
     ]
     return {
         "error": max(errors),
-        **{name: same(ours, gradients(folding, other, **case)) for name, other in others.items()},
+        **{name: equal(ours, gradients(folding, other, **case)) for name, other in others.items()},
     }
 
 
@@ -234,7 +213,7 @@ def blockwise(folding: str, fp8: bool) -> MoELayer:
     layer = MoELayer(replace(CONFIG, dim=256, hidden_dim=256), dtype=torch.bfloat16)
     layer.dispatcher = dispatcher_of(folding, fp8)
     layer.part("experts").set_backend("auto", recipe=Recipe())
-    layer.part("experts").shard(placed(folding)[0].expert["ep", "etp"])
+    layer.part("experts").shard(placed(*FOLDINGS[folding][:2])[0].expert["ep", "etp"])
     return layer
 
 

@@ -24,9 +24,7 @@ CONVOLUTIONS = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
-RECORDING = (
-    "transformers.utils.output_capturing"  # its hooks are handed on, see transformers/outputs.py
-)
+RECORDING = "transformers.utils.output_capturing"  # `record_logits` keeps hooks of this module
 
 MAX_NAMES = 6  # of the tensors in one error
 # Operators that read a tensor's shape, dtype and device but not its values.
@@ -181,9 +179,9 @@ def _keep_order(layer: RoutedLayer, block: nn.Module) -> None:
 
 def _routes_densely(module: nn.Module) -> bool:
     """Whether a module is a router over feed-forward experts, by names and shapes."""
-    # A child named router or gate with a matrix [E, D], E >= 2, beside a ModuleList of E modules of
-    # one class and of equal shapes, whose first matrix reads D and whose last one writes D. Or a
-    # child named router beside stacks of E such matrices.
+    # Either a child named router or gate with a matrix [E, D], E >= 2, and a ModuleList of E
+    # modules of one class and of equal shapes: the first matrix reads D and the last matrix writes
+    # D. Or a child named router and stacks of E such matrices.
     for name, child in module.named_children():
         if "router" in name or "gate" in name or "gating" in name:
             siblings = [m for m in module.children() if m is not child]

@@ -18,6 +18,11 @@ from moecore.families.transformers.attention import use_causal_attention
 from moecore.families.transformers.blocks import find_hf_adapter, why_refused
 from moecore.families.transformers.context import CausalContext
 from moecore.families.transformers.experts import run_vision_experts
+from moecore.families.transformers.fused_modules import (
+    LAYER,
+    fuse_hyper_connections,
+    fuse_norms,
+)
 from moecore.families.transformers.guards import (
     refuse_accelerate,
     refuse_native_names,
@@ -26,8 +31,7 @@ from moecore.families.transformers.guards import (
     warn_about_cache,
 )
 from moecore.families.transformers.head import fuse_loss, plain_heads
-from moecore.families.transformers.hyper_connections import LAYER, fuse_hyper_connections
-from moecore.families.transformers.log_probs import take_log_prob_losses
+from moecore.families.transformers.log_probs import accept_log_prob_losses
 from moecore.families.transformers.lora import (
     adapt_experts,
     adapted,
@@ -35,10 +39,9 @@ from moecore.families.transformers.lora import (
     experts_unwrapped,
     refuse_peft_methods,
 )
-from moecore.families.transformers.norms import fuse_norms
 from moecore.families.transformers.outputs import refuse_lost_outputs
 from moecore.families.transformers.pipeline import StagedCausal
-from moecore.families.transformers.rows import tell_layers
+from moecore.families.transformers.rows import hook_moe_layers
 from moecore.families.transformers.sparse_attention import sparse_layers, train_indexers
 from moecore.families.transformers.stock import is_hf, is_pretrained, outermost, runs_class_forward
 from moecore.families.transformers.tensor_parallel import CutTransformer
@@ -98,9 +101,9 @@ class Transformers(Plain):
     @override
     def prepare(self, model: nn.Module) -> None:
         refuse_lost_outputs(model)
-        tell_layers(model)
+        hook_moe_layers(model)
         run_vision_experts(model)
-        take_log_prob_losses(model)
+        accept_log_prob_losses(model)
         fuse_norms(model)
         fuse_hyper_connections([m for m in model.modules() if runs_class_forward(m, LAYER)])
 

@@ -36,7 +36,7 @@ def is_selection_bias(name: str) -> bool:
 
 def keeps_fp32(model: nn.Module | None, dtype: torch.dtype | None) -> Callable[[str], bool]:
     """Return a predicate on tensor names: whether the tensor stays fp32."""
-    # A model without adapters; None is one that transformers does not know.
+    # `model` has no adapters; None = a model that transformers does not support.
     half = None if model is None else _half(model, dtype)
     stocks = list(_stocks(model, half).values()) if model is not None and half else []
     return lambda name: is_selection_bias(name) or any(s.keeps(name) for s in stocks)
@@ -47,9 +47,8 @@ def set_dtypes(model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
 
     Return the names of the tensors that stay fp32.
     """
-    # With dtype None a model computes in its own. What stays fp32 is fp32 afterwards. Buffers that
-    # stock has in the dtype of compute, such as tables of decay rates, are cast to it while their
-    # module runs, and saved as they are.
+    # dtype None = the model's own dtype. Buffers that transformers casts to the compute dtype, such
+    # as tables of decay rates, are cast while their module runs. They are saved without the cast.
     half = _half(model, dtype)
     if half is None:
         return frozenset()
@@ -70,8 +69,8 @@ def set_dtypes(model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
 
 def _cast_in_forward(module: nn.Module, names: Sequence[str], dtype: torch.dtype) -> None:
     """Wrap a module's forward so that the named buffers have `dtype` while it runs."""
-    # A method and not hooks or a wrapper: a recomputed region calls only the forward again, and
-    # copies of a module (`copy_modules`) have its methods without what wraps them.
+    # A method, because recomputation calls only the forward and no hooks, and because copies of a
+    # module (`copy_modules`) have its methods and no wrappers.
     forward: Any = module.forward
     is_class_forward = isinstance(forward, MethodType) and forward.__self__ is module
 
@@ -121,9 +120,9 @@ def _named(model: nn.Module) -> dict[str, torch.Tensor]:
 class _Stock:
     """The tensors that `from_pretrained(dtype=...)` keeps in fp32 for one model."""
 
-    pattern: str  # of names that it keeps in fp32
-    fp32: frozenset[str]  # parameters, and buffers that are saved, that are so by their class
-    half: frozenset[str]  # buffers in `dtype`
+    pattern: str  # regular expression of tensor names that stay fp32
+    fp32: frozenset[str]  # parameters and saved buffers that the class creates in fp32
+    half: frozenset[str]  # buffers that the class creates in the 16-bit dtype
 
     def keeps(self, name: str) -> bool:
         """Whether a tensor stays fp32."""

@@ -1,16 +1,17 @@
-"""Replicas of hosts that may leave a job and come back, by torchft's Manager around a `TrainStep`.
+"""Fault-tolerant replicas: torchft's Manager around a `TrainStep`. Replicas may leave and rejoin.
 
-    begin()               who is there; this rank takes its state from a peer if it was away
-    forward_backward()    of the TrainStep: gradients of this replica, in `.grad`
-    finish()              gradients and counts of all replicas -> vote -> TrainStep.finish or drop
+    begin()               quorum; a rank that rejoins receives its state from a peer
+    forward_backward()    method of the TrainStep: gradients of this replica, in `.grad`
+    finish()              all-reduce of gradients and counts -> vote -> TrainStep.finish or drop
 
-A replica is a world of torch.distributed of its own: ep and every other degree is inside of it.
-Between replicas there are gradients, counts of choices and, of one that comes back, state.
+A replica is a separate torch.distributed world with its own ep and other degrees. Replicas exchange
+gradients and counts of choices. A rejoining replica also receives state.
 
-Replicas that lost sight of each other may each make a step of the same number. They are told apart
-by their lineage: a number of the first weights, of which a step makes another one with the names of
-all who made it. It comes along with state. Where replicas of a step differ in it, the step is
-dropped, and those that are not of the largest part end, to come back with the state of the others.
+Replicas that lose their connection may each run a step with the same number. A lineage
+distinguishes their histories. It starts as a hash of the first weights. Each step replaces it by a
+hash that includes the names of the step's replicas. State contains the lineage. If replicas of a
+step have different lineages, all replicas drop the step. Replicas outside of the largest group then
+raise an error, and can rejoin with the state of the group after a restart.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ except ModuleNotFoundError as error:
         f"moecore.integrations.torchft needs torchft ({error}): pip install 'moecore[torchft]'"
     ) from error
 
-BUCKET = 1 << 26  # bytes of gradients that travel together
+BUCKET = 1 << 26  # bytes of gradients in one all-reduce
 LINEAGE_BITS = 62
 STRAY = (
     "first weights and steps of this replica must be those of the others, but some differ: end all "
@@ -53,7 +54,7 @@ STRAY = (
 
 
 class ReplicaPlace(NamedTuple):
-    """What a replica does in a step: its data are those of `replica` of `num_replicas`."""
+    """The step's number, and this replica's index among the `num_replicas` replicas of the step."""
 
     step: int
     replica: int
@@ -61,37 +62,37 @@ class ReplicaPlace(NamedTuple):
 
 
 class Replicas:
-    """Runs the steps of a `TrainStep` together with those of other replicas. Made on every rank.
+    """Runs the steps of a `TrainStep` together with other replicas. Construct it on every rank.
 
-    A replica that leaves costs the others the step in flight, which `finish` drops and they repeat
-    without it. One that comes back takes weights, optimizer, scheduler, loss scale and generators
-    from a peer in `begin`, rank by rank, and is part of that step. Gradients are means over the
-    replicas that are there, and expert biases move by the choices of all. A step that one of them
-    skips, because of a gradient or of rows that did not fit, all skip.
+    If a replica leaves, `finish` drops the current step, and the remaining replicas repeat it. A
+    replica that rejoins receives weights, optimizer, scheduler, loss scale and generators from a
+    peer in `begin`, rank by rank, and takes part in that step. Gradients are averaged over the
+    replicas of the step. Expert biases are updated from the choices of all replicas. If one replica
+    skips a step, because of a gradient or of rows above a capacity, all replicas skip it.
 
     Args:
-        model: parallelized, with loss="mean"; with the same weights on all replicas.
-        optimizer: that of the step, or its list.
-        step: steps the model, with that optimizer. Forwards go through `forward_backward`.
-        scheduler: goes along with the state of a replica that comes back; the caller steps it.
-        first_step: the number of steps that weights and optimizer have, of a loaded checkpoint.
-        min_replicas: fewer do not step: they wait for others.
-        timeout_s: seconds after which a replica that does not answer has left. More than any step
-            takes, the compilation in the first one too: a replica that waits longer for one ends.
+        model: parallelized with loss="mean"; identical weights on all replicas.
+        optimizer: optimizer of `step`, or a list of optimizers.
+        step: TrainStep of the model. Call its `forward_backward` for each step.
+        scheduler: included in the state that a rejoining replica receives; the caller steps it.
+        first_step: number of optimizer steps of a loaded checkpoint.
+        min_replicas: minimum number of replicas of a step; fewer replicas wait.
+        timeout_s: seconds after which a replica that does not answer has left. It must exceed the
+            duration of any step, including compilation in the first step.
 
     Raises:
-        ValueError: when the loss is a sum, whose divisor would be the tokens of all replicas; from
-            `begin` while a `QKClip` watches the model.
-        RuntimeError: from `begin` or `finish`, when this replica has the same number of
-            steps as the others, but not the same steps: let its processes end and start again. A
-            replica with fewer steps receives the state of the others, and loses its own steps.
+        ValueError: when the loss is a sum, because its divisor would be the tokens of all replicas;
+            from `begin` while a `QKClip` watches the model.
+        RuntimeError: from `begin` or `finish`, when this replica has the same number of steps as
+            the other replicas but a different lineage: restart its processes. A replica with fewer
+            steps receives the state of the other replicas, and loses its own steps.
 
     Example:
         replicas = Replicas(model, optimizer, step)
         while replicas.step < 1000:
             place = replicas.begin()
             losses = step.forward_backward(batches(place.step, place.replica, place.num_replicas))
-            done = replicas.finish()  # None: a replica left, and the step comes again
+            done = replicas.finish()  # None: a replica left, and the step is repeated
     """
 
     @share_call_errors
@@ -121,7 +122,7 @@ class Replicas:
         self._device = request.meshes.device
         local_name = torch.tensor([secrets.randbits(LINEAGE_BITS)], device=self._device)
         dist.broadcast(local_name, 0)
-        self._name = int(local_name)  # of this start of the replica
+        self._name = int(local_name)  # identifies this start of the replica
         self._lineage = self._first_lineage(first_step)
         self._place: ReplicaPlace | None = None
         timeout = timedelta(seconds=timeout_s)
@@ -132,8 +133,8 @@ class Replicas:
             load_state_dict=self._load,
             state_dict=self._state,
             min_replica_size=min_replicas,
-            init_sync=False,  # ranks of one replica would take the state of several
-            use_async_quorum=False,  # a replica that comes back has its state before its forward
+            init_sync=False,  # ranks of one replica would receive states of different replicas
+            use_async_quorum=False,  # a rejoining replica needs its state before its forward
             timeout=timeout,
             quorum_timeout=timeout,
             connect_timeout=timeout,
@@ -146,12 +147,12 @@ class Replicas:
 
     @property
     def step(self) -> int:
-        """Steps that have been made, by whichever replicas."""
+        """Number of completed steps, in which this replica may not have taken part."""
         current: int = self._manager.current_step()
         return current
 
     def begin(self) -> ReplicaPlace:
-        """Begin a step with the replicas that are there; waits for `min_replicas`."""
+        """Begin a step with all connected replicas; wait for at least `min_replicas`."""
         if any(getattr(module, "observe_scores", None) for module in self._model.modules()):
             raise ValueError(
                 "QKClip must not watch the model of Replicas, each of which would clip by logits "
@@ -165,11 +166,11 @@ class Replicas:
         return self._place
 
     def finish(self) -> StepResult | None:
-        """End the step if all ranks that are there can; None: it was dropped, begin it again."""
-        lineages, names = self._meet()
+        """End the step if the vote of all ranks succeeds; None = dropped, call `begin` again."""
+        lineages, names = self._gather_lineages()
         self._average_gradients()
         self._add_counts()
-        # Over NCCL a replica that left fails no call: an aborted group knows it, a host sync later.
+        # Over NCCL a replica that left fails no call; the aborted group reports it after a sync.
         failed = self._manager.errored() or self._group.errored()
         is_lost = not failed and self._find_strays(lineages)
         if not self._manager.should_commit():
@@ -181,7 +182,7 @@ class Replicas:
         return self._step.finish()
 
     def close(self) -> None:
-        """Leave: end the threads and servers of this rank."""
+        """Leave the job: stop this rank's threads and servers."""
         self._manager.shutdown()
 
     def _state(self) -> dict[str, Any]:
@@ -194,7 +195,7 @@ class Replicas:
         self._lineage = int(extra["lineage"])
 
     def _first_lineage(self, first_step: int) -> int:
-        """Return a number of the step and of the weights of all ranks of this replica."""
+        """Return a hash of `first_step` and of the weights on all ranks of this replica."""
         tensors = [local_of(x.detach()) for x in self._model.state_dict().values()]
         sums = torch.stack([x.double().sum() for x in tensors]).cpu()
         digest = hashlib.sha256(bytes(sums.view(torch.uint8).tolist())).digest()
@@ -204,15 +205,15 @@ class Replicas:
         return hash((first_step, int(total))) % (1 << LINEAGE_BITS)
 
     def _check_peers(self) -> None:
-        """Raise if ranks of this replica have the state of replicas that differ."""
+        """Raise if the ranks of this replica received states of different lineages."""
         local_lineage = torch.tensor([self._lineage, -self._lineage], device=self._device)
         dist.all_reduce(local_lineage, dist.ReduceOp.MAX)
         largest, smallest = local_lineage[0], -local_lineage[1]
         if largest != smallest:
             raise RuntimeError(STRAY)
 
-    def _meet(self) -> tuple[list[int], list[int]]:
-        """Return lineage and name of each replica of this step."""
+    def _gather_lineages(self) -> tuple[list[int], list[int]]:
+        """All-gather the lineage and the name of each replica of this step."""
         assert self._place is not None, "begin() comes before finish()"
         seen_2R = torch.zeros(2, self._place.num_replicas, dtype=torch.int64, device=self._device)
         local_entry = torch.tensor([self._lineage, self._name], device=self._device)
@@ -222,20 +223,20 @@ class Replicas:
         return lineages, names
 
     def _find_strays(self, lineages: list[int]) -> bool:
-        """Return whether this replica is to end; where lineages differ the vote fails on all."""
+        """Whether this replica is outside of the largest lineage; differences fail the vote."""
         if len(set(lineages)) == 1:
             return False
         self._manager.report_error(RuntimeError(STRAY))
-        majority = max(lineages, key=lineages.count)  # the first of those that are as many
+        majority = max(lineages, key=lineages.count)  # the first, if two are equally frequent
         return self._lineage != majority
 
     def _average_gradients(self) -> None:
-        """Make gradients means over replicas; one that any of them has all of them have."""
+        """Average gradients over replicas; a gradient that one replica has exists on all."""
         params = [param for param in self._model.parameters() if param.requires_grad]
         have = [param.grad is not None for param in params]
         have_P = torch.tensor(have, dtype=torch.int32, device=self._device)
         self._reduce([have_P], dist.ReduceOp.SUM)
-        # A host sync: which gradients travel is the same on all replicas.
+        # A host sync, so that all replicas reduce the same gradients.
         for param, number in zip(params, have_P.tolist(), strict=True):
             if number and param.grad is None:
                 param.grad = torch.zeros_like(param)
@@ -244,7 +245,7 @@ class Replicas:
         self._reduce(grads, dist.ReduceOp.AVG)
 
     def _mark_shortage(self, grads: list[Tensor]) -> None:
-        """Let all replicas skip a step whose rows did not fit here: a nan reaches their norms."""
+        """Write NaN to a gradient if rows exceeded a capacity, so that all replicas skip a step."""
         capacities = [record.capacity for record in self._records if record.capacity is not None]
         holders = [
             holder for record in capacities for holder in record.holders if holder is not None
@@ -254,7 +255,7 @@ class Replicas:
             grads[0].masked_fill_(shortage.amax() > 0, torch.nan)
 
     def _add_counts(self) -> None:
-        """Add the choices of all replicas, and make their auxiliary losses means."""
+        """Sum the counts of choices over replicas, and average the auxiliary losses."""
         states = [record.state for record in self._records if record.state is not None]
         layers = [layer for state in states for layer in state.layers.values()]
         counts = [layer.tracker.counts for layer in layers if layer.tracker.counts is not None]
@@ -264,7 +265,7 @@ class Replicas:
         self._reduce(losses, dist.ReduceOp.AVG)
 
     def _reduce(self, tensors: Iterable[Tensor], op: dist.ReduceOp.RedOpType) -> None:
-        """Reduce tensors over replicas, in place; what fails is known to the vote alone."""
+        """All-reduce tensors over replicas, in place; a failure only makes the vote fail."""
         buckets = [
             (bucket, torch.cat([x.flatten() for x in bucket])) for bucket in _buckets(tensors)
         ]
@@ -276,7 +277,7 @@ class Replicas:
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield tensors of one dtype, in order, of `BUCKET` bytes or one tensor."""
+    """Yield buckets: tensors of one dtype, in order, of at most `BUCKET` bytes or one tensor."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for x in tensors:
         buckets = by_dtype.setdefault(x.dtype, [])

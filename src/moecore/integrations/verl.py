@@ -8,9 +8,10 @@
     to                             `TrainingOffload`
     save_, load_checkpoint         `save`, `load`
 
-verl makes losses whose mean over data ranks is that of the batch, summed over micro-batches, and
-`parallelize_moe(loss="mean")` takes that mean. To import this module registers the engine:
-`HFModelConfig(external_lib="moecore.integrations.verl")` does it in each worker.
+verl scales the loss of each micro-batch so that the sum over micro-batches and mean over data ranks
+is the loss of the batch. `parallelize_moe(loss="mean")` averages over data ranks. Importing this
+module registers the engine; `HFModelConfig(external_lib="moecore.integrations.verl")` imports it in
+each worker.
 
 Legend: N tokens of a micro-batch.
 """
@@ -52,10 +53,10 @@ Loss = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 @dataclass
 class MoECoreEngineConfig(EngineConfig):
-    """Options of verl's engines, and the degrees.
+    """verl's engine options and the parallel degrees.
 
     Attributes:
-        parallel: fields of `ParallelConfig` by name; pp, tp and cp are 1.
+        parallel: fields of `ParallelConfig` by name; pp, tp and cp must be 1.
     """
 
     strategy: str = "moecore"
@@ -66,8 +67,9 @@ class MoECoreEngineConfig(EngineConfig):
 class MoECoreEngine(BaseEngine):
     """Trains a causal language model of transformers on batches of verl, without padding.
 
-    Arguments are those of verl's engines. The optimizer is `moecore.train.AdamW`, which
-    `override_optimizer_config` has more arguments of. Every method is collective over the world.
+    The arguments are the arguments of verl's engines. The optimizer is `moecore.train.AdamW`;
+    `override_optimizer_config` has additional arguments of it. Every method is collective over the
+    world.
 
     Raises:
         ValueError: for degrees of pp, tp or cp above 1; for a batch whose samples differ in their
@@ -89,23 +91,23 @@ class MoECoreEngine(BaseEngine):
         shared = {n: d for n, d in engine_config.parallel.items() if n in ("pp", "tp", "cp")}
         if any(degree != 1 for degree in shared.values()):
             raise ValueError(f"parallel ({shared}) must have pp, tp and cp of 1: leave them out")
-        # Before `initialize`: verl's workers ask for data ranks when they are made.
+        # Before `initialize`, because verl's workers read the data ranks on construction.
         self._meshes = build_meshes(ParallelConfig(**engine_config.parallel))
 
     @property
     def is_param_offload_enabled(self) -> bool:
-        """Whether weights leave the device outside of `train_mode` and `eval_mode`."""
+        """Whether weights are on the host outside of `train_mode` and `eval_mode`."""
         result: bool = self.engine_config.param_offload
         return result
 
     @property
     def is_optimizer_offload_enabled(self) -> bool:
-        """Whether optimizer state leaves the device outside of `train_mode`."""
+        """Whether optimizer state is on the host outside of `train_mode`."""
         result: bool = self.engine_config.optimizer_offload
         return result
 
     def initialize(self) -> None:
-        """Put the model of the path on the ranks, with its optimizer."""
+        """Build, shard and load the model of `model_config`, and build its optimizer."""
         engine_config, path = self.engine_config, self.model_config.local_path
         with torch.device("meta"):
             config = AutoConfig.from_pretrained(path)
@@ -132,7 +134,7 @@ class MoECoreEngine(BaseEngine):
         self.to("cpu", model=model, optimizer=optimizer, grad=model)
 
     def _schedule(self, optimizer: AdamW) -> LRScheduler:
-        """Return verl's own schedule, as its engines have it."""
+        """Return verl's learning rate schedule for the optimizer config."""
         config = self.optimizer_config
         steps = config.lr_warmup_steps or 0
         if steps <= 0:
@@ -151,17 +153,17 @@ class MoECoreEngine(BaseEngine):
         return result
 
     def train_mode(self, **options: Any) -> _Mode:
-        """Return the context of training."""
+        """Return a context with the model in training mode on the device."""
         return _Mode(self, "train", **options)
 
     def eval_mode(self, **options: Any) -> _Mode:
-        """Return the context of log-probabilities."""
+        """Return a context with the model in eval mode on the device, for log-probabilities."""
         return _Mode(self, "eval", **options)
 
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Loss | None, forward_only: bool = False
     ) -> Any:
-        """Run forward, and backward, of all micro-batches; return what verl's engines return."""
+        """Run forward, and backward, of all micro-batches; return verl's output dictionary."""
         group = self.get_data_parallel_group()
         num_tokens = data["loss_mask"].sum().to(self._meshes.device)
         dist.all_reduce(num_tokens, group=group)
@@ -188,7 +190,7 @@ class MoECoreEngine(BaseEngine):
         outputs: list[dict[str, Any]],
         number: int,
     ) -> dict[str, Any]:
-        """Return arguments of the model's forward, whose loss appends to the outputs."""
+        """Return the arguments of the model's forward; its loss appends to `outputs`."""
         data = data.to(self._meshes.device)
         tokens_N, cu_seqlens = data["input_ids"].values(), data["input_ids"].offsets()
         labels_N = tokens_N.roll(-1)
@@ -210,7 +212,7 @@ class MoECoreEngine(BaseEngine):
                 total, metrics = loss_function(model_output=arguments, data=data, dp_group=group)
             output = {"model_output": detach_tree(arguments), "loss": float(total.detach())}
             outputs.append(output | {"metrics": metrics})
-            return total * number  # `TrainStep.forward_backward` takes the mean of micro-batches
+            return total * number  # `TrainStep.forward_backward` averages over micro-batches
 
         get = tensordict_utils.get_non_tensor_data
         return {
@@ -227,7 +229,7 @@ class MoECoreEngine(BaseEngine):
         }
 
     def optimizer_zero_grad(self) -> None:
-        """Drop the gradients of a step that has not ended."""
+        """Drop the gradients of the current step."""
         self._step.drop()
 
     def optimizer_step(self) -> float:
@@ -243,7 +245,7 @@ class MoECoreEngine(BaseEngine):
         return float(self.lr_scheduler.get_last_lr()[0])
 
     def get_per_tensor_param(self, **_: Any) -> tuple[Iterator[tuple[str, Tensor]], None]:
-        """Return the weights by Hugging Face names, whole, as they are then."""
+        """Return an iterator of (Hugging Face name, unsharded weight), and None."""
         return iter(self._weights), None
 
     def get_data_parallel_size(self) -> int:
@@ -259,13 +261,13 @@ class MoECoreEngine(BaseEngine):
         return dist.group.WORLD
 
     def is_mp_src_rank_with_outputs(self) -> bool:
-        """Return True: every rank has data of its own."""
+        """Return True: every rank is a data rank."""
         return True
 
     def to(
         self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True
     ) -> None:
-        """Move parts of a training to the host ("cpu"), or back to the device (else)."""
+        """Move weights, optimizer state and gradients to the host ("cpu") or to the device."""
         super().to(device=device, model=model, optimizer=optimizer, grad=grad)
         moves_of: dict[Part, bool] = {"weights": model, "buffers": model}
         moves_of |= {"optimizer": optimizer, "grads": grad}
@@ -281,7 +283,7 @@ class MoECoreEngine(BaseEngine):
         max_ckpt_to_keep: int | None = None,
         **_: Any,
     ) -> None:
-        """Save model, optimizer and schedule below a local path, also from the host."""
+        """Save model, optimizer and schedule in a directory, from the device or the host."""
         save(
             local_path,
             global_step,
@@ -292,7 +294,7 @@ class MoECoreEngine(BaseEngine):
         )
 
     def load_checkpoint(self, local_path: str, *_: Any, **__: Any) -> None:
-        """Load the newest checkpoint below a path, of any layout."""
+        """Load the newest checkpoint of a directory, saved with any parallel layout."""
         newest = latest(local_path)
         if newest is None:
             raise ValueError(f"local_path ({local_path}) must have a checkpoint: save one there")
@@ -300,7 +302,7 @@ class MoECoreEngine(BaseEngine):
 
 
 class _Mode(BaseEngineCtx):
-    """The model in a mode, and on the device."""
+    """Context in which the model is on the device in training or eval mode."""
 
     def __init__(self, engine: MoECoreEngine, mode: str, **options: Any) -> None:
         super().__init__(engine=engine, mode=mode, **options)

@@ -40,12 +40,12 @@ class AmaxHistory:
 
     def __init__(self, num_steps: int, operands: Sequence[str] = LINEAR_OPERANDS) -> None:
         self.num_steps, self.operands = num_steps, operands
-        self.seen: dict[str, Tensor] = {}  # fp32 [1], the largest of this step so far
-        # fp32 [num_steps], the newest step first, 0 where there was none; {} before `push`.
+        self.seen: dict[str, Tensor] = {}  # fp32 [1], the amax of the current step so far
+        # fp32 [num_steps], the newest step first, 0 = no amax; {} before the first step ends.
         self.steps: dict[str, Tensor] = {}
-        self._past: dict[str, Tensor] = {}  # fp32 [1], the largest of the steps
-        self.is_sure = False  # the host knows that every operand has a past: `amax` is not 0
-        self._answer: _Answer | None = None  # to whether it has
+        self._past: dict[str, Tensor] = {}  # fp32 [1], the maximum over `steps`
+        self.is_sure = False  # whether the host knows that every operand has a recorded amax
+        self._answer: _Answer | None = None  # the pending copy that sets `is_sure`
 
     def amax(self, operand: str) -> Tensor | None:
         """Return fp32 [1], the maximum over recorded steps, 0 = none; None before a first step."""
@@ -55,8 +55,8 @@ class AmaxHistory:
         """Return `seen`, which a training forward and its backward update; otherwise {}."""
         if not (training and torch.is_grad_enabled()):
             return {}
-        # {} under torch.compile before there are tensors: a graph cannot make what its backward
-        # writes to. The next `advance` makes them.
+        # {} under torch.compile before the tensors exist: a graph cannot allocate tensors that its
+        # backward writes to. `advance_histories` allocates them.
         if not self.seen:
             if torch.compiler.is_compiling():
                 return {}
@@ -146,7 +146,7 @@ def advance_histories(
 @torch.no_grad()
 def push_amax(histories: Sequence[AmaxHistory], largest: Tensor) -> None:
     """Add a step's amax, fp32 per operand and history, to histories; 0 = the step had no amax."""
-    # A few launches however many there are. No host sync.
+    # The number of launches does not depend on the number of histories. No host sync.
     of_length: dict[int, list[tuple[AmaxHistory, str, Tensor]]] = {}
     values = iter(largest.split(1))
     for history in histories:
@@ -174,7 +174,7 @@ def _learn_sureness(histories: Sequence[AmaxHistory]) -> None:
     unasked = [h for h in histories if not h.is_sure and h._answer is None]
     if not unasked:
         return
-    if next(iter(unasked[0].steps.values())).is_meta:  # a dry run is of a later step
+    if next(iter(unasked[0].steps.values())).is_meta:  # a dry run stands for a later step
         for history in unasked:
             history.is_sure = True
         return

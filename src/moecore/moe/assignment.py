@@ -39,10 +39,10 @@ def register_assignment(name: str, rule: AssignmentRule) -> None:
 
 def sinkhorn_ids(logits_NE: Tensor, top_k: int, padding_mask_N: Tensor | None) -> Tensor:
     """Return int64 [N, K]: each token's best experts by the scores after Sinkhorn's iterations."""
-    # The scores are the matrix exp(logits) with rows and columns scaled in turn, so that every row
-    # sums to 1 and every column to N / E: BASE layers (arXiv:2103.16716), Sinkhorn's iterations for
-    # it (arXiv:2202.01169). Padding has no part in the sums of columns. A token alone (or among its
-    # own copies) likes all experts equally then, and rounding decides.
+    # The scores are the matrix exp(logits) with alternately scaled rows and columns, so that every
+    # row sums to 1 and every column to N / E: BASE layers (arXiv:2103.16716), with Sinkhorn's
+    # iterations (arXiv:2202.01169). The sums of columns exclude padding. A single token has equal
+    # scores for all experts, so rounding decides.
     plan_NE = logits_NE.log_softmax(-1)
     if padding_mask_N is not None:
         plan_NE = plan_NE.masked_fill(padding_mask_N[:, None], -torch.inf)
@@ -58,8 +58,8 @@ def expert_choice_ids(
     scores_NE: Tensor, capacity: Tensor | int, padding_mask_N: Tensor | None
 ) -> Tensor:
     """Return int64 [N, E]: column e contains e if expert e chose the token, otherwise -1."""
-    # Each expert takes `capacity` tokens, fewer where there are no more, and no padding: expert
-    # choice routing (arXiv:2202.09368).
+    # Expert choice routing (arXiv:2202.09368): each expert chooses `capacity` tokens, or all tokens
+    # if there are fewer. No expert chooses padding.
     # Example, capacity 1: scores [[.9, .4], [.8, .6]] give [[0, -1], [-1, 1]].
     N, E = scores_NE.shape
     if padding_mask_N is not None:

@@ -22,7 +22,7 @@ class LossFactors:
 
     def __init__(self) -> None:
         self.gradient_scale = 1.0
-        self.loss_scale: weakref.ref[Tensor] | None = None  # another: `MoEState.set_loss_scale`
+        self.loss_scale: weakref.ref[Tensor] | None = None  # see `MoEState.set_loss_scale`
         # Micro-batches of all data ranks over those with tokens; None = `MoEState.announce` has not
         # been called in this step.
         self.token_weight: Tensor | None = None
@@ -58,7 +58,7 @@ class AuxLoss(LossFactors):
     def ride(self, y: Tensor, loss: Tensor) -> Tensor:
         """Attach a scalar loss of this rank's tokens to y: y's backward gives it its gradient."""
         self.check_loss_scale(y)
-        return _Ride.apply(y, self.weighted(loss), self)  # type: ignore[no-any-return]
+        return _AttachLoss.apply(y, self.weighted(loss), self)  # type: ignore[no-any-return]
 
     def add(self, loss: Tensor) -> None:
         """Add the loss of a micro-batch to the step's total."""
@@ -66,7 +66,7 @@ class AuxLoss(LossFactors):
             self.total = torch.zeros_like(loss, dtype=torch.float32)
         self.total += loss
 
-    def sum_on(self, device: torch.device) -> Tensor:
+    def step_total(self, device: torch.device) -> Tensor:
         """Return the total of the step on a device, fp32 [1]; 0 before the first backward."""
         if self.total is None:
             return torch.zeros(1, device=device)
@@ -79,7 +79,7 @@ class AuxLoss(LossFactors):
             self.total.zero_()
 
 
-class _Ride(torch.autograd.Function):
+class _AttachLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, loss: Tensor, owner: AuxLoss) -> Tensor:
         ctx.owner = owner

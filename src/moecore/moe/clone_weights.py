@@ -51,7 +51,8 @@ class _CloneMemory:
 
     def __init__(self, clones: AnyClones) -> None:
         self.clones = clones
-        self._parts: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # the whole is held: its key
+        # Storage key -> concatenated tensor and its parts; the reference keeps the key unique.
+        self._parts: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def join(self, local_part: Tensor, clones: Tensor) -> Tensor:
         """Return [e + n, ...], a copy if there are clones on this rank."""
@@ -128,8 +129,8 @@ class _Extend(torch.autograd.Function):
 class _TensorUse(NamedTuple):
     """How the experts use a tensor of weights."""
 
-    has_values: bool = True  # products read it; False for what was quantised
-    sink: _HomeSink | None = None  # may return its gradient in the experts' backward
+    has_values: bool = True  # products read it; False if they read a quantised copy
+    sink: _HomeSink | None = None  # may return the tensor's gradient in the experts' backward
 
 
 class _HomeSink:
@@ -180,7 +181,7 @@ def _extend_weights(weights: ExpertWeights, memory: _CloneMemory) -> ExpertWeigh
     uses = [_TensorUse(quantised is None, sink) for sink in sinks]
     small_tensors = [b for b in (weights.b1_eC, weights.b2_eD) if b is not None]
     small_tensors += [t for u in updates for t in (u.a_erI, u.b_eOr)]
-    # Transposed matrices are views of contiguous memory: as that they travel, and are joined.
+    # Transposed matrices are views of contiguous memory; that memory is sent and concatenated.
     is_view = [not m.is_contiguous() and h.has_values for m, h in zip(matrices, uses, strict=True)]
     contiguous = [m.transpose(1, 2) if v else m for m, v in zip(matrices, is_view, strict=True)]
     uses += [_TensorUse()] * len(small_tensors)

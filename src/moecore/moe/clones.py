@@ -57,7 +57,7 @@ class Cloner:
     ) -> None:
         self.options = options
         self._placement, self._group, self._exchanges = placement, group, exchanges
-        self._counts_2: Tensor | None = None  # stays where it is: CUDA graphs count there
+        self._counts_2: Tensor | None = None  # never reallocated: CUDA graphs write to it
         self._shared_plan: PeriodicPlan | None = None
         if options.refresh != "forward":
             self._shared_plan = PeriodicPlan(
@@ -99,7 +99,7 @@ class Cloner:
     ) -> tuple[Routing, AnyClones | None]:
         """Return the routing with physical ids, and this forward's clones or None."""
         p, ids_TK = self._placement, routing.expert_ids_TK
-        if ids_TK.is_meta:  # loads are even, so nobody has clones
+        if ids_TK.is_meta:  # loads are even, so there are no clones
             return replace(routing, physical_TK=p.physical_ids(ids_TK)), None
         plan, before_E = self._plan(ids_TK, pairs)
         sizes = dict(num_local=p.num_local, num_clones=p.num_clones)
@@ -166,13 +166,12 @@ class Clones:
     """One rank's view of the clones of one forward of a layer, sent by collectives."""
 
     group: dist.ProcessGroup
-    pairs: Pairs | None  # take turns while weights travel
-    send_ids: tuple[
-        int, ...
-    ]  # cloned experts of this rank, by destination and then place, repeated
-    send_splits: tuple[int, ...]  # how many of them go to each rank
-    receive_splits: tuple[int, ...]  # how many clones come from each rank
-    order: tuple[int, ...]  # which received clone is in each place
+    pairs: Pairs | None  # the other side runs while weights are sent
+    # Cloned experts of this rank, sorted by destination and then by slot; an id may repeat.
+    send_ids: tuple[int, ...]
+    send_splits: tuple[int, ...]  # number of clones sent to each rank
+    receive_splits: tuple[int, ...]  # number of clones received from each rank
+    order: tuple[int, ...]  # index of the received clone in each slot
 
     @classmethod
     def of(
@@ -310,9 +309,9 @@ class PeriodicPlan:
         self._placement, self._num_steps, self._min_excess = placement, num_steps, min_excess
         self._is_read = is_read
         self._steps_remaining = 0
-        self._plan: ClonePlan | None = None  # stays where it is: CUDA graphs read it
-        self._loads_N: Tensor | None = None  # of the experts in the places
-        self.experts: list[int] = []  # by place, -1 = empty; written if `is_read`
+        self._plan: ClonePlan | None = None  # never reallocated: CUDA graphs read it
+        self._loads_N: Tensor | None = None  # loads of the experts in the slots
+        self.experts: list[int] = []  # expert of each slot, -1 = empty; updated if `is_read`
         self.clear()
 
     def clear(self) -> None:
@@ -324,8 +323,8 @@ class PeriodicPlan:
 
     def part_of(self, ids_TK: Tensor) -> ClonePlan:
         """Divide this rank's choices by the plan's shares of each expert's tokens."""
-        # No communication, no host sync. Example, a clone has tokens 6 to 9 of the nine that expert
-        # 0 had: of three choices here the last goes to it.
+        # No communication, no host sync. Example: expert 0 had nine tokens, and its clone has
+        # tokens 6 to 9. Of three choices on this rank, the last is sent to the clone.
         plan, loads_N = self._tensors(ids_TK.device)
         E = self._placement.num_experts
         local_counts_1E = torch.zeros(1, E, dtype=torch.int64, device=ids_TK.device)

@@ -45,7 +45,7 @@ from moecore.moe.amax_history import AmaxHistory
 from moecore.moe.backends import EXPERT_BACKENDS, ExpertBackend, check_backend, separate_computation
 from moecore.moe.clone_weights import with_clones
 from moecore.moe.expert_layout import ExpertLayout, expert_shapes
-from moecore.moe.low_rank import LowRank, OwnPart
+from moecore.moe.low_rank import LowRank, SlicePart
 from moecore.moe.param_reader import ParamReader
 from moecore.moe.records import ExpertInput, UnsummedRows
 
@@ -88,7 +88,7 @@ class Experts(nn.Module):
                 "use 'split'"
             )
         self.reader = ParamReader()
-        # What the last forward computed with, and what that depends on.
+        # (key, options) of the last forward; see `_depends_on`.
         self._options_cache: tuple[Any, ExpertMLPOptions | None] = (None, None)
         self.set_backend(backend)
         self.etp_rank = 0  # which slice of F (and of D in b2) is this rank's; set when sharded
@@ -305,8 +305,8 @@ class Experts(nn.Module):
             w2_eDF=w2_eDF,
             b1_eC=self._weight("b1", dtype).flatten(1) if config.fc1_bias else None,
             b2_eD=self._fc2_bias(dtype) if config.fc2_bias else None,
-            update1=self._update(self.layout.w1, dtype, outputs=self._own_columns),
-            update2=self._update(self.layout.w2, dtype, inputs=self._own_hidden),
+            update1=self._update(self.layout.w1, dtype, outputs=self._slice_columns),
+            update2=self._update(self.layout.w2, dtype, inputs=self._slice_hidden),
             sinks=(sink1, self._sink("w2", w2_eDF)),
             quantised=self._quantised(w1_eCD, w2_eDF),
             magnitudes=self._magnitudes(w1_eCD.device),
@@ -370,8 +370,8 @@ class Experts(nn.Module):
         name: str,
         dtype: torch.dtype,
         *,
-        inputs: OwnPart = lambda a_erI: a_erI,
-        outputs: OwnPart = lambda b_eOr: b_eOr,
+        inputs: SlicePart = lambda a_erI: a_erI,
+        outputs: SlicePart = lambda b_eOr: b_eOr,
     ) -> LowRankUpdate | None:
         """Return the low-rank update of a matrix on this rank, or None."""
         if name not in self.updates:
@@ -380,14 +380,14 @@ class Experts(nn.Module):
             lambda param: self.reader.read(param).to(dtype), inputs=inputs, outputs=outputs
         )
 
-    def _own_columns(self, b_eCr: Tensor) -> Tensor:
+    def _slice_columns(self, b_eCr: Tensor) -> Tensor:
         """Return this etp rank's rows of FC1's LoRA B, in the order of its slice of w1."""
         halves = 1 + (self.config.gated and not self._is_interleaved)
         by_half = b_eCr.unflatten(1, (halves, self.etp_size, -1))
         result: Tensor = by_half[:, :, self.etp_rank].flatten(1, 2)
         return result
 
-    def _own_hidden(self, a_erF: Tensor) -> Tensor:
+    def _slice_hidden(self, a_erF: Tensor) -> Tensor:
         """Return this etp rank's columns of FC2's LoRA A."""
         result: Tensor = a_erF.unflatten(2, (self.etp_size, -1))[:, :, self.etp_rank]
         return result

@@ -39,7 +39,7 @@ from moecore.moe.dispatch.local import LocalDispatcher
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.experts import Experts
 from moecore.moe.micro_batch import MicroBatch
-from moecore.moe.records import Dispatcher, ExpertInput, Routing, without_zero_experts
+from moecore.moe.records import Dispatcher, ExpertInput, Routing, split_zero_experts
 from moecore.moe.router import Router
 from moecore.moe.shared import Latent, SharedExpert, SharedRun
 
@@ -127,7 +127,7 @@ class RoutedLayer(nn.Module):
         # `rows_TL` have the dtype of the exchange; with `is_kept` another operation saves them.
         zero_weights_T1: Tensor | None = None
         if self.config.zero_experts:
-            routing, zero_weights_T1 = without_zero_experts(routing, self.config.num_experts)
+            routing, zero_weights_T1 = split_zero_experts(routing, self.config.num_experts)
         with mark("moecore::dispatch"):
             expert_input = self._dispatch(rows_TL, routing)
         rows = expert_input.rows

@@ -20,7 +20,7 @@ from moecore.kernels.experts.contract import LowRankUpdate
 
 ALIGNMENT = 16  # bytes of a row, which grouped products ask for
 Read = Callable[[nn.Parameter], Tensor]
-OwnPart = Callable[[Tensor], Tensor]
+SlicePart = Callable[[Tensor], Tensor]
 
 
 class LowRank(nn.Module):
@@ -39,7 +39,7 @@ class LowRank(nn.Module):
         """Names of the adapters that forward adds, in order."""
         return list(self.lora_A)
 
-    def update(self, read: Read, *, inputs: OwnPart, outputs: OwnPart) -> LowRankUpdate | None:
+    def update(self, read: Read, *, inputs: SlicePart, outputs: SlicePart) -> LowRankUpdate | None:
         """Return the update that forward adds on this rank; None = no adapter."""
         # `read` returns this rank's part of a parameter, `inputs` of [e, r, I] and `outputs` of
         # [e, O, r] what belongs to this rank's parts of I and O, all differentiably.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moecore.moe.balance import LOSS_NAMES
 
-OfLayers = dict[str, list[float]]  # layer name -> numbers
+LayerNumbers = dict[str, list[float]]  # layer name -> numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class MoEMetrics:
         """Return the sum over layers of all auxiliary losses. One host sync."""
         return sum(map(sum, self._on_host()["aux_losses"].values()), start=0.0)
 
-    def _on_host(self) -> dict[str, OfLayers]:
+    def _on_host(self) -> dict[str, LayerNumbers]:
         """Return field -> layer -> numbers, by one copy; fp64 is exact for counts up to 2^53."""
         of_fields = {f.name: getattr(self, f.name) for f in fields(self)}
         parts = [
@@ -124,7 +124,7 @@ def _over_mean(counts: list[float]) -> list[float]:
     return [count / mean for count in counts]
 
 
-def _drop_rates(values: dict[str, OfLayers]) -> dict[str, float]:
+def _drop_rates(values: dict[str, LayerNumbers]) -> dict[str, float]:
     return {
         layer: sum(drops) / max(sum(values["tokens_per_expert"][layer]), 1)
         for layer, drops in values["dropped_per_expert"].items()

@@ -27,10 +27,10 @@ ROUNDING = 1e-9  # 1.1 * 40 must not become 45 because of its last binary digit
 class MicroBatch:
     """The tokens that are routed together."""
 
-    # This rank has so many slices of equal length, one per row; rows are sequences, unless
-    # `cu_seqlens` has others.
+    # Number of rows, of which this rank has slices of equal length. A row is a sequence, unless
+    # `cu_seqlens` has other bounds.
     num_sequences: int = 1
-    # Ranks that have the slices of each sequence, in order; None = this rank alone.
+    # Ranks that have the slices of each row, in order; None = only this rank.
     group: dist.ProcessGroup | None = None
     cp: int = 1  # context parallel ranks, a divisor of the size of the group, which is cp-major
     # bool, True = padding, which uses no capacity and has no part in losses and statistics.
@@ -38,7 +38,7 @@ class MicroBatch:
     # int32 [n + 1]: the first token of each sequence among the N tokens, row by row, and N. None =
     # every row is a sequence.
     cu_seqlens: Tensor | None = None
-    # integers [T], rows of the table of assignment "hash"; read there alone
+    # integers [T], row indices of the hash table; only assignment "hash" reads them
     token_ids_T: Tensor | None = None
 
     @classmethod
@@ -87,7 +87,7 @@ class MicroBatch:
         if self.group is None:
             return x_TX
         out = x_TX.new_empty((self.num_ranks * x_TX.shape[0], *x_TX.shape[1:]))
-        if not is_silent(out):  # where bytes are counted
+        if not is_silent(out):  # a dry run counts bytes and sends nothing
             all_gather_single(out, x_TX.contiguous(), group=self.group)
         if self.cp > 1:
             in_order = torch.empty_like(out)

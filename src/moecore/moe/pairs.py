@@ -9,12 +9,12 @@ started an exchange (`exchange`), it hands the baton over, so the other side com
 exchange. The first side waits for its exchange after the baton has returned. When a side ends, the
 other side holds the baton until its own end.
 
-When the host needs numbers of other ranks (`numbers_of`), it hands the baton over too, and gets it
-back before the other side starts its next exchange. So the device computes while the host waits.
-The next exchange starts during that compute, on a stream that does not wait for it
+A side whose host needs numbers of other ranks (`read_numbers`) hands the baton over too. It gets
+the baton back before the other side starts its next exchange. The device therefore computes while
+the host waits. The next exchange starts during that compute, on a stream that does not wait for it
 (`early_launch`).
 
-The baton is handed over only at exchanges and at `numbers_of`. The order of all collectives
+The baton is handed over only at exchanges and at `read_numbers`. The order of all collectives
 therefore depends only on the two calls, never on time: ranks that run the same pairs have the same
 order.
 """
@@ -60,12 +60,11 @@ class Pairs:
 
     def run(self, forward: Callable[[], T], backward: Callable[[], None]) -> T:
         """Run both sides of a pair, and return the forward's value."""
-        # The forward begins, in this thread, and runs no backward. The backward of an existing
-        # graph runs in another thread, without contexts of this thread, such as autocast. The first
-        # exception of either side is raised; it ends the other side at its next exchange.
-        # A dry run belongs to this thread, so one side follows the other and exchanges are waited
-        # for. The forward saves all its tensors before the backward frees any: the recorded peak is
-        # at least that of a pair. Without exchanges, too, one side follows the other.
+        # The forward starts first, in this thread, and runs no backward. The backward of an
+        # existing graph runs in a second thread, without contexts of this thread such as autocast.
+        # The first exception of either side is raised, and ends the other side at its next
+        # exchange. In a dry run or without exchanges, the backward runs after the forward. The
+        # recorded peak memory of a dry run is then an upper bound.
         if is_dry() or not self.takes_turns:
             value = forward()
             backward()
@@ -221,8 +220,9 @@ def exchange(
     starts: Sequence[Callable[..., Any]], pairs: Pairs | None = None, *, may_overlap: bool = False
 ) -> None:
     """Run independent collectives. In a pair the other side runs meanwhile."""
-    # Each of `starts` takes `async_op` and returns its work. With `may_overlap` they read nothing
-    # that was queued after the last `numbers_of`, and write memory allocated within `Pairs.ahead`.
+    # Each function in `starts` accepts `async_op` and returns its work. With `may_overlap` the
+    # collectives read no result of work launched after the last `read_numbers`, and write memory
+    # that was allocated inside `Pairs.early_launch`.
     pair = None if pairs is None else pairs.open_pair
     if pairs is None or pair is None:
         for start in starts:
@@ -236,9 +236,9 @@ def exchange(
         work.wait()
 
 
-def numbers_of(start: Callable[..., Any], numbers: Tensor, pairs: Pairs | None = None) -> Any:
+def read_numbers(start: Callable[..., Any], numbers: Tensor, pairs: Pairs | None = None) -> Any:
     """Run a collective, and return the numbers that it writes, as a list on the host."""
-    # `start` is as of `exchange`. In a pair the other side runs until the numbers are on the host.
+    # See `exchange` for `start`. In a pair the other side runs until the host has the numbers.
     pair = None if pairs is None else pairs.open_pair
     if pairs is None or pair is None:
         start()
@@ -262,7 +262,7 @@ def _use_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
 
 
 def generators() -> list[Tensor]:
-    """Return the states of the random number generators of the host and of the device."""
+    """Return the states of torch's random number generators of the host and the device."""
     states = [torch.get_rng_state()]
     if torch.cuda.is_initialized():
         states.append(torch.cuda.get_rng_state())

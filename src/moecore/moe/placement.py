@@ -1,8 +1,8 @@
 """Placement of experts on ranks, computed only from the mesh.
 
-Tokens are sent to physical experts. Each rank has its experts first, and after them places for
-clones of other ranks' experts (`moe/clones.py`): rank p's physical ids begin at p * (e + c).
-Dispatchers and indices use only physical ids. Without clones these are the expert ids.
+Tokens are sent to physical experts: the experts of a rank, followed by slots for clones of other
+ranks' experts (`moe/clones.py`). The physical ids of rank p begin at p * (e + c). Dispatchers and
+indices use only physical ids. Without clones, physical ids are expert ids.
 
 Legend: E experts, e experts of a rank (E / ep), c places for clones on a rank, T tokens of a rank,
 K experts per token.
@@ -31,7 +31,7 @@ def balanced_tokens(num_tokens: int, top_k: int, num_experts: int, num_local: in
 def _chance(top_k: int, num_experts: int, num_local: int) -> float:
     """Return the probability that one of K random choices of E experts is among e of them."""
     E, e = num_experts, num_local
-    if top_k > E:  # others may be zero experts, which are ignored here
+    if top_k > E:  # the remaining choices are zero experts
         return 1.0
     return 1 - math.comb(E - e, top_k) / math.comb(E, top_k)
 
@@ -84,10 +84,10 @@ class ExpertPlacement:
         """Return how many of T tokens one rank receives on average, by random choices."""
         return balanced_tokens(num_tokens, top_k, self.num_experts, self.num_local)
 
-    def most_rows(self, routing: Routing) -> int:
+    def max_rows(self, routing: Routing) -> int:
         """Return the maximum of expert rows of one rank, if all ranks have equally many tokens."""
         (T, K), num_physical = routing.destinations_TK.shape, self.num_physical
-        max_source_rows = min(T * min(K, num_physical), num_physical * routing.most_rows_per_expert)
+        max_source_rows = min(T * min(K, num_physical), num_physical * routing.max_rows_per_expert)
         return self.group.size() * max_source_rows
 
 
@@ -112,7 +112,7 @@ class DomainPlacement(ExpertPlacement):
         ids_AK = ids_AK - domain * self.num_in_domain
         return ids_AK.masked_fill((ids_AK < 0) | (ids_AK >= self.num_in_domain), -1)
 
-    def balanced_arrivals(self, num_tokens: int, top_k: int) -> int:
+    def balanced_domain_tokens(self, num_tokens: int, top_k: int) -> int:
         """Return how many of T tokens one domain receives on average, by random choices."""
         return round(num_tokens * self._reach_probability(top_k, self.num_experts))
 

@@ -63,13 +63,13 @@ class Routing:
         return self.expert_ids_TK if self.physical_TK is None else self.physical_TK
 
     @property
-    def most_rows_per_expert(self) -> int:
+    def max_rows_per_expert(self) -> int:
         """Upper bound of the number of these tokens that any expert receives."""
         T = self.expert_ids_TK.shape[0]
         return T if self.capacity is None else min(T, self.capacity)
 
 
-def without_zero_experts(routing: Routing, num_experts: int) -> tuple[Routing, Tensor]:
+def split_zero_experts(routing: Routing, num_experts: int) -> tuple[Routing, Tensor]:
     """Remove choices of zero experts (ids from `num_experts` on) and sum their weights per token.
 
     Returns the routing with -1 for these choices, and the sums, fp32 [T, 1].

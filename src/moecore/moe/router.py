@@ -91,9 +91,9 @@ class Router(nn.Module):
         """Apply `fn` as any module does; the selection bias stays fp32 for its small steps."""
         bias = self.selection_bias
         super()._apply(fn, recurse)
-        moved = self.selection_bias
-        if bias is not None and moved is not None and moved.dtype != bias.dtype:
-            self._buffers[self.expert_bias_name] = bias.to(moved.device)
+        new_bias = self.selection_bias
+        if bias is not None and new_bias is not None and new_bias.dtype != bias.dtype:
+            self._buffers[self.expert_bias_name] = bias.to(new_bias.device)
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:

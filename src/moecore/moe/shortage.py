@@ -30,21 +30,21 @@ from moecore.base.streams import ToHost
 
 logger = logging.getLogger("moecore.capacity")
 SLACK = 1.05  # of the next capacity over what was needed
-Watch = Literal["reruns", "skips", "graph"]  # what follows where rows find no place
+Watch = Literal["reruns", "skips", "graph"]  # how a step handles rows above the capacity
 
 
 @dataclass(eq=False, frozen=True, slots=True)
 class Shortage:
     """The capacity that a buffer would have needed, in units of even loads."""
 
-    # int32 on the device: first the most that was wanted, last what is not 0 once something found
-    # no place.
+    # int32 on the device: the first word is the maximum of the needed rows, and the last word is
+    # not 0 after rows exceeded the capacity.
     words: Tensor
-    report: Tensor  # the same in memory that the host sees, written once something found no place
-    even: float
+    report: Tensor  # copy of the first word in host memory, written when rows exceed the capacity
+    even: float  # rows of even loads
 
     def min_factor(self) -> Tensor:
-        """Return the smallest factor with which all rows had fitted; 0 = all fit. No host sync."""
+        """Return the smallest factor for which all rows fit; 0 = all rows fitted. No host sync."""
         return self.words[0] * (self.words[-1] > 0) / self.even
 
     @property
@@ -73,7 +73,7 @@ class Holder(ABC):
     """Owner of buffers whose capacity is an option, in units of `Shortage.even`."""
 
     option: str
-    is_known_late = False  # whether backwards, too, find out what had no place
+    is_known_late = False  # whether a backward may also record a shortage
     watch: Watch | None = None  # what the running step does with a shortage; None = ignores it
 
     @property
@@ -112,7 +112,7 @@ class Holder(ABC):
         self.poll(is_error=is_error)
 
     def min_factor(self, device: torch.device) -> Tensor:
-        """Return the smallest factor with which all rows had fitted; 0 = all fit. No host sync."""
+        """Return the smallest factor for which all rows fit; 0 = all rows fitted. No host sync."""
         factors = [shortage.min_factor() for shortage in self.shortages]
         return torch.stack(factors).amax() if factors else torch.zeros((), device=device)
 
@@ -149,11 +149,9 @@ class Capacity:
 
     def __init__(self, *holders: Holder | None, device: torch.device) -> None:
         self.holders = holders
-        # Whether steps with a shortage are skipped, as the last one would have been; else a
-        # shortage is an error.
-        self.skips = False
-        self.is_graphed = False  # whether a step is one of a CUDA graph, which waits for nothing
-        # Which steps were skipped since there is such a graph, whose buffers stay as they are.
+        self.skips = False  # whether steps with a shortage are skipped; otherwise an error
+        self.is_graphed = False  # whether the running step is captured in or replayed from a graph
+        # Skipped steps since the capture of a CUDA graph, whose buffers cannot be enlarged.
         self.graph_steps: SkippedSteps | None = None
         self._device = device
 
@@ -185,7 +183,7 @@ class Capacity:
             for shortage in holder.shortages:
                 shortage.clear(device=False)
             factor = larger(min_factor)
-            if factor > (holder.factor or math.inf):  # else a step that ran before it was enlarged
+            if factor > (holder.factor or math.inf):  # otherwise the buffer is already enlarged
                 logger.warning(
                     "%s (%s) was too small on rank %d: that step was skipped, the next have %s",
                     *(holder.option, holder.factor, this_rank(), factor),
@@ -219,8 +217,8 @@ class Capacity:
 
     def is_outgrown(self) -> bool:
         """Whether steps of the captured graph were skipped because of a shortage on any rank."""
-        # The last step, whose end nobody waits for, does not count. Collective with a host sync
-        # after a skipped step, else neither.
+        # The last step is excluded, because its flag may not have reached the host. Collective
+        # with a host sync after a skipped step, otherwise neither.
         holders = [holder for holder in self._holders if holder.factor is not None]
         if self.graph_steps is None or not self.graph_steps.pop() or not holders:
             return False

@@ -189,7 +189,7 @@ class MoEState:
         device = next(iter(choices.values())).device
         cloners = {name: la.cloner for name, la in self.layers.items() if la.cloner is not None}
         clones = {name: c.counts(device) for name, c in cloners.items()}
-        indexers = {name: other.sum_on(device) for name, other in self._aux_losses.items()}
+        indexers = {name: other.step_total(device) for name, other in self._aux_losses.items()}
         parts = [
             torch.cat(list(tensors.values())).double()
             for tensors in (choices, losses, entropies, capacity_choices, clones, indexers)

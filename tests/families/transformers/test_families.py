@@ -112,6 +112,7 @@ EVERY_DAY = ("qwen3_moe", "gpt_oss")  # the others of `ON_ALL` run on one foldin
 TP_BY_DAY = (  # linears of several kinds are in test_tensor_parallel.py
     "qwen3_moe",
     "deepseek_v3",
+    "deepseek_v4",
     "gpt_oss",
     "qwen3_next",
     "granitemoehybrid",

@@ -143,14 +143,6 @@ def test_a_copied_layer_records_for_the_copy() -> None:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_nothing_of_the_recorder_is_stored(name: str) -> None:
-    model, plain = pair(name)
-    swap_blocks(model, {})
-    assert model.state_dict().keys() == plain.state_dict().keys()
-    assert [n for n, _ in model.named_buffers()] == [n for n, _ in plain.named_buffers()]
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_transformers_can_initialise_its_modules(name: str) -> None:
     """It looks for a router's weight in every module of the router's class."""
     model, _ = pair(name)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from moecore.families.family import family_of
-from moecore.families.transformers import hyper_connections
-from moecore.families.transformers.hyper_connections import fuse_hyper_connections
+from moecore.families.transformers import fused_modules
+from moecore.families.transformers.fused_modules import fuse_hyper_connections
 from tests.families.transformers.family_models import batch, loss_of, tiny_model
 from tests.families.transformers.hf_models import enable_checkpointing
 
@@ -45,13 +45,13 @@ def padded(model: nn.Module) -> dict[str, Tensor]:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The tokens of each call of moecore's function."""
     found: list[int] = []
-    collapse = hyper_connections.collapse_streams
+    collapse = fused_modules.collapse_streams
 
     def spy(streams_TND: Tensor, *given: Any) -> Any:
         found.append(len(streams_TND))
         return collapse(streams_TND, *given)
 
-    monkeypatch.setattr(hyper_connections, "collapse_streams", spy)
+    monkeypatch.setattr(fused_modules, "collapse_streams", spy)
     return found
 
 

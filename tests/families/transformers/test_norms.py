@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from moecore.families.transformers.norms import fuse_norms, is_rms_norm
+from moecore.families.transformers.fused_modules import fuse_norms, is_rms_norm
 
 PLAIN = ("qwen3_moe.Qwen3Moe", "deepseek_v3.DeepseekV3", "gpt_oss.GptOss", "gemma4.Gemma4")
 # One plus the weight; with a gate.

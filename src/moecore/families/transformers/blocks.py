@@ -2,9 +2,9 @@
 
     find_hf_adapter    block -> its adapter: (block, model) -> MoELayer with moecore's router
 
-Blocks of other families keep their own router: see `experts.py`. Parameter names, shapes and the
-order of stored weights stay as they are, so the model's checkpoints load and an optimizer that was
-made before holds the same parameters. Blocks are found by class name, without transformers.
+Blocks of other families keep their router: see `experts.py`. Parameter names, shapes and the order
+of stored weights do not change, so the model's checkpoints load, and an existing optimizer has the
+same parameters. Blocks are found by class name, without importing transformers.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def _deepseek_v2(block: Any, model: nn.Module) -> MoELayer:
     return _adopt_stacked(block, STACKED, **routing)
 
 
-# Blocks whose code, router included, differs from that of the function's family in names only.
+# Adapter -> classes of blocks whose code, including the router, is equal up to names.
 _FORMS: dict[Callable[[Any, nn.Module], MoELayer], tuple[str, ...]] = {
     _softmax_block: (
         "FlexOlmoSparseMoeBlock",

@@ -110,7 +110,7 @@ class CausalContext:
         reader: RowReader = getattr(self.model, READER)
         tokens = tokens_of(args, kwargs)
         _refuse_tensors_of_rows(kwargs, tokens)
-        sequence = reader.sequence_of(tokens, kwargs)
+        sequence = reader.build_sequence(tokens, kwargs)
         kwargs = {n: value for n, value in kwargs.items() if n != "cp"} | {SEQUENCE: sequence}
         if kwargs.get("labels") is None:
             return args, kwargs

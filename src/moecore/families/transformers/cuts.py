@@ -20,23 +20,23 @@ from moecore.base.torch_private import HAS_SEPARATE_PIECES
 from moecore.families.transformers.linear_attention import rule_of
 from moecore.families.transformers.linear_cuts import cut_linear_attention
 from moecore.families.transformers.module_cut import ModuleCut, adapters, named_linears
-from moecore.families.transformers.stock import is_hf, names_in_forward, own_methods
+from moecore.families.transformers.stock import is_hf, names_in_forward, overridden_methods
 from moecore.moe.layer import MoELayer
 from moecore.parallel.fsdp.units import find_blocks
 
 BY_HEAD = ("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "g_proj")  # columns of query heads
 BY_KV_HEAD = ("k_proj", "v_proj")
-OF_ALL_HEADS = ("q_a_proj", "kv_a_proj_with_mqa", "indexer")  # latents, and which tokens are seen
+OF_ALL_HEADS = ("q_a_proj", "kv_a_proj_with_mqa", "indexer")  # replicated: latents, selected keys
 OUTPUTS = ("o_proj", "out_proj")
 COUNTS = frozenset(("num_heads", "num_attention_heads", "num_key_value_heads"))
-# Linears of an MLP, the last of which reads what an activation has made of the others, by element.
+# Linears of an MLP; the last linear reads an elementwise function of the outputs of the others.
 MLPS = (("gate_proj", "up_proj", "down_proj"), ("up_proj", "down_proj"), ("w1", "w3", "w2"))
 FUSED_MLPS = (("gate_up_proj", "down_proj"), ("input_linear", "output_linear"))  # gate above up
 
 
-# Attention with queries, keys and values in one linear, in rows of queries, of keys, of values.
+# Attention with one linear whose rows are all queries, then all keys, then all values.
 STACKED = ("Phi3Attention", "Phi4MultimodalAttention")
-# The same, head after head.
+# Attention with one linear whose rows are queries, keys and values of one head after the other.
 FUSED_BY_HEAD = {
     "MiniMaxLightningAttention": ModuleCut(
         columns=("qkv_proj", "output_gate"),
@@ -150,7 +150,7 @@ def _cut_stack(name: str, module: Any, tp: int) -> ModuleCut | str:
 
 def _gated(module: Any, size: int) -> tuple[int, ...]:
     """Return the size of queries with gates, if transformers cuts them by heads too."""
-    # Gates may also be in another order, which no size tells.
+    # The size does not show the order of gates, so transformers' tp plan must shard them by heads.
     plan = getattr(getattr(module, "config", None), "base_model_tp_plan", None) or {}
     is_by_head = any(n.endswith(".q_proj") and style == "colwise" for n, style in plan.items())
     return (2 * size,) if is_by_head else ()
@@ -172,7 +172,7 @@ def _unknown(module: nn.Module, known_names: set[str], num_heads: int) -> str | 
     for child, tensor in (*module._parameters.items(), *module._buffers.items()):
         if child in module._buffers or (tensor is not None and tensor.shape != (num_heads,)):
             return f"{child} may not have an element per head"
-    for method in own_methods(type(module)):
+    for method in overridden_methods(type(module)):
         code = getattr(inspect.unwrap(getattr(type(module), method)), "__code__", None)
         counts = COUNTS.intersection(getattr(code, "co_names", ()))
         if counts:
@@ -206,8 +206,8 @@ def cut_mlp(name: str, module: nn.Module, tp: int) -> ModuleCut | None:
 
 def _has_halves(module: Any, name: str) -> bool:
     """Whether an MLP splits a linear's output into two halves, each of which can be sharded."""
-    # Columns in turns (gate, up, gate, ..) are no halves. Data ranks cut dim 1 of such a weight,
-    # which a bias lacks, and of a factor of LoRA is small.
+    # Alternating columns (gate, up, gate, ..) are not halves. FSDP shards dim 1 of such a weight. A
+    # bias has no dim 1, and the dim 1 of a LoRA factor is small.
     linear = module.get_submodule(name)
     is_plain_linear = type(linear) is nn.Linear and linear.bias is None
     return "chunk" in names_in_forward(module) and is_plain_linear and HAS_SEPARATE_PIECES

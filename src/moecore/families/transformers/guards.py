@@ -27,7 +27,7 @@ NATIVE = {
 
 def refuse_save_pretrained(model: nn.Module) -> None:
     """Make `save_pretrained` raise on every rank, because it would save shards as full tensors."""
-    # It stays for a `state_dict` of whole tensors and for transformers' distributed checkpoints.
+    # A `state_dict` of full tensors and transformers' distributed checkpoints are still supported.
     for module in model.modules():
         if is_pretrained(module):
             hf: Any = module
@@ -42,7 +42,7 @@ def _save_pretrained(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Stand before transformers' own, with its arguments."""
+    """Wrapper of `save_pretrained` with the same arguments."""
     is_unsharded = state_dict and not any(isinstance(t, DTensor) for t in state_dict.values())
     if not is_unsharded and not kwargs.get("distributed_checkpoint"):
         raise NotImplementedError(
@@ -61,7 +61,7 @@ def sync_generation(model: nn.Module) -> None:
 
 
 def _generate(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Stand before transformers' own, with its arguments."""
+    """Wrapper of `generate` with the same arguments."""
     kwargs.setdefault("synced_gpus", dist.is_initialized() and dist.get_world_size() > 1)
     return generate(*args, **kwargs)
 
@@ -74,7 +74,7 @@ def refuse_native_names(model: nn.Module) -> None:
 
 
 def _check_names(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of a model of transformers."""
+    """Forward pre-hook that raises for an argument of moecore's decoder."""
     unknown = NATIVE.keys() - parameters_of(type(module).forward).keys()
     for name in sorted(kwargs.keys() & unknown):
         raise ValueError(
@@ -85,15 +85,15 @@ def _check_names(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
 
 def warn_about_cache(model: nn.Module) -> None:
     """Warn when a training forward uses a key/value cache."""
-    # A compiled layer is compiled anew for its place in the cache, up to torch's limit of 8; the
-    # others run as they are. What the cache keeps is not computed again.
+    # torch.compile recompiles a layer for each index in the cache, up to a limit of 8; further
+    # layers run in eager mode. Activations that the cache references are not recomputed.
     for module in model.modules():
         if is_hf(module) and getattr(module, "base_model", None) is module:
             module.register_forward_pre_hook(_check_cache, with_kwargs=True)
 
 
 def _check_cache(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of a base model."""
+    """Forward pre-hook of a base model that warns of a cache in training."""
     use_cache = named(module, args, kwargs).get("use_cache")
     use_cache = getattr(module.config, "use_cache", False) if use_cache is None else use_cache
     if use_cache and module.training and torch.is_grad_enabled():
@@ -107,11 +107,10 @@ def _check_cache(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
 
 
 class ShardedDeviceMap(Mapping[str, str]):
-    """A device map that accelerate and Trainer cannot count, so that they do not wrap its model.
+    """A device map whose length raises, so that accelerate and Trainer do not wrap the model.
 
-    accelerate calls `len(model.hf_device_map)` of whatever it is about to wrap, in one process and
-    in many, because it refuses models that are spread over devices already. A parallelized model is
-    one: its map has no entry for other readers (such as `generate`), and its length is the error.
+    accelerate calls `len(model.hf_device_map)` before it wraps a model. Other readers, such as
+    `generate`, find an empty map.
     """
 
     def __init__(self, name: str) -> None:

@@ -38,7 +38,7 @@ from moecore.models.loss import IGNORE_INDEX, linear_cross_entropy
 from moecore.models.tensor_parallel import TensorParallel
 from moecore.moe.dispatch.collectives import exchanged
 
-# What says nothing of values.
+# Functions that read no values.
 ABOUT = frozenset(
     [getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "layout")]
     + [getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf")]
@@ -51,14 +51,14 @@ IS_SCORED = "_moecore_is_scored"  # attribute of a model in a forward with a `lo
 
 
 @dataclass(eq=False)
-class Source:
+class LogitsSource:
     """The hidden states and head weight from which `Logits` are computed."""
 
     hidden: Tensor  # [..., D]
-    weight: Tensor  # [V, D], as the forward had it
-    version: int  # of its values
-    tp: TensorParallel | None = None  # ranks that have parts of the weight, by rows; None = whole
-    recipe: Recipe | None = None  # of the loss's products; None = as they are
+    weight: Tensor  # [V, D], unsharded for this forward
+    version: int  # version of the weight's values
+    tp: TensorParallel | None = None  # ranks that shard the weight's rows; None = replicated
+    recipe: Recipe | None = None  # precision of the loss's products; None = the weight's dtype
     has_ended: bool = False  # whether the model's forward has ended
     is_over: bool = False  # whether the loss's backward has begun, after which weights change
 
@@ -69,7 +69,7 @@ class Source:
 
     def start_backward(self, loss: Tensor) -> Tensor:
         """Return the loss; backward multiplies its gradient by the tp size."""
-        # Of the gradient each rank begins with its share (`tensor_parallel.EqualLosses`).
+        # Each tp rank starts backward with 1 / tp of the gradient: `GradientShareHooks`.
         if self.tp is None:
             return loss
         size = self.tp.size
@@ -83,12 +83,12 @@ class Source:
 class Logits(Tensor):
     """Logits [..., V] whose values are computed on first use; see the module docstring."""
 
-    source: Source
+    source: LogitsSource
 
     @staticmethod
-    def of(source: Source, shape: torch.Size, dtype: torch.dtype) -> Logits:
+    def of(source: LogitsSource, shape: torch.Size, dtype: torch.dtype) -> Logits:
         """Return lazy logits of a shape and dtype; the last dim is V."""
-        # What torch's functions do not pass by finds nan everywhere.
+        # Code that bypasses __torch_function__ reads NaN.
         memory = source.hidden.new_full((), math.nan, dtype=dtype, requires_grad=False)
         logits = memory.expand(shape).as_subclass(Logits)
         logits.source = source
@@ -140,7 +140,7 @@ class Logits(Tensor):
             and (shape_only := WITHOUT_VALUES[func](*args, **kwargs)) is not None
         ):
             return shape_only
-        if func is Tensor.detach:  # as good as no_grad for who reads them
+        if func is Tensor.detach:  # the values need no gradient
             with torch.no_grad():
                 return args[0].compute()
         values = tree_map_only(Logits, Logits.compute, (args, dict(kwargs)))
@@ -213,7 +213,7 @@ class HeadWithoutLogits(nn.Linear):
         if not forwards or forwards[-1].head is not self or is_cut or torch.compiler.is_compiling():
             return super().forward(input)
         tp: TensorParallel | None = getattr(self, TP, None)
-        source = Source(input, self.weight, version(self.weight), tp, self.loss_recipe)
+        source = LogitsSource(input, self.weight, version(self.weight), tp, self.loss_recipe)
         forwards[-1].sources.append(source)
         ranks = 1 if source.tp is None else source.tp.size
         shape = torch.Size((*input.shape[:-1], ranks * self.weight.shape[0]))
@@ -221,19 +221,19 @@ class HeadWithoutLogits(nn.Linear):
 
 
 @dataclass(eq=False)
-class Forward:
+class RunningForward:
     """State of one running forward of a model."""
 
     model: nn.Module
-    head: nn.Module | None  # which makes no logits; None = every one does
-    sources: list[Source] = field(default_factory=list)
+    head: nn.Module | None  # the head that returns `Logits`; None = heads return values
+    sources: list[LogitsSource] = field(default_factory=list)
 
 
-def _forwards() -> list[Forward]:
+def _forwards() -> list[RunningForward]:
     """Return the running forwards of this thread, outermost first."""
     if not hasattr(_STATE, "forwards"):
         _STATE.forwards = []
-    forwards: list[Forward] = _STATE.forwards
+    forwards: list[RunningForward] = _STATE.forwards
     return forwards
 
 
@@ -241,7 +241,7 @@ def plain_heads(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Linear]]:
     """Yield each transformers model whose head is an `nn.Linear` without bias, with the head."""
     for outer in outermost(model):
         head = getattr(outer, "get_output_embeddings", lambda: None)()
-        # A subclass, such as an adapter's, may compute more.
+        # A subclass, such as an adapter's, may compute another function.
         if type(head) is nn.Linear and head.bias is None:
             yield outer, head
 
@@ -259,7 +259,7 @@ def _enter(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     has_labels = named(model, args, kwargs).get("labels") is not None
     trains = model.training and torch.is_grad_enabled()
     trains = has_labels and (trains or hasattr(model, IS_SCORED))
-    _forwards().append(Forward(model, model.get_output_embeddings() if trains else None))
+    _forwards().append(RunningForward(model, model.get_output_embeddings() if trains else None))
 
 
 def _leave(model: nn.Module, _args: Any, _output: Any) -> None:
@@ -275,7 +275,7 @@ def cut_vocabulary(model: nn.Module, tp: TensorParallel) -> list[nn.Module]:
 
     Hooks add the collectives that the sharded modules need.
     """
-    # What another class computes, and a vocabulary that tp does not divide, stay whole.
+    # Other classes, and a vocabulary that tp does not divide, are replicated.
     embeddings = list[nn.Module]()
     for outer in outermost(model):
         get = (getattr(outer, f"get_{side}_embeddings", None) for side in ("input", "output"))
@@ -285,7 +285,7 @@ def cut_vocabulary(model: nn.Module, tp: TensorParallel) -> list[nn.Module]:
             continue
         for module in parts:
             if isinstance(module, nn.Embedding):
-                OwnRows(tp, module)
+                VocabularyHooks(tp, module)
             else:
                 setattr(module, TP, tp)
                 module.register_forward_hook(_gather)
@@ -299,7 +299,7 @@ def _is_plain(module: Any) -> bool:
     return type(module) is nn.Linear and module.bias is None
 
 
-class OwnRows:
+class VocabularyHooks:
     """Hooks of a vocabulary-sharded embedding: look up local ids, then all-reduce the result."""
 
     def __init__(self, tp: TensorParallel, embedding: nn.Embedding) -> None:

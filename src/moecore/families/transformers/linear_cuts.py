@@ -37,16 +37,16 @@ FILTERS = "conv1d"
 class _LinearHeads:
     """Names and sizes of a linear attention layer's per-head tensors."""
 
-    heads: tuple[int, ...]  # numbers that tp must divide
-    columns: Mapping[str, Stack]  # linears
-    row: str
-    values: Stack  # what `row` reads
-    channels: Stack  # of the convolution
-    params_by_head: Mapping[str, Stack]  # parameters
-    counts: Mapping[str, int]  # attributes, on a rank
-    replicated: tuple[str, ...]  # what knows no heads
-    kinds: tuple[str, ...] = ()  # columns in the order of kinds, not of heads
-    groups: Mapping[str, int] = field(default_factory=dict)  # norms of heads of several ranks
+    heads: tuple[int, ...]  # numbers of heads that tp must divide
+    columns: Mapping[str, Stack]  # column-parallel linears and the sections of their rows
+    row: str  # the row-parallel linear
+    values: Stack  # sections of the input of `row`
+    channels: Stack  # sections of the convolution's channels
+    params_by_head: Mapping[str, Stack]  # parameters that are sharded by heads
+    counts: Mapping[str, int]  # attributes -> their value on a rank
+    replicated: tuple[str, ...]  # modules and parameters without heads
+    kinds: tuple[str, ...] = ()  # columns ordered by section, not by heads
+    groups: Mapping[str, int] = field(default_factory=dict)  # norms of groups over several ranks
 
 
 def cut_linear_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
@@ -64,8 +64,8 @@ def cut_linear_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
     if problem is not None:
         return problem
     linears = named_linears(module)
-    travel = {n: layer.columns[n] for n in layer.kinds if n in linears}
-    for child in travel:
+    head_exchanges = {n: layer.columns[n] for n in layer.kinds if n in linears}
+    for child in head_exchanges:
         if linears[child].out_features % tp:
             raise ValueError(
                 f"{name}.{child}: outputs ({linears[child].out_features}) must be a multiple of "
@@ -74,8 +74,8 @@ def cut_linear_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
     return ModuleCut(
         columns=tuple(n for n in layer.columns if n in linears),
         row=layer.row,
-        travel=travel,
-        read={FILTERS: layer.channels},
+        head_exchanges=head_exchanges,
+        local_reads={FILTERS: layer.channels},
         params_by_head=tuple(
             n for n in layer.params_by_head if n in dict(module.named_parameters())
         ),

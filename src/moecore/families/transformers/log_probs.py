@@ -28,11 +28,11 @@ from moecore.families.transformers.stock import (
 )
 from moecore.models.log_probs import LogProbLoss
 
-ARGUMENT = "log_prob_loss"  # of a forward
+ARGUMENT = "log_prob_loss"  # keyword argument of a forward
 OWN_LOSS = "_loss_function"  # attribute of a model whose loss function was set
 
 
-def take_log_prob_losses(model: nn.Module) -> None:
+def accept_log_prob_losses(model: nn.Module) -> None:
     """Make forwards of transformers models in a module accept a `log_prob_loss` argument."""
     for outer in outermost(model):
         if hasattr(outer, "get_output_embeddings"):
@@ -65,7 +65,7 @@ def _enter(
     kwargs = {name: value for name, value in kwargs.items() if name != ARGUMENT}
     kwargs["labels"] = loss.labels_BT
     if any(p.kind is p.VAR_KEYWORD for p in parameters_of(type(model).forward).values()):
-        kwargs["shift_labels"] = loss.labels_BT  # who shifts labels before the model sees these
+        kwargs["shift_labels"] = loss.labels_BT  # these labels are already shifted
     return args, kwargs
 
 

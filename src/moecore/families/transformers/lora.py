@@ -1,14 +1,14 @@
 """peft's LoRA in a parallelized transformers model: adapters on experts, names, refusals.
 
-peft wraps a dense layer in a module of its own, which is sharded with its block as it is. Stacked
-matrices of experts it wraps by parametrizing them in forward, which shards do not allow: here the
-wrappers are taken off, and their A and B go to `Experts.lora` (`moe/low_rank.py`).
+peft replaces a dense layer by a wrapper module, which is sharded with its block. peft parametrizes
+stacked expert matrices in forward, which sharded parameters do not allow. This module removes these
+wrappers and moves their A and B to `Experts.lora` (`moe/low_rank.py`).
 
     peft's, in mlp.experts                           here, in mlp.experts
     base_layer.lora_A.default.weight [E * r, D]      lora.gate_up_proj.lora_A.default [E, r, D]
     lora_B.default.weight [D, r * E], experts last   lora.down_proj.lora_B.default [E, D, r]
 
-Legend: E experts, D model dim, r rank, O what a matrix writes.
+Legend: E experts, D model dim, r rank, O output dim of a matrix.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from moecore.families.transformers.stock import is_pretrained
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.low_rank import LowRank
 
-# Of a PeftModel and its tuner -> what takes the place of what reads or changes whole parameters.
+# Methods of a PeftModel and its tuner that read or change full parameters -> the replacement.
 REPLACED = {
     "save_pretrained": "moecore.io.save_adapters(model, path)",
     "load_adapter": "moecore.io.load_adapters(model, path)",
@@ -41,7 +41,7 @@ REPLACED = {
     "add_weighted_adapter": "it before parallelize_moe",
     "delete_adapter": "it before parallelize_moe",
 }
-# Those that would take merged adapters out of shards again.
+# Methods that would unmerge adapters from sharded parameters.
 MERGE_METHODS = dict.fromkeys(
     ("disable_adapter", "disable_adapter_layers", "set_adapter"),
     "the base weights and adapters anew (load_hf, load_adapters in a new model)",
@@ -50,18 +50,18 @@ MERGE_METHODS = dict.fromkeys(
 
 @dataclass(frozen=True, slots=True)
 class _Wrapped:
-    """Experts that peft has wrapped."""
+    """An experts module inside peft's wrappers."""
 
     block: str  # name of the MoE block
-    child: str  # name of the experts in it
-    parent: nn.Module
-    wrappers: tuple[Any, ...]  # of peft, from the outermost; each is for one matrix
+    child: str  # name of the experts in the block
+    parent: nn.Module  # the block
+    wrappers: tuple[Any, ...]  # peft's ParamWrappers, outermost first; one per matrix
     experts: nn.Module
 
 
 @contextmanager
 def experts_unwrapped(model: nn.Module) -> Iterator[list[_Wrapped]]:
-    """Within, experts stand where peft's wrappers of them stood; after an error these are back."""
+    """Replace peft's wrappers of experts by the experts; an exception restores the wrappers."""
     wrappers = list(_find_wrapped(model)) if "peft" in sys.modules else []
     for wrapper in wrappers:
         wrapper.parent._modules[wrapper.child] = wrapper.experts
@@ -74,7 +74,7 @@ def experts_unwrapped(model: nn.Module) -> Iterator[list[_Wrapped]]:
 
 
 def adapt_experts(wrapped: list[_Wrapped], layers: Mapping[str, RoutedLayer]) -> None:
-    """Give the experts of MoE layers the updates of peft's wrappers."""
+    """Move the LoRA updates of peft's wrappers to the experts of MoE layers."""
     places = {f"{name}.{m.name_of('experts')}".rstrip("."): m for name, m in layers.items()}
     for wrap in wrapped:
         layer = places.get(f"{wrap.block}.{wrap.child}")
@@ -86,7 +86,7 @@ def adapt_experts(wrapped: list[_Wrapped], layers: Mapping[str, RoutedLayer]) ->
             )
         experts = layer.part("experts")
         for depth, wrapper in enumerate(wrap.wrappers):
-            is_transposed = getattr(wrap.experts, "is_transposed", False)  # as peft reads it
+            is_transposed = getattr(wrap.experts, "is_transposed", False)  # peft's default
             if is_transposed != experts.layout.transposed:
                 raise ValueError(
                     f"is_transposed ({is_transposed}) of {type(wrap.experts).__name__}, by which "
@@ -106,23 +106,24 @@ def adapt_experts(wrapped: list[_Wrapped], layers: Mapping[str, RoutedLayer]) ->
 
 
 def refuse_peft_methods(model: nn.Module) -> None:
-    """Make methods of peft that read or replace whole parameters raise on every rank alike."""
+    """Replace peft's methods that need full parameters by functions that raise an error."""
     _replace_methods(model, REPLACED, "on a parallelized model, whose tensors are shards")
-    outermost = next((m for m in model.modules() if is_pretrained(m)), None)  # peft is given it
+    # Users call get_peft_model on the outermost transformers model.
+    outermost = next((m for m in model.modules() if is_pretrained(m)), None)
     if outermost is not None and not hasattr(outermost, "peft_config"):
         outermost.register_forward_pre_hook(_refuse_late)
 
 
 def refuse_unmerging(model: nn.Module) -> None:
-    """Make methods of peft that would take merged adapters out of shards raise."""
+    """Replace peft's methods that would unmerge adapters by functions that raise an error."""
     _replace_methods(model, MERGE_METHODS, "after merge_adapters")
 
 
 def _replace_methods(model: nn.Module, replaced: Mapping[str, str], context: str) -> None:
-    """Let methods of a PeftModel and its tuner raise: name -> what to use."""
+    """Replace methods of a PeftModel and its tuner; `replaced` maps a name to the alternative."""
     for module in model.modules():
         if is_pretrained(module):
-            return  # what it holds are layers
+            return  # its children are layers
         for name, instead in replaced.items():
             of_peft = getattr(type(module), name, None)
             if getattr(of_peft, "__module__", "").startswith("peft."):
@@ -134,7 +135,7 @@ def _refuse_method(name: str, context: str, instead: str, *args: Any, **kwargs: 
 
 
 def _refuse_late(module: nn.Module, args: Any) -> None:
-    """Forward pre-hook of a transformers model that had no adapters."""
+    """Forward pre-hook that raises if adapters were added after `parallelize_moe`."""
     if hasattr(module, "peft_config"):
         raise ValueError(
             f"adapters of {type(module).__name__} must be attached before parallelize_moe, or "
@@ -143,7 +144,7 @@ def _refuse_late(module: nn.Module, args: Any) -> None:
 
 
 def adapted(model: nn.Module) -> nn.Module:
-    """Return the model in a PeftModel, which `generate` of both calls; any other model itself."""
+    """Return the base model of a PeftModel, and any other model unchanged."""
     if "peft" in sys.modules:
         from peft import PeftModel
 
@@ -155,7 +156,7 @@ def adapted(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def adapters_off(model: Any) -> Iterator[None]:
-    """Within, a PeftModel runs without its adapters; what is trained is the same afterwards."""
+    """Disable a PeftModel's adapters in this context; restore `requires_grad` at its end."""
     trained = [(param, param.requires_grad) for param in model.parameters()]
     try:
         with model.disable_adapter():
@@ -166,14 +167,14 @@ def adapters_off(model: Any) -> Iterator[None]:
 
 
 def without_adapters(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors, by name in a model, under their names before peft adapted it."""
+    """Return a model's tensors without the adapters, under the names of the model before peft."""
     holders, homes = _peft_paths(model)
     base_tensors = {n: t for n, t in tensors.items() if not n.startswith(holders)}
     return {_renamed(n, homes): t for n, t in base_tensors.items()}
 
 
 def trained_copies(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return those tensors, by name in a model, that `modules_to_save` trains, by original name."""
+    """Return the tensors of `modules_to_save` copies under the names of the original modules."""
     _, homes = _peft_paths(model)
     copy_of = {}
     for path, module in model.named_modules():
@@ -189,7 +190,7 @@ def trained_copies(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str,
 
 
 def _peft_paths(model: nn.Module) -> tuple[tuple[str, ...], list[str]]:
-    """Return the paths of what peft has added, and those of what it has moved deeper."""
+    """Return prefixes of the modules that peft added, and of the modules that it moved deeper."""
     holders, homes = [], []
     for path, module in model.named_modules():
         path = clean_name(path)
@@ -204,7 +205,7 @@ def _peft_paths(model: nn.Module) -> tuple[tuple[str, ...], list[str]]:
 
 
 def _renamed(name: str, homes: list[str]) -> str:
-    for home in homes:  # the deepest first
+    for home in homes:  # sorted: the longest prefix first
         if name.startswith(home):
             name = home[:-1].rpartition(".")[0] + name[len(home) - 1 :]
     return name
@@ -241,7 +242,7 @@ def _check_stacked(name: str, wrappers: list[Any]) -> None:
 
 
 def _check_copy(name: str, wrapper: Any, model: nn.Module) -> None:
-    """Refuse a trained copy of a MoE block or of a part of one, which a MoELayer takes over."""
+    """Raise for a trainable copy of a MoE block or its parts, which a MoELayer would replace."""
     block = model.get_submodule(name.rpartition(".")[0])
     siblings = [m for m in block.children() if m is not wrapper]
     parts = [*wrapper.modules(), *(p for m in siblings for p in (m, getattr(m, "base_layer", m)))]
@@ -262,11 +263,11 @@ def _is_stack(module: nn.Module) -> bool:
 
 @functools.cache
 def _expert_lora_class() -> type[LowRank]:
-    """Return a `LowRank` that peft's walks over a model find: set_adapter, disable_adapter."""
+    """Return a `LowRank` subclass that peft's set_adapter and disable_adapter find in a model."""
     from peft.tuners.lora.layer import LoraLayer
 
     class ExpertLora(LowRank, LoraLayer):  # type: ignore[misc]
-        """The updates of one stack of matrices."""
+        """The LoRA updates of one stack of expert matrices."""
 
         adapter_layer_names = ("lora_A", "lora_B")
         other_param_names = ()
@@ -277,14 +278,14 @@ def _expert_lora_class() -> type[LowRank]:
             for name in wrapper.lora_A:
                 a, b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
                 trained = a.requires_grad
-                b_EOr = b.detach().unflatten(1, (-1, E)).permute(2, 0, 1)  # of [O, r * E]
+                b_EOr = b.detach().unflatten(1, (-1, E)).permute(2, 0, 1)  # from [O, r * E]
                 pairs[name] = (
                     nn.Parameter(a.detach().unflatten(0, (E, -1)), requires_grad=trained),
                     nn.Parameter(b_EOr.contiguous(), requires_grad=trained),
                 )
             LowRank.__init__(self, pairs, {name: wrapper.scaling[name] for name in pairs})
             self.r = {name: wrapper.r[name] for name in pairs}
-            self.depth = depth  # how many wrappers of peft stood around this matrix's
+            self.depth = depth  # number of peft wrappers outside of this matrix's wrapper
             self.merged_adapters = list(wrapper.merged_adapters)
             self._active_adapter = wrapper.active_adapter
             self._disable_adapters = wrapper.disable_adapters

@@ -1,4 +1,4 @@
-"""ModuleCut: what of a module tensor parallel ranks have parts of."""
+"""ModuleCut: how tensor parallelism shards the parameters of one module."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.distributed.tensor import Placement, Shard
 from moecore.base.peft_layers import lora_base, lora_pairs
 from moecore.base.torch_private import StridedShard
 
-# Rows of a matrix: of each kind the number of heads, and of rows of a head; kind above kind.
+# Sections of a matrix's rows, such as queries, keys, values: (heads, rows per head) of each.
 Stack = tuple[tuple[int, int], ...]
 
 
 def local_rows(stack: Stack, rank: int, tp: int) -> Iterator[slice]:
-    """Yield the rows of a rank's heads of each kind. Heads fewer than ranks are shared."""
-    # Example: 4 heads of 8 rows above 1 of 8. Rank 1 of 2 has rows 16:32 and 32:40.
+    """Yield the rows of a rank's heads in each section; several ranks may share a head."""
+    # Example: 4 heads of 8 rows, then 1 head of 8 rows. Rank 1 of 2 has rows 16:32 and 32:40.
     start = 0
     for heads, size in stack:
         num_local, first = max(1, heads // tp), rank * heads // tp
@@ -28,34 +28,45 @@ def local_rows(stack: Stack, rank: int, tp: int) -> Iterator[slice]:
 
 @dataclass(frozen=True, slots=True)
 class ModuleCut:
-    """What of a module a rank has a part of, by name."""
+    """Names of a module's children and parameters by the way in which tp ranks share them.
 
-    columns: tuple[str, ...]  # linears, of whose outputs a rank has some
-    row: str  # the linear that reads these, and whose outputs are added
-    halves: tuple[str, ...] = ()  # columns of gates above as many others: a rank has some of both
-    params_by_head: tuple[str, ...] = ()  # parameters, by head
-    norms: tuple[str, ...] = ()  # that compare all heads
-    # Linears of so few key or value heads that ranks share them -> elements of a head. Whole; a
-    # rank takes the one head that its query heads read.
+    Attributes:
+        columns: column-parallel linears; a rank computes a part of the outputs.
+        row: the row-parallel linear that reads these outputs; its outputs are all-reduced.
+        halves: column-parallel linears of an MLP's gates followed by ups; a rank has rows of both.
+        params_by_head: parameters that are sharded by heads.
+        norms: norms over the columns of all heads, which are all-gathered first.
+        shared: replicated linears of fewer key or value heads than ranks -> elements of a head. A
+            rank uses the one head that its query heads read.
+        num_shared: number of key or value heads, if there are fewer than ranks.
+        stacks: replicated linears of queries, keys and values in one matrix. A rank multiplies with
+            the rows of its heads.
+        head_exchanges: column-parallel linears with several sections. All ranks have equally many
+        rows of
+            any section, and exchange outputs so that a rank receives the outputs of its heads.
+        local_reads: modules with replicated parameters; a rank reads the rows of its heads.
+        groups: gated norms of groups that several ranks share -> elements of a group.
+        counts: attributes with a number of heads or columns -> the number on a rank.
+        buffers: replicated buffers -> their dim of heads; a rank reads the part of its heads.
+    """
+
+    columns: tuple[str, ...]
+    row: str
+    halves: tuple[str, ...] = ()
+    params_by_head: tuple[str, ...] = ()
+    norms: tuple[str, ...] = ()
     shared: Mapping[str, int] | None = None
-    num_shared: int = 0  # key and value heads, where they are fewer than ranks
-    # Linears with rows of queries above those of keys and of values -> number of heads and elements
-    # of a head of each. Whole; a rank multiplies with the rows of its heads.
+    num_shared: int = 0
     stacks: Mapping[str, Stack] | None = None
-    # Columns with such rows, cut all the same: a rank has as many rows as the others, of whichever
-    # kind, and gets the outputs of its heads.
-    travel: Mapping[str, Stack] = field(default_factory=dict)
-    # Modules with whole parameters, of which a rank reads the rows of its heads.
-    read: Mapping[str, Stack] = field(default_factory=dict)
-    # Gated norms of groups that several ranks share -> elements of a group.
+    head_exchanges: Mapping[str, Stack] = field(default_factory=dict)
+    local_reads: Mapping[str, Stack] = field(default_factory=dict)
     groups: Mapping[str, int] = field(default_factory=dict)
-    counts: Mapping[str, int] = field(default_factory=dict)  # attributes -> their number on a rank
-    # Whole buffers, of which a rank reads its heads' part -> the dim of heads.
+    counts: Mapping[str, int] = field(default_factory=dict)
     buffers: Mapping[str, int] | None = None
 
 
 def named_linears(module: nn.Module) -> dict[str, nn.Linear]:
-    """Return the linears of a module by name, those in peft's LoRA too."""
+    """Return the linears of a module by name, including the base layers of peft's LoRA."""
     linears = dict[str, nn.Linear]()
     for name, child in module.named_children():
         base = lora_base(child) or child
@@ -66,20 +77,20 @@ def named_linears(module: nn.Module) -> dict[str, nn.Linear]:
     return linears
 
 
-def linears_of(module: nn.Module) -> list[Any]:
-    """Return a linear, or what makes its outputs in peft's LoRA: the base and all B."""
+def output_linears(module: nn.Module) -> list[Any]:
+    """Return [linear]; for a peft LoRA layer, its base linear and the B of each adapter."""
     base = lora_base(module)
     return [module] if base is None else [base, *(b for _, b in lora_pairs(module))]
 
 
 def adapters(module: nn.Module) -> dict[str, list[tuple[nn.Linear, nn.Linear]]]:
-    """Return A and B of each adapter of the linears of a module, by the linear's name."""
+    """Return linear name -> (A, B) of each LoRA adapter, for the adapted linears of a module."""
     layers = {name: module.get_submodule(name) for name in named_linears(module)}
     return {n: lora_pairs(m) for n, m in layers.items() if lora_base(m) is not None}
 
 
 def owner_of(module: nn.Module, name: str) -> tuple[Any, str]:
-    """Return whose attribute a name with dots is, and the last part of it."""
+    """Return the submodule that has the attribute of a dotted name, and the attribute's name."""
     path, _, attribute = name.rpartition(".")
     return module.get_submodule(path), attribute
 
@@ -87,7 +98,7 @@ def owner_of(module: nn.Module, name: str) -> tuple[Any, str]:
 def cut_placements(
     module: nn.Module, module_cut: ModuleCut
 ) -> Iterator[tuple[tuple[nn.Module, str], Placement]]:
-    """Yield parameters that are cut, with their placements."""
+    """Yield ((owner, parameter name), placement) of each parameter that tp shards."""
     linears, adapted = named_linears(module), adapters(module)
     halves = StridedShard(0, split_factor=2)
     columns = {
@@ -97,7 +108,8 @@ def cut_placements(
         yield (linears[name], "weight"), placement
         yield (linears[name], "bias"), placement
     yield (linears[module_cut.row], "weight"), Shard(1)
-    # y = W x + s B A x: of columns a rank has rows of B and all of A, of a row the reverse.
+    # y = W x + s B A x: a column-parallel linear shards the rows of B and replicates A. A
+    # row-parallel linear shards the columns of A and replicates B.
     for name in adapted.keys() & {*module_cut.columns, module_cut.row}:
         for pair in adapted[name]:
             yield (pair[name != module_cut.row], "weight"), columns.get(name, Shard(1))

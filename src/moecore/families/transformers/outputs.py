@@ -1,7 +1,7 @@
-"""Router logits, which transformers records while a model runs.
+"""Router logits: lets transformers record the logits of moecore's routers (output_router_logits).
 
-transformers hooks the modules of its own classes. Router logits of adopted blocks are handed to
-it; what it would not find is refused.
+transformers registers hooks on the modules of its own router classes. A block with a MoELayer has
+no such module, so `record_logits` adds one. Requests for logits that would not be recorded raise.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ OPTION = "output_router_logits"
 
 
 def refuse_lost_outputs(model: nn.Module) -> None:
-    """Raise when router logits are asked for that transformers would not record."""
+    """Raise, now or in a later forward, if requested router logits would not be recorded."""
     for module in model.modules():
         if not is_hf(module) or getattr(module, "base_model", None) is not module:
-            continue  # transformers records in the base model, below the head that has the loss
+            continue  # transformers records in the base model, not in the model with the loss
         refusal = _refusal()
         if refusal is not None and getattr(module.config, OPTION, False):
             raise NotImplementedError(refusal)
@@ -32,7 +32,7 @@ def refuse_lost_outputs(model: nn.Module) -> None:
 
 
 def _refusal() -> str | None:
-    """Return why the installed transformers' router logits would be wrong, if they would."""
+    """Return the error text if the installed transformers uses router logits wrongly, or None."""
     version = sys.modules["transformers"].__version__
     if tuple(int(n) for n in version.split(".")[:2]) >= (5, 6):
         return None
@@ -45,17 +45,16 @@ def _refusal() -> str | None:
 def _check_recorded(
     refusal: str | None, module: Any, args: Any, kwargs: dict[str, Any], output: Any
 ) -> None:
-    """Forward hook of a base model; its output's `router_logits` has one tensor per MoE layer."""
+    """Forward hook of a base model: raise unless there are router logits of every MoE layer."""
     layers_of = (m for m in module.modules() if isinstance(m, RoutedLayer))
-    recordable = [
-        m for m in layers_of if m.config.assignment != "hash"
-    ]  # stock records none of those
+    # transformers records no logits of layers with hash routing.
+    recordable = [m for m in layers_of if m.config.assignment != "hash"]
     keywords = named(module, args, kwargs)
     if not recordable or not keywords.get(OPTION, getattr(module.config, OPTION, False)):
-        return  # not parallelized in the end, or not asked for
+        return  # the model was not parallelized, or the caller requests no logits
     if refusal is not None:
         raise NotImplementedError(refusal)
-    # Routers that the model keeps are recorded as ever.
+    # A model whose layers are RoutedExperts still has its own routers.
     layers = len(recordable) if any(isinstance(m, MoELayer) for m in recordable) else 0
     recorded = len(getattr(output, "router_logits", None) or ())
     if layers and recorded != layers:
@@ -67,16 +66,16 @@ def _check_recorded(
 
 
 class _LogitRecorder(nn.Module):
-    """What transformers takes for the router of an adapted block; it has no parameters.
+    """A module without parameters whose forward returns a `Router`'s logits to transformers' hooks.
 
-    transformers hooks the modules of its own router classes and keeps one output: the first, or
-    Llama 4's second. `Router` returns a record instead, so it holds a recorder, made a subclass of
-    the block's router class, and passes it what it routed. The recorder returns the logits as both.
+    transformers hooks its router classes and records the first output, or Llama 4's second output.
+    `Router` returns a `Routing` instead. It therefore has a recorder, a subclass of the block's
+    router class, and calls it with each routing. The recorder returns the logits twice.
     """
 
     def __init__(self) -> None:
         nn.Module.__init__(self)  # not the router class, which would make parameters
-        self._is_hf_initialized = True  # so that transformers does not look for them
+        self._is_hf_initialized = True  # transformers then initialises no parameters
 
     def forward(self, x_TD: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
         assert routing.logits_TE is not None, "moecore's routers return logits"
@@ -84,10 +83,10 @@ class _LogitRecorder(nn.Module):
 
 
 def record_logits(layer: MoELayer, router: nn.Module) -> MoELayer:
-    """Let transformers find the layer's router logits where it found those of `router`."""
+    """Add a recorder to the layer's router, with the forward hooks of the block's `router`."""
     recorder = type(f"{type(router).__name__}Recorder", (_LogitRecorder, type(router)), {})()
     for name in HOOKS:
-        if "forward_hooks" in name:  # and how to call them
+        if "forward_hooks" in name:  # the hooks, and flags of their arguments
             vars(recorder)[name].update(vars(router)[name])
     router_module = layer.part("router")
     router_module.recorder = recorder

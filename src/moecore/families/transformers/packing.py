@@ -1,4 +1,4 @@
-"""Which models of transformers can pack documents into rows, and how cp ranks pass positions.
+"""Determines which transformers models support packed documents, and passes positions over cp.
 
 Some rotary embeddings depend on the longest position of a forward: "dynamic" and "longrope"
 frequencies, and the factors of Phi-3.5-MoE. Under context parallelism each rank has a part of the
@@ -41,7 +41,7 @@ def _reads_longest(module: nn.Module, rope_type: str) -> bool:
 
 
 class LongestPosition:
-    """Gives the rotary embeddings of a model the largest position of whole rows."""
+    """Hooks that pass the largest position of the full rows to a model's rotary embeddings."""
 
     def __init__(self, model: nn.Module) -> None:
         self._num_tokens: int | None = None
@@ -50,7 +50,7 @@ class LongestPosition:
             module.register_forward_hook(self._drop)
 
     def begin(self, num_tokens: int | None) -> None:
-        """Set the tokens of the rows of the forward that begins; None = this rank has all."""
+        """Set the length of the full rows for the next forward; None = this rank has full rows."""
         self._num_tokens = num_tokens
 
     def _append(
@@ -68,29 +68,30 @@ class LongestPosition:
     def _drop(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if self._num_tokens is None:
             return None
-        # Angles are [B, t, d]: of cos and sin, or complex.
+        # Angles are [B, t, d]: a pair of cos and sin, or one complex tensor.
         return tree_map_only(Tensor, lambda x: x[..., :-1, :], output)
 
 
-# Losses of transformers that are sums over tokens; others read a whole row, such as its last token.
+# Losses that are sums over tokens; transformers' other losses read, for example, a row's last
+# token.
 TOKEN_LOSSES = (CAUSAL_LOSS, "ForTokenClassification", "ForMaskedLMLoss")
 UNSUPPORTED_FIELDS = ("attention_dropout", "attn_logit_softcapping")
-# Layers that mix tokens by attention alone, or not at all.
+# Kinds of layers in which only softmax attention mixes tokens.
 KINDS = ("full_attention", "sliding_attention", "mlp", "moe")
 LINEAR, SPARSE = "linear_attention", "indexed_attention"
 
 
 def packing_problem(model: nn.Module, *, has_row_inputs: bool = True) -> str | None:
-    """Return what of a model needs rows of one sequence each, whole on a rank; None = nothing.
+    """Return the part of a model that needs unsharded rows of one sequence each, or None.
 
     `has_row_inputs`: whether `use_causal_attention` was called, after which linear and sparse
-    attention read documents.
+    attention support packed documents.
     """
     config: Any = model.config
     text = config.get_text_config()
     linear = linear_layers(model) if has_row_inputs else []
     row_layers = {LINEAR: len(linear), SPARSE: len(sparse_layers(model)) if has_row_inputs else 0}
-    if (other := other_kind(text, row_layers)) is not None:
+    if (other := unsupported_layer(text, row_layers)) is not None:
         return other
     for owner, field in [
         (config, "is_encoder_decoder"),
@@ -106,8 +107,8 @@ def packing_problem(model: nn.Module, *, has_row_inputs: bool = True) -> str | N
     return None
 
 
-def why_one_document(model: nn.Module) -> str | None:
-    """Return the part of a model that needs one document per row (cp may cut it), or None."""
+def one_document_problem(model: nn.Module) -> str | None:
+    """Return the part of a model that needs one document per row, or None; cp may shard the row."""
     for name, rope_type, _ in longest_position_readers(model):
         return f"rope_type ({rope_type!r}) of {name}, which reads the longest position of all rows"
     loss = loss_of_class(model)
@@ -116,10 +117,11 @@ def why_one_document(model: nn.Module) -> str | None:
     return None
 
 
-def other_kind(text: Any, row_layers: Mapping[str, int] | None = None) -> str | None:
-    """Return the first layer of a config that mixes tokens by other means than attention.
+def unsupported_layer(text: Any, row_layers: Mapping[str, int] | None = None) -> str | None:
+    """Return the first of a config's `layer_types` that moecore does not support, or None.
 
-    A kind of which all layers of the config are `row_layers` is none.
+    `row_layers` has the number of supported layers of further kinds. Such a kind is supported if
+    this is the number of all its layers in the config.
     """
     kinds = getattr(text, "layer_types", None) or ()
     row_kinds = (kind for kind, number in (row_layers or {}).items() if number == kinds.count(kind))

@@ -1,16 +1,15 @@
 """StagedCausal: pipeline stages of a causal language model of transformers.
 
-    take_stages finds      embedding -> one list of layers -> norm -> head, by name
-    a stage's forward      the model's own of the same inputs with, for the call, `Elsewhere` in
-                           the place of every part of another stage: the one in front of the
-                           stage's first part returns what came from the stage before, and the one
-                           behind its last part is given what leaves
+    parts      embedding -> one list of layers -> norm -> head, found by name
+    a stage    the model's own forward of the same inputs. `Elsewhere` replaces the parts of other
+               stages during the call. The part before the stage's first part returns the hidden
+               states of the previous stage. The part after its last part receives the output.
 
-So masks, positions and rotary embeddings are made by the model in every stage, and a layer keeps
-its index. What a model does in front of its first layer (factors, streams of hyper-connections) is
-done in the stage of that layer, what it does behind its last layer in the stage of the head; on
-other ranks nobody reads it. Between layers nothing may be done, which is found out before a model
-is cut: it runs once without its parts, on the CPU and on every rank.
+The model therefore computes masks, positions and rotary embeddings in every stage, and a layer
+keeps its index. Operations before the first layer, such as an embedding's factor, take effect in
+the stage of that layer, and operations after the last layer in the stage of the head. Operations
+between layers are not supported. A run of the model without its parts, on the CPU of every rank,
+checks this before the model is split into stages.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from moecore.parallel.pipeline.layout import Stage
 from moecore.parallel.pipeline.stages import Elsewhere, StageParts, check_hidden, check_stage, need
 
 PARTS = "_moecore_stage_parts"  # attribute of a model
-SIZES = "_moecore_stage_sizes"  # attribute of a model: of what layers get, behind [B, T]
-IS_CUT = "_moecore_is_cut"  # attribute of a model: parts are elsewhere
-RUNS_STAGE = "_moecore_runs_stage"  # attribute of a model: a stage's forward has begun
+SIZES = "_moecore_stage_sizes"  # attribute of a model: the layers' input shape after [B, T]
+IS_CUT = "_moecore_is_cut"  # attribute of a model: this rank lacks some parts
+RUNS_STAGE = "_moecore_runs_stage"  # attribute of a model: a stage's forward is running
 LABELS = ("labels", "shift_labels", "log_prob_loss")
 REFUSED = (
     "inputs_embeds",
@@ -48,7 +47,7 @@ REFUSED = (
 
 
 class StagedCausal:
-    """What `StagedModel` asks of a causal language model, whole or cut by `take_stages`."""
+    """`StagedModel` of a transformers causal language model, with all parts or split in stages."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model: Any = model
@@ -57,7 +56,7 @@ class StagedCausal:
             setattr(model, PARTS, parts)
             setattr(model, SIZES, sizes)
         self._reader: RowReader | None = getattr(model, READER, None)
-        self._elsewhere: dict[str, Elsewhere] = {}  # what stands for this rank's other stages
+        self._elsewhere: dict[str, Elsewhere] = {}  # replacements of this rank's other stages
 
     def get_submodule(self, target: str) -> nn.Module:
         """Return a module of the model by its name."""
@@ -65,19 +64,19 @@ class StagedCausal:
         return module
 
     def set_submodule(self, target: str, module: nn.Module) -> None:
-        """Put a module in the place of one of the model."""
+        """Replace a module of the model."""
         self.model.set_submodule(target, module)
         if isinstance(module, Elsewhere) and not hasattr(self.model, IS_CUT):
             setattr(self.model, IS_CUT, True)
             self.model.register_forward_pre_hook(_refuse_direct_call)
 
     def stage_parts(self) -> StageParts:
-        """Return what pipeline stages are made of."""
+        """Return the names of embedding, layers, norm and head."""
         parts: StageParts = getattr(self.model, PARTS)
         return parts
 
     def hidden_shape(self, stage: Stage, inputs: Mapping[str, Any]) -> tuple[int, ...]:
-        """Return the shape of what enters a stage: [B, T / cp, D], or as between layers."""
+        """Return the shape of a stage's input: [B, T / cp, D], or that shape between layers."""
         cp = None if self._reader is None else self._reader.ranks_of(inputs.get("cp"))
         B, T = inputs["input_ids"].shape
         sizes = (self._width,) if 0 in stage.layers else getattr(self.model, SIZES)
@@ -122,7 +121,7 @@ class StagedCausal:
 
     @contextmanager
     def _only_stage(self, stage: Stage, hidden: Tensor | None) -> Iterator[list[Tensor]]:
-        """Put `Elsewhere` in the place of what no part of a stage is; yield what leaves a stage."""
+        """Replace parts of other stages by `Elsewhere`; yield the list that gets the output."""
         parts, get = self.stage_parts(), self.get_submodule
         layers = _names_of_layers(self, parts)
         line = [parts.embedding, *layers, *parts.final_modules, parts.head]
@@ -155,12 +154,12 @@ class StagedCausal:
                 head: Any = get(parts.head)
                 head.weight = torch.empty(0)  # models read its dtype
                 ends.callback(delattr, head, "weight")
-                # An embedding's output leaves as it is.
+                # An embedding's output is sent unchanged.
                 hook(line[last and last + 1], lambda *call: outputs.append(_first(call[-1])))
             yield outputs
 
     def _check_output(self, layer: nn.Module, _args: Any, output: Any) -> None:
-        """Raise for a layer with results that the next stage would not get."""
+        """Raise for a layer that returns results which are not sent to the next stage."""
         if (1 if isinstance(output, Tensor) else len(output)) != self.stage_parts().results:
             problem = f"{type(layer).__name__} returns more than hidden states"
             raise _refusal(self.model, problem)
@@ -168,29 +167,29 @@ class StagedCausal:
 
 @dataclass
 class _Shell:
-    """What a model without its parts did with hidden states of zeros."""
+    """Record of a model's forward in which all parts were replaced by `Elsewhere`."""
 
-    embedded: Tensor  # [1, T, D]
-    # (name, first argument, how often that had been written) of each part in turn
+    embedded: Tensor  # zeros [1, T, D], the embedding's output
+    # (name, first argument, version of the first argument) of each call of a part, in order
     entered: list[tuple[str, Any, int]] = field(default_factory=list)
     failed: Exception | None = None
 
     @property
     def names(self) -> list[str]:
-        """The parts that ran."""
+        """Names of the parts that ran, in order."""
         return [name for name, *_ in self.entered]
 
     def enter(self, name: str, _module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Note a part's call; a forward pre-hook."""
+        """Forward pre-hook: record the call of a part."""
         x = args[0] if args and isinstance(args[0], Tensor) else None
         self.entered.append((name, x, 0 if x is None else version(x)))
 
 
 def _run_shell(model: Any, parts: StageParts) -> _Shell:
-    """Run a whole model without its parts."""
+    """Run a copy of a model in which `Elsewhere` replaces all parts, and return the record."""
     shell: Any = copy_modules(model, on_meta, unwrapped=True)[model]
     config, dtype = model.config.get_text_config(), model.get_input_embeddings().weight.dtype
-    # One row: what a model unpacks of it in the place of several tensors is an error.
+    # One row, so that code which unpacks hidden states as several tensors raises.
     ids = torch.zeros(1, 8, dtype=torch.int64, device="cpu")
     stage_shell = _Shell(torch.zeros(1, 8, config.hidden_size, dtype=dtype, device="cpu"))
     line = [*_names_of_layers(shell, parts), *parts.final_modules, parts.head]
@@ -216,10 +215,11 @@ def _run_shell(model: Any, parts: StageParts) -> _Shell:
 
 
 def _check_between(model: Any, parts: StageParts) -> tuple[StageParts, tuple[int, ...]]:
-    """Return the parts as they run, and the sizes behind [B, T] of what layers get.
+    """Return the parts in the order of their calls, and the layers' input shape after [B, T].
 
     Raises:
-        NotImplementedError: where more than hidden states passes between layers, or is done there.
+        NotImplementedError: if the model computes anything between layers, or passes more than
+            hidden states between layers.
     """
     shell, layers = _run_shell(model, parts), _names_of_layers(model, parts)
     names, num_layers = shell.names, len(layers)
@@ -260,7 +260,7 @@ def _names_of_layers(model: Any, parts: StageParts) -> list[str]:
 
 
 def _find_parts(model: Any) -> StageParts:
-    """Return the names of a whole model's parts."""
+    """Return the names of a model's embedding, layers, final modules and head."""
     if getattr(model.config, "is_encoder_decoder", False):
         raise _refusal(model, "has an encoder")
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -274,7 +274,7 @@ def _find_parts(model: Any) -> StageParts:
         raise _refusal(model, f"has its layers in {sorted(owners)}, not in one list")
     siblings = list(model.get_submodule(lists[0].rpartition(".")[0]).children())
     siblings = siblings[siblings.index(model.get_submodule(lists[0])) + 1 :]
-    # Layers with sparse attention may return the keys that they have chosen, for those behind them.
+    # Layers with sparse attention may return their selected keys, which later layers use.
     hand_on = "prev_topk_indices" in signature(blocks[0].forward).parameters
     kinds = model.config.get_text_config().indexer_types if hand_on else ()
     parts = StageParts(
@@ -302,7 +302,7 @@ def _refusal(model: nn.Module, problem: str) -> NotImplementedError:
 
 
 def _refuse_direct_call(model: nn.Module, _args: Any) -> None:
-    """Raise for a forward that is no stage's, such as generate's: it would skip other parts."""
+    """Forward pre-hook that raises outside of a stage's run, such as for a call by `generate`."""
     if not getattr(model, RUNS_STAGE, False):
         raise ValueError(
             f"forward of {type(model).__name__} (this rank's stages) must be run by TrainStep's "

@@ -1,16 +1,16 @@
-"""What a transformers model's attention and MoE layers are told of the rows of a forward.
+"""Hooks that pass documents and padding from a transformers model's forward to its layers.
 
-`MaskReader` tells MoE layers the padding of a model that attends by its own means. `RowReader`, of
-`use_causal_attention`, tells attention and MoE layers which documents the rows hold:
+`MaskReader` passes padding to MoE layers if the model uses its own attention. `RowReader`, which
+`use_causal_attention` creates, passes documents to attention layers and MoE layers:
 
-    arguments of a forward     what transformers' FlashAttention takes, or a `PackedBatch`
-    `Sequence`                 one record of them, an argument that reaches every layer's attention
-    attention                  reads it (`families/transformers/attention.py`)
-    MoE layers                 get its documents and padding when the attention before them is
-                               called, so once more where backward computes a layer again
+    arguments of a forward     arguments of transformers' FlashAttention, or a `PackedBatch`
+    `Sequence`                 one record of these arguments, passed to every attention layer
+    attention                  reads the record (`families/transformers/attention.py`)
+    MoE layers                 receive documents and padding when the attention before them is
+                               called, also when backward recomputes the layer
 
-Under context parallelism the same whole rows come in on every cp rank, and this rank's tokens of
-them, with their positions, go on to the model.
+Under context parallelism every cp rank receives the same full rows. The model receives this rank's
+tokens and their positions.
 """
 
 from __future__ import annotations
@@ -37,57 +37,57 @@ from moecore.families.transformers.experts import has_vision_experts, kinds_of
 from moecore.families.transformers.linear_attention import SEQUENCE
 from moecore.families.transformers.packing import (
     LongestPosition,
-    other_kind,
+    one_document_problem,
     packing_problem,
-    why_one_document,
+    unsupported_layer,
 )
 from moecore.families.transformers.stock import has_causal_loss, named, outermost, parameters_of
 from moecore.models.loss import IGNORE_INDEX, count_labels
 from moecore.moe.layer import MoELayer, RoutedLayer
 
 READER = "_moecore_rows"  # attribute of a model that has a reader
-# Names of a `PackedBatch`, and of transformers' FlashAttention. Keys are those of the queries.
+# Names of a `PackedBatch`, and of transformers' FlashAttention. Keys and queries have equal bounds.
 DOCUMENTS = ("cu_seqlens", "cu_seq_lens_q")
 LONGEST = ("max_seqlen", "max_length_q")
 ROW_INPUTS = ("cu_seqlens", "max_seqlen", "padding_mask", "num_tokens")
 TOKENS = ("input_ids", "inputs_embeds")
 READ = (*DOCUMENTS, *LONGEST, "padding_mask", "num_tokens", "cu_seq_lens_k", "max_length_k")
-MASKED = ("eager", "sdpa")  # attention whose mask says all
+MASKED = ("eager", "sdpa")  # attention that reads only its mask, and no positions
 Kwargs = dict[str, Any]
-Choose = Callable[[Tensor], Tensor]  # [B, T] of rows to [N], of the tokens that a layer gets
+Choose = Callable[[Tensor], Tensor]  # selects a layer's tokens: [B, T] -> [N]
 
 
 class RowReader:
-    """What a model's forwards are told about their rows; a plain class with hooks."""
+    """Hooks that replace row arguments by a `Sequence`, for attention layers and MoE layers."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.cp: ContextParallel | None = None  # ranks that hold parts of rows; None = this one all
-        self.groups: Mapping[int, ContextParallel] = {}  # by the cp of a forward
-        self._other = packing_problem(model) or why_one_document(model)
+        self.cp: ContextParallel | None = None  # cp ranks; None = this rank has full rows
+        self.groups: Mapping[int, ContextParallel] = {}  # cp of a forward -> its ranks
+        self._other = packing_problem(model) or one_document_problem(model)
         base: Any = model.base_model
         self._longest = LongestPosition(base)
-        model.register_forward_pre_hook(_tell_loss, with_kwargs=True)
+        model.register_forward_pre_hook(_pass_divisor, with_kwargs=True)
         base.register_forward_pre_hook(self._enter, with_kwargs=True)
         self.attach(model)
 
     def attach(self, model: Any) -> None:
-        """Tell the MoE layers that a model has, from now on; without any nothing is done."""
+        """Add hooks to the model's MoE layers, which pass them documents and padding."""
         choices = _choices(model.base_model)
-        for block in _listed(model.base_model):
+        for block in _list_entries(model.base_model):
             layers = [m for m in block.modules() if isinstance(m, RoutedLayer)]
             layers = [layer for layer in layers if not hasattr(layer, SEQUENCE)]
             for reader in (block, *block.children()) if layers else ():
-                reader.register_forward_pre_hook(partial(_show, layers), with_kwargs=True)
+                reader.register_forward_pre_hook(partial(_store_sequence, layers), with_kwargs=True)
             for layer in layers:
                 setattr(layer, SEQUENCE, Sequence())
-                tell = partial(_tell, choices.get(layer, Tensor.flatten))
-                # Of whole rows, so before the hook that cuts them for tp ranks.
+                tell = partial(_pass_rows, choices.get(layer, Tensor.flatten))
+                # Reads full rows, so it runs before the hook that slices them for tp ranks.
                 layer.register_forward_pre_hook(tell, with_kwargs=True, prepend=True)
 
-    def sequence_of(self, tokens: Tensor, inputs: Kwargs) -> Sequence:
-        """Return where the tokens of whole rows, ids [B, T] or embeddings of them, stand."""
+    def build_sequence(self, tokens: Tensor, inputs: Kwargs) -> Sequence:
+        """Return documents, padding and local tokens of full rows: ids [B, T] or embeddings."""
         shape, device = (tokens.shape[0], tokens.shape[1]), tokens.device
-        cu_seqlens, longest = _of(inputs, DOCUMENTS), _of(inputs, LONGEST)
+        cu_seqlens, longest = _first_argument(inputs, DOCUMENTS), _first_argument(inputs, LONGEST)
         sequence, mask_BT = Sequence(), inputs.get("padding_mask")
         ranks = self.ranks_of(inputs.get("cp"))
         _refuse_lost_labels(inputs)
@@ -116,15 +116,15 @@ class RowReader:
         return replace(sequence, padding_mask_BT=mask_BT)
 
     def ranks_of(self, cp: int | None) -> ContextParallel | None:
-        """Return the cp ranks of a forward; None = this rank alone."""
+        """Return the cp ranks of a forward; None = no context parallelism."""
         return ranks_of(cp, self.cp, self.groups)
 
     def _enter(
         self, base: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
     ) -> tuple[tuple[Any, ...], Kwargs]:
-        """Refuse what would be ignored, and put a `Sequence` in the place of what says the rest."""
+        """Forward pre-hook: replace row arguments by a `Sequence`, and slice tokens over cp."""
         tokens = tokens_of(args, kwargs)
-        sequence = kwargs.get(SEQUENCE) or self.sequence_of(tokens, kwargs)
+        sequence = kwargs.get(SEQUENCE) or self.build_sequence(tokens, kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in READ}
         kwargs[SEQUENCE] = sequence
         positions = kwargs.get("position_ids")
@@ -143,41 +143,41 @@ class RowReader:
 
 
 class MaskReader:
-    """What forwards of a model that attends by its own means tell its MoE layers: its padding."""
+    """Hooks that pass padding and documents to the MoE layers of a model with stock attention."""
 
     def __init__(self, model: Any) -> None:
         self._model, self._state, self._has_warned = model, threading.local(), False
         base: Any = model.base_model
-        model.register_forward_pre_hook(_tell_loss, with_kwargs=True)
+        model.register_forward_pre_hook(_pass_divisor, with_kwargs=True)
         base.register_forward_pre_hook(self._enter, with_kwargs=True)
         base.register_forward_hook(self._leave)
         choices = _choices(base)
         for layer in base.modules():
             if isinstance(layer, RoutedLayer):
-                tell = partial(self._tell, choices.get(layer, Tensor.flatten))
+                tell = partial(self._pass_rows, choices.get(layer, Tensor.flatten))
                 layer.register_forward_pre_hook(tell, with_kwargs=True, prepend=True)
         self._unchecked = {
             block
-            for block in _listed(base)
+            for block in _list_entries(base)
             if any(isinstance(module, RoutedLayer) for module in block.modules())
         }
         for block in self._unchecked:
             block.register_forward_pre_hook(self._check_packed_rows, with_kwargs=True)
 
     def _check_packed_rows(self, block: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> None:
-        """Refuse documents that attention does not keep apart, in a block's first training forward.
+        """Raise for packed documents whose tokens would attend to each other.
 
-        The host waits for the device there: for positions, and for one number of the mask.
+        A block is checked in its first training forward, with a host sync.
         """
         if block not in self._unchecked or not self._model.training or hasattr(self._model, READER):
             return
         self._unchecked.discard(block)
-        places_BT, mask = kwargs.get("position_ids"), kwargs.get("attention_mask", "not told")
-        if not isinstance(places_BT, Tensor) or places_BT.ndim != 2 or places_BT.is_meta:
+        positions_BT, mask = kwargs.get("position_ids"), kwargs.get("attention_mask", "not told")
+        if not isinstance(positions_BT, Tensor) or positions_BT.ndim != 2 or positions_BT.is_meta:
             return
-        begins = (places_BT[:, 1:] == 0).nonzero().tolist()  # the place before one of them
+        begins = (positions_BT[:, 1:] == 0).nonzero().tolist()  # (row, token before a document)
         text = self._model.config.get_text_config()
-        other, of_documents = other_kind(text), why_one_document(self._model)
+        other, of_documents = unsupported_layer(text), one_document_problem(self._model)
         if begins and of_documents is not None:
             raise ValueError(
                 f"position_ids must be of rows of one sequence each for a model with "
@@ -201,19 +201,19 @@ class MaskReader:
     def _enter(
         self, base: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
     ) -> tuple[tuple[Any, ...], Kwargs] | None:
-        if hasattr(self._model, READER):  # which reads more
+        if hasattr(self._model, READER):  # the RowReader passes padding too
             return None
         inputs = named(base, args, kwargs)
-        tokens = _of(inputs, TOKENS)
+        tokens = _first_argument(inputs, TOKENS)
         if tokens is None:
             return None
-        self._state.sequence = self._sequence_of(tokens, inputs)
+        self._state.sequence = self._build_sequence(tokens, inputs)
         return args, {name: value for name, value in kwargs.items() if name not in ROW_INPUTS}
 
-    def _sequence_of(self, tokens: Tensor, inputs: Kwargs) -> Sequence:
+    def _build_sequence(self, tokens: Tensor, inputs: Kwargs) -> Sequence:
         cu_seqlens, mask_BT = inputs.get("cu_seqlens"), inputs.get("padding_mask")
         if cu_seqlens is not None:
-            of_documents = why_one_document(self._model)
+            of_documents = one_document_problem(self._model)
             other = packing_problem(self._model, has_row_inputs=False) or of_documents
             if other is not None:
                 fix = "give rows of one sequence each"
@@ -236,7 +236,7 @@ class MaskReader:
             sequence = Sequence()
         mask = inputs.get("attention_mask")
         if mask_BT is None and isinstance(mask, Tensor) and mask.ndim == 2:
-            mask_BT = mask[:, -tokens.shape[1] :] == 0  # the last of keys that a cache has
+            mask_BT = mask[:, -tokens.shape[1] :] == 0  # without the keys of a cache
         elif mask_BT is None and mask is not None and cu_seqlens is None:
             self._warn_of_padding(mask)
         if mask_BT is not None:
@@ -244,7 +244,7 @@ class MaskReader:
         return replace(sequence, padding_mask_BT=mask_BT)
 
     def _warn_of_padding(self, mask: Any) -> None:
-        """Warn once, in training, of a mask that tells attention alone."""
+        """Warn once, in training, of a mask from which MoE layers cannot read padding."""
         has_layers = any(isinstance(m, RoutedLayer) for m in self._model.modules())
         if self._has_warned or not self._model.training or not has_layers:
             return
@@ -271,7 +271,7 @@ class MaskReader:
     def _clear(self) -> None:
         self._state.sequence = None
 
-    def _tell(
+    def _pass_rows(
         self, choose: Choose, layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
     ) -> tuple[Any, Kwargs] | None:
         sequence = getattr(self._state, "sequence", None)
@@ -279,15 +279,15 @@ class MaskReader:
 
 
 def _attends(mask: Any, row: int, place: int) -> bool:
-    """Return whether the token behind a place attends to it; None = causal attention."""
+    """Whether the token after `place` of a row attends to `place`; mask None = causal attention."""
     if not isinstance(mask, Tensor) or mask.ndim != 4:
         return mask is None
     value = mask[row % len(mask), 0, place + 1, place]
     return bool(value if mask.dtype == torch.bool else value == 0)
 
 
-class KindReader:
-    """Which tokens each MoE of a block gets whose modalities have one each."""
+class ModalityHooks:
+    """Selects the tokens of each MoE module in a block with separate text and image experts."""
 
     def __init__(self, block: nn.Module) -> None:
         self._state = threading.local()
@@ -299,7 +299,7 @@ class KindReader:
     def text(self, x_BT: Tensor) -> Tensor:
         """Return the entries of text, in order."""
         kinds_BT = self._state.kinds_BT
-        return x_BT.flatten() if kinds_BT is None else x_BT[kinds_BT == 0]  # syncs, as the block
+        return x_BT.flatten() if kinds_BT is None else x_BT[kinds_BT == 0]  # host sync
 
     def images(self, x_BT: Tensor) -> Tensor:
         """Return the entries of images, in order."""
@@ -308,23 +308,23 @@ class KindReader:
 
 
 def _choices(base: nn.Module) -> dict[nn.Module, Choose]:
-    """Return what chooses, of all tokens, those of a MoE layer that gets one modality."""
+    """Return MoE layer -> function that selects its tokens, for layers of one modality."""
     choose_of = dict[nn.Module, Choose]()
     blocks: list[Any] = [block for block in base.modules() if has_vision_experts(block)]
     for block in blocks:
-        reader = KindReader(block)
+        reader = ModalityHooks(block)
         choose_of |= dict.fromkeys(block.text_moe.modules(), reader.text)
         choose_of |= dict.fromkeys(block.vision_moe.modules(), reader.images)
     return choose_of
 
 
-def _tell_loss(
+def _pass_divisor(
     model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
 ) -> tuple[tuple[Any, ...], Kwargs] | None:
-    """Give transformers' loss what it divides by, under its own name, and never 0."""
+    """Forward pre-hook: pass the loss's divisor as `num_items_in_batch`, at least 1."""
     inputs = named(model, args, kwargs)
     _refuse_lost_labels(inputs)
-    number = _of(inputs, ("num_items_in_batch", "num_tokens"))
+    number = _first_argument(inputs, ("num_items_in_batch", "num_tokens"))
     if number is None and inputs.get("labels") is not None and _divides_by_labels(model):
         number = count_labels(shifted_labels(inputs))
     if number is None:
@@ -335,8 +335,8 @@ def _tell_loss(
 
 
 def _refuse_lost_labels(inputs: Kwargs) -> None:
-    """Raise for documents across rows, whose labels are shifted within rows; on a CPU alone."""
-    cu_seqlens, labels_BT = _of(inputs, DOCUMENTS), inputs.get("labels")
+    """Raise on CPUs for a document that spans rows, because labels are shifted within rows."""
+    cu_seqlens, labels_BT = _first_argument(inputs, DOCUMENTS), inputs.get("labels")
     if labels_BT is None or cu_seqlens is None or inputs.get("shift_labels") is not None:
         return
     if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
@@ -344,7 +344,7 @@ def _refuse_lost_labels(inputs: Kwargs) -> None:
     B, T = labels_BT.shape
     borders = set(cu_seqlens.tolist())
     position = next((row * T for row in range(1, B) if row * T not in borders), None)
-    if position is not None and B * T in borders:  # else they are refused for that
+    if position is not None and B * T in borders:  # otherwise `packed_sequence` raises
         raise ValueError(
             f"cu_seqlens must have {position}, where a row begins, because labels are shifted "
             f"within rows ({T} tokens): end documents with rows, or pass labels "
@@ -353,19 +353,19 @@ def _refuse_lost_labels(inputs: Kwargs) -> None:
 
 
 def _divides_by_labels(model: Any) -> bool:
-    """Whether a model's loss is transformers' of a causal language model, and gets arguments."""
+    """Whether a model passes forward arguments to transformers' causal language model loss."""
     hands_on = any(p.kind is p.VAR_KEYWORD for p in parameters_of(type(model).forward).values())
     return hands_on and has_causal_loss(model)
 
 
 def shifted_labels(inputs: Kwargs) -> Tensor:
-    """Return the labels of whole rows, each in the place of the token that predicts it."""
+    """Return the labels of full rows, each at the position of the token that predicts it."""
     shifted_BT: Tensor | None = inputs.get("shift_labels")
     return shift_rows(inputs["labels"], 1, IGNORE_INDEX) if shifted_BT is None else shifted_BT
 
 
 def tokens_of(args: tuple[Any, ...], kwargs: Kwargs) -> Tensor:
-    """Return what a forward of the model gets as tokens, and refuse what would be ignored."""
+    """Return a forward's token ids or embeddings; raise for a mask, which would be ignored."""
     if kwargs.get("attention_mask") is not None:
         raise ValueError(
             "attention_mask must be None after use_causal_attention, which would ignore it: give "
@@ -381,7 +381,7 @@ def tokens_of(args: tuple[Any, ...], kwargs: Kwargs) -> Tensor:
     return tokens
 
 
-def _of(inputs: Kwargs, names: tuple[str, ...]) -> Any:
+def _first_argument(inputs: Kwargs, names: tuple[str, ...]) -> Any:
     return next((inputs[name] for name in names if inputs.get(name) is not None), None)
 
 
@@ -392,25 +392,25 @@ def _without_documents(longest: Any) -> ValueError:
     )
 
 
-def _listed(module: nn.Module) -> Iterator[nn.Module]:
+def _list_entries(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the entries of the outermost lists in a module, such as its decoder layers."""
     for child in module.children():
-        yield from child if isinstance(child, nn.ModuleList) else _listed(child)
+        yield from child if isinstance(child, nn.ModuleList) else _list_entries(child)
 
 
-def _show(
+def _store_sequence(
     layers: list[RoutedLayer], reader: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
 ) -> None:
-    """Let the MoE layers of a block know what it or its attention is told."""
+    """Forward pre-hook: store a block's `Sequence` argument on the MoE layers of the block."""
     if SEQUENCE in kwargs:
         for layer in layers:
             setattr(layer, SEQUENCE, kwargs[SEQUENCE])
 
 
-def _tell(
+def _pass_rows(
     choose: Choose, layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
 ) -> tuple[Any, Kwargs] | None:
-    """Pass documents and padding to a MoE layer, behind a router of transformers' own padding."""
+    """Forward pre-hook of a MoE layer: pass it documents and padding."""
     return _row_keywords(getattr(layer, SEQUENCE), choose, layer, args, kwargs)
 
 
@@ -427,13 +427,13 @@ def _row_keywords(
         return None
     x_TD, ids_TK, *rest = args
     mask_T = choose(mask_BT)
-    if len(mask_T) != len(x_TD):  # tokens of another tower, of which no mask tells
+    if len(mask_T) != len(x_TD):  # tokens of another tower, such as vision, without a mask
         return None
     return (x_TD, ids_TK.masked_fill(mask_T[:, None], -1), *rest), kwargs
 
 
-def tell_layers(model: nn.Module) -> None:
-    """Tell MoE layers that have taken the place of a model's own about rows and padding."""
+def hook_moe_layers(model: nn.Module) -> None:
+    """Add hooks that pass rows and padding to the MoE layers of transformers models."""
     for module in list(model.modules()):
         reader: RowReader | None = getattr(module, READER, None)
         if reader is not None:

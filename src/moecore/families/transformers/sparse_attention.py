@@ -1,8 +1,8 @@
 """Sparse attention layers of transformers whose indexer selects keys: DeepSeek-V3.2 and GLM-5.
 
-Their forwards make scores and masks of all pairs of tokens. What stands in the place of a layer's
-forward calls the layer's own projections, norms, rotations and indexer's parts in their order, and
-`attention/sparse.py` for the rest.
+The stock forwards allocate scores and masks of all pairs of tokens. The replacement forward calls
+the layer's own projections, norms, rotary embeddings and indexer modules in the same order. It
+calls `attention/sparse.py` for scores, selection and attention.
 
 Legend: B rows, T tokens of a row, H heads, n and r dims of a head without and with positions, L
 dims of a latent, v dims of a value, h heads of the indexer, i dims of one, K selected keys.
@@ -26,25 +26,25 @@ from moecore.kernels.sparse_attention import IndexerHeads, LatentHeads
 from moecore.models.mla import key_choice, mean_divergence
 from moecore.moe.aux_loss import AuxLoss
 
-# Classes with the forward that is written here. Others with an indexer have gates, sinks, pools.
+# Classes whose forward `_forward` replaces. Other classes with an indexer have gates, sinks, pools.
 CLASSES = ("DeepseekV32Attention", "GlmMoeDsaAttention")
-CONFIG = "_moecore_indexer"  # attribute of layers whose indexers learn
+CONFIG = "_moecore_indexer"  # attribute of layers whose indexers are trained
 BY_PAIRS, BY_HALVES = "apply_rotary_pos_emb_interleave", "apply_rotary_pos_emb"
 
 
 def sparse_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the attention modules of a model whose indexers are known here."""
+    """Return a model's attention modules whose class is one of `CLASSES`."""
     return [m for m in model.modules() if is_hf(m) and type(m).__name__ in CLASSES]
 
 
 def attend_sparsely(model: nn.Module) -> None:
-    """Let the sparse attention layers of a model read the `Sequence` that they are given."""
+    """Replace the forward of a model's sparse attention layers; it reads a `Sequence` argument."""
     for module in sparse_layers(model):
         module.forward = MethodType(_forward, module)
 
 
 def train_indexers(model: nn.Module, config: IndexerConfig) -> None:
-    """Let the indexers of a model learn; its layers attend as `config.stage` says."""
+    """Give the indexers of a model an auxiliary loss, and set the stage of their training."""
     layers: list[Any] = sparse_layers(model)
     for layer in layers:
         setattr(layer, CONFIG, config)
@@ -62,7 +62,7 @@ def _forward(
     prev_topk_indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Any, ...]:
-    """Stand before the forward of a layer of `CLASSES`."""
+    """Replacement forward of the classes in `CLASSES`."""
     if layer.training and layer.attention_dropout:
         raise ValueError(
             f"attention_dropout ({layer.attention_dropout}) must be 0 for use_causal_attention, "
@@ -79,7 +79,7 @@ def _forward(
     sequence, choice = kwargs.get(SEQUENCE) or Sequence(), _choice(layer, prev_topk_indices)
     index = None
     if layer.indexer is not None:
-        with torch.set_grad_enabled(choice.diverges):  # a choice is a constant
+        with torch.set_grad_enabled(choice.diverges):  # selected keys have no gradient
             of_tokens = x_BTD.detach(), q_a_BTA.detach()
             index = _index(layer.indexer, *of_tokens, position_embeddings)
     if past_key_values is not None:
@@ -109,7 +109,7 @@ def _forward(
 
 
 def _choice(layer: Any, selected_BTK: Tensor | None) -> KeyChoice:
-    """Return which keys a layer reads: its indexer's, those of the layer before, or all."""
+    """Return the keys of a layer: its indexer's choice, the previous layer's choice, or all."""
     config: IndexerConfig | None = getattr(layer, CONFIG, None)
     if layer.indexer is not None:
         return key_choice(config, layer, layer.indexer.index_topk)
@@ -126,7 +126,7 @@ def _choice(layer: Any, selected_BTK: Tensor | None) -> KeyChoice:
 def _index(
     indexer: Any, x_BTD: Tensor, q_a_BTA: Tensor, turns: tuple[Tensor, Tensor]
 ) -> IndexerHeads:
-    """Return what an indexer scores pairs by, as the stock class makes it."""
+    """Return an indexer's queries, keys and head weights, computed as in the stock class."""
     is_by_pairs = BY_PAIRS in names_in_forward(indexer)
     turn = _function(indexer, BY_PAIRS if is_by_pairs else BY_HALVES)
     r = indexer.qk_rope_head_dim
@@ -143,7 +143,7 @@ def _index(
 
 def _by_head(layer: Any) -> tuple[Tensor, Tensor]:
     """Return up_HnL and down_HLv of `kv_b_proj`."""
-    # By a product with the identity: adapters, FP8 and tp have their part in it.
+    # A product with the identity includes adapters, FP8 and tp.
     linear, L = layer.kv_b_proj, layer.kv_lora_rank
     dtype = layer.kv_a_layernorm.weight.dtype
     identity_LL = torch.eye(L, dtype=dtype, device=layer.kv_a_layernorm.weight.device)
@@ -155,7 +155,7 @@ def _by_head(layer: Any) -> tuple[Tensor, Tensor]:
 def _cached(
     layer: Any, cache: Any, latent_BTL: Tensor, turned_BT1r: Tensor, index: IndexerHeads | None
 ) -> tuple[Tensor, Tensor, IndexerHeads | None]:
-    """Return keys with those that a cache had, which must be none."""
+    """Update a cache, and return the keys; raise if the cache had keys of earlier forwards."""
     number = layer.layer_idx
     latents, turned = cache.update(latent_BTL.unsqueeze(1), turned_BT1r.transpose(1, 2), number)
     refuse_earlier_keys(latent_BTL.shape[1], latents.shape[2])
@@ -165,7 +165,7 @@ def _cached(
 
 
 def refuse_earlier_keys(num_tokens: int, num_keys: int) -> None:
-    """Raise for keys that a cache has of earlier forwards."""
+    """Raise if a cache has keys of earlier forwards."""
     if num_keys != num_tokens:
         raise ValueError(
             f"tokens ({num_tokens}) must be as many as their keys ({num_keys}) for "
@@ -175,5 +175,5 @@ def refuse_earlier_keys(num_tokens: int, num_keys: int) -> None:
 
 
 def _function(module: Any, name: str) -> Any:
-    """Return a function of the file of a module's class."""
+    """Return a global function of the Python module that defines a module's class."""
     return inspect.unwrap(type(module).forward).__globals__[name]

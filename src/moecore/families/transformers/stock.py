@@ -1,8 +1,8 @@
-"""What classes of transformers are, take and call, and checks that a MoE block is stock.
+"""Functions that inspect transformers' classes, and checks that a MoE block is not customised.
 
-An adapter takes a block's tensors and computes what transformers' own class computes. It would
-silently drop the changes of a subclass, a wrapper, a patched method or a further child, so
-`refuse_customised` raises for them.
+An adapter's layer has a block's tensors and computes the same function as transformers' class. It
+would silently drop changes by a subclass, a wrapper, a patched method or an additional child, so
+`refuse_customised` raises for such a block.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ ACTIVATION_MODULES = ("transformers.activations", "torch.nn.modules.activation")
 
 
 def is_hf(module: nn.Module) -> bool:
-    """Return whether a module's class is of a model of transformers."""
+    """Whether a module's class is defined in `transformers.models`."""
     return type(module).__module__.startswith("transformers.models.")
 
 
 def is_pretrained(module: nn.Module) -> bool:
-    """Return whether a module is a whole model of transformers, or of a subclass of one."""
+    """Whether a module is a transformers `PreTrainedModel`."""
     return any(cls.__module__ == "transformers.modeling_utils" for cls in type(module).__mro__)
 
 
 def outermost(module: nn.Module) -> Iterator[Any]:
-    """Yield the outermost models of transformers in a module, or the module itself."""
+    """Yield each outermost `PreTrainedModel` in a module, or the module if it is one."""
     if is_pretrained(module):
         yield module
         return
@@ -44,26 +44,26 @@ def outermost(module: nn.Module) -> Iterator[Any]:
 
 @cache
 def parameters_of(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a class's forward by name, in order."""
+    """Return the parameters of a class's forward by name, in order, without self."""
     parameters = list(inspect.signature(forward).parameters.values())[1:]
     return {parameter.name: parameter for parameter in parameters}
 
 
 def named(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a module's forward by name, also those given by position."""
+    """Return the arguments of a module's forward by name, including positional arguments."""
     return dict(zip(parameters_of(type(module).forward), args, strict=False)) | dict(kwargs)
 
 
 def names_in_forward(module: nn.Module) -> frozenset[str]:
-    """Return the names that the code of a module's forward looks up."""
+    """Return the global and attribute names that the code of a module's forward reads."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return frozenset(getattr(code, "co_names", ()))
 
 
 def loss_of_class(model: Any) -> str | None:
-    """Return the name of the loss that transformers gives a model's class; None without one.
+    """Return the name of the loss that a model's class selects; None if forward has no loss.
 
-    A `loss_function` that was set on the model is not read.
+    A `loss_function` that was set on the model is ignored.
     """
     if "loss_function" not in names_in_forward(model):
         return None
@@ -74,7 +74,7 @@ def loss_of_class(model: Any) -> str | None:
 
 
 def has_causal_loss(model: Any) -> bool:
-    """Whether a model's forward computes transformers' own loss of a causal language model."""
+    """Whether a model's forward computes transformers' `ForCausalLMLoss`."""
     if loss_of_class(model) != CAUSAL_LOSS:
         return False
     function = model.loss_function
@@ -82,13 +82,13 @@ def has_causal_loss(model: Any) -> bool:
 
 
 def runs_class_forward(module: nn.Module, name: str) -> bool:
-    """Return whether a module is of transformers' class of this name, and runs its forward."""
+    """Whether a module is of transformers' class `name` and runs the unmodified class forward."""
     is_class = is_hf(module) and type(module).__name__ == name
     return is_class and "forward" not in vars(module) and is_stock(type(module).forward)
 
 
 def refuse_customised(block: nn.Module, layout: LayerLayout) -> None:
-    """Raise for a part of a block that is not stock; adapters take over the layout's children."""
+    """Raise for a part of a block that is customised; the layout names the known children."""
     home = (type(block).__module__,)
     kind = type(block).__name__
     parts = (layout.router, layout.experts, layout.shared, layout.shared_gate)
@@ -107,7 +107,7 @@ def refuse_customised(block: nn.Module, layout: LayerLayout) -> None:
 
 
 def refuse_customised_experts(experts: nn.Module, children: tuple[str, ...]) -> None:
-    """Raise for what of an experts module is not stock; `children` are run as they are."""
+    """Raise for a customised experts module; `children` are names of known child modules."""
     kind = type(experts).__name__
     if getattr(experts, "has_post_expert_norm", False):
         raise NotImplementedError(
@@ -121,14 +121,14 @@ def refuse_customised_experts(experts: nn.Module, children: tuple[str, ...]) -> 
 def _check(
     part: nn.Module, name: str, homes: tuple[str, ...], children: tuple[str, ...] = ()
 ) -> None:
-    """Check one part of a block: its class must be of one of `homes`, its children known."""
+    """Raise unless a part's class is defined in `homes`, unpatched, and all children are known."""
     cls = type(part)
     if cls.__module__ not in homes:
         raise NotImplementedError(
             f"{name} must be of {homes[0]}, whose maths its adapter knows: take off subclasses and "
             f"wrappers (LoRA of peft works on dense layers and experts), {WAY_OUT}"
         )
-    for method in own_methods(cls):
+    for method in overridden_methods(cls):
         function = getattr(cls, method)
         patched = vars(part).get(method)
         if not is_stock(function) or (patched and getattr(patched, "__func__", 0) is not function):
@@ -148,8 +148,8 @@ def _refuse_extra(name: str, extra: str) -> None:
     )
 
 
-def own_methods(cls: type) -> Iterator[str]:
-    """Yield the names of the methods that a module class adds to `nn.Module`, or overrides."""
+def overridden_methods(cls: type) -> Iterator[str]:
+    """Yield the names of the methods that a class and its bases add to `nn.Module` or override."""
     for base in cls.__mro__:
         if base is nn.Module:
             return
@@ -157,7 +157,7 @@ def own_methods(cls: type) -> Iterator[str]:
 
 
 def is_stock(function: Any) -> bool:
-    """Return whether a function, and every function that it wraps, is transformers' or torch's."""
+    """Whether a function and all functions that it wraps are from transformers or torch."""
     # torch is an owner because its decorators wrap forwards. Globals identify a function;
     # `__module__` does not, because `functools.wraps` copies it.
     while function is not None:
@@ -169,7 +169,7 @@ def is_stock(function: Any) -> bool:
 
 
 def _check_implementation(experts: nn.Module, kind: str) -> None:
-    """Raise if transformers runs the experts by a function that a user has registered."""
+    """Raise if the config selects an experts function that a user has registered."""
     name = getattr(getattr(experts, "config", None), "_experts_implementation", None)
     module = sys.modules.get("transformers.integrations.moe")
     function = getattr(module, "ALL_EXPERTS_FUNCTIONS", {}).get(name)

@@ -1,19 +1,18 @@
-"""CutTransformer: attention and dense MLPs of a transformers model, cut over tensor parallel ranks.
+"""CutTransformer: tensor parallelism for attention and dense MLPs of a transformers model.
 
-Every tp rank has the same tokens, and runs transformers' own code with its part of the weights:
+Every tp rank has the same tokens, and runs transformers' code with its shards of the weights:
 
-    attention, MLPs    weights of its heads or hidden dims; what `o_proj` and `down_proj` return is
-                       added over the ranks, before their biases
-    MoE layers         its slice of each sequence in, the slices of all ranks out
-    all else           as in one process, on every rank
+    attention, MLPs    the weights of the rank's heads or hidden dims. The outputs of `o_proj` and
+                       `down_proj` are all-reduced before their biases are added.
+    MoE layers         the input is this rank's slice of each sequence; the output is all-gathered
+    other modules      replicated
 
-So ranks have equal activations, each with its own gradient, and one rule holds for all gradients: a
-rank's is that of the sum of all ranks' losses, each divided by the number of ranks, with respect to
-what the rank holds. Those of weights that ranks have alike are partial sums over tp, as those of
-the native decoder are (`moecore.base.params.grad_placements`), whichever way they came.
+All ranks therefore have equal activations. A rank's gradient is the gradient of the mean of all
+ranks' losses with respect to the rank's tensors. Gradients of replicated weights are partial sums
+over tp, as in the native decoder (`moecore.base.params.grad_placements`).
 
-`cuts.py` reads which modules run on a part of their weights, `linear_cuts.py` which layers of
-linear attention.
+`cuts.py` finds the modules that can be sharded, and `linear_cuts.py` the layers of linear
+attention.
 
 Legend: B rows, T tokens of a row, G tp ranks, D model dim, H heads, E experts.
 """
@@ -45,8 +44,8 @@ from moecore.families.transformers.module_cut import (
     ModuleCut,
     Stack,
     cut_placements,
-    linears_of,
     local_rows,
+    output_linears,
     owner_of,
 )
 from moecore.families.transformers.stock import named, outermost
@@ -59,13 +58,13 @@ logger = logging.getLogger("moecore.parallelize")
 
 
 class CutTransformer:
-    """What `TensorParallelModel` asks of a model, for one with modules of transformers."""
+    """`TensorParallelModel` of a model with transformers modules."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
     def apply_tensor_parallel(self, tp_mesh: DeviceMesh) -> None:
-        """Cut everything but the routed experts over a mesh of one dim, in place: see `check`."""
+        """Shard all supported modules except routed experts over a 1-D mesh, in place."""
         tp = TensorParallel(tp_mesh.get_group(), tp_mesh.get_local_rank(), tp_mesh.size())
         if tp.size == 1:
             return
@@ -78,19 +77,19 @@ class CutTransformer:
         places |= {(module, "weight"): Shard(0) for module in cut_vocabulary(self.model, tp)}
         for layer in self.model.modules():
             if isinstance(layer, RoutedLayer):
-                OwnTokens(tp, layer)
+                TokenSliceHooks(tp, layer)
         _shard(self.model, tp_mesh, places)
         for module, module_cut in cuts.items():
             _hook(tp, module, module_cut)
-        EqualLosses(tp, self.model)
+        GradientShareHooks(tp, self.model)
 
     def check(self, tp: int) -> None:
-        """Raise for a whole model that tp cannot cut; a stage of one may have nothing to cut.
+        """Raise for a full model that tp cannot shard; a pipeline stage may have nothing to shard.
 
         Raises:
-            ValueError: for heads or hidden dims that tp does not divide, and dropout or jitter,
-                which each rank would draw anew for equal tokens.
-            NotImplementedError: for a model of which nothing can be cut.
+            ValueError: for heads or hidden dims that tp does not divide, and for dropout or jitter,
+                because each rank would draw different random numbers for the same tokens.
+            NotImplementedError: for a model without any module that can be sharded.
         """
         _check_drawn(self.model, tp)
         cuts, uncut_types = find_cuts(self.model, tp)
@@ -115,7 +114,7 @@ def _check_drawn(model: nn.Module, tp: int) -> None:
 
 
 def _hook(tp: TensorParallel, module: Any, module_cut: ModuleCut) -> None:
-    """Let the parts of a module exchange what a rank's part of the weights does not give."""
+    """Add the hooks and attributes with which a module runs on its shards of the weights."""
     row: Any = module.get_submodule(module_cut.row)
     if row.bias is None:
         row.register_forward_hook(partial(_add, tp))
@@ -124,26 +123,28 @@ def _hook(tp: TensorParallel, module: Any, module_cut: ModuleCut) -> None:
     for name in module_cut.norms:
         norm = module.get_submodule(name)
         norm.register_forward_pre_hook(partial(_gather_columns, tp))
-        norm.register_forward_hook(partial(_own_columns, tp))
+        norm.register_forward_hook(partial(_slice_columns, tp))
     for name, head_dim in (module_cut.shared or {}).items():
         linear = module.get_submodule(name)
         head = tp.rank * (linear.out_features // head_dim) // tp.size
-        linear.register_forward_hook(partial(_own_head, head, head_dim))
+        linear.register_forward_hook(partial(_slice_head, head, head_dim))
     for name, stack in (module_cut.stacks or {}).items():
-        for linear in linears_of(module.get_submodule(name)):
+        for linear in output_linears(module.get_submodule(name)):
             linear.__class__, linear.rows = (
                 FullRowsLinear,
                 list(local_rows(stack, tp.rank, tp.size)),
             )
-        module.config = OwnHeads(module.config, stack[0][0] // tp.size)
+        module.config = LocalHeadsConfig(module.config, stack[0][0] // tp.size)
     if module_cut.num_shared and hasattr(module, "num_key_value_groups"):
         module.num_key_value_groups = module.num_key_value_groups * module_cut.num_shared // tp.size
-    for name, stack in module_cut.travel.items():
+    for name, stack in module_cut.head_exchanges.items():
         module.get_submodule(name).register_forward_hook(HeadExchange(tp, stack))
-    for name, stack in module_cut.read.items():
+    for name, stack in module_cut.local_reads.items():
         part = module.get_submodule(name)
-        _read_by(part, {n: partial(_full_rows_linear, tp, n, stack) for n in part._parameters})
-    if module_cut.read:
+        _replace_attributes(
+            part, {n: partial(_full_rows_linear, tp, n, stack) for n in part._parameters}
+        )
+    if module_cut.local_reads:
         refuse_shortcut(module)
     for name, size in module_cut.groups.items():
         norm = module.get_submodule(name)
@@ -151,58 +152,60 @@ def _hook(tp: TensorParallel, module: Any, module_cut: ModuleCut) -> None:
     for name, number in module_cut.counts.items():
         setattr(*owner_of(module, name), number)
     if module_cut.buffers:
-        _read_by(
-            module, {n: partial(_own_part, tp, n, dim) for n, dim in module_cut.buffers.items()}
+        _replace_attributes(
+            module, {n: partial(_local_part, tp, n, dim) for n, dim in module_cut.buffers.items()}
         )
 
 
-def _read_by(module: nn.Module, getters: Mapping[str, Callable[[nn.Module], Any]]) -> None:
-    """Let a module's code read attributes in another way."""
+def _replace_attributes(
+    module: nn.Module, getters: Mapping[str, Callable[[nn.Module], Any]]
+) -> None:
+    """Replace attributes of a module by properties that call `getters`."""
     base, properties = type(module), {name: property(getter) for name, getter in getters.items()}
     module.__class__ = type(base.__name__, (base,), properties | {"__module__": base.__module__})
 
 
-def _own_part(tp: TensorParallel, name: str, dim: int, module: nn.Module) -> Tensor:
+def _local_part(tp: TensorParallel, name: str, dim: int, module: nn.Module) -> Tensor:
     buffer = module._buffers[name]
     assert buffer is not None, "it has a number per head"
     return buffer.chunk(tp.size, dim)[tp.rank]
 
 
 class FullRowsLinear(nn.Linear):
-    """A linear with a whole weight that multiplies with some of its rows."""
+    """A linear with a replicated weight that multiplies with `rows` of it."""
 
     rows: list[slice]
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return [..., n] of n rows."""
+        """Return [..., number of rows]."""
         bias = None if self.bias is None else torch.cat([self.bias[part] for part in self.rows])
         return F.linear(input, torch.cat([self.weight[part] for part in self.rows]), bias)
 
 
-class OwnHeads:
-    """A config with a rank's number of heads; all else is the config's, also what changes later."""
+class LocalHeadsConfig:
+    """A proxy of a config with a rank's number of heads; it reads other fields from the config."""
 
     def __init__(self, config: Any, num_attention_heads: int) -> None:
         self._config, self.num_attention_heads = config, num_attention_heads
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what a copy of it asks for
+        if name.startswith("__"):  # read by `copy`
             raise AttributeError(name)
         return getattr(self._config, name)
 
 
 def _full_rows_linear(tp: TensorParallel, name: str, stack: Stack, module: nn.Module) -> Any:
     param = module._parameters[name]
-    if param is None or isinstance(param, DTensor):  # outside of forward, where it is initialised
+    if param is None or isinstance(param, DTensor):  # outside of forward, such as initialisation
         return param
     return torch.cat([param[rows] for rows in local_rows(stack, tp.rank, tp.size)])
 
 
 class HeadExchange:
-    """A hook of a linear: outputs of the rows that a rank has in, those of its heads out.
+    """A forward hook of a linear: exchange the outputs of a rank's rows for those of its heads.
 
-    Example: heads 0 and 1, with a row of q and two rows of v each, on two ranks. The linear has
-    rows q0 q1 v0 v0 v1 v1. Ranks compute q0 q1 v0 and v0 v1 v1, and get q0 v0 v0 and q1 v1 v1.
+    Example: heads 0 and 1 have one row of q and two rows of v each. The linear has rows q0 q1 v0 v0
+    v1 v1. Two ranks compute q0 q1 v0 and v0 v1 v1, and receive q0 v0 v0 and q1 v1 v1.
     """
 
     def __init__(self, tp: TensorParallel, stack: Stack) -> None:
@@ -210,7 +213,7 @@ class HeadExchange:
         self._num_local = sum(heads * size for heads, size in stack) // tp.size
 
         def common(maker: int, taker: int) -> list[tuple[int, int]]:
-            """Of what one rank makes, the columns that another one takes: starts and ends."""
+            """Return the ranges of the columns that rank `maker` computes for rank `taker`."""
             start = maker * self._num_local
             rows = list(local_rows(stack, taker, tp.size))
             ranges = [(max(r.start - start, 0), min(r.stop - start, self._num_local)) for r in rows]
@@ -220,7 +223,7 @@ class HeadExchange:
         self._receive_ranges = [common(maker, tp.rank) for maker in ranks]
 
     def __call__(self, _linear: nn.Module, _args: Any, y: Tensor) -> Tensor:
-        """Return [..., outputs of a rank's heads]; backward adds what ranks did with one output."""
+        """Return [..., outputs of a rank's heads]; backward sums the gradients of shared heads."""
         return run_and_save(exchanged, y, self._dispatch, self._back)  # type: ignore[no-any-return]
 
     def _dispatch(self, y: Tensor) -> Tensor:
@@ -237,7 +240,7 @@ class HeadExchange:
         back = self._swapped(
             [[next(pieces) for _ in to] for to in self._receive_ranges], self._send_ranges
         )
-        dtype = torch.promote_types(grad.dtype, torch.float32)  # of sums over ranks
+        dtype = torch.promote_types(grad.dtype, torch.float32)  # for sums over ranks
         sums_TN = grad_TN.new_zeros(len(grad_TN), self._num_local, dtype=dtype)
         for (a, b), piece in zip(itertools.chain(*self._send_ranges), back, strict=True):
             sums_TN[:, a:b] += piece
@@ -247,7 +250,7 @@ class HeadExchange:
     def _swapped(
         self, pieces: list[list[Tensor]], ranges: list[list[tuple[int, int]]]
     ) -> list[Tensor]:
-        """Send each rank its pieces, [T, columns]; return what ranks send, of expected columns."""
+        """Send each rank its pieces, [T, columns]; return the received pieces, as in `ranges`."""
         send_buffer = torch.cat([piece.flatten() for to in pieces for piece in to])
         T = next(len(piece) for to in pieces for piece in to)
         receives = [sum(T * (b - a) for a, b in maker) for maker in ranges]
@@ -263,7 +266,7 @@ class HeadExchange:
 def _group_norm(
     tp: TensorParallel, size: int, norm: Any, hidden_states: Tensor, gate: Tensor | None = None
 ) -> Tensor:
-    """Return a gated norm's columns of a rank, whose group of `size` is that of several ranks."""
+    """Return a rank's columns of a gated norm whose groups of `size` columns span several ranks."""
 
     def mean(squares: Tensor) -> Tensor:
         ranks = size // squares.shape[-1]
@@ -277,12 +280,12 @@ def _group_norm(
 
 
 class BiasedRow(nn.Linear):
-    """A linear with some columns of its weight: y = sum over ranks of x @ weight^T, and bias."""
+    """A row-parallel linear: y = all-reduce(x @ weight^T) + bias."""
 
     tp: TensorParallel
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return [..., N], equal on all ranks. Collective."""
+        """Return [..., N], identical on all ranks. Collective."""
         return self.tp.sum_shared(F.linear(input, self.weight)) + self.bias
 
 
@@ -295,20 +298,20 @@ def _gather_columns(tp: TensorParallel, _norm: nn.Module, args: tuple[Any, ...])
     return tp.gather_last(x), *rest
 
 
-def _own_columns(tp: TensorParallel, _norm: nn.Module, _args: Any, y: Tensor) -> Tensor:
-    # No part of `chunk`: autograd refuses a write in place to one of several views.
+def _slice_columns(tp: TensorParallel, _norm: nn.Module, _args: Any, y: Tensor) -> Tensor:
+    # Not `chunk`: autograd refuses an in-place write to one of its several views.
     size = y.shape[-1] // tp.size
     return y.narrow(-1, tp.rank * size, size)
 
 
-def _own_head(head: int, head_dim: int, _linear: nn.Module, _args: Any, y: Tensor) -> Tensor:
+def _slice_head(head: int, head_dim: int, _linear: nn.Module, _args: Any, y: Tensor) -> Tensor:
     return y.narrow(-1, head * head_dim, head_dim)
 
 
 def _shard(
     model: nn.Module, tp_mesh: DeviceMesh, places: Mapping[tuple[nn.Module, str], Placement]
 ) -> None:
-    """Make DTensors of all parameters but those of routed experts. Tied ones stay tied."""
+    """Replace parameters by DTensors, except routed experts'. Tied parameters stay tied."""
     layers = [m for m in model.modules() if isinstance(m, RoutedLayer)]
     expert_modules = {m for layer in layers for m in layer.part("experts").modules()}
     sharded_of = dict[nn.Parameter, nn.Parameter]()
@@ -324,11 +327,11 @@ def _shard(
             sharded_of[param] = module._parameters[name]  # type: ignore[assignment]
 
 
-class OwnTokens:
-    """Lets a MoE layer get this rank's slice of the tokens, and return those of all ranks.
+class TokenSliceHooks:
+    """Hooks that slice a MoE layer's input over tp, and all-gather its output.
 
-    Slices are of each row, or of tokens that have no rows any more. Padding makes them equal, and
-    is routed nowhere.
+    The input is [B, T, D] or [T, D], sliced along T. Padding makes the slices equal; it is routed
+    to no expert.
     """
 
     def __init__(self, tp: TensorParallel, layer: RoutedLayer) -> None:
@@ -336,8 +339,8 @@ class OwnTokens:
         layer.register_forward_pre_hook(self._enter, with_kwargs=True)
         layer.register_forward_hook(self._leave)
         router: Any = layer.part("router")
-        if hasattr(router, "recorder"):  # before what transformers takes of it
-            router.recorder.register_forward_hook(self._whole_logits, prepend=True)
+        if hasattr(router, "recorder"):  # before transformers' hooks read the logits
+            router.recorder.register_forward_hook(self._gather_logits, prepend=True)
 
     def _enter(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -369,13 +372,13 @@ class OwnTokens:
         return (self._local_rows(x, padding),), local_inputs
 
     def _local_rows(self, x_TD: Tensor, padding: int, fill: float = 0) -> Tensor:
-        """Return this rank's slice of the tokens, which are the dim before the last."""
+        """Return this rank's slice of the tokens; they are the second to last dim."""
         x_TD = F.pad(x_TD, (0, 0, 0, padding), value=fill) if padding else x_TD
         size = x_TD.shape[-2] // self._tp.size
         return x_TD.narrow(-2, self._tp.rank * size, size).contiguous()
 
     def _gather_rows(self, y_tD: Tensor) -> Tensor:
-        """Return all ranks' slices without padding, in the shape of the tokens."""
+        """All-gather the slices, and return them without padding in the shape of the input."""
         *B, T = self._state.shape
         y_BtD = y_tD.view(*B, -1, y_tD.shape[-1]) if B else y_tD[None]
         y_BTD = self._tp.gather(y_BtD)[:, :T]
@@ -386,15 +389,15 @@ class OwnTokens:
             return (self._gather_rows(output[0]), *output[1:])
         return self._gather_rows(output)
 
-    def _whole_logits(self, recorder: nn.Module, _args: Any, logits: tuple[Tensor, ...]) -> Any:
-        if len(recorder._forward_hooks) == 1:  # transformers was never asked for them
+    def _gather_logits(self, recorder: nn.Module, _args: Any, logits: tuple[Tensor, ...]) -> Any:
+        if len(recorder._forward_hooks) == 1:  # transformers records no logits
             return logits
         logits_TE = self._gather_rows(logits[0]).flatten(0, -2)
         return tuple(logits_TE for _ in logits)
 
 
-class EqualLosses:
-    """Divides the gradient by which a backward of equal ranks begins by their number."""
+class GradientShareHooks:
+    """Hooks that divide the gradient of a model's outputs by the number of tp ranks."""
 
     def __init__(self, tp: TensorParallel, model: nn.Module) -> None:
         self._size, self._state = tp.size, threading.local()
@@ -408,9 +411,9 @@ class EqualLosses:
         self._state.depth = self._depth + 1
 
     def _leave(self, model: nn.Module, _args: Any, output: Any) -> Any:
-        self._state.depth = max(self._depth - 1, 0)  # another hook may have raised before
+        self._state.depth = max(self._depth - 1, 0)  # an earlier hook may have raised
         head = getattr(model, "get_output_embeddings", lambda: None)()
-        if isinstance(head, Elsewhere):  # a pipeline stage, whose gradient another one begins
+        if isinstance(head, Elsewhere):  # a pipeline stage whose gradient is received
             return output
         return tree_map_only(Tensor, self._divided, output)
 

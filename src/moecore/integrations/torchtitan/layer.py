@@ -40,7 +40,7 @@ Layer = TypeVar("Layer", bound="TitanLayer")
 
 
 class TitanLayer(MoELayer):
-    """A MoELayer under torchtitan's names; a version's subclass has them, and fills it."""
+    """A MoELayer with torchtitan's names, which a subclass per version defines."""
 
     names: ClassVar[LayerLayout]
     known_classes: ClassVar[Mapping[str, tuple[type, ...]]]
@@ -55,7 +55,7 @@ class TitanLayer(MoELayer):
         return self.layout.expert_bias
 
     def _apply(self, fn: Any, recurse: bool = True) -> TitanLayer:
-        """Move like any module; the bias stays fp32 and one tensor."""
+        """Apply `fn`; the selection bias stays fp32, and router and layer share one tensor."""
         super()._apply(fn, recurse)
         if self._bias in self._buffers:
             self._buffers[self._bias] = self._router._buffers[self._bias]
@@ -69,7 +69,7 @@ class TitanLayer(MoELayer):
 
     @torch.no_grad()
     def fill(self, fills: Fills, fill_shared: Callable[[Any], Any]) -> None:
-        """Fill all parts in torchtitan's order: one seed gives both the same values."""
+        """Initialise all parts in torchtitan's order, so that a seed gives torchtitan's values."""
         for role, by_name in fills.items():
             for name, fill in by_name.items():
                 if (param := getattr(self.part(role), name)) is not None:
@@ -83,7 +83,7 @@ class TitanLayer(MoELayer):
 def titan_layer(
     layer_class: type[Layer], block: Any, model: nn.Module, *, update_bias: bool = True
 ) -> Layer:
-    """Return a layer that holds the parameters of a torchtitan block; with a class an adapter."""
+    """Return a layer with the parameters of a torchtitan block; an adapter for `layer_class`."""
     for path, classes in layer_class.known_classes.items():
         part = attrgetter(path)(block)
         if type(part) not in classes:
@@ -108,7 +108,7 @@ def titan_layer(
     )
     layer = cast(Layer, adopted)
     if config.expert_bias:
-        # The layer saves the bias, as torchtitan's checkpoints have it, the router does not.
+        # The layer saves the bias, as in torchtitan's checkpoints, and the router does not.
         layer.register_buffer(names.expert_bias, router[names.expert_bias].float())
         bias_E = layer.get_buffer(names.expert_bias)
         layer.part("router").register_buffer(names.expert_bias, bias_E, persistent=False)
@@ -152,7 +152,7 @@ def cut_dense_parts(layer: RoutedLayer, tp_mesh: DeviceMesh) -> None:
     shared = layer.part("shared")
     if shared is None:
         return
-    # Every rank brings its own tokens [T, D]; all ranks' tokens meet at the cut matrices.
+    # Every rank has its own tokens [T, D]; the tokens are all-gathered for the sharded matrices.
     tokens = PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),))
     plan = {"w1": ColwiseParallel(), "w2": RowwiseParallel(output_layouts=Shard(0))}
     parallelize_module(shared, tp_mesh, tokens)

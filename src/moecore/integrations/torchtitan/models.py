@@ -1,12 +1,12 @@
-"""Models that make their loss themselves, for any version of torchtitan.
+"""Models that compute their own loss, for any version of torchtitan.
 
 Legend: B sequences, T tokens of a sequence, D model dim, V vocabulary.
 
-moecore's own decoder, and MoE models of transformers >= 5. The labels are among a model's inputs,
-and it returns its summed loss: head and cross-entropy run in chunks, so logits of all tokens never
-exist in training, and multi-token prediction has its labels.
+The models are moecore's decoder and MoE models of transformers >= 5. A model receives the labels
+and returns its summed loss. Head and cross-entropy run in chunks, so logits of all tokens are never
+allocated in training, and multi-token prediction has its labels.
 
-transformers and safetensors are imported where they are used: jobs of other models need neither.
+transformers and safetensors are imported on use, because jobs of other models do not need them.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ PREFIX = "hf."  # of the names in torchtitan's checkpoints
 
 @dataclass(kw_only=True)
 class DecoderArgs:
-    """What torchtitan knows of a decoder."""
+    """torchtitan's model arguments of moecore's decoder."""
 
     decoder: DecoderConfig
     hf_weights: str | None = None  # the job's `moecore.hf_weights`
     even_load: bool = False  # the job's `debug.moe_force_load_balance`
 
     def update_from_config(self, config: Any, **_: Any) -> None:
-        """Follow the job; raise a ValueError for sequences that are too long."""
+        """Read weights path and forced load from the job; raise for sequences that are too long."""
         seq_len, longest = config.training.seq_len, self.decoder.max_seq_len
         if seq_len > longest:
             raise ValueError(
@@ -69,7 +69,7 @@ class DecoderArgs:
 
 
 class OwnDecoder(Decoder):
-    """A Decoder that torchtitan builds (on meta), fills and calls."""
+    """A Decoder with the constructor, initialisation and forward that torchtitan calls."""
 
     def __init__(self, config: DecoderArgs) -> None:
         super().__init__(config.decoder, device="meta")
@@ -78,7 +78,7 @@ class OwnDecoder(Decoder):
             force_even_load(self)
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:  # type: ignore[override]
-        """See `_fill`; buffers follow the model."""
+        """Load the job's weights, or initialise from the seed; see `_fill`."""
         _fill(self, self, self.hf_weights, super().init_weights)
 
     def forward(  # type: ignore[override]
@@ -92,7 +92,7 @@ class OwnDecoder(Decoder):
 
         Without labels the logits. `inputs` are a `Decoder`'s own, of documents or of a stage.
         """
-        # `positions` are not used: those of documents are in `cu_seqlens`.
+        # `positions` are unused, because `cu_seqlens` has the documents' bounds.
         if labels is None:
             return super().forward(tokens_BT, **inputs)
         return share_of_loss(self, super().forward(tokens_BT, labels, num_tokens=1, **inputs))
@@ -118,25 +118,25 @@ def document_inputs(starts_BT: Tensor) -> dict[str, Any]:
 
 
 def share_of_loss(model: nn.Module, loss: Tensor) -> Tensor:
-    """Return a data rank's loss over its cp ranks: torchtitan adds it up; the gradient stays."""
+    """Return loss / cp with the gradient of the full loss: torchtitan sums the loss over cp."""
     request = request_of(model)
     cp = 1 if request is None else request.meshes.parallel.cp
     return loss if cp == 1 else loss + (loss / cp - loss).detach()
 
 
 class HFArgs:
-    """What torchtitan knows of a transformers model: no dataclass, which 0.2 would log as JSON."""
+    """torchtitan's model arguments of a transformers model; 0.2 would log a dataclass as JSON."""
 
-    assets = "hf_assets_path"  # where a job has the directory
+    assets = "hf_assets_path"  # the job's field with the directory
 
     def __init__(self, source: Source | None = None) -> None:
         super().__init__()
         self.source = source  # None = the job's directory
-        self.hf_config: Any = None  # a copy; there after `update_from_config`
+        self.hf_config: Any = None  # a copy of the config, set by `update_from_config`
         self.hf_weights: str | None = None  # the job's `moecore.hf_weights`
 
     def update_from_config(self, config: Any, **_: Any) -> None:
-        """Read the config, and follow the job; see `_read_config` and `_check_config`."""
+        """Read the model's config and the job's options, and check them."""
         source = attrgetter(self.assets)(config) if self.source is None else self.source
         self.hf_config = _read_config(source, self.assets)
         self.hf_weights = moecore_options(config).hf_weights
@@ -148,7 +148,7 @@ class HFArgs:
 
 
 class HFModel(nn.Module):
-    """A transformers model that torchtitan builds (on meta), fills and calls."""
+    """A transformers model with the constructor, initialisation and forward of torchtitan."""
 
     def __init__(self, config: HFArgs) -> None:
         from transformers import AutoModelForCausalLM
@@ -174,7 +174,7 @@ class HFModel(nn.Module):
         CausalContext(self.hf).apply_context_parallel(cp)
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
-        """See `_fill`; buffers follow the model."""
+        """Load the job's weights, or initialise from the seed; see `_fill`."""
         from moecore.io.hf.load import init_hf
 
         _fill(self.hf, self, self.hf_weights, partial(init_hf, self.hf))
@@ -224,11 +224,11 @@ def _fill(
 
 
 class HFNames(StateDictAdapter):
-    """Names of an HFModel's parameters <-> those of its Hugging Face files with stacked experts."""
+    """Converts between names of an HFModel's parameters and of Hugging Face files."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # That of a published directory names the files of each expert's matrices: not these.
+        # The index of a published directory lists a file per expert matrix, not stacked matrices.
         self.fqn_to_index_mapping = None
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -264,7 +264,7 @@ def parallelize_hf(
 
 
 def _read_config(source: Source, field: str) -> Any:
-    """Return a copy of a config, or that of a directory, which a job's field may have named."""
+    """Return a copy of a config, or the config of a directory that the job's `field` names."""
     from transformers import AutoConfig, PreTrainedConfig
 
     if isinstance(source, PreTrainedConfig):

@@ -1,4 +1,4 @@
-"""What a torchtitan job can choose about its moecore layers: section `moecore` of the job config.
+"""Section `moecore` of a torchtitan job config: options of moecore's layers and optimizers.
 
     [job]
     custom_config_module = "moecore.integrations.torchtitan.options"
@@ -9,10 +9,10 @@
     [moecore.dispatch.nvlink]
     row_factor = 1.5
 
-Without the first two lines there is no such section, and every default holds. Its fields are the
-arguments of `parallelize_moe`, but those that torchtitan has options for itself, and of optimizers.
-torchtitan builds its parser from the types of these fields, so this module has no postponed
-annotations.
+Without the first two lines the section does not exist, and all options have their defaults. Its
+fields are the arguments of `parallelize_moe` for which torchtitan has no option, and options of
+optimizers. torchtitan builds its parser from the types of the fields, so this module does not
+postpone annotations.
 """
 
 from dataclasses import dataclass, field
@@ -38,7 +38,7 @@ from moecore.parallel.pipeline.schedule import PipelineConfig
 from moecore.parallelize import parallelize_moe
 from moecore.train import AdamW, Muon
 
-# Arguments that a job does not set here -> what it sets instead.
+# Arguments that the section does not have -> the option to set instead.
 ELSEWHERE = {
     "adapters": "`accelerated(spec)`, for models that moecore knows",
     "dense.compile": "`compile.enable` with component `model`",
@@ -60,14 +60,14 @@ def _elsewhere(prefix: str) -> tuple[str, ...]:
 
 
 def _switched(source: Any, **instead: Any) -> Any:
-    """Return the section of a record whose defaults do something: off without `enable`."""
+    """Return a record's section with a field `enable`, for records whose defaults have effects."""
     return section(source, enable=(bool, False), **instead)
 
 
 _MODEL_FIELDS = tuple(
     name for name in MoEConfig.__dataclass_fields__ if name not in MoEOverrides.__annotations__
 )
-# Where torchtitan chooses without one, or nothing is chosen.
+# None = torchtitan's option decides.
 _STRATEGY = (Strategy | None, None)
 _CAPACITY = _switched(CapacityConfig, factor=(float | None, None))
 
@@ -166,7 +166,7 @@ NEEDS = {
 
 
 def import_error(error: ModuleNotFoundError, module: str) -> ImportError:
-    """Return the error to raise in a module for that of an import from torchtitan."""
+    """Return the ImportError of a module whose import from torchtitan failed."""
     if (error.name or "").partition(".")[0] == "triton":
         return ImportError(
             "triton (None) must be installed for torchtitan, which imports it; CPU builds of torch "

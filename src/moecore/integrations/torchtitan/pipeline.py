@@ -1,7 +1,7 @@
-"""moecore's pipeline where torchtitan's Trainer has one: a model with stages, and its schedule.
+"""moecore's pipeline inside torchtitan's Trainer: a model with stages, and its schedule.
 
-Every pipeline rank gets the rows and their labels, so each one is a first and a last stage to
-torchtitan: it passes both, and reads a loss, on all of them.
+Every pipeline rank needs rows and labels. Each rank therefore reports to torchtitan that it has the
+first and the last stage, so torchtitan passes rows and labels, and reads a loss, on every rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moecore.train.step import TrainStep
 
 
 class StageSchedule:
-    """What torchtitan's Trainer steps: all micro-batches of a step, forward and backward."""
+    """Schedule for torchtitan's Trainer: forward and backward of all micro-batches of a step."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -35,7 +35,7 @@ class StageSchedule:
 
 
 class RowSchedule(StageSchedule):
-    """The schedule of 0.2, which gets the rows of a step and cuts them to micro-batches."""
+    """The schedule for torchtitan 0.2, which splits the rows of a step into micro-batches."""
 
     def __init__(
         self, model: nn.Module, data_group: dist.ProcessGroup | None, *, micro_batch_rows: int
@@ -73,7 +73,7 @@ class RowSchedule(StageSchedule):
 
 
 class MicroBatchSchedule(StageSchedule):
-    """The schedule of 0.3, which gets micro-batches and the global number of tokens."""
+    """The schedule for torchtitan 0.3, which receives micro-batches and the number of tokens."""
 
     def step(
         self,
@@ -96,9 +96,9 @@ class MicroBatchSchedule(StageSchedule):
 
 
 def check_stages(model: nn.Module, pp: int) -> None:
-    """Raise a NotImplementedError for a model without stages, or with one parameter on several.
+    """Raise a NotImplementedError for a model without stages, or with shared parameters of stages.
 
-    torchtitan adds up the norms of all stages.
+    torchtitan sums the norms of all stages, so a shared parameter would count twice.
     """
     if not isinstance(model, OwnDecoder):
         raise NotImplementedError(

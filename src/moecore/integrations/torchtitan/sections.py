@@ -3,8 +3,8 @@
     Memory = section(MemoryOptions, without=("fused_loss",))   # a dataclass that a job may hold
     call(Memory(recompute=["norm"]), "moecore.memory")         # MemoryOptions(recompute=("norm",))
 
-A job has no tuples, dtypes or frozen records. So a tuple is a list there (and what may also be one
-value a list of one), a pair "PATTERN=SCALING", a dtype its name, a record a section of its own.
+A job config has no tuples, dtypes or frozen records. It has a list for a tuple (of one entry for a
+single value), "PATTERN=SCALING" for a pair, a name for a dtype, and a section for a record.
 torchtitan's help shows the docstring of the call.
 """
 
@@ -26,13 +26,13 @@ SOURCE = "moecore_source"  # attribute of a section: the call and the types of i
 def section(
     source: Callable[..., Any], *, without: tuple[str, ...] = (), **instead: tuple[Any, Any]
 ) -> Any:
-    """Return the dataclass of a call's keyword-only arguments, as a job writes them.
+    """Return a dataclass of a call's keyword-only arguments, with types of job configs.
 
     Args:
         source: a record or a function.
-        without: arguments that are not the job's.
-        instead: name -> (type, default) of fields that differ from the argument, or come besides.
-            The type may be a section, with default None: a section of its own defaults.
+        without: arguments without a field.
+        instead: name -> (type, default) of replaced or additional fields. The type may be a
+            section; its default None means the section's defaults.
     """
     owner: Any = source if not isclass(source) or is_dataclass(source) else source.__init__
     hints, fields = get_type_hints(owner), {}
@@ -47,14 +47,14 @@ def section(
 
 
 def call(job: Any, path: str) -> Any:
-    """Return what the call of a section makes of it; see `named`."""
+    """Call a section's source with its fields as arguments, and return the result."""
     source = getattr(job, SOURCE)[0]
     keywords = arguments(job, path)
     return named(lambda: source(**keywords), source, path)
 
 
 def named(make: Callable[[], Any], source: Any, path: str) -> Any:
-    """Return what a function makes; its ValueError about a source has the job's names."""
+    """Call `make`; in the text of a ValueError, replace the source's name by the job's path."""
     try:
         return make()
     except ValueError as error:
@@ -96,7 +96,7 @@ def changed(job: Any) -> list[str]:
 
 
 def is_off(job: Any, path: str) -> bool:
-    """Return whether a section has `enable`, and it is False; refuse one that has more then."""
+    """Whether a section has `enable` = False; raise if other fields of it are set."""
     if getattr(job, "enable", True):
         return False
     if names := changed(job):
@@ -142,14 +142,14 @@ def _read(value: Any, hint: Any, path: str) -> Any:
     if not isinstance(value, list):
         return value
     members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else ()
-    if len(value) == 1 and any(_takes(member, value[0]) for member in members):
+    if len(value) == 1 and any(_accepts(member, value[0]) for member in members):
         return value[0]
     if get_origin(hint) is tuple and get_origin(get_args(hint)[0]) is tuple:
         return tuple(_override(pair, path) for pair in value)
     return tuple(value)
 
 
-def _takes(hint: Any, value: Any) -> bool:
+def _accepts(hint: Any, value: Any) -> bool:
     """Return whether a value is of a Literal or a class of numbers."""
     if get_origin(hint) is Literal:
         return value in get_args(hint)

@@ -17,13 +17,13 @@ from moecore.parallel.model.parallel_state import capacity_of, moe_state, reques
 from moecore.precision.apply import advance_amax, amax_histories, has_history
 from moecore.train.step import TrainStep
 
-METRICS = "moe_metrics"  # where a step's metrics wait on the optimizers for the next log line
-AMAX = "amax."  # what names of histories begin with
+METRICS = "moe_metrics"  # attribute of the optimizers: the metrics of the last step
+AMAX = "amax."  # prefix of histories' names in a checkpoint
 STEP = "moecore_step"  # attribute of a model with stages: its TrainStep, which has no optimizer
 
 
 def finish_at_step(optimizers: Any, model_parts: list[nn.Module], *_: Any) -> None:
-    """Make each step of torchtitan's optimizers end the step of every model part."""
+    """Register hooks with which an optimizer step ends the step of every model part."""
     delayed = [part for part in model_parts if has_history(part)]
 
     def before_step(*_: Any) -> None:
@@ -45,13 +45,13 @@ def finish_at_step(optimizers: Any, model_parts: list[nn.Module], *_: Any) -> No
 
 
 def save_histories(optimizers: Any, parts: list[nn.Module]) -> None:
-    """Make histories of delayed scaling a part of what torchtitan saves of its optimizers."""
+    """Add the histories of delayed scaling to the state dict of torchtitan's optimizers."""
     save, load = optimizers.state_dict, optimizers.load_state_dict
     histories = {n: h for part in parts for n, h in amax_histories(part).items()}
     device = next(parts[0].parameters()).device
 
     def state_dict() -> dict[str, Any]:
-        # Names are those of every layout, because DCP loads none that a checkpoint lacks.
+        # Names do not depend on the layout, because DCP raises for names that a checkpoint lacks.
         entries = {f"{AMAX}degrees": _degrees_of(parts[0])}
         for name, history in histories.items():
             history.grow(device)
@@ -73,7 +73,7 @@ def save_histories(optimizers: Any, parts: list[nn.Module]) -> None:
 
 
 def _degrees_of(model: nn.Module) -> Tensor:
-    """Return what magnitudes of gradients depend on: see `amax_names` of checkpoints."""
+    """Return the degrees on which magnitudes of gradients depend: see `amax_names`."""
     request = request_of(model)
     assert request is not None, "delayed scaling comes from a call of parallelize_moe"
     meshes = request.meshes

@@ -1,4 +1,4 @@
-"""Arguments and settings of accelerate that would wrap, cast or save the model besides moecore."""
+"""Checks for Trainer arguments and accelerate settings that would wrap, cast or save the model."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ REFUSED = {
     "enable_jit_checkpoint": "use save_steps, saves run in the background",
 }
 
-# what Accelerator.distributed_type may be, whatever the device, beginning with
+# Allowed prefixes of Accelerator.distributed_type, on any device.
 _PLAIN_TYPES = ("NO", "MULTI_")
 
 
 def check_arguments(args: TrainingArguments) -> None:
-    """Raise ValueError for what `MoETrainer` cannot do with these arguments."""
+    """Raise ValueError for arguments that `MoETrainer` does not support."""
     for name, fix in REFUSED.items():
         value = getattr(args, name, None)
         if value:
@@ -57,7 +57,7 @@ def check_arguments(args: TrainingArguments) -> None:
 
 
 def check_accelerator(accelerator: Accelerator) -> None:
-    """Raise ValueError for what `accelerate launch` has turned on, by its variables."""
+    """Raise ValueError for features that environment variables of `accelerate launch` enable."""
     kind = str(accelerator.distributed_type.value)
     backend = str(accelerator.state.dynamo_plugin.backend.value)
     settings = (
@@ -73,7 +73,7 @@ def check_accelerator(accelerator: Accelerator) -> None:
 
 
 def check_model(model: nn.Module, args: TrainingArguments) -> None:
-    """Raise ValueError for a model that `MoETrainer` does not train as Trainer would."""
+    """Raise ValueError for a model that `MoETrainer` would train differently from Trainer."""
     state = moe_state(model)
     if state.loss != "mean" and not is_dynamic(model):
         raise ValueError(
@@ -97,7 +97,7 @@ def check_model(model: nn.Module, args: TrainingArguments) -> None:
 
 
 def has_parts_of_rows(model: nn.Module) -> bool:
-    """Return whether a rank may have logits of a part of each row, because of cp."""
+    """Whether cp shards rows, so that a rank has the logits of a part of each row."""
     return is_dynamic(model) or moe_state(model).groups.cp > 1
 
 
@@ -123,7 +123,7 @@ def check_logits(trainer: Trainer) -> None:
 
 
 def check_prediction(model: nn.Module, prediction_loss_only: bool) -> None:
-    """Raise ValueError for predictions that would be of a part of each row."""
+    """Raise ValueError for logits or predictions of sharded rows."""
     if not prediction_loss_only and has_parts_of_rows(model):
         raise ValueError(
             "prediction_loss_only (False) must be True with ParallelConfig.cp > 1 or "

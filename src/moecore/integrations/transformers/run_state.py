@@ -1,8 +1,8 @@
-"""What a `MoETrainer` puts into a checkpoint beside tensors, and which one it resumes from.
+"""Trainer's state and random generators in checkpoints of `MoETrainer`, and checkpoint lookup.
 
-`extra` of a checkpoint has two entries: Trainer's own state, the text of its trainer_state.json,
-and the generators of Python and numpy, [ranks, NUM_WORDS] fp64. torch's are kept by the checkpoint
-itself.
+`extra` of a checkpoint has two entries: the text of Trainer's trainer_state.json, and the states of
+Python's and numpy's generators, fp64 [ranks, NUM_WORDS]. The checkpoint itself has the states of
+torch's generators.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NUM_WORDS = _NUM_PYTHON + 2 + _NUM_NUMPY + 3
 def find_checkpoint(
     resume: str | os.PathLike[str] | bool | None, root: Path, *, saves: bool
 ) -> Path | None:
-    """Return the checkpoint to resume from, the same on every rank; None = begin anew."""
+    """Return the checkpoint to resume from, identical on every rank; None = a new run."""
     newest = on_first_rank(lambda: latest(root))
     if resume is None or resume is False:
         if saves and newest is not None:
@@ -54,7 +54,7 @@ def state_text(state: TrainerState) -> str:
 
 
 def read_state_text(path: Path) -> str:
-    """Return what `state_text` gave when a checkpoint was saved. Collective."""
+    """Return the `state_text` that a checkpoint contains. Collective."""
     extra = on_first_rank(lambda: read_manifest(path).facts.extra)
     if STATE not in extra:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Steps of a MoETrainer whose micro-batches have a cp each: a batch of its DataLoader is a step.
+"""Steps of a MoETrainer with `ContextOptions.dynamic`: a DataLoader batch is one optimizer step.
 
 Trainer                    with `ContextOptions.dynamic`
 data_collator              a `ScheduledCollator`; every rank reads the same documents
@@ -27,13 +27,13 @@ from moecore.train.step import TrainStep
 
 
 def is_dynamic(model: nn.Module) -> bool:
-    """Return whether forwards of a parallelized model have a cp each."""
+    """Whether each forward of a parallelized model selects its own cp degree."""
     request = request_of(model)
     return request is not None and request.is_dynamic
 
 
 class ScheduledSteps:
-    """What a trainer does with a `ScheduledBatch`. Made on every rank at once.
+    """Trains and evaluates with `ScheduledBatch`es. Construct it on every rank; collective.
 
     Raises:
         ValueError: for arguments of the trainer that a step of a plan cannot follow.
@@ -41,14 +41,14 @@ class ScheduledSteps:
 
     def __init__(self, trainer: Trainer) -> None:
         request = request_of(trainer.model)
-        assert request is not None, "the trainer has looked"
+        assert request is not None, "the trainer has checked it"
         _check(trainer, request.meshes.data_rank, request.meshes.data_ranks)
         self._device = request.meshes.device
         self._is_hf = isinstance(request.family, Transformers)
-        self._copies = dist.get_world_size() // request.meshes.data_ranks  # of tp ranks
+        self._copies = dist.get_world_size() // request.meshes.data_ranks  # ranks per data rank
         self._group: dist.ProcessGroup | None = None
         if request.meshes.data_ranks > 1:
-            self._group = dist.new_group(backend="gloo")  # hosts compare, and no GPU is waited for
+            self._group = dist.new_group(backend="gloo")  # hosts compare without a GPU sync
 
     def train(self, batch: ScheduledBatch, owner: TrainStep) -> Tensor:
         """Run forward and backward of a step; return the mean loss over its labels."""

@@ -1,12 +1,12 @@
 """MoETrainer: transformers' Trainer around a `TrainStep`.
 
     Trainer                              MoETrainer
-    accelerator.prepare(model)           the model as it is, optimizer as it is
+    accelerator.prepare(model)           model and optimizer unchanged
     get_batch_samples                    the batches of a step are its micro-batches
     training_step                        runs in `TrainStep.micro_batch()`
     accelerator.clip_grad_norm_          `TrainStep.clip()`, over both meshes
-    accelerator.backward                 of the scaled loss, in fp16
-    optimizer.step, model.zero_grad      its own
+    accelerator.backward                 backward of the scaled loss, in fp16
+    optimizer.step, model.zero_grad      Trainer's
     on_step_end                          `TrainStep.finish()`
     _save_checkpoint, resume             `Saver`, `load`
     save_model                           `export_hf`
@@ -73,16 +73,16 @@ from moecore.train.step import StepResult, TrainStep
 class MoETrainer(Trainer):
     """A Trainer of a model that `parallelize_moe` has sharded; arguments are Trainer's.
 
-    It trains as Trainer does under DDP: the same batches, losses and updates. TRL's trainers become
-    one by inheritance: `class MoESFTTrainer(MoETrainer, SFTTrainer)`.
+    It trains as Trainer does under DDP: batches, losses and updates are equal. A trainer of TRL is
+    combined with it by inheritance: `class MoESFTTrainer(MoETrainer, SFTTrainer)`.
 
-    Checkpoints lie in `output_dir/checkpoints`, are written in the background and load on any
+    Checkpoints are in `output_dir/checkpoints`, are written in the background and load on any
     layout. `save_model` writes a Hugging Face directory. Training logs have the load of each MoE
     layer. A model that computes in fp16 (`FSDPOptions.param_dtype`) trains with a
-    `DynamicLossScale`. With `ContextOptions.dynamic` a batch is a step, of a `ScheduledCollator`.
+    `DynamicLossScale`. With `ContextOptions.dynamic` a batch of a `ScheduledCollator` is a step.
 
     Attributes:
-        result: of the last optimizer step; None before the first.
+        result: result of the last optimizer step; None before the first step.
 
     Raises:
         ValueError: for a model that is not parallelized or whose loss convention is "sum" without
@@ -109,7 +109,7 @@ class MoETrainer(Trainer):
         self.add_callback(_StepOwner(self))
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make the Accelerator, after the first look at model and arguments."""
+        """Check model and arguments, then create the Accelerator."""
         with share_errors():
             check_arguments(self.args)
             check_model(self.model, self.args)
@@ -184,7 +184,7 @@ class MoETrainer(Trainer):
         return int(super().floating_point_ops(_with_token_counts(inputs)))
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log; what the MoE layers routed in the last step goes with the training loss."""
+        """Log; add the load metrics of the last step to the training loss."""
         if "loss" in logs and self.result is not None:
             logs.update(self.result.metrics.to_dict(per_expert=False))
             if self.result.loss_scale is not None:
@@ -201,7 +201,7 @@ class MoETrainer(Trainer):
                     part.save_pretrained(folder)
 
     def _begin_run(self) -> None:
-        """Make the owner of the steps and of the checkpoints, and load the one to resume from."""
+        """Create the TrainStep and the Saver, and load the checkpoint to resume from."""
         args = self.args
         owner = TrainStep(
             self.model,
@@ -209,7 +209,7 @@ class MoETrainer(Trainer):
             num_micro_batches=args.gradient_accumulation_steps,
             loss_scale=DynamicLossScale() if is_fp16(self.model) else None,
         )
-        owner.drop()  # of a step that an earlier call of `train` has left half done
+        owner.drop()  # an earlier call of `train` may have ended within a step
         self.accelerator.owner = owner
         if self._checkpoint is not None and self._resumed is not None:
             extra = load(self._checkpoint, self.model, self.optimizer, scheduler=self.lr_scheduler)
@@ -229,7 +229,7 @@ class MoETrainer(Trainer):
             self._saver = self._open.enter_context(saver)
 
     def _finish_step(self) -> None:
-        """End an optimizer step, and raise what went wrong in a background save."""
+        """End an optimizer step, and raise errors of a background save."""
         self.result = self.accelerator.owner.finish()
         if self._saver is not None:
             self._saver.check()
@@ -245,7 +245,7 @@ class MoETrainer(Trainer):
             raise ValueError(
                 "save_strategy ('no') must be another one for a callback that saves: use 'steps'"
             )
-        self.accelerator.owner.check()  # no checkpoint of a step whose tokens got lost
+        self.accelerator.owner.check()  # no checkpoint of a step with lost tokens
         self.store_flos()
         step, state = self.state.global_step, self.state
         if state.best_global_step == step:
@@ -266,7 +266,7 @@ class MoETrainer(Trainer):
 
 
 def _with_token_counts(inputs: Any) -> Any:
-    """Return a batch with what Trainer counts tokens by."""
+    """Return a batch with an attention mask, from which Trainer counts tokens."""
     if isinstance(inputs, ScheduledBatch):
         tokens_N = torch.ones(inputs.num_tokens, dtype=torch.bool)
         return {"input_ids": tokens_N, "attention_mask": tokens_N}
@@ -276,7 +276,7 @@ def _with_token_counts(inputs: Any) -> Any:
 
 
 def _states(callbacks: list[Any]) -> dict[str, Any]:
-    """Return the states of those that have one by their class, as Trainer reads them back."""
+    """Return class name -> state of each callback with a state, in Trainer's format."""
     states: dict[str, Any] = {}
     for callback in callbacks:
         if isinstance(callback, ExportableState):
@@ -285,7 +285,7 @@ def _states(callbacks: list[Any]) -> dict[str, Any]:
 
 
 class _StepOwner(TrainerCallback):
-    """Calls the trainer where a step or a run begins and ends."""
+    """Calls the trainer at the beginning of a run and at the end of a step and a run."""
 
     def __init__(self, trainer: MoETrainer) -> None:
         self._trainer = trainer
@@ -308,7 +308,7 @@ class ShardedAccelerator(Accelerator):
 
     @property
     def num_processes(self) -> int:
-        """Ranks with different data."""
+        """Number of ranks with different data."""
         result: int = super().num_processes // self.copies
         return result
 
@@ -319,7 +319,7 @@ class ShardedAccelerator(Accelerator):
         return result
 
     def gather(self, tensor: Any) -> Any:
-        """Return tensors of all data ranks, one after the other along the first dim. Collective."""
+        """All-gather tensors of all data ranks, concatenated along the first dim. Collective."""
         rows = super().gather(tensor)
         return recursively_apply(self._of_data_ranks, rows) if self.copies > 1 else rows
 
@@ -339,14 +339,14 @@ class ShardedAccelerator(Accelerator):
         device_placement: bool | None = None,
         evaluation_mode: bool = False,
     ) -> nn.Module:
-        """Return the model itself, on the device; that is what evaluation mode does."""
+        """Move the model to the device, without wrapping it, as in evaluation mode."""
         result: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
         return result
 
     def prepare_optimizer(
         self, optimizer: Optimizer, device_placement: bool | None = None
     ) -> Optimizer:
-        """Return the optimizer itself, which a checkpoint must know by its class."""
+        """Return the optimizer unwrapped, because checkpoints depend on its class."""
         return optimizer
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
@@ -354,12 +354,12 @@ class ShardedAccelerator(Accelerator):
         super().backward(self.owner.scale(loss), **kwargs)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> float:
-        """Clip the step's gradient over both meshes, at the norm that `owner` was made with."""
+        """Clip the step's gradient over both meshes, at the maximum norm of `owner`."""
         return self.owner.clip().total
 
 
 def export_into(model: nn.Module, folder: Path) -> None:
-    """Write a model into a directory that may exist, in place of an earlier export. Collective."""
+    """Export a model to a directory, and replace an earlier export in it. Collective."""
     if unmerged(model):
         save_adapters(model, folder, adapter=cast(Any, model).active_adapter)
         return
@@ -370,7 +370,7 @@ def export_into(model: nn.Module, folder: Path) -> None:
 
 
 def _publish(draft: Path, folder: Path) -> None:
-    """Move an export's files up; config.json, without which nothing loads, goes and comes last."""
+    """Move an export's files to its parent; config.json is last, because loading requires it."""
     config = folder / "config.json"
     config.unlink(missing_ok=True)
     for old in folder.glob("model*.safetensors*"):

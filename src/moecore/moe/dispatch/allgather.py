@@ -51,7 +51,7 @@ class AllGatherDispatcher(Dispatcher):
         p, T = self.placement, x_TD.shape[0]
         if routing.pad:
             self._sizes.check(T, x_TD.device)
-            C, num_rows = T, p.most_rows(routing)
+            C, num_rows = T, p.max_rows(routing)
         else:
             block_TK = torch.div(routing.destinations_TK, p.num_physical, rounding_mode="floor")
             pairs_P = (block_TK.flatten() == torch.arange(p.ep, device=x_TD.device)[:, None]).sum(1)

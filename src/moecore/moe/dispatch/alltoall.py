@@ -34,11 +34,11 @@ from moecore.moe.dispatch.collectives import (
     EqualSizes,
     exchange_all,
     exchanged,
+    outputs_without_grad,
     required_grads,
-    unneeded,
 )
-from moecore.moe.dispatch.wire import Receiver, Wire, gather_fp8_rows, handle_of
-from moecore.moe.pairs import Pairs, numbers_of
+from moecore.moe.dispatch.wire import Receiver, Wire, gather_fp8_rows, make_handle
+from moecore.moe.pairs import Pairs, read_numbers
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import BalancedRows, Dispatcher, ExpertInput, Routing
 
@@ -93,8 +93,8 @@ class TokenExchange:
         `even` has the rows per peer and the choices with even loads, for meta, where counts have no
         values.
         """
-        # In a pair the rows are gathered before the other side computes. M stays the most rows:
-        # rows behind those that are sent have any value and are not read.
+        # In a pair the rows are gathered before the other side computes. M is then the maximum:
+        # rows after the sent rows are uninitialised and not read.
         token_ids_M, slots_TG, counts_G3 = order
         if pairs is not None:
             send_rows = self._rows_of(x_TD, routing, token_ids_M, slots_TG)
@@ -164,7 +164,7 @@ class TokenExchange:
             return words_SW  # type: ignore[no-any-return]
 
         def back(dy_TD: Tensor) -> Tensor:
-            dy_SD = None if plan.receiver is None else plan.receiver.bring(dy_TD, send)
+            dy_SD = None if plan.receiver is None else plan.receiver.send_as_fp8(dy_TD, send)
             if dy_SD is None:
                 dy_SD, _ = _AllToAll.apply(gather_rows(dy_TD, *row_map), None, (S, M), *to_experts)
             return dy_SD
@@ -188,16 +188,16 @@ class AllToAllDispatcher(Dispatcher):
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
         """Send tokens to their experts' ranks: one host sync, 3 collectives."""
-        # With `routing.pad` no host sync after the first call, and 3 collectives with equal splits.
+        # With `routing.pad` there is no host sync after the first call, and splits are equal.
         p, (T, K) = self.placement, routing.expert_ids_TK.shape
         self._exchange.wire.check(x_TD.shape[1])
         if routing.pad:
-            num_slots = min(T, p.num_physical * routing.most_rows_per_expert)
-            needs_GT = self._owned(routing.destinations_TK).any(-1).repeat_interleave(p.etp, 0)
+            num_slots = min(T, p.num_physical * routing.max_rows_per_expert)
+            needs_GT = self._is_owned(routing.destinations_TK).any(-1).repeat_interleave(p.etp, 0)
             received_rows = self._exchange.send_static(
                 x_TD, routing, needs_GT, num_slots, self.pairs
             )
-            num_rows = p.most_rows(routing)
+            num_rows = p.max_rows(routing)
         else:
             # The order is queued before the host waits for splits, with M the most rows.
             order = self.prepare(routing.destinations_TK, self.attendance.number(x_TD))
@@ -222,25 +222,25 @@ class AllToAllDispatcher(Dispatcher):
     def prepare(self, ids_TK: Tensor, note: int) -> SendOrder:
         """Return the rows to send for physical ids; -1 = dropped. No host sync or communication."""
         p, (T, K) = self.placement, ids_TK.shape
-        owned_PTK = self._owned(ids_TK)
-        return send_to(owned_PTK, T * min(p.ep, K) * p.etp, note, repeats=p.etp)
+        owned_PTK = self._is_owned(ids_TK)
+        return build_send_order(owned_PTK, T * min(p.ep, K) * p.etp, note, repeats=p.etp)
 
-    def _owned(self, ids_TK: Tensor) -> Tensor:
+    def _is_owned(self, ids_TK: Tensor) -> Tensor:
         """Return bool [P, T, K]: whether an expert block contains the expert of a choice."""
-        return owned(ids_TK, self.placement.num_physical, self.placement.ep)
+        return is_owned(ids_TK, self.placement.num_physical, self.placement.ep)
 
     def combine(self, y_SD: Tensor, plan: AllToAllPlan) -> Tensor:
         """Return each token's partial sums, summed in fp32. No host sync; 1 collective."""
         return self._exchange.return_sums(y_SD, plan, self.pairs)
 
 
-def owned(ids_TK: Tensor, num_experts: int, num_blocks: int) -> Tensor:
+def is_owned(ids_TK: Tensor, num_experts: int, num_blocks: int) -> Tensor:
     """Return bool [P, T, K]: whether a block of physical experts has the expert of a choice."""
     block_TK = torch.div(ids_TK, num_experts, rounding_mode="floor")
     return block_TK == torch.arange(num_blocks, device=ids_TK.device)[:, None, None]
 
 
-def send_to(owned_PTK: Tensor, num_rows: int, note: int, *, repeats: int = 1) -> SendOrder:
+def build_send_order(owned_PTK: Tensor, num_rows: int, note: int, *, repeats: int = 1) -> SendOrder:
     """Return the order of at most `num_rows` rows to send to blocks of `repeats` ranks each."""
     needs_GT = owned_PTK.any(-1).repeat_interleave(repeats, 0)
     choices_G = owned_PTK.sum((1, 2)).repeat_interleave(repeats)
@@ -274,7 +274,7 @@ def _order(
     """Return int32 the token of each row, or `unused`, and slots_TG, -1 = not sent."""
     G, T = needs_GT.shape
     tokens_T = torch.arange(T, dtype=torch.int32, device=needs_GT.device)
-    # What is not sent lands in one spare row past the end.
+    # Tokens that are not sent are written to one spare row past the end.
     token_ids = tokens_T.new_full((num_rows + 1,), unused)
     spare_GT = torch.where(needs_GT, slots_GT, num_rows)
     token_ids.scatter_(0, spare_GT.flatten(), tokens_T.repeat(G))
@@ -286,9 +286,9 @@ class _SendRows(NamedTuple):
     """Rows to send, their ids and weights packed in one int32 tensor, and their weights."""
 
     rows_MD: Tensor  # differentiable, as the weights are; a handle if packed rows are sent
-    packed: Tensor
+    ids_and_weights: Tensor
     weights_MK: Tensor
-    packed_MW: Tensor | None  # packed rows
+    words_MW: Tensor | None  # packed rows
 
 
 def _exchange_counts(
@@ -299,7 +299,7 @@ def _exchange_counts(
     all_counts_2G3 = counts_G3.repeat(2, 1, 1)
     send_counts_G3, recv_counts_G3 = all_counts_2G3
     start = partial(dist.all_to_all_single, recv_counts_G3, send_counts_G3, group=group)
-    send_counts, recv_counts = numbers_of(start, all_counts_2G3, pairs)
+    send_counts, recv_counts = read_numbers(start, all_counts_2G3, pairs)
     tokens, choices, notes = zip(*recv_counts, strict=True)
     attendance.check(notes)
     return [n for n, _, _ in send_counts], list(tokens), sum(choices)
@@ -316,8 +316,7 @@ def _all_to_all(
     may_overlap: bool = False,
 ) -> list[Any]:
     """Exchange the first rows of each tensor concurrently; return `length` rows for each."""
-    # Returned rows behind the received ones have any value. `may_overlap` is an argument of
-    # `exchange`.
+    # Returned rows after the received rows are uninitialised. See `exchange` for `may_overlap`.
     may_overlap = may_overlap and pairs is not None and pairs.open_pair is not None
     with pairs.early_launch() if may_overlap and pairs is not None else nullcontext():
         outs = [None if x is None else x.new_empty((length, *x.shape[1:])) for x in xs]
@@ -385,9 +384,9 @@ class _Send(torch.autograd.Function):
         ids_SK, weights_SK = (x.contiguous() for x in ids_and_weights_S.chunk(2, dim=1))
         leaf_SD, words_SW = rows_SN, None
         if words_MW is not None:
-            leaf_SD, words_SW = handle_of(rows_MD, length), rows_SN
+            leaf_SD, words_SW = make_handle(rows_MD, length), rows_SN
         outs = leaf_SD, ids_SK, weights_SK.view(torch.float32), words_SW
-        ctx.mark_non_differentiable(*unneeded(outs, ctx.needs_input_grad))
+        ctx.mark_non_differentiable(*outputs_without_grad(outs, ctx.needs_input_grad))
         return outs
 
     @staticmethod

@@ -29,9 +29,8 @@ class EqualSizes:
 
     def check(self, num_tokens: int, device: torch.device) -> None:
         """Compare token counts over ranks; one small collective, at first with a host sync."""
-        # Later differences are asserted on the device, before rows travel.
-        # At every forward: a rank that met its number before can not know that another did not, and
-        # collectives of unequal sizes hang, abort or mix rows up.
+        # Every forward compares, because collectives of unequal sizes hang, abort or mix up rows.
+        # After the first call, the device asserts equality before rows are sent.
         if device.type == "meta":
             return
         local_size = torch.full((1,), num_tokens, device=device)
@@ -103,7 +102,7 @@ class _GatherRanks(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         ctx.args = (group, pairs)
         outs = tuple(_gather_from_ranks(xs_C, group, pairs))
-        ctx.mark_non_differentiable(*unneeded(outs, ctx.needs_input_grad[2:]))
+        ctx.mark_non_differentiable(*outputs_without_grad(outs, ctx.needs_input_grad[2:]))
         return outs
 
     @staticmethod
@@ -136,7 +135,7 @@ def exchanged(
     return result
 
 
-def unneeded(outs: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor]:
+def outputs_without_grad(outs: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor]:
     """Return the outputs whose inputs of the function need no gradient."""
     return [out for out, need in zip(outs, needs, strict=False) if out is not None and not need]
 
@@ -210,7 +209,7 @@ def gather_ranks(x_C: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def sum_ranks(y_S: Tensor, group: dist.ProcessGroup, pairs: Pairs | None = None) -> Tensor:
     """Return the sum over ranks of block g of C rows on rank g: [S / G, ...]; gathered backward."""
-    # Added in fp32 and in rank order. An all-to-all carries as many bytes as a reduce-scatter,
-    # which would round after every addition of a 16-bit dtype. Collective; pairs take turns.
+    # Summed in fp32 and in rank order. An all-to-all sends as many bytes as a reduce-scatter, which
+    # would round after every addition of a 16-bit dtype. Collective; in a pair the other side runs.
     result: Tensor = _SumRanks.apply(group, pairs, y_S)[0]
     return result

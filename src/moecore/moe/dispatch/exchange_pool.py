@@ -32,9 +32,9 @@ from moecore.moe.dispatch.peer_memory import make_buffer, make_clone_buffer
 from moecore.moe.dispatch.wire import Wire
 from moecore.moe.shortage import Holder, Shortage
 
-# What `ExchangePool._agree` compares.
-AGREED = ("D", "K", "dtype", "programs", "overlap_weight_grads", "keep_rows", "fp8")
-FEW_PROGRAMS = 64  # with fewer, receiving is what takes longest
+# Names of the numbers that `ExchangePool._compare_options` compares over ranks.
+COMPARED_FIELDS = ("D", "K", "dtype", "programs", "overlap_weight_grads", "keep_rows", "fp8")
+FEW_PROGRAMS = 64  # with fewer programs, receiving takes longer than sending
 
 
 class ExchangePool(Holder):
@@ -180,7 +180,7 @@ class ExchangePool(Holder):
             )
         _refuse_capture()
         programs = self._programs or num_sms(x_TD.device)
-        layout = self._layout(x_TD, top_k, self._agree(x_TD, top_k, programs), programs)
+        layout = self._layout(x_TD, top_k, self._compare_options(x_TD, top_k, programs), programs)
         # An evaluation may come first: a training step can not write tensors of inference mode.
         with on_device(x_TD), torch.inference_mode(False):
             buffer = make_buffer(layout, self.group, x_TD.device, self.options.timeout_s)
@@ -217,7 +217,7 @@ class ExchangePool(Holder):
         """Return the expert rows of a rank with even loads."""
         return layout.source_rows * layout.top_k // self.ep
 
-    def _agree(self, x_TD: Tensor, top_k: int, programs: int) -> int:
+    def _compare_options(self, x_TD: Tensor, top_k: int, programs: int) -> int:
         """Return the maximum tokens of any rank; raise if options differ. Collective, host sync."""
         options, (T, D) = self.options, x_TD.shape
         choices = (options.overlap_weight_grads, options.keep_rows, self.wire.fp8)
@@ -228,9 +228,9 @@ class ExchangePool(Holder):
             if row[1:] != rows[0][1:]:
                 other, first = (dist.get_global_rank(self.group, i) for i in (g, 0))
                 raise ValueError(
-                    f"({', '.join(AGREED)}) of rank {other} ({row[1:]}) must equal those of rank "
-                    f"{first} ({rows[0][1:]}): give all ranks of a dispatch group the same layers "
-                    "and options"
+                    f"({', '.join(COMPARED_FIELDS)}) of rank {other} ({row[1:]}) must equal those "
+                    f"of rank {first} ({rows[0][1:]}): give all ranks of a dispatch group the same "
+                    "layers and options"
                 )
         result: int = max(row[0] for row in rows)
         return result

@@ -29,8 +29,8 @@ from moecore.moe.dispatch.alltoall import (
     ReceivedRows,
     SendOrder,
     TokenExchange,
-    owned,
-    send_to,
+    build_send_order,
+    is_owned,
 )
 from moecore.moe.dispatch.collectives import Attendance
 from moecore.moe.dispatch.wire import Wire
@@ -83,12 +83,12 @@ class HierarchicalDispatcher(Dispatcher):
         num_experts, H = self.domain.num_in_domain, self._across.group.size()
         self._across.wire.check(x_TD.shape[1])
         if routing.pad:
-            num_slots = min(T, num_experts * routing.most_rows_per_expert)
-            needs_HT = owned(ids_TK, num_experts, H).any(-1)
+            num_slots = min(T, num_experts * routing.max_rows_per_expert)
+            needs_HT = is_owned(ids_TK, num_experts, H).any(-1)
             received_rows = self._across.send_static(x_TD, routing, needs_HT, num_slots, self.pairs)
         else:
             order = self.prepare(ids_TK, self._across.attendance.number(x_TD))
-            even = self.domain.balanced_arrivals(T, K), 0
+            even = self.domain.balanced_domain_tokens(T, K), 0
             received_rows, _ = self._across.send(x_TD, routing, order, self.pairs, even=even)
         rows_AD = received_rows.rows.widen()  # the same when it is packed again
         inp = self._dispatch_inside(rows_AD, received_rows, routing)
@@ -105,7 +105,7 @@ class HierarchicalDispatcher(Dispatcher):
     def prepare(self, ids_TK: Tensor, note: int) -> SendOrder:
         """Return the rows to send across, for physical ids. No host sync or communication."""
         (T, K), H = ids_TK.shape, self._across.group.size()
-        return send_to(owned(ids_TK, self.domain.num_in_domain, H), T * min(H, K), note)
+        return build_send_order(is_owned(ids_TK, self.domain.num_in_domain, H), T * min(H, K), note)
 
     def _dispatch_inside(
         self, rows_AD: Tensor, received_rows: ReceivedRows, routing: Routing
@@ -122,7 +122,7 @@ class HierarchicalDispatcher(Dispatcher):
         if attendance is not None:
             attendance.joins = outer.is_skipped
         inside.pairs = self.pairs
-        capacity = None if routing.capacity is None else H * routing.most_rows_per_expert
+        capacity = None if routing.capacity is None else H * routing.max_rows_per_expert
         inp = inside.dispatch(
             rows_AD,
             Routing(

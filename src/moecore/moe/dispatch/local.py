@@ -39,7 +39,7 @@ class LocalDispatcher(Dispatcher):
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
         """Return x_TD as source rows (S = T, R at most T * K), without a copy."""
         ids_TK, E = routing.expert_ids_TK, self.num_experts
-        length = min(ids_TK.numel(), E * routing.most_rows_per_expert)
+        length = min(ids_TK.numel(), E * routing.max_rows_per_expert)
         index = build_index(
             ids_TK,
             routing.weights_TK,

@@ -37,14 +37,14 @@ from moecore.moe.dispatch.collectives import Attendance, exchanged, gather_ranks
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Dispatcher, ExpertInput, Routing
 
-MOST_TOKENS = 8192  # C; longer forwards are several calls
-FEWEST_TOKENS = 64
-MOST_CHOICES = 32  # K
+MAX_TOKENS = 8192  # C; longer forwards are several calls
+MIN_TOKENS = 64
+MAX_CHOICES = 32  # K
 ROW_ALIGNMENT = 16  # bytes
 EXPERT_ALIGNMENT = 4  # experts of a domain
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-LEAST_NCCL = (2, 30, 7)
-LEAST_CAPABILITY = (9, 0)
+MIN_NCCL = (2, 30, 7)
+MIN_CAPABILITY = (9, 0)
 INSTALL = "pip install 'moecore[nccl-ep]', or use 'alltoall'"
 
 
@@ -59,7 +59,7 @@ def _local_problem(device_type: str) -> str | None:
     if device_type != "cuda":
         return f"must go with device_type ({device_type!r}) = 'cuda': use 'alltoall'"
     capability = torch.cuda.get_device_capability()
-    if capability < LEAST_CAPABILITY:
+    if capability < MIN_CAPABILITY:
         text = ".".join(map(str, capability))
         return f"must have GPUs of capability 9.0 or later (here {text}): use 'alltoall'"
     try:
@@ -68,9 +68,9 @@ def _local_problem(device_type: str) -> str | None:
     except (ImportError, RuntimeError) as error:
         return f"must have nccl.ep ({str(error).splitlines()[0]}): {INSTALL}"
     versions = nccl.core.get_version().libnccl
-    if versions is None or versions.version.release < LEAST_NCCL:
+    if versions is None or versions.version.release < MIN_NCCL:
         text = "none" if versions is None else str(versions.version)
-        min_version = ".".join(map(str, LEAST_NCCL))
+        min_version = ".".join(map(str, MIN_NCCL))
         return f"must have NCCL {min_version} or later loaded (here {text}): {INSTALL}"
     if _nvcc() is None:
         return "must find nvcc, which compiles its kernels at first use: set CUDA_HOME"
@@ -99,7 +99,7 @@ class EPGroups:
     def get(self, num_experts: int, row_bytes: int, max_tokens: int) -> EPGroup:
         """Return the group for a number of experts, row size and tokens per rank. Collective."""
         # Powers of two, so that few groups are made where the number of tokens changes.
-        num_tokens = min(MOST_TOKENS, max(FEWEST_TOKENS, 1 << (max_tokens - 1).bit_length()))
+        num_tokens = min(MAX_TOKENS, max(MIN_TOKENS, 1 << (max_tokens - 1).bit_length()))
         key = (num_experts, row_bytes, num_tokens)
         if key not in self._groups:
             self._groups[key] = self._make(*key)
@@ -205,8 +205,8 @@ class Flight:
         rows_SD = x_TD.new_empty(S, x_TD.shape[1])
         weights_SK = weights_TK.new_empty(S, K)
         ids_SK = torch.empty_like(weights_SK, dtype=torch.int64)
-        sent, outputs = (x_TD, weights_TK), (rows_SD, weights_SK, ids_SK)
-        for ep, handle, (x, w), (rows, weights, ids) in self._calls(sent, outputs):
+        send_buffers, outputs = (x_TD, weights_TK), (rows_SD, weights_SK, ids_SK)
+        for ep, handle, (x, w), (rows, weights, ids) in self._calls(send_buffers, outputs):
             outs = ep.DispatchOutputs(tokens=rows, topk_weights=weights, topk_idx=ids)
             inputs = ep.DispatchInputs(tokens=x, topk_weights=w)
             handle.dispatch(inputs, outs, stream=_stream(x_TD))
@@ -317,8 +317,8 @@ def _check(x_TD: Tensor, routing: Routing, p: ExpertPlacement, ranks_per_domain:
             f"rows ({D} x {x_TD.dtype}) must be fp32, bf16 or fp16 and multiples of "
             f"{ROW_ALIGNMENT} bytes"
         )
-    elif K > MOST_CHOICES:
-        relation = f"top_k ({K}) must be <= {MOST_CHOICES}"
+    elif K > MAX_CHOICES:
+        relation = f"top_k ({K}) must be <= {MAX_CHOICES}"
     elif experts % EXPERT_ALIGNMENT:
         relation = (
             f"experts of a domain ({experts}, clones too) must be a multiple of {EXPERT_ALIGNMENT}"

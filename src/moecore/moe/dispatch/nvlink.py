@@ -40,7 +40,7 @@ from moecore.kernels.rows.record import Rows
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher, AllToAllPlan
 from moecore.moe.dispatch.exchange import Exchange
 from moecore.moe.dispatch.exchange_pool import ExchangePool, find_row_problem
-from moecore.moe.dispatch.wire import Receiver, Wire, handle_of
+from moecore.moe.dispatch.wire import Receiver, Wire, make_handle
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import BalancedRows, Dispatcher, ExpertInput, Routing, UnsummedRows
 
@@ -67,7 +67,7 @@ class NVLinkDispatcher(Dispatcher):
     def __init__(self, placement: ExpertPlacement, exchanges: ExchangePool) -> None:
         self.placement = placement
         self.exchanges = exchanges
-        self._elsewhere = AllToAllDispatcher(placement, fp8=exchanges.wire.fp8)
+        self._alltoall = AllToAllDispatcher(placement, fp8=exchanges.wire.fp8)
 
     @property
     def keeps_rows(self) -> bool:
@@ -88,8 +88,8 @@ class NVLinkDispatcher(Dispatcher):
         """Send tokens to their experts' ranks. No collective; one host sync, at the first call."""
         # With `NVLinkOptions.row_factor` "exact" each call has one host sync. Holes of the source
         # rows are uninitialised; no slot names them.
-        if self._goes_elsewhere(x_TD, routing):
-            return self._elsewhere.dispatch(x_TD, routing)
+        if self._uses_alltoall(x_TD, routing):
+            return self._alltoall.dispatch(x_TD, routing)
         # On meta a plan of a step is made, so its capacity is limited.
         is_limited = self.exchanges.watch is not None or x_TD.is_meta
         wire = self.exchanges.wire
@@ -119,7 +119,7 @@ class NVLinkDispatcher(Dispatcher):
             receiver=plan.receiver,
         )
 
-    def _goes_elsewhere(self, x_TD: Tensor, routing: Routing) -> bool:
+    def _uses_alltoall(self, x_TD: Tensor, routing: Routing) -> bool:
         """Whether all-to-all sends these tokens; identical on all ranks."""
         # With `ExchangePool.is_required` they go by all-to-all if the capacity is limited and no
         # step reads shortages. Without it they go by all-to-all if stores cannot carry the rows, or
@@ -150,7 +150,7 @@ class NVLinkDispatcher(Dispatcher):
         # y are sums of the source rows [S, D], or expert rows, which are added as they are sent.
         if isinstance(plan, AllToAllPlan):
             assert isinstance(y, Tensor), "without a handle experts add their rows"
-            return self._elsewhere.combine(y, plan)
+            return self._alltoall.combine(y, plan)
         if isinstance(y, UnsummedRows):
             rows, slots_SN = y.y_RD, plan.slots_SK
         else:
@@ -308,7 +308,7 @@ class _Dispatch(torch.autograd.Function):
         sizes: dict[str, Any] = dict(num_local=place.num_physical, etp=place.etp)
         choices = exchange.spread_choices(*tensors, **sizes)
         index = index_of(choices)
-        handle_RD = handle_of(x_TD, index.row_ids_R.shape[0])
+        handle_RD = make_handle(x_TD, index.row_ids_R.shape[0])
         row_map = (choices.peers_T, choices.places_S)
         ctx.exchange, ctx.sender = exchange, sender
         ctx.rows_like = (index.row_ids_R.shape[0], x_TD.shape[1]), x_TD.dtype
@@ -353,5 +353,5 @@ class _Combine(torch.autograd.Function):
         def send(rows_TN: Tensor) -> Tensor:
             return ctx.exchange.spread(rows_TN, *row_map)  # type: ignore[no-any-return]
 
-        dy_RD = None if ctx.receiver is None else ctx.receiver.bring(grads[0], send)
+        dy_RD = None if ctx.receiver is None else ctx.receiver.send_as_fp8(grads[0], send)
         return send(grads[0]) if dy_RD is None else dy_RD, None, None

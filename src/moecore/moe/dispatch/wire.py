@@ -50,7 +50,7 @@ class Wire:
             return None, gather_rows(x_TD, *row_map)
         handle_MD = exchanged(
             x_TD,
-            partial(handle_of, num_rows=token_ids_M.shape[0]),
+            partial(make_handle, num_rows=token_ids_M.shape[0]),
             lambda d_MD: sum_rows(d_MD, *row_map),
         )
         return gather_fp8_rows(self.pack(x_TD), *row_map), handle_MD
@@ -66,7 +66,7 @@ class Wire:
         return Receiver() if self.fp8 and not torch.compiler.is_compiling() else None
 
 
-def handle_of(like: Tensor, num_rows: int) -> Tensor:
+def make_handle(like: Tensor, num_rows: int) -> Tensor:
     """Return a handle for rows of the width and dtype of `like`: a tensor of one element."""
     return like.new_empty(1).expand(num_rows, like.shape[1])
 
@@ -85,7 +85,7 @@ class Receiver:
         self.next: GradientReceiver | None = None  # of the leg behind this one, which experts know
         self._entry: tuple[Tensor, Rows] | None = None
 
-    def bring(self, dy_TD: Tensor, send: Callable[[Tensor], Tensor]) -> Tensor | None:
+    def send_as_fp8(self, dy_TD: Tensor, send: Callable[[Tensor], Tensor]) -> Tensor | None:
         """Send packed gradients, and return their handle; None = the caller sends them unpacked."""
         if not (self.next or self).accepts_packed_grads:
             return None
@@ -93,7 +93,7 @@ class Receiver:
         rows = Rows.from_bytes(words_RW, dy_TD.shape[1], dy_TD.dtype)
         if self.next is not None:  # which packs them again
             return rows.widen()
-        handle_RD = handle_of(dy_TD, words_RW.shape[0])
+        handle_RD = make_handle(dy_TD, words_RW.shape[0])
         self._entry = handle_RD, rows
         return handle_RD
 
