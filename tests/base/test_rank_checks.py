@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
-from moecore.base.rank_checks import checksum
+from moecore.base.rank_checks import checksum, gather
 from moecore.train import AdamW, HostAdamW, Muon, assign_matrices
 from tests.helpers.ranks import run_ranks
 
@@ -113,9 +112,7 @@ def worker(rank: int, device: torch.device) -> list[dict[str, str]]:
             found[name] = ""
         except ValueError as error:
             found[name] = str(error)
-    every: list[Any] = [None] * 2
-    dist.all_gather_object(every, found)
-    return every
+    return gather(found)
 
 
 @pytest.fixture(scope="module")

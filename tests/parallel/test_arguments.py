@@ -27,6 +27,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.base.failures import RankError
+from moecore.base.rank_checks import gather
 from moecore.models import Decoder, DecoderConfig
 from moecore.parallel.arguments import ADVICE
 from tests.helpers.grids import asked_for
@@ -254,9 +255,7 @@ def worker(rank: int, _device: torch.device, layouts: list[str]) -> Any:
     for fused, is_slow in LATE:
         found["late", fused, is_slow] = late_errors(fused=fused, is_slow=is_slow)
     found["loop"] = late_errors_of_a_loop()
-    every: list[Any] = [None] * WORLD
-    dist.all_gather_object(every, found)
-    return every
+    return gather(found)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from moecore import cli
 from moecore.base.fields import quote
@@ -142,9 +141,7 @@ def test_errors_that_nobody_raises_are_named() -> None:
 
 
 def collect(rank: int, device: torch.device, folder: str) -> list[RankFacts]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, _facts("cpu", Path(folder) / "runs"))
-    return found
+    return gather(_facts("cpu", Path(folder) / "runs"))
 
 
 def test_ranks_of_one_host_are_alike(tmp_path: Path) -> None:
