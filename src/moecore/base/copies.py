@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from moecore.base.torch_private import HOOKS, local_of, parameter_like, wrapped_like
 
-COMPILED_OF = "_orig_mod"  # the name of its module in one that `torch.compile` returns
+COMPILED_OF = "_orig_mod"  # attribute with the original module of a `torch.compile` module
 NewParameter = Callable[[nn.Parameter], nn.Parameter]
 
 
