@@ -52,13 +52,12 @@ from moecore.base.torch_private import (
     tree_map_only,
     version,
 )
-from moecore.parallel.fsdp.collective_header import CollectiveHeader
 from moecore.parallel.fsdp.deferred import WeightGradients
 from moecore.parallel.fsdp.progress import Progress
 from moecore.parallel.fsdp.runs import ForwardRun, GradBoundary
 from moecore.parallel.fsdp.transport import UnitStreams
 from moecore.parallel.fsdp.uneven_ranks import UnevenRanks
-from moecore.parallel.fsdp.unit import State, Unit
+from moecore.parallel.fsdp.unit import CollectiveHeader, State, Unit
 
 GRAD_BOUNDARY = "_moecore_grad_boundary"
 

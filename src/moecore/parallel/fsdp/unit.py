@@ -16,17 +16,19 @@ reads its saved parameters raises, because their versions count as changed.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore.base.failures import publish_errors
+from moecore.base.rank_checks import DTYPES, check_notes
 from moecore.base.torch_private import no_dispatch_modes, set_versions, version
 from moecore.kernels.experts.contract import SINK
 from moecore.parallel.fsdp.buffers import Buffer
@@ -34,6 +36,7 @@ from moecore.parallel.fsdp.formats import Format
 from moecore.parallel.fsdp.gradients import Gradients
 from moecore.parallel.fsdp.params import UnitParam, UnitViews, cut_views, register_params
 from moecore.parallel.fsdp.plan import FlatLayout
+from moecore.parallel.fsdp.progress import Progress
 from moecore.parallel.fsdp.transport import UnitStreams, UnitTransport, transport_of
 
 
@@ -57,16 +60,6 @@ class UnitOptions:
     accumulates: bool  # whether micro-batches of a step add gradients before one reduction
 
 
-class UnitHeader(Protocol):
-    """Numbers that the ranks of a unit send with its shards, and must have in common."""
-
-    def of(self, unit: Unit) -> list[int]:
-        """Return this rank's numbers."""
-
-    def check(self, unit: Unit, headers: Sequence[Sequence[int]], group: dist.ProcessGroup) -> None:
-        """Raise a ValueError on all ranks of the group when their numbers differ."""
-
-
 class Unit:
     """Modules whose parameters, of one dtype and mesh, are one unit."""
 
@@ -86,7 +79,7 @@ class Unit:
         self.modules, self.params, self.options = list(modules), list(params), options
         self.prefetch_forward: list[Unit] = []
         self.prefetch_backward: list[Unit] = []
-        self.header: UnitHeader | None = None  # that an engine sends with all-gathers
+        self.header: CollectiveHeader | None = None  # that an engine sends with all-gathers
         self._layout, self._format = layout, format
         self.state = State.SHARDED
         # Forwards of its modules that run, innermost last: [0] first ones, [1] recomputed ones. A
@@ -293,3 +286,49 @@ class Unit:
                 *outer, last = param.shard_shape
                 parts = region.view(param.num_ranks, *outer, last // self._layout.values_per_byte)
                 torch.cat(list(parts.unbind()), dim=param.slot.dim, out=data)
+
+
+class CollectiveHeader:
+    """Numbers that the ranks of an all-gather must have in common, for all units of a model.
+
+    Ranks with different numbers would issue different collectives afterwards. gloo then ends the
+    process, or a rank receives another unit's values. On CPUs each all-gather therefore carries a
+    header of 64 bytes, so all ranks of the group raise an error before anything differs. NCCL
+    carries no header, because the host would have to wait for it.
+    """
+
+    def __init__(self, root: nn.Module, units: Sequence[Unit], device_type: str) -> None:
+        self._root, self._device_type = root, device_type
+        self._index = {unit: index for index, unit in enumerate(units)}
+        self._of_forward = [0, 0, 0, 0]
+        names = [unit.options.name for unit in units]
+        self._describe: dict[str, Callable[[int], str]] = {
+            "the unit": names.__getitem__,
+            "torch.is_grad_enabled()": lambda n: str(bool(n)),
+            "model.training": lambda n: str(bool(n)),
+            "autocast": lambda n: str(DTYPES[n]),
+            "the micro-batch": lambda n: f"{n >> 32} of {n % (1 << 32)}" if n else "none",
+            "requires_grad": lambda n: f"{n >> 32} parameters",
+        }
+
+    def start(self, progress: Progress | None) -> None:
+        """Set the numbers that the headers of an outermost forward share."""
+        autocast = None
+        if torch.is_autocast_enabled(self._device_type):
+            autocast = torch.get_autocast_dtype(self._device_type)
+        is_open = progress is not None and progress.is_open
+        self._of_forward = [
+            torch.is_grad_enabled(),
+            self._root.training,
+            DTYPES.index(autocast),
+            (progress.num_done + 1 << 32) + progress.number if is_open else 0,  # type: ignore[union-attr]
+        ]
+
+    def of(self, unit: Unit) -> list[int]:
+        """Return this rank's header for the all-gather of a unit."""
+        trained = bytes(param.sharded.requires_grad for param in unit.params)
+        return [self._index[unit], *self._of_forward, (sum(trained) << 32) + zlib.crc32(trained)]
+
+    def check(self, unit: Unit, headers: Sequence[Sequence[int]], group: dist.ProcessGroup) -> None:
+        """Raise a ValueError on all ranks of a group if their headers differ."""
+        check_notes(f"the all-gather of {unit.options.name}", headers, self._describe, group)
