@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,22 @@ from torch import Tensor
 from moecore.base.torch_private import with_attributes
 
 Key = TypeVar("Key")
+
+
+class Stream(Protocol):
+    """The methods of `torch.cuda.Stream` that moecore calls."""
+
+    def record_event(self) -> Any:
+        """Return an event that completes after all operations launched on this stream so far."""
+
+    def wait_event(self, event: Any) -> None:
+        """Make later operations of this stream wait for an event."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Make later operations of this stream wait for all operations launched on `stream`."""
+
+    def synchronize(self) -> None:
+        """Block the host until all operations launched on this stream are complete."""
 
 
 class DryStream:
@@ -81,7 +97,6 @@ class Queues:
         return with_attributes(self, current=stream)
 
 
-Stream = torch.cuda.Stream | DryStream
 Event = torch.Event | DryEvent
 
 

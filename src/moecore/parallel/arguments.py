@@ -232,8 +232,8 @@ class SharedArguments:
         if not groups:
             return None
         digest = hashlib.sha256(repr(entries).encode()).digest()[:7]
-        # A rank may see the verdict on an earlier forward before the others do. All raise in the
-        # same forward, because each one tells the others.
+        # A rank may receive the result of an earlier forward before other ranks. All ranks raise in
+        # the same forward, because the result is part of this comparison.
         has_late = int(self._contents.has_difference())
         numbers = torch.tensor([int.from_bytes(digest, "little"), has_late])
         differing = where_different(numbers, groups)

@@ -18,13 +18,13 @@ from moecore.parallel.fsdp.unit import Unit
 
 
 class ExchangeLayer(Protocol):
-    """An MoE layer whose tokens are dispatched to experts on other ranks."""
+    """An MoE layer that dispatches tokens to experts on other ranks."""
 
     config: Any
     dispatcher: Any
 
     def run_empty(self, x_0D: Tensor) -> Tensor:
-        """Run the layer with no tokens of this rank."""
+        """Run the layer with zero tokens of this rank."""
 
     def modules(self) -> Iterator[nn.Module]:
         """Yield the layer and the modules in it."""
@@ -37,8 +37,8 @@ class ModuleNode:
 
     def __init__(self, module: nn.Module, units: list[Unit], parent: ModuleNode | None) -> None:
         self.module, self.units, self.parent = module, units, parent
-        self.layer: ExchangeLayer | None = None  # the MoE layer whose experts this module holds
-        self.is_cut = False  # whether its backward can run without that of `parent`
+        self.layer: ExchangeLayer | None = None  # the MoE layer whose experts this module has
+        self.is_cut = False  # whether its backward can run without the backward of `parent`
         self.index = 0  # in `parent.children`
         self.children: list[ModuleNode] = []
         if parent is not None:

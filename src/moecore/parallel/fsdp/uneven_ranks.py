@@ -1,4 +1,4 @@
-"""Ranks that skip the forward or the backward of a module which other ranks may run.
+"""Ranks that skip the forward or the backward of a module that other ranks may run.
 
 All ranks of a unit must issue the same collectives in the same order. But a rank may skip a block
 (LayerDrop, branches that depend on data), or the output of a block may not enter its loss. Other
@@ -50,7 +50,10 @@ from moecore.parallel.fsdp.unit import Unit
 
 
 class UnevenRanks:
-    """Issues the collectives of modules that this rank skips."""
+    """Issues the collectives of modules that this rank skips.
+
+    The three functions are methods of `UnitEngine`.
+    """
 
     def __init__(
         self,

@@ -1,10 +1,9 @@
-"""Units of a model: modules that are sharded together, their order, and the kind of a parameter.
+"""Units of a model: which modules are sharded together, their prefetch order, parameter kinds.
 
-A model and `FSDPOptions` come in; `Units`, prefetch orders and kinds of parameters go out. The
-functions read the structure of the model, not devices, ranks or values, and change nothing.
+The functions read only the module structure of a model and `FSDPOptions`, and change nothing.
 
     all-gathered    root (embedding, final norm) -> blocks -> head
-    reduced         head -> blocks, last to first -> root, when backward ends
+    reduced         head -> blocks, last to first -> root, at the end of backward
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from moecore.moe.layer import MoELayer, RoutedLayer
 from moecore.moe.router import Router
 
 WORDS = {"norm": "norms", "embedding": "embeddings", "attention": "attention", "mlp": "MLP"}
-Prefetch = Mapping[nn.Module, list[nn.Module]]  # from and to the first modules of units
+Prefetch = Mapping[nn.Module, list[nn.Module]]  # units, as their first modules
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Units:
-    """Modules of a model that become units; the root is the unit of all other parameters."""
+    """The modules that become units; the root unit has all other parameters."""
 
     blocks: list[nn.Module]  # result of `find_blocks`
     groups: list[list[nn.Module]]  # each list of blocks is one unit, and [model] is the root
-    routers: list[list[nn.Module]]  # each is one unit: all routers of one dtype in a list of blocks
+    routers: list[list[nn.Module]]  # each list (routers of one dtype in a ModuleList) is one unit
     experts: list[Experts]
     heads: list[nn.Module]
     # First modules of all units but the root, in the order of forward. Each list is all-gathered
@@ -42,7 +41,7 @@ class Units:
 
 
 def find_units(model: nn.Module, options: FSDPOptions) -> Units:
-    """Return the units of a model whose MoE blocks are MoELayers."""
+    """Return the units of a model whose MoE blocks have been replaced by MoE layers."""
     blocks = find_blocks(model)
     layers = [m for m in model.modules() if isinstance(m, RoutedLayer)]
     stacks = [_layers(stack) for stack in _group(model, blocks, max(len(blocks), 1))]
@@ -96,14 +95,13 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def find_heads(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
-    """Return the heads that are units of their own, in order."""
+    """Return the output heads that are separate units, in order."""
     # In the root unit a head would be all-gathered before the first block and reduced after the
-    # last gradient, with no compute to hide either. A unit of its own is all-gathered while the
-    # last block runs, is resident as the root is, and is reduced first. With multi-token prediction
-    # the head runs more than once, and stays whole until the last of its backwards. A unit is whole
-    # only during the forward of its modules, and reduced after their backward. So nothing but the
-    # head's own forward may read its weight, as in `moecore.models`. Heads of other models belong
-    # to the root, because losses often read `lm_head.weight`; so does a tied head.
+    # last gradient, without compute that hides the communication. A separate unit is all-gathered
+    # while the last block runs, is resident, and is reduced first. Its weight is unsharded only
+    # during the forward of the head, so only this forward may read it, as in `moecore.models`.
+    # Heads of other models belong to the root, because losses often read `lm_head.weight`. Tied
+    # heads belong to the root too.
     heads: list[nn.Module] = []
     in_blocks = {module for block in blocks for module in block.modules()}
     after_a_block, is_tied = False, find_ties(model)
@@ -117,7 +115,7 @@ def find_heads(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
 
 
 def find_ties(model: nn.Module) -> Callable[[nn.Module], bool]:
-    """Return a predicate: whether other modules, reached without a module, share its parameters."""
+    """Return a predicate: whether modules outside of a module share its parameters."""
     holders, parents = Counter[int](), Counter[nn.Module]()
     for module in model.modules():
         holders.update(id(p) for p in module.parameters(recurse=False))
@@ -148,13 +146,12 @@ def _is_reached_without(block: nn.Module, model: nn.Module) -> bool:
 
 
 def keeps_precision(router: Router, options: FSDPOptions) -> bool:
-    """Whether mixed precision would round the router's weight, and so change choices."""
-    # Such routers are in units of routers, all-gathered and reduced in their parameters' dtype.
+    """Whether a router is in a router unit, whose dtype mixed precision does not change."""
     return options.param_dtype not in (None, router.weight.dtype)
 
 
 def forward_prefetch(model: nn.Module, units: Units, num_blocks: int) -> Prefetch:
-    """Return what each unit prefetches in forward: `num_blocks` groups, in the order of use."""
+    """Return the units that each unit prefetches in forward: the next `num_blocks` groups."""
     prefetch_of: dict[nn.Module, list[nn.Module]] = {}
     list_of = _outermost_lists(model)
     of_unit = {group[0]: list_of.get(group[0]) for group in units.first_use}
@@ -169,7 +166,7 @@ def forward_prefetch(model: nn.Module, units: Units, num_blocks: int) -> Prefetc
 
 
 def backward_prefetch(units: Units, num_blocks: int) -> Prefetch:
-    """Return the same for backward, in which a head may run once per list of blocks."""
+    """Return the units that each unit prefetches in backward; a head may run several times."""
     prefetch_of: dict[nn.Module, list[nn.Module]] = {}
     backward = [[group[0], *reversed(group[1:])] for group in reversed(units.first_use)]
     for i, group in enumerate(backward):
@@ -189,7 +186,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _group(model: nn.Module, blocks: list[nn.Module], size: int) -> list[list[nn.Module]]:
-    """Return the blocks in groups of at most `size` neighbours of one list of blocks."""
+    """Return groups of at most `size` consecutive blocks of one ModuleList."""
     list_of = _outermost_lists(model)
     groups: list[list[nn.Module]] = []
     for block in blocks:
@@ -202,7 +199,7 @@ def _group(model: nn.Module, blocks: list[nn.Module], size: int) -> list[list[nn
 
 
 def _outermost_lists(model: nn.Module) -> dict[nn.Module, nn.Module]:
-    """Return for each module the outermost list of modules that contains it."""
+    """Return for each module the outermost ModuleList, ModuleDict or Sequential around it."""
     list_of: dict[nn.Module, nn.Module] = {}
     for module in model.modules():  # outer ones first
         if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
@@ -212,10 +209,10 @@ def _outermost_lists(model: nn.Module) -> dict[nn.Module, nn.Module]:
 
 
 def _separate_routers(layers: list[RoutedLayer], options: FSDPOptions) -> list[list[nn.Module]]:
-    """Return the routers that are not in their blocks' units, a list for each dtype."""
-    # A unit for each router would cost the host as much time as the blocks do. One unit is
-    # all-gathered with the first block, and reduced when backward has left that block, or ended.
-    # Until then its gradients are whole: 50 MB for Qwen3-30B-A3B, 430 MB for DeepSeek-V3.
+    """Return the routers of separate units, one list for each dtype."""
+    # A unit per router would double the host time. One unit for all routers is all-gathered with
+    # the first block and reduced after its backward. Until then its gradients are unsharded: 50 MB
+    # for Qwen3-30B-A3B, 430 MB for DeepSeek-V3.
     of_dtype: dict[torch.dtype, list[nn.Module]] = {}
     for router in (m.part("router") for m in layers):
         if router is not None and keeps_precision(router, options):
@@ -228,14 +225,14 @@ def _layers(blocks: list[nn.Module]) -> list[RoutedLayer]:
 
 
 def _parts(blocks: list[nn.Module], first_routers: set[nn.Module]) -> list[nn.Module]:
-    """Return one module of each unit that begins in some blocks, in the order of first use."""
+    """Return the first modules of router and expert units in blocks, in the order of use."""
     layers = _layers(blocks)
     parts = [m.part("router") for m in layers if m.part("router") in first_routers]
     return [*parts, *(m.part("experts") for m in layers)]
 
 
 def kinds(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> Callable[[str], str]:
-    """Return a function from a parameter's name, cleaned by `clean_name`, to its kind."""
+    """Return a function from a clean parameter name to a kind, such as "attention"."""
     roles: dict[str, str] = {}
     for name, layer in layers.items():
         of_role = {"router": "router", "experts": "experts", "shared": "shared experts"}
@@ -262,7 +259,7 @@ def kinds(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> Callable[[str]
 
 
 def _kind_of_module(module: nn.Module | None, name: str) -> str | None:
-    """Return the kind of a module's parameters by its class; a head also by its name. Or None."""
+    """Return the kind of a module's parameters by its class or name, or None."""
     class_name = type(module).__name__.lower()
     if getattr(module, "is_fsdp_head", False) or name.endswith("lm_head"):
         return "head"

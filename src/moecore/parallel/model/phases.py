@@ -1,4 +1,4 @@
-"""How tokens and keys travel, and who counts tokens: MoE layers by the plan, places of cp ranks."""
+"""Phases of `parallelize_moe`: dispatchers, MoE layers, context parallelism, balance, pipeline."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ logger = logging.getLogger("moecore.parallelize")
 
 
 def choose_dispatcher(request: Request) -> tuple[str, str]:
-    """Return the dispatcher and a reason; "auto" if only the GPUs of the group can tell."""
+    """Return the dispatcher's name and the reason; "auto" = it depends on the GPUs."""
     meshes, name = request.meshes, request.dispatch.name
     num_ranks = meshes.parallel.ep * meshes.parallel.etp
     problem = find_known_problem(num_ranks, meshes.device_type)
@@ -74,7 +74,7 @@ def choose_dispatcher(request: Request) -> tuple[str, str]:
 
 
 def resolve_dispatcher(model: nn.Module, state: ParallelState) -> None:
-    """Put the dispatcher that this machine allows into the plan. Collective where it is asked."""
+    """Replace "auto" in the plan by the dispatcher that the GPUs allow. Collective."""
     request, plan = state.request, state.plan
     meshes, group = request.meshes, request.meshes.dispatch_group
     if group is None:
@@ -112,12 +112,12 @@ def resolve_dispatcher(model: nn.Module, state: ParallelState) -> None:
 
 
 def _relation(problem: str) -> str:
-    """Return what does not hold, without the fix."""
+    """Return the first part of a problem text, without the fix."""
     return problem.partition(": ")[0]
 
 
 def _is_required(request: Request) -> bool:
-    """Whether nvlink was asked for. A call that asks for nothing must not meet its errors."""
+    """Whether the caller asked for nvlink, so that its errors are raised."""
     has_options = request.dispatch.nvlink is not None or request.memory.stash is not None
     return request.dispatch.name == "nvlink" or has_options
 
@@ -137,12 +137,12 @@ def apply_layers(model: nn.Module, state: ParallelState) -> None:
     layers = zip(state.layers.items(), state.plan.layers, strict=True)
     for number, ((name, layer), layer_plan) in enumerate(layers):
         recipes = dict(layer_plan.recipes)
-        layer.tracker.reset()  # what ran before is no part of a step
+        layer.tracker.reset()  # forwards before `parallelize_moe` do not count
         layer.set_config(request.config_of(layer))
         _set_experts(name, layer, request, recipes["experts"])
         placement = _placement(layer.config.num_experts, request, (number, name))
         layer.dispatcher = _dispatcher(layer.config.num_experts, placement, state)
-        peers = state.exchanges if state.domains is None else None  # of all ranks, or none
+        peers = state.exchanges if state.domains is None else None  # only if it has all ranks
         clones = request.dispatch.clones
         if placement is not None and clones is not None and placement.num_clones:
             layer.cloner = Cloner(placement, meshes.expert.get_group("ep"), clones, peers)
@@ -154,12 +154,12 @@ def apply_layers(model: nn.Module, state: ParallelState) -> None:
 
 
 def _stores(options: NVLinkOptions | None, domains: DomainGroups | None) -> NVLinkOptions | None:
-    """Return the options of stores; what comes from all domains is their tokens inside of one."""
+    """Return the options of nvlink; inside a domain `max_tokens` counts tokens of all domains."""
     if domains is None:
         return options
     options, num_domains = options or NVLinkOptions(), domains.across.size()
     max_tokens = None if options.max_tokens is None else options.max_tokens * num_domains
-    # Copy engines would carry holes for all tokens of all domains: at 8 of them 7 rows of 8.
+    # Copy engines would also copy empty rows for the tokens of other domains.
     return replace(options, max_tokens=max_tokens, overlap_weight_grads=False)
 
 
@@ -176,7 +176,7 @@ def _set_experts(name: str, layer: RoutedLayer, request: Request, recipe: Recipe
 def _placement(
     num_experts: int, request: Request, layer: tuple[int, str]
 ) -> ExpertPlacement | None:
-    """Return which ranks own the experts of a layer; None = this rank owns all."""
+    """Return which ranks own the experts of a layer; None = this rank owns all experts."""
     meshes, clones = request.meshes, request.dispatch.clones
     group, p = meshes.dispatch_group, meshes.parallel
     if group is None:
@@ -195,7 +195,7 @@ def _placement(
 def _dispatcher(
     num_experts: int, placement: ExpertPlacement | None, state: ParallelState
 ) -> Dispatcher:
-    """Return what brings the tokens of a layer to its experts."""
+    """Return the dispatcher of a layer."""
     if placement is None:
         return LocalDispatcher(num_experts)
     if state.domains is None:
@@ -207,7 +207,7 @@ def _dispatcher(
 
 
 def _among(placement: ExpertPlacement, state: ParallelState) -> Dispatcher:
-    """Return what brings tokens to the ranks of a placement in one level."""
+    """Return the dispatcher for the ranks of a placement, without domains."""
     make = DISPATCHERS[state.plan.dispatcher]
     if make is not None:
         return cast(Dispatcher, make(placement))
@@ -221,7 +221,7 @@ def _among(placement: ExpertPlacement, state: ParallelState) -> Dispatcher:
 
 
 def apply_context(model: nn.Module, state: ParallelState) -> None:
-    """Give a model its cp ranks. Collective where it makes groups."""
+    """Set the cp groups of a model. Collective if it makes groups."""
     request, meshes = state.request, state.request.meshes
     if not request.is_dynamic and meshes.parallel.cp == 1:
         return
@@ -240,7 +240,7 @@ def apply_context(model: nn.Module, state: ParallelState) -> None:
 
 
 def _place(meshes: Meshes, options: ContextOptions, group: dist.ProcessGroup) -> ContextParallel:
-    """Return this rank's place among the cp ranks. Collective where it makes groups."""
+    """Return the `ContextParallel` of a cp group. Collective if it makes groups."""
     if options.way == "a2a+p2p":
         assert options.a2a_ranks is not None, "resolved options have the number"
         return ContextParallel(group, *split_context(meshes, group.size(), options.a2a_ranks))
@@ -249,7 +249,7 @@ def _place(meshes: Meshes, options: ContextOptions, group: dist.ProcessGroup) ->
 
 
 def apply_balance(model: nn.Module, state: ParallelState) -> None:
-    """Give the MoE layers their balance record, and its step what buffers may lack."""
+    """Make the balance record of the MoE layers, and the record of buffer capacities."""
     meshes = state.request.meshes
     groups = BalanceGroups(
         micro_batch=meshes.micro_batch_group,
@@ -270,7 +270,7 @@ def apply_balance(model: nn.Module, state: ParallelState) -> None:
 
 
 def compare_arguments(model: nn.Module, state: ParallelState) -> None:
-    """Let forwards of a model, or runs of its stages, compare what ranks receive. Collective."""
+    """Install the comparison of forward arguments between ranks that share rows. Collective."""
     meshes = state.request.meshes
     stages = () if meshes.pipeline_groups is None else meshes.pipeline_groups[:1]
     of_rows = {0: meshes.micro_batch_group, **state.shared_by}
@@ -284,7 +284,7 @@ def compare_arguments(model: nn.Module, state: ParallelState) -> None:
 
 
 def cut_stages(model: nn.Module, request: Request) -> tuple[PipelineLayout | None, Sequence[Stage]]:
-    """Leave this rank's stages of a model; return those of all ranks, None without stages."""
+    """Remove other ranks' stages from a model; return the layout and this rank's stages."""
     pp = request.meshes.parallel.pp
     if pp == 1 or request.pipeline is None:
         return None, ()
@@ -302,7 +302,7 @@ def cut_stages(model: nn.Module, request: Request) -> tuple[PipelineLayout | Non
 
 
 def apply_pipeline(model: nn.Module, state: ParallelState) -> None:
-    """Give a model its place among the stages, and what it shares with them. Collective."""
+    """Make the `Pipeline` of a model, and compare parameters that stages share. Collective."""
     request, meshes = state.request, state.request.meshes
     if state.layout is None:
         return
@@ -327,7 +327,7 @@ def apply_pipeline(model: nn.Module, state: ParallelState) -> None:
 def chunks_of(
     model: nn.Module, blocks: Sequence[nn.Module], state: ParallelState
 ) -> dict[int, list[nn.Module]] | None:
-    """Return the blocks that one forward runs, in order, by stage; None = all."""
+    """Return stage index -> the blocks of this stage, in order; None = no pipeline stages."""
     if state.layout is None:
         return None
     staged = state.request.family.staged(model)

@@ -1,7 +1,6 @@
-"""Applies a ShardPlan to a model: parameters become shards, and an engine runs the units.
+"""`shard_model`: shards a model as its `ShardPlan` says, and makes the `UnitEngine`.
 
-A model and its plan come in; the sharded model and its `UnitEngine` go out. Modules, placements,
-divisors and prefetch are the plan's; this file decides nothing.
+The plan decides modules, placements, divisors and prefetches. This file only applies them.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ from moecore.parallel.fsdp.unit import Unit, UnitOptions
 from moecore.parallel.mesh import Meshes, concatenate
 from moecore.parallel.model.plan import is_unsharded
 
-# Layout of a root without parameters, which only casts inputs.
+# Layout of a root without parameters: its unit only casts inputs.
 NOTHING = flat_layout("float32", "float32", "float32", None, (), 1)
 
 
 def shard_model(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> UnitEngine:
-    """Shard a model, cut over tp, ep and etp, in place; return its engine. No communication."""
+    """Shard a model that is local over tp, ep and etp, in place; return its engine."""
     streams, owners = UnitStreams(meshes.device_type), _owners(model)
-    join = cache(concatenate)  # a mesh takes milliseconds, and parameters share few
+    join = cache(concatenate)  # a mesh takes milliseconds; parameters share a few meshes
     units_of: dict[str, list[Unit]] = {}
     for unit_plan in plan.units:
         modules: list[Any] = [model.get_submodule(name) for name in unit_plan.modules]
@@ -124,7 +123,7 @@ def _unit(
 
 
 def mesh_of(unit: UnitPlan, meshes: Meshes) -> DeviceMesh | None:
-    """Return the mesh of data ranks that share a unit; None = experts that this rank alone owns."""
+    """Return the mesh of data ranks that share a unit; None = only this rank owns the experts."""
     if unit.mesh == "dense":
         return meshes.dense_fsdp
     return None if is_unsharded(meshes) else meshes.expert_fsdp
@@ -133,13 +132,13 @@ def mesh_of(unit: UnitPlan, meshes: Meshes) -> DeviceMesh | None:
 def _format(
     layout: FlatLayout, unit_plan: UnitPlan, group: dist.ProcessGroup | None, meshes: Meshes
 ) -> Format:
-    """Return the format that a unit's shards get for the all-gather."""
+    """Return the format of a unit's all-gather."""
     if layout.recipe is None:
         return CastFormat(getattr(torch, layout.gathers))
     dtype = _dtype(unit_plan.gather_dtype or layout.dtype)
     assert dtype is not None
     recipe, cuts = layout.recipe, None
-    # Parts of a linear share its scale. In "nvfp4" powers of two shift exponents alone.
+    # tp ranks share the scale of a linear. For "nvfp4" a power of two changes only exponents.
     shares = recipe.scaling == "tensorwise" or not recipe.power_of_two
     if shares and unit_plan.mesh == "dense" and meshes.parallel.tp > 1:
         cuts = meshes.dense["tp"].get_group()
@@ -147,7 +146,7 @@ def _format(
 
 
 def _share_buffers(plan: ShardPlan, units_of: dict[str, list[Unit]], streams: UnitStreams) -> None:
-    """Give units their buffers, which units may use in turn."""
+    """Make the buffers of the plan and assign them to units."""
     for buffer_plan in plan_buffers(plan):
         units = [units_of[name][i] for name, i in buffer_plan.places]
         if buffer_plan.holds == "weights":
@@ -171,6 +170,6 @@ def _move_buffers(model: nn.Module, device_type: str) -> None:
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
-    """Return the dtype with a plan's name; None for None."""
+    """Return the torch dtype of a name in a plan; None for None."""
     dtype: torch.dtype | None = None if name is None else getattr(torch, name)
     return dtype
