@@ -122,8 +122,8 @@ def _gpipe(shape: Shape) -> Turns:
 
 def _interleaved(shape: Shape, *, hop: int, num_extra: int = 0, **options: Any) -> Turns:
     """Return 1F1B by rounds of at least pp; a rank is `hop` forwards ahead of the next rank."""
-    # In one turn a forward moves one rank up and a backward one rank down, so neighbouring ranks are
-    # two turns apart; with one chunk a distance of one is enough. The first micro-batch of a round
+    # In one turn a forward moves one rank up and a backward one rank down, so neighbours are two
+    # turns apart; with one chunk a distance of one is enough. The first micro-batch of a round
     # must pass all ranks before the round ends: 11 micro-batches on 4 ranks are rounds of 6 and 5.
     # Shorter rounds would wait, and longer rounds need more memory.
     rounds = max(1, shape.num_micro_batches // shape.pp)
