@@ -240,7 +240,7 @@ def late_errors_of_a_loop() -> dict[str, Any]:
 def line_of_a_rank_that_compares_alone() -> str:
     """Return the error of a comparison in which other ranks do not take part."""
     ended = RuntimeError("gloo timed out")
-    with patch("moecore.parallel.arguments.where_different", side_effect=ended):
+    with patch("moecore.parallel.arguments.find_differences", side_effect=ended):
         try:
             run(TrainStep(build("tp"), num_micro_batches=2), "tp", odd=[])
         except RankError as error:

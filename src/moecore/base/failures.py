@@ -33,8 +33,8 @@ T = TypeVar("T")
 KEY = "moecore/failures"
 GRACE_S = 2.0  # how long a rank waits for the records of other ranks
 LONGEST, SHORT = 500, 120  # characters of an error, and of a transport error
-MOST_NAMED = 8  # ranks
-OF_TRANSPORT = ("gloo", "NCCL", "Connection closed", "Connection reset")
+MAX_NAMED = 8  # ranks
+TRANSPORT_ERRORS = ("gloo", "NCCL", "Connection closed", "Connection reset")
 _local_records: list[tuple[dist.Store, int]] = []  # this rank's records
 
 
@@ -56,7 +56,7 @@ def publish_errors(activity: str, *, is_written: bool = True) -> Iterator[None]:
     except Exception as error:
         if _store() is None:
             raise
-        if _is_of_transport(error):
+        if _is_transport_error(error):
             raise RankError(explain_transport_error(activity, error)) from error
         if is_written and not hasattr(error, "is_published"):  # else an inner context wrote it
             error.is_published = True  # type: ignore[attr-defined]
@@ -161,8 +161,8 @@ def explain_transport_error(activity: str, error: Exception) -> str:
     silent = set(range(dist.get_world_size())) - recorded_ranks
     if silent and all(record["waits"] and record["activity"] == activity for record in records):
         return (
-            f"{status}, but {_one_of(sorted(silent))} has ended or runs something else, and has "
-            f"recorded no error: {fix}, and see what the others printed ({cause})"
+            f"{status}, but {_format_ranks(sorted(silent))} has ended or runs something else, and "
+            f"has recorded no error: {fix}, and see what the others printed ({cause})"
         )
     first = records[0]
     if first["waits"]:
@@ -170,8 +170,8 @@ def explain_transport_error(activity: str, error: Exception) -> str:
     return f"rank {first['rank']} failed in {first['activity']}: {first['error']} ({status})"
 
 
-def _one_of(ranks: Sequence[int]) -> str:
-    if len(ranks) > MOST_NAMED:
+def _format_ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) > MAX_NAMED:
         return f"one of {len(ranks)} ranks"
     return f"{'one of ranks ' if len(ranks) > 1 else 'rank '}{', '.join(map(str, ranks))}"
 
@@ -191,9 +191,11 @@ def _store() -> dist.Store | None:
     return store
 
 
-def _is_of_transport(error: BaseException | None) -> bool:
+def _is_transport_error(error: BaseException | None) -> bool:
     while error is not None:
-        is_other = isinstance(error, RuntimeError) and any(x in str(error) for x in OF_TRANSPORT)
+        is_other = isinstance(error, RuntimeError) and any(
+            x in str(error) for x in TRANSPORT_ERRORS
+        )
         if is_other or isinstance(error, dist.DistError):
             return True
         error = error.__cause__

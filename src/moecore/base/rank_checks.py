@@ -110,7 +110,7 @@ def check_notes(
             )
 
 
-def fields_of(record: Any) -> dict[str, Any]:
+def list_fields(record: Any) -> dict[str, Any]:
     """Return the fields of a dataclass as a dict with keys "Class.field"."""
     cls = type(record).__name__
     return {f"{cls}.{field.name}": getattr(record, field.name) for field in fields(record)}
@@ -219,7 +219,7 @@ def _differing(entries: Mapping[str, Any], device_type: str, group: Group) -> li
     digests = [_digest(_text(entries[name])) for name in names]
     # Ranks may have different numbers of entries, so the first all-reduce has a fixed size.
     summary = torch.tensor([_digest(repr(names)), _digest(repr(digests))], device=device_type)
-    unequal = where_different(summary, group)
+    unequal = find_differences(summary, group)
     if not unequal:
         return []
     order, missing = list(entries), set[str]()
@@ -227,7 +227,7 @@ def _differing(entries: Mapping[str, Any], device_type: str, group: Group) -> li
         order, missing = _merge_names(order, group)
         names = [name for name in names if name not in missing]
         digests = [_digest(_text(entries[name])) for name in names]
-    positions = where_different(torch.tensor(digests, device=device_type), group) if names else []
+    positions = find_differences(torch.tensor(digests, device=device_type), group) if names else []
     different = {names[i] for i in positions} | missing
     return gather([name for name in order if name in different], group)[0]
 
@@ -257,7 +257,7 @@ def _digest(text: str) -> int:
     )
 
 
-def where_different(values: Tensor, group: Groups) -> list[int]:
+def find_differences(values: Tensor, group: Groups) -> list[int]:
     """Return the positions at which int64 values differ between ranks. Collective, host sync."""
     bounds = torch.stack([values, ~values])  # ~ reverses the order and cannot overflow
     for subgroup in group if isinstance(group, tuple) else (group,):

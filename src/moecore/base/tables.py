@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import prod
 
-MOST_ROWS = 4  # of one kind
-MOST_NAMES = 3  # in one row
+MAX_ROWS = 4  # of one kind
+MAX_NAMES = 3  # in one row
 HEADER = ("kind", "parameters", "global shape", "on this rank", "placement", "bytes here")
 Shape = tuple[int, ...]
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -26,7 +26,7 @@ class TableRow:
 
     def cells(self) -> tuple[str, ...]:
         """Return the text of each column of `HEADER`."""
-        names = ", ".join(self.names[:MOST_NAMES]) + ", .." * (len(self.names) > MOST_NAMES)
+        names = ", ".join(self.names[:MAX_NAMES]) + ", .." * (len(self.names) > MAX_NAMES)
         global_shape, local_shape = ("x".join(map(str, shape)) or "1" for shape in self.shapes)
         count = f"{self.number} x " if self.number > 1 else ""
         size = shown_bytes(self.num_bytes)
@@ -46,7 +46,7 @@ def folded(rows: Iterable[TableRow]) -> list[TableRow]:
         of_kind.setdefault(row.kind, []).append(row)
     table: list[TableRow] = []
     for kind, group in of_kind.items():
-        limit = MOST_ROWS if len(group) <= MOST_ROWS else MOST_ROWS - 1
+        limit = MAX_ROWS if len(group) <= MAX_ROWS else MAX_ROWS - 1
         largest = sorted(group, key=lambda row: -row.num_bytes)[:limit]
         table += [row for row in group if row in largest]
         if rest := [row for row in group if row not in largest]:
@@ -66,15 +66,15 @@ def columns(lines: list[tuple[str, ...]]) -> list[str]:
 
 def shown_count(number: float) -> str:
     """Return a number with the suffix k, M, B or T, such as "1.23 M"."""
-    return _shown(number, (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)), "")
+    return _format_number(number, (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)), "")
 
 
 def shown_bytes(number: float) -> str:
     """Return a number of bytes in decimal units, such as "1.23 GB"."""
-    return _shown(number, (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)), " B")
+    return _format_number(number, (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)), " B")
 
 
-def _shown(number: float, units: Iterable[tuple[str, float]], suffix: str) -> str:
+def _format_number(number: float, units: Iterable[tuple[str, float]], suffix: str) -> str:
     texts = (f"{number / size:.3g} {unit}" for unit, size in units if abs(number) >= size)
     return next(texts, f"{number:.0f}{suffix}")
 

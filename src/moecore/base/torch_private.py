@@ -287,7 +287,7 @@ def has_value_hooks(param: Tensor) -> bool:
     return bool(param._backward_hooks)
 
 
-def through_hooks(param: Tensor, grad: Tensor) -> Tensor:
+def apply_value_hooks(param: Tensor, grad: Tensor) -> Tensor:
     """Return a gradient after the parameter's `register_hook` hooks, called without autograd."""
     for hook in (param._backward_hooks or {}).values():
         changed = hook(grad)
@@ -383,7 +383,7 @@ def own_local(tensor: Tensor) -> Tensor:
     return local_tensor
 
 
-def wrapped_like(local: Tensor, like: Tensor) -> Tensor:
+def wrap_like(local: Tensor, like: Tensor) -> Tensor:
     """Return a DTensor of a local tensor with the spec of `like`; faster than `from_local`."""
     return DTensor(local, like._spec, requires_grad=False)  # type: ignore[attr-defined]
 
@@ -393,7 +393,7 @@ def zeros_like(tensor: Tensor, dtype: torch.dtype, device: torch.device | None =
     is_moved = device not in (None, tensor.device)
     if not isinstance(tensor, DTensor) or dtype != tensor.dtype or is_moved:
         return torch.zeros_like(tensor, dtype=dtype, device=device)
-    return wrapped_like(torch.zeros_like(local_of(tensor)), tensor)
+    return wrap_like(torch.zeros_like(local_of(tensor)), tensor)
 
 
 def parameter_like(data: Tensor, like: Tensor) -> nn.Parameter:

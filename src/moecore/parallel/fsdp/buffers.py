@@ -49,20 +49,20 @@ def plan_buffers(plan: ShardPlan) -> Iterator[BufferPlan]:
     ]
     for role in ("block", "experts"):
         units = [unit for unit in freed if unit.role == role]
-        for dtype, of_units in _by_dtype(units).items():
-            num_buffers = max(_num_live_units(unit, of_units) for unit in plan.units)
-            yield from _turns("weights", dtype, of_units, num_buffers)
+        for dtype, of_units in _group_by_dtype(units).items():
+            num_buffers = max(_count_live_layouts(unit, of_units) for unit in plan.units)
+            yield from _make_plans("weights", dtype, of_units, num_buffers)
         sharded = [(u, i) for u in units for i, layout in enumerate(u.layouts) if layout.ranks > 1]
         for dtype in dict.fromkeys(unit.layouts[i].reduces for unit, i in sharded):
             reduced = [(unit, i) for unit, i in sharded if unit.layouts[i].reduces == dtype]
-            yield from _turns("sums", dtype, reduced, SUMS)
+            yield from _make_plans("sums", dtype, reduced, SUMS)
     for unit in plan.units:
         if unit not in freed:
-            for dtype, local_layouts in _by_dtype([unit]).items():
-                yield from _turns("weights", dtype, local_layouts, len(local_layouts))
+            for dtype, local_layouts in _group_by_dtype([unit]).items():
+                yield from _make_plans("weights", dtype, local_layouts, len(local_layouts))
 
 
-def _by_dtype(units: Sequence[UnitPlan]) -> dict[str, list[tuple[UnitPlan, int]]]:
+def _group_by_dtype(units: Sequence[UnitPlan]) -> dict[str, list[tuple[UnitPlan, int]]]:
     """Return the layouts that need a buffer, by the dtype of their all-gather."""
     layouts_of = defaultdict(list)
     for unit in units:
@@ -72,7 +72,7 @@ def _by_dtype(units: Sequence[UnitPlan]) -> dict[str, list[tuple[UnitPlan, int]]
     return layouts_of
 
 
-def _num_live_units(unit: UnitPlan, among: Sequence[tuple[UnitPlan, int]]) -> int:
+def _count_live_layouts(unit: UnitPlan, among: Sequence[tuple[UnitPlan, int]]) -> int:
     """Return the number of layouts that are unsharded with a unit and its prefetched units."""
     live_names = [
         {unit.name, *prefetch} for prefetch in (unit.forward_prefetch, unit.backward_prefetch)
@@ -80,7 +80,7 @@ def _num_live_units(unit: UnitPlan, among: Sequence[tuple[UnitPlan, int]]) -> in
     return max(sum(other.name in names for other, _ in among) for names in live_names)
 
 
-def _turns(
+def _make_plans(
     holds: Literal["weights", "sums"],
     dtype: str,
     layouts: Sequence[tuple[UnitPlan, int]],

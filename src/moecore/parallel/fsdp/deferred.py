@@ -33,7 +33,7 @@ class WeightProduct(NamedTuple):
         cls, number: int, shape: torch.Size, compute: ComputeGrad, operands: tuple[Any, ...]
     ) -> WeightProduct:
         """Return the product of operands that the current stream made."""
-        device = next(tensors_in(operands)).device
+        device = next(iterate_tensors(operands)).device
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         return cls(number, shape, compute, operands, stream)
 
@@ -44,7 +44,7 @@ class WeightProduct(NamedTuple):
         current = torch.cuda.current_stream(self.stream.device)
         if current != self.stream:
             current.wait_stream(self.stream)
-            for tensor in tensors_in(self.operands):
+            for tensor in iterate_tensors(self.operands):
                 tensor.record_stream(current)
 
 
@@ -62,7 +62,7 @@ class WeightGradients:
             storage_key(tensor): tensor.untyped_storage().nbytes()
             for products in self._products.values()
             for product in products
-            for tensor in tensors_in(product.operands)
+            for tensor in iterate_tensors(product.operands)
         }
         return sum(storages.values())
 
@@ -95,13 +95,13 @@ class WeightGradients:
         return self._products.pop(unit, deque())
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def iterate_tensors(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in tuples and dataclasses; other objects are ignored."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple):
         for part in value:
-            yield from tensors_in(part)
+            yield from iterate_tensors(part)
     elif is_dataclass(value):
         for field in fields(value):
-            yield from tensors_in(getattr(value, field.name))
+            yield from iterate_tensors(getattr(value, field.name))

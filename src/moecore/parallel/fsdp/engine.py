@@ -79,29 +79,29 @@ class UnitEngine:
         exchanges: Mapping[nn.Module, nn.Module] | None,
     ) -> None:
         self.units, self._root, self._streams = tuple(units), root, streams
-        # In a pair the forward uses `_depth`, `_outer`, and units' `runs[False]`. The backward uses
-        # `_active`, `_in_backward`, and units' `runs[True]` and `backwards`. Both read
-        # `pending_backwards` and `_pending_forwards`. A forward counts in `_pending_forwards` until
+        # In a pair the forward uses `_depth`, `_outermost_run`, and units' `runs[False]`. The
+        # backward uses `_active_runs`, `_in_backward`, and units' `runs[True]` and `backwards`.
+        # Both read `pending_backwards` and `_pending_forwards`. A forward counts in the latter until
         # it has ended, because only then do all its units expect its backward.
         self._depth = 0  # nested forwards of hooked modules that run
-        self._outer: ForwardRun | None = None  # run of the outermost of these forwards
+        self._outermost_run: ForwardRun | None = None  # run of the outermost of these forwards
         self._in_step = False  # whether announced micro-batches share resident units
         self._pending_forwards = 0.0  # announced forwards with gradients that have not ended
         self._in_parts = False  # whether an announced forward runs a part of the modules
         self._is_paired = False  # whether a forward and a backward alternate
         self._forward = 0  # number of outermost forwards that have begun
         self._step = 0  # number of steps that have ended or were dropped
-        self._active: list[ForwardRun] = []  # runs whose backward has begun
+        self._active_runs: list[ForwardRun] = []  # runs whose backward has begun
         self._uneven: UnevenRanks | None = None
         if exchanges is not None:
             self._uneven = UnevenRanks(
                 root,
                 units,
-                self._active,
+                self._active_runs,
                 exchanges=exchanges,
                 unshard_for_use=self._unshard_for_use,
                 reshard_if_unused=self._reshard_if_unused,
-                finish=self._finish,
+                finish=self._end_run,
             )
         self._in_backward = False  # stays True after a backward that failed
         self._deferred: list[WeightGradients] = []  # deferred products, in the order of their D's
@@ -116,7 +116,7 @@ class UnitEngine:
 
     def reshard(self) -> None:
         """Reshard all units, also those whose backward has not ended. No communication."""
-        self._depth, self._outer = 0, None
+        self._depth, self._outermost_run = 0, None
         if self._uneven is not None:
             self._uneven.clear()
         for unit in self.units:
@@ -151,7 +151,7 @@ class UnitEngine:
 
     def end_forwards(self) -> None:
         """End a micro-batch: run a backward of zeros for forwards whose output had no backward."""
-        runs = [] if self._uneven is None else self._uneven.without_backward()
+        runs = [] if self._uneven is None else self._uneven.runs_without_backward()
         for run in runs:
             start = torch.zeros((), requires_grad=True)
             start.register_hook(lambda _, run=run: self.pre_backward(run))
@@ -235,7 +235,9 @@ class UnitEngine:
         if not self._depth and not is_recompute:
             self._root_pre_forward()
             args, kwargs = self._streams.on_device((args, kwargs))
-        forward = self._active[-1].forward if is_recompute and self._active else self._forward
+        forward = (
+            self._active_runs[-1].forward if is_recompute and self._active_runs else self._forward
+        )
         run = visit = None
         if torch.is_grad_enabled():
             run = ForwardRun(unit, module, step=self._step, forward=forward)
@@ -246,7 +248,7 @@ class UnitEngine:
                 visit.runs.append(run)
         if not is_recompute:
             if not self._depth:
-                self._outer = run
+                self._outermost_run = run
             self._depth += 1
         unit.runs[is_recompute].append(run)  # `_post_forward` removes it and decreases `_depth`
         is_first = module is unit.modules[0] and not is_recompute
@@ -254,7 +256,7 @@ class UnitEngine:
         # A recomputed forward belongs to a running backward, so the unit expects no further
         # backward. The first forward of a reentrant checkpoint runs without gradients: its visit,
         # or the outermost run, counts instead.
-        waits = None if is_recompute else run or visit or self._outer
+        waits = None if is_recompute else run or visit or self._outermost_run
         if waits is not None:
             waits.expect_in(unit)
         if run is None and visit is not None:
@@ -331,7 +333,7 @@ class UnitEngine:
 
     def _root_post_forward(self, module: nn.Module, *, has_failed: bool) -> None:
         """End an outermost forward: register sharded parameters, which the caller can read."""
-        self._outer = None
+        self._outermost_run = None
         if module is self._root and torch.is_grad_enabled():
             self._pending_forwards = max(0, self._pending_forwards - 1)
         if not self._in_step and (has_failed or not torch.is_grad_enabled()):
@@ -391,14 +393,14 @@ class UnitEngine:
         if not self._in_backward:
             self._in_backward = True
             for unit in self.units:
-                unit.follow()  # parameters may have been frozen since the forward
+                unit.sync_requires_grad()  # parameters may have been frozen since the forward
             call_after_backward(self._root_post_backward)
         if self._uneven is not None and run.visit is not None:
             for parent in self._uneven.runs_of_parent(run.visit):  # whose outputs no module read
                 self.pre_backward(parent)
             self._uneven.pre_backward(run.visit)
         run.is_active, run.pending = True, run.inputs
-        self._active.append(run)
+        self._active_runs.append(run)
         run.unit.backwards += 1
         is_first = run.module is run.unit.modules[-1]
         self._unshard_for_use(run.unit, run.unit.prefetch_backward if is_first else ())
@@ -407,14 +409,14 @@ class UnitEngine:
         """End the backward of a run, when the gradient of its last input is computed."""
         run.pending -= 1
         if run.is_active and not run.pending:
-            self._finish(run)
+            self._end_run(run)
 
-    def _finish(self, run: ForwardRun) -> None:
+    def _end_run(self, run: ForwardRun) -> None:
         """End the backward of a run; a run whose backward has not begun expects none."""
         if not run.is_active:
             run.expect_none()
             return
-        self._close(run)
+        self._close_run(run)
         self._reshard_if_unused(run.unit, run.forward)
 
     def _reshard_if_unused(self, unit: Unit, forward: int) -> None:
@@ -422,29 +424,29 @@ class UnitEngine:
         if unit.backwards or unit.runs[True]:
             return
         if not unit.options.is_resident:
-            if not unit.waits_for(forward) and unit.gradients.are_complete():
+            if not unit.expects_backward(forward) and unit.gradients.is_complete():
                 self._reduce_grads(unit)
             if not unit.is_in_use:
                 unit.reshard()
         elif (
-            not (unit.pending_backwards or self._pending_forwards) and unit.gradients.are_complete()
+            not (unit.pending_backwards or self._pending_forwards) and unit.gradients.is_complete()
         ):
             self._reduce_grads(unit)
             unit.reshard()
 
-    def _close(self, run: ForwardRun) -> None:
+    def _close_run(self, run: ForwardRun) -> None:
         if self._uneven is not None and run.visit is not None:
             self._uneven.post_backward(run, run.visit)
-        self._active.remove(run)
+        self._active_runs.remove(run)
         run.is_active = False
         run.unit.backwards -= 1
         run.unit.gradients.is_expected = True
         run.expect_none()
 
     def _root_post_backward(self) -> None:
-        while self._active:
-            run = self._active[-1]
-            self._close(run)
+        while self._active_runs:
+            run = self._active_runs[-1]
+            self._close_run(run)
             if run.visit is not None and run.visit.outer is not None:
                 self._reshard_if_unused(run.unit, run.forward)
         *children, root = self.units

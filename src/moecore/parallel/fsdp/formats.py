@@ -112,7 +112,7 @@ class QuantisedFormat(ABC):
             self._quantise(shard, part, values)
 
     def _make_parts(self, params: Sequence[UnitParam]) -> list[_ShardPart]:
-        places = [_place(param) for param in params]
+        places = [_find_place(param) for param in params]
         shapes = [self._blocks_shape(place) for place in places]
         numbers = [self._num_matrices(param.shape) for param in params]
         sizes = [*map(math.prod, shapes), *numbers]
@@ -249,15 +249,17 @@ class _ShardPart:
         scales: Tensor,
     ) -> None:
         self.place, self.of_blocks, self.of_matrices, self.scales = place, blocks, matrices, scales
-        self.first = _start(param) if param.slot.dim == 0 and len(param.shape) > 2 else 0  # matrix
+        self.first = (
+            _shard_start(param) if param.slot.dim == 0 and len(param.shape) > 2 else 0
+        )  # matrix
         self.history = history_of(param.owners[0][0])
 
 
-def _start(param: UnitParam) -> int:
+def _shard_start(param: UnitParam) -> int:
     return min(param.rank * param.slot.rows, param.shape[param.slot.dim])
 
 
-def _place(param: UnitParam) -> PartOfMatrix:
+def _find_place(param: UnitParam) -> PartOfMatrix:
     """Return the position of this rank's shard in the unsharded parameter."""
     dim = param.slot.dim
-    return PartOfMatrix.of(param.shape, dim, _start(param), param.shard.shape[dim])
+    return PartOfMatrix.of(param.shape, dim, _shard_start(param), param.shard.shape[dim])

@@ -31,11 +31,11 @@ from moecore.base.torch_private import (
 from moecore.kernels.experts.contract import ComputeGrad, GradSink, GradTarget
 from moecore.parallel.fsdp.buffers import Buffer
 from moecore.parallel.fsdp.deferred import WeightGradients, WeightProduct
-from moecore.parallel.fsdp.params import UnitParam, UnitViews, copy_all, cut_views
+from moecore.parallel.fsdp.params import UnitParam, UnitViews, copy_all, make_views
 from moecore.parallel.fsdp.plan import FlatLayout
 from moecore.parallel.fsdp.transport import UnitStreams, UnitTransport
 
-EXACT = 256  # largest number of ranks that bf16 counts exactly
+MAX_EXACT_COUNT = 256  # largest number of ranks that bf16 counts exactly
 
 
 class Gradients:
@@ -76,13 +76,13 @@ class Gradients:
         # other ranks may have gradients that this rank does not have.
         self.is_expected = False
         self._sums: UnitViews | None = None  # views of the sums while they are in use
-        self._turns: UnitViews | None = None  # views of `buffer`
+        self._buffer_views: UnitViews | None = None  # views of `buffer`
         self._num_flags = 3 * len(self._params)
         self._trained_before: set[int] | None = None  # trained parameters at the last reduction
-        self._sizes = [*_sizes(layout), self._num_flags]
+        self._sizes = [*_list_sizes(layout), self._num_flags]
         self._flags: dict[Any, Tensor] = {}  # flags of the last reduction
         # Parameters with a gradient only on other ranks -> whether kernels divided it there.
-        self._elsewhere: dict[int, bool] = {}
+        self._remote_grads: dict[int, bool] = {}
 
     def sink(self, index: int, shape: torch.Size) -> GradSink | None:
         """Return the `GradSink` of an unsharded parameter; None if it needs no gradient."""
@@ -102,7 +102,7 @@ class Gradients:
             return compute(*operands, GradTarget())
         if target.out is not None:
             torch.autograd.graph.increment_version(target.out)
-        self._take(index, compute(*operands, target))
+        self._record_kernel_grad(index, compute(*operands, target))
         return None
 
     def defer(self, index: int, shape: torch.Size, compute: ComputeGrad, *operands: Any) -> bool:
@@ -137,14 +137,14 @@ class Gradients:
         """Return the memory for a kernel's gradient; None = return the gradient to autograd."""
         if self._is_direct:
             return self._shard_target(self._params[index], shape)
-        sums = self._take_sums()
+        sums = self._acquire_sums()
         if sums is None:
             return None
         adds = index in self._filled
         scale = 1.0 if adds and index not in self._divided else 1.0 / self.divisor
         return GradTarget(sums.parameters[index].view(shape), adds=adds, scale=scale)
 
-    def _take(self, index: int, grad: Tensor) -> None:
+    def _record_kernel_grad(self, index: int, grad: Tensor) -> None:
         """Record that a kernel has written the gradient of a parameter."""
         self._kernel_grads.add(index)
         param = self._params[index]
@@ -155,7 +155,7 @@ class Gradients:
         elif param.sharded.grad is None or has_value_hooks(param.sharded):
             param.accumulate(grad.view(param.shard.shape))
 
-    def are_complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether the running backward will compute no further gradient of the unit."""
         for i, param in enumerate(self._params):
             unsharded = param.unsharded
@@ -176,12 +176,12 @@ class Gradients:
         grads = dict[int, Tensor]()
         for i, param in enumerate(self._params):
             if param.unsharded is not None and param.unsharded.grad is not None:
-                grads[i] = param.take_grad(param.unsharded)
+                grads[i] = param.pop_grad(param.unsharded)
         kernel_grads, self._kernel_grads = self._kernel_grads, set()
         deferred_grads, self._deferred_grads = self._deferred_grads, set()
         if self._is_direct:
             self.is_expected = False
-            self._put(grads, kernel_grads)
+            self._accumulate_local(grads, kernel_grads)
             return
         trained = self._trained()
         is_changed = self._trained_before not in (None, trained)  # other ranks may differ
@@ -190,8 +190,8 @@ class Gradients:
             return
         if not (grads or self.reduces):
             return
-        sums = self._take_sums() or self._new_sums()
-        self._add(sums, grads)
+        sums = self._acquire_sums() or self._new_sums()
+        self._add_to_sums(sums, grads)
         if self.reduces:
             self._trained_before = trained
             self._reduce(sums, trained.difference(deferred_grads, self._filled))
@@ -223,7 +223,7 @@ class Gradients:
             return None
         return GradTarget(local.view(shape), adds=True, scale=scale)
 
-    def _take_sums(self) -> UnitViews | None:
+    def _acquire_sums(self) -> UnitViews | None:
         """Return memory for the sums; None while another unit uses the shared buffer."""
         if self._sums is None:
             if self.buffer is None:
@@ -231,9 +231,9 @@ class Gradients:
             elif self.buffer.holder is None:
                 self.buffer.holder = self
                 self.buffer.mark.wait()
-                if self._turns is None:
-                    self._turns = self._cut(self.buffer.flat(self._device))
-                self._sums = self._turns
+                if self._buffer_views is None:
+                    self._buffer_views = self._cut(self.buffer.flat(self._device))
+                self._sums = self._buffer_views
         return self._sums
 
     def _new_sums(self) -> UnitViews:
@@ -241,13 +241,13 @@ class Gradients:
         return self._cut(torch.empty(numel, dtype=self.dtype, device=self._device))
 
     def _cut(self, flat: Tensor) -> UnitViews:
-        return cut_views(self._params, flat, self._layout.whole_numel)
+        return make_views(self._params, flat, self._layout.whole_numel)
 
     @property
     def _device(self) -> torch.device:
         return self._params[0].shard.device
 
-    def _add(self, sums: UnitViews, grads: dict[int, Tensor]) -> None:
+    def _add_to_sums(self, sums: UnitViews, grads: dict[int, Tensor]) -> None:
         """Copy autograd's gradients into the sums, or add them to existing sums."""
         new = [i for i in grads if i not in self._filled]
         copy_all([sums.parameters[i] for i in new], [grads[i] for i in new])
@@ -274,7 +274,7 @@ class Gradients:
             elif param.is_strided:
                 parts = sums.parameters[i].chunk(param.num_ranks, dim=param.slot.dim)
                 torch.stack(parts, out=region.view(param.num_ranks, *param.shard_shape))
-        flags = self._own_flags()
+        flags = self._make_flags()
         if self._transport is None:
             flat, shards = sums.flat, regions
             flat[-self._num_flags :].copy_(flags)
@@ -285,24 +285,24 @@ class Gradients:
         with streams.reducing():
             if self._transport is not None:
                 self._transport.reduce([*shards, all_flags], [*regions, flags])
-                if sums is self._turns and self.buffer is not None:
+                if sums is self._buffer_views and self.buffer is not None:
                     self.buffer.mark.set()
                 else:
                     streams.keep(sums.flat)
             for group in self._replicas:
                 dist.all_reduce(flat, group=group)
             if not missing:
-                self._elsewhere = {}
+                self._remote_grads = {}
             if (missing or self._host_reads) and _has_values(all_flags):
                 num_users, divided, trained = all_flags.view(3, -1).tolist()
-                self._elsewhere = {i: divided[i] > 0 for i in missing if num_users[i]}
+                self._remote_grads = {i: divided[i] > 0 for i in missing if num_users[i]}
                 self._check_trained(trained)
-            indices_with_grad = {*self._filled, *self._elsewhere}  # on any rank
+            indices_with_grad = {*self._filled, *self._remote_grads}  # on any rank
             local_grads = [
                 (i, x) for i, x in zip(indices, shards, strict=True) if i in indices_with_grad
             ]
             divided_grads = self._divided.union(
-                i for i, divided in self._elsewhere.items() if divided
+                i for i, divided in self._remote_grads.items() if divided
             )
             rest = [shard for i, shard in local_grads if i not in divided_grads]
             if rest and self.divisor != 1.0:
@@ -316,7 +316,7 @@ class Gradients:
                 param = self._params[i]
                 n = param.shard.numel()
                 part = shard if shard.numel() == n else shard[:n]
-                param.put_grad(part.view(param.shard.shape))
+                param.accumulate_with_hooks(part.view(param.shard.shape))
 
     def _check_trained(self, ranks_by_param: Sequence[float]) -> None:
         """Raise a ValueError on all ranks if only some ranks train a parameter."""
@@ -324,7 +324,7 @@ class Gradients:
         for group in self._replicas:
             every *= group.size()
         odd = [i for i, ranks in enumerate(ranks_by_param) if 0 < ranks < every]
-        if odd and every <= EXACT:
+        if odd and every <= MAX_EXACT_COUNT:
             param = self._params[odd[0]]
             raise ValueError(
                 f"requires_grad of {param.slot.param} ({param.sharded.requires_grad} on rank "
@@ -332,7 +332,7 @@ class Gradients:
                 "be the same on all ranks that share it: call requires_grad_ on every rank"
             )
 
-    def _own_flags(self) -> Tensor:
+    def _make_flags(self) -> Tensor:
         """Return this rank's flags, repeated for each rank of the reduce-scatter."""
         key = frozenset(self._filled), frozenset(self._divided), frozenset(self._trained())
         if key not in self._flags:
@@ -355,7 +355,7 @@ class Gradients:
         if self.buffer is not None and self.buffer.holder is self:
             self.buffer.holder = None
 
-    def _put(self, grads: dict[int, Tensor], kernel_grads: set[int]) -> None:
+    def _accumulate_local(self, grads: dict[int, Tensor], kernel_grads: set[int]) -> None:
         """Accumulate autograd's gradients into the shards, for a unit that one rank owns."""
         for i in kernel_grads.difference(grads):
             call_accumulate_hooks(self._params[i].sharded)
@@ -371,7 +371,7 @@ class Gradients:
         if self.divisor != 1.0:
             foreach_div_(shards, self.divisor)
         for i, shard in zip(grads, shards, strict=True):
-            self._params[i].put_grad(shard)
+            self._params[i].accumulate_with_hooks(shard)
 
 
 class _Sink:
@@ -409,7 +409,7 @@ def _has_values(x: Tensor) -> bool:
     return not (x.is_meta or (x.is_cuda and torch.cuda.is_current_stream_capturing()))
 
 
-def _sizes(layout: FlatLayout) -> list[int]:
+def _list_sizes(layout: FlatLayout) -> list[int]:
     """Return gap and size of each padded shard in the flat shard, and the final gap."""
     sizes = list[int]()
     for slot in layout.slots:

@@ -22,13 +22,13 @@ from moecore.base.copies import as_part
 from moecore.base.params import GATHERED_BLOCKS, READS_PLAIN, grad_placements
 from moecore.base.torch_private import (
     StridedShard,
+    apply_value_hooks,
     call_accumulate_hooks,
     foreach_copy_,
     has_value_hooks,
     local_of,
     parameter_like,
-    through_hooks,
-    wrapped_like,
+    wrap_like,
 )
 from moecore.moe.param_reader import gathered_blocks
 from moecore.parallel.fsdp.plan import FlatSlot
@@ -68,7 +68,7 @@ class UnitParam:
         local_data = data.narrow(dim, start, min(chunk, self.shape[dim] - start))
         local_data = local_data.to(device_type) if not local_data.is_meta else local_data
         shard = local_data.clone(memory_format=torch.contiguous_format)
-        place = _placements(param, dim if is_cut else None, mesh, join)
+        place = _make_placements(param, dim if is_cut else None, mesh, join)
         self.sharded = parameter_like(as_part(shard, *place, of=param), param)
         self.shard = local_of(self.sharded)  # this rank's local tensor
         self.unsharded: nn.Parameter | None = None  # None before the first all-gather
@@ -119,14 +119,14 @@ class UnitParam:
             setattr(self.unsharded, GATHERED_BLOCKS, blocks)
         return [self.unsharded] if self._is_plain else [self.unsharded, local_of(self.unsharded)]
 
-    def take_grad(self, unsharded: nn.Parameter) -> Tensor:
+    def pop_grad(self, unsharded: nn.Parameter) -> Tensor:
         """Return and clear the gradient of the unsharded parameter. May communicate over tp."""
         grad, unsharded.grad = unsharded.grad, None
         assert grad is not None, "the caller passes a parameter that has a gradient"
         if self._inner is None:
             return grad
         if self._is_plain:
-            grad = self._placed(grad)
+            grad = self._as_dtensor(grad)
         # If the parameter is replicated over tp, this sums the gradient over tp ranks.
         if grad.placements != self._inner[1]:  # type: ignore[attr-defined]
             grad = grad.redistribute(placements=self._inner[1])  # type: ignore[attr-defined]
@@ -138,16 +138,16 @@ class UnitParam:
         assert unsharded is not None, "a forward has made it"
         grad = grad.view(self.shape)
         if not self._is_plain:
-            grad = self._placed(grad)
+            grad = self._as_dtensor(grad)
         unsharded.grad = grad if unsharded.grad is None else unsharded.grad + grad
 
-    def _placed(self, grad: Tensor) -> DTensor:
+    def _as_dtensor(self, grad: Tensor) -> DTensor:
         """Return a local gradient as a DTensor over the tp, ep and etp mesh."""
         assert self._inner is not None, "the parameter has no inner mesh"
         mesh, placements = self._inner
         return as_part(grad, mesh, grad_placements(placements), of=self.sharded)
 
-    def put_grad(self, grad: Tensor) -> None:
+    def accumulate_with_hooks(self, grad: Tensor) -> None:
         """Accumulate into the gradient of the sharded parameter, and call its hooks."""
         self.accumulate(grad)
         call_accumulate_hooks(self.sharded)
@@ -155,9 +155,9 @@ class UnitParam:
     def accumulate(self, grad: Tensor) -> None:
         """Accumulate into the gradient of the sharded parameter after its `register_hook` hooks."""
         if has_value_hooks(self.sharded):
-            grad = local_of(through_hooks(self.sharded, wrapped_like(grad, self.sharded)))
+            grad = local_of(apply_value_hooks(self.sharded, wrap_like(grad, self.sharded)))
         if self.sharded.grad is None:
-            self.sharded.grad = wrapped_like(grad, self.sharded)
+            self.sharded.grad = wrap_like(grad, self.sharded)
         else:
             local_of(self.sharded.grad).add_(grad)
 
@@ -169,7 +169,7 @@ def register_params(params: Sequence[UnitParam], *, unsharded: bool) -> None:
             module._parameters[attribute] = param.unsharded if unsharded else param.sharded
 
 
-def _placements(
+def _make_placements(
     param: Tensor, dim: int | None, mesh: DeviceMesh | None, join: Callable[..., DeviceMesh]
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
     """Return mesh and placements of the sharded parameter: data ranks first, then tp, ep, etp."""
@@ -200,7 +200,7 @@ class UnitViews:
     parameters: list[Tensor]  # unsharded parameters; for dim 0 the regions without padding
 
 
-def cut_views(
+def make_views(
     params: Sequence[UnitParam], flat: Tensor, beside: int, values_per_byte: int = 1
 ) -> UnitViews:
     """Return the views of a unit's buffer; strided parameters start at offset `beside`."""

@@ -236,11 +236,11 @@ class ShardPlan:
 
     def param(self, name: str) -> ParamPlan:
         """Return the plan of a parameter; raise a ValueError for an unknown name."""
-        return _only((param for param in self.params if param.name == name), name)
+        return _first_match((param for param in self.params if param.name == name), name)
 
     def unit_of(self, param: str) -> UnitPlan:
         """Return the unit of a parameter; raise a ValueError for an unknown name."""
-        return _only((unit for unit in self.units if param in unit.params), param)
+        return _first_match((unit for unit in self.units if param in unit.params), param)
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Return a rank's index on each axis of both meshes and of their data meshes.
@@ -261,7 +261,7 @@ class ShardPlan:
         return coordinates
 
 
-def _only(matches: Iterator[T], param: str) -> T:
+def _first_match(matches: Iterator[T], param: str) -> T:
     """Return the first match; raise a ValueError without a match."""
     first = next(matches, None)
     if first is None:
@@ -283,7 +283,7 @@ def _local_shape(
     return tuple(local_shape)
 
 
-def flat_layouts(
+def make_flat_layouts(
     params: Iterable[ParamPlan],
     *,
     ranks: int,
@@ -311,10 +311,10 @@ def flat_layouts(
         elif gather_dtype is not None and param.name not in fp32:
             gathers = gather_dtype if getattr(torch, param.dtype).is_floating_point else param.dtype
         groups.setdefault((param.dtype, gathers, reduces, recipe), []).append(param)
-    return tuple(flat_layout(*key, params, ranks) for key, params in groups.items())
+    return tuple(make_flat_layout(*key, params, ranks) for key, params in groups.items())
 
 
-def flat_layout(
+def make_flat_layout(
     dtype: str,
     gathers: str,
     reduces: str,

@@ -72,7 +72,7 @@ def rank_bytes(plan: ShardPlan, rank: CountOrZero = 0) -> RankBytes:
         weights=weights,
         sums=sum(buffer.num_bytes for buffer in buffers) - weights,
         accumulated=sum(
-            _sums(unit, params_of_unit[unit.name]) for unit in plan.units if unit.accumulates
+            _sum_bytes(unit, params_of_unit[unit.name]) for unit in plan.units if unit.accumulates
         ),
     )
 
@@ -86,7 +86,7 @@ def _unsharded_bytes(unit: UnitPlan) -> int:
     )
 
 
-def _sums(unit: UnitPlan, params: Iterable[ParamPlan]) -> int:
+def _sum_bytes(unit: UnitPlan, params: Iterable[ParamPlan]) -> int:
     """Return the bytes of a unit's gradient sums that do not become its gradients."""
     trained = {param.name for param in params if param.trainable}
     return sum(

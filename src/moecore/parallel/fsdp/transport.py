@@ -97,7 +97,7 @@ class PackedTransport:
         foreach_copy_(shards, list(local_sums.split([shard.numel() for shard in shards])))
 
 
-def transport_of(group: dist.ProcessGroup, device_type: str) -> UnitTransport:
+def make_transport(group: dist.ProcessGroup, device_type: str) -> UnitTransport:
     """Return the transport for the backend of a group."""
     return PackedTransport(group, device_type) if is_gloo(group, device_type) else Coalesced(group)
 

@@ -34,10 +34,10 @@ from moecore.kernels.experts.contract import SINK
 from moecore.parallel.fsdp.buffers import Buffer
 from moecore.parallel.fsdp.formats import Format
 from moecore.parallel.fsdp.gradients import Gradients
-from moecore.parallel.fsdp.params import UnitParam, UnitViews, cut_views, register_params
+from moecore.parallel.fsdp.params import UnitParam, UnitViews, make_views, register_params
 from moecore.parallel.fsdp.plan import FlatLayout
 from moecore.parallel.fsdp.progress import Progress
-from moecore.parallel.fsdp.transport import UnitStreams, UnitTransport, transport_of
+from moecore.parallel.fsdp.transport import UnitStreams, UnitTransport, make_transport
 
 
 class State(enum.Enum):
@@ -91,7 +91,7 @@ class Unit:
         self._group = shard_group
         self._transport: UnitTransport | None = None
         if shard_group is not None and params:
-            self._transport = transport_of(shard_group, device_type)
+            self._transport = make_transport(shard_group, device_type)
         self.gradients = Gradients(
             params,
             layout,
@@ -140,7 +140,7 @@ class Unit:
         wholes = (param.unsharded for param in self.params)
         return [x for x in wholes if x is not None and x.requires_grad]
 
-    def waits_for(self, forward: int) -> bool:
+    def expects_backward(self, forward: int) -> bool:
         """Whether the unit expects a backward of the outermost forward with this number."""
         # Runs of enclosing modules, which can be in `pending_backwards` too, do not count.
         return any(
@@ -161,9 +161,9 @@ class Unit:
             changed = [param.refresh() for param in self.params]
             if any(changed) and self.buffer is None:
                 self._counting.clear()
-        self.follow()
+        self.sync_requires_grad()
 
-    def follow(self) -> None:
+    def sync_requires_grad(self) -> None:
         """Copy `requires_grad` from the sharded to the unsharded parameters."""
         for param in self.params:
             unsharded, is_trained = param.unsharded, param.sharded.requires_grad
@@ -262,7 +262,7 @@ class Unit:
             if self.buffer is not None:
                 flat = self.buffer.flat(self.device)
                 layout = self._layout
-                self._views = cut_views(
+                self._views = make_views(
                     self.params, flat, layout.whole_numel, layout.values_per_byte
                 )
                 data = self._views.parameters

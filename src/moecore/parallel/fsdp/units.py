@@ -44,14 +44,14 @@ def find_units(model: nn.Module, options: FSDPOptions) -> Units:
     """Return the units of a model whose MoE blocks have been replaced by MoE layers."""
     blocks = find_blocks(model)
     layers = [m for m in model.modules() if isinstance(m, RoutedLayer)]
-    stacks = [_layers(stack) for stack in _group(model, blocks, max(len(blocks), 1))]
+    stacks = [_list_layers(stack) for stack in _group_blocks(model, blocks, max(len(blocks), 1))]
     in_blocks = {layer for stack in stacks for layer in stack}
     stacks.append([m for m in layers if m not in in_blocks])
-    groups = _group(model, blocks, options.blocks_per_unit)
+    groups = _group_blocks(model, blocks, options.blocks_per_unit)
     routers = [unit for stack in stacks for unit in _separate_routers(stack, options)]
     heads = find_heads(model, blocks)
     first_routers = {unit[0] for unit in routers}
-    parts = [[group[0], *_parts(group, first_routers)] for group in groups]
+    parts = [[group[0], *_list_first_modules(group, first_routers)] for group in groups]
     place = {module: i for i, module in enumerate(model.modules())}
     return Units(
         blocks=blocks,
@@ -71,10 +71,10 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     # An entry that shares a parameter with a module outside of it (an embedding tied to the head)
     # is no block and belongs to the root unit, because two units would train two copies.
     blocks: list[nn.Module] = []
-    is_dense = not _layers([model])
+    is_dense = not _list_layers([model])
 
     def visit(module: nn.Module) -> None:
-        if not is_dense and not _layers([module]):
+        if not is_dense and not _list_layers([module]):
             return
         if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
             for child in module.children():
@@ -145,15 +145,15 @@ def _is_reached_without(block: nn.Module, model: nn.Module) -> bool:
     return visit(model)
 
 
-def keeps_precision(router: Router, options: FSDPOptions) -> bool:
+def is_in_router_unit(router: Router, options: FSDPOptions) -> bool:
     """Whether a router is in a router unit, whose dtype mixed precision does not change."""
     return options.param_dtype not in (None, router.weight.dtype)
 
 
-def forward_prefetch(model: nn.Module, units: Units, num_blocks: int) -> Prefetch:
+def plan_forward_prefetch(model: nn.Module, units: Units, num_blocks: int) -> Prefetch:
     """Return the units that each unit prefetches in forward: the next `num_blocks` groups."""
     prefetch_of: dict[nn.Module, list[nn.Module]] = {}
-    list_of = _outermost_lists(model)
+    list_of = _find_outermost_lists(model)
     of_unit = {group[0]: list_of.get(group[0]) for group in units.first_use}
     for (before, *_), (unit, *_) in pairwise(units.first_use):
         if unit in units.heads:
@@ -165,7 +165,7 @@ def forward_prefetch(model: nn.Module, units: Units, num_blocks: int) -> Prefetc
     return prefetch_of
 
 
-def backward_prefetch(units: Units, num_blocks: int) -> Prefetch:
+def plan_backward_prefetch(units: Units, num_blocks: int) -> Prefetch:
     """Return the units that each unit prefetches in backward; a head may run several times."""
     prefetch_of: dict[nn.Module, list[nn.Module]] = {}
     backward = [[group[0], *reversed(group[1:])] for group in reversed(units.first_use)]
@@ -185,9 +185,9 @@ def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _group(model: nn.Module, blocks: list[nn.Module], size: int) -> list[list[nn.Module]]:
+def _group_blocks(model: nn.Module, blocks: list[nn.Module], size: int) -> list[list[nn.Module]]:
     """Return groups of at most `size` consecutive blocks of one ModuleList."""
-    list_of = _outermost_lists(model)
+    list_of = _find_outermost_lists(model)
     groups: list[list[nn.Module]] = []
     for block in blocks:
         last = groups[-1] if groups else []
@@ -198,7 +198,7 @@ def _group(model: nn.Module, blocks: list[nn.Module], size: int) -> list[list[nn
     return groups
 
 
-def _outermost_lists(model: nn.Module) -> dict[nn.Module, nn.Module]:
+def _find_outermost_lists(model: nn.Module) -> dict[nn.Module, nn.Module]:
     """Return for each module the outermost ModuleList, ModuleDict or Sequential around it."""
     list_of: dict[nn.Module, nn.Module] = {}
     for module in model.modules():  # outer ones first
@@ -215,18 +215,18 @@ def _separate_routers(layers: list[RoutedLayer], options: FSDPOptions) -> list[l
     # for Qwen3-30B-A3B, 430 MB for DeepSeek-V3.
     of_dtype: dict[torch.dtype, list[nn.Module]] = {}
     for router in (m.part("router") for m in layers):
-        if router is not None and keeps_precision(router, options):
+        if router is not None and is_in_router_unit(router, options):
             of_dtype.setdefault(router.weight.dtype, []).append(router)
     return list(of_dtype.values())
 
 
-def _layers(blocks: list[nn.Module]) -> list[RoutedLayer]:
+def _list_layers(blocks: list[nn.Module]) -> list[RoutedLayer]:
     return [m for block in blocks for m in block.modules() if isinstance(m, RoutedLayer)]
 
 
-def _parts(blocks: list[nn.Module], first_routers: set[nn.Module]) -> list[nn.Module]:
+def _list_first_modules(blocks: list[nn.Module], first_routers: set[nn.Module]) -> list[nn.Module]:
     """Return the first modules of router and expert units in blocks, in the order of use."""
-    layers = _layers(blocks)
+    layers = _list_layers(blocks)
     parts = [m.part("router") for m in layers if m.part("router") in first_routers]
     return [*parts, *(m.part("experts") for m in layers)]
 
@@ -250,7 +250,7 @@ def kinds(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> Callable[[str]
             return "LoRA"
         prefixes = [".".join(path[:n]) for n in range(len(path), -1, -1)]  # innermost first
         for prefix in prefixes:
-            kind = roles.get(prefix) or _kind_of_module(modules.get(prefix), prefix)
+            kind = roles.get(prefix) or _find_kind(modules.get(prefix), prefix)
             if kind is not None:
                 return kind
         return "other"
@@ -258,7 +258,7 @@ def kinds(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> Callable[[str]
     return kind_of
 
 
-def _kind_of_module(module: nn.Module | None, name: str) -> str | None:
+def _find_kind(module: nn.Module | None, name: str) -> str | None:
     """Return the kind of a module's parameters by its class or name, or None."""
     class_name = type(module).__name__.lower()
     if getattr(module, "is_fsdp_head", False) or name.endswith("lm_head"):

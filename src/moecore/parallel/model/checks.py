@@ -25,7 +25,7 @@ from moecore.moe.expert_layout import expert_shapes
 from moecore.moe.experts import Experts
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.shared import SharedExpert
-from moecore.parallel.fsdp.units import find_ties, keeps_precision
+from moecore.parallel.fsdp.units import find_ties, is_in_router_unit
 from moecore.parallel.mesh import Meshes, ParallelConfig
 from moecore.parallel.model.family import (
     ContextParallelModel,
@@ -386,7 +386,7 @@ def _check_compute(name: str, layer: RoutedLayer, request: Request) -> None:
     shared = request.recipe_of(name, layer, "shared_experts")
     if isinstance(layer.part("shared"), SharedExpert) and shared is not None:
         _check_shared(name, layer.part("shared"), shared)
-    layer.check_config(name, request.config_of(layer))
+    layer.check_config(name, request.make_config(layer))
 
 
 def _check_shared(name: str, shared: SharedExpert, recipe: Recipe) -> None:
@@ -408,7 +408,7 @@ def _check_routers(
     routers = {name: router for name, router in owned.items() if router is not None}
     for name, router in routers.items():
         is_shared = list(routers.values()).count(router) > 1 or is_tied(router)
-        if is_shared and keeps_precision(router, options):
+        if is_shared and is_in_router_unit(router, options):
             raise ValueError(
                 f"router of {name} must not be shared with param_dtype ({options.param_dtype}), "
                 "which would round it with the root's parameters: untie it"

@@ -137,8 +137,8 @@ def unscale_and_clip_(
     """
     refuse_added(model)
     owner, stages = find_stages(model)
-    params = _trained(owner)
-    norm = _measure(params, stages, loss_scale, is_wrong)
+    params = _list_trained(owner)
+    norm = _measure_norm(params, stages, loss_scale, is_wrong)
     _scale(params, norm, max_norm, loss_scale)
     return norm
 
@@ -156,9 +156,9 @@ def step_clipped(
     signals: dict[str, Tensor] = {}
     with mark("moecore::clip"):
         owner, stages = find_stages(model)
-        params = _trained(owner)
+        params = _list_trained(owner)
         _check_holds(optimizers, params)
-        norm = _measure(params, stages, loss_scale, is_wrong)
+        norm = _measure_norm(params, stages, loss_scale, is_wrong)
         if all(map(_can_skip, optimizers)):
             signals["found_inf"] = norm.skipped.float()  # 1 = the optimizers skip the step
             divisors = [] if loss_scale is None else [loss_scale]
@@ -202,14 +202,14 @@ def _check_holds(
         )
 
 
-def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def _list_trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters that may have a gradient, equal on all ranks of a pipeline stage."""
     # A parameter without a gradient counts as 0. A parameter that was frozen after backward still
     # has a gradient, and optimizers update it.
     return [(n, p) for n, p in model.named_parameters() if p.requires_grad or p.grad is not None]
 
 
-def _measure(
+def _measure_norm(
     params: list[tuple[str, nn.Parameter]],
     stages: AllStages | None,
     loss_scale: Tensor | None,
@@ -218,20 +218,20 @@ def _measure(
     for _, param in params:
         lay_out_as_parameter(param)
     names = [n for n, _ in params]
-    squares = _squares(names, [p for _, p in params], stages, is_wrong)
+    squares = _sum_squares(names, [p for _, p in params], stages, is_wrong)
     if loss_scale is not None:
         squares = squares / loss_scale.double().square()
     return GradientNorm(tuple(names if stages is None else stages.num_holders), squares)
 
 
-def _squares(
+def _sum_squares(
     names: list[str], params: list[nn.Parameter], stages: AllStages | None, is_wrong: Tensor | None
 ) -> Tensor:
     """Return the squared norm of each gradient over all ranks, fp64 [parameters of all stages]."""
     if stages is None and not params:
         return torch.zeros(0, dtype=torch.float64)
     if params:
-        squares = torch.stack(_norms(params)).double().square_()
+        squares = torch.stack(_local_norms(params)).double().square_()
     else:  # a stage without trained parameters
         assert stages is not None
         squares = torch.zeros(0, dtype=torch.float64, device=stages.device)
@@ -241,7 +241,7 @@ def _squares(
     ranks = [world if stages is None else stages.num_copies(name) for name in names]
     # The division and the all-reduce keep a nan.
     copies = torch.tensor(
-        [n // _num_shards(p) for n, p in zip(ranks, params, strict=True)], dtype=torch.float64
+        [n // _count_shards(p) for n, p in zip(ranks, params, strict=True)], dtype=torch.float64
     )
     squares /= to_device(copies, squares.device)
     if stages is not None:
@@ -252,7 +252,7 @@ def _squares(
     return squares
 
 
-def _norms(params: list[nn.Parameter]) -> list[Tensor]:
+def _local_norms(params: list[nn.Parameter]) -> list[Tensor]:
     """Return the L2 norm of each local gradient in at least fp32; 0 without a gradient."""
     zero = torch.zeros((), dtype=torch.float32, device=local_of(params[0]).device)
     norms = [zero] * len(params)
@@ -270,7 +270,7 @@ def _norms(params: list[nn.Parameter]) -> list[Tensor]:
     return [n.double() for n in norms] if torch.float64 in of_dtype else norms
 
 
-def _num_shards(param: Tensor) -> int:
+def _count_shards(param: Tensor) -> int:
     """Return the number of shards of a tensor."""
     shards = 1
     if isinstance(param, DTensor):

@@ -29,22 +29,22 @@ def act_as_modules(model: nn.Module) -> None:
     # (`AveragedModel`), saved and exported, and its forward raises an error. `load_state_dict`
     # accepts unsharded tensors, of which each rank copies its shard. `pickle` raises an error.
     for module in model.modules():  # every module, because wrappers read attributes of submodules
-        vars(module)["__deepcopy__"] = partial(_copy, module)
-        vars(module)["__reduce_ex__"] = partial(_reduced, module)
-        module.register_load_state_dict_pre_hook(_take_parts)
+        vars(module)["__deepcopy__"] = partial(_deepcopy, module)
+        vars(module)["__reduce_ex__"] = partial(_reduce, module)
+        module.register_load_state_dict_pre_hook(_take_shards)
 
 
 @torch.no_grad()
-def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def _take_shards(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Replace unsharded tensors of a state dict by this rank's shards. No communication."""
     for name, param in module._parameters.items():
         value: Any = state.get(prefix + name)
         is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
         if param is not None and is_plain and value.shape == param.shape:
-            state[prefix + name] = _part(value, param)
+            state[prefix + name] = _take_shard(value, param)
 
 
-def _copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+def _deepcopy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     copies = copy_modules(model, _copy_param, unwrapped=True)
     memo.update({id(module): twin for module, twin in copies.items()})
     for module, twin in copies.items():
@@ -77,7 +77,7 @@ class _New:
         )
 
 
-def _reduced(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
+def _reduce(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
     """Return the `__reduce_ex__` of a module for `copy.copy`."""
     reduction: Any = type(module).__reduce_ex__(module, max(protocol, 2))
     module_state = {name: value for name, value in reduction[2].items() if name != "__reduce_ex__"}
@@ -155,7 +155,7 @@ def init_modules(model: nn.Module, *, seed: Seed = 0, std: PositiveOrZero = 0.02
     for name, module in model.named_modules():
         if any(name.startswith(f"{outer}." if outer else "") for outer in modules):
             continue
-        if isinstance(module, SELF_FILLING) or _reset_of(module) is not None:
+        if isinstance(module, SELF_FILLING) or _find_reset(module) is not None:
             modules[name] = module
         elif any(True for _ in module.parameters(recurse=False)):
             raise ValueError(
@@ -171,10 +171,10 @@ def init_modules(model: nn.Module, *, seed: Seed = 0, std: PositiveOrZero = 0.02
 
 def _reset(module: nn.Module, name: str, seed: int, std: float) -> None:
     """Initialise a module and its submodules, submodules first, as constructors do."""
-    copies: Any = copy_modules(module, _unsharded, unwrapped=True)
+    copies: Any = copy_modules(module, _empty_parameter, unwrapped=True)
     for inner, path in reversed([(m, n) for n, m in module.named_modules()]):
         twin, key = copies[inner], clean_name(f"{name}.{path}".strip("."))
-        reset = _reset_of(twin)
+        reset = _find_reset(twin)
         if isinstance(twin, SELF_FILLING):
             twin.init_weights(std=std, key=key, seed=seed)
         elif reset is not None:
@@ -182,19 +182,19 @@ def _reset(module: nn.Module, name: str, seed: int, std: float) -> None:
                 torch.manual_seed(seed_of(seed, key))
                 reset()
     for param, values in zip(module.parameters(), copies[module].parameters(), strict=True):
-        local_of(param).copy_(local_of(_part(values, param)))
+        local_of(param).copy_(local_of(_take_shard(values, param)))
 
 
-def _reset_of(module: nn.Module) -> Callable[[], None] | None:
+def _find_reset(module: nn.Module) -> Callable[[], None] | None:
     reset: Any = getattr(module, "reset_parameters", None)
     return reset or getattr(module, "_reset_parameters", None)  # of nn.MultiheadAttention
 
 
-def _unsharded(param: nn.Parameter) -> nn.Parameter:
+def _empty_parameter(param: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device=param.device))
 
 
-def _part(values: Tensor, of: Tensor) -> Tensor:
+def _take_shard(values: Tensor, of: Tensor) -> Tensor:
     """Return this rank's shard of unsharded values, with the placements of a parameter."""
     if not isinstance(of, DTensor):
         return values

@@ -63,7 +63,7 @@ def refuse_earlier(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] 
     missing = {p for p in model_params if p.requires_grad}.difference(*params_of)
     for earlier, params in zip(optimizers, params_of, strict=True):
         if missing and params and model_params.isdisjoint(params):
-            raise _is_earlier(earlier)
+            raise _replaced_error(earlier)
 
 
 def mark_replaced(params: Iterable[nn.Parameter]) -> None:
@@ -84,7 +84,7 @@ def _refuse_replaced(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.grad is None and param.requires_grad and hasattr(param, REPLACED):
-                raise _is_earlier(optimizer)
+                raise _replaced_error(optimizer)
 
 
 def _count_changes(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -95,7 +95,7 @@ def _count_changes(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         increment_version(changed)
 
 
-def _is_earlier(optimizer: Optimizer) -> ValueError:
+def _replaced_error(optimizer: Optimizer) -> ValueError:
     return ValueError(
         f"optimizer ({type(optimizer).__name__}) must hold parameters of the model, which "
         "parallelize_moe and to_empty have replaced: make it of model.parameters() afterwards"

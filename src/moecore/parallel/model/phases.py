@@ -37,9 +37,9 @@ from moecore.parallel.mesh import (
     DomainGroups,
     Meshes,
     check_domains,
-    context_groups,
     domain_groups,
-    split_context,
+    make_context_groups,
+    split_context_group,
 )
 from moecore.parallel.model.checks import check_stages
 from moecore.parallel.model.parallel_state import ParallelState
@@ -69,7 +69,7 @@ def choose_dispatcher(request: Request) -> tuple[str, str]:
     if name != "auto":
         return name, "asked for"
     if problem is not None:
-        return "alltoall", f"'nvlink' {_relation(problem)}"
+        return "alltoall", f"'nvlink' {_drop_fix(problem)}"
     return "auto", "'nvlink' if all GPUs of the group reach each other's memory, else 'alltoall'"
 
 
@@ -84,7 +84,7 @@ def resolve_dispatcher(model: nn.Module, state: ParallelState) -> None:
         state.domains = domain_groups(meshes)
         problem = find_problem(state.domains.inside, meshes.device_type)
         state.stores_in = state.domains.inside if problem is None else None
-        inside = "'nvlink'" if problem is None else "'alltoall': 'nvlink' " + _relation(problem)
+        inside = "'nvlink'" if problem is None else "'alltoall': 'nvlink' " + _drop_fix(problem)
         plan = replace(plan, dispatcher_reason=f"asked for; inside of a domain {inside}")
     if plan.dispatcher == "nccl_ep":
         problem = nccl_ep.find_problem(group, meshes.device_type)
@@ -96,7 +96,7 @@ def resolve_dispatcher(model: nn.Module, state: ParallelState) -> None:
         if problem is None:
             state.stores_in = group
             reason = "peer access among all GPUs of the group"
-            if not _is_required(request):
+            if not _is_nvlink_required(request):
                 reason += "; alltoall outside of forward_backward() and CUDA graphs"
             if request.pipeline is not None and request.pipeline.schedule in PAIRING:
                 reason += f"; pairs of schedule {request.pipeline.schedule!r} take no turns over it"
@@ -104,19 +104,19 @@ def resolve_dispatcher(model: nn.Module, state: ParallelState) -> None:
         elif request.dispatch.name == "nvlink":
             raise ValueError(f"DispatchOptions.name ('nvlink') {problem}")
         else:
-            reason = f"'nvlink' {_relation(problem)}"
+            reason = f"'nvlink' {_drop_fix(problem)}"
             plan = replace(plan, dispatcher="alltoall", dispatcher_reason=reason)
     if request.dispatch.name == "auto" and dist.get_rank() == 0:
         logger.info("dispatcher 'auto' is %r: %s", plan.dispatcher, plan.dispatcher_reason)
     state.plan = plan
 
 
-def _relation(problem: str) -> str:
+def _drop_fix(problem: str) -> str:
     """Return the first part of a problem text, without the fix."""
     return problem.partition(": ")[0]
 
 
-def _is_required(request: Request) -> bool:
+def _is_nvlink_required(request: Request) -> bool:
     """Whether the caller asked for nvlink, so that its errors are raised."""
     has_options = request.dispatch.nvlink is not None or request.memory.stash is not None
     return request.dispatch.name == "nvlink" or has_options
@@ -129,19 +129,19 @@ def apply_layers(model: nn.Module, state: ParallelState) -> None:
         state.exchanges = ExchangePool(
             state.stores_in,
             ep=meshes.parallel.ep,
-            options=_stores(request.dispatch.nvlink, state.domains),
+            options=_scale_nvlink_options(request.dispatch.nvlink, state.domains),
             fp8=request.dispatch.fp8,
-            is_required=_is_required(request),
+            is_required=_is_nvlink_required(request),
         )
     stream = torch.cuda.Stream() if request.dense.overlap_shared else None
     layers = zip(state.layers.items(), state.plan.layers, strict=True)
     for number, ((name, layer), layer_plan) in enumerate(layers):
         recipes = dict(layer_plan.recipes)
         layer.tracker.reset()  # forwards before `parallelize_moe` do not count
-        layer.set_config(request.config_of(layer))
+        layer.set_config(request.make_config(layer))
         _set_experts(name, layer, request, recipes["experts"])
-        placement = _placement(layer.config.num_experts, request, (number, name))
-        layer.dispatcher = _dispatcher(layer.config.num_experts, placement, state)
+        placement = _make_placement(layer.config.num_experts, request, (number, name))
+        layer.dispatcher = _make_dispatcher(layer.config.num_experts, placement, state)
         peers = state.exchanges if state.domains is None else None  # only if it has all ranks
         clones = request.dispatch.clones
         if placement is not None and clones is not None and placement.num_clones:
@@ -153,7 +153,9 @@ def apply_layers(model: nn.Module, state: ParallelState) -> None:
                 layer.part("shared").products = (linear_products(recipe), linear_products(recipe))
 
 
-def _stores(options: NVLinkOptions | None, domains: DomainGroups | None) -> NVLinkOptions | None:
+def _scale_nvlink_options(
+    options: NVLinkOptions | None, domains: DomainGroups | None
+) -> NVLinkOptions | None:
     """Return the options of nvlink; inside a domain `max_tokens` counts tokens of all domains."""
     if domains is None:
         return options
@@ -168,12 +170,12 @@ def _set_experts(name: str, layer: RoutedLayer, request: Request, recipe: Recipe
     layer.part("experts").set_backend(
         request.expert_backend, recompute_fc1=recompute_fc1, recipe=recipe
     )
-    why_wide = request.why_wide(name, layer)
+    why_wide = request.find_fp8_problem(name, layer)
     if why_wide is not None:
         logger.info("precision leaves the experts of %r as they are: %s", name, why_wide)
 
 
-def _placement(
+def _make_placement(
     num_experts: int, request: Request, layer: tuple[int, str]
 ) -> ExpertPlacement | None:
     """Return which ranks own the experts of a layer; None = this rank owns all experts."""
@@ -192,21 +194,21 @@ def _placement(
     )
 
 
-def _dispatcher(
+def _make_dispatcher(
     num_experts: int, placement: ExpertPlacement | None, state: ParallelState
 ) -> Dispatcher:
     """Return the dispatcher of a layer."""
     if placement is None:
         return LocalDispatcher(num_experts)
     if state.domains is None:
-        return _among(placement, state)
+        return _make_flat_dispatcher(placement, state)
     inside, across = state.domains
     domain = domain_of(placement, inside, across.size())
-    parts = (domain, _among(domain, state), across)
+    parts = (domain, _make_flat_dispatcher(domain, state), across)
     return HierarchicalDispatcher(placement, *parts, fp8=state.request.dispatch.fp8)
 
 
-def _among(placement: ExpertPlacement, state: ParallelState) -> Dispatcher:
+def _make_flat_dispatcher(placement: ExpertPlacement, state: ParallelState) -> Dispatcher:
     """Return the dispatcher for the ranks of a placement, without domains."""
     make = DISPATCHERS[state.plan.dispatcher]
     if make is not None:
@@ -228,10 +230,10 @@ def apply_context(model: nn.Module, state: ParallelState) -> None:
     places: dict[int, ContextParallel] = {}
     for cp, options in request.context_options(model).items():
         if request.is_dynamic:
-            group, state.shared_by[cp] = context_groups(meshes, cp)
+            group, state.shared_by[cp] = make_context_groups(meshes, cp)
         else:
             group = meshes.dense.get_group("cp")
-        places[cp] = _place(meshes, options, group)
+        places[cp] = _make_context(meshes, options, group)
     owner = request.family.context(model)
     if request.is_dynamic:
         owner.apply_context_groups(places)
@@ -239,11 +241,13 @@ def apply_context(model: nn.Module, state: ParallelState) -> None:
         owner.apply_context_parallel(places[meshes.parallel.cp])
 
 
-def _place(meshes: Meshes, options: ContextOptions, group: dist.ProcessGroup) -> ContextParallel:
+def _make_context(
+    meshes: Meshes, options: ContextOptions, group: dist.ProcessGroup
+) -> ContextParallel:
     """Return the `ContextParallel` of a cp group. Collective if it makes groups."""
     if options.way == "a2a+p2p":
         assert options.a2a_ranks is not None, "resolved options have the number"
-        return ContextParallel(group, *split_context(meshes, group.size(), options.a2a_ranks))
+        return ContextParallel(group, *split_context_group(meshes, group.size(), options.a2a_ranks))
     a2a, ring = (group if options.way == way else None for way in ("a2a", "p2p"))
     return ContextParallel(group, a2a, ring)
 

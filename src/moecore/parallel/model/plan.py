@@ -30,19 +30,19 @@ from moecore.parallel.fsdp.plan import (
     UnitPlan,
     UnitRole,
     View,
-    flat_layouts,
+    make_flat_layouts,
 )
 from moecore.parallel.fsdp.units import (
     Prefetch,
     Units,
-    backward_prefetch,
     find_units,
-    forward_prefetch,
     kinds,
+    plan_backward_prefetch,
+    plan_forward_prefetch,
 )
 from moecore.parallel.mesh import Meshes
 from moecore.parallel.model.phases import choose_dispatcher
-from moecore.parallel.model.request import Request, is_cut, roles_of
+from moecore.parallel.model.request import Request, is_cut, list_roles
 from moecore.precision.apply import check_precision
 
 Layers = Mapping[str, RoutedLayer]
@@ -56,13 +56,13 @@ def make_plan(model: nn.Module, layers: Layers, request: Request, fp32: Set[str]
     cut_model(twin, twins, request)
     recipes = {} if request.precision is None else check_precision(twin, request.precision)
     linears = {name: linear.recipe for name, linear in recipes.items() if linear.recipe}
-    maker = _Maker(twin, twins, request, gathered_recipes(twin, twins, linears, request), fp32)
+    maker = _Maker(twin, twins, request, find_gather_recipes(twin, twins, linears, request), fp32)
     dispatcher, reason = choose_dispatcher(request)
     return ShardPlan(
         model=type(model).__name__,
         device_type=request.meshes.device_type,
         parallel=request.meshes.parallel,
-        layers=tuple(_layer(name, layer, request) for name, layer in layers.items()),
+        layers=tuple(_make_layer_plan(name, layer, request) for name, layer in layers.items()),
         linears=tuple(linears.items()),
         params=tuple(maker.params.values()),
         units=tuple(maker.units()),
@@ -89,7 +89,7 @@ def is_unsharded(meshes: Meshes) -> bool:
     return meshes.parallel.edp_replicate * meshes.parallel.edp_shard == 1
 
 
-def _layer(name: str, layer: RoutedLayer, request: Request) -> LayerPlan:
+def _make_layer_plan(name: str, layer: RoutedLayer, request: Request) -> LayerPlan:
     config = layer.config
     return LayerPlan(
         name=name,
@@ -99,7 +99,7 @@ def _layer(name: str, layer: RoutedLayer, request: Request) -> LayerPlan:
         top_k=config.top_k,
         num_local=config.num_experts // request.meshes.parallel.ep,
         hidden_dim=config.hidden_dim,
-        recipes=tuple((role, request.recipe_of(name, layer, role)) for role in roles_of(layer)),
+        recipes=tuple((role, request.recipe_of(name, layer, role)) for role in list_roles(layer)),
     )
 
 
@@ -183,7 +183,7 @@ class _Maker:
         inner: list[AxisPlacement] = []
         if isinstance(param, DTensor):
             for (axis, size), placement in zip(
-                _axes(param.device_mesh), param.placements, strict=True
+                _list_axes(param.device_mesh), param.placements, strict=True
             ):
                 dim, pieces = getattr(placement, "dim", None), getattr(placement, "split_factor", 1)
                 inner.append(AxisPlacement(axis=axis, size=size, dim=dim, pieces=pieces))
@@ -195,7 +195,7 @@ class _Maker:
         dim = int(has_pieces)
         if experts is not None:
             mesh, dim = self.meshes.expert_fsdp, expert_dim(experts, param, self.meshes)
-        *replicates, (axis, size) = _axes(mesh)
+        *replicates, (axis, size) = _list_axes(mesh)
         if has_pieces and experts is None:
             self._check_inputs(param, size)
         if self.strategy_of(self.role_of[param]) == "no_shard":
@@ -219,7 +219,7 @@ class _Maker:
         """Return the units, in the order of their first use in forward."""
         model_units = self.model_units
         unsharded_experts = set(model_units.experts) if is_unsharded(self.meshes) else set()
-        forward, backward = _prefetch(self.model, model_units, self.options, unsharded_experts)
+        forward, backward = _plan_prefetch(self.model, model_units, self.options, unsharded_experts)
         return [
             self._unit(first, forward.get(first, ()), backward.get(first, ()))
             for first in sorted(self.owned, key=self._first_use)
@@ -260,7 +260,7 @@ class _Maker:
             strategy=strategy,
             forward_prefetch=tuple(self.names[unit] for unit in forward),
             backward_prefetch=tuple(self.names[unit] for unit in backward),
-            layouts=flat_layouts(
+            layouts=make_flat_layouts(
                 params,
                 ranks=1 if strategy == "no_shard" else fsdp_mesh.size(fsdp_mesh.ndim - 1),
                 gather_dtype=gather_dtype,
@@ -310,7 +310,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _prefetch(
+def _plan_prefetch(
     model: nn.Module, model_units: Units, options: FSDPOptions, unsharded: Set[nn.Module]
 ) -> tuple[Prefetch, Prefetch]:
     """Return the prefetches of forward and of backward, without unsharded experts."""
@@ -321,10 +321,10 @@ def _prefetch(
     ]
     units = replace(model_units, first_use=unit_groups)
     num_units = -(-options.prefetch_blocks // options.blocks_per_unit)
-    return forward_prefetch(model, units, num_units), backward_prefetch(units, num_units)
+    return plan_forward_prefetch(model, units, num_units), plan_backward_prefetch(units, num_units)
 
 
-def _axes(mesh: Any) -> list[tuple[str, int]]:
+def _list_axes(mesh: Any) -> list[tuple[str, int]]:
     """Return names and sizes of a mesh's axes."""
     return [(name, mesh.size(i)) for i, name in enumerate(mesh.mesh_dim_names)]
 
@@ -333,7 +333,7 @@ GATHER = "FSDPOptions.fp8_param_gather (True)"
 STORED_DTYPES = (torch.float32, torch.bfloat16)
 
 
-def gathered_recipes(
+def find_gather_recipes(
     model: nn.Module,
     layers: Mapping[str, RoutedLayer],
     linears: Mapping[str, Recipe],
@@ -342,14 +342,14 @@ def gathered_recipes(
     """Return name -> recipe of the parameters that are all-gathered in FP8."""
     if not request.fsdp.fp8_param_gather:
         return {}
-    read = dict(_read_quantised(model, layers, linears, request))
+    read = dict(_find_fp8_parameters(model, layers, linears, request))
     if not read and request.meshes.parallel.pp == 1:  # a pipeline stage may have none
         raise ValueError(
             f"{GATHER} must go with weights that several ranks share and that are quantised once, "
             "as by 'blockwise', 'tensorwise' and 'nvfp4' (others quantise rows and columns apart, "
             "as many bytes as bf16), and there are none: set precision='blockwise', or drop it"
         )
-    if request.dense.compile and any(map(_gathers, linears.values())):
+    if request.dense.compile and any(map(_gatherable_recipe, linears.values())):
         raise ValueError(
             f"{GATHER} must go with DenseOptions.compile (True) = False where linears are in FP8, "
             "which torch.compile would read: use roles=('experts', 'shared_experts'), or drop one "
@@ -362,7 +362,7 @@ def gathered_recipes(
     return {names[param]: recipe for param, recipe in read.items()}
 
 
-def _read_quantised(
+def _find_fp8_parameters(
     model: nn.Module,
     layers: Mapping[str, RoutedLayer],
     linears: Mapping[str, Recipe],
@@ -371,7 +371,7 @@ def _read_quantised(
     """Yield the parameters that products can read in FP8, with their recipes."""
     p = request.meshes.parallel
     for name, layer in layers.items():
-        recipe = _gathers(request.recipe_of(name, layer, "experts"))
+        recipe = _gatherable_recipe(request.recipe_of(name, layer, "experts"))
         if recipe is not None and p.edp_replicate * p.edp_shard > 1:
             experts = layer.part("experts")
             if experts.is_separate:
@@ -384,11 +384,11 @@ def _read_quantised(
                 _check_pairs(name, experts, param, recipe, request.meshes)
                 yield param, recipe
         shared = layer.part("shared")
-        recipe = _gathers(request.recipe_of(name, layer, "shared_experts"))
+        recipe = _gatherable_recipe(request.recipe_of(name, layer, "shared_experts"))
         if isinstance(shared, SharedExpert) and recipe is not None:
             yield from ((param, recipe) for param in (shared.w1, shared.w2))
     for name, module in model.named_modules():
-        recipe = _gathers(linears.get(clean_name(name)))
+        recipe = _gatherable_recipe(linears.get(clean_name(name)))
         if isinstance(module, nn.Linear) and recipe is not None:
             yield cast(nn.Parameter, module.weight), recipe
 
@@ -406,7 +406,7 @@ def _check_pairs(
         )
 
 
-def _gathers(recipe: Recipe | None) -> Recipe | None:
+def _gatherable_recipe(recipe: Recipe | None) -> Recipe | None:
     return recipe if recipe is not None and recipe.gathers else None
 
 

@@ -25,7 +25,7 @@ from moecore.base.options.layer import MoEConfig, MoEOverrides
 from moecore.base.options.memory import MemoryOptions
 from moecore.base.options.precision import Precision, Recipe, Role
 from moecore.base.params import clean_name
-from moecore.base.rank_checks import check_equal, check_equal_weights, fields_of
+from moecore.base.rank_checks import check_equal, check_equal_weights, list_fields
 from moecore.kernels.experts.contract import ExpertSpec
 from moecore.kernels.experts.fp8_products import fp8_speed_problem
 from moecore.moe.backends import ExpertBackend
@@ -60,11 +60,11 @@ class Request:
 
     def recipe_of(self, layer_name: str, layer: RoutedLayer, role: Role) -> Recipe | None:
         """Return the recipe of a layer's "experts" or "shared_experts"; None = no FP8."""
-        if role == "experts" and self.why_wide(layer_name, layer) is not None:
+        if role == "experts" and self.find_fp8_problem(layer_name, layer) is not None:
             return None
         return self._requested_recipe(layer_name, layer, role)
 
-    def why_wide(self, layer_name: str, layer: RoutedLayer) -> str | None:
+    def find_fp8_problem(self, layer_name: str, layer: RoutedLayer) -> str | None:
         """Return why `only_faster` keeps a layer's experts out of FP8, or None."""
         recipe = self._requested_recipe(layer_name, layer, "experts")
         if recipe is None or self.precision is None or not self.precision.only_faster:
@@ -93,7 +93,7 @@ class Request:
         owner = self.family.context(model)
         return {cp: owner.context_options(options, cp, p.tp) for cp in sizes}
 
-    def config_of(self, layer: RoutedLayer) -> MoEConfig:
+    def make_config(self, layer: RoutedLayer) -> MoEConfig:
         """Return the config of a layer with the fields of the argument `moe`."""
         config, moe = layer.config, self.moe
         if config.assignment == "hash":  # a selection by token id cannot be balanced
@@ -120,11 +120,11 @@ class Request:
         entries |= {f"MoEConfig.{name}": value for name, value in self.moe.items()}
         nvlink = self.dispatch.nvlink or NVLinkOptions()
         for record in (replace(self.dispatch, nvlink=None), nvlink, self.dense):
-            entries |= fields_of(record)
+            entries |= list_fields(record)
         # Other dispatchers allow hosts with different numbers of ranks.
         is_read = self.dispatch.name in ("hierarchical", "nccl_ep")
         domain = {"ranks_per_domain": self.meshes.ranks_per_domain if is_read else None}
-        return entries | fields_of(self.fsdp) | fields_of(self.memory) | domain
+        return entries | list_fields(self.fsdp) | list_fields(self.memory) | domain
 
 
 def compare_models(model: nn.Module, layers: Mapping[str, RoutedLayer], request: Request) -> None:
@@ -166,7 +166,7 @@ def _model_entries(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> dict[
     }
 
 
-def roles_of(layer: RoutedLayer) -> tuple[Role, ...]:
+def list_roles(layer: RoutedLayer) -> tuple[Role, ...]:
     """Return the roles of a layer's own matrix products, which are not `nn.Linear`s."""
     is_native = isinstance(layer.part("shared"), SharedExpert)
     return ("experts", "shared_experts") if is_native else ("experts",)

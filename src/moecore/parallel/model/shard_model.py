@@ -23,25 +23,25 @@ from moecore.parallel.fsdp.engine import UnitEngine
 from moecore.parallel.fsdp.formats import FORMATS, CastFormat, Format
 from moecore.parallel.fsdp.gradients import Gradients
 from moecore.parallel.fsdp.params import Owners, UnitParam
-from moecore.parallel.fsdp.plan import FlatLayout, ShardPlan, UnitPlan, flat_layout
+from moecore.parallel.fsdp.plan import FlatLayout, ShardPlan, UnitPlan, make_flat_layout
 from moecore.parallel.fsdp.transport import UnitStreams
 from moecore.parallel.fsdp.unit import Unit, UnitOptions
 from moecore.parallel.mesh import Meshes, concatenate
 from moecore.parallel.model.plan import is_unsharded
 
 # Layout of a root without parameters: its unit only casts inputs.
-NOTHING = flat_layout("float32", "float32", "float32", None, (), 1)
+NOTHING = make_flat_layout("float32", "float32", "float32", None, (), 1)
 
 
 def shard_model(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> UnitEngine:
     """Shard a model that is local over tp, ep and etp, in place; return its engine."""
-    streams, owners = UnitStreams(meshes.device_type), _owners(model)
+    streams, owners = UnitStreams(meshes.device_type), _find_owners(model)
     join = cache(concatenate)  # a mesh takes milliseconds; parameters share a few meshes
     units_of: dict[str, list[Unit]] = {}
     for unit_plan in plan.units:
         modules: list[Any] = [model.get_submodule(name) for name in unit_plan.modules]
         units_of[unit_plan.name] = [
-            _unit(unit_plan, layout, modules, owners, meshes, streams, join)
+            _make_unit(unit_plan, layout, modules, owners, meshes, streams, join)
             for layout in unit_plan.layouts or (NOTHING,)
         ]
         if unit_plan.role == "experts":
@@ -50,7 +50,7 @@ def shard_model(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> UnitEngine
         for unit in units_of[unit_plan.name]:
             unit.prefetch_forward = [u for n in unit_plan.forward_prefetch for u in units_of[n]]
             unit.prefetch_backward = [u for n in unit_plan.backward_prefetch for u in units_of[n]]
-    _share_buffers(plan, units_of, streams)
+    _assign_buffers(plan, units_of, streams)
     root, *inner_units = [unit for unit_plan in plan.units for unit in units_of[unit_plan.name]]
     exchanges: dict[nn.Module, nn.Module] | None = None
     if meshes.parallel.pp == 1:  # otherwise a stage's forward runs a part of the modules
@@ -65,7 +65,7 @@ def shard_model(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> UnitEngine
     return engine
 
 
-def _owners(model: nn.Module) -> dict[str, Owners]:
+def _find_owners(model: nn.Module) -> dict[str, Owners]:
     """Return the modules and attributes that have each parameter, by the parameter's first name."""
     owners: dict[nn.Parameter, Owners] = defaultdict(list)
     names: dict[nn.Parameter, str] = {}
@@ -77,7 +77,7 @@ def _owners(model: nn.Module) -> dict[str, Owners]:
     return {name: owners[param] for param, name in names.items()}
 
 
-def _unit(
+def _make_unit(
     unit_plan: UnitPlan,
     layout: FlatLayout,
     modules: Sequence[nn.Module],
@@ -86,7 +86,7 @@ def _unit(
     streams: UnitStreams,
     join: Callable[..., DeviceMesh],
 ) -> Unit:
-    mesh = mesh_of(unit_plan, meshes)
+    mesh = get_data_mesh(unit_plan, meshes)
     gather_dtype = _dtype(unit_plan.gather_dtype)
     is_cut = unit_plan.strategy != "no_shard"
     groups = [] if mesh is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
@@ -106,7 +106,7 @@ def _unit(
             for slot in layout.slots
         ],
         layout=layout,
-        format=_format(layout, unit_plan, group, meshes),
+        format=_make_format(layout, unit_plan, group, meshes),
         shard_group=group,
         replicas=[group for group in groups if group.size() > 1],
         options=UnitOptions(
@@ -122,14 +122,14 @@ def _unit(
     )
 
 
-def mesh_of(unit: UnitPlan, meshes: Meshes) -> DeviceMesh | None:
+def get_data_mesh(unit: UnitPlan, meshes: Meshes) -> DeviceMesh | None:
     """Return the mesh of data ranks that share a unit; None = only this rank owns the experts."""
     if unit.mesh == "dense":
         return meshes.dense_fsdp
     return None if is_unsharded(meshes) else meshes.expert_fsdp
 
 
-def _format(
+def _make_format(
     layout: FlatLayout, unit_plan: UnitPlan, group: dist.ProcessGroup | None, meshes: Meshes
 ) -> Format:
     """Return the format of a unit's all-gather."""
@@ -145,7 +145,7 @@ def _format(
     return FORMATS[recipe.scaling](dtype, recipe, group, cuts)
 
 
-def _share_buffers(plan: ShardPlan, units_of: dict[str, list[Unit]], streams: UnitStreams) -> None:
+def _assign_buffers(plan: ShardPlan, units_of: dict[str, list[Unit]], streams: UnitStreams) -> None:
     """Make the buffers of the plan and assign them to units."""
     for buffer_plan in plan_buffers(plan):
         units = [units_of[name][i] for name, i in buffer_plan.places]

@@ -28,9 +28,9 @@ from moecore.base.fields import (
 )
 from moecore.base.tables import columns
 
-MOST_LETTERS = 2**16  # limit of an expanded layout
-NumStages = Annotated[int, Bound(">=", 1), Bound("<=", MOST_LETTERS)]
-FewOrNone = Annotated[int, Bound(">=", 0), Bound("<=", MOST_LETTERS)]
+MAX_LETTERS = 2**16  # limit of an expanded layout
+NumStages = Annotated[int, Bound(">=", 1), Bound("<=", MAX_LETTERS)]
+FewOrNone = Annotated[int, Bound(">=", 0), Bound("<=", MAX_LETTERS)]
 TOKEN = re.compile(r"[EtmL|()]|\*[0-9]+")
 
 
@@ -64,7 +64,7 @@ class PipelineLayout:
         chunks, rest = divmod(len(self.stages), pp)
         if rest:
             num_stages = (chunks + 1) * pp
-            even = _even(self.num_layers, self.num_mtp_layers, num_stages)
+            even = _make_even_text(self.num_layers, self.num_mtp_layers, num_stages)
             raise ValueError(
                 f"layout ({quote(self.text)}) must have a number of stages that pp ({pp}) divides, "
                 f"found {len(self.stages)}: use {even!r} of {num_stages}"
@@ -74,7 +74,7 @@ class PipelineLayout:
     @property
     def text(self) -> str:
         """The shortest layout string, which `parse_layout` can read."""
-        return _folded([stage.letters for stage in self.stages])
+        return _shorten([stage.letters for stage in self.stages])
 
     def picture(self, pp: NumStages, rank_of: Sequence[int] | None = None) -> str:
         """Return a table of layer indices with a row per pp rank and a column per chunk.
@@ -88,7 +88,7 @@ class PipelineLayout:
             rank_stages = (
                 stage for stage, of in zip(self.stages, rank_of, strict=True) if of == rank
             )
-            lines.append((str(rank), *map(_cell, rank_stages)))
+            lines.append((str(rank), *map(_format_cell, rank_stages)))
         return "\n".join(columns(lines))
 
 
@@ -128,7 +128,7 @@ def parse_layout(
         ValueError: if the string is malformed, or does not have the model's numbers of layers.
     """
     check_arguments(parse_layout, locals())
-    letters = _expanded(text)
+    letters = _expand(text)
     counts = {letter: letters.count(letter) for letter in "tm"}
     order = "".join(letter for letter, _ in groupby(letters.replace("|", "")))
     problem = ""
@@ -144,9 +144,9 @@ def parse_layout(
         modules = f"num_mtp_layers ({num_mtp_layers})"
         problem = f"have one m per MTP module, found {counts['m']} for {modules}"
     if problem:
-        even = _even(num_layers, num_mtp_layers, letters.count("|") + 1)
+        even = _make_even_text(num_layers, num_mtp_layers, letters.count("|") + 1)
         raise ValueError(f"layout ({quote(text)}) must {problem}: use {even!r}")
-    return _of_letters(letters.split("|"))
+    return _make_layout(letters.split("|"))
 
 
 def even_layout(
@@ -163,7 +163,7 @@ def even_layout(
     """
     check_arguments(even_layout, locals())
     return parse_layout(
-        _even(num_layers, num_mtp_layers, num_stages, bound),
+        _make_even_text(num_layers, num_mtp_layers, num_stages, bound),
         num_layers=num_layers,
         num_mtp_layers=num_mtp_layers,
     )
@@ -184,11 +184,11 @@ def balanced_layout(costs: LayoutCosts, *, num_stages: NumStages) -> PipelineLay
     max_cost = _min_bottleneck(sums, num_stages) * (
         1 + 1e-9
     )  # sums of equal costs differ in the last bit
-    borders = [places[i] for i in _borders(sums, num_stages, max_cost)]
-    return _of_letters([letters[i:j] for i, j in pairwise(borders)])
+    borders = [places[i] for i in _find_borders(sums, num_stages, max_cost)]
+    return _make_layout([letters[i:j] for i, j in pairwise(borders)])
 
 
-def _expanded(text: str) -> str:
+def _expand(text: str) -> str:
     """Return a layout string without spaces, groups and repetitions."""
     plain = re.sub(r"\s", "", text)
     tokens = TOKEN.findall(plain)
@@ -211,17 +211,17 @@ def _expanded(text: str) -> str:
         elif token[0] == "*":
             if not groups[-1]:
                 _refuse(text, f"have a letter or a group before {token}", "remove it")
-            times = int(token[1:6]) if len(token) <= 6 else MOST_LETTERS + 1
+            times = int(token[1:6]) if len(token) <= 6 else MAX_LETTERS + 1
             letters = len(groups[-1][-1])
-            if letters * times > MOST_LETTERS:
-                _refuse(text, f"have at most {MOST_LETTERS} letters", f"lower {token[:9]}")
+            if letters * times > MAX_LETTERS:
+                _refuse(text, f"have at most {MAX_LETTERS} letters", f"lower {token[:9]}")
             groups[-1][-1] *= times
             sizes[-1] += letters * (times - 1)
         else:
             groups[-1].append(token)
             sizes[-1] += 1
-        if sizes[-1] > MOST_LETTERS:
-            _refuse(text, f"have at most {MOST_LETTERS} letters", "lower a repetition")
+        if sizes[-1] > MAX_LETTERS:
+            _refuse(text, f"have at most {MAX_LETTERS} letters", "lower a repetition")
     if len(groups) > 1:
         _refuse(text, "have a ) for each (", "close the group")
     return "".join(groups[0])
@@ -231,7 +231,7 @@ def _refuse(text: str, relation: str, fix: str) -> None:
     raise ValueError(f"layout ({quote(text)}) must {relation}: {fix}")
 
 
-def _even(
+def _make_even_text(
     num_layers: int, num_mtp_layers: int, num_stages: int, bound: frozenset[int] = frozenset()
 ) -> str:
     base_size, num_larger = divmod(num_layers, num_stages)
@@ -242,10 +242,10 @@ def _even(
     stages = ["t" * (j - i) for i, j in pairwise(first)]
     stages[0] = "E" + stages[0]
     stages[-1] += "m" * num_mtp_layers + "L"
-    return _folded(stages)
+    return _shorten(stages)
 
 
-def _folded(stages: Sequence[str]) -> str:
+def _shorten(stages: Sequence[str]) -> str:
     """Return stages as a layout string with repetitions."""
     short = [re.sub(r"(.)\1{2,}", lambda run: f"{run[1]}*{len(run[0])}", s) for s in stages]
     text = ""
@@ -255,7 +255,7 @@ def _folded(stages: Sequence[str]) -> str:
     return text + short[-1]
 
 
-def _of_letters(stages: Sequence[str]) -> PipelineLayout:
+def _make_layout(stages: Sequence[str]) -> PipelineLayout:
     first = {letter: [0, *accumulate(s.count(letter) for s in stages)] for letter in "tm"}
 
     def indices(letter: str, stage: int) -> tuple[int, ...]:
@@ -276,7 +276,7 @@ def _of_letters(stages: Sequence[str]) -> PipelineLayout:
     )
 
 
-def _cell(stage: Stage) -> str:
+def _format_cell(stage: Stage) -> str:
     if not stage.layers:
         return stage.letters or "-"
     first, last = stage.layers[0], stage.layers[-1]
@@ -300,7 +300,7 @@ def _min_bottleneck(sums: Sequence[float], num_stages: int) -> float:
     return candidates[bisect_left(candidates, True, key=suffices)]
 
 
-def _borders(sums: Sequence[float], num_stages: int, max_cost: float) -> list[int]:
+def _find_borders(sums: Sequence[float], num_stages: int, max_cost: float) -> list[int]:
     """Return the borders of stages, none of which costs more than `max_cost`."""
     last = len(sums) - 1
     # Stage 0 has the embedding and the last stage has the loss, so both are not empty.

@@ -90,7 +90,7 @@ def offload_fractions(
         live_stages = _live_stages(schedule.orders[rank])
         stages = [s for s, r in enumerate(schedule.rank_of) if r == rank and s not in live_stages]
         for candidates in (stages, *([stage] for stage in stages)):
-            _raise(fractions, candidates, partial(_fits, spans, fractions, seconds))
+            _maximise(fractions, candidates, partial(_fits, spans, fractions, seconds))
     return tuple(fractions)
 
 
@@ -104,7 +104,7 @@ def _live_stages(order: Sequence[Item]) -> set[int]:
     }
 
 
-def _raise(fractions: list[float], stages: Sequence[int], fits: Callable[[], bool]) -> None:
+def _maximise(fractions: list[float], stages: Sequence[int], fits: Callable[[], bool]) -> None:
     """Increase the equal fractions of some stages to the largest value that fits, by bisection."""
 
     def tried(share: float) -> bool:

@@ -69,7 +69,7 @@ class Turns(NamedTuple):
     first_pair: int | None = None
 
 
-def in_turns(turns: Turns) -> Iterator[Item]:
+def make_order(turns: Turns) -> Iterator[Item]:
     """Yield the order of one rank."""
     forwards = [Action("F", *pass_) if pass_ else None for pass_ in turns.forwards]
     while forwards and forwards[-1] is None:

@@ -22,7 +22,7 @@ from moecore.parallel.pipeline.orders import (
     Item,
     Shape,
     actions_of,
-    in_turns,
+    make_order,
 )
 
 
@@ -170,7 +170,7 @@ def make_schedule(
         num_stages=num_stages,
         num_micro_batches=num_micro_batches,
         rank_of=tuple(ranks),
-        orders=tuple(tuple(in_turns(rule.turns(shape))) for shape in shapes),
+        orders=tuple(tuple(make_order(rule.turns(shape))) for shape in shapes),
     )
 
 

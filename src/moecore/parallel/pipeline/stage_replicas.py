@@ -56,15 +56,15 @@ def make_all_stages(model: nn.Module, meshes: Meshes) -> AllStages:
     """Compare and describe the stages of a sharded model. Collective over the world, host sync."""
     peers, device_type = meshes.dense.get_group("pp"), meshes.device_type
     named = {clean_name(name): param for name, param in model.named_parameters()}
-    forms = gather({name: _form(p) for name, p in named.items()}, peers)
-    raise_on_all(_odd_copy(forms), device_type, group=peers)
+    forms = gather({name: _describe(p) for name, p in named.items()}, peers)
+    raise_on_all(_find_odd_copy(forms), device_type, group=peers)
     stages_of: dict[str, list[int]] = {}
     for pp_rank, forms_of_rank in enumerate(forms):
         for name in forms_of_rank:
             stages_of.setdefault(name, []).append(pp_rank)
     groups = {}
     for stages in sorted({tuple(s) for s in stages_of.values() if len(s) > 1}):
-        group = _peers_of(stages, meshes)
+        group = _make_peer_group(stages, meshes)
         if meshes.pp_rank in stages:
             groups[stages] = group
     shared = {n: groups[tuple(s)] for n, s in stages_of.items() if tuple(s) in groups}
@@ -93,7 +93,7 @@ def make_all_stages(model: nn.Module, meshes: Meshes) -> AllStages:
     )
 
 
-def _peers_of(stages: tuple[int, ...], meshes: Meshes) -> Any:
+def _make_peer_group(stages: tuple[int, ...], meshes: Meshes) -> Any:
     """Return the group of this rank's index in several stages, or None. Collective."""
     size = meshes.stage_group.size()
     for place in range(size):
@@ -113,7 +113,7 @@ def lay_out_as_parameter(param: nn.Parameter) -> None:
         param.grad = grad.redistribute(placements=param.placements)
 
 
-def _form(param: nn.Parameter) -> str:
+def _describe(param: nn.Parameter) -> str:
     """Return a text of the properties that copies of a parameter must share."""
     kind = "trained" if param.requires_grad else "frozen"
     memory = "on meta" if param.is_meta else "real"
@@ -121,7 +121,7 @@ def _form(param: nn.Parameter) -> str:
     return f"{param.dtype} {tuple(param.shape)} {kind} {memory} {sharding}"
 
 
-def _odd_copy(forms: list[dict[str, str]]) -> str | None:
+def _find_odd_copy(forms: list[dict[str, str]]) -> str | None:
     """Return an error text for the first copy that differs, or None."""
     first: dict[str, tuple[int, str]] = {}
     for pp_rank, forms_of_rank in enumerate(forms):

@@ -102,7 +102,7 @@ def take_stages(model: StagedModel, stages: Sequence[Stage]) -> None:
     for stage in stages:
         _check_range(stage, "layers", stage.layers, num_layers)
         _check_range(stage, "mtp", stage.mtp, num_mtp)
-        local_modules |= dict(_input_problem(model, parts, stage, num_mtp))
+        local_modules |= dict(_list_needed_modules(model, parts, stage, num_mtp))
     for name, module in local_modules.items():
         if isinstance(module, Elsewhere):
             raise ValueError(
@@ -110,7 +110,7 @@ def take_stages(model: StagedModel, stages: Sequence[Stage]) -> None:
                 "take them of the whole model, once"
             )
     lists = [name for name in (parts.layers, parts.mtp) if name is not None]
-    entries = [f"{name}.{i}" for name in lists for i in range(_length(model, name))]
+    entries = [f"{name}.{i}" for name in lists for i in range(_count_entries(model, name))]
     for name in (parts.embedding, *entries, *parts.final_modules, parts.head):
         if name not in local_modules:
             model.set_submodule(name, parts.elsewhere(name, model.get_submodule(name)))
@@ -129,7 +129,9 @@ def hidden_shape(model: StagedModel, stage: Stage, inputs: Mapping[str, Any]) ->
 def num_parts(model: StagedModel) -> tuple[int, int]:
     """Return the numbers of layers and of multi-token prediction modules of a model."""
     parts = model.stage_parts()
-    return _length(model, parts.layers), 0 if parts.mtp is None else _length(model, parts.mtp)
+    return _count_entries(model, parts.layers), 0 if parts.mtp is None else _count_entries(
+        model, parts.mtp
+    )
 
 
 def loss_of(output: Any) -> Tensor:
@@ -152,7 +154,7 @@ def check_stage(model: StagedModel, parts: StageParts, stage: Stage, num_mtp: in
     """Raise a ValueError if this rank lacks a module of a stage. Not under torch.compile."""
     if torch.compiler.is_compiling():
         return
-    for name, module in _input_problem(model, parts, stage, num_mtp):
+    for name, module in _list_needed_modules(model, parts, stage, num_mtp):
         if isinstance(module, Elsewhere):
             raise ValueError(
                 f"stage ({stage.index}) must be one that this rank has, but {name} is elsewhere: "
@@ -189,7 +191,7 @@ def check_hidden(hidden: Tensor | None, stage: Stage, shape: tuple[int, ...]) ->
         )
 
 
-def _input_problem(
+def _list_needed_modules(
     model: StagedModel, parts: StageParts, stage: Stage, num_mtp: int
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that a stage needs, with their names."""
@@ -213,5 +215,5 @@ def _check_range(stage: Stage, field: str, indices: Sequence[int], count: int) -
         )
 
 
-def _length(model: StagedModel, name: str) -> int:
+def _count_entries(model: StagedModel, name: str) -> int:
     return len(cast(nn.ModuleList, model.get_submodule(name)))

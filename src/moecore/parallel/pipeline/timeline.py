@@ -22,7 +22,7 @@ COLOURS = {"F": "#4477aa", "B": "#228833", "D": "#66ccaa", "W": "#ee8866"}
 NAMES = {"F": "forward", "B": "backward", "D": "gradient of inputs", "W": "gradients of weights"}
 ROW = 0.9  # height of a bar, as a fraction of a rank's row
 WIDTH = 0.25  # inches per item of an order
-MOST_WIDTH = 120  # inches
+MAX_WIDTH = 120  # inches
 
 
 class Span(NamedTuple):
@@ -77,7 +77,7 @@ class Timeline:
         spans = [
             (rank, *span)
             for rank, path in enumerate(paths)
-            for span in _traced(json.loads(Path(path).read_bytes()))
+            for span in _read_items(json.loads(Path(path).read_bytes()))
         ]
         return cls.from_spans(spans)
 
@@ -98,7 +98,7 @@ class Timeline:
         return (len(self.spans) * self.makespan - busy) / busy
 
 
-def mark_name(item: Item) -> str:
+def name_item(item: Item) -> str:
     """Return the name of an item in a profile."""
     return "moecore::" + " beside ".join(
         f"{a.kind} stage {a.stage} micro-batch {a.micro_batch}" for a in actions_of(item)
@@ -108,7 +108,7 @@ def mark_name(item: Item) -> str:
 ACTION = re.compile(r"([FBDW]) stage (\d+) micro-batch (\d+)")
 
 
-def _traced(trace: Mapping[str, Any]) -> Iterator[tuple[Item, float, float]]:
+def _read_items(trace: Mapping[str, Any]) -> Iterator[tuple[Item, float, float]]:
     """Yield the items in a Chrome trace with start and end in microseconds."""
     traced_events = [(e, list(ACTION.finditer(str(e.get("name"))))) for e in trace["traceEvents"]]
     events = [(e, matches) for e, matches in traced_events if matches]
@@ -166,7 +166,7 @@ def draw(timeline: Timeline, path: str | os.PathLike[str]) -> None:
         return tuple(c + (1 - c) * light for c in colors.to_rgb(COLOURS[box.action.kind]))
 
     ranks, end = len(timeline.spans), timeline.makespan
-    width = min(MOST_WIDTH, max(8.0, WIDTH * max(map(len, timeline.spans))))
+    width = min(MAX_WIDTH, max(8.0, WIDTH * max(map(len, timeline.spans))))
     figure = Figure(figsize=(width, 1.2 + 0.4 * ranks), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
