@@ -109,9 +109,7 @@ def _host_problems(facts: Sequence[RankFacts]) -> Iterator[str]:
     by_host = defaultdict[str, list[int]](list)
     for rank, rank_facts in enumerate(facts):
         by_host[rank_facts.host].append(rank)
-    for fabric in dict.fromkeys(
-        rank_facts.fabric for rank_facts in facts if rank_facts.fabric is not None
-    ):
+    for fabric in dict.fromkeys(_present(facts, "fabric")):
         ranks = [rank for rank, rank_facts in enumerate(facts) if rank_facts.fabric == fabric]
         if ranks[-1] - ranks[0] >= len(ranks):
             yield (
@@ -136,9 +134,7 @@ def _single_host_problems(
             f"ranks of {name} ({_ranks(ranks)}) must be neighbours, on which tp and ep count: "
             "number them by host"
         )
-    for number in sorted(
-        {rank_facts.ranks_per_host for rank_facts in facts} - {None, len(ranks)}, key=str
-    ):
+    for number in sorted({*_present(facts, "ranks_per_host")} - {len(ranks)}):
         yield (
             f"LOCAL_WORLD_SIZE ({number}) of {name} must be its number of ranks ({len(ranks)}): "
             "start them by one torchrun, or pass ranks_per_domain"
@@ -149,37 +145,27 @@ def _single_host_problems(
             f"clock of {name} ({clock_offset:+.1f} s from that of {first.name}) must be within "
             f"{CLOCK_S:g} s: run an NTP client"
         )
-    # Ranks of one host may run in containers of their own, so the smallest number counts.
-    memory = min(
-        (rank_facts.shared_memory for rank_facts in facts if rank_facts.shared_memory is not None),
-        default=None,
+    # Ranks of one host may run in different containers, so the smallest number counts.
+    memory, disk = (
+        min(_present(facts, field), default=None) for field in ("shared_memory", "disk")
     )
     if memory is not None and memory < SHARED_MEMORY:
         yield (
             f"/dev/shm of {name} ({_gib(memory)} free) must have {_gib(SHARED_MEMORY)}, for NCCL "
             "and data loaders: --shm-size of its container"
         )
-    disk = min(
-        (rank_facts.disk for rank_facts in facts if rank_facts.disk is not None), default=None
-    )
     if disk is not None and disk < DISK:
         yield (
             f"disk of checkpoints on {name} ({_gib(disk)} free) must have {_gib(DISK)}: remove old "
             "ones by moecore checkpoint prune"
         )
-    blind = [
-        rank
-        for rank, rank_facts in zip(ranks, facts, strict=True)
-        if not rank_facts.sees_checkpoints
-    ]
+    blind = [rank for rank, one in zip(ranks, facts, strict=True) if not one.sees_checkpoints]
     if blind:
         yield (
             f"directory of checkpoints on {name} (of {_ranks(blind)}) must be that of rank 0, "
             "which all ranks write: give one on shared storage"
         )
-    for peers in dict.fromkeys(
-        rank_facts.peers for rank_facts in facts if rank_facts.peers is not None
-    ):
+    for peers in dict.fromkeys(_present(facts, "peers")):
         yield f"dispatcher 'nvlink' on {name} {peers}"
 
 
@@ -199,11 +185,9 @@ def _rank_problems(facts: Sequence[RankFacts]) -> Iterator[str]:
                 f"locked memory of rank {rank} ({_gib(rank_facts.locked_memory)}) must be "
                 "unlimited, for transfers between hosts: ulimit -l unlimited"
             )
-        if (
-            rank_facts.gpu_memory is not None
-            and rank_facts.gpu_memory[0] < 0.9 * rank_facts.gpu_memory[1]
-        ):
-            free, total = map(_gib, rank_facts.gpu_memory)
+        free_bytes, total_bytes = rank_facts.gpu_memory or (0, 0)
+        if free_bytes < 0.9 * total_bytes:
+            free, total = _gib(free_bytes), _gib(total_bytes)
             yield (
                 f"GPU of rank {rank} ({free} of {total} free on {rank_facts.name}) must be empty: "
                 "end what else runs there (nvidia-smi shows it)"
@@ -237,6 +221,11 @@ def _ranks(ranks: Sequence[int]) -> str:
     ends = [r for i, r in enumerate(ranks) if i + 1 == len(ranks) or ranks[i + 1] != r + 1]
     parts = [str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(parts)}"
+
+
+def _present(facts: Sequence[RankFacts], field: str) -> list[Any]:
+    """Return the values of a field that are not None."""
+    return [value for one in facts if (value := getattr(one, field)) is not None]
 
 
 def _one_line(error: Exception) -> str:

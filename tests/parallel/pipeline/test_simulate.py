@@ -61,25 +61,6 @@ def test_exchange_hides_behind_the_other_pass_of_an_overlap() -> None:
     assert apart.makespan == 45 and apart.exposed_exchange == (18,)
 
 
-def test_exchange_that_overlaps_hide_in_a_pipeline() -> None:
-    """40% of a forward is exchange: all but warm-up and the end hide it."""
-    times = (1.0,) * 16
-    costs = Costs(
-        forward=times,
-        backward_inputs=times,
-        backward_weights=times,
-        forward_exchange=(0.5,) * 16,
-        backward_exchange=(0.5,) * 16,
-    )
-    sizes = dict(pp=4, chunks=4, num_micro_batches=64)
-    merged, plain = (
-        simulate(make_schedule(name, **sizes), costs) for name in ("overlapped", "interleaved")
-    )
-    assert sum(plain.exposed_exchange) == 4 * 4 * 64
-    assert sum(merged.exposed_exchange) < 0.1 * sum(plain.exposed_exchange)
-    assert merged.makespan < 0.8 * plain.makespan
-
-
 # ------------------------------------------------------------------------ DeepSeek-V3, 256 ranks
 
 # Embedding and three dense layers cost as much as two MoE layers; 61 layers, one MTP module.

@@ -81,8 +81,8 @@ class UnitEngine:
         self.units, self._root, self._streams = tuple(units), root, streams
         # In a pair the forward uses `_depth`, `_outermost_run`, and units' `runs[False]`. The
         # backward uses `_active_runs`, `_in_backward`, and units' `runs[True]` and `backwards`.
-        # Both read `pending_backwards` and `_pending_forwards`. A forward counts in the latter until
-        # it has ended, because only then do all its units expect its backward.
+        # Both read `pending_backwards` and `_pending_forwards`, in which a forward counts until
+        # it has ended, because all its units expect its backward only then.
         self._depth = 0  # nested forwards of hooked modules that run
         self._outermost_run: ForwardRun | None = None  # run of the outermost of these forwards
         self._in_step = False  # whether announced micro-batches share resident units
