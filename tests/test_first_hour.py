@@ -318,15 +318,9 @@ def test_fields_of_layers_that_a_model_does_not_set(meshes: Meshes) -> None:
 @pytest.mark.parametrize(
     ("moe", "message"),
     [
-        (
-            {"top_k": 1},
-            "moe ('top_k') must name one of 'balance', 'capacity', 'router_dtype', '",
-        ),
+        ({"top_k": 1}, "moe ('top_k') must name one of 'balance', 'capacity', 'router_dtype', '"),
         ({"balance": 0.1}, "MoEConfig.balance (0.1) must be a BalanceConfig: pass BalanceConfig("),
-        (
-            {"capacity": 1.25},
-            "MoEConfig.capacity (1.25) must be a CapacityConfig or None: pass",
-        ),
+        ({"capacity": 1.25}, "MoEConfig.capacity (1.25) must be a CapacityConfig or None: pass"),
         ({"router_jitter": 1}, "MoEConfig.router_jitter (1) must be a finite number >= 0 and < 1"),
         ({1: 2}, "moe ({1: 2}) must be a dict of a string to anything or None: pass a dict"),
     ],

@@ -93,12 +93,7 @@ def test_keeping_only_the_input_of_experts_is_a_choice() -> None:
     with pytest.raises(
         ValueError, match=r"recompute \('expert_fc1'\) must not go with expert_backend \('seq"
     ):
-        parallelize(
-            meta_model(),
-            meshes,
-            expert_backend="sequential",
-            memory=FC1_AGAIN,
-        )
+        parallelize(meta_model(), meshes, expert_backend="sequential", memory=FC1_AGAIN)
 
 
 @pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])

@@ -306,10 +306,7 @@ RECORDS: list[tuple[type, dict[str, Any]]] = [
             response_mask_N=torch.tensor([False, True]),
         ),
     ),
-    (
-        SearchRequest,
-        dict(model=DecoderConfig(**DECODER, mlp_hidden_dim=8), num_gpus=4, seq_len=8),
-    ),
+    (SearchRequest, dict(model=DecoderConfig(**DECODER, mlp_hidden_dim=8), num_gpus=4, seq_len=8)),
     (StageLength, dict(name="short", steps=1)),
     *((record, {}) for record in (BatchRamp, LoggerOptions, RotaryOptions, SampleOptions)),
     *((record, {}) for record in (ColumnNames, DatasetOptions)),

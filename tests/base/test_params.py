@@ -12,11 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import moecore.base.params as params
-from moecore.base.params import (
-    global_indices,
-    init_normal_,
-    local_param,
-)
+from moecore.base.params import global_indices, init_normal_, local_param
 
 SHAPES = [(7,), (1,), (64, 48), (13, 5, 3), (3, 400, 11), (2, 1000, 1000), (1500, 1024)]
 

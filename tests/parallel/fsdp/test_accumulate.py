@@ -12,14 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from moecore import (
-    FSDPOptions,
-    MoEConfig,
-    ParallelConfig,
-    TrainStep,
-    build_meshes,
-    parallelize_moe,
-)
+from moecore import FSDPOptions, MoEConfig, ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.models import Decoder, DecoderConfig
 from moecore.parallel import rank_bytes
 from moecore.parallel.model.clip import clip_grad_norm_
@@ -57,10 +50,7 @@ LAYOUTS: dict[str, tuple[ParallelConfig, FSDPOptions]] = {
     "gathered again, recomputed": (SHARDED, FSDPOptions()),
     "two blocks together": (SHARDED, replace(ONCE, blocks_per_unit=2)),
     "gathered once, reduced each time": (SHARDED, EACH),
-    "embeddings gathered again": (
-        SHARDED,
-        replace(ONCE, embedding_strategy="optim_grads_params"),
-    ),
+    "embeddings gathered again": (SHARDED, replace(ONCE, embedding_strategy="optim_grads_params")),
     "replicated": (SHARDED, NO_SHARD),
     "bf16": (UNSHARDED, replace(ONCE, param_dtype=torch.bfloat16)),
 }

@@ -17,13 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from moecore import (
-    FSDPOptions,
-    MoEConfig,
-    ParallelConfig,
-    build_meshes,
-    parallelize_moe,
-)
+from moecore import FSDPOptions, MoEConfig, ParallelConfig, build_meshes, parallelize_moe
 from moecore.base.options.memory import MemoryOptions
 from moecore.moe.backends import ExpertBackend
 from moecore.moe.expert_layout import ExpertLayout

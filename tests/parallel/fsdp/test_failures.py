@@ -265,11 +265,7 @@ def main(rank: int, world: int, name: str, folder: Path) -> None:
     _share_gloo_device()
     init = f"file://{folder / 'store'}"
     dist.init_process_group(
-        "gloo",
-        init_method=init,
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=TIMEOUT_S),
+        "gloo", init_method=init, rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT_S)
     )
     error = ""
     try:

@@ -14,14 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from moecore import (
-    FSDPOptions,
-    MoEConfig,
-    ParallelConfig,
-    TrainStep,
-    build_meshes,
-    parallelize_moe,
-)
+from moecore import FSDPOptions, MoEConfig, ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from tests.helpers.grids import asked_for
 from tests.helpers.parts import on_parts
 from tests.helpers.ranks import run_ranks

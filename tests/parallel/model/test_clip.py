@@ -14,14 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moecore import (
-    MoEConfig,
-    MoELayer,
-    ParallelConfig,
-    TrainStep,
-    build_meshes,
-    clip_grad_norm_,
-)
+from moecore import MoEConfig, MoELayer, ParallelConfig, TrainStep, build_meshes, clip_grad_norm_
 from moecore import parallelize_moe as parallelize
 from moecore.base.rank_checks import gather
 from moecore.parallel.model.clip import GradientNorm, step_clipped

@@ -220,13 +220,7 @@ class PackedFormat(QuantisedFormat):
     @override
     def _quantise(self, shard: Tensor, part: _ShardPart, values: Tensor) -> None:
         pack_part_(
-            shard,
-            part.place,
-            part.of_blocks,
-            part.of_matrices,
-            part.scales,
-            values,
-            self._recipe,
+            shard, part.place, part.of_blocks, part.of_matrices, part.scales, values, self._recipe
         )
 
 

@@ -325,10 +325,7 @@ class UnevenRanks:
                 self._reshard_if_unused(unit, forward)
 
     def _end_with_zeros(
-        self,
-        node: ModuleNode,
-        outputs: Sequence[Output],
-        inputs: Sequence[GradientEdge],
+        self, node: ModuleNode, outputs: Sequence[Output], inputs: Sequence[GradientEdge]
     ) -> None:
         """Run a cut node's backward for other ranks' tokens; only experts get a gradient."""
         edges = [output.edge for output in outputs]

@@ -185,12 +185,7 @@ def _make_placement(
         return None
     num_clones = 0 if clones is None or p.ep == 1 else clones.per_rank
     return ExpertPlacement(
-        group=group,
-        num_experts=num_experts,
-        ep=p.ep,
-        etp=p.etp,
-        num_clones=num_clones,
-        layer=layer,
+        group=group, num_experts=num_experts, ep=p.ep, etp=p.etp, num_clones=num_clones, layer=layer
     )
 
 
