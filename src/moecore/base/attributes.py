@@ -29,7 +29,7 @@ from moecore.base.rank_checks import Verbatim, comparable
 
 MAX_DEPTH = 8  # of records in records; deeper values are described by their class
 CLASS = "__class__"
-# Attributes of every module (hooks, tables of parameters); `training` decides what dropout does.
+# Attributes of every module: hooks, parameters. `training` is compared, because it sets dropout.
 INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 UNCOMPARED = frozenset(
     {
@@ -90,7 +90,7 @@ def _flat(path: str, value: Any, depth: int) -> dict[str, Any]:
 
 
 def _fields_of(value: Any) -> dict[str, Any] | None:
-    """Return the fields of a record of options, or None of another value."""
+    """Return the fields of a dataclass or config object, or None for any other value."""
     if isinstance(value, type | nn.Module | Enum):
         return None
     cls = type(value)

@@ -116,7 +116,7 @@ NOTHING = nullcontext()  # one object for all calls, which saves host time
 
 
 class _Seen(threading.local):
-    """What dispatch modes of this thread can see."""
+    """State of this thread that dispatch modes of a dry run read."""
 
     inside = False
     on_host = False

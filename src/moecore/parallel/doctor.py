@@ -42,7 +42,7 @@ T = TypeVar("T")
 PACKAGES = ("torch", "triton", "transformers", "numpy")
 PREFIXES = ("NCCL_", "TORCH_", "GLOO_", "CUDA_", "PYTORCH_", "OMP_")
 PER_RANK_VARIABLES = ("CUDA_VISIBLE_DEVICES", "TORCHELASTIC_RUN_ID")  # may differ
-CLOCK_S = 1.0  # apart, from which logs and timeouts mislead
+CLOCK_S = 1.0  # allowed difference of clocks in seconds
 OPEN_FILES = 4096
 SHARED_MEMORY = 1 << 30
 DISK = 10 << 30
@@ -259,7 +259,7 @@ def run_doctor(args: Any) -> int:
             dist.barrier()
     finally:
         dist.destroy_process_group()
-    return int(bool(lines))  # on every rank: an agent whose ranks end well waits for the others
+    return int(bool(lines))  # equal on all ranks, because torchrun waits for ranks of other hosts
 
 
 def _print(facts: Sequence[RankFacts], lines: Sequence[str]) -> None:

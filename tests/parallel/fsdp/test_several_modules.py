@@ -219,7 +219,7 @@ def found(request: pytest.FixtureRequest) -> dict[Any, Any]:
     return run_ranks(2, worker, asked_for(request, "options", "name"))
 
 
-@pytest.mark.parametrize(("options", "name"), product(OPTIONS, CASES))
+@pytest.mark.parametrize(("options", "name"), list(product(OPTIONS, CASES)))
 def test_gradients_are_those_of_the_plain_way(
     options: str, name: str, found: dict[Any, Any]
 ) -> None:

@@ -54,7 +54,7 @@ class MemoryOptions(CheckedRecord):
             "mlp": hidden activations of dense MLPs, with their first product.
             "shared_experts": hidden activations of shared experts, with their first product.
             "expert_fc1": FC1's output of routed experts, which saves 4KF bytes per token in bf16.
-            "moe": whole MoE layers, with their communication.
+            "moe": complete MoE layers, with their communication.
         offload: parts whose saved activations are in pinned host memory between forward and
             backward: "norm", "attention", "mlp", "shared_experts", "experts" (routed) and "rest"
             (everything else in a block). Without pipeline stages the last block is not offloaded.

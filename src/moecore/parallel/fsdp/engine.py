@@ -1,6 +1,6 @@
 """UnitEngine: unshards, reshards and reduces the units of a model as its modules run.
 
-A unit is what FSDP2 calls a parameter group. The engine registers these hooks:
+A unit is a parameter group of FSDP2. The engine registers these hooks:
 
     pre_forward     wait for the unit's all-gather; prefetch the all-gathers of the next units
     post_forward    reshard the unit, unless it is resident

@@ -36,11 +36,11 @@ DATA_AXES = ("dp_replicate", "dp_shard", "dp_shard_cp", "edp_replicate", "edp_sh
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AxisPlacement:
-    """How one mesh axis cuts or replicates a parameter."""
+    """How one mesh axis shards or replicates a parameter."""
 
     axis: str
     size: int
-    dim: int | None  # dim of the parameter that is cut into `size` chunks; None = replicated
+    dim: int | None  # dim that is sharded into `size` chunks; None = replicated
     # Equal parts of the dim (gate and up of one expert); each rank has a chunk of each.
     pieces: int = 1
 
@@ -90,7 +90,7 @@ class FlatSlot:
 
     param: str
     dim: int  # dim that is sharded over data ranks
-    rows: int  # size of that dim in each padded shard: ceil(rows / ranks), as FSDP2 cuts
+    rows: int  # size of that dim in each padded shard: ceil(rows / ranks), as in FSDP2
     shard_offset: int  # offset of the padded shard in the flat shard
     shard_numel: int  # elements of the padded shard
     whole_offset: int  # offset of the concatenated padded shards in the unsharded buffer

@@ -208,7 +208,7 @@ class UnevenRanks:
         siblings = [] if outer is None else outer.children
         for i, visit in reversed(list(enumerate(siblings))):
             if visit.node is node and not (visit.is_in_backward or visit.is_skipped or visit.runs):
-                # A checkpoint of several modules repeats those that follow in it next.
+                # A checkpoint of several modules repeats the following modules next.
                 successors = siblings[i + 1 :]
                 inside = list(takewhile(lambda sibling: not sibling.has_inputs, successors))
                 for sibling in reversed(successors):
@@ -327,7 +327,7 @@ class UnevenRanks:
     def _end_with_zeros(
         self, node: ModuleNode, outputs: Sequence[Output], inputs: Sequence[GradientEdge]
     ) -> None:
-        """Run a cut node's backward for other ranks' tokens; only experts get a gradient."""
+        """Run the backward of a node with zero gradients, for other ranks' tokens in experts."""
         edges = [output.edge for output in outputs]
         zeros = [torch.zeros(o.shape, dtype=o.dtype, device=o.device) for o in outputs]
         experts, dense = list[Tensor](), list[Tensor]()
@@ -335,7 +335,7 @@ class UnevenRanks:
             for unit in inner.units:
                 (dense if inner.layer is None else experts).extend(unit.trained_params())
         without = [param for param in dense if param.grad is None]
-        # Dense weights make autograd run what other ranks run to reach theirs.
+        # With dense weights as inputs, autograd runs the same nodes as on other ranks.
         if inputs or dense or experts:
             self._run_backward(edges, zeros, [*inputs, *dense, *experts])
         for param in without:
@@ -346,7 +346,7 @@ class UnevenRanks:
     ) -> None:
         """Run a nested backward; runs that begin in it end in it."""
         outside = len(self._active)
-        # A later backward of the same forward may use what this one lacks.
+        # The graph is retained, because a later backward of the same forward may need it.
         torch.autograd.backward(ends, zeros, retain_graph=True, inputs=inputs)
         while len(self._active) > outside:
             self._finish(self._active[-1])

@@ -4,7 +4,7 @@
     UNSHARDING --reshard()--> SHARDED      a prefetch without a use
 
 A unit is made of modules and shards of their parameters. `wait_for_unshard` gives the modules
-unsharded parameters in a buffer, which units use in turn.
+unsharded parameters in a buffer, which several units share.
 
 A unit is in use during a forward of its modules, and in backward from the gradient of an output to
 the gradient of the last input. A prefetch does not use the buffer of a unit in use. A unit whose

@@ -101,7 +101,7 @@ def check_layers(model: nn.Module, layers: Mapping[str, RoutedLayer], request: R
         _check_experts(name, layer, request.meshes)
         if request.meshes.parallel.ep * request.meshes.parallel.etp > 1:
             Wire(request.dispatch.fp8).check(layer.config.expert_dim)
-        if is_tied(layer.part("experts")):  # they are cut, each module its own
+        if is_tied(layer.part("experts")):  # experts modules are sharded separately
             raise ValueError(
                 f"{name}: parameters of experts must not be shared with another module, because "
                 "experts live on a mesh of their own: untie them"

@@ -27,7 +27,7 @@ ADAPTER_FIX = "pass adapters={MyBlock: fn}, whose key is the class itself"  # fo
 
 
 class Family(Protocol):
-    """What moecore does to models of one kind, besides sharding.
+    """The operations of moecore on models of one kind, besides sharding.
 
     The default methods are for models that have moecore's own attributes, such as `Decoder`.
     """

@@ -80,7 +80,7 @@ def resolve_dispatcher(model: nn.Module, state: ParallelState) -> None:
     if group is None:
         return
     if plan.dispatcher == "hierarchical":
-        check_domains(meshes)  # ranks have compared what it reads
+        check_domains(meshes)  # its arguments are equal on all ranks
         state.domains = domain_groups(meshes)
         problem = find_problem(state.domains.inside, meshes.device_type)
         state.stores_in = state.domains.inside if problem is None else None
