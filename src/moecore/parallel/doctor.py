@@ -159,7 +159,11 @@ def _single_host_problems(
             f"disk of checkpoints on {name} ({_gib(disk)} free) must have {_gib(DISK)}: remove old "
             "ones by moecore checkpoint prune"
         )
-    blind = [rank for rank, one in zip(ranks, facts, strict=True) if not one.sees_checkpoints]
+    blind = [
+        rank
+        for rank, rank_facts in zip(ranks, facts, strict=True)
+        if not rank_facts.sees_checkpoints
+    ]
     if blind:
         yield (
             f"directory of checkpoints on {name} (of {_ranks(blind)}) must be that of rank 0, "
@@ -225,7 +229,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _present(facts: Sequence[RankFacts], field: str) -> list[Any]:
     """Return the values of a field that are not None."""
-    return [value for one in facts if (value := getattr(one, field)) is not None]
+    return [value for row in facts if (value := getattr(row, field)) is not None]
 
 
 def _one_line(error: Exception) -> str:

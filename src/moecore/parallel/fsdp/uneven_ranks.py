@@ -121,7 +121,7 @@ class UnevenRanks:
                 self._outermost_visits.append(new_visit)
             opened.append(new_visit)
             if outer is not None:
-                self._join_skipped(outer, node.index)
+                self._join_modules(outer, node.index)
                 outer.next = max(outer.next, node.index + 1)
                 if new_visit.joins:
                     outer.children.append(new_visit)
@@ -138,7 +138,7 @@ class UnevenRanks:
         if unit is opened[-1].node.units[0]:  # whose hook runs first: all units are in use
             visit = opened.pop()
             if not has_failed:
-                self._join_skipped(visit, len(visit.node.children))
+                self._join_modules(visit, len(visit.node.children))
 
     def pre_backward(self, visit: ForwardVisit) -> None:
         """Begin the backward of a forward; first end the backward of all later forwards."""
@@ -174,7 +174,7 @@ class UnevenRanks:
         visit.inputs.clear()
         visit.outputs.clear()
 
-    def _join_skipped(self, outer: ForwardVisit, number: int) -> None:
+    def _join_modules(self, outer: ForwardVisit, number: int) -> None:
         if outer.joins:
             for node in outer.node.children[outer.next : number]:
                 self._join_forward(node, outer)

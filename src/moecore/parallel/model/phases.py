@@ -96,7 +96,7 @@ def resolve_dispatcher(model: nn.Module, state: ParallelState) -> None:
         if problem is None:
             state.stores_in = group
             reason = "peer access among all GPUs of the group"
-            if not _is_nvlink_required(request):
+            if not _has_nvlink_request(request):
                 reason += "; alltoall outside of forward_backward() and CUDA graphs"
             if request.pipeline is not None and request.pipeline.schedule in PAIRING:
                 reason += f"; pairs of schedule {request.pipeline.schedule!r} take no turns over it"
@@ -116,7 +116,7 @@ def _drop_fix(problem: str) -> str:
     return problem.partition(": ")[0]
 
 
-def _is_nvlink_required(request: Request) -> bool:
+def _has_nvlink_request(request: Request) -> bool:
     """Whether the caller asked for nvlink, so that its errors are raised."""
     has_options = request.dispatch.nvlink is not None or request.memory.stash is not None
     return request.dispatch.name == "nvlink" or has_options
@@ -131,7 +131,7 @@ def apply_layers(model: nn.Module, state: ParallelState) -> None:
             ep=meshes.parallel.ep,
             options=_scale_nvlink_options(request.dispatch.nvlink, state.domains),
             fp8=request.dispatch.fp8,
-            is_required=_is_nvlink_required(request),
+            is_required=_has_nvlink_request(request),
         )
     stream = torch.cuda.Stream() if request.dense.overlap_shared else None
     layers = zip(state.layers.items(), state.plan.layers, strict=True)
