@@ -257,10 +257,7 @@ def test_a_training_run_directory_means_its_checkpoints(home, capsys, tmp_path):
         (("inspect", "{tmp}/none"), "none) must be a directory: it is not there"),
         (("inspect", "{tmp}"), "must hold a moecore.json, a config.json, a .metadata or whole"),
         (("convert", "{home}/run", "{tmp}/x"), "--config must name the config.json"),
-        (
-            ("convert", "{home}/hf", "{tmp}/x", "--config", "{home}/hf"),
-            "must be left out: ",
-        ),
+        (("convert", "{home}/hf", "{tmp}/x", "--config", "{home}/hf"), "must be left out: "),
         (("prune", "{home}/run", "--keep", "0"), "--keep (0) must be >= 1: the newest must stay"),
         (("prune", "{tmp}/none", "--keep", "1"), "must be a run: it is not there"),
         (("convert", "a", "b", "--max-shard-size", "5XB"), "'5XB' must be a size >= 1 such as"),

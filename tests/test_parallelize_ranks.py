@@ -25,7 +25,6 @@ from moecore import (
     BalanceConfig,
     DenseOptions,
     DispatchOptions,
-    FSDPOptions,
     Meshes,
     MoEConfig,
     MoELayer,
@@ -37,9 +36,8 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.base.options.context import ContextOptions
-from moecore.base.options.indexer import IndexerConfig
-from moecore.base.options.memory import MemoryOptions
 from moecore.base.options.precision import Precision, Recipe
+from moecore.base.rank_checks import gather
 from moecore.io import load, save
 from moecore.models import Decoder, DecoderConfig
 from moecore.parallel.model.parallel_state import moe_state
@@ -131,35 +129,21 @@ DIFFERENT: dict[str, tuple[Built, Built, str]] = {
         built(dispatch="alltoall"),
         "DispatchOptions.name ('nccl_ep' on rank 3, 'alltoall' on rank 0) and 1 more must",
     ),
-    "experts": (built(expert_backend="sequential"), built(), "expert_backend ('sequential' on"),
-    "recompute": (
-        built(memory=MemoryOptions(recompute=("expert_fc1",))),
-        built(),
-        "MemoryOptions.recompute (('expert_fc1',) on",
-    ),
-    "compile": (built(dense=DenseOptions(compile=True)), built(), "DenseOptions.compile (True on"),
     "balance": (
         built(moe={"balance": OTHER_BALANCE}),
         built(moe={"balance": BALANCE}),
         "MoEConfig.balance (BalanceConfig(",
     ),
-    "moe": (built(moe={"router_jitter": 0.1}), built(), "MoEConfig.router_jitter (0.1 on"),
     "precision": (
         built(precision=Precision(recipe=Recipe(), roles=("mlp",))),
         built(),
         "precision (Precision(recipe=Recipe(",
-    ),
-    "fsdp": (
-        built(fsdp=FSDPOptions(dense_strategy="optim")),
-        built(),
-        "FSDPOptions.dense_strategy ('optim' on",
     ),
     "nvlink": (
         built(dispatch=DispatchOptions(nvlink=NVLinkOptions(row_factor=3.0))),
         built(),
         "NVLinkOptions.row_factor (3.0 on",
     ),
-    "fp8": (built(dispatch=DispatchOptions(fp8=True)), built(), "DispatchOptions.fp8 (True on"),
     "layers": (built(make_model, layers=2), built(), "names of parameters and buffers (...'1."),
     "meta": (built(make_model, device="meta"), built(), "is_meta of 0.weight (True on"),
     "shape": (
@@ -241,18 +225,6 @@ OTHER_MODELS: dict[str, tuple[ParallelConfig, Make, Make, str]] = {
         lambda: scaled(_alpha=0.5),
         "value of 1._alpha (0.25 on rank 3, 0.5 on rank 0) must",
     ),
-    "a tuple": (
-        FOLDED,
-        lambda: scaled(scales=(1, 2.0)),
-        lambda: scaled(scales=(1, 3.0)),
-        "value of 1.scales ((1, 2.0) on rank 3, (1, 3.0) on rank 0) must",
-    ),
-    "a dtype": (
-        FOLDED,
-        lambda: scaled(compute=torch.float64),
-        lambda: scaled(compute=None),
-        "value of 1.compute (torch.float64 on rank 3, None on rank 0) must",
-    ),
     "a function": (
         FOLDED,
         lambda: scaled(act=nn.functional.silu),
@@ -283,23 +255,11 @@ OTHER_MODELS: dict[str, tuple[ParallelConfig, Make, Make, str]] = {
         lambda: nn.Sequential(make_model(), nn.Tanh()),
         "value of 1.__class__ (torch.nn.modules.activation.SiLU on rank 3, torch.nn.",
     ),
-    "dropout": (
-        FOLDED,
-        lambda: nn.Sequential(make_model(), nn.Dropout(0.1)),
-        lambda: nn.Sequential(make_model(), nn.Dropout(0.2)),
-        "value of 1.p (0.1 on rank 3, 0.2 on rank 0) must",
-    ),
     "rope_theta": (
         ParallelConfig(tp=2),
         lambda: decoder(rope_theta=5000.0),
         decoder,
         "value of config.rope_theta (5000.0 on rank 3, 10000.0 on rank 0)",
-    ),
-    "windows": (
-        ParallelConfig(cp=2),
-        lambda: decoder(windows=(4,)),
-        decoder,
-        "value of config.windows ((4,) on rank 3, () on rank 0)",
     ),
     "norm_eps of two stages": (
         STAGES,
@@ -307,23 +267,11 @@ OTHER_MODELS: dict[str, tuple[ParallelConfig, Make, Make, str]] = {
         decoder,
         "value of config.norm_eps (0.001 on rank 3, 1e-06 on rank 0)",
     ),
-    "mtp_repeats": (
-        ParallelConfig(),
-        lambda: decoder(num_mtp_layers=1, mtp_loss_coef=0.1, mtp_repeats=2),
-        lambda: decoder(num_mtp_layers=1, mtp_loss_coef=0.1),
-        "value of config.mtp_repeats (2 on rank 3, 1 on rank 0)",
-    ),
     "attention_dropout": (
         ParallelConfig(),
         lambda: hf_dense(attention_dropout=0.5),
         lambda: hf_dense(),
         "value of config.attention_dropout (0.5 on rank 3, 0.0 on rank 0)",
-    ),
-    "rms_norm_eps": (
-        ParallelConfig(tp=2),
-        lambda: hf_dense(rms_norm_eps=1e-3),
-        lambda: hf_dense(),
-        "value of config.rms_norm_eps (0.001 on rank 3, 1e-06 on rank 0)",
     ),
     "alpha of an adapter": (
         ParallelConfig(),
@@ -373,22 +321,7 @@ REFUSED: dict[str, tuple[ParallelConfig, dict[str, Any], type[Exception], str]] 
         ValueError,
         "DispatchOptions.name ('local') must",
     ),
-    "type": (FOLDED, dict(dense="yes"), ValueError, "dense ('yes') must be a DenseOptions"),
-    "meshes": (FOLDED, dict(meshes=3), ValueError, "meshes (3) must be a Meshes or None"),
     "moe": (FOLDED, dict(moe={"bogus": 1}), ValueError, "moe ('bogus') must name one of"),
-    "device": (
-        FOLDED,
-        dict(dense=OVERLAPPED),
-        ValueError,
-        "DenseOptions.overlap_shared (True) must go",
-    ),
-    "graphs": (
-        ParallelConfig(tp=2),
-        dict(dense=GRAPHS),
-        ValueError,
-        "DenseOptions.graph (True) must",
-    ),
-    "indexer": (FOLDED, dict(indexer=IndexerConfig()), ValueError, "indexer (IndexerConfig("),
     "no pipeline": (STAGES, dict(pipeline=None), ValueError, "ParallelConfig.pp (2) must go with"),
     "context": (
         ParallelConfig(),
@@ -412,9 +345,7 @@ REFUSED: dict[str, tuple[ParallelConfig, dict[str, Any], type[Exception], str]] 
 
 
 def of_ranks(value: Any) -> list[Any]:
-    everyone: list[Any] = [None] * WORLD
-    dist.all_gather_object(everyone, value)
-    return everyone
+    return gather(value)
 
 
 def other_models() -> dict[str, list[Any]]:
@@ -496,8 +427,7 @@ def refusals() -> dict[str, Any]:
         found["version"] = error_of(lambda: parallelize_moe(make_model(), meshes))
     degrees = ParallelConfig(ep=4 if is_last else 2)
     found["degrees"] = error_of(lambda: build_meshes(degrees, "cpu"))
-    everyone: list[Any] = [None] * WORLD
-    dist.all_gather_object(everyone, found)
+    everyone = gather(found)
     parallelize_moe(make_model(), meshes)(torch.randn(4, 32)).sum().backward()  # groups still work
     return {name: [rank[name] for rank in everyone] for name in found}
 

@@ -1,7 +1,7 @@
-"""parallelize_moe: collect the request, check it, compare ranks, make the plan, apply the plan.
+"""`parallelize_moe`: checks the arguments, compares ranks, makes the plan and applies it in phases.
 
-Only this file imports every package. Each phase changes the model and adds its results to one
-record, `ParallelState`. A new capability is a new phase, after the phases whose results it reads.
+Only this file imports every package. Each phase changes the model and stores its result in one
+record, `ParallelState`. A new capability is a new phase after the phases whose results it reads.
 """
 
 from __future__ import annotations
@@ -72,46 +72,26 @@ def parallelize_moe(
     pipeline: PipelineConfig | None = None,
     adapters: Annotated[Mapping[type, Adapter] | None, ADAPTER_FIX] = None,
 ) -> nn.Module:
-    """Shard a model over the dense and the expert mesh, in place, and return the model.
+    """Shard a model over the dense and the expert mesh, in place, and return it. Collective.
 
     Parameters become DTensors with unchanged names and global shapes. The model may be on the meta
-    device and be materialised afterwards, or have real weights that are identical on every rank.
-    docs/parallelize.md describes every argument. Collective.
+    device, or have weights that are equal on every rank. docs/parallelize.md has every argument.
 
     Args:
-        model: any module. The routed experts of its MoE layers are sharded over the expert mesh,
-            and all other parameters over the dense mesh.
-        meshes: the result of `build_meshes`. None = meshes over all ranks, chosen from the numbers
-            of experts and of ranks per host (`choose_meshes`). `explain` prints the choice.
-        dispatch: how tokens are sent to the ranks of their experts: the name of a dispatcher, or a
-            record with its options. "auto" chooses by the hardware, see docs/dispatchers.md.
-        expert_backend: the implementation of the experts' matmuls, see `moe/backends.py`.
-        memory: activations that are recomputed in backward or offloaded to host memory; None =
-            every saved activation stays on the GPU.
-        dense: whether attention, norms, routers and shared experts are compiled, captured in CUDA
-            graphs, or run on a second stream; None = none of these options.
-        moe: values for fields of `MoEConfig` in every MoE layer: balance, capacity, router_dtype,
-            router_jitter. A field that is not given keeps the layer's value. A layer that selects
-            experts by token id keeps its balance.
+        model: any module; its routed experts use the expert mesh, other parameters the dense mesh.
+        meshes: the result of `build_meshes`; None = meshes over all ranks (`choose_meshes`).
+        dispatch: name or options of the dispatcher; "auto" = chosen by the hardware.
+        expert_backend: implementation of the experts' matrix products, see `moe/backends.py`.
+        memory: activations to recompute or offload; None = all saved activations stay on the GPU.
+        dense: compile, CUDA graphs and overlap of attention, norms and shared experts; None = none.
+        moe: fields of `MoEConfig` for every MoE layer; other fields keep the layer's values.
         context: how attention communicates between cp ranks; None = chosen by the heads.
-        indexer: how the indexers of sparse attention are trained; None = they are not trained.
-        precision: which matmuls run in FP8: "auto", one scaling or recipe for all roles, or a
-            `Precision`; None = no FP8. FP8 routed experts need expert_backend "auto" or "triton".
-        fsdp: how parameters are sharded; None = the defaults.
-        loss: "mean" = each rank's loss is the mean over its tokens; "sum" = each rank's loss is a
-            sum, divided by the global number of tokens.
-        pipeline: the pipeline stages of the pp ranks; `TrainStep.forward_backward` runs them.
-        adapters: block class -> function `(block, model) -> MoELayer`. These adapters take
-            precedence over moecore's adapters.
-
-    Raises:
-        ValueError: if the model, the meshes and the options do not fit each other, before any
-            parameter is sharded (MoE blocks may be replaced already). Also if ranks differ in
-            model, arguments or versions.
-        NotImplementedError: if pp > 1, tp > 1 or cp > 1 and the model does not support this
-            parallelism; for a customised block of transformers.
-
-    If one rank raises an error for its model or arguments, every rank raises this error.
+        indexer: how indexers of sparse attention are trained; None = they are not trained.
+        precision: which matrix products run in FP8; None = no FP8.
+        fsdp: how parameters are sharded and all-gathered; None = the defaults.
+        loss: "mean" over a rank's tokens, or "sum" divided by the global number of tokens.
+        pipeline: stages of the pp ranks, which `TrainStep.forward_backward` runs.
+        adapters: block class -> function `(block, model) -> MoELayer`, before moecore's adapters.
     """
     arguments = locals()
     if meshes is None:
@@ -120,7 +100,7 @@ def parallelize_moe(
         check_arguments(parallelize_moe, arguments)
         request = _request(arguments)
         root = request.family.unwrap(model)
-        before = list(model.parameters())
+        replaced = list(model.parameters())
         check_request(root, request)
         layers = request.family.swap_blocks(root, adapters or {})
         fp32 = _set_dtypes(root, layers, request)
@@ -132,13 +112,18 @@ def parallelize_moe(
     with publish_errors("parallelize_moe()"):
         for phase in PHASES:
             phase(root, state)
-    setattr(root, PARALLEL_STATE, state)
-    memory_options = request.memory
-    drops_cache = bool(request.dense.compile or memory_options.parts or memory_options.offload)
-    request.family.finish(root, wrapper=model, drops_cache=drops_cache)
-    mark_replaced(before)
-    act_as_modules(model)
+    _finish(model, root, state)
+    mark_replaced(replaced)
     return model
+
+
+def _finish(model: nn.Module, root: nn.Module, state: ParallelState) -> None:
+    """Store the record on the sharded module; make the caller's module a usable `nn.Module`."""
+    setattr(root, PARALLEL_STATE, state)
+    memory = state.request.memory
+    drops_cache = bool(state.request.dense.compile or memory.parts or memory.offload)
+    state.request.family.finish(root, wrapper=model, drops_cache=drops_cache)
+    act_as_modules(model)
 
 
 def _with_arguments_of(other: Callable[P, Any]) -> Callable[[Callable[..., T]], Callable[P, T]]:
@@ -163,13 +148,9 @@ def plan_sharding(arguments: Mapping[str, Any]) -> ShardPlan:
     """Return the sharding plan that `parallelize_moe` makes from the same arguments.
 
     The model is not changed: adapters and `apply_tensor_parallel` receive a copy on the meta
-    device. If `meshes` is given, the function does not communicate, so the world may be larger than
-    this machine (docs/parallelize.md). If `meshes` is None, the call is collective. `explain(plan)`
-    prints the plan.
-
-    Raises:
-        ValueError, NotImplementedError: as `parallelize_moe`. The plan does not compare ranks, and
-            does not check conditions that need the GPUs of all ranks.
+    device. With `meshes` the function does not communicate, so the world may be larger than this
+    machine. Without `meshes` it is collective. Errors are those of `parallelize_moe`, except for
+    comparisons of ranks and checks that need the GPUs of all ranks. `explain(plan)` prints a plan.
     """
     if arguments["meshes"] is None:
         arguments = {**arguments, "meshes": _choose_meshes(arguments)}
@@ -267,19 +248,19 @@ def _fuse_loss(model: nn.Module, state: ParallelState) -> None:
 
 
 PHASES: tuple[Callable[[nn.Module, ParallelState], None], ...] = (
-    resolve_dispatcher,  # the plan is whole from here on
-    _cut,  # what a rank owns of experts and over tp: layers and units read these shapes
-    apply_context,  # before balance, which counts over its groups
+    resolve_dispatcher,  # completes the plan
+    _cut,  # ep, etp and tp: layers and units read the local shapes
+    apply_context,  # before balance, whose groups it makes
     _train_indexers,  # before balance, which sets the factors of their losses
-    _quantise,  # before deferring, which looks for linears in FP8
-    apply_layers,  # after the cut, whose shapes products are chosen for
-    _defer,  # before sharding, which finds the linears whose gradients come later
-    _shard,  # after all that changes a module's class or parameters; before wraps of forwards
-    compile_dense,  # inside of the units' hooks
-    reduce_saved_memory,  # around what is compiled
-    graph_dense,  # around what saves less
-    _fuse_loss,  # after quantising, which changes heads that it finds
-    apply_balance,  # after exchanges and pages, whose shortages it collects
-    compare_arguments,  # before all other hooks of a forward
-    apply_pipeline,  # last: copies of parameters are compared as they were sharded
+    _quantise,  # before `_defer`, which looks for linears in FP8
+    apply_layers,  # after `_cut`, because products are chosen by local shapes
+    _defer,  # before sharding, because units look for linears that defer
+    _shard,  # after changes of classes and parameters, before wrappers of forwards
+    compile_dense,  # inside the hooks of units
+    reduce_saved_memory,  # around compiled modules
+    graph_dense,  # around recomputation and offload
+    _fuse_loss,  # after `_quantise`, which changes heads
+    apply_balance,  # after exchanges and stash, whose capacities it checks
+    compare_arguments,  # its hook runs before all other forward hooks
+    apply_pipeline,  # last: stages compare their shared parameters as sharded
 )

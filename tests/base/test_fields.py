@@ -93,7 +93,7 @@ from moecore.recipes.schedule import LearningRateSchedule
 from moecore.recipes.stages import StageLength
 from moecore.recipes.steps import BatchRamp
 from moecore.rl import DPO, GRPO, GSPO, PPO, OwnObjective, Rollouts
-from moecore.train import AdamW, MatrixCut
+from moecore.train import MatrixCut
 from moecore.train.optim.matrices import MatrixLayout
 from moecore.train.optim.muon import MuonOptions
 
@@ -306,10 +306,7 @@ RECORDS: list[tuple[type, dict[str, Any]]] = [
             response_mask_N=torch.tensor([False, True]),
         ),
     ),
-    (
-        SearchRequest,
-        dict(model=DecoderConfig(**DECODER, mlp_hidden_dim=8), num_gpus=4, seq_len=8),
-    ),
+    (SearchRequest, dict(model=DecoderConfig(**DECODER, mlp_hidden_dim=8), num_gpus=4, seq_len=8)),
     (StageLength, dict(name="short", steps=1)),
     *((record, {}) for record in (BatchRamp, LoggerOptions, RotaryOptions, SampleOptions)),
     *((record, {}) for record in (ColumnNames, DatasetOptions)),
@@ -397,22 +394,3 @@ def test_every_record_of_choices_is_checked() -> None:
     while more := {n for n, of in bases if of & (found | {"CheckedRecord"})} - found:
         found |= more
     assert found == {record.__name__ for record, _ in RECORDS}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"lr": -1.0}, r"AdamWOptions.lr \(-1.0\) must be a finite number >= 0 or a Tensor"),
-        ({"lr": "x"}, r"AdamWOptions.lr \('x'\) must be a finite number >= 0"),
-        ({"betas": (0.9, 1.0)}, r"AdamWOptions.betas \(\(0.9, 1.0\)\) must be a tuple of 2"),
-        ({"betas": 3}, r"AdamWOptions.betas \(3\) must be a tuple of 2"),
-        ({"eps": None}, r"AdamWOptions.eps \(None\) must be a finite number >= 0"),
-        ({"weight_decay": float("nan")}, r"AdamWOptions.weight_decay \(nan\) must be a finite"),
-        ({"moment_dtype": torch.float16}, r"moment_dtype \(torch.float16\) must be one of torch.f"),
-        ({"moment_dtype": "bf16"}, r"moment_dtype \('bf16'\) must be one of torch.float32"),
-    ],
-)
-def test_arguments_of_the_optimizer(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        AdamW([torch.nn.Parameter(torch.ones(2))], **arguments)
-    AdamW([torch.nn.Parameter(torch.ones(2))], betas=[0.9, 0.95])  # type: ignore[arg-type]

@@ -12,11 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import moecore.base.params as params
-from moecore.base.params import (
-    global_indices,
-    init_normal_,
-    local_param,
-)
+from moecore.base.params import global_indices, init_normal_, local_param
 
 SHAPES = [(7,), (1,), (64, 48), (13, 5, 3), (3, 400, 11), (2, 1000, 1000), (1500, 1024)]
 
@@ -55,27 +51,6 @@ def fill_rows(
         patch.setattr(params, "global_indices", lambda param: indices)
         init_normal_(Sharded(), std=1.0, key="w")  # type: ignore[arg-type]
     return local
-
-
-SPLITS = {
-    "halves": lambda n: [torch.arange(n // 2), torch.arange(n // 2, n)],
-    "strided": lambda n: [torch.arange(i, n, 3) for i in range(3)],
-    "single rows": lambda n: [torch.tensor([i]) for i in range(0, n, max(1, n // 7))],
-    "uneven": lambda n: [torch.arange(n)[: n // 5], torch.arange(n)[n // 5 :]],
-    "two runs": lambda n: [torch.cat([torch.arange(n // 4), torch.arange(n // 2, n)])],
-}
-
-
-@pytest.mark.parametrize("block", [1, 50, 1 << 20])
-@pytest.mark.parametrize("split", SPLITS)
-def test_any_split_of_the_rows_draws_the_same_values(
-    split: str, block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(params, "BLOCK_NUMEL", block)
-    for shape in ((23,), (40, 6), (17, 3, 5)):
-        whole = filled(shape)
-        for rows in SPLITS[split](shape[0]):
-            assert torch.equal(fill_rows(monkeypatch, whole, rows), whole[rows])
 
 
 @settings(max_examples=40, deadline=None, database=None)

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
-from moecore.base.rank_checks import checksum
+from moecore.base.rank_checks import checksum, gather
 from moecore.train import AdamW, HostAdamW, Muon, assign_matrices
 from tests.helpers.ranks import run_ranks
 
@@ -54,10 +53,7 @@ DIFFERENT: dict[str, tuple[Optimizers, str]] = {
         lambda m, r: (torch.optim.SGD, torch.optim.AdamW)[r](m.parameters(), lr=1.0),
         r"classes of optimizers \(\['(SGD'\] on rank 0|AdamW'\] on rank 1), .*\) and 2 more must",
     ),
-    "lr": (
-        groups,
-        r"optimizer.param_groups\[1\].lr \((1.0 on rank 0|2.0 on rank 1), .*\) must",
-    ),
+    "lr": (groups, r"optimizer.param_groups\[1\].lr \((1.0 on rank 0|2.0 on rank 1), .*\) must"),
     "lr tensor": (
         lambda m, r: AdamW(m.parameters(), lr=torch.tensor(0.5 + r)),
         r"optimizer.param_groups\[0\].lr \((0.5 on rank 0|1.5 on rank 1), .*\) must",
@@ -67,10 +63,7 @@ DIFFERENT: dict[str, tuple[Optimizers, str]] = {
         r"optimizer.param_groups\[0\].betas \(\(0.9, 0.9[56]\) on rank [01], .*\) must",
     ),
     "scheduler": (scheduled, r"names of optimizers' options \(.* on rank 0.*\) and 1 more must"),
-    "parameters": (
-        some,
-        r"param_groups\[0\].params \(\['[01]\.(weight|bias)', .*\) must",
-    ),
+    "parameters": (some, r"param_groups\[0\].params \(\['[01]\.(weight|bias)', .*\) must"),
     "moment_dtype": (
         lambda m, r: AdamW(
             m.parameters(), moment_dtype=(torch.float32, torch.bfloat16)[r], master_remainder=False
@@ -113,9 +106,7 @@ def worker(rank: int, device: torch.device) -> list[dict[str, str]]:
             found[name] = ""
         except ValueError as error:
             found[name] = str(error)
-    every: list[Any] = [None] * 2
-    dist.all_gather_object(every, found)
-    return every
+    return gather(found)
 
 
 @pytest.fixture(scope="module")

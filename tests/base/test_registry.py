@@ -29,10 +29,7 @@ KINDS: list[tuple[Callable[[str, Any], None], Any, Any]] = [
 
 @pytest.mark.parametrize(("register", "registry", "value"), KINDS)
 def test_a_name_is_registered_once(
-    register: Callable[[str, Any], None],
-    registry: Any,
-    value: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    register: Callable[[str, Any], None], registry: Any, value: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "_values", dict(registry._values))
     first = next(iter(registry))

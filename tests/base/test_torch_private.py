@@ -334,7 +334,7 @@ def test_hooks_are_seen() -> None:
     assert _torch.has_value_hooks(y) and not _torch.has_value_hooks(x)
     y.register_hook(lambda grad: grad * 3)
     y.register_hook(lambda grad: None)
-    assert torch.equal(_torch.through_hooks(y, torch.ones(2)), torch.full((2,), 3.0))
+    assert torch.equal(_torch.apply_value_hooks(y, torch.ones(2)), torch.full((2,), 3.0))
     module = nn.Linear(2, 2)
     hooks = [lambda *_: None for _ in range(4)]
     module.register_forward_pre_hook(hooks[0])
@@ -416,7 +416,7 @@ def test_groups_and_meshes() -> None:
     assert both.get_group("z") is b.get_group("z")
     local = torch.ones(2, 2)
     sharded = DTensor.from_local(local, both, [Shard(0)] * 3, run_check=False)
-    again = _torch.wrapped_like(torch.zeros(2, 2), sharded)
+    again = _torch.wrap_like(torch.zeros(2, 2), sharded)
     assert again.placements == sharded.placements and again.full_tensor().sum() == 0
     param = torch.nn.Parameter(sharded.detach())
     _torch.own_local(param).data = torch.full((2, 2), 7.0)

@@ -27,6 +27,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.base.failures import RankError
+from moecore.base.rank_checks import gather
 from moecore.models import Decoder, DecoderConfig
 from moecore.parallel.arguments import ADVICE
 from tests.helpers.grids import asked_for
@@ -239,7 +240,7 @@ def late_errors_of_a_loop() -> dict[str, Any]:
 def line_of_a_rank_that_compares_alone() -> str:
     """Return the error of a comparison in which other ranks do not take part."""
     ended = RuntimeError("gloo timed out")
-    with patch("moecore.parallel.arguments.where_different", side_effect=ended):
+    with patch("moecore.parallel.arguments.find_differences", side_effect=ended):
         try:
             run(TrainStep(build("tp"), num_micro_batches=2), "tp", odd=[])
         except RankError as error:
@@ -254,9 +255,7 @@ def worker(rank: int, _device: torch.device, layouts: list[str]) -> Any:
     for fused, is_slow in LATE:
         found["late", fused, is_slow] = late_errors(fused=fused, is_slow=is_slow)
     found["loop"] = late_errors_of_a_loop()
-    every: list[Any] = [None] * WORLD
-    dist.all_gather_object(every, found)
-    return every
+    return gather(found)
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from moecore import MoEConfig, ParallelConfig, TrainStep, build_meshes, parallelize_moe
+from moecore.base.rank_checks import gather
 from moecore.models import Decoder, DecoderConfig
 from moecore.train import AdamW
 from tests.helpers.ranks import run_ranks
@@ -59,9 +59,7 @@ def differing(rank: int, device: torch.device) -> list[Any]:
             step.finish()
     except ValueError as raised:
         error = str(raised)
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (skipped, is_equal, error))
-    return every
+    return gather((skipped, is_equal, error))
 
 
 def comparing(rank: int, device: torch.device) -> None:

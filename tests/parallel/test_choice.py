@@ -24,6 +24,7 @@ from moecore import (
     parallelize_moe,
     plan_sharding,
 )
+from moecore.base.rank_checks import gather
 from moecore.models import Decoder, preset
 from moecore.parallel.choice import choose_meshes
 from moecore.parallel.model.parallel_state import parallel_state
@@ -120,8 +121,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
         different = make_model((6,) if last else (8,), "meta")
         errors = [error_of(lambda: parallelize_moe(different))]
         errors.append(error_of(lambda: parallelize_moe(make_model((6,)), loss=last or "mean")))
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, errors)
+    every = gather(errors)
     return found | {"errors": every}
 
 

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from moecore import cli
 from moecore.base.fields import quote
 from moecore.base.rank_checks import gather
 from moecore.parallel import doctor
-from moecore.parallel.doctor import RankFacts, _facts, problems
+from moecore.parallel.doctor import RankFacts, _collect_facts, problems
 from tests.helpers.ranks import run_ranks
 
 GIB = 2**30
@@ -142,9 +141,7 @@ def test_errors_that_nobody_raises_are_named() -> None:
 
 
 def collect(rank: int, device: torch.device, folder: str) -> list[RankFacts]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, _facts("cpu", Path(folder) / "runs"))
-    return found
+    return gather(_collect_facts("cpu", Path(folder) / "runs"))
 
 
 def test_ranks_of_one_host_are_alike(tmp_path: Path) -> None:
@@ -175,7 +172,7 @@ def collect_apart(rank: int, device: torch.device, folder: str) -> dict[str, lis
         with pytest.MonkeyPatch.context() as patch:
             for key, value in environment.items():
                 patch.setenv(key, value)
-            found = gather(_facts("cpu", directories[rank]))
+            found = gather(_collect_facts("cpu", directories[rank]))
         plain = dict(open_files=-1, shared_memory=None, disk=None, rates={}, name="node")
         lines[name] = problems([replace(one, **plain) for one in found])
     return lines

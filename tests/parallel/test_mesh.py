@@ -5,10 +5,7 @@ The table is made by nested loops that count ranks, never by reshaping a range o
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -115,13 +112,6 @@ def check_joined(meshes: Meshes, dense: Table, expert: Table, rank: int) -> None
             assert ranks_of(mesh.get_group(0)) == replicas
 
 
-def test_folding_of_256_ranks() -> None:
-    p = ParallelConfig(pp=4, cp=2, tp=4, ep=64)
-    for rank in (0, 1, 63, 64, 100, 255):
-        full = check(p, rank, 256).parallel
-    assert (full.dp_shard, full.edp_shard, full.etp) == (8, 1, 1)
-
-
 def test_worked_example_of_the_module() -> None:
     p = ParallelConfig(dp_shard=4, tp=2, edp_shard=2, ep=4)
     with fake_world(0, 8):
@@ -222,29 +212,6 @@ def test_invalid_folding_starts_no_process_group(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ValueError, match="device_type"):
         build_meshes(ParallelConfig(), "tpu")
     assert not dist.is_initialized()
-
-
-ALONE = """
-import torch.distributed as dist
-from moecore import ParallelConfig, build_meshes
-meshes = build_meshes(ParallelConfig(), "cpu")
-assert dist.get_world_size() == 1 and dist.get_backend() == "gloo"
-assert meshes.dispatch_group is None and meshes.micro_batch_group is None
-assert (meshes.data_rank, meshes.data_ranks) == (0, 1)
-assert meshes.dense_fsdp.size() == meshes.expert_fsdp.size() == 1
-again = build_meshes(ParallelConfig(), "cpu")
-assert again.parallel == meshes.parallel
-dist.destroy_process_group()
-print("ok")
-"""
-
-
-def test_one_process_without_a_process_group() -> None:
-    keep = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE], env=keep, capture_output=True, text=True, timeout=120
-    )
-    assert done.stdout.strip() == "ok", done.stderr
 
 
 def test_what_meshes_print() -> None:

@@ -1,13 +1,13 @@
-"""Plain attributes of modules, as entries that ranks compare.
+"""Attributes of modules that are not parameters, as entries that ranks compare.
 
-Two models with parameters of the same names and shapes may still compute different numbers: a
-dropout rate, an epsilon, a base of rotary frequencies or an activation function is no parameter.
-`attribute_entries` returns every such value of a model under its path:
+Models with equal parameter names and shapes can still compute different numbers, because a dropout
+rate, an epsilon, a rotary base or an activation function is not a parameter.
+`attribute_entries` returns every such value of a model by its path:
 
     {"__class__": my.Model, "config.rope_theta": 10000.0, "layers.0.norm.eps": 1e-06, ...}
 
-A value is described, never its address: a function by its qualified name, an object by its class.
-What may differ between equal models is left out: devices, ranks, caches, names of directories.
+A function is described by its qualified name and an object by its class, never by an address.
+Values that can differ between equal models are left out: devices, ranks, caches, directories.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from moecore.base.rank_checks import Verbatim, comparable
 
 MAX_DEPTH = 8  # of records in records; deeper values are described by their class
 CLASS = "__class__"
-# Attributes of every module (hooks, tables of parameters); `training` decides what dropout does.
+# Attributes of every module: hooks, parameters. `training` is compared, because it sets dropout.
 INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 UNCOMPARED = frozenset(
     {
@@ -38,7 +38,7 @@ UNCOMPARED = frozenset(
         *("transformers_version", "architectures", "auto_map", "id2label", "label2id"),
     }
 )
-# Names of values that belong to one rank. A low rank ("lora_rank") decides shapes of parameters.
+# Names of values that belong to one rank. "lora_rank" decides parameter shapes and is compared.
 OF_ONE_RANK = re.compile(
     r"cache|name_or_path$|object_hash$|device_map$|(^|_)(dir|path)$|^is_(main|local|world)_"
     r"|(^|_)(rank|device|(rank|device|process)_?(id|index))$"
@@ -69,7 +69,7 @@ def attribute_entries(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Any
 
 
 def _decides_numbers(name: str, value: Any) -> bool:
-    """Whether an attribute of this name decides numbers; objects in private ones are state."""
+    """Whether an attribute can change results; objects in private attributes are state."""
     if name in UNCOMPARED or OF_ONE_RANK.search(name):
         return False
     is_plain = isinstance(value, (*ATOMS, tuple, Enum, torch.dtype, partial)) or callable(value)
@@ -77,7 +77,7 @@ def _decides_numbers(name: str, value: Any) -> bool:
 
 
 def _flat(path: str, value: Any, depth: int) -> dict[str, Any]:
-    """Return a value's description under its path; fields of records have paths of their own."""
+    """Return the description of a value by its path, with one path per field of a record."""
     values = value if isinstance(value, Mapping) else _fields_of(value)
     if values is None or depth > MAX_DEPTH:
         return {path: _described(value, depth)}
@@ -90,7 +90,7 @@ def _flat(path: str, value: Any, depth: int) -> dict[str, Any]:
 
 
 def _fields_of(value: Any) -> dict[str, Any] | None:
-    """Return the fields of a record of options, or None of another value."""
+    """Return the fields of a dataclass or config object, or None for any other value."""
     if isinstance(value, type | nn.Module | Enum):
         return None
     cls = type(value)
@@ -115,7 +115,7 @@ def _field(record: Any, name: str) -> Any:
 
 
 def _described(value: Any, depth: int = 0) -> Any:
-    """Return a value whose `repr` is the same on every rank where the values are equal."""
+    """Return a description whose `repr` is equal on all ranks with equal values."""
     if isinstance(value, str) and DEVICE.fullmatch(value):
         return Verbatim("a device")
     if value is None or type(value) in ATOMS or isinstance(value, torch.dtype):

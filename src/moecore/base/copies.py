@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from moecore.base.torch_private import HOOKS, local_of, parameter_like, wrapped_like
+from moecore.base.torch_private import HOOKS, local_of, parameter_like, wrap_like
 
-COMPILED_OF = "_orig_mod"  # the name of its module in one that `torch.compile` returns
+COMPILED_OF = "_orig_mod"  # attribute with the original module of a `torch.compile` module
 NewParameter = Callable[[nn.Parameter], nn.Parameter]
 
 
@@ -56,7 +56,7 @@ def copy_modules(
 def on_meta(param: nn.Parameter) -> nn.Parameter:
     """Return a meta-device parameter with the sharding of `param`."""
     empty = torch.empty_like(local_of(param), device="meta", requires_grad=False)
-    part = wrapped_like(empty, param) if isinstance(param, DTensor) else empty
+    part = wrap_like(empty, param) if isinstance(param, DTensor) else empty
     return parameter_like(part, param)
 
 

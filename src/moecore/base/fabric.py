@@ -21,16 +21,16 @@ class _FabricInfo(ctypes.Structure):
 
 
 def own_fabric() -> str | None:
-    """Return the name of the NVLink domain between hosts of this rank's GPU; None = none."""
+    """Return the name of the multi-host NVLink domain of this rank's GPU, or None."""
     return fabric_of(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
 
 
 def fabric_of(uuid: str) -> str | None:
-    """Return the name of the NVLink domain between hosts of a GPU; None where there is none."""
+    """Return the name of the multi-host NVLink domain of a GPU by its UUID, or None."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
         read = nvml.nvmlDeviceGetGpuFabricInfo
-    except (OSError, AttributeError):  # no driver, or one that knows no fabric
+    except (OSError, AttributeError):  # no driver, or a driver without fabrics
         return None
     if nvml.nvmlInit_v2():
         return None
@@ -39,7 +39,7 @@ def fabric_of(uuid: str) -> str | None:
     failed = failed or read(gpu, ctypes.byref(info))
     nvml.nvmlShutdown()
     cluster = bytes(info.cluster)
-    # Switches inside of a host are a fabric too, whose cluster has no number.
+    # The switches of one host are a fabric too, but with a cluster id of zeros.
     if failed or info.state != FABRIC_COMPLETED or info.status or not any(cluster):
         return None
     return f"{cluster.hex()}.{info.clique}"

@@ -1,16 +1,16 @@
-"""Errors of ranks, for the ranks that wait for them.
+"""Errors of one rank, reported to the ranks that wait for it.
 
-A rank that raises leaves the others in a collective, which ends in an error of gloo or NCCL. So it
-writes its own to the store of the default process group, where they find it:
+A rank that raises an error does not enter the next collective, so the other ranks receive an error
+of gloo or NCCL. The failed rank therefore writes its own error to the store of the default process
+group. The other ranks read the store after their transport error:
 
     rank 1    ValueError in micro-batch 2 of 4  ->  store
     rank 0    "Connection closed by peer"       ->  RankError: rank 1 failed in micro-batch 2 of 4
 
-The store is read and written after an error alone: no thread, no collective, no time of a step.
+The store is accessed only after an error. A step without errors does not use it.
 
-Outside of a step, where one collective more costs nothing, `share_errors` does better: ranks send
-each other their errors after the local checks, so a refusal of one rank is raised by all ranks
-while all of them are alive.
+`share_errors` is for calls outside of a step. Ranks exchange their errors after local checks, with
+one collective, so every rank raises the error of the first failed rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import json
 import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import wraps
 from inspect import signature
 from typing import Any, ParamSpec, TypeVar
@@ -31,20 +31,24 @@ from moecore.base.rank_checks import Group, gather
 P = ParamSpec("P")
 T = TypeVar("T")
 KEY = "moecore/failures"
-GRACE_S = 2.0  # how long a rank waits for the others' records: they see one event at one time
-LONGEST, SHORT = 500, 120  # characters of an error, and of one of transport
-MOST_NAMED = 8  # ranks
-OF_TRANSPORT = ("gloo", "NCCL", "Connection closed", "Connection reset")
+GRACE_S = 2.0  # how long a rank waits for the records of other ranks
+LONGEST, SHORT = 500, 120  # characters of an error, and of a transport error
+MAX_NAMED = 8  # ranks
+TRANSPORT_ERRORS = ("gloo", "NCCL", "Connection closed", "Connection reset")
 _local_records: list[tuple[dist.Store, int]] = []  # this rank's records
 
 
 class RankError(RuntimeError):
-    """Raised where this rank waited for another one, which has failed or does something else."""
+    """Raised if another rank failed, or ran another operation, while this rank waited for it."""
 
 
 @contextmanager
-def publish_errors(activity: str) -> Iterator[None]:
-    """Return a context whose errors other ranks read; errors of transport become RankErrors."""
+def publish_errors(activity: str, *, is_written: bool = True) -> Iterator[None]:
+    """Return a context that writes an error of its body to the store for the other ranks.
+
+    A transport error (gloo, NCCL, the store) becomes a `RankError` with the records of other ranks.
+    With `is_written` False the context converts transport errors and writes no other error.
+    """
     try:
         yield
     except RankError:
@@ -52,9 +56,9 @@ def publish_errors(activity: str) -> Iterator[None]:
     except Exception as error:
         if _store() is None:
             raise
-        if _is_of_transport(error):
+        if _is_transport_error(error):
             raise RankError(explain_transport_error(activity, error)) from error
-        if not hasattr(error, "is_published"):  # else a context inside of this one wrote it
+        if is_written and not hasattr(error, "is_published"):  # else an inner context wrote it
             error.is_published = True  # type: ignore[attr-defined]
             _write(activity, error, waits=False)
         raise
@@ -62,14 +66,10 @@ def publish_errors(activity: str) -> Iterator[None]:
 
 @contextmanager
 def share_errors(group: Group = None) -> Iterator[None]:
-    """Return a context after which every rank of a group raises the error of its first rank.
+    """Return a context after which every rank of a group raises the first failed rank's error.
 
-    Collective: each rank sends its error, or None, after the body. Every rank then raises the same
-    type and line, which names the rank unless all ranks have the same error. The body must not
-    communicate before it raises, because the other ranks would wait for it.
-
-    Raises:
-        Exception: the error of the first rank that has one.
+    Collective: after the body each rank sends its error, or None. The message names the rank unless
+    all ranks have the same error. The body must not communicate before it raises an error.
     """
     error: Exception | None = None
     try:
@@ -140,21 +140,13 @@ def sendable(error: Exception) -> Exception:
     return error
 
 
-@contextmanager
-def explain_transport_errors(activity: str) -> Iterator[None]:
-    """Return a context whose errors of transport become RankErrors; no other error is recorded."""
-    try:
-        yield
-    except RankError:
-        raise
-    except Exception as error:
-        if _store() is None or not _is_of_transport(error):
-            raise
-        raise RankError(explain_transport_error(activity, error)) from error
+def explain_transport_errors(activity: str) -> AbstractContextManager[None]:
+    """Return a context that converts transport errors to `RankError`s and writes no other error."""
+    return publish_errors(activity, is_written=False)
 
 
 def explain_transport_error(activity: str, error: Exception) -> str:
-    """Return what other ranks have recorded, where this one has an error of transport."""
+    """Return a line that explains this rank's transport error by the records of other ranks."""
     if _store() is None:
         return str(error)
     _write(activity, error, waits=True)
@@ -169,8 +161,8 @@ def explain_transport_error(activity: str, error: Exception) -> str:
     silent = set(range(dist.get_world_size())) - recorded_ranks
     if silent and all(record["waits"] and record["activity"] == activity for record in records):
         return (
-            f"{status}, but {_one_of(sorted(silent))} has ended or runs something else, and has "
-            f"recorded no error: {fix}, and see what the others printed ({cause})"
+            f"{status}, but {_format_ranks(sorted(silent))} has ended or runs something else, and "
+            f"has recorded no error: {fix}, and see what the others printed ({cause})"
         )
     first = records[0]
     if first["waits"]:
@@ -178,14 +170,14 @@ def explain_transport_error(activity: str, error: Exception) -> str:
     return f"rank {first['rank']} failed in {first['activity']}: {first['error']} ({status})"
 
 
-def _one_of(ranks: Sequence[int]) -> str:
-    if len(ranks) > MOST_NAMED:
+def _format_ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) > MAX_NAMED:
         return f"one of {len(ranks)} ranks"
     return f"{'one of ranks ' if len(ranks) > 1 else 'rank '}{', '.join(map(str, ranks))}"
 
 
 def withdraw_records() -> None:
-    """Withdraw this rank's records: it goes on."""
+    """Delete this rank's records from the store, because the rank continues after its error."""
     while _local_records:
         store, number = _local_records.pop()
         with suppress(dist.DistError):  # of a group that has ended since
@@ -199,9 +191,11 @@ def _store() -> dist.Store | None:
     return store
 
 
-def _is_of_transport(error: BaseException | None) -> bool:
+def _is_transport_error(error: BaseException | None) -> bool:
     while error is not None:
-        is_other = isinstance(error, RuntimeError) and any(x in str(error) for x in OF_TRANSPORT)
+        is_other = isinstance(error, RuntimeError) and any(
+            x in str(error) for x in TRANSPORT_ERRORS
+        )
         if is_other or isinstance(error, dist.DistError):
             return True
         error = error.__cause__
@@ -220,7 +214,7 @@ def _write(activity: str, error: Exception, *, waits: bool) -> None:
 
 
 def _read() -> list[dict[str, Any]]:
-    """Return the records of other ranks, those of ranks that wait last."""
+    """Return the records of other ranks; records of ranks that only waited come last."""
     store = _store()
     assert store is not None, "callers have asked"
     texts = [store.get(f"{KEY}/{n}") for n in range(1, store.add(KEY, 0) + 1)]

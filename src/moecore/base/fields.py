@@ -13,19 +13,19 @@
 `Window(size=True)` raises a ValueError of one line, "Window.size (True) must be a whole number
 >= 1: pass an int"; `Window(size=4, overlap=4)` "Window.overlap (4) must be < size (4): lower it".
 
-A public function checks its arguments likewise, in its first line:
+A public function checks its arguments in its first line:
 
     def prune(root: str | os.PathLike[str], keep: Count) -> list[Path]:
         check_arguments(prune, locals())
 
 An annotation is a class (bool, int, float, str, torch.dtype, a record), a Literal, or a tuple, a
-collection, a mapping or a union of these; of a Callable only that it can be called is known, and
-`Any` is not checked. `Annotated` adds bounds, the values of which it is one (`OneOf`), and a
-string, the fix. Numbers without a bound of their own stay within `PEAK`, so that int32 and fp32
-hold them. A tensor or an array is no number.
+collection, a mapping or a union of them. A Callable must be callable, and `Any` is not checked.
+`Annotated` adds bounds (`Bound`), allowed values (`OneOf`), and a string, which is the fix in the
+error. Numbers without a bound are limited by `MAX_ABS`, so that int32 and fp32 can store them. A
+tensor or an array is not a number.
 
-A float field takes an int that a float holds exactly. A record then stores the float, because torch
-and Triton treat the two differently. No other value is converted.
+A float field accepts an int that a float represents exactly. The record stores the float, because
+torch and Triton distinguish int and float. No other value is converted.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ import torch
 from torch import nn
 
 MAX_ABS: dict[type, float] = {int: 2**31 - 1, float: 1e38}
-EXACT = 2**53  # a float holds every int up to this one
+EXACT = 2**53  # a float represents every int up to this number
 NAMES: dict[Any, tuple[str, str]] = {
     bool: ("True or False", "pass a bool"),
     str: ("a string", "pass a str"),
@@ -87,7 +87,7 @@ class Passes(NamedTuple):
 
 
 def is_device(value: object) -> bool:
-    """Whether a value is a device of torch, or the name of one."""
+    """Whether a value is a torch.device or the name of a device."""
     try:
         return isinstance(value, str | torch.device) and torch.device(value) is not None
     except RuntimeError:
@@ -159,7 +159,7 @@ def quote(value: object) -> str:
     """Return the `repr` of a value for an error: one line, at most 80 characters."""
     try:
         text = " ".join(repr(value).split())
-    except Exception:  # any object's own; ints of more than 4,300 digits have none
+    except Exception:  # a `repr` of any object; an int of more than 4,300 digits has no text
         text = f"a value of type {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -231,7 +231,7 @@ def _plain_kind(hint: Any, bounds: list[Bound]) -> _Kind:
         return _Kind(lambda value: True, lambda value: "anything", "pass one")
     if isinstance(origin, type):
         return _generic(origin, args)
-    if is_typeddict(hint):  # whose keys and values the caller checks
+    if is_typeddict(hint):  # the caller checks its keys and values
         return _generic(Mapping, (str, Any))
     if not isinstance(hint, type):
         raise TypeError(f"annotation {hint!r} must be one that base/fields.py knows")
@@ -316,25 +316,18 @@ def _number(base: type, bounds: list[Bound]) -> _Kind:
         return f"{noun} {limits}".rstrip()
 
     if base is float:
-        return _Kind(
-            takes,
-            name,
-            "pass a float",
-            lambda value: value if type(value) is float else float(value),
-        )
+        return _Kind(takes, name, "pass a float", float)  # a float is returned unchanged
     return _Kind(takes, name, "pass an int")
 
 
 def _inclusive(bound: Bound, base: type) -> float:
-    """Return the first number within a bound."""
+    """Return the smallest (or largest) number that a bound allows."""
     if bound.sign.endswith("="):
         return bound.limit
     direction = 1 if bound.sign == ">" else -1
-    return (
-        bound.limit + direction
-        if base is int
-        else math.nextafter(bound.limit, direction * math.inf)
-    )
+    if base is int:
+        return bound.limit + direction
+    return math.nextafter(bound.limit, direction * math.inf)
 
 
 def _one_of(choices: Collection[Any]) -> _Kind:
@@ -360,7 +353,7 @@ def _any_of(kinds: list[_Kind]) -> _Kind:
 
 
 def _in_one_line(kind: _Kind) -> _Kind:
-    """Return a check that also refuses paths with a line break, because errors show paths."""
+    """Return a check that also rejects paths with a line break, because errors show paths."""
     return _Kind(
         lambda value: kind.takes(value) and (value is None or not set("\r\n") & set(str(value))),
         lambda value: f"{kind.name(value)}, without line breaks",

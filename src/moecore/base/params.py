@@ -1,7 +1,7 @@
-"""How the layer reads a parameter that may be sharded, and fills it the same on every layout.
+"""Access to parameters that may be sharded: local tensors, layout-independent initialisation.
 
-Layers keep activations as plain local tensors; what a parameter is (whole, sharded over ep, etp or
-tp, replicated over tp) follows from its DTensor placements alone.
+Layers compute with plain local tensors. The DTensor placements of a parameter say whether it is
+unsharded, sharded over ep, etp or tp, or replicated over tp.
 """
 
 from __future__ import annotations
@@ -18,31 +18,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement
 
 from moecore.base.copies import as_part
-from moecore.base.torch_private import (
-    local_of,
-    parameter_like,
-)
+from moecore.base.torch_private import local_of, parameter_like
 
 T = TypeVar("T")
 BLOCK_NUMEL = 1 << 20  # values drawn at once by `init_normal_`
-READS_PLAIN = "_moecore_reads_plain"  # attribute of a cut parameter: see `shard_parameter`
-GATHERED_BLOCKS = (
-    "_moecore_gathered"  # attribute of a parameter that was gathered or is stored in FP8
-)
+READS_PLAIN = "_moecore_reads_plain"  # attribute of a sharded parameter, see `shard_parameter`
+GATHERED_BLOCKS = "_moecore_gathered"  # attribute of a parameter in FP8 blocks
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
 def clean_name(name: str) -> str:
-    """Return a qualified name without what torch.compile, checkpointing and FSDP1 add to it."""
-    name += "."  # a wrapped module's own name ends in its wrapper's
+    """Return a qualified name without the parts that torch.compile, checkpointing and FSDP1 add."""
+    name += "."  # the name of a wrapped module ends in the wrapper's part
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name.removesuffix(".")
 
 
 def local_param(param: Tensor, *, reads: bool = True) -> Tensor:
-    """Return this rank's part of a parameter as a plain tensor, differentiably."""
-    # `reads` is False where `gathered_blocks` are read in place of values: see `check_values`.
+    """Return this rank's local tensor of a parameter; differentiable."""
+    # `reads` is False if the caller reads `gathered_blocks` instead of values, see `check_values`.
     local = param
     if isinstance(param, DTensor) and torch.compiler.is_compiling():
         local = param.to_local(grad_placements=grad_placements(param.placements))
@@ -54,7 +49,7 @@ def local_param(param: Tensor, *, reads: bool = True) -> Tensor:
 
 
 class _Local(torch.autograd.Function):
-    """DTensor.to_local, whose gradient may be None: a sink has taken it, and nobody adds zeros."""
+    """DTensor.to_local whose backward accepts None, if a `GradSink` received the gradient."""
 
     @staticmethod
     def forward(ctx: Any, param: DTensor) -> Tensor:
@@ -72,12 +67,12 @@ class _Local(torch.autograd.Function):
 
 
 def has_values(local: Tensor) -> bool:
-    """Whether a part of a parameter has memory: one that was gathered in FP8 has one element."""
+    """Whether a local tensor has values, which a parameter in FP8 blocks does not have."""
     return local.numel() < 2 or any(local.stride())
 
 
 def check_values(local: Tensor) -> None:
-    """Raise NotImplementedError for a part of a parameter without values."""
+    """Raise a NotImplementedError for a parameter in FP8 blocks, which has no values."""
     if not has_values(local):
         raise NotImplementedError(
             f"a weight {list(local.shape)} was gathered or is stored in FP8, so products of its "
@@ -87,30 +82,23 @@ def check_values(local: Tensor) -> None:
 
 
 def grad_placements(placements: Sequence[Placement]) -> tuple[Placement, ...]:
-    """Return how the gradient of `local_param` of a parameter that is placed so is placed."""
-    # Ranks that have a parameter replicated hold different tokens (tensor parallel ranks with
-    # sequence parallelism), or parts of the gradient of equal ones (transformers models), so its
-    # gradient is a partial sum.
+    """Return the placements of the gradient of `local_param`: Replicate becomes Partial."""
+    # Ranks with a replicated parameter have different tokens (sequence parallelism), or parts of
+    # the gradient of equal tokens (transformers models), so each gradient is a partial sum.
     return tuple(Partial() if p.is_replicate() else p for p in placements)
 
 
 def init_normal_(param: Tensor, *, std: float, key: str, seed: int = 0) -> None:
-    """Fill a parameter with N(0, std^2): the same values on every layout. No communication."""
-    # The global tensor is cut along dim 0 into blocks of about `BLOCK_NUMEL` values, and block b is
-    # drawn from a generator seeded by (seed, key, b). A rank draws only the blocks that its shard
-    # touches, so a model larger than one rank's memory can be initialised. Different keys give
-    # independent values; CPU and CUDA draw different values from one seed.
-    _draw(param, key, seed, lambda values, generator: values.normal_(0.0, std, generator=generator))
+    """Fill a parameter with N(0, std^2), with equal values on every layout. No communication."""
+    # The global tensor is split along dim 0 into blocks of about `BLOCK_NUMEL` values. A generator
+    # seeded by (seed, key, block) draws each block, and a rank draws only the blocks of its shard.
+    # So a model larger than one rank's memory can be initialised. CPU and CUDA values differ.
+    _draw(param, key, seed, lambda values, g: values.normal_(0.0, std, generator=g))
 
 
 def init_uniform_(param: Tensor, *, bound: float, key: str, seed: int = 0) -> None:
-    """Fill a parameter with U(-bound, bound), in the same way as `init_normal_`."""
-    _draw(
-        param,
-        key,
-        seed,
-        lambda values, generator: values.uniform_(-bound, bound, generator=generator),
-    )
+    """Fill a parameter with U(-bound, bound), with equal values on every layout."""
+    _draw(param, key, seed, lambda values, g: values.uniform_(-bound, bound, generator=g))
 
 
 @torch.no_grad()
@@ -142,7 +130,7 @@ def _draw(
 
 
 def global_indices(param: Tensor, coordinate: Sequence[int] | None = None) -> list[Tensor]:
-    """Return, per dim, which global indices a rank's shard (None = this rank's) holds, in order."""
+    """Return for each dim the global indices of a rank's shard; None = this rank's coordinate."""
     # Example: [8] over (edp_shard=2, ep=2) with placements (_StridedShard(0, split_factor=2),
     # Shard(0)): ep splits first, so rank (edp 1, ep 0) holds [2, 3].
     indices = [torch.arange(n) for n in param.shape]
@@ -152,8 +140,8 @@ def global_indices(param: Tensor, coordinate: Sequence[int] | None = None) -> li
     coordinate = mesh.get_coordinate() if coordinate is None else coordinate
     assert coordinate is not None, "a rank outside the mesh holds no shard"
     for dim, index in enumerate(indices):
-        # A strided shard marks an order: dims to its right split the same tensor dim first.
-        # One without such dims marks interleaved parts (gate and up of one expert).
+        # A StridedShard means that mesh axes to its right split the same dim first. Without such
+        # axes it means interleaved parts (gate and up of one expert).
         strided: list[tuple[int, int]] = []
         inner = 1
         for mesh_dim in reversed(range(mesh.ndim)):
@@ -185,14 +173,14 @@ def _interleaved(index: Tensor, parts: int, size: int, rank: int) -> Tensor:
 
 
 def runs_of(index: Tensor) -> Iterator[tuple[int, int]]:
-    """Yield start and length of each run of neighbours in an ordered index."""
+    """Yield start and length of each run of consecutive numbers in a sorted index."""
     if index.numel():
         edges = [0, *(index.diff() != 1).nonzero().flatten().add(1).tolist(), index.numel()]
         yield from ((int(index[a]), b - a) for a, b in itertools.pairwise(edges))
 
 
 def seed_of(seed: int, key: str, block: int = 0) -> int:
-    """Return the seed of a block of values."""
+    """Return the seed of a block of a parameter's values."""
     digest = hashlib.sha256(f"{seed}/{key}/{block}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
@@ -205,12 +193,12 @@ def shard_parameter(
     *,
     reads_plain: bool = False,
 ) -> None:
-    """Replace a whole parameter by a DTensor that keeps this rank's part. No communication."""
-    # `reads_plain` is for modules that know no DTensor: their unit gives them the part itself, and
-    # takes its gradient as `grad_placements` has it.
-    # A real parameter must hold the same values on every rank; a meta one stays on meta. Sharded
-    # dims must divide evenly. `_StridedShard(dim, split_factor=n)` cuts each of n equal parts of
-    # the dim (gate and up of one expert) and keeps one piece of each.
+    """Replace an unsharded parameter by a DTensor with this rank's shard. No communication."""
+    # With `reads_plain` the module's unit registers the local tensor, not a DTensor, and its
+    # gradient has `grad_placements`.
+    # Values must be equal on every rank, and sharded dims must divide evenly.
+    # `_StridedShard(dim, split_factor=n)` shards each of n equal parts of the dim (gate and up of
+    # one expert). Meta parameters stay on meta.
     param = getattr(module, name)
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "a rank outside the mesh holds no shard"

@@ -5,9 +5,8 @@
     for document in track(documents, "tokenizing"):
         ...
 
-Rank 0 shows it on stderr, so that stdout keeps the results. Where stderr is no terminal, or tqdm is
-missing, a line is printed every `INTERVAL_S` seconds. Operations that end before `DELAY_S` show
-nothing.
+Rank 0 shows progress on stderr. If stderr is not a terminal or tqdm is missing, it prints a line
+every `INTERVAL_S` seconds. Operations that end before `DELAY_S` seconds show nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from moecore.base.tables import shown_bytes
 
 T = TypeVar("T")
 DELAY_S, INTERVAL_S = 5.0, 10.0
-Report = Callable[[int, int], None]  # gets what is done, and the total; total 0 = it is not known
+Report = Callable[[int, int], None]  # (number done, total); total 0 = unknown
 
 
 class ProgressLines:
@@ -39,7 +38,7 @@ class ProgressLines:
         self._count: int | None = None  # None = the operation has not begun
 
     def report(self, count: int, total: int) -> None:
-        """Print a line if one is due. A number that falls is the next operation's."""
+        """Print a line if one is due. A smaller number than before starts a new operation."""
         seconds = time.monotonic()
         if self._count is None or count < self._count:
             self._start, self._next = seconds, seconds + DELAY_S
@@ -60,12 +59,9 @@ class ProgressLines:
 
 @contextmanager
 def show_progress(label: str, *, unit: str = "", lines: bool = False) -> Iterator[Report]:
-    """Give a function to call with what is done and the total; it may be called from any thread.
+    """Return a context with a function `report(number_done, total)`, callable from any thread.
 
-    Args:
-        label: the operation.
-        unit: of the numbers; "B" = bytes.
-        lines: print lines also on a terminal, where another bar may be.
+    `unit` is the unit of the numbers ("B" = bytes). With `lines` it prints lines, never a bar.
     """
     tqdm = None if lines or not sys.stderr.isatty() else import_tqdm()
     if not is_shown():
@@ -87,7 +83,7 @@ def show_progress(label: str, *, unit: str = "", lines: bool = False) -> Iterato
 def track(
     items: Iterable[T], label: str, *, total: int = 0, unit: str = "", lines: bool = False
 ) -> Iterator[T]:
-    """Yield the items of an operation, whose progress is their number; total 0 = their length."""
+    """Yield items and show the number of yielded items; total 0 = `len(items)`."""
     total = total or (len(items) if isinstance(items, Sized) else 0)
     with show_progress(label, unit=unit, lines=lines) as report:
         report(0, total)
@@ -104,7 +100,7 @@ def is_shown() -> bool:
 
 
 def print_line(line: str) -> None:
-    """Print a line to stderr, above a bar of tqdm that may be there."""
+    """Print a line to stderr, above a tqdm bar if one exists."""
     if "tqdm" in sys.modules and sys.stderr.isatty():
         sys.modules["tqdm"].tqdm.write(f"moecore: {line}", file=sys.stderr)
     else:
@@ -112,12 +108,12 @@ def print_line(line: str) -> None:
 
 
 def import_tqdm() -> ModuleType | None:
-    """Return tqdm with a lock of threads, or None where it is missing."""
+    """Return tqdm with a thread lock, or None if it is not installed."""
     try:
         import tqdm
     except ImportError:
         return None
-    tqdm.tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a rank would leave
+    tqdm.tqdm.set_lock(threading.RLock())  # tqdm's own lock is a semaphore that a killed rank leaks
     module: ModuleType = tqdm
     return module
 

@@ -1,8 +1,8 @@
-"""What must be equal on every rank, compared before anything is sharded.
+"""Comparison of values between ranks, before parameters are sharded.
 
-Ranks that differ would otherwise mix shards, compute other gradients in silence, or issue other
-collectives and wait for each other. A comparison of equal entries costs one all-reduce of 32 bytes.
-Only if ranks differ do further collectives find out which entry differs, and exchange its values.
+Ranks with different values would mix shards, compute wrong gradients without an error, or hang in
+different collectives. A comparison of equal entries costs one all-reduce of 32 bytes. If ranks
+differ, further collectives find the entry that differs and exchange its values.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DTYPES = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)  # 
 
 
 class Verbatim(str):
-    """A text that stands for a value, such as a qualified name; its `repr` has no quotes."""
+    """A text whose `repr` has no quotes, such as the qualified name of a class."""
 
     __slots__ = ()
     __repr__ = str.__str__
@@ -38,10 +38,10 @@ MISSING = Verbatim("missing")  # the value of an entry that a rank does not have
 
 
 def check_equal(entries: Mapping[str, Any], device_type: str, *, group: Group = None) -> None:
-    """Raise on every rank of the group when an entry is not the same on all. A host sync.
+    """Raise a ValueError on every rank of the group if an entry differs between ranks. Host sync.
 
-    Collective. Two values are equal if their `repr` is. Mappings are compared entry by entry, in
-    any order. Ranks may have entries of different names: a missing entry is a difference.
+    Collective. Values are equal if their `repr` is equal. Mappings are compared entry by entry, in
+    any order. An entry that a rank does not have is a difference.
     """
     problem = difference(entries, device_type, group=group)
     if problem is not None:
@@ -78,7 +78,7 @@ def _difference(entries: Mapping[str, Any], device_type: str, group: Group) -> s
 
 
 def _both_values(value: Any, group: Group) -> str:
-    """Return this rank's value and another one, each with its rank. Collective."""
+    """Return this rank's value and the first different value, each with its rank. Collective."""
     texts = gather(" ".join(_text(value).split())[:MAX_TEXT], group)
     ranks, local = dist.get_process_group_ranks(group or dist.group.WORLD), dist.get_rank(group)
     other = next((i for i, text in enumerate(texts) if text != texts[local]), local)
@@ -98,7 +98,7 @@ def check_notes(
     formats: Mapping[str, Callable[[int], str]],
     group: dist.ProcessGroup,
 ) -> None:
-    """Raise when ranks of a group differ in notes: of each rank a number per entry of `formats`."""
+    """Raise if ranks differ; `notes` has per rank one number per entry of `formats`."""
     for (name, show), values in zip(formats.items(), zip(*notes, strict=True), strict=True):
         other = next((place for place, value in enumerate(values) if value != values[0]), None)
         if other is not None:
@@ -110,8 +110,8 @@ def check_notes(
             )
 
 
-def fields_of(record: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass as entries, by "Class.field"."""
+def list_fields(record: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass as a dict with keys "Class.field"."""
     cls = type(record).__name__
     return {f"{cls}.{field.name}": getattr(record, field.name) for field in fields(record)}
 
@@ -119,7 +119,7 @@ def fields_of(record: Any) -> dict[str, Any]:
 def trained_entries(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> dict[str, Any]:
-    """Return what of a training must be the same on the ranks that share parameters."""
+    """Return parameter names and optimizer options, which ranks that share parameters compare."""
     params = dict(model.named_parameters())
     names = {param: name for name, param in params.items()}
     options: dict[str, Any] = {}
@@ -141,7 +141,7 @@ def trained_entries(
 
 
 def optimizer_entries(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
-    """Return what of optimizers must be the same on all stages, whose groups may differ."""
+    """Return classes and defaults of optimizers, which all pipeline stages compare."""
     entries: dict[str, Any] = {"classes of optimizers": [type(o).__name__ for o in optimizers]}
     for place, optimizer in enumerate(optimizers):
         prefix = f"optimizer {place}" if len(optimizers) > 1 else "optimizer"
@@ -151,7 +151,7 @@ def optimizer_entries(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, 
 
 
 def comparable(leaf: Any) -> Any:
-    """Return what ranks can have in common of a value: no address; of tensors a checksum."""
+    """Return a form of a value that is equal on all ranks: tensors become checksums."""
     if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and not leaf.is_meta:
         if leaf.numel() == 1:
             return leaf.tolist()
@@ -164,8 +164,8 @@ def comparable(leaf: Any) -> Any:
 def check_equal_weights(
     tensors: Mapping[str, Tensor], device_type: str, *, group: Group = None
 ) -> None:
-    """Raise on every rank when real weights differ: they would be mixed shard by shard."""
-    # Of what is cut over tp already every rank holds another part.
+    """Raise a ValueError on every rank if weights differ between ranks. Collective."""
+    # DTensors are left out: each tp rank has a different shard.
     plain_tensors = {n: t for n, t in tensors.items() if not isinstance(t, DTensor)}
     different, problem = differing_tensors(plain_tensors, device_type, group=group), None
     if different:
@@ -180,7 +180,7 @@ def check_equal_weights(
 def differing_tensors(
     tensors: Mapping[str, Tensor], device_type: str, *, group: Group = None
 ) -> list[str]:
-    """Return the names of tensors that are not the same on all ranks of a group. Collective."""
+    """Return the names of tensors whose values differ between the ranks of a group. Collective."""
     if not _has_peers(group):
         return []
     real = {n: t for n, t in tensors.items() if not t.is_meta and t.numel()}
@@ -190,7 +190,7 @@ def differing_tensors(
 
 
 def raise_on_all(problem: str | None, device_type: str, *, group: Group = None) -> None:
-    """Raise a ValueError on every rank of the world when some have a problem, in one line."""
+    """Raise a ValueError on every rank of the world if a rank of any group has a problem."""
     if dist.is_initialized() and dist.get_world_size(group) < dist.get_world_size():
         raise_on_world(problem, device_type)
     elif problem is not None:
@@ -198,7 +198,7 @@ def raise_on_all(problem: str | None, device_type: str, *, group: Group = None) 
 
 
 def raise_on_world(problem: str | None, device_type: str) -> None:
-    """Raise a ValueError on every rank when one has a problem. An all-reduce and a host sync."""
+    """Raise a ValueError on every rank if one rank has a problem. One all-reduce, a host sync."""
     has_problem = torch.tensor(problem is not None, dtype=torch.int64, device=device_type)
     dist.all_reduce(has_problem, op=dist.ReduceOp.MAX)
     if has_problem.item():
@@ -219,7 +219,7 @@ def _differing(entries: Mapping[str, Any], device_type: str, group: Group) -> li
     digests = [_digest(_text(entries[name])) for name in names]
     # Ranks may have different numbers of entries, so the first all-reduce has a fixed size.
     summary = torch.tensor([_digest(repr(names)), _digest(repr(digests))], device=device_type)
-    unequal = where_different(summary, group)
+    unequal = find_differences(summary, group)
     if not unequal:
         return []
     order, missing = list(entries), set[str]()
@@ -227,13 +227,13 @@ def _differing(entries: Mapping[str, Any], device_type: str, group: Group) -> li
         order, missing = _merge_names(order, group)
         names = [name for name in names if name not in missing]
         digests = [_digest(_text(entries[name])) for name in names]
-    positions = where_different(torch.tensor(digests, device=device_type), group) if names else []
+    positions = find_differences(torch.tensor(digests, device=device_type), group) if names else []
     different = {names[i] for i in positions} | missing
     return gather([name for name in order if name in different], group)[0]
 
 
 def _merge_names(names: list[str], group: Group) -> tuple[list[str], set[str]]:
-    """Return the names of all ranks, in order, and those that some ranks lack. Collective."""
+    """Return the names of all ranks in order, and the names that some ranks lack. Collective."""
     first: list[Any] = [names]
     source = dist.get_process_group_ranks(group or dist.group.WORLD)[0]
     dist.broadcast_object_list(first, source, group=group)
@@ -257,8 +257,8 @@ def _digest(text: str) -> int:
     )
 
 
-def where_different(values: Tensor, group: Groups) -> list[int]:
-    """Return the positions at which ranks have different int64. A collective per group, a sync."""
+def find_differences(values: Tensor, group: Groups) -> list[int]:
+    """Return the positions at which int64 values differ between ranks. Collective, host sync."""
     bounds = torch.stack([values, ~values])  # ~ reverses the order and cannot overflow
     for subgroup in group if isinstance(group, tuple) else (group,):
         dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=subgroup)
@@ -270,7 +270,7 @@ def _has_peers(group: Group) -> bool:
 
 
 def gather(value: T, group: Group = None) -> list[T]:
-    """Return the value of every rank of a group, by rank: any that pickle takes. Collective."""
+    """Return the values of all ranks of a group, in rank order, by pickle. Collective."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
@@ -279,7 +279,7 @@ def gather(value: T, group: Group = None) -> list[T]:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return an int64 sum of the tensor's words of 8 bytes, each mixed with its place."""
+    """Return an int64 checksum of the tensor's 8-byte words and their positions."""
     bits = tensor.detach().contiguous().flatten().view(torch.uint8)
     num_bytes, padding = bits.numel(), -bits.numel() % 8
     if padding:
@@ -289,7 +289,7 @@ def checksum(tensor: Tensor) -> Tensor:
     total: Tensor | int = num_bytes
     for i, chunk in enumerate(bits.view(torch.int64).split(1 << 20)):
         places = torch.arange(i << 20, (i << 20) + chunk.numel(), device=tensor.device)
-        # Odd factors lose no bit; without the shift, words that changed places would add up alike.
+        # Odd factors lose no bit. Without the shift, swapped words would have the same sum.
         mixed = torch.add(chunk, places, alpha=0x1E3779B97F4A7C15) * 0x3F58476D1CE4E5B9
         total = (mixed ^ (mixed >> 32)).sum() + total
     return total  # type: ignore[return-value]  # `split` of no words is one empty chunk

@@ -1,21 +1,24 @@
 """Functions whose results a recompute region saves for backward instead of recomputing.
 
-A region (`train/memory/recompute.py`) is a part of the model that backward recomputes. It finds
-matrix products and attention of torch itself. Other products, and communication, are called
-through `as_product` and `run_and_save`. Outside of regions both only call the function.
+A region (`train/memory/recompute.py`) is a part of the model that backward recomputes. A torch
+function mode finds torch's matrix products and attention in a region. moecore calls its own
+products through `as_product` and communication through `run_and_save`. Outside of regions both
+functions only call their argument.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from moecore.base.torch_private import with_attributes
 
 # The functions of torch whose results a region saves.
 OF_TORCH = (torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.einsum)
@@ -95,11 +98,6 @@ def is_recomputing() -> bool:
     return _state.is_recomputing
 
 
-@contextmanager
-def recompute_products() -> Iterator[None]:
+def recompute_products() -> AbstractContextManager[None]:
     """Return a context in which regions recompute products and do not save their results."""
-    before, _state.is_recomputing = _state.is_recomputing, True
-    try:
-        yield
-    finally:
-        _state.is_recomputing = before
+    return with_attributes(_state, is_recomputing=True)

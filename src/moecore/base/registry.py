@@ -1,4 +1,4 @@
-"""Registry: the values that an option takes by name, moecore's own and those of users."""
+"""`Registry`: values of an option by name, which users can extend."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Names of an option and what they stand for; `OneOf(registry)` checks that option."""
+    """The names of an option and their values; `OneOf(registry)` checks the option."""
 
     def __init__(self, option: str, values: Mapping[str, T]) -> None:
         self._option, self._values = option, dict(values)

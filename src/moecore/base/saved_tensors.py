@@ -1,10 +1,11 @@
-"""What a forward keeps for its backward, as handles, and who decides their form.
+"""Saved tensors of autograd: packers decide whether a tensor is stored, recomputed or offloaded.
 
-Autograd hands every tensor that an operation saves to one function. Here that function asks the
-packers of the running code, the innermost first, and the first that answers decides: a weight is
-kept, an activation is computed again (`recompute.py`) or lies in host memory. What nobody takes is
-kept too. torch asks the innermost pair of hooks alone: under hooks of the caller's own (activation
-checkpointing, `save_on_cpu`) nothing is packed here.
+Autograd calls one pack hook for every tensor that an operation saves for backward. The hook of this
+file (`keep`) calls the active packers, the innermost packer first. The first packer that
+accepts the tensor returns its handle. If no packer accepts the tensor, it stays in GPU memory.
+
+torch calls only the innermost pair of saved-tensor hooks. If the caller installs hooks (activation
+checkpointing, `save_on_cpu`), no packer is called inside them.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from moecore.base.torch_private import saved_tensor_hooks, storage_key, version
 
 
 class Handle(Protocol):
-    """Stands for a tensor that an operation has saved."""
+    """The result of a packer, from which backward gets the saved tensor."""
 
     def unpack(self) -> Tensor:
-        """Return the tensor as it was saved. A retained graph asks more than once."""
+        """Return the saved tensor. With a retained graph autograd calls it more than once."""
 
 
 Packer = Callable[[Tensor], Handle | None]
 
 
 def changed_in_place(shape: torch.Size, current_version: int, saved_version: int) -> RuntimeError:
-    """Return the error for a saved tensor that has another version than at forward."""
+    """Return the error for a saved tensor that was changed in place after forward."""
     return RuntimeError(
         f"a tensor {tuple(shape)} that backward needs was changed in place since forward "
         f"(version {current_version}, not {saved_version}): change a clone"
@@ -40,18 +41,18 @@ def changed_in_place(shape: torch.Size, current_version: int, saved_version: int
 
 
 class TensorHandle:
-    """The tensor itself; a change in place before backward is an error, as without hooks."""
+    """Holds the tensor itself. A change in place before backward raises, as in plain PyTorch."""
 
     __slots__ = ("_tensor", "_version")
 
     def __init__(self, tensor: Tensor) -> None:
-        # An alias without the node: an operation that saves its own output would hold itself, and
-        # a graph that is dropped would stay.
+        # `detach` avoids a reference cycle: an operation that saves its own output would otherwise
+        # keep its graph alive.
         self._tensor = tensor if tensor.grad_fn is None else tensor.detach()
         self._version = version(tensor)
 
     def unpack(self) -> Tensor:
-        """Return the tensor; raises RuntimeError when it was changed in place since forward."""
+        """Return the tensor; raise a RuntimeError if it was changed in place since forward."""
         if version(self._tensor) != self._version:
             raise changed_in_place(self._tensor.shape, version(self._tensor), self._version)
         return self._tensor
@@ -59,16 +60,16 @@ class TensorHandle:
 
 @dataclass(frozen=True, slots=True)
 class UsedRows:
-    """Which rows of a matrix are in use, where only the device knows; others need not come back."""
+    """Which rows of a padded matrix are in use; only the device knows their number."""
 
     length: int
-    num_rows: Tensor | None = None  # 0-dim int32: the first so many; None = those with a slot
-    slots: Tensor | None = None  # int32 [length, K]: negative in all of a row = it has no slot
-    balanced: int | None = None  # how many rows with even loads; None = nobody has planned for them
-    storage: int | None = None  # `storage_key` of the only matrix; None = all of this length
+    num_rows: Tensor | None = None  # 0-dim int32: the first rows are in use; None = see `slots`
+    slots: Tensor | None = None  # int32 [length, K]: a row of negative slots is not in use
+    balanced: int | None = None  # number of used rows with balanced routing; None = not known
+    storage: int | None = None  # `storage_key` of the matrix; None = every matrix of this length
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Whether a tensor's storage is a matrix with these rows, of which it holds columns."""
+        """Whether a tensor is a matrix with these rows, or a column slice of such a matrix."""
         if tensor.ndim != 2 or not tensor.dtype.is_floating_point:
             return False
         if tensor.shape[0] != self.length or not self.length:
@@ -79,11 +80,11 @@ class UsedRows:
 
 
 class _Packers(threading.local):
-    """The packers of this thread, in the order in which they are asked."""
+    """The packers of this thread, in the order in which they are called."""
 
     first: tuple[Packer, ...] = ()
     inner: tuple[Packer, ...] = ()
-    rows: tuple[UsedRows, ...] = ()  # of matrices that have room for more
+    rows: tuple[UsedRows, ...] = ()  # of matrices with unused rows
 
 
 _packers = _Packers()
@@ -91,10 +92,14 @@ _packers = _Packers()
 
 @contextmanager
 def packing(packer: Packer, *, is_first: bool = False, only_rows: bool = False) -> Iterator[None]:
-    """Within, ask a packer about each tensor that an operation saves."""
-    # With `is_first` it is asked before all that are on, else inner ones are asked before it. With
-    # `only_rows` it takes nothing but what is saved within `counting_rows`: elsewhere nobody is
-    # asked because of it, which would take the host longer.
+    """Return a context in which a packer is called for each tensor that an operation saves.
+
+    Args:
+        packer: returns a handle, or None if it does not accept the tensor.
+        is_first: call the packer before all active packers; by default inner packers come first.
+        only_rows: the packer accepts only tensors inside `counting_rows`. Elsewhere no hook is
+            installed for it, which saves host time.
+    """
     hooks = saved_tensor_hooks()
     if hooks is not None and hooks[0] is not keep:
         yield
@@ -113,7 +118,7 @@ def packing(packer: Packer, *, is_first: bool = False, only_rows: bool = False) 
 
 @contextmanager
 def counting_rows(*rows: UsedRows) -> Iterator[None]:
-    """Within, saved matrices have rows that are not in use; the first `rows` of a matrix count."""
+    """Return a context in which saved matrices have unused rows, as the first match tells."""
     before, _packers.rows = _packers.rows, rows
     try:
         with _asking():
@@ -123,14 +128,14 @@ def counting_rows(*rows: UsedRows) -> Iterator[None]:
 
 
 def _asking() -> AbstractContextManager[Any]:
-    """Return a context within which packers are asked, if there are any and no other hooks."""
+    """Return a context that installs the pack hook, if packers and no other hooks are active."""
     if saved_tensor_hooks() is not None or not is_packing():
         return nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(keep, _unpack)
 
 
 def used_rows(tensor: Tensor) -> UsedRows | None:
-    """Return which rows of the storage of a tensor that is being saved are in use; None = all."""
+    """Return which rows of a tensor that an operation saves are in use; None = all rows."""
     for rows in _packers.rows:
         if rows.is_of(tensor):
             return rows
@@ -138,13 +143,13 @@ def used_rows(tensor: Tensor) -> UsedRows | None:
 
 
 def is_packing() -> bool:
-    """Whether saved tensors are asked about: a packer is on, and no hooks of the caller's own."""
+    """Whether the pack hook is active: a packer exists, and the caller installed no hooks."""
     hooks = saved_tensor_hooks()
     return bool(_packers.first or _packers.inner) if hooks is None else hooks[0] is keep
 
 
 def keep(tensor: Tensor) -> Handle:
-    """Return the handle of a tensor for backward, by the packers of the running code."""
+    """Return the handle of a saved tensor from the first packer that accepts it. The pack hook."""
     for packer in (*_packers.first, *_packers.inner):
         handle = packer(tensor)
         if handle is not None:

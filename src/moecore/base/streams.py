@@ -1,31 +1,23 @@
 """CUDA streams and events, and the streams of a dry run, which record dependencies of operations.
 
-A CPU has no stream. Operations on one stream run in the order of their launches. In a dry run each
-operation has a number, and `Queues.put` returns the numbers of the operations that it depends on.
+Functions return None as the stream of a CPU. In a dry run each operation has a number, and
+`Queues.put` returns the numbers of the operations on which the next operation depends.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from moecore.base.torch_private import with_attributes
+
 Key = TypeVar("Key")
-
-
-class Event(Protocol):
-    """The methods of `torch.Event` that moecore calls."""
-
-    def record(self) -> None:
-        """Record the current stream's position, as `torch.Event.record` does."""
-
-    def wait(self) -> None:
-        """Make later operations of the current stream wait for this event."""
 
 
 class Stream(Protocol):
@@ -50,17 +42,17 @@ class DryStream:
     def __init__(self, queues: Queues) -> None:
         self._queues = queues
         self.number, queues.num_streams = queues.num_streams, queues.num_streams + 1
-        self.dependencies = frozenset[int]()  # operations waited for, and its last one
+        self.dependencies = frozenset[int]()  # last operation, and operations it waited for
 
     def record_event(self) -> frozenset[int]:
         """Return the numbers of the operations that the next operation depends on."""
         return self.dependencies
 
-    def wait_event(self, event: frozenset[int]) -> None:
+    def wait_event(self, event: Any) -> None:
         """Add the operations in `event` to the dependencies of the next operation."""
         self.dependencies |= event
 
-    def wait_stream(self, stream: DryStream) -> None:
+    def wait_stream(self, stream: Any) -> None:
         """Add the dependencies of `stream` to the dependencies of the next operation."""
         self.dependencies |= stream.dependencies
 
@@ -100,14 +92,12 @@ class Queues:
         self.length += 1
         return dependencies
 
-    @contextmanager
-    def on(self, stream: DryStream) -> Iterator[None]:
+    def on(self, stream: DryStream) -> AbstractContextManager[None]:
         """Return a context in which `stream` is the current stream."""
-        before, self.current = self.current, stream
-        try:
-            yield
-        finally:
-            self.current = before
+        return with_attributes(self, current=stream)
+
+
+Event = torch.Event | DryEvent
 
 
 class _Dry(threading.local):
@@ -119,14 +109,9 @@ class _Dry(threading.local):
 _dry = _Dry()
 
 
-@contextmanager
-def dry_streams(queues: Queues) -> Iterator[None]:
+def dry_streams(queues: Queues) -> AbstractContextManager[None]:
     """Return a context in which this thread's streams are the streams of a dry run."""
-    before, _dry.queues = _dry.queues, queues
-    try:
-        yield
-    finally:
-        _dry.queues = before
+    return with_attributes(_dry, queues=queues)
 
 
 def new_stream(device: torch.device | str, priority: int = 0) -> Stream | None:
@@ -157,15 +142,15 @@ def current_stream(device: torch.device | str) -> Stream | None:
 
 @cache
 def _as_cuda(stream_id: int, device_index: int, device_type: int) -> torch.cuda.Stream:
-    # A `torch.Stream` would not wait for a `torch.cuda.Event`, without a word, nor equal a
-    # `torch.cuda.Stream`. It is what `torch.cuda.current_stream` makes anew.
+    # A `torch.Stream` ignores `wait` of a `torch.cuda.Event` without an error, and does not equal a
+    # `torch.cuda.Stream`. `torch.cuda.current_stream` makes the same object at each call.
     return torch.cuda.Stream(
         stream_id=stream_id, device_index=device_index, device_type=device_type
     )
 
 
 class _OnStream:
-    """`torch.cuda.stream` for the current device's streams, with less work for the host."""
+    """`torch.cuda.stream` for streams of the current device, with less host time."""
 
     __slots__ = ("_before", "_stream")
 
@@ -192,7 +177,7 @@ def on_stream(stream: Stream | None) -> AbstractContextManager[Any]:
 
 def to_device(x: Tensor, device: torch.device | str) -> Tensor:
     """Copy a tensor to a device without a host-device synchronisation."""
-    # A copy to a GPU from memory that is not pinned waits for what the stream has held before.
+    # A copy from pageable memory blocks the host until earlier work of the stream is complete.
     if torch.device(device).type == "cuda" and x.device.type == "cpu":
         x = x.pin_memory()
     return x.to(device, non_blocking=True)

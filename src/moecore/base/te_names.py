@@ -1,9 +1,8 @@
-"""Every name of Transformer Engine that moecore uses, each behind one function of ours.
+"""The only file that uses names of Transformer Engine, which is imported on first use.
 
-Transformer Engine changes what it has from release to release, and its functions for products are
-not documented. `tests/base/test_te_names.py` holds each to its signature where it is installed. It
-is imported at the first use. Only what multiplies and quantises is taken: no module, no autograd,
-no global state.
+Transformer Engine's functions for products are undocumented and change between releases.
+`tests/base/test_te_names.py` tests each signature if Transformer Engine is installed. moecore uses
+its quantizers and matrix products, but not its modules, autograd functions and global state.
 
 Letters: R rows, e experts, M and N rows of the operands of a product, K the dim that is summed.
 """
@@ -21,11 +20,11 @@ from torch import Tensor
 from moecore.base.options.precision import Recipe, Scaling
 
 INSTALL = "pip install --no-build-isolation 'moecore[te]'"
-OLDEST = (2, 12)  # an older one has not been tried
+OLDEST = (2, 12)  # older releases have not been tested
 
 Operand = Literal["activation", "weight", "gradient"]
-# What is summed: "TN" a [N, K], b [M, K] -> b @ a^T; "NN" a [K, N], b [M, K] -> b @ a; "NT"
-# a [K, N], b [K, M] -> b^T @ a.
+# Operands and result: "TN" a [N, K], b [M, K] -> b @ a^T; "NN" a [K, N], b [M, K] -> b @ a;
+# "NT" a [K, N], b [K, M] -> b^T @ a.
 Layout = Literal["TN", "NN", "NT"]
 
 AVAILABLE: dict[Scaling | None, str] = {
@@ -37,18 +36,18 @@ AVAILABLE: dict[Scaling | None, str] = {
 
 
 class Names(NamedTuple):
-    """The modules of Transformer Engine, of a version, and the devices that they run on."""
+    """The version and the modules of the installed Transformer Engine."""
 
     version: str
-    pytorch: Any  # transformer_engine.pytorch: quantizers, and what a GPU has
+    pytorch: Any  # transformer_engine.pytorch: quantizers, and checks of the GPU
     products: Any  # transformer_engine.pytorch.cpp_extensions
-    extension: Any  # transformer_engine_torch: dtypes, and the quantisation of experts' rows
+    extension: Any  # transformer_engine_torch: dtypes, and `split_quantize`
     device_type: str = "cuda"
 
 
 @cache
 def names() -> Names:
-    """Return what is installed; a ValueError where nothing is, or it does not load."""
+    """Return the installed modules; raise a ValueError if they cannot be imported."""
     try:
         engine = importlib.import_module("transformer_engine")
         pytorch = importlib.import_module("transformer_engine.pytorch")
@@ -63,8 +62,8 @@ def names() -> Names:
 
 
 def why_not(recipe: Recipe | None, device: torch.device | None) -> str | None:
-    """Return why Transformer Engine cannot multiply by a recipe, None = bf16; None = it can."""
-    # A device of None is not known yet; nothing is computed on meta.
+    """Return why Transformer Engine cannot use a recipe (None = bf16) on a device, or None."""
+    # A device of None is not known yet. The meta device computes nothing.
     if device is not None and device.type == "meta":
         return None
     try:
@@ -92,8 +91,8 @@ def why_not(recipe: Recipe | None, device: torch.device | None) -> str | None:
 
 
 def without_infinities(x: Tensor) -> Tensor:
-    """Return NaN for infinity, which Transformer Engine would quantise to a finite number."""
-    # In one pass: x + 0 * x. A step that is not finite must be seen to be skipped.
+    """Return a copy with NaN for infinity, which Transformer Engine would make finite."""
+    # One pass: x + 0 * x. `TrainStep` skips a step only if its gradient is not finite.
     return torch.addcmul(x, x, x.new_zeros(()))
 
 
@@ -103,10 +102,10 @@ def quantise(
     operand: Operand,
     *,
     over_rows: bool,
-    scale: Tensor | None = None,  # of "tensorwise", fp32 [1], a factor; None = 448 / amax
-    seen: Tensor | None = None,  # fp32 [1], with a scale: grows to amax of x_RK, NaN left out
+    scale: Tensor | None = None,  # for "tensorwise": fp32 [1] factor; None = 448 / amax
+    seen: Tensor | None = None,  # with `scale`: fp32 [1], updated to the maximum of |x_RK|
 ) -> Any:
-    """Return a matrix as an operand that is summed over its rows, or over its columns."""
+    """Return a quantised operand of a product that sums over rows (`over_rows`) or columns."""
     with torch.no_grad():
         if scale is not None:
             dtype = _fp8(recipe, operand)
@@ -120,7 +119,7 @@ def quantise(
 def quantise_experts(
     x_RK: Tensor, splits: list[int], recipe: Recipe, operand: Operand, *, over_rows: bool
 ) -> list[Any]:
-    """Return the rows of each expert as an operand; `quantise` has the arguments."""
+    """Return one quantised operand per expert from its rows; arguments as `quantise`."""
     quantizers = _quantizers(recipe, operand, over_rows, len(splits), x_RK.device)
     with torch.no_grad():
         x_RK = _cast_for_quantizer(x_RK, recipe)
@@ -131,7 +130,7 @@ def quantise_experts(
 
 
 def multiply(a: Any, b: Any, layout: Layout, dtype: torch.dtype) -> Tensor:
-    """Return one product, summed in fp32 and rounded to a dtype."""
+    """Return the product of two operands, summed in fp32, in a dtype."""
     gemm_options: Any = dict(layout=layout, grad=layout != "TN", use_split_accumulator=True)
     return names().products.general_gemm(a, b, out_dtype=dtype, **gemm_options)[0]  # type: ignore[no-any-return]
 
@@ -143,10 +142,10 @@ def multiply_experts(
     out: list[Tensor],  # contiguous
     splits: list[int],  # rows of each expert
     *,
-    adds: bool = False,  # to what `out` holds
+    adds: bool = False,  # add to `out`
 ) -> None:
-    """Put each expert's product in `out`: [R, N], or for "NT" one [M, N] for each expert."""
-    # Experts without rows give zeros for "NT". Transformer Engine launches a product for each.
+    """Write each expert's product to `out`: one [R, N], or for "NT" one [M, N] per expert."""
+    # For "NT" the product of an expert without rows is zero.
     names().products.general_grouped_gemm(
         list(a),
         list(b),
@@ -163,7 +162,7 @@ def multiply_experts(
 
 
 def _cast_for_quantizer(x_RK: Tensor, recipe: Recipe) -> Tensor:
-    """Return a matrix as quantizers take it: what transforms reads bf16 alone."""
+    """Return a matrix in the dtype that quantizers read: bf16 for "nvfp4"."""
     return x_RK.bfloat16() if recipe.scaling == "nvfp4" else x_RK
 
 
@@ -172,7 +171,7 @@ def _quantizers(
 ) -> list[Any]:
     if recipe.scaling != "tensorwise":
         return [_by_blocks(recipe, operand, over_rows, device)] * num
-    # Each has memory for its largest magnitude, so none is shared.
+    # Each quantizer has its own buffers for scale and amax.
     buffers = torch.empty(2, num, device=device)
     make, dtype = names().pytorch.Float8CurrentScalingQuantizer, _fp8(recipe, operand)
     options: Any = dict(columnwise=over_rows, force_pow_2_scales=recipe.power_of_two)
@@ -184,9 +183,9 @@ def _quantizers(
 
 @cache
 def _by_blocks(recipe: Recipe, operand: Operand, over_rows: bool, device: torch.device) -> Any:
-    """Return a quantizer whose scales are of blocks: it has no state but what its device has."""
+    """Return a block quantizer, which has no state."""
     te, is_weight = names().pytorch, operand == "weight"
-    # What makes square blocks makes rows in any case.
+    # Weights have square blocks, whose rowwise operand is always needed.
     usage: Any = dict(rowwise=is_weight or not over_rows, columnwise=over_rows)
     if recipe.scaling == "blockwise":
         usage |= dict(force_pow_2_scales=recipe.power_of_two, block_scaling_dim=1 + is_weight)
@@ -208,6 +207,6 @@ def _fp8(recipe: Recipe, operand: Operand) -> Any:
 
 
 def _internal(quantizer: Any) -> Any:
-    """Return a quantizer that makes plain records, no subclasses of tensors."""
+    """Make a quantizer return plain records, not tensor subclasses; return it."""
     quantizer.internal = True
     return quantizer

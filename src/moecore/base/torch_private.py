@@ -1,15 +1,15 @@
-"""Every private name of torch that moecore uses, each behind one name of ours.
+"""The only file that uses private names of torch; each private name has one public name here.
 
-A name counts when it, or a module on the way to it, begins with one underscore: imported, looked
-up in a module, or on an object (`group._get_backend`), by dots or as a string.
-`tests/base/test_torch_private.py` reads all of src for such names, finds them here alone, and holds
-each to what it is used for: a torch that renames one fails there by name. These do not count:
+A name is private if the name, or a module in its path, begins with one underscore. It can be
+imported, read from a module or an object (`group._get_backend`), or passed as a string.
+`tests/base/test_torch_private.py` finds these names in src and tests each one, so a torch release
+that renames one fails a test by name. These names are allowed everywhere:
 
-- Operators. torch registers them with a schema that programs exported by older releases call. They
-  are named here too, for no documentation promises their arguments.
-- `Tensor._version`, of which the documentation of inference mode speaks, and what subclasses of
-  `nn.Module` are made of: `_parameters`, `_buffers`, `_modules`, `_apply`, `_load_from_state_dict`.
-- `_step_supports_amp_scaling`, which optimizers define for `torch.amp`: moecore's do.
+- `Tensor._version`, and members that subclasses of `nn.Module` use: `_parameters`, `_buffers`,
+  `_modules`, `_apply`, `_load_from_state_dict`.
+- `_step_supports_amp_scaling`, which optimizers define for `torch.amp`.
+
+Operators (`torch.ops`) have a stable schema but no documentation, so they are listed here too.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ unsafe_view = aten._unsafe_view
 
 
 def is_grouped_mm(function: Any) -> bool:
-    """Whether a function that a torch function mode sees is the grouped product."""
+    """Whether a function, as a torch function mode receives it, is `grouped_mm`."""
     return function is F.grouped_mm or function is torch._grouped_mm
 
 
@@ -67,11 +67,11 @@ def is_grouped_mm(function: Any) -> bool:
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# A DTensor whose StridedShard marks separate pieces, not an order of dims: 2.11 raises in the
-# backward and in full_tensor(); 2.13 handles both. 2.12 has not been tried.
+# StridedShard with separate pieces (gate and up): torch 2.11 raises in backward and full_tensor(),
+# 2.13 supports both, and 2.12 has not been tested.
 HAS_SEPARATE_PIECES = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 13)
 
-# Trees of tensors: what moecore's records, and those of models, are registered with.
+# Trees of tensors.
 register_dataclass = _pytree.register_dataclass
 register_pytree_node = _pytree.register_pytree_node
 tree_flatten = _pytree.tree_flatten
@@ -79,7 +79,7 @@ tree_leaves = _pytree.tree_leaves
 tree_map_only = _pytree.tree_map_only
 tree_unflatten = _pytree.tree_unflatten
 
-# Where the hooks of a module lie, and those among them that run around forward and backward.
+# Names of the hook dictionaries of a module, and of those with forward and backward hooks.
 HOOKS = frozenset(n for n, value in vars(nn.Module()).items() if "hook" in n and value == {})
 _AROUND = tuple(n for n in HOOKS if n.endswith("hooks") and ("forward" in n or "backward" in n))
 
@@ -87,22 +87,21 @@ StridedShard = _StridedShard
 
 
 class DispatchMode(TorchDispatchMode):
-    """A mode that no compiled code calls: torch.compile need not be told to leave it alone."""
+    """A dispatch mode under which torch.compile still compiles code."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
 
 
-# What sees the operations that run.
+# Dispatch modes, transforms and tracers.
 
-
-_keys = torch._C._dispatch_tls_local_include_set  # looked up once: kernels ask at every call
+_keys = torch._C._dispatch_tls_local_include_set  # looked up once: every kernel call reads it
 _unpack = forward_ad.unpack_dual
 
 
 def _plain_keys() -> frozenset[int]:
-    """Return the dispatch keys of a thread without modes, transforms and tracers."""
+    """Return the sets of dispatch keys of a thread without modes, transforms and tracers."""
     key_sets = set()
     with _disable_current_modes():
         for mode in (False, True):
@@ -112,14 +111,12 @@ def _plain_keys() -> frozenset[int]:
 
 
 _PLAIN_KEYS = _plain_keys()
-_UNTRACKED = torch.zeros(())  # carries no derivative
-
-
-NOTHING = nullcontext()  # made once: a host has many to enter
+_UNTRACKED = torch.zeros(())  # a tensor without a derivative
+NOTHING = nullcontext()  # one object for all calls, which saves host time
 
 
 class _Seen(threading.local):
-    """What modes of this thread see."""
+    """State of this thread that dispatch modes of a dry run read."""
 
     inside = False
     on_host = False
@@ -130,89 +127,86 @@ _seen = _Seen()
 
 
 @contextmanager
-def inside_operations() -> Iterator[None]:
-    """Within, modes see what moecore's operations do, on meta too, in place of the operations."""
-    before, _seen.inside = _seen.inside, True
+def with_attributes(target: Any, **values: Any) -> Iterator[None]:
+    """Return a context in which attributes of an object have other values."""
+    before = {name: getattr(target, name) for name in values}
     try:
+        for name, value in values.items():
+            setattr(target, name, value)
         yield
     finally:
-        _seen.inside = before
+        for name, value in before.items():
+            setattr(target, name, value)
+
+
+def inside_operations() -> AbstractContextManager[None]:
+    """Return a context in which dispatch modes see the inner operations of moecore's custom ops.
+
+    Meta tensors are included. Outside of the context a mode sees one custom op.
+    """
+    return with_attributes(_seen, inside=True)
 
 
 def is_inside() -> bool:
-    """Whether modes see what operations do."""
+    """Whether this thread is in `inside_operations`."""
     return _seen.inside
 
 
-@contextmanager
-def host_memory() -> Iterator[None]:
-    """Within, what is allocated on meta stands for host memory."""
-    _seen.on_host = True
-    try:
-        yield
-    finally:
-        _seen.on_host = False
+def host_memory() -> AbstractContextManager[None]:
+    """Return a context in which allocations on the meta device count as host memory."""
+    return with_attributes(_seen, on_host=True)
 
 
 def is_host_memory() -> bool:
-    """Whether what is allocated on meta stands for host memory."""
+    """Whether this thread is in `host_memory`."""
     return _seen.on_host
 
 
 def phases() -> tuple[str, ...]:
-    """Return the names of the marks that this thread is in, where modes see operations."""
+    """Return the names of the open `mark` contexts of this thread, in `inside_operations`."""
     return _seen.phases
 
 
-@contextmanager
-def _phase(name: str) -> Iterator[None]:
-    before, _seen.phases = _seen.phases, (*_seen.phases, name)
-    try:
-        yield
-    finally:
-        _seen.phases = before
-
-
 def is_silent(x: Tensor) -> bool:
-    """Whether ranks send nothing for a tensor: it is on meta, and nothing records what they do."""
+    """Whether communication of a tensor is skipped: it is on meta, outside of a dry run."""
     return x.is_meta and not _seen.inside
 
 
 def no_dispatch_modes() -> AbstractContextManager[Any]:
-    """Return a context without modes such as selective checkpointing's."""
+    """Return a context without dispatch modes, such as the mode of selective checkpointing."""
     return nullcontext() if _seen.inside else _disable_current_modes()
 
 
 def is_plain_eager() -> bool:
-    """Whether autograd alone sees operations: no compiler, mode, transform or tracer."""
+    """Whether no compiler, dispatch mode, transform or tracer is active."""
     if torch.compiler.is_compiling():
         return False
     return (_keys().raw_repr() in _PLAIN_KEYS and not in_forward_mode()) or _seen.inside
 
 
 def in_forward_mode() -> bool:
-    """Whether forward-mode derivatives are being taken."""
+    """Whether forward-mode autograd is active."""
     return _unpack(_UNTRACKED).primal is not _UNTRACKED
 
 
 def have_tangents(*tensors: Tensor) -> bool:
-    """Whether one of the tensors carries a forward-mode derivative."""
+    """Whether one of the tensors has a forward-mode tangent."""
     return in_forward_mode() and any(_unpack(t).tangent is not None for t in tensors)
 
 
 def mark(name: str) -> AbstractContextManager[Any]:
-    """Return a context that a profile shows by this name; 0.5 us of a host without a profiler."""
+    """Return a context that profiles show by this name; without a profiler it takes 0.5 us."""
     if torch.compiler.is_compiling():
         return NOTHING
     if _seen.inside:
-        return _phase(name)
+        return with_attributes(_seen, phases=(*_seen.phases, name))
     if not torch.autograd._profiler_enabled():
         return NOTHING
     return torch.profiler.record_function(name)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Return the dtype of autocast on a tensor's device; None without, and on meta."""
+    """Return the autocast dtype of a tensor's device; None without autocast, and on meta."""
     device = x.device.type
     if x.is_meta or not torch.is_autocast_enabled(device):
         return None
@@ -223,18 +217,18 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def current_node() -> Node:
-    """Return the node whose backward runs; only in one."""
+    """Return the autograd node whose backward is running."""
     node: Node = torch._C._current_autograd_node()
     return node
 
 
 def is_recomputing() -> bool:
-    """Whether this forward runs inside a backward: activation checkpointing repeats it."""
+    """Whether this code runs inside a backward, as a recomputed forward does."""
     return torch._C._current_autograd_node() is not None
 
 
 def run_backward(outputs: Sequence[Any], grads: Sequence[Tensor]) -> None:
-    """Run a backward of tensors or edges as `torch.autograd.backward`, past function modes."""
+    """Run `torch.autograd.backward` on tensors or graph edges without torch function modes."""
     engine = torch.autograd.Variable._execution_engine
     engine.run_backward(tuple(outputs), tuple(grads), False, False, (), True, accumulate_grad=True)
 
@@ -245,20 +239,20 @@ def call_after_backward(function: Callable[[], None]) -> None:
 
 
 def will_run(node: Any) -> bool:
-    """Whether the running backward reaches a node; None is a leaf, which it reaches."""
+    """Whether the running backward will execute a node; None = a leaf, which counts as True."""
     try:
         return node is None or torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # a leaf's node while `autograd.grad` asks for its gradient
+    except RuntimeError:  # the node of a leaf whose gradient `autograd.grad` computes
         return False
 
 
 def continues() -> bool:
-    """Whether the running backward needs more than the gradient of the current node's inputs."""
+    """Whether the running backward executes a node after the current node."""
     return any(node is not None and will_run(node) for node, _ in current_node().next_functions)
 
 
 def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """Return the innermost pair of `torch.autograd.graph.saved_tensors_hooks` that is on."""
+    """Return the innermost active pair of `torch.autograd.graph.saved_tensors_hooks`, or None."""
     hooks: tuple[Callable[..., Any], Callable[..., Any]] | None
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks
@@ -268,33 +262,33 @@ def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None
 
 
 def hooks_around(module: nn.Module) -> list[Callable[..., Any]]:
-    """Return the hooks of a module's forward and backward."""
+    """Return the forward and backward hooks of a module."""
     kinds = vars(module)
     return [hook for name in _AROUND for hook in kinds[name].values()]
 
 
 def num_gradient_hooks(param: Tensor) -> int:
-    """Return how many hooks of a parameter wait for its gradient."""
+    """Return the number of gradient hooks of a parameter, before and after accumulation."""
     return len(param._backward_hooks or ()) + len(_accumulate_hooks(param))
 
 
 def has_gradient_hooks(param: Tensor) -> bool:
-    """Whether there is one."""
+    """Whether a parameter has a gradient hook, before or after accumulation."""
     return num_gradient_hooks(param) > 0
 
 
 def has_accumulate_hooks(param: Tensor) -> bool:
-    """Whether a hook of `register_post_accumulate_grad_hook` takes the parameter's gradient."""
+    """Whether a parameter has hooks of `register_post_accumulate_grad_hook`."""
     return bool(_accumulate_hooks(param))
 
 
 def has_value_hooks(param: Tensor) -> bool:
-    """Whether a hook of `register_hook` may change the parameter's gradient."""
+    """Whether a parameter has hooks of `register_hook`, which may change its gradient."""
     return bool(param._backward_hooks)
 
 
-def through_hooks(param: Tensor, grad: Tensor) -> Tensor:
-    """Return a gradient as these hooks return it, for one that autograd has not accumulated."""
+def apply_value_hooks(param: Tensor, grad: Tensor) -> Tensor:
+    """Return a gradient after the parameter's `register_hook` hooks, called without autograd."""
     for hook in (param._backward_hooks or {}).values():
         changed = hook(grad)
         grad = grad if changed is None else changed
@@ -302,7 +296,7 @@ def through_hooks(param: Tensor, grad: Tensor) -> Tensor:
 
 
 def call_accumulate_hooks(param: Tensor) -> None:
-    """Call the former hooks, for a gradient that autograd has not accumulated."""
+    """Call the parameter's `register_post_accumulate_grad_hook` hooks without autograd."""
     hooks = param._post_accumulate_grad_hooks
     for hook in (hooks or {}).values():
         hook(param)
@@ -313,12 +307,12 @@ def _accumulate_hooks(param: Tensor) -> dict[int, Callable[[Tensor], None]]:
 
 
 def storage_key(x: Tensor) -> int:
-    """Return what all views of one storage share while it lives, on meta too."""
-    return id(x.untyped_storage())  # one Python object for as long
+    """Return a number that identifies a tensor's storage while it exists, also on meta."""
+    return id(x.untyped_storage())  # the same Python object as long as the storage exists
 
 
 def version(*tensors: Tensor) -> int:
-    """Return the count of changes in place; 0 for a tensor of inference mode, which has none."""
+    """Return the sum of the tensors' version counters; inference tensors count as 0."""
     changes = 0
     for x in tensors:
         changes += 0 if x.is_inference() else x._version
@@ -326,52 +320,52 @@ def version(*tensors: Tensor) -> int:
 
 
 def set_versions(tensors: list[Tensor], versions: list[int]) -> None:
-    """Set the counts of changes in place, which backward compares with those at forward."""
+    """Set version counters, which backward compares with the versions at forward."""
     torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
-# Ranks.
+# Process groups.
 
 
 def default_timeout() -> timedelta | None:
-    """Return how long collectives of the default group wait; None = for ever, as fake ones do."""
+    """Return the timeout of the default process group; None = a fake group has no timeout."""
     group = dist.group.WORLD
-    assert group is not None, "asked for only with a process group"
+    assert group is not None, "the default process group must exist"
     options = group._get_backend(torch.device(next(iter(_backends(group))))).options
     return None if options is None else options._timeout
 
 
 def inherit_timeout(group: dist.ProcessGroup) -> None:
-    """Give a group the timeout of the default group, which a new one does not have."""
+    """Set a group's timeout to the timeout of the default process group."""
     timeout = default_timeout()
     if timeout is not None:
         group.set_timeout(timeout)
 
 
 def is_gloo(group: dist.ProcessGroup, device_type: str) -> bool:
-    """Whether gloo runs a group's collectives for tensors of a device type."""
+    """Whether gloo is the group's backend for tensors of a device type."""
     return _backends(group)[device_type] == "gloo"
 
 
 def object_device_type(group: dist.ProcessGroup | None) -> str:
-    """Return the device type of small tensors that a group exchanges: "cpu" where it can."""
+    """Return the device type for small tensors of a group: "cpu" if the group supports it."""
     names = _backends(group or dist.group.WORLD)  # type: ignore[arg-type]
     return "cpu" if "cpu" in names else next(iter(names))
 
 
 def has_cpu_backend(group: dist.ProcessGroup) -> bool:
-    """Return whether a group's collectives take CPU tensors."""
+    """Whether a group has a backend for CPU tensors."""
     return "cpu" in _backends(group)
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:
-    """Return device type -> backend."""
+    """Return the group's backend of each device type."""
     config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
     return dict(pair.split(":") for pair in config.split(","))
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor, the same object each time; else the tensor."""
+    """Return the local tensor of a DTensor; any other tensor is returned unchanged."""
     if not isinstance(tensor, DTensor):
         return tensor
     if not torch.is_grad_enabled():  # 0.3 us of a host, else 1.5 us
@@ -381,42 +375,42 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def own_local(tensor: Tensor) -> Tensor:
-    """Return the tensor in which a DTensor has its part: `local_of` of a parameter is a view."""
+    """Return the tensor that a DTensor stores; `local_of` of a parameter returns a view of it."""
     if not isinstance(tensor, DTensor):
         return tensor
-    names, _ = tensor.__tensor_flatten__()  # the part is the first of what a DTensor is made of
+    names, _ = tensor.__tensor_flatten__()  # the first name is the local tensor
     local_tensor: Tensor = getattr(tensor, names[0])
     return local_tensor
 
 
-def wrapped_like(local: Tensor, like: Tensor) -> Tensor:
-    """Return a DTensor of a local part that lies as another does; 4 us, `from_local` takes 70."""
+def wrap_like(local: Tensor, like: Tensor) -> Tensor:
+    """Return a DTensor of a local tensor with the spec of `like`; faster than `from_local`."""
     return DTensor(local, like._spec, requires_grad=False)  # type: ignore[attr-defined]
 
 
 def zeros_like(tensor: Tensor, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-    """Return zeros that lie as a tensor does; of a DTensor torch would plan the operation: 1 ms."""
+    """Return zeros with the placements of a tensor; torch's DTensor operation takes 1 ms."""
     is_moved = device not in (None, tensor.device)
     if not isinstance(tensor, DTensor) or dtype != tensor.dtype or is_moved:
         return torch.zeros_like(tensor, dtype=dtype, device=device)
-    return wrapped_like(torch.zeros_like(local_of(tensor)), tensor)
+    return wrap_like(torch.zeros_like(local_of(tensor)), tensor)
 
 
 def parameter_like(data: Tensor, like: Tensor) -> nn.Parameter:
-    """Return a tensor that nobody else has as a parameter, trained if `like` is."""
+    """Return a parameter of a tensor that has no other owner, with `requires_grad` of `like`."""
     if isinstance(data, DTensor):
-        data.detach = lambda: data  # type: ignore[method-assign]  # torch would plan it for 1 ms
+        data.detach = lambda: data  # type: ignore[method-assign]  # torch's own DTensor operation takes 1 ms
     param = nn.Parameter(data, requires_grad=like.requires_grad)
     vars(param).pop("detach", None)
     return param
 
 
 def clear_sharding_caches() -> None:
-    """Remove what DTensor keeps of meshes, which it finds again by their sizes and names."""
+    """Clear DTensor's caches, which mix up meshes of equal sizes and axis names."""
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # imported in 0.9 s
 
     _clear_sharding_prop_cache()
-    if torch.cuda.is_initialized():  # autograd's thread of the device keeps some, too
+    if torch.cuda.is_initialized():  # autograd's thread of the device has a cache of its own
         x = torch.zeros(1, device="cuda", requires_grad=True).clone()
         x.register_hook(lambda _: _clear_sharding_prop_cache())
         x.backward()
@@ -425,25 +419,24 @@ def clear_sharding_caches() -> None:
 def symmetric_memory(
     num_bytes: int, group: dist.ProcessGroup, device: torch.device
 ) -> tuple[Tensor, Any]:
-    """Return memory that all ranks of a group see, and the handle that knows theirs. Collective."""
+    """Return symmetric memory of a group and its rendezvous handle. Collective."""
     from torch.distributed import _symmetric_memory
 
-    # Not `empty` of that module, which cuts a pool: offsets in it may differ between ranks once
-    # one of them has freed its memory later than the others.
+    # `empty` of that module uses a pool, whose offsets can differ between ranks after frees.
     allocate = _symmetric_memory._SymmetricMemory.empty_strided_p2p
     memory = allocate((num_bytes,), (1,), torch.uint8, device)
     return memory, _symmetric_memory.rendezvous(memory, group)
 
 
-# Pipelines of `torch.ops.symm_mem.fused_*`, whose operators multiply by one matrix alone and
-# allocate each result: slices of dim 0 travel through a workspace of the group, which grows with
-# them, on copy engines. On another stream than the current one too, which waits at the end.
+# The pipelines of `torch.ops.symm_mem.fused_*`. Copy engines move slices of dim 0 through a
+# workspace of the group. Work runs on a second stream too, for which the current stream waits at
+# the end. torch's fused operators support only one matrix product and allocate each result.
 
 
 def gather_and_consume(
     x_C: Tensor, consume: Callable[[Tensor, int], None], x_GC: Tensor, group: dist.ProcessGroup
 ) -> None:
-    """Gather dim 0 of all ranks, and call consume(slice, rank) with each slice that is here."""
+    """All-gather along dim 0, and call consume(slice, rank) when a rank's slice has arrived."""
     from torch.distributed import _symmetric_memory
 
     _symmetric_memory._pipelined_all_gather_and_consume(x_C, consume, x_GC, group.group_name)
@@ -452,7 +445,7 @@ def gather_and_consume(
 def produce_and_send(
     produce: Callable[[int, Tensor], None], output_GC: Tensor, group: dist.ProcessGroup
 ) -> None:
-    """Call produce(rank, slice), and send each rank its slice of dim 0 when it is full."""
+    """Call produce(rank, slice) for each rank, and send the rank its slice of dim 0."""
     from torch.distributed import _symmetric_memory
 
     _symmetric_memory._pipelined_produce_and_all2all(produce, output_GC, group.group_name)

@@ -35,12 +35,12 @@ from moecore.base.rank_checks import (
     checksum,
     comparable,
     difference,
+    find_differences,
     raise_on_world,
-    where_different,
 )
 from moecore.base.streams import ToHost, current_stream, is_capturing
 from moecore.base.torch_private import is_inside, tree_leaves
-from moecore.parallel.mesh import host_group
+from moecore.parallel.mesh import make_host_group
 
 
 @dataclass(kw_only=True, slots=True)
@@ -82,7 +82,7 @@ class Contents:
 
     def compare(self, tensors: Mapping[str, Tensor], groups: Sequence[dist.ProcessGroup]) -> None:
         """Launch a comparison of tensors. Collective; all ranks must pass the same names."""
-        if not groups or _captures(tensors):  # a replay would compare with nobody
+        if not groups or _is_capturing(tensors):  # a replay would compare with nobody
             return
         with torch.no_grad():
             sums = torch.stack([checksum(x) for x in tensors.values()])
@@ -97,7 +97,7 @@ class Contents:
 
     def has_difference(self) -> bool:
         """Return whether a result that has been copied to the host shows a difference. No sync."""
-        if _captures({str(i): check.bounds for i, check in enumerate(self._unread)}):
+        if _is_capturing({str(i): check.bounds for i, check in enumerate(self._unread)}):
             return False
         for check in self._unread:
             check.start_copy()
@@ -133,14 +133,14 @@ class Contents:
         return torch.cat([check.bounds[0] != ~check.bounds[1] for check in comparisons]).any()
 
 
-def _captures(tensors: Mapping[str, Tensor]) -> bool:
+def _is_capturing(tensors: Mapping[str, Tensor]) -> bool:
     """Return whether the current stream of a tensor's device is capturing a CUDA graph."""
     devices = {x.device for x in tensors.values()}
     return any(is_capturing(current_stream(device)) for device in devices)
 
 
 ROW_COMPARISON = "the comparison of rows, which ranks take by meshes.data_rank"
-OF_OWN_TOKENS = "hidden"  # argument of a native decoder's stage; it differs between these ranks
+LOCAL_ARGUMENT = "hidden"  # argument of a native decoder's stage; it differs between these ranks
 ADVICE = (
     " on ranks that share rows (tp, cp, pp): seed and shard data by meshes.data_rank of "
     "meshes.data_ranks"
@@ -160,7 +160,7 @@ class SharedArguments:
     def __init__(self, groups: Mapping[int, Ranks], device_type: str) -> None:
         self._groups, self._device_type = groups, device_type
         self._host_groups = {
-            cp: tuple(host_group(group) for group in ranks) for cp, ranks in groups.items()
+            cp: tuple(make_host_group(group) for group in ranks) for cp, ranks in groups.items()
         }
         self._contents = Contents()
         self._is_first = True  # until a forward with gradients
@@ -175,7 +175,7 @@ class SharedArguments:
         if is_inside():
             return
         place = cp if isinstance(cp, int) and cp in self._groups else 0
-        names = sorted(name for name in arguments if name != OF_OWN_TOKENS)
+        names = sorted(name for name in arguments if name != LOCAL_ARGUMENT)
         device_tensors: dict[str, Tensor] = {}
         facts = {name: _facts(arguments[name], name, device_tensors) for name in names}
         on_device = {
@@ -232,11 +232,11 @@ class SharedArguments:
         if not groups:
             return None
         digest = hashlib.sha256(repr(entries).encode()).digest()[:7]
-        # A rank may see the verdict on an earlier forward before the others do. All raise in the
-        # same forward, because each one tells the others.
+        # A rank may receive the result of an earlier forward before other ranks. All ranks raise in
+        # the same forward, because the result is part of this comparison.
         has_late = int(self._contents.has_difference())
         numbers = torch.tensor([int.from_bytes(digest, "little"), has_late])
-        differing = where_different(numbers, groups)
+        differing = find_differences(numbers, groups)
         if has_late or 1 in differing:
             return self._contents.wait() or "arguments of an earlier forward must be the same"
         if not differing:

@@ -36,7 +36,7 @@ def choose_meshes(expert_counts: Iterable[int]) -> Meshes:
     layer's number of experts. Example: 6 experts on a host of 4 ranks have ep 2 and edp_shard 2.
     Dense parameters are sharded over all ranks. A model without MoE layers has ep 1.
     """
-    domain, place = _domain()
+    domain, place = _find_domain()
     counts = sorted(set(expert_counts))
     ep = math.gcd(domain, *counts) if counts else 1
     reason = "the model has no MoE layers"
@@ -51,7 +51,7 @@ def _device_type() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _domain() -> tuple[int, str]:
+def _find_domain() -> tuple[int, str]:
     """Return the number of consecutive ranks with a fast link, and the text that names the link."""
     world_size = dist.get_world_size()
     if "LOCAL_WORLD_SIZE" not in os.environ:  # a launcher that tells no hosts, or one process

@@ -41,15 +41,15 @@ T = TypeVar("T")
 
 PACKAGES = ("torch", "triton", "transformers", "numpy")
 PREFIXES = ("NCCL_", "TORCH_", "GLOO_", "CUDA_", "PYTORCH_", "OMP_")
-OF_A_RANK = ("CUDA_VISIBLE_DEVICES", "TORCHELASTIC_RUN_ID")  # may differ
-CLOCK_S = 1.0  # apart, from which logs and timeouts mislead
+PER_RANK_VARIABLES = ("CUDA_VISIBLE_DEVICES", "TORCHELASTIC_RUN_ID")  # may differ
+CLOCK_S = 1.0  # allowed difference of clocks in seconds
 OPEN_FILES = 4096
 SHARED_MEMORY = 1 << 30
 DISK = 10 << 30
 SLOW = 0.5  # of the median rate
 Seconds = Annotated[int, Bound(">=", 1), Bound("<=", 86_400), "pass seconds, a day at most"]
 MESSAGE = 16 << 20  # bytes
-MOST_OF_ERROR = 200  # characters
+MAX_ERROR_CHARS = 200  # characters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,12 @@ class RankFacts:
 
 def problems(facts: Sequence[RankFacts]) -> list[str]:
     """Return one line per problem that the facts show; `facts[i]` belongs to rank i."""
-    return [*_differences(facts), *_of_hosts(facts), *_of_ranks(facts), *_of_links(facts)]
+    return [
+        *_differences(facts),
+        *_host_problems(facts),
+        *_rank_problems(facts),
+        *_link_problems(facts),
+    ]
 
 
 def _differences(facts: Sequence[RankFacts]) -> Iterator[str]:
@@ -90,7 +95,7 @@ def _differences(facts: Sequence[RankFacts]) -> Iterator[str]:
             for rank, rank_facts in enumerate(facts):
                 values[getattr(rank_facts, kind).get(name, "not set")].append(rank)
             if len(values) > 1:
-                texts = (f"{_cut(v)} on {_ranks(ranks)}" for v, ranks in values.items())
+                texts = (f"{_shorten(v)} on {_ranks(r)}" for v, r in values.items())
                 yield f"{name} ({', '.join(texts)}) must be the same on all ranks: set one"
     without = [rank for rank, rank_facts in enumerate(facts) if not rank_facts.has_checkpoints]
     if 0 < len(without) < len(facts):
@@ -100,13 +105,11 @@ def _differences(facts: Sequence[RankFacts]) -> Iterator[str]:
         )
 
 
-def _of_hosts(facts: Sequence[RankFacts]) -> Iterator[str]:
+def _host_problems(facts: Sequence[RankFacts]) -> Iterator[str]:
     by_host = defaultdict[str, list[int]](list)
     for rank, rank_facts in enumerate(facts):
         by_host[rank_facts.host].append(rank)
-    for fabric in dict.fromkeys(
-        rank_facts.fabric for rank_facts in facts if rank_facts.fabric is not None
-    ):
+    for fabric in dict.fromkeys(_present(facts, "fabric")):
         ranks = [rank for rank, rank_facts in enumerate(facts) if rank_facts.fabric == fabric]
         if ranks[-1] - ranks[0] >= len(ranks):
             yield (
@@ -118,10 +121,12 @@ def _of_hosts(facts: Sequence[RankFacts]) -> Iterator[str]:
         counts = ", ".join(f"{facts[r[0]].name}: {len(r)}" for r in by_host.values())
         yield f"ranks of a host ({counts}) must be equally many: start as many on each"
     for ranks in by_host.values():
-        yield from _of_host([facts[rank] for rank in ranks], ranks, facts[0])
+        yield from _single_host_problems([facts[rank] for rank in ranks], ranks, facts[0])
 
 
-def _of_host(facts: Sequence[RankFacts], ranks: Sequence[int], first: RankFacts) -> Iterator[str]:
+def _single_host_problems(
+    facts: Sequence[RankFacts], ranks: Sequence[int], first: RankFacts
+) -> Iterator[str]:
     """Yield the problems of one host. `facts` belong to the host's `ranks`, `first` to rank 0."""
     name = facts[0].name
     if list(ranks) != list(range(ranks[0], ranks[0] + len(ranks))):
@@ -129,9 +134,7 @@ def _of_host(facts: Sequence[RankFacts], ranks: Sequence[int], first: RankFacts)
             f"ranks of {name} ({_ranks(ranks)}) must be neighbours, on which tp and ep count: "
             "number them by host"
         )
-    for number in sorted(
-        {rank_facts.ranks_per_host for rank_facts in facts} - {None, len(ranks)}, key=str
-    ):
+    for number in sorted({*_present(facts, "ranks_per_host")} - {len(ranks)}):
         yield (
             f"LOCAL_WORLD_SIZE ({number}) of {name} must be its number of ranks ({len(ranks)}): "
             "start them by one torchrun, or pass ranks_per_domain"
@@ -142,19 +145,15 @@ def _of_host(facts: Sequence[RankFacts], ranks: Sequence[int], first: RankFacts)
             f"clock of {name} ({clock_offset:+.1f} s from that of {first.name}) must be within "
             f"{CLOCK_S:g} s: run an NTP client"
         )
-    # Ranks of one host may run in containers of their own, so the smallest number counts.
-    memory = min(
-        (rank_facts.shared_memory for rank_facts in facts if rank_facts.shared_memory is not None),
-        default=None,
+    # Ranks of one host may run in different containers, so the smallest number counts.
+    memory, disk = (
+        min(_present(facts, field), default=None) for field in ("shared_memory", "disk")
     )
     if memory is not None and memory < SHARED_MEMORY:
         yield (
             f"/dev/shm of {name} ({_gib(memory)} free) must have {_gib(SHARED_MEMORY)}, for NCCL "
             "and data loaders: --shm-size of its container"
         )
-    disk = min(
-        (rank_facts.disk for rank_facts in facts if rank_facts.disk is not None), default=None
-    )
     if disk is not None and disk < DISK:
         yield (
             f"disk of checkpoints on {name} ({_gib(disk)} free) must have {_gib(DISK)}: remove old "
@@ -170,13 +169,11 @@ def _of_host(facts: Sequence[RankFacts], ranks: Sequence[int], first: RankFacts)
             f"directory of checkpoints on {name} (of {_ranks(blind)}) must be that of rank 0, "
             "which all ranks write: give one on shared storage"
         )
-    for peers in dict.fromkeys(
-        rank_facts.peers for rank_facts in facts if rank_facts.peers is not None
-    ):
+    for peers in dict.fromkeys(_present(facts, "peers")):
         yield f"dispatcher 'nvlink' on {name} {peers}"
 
 
-def _of_ranks(facts: Sequence[RankFacts]) -> Iterator[str]:
+def _rank_problems(facts: Sequence[RankFacts]) -> Iterator[str]:
     for rank, rank_facts in enumerate(facts):
         yield from (
             f"rank {rank} on {rank_facts.name}: {failure}" for failure in rank_facts.failures
@@ -192,11 +189,9 @@ def _of_ranks(facts: Sequence[RankFacts]) -> Iterator[str]:
                 f"locked memory of rank {rank} ({_gib(rank_facts.locked_memory)}) must be "
                 "unlimited, for transfers between hosts: ulimit -l unlimited"
             )
-        if (
-            rank_facts.gpu_memory is not None
-            and rank_facts.gpu_memory[0] < 0.9 * rank_facts.gpu_memory[1]
-        ):
-            free, total = map(_gib, rank_facts.gpu_memory)
+        free_bytes, total_bytes = rank_facts.gpu_memory or (0, 0)
+        if free_bytes < 0.9 * total_bytes:
+            free, total = _gib(free_bytes), _gib(total_bytes)
             yield (
                 f"GPU of rank {rank} ({free} of {total} free on {rank_facts.name}) must be empty: "
                 "end what else runs there (nvidia-smi shows it)"
@@ -208,7 +203,7 @@ def _of_ranks(facts: Sequence[RankFacts]) -> Iterator[str]:
             )
 
 
-def _of_links(facts: Sequence[RankFacts]) -> Iterator[str]:
+def _link_problems(facts: Sequence[RankFacts]) -> Iterator[str]:
     for link in ("inside a host", "between hosts"):
         rates = {
             rank: rank_facts.rates[link]
@@ -232,11 +227,16 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(parts)}"
 
 
+def _present(facts: Sequence[RankFacts], field: str) -> list[Any]:
+    """Return the values of a field that are not None."""
+    return [value for row in facts if (value := getattr(row, field)) is not None]
+
+
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:MOST_OF_ERROR] or type(error).__name__
+    return " ".join(str(error).split())[:MAX_ERROR_CHARS] or type(error).__name__
 
 
-def _cut(text: str) -> str:
+def _shorten(text: str) -> str:
     """Return a text of another rank as one line of at most 80 characters."""
     return text if len(text) <= 40 and text.isprintable() else quote(text)
 
@@ -255,7 +255,7 @@ def run_doctor(args: Any) -> int:
     rule = "ranks must all take part until the end"
     try:
         with _all_take_part(rule):
-            facts = gather(_facts(device_type, args.checkpoints))
+            facts = gather(_collect_facts(device_type, args.checkpoints))
         lines = problems(facts)
         if dist.get_rank() == 0:
             _print(facts, lines)
@@ -263,7 +263,7 @@ def run_doctor(args: Any) -> int:
             dist.barrier()
     finally:
         dist.destroy_process_group()
-    return int(bool(lines))  # on every rank: an agent whose ranks end well waits for the others
+    return int(bool(lines))  # equal on all ranks, because torchrun waits for ranks of other hosts
 
 
 def _print(facts: Sequence[RankFacts], lines: Sequence[str]) -> None:
@@ -326,13 +326,13 @@ class _FactReader:
             return default
 
 
-def _facts(device_type: str, checkpoints: Path | None) -> RankFacts:
+def _collect_facts(device_type: str, checkpoints: Path | None) -> RankFacts:
     """Return the facts of this rank. Collective."""
     reader, is_gpu = _FactReader(), device_type == "cuda"
     # The file's name is made by rank 0. All ranks exchange it, with or without a directory.
     local_key = host_id(), f".doctor-{uuid.uuid4().hex}"
     hosts, names = zip(*gather(local_key), strict=True)
-    disk, sees = _disk(reader, checkpoints, names[0])
+    disk, sees = _measure_disk(reader, checkpoints, names[0])
     dist.barrier()
     return RankFacts(
         clock=time.time(),
@@ -341,11 +341,11 @@ def _facts(device_type: str, checkpoints: Path | None) -> RankFacts:
         ranks_per_host=reader.read(
             "LOCAL_WORLD_SIZE", lambda: read_launcher_number("LOCAL_WORLD_SIZE", 0) or None, None
         ),
-        versions=reader.read("versions", lambda: _versions(device_type), {}),
+        versions=reader.read("versions", lambda: _read_versions(device_type), {}),
         environment={
             name: value
             for name, value in sorted(os.environ.items())
-            if name.startswith(PREFIXES) and name not in OF_A_RANK
+            if name.startswith(PREFIXES) and name not in PER_RANK_VARIABLES
         },
         fabric=reader.read("NVLink domain", own_fabric, None) if is_gpu else None,
         gpu_memory=reader.read("GPU memory", torch.cuda.mem_get_info, None) if is_gpu else None,
@@ -356,8 +356,8 @@ def _facts(device_type: str, checkpoints: Path | None) -> RankFacts:
         disk=disk,
         sees_checkpoints=sees,
         failures=tuple(reader.failures),
-        peers=_peers(hosts, device_type),
-        rates=_rates(hosts, device_type),
+        peers=_find_peer_problem(hosts, device_type),
+        rates=_measure_rates(hosts, device_type),
     )
 
 
@@ -365,7 +365,7 @@ def _shared_memory() -> int | None:
     return shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None
 
 
-def _versions(device_type: str) -> dict[str, str]:
+def _read_versions(device_type: str) -> dict[str, str]:
     versions = {"moecore": __version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -379,7 +379,9 @@ def _versions(device_type: str) -> dict[str, str]:
     return versions
 
 
-def _disk(reader: _FactReader, directory: Path | None, name: str) -> tuple[int | None, bool]:
+def _measure_disk(
+    reader: _FactReader, directory: Path | None, name: str
+) -> tuple[int | None, bool]:
     """Return the directory's free bytes, and whether rank 0's file is visible. Collective."""
     is_first, shown_path = dist.get_rank() == 0, f"--checkpoints ({quote(str(directory))})"
     rule = "a directory that every rank can write"
@@ -409,7 +411,7 @@ def _disk(reader: _FactReader, directory: Path | None, name: str) -> tuple[int |
     return reader.read(shown_path, lambda: shutil.disk_usage(directory).free, None, rule), sees
 
 
-def _peers(hosts: Sequence[str], device_type: str) -> str | None:
+def _find_peer_problem(hosts: Sequence[str], device_type: str) -> str | None:
     """Return why GPUs of this host have no access to each other's memory. Collective."""
     if device_type != "cuda":
         return None
@@ -422,11 +424,11 @@ def _peers(hosts: Sequence[str], device_type: str) -> str | None:
     return problem
 
 
-def _rates(hosts: Sequence[str], device_type: str) -> dict[str, float]:
+def _measure_rates(hosts: Sequence[str], device_type: str) -> dict[str, float]:
     """Return rates of messages from the previous rank, inside and between hosts. Collective."""
     rank, rates = dist.get_rank(), dict[str, float]()
     by_host = [[r for r, h in enumerate(hosts) if h == host] for host in dict.fromkeys(hosts)]
-    rings = {"inside a host": by_host, "between hosts": _columns(by_host)}
+    rings = {"inside a host": by_host, "between hosts": _transpose(by_host)}
     data = torch.empty(2, MESSAGE, dtype=torch.uint8, device=device_type)
     for link, all_rings in rings.items():
         (ring,) = [ring for ring in all_rings if rank in ring] or [[rank]]
@@ -448,7 +450,7 @@ def _rates(hosts: Sequence[str], device_type: str) -> dict[str, float]:
     return rates
 
 
-def _columns(by_host: Sequence[Sequence[int]]) -> list[list[int]]:
+def _transpose(by_host: Sequence[Sequence[int]]) -> list[list[int]]:
     """Return for each local index i the list of every host's i-th rank."""
     num_rows = max(map(len, by_host))
     return [[ranks[i] for ranks in by_host if i < len(ranks)] for i in range(num_rows)]

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from moecore.base.fabric import own_fabric
 from moecore.base.failures import share_call_errors, share_errors
 from moecore.base.fields import CheckedRecord, Count, OneOf, Rules, check_arguments, quote
-from moecore.base.rank_checks import check_equal, fields_of, gather
+from moecore.base.rank_checks import check_equal, gather, list_fields
 from moecore.base.torch_private import (
     default_timeout,
     has_cpu_backend,
@@ -155,7 +155,7 @@ class Meshes:
             return f"Meshes({self.parallel}, whose process group is destroyed)"
         ranks = f"Meshes({self.device_type}, rank {dist.get_rank()} of {dist.get_world_size()}"
         views = (("dense ", self.dense), ("expert", self.expert))
-        return "\n".join([ranks, *(f"  {name} {_view(mesh)}" for name, mesh in views)]) + ")"
+        return "\n".join([ranks, *(f"  {name} {_format_mesh(mesh)}" for name, mesh in views)]) + ")"
 
     @property
     def data_ranks(self) -> int:
@@ -225,7 +225,7 @@ def build_meshes(
     world = init_device_mesh(device_type, (world_size,), mesh_dim_names=("world",))
     inherit_timeout(world.get_group())
     mesh_arguments = {
-        **fields_of(p),
+        **list_fields(p),
         "ranks_per_domain": ranks_per_domain,
         "device_type": device_type,
     }
@@ -234,19 +234,19 @@ def build_meshes(
     )  # before the groups, which other degrees would mix up
     if ranks_per_domain is None and device_type == "cuda" and "LOCAL_WORLD_SIZE" in os.environ:
         domain = ranks_of_fabrics(own_fabric()) or domain
-    dense = _fold(device_type, tuple(getattr(p, d) for d in DENSE_DIMS), DENSE_DIMS)
-    expert = _fold(device_type, tuple(getattr(p, d) for d in EXPERT_DIMS), EXPERT_DIMS)
+    dense = _make_mesh(device_type, tuple(getattr(p, d) for d in DENSE_DIMS), DENSE_DIMS)
+    expert = _make_mesh(device_type, tuple(getattr(p, d) for d in EXPERT_DIMS), EXPERT_DIMS)
     # Views that join neighbouring dims into one group. Only dims that are both larger than 1
     # need a new group; a joined dim of one non-trivial factor reuses that factor's group.
-    stage_group, pipeline_groups = _stages(world, dense, p)
+    stage_group, pipeline_groups = _make_stage_groups(world, dense, p)
     return Meshes(
         parallel=p,
         dense=dense,
         expert=expert,
-        dense_fsdp=_dense_fsdp(dense, p),
-        expert_fsdp=_trim(expert, "edp_replicate", "edp_shard"),
-        dispatch_group=_flattened_group(expert, ("ep", "etp")),
-        micro_batch_group=_flattened_group(dense, ("cp", "tp")),
+        dense_fsdp=_make_dense_fsdp(dense, p),
+        expert_fsdp=_drop_unit_replicate(expert, "edp_replicate", "edp_shard"),
+        dispatch_group=_flatten_group(expert, ("ep", "etp")),
+        micro_batch_group=_flatten_group(dense, ("cp", "tp")),
         ranks_per_domain=domain,
         stage_group=stage_group,
         pipeline_groups=pipeline_groups,
@@ -289,7 +289,7 @@ def domain_groups(meshes: Meshes) -> DomainGroups:
     """Return the groups inside and across domains. Collective; call `check_domains` before."""
     num_ranks, domain_size = meshes.parallel.ep * meshes.parallel.etp, meshes.ranks_per_domain
     sizes = (dist.get_world_size() // num_ranks, num_ranks // domain_size, domain_size)
-    view = _fold(meshes.device_type, sizes, ("dispatch", "domain", "place"))
+    view = _make_mesh(meshes.device_type, sizes, ("dispatch", "domain", "place"))
     return DomainGroups(inside=view.get_group("place"), across=view.get_group("domain"))
 
 
@@ -310,26 +310,26 @@ def check_domains(meshes: Meshes) -> None:
         )
 
 
-def context_groups(meshes: Meshes, cp: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+def make_context_groups(meshes: Meshes, cp: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Return the groups of `cp` consecutive data ranks and of their cp x tp ranks, cp-major."""
     size, tp = dist.get_world_size(), meshes.parallel.tp
-    view = _fold(meshes.device_type, (size // (cp * tp), cp, tp), ("data", "cp", "tp"))
-    group = _flattened_group(view, ("cp", "tp"))
+    view = _make_mesh(meshes.device_type, (size // (cp * tp), cp, tp), ("data", "cp", "tp"))
+    group = _flatten_group(view, ("cp", "tp"))
     assert group is not None, "cp is at least 2"
     return view.get_group("cp"), group
 
 
-def split_context(
+def split_context_group(
     meshes: Meshes, cp: int, inner: int
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Return this rank's group of `inner` consecutive cp ranks, and of every `inner`-th cp rank."""
     tp, size = meshes.parallel.tp, dist.get_world_size()
     sizes = (size // (cp * tp), cp // inner, inner, tp)
-    view = _fold(meshes.device_type, sizes, ("data", "cp_outer", "cp_inner", "tp"))
+    view = _make_mesh(meshes.device_type, sizes, ("data", "cp_outer", "cp_inner", "tp"))
     return view.get_group("cp_inner"), view.get_group("cp_outer")
 
 
-def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def make_host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return a group of the same ranks whose collectives take CPU tensors.
 
     If the group has a backend for CPU tensors, the result is the group, otherwise a new gloo group.
@@ -359,7 +359,7 @@ def concatenate(*meshes: DeviceMesh) -> DeviceMesh:
     )
 
 
-def _fold(device_type: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+def _make_mesh(device_type: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     """Return a mesh of all ranks, outermost axis first, with the default group's timeout."""
     view = init_device_mesh(device_type, sizes, mesh_dim_names=names)
     for name in names:
@@ -367,7 +367,7 @@ def _fold(device_type: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> D
     return view
 
 
-def _view(mesh: DeviceMesh) -> str:
+def _format_mesh(mesh: DeviceMesh) -> str:
     """Return the axes of a mesh whose size is not 1, and this rank's coordinates, as text."""
     names = [name for name in mesh.mesh_dim_names or () if _size(mesh, name) > 1]
     if not names:
@@ -412,20 +412,22 @@ def read_launcher_number(
     return int(text)
 
 
-def _trim(mesh: DeviceMesh, replicate: str, shard: str) -> DeviceMesh:
+def _drop_unit_replicate(mesh: DeviceMesh, replicate: str, shard: str) -> DeviceMesh:
     """Return the submesh (replicate, shard), or (shard,) if the replicate axis has size 1."""
     return mesh[(replicate, shard) if _size(mesh, replicate) > 1 else (shard,)]
 
 
-def _dense_fsdp(dense: DeviceMesh, p: ParallelConfig) -> DeviceMesh:
+def _make_dense_fsdp(dense: DeviceMesh, p: ParallelConfig) -> DeviceMesh:
     if p.cp == 1:
-        return _trim(dense, "dp_replicate", "dp_shard")
+        return _drop_unit_replicate(dense, "dp_replicate", "dp_shard")
     names = ("pp", "dp_replicate", "dp_shard_cp", "tp")
     sizes = (p.pp, p.dp_replicate, p.dp_shard * p.cp, p.tp)
-    return _trim(_fold(dense.device_type, sizes, names), "dp_replicate", "dp_shard_cp")
+    return _drop_unit_replicate(
+        _make_mesh(dense.device_type, sizes, names), "dp_replicate", "dp_shard_cp"
+    )
 
 
-def _flattened_group(view: DeviceMesh, names: tuple[str, str]) -> dist.ProcessGroup | None:
+def _flatten_group(view: DeviceMesh, names: tuple[str, str]) -> dist.ProcessGroup | None:
     """Return one group over a mesh's two innermost axes, first-major; None for one rank."""
     sizes = [_size(view, name) for name in names]
     if sizes == [1, 1]:
@@ -434,17 +436,17 @@ def _flattened_group(view: DeviceMesh, names: tuple[str, str]) -> dist.ProcessGr
         return view.get_group(names[1 - sizes.index(1)])
     inner = sizes[0] * sizes[1]
     flat_name = "_".join(names)
-    folded = _fold(view.device_type, (view.size() // inner, inner), ("outer", flat_name))
+    folded = _make_mesh(view.device_type, (view.size() // inner, inner), ("outer", flat_name))
     return folded.get_group(flat_name)
 
 
-def _stages(
+def _make_stage_groups(
     world: DeviceMesh, dense: DeviceMesh, p: ParallelConfig
 ) -> tuple[dist.ProcessGroup, tuple[dist.ProcessGroup, dist.ProcessGroup] | None]:
     """Return the group of this rank's pipeline stage, and `Meshes.pipeline_groups`."""
     if p.pp == 1:
         return world.get_group(), None
-    view = _fold(world.device_type, (p.pp, world.size() // p.pp), ("pp", "stage"))
+    view = _make_mesh(world.device_type, (p.pp, world.size() // p.pp), ("pp", "stage"))
     up, down = dense.get_group("pp"), view.get_group("pp")
     if up is down:  # both are the default group, where each stage is one rank
         down = dist.new_group(timeout=default_timeout())

@@ -12,20 +12,13 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from moecore import (
-    FSDPOptions,
-    MoEConfig,
-    ParallelConfig,
-    TrainStep,
-    build_meshes,
-    parallelize_moe,
-)
+from moecore import FSDPOptions, MoEConfig, ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.models import Decoder, DecoderConfig
 from moecore.parallel import rank_bytes
 from moecore.parallel.model.clip import clip_grad_norm_
 from moecore.parallel.model.parallel_state import moe_state, parallel_state
 from moecore.train.rerun import drop_step
-from tests.helpers.grids import asked_for, beside
+from tests.helpers.grids import asked_for
 from tests.helpers.parts import on_parts
 from tests.helpers.ranks import run_ranks
 from tests.helpers.whole import gather_whole
@@ -57,10 +50,7 @@ LAYOUTS: dict[str, tuple[ParallelConfig, FSDPOptions]] = {
     "gathered again, recomputed": (SHARDED, FSDPOptions()),
     "two blocks together": (SHARDED, replace(ONCE, blocks_per_unit=2)),
     "gathered once, reduced each time": (SHARDED, EACH),
-    "embeddings gathered again": (
-        SHARDED,
-        replace(ONCE, embedding_strategy="optim_grads_params"),
-    ),
+    "embeddings gathered again": (SHARDED, replace(ONCE, embedding_strategy="optim_grads_params")),
     "replicated": (SHARDED, NO_SHARD),
     "bf16": (UNSHARDED, replace(ONCE, param_dtype=torch.bfloat16)),
 }
@@ -75,17 +65,9 @@ EVERY = dict.fromkeys(
     ),
     "all gathered once",
 )
-NIGHTLY = (
-    "sharded experts, gathered once",
-    "gathered again, recomputed",
-    "embeddings gathered again",
-)  # as others, of one kind of unit each
+# Steps that are not announced share nothing: one layout of each kind of unit.
 UNANNOUNCED = ("whole experts, gathered once", "all gathered once", "two blocks together")
-# Steps that are not announced leave nothing shared: one layout of each kind of unit.
 DROPPED = [*((layout, "once") for layout in LAYOUTS), *((each, "every") for each in UNANNOUNCED)]
-# A dropped step by day: of each kind of unit, and without shards.
-DROPPED_BY_DAY = (*UNANNOUNCED, "replicated")
-OF_NIGHT = [case for case in DROPPED if case[0] not in DROPPED_BY_DAY]
 
 
 def make(layout: str) -> Decoder:
@@ -220,7 +202,7 @@ def found(request: pytest.FixtureRequest) -> dict[str, Any]:
     return run_ranks(WORLD, worker, [layout for layout in LAYOUTS if layout in needed], drops)
 
 
-@pytest.mark.parametrize("layout", beside(LAYOUTS, NIGHTLY))
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_are_those_of_reducing_every_time(layout: str, found: dict[str, Any]) -> None:
     """With bf16 each reduction would round; sums over micro-batches are in fp32 in both."""
     bound = 2e-2 if layout == "bf16" else FP32_BOUND
@@ -228,7 +210,7 @@ def test_gradients_are_those_of_reducing_every_time(layout: str, found: dict[str
     assert not {name: error for name, error in found[layout].items() if not error <= bound}
 
 
-@pytest.mark.parametrize("layout", beside(LAYOUTS, NIGHTLY))
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_stays_gathered_is_gathered_and_reduced_once(
     layout: str, found: dict[str, Any]
 ) -> None:
@@ -249,7 +231,7 @@ def test_what_stays_gathered_is_gathered_and_reduced_once(
     assert by["reductions"] == kept - each + MICRO_BATCHES * (freed + each)
 
 
-@pytest.mark.parametrize("layout", beside(LAYOUTS, NIGHTLY))
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_buffers_are_those_of_the_plan(layout: str, found: dict[str, Any]) -> None:
     by = found[f"{layout}, by"]
     planned = by["planned"]
@@ -260,7 +242,7 @@ def test_replicas_have_the_gradients_of_shards(found: dict[str, Any]) -> None:
     assert max(found["replicated, sharded"].values()) <= FP32_BOUND
 
 
-@pytest.mark.parametrize(("layout", "told"), beside(DROPPED, OF_NIGHT, several=True))
+@pytest.mark.parametrize(("layout", "told"), DROPPED)
 def test_a_dropped_step_leaves_nothing(layout: str, told: str, found: dict[str, Any]) -> None:
     """The next step is that of a new model to the bit, announced or not."""
     tokens, compared, wrong = found[f"{layout}, dropped, {told}"]

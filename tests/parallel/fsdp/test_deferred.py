@@ -30,6 +30,7 @@ from moecore import (
     parallelize,
     parallelize_moe,
 )
+from moecore.base.rank_checks import gather
 from moecore.kernels.experts.fp8_products import BlockwiseProducts
 from moecore.kernels.experts.grouped_products import TorchMatmuls
 from moecore.kernels.linear import PlainProducts
@@ -41,7 +42,7 @@ from moecore.parallel.model.parallel_state import engines_of
 from moecore.parallel.model.shard_model import shard_model
 from moecore.precision.apply import defer_linears
 from moecore.precision.linear import Fp8Products
-from tests.helpers.grids import asked_for, beside
+from tests.helpers.grids import asked_for
 from tests.helpers.ranks import run_ranks
 from tests.parallel.fsdp.test_unit import BLOCKS, DIM, Model, freed_is_nan
 from tests.parallel.fsdp.units import recorded, units
@@ -87,16 +88,6 @@ CASES |= {
     "regions": (EP2, dict(fsdp=BF16, memory=REGIONS)),
     "offload": (EP2, dict(fsdp=BF16, memory=MemoryOptions(offload=("attention", "experts")))),
 }
-# Each strategy has another, tp has another strategy, and other cases compute more again.
-NIGHTLY = (
-    "no_shard, ep 2",
-    "optim, ep 1",
-    "optim_grads, ep 2",
-    "tp, optim",
-    "embeddings too",
-    "checkpoints",
-    "offload",
-)
 LIKE_BF16 = ("checkpoints", "reentrant checkpoints", "regions", "offload")  # keep other things
 UNSHARDED = tuple(zip("FFFBBB", (0, 1, 2, 0, 1, 2), strict=True))
 APART = tuple(zip("FFDFDDWWW", (0, 1, 0, 2, 1, 2, 0, 1, 2), strict=True))
@@ -105,13 +96,6 @@ SHUFFLED = (*APART[:-3], ("W", 1), ("W", 2), ("W", 0))
 MIXED = tuple(zip("FFDBFDWW", (0, 1, 0, 1, 2, 2, 0, 2), strict=True))
 FEW = ("optim, ep 2", "optim_grads_params, ep 1", "tp", "fp8 gathers, tp")
 WAYS: list[tuple[str, str, Turns]] = [(case, "apart", APART) for case in CASES]
-# Other orders of turns have by day a case or two each, which differ in what their units do.
-ALONE = [
-    *((case, "apart") for case in NIGHTLY),
-    *(("optim_grads_params, ep 1", way) for way in ("left", "mixed")),
-    *(("optim, ep 2", way) for way in ("whole", "shuffled")),
-    *(("tp", way) for way in ("left", "whole", "shuffled")),
-]
 WAYS += [(case, "left", LEFT) for case in FEW]
 OTHER_ORDERS: list[tuple[str, str, Turns]] = [
     (case, way, turns)
@@ -248,8 +232,7 @@ def worker(rank: int, device: torch.device, asked: list[tuple[str, str]]) -> dic
             found[case, way] = errors(run.play(turns), wanted[case])
         found[case, way, "products"] = run.products
         found[case, way, "reductions"] = reductions(run.model, events)
-    every: list[Any] = [None] * WORLD
-    dist.all_gather_object(every, found)
+    every = gather(found)
     return {key: [one[key] for one in every] for key in found}
 
 
@@ -277,12 +260,8 @@ def test_there_is_something_to_compare(found: dict[Any, Any]) -> None:
     assert found["moving"] == [True] * WORLD
 
 
-def by_day(ways: list[tuple[str, str]]) -> list[Any]:
-    return beside(ways, [way for way in ways if way in ALONE], several=True)
-
-
 @pytest.mark.parametrize(
-    ("case", "way"), by_day([(c, w) for c, w, _ in WAYS] + [(c, "whole") for c in FEW])
+    ("case", "way"), [(c, w) for c, w, _ in WAYS] + [(c, "whole") for c in FEW]
 )
 def test_gradients_have_the_bits_of_whole_backwards(
     case: str, way: str, found: dict[Any, Any]
@@ -290,20 +269,20 @@ def test_gradients_have_the_bits_of_whole_backwards(
     assert found[case, way] == [{}] * WORLD
 
 
-@pytest.mark.parametrize(("case", "way"), by_day([(c, w) for c, w, _ in OTHER_ORDERS]))
+@pytest.mark.parametrize(("case", "way"), [(c, w) for c, w, _ in OTHER_ORDERS])
 def test_another_order_changes_the_order_of_sums_alone(
     case: str, way: str, found: dict[Any, Any]
 ) -> None:
     assert max((e for ours in found[case, way] for e in ours.values()), default=0.0) <= 1e-6
 
 
-@pytest.mark.parametrize(("case", "way"), by_day([(c, "apart") for c in CASES]))
+@pytest.mark.parametrize(("case", "way"), [(c, "apart") for c in CASES])
 def test_products_of_weights_run_in_w_alone(case: str, way: str, found: dict[Any, Any]) -> None:
     turns = [(verb, 0 if verb == "D" else PRODUCTS) for verb, _ in APART if verb != "F"]
     assert found[case, way, "products"] == [turns] * WORLD
 
 
-@pytest.mark.parametrize(("case", "way"), by_day([(c, w) for c, w, _ in WAYS + OTHER_ORDERS]))
+@pytest.mark.parametrize(("case", "way"), [(c, w) for c, w, _ in WAYS + OTHER_ORDERS])
 def test_what_accumulates_is_reduced_once(case: str, way: str, found: dict[Any, Any]) -> None:
     """Other units by each part that has a gradient of theirs."""
     for by in found[case, way, "reductions"]:

@@ -1,15 +1,14 @@
-"""Units of experts: gradients that kernels write, whatever reads the weights, casts that stay.
+"""Units of experts: gradients that kernels write, whatever reads the weights.
 
-That gradients are right on every folding is part of tests/test_parity.py.
+That gradients are right on every folding is part of `tests/test_parity.py`; how often units gather
+and reduce is part of `test_accumulate.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,25 +17,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from moecore import (
-    FSDPOptions,
-    MoEConfig,
-    ParallelConfig,
-    TrainStep,
-    build_meshes,
-    parallelize_moe,
-)
+from moecore import FSDPOptions, MoEConfig, ParallelConfig, build_meshes, parallelize_moe
 from moecore.base.options.memory import MemoryOptions
 from moecore.moe.backends import ExpertBackend
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout
-from moecore.parallel.fsdp.unit import Unit
 from tests.helpers.ranks import run_ranks
 from tests.moe.moe_cases import make_layer
 
 CONFIG = MoEConfig(dim=32, hidden_dim=24, num_experts=6, top_k=2)
 KEPT, FREED = "optim", "optim_grads_params"
-LAYOUTS = {"whole": ParallelConfig(ep=2, edp_shard=1), "sharded": ParallelConfig(ep=1, edp_shard=2)}
+WHOLE = ParallelConfig(ep=2, edp_shard=1)
 
 
 # What reads its weights otherwise: backend, layout of the weights, changes of the config.
@@ -68,22 +59,6 @@ def batch(rank: int) -> Tensor:
     return torch.randn(24, 32, generator=torch.Generator().manual_seed(rank))
 
 
-def train(
-    layout: str, dtype: torch.dtype | None, rank: int, *, reshard: bool = True
-) -> dict[str, Any]:
-    model = nn.Sequential(make_layer(CONFIG))
-    meshes = build_meshes(LAYOUTS[layout], "cpu")
-    options = FSDPOptions(param_dtype=dtype, experts_strategy=FREED if reshard else KEPT)
-    parallelize_moe(model, meshes, fsdp=options, loss="mean")
-    experts = model[0].experts
-    model(batch(rank)).float().square().sum().backward()
-    return {
-        "dtensor": all(isinstance(p, DTensor) for p in model.parameters()),
-        "grads": {n: p.grad.full_tensor() for n, p in model.named_parameters()},
-        "dtypes": {p.grad.dtype for p in experts.parameters()},
-    }
-
-
 def saved_around(rank: int) -> dict[str, Any]:
     """What hooks around the layer see of the experts' H, and the gradients under checkpointing."""
     found: dict[str, Any] = {}
@@ -91,7 +66,7 @@ def saved_around(rank: int) -> dict[str, Any]:
         layer = make_layer(CONFIG)
         model = nn.Sequential(Checkpointed(layer) if name == "checkpointed" else layer)
         options = FSDPOptions(param_dtype=torch.bfloat16)
-        parallelize_moe(model, build_meshes(LAYOUTS["whole"], "cpu"), fsdp=options)
+        parallelize_moe(model, build_meshes(WHOLE, "cpu"), fsdp=options)
         seen: list[torch.Size] = []
         with torch.autograd.graph.saved_tensors_hooks(
             lambda t, seen=seen: seen.append(t.shape) or t, lambda t: t
@@ -111,7 +86,7 @@ def gradients_of_another(name: str, rank: int, *, reshard: bool) -> dict[str, Te
     config = replace(CONFIG, **{k: v for k, v in changes.items() if k != "recompute_fc1"})
     model = nn.Sequential(make_layer(config, layout=LayerLayout(expert_layout=layout)))
     options = FSDPOptions(param_dtype=torch.bfloat16, experts_strategy=FREED if reshard else KEPT)
-    meshes = build_meshes(LAYOUTS["whole"], "cpu")
+    meshes = build_meshes(WHOLE, "cpu")
     parallelize_moe(model, meshes, expert_backend=backend, memory=memory, fsdp=options)
     x = batch(rank).requires_grad_()
     model(x).float().square().sum().backward()
@@ -123,7 +98,7 @@ def input_gradient_of_changed_weights(rank: int, *, reshard: bool) -> float:
     """Zero the experts between forward and backward: what backward reads, tells what was kept."""
     model = nn.Sequential(make_layer(CONFIG))
     options = FSDPOptions(param_dtype=torch.bfloat16, experts_strategy=FREED if reshard else KEPT)
-    parallelize_moe(model, build_meshes(LAYOUTS["whole"], "cpu"), fsdp=options)
+    parallelize_moe(model, build_meshes(WHOLE, "cpu"), fsdp=options)
     received = []
     model[0].experts.register_forward_pre_hook(
         lambda _, args: received.append(args[0].rows.values) or args[0].rows.values.retain_grad()
@@ -139,7 +114,7 @@ def input_gradient_of_changed_weights(rank: int, *, reshard: bool) -> float:
 def ways_of_a_gradient(rank: int) -> dict[str, Any]:
     """Gradients of the experts by every way to ask for them; three equal micro-batches at last."""
     options = FSDPOptions(param_dtype=torch.bfloat16, experts_strategy=KEPT)
-    meshes = build_meshes(LAYOUTS["whole"], "cpu")
+    meshes = build_meshes(WHOLE, "cpu")
     found: dict[str, Any] = {}
 
     def fresh() -> tuple[list[nn.Parameter], Tensor]:
@@ -183,65 +158,8 @@ def ways_of_a_gradient(rank: int) -> dict[str, Any]:
     return found
 
 
-@contextmanager
-def counted_casts() -> Iterator[list[str]]:
-    """Record the names of the units whose shards are cast, or gathered."""
-    fill, names = Unit._fill, list[str]()
-
-    def counted(unit: Unit, views: Any) -> None:
-        names.append(unit.options.name)
-        fill(unit, views)
-
-    with patch.object(Unit, "_fill", counted):
-        yield names
-
-
-def casts_of_three_micro_batches(rank: int, *, keep: bool, say: bool) -> tuple[int, list[Tensor]]:
-    """How often experts are cast in three micro-batches, and the gradients."""
-    model = nn.Sequential(make_layer(CONFIG))
-    options = FSDPOptions(param_dtype=torch.bfloat16, experts_strategy=KEPT if keep else FREED)
-    parallelize_moe(model, build_meshes(LAYOUTS["whole"], "cpu"), fsdp=options)
-    micro_batch: Any = TrainStep(model, num_micro_batches=3).micro_batch if say else nullcontext
-    with counted_casts() as casts:
-        for n in range(3):
-            with micro_batch():
-                model(batch(3 * rank + n)).float().square().sum().backward()
-    return casts.count("0.experts"), [
-        p.grad.to_local().clone() for p in model[0].experts.parameters()
-    ]
-
-
-def output_after_an_unused_cast(rank: int) -> tuple[Tensor, Tensor]:
-    """What is computed after a step whose last micro-batch never ran; and should.
-
-    Fused optimizers change weights without a trace.
-    """
-    outputs = []
-    for say in (True, False):
-        model = nn.Sequential(make_layer(CONFIG))
-        options = FSDPOptions(param_dtype=torch.bfloat16, experts_strategy=KEPT)
-        parallelize_moe(model, build_meshes(LAYOUTS["whole"], "cpu"), fsdp=options)
-        step = TrainStep(model, num_micro_batches=2 if say else 1)
-        with step.micro_batch():
-            model(batch(rank)).float().square().sum().backward()
-        for param in model[0].experts.parameters():
-            param.to_local().data.mul_(1.5)
-        step.drop()
-        with step.micro_batch():
-            outputs.append(model(batch(rank)).detach())
-    return outputs[0], outputs[1]
-
-
 def worker(rank: int, device: torch.device) -> dict[str, Any]:
     found: dict[Any, Any] = {"ways": ways_of_a_gradient(rank)}
-    found["unused cast"] = output_after_an_unused_cast(rank)
-    for keep in (True, False):
-        for say in (True, False):
-            found["casts", keep, say] = casts_of_three_micro_batches(rank, keep=keep, say=say)
-    for layout in LAYOUTS:
-        for dtype in (None, torch.bfloat16):
-            found[layout, dtype] = train(layout, dtype, rank)
-    found["keep"] = train("whole", torch.bfloat16, rank, reshard=False)
     for name in OTHERS:
         kept, cast = (gradients_of_another(name, rank, reshard=r) for r in (False, True))
         found[name] = {n: torch.equal(kept[n], cast[n]) for n in kept}
@@ -260,13 +178,6 @@ def found() -> dict[str, Any]:
     return run_ranks(2, worker)
 
 
-def test_they_stay_dtensors_with_gradients_of_their_dtype(found: dict[str, Any]) -> None:
-    for layout in LAYOUTS:
-        for dtype in (None, torch.bfloat16):
-            assert found[layout, dtype]["dtensor"]
-            assert found[layout, dtype]["dtypes"] == {torch.float32}
-
-
 def test_one_rank_has_all_experts_whole() -> None:
     plain, model = (nn.Sequential(make_layer(CONFIG)) for _ in range(2))
     plain(batch(0)).square().sum().backward()
@@ -280,23 +191,10 @@ def test_one_rank_has_all_experts_whole() -> None:
         torch.testing.assert_close(got.grad.to_local(), want.grad, rtol=1e-5, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_gradients_are_those_of_gathered_experts(
-    dtype: torch.dtype | None, found: dict[str, Any]
-) -> None:
-    bound = 1e-5 if dtype is None else 2e-2
-    for name, want in found["sharded", dtype]["grads"].items():
-        error = (found["whole", dtype]["grads"][name] - want).abs().max()
-        assert error <= bound * want.abs().max(), name
-
-
-def test_kept_or_cast_again_the_gradient_has_the_same_bits(found: dict[str, Any]) -> None:
-    kept, cast = found["keep"]["grads"], found["whole", torch.bfloat16]["grads"]
-    assert all(torch.equal(kept[name], cast[name]) for name in kept)
-
-
 @pytest.mark.parametrize("name", OTHERS)
-def test_so_it_has_whatever_reads_the_weights(name: str, found: dict[str, Any]) -> None:
+def test_kept_or_cast_again_the_gradient_has_the_same_bits(
+    name: str, found: dict[str, Any]
+) -> None:
     assert all(found[name].values()), found[name]
 
 
@@ -328,15 +226,3 @@ def test_a_second_backward_adds_in_place(found: dict[str, Any]) -> None:
     ways = found["ways"]
     assert all(ways["in place"])
     assert all(map(torch.equal, ways["twice"], [2 * g for g in ways["sink"]]))
-
-
-def test_micro_batches_of_a_step_share_kept_casts(found: dict[str, Any]) -> None:
-    counts = {key[1:]: value[0] for key, value in found.items() if key[0] == "casts"}
-    assert counts == {(True, True): 1, (True, False): 3, (False, True): 6, (False, False): 6}
-    expected = found["casts", False, False][1]
-    for keep, say in counts:
-        assert all(map(torch.equal, found["casts", keep, say][1], expected)), (keep, say)
-
-
-def test_a_dropped_step_drops_its_casts(found: dict[str, Any]) -> None:
-    assert torch.equal(*found["unused cast"])

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moecore import FSDPOptions, MoEConfig, ParallelConfig, TrainStep, build_meshes, parallelize_moe
+from moecore import (
+    FSDPOptions,
+    MoEConfig,
+    ParallelConfig,
+    PipelineConfig,
+    TrainStep,
+    build_meshes,
+    parallelize_moe,
+)
 from moecore.models import Decoder, DecoderConfig
 from tests.helpers.parts import on_parts
 from tests.helpers.ranks import _share_gloo_device, forks
@@ -206,6 +216,26 @@ def read_alone(rank: Rank) -> None:
     assert_equal(rank, clean)
 
 
+def end_in_a_stage(rank: Rank) -> None:
+    """A pipeline rank ends in its second micro-batch."""
+    model: Any = Decoder(replace(CONFIG, num_layers=4), device="meta")
+    meshes = build_meshes(ParallelConfig(pp=4), "cpu")
+    parallelize_moe(model, meshes, pipeline=PipelineConfig(layout="Et|t|t|tL"))
+    model.to_empty(device="cpu")
+    model.init_weights()
+    ran: list[int] = []
+
+    def count(*_: object) -> None:
+        ran.append(1)
+        if len(ran) == 2 and rank.rank == LATE:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    model.model.layers[rank.rank].register_forward_pre_hook(count)
+    tokens = torch.arange(13).expand(2, -1)
+    step = TrainStep(model, num_micro_batches=6)
+    step.forward_backward([{"tokens_BT": tokens, "labels_BT": tokens}] * 6)
+
+
 def assert_equal(rank: Rank, clean: Rank) -> None:
     wanted = clean.weights()
     assert all(torch.equal(t, wanted[n]) for n, t in rank.weights().items())
@@ -213,6 +243,7 @@ def assert_equal(rank: Rank, clean: Rank) -> None:
 
 BROKEN = ("end_in_forward", "end_in_backward", "fail_in_forward", "wait_after_a_failed_forward")
 UNSHARDED = ("fail_on_all", "read_alone")
+STAGE = "end_in_a_stage"
 # Those in which a rank raises, and what the others read of its error.
 TOLD = {
     "fail_in_forward": "FloatingPointError: ",
@@ -221,7 +252,7 @@ TOLD = {
     "data_ended": "ValueError: finish() must follow num_micro_batches (2) micro-batches",
 }
 CASES = [
-    *((name, 4) for name in (*BROKEN, *UNSHARDED)),
+    *((name, 4) for name in (*BROKEN, *UNSHARDED, STAGE)),
     *((name, 2) for name in (BROKEN[1], BROKEN[3], "fewer_given", "data_ended")),
 ]
 
@@ -234,11 +265,7 @@ def main(rank: int, world: int, name: str, folder: Path) -> None:
     _share_gloo_device()
     init = f"file://{folder / 'store'}"
     dist.init_process_group(
-        "gloo",
-        init_method=init,
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=TIMEOUT_S),
+        "gloo", init_method=init, rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT_S)
     )
     error = ""
     try:
@@ -282,7 +309,9 @@ def report(folder: Path, rank: int, code: int | None) -> tuple[int | None, str, 
     return code, written["error"], late
 
 
-@pytest.mark.parametrize(("name", "world"), [case for case in CASES if case[0] not in UNSHARDED])
+@pytest.mark.parametrize(
+    ("name", "world"), [case for case in CASES if case[0] not in (*UNSHARDED, STAGE)]
+)
 def test_no_rank_waits_for_one_that_is_gone(name: str, world: int, ended: dict[Any, Any]) -> None:
     """Within the timeout of the group, by which meshes have made theirs."""
     for rank, (code, error, late) in enumerate(ended[name, world]):
@@ -311,3 +340,13 @@ def is_named(error: str) -> bool:
 @pytest.mark.parametrize("name", UNSHARDED)
 def test_training_continues(name: str, ended: dict[Any, Any]) -> None:
     assert [(code, error) for code, error, _ in ended[name, 4]] == [(0, "")] * 4
+
+
+def test_stages_name_the_message_that_they_miss(ended: dict[Any, Any]) -> None:
+    missed = r"PipelineError: (output|gradient) of stage \d of micro-batch \d (for|from) "
+    for rank, (code, error, _) in enumerate(ended[STAGE, 4]):
+        assert code == (-signal.SIGKILL if rank == LATE else 0)
+        assert error.startswith("PipelineError: " if rank != LATE else ""), error
+        assert abs(rank - LATE) != 1 or re.match(
+            f"{missed}pipeline rank {LATE}, which is gone", error
+        ), error

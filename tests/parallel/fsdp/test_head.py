@@ -73,15 +73,10 @@ class Run:
 
 RUNS = {
     "plain": Run(),
-    "sharded experts": Run(parallel=ParallelConfig()),
-    "together": Run(fsdp=FSDPOptions(blocks_per_unit=2)),
     "far ahead": Run(config=MTP, fsdp=FSDPOptions(prefetch_blocks=3), parallel=ParallelConfig()),
-    "no prefetch": Run(config=MTP, fsdp=FSDPOptions(prefetch_blocks=0)),
     "gathered once": Run(config=MTP, fsdp=FSDPOptions(dense_strategy="optim")),
-    "accumulated": Run(accumulate=2),
     "tied": Run(config=replace(MTP, tie_embeddings=True)),
     "mtp": Run(config=MTP),
-    "mtp, together": Run(config=MTP, fsdp=FSDPOptions(blocks_per_unit=2)),
     "mtp, accumulated": Run(config=MTP, accumulate=2, parallel=ParallelConfig()),
     "mtp, own loss": Run(config=MTP, own_loss=True),
 }

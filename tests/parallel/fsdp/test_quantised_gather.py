@@ -12,7 +12,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore import (
@@ -27,6 +26,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.base.options.precision import Precision, Recipe
+from moecore.base.rank_checks import gather
 from moecore.base.torch_private import local_of
 from moecore.kernels.rows.microscaling import pack_e2m1, unpack_e2m1
 from moecore.models import Decoder, DecoderConfig
@@ -37,7 +37,7 @@ from moecore.parallel.fsdp.formats import MatrixFormat, QuantisedFormat
 from moecore.parallel.fsdp.transport import PackedTransport
 from moecore.parallel.fsdp.unit import Unit
 from moecore.train import AdamW
-from tests.helpers.grids import asked_for, beside
+from tests.helpers.grids import asked_for
 from tests.helpers.ranks import run_ranks
 from tests.parallel.fsdp.units import units
 from tests.parallel.model.test_plan import planned
@@ -87,7 +87,6 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "nvfp4, resident": ("nvfp4", "hybrid", dict(dense_strategy="optim"), {}),
     "exact": ("nvfp4, exact", "tp, ep", {}, {}),
 }
-NIGHTLY = ("tensorwise", "delayed", "nvfp4", "exact")  # uncut, or with other scales
 
 
 def trained(rank: int, case: str, fsdp: FSDPOptions) -> tuple[dict[str, Tensor], int]:
@@ -159,9 +158,7 @@ def worker(rank: int, device: torch.device, cases: list[str]) -> list[dict[str, 
         assert all(tensor.isfinite().all() for tensor in wide.values())
         different = [name for name in wide if not torch.equal(wide[name], narrow[name])]
         results[case] = different, wide_bytes, num_bytes
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, results)
-    return everyone
+    return gather(results)
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +166,7 @@ def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return run_ranks(4, worker, asked_for(request, "case"))
 
 
-@pytest.mark.parametrize("case", beside(CASES, NIGHTLY))
+@pytest.mark.parametrize("case", CASES)
 def test_bits_are_those_of_wide_gathers(case: str, results: list[dict[str, Any]]) -> None:
     for rank in results:
         different, wide_bytes, num_bytes = rank[case]

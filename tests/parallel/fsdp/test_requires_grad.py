@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore import (
@@ -22,11 +21,12 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.base.params import clean_name
+from moecore.base.rank_checks import gather
 from moecore.models import Decoder, DecoderConfig
 from moecore.parallel.fsdp.formats import BlockFormat
 from tests.families.transformers.hf_models import random_model
 from tests.families.transformers.lora_cases import adapted_model
-from tests.helpers.grids import asked_for, beside
+from tests.helpers.grids import asked_for
 from tests.helpers.parts import on_parts
 from tests.helpers.ranks import run_ranks
 from tests.helpers.whole import Held, part_of
@@ -63,8 +63,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], ParallelConfig, dict[str, Any]]]
         dict(memory=MemoryOptions(recompute=("norm", "moe"))),
     ),
 }
-# Between them: gathered once and reduced each time.
-NIGHTLY = ["optim_grads"]
 
 
 def set_trained(model: nn.Module, trains: Chooses) -> None:
@@ -209,8 +207,7 @@ def worker(rank: int, device: torch.device, cases: list[str]) -> dict[str, list[
         found[name] = steps(ours, plain)
         if "memory" not in options:  # torch's checkpoints refuse what has changed since forward
             found[name] += between(ours, plain)
-    every: list[Any] = [None] * WORLD
-    dist.all_gather_object(every, found | {"FP8": gathered_in_fp8()})
+    every = gather(found | {"FP8": gathered_in_fp8()})
     return {name: [error for of_rank in every for error in of_rank[name]] for name in every[0]}
 
 
@@ -220,6 +217,6 @@ def found(request: pytest.FixtureRequest) -> dict[str, list[float]]:
     return result
 
 
-@pytest.mark.parametrize("case", beside([*CASES, "FP8"], NIGHTLY))
+@pytest.mark.parametrize("case", [*CASES, "FP8"])
 def test_training_is_that_of_a_plain_model(case: str, found: dict[str, list[float]]) -> None:
     assert all(error < 2e-5 for error in found[case]), found[case]

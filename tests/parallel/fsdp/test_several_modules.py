@@ -14,15 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from moecore import (
-    FSDPOptions,
-    MoEConfig,
-    ParallelConfig,
-    TrainStep,
-    build_meshes,
-    parallelize_moe,
-)
-from tests.helpers.grids import asked_for, beside
+from moecore import FSDPOptions, MoEConfig, ParallelConfig, TrainStep, build_meshes, parallelize_moe
+from tests.helpers.grids import asked_for
 from tests.helpers.parts import on_parts
 from tests.helpers.ranks import run_ranks
 from tests.moe.moe_cases import make_layer
@@ -211,15 +204,6 @@ CASES: dict[str, Case] = {
 }
 
 
-# By day each case meets two of the options, and each option half of the cases.
-GRID = list(product(OPTIONS, CASES))
-NIGHTLY = [
-    (options, name)
-    for (i, options), (j, name) in product(enumerate(OPTIONS), enumerate(CASES))
-    if (i + j) % 2
-]
-
-
 def worker(rank: int, device: torch.device, cases: list[tuple[str, str]]) -> Any:
     found: dict[Any, Any] = {}
     for options, name in cases:
@@ -235,7 +219,7 @@ def found(request: pytest.FixtureRequest) -> dict[Any, Any]:
     return run_ranks(2, worker, asked_for(request, "options", "name"))
 
 
-@pytest.mark.parametrize(("options", "name"), beside(GRID, NIGHTLY, several=True))
+@pytest.mark.parametrize(("options", "name"), list(product(OPTIONS, CASES)))
 def test_gradients_are_those_of_the_plain_way(
     options: str, name: str, found: dict[Any, Any]
 ) -> None:

@@ -19,6 +19,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
+from moecore.base.rank_checks import gather
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -151,9 +152,7 @@ def worker(
             act(Rank(parallel, widths, **options))
         except ValueError as error:
             errors[name] = str(error)
-    every: list[Any] = [None] * WORLD
-    dist.all_gather_object(every, errors)
-    return every
+    return gather(errors)
 
 
 @pytest.fixture(scope="module")

@@ -14,25 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moecore import (
-    MoEConfig,
-    MoELayer,
-    ParallelConfig,
-    TrainStep,
-    build_meshes,
-    clip_grad_norm_,
-)
+from moecore import MoEConfig, MoELayer, ParallelConfig, TrainStep, build_meshes, clip_grad_norm_
 from moecore import parallelize_moe as parallelize
+from moecore.base.rank_checks import gather
 from moecore.parallel.model.clip import GradientNorm, step_clipped
 from moecore.parallel.model.parallel_state import moe_state
 from tests.helpers.grids import asked_for, grid
 from tests.helpers.ranks import run_ranks
 
 CONFIG = MoEConfig(dim=16, hidden_dim=16, num_experts=4, top_k=2)
-FOLDINGS: list[dict[str, int]] = [
-    *({}, {"ep": 2}, {"ep": 4}, {"ep": 2, "etp": 2}, {"ep": 2, "edp_replicate": 2, "edp_shard": 1}),
-    {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
-]
 BAD = {"1.experts.w2": 3, "1.router.weight": 0, "0.bias": 2}  # parameter -> the rank that breaks
 
 
@@ -131,34 +121,13 @@ def norm_when_one_rank_lacks_gradients() -> float:
     return clip_grad_norm_(model, 1.0).total
 
 
-def torch_norms() -> dict[str, tuple[float | str, float, float]]:
-    """Return what torch's function measures, what ours does, and the norm that torch's leaves."""
-    found: dict[str, tuple[float | str, float, float]] = {}
-    for degrees in FOLDINGS:
-        model = parallelize(make_model(), build_meshes(ParallelConfig(**degrees), "cpu"))
-        loss_of(model).backward()
-        for parts in ((0,), (1,), (0, 1)):
-            chosen = nn.ModuleList([model[0], model[1].experts][i] for i in parts)
-            ours = clip_grad_norm_(chosen, math.inf).total
-            try:
-                theirs: float | str = float(nn.utils.clip_grad_norm_(chosen.parameters(), 1e-4))
-            except RuntimeError as error:
-                theirs = str(error)
-            left = clip_grad_norm_(chosen, math.inf).total
-            found[f"{degrees} {parts}"] = theirs, ours, left
-    return found
-
-
 def worker(rank: int, device: torch.device, cases: list[tuple[str, float, bool]]) -> list[Any]:
     mine: dict[str, Any] = refusals() | {"lacking": norm_when_one_rank_lacks_gradients()}
-    mine["torch"] = torch_norms()
     mine["collectives"] = collectives_of_a_step()
     for name, value, fused in cases:
         found = step_with_bad_gradient(name, BAD[name], value, fused=fused)
         mine[f"{name}/{value}/{fused}"] = found
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone
+    return gather(mine)
 
 
 @pytest.fixture(scope="module")
@@ -192,17 +161,6 @@ def test_a_rank_without_gradients_takes_part(ranks: list[Any]) -> None:
 def test_one_reduction_for_all_gradients_and_one_for_all_layers(ranks: list[Any]) -> None:
     for rank in ranks:
         assert rank["collectives"] == ["all_reduce", "clipped", "all_reduce"]
-
-
-def test_the_function_of_torch_is_right_on_one_mesh_and_raises_on_two(ranks: list[Any]) -> None:
-    """It never clips by a wrong norm in silence, so nothing of torch needs a patch."""
-    for where, (theirs, ours, left) in ranks[0]["torch"].items():
-        if where.endswith("(0, 1)"):
-            assert "must have the same mesh" in theirs and left == ours
-        else:
-            assert theirs == pytest.approx(ours, rel=1e-5), where
-            assert left == pytest.approx(1e-4, rel=1e-2)
-    assert len({rank["torch"]["{'ep': 2} (1,)"] for rank in ranks}) == 1
 
 
 def test_one_process_agrees_with_torch() -> None:

@@ -29,7 +29,7 @@ from moecore import (
 from moecore.base.options.precision import Precision, Recipe
 from moecore.models import Decoder, DecoderConfig, num_params, preset
 from moecore.parallel import rank_bytes
-from moecore.parallel.fsdp.plan import DATA_AXES, ParamPlan, UnitPlan, flat_layouts
+from moecore.parallel.fsdp.plan import DATA_AXES, ParamPlan, UnitPlan, make_flat_layouts
 
 pytestmark = pytest.mark.usefixtures("no_group_left")
 BF16 = FSDPOptions(param_dtype=torch.bfloat16)
@@ -189,14 +189,14 @@ def test_the_example_of_the_layout() -> None:
         )
         for name, shape in (("a", (600, 2)), ("b", (3,)), ("c", (4,)))
     )
-    layout, other = flat_layouts([a, c, b], ranks=4)
+    layout, other = make_flat_layouts([a, c, b], ranks=4)
     assert [slot.rows for slot in layout.slots] == [150, 1]
     assert [slot.shard_numel for slot in layout.slots] == [300, 1]
     assert [slot.shard_offset for slot in layout.slots] == [0, 384]
     assert [slot.whole_offset for slot in layout.slots] == [0, 1536]
     assert (layout.shard_numel, layout.whole_numel) == (512, 2048)
     assert (other.dtype, [slot.param for slot in other.slots]) == ("bfloat16", ["c"])
-    found = flat_layouts([a, c, b], ranks=4, gather_dtype="bfloat16", fp32={"b"})
+    found = make_flat_layouts([a, c, b], ranks=4, gather_dtype="bfloat16", fp32={"b"})
     gathered = {slot.param: layout.gathers for layout in found for slot in layout.slots}
     assert gathered == {"a": "bfloat16", "b": "float32", "c": "bfloat16"}
 

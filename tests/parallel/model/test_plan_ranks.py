@@ -21,6 +21,7 @@ from moecore import (
     parallelize_moe,
     plan_sharding,
 )
+from moecore.base.rank_checks import gather
 from moecore.models import Decoder, DecoderConfig
 from moecore.parallel.model.parallel_state import parallel_state
 from tests.helpers.ranks import run_ranks
@@ -184,9 +185,7 @@ def first_uses(root: nn.Module, plan: ShardPlan, case: Case) -> list[str]:
 
 def worker(rank: int, device: torch.device) -> list[dict[str, Any]]:
     mine = {name: differences(case) for name, case in CASES.items()}
-    everyone: list[Any] = [None] * WORLD
-    torch.distributed.all_gather_object(everyone, mine)
-    return everyone
+    return gather(mine)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -27,6 +26,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
+from moecore.base.rank_checks import gather
 from moecore.models import Decoder, DecoderConfig
 from moecore.parallel import Costs, make_schedule, offload_fractions
 from moecore.parallel.model.parallel_state import parallel_state
@@ -205,9 +205,7 @@ def worker(rank: int, device: torch.device) -> list[dict[str, Any]]:
     meshes = build_meshes(ParallelConfig(pp=2, ep=2), "cpu")
     found = {name: compared(meshes, *case) for name, case in CASES.items()}
     found["refused"] = refusals(meshes)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
-    return everyone
+    return gather(found)
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
+from moecore.base.rank_checks import gather
 from moecore.models import Decoder, DecoderConfig
 from moecore.parallel.model.parallel_state import parallel_state
 from moecore.parallel.pipeline.orders import Action
@@ -36,7 +37,7 @@ from moecore.parallel.pipeline.run import _ScheduleRun
 from moecore.parallel.pipeline.schedule import make_schedule
 from moecore.train import GraphedForwardBackward
 from tests.families.transformers.hf_models import random_model
-from tests.helpers.grids import asked_for, beside
+from tests.helpers.grids import asked_for
 from tests.helpers.parity import Case, run_case, worst_error
 from tests.helpers.parts import on_parts
 from tests.helpers.ranks import run_ranks
@@ -59,62 +60,6 @@ MERGED = pipeline("overlapped", chunks=2)
 ALL = FSDPOptions(dense_strategy="optim", embedding_strategy="optim")
 GRADS = FSDPOptions(dense_strategy="optim_grads")
 RING = ContextOptions(way="p2p")
-# Degrees, schedules and options that others have, which stages do not make one another's.
-NIGHTLY = [
-    case(
-        4,
-        "pp=4 dp_shard=1",
-        "pp=4 edp_shard=1",
-        pipeline=ONE_F_ONE_B,
-        accumulate=2,
-        layers=4,
-        recompute=True,
-    ),
-    case(
-        6,
-        "pp=3 dp_shard=1 tp=2",
-        "pp=3 etp=2 edp_shard=1",
-        pipeline=TWO,
-        accumulate=4,
-        layers=6,
-        fsdp=GRADS,
-    ),
-    case(
-        8,
-        "pp=2 dp_shard=2 tp=2",
-        "pp=2 ep=2 etp=2 edp_shard=1",
-        pipeline=TWO,
-        accumulate=2,
-        layers=4,
-        loss="sum",
-    ),
-    case(
-        8,
-        "pp=2 dp_replicate=2 dp_shard=2",
-        "pp=2 edp_replicate=2 ep=2 edp_shard=1",
-        pipeline=THREE,
-        accumulate=3,
-        layers=6,
-    ),
-    case(
-        8,
-        "pp=2 dp_shard=2 tp=2",
-        "pp=2 ep=2 etp=2 edp_shard=1",
-        pipeline=pipeline("overlapped", "Ett|tL"),
-        accumulate=4,
-        layers=3,
-        recompute=True,
-    ),
-    case(
-        8,
-        "pp=2 dp_shard=1 cp=2 tp=2",
-        "pp=2 ep=2 edp_shard=2",
-        pipeline=TWO,
-        accumulate=2,
-        layers=4,
-        model="relu2",
-    ),
-]
 CASES = [
     case(
         4, "pp=2 dp_shard=2", "pp=2 ep=1 edp_shard=2", pipeline=ONE_F_ONE_B, accumulate=3, meta=True
@@ -203,7 +148,7 @@ CASES += [
         layers=4,
         model="gated-shared",
         fsdp=ALL,
-    ),
+    )
 ]
 # Without stages: the micro-batches of a step beside each other.
 CASES += [
@@ -245,7 +190,7 @@ ON_GPUS = [
     Case(world=2, parallel=NARROW, pipeline=TWO, accumulate=3, layers=4),
     Case(world=2, parallel=NARROW, pipeline=V, accumulate=4, layers=4, model="gated-shared"),
 ]
-WORLDS = sorted({one.world for one in CASES + NIGHTLY})
+WORLDS = sorted({one.world for one in CASES})
 
 
 PREDICTS = DecoderConfig(
@@ -447,10 +392,7 @@ def worker_that_predicts(rank: int, device: torch.device) -> dict[str, dict[str,
     found["refused"] = refusals(rank)
     found["page"] = run_the_page()
     held = [held_for_weights(ZERO_BUBBLE, layers=4), held_for_weights(V, layers=8)]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, held)
-    found["held"] = everyone
-    return found | transformers_models(rank)
+    return found | {"held": gather(held)} | transformers_models(rank)
 
 
 @pytest.fixture(scope="module")
@@ -458,15 +400,13 @@ def results(request: pytest.FixtureRequest) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     names = {one.name for one in asked_for(request, "one")}
     for world in WORLDS:
-        cases = [
-            one for one in [*CASES, *NIGHTLY, *ROUGH] if one.world == world and one.name in names
-        ]
+        cases = [one for one in [*CASES, *ROUGH] if one.world == world and one.name in names]
         for i in range(0, len(cases), CASES_PER_SPAWN):
             found |= run_ranks(world, worker, cases[i : i + CASES_PER_SPAWN])
     return found | run_ranks(4, worker_that_predicts)
 
 
-@pytest.mark.parametrize("one", beside(CASES + NIGHTLY, NIGHTLY), ids=lambda one: one.name)
+@pytest.mark.parametrize("one", CASES, ids=lambda one: one.name)
 def test_pipeline_is_one_process(one: Case, results: dict[str, dict[str, float]]) -> None:
     errors = results[one.name]
     assert any(name.startswith("grad/") for name in errors)

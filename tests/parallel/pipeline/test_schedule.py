@@ -50,11 +50,7 @@ def text_of(schedule: Schedule) -> list[str]:
                 "F1.0 D1.0 F1.1 D1.1 W1.0 F1.2 D1.2 W1.1 W1.2",
             ],
         ),
-        (
-            "overlapped",
-            1,
-            ["F0.0 F0.1 F0.2 B0.0 B0.1 B0.2", "F1.0 F1.1&B1.0 F1.2&B1.1 B1.2"],
-        ),
+        ("overlapped", 1, ["F0.0 F0.1 F0.2 B0.0 B0.1 B0.2", "F1.0 F1.1&B1.0 F1.2&B1.1 B1.2"]),
     ],
 )
 def test_orders_by_hand(name: Any, chunks: int, orders: list[str]) -> None:

@@ -1,18 +1,14 @@
-"""Simulated steps: bubbles beside their closed forms, and longest paths by another way."""
+"""Simulated steps: bubbles beside their closed forms, and exchanges by hand."""
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any, get_args
+from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from moecore.base.options.names import ScheduleName
 from moecore.parallel.pipeline.layout import LayoutCosts, balanced_layout, even_layout, parse_layout
-from moecore.parallel.pipeline.orders import Overlap, actions_of
-from moecore.parallel.pipeline.schedule import Schedule, make_schedule
+from moecore.parallel.pipeline.orders import Overlap
+from moecore.parallel.pipeline.schedule import make_schedule
 from moecore.parallel.pipeline.timeline import Costs, simulate
 
 
@@ -47,82 +43,6 @@ def test_the_bubble_of_zb_h1_with_unequal_passes(inputs: float, weights: float) 
     assert found == pytest.approx(closed, rel=0.03)
 
 
-# ------------------------------------------------------- any costs: longest paths, by recursion
-
-
-def longest_path(schedule: Schedule, costs: Costs) -> float:
-    """Return the end of the last action; an item ends when all before it have, plus its time."""
-    place = {
-        (a.stage, a.micro_batch, kind): (rank, at)
-        for rank, order in enumerate(schedule.orders)
-        for at, item in enumerate(order)
-        for a in actions_of(item)
-        for kind in {"F": "F", "B": "DW", "D": "D", "W": "W"}[a.kind]
-    }
-
-    def taken(rank: int, at: int) -> float:
-        actions = actions_of(schedule.orders[rank][at])
-        pairs = []
-        for kind, stage, _ in actions:
-            exchanges = costs.forward_exchange if kind == "F" else costs.backward_exchange
-            exchange = exchanges[stage] if exchanges and kind != "W" else 0.0
-            passes = {
-                "F": [costs.forward[stage]],
-                "D": [costs.backward_inputs[stage]],
-                "W": [costs.backward_weights[stage]],
-                "B": [costs.backward_inputs[stage], costs.backward_weights[stage]],
-            }
-            pairs.append((sum(passes[kind]), exchange))
-        if len(pairs) == 1:
-            return sum(pairs[0])
-        (c0, e0), (c1, e1) = pairs
-        return max(c0 + c1, e0 + e1, c0 + e0, c1 + e1)
-
-    @cache
-    def end(rank: int, at: int) -> float:
-        starts = [end(rank, at - 1) if at else 0.0]
-        for kind, stage, micro_batch in actions_of(schedule.orders[rank][at]):
-            sources = {
-                "F": [(stage - 1, micro_batch, "F")],
-                "W": [(stage, micro_batch, "D")],
-            }.get(kind, [(stage, micro_batch, "F"), (stage + 1, micro_batch, "D")])
-            for source in sources:
-                if 0 <= source[0] < schedule.num_stages:
-                    other = place[source]
-                    starts.append(end(*other) + costs.transfer * (other[0] != rank))
-        return max(starts) + taken(rank, at)
-
-    return max(end(rank, len(order) - 1) for rank, order in enumerate(schedule.orders))
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.data(), st.sampled_from(get_args(ScheduleName)), st.integers(1, 4), st.integers(1, 6))
-def test_makespan_is_the_longest_path(data: Any, name: Any, pp: int, number: int) -> None:
-    chunks = 1 if name in ("1f1b", "zero-bubble") else 2
-    times = st.tuples(*[st.integers(0, 9).map(float)] * (pp * chunks))
-    draw = [data.draw(times) for _ in range(5)]
-    costs = Costs(
-        forward=draw[0],
-        backward_inputs=draw[1],
-        backward_weights=draw[2],
-        forward_exchange=draw[3],
-        backward_exchange=draw[4],
-        transfer=data.draw(st.integers(0, 3).map(float)),
-    )
-    schedule = make_schedule(name, pp=pp, chunks=chunks, num_micro_batches=number)
-    timeline = simulate(schedule, costs)
-    assert timeline.makespan == longest_path(schedule, costs)
-    work = [number * sum(t) for t in zip(*draw[:3], strict=True)]
-    busy = [
-        sum(w for w, of in zip(work, schedule.rank_of, strict=True) if of == r) for r in range(pp)
-    ]
-    exposed = zip(timeline.busy, busy, timeline.exposed_exchange, strict=True)
-    assert all(spent - work == waited for spent, work, waited in exposed)
-    if timeline.makespan:
-        share = timeline.bubble
-        assert (1 + share) * sum(timeline.busy) == pytest.approx(pp * timeline.makespan)
-
-
 def test_exchange_hides_behind_the_other_pass_of_an_overlap() -> None:
     """One rank, three micro-batches: F, F&B, F&B, B of 3 + 2 and 6 + 4 units."""
     costs = Costs(
@@ -139,25 +59,6 @@ def test_exchange_hides_behind_the_other_pass_of_an_overlap() -> None:
     assert merged.exposed_exchange == (2 + 1 + 1 + 4,)  # a pair waits for its backward alone
     apart = simulate(make_schedule("1f1b", **sizes), costs)
     assert apart.makespan == 45 and apart.exposed_exchange == (18,)
-
-
-def test_exchange_that_overlaps_hide_in_a_pipeline() -> None:
-    """40% of a forward is exchange: all but warm-up and the end hide it."""
-    times = (1.0,) * 16
-    costs = Costs(
-        forward=times,
-        backward_inputs=times,
-        backward_weights=times,
-        forward_exchange=(0.5,) * 16,
-        backward_exchange=(0.5,) * 16,
-    )
-    sizes = dict(pp=4, chunks=4, num_micro_batches=64)
-    merged, plain = (
-        simulate(make_schedule(name, **sizes), costs) for name in ("overlapped", "interleaved")
-    )
-    assert sum(plain.exposed_exchange) == 4 * 4 * 64
-    assert sum(merged.exposed_exchange) < 0.1 * sum(plain.exposed_exchange)
-    assert merged.makespan < 0.8 * plain.makespan
 
 
 # ------------------------------------------------------------------------ DeepSeek-V3, 256 ranks

@@ -1,4 +1,4 @@
-"""How attention of context parallel ranks communicates."""
+"""`ContextOptions`: how attention communicates between context parallel ranks."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ Way = Literal["allgather", "a2a", "p2p", "a2a+p2p"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContextOptions(CheckedRecord):
-    """How attention of context parallel ranks communicates.
+    """How attention communicates between context parallel ranks.
 
     Attributes:
-        way: "auto" takes "allgather" for latent attention, which then gathers latents, and for
-            other attention the way that sends the fewest numbers.
-        a2a_ranks: neighbouring ranks that exchange heads for tokens, a divisor of cp, with
-            "a2a+p2p" alone; None = as many as heads allow.
-        dynamic: each forward has its own cp: groups of 1, 2, 4, ... neighbouring data ranks share
-            the rows of a micro-batch, as `packing.schedule_documents` plans them. With
-            `ParallelConfig.cp` 1 and loss="sum". Each size of groups has its way.
+        way: "allgather" of keys and values, "a2a" over heads, "p2p" as a ring, or both. "auto" =
+            "allgather" for latent attention, otherwise the way that sends the fewest values.
+        a2a_ranks: for "a2a+p2p": number of consecutive ranks in each all-to-all, a divisor of cp;
+            None = the largest number that the heads allow.
+        dynamic: each forward has its own cp: groups of 1, 2, 4, ... consecutive data ranks share
+            the rows of a micro-batch (`packing.schedule_documents`). Needs `ParallelConfig.cp` 1
+            and loss="sum".
     """
 
     way: Way | Literal["auto"] = "auto"
@@ -37,10 +37,10 @@ class ContextOptions(CheckedRecord):
     def resolve(
         self, cp: int, num_heads: int, kv_heads: int, *, has_latents: bool
     ) -> ContextOptions:
-        """Return the options without "auto" and with the number of ranks of every all-to-all.
+        """Return the options with a resolved `way` and `a2a_ranks`, for the heads of a tp rank.
 
-        `num_heads` and `kv_heads` are those of a tp rank. A ValueError names a way that such
-        heads and ranks cannot go.
+        Raises:
+            ValueError: if the heads or cp do not fit the way.
         """
         way, ranks = self.way, self.a2a_ranks
         if way == "auto" and has_latents:
@@ -62,7 +62,7 @@ class ContextOptions(CheckedRecord):
 
 
 def _fewest(cp: int, num_heads: int, kv_heads: int) -> int:
-    """Return the number of ranks of an all-to-all, a divisor of cp and heads, that sends least."""
+    """Return the number of all-to-all ranks, a divisor of cp and heads, that sends the least."""
     max_ranks = math.gcd(cp, kv_heads)
     # With H query and h key/value heads an all-to-all of A ranks sends (A - 1) / A of H + h heads
     # of a token each way, queries, keys, values and results together. A ring of cp / A ranks passes

@@ -1,4 +1,4 @@
-"""DenseOptions: how a block runs what lies between its routed experts."""
+"""`DenseOptions`: how attention, norms, routers and shared experts run."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class DenseOptions(CheckedRecord):
 
     Attributes:
         compile: run attention, norms and residual adds through torch.compile.
-        graph: on GPUs, run attention, routers, shared experts and what an exchange prepares as
-            CUDA graphs of each block, for dispatchers that wait on the host.
-        overlap_shared: on GPUs, run shared experts on a stream of their own.
+        graph: on GPUs, capture attention, routers, shared experts and the preparation of dispatch
+            in CUDA graphs per block, for dispatchers that synchronise with the host.
+        overlap_shared: on GPUs, run shared experts on a second CUDA stream.
     """
 
     compile: bool = False

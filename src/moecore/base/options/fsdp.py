@@ -1,4 +1,4 @@
-"""FSDPOptions: choices of `parallelize_moe` about units of parameters. A record alone."""
+"""`FSDPOptions`: how `parallelize_moe` shards, all-gathers and reduces parameters."""
 
 from __future__ import annotations
 
@@ -13,30 +13,27 @@ from moecore.base.options.names import Strategy
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FSDPOptions(CheckedRecord):
-    """How `parallelize_moe` shards parameters, gathers them and reduces gradients.
+    """Sharding strategies, dtypes and prefetching of units (FSDP2's parameter groups).
 
     Attributes:
-        param_dtype: dtype of compute and all-gathers, fp32, bf16, or fp16 with a loss scale
-            (`TrainStep(loss_scale=...)`); None = the parameters' own. Routers keep theirs, and so
-            do names that a class of transformers keeps fp32.
+        param_dtype: dtype of compute and all-gathers: fp32, bf16, or fp16 with a loss scale
+            (`TrainStep(loss_scale=...)`); None = the dtype of the parameters. Routers, and names
+            that a transformers class keeps in fp32, keep their dtype.
         reduce_dtype: dtype in which gradients are reduced, fp32 or bf16.
-        dense_strategy: what is sharded of blocks, ZeRO stage 0 to 3. "no_shard": nothing, gradients
-            are all-reduced. "optim": weights are gathered once per step, for all micro-batches that
-            a `TrainStep` announces, and gradients are reduced in the last of them. "optim_grads":
-            every micro-batch reduces gradients. "optim_grads_params": weights too are gathered for
-            each forward and backward, and freed between them.
-        experts_strategy: the same for routed experts, usually most of the memory; None = like the
-            blocks. Experts that no other rank holds have nothing to shard: "optim_grads_params"
-            frees their cast weights.
-        embedding_strategy: of embedding, final norm and head, and of routers in their own dtype.
-        prefetch_blocks: how many blocks ahead parameters are gathered, in whole units; 0 = none,
-            and nothing hides the gathers.
-        blocks_per_unit: blocks that are gathered and reduced together; experts stay a unit each.
-            Fewer, larger collectives and less host time, for the memory of as many gathered blocks.
-        fp8_param_gather: gather weights as their products quantise them, of the trained shards:
-            "blockwise" and "tensorwise" FP8 has half the bytes of bf16, "nvfp4" a quarter, in
-            collectives and while they are whole. Other recipes quantise a weight twice and gather
-            it in the dtype of compute.
+        dense_strategy: ZeRO stage of blocks. "no_shard" (0): gradients are all-reduced. "optim"
+            (1): a step has one all-gather and one reduction for all its micro-batches.
+            "optim_grads" (2): each micro-batch reduces gradients. "optim_grads_params" (3): weights
+            are also resharded after each forward and backward.
+        experts_strategy: ZeRO stage of routed experts; None = `dense_strategy`. For experts that
+            one rank owns, "optim_grads_params" frees the cast weights.
+        embedding_strategy: ZeRO stage of embedding, final norm, head, and routers in their own
+            dtype.
+        prefetch_blocks: number of blocks whose all-gathers are prefetched; 0 = no prefetch, so that
+            compute does not hide the all-gathers.
+        blocks_per_unit: blocks that are all-gathered and reduced together, with fewer and larger
+            collectives and more memory. Each layer's experts stay a unit of their own.
+        fp8_param_gather: all-gather weights in the FP8 format of their products: a half of the
+            bytes of bf16, with "nvfp4" a quarter. Only for "blockwise", "tensorwise" and "nvfp4".
     """
 
     param_dtype: (

@@ -1,4 +1,4 @@
-"""How the indexers of sparse attention learn, a room's options that families and plans read."""
+"""`IndexerConfig`: how the indexers of sparse attention are trained."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from moecore.base.fields import CheckedRecord, Positive
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IndexerConfig(CheckedRecord):
-    """How the indexers of sparse attention learn.
+    """How the indexers of sparse attention are trained.
 
-    The loss of a layer is the mean over tokens of the divergence of the indexer's softmax from the
-    attention's probabilities, averaged over heads. Indexers alone learn from it.
+    The loss of a layer is the KL divergence between the attention's probabilities, averaged over
+    heads, and the indexer's softmax, as the mean over tokens. It trains only the indexers.
 
     Attributes:
-        stage: "sparse": a query reads the keys that its indexer selects, and the loss is of these.
-            "warm_up": attention reads all keys, and the loss is of all.
+        stage: "sparse": attention reads the keys that the indexer selects, and the loss covers
+            these keys. "warm_up": attention reads all keys, and the loss covers all keys.
         loss_coef: factor on the loss of each layer.
 
     Source: DeepSeek-V3.2-Exp (arXiv:2512.02556, section 2.1).

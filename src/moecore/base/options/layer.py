@@ -1,7 +1,7 @@
-"""Frozen records of a layer: `MoEConfig`, with `BalanceConfig` and `CapacityConfig` inside.
+"""`MoEConfig` of one MoE layer, with `BalanceConfig` and `CapacityConfig` as fields.
 
-Types, ranges and cross-field rules are checked at construction (`fields.py`), before any GPU work.
-Runtime handles (meshes, groups, dispatchers) are arguments elsewhere, never fields here.
+Construction checks types, ranges and the relations of fields (`fields.py`). Meshes, groups and
+dispatchers are arguments of other functions, never fields.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Assignment = Annotated[
 BiasUpdate = Literal["sign", "quantile"]
 DropOrder = Literal["probability", "position"]
 
-# More than any expert count over top_k; an overflow is no capacity.
+# The bound is larger than every ratio of expert count to top_k, so a larger value is an error.
 CapacityFactor = Annotated[float, Bound(">", 0), Bound("<=", 1e6), "use 1.0 for no slack"]
 Jitter = Annotated[float, Bound(">=", 0), Bound("<", 1), "use about 0.01, or 0.0 for none"]
 
@@ -50,33 +50,32 @@ LIMITED_ACTIVATIONS = ("clamped_swiglu", "limited_swiglu", "situ_glu")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BalanceConfig(CheckedRecord):
-    """How the load of the experts is kept even. All coefficients 0 means: not at all.
+    """Load balancing: auxiliary losses and the expert bias. The defaults do not balance.
 
-    The balance loss is `coef * E * sum_e(f_e * p_e)` with `f_e` the share of assignments that
-    expert e got and `p_e` its mean score, so perfectly even routing gives exactly `coef`. The
-    three scopes differ in the tokens over which `f_e` is counted, and may be mixed. With an expert
-    bias or groups `f_e` counts each token's K best scores, not its choice.
+    The balance loss is `coef * E * sum_e(f_e * p_e)`. `f_e` is the share of assignments of expert e
+    and `p_e` its mean score, so balanced routing gives `coef`. The three coefficients differ in the
+    tokens over which `f_e` is counted, and can be combined. With an expert bias or groups, `f_e`
+    counts each token's K best scores instead of its choices.
 
     Attributes:
-        micro_batch_coef: `f_e` over the tokens of one data rank's micro-batch.
-        sequence_coef: `f_e` per sequence (first dim of a [B, T, D] input); mean over the sequences
-            that are not all padding.
-        global_batch_coef: `f_e` over all data ranks and the micro-batches so far in this step.
-        z_loss_coef: times the mean over tokens of logsumexp(logits) squared.
-        bias_update_rate: of the aux-loss-free expert bias per optimizer step; 0 = no update.
-        bias_update: "sign" adds the rate to the bias of underloaded experts and takes it from
-            overloaded ones (DeepSeek-V3: 0.001). "quantile" solves for the bias at which each
-            expert would have got K / E of the step's choices, and moves there by the rate as a
-            share of the way, so at most 1 (Kimi K3: 1).
-        bias_per_micro_batch: while training, solve anew for every data rank's micro-batch before
-            its tokens choose, by quantiles from the bias of the step before. Loads are even from
-            the first step on, but a token's choice depends on its neighbours, later ones
-            included, through E numbers. Eval chooses by the bias that steps move.
+        micro_batch_coef: coefficient of the loss over the tokens of a data rank's micro-batch.
+        sequence_coef: coefficient of the loss per sequence (first dim of a [B, T, D] input),
+            averaged over sequences that are not only padding.
+        global_batch_coef: coefficient of the loss over all data ranks and the step's micro-batches.
+        z_loss_coef: coefficient of the mean of logsumexp(logits) squared over tokens.
+        bias_update_rate: rate of the loss-free expert bias per optimizer step; 0 = no update.
+        bias_update: "sign" adds the rate to the bias of underloaded experts and subtracts it for
+            overloaded experts (DeepSeek-V3: 0.001). "quantile" moves the bias by the rate (at most
+            1) towards the value that would have balanced the step (Kimi K3: 1).
+        bias_per_micro_batch: in training, solve the bias for each data rank's micro-batch before
+            its tokens choose, from the bias of the last step. Loads are balanced from the first
+            step, but a token's choice depends on other tokens, also later ones. Eval uses the bias
+            that steps update.
 
-    Source: Switch Transformer (arXiv:2101.03961), ST-MoE (arXiv:2202.08906), aux-loss-free
-    balancing (arXiv:2408.15664), global-batch balancing (arXiv:2501.11873), quantile balancing
-    (https://kexue.fm/archives/11619; Kimi K3 technical report, section 2.3.3), a bias solved for
-    one batch (arXiv:2502.15451).
+    Source: Switch Transformer (arXiv:2101.03961), ST-MoE (arXiv:2202.08906), loss-free balancing
+    (arXiv:2408.15664), global-batch balancing (arXiv:2501.11873), quantile balancing
+    (https://kexue.fm/archives/11619; Kimi K3 technical report, section 2.3.3), a bias per batch
+    (arXiv:2502.15451).
     """
 
     micro_batch_coef: PositiveOrZero = 0.0
@@ -103,34 +102,32 @@ class BalanceConfig(CheckedRecord):
 
     @property
     def needs_counts_loss(self) -> bool:
-        """Whether a loss on the experts' counts reaches the gradient."""
+        """Whether a balance loss, which reads token counts per expert, has a coefficient."""
         return any((self.micro_batch_coef, self.sequence_coef, self.global_batch_coef))
 
     @property
     def needs_loss(self) -> bool:
-        """Whether any auxiliary loss reaches the gradient."""
+        """Whether any auxiliary loss has a coefficient."""
         return self.needs_counts_loss or self.z_loss_coef > 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CapacityConfig(CheckedRecord):
-    """How many tokens an expert takes, and what happens to the rest.
+    """Expert capacity, and which choices are dropped beyond it.
 
-    One expert takes at most C = ceil(factor * N * K / E) of a data rank's micro-batch of N tokens,
-    counted over the ranks that share it (tp), padding left out. Choices over it are dropped: they
-    add nothing to the token's output, which the residual stream around the layer then carries.
-    Weights of the choices that stay are not changed.
+    An expert receives at most C = ceil(factor * N * K / E) of the N tokens in a data rank's
+    micro-batch, without padding, counted over its tp ranks. A dropped choice adds nothing to the
+    token's output. The weights of the remaining choices do not change.
 
     Attributes:
-        factor: capacity over the even load while training; 1.0 = no slack.
-        eval_factor: the same in eval mode; None = nothing is dropped there.
-        drop: which choices stay: "probability", those of the highest routing weight; "position",
-            those of the first tokens of all sequences: every position 0, then every position 1.
-            Padding has no position. Among equals the earlier position stays, then the earlier
-            sequence.
-        pad: buffers between ranks have the size that the capacity allows, whatever was chosen, so
-            shapes are static and dispatchers need no host sync. Every rank must then bring the
-            same number of tokens, and where nothing is dropped (eval) the size is the worst case.
+        factor: capacity relative to balanced routing in training; 1.0 = exactly balanced.
+        eval_factor: capacity factor in eval mode; None = no choice is dropped.
+        drop: "probability" keeps the choices with the highest routing weights. "position" keeps the
+            first positions of all sequences. The order of equal choices is by position, then by
+            sequence. Padding has no position.
+        pad: pad buffers between ranks to the capacity, so that shapes are static and dispatchers
+            do not synchronise with the host. Every rank must have the same number of tokens.
+            Without dropping (eval) buffers have the worst-case size.
 
     Source: GShard (arXiv:2006.16668), Switch Transformer (arXiv:2101.03961).
     """
@@ -153,57 +150,54 @@ class MoEConfig(CheckedRecord):
         dim: model dim D of input and output.
         hidden_dim: hidden dim F of one expert.
         num_experts: number of routed experts E.
-        zero_experts: number Z of further experts that return their input (LongCat-Flash). A token
-            chooses among E + Z; ids from E on are these, and are neither dispatched nor multiplied.
-            Balancing counts them as experts, so even loads leave E / (E + Z) of the choices to E.
         top_k: experts per token K.
-        score_function: how logits become scores; "sqrtsoftplus" is sqrt(log(1 + exp(logit))).
-        score_order: "pre" scores all experts and keeps the scores of the chosen; "post" applies
-            the score function to the K chosen logits only.
-        normalize_weights: divide the K weights of a token by their sum; None = where K > 1. One
-            weight over itself is 1, so with True and K = 1 the router learns from balance losses
-            alone.
+        zero_experts: number Z of additional experts that return their input (LongCat-Flash). Ids
+            from E to E + Z - 1 are neither dispatched nor multiplied. Balancing counts them.
+        score_function: function from logits to scores; "sqrtsoftplus" is
+            sqrt(log(1 + exp(logit))).
+        score_order: "pre" scores all experts and selects by score; "post" applies the score
+            function to the K chosen logits.
+        normalize_weights: divide a token's K weights by their sum; None = if K > 1. With True and
+            K = 1 the weight is always 1, so only balance losses train the router.
         routed_scaling_factor: factor on the routing weights, after normalisation.
-        num_groups: experts are split into this many equal groups; 1 = no groups.
-        top_groups: groups that a token may choose from.
-        group_experts: groups are ranked by the sum of so many of their best selection scores: 2 in
-            DeepSeek-V3, 1 in DeepSeek-V2, top_k // top_groups in Megatron-Core.
-        expert_bias: a per-expert buffer added to the scores for selection only, never to the
-            weights. Follows the load when `balance.bias_update_rate` > 0.
-        router_bias: a learned bias on the router logits.
-        router_dtype: dtype of logits and scores, whatever the dtype of the input.
-        router_jitter: while training the router reads x times a factor drawn anew for every
-            element from [1 - router_jitter, 1 + router_jitter]. Drawn from torch's generator:
-            `torch.manual_seed` repeats it, activation checkpointing too (preserve_rng_state).
-        assignment: who chooses. Weights come from the scores in every case.
-            "learned": each token takes the experts with its best scores.
-            "sinkhorn": while training, of the exponentials of its logits after Sinkhorn's
-            iterations over the micro-batch, which even out the experts; in eval as "learned".
-            "expert_choice": each expert takes the C tokens with its best scores, C from `capacity`
-            (factor 1.0 without one); a token gets any number of experts. Reads later tokens: not
-            causal.
-            "hash": a table has K experts for each token id, and is not trained (DeepSeek-V4's first
-            layers, after Hash Layers, arXiv:2106.04426). The layer's forward gets `token_ids`.
-        hash_vocab_size: rows of the table of assignment "hash", else 0.
-        capacity: token dropping; None = none.
-        weights_on_input: multiply the experts' input by the routing weight instead of their
-            output; needs top_k = 1 (Llama 4).
-        latent_dim: experts work in this smaller dim: a shared down-projection before dispatch, an
-            up-projection after combine (LatentMoE). Router and shared experts keep `dim`. 0 = off.
-        latent_norm_eps: eps of an RMSNorm, with a weight, of combined rows before the
-            up-projection (Kimi K3's normalized LatentMoE); None = there is none.
-        activation: activation between the two expert matrices. Gated ones read 2F columns; "gelu"
-            is the exact one, "geglu" has the tanh form. "limited_swiglu" is silu(gate) * up with
-            gate clamped from above and up on both sides (DeepSeek-V4). "situ_glu" is b * tanh(gate
-            / b) * sigmoid(gate) * c * tanh(up / c), with smooth limits b and c (Kimi K3).
-        activation_limit: of the gate of "clamped_swiglu" (gpt-oss: 7.0), "limited_swiglu"
-            (DeepSeek-V4: 10.0) and "situ_glu" (Kimi K3: 4.0).
-        activation_up_limit: of their up (Kimi K3: 25.0); None = activation_limit.
+        num_groups: number of equal groups of experts; 1 = no groups.
+        top_groups: number of groups that a token can choose from.
+        group_experts: number of best scores whose sum ranks a group: 2 in DeepSeek-V3, 1 in
+            DeepSeek-V2, top_k // top_groups in Megatron-Core.
+        expert_bias: a buffer that is added to the scores for the selection, not to the weights. It
+            follows the load if `balance.bias_update_rate` > 0.
+        router_bias: a trained bias on the router logits.
+        router_dtype: dtype of logits and scores, for inputs of any dtype.
+        router_jitter: in training, multiply each element of the router's input by a random factor
+            in [1 - router_jitter, 1 + router_jitter]. Activation checkpointing repeats the factors.
+        assignment: rule that selects experts; weights always follow from the scores.
+            "learned": each token selects the experts with its best scores.
+            "sinkhorn": in training, selection after Sinkhorn iterations over the micro-batch, which
+            balance the experts; in eval as "learned".
+            "expert_choice": each expert selects the C tokens with its best scores, C from
+            `capacity` (factor 1.0 without it). Not causal.
+            "hash": a fixed table has K experts per token id (DeepSeek-V4's first layers,
+            arXiv:2106.04426). The layer's forward receives `token_ids`.
+        hash_vocab_size: rows of the table of assignment "hash", otherwise 0.
+        capacity: token dropping; None = no dropping.
+        weights_on_input: multiply the experts' input, not their output, by the routing weight;
+            needs top_k = 1 (Llama 4).
+        latent_dim: dim of the experts between a shared down-projection before dispatch and an
+            up-projection after combine (LatentMoE). Router and shared experts use `dim`. 0 = off.
+        latent_norm_eps: eps of an RMSNorm with weight before the up-projection (Kimi K3); None = no
+            norm.
+        activation: activation between the two expert matrices. Gated activations read 2F columns.
+            "gelu" is exact, "geglu" has the tanh approximation. "limited_swiglu" is
+            silu(gate) * up with clamped inputs (DeepSeek-V4). "situ_glu" is
+            b * tanh(gate / b) * sigmoid(gate) * c * tanh(up / c) (Kimi K3).
+        activation_limit: limit of the gate: 7.0 in gpt-oss ("clamped_swiglu"), 10.0 in DeepSeek-V4
+            ("limited_swiglu"), 4.0 in Kimi K3 ("situ_glu").
+        activation_up_limit: limit of up (Kimi K3: 25.0); None = activation_limit.
         activation_alpha: sigmoid slope of "clamped_swiglu" (gpt-oss: 1.702).
-        fc1_bias: per-expert bias before the activation.
-        fc2_bias: per-expert bias on the output; it is multiplied by the routing weight too.
-        shared_hidden_dim: hidden dim of one shared expert; 0 = none.
-        num_shared_experts: shared experts that every token passes; they are added.
+        fc1_bias: a bias per expert before the activation.
+        fc2_bias: a bias per expert on the output, which is multiplied by the routing weight.
+        shared_hidden_dim: hidden dim of one shared expert; 0 = no shared experts.
+        num_shared_experts: number of shared experts; their outputs are added.
         shared_gate: multiply each shared expert's output by sigmoid(x @ g) with its own g.
         balance: load balancing.
     """
@@ -397,7 +391,7 @@ class MoEConfig(CheckedRecord):
             )
 
     def by_token_id(self, vocab_size: int) -> MoEConfig:
-        """Return the same layer with assignment "hash": no bias, groups or losses on counts."""
+        """Return a copy with assignment "hash", without expert bias, groups and balance losses."""
         return replace(
             self,
             assignment="hash",
@@ -411,17 +405,17 @@ class MoEConfig(CheckedRecord):
 
     @property
     def gated(self) -> bool:
-        """Whether FC1 gives a gate and an up half (2F columns)."""
+        """Whether FC1 has a gate half and an up half (2F columns)."""
         return self.activation in GATED_ACTIVATIONS
 
     @property
     def fc1_dim(self) -> int:
-        """Columns of FC1: 2F for gated activations, else F."""
+        """Columns of FC1: 2F for gated activations, otherwise F."""
         return self.hidden_dim * (2 if self.gated else 1)
 
     @property
     def num_candidates(self) -> int:
-        """Experts among which a token chooses: E + Z."""
+        """Number of experts that a token can choose: E + Z."""
         return self.num_experts + self.zero_experts
 
     @property
@@ -431,12 +425,12 @@ class MoEConfig(CheckedRecord):
 
     @property
     def expert_dim(self) -> int:
-        """Dim of the routed experts' input and output: latent_dim, or dim without one."""
+        """Dim of the routed experts' input and output: latent_dim if set, otherwise dim."""
         return self.latent_dim or self.dim
 
     @property
     def counts_best_scores(self) -> bool:
-        """Whether a balance loss counts best scores, because a bias or groups move the choice."""
+        """Whether balance losses count best scores, because a bias or groups change the choices."""
         has_altered_choice = self.expert_bias or self.top_groups < self.num_groups
         return has_altered_choice and self.balance.needs_counts_loss
 
@@ -449,12 +443,12 @@ class MoEConfig(CheckedRecord):
 
     @property
     def choices_per_token(self) -> int:
-        """Columns of a routing decision: top_k, or all experts where the experts choose."""
+        """Columns of a routing decision: top_k, or num_experts for "expert_choice"."""
         return self.num_experts if self.assignment == "expert_choice" else self.top_k
 
 
 class MoEOverrides(TypedDict, total=False):
-    """Fields of `MoEConfig` that a call may set for every MoE layer: they decide no parameter."""
+    """Fields of `MoEConfig` that `parallelize_moe` can set; they do not change parameters."""
 
     balance: Balance
     capacity: Capacity

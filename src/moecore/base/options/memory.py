@@ -1,4 +1,4 @@
-"""MemoryOptions: what a model's forward does not keep on the GPU for backward."""
+"""`MemoryOptions`: activations that are recomputed in backward or offloaded to host memory."""
 
 from __future__ import annotations
 
@@ -25,15 +25,14 @@ Parts = Annotated[tuple[Recomputed, ...] | Literal["gemm_last"], "pass 'gemm_las
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StashOptions(CheckedRecord):
-    """Pages for rows that routed experts keep, where shapes have room for the worst case.
+    """Paged storage for the rows that routed experts save for backward in padded buffers.
 
     Attributes:
-        page_rows: rows of a page, of the widest matrix that the first layer keeps; of narrower ones
-            a page holds more, as many as its bytes do.
-        factor: device pages, over those that all MoE layers of a forward fill with even loads, if
-            they keep what the first does. More rows than fit are an `ExchangeError`, whose message
-            has the least factor.
-        host_bytes: of pages in pinned host memory, which are taken when no other is left.
+        page_rows: rows of the widest saved matrix in one page; narrower matrices have more rows
+            per page.
+        factor: number of device pages, relative to balanced routing in all MoE layers of a forward.
+            If the pages are full, an `ExchangeError` names the factor that is needed.
+        host_bytes: bytes of pages in pinned host memory, which are used after the device pages.
     """
 
     page_rows: Count = 64
@@ -43,41 +42,30 @@ class StashOptions(CheckedRecord):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryOptions(CheckedRecord):
-    """What backward computes again or host memory holds, by part of a block. Bits stay.
-
-    Products and communication are not repeated but where a part is one: the first three parts cost
-    no product ("gemm_last"), the others the products that they name.
+    """Activation recomputation and offload. The results have the same bits.
 
     Attributes:
-        recompute: parts of
-            "norm": outputs of norms, which the products behind them would keep.
-            "activation": of dense MLPs and shared experts; routed experts never keep theirs.
-            "rope": queries and keys after their norms and rotary embedding.
-            "qkv_proj": queries, keys and values, by their projections again.
-            "mla_up_proj": queries, keys and values of latent attention, by the products that make
-            them from the latents.
-            "mlp": a dense MLP's hidden activations, by its first product again.
-            "shared_experts": likewise.
-            "expert_fc1": H of the routed experts, by FC1 again, 4KF bytes per token (bf16).
-            "moe": whole MoE layers, their communication included.
-            "gemm_last" stands for the first three.
-        offload: parts whose kept activations lie in pinned host memory between forward and
-            backward: "norm", "attention", "mlp", "shared_experts", "experts" (routed), and "rest",
-            what a block keeps outside of them. Those of the last block stay, outside of pipelines.
-        offload_fraction: of the bytes of these parts, in the order of forward: as much as copies
-            can hide behind compute. Stages of a pipeline may have one each, in their order
-            (`moecore.parallel.offload_fractions`).
-        offload_host_bytes: pinned memory of a rank, in all; beyond it activations stay on the GPU.
+        recompute: parts of a block that backward recomputes. "gemm_last" = the first three.
+            "norm": outputs of norms. No matrix product is repeated.
+            "activation": activations of dense MLPs and shared experts. No product is repeated.
+            "rope": queries and keys after norms and rotary embedding. No product is repeated.
+            "qkv_proj": queries, keys and values, with their projections.
+            "mla_up_proj": queries, keys and values of latent attention, from the latents.
+            "mlp": hidden activations of dense MLPs, with their first product.
+            "shared_experts": hidden activations of shared experts, with their first product.
+            "expert_fc1": FC1's output of routed experts, which saves 4KF bytes per token in bf16.
+            "moe": complete MoE layers, with their communication.
+        offload: parts whose saved activations are in pinned host memory between forward and
+            backward: "norm", "attention", "mlp", "shared_experts", "experts" (routed) and "rest"
+            (everything else in a block). Without pipeline stages the last block is not offloaded.
+        offload_fraction: fraction of the bytes of these parts that is offloaded, in forward order.
+            A tuple has one fraction per pipeline stage (`moecore.parallel.offload_fractions`).
+        offload_host_bytes: limit of a rank's pinned memory; activations beyond it stay on the GPU.
             None = no limit.
-        stash: rows that routed experts keep (X and H) lie in pages between forward and backward,
-            where dispatchers make room for the worst case ("nvlink", a padded capacity); the room
-            is shared by all layers. None = each layer keeps it.
-        fused_loss: a transformers model computes head and loss in chunks of tokens when it trains
-            with labels, so their logits never exist; products accumulate in fp32.
-
-    Raises:
-        ValueError: for unknown parts, one that is there twice, or that "moe" holds, for a choice
-            about an offload without parts, and for a stash of what is offloaded or repeated.
+        stash: pages for the rows that routed experts save, if buffers are padded to the worst case
+            ("nvlink", a padded capacity). None = each layer saves its padded buffers.
+        fused_loss: a transformers model that trains with labels computes head and loss in chunks
+            of tokens, so that the full logits never exist.
     """
 
     recompute: Parts = ()
@@ -105,5 +93,5 @@ class MemoryOptions(CheckedRecord):
 
     @property
     def parts(self) -> tuple[Recomputed, ...]:
-        """The parts, with "gemm_last" spelled out."""
+        """The recomputed parts; "gemm_last" is replaced by its three parts."""
         return GEMM_LAST if self.recompute == "gemm_last" else self.recompute

@@ -1,7 +1,7 @@
-"""Which matrix products of a model are computed in FP8 (`Precision`), and how (`Recipe`).
+"""`Recipe` and `Precision`: which matrix products run in FP8, and with which scales.
 
-Records alone, without tensors. Routers, embeddings, heads, norms, attention scores, master weights
-and gradients keep their precision whatever they hold.
+The records contain no tensors. Routers, embeddings, norms, attention scores, master weights and
+gradients keep their dtype. Heads keep their dtype unless `Precision.fp8_head` is set.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Format = Literal["e4m3", "e5m2"]
 Hidden = Literal["wide", "fp8"]
 KeepHidden = Literal["auto", Hidden]
 RecipeBackend = Literal["moecore", "te"]
-Block = tuple[int | None, int | None]  # rows and columns of one scale; None = all of them
+Block = tuple[int | None, int | None]  # rows and columns that share a scale; None = all
 
 ACTIVATION_BLOCKS: dict[Scaling, Block] = {
     "blockwise": (1, 128),
@@ -33,8 +33,8 @@ WEIGHT_BLOCKS: dict[Scaling, Block] = {
     "blockwise": (128, 128),
     "nvfp4": (16, 16),
 }
-EMULATED: tuple[Scaling, ...] = ("mxfp8", "nvfp4")  # multiplied wide where no tensor core can
-# Rows of Transformer Engine's products, as its `get_align_size_for_quantization` has them.
+EMULATED: tuple[Scaling, ...] = ("mxfp8", "nvfp4")  # emulated on GPUs before Blackwell
+# The row alignment of Transformer Engine's products (`get_align_size_for_quantization`).
 TE_ROWS: dict[Scaling, int] = {"blockwise": 16, "tensorwise": 16, "mxfp8": 32, "nvfp4": 128}
 
 History = Annotated[
@@ -44,47 +44,36 @@ History = Annotated[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe(CheckedRecord):
-    """How products of one role are quantised.
+    """The scales and formats of FP8 matrix products.
 
-    A value is one FP8 number times its block's scale. Products are summed in fp32. Both operands
-    are quantised in blocks along the dim that is summed, so what is multiplied along rows and along
-    columns is quantised twice ("tensorwise", and weights of "nvfp4": once, and transposed).
+    Both operands of a product are quantised in blocks along the summed dim; products are summed in
+    fp32. An operand that is summed along rows in one product and along columns in another is
+    quantised twice. Exceptions are "tensorwise" and weights of "nvfp4", whose copy is transposed.
 
     Attributes:
-        scaling: "blockwise": activations and gradients have a scale per 1 x 128 elements along the
-            summed dim, weights one per 128 x 128; "rowwise": one per row of either operand;
-            "tensorwise": one per tensor. "mxfp8": E4M3 with an E8M0 scale per 1 x 32 of either
-            operand. "nvfp4": E2M1 with an E4M3 scale per 1 x 16, weights one per 16 x 16, and an
-            fp32 scale per tensor, of experts per expert. Before Blackwell these two are emulated:
-            operands are rounded to what the format holds, and multiplied in bf16.
-        power_of_two: whether scales are rounded up to powers of two, so that to quantise once more
-            loses nothing but what underflows. Of "nvfp4" it is the fp32 scale, which then depends
-            on how a tensor is cut over ranks in its exponent alone; those of "mxfp8" always are.
-        grad_format: of gradients of outputs; activations and weights are always "e4m3". "e5m2" has
-            two bits of mantissa and reaches 57344 ("hybrid"). Blocks of 128 leave no use for that
-            range, so "blockwise" refuses it.
-        amax_history: 0: a tensor's scale comes from its own largest value. n ("tensorwise"):
-            delayed scaling, from the largest value of the last n optimizer steps, so that no pass
-            over the tensor comes before its quantisation; what exceeds it saturates. Rows of all
-            routed experts of a layer are one tensor of all ranks then; an expert's matrix keeps
-            the scale of its own values. 0 is recommended: delayed scaling clips an outlier that no
-            earlier step had.
-        keep_hidden: how the experts keep FC1's output for backward: "wide", in the dtype of the
-            products, or "fp8", in blocks of 1 x 128 ("blockwise"). "auto" is "fp8" where it can be.
-        hadamard: of "nvfp4": whether both inputs of a weight gradient pass a random Hadamard
-            transform over each 16 tokens before they are quantised, which spreads outliers.
-        stochastic_rounding: of "nvfp4": whether gradients are rounded up or down at random, so that
-            their mean stays. What is drawn depends on an element's place and value alone.
-        backend: who quantises and multiplies: "moecore", or "te", Transformer Engine, by its own
-            recipe of that scaling: Float8BlockScaling, Float8CurrentScaling ("tensorwise"),
-            DelayedScaling (with `amax_history`), MXFP8BlockScaling, NVFP4BlockScaling. Its "mxfp8"
-            and "nvfp4" are for Blackwell alone, and its random numbers are torch's.
+        scaling: the values that share a scale. "blockwise": 1 x 128 of activations and gradients,
+            128 x 128 of weights; "rowwise": a row; "tensorwise": a tensor; "mxfp8": 1 x 32 with
+            E8M0 scales; "nvfp4": E2M1 values, 1 x 16 (weights 16 x 16) with E4M3 scales and an
+            fp32 scale per tensor. Before Blackwell "mxfp8" and "nvfp4" are emulated in bf16.
+        power_of_two: round scales up to powers of two. For "nvfp4" it is the fp32 scale; scales of
+            "mxfp8" are always powers of two.
+        grad_format: format of output gradients; activations and weights are always "e4m3". "e5m2"
+            reaches 57344 with two bits of mantissa ("hybrid"); "blockwise" does not allow it.
+        amax_history: 0 = the scale follows from the tensor's own maximum (recommended). n = delayed
+            scaling for "tensorwise", from the maximum of the last n steps: no extra pass over the
+            tensor, but larger values are clipped. The rows of a layer's experts share one history.
+        keep_hidden: format of FC1's output that the experts save for backward: "wide" = the dtype
+            of the products, "fp8" = 1 x 128 blocks ("blockwise" only), "auto" = "fp8" if allowed.
+        hadamard: for "nvfp4": apply a random Hadamard transform to 16 tokens of both operands of a
+            weight gradient before quantisation, which spreads outliers.
+        stochastic_rounding: for "nvfp4": round gradients stochastically, so that their mean is
+            unbiased. The random bits depend only on an element's position and value.
+        backend: the library that quantises and multiplies: "moecore", or "te" = Transformer Engine
+            with its recipe of this scaling. Its "mxfp8" and "nvfp4" need Blackwell.
 
-    Source: blocks of 1 x 128 and 128 x 128 are DeepSeek-V3's (arXiv:2412.19437); e5m2 for gradients
-    and delayed scaling are those of "FP8 formats for deep learning" (arXiv:2209.05433). "mxfp8" is
-    of the OCP Microscaling Formats specification v1.0, with scales that round up, as in
-    arXiv:2506.08027; "nvfp4" is that of "Pretraining large language models with NVFP4"
-    (arXiv:2509.25149).
+    Source: blocks of 128 DeepSeek-V3 (arXiv:2412.19437); e5m2 and delayed scaling
+    arXiv:2209.05433; "mxfp8" the OCP Microscaling Formats specification v1.0 with the rounding of
+    arXiv:2506.08027; "nvfp4" arXiv:2509.25149.
     """
 
     scaling: Scaling = "blockwise"
@@ -100,21 +89,17 @@ class Recipe(CheckedRecord):
         rule = f"scaling ({self.scaling!r})"
         if self.scaling == "mxfp8" and not self.power_of_two:
             yield "power_of_two", f"be True with {rule}, whose scales are E8M0: drop it"
-        if self.grad_format == "e5m2" and self.scaling in EMULATED:
+        reasons = dict.fromkeys(EMULATED, "which has one format for all operands")
+        reason = {**reasons, "blockwise": "whose blocks need no wider range"}.get(self.scaling)
+        if self.grad_format == "e5m2" and reason is not None:
             yield (
                 "grad_format",
-                f"be 'e4m3' with {rule}, which has one format for all operands: drop it, or use "
-                "scaling='rowwise' or 'tensorwise'",
+                f"be 'e4m3' with {rule}, {reason}: drop it, or use scaling='rowwise' or "
+                "'tensorwise'",
             )
         for field in ("hadamard", "stochastic_rounding"):
             if self.scaling != "nvfp4" and not getattr(self, field):
                 yield field, f"be True with {rule}, which has none: drop it, or use scaling='nvfp4'"
-        if self.grad_format == "e5m2" and self.scaling == "blockwise":
-            yield (
-                "grad_format",
-                f"be 'e4m3' with {rule}, whose blocks need no wider range: drop it, or use "
-                "scaling='rowwise' or 'tensorwise'",
-            )
         if self.amax_history and self.scaling != "tensorwise":
             yield (
                 "amax_history",
@@ -143,51 +128,51 @@ class Recipe(CheckedRecord):
 
     @property
     def hidden(self) -> Hidden:
-        """How the experts keep FC1's output for backward."""
+        """Format in which the experts save FC1's output for backward."""
         if self.keep_hidden != "auto":
             return self.keep_hidden
         return "fp8" if (self.scaling, self.backend) == ("blockwise", "moecore") else "wide"
 
     @property
     def is_emulated(self) -> bool:
-        """Whether GPUs without tensor cores for the format multiply rounded operands wide."""
+        """Whether GPUs before Blackwell multiply the rounded operands in bf16."""
         return self.scaling in EMULATED and self.backend == "moecore"
 
     @property
     def reads_blocks(self) -> bool:
-        """Whether products take weights that are stored in FP8, in blocks of 128."""
+        """Whether products can read weights that are stored in FP8 blocks of 128."""
         return self.scaling == "blockwise" and self.backend == "moecore"
 
     @property
     def gathers(self) -> bool:
-        """Whether units may gather weights quantised: both operands are the same numbers."""
+        """Whether weights can be all-gathered in FP8: one quantised copy serves all products."""
         scalings = ("blockwise", "tensorwise", "nvfp4")
         return self.scaling in scalings and self.backend == "moecore"
 
     @property
     def multiple(self) -> int:
-        """Of which the summed sizes of a matrix are multiples; of experts "blockwise" 128."""
+        """Number that must divide both dims of a weight (for experts in "blockwise" it is 128)."""
         if self.backend == "te" and self.scaling in EMULATED:
             return 32
         return self.activation_block[1] or 16 if self.is_emulated else 16
 
     @property
     def rows(self) -> int:
-        """Of which the rows of each expert are a multiple: `ExpertIndex` pads them with zeros."""
+        """Number to whose multiple `ExpertIndex` pads the rows of each expert with zeros."""
         return TE_ROWS[self.scaling] if self.backend == "te" else 1
 
     @property
     def activation_block(self) -> Block:
-        """Rows and columns of one scale of an activation or a gradient, summed over columns."""
+        """Rows and columns of an activation or gradient that share a scale; columns are summed."""
         return ACTIVATION_BLOCKS[self.scaling]
 
     @property
     def weight_block(self) -> Block:
-        """Rows and columns of one scale of a weight, summed over columns."""
+        """Rows and columns of a weight that share a scale; columns are summed."""
         return WEIGHT_BLOCKS[self.scaling]
 
     def describe(self) -> str:
-        """Return one line: scaling, formats, scales, and what else differs from the defaults."""
+        """Return one line with scaling, formats, scales and options that are not defaults."""
         # Example: "blockwise FP8: e4m3, 1x128 and weights 128x128, scales fp32 power of two".
         suffix = ", Transformer Engine" if self.backend == "te" else ""
         if self.scaling in EMULATED:
@@ -222,7 +207,7 @@ Overrides = Annotated[
     'pass a tuple of pairs, like (("model.layers.0.*", None),)',
 ]
 
-# Parts of a module's name, and what is computed there.
+# Parts of module names that never run in FP8, and the reason.
 NEVER = {
     "router": "a router decides by differences that FP8 rounds away",
     "embed": "an embedding multiplies nothing",
@@ -234,28 +219,20 @@ NEVER = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Precision(CheckedRecord):
-    """Which roles of a model are computed in FP8, by which recipe, and what differs by name.
+    """The modules whose matrix products run in FP8, and the recipe of each module.
 
         Precision(recipe=Recipe(), overrides=(("model.layers.0.*", None),))
 
     Attributes:
-        recipe: of all products of the roles.
+        recipe: recipe of all products of the roles.
         roles: subset of "experts" (routed), "shared_experts", "mlp" (dense), and "attention"
             (its projections).
-        overrides: pairs of a pattern, as `fnmatch` reads it, over a module's qualified name, and
-            the recipe of the modules that it matches; None = they keep their precision. The first
-            pattern that matches counts, whether the module's role is in `roles` or not.
-        only_faster: routed experts keep their precision where FP8 was measured to be slower, or
-            has no products for them, instead of being refused; a log line says why.
-        fp8_head: the head's three products of a loss that is made in chunks of tokens
-            (`linear_cross_entropy`) are in FP8 too, by `recipe` ("blockwise"); logits are then
-            rounded to the dtype of the products. Logits that are asked for, and log-probabilities
-            of reinforcement learning, stay as they are.
-
-    Raises:
-        ValueError: when a field is of the wrong type, a role or a pattern is there twice, or a
-            pattern asks for the quantisation of what is never quantised; without "experts", for
-            a recipe that is about their hidden activations.
+        overrides: pairs of an `fnmatch` pattern for qualified module names and a recipe; None = no
+            FP8. The first pattern that matches a module decides, also for roles not in `roles`.
+        only_faster: routed experts keep their dtype where FP8 was measured to be slower or has no
+            products; a log line gives the reason. By default such experts are an error.
+        fp8_head: run the head's three products of the chunked loss (`linear_cross_entropy`) in FP8,
+            in the "blockwise" recipe. Returned logits and log-probabilities are not affected.
     """
 
     recipe: Recipe
@@ -290,10 +267,10 @@ class Precision(CheckedRecord):
 
     @classmethod
     def of(cls, precision: Precision | Recipe | str | None) -> Precision | None:
-        """Return the record that an argument stands for; None = nothing is quantised.
+        """Return the record for the argument `precision` of a call; None = no FP8.
 
-        "auto" is blockwise for routed experts where that is faster; the name of a scaling, or a
-        recipe, is for all roles. Anything else raises a ValueError.
+        "auto" = "blockwise" for routed experts if it is faster. A scaling or recipe is for all
+        roles. Any other value raises a ValueError.
         """
         if precision is None or isinstance(precision, Precision):
             return precision
@@ -308,13 +285,12 @@ class Precision(CheckedRecord):
 
     @property
     def recipes(self) -> list[Recipe]:
-        """All recipes that a module may have."""
+        """The default recipe and the recipes of `overrides`."""
         return [self.recipe, *(recipe for _, recipe in self.overrides if recipe is not None)]
 
     def recipe_of(self, name: str, role: Role | None) -> Recipe | None:
-        """Return the recipe of a module by its clean name and its role; None = no quantisation."""
-        # The name is like "model.layers.3.mlp.experts", without what wrappers add. A role of None
-        # is none of the roles, which no pattern changes.
+        """Return the recipe of a module with this clean name and role; None = no FP8."""
+        # A clean name, such as "model.layers.3.mlp.experts", has no parts that wrappers add.
         if role is None:
             return None
         for pattern, recipe in self.overrides:
@@ -334,11 +310,11 @@ NamedPrecision = Annotated[PrecisionName | str, OneOf(PRECISIONS)]
 
 
 def register_precision(name: str, precision: Precision) -> None:
-    """Let `precision` name a record, on every rank; raise a ValueError if the name is taken."""
+    """Register a name for the argument `precision`; call it on every rank."""
     check_arguments(register_precision, locals())
     PRECISIONS.register(name, precision)
 
 
 def never_quantised(part: str) -> str | None:
-    """Return why a part of a name is never quantised; None = it may be."""
+    """Return why modules with this name part never run in FP8; None = they may."""
     return next((reason for word, reason in NEVER.items() if word in part.lower()), None)

@@ -1,11 +1,12 @@
-"""Memory that units of one kind use in turn: planned from a ShardPlan, and allocated once.
+"""Buffers of units, planned from a `ShardPlan` and allocated once.
 
-Units that are freed behind each use take turns: in as many buffers of whole parameters as units of
-one role are gathered at once, and in two of gradients, one of which is filled while the other one
-is reduced. Units that stay have a buffer each, and gradients of theirs new memory.
+Units that are resharded after each use share buffers of unsharded parameters. Their number is the
+number of units of one role that are unsharded at the same time. These units share two buffers of
+gradient sums: backward fills one buffer while the other is reduced. A resident unit has a buffer of
+its own, and new memory for its gradients.
 
-A unit has its place in a buffer for good: its whole parameters keep their addresses, so that what
-autograd saves of them in forward is there again in backward, and CUDA graphs replay.
+A unit always uses the same buffer. Its unsharded parameters therefore keep their addresses, so
+tensors that autograd saved in forward are valid again in backward, and CUDA graphs can replay.
 """
 
 from __future__ import annotations
@@ -22,47 +23,47 @@ from moecore.parallel.fsdp.plan import ShardPlan, UnitPlan
 from moecore.parallel.fsdp.transport import StreamMark
 
 Holder = TypeVar("Holder")  # a unit, or its gradients
-SUMS = 2
-ModuleNode = tuple[str, int]  # a unit's name, and the number of its layout
+SUMS = 2  # buffers of gradient sums
+LayoutIndex = tuple[str, int]  # name of a unit, and index in `UnitPlan.layouts`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BufferPlan:
-    """Memory that layouts of units use in turn."""
+    """A buffer that layouts of units share."""
 
-    holds: Literal["weights", "sums"]  # whole parameters, or sums of gradients
+    holds: Literal["weights", "sums"]  # unsharded parameters, or sums of gradients
     dtype: str
-    numel: int  # of the largest of the layouts
-    places: tuple[ModuleNode, ...]  # the layouts, in the order of forward
+    numel: int  # elements of the largest layout
+    places: tuple[LayoutIndex, ...]  # the layouts, in the order of forward
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of it."""
+        """Bytes of the buffer."""
         return self.numel * int(getattr(torch, self.dtype).itemsize)
 
 
 def plan_buffers(plan: ShardPlan) -> Iterator[BufferPlan]:
-    """Yield the buffers of a rank, which are equal on all ranks."""
+    """Yield the buffers of a rank; all ranks have equal buffers."""
     freed = [
         unit for unit in plan.units if unit.role in ("block", "experts") and not unit.is_resident
     ]
     for role in ("block", "experts"):
         units = [unit for unit in freed if unit.role == role]
-        for dtype, of_units in _by_dtype(units).items():
-            num_buffers = max(_num_live_units(unit, of_units) for unit in plan.units)
-            yield from _turns("weights", dtype, of_units, num_buffers)
+        for dtype, of_units in _group_by_dtype(units).items():
+            num_buffers = max(_count_live_layouts(unit, of_units) for unit in plan.units)
+            yield from _make_plans("weights", dtype, of_units, num_buffers)
         sharded = [(u, i) for u in units for i, layout in enumerate(u.layouts) if layout.ranks > 1]
         for dtype in dict.fromkeys(unit.layouts[i].reduces for unit, i in sharded):
             reduced = [(unit, i) for unit, i in sharded if unit.layouts[i].reduces == dtype]
-            yield from _turns("sums", dtype, reduced, SUMS)
+            yield from _make_plans("sums", dtype, reduced, SUMS)
     for unit in plan.units:
         if unit not in freed:
-            for dtype, local_layouts in _by_dtype([unit]).items():
-                yield from _turns("weights", dtype, local_layouts, len(local_layouts))
+            for dtype, local_layouts in _group_by_dtype([unit]).items():
+                yield from _make_plans("weights", dtype, local_layouts, len(local_layouts))
 
 
-def _by_dtype(units: Sequence[UnitPlan]) -> dict[str, list[tuple[UnitPlan, int]]]:
-    """Return layouts that need memory beside their shards, by the dtype of what is gathered."""
+def _group_by_dtype(units: Sequence[UnitPlan]) -> dict[str, list[tuple[UnitPlan, int]]]:
+    """Return the layouts that need a buffer, by the dtype of their all-gather."""
     layouts_of = defaultdict(list)
     for unit in units:
         for i, layout in enumerate(unit.layouts):
@@ -71,21 +72,21 @@ def _by_dtype(units: Sequence[UnitPlan]) -> dict[str, list[tuple[UnitPlan, int]]
     return layouts_of
 
 
-def _num_live_units(unit: UnitPlan, among: Sequence[tuple[UnitPlan, int]]) -> int:
-    """Return how many layouts are gathered while a unit is used, and those ahead of it."""
+def _count_live_layouts(unit: UnitPlan, among: Sequence[tuple[UnitPlan, int]]) -> int:
+    """Return the number of layouts that are unsharded with a unit and its prefetched units."""
     live_names = [
         {unit.name, *prefetch} for prefetch in (unit.forward_prefetch, unit.backward_prefetch)
     ]
     return max(sum(other.name in names for other, _ in among) for names in live_names)
 
 
-def _turns(
+def _make_plans(
     holds: Literal["weights", "sums"],
     dtype: str,
     layouts: Sequence[tuple[UnitPlan, int]],
     number: int,
 ) -> Iterator[BufferPlan]:
-    """Yield so many buffers of one size, in which layouts take turns."""
+    """Yield `number` buffers, over which the layouts are distributed round-robin."""
     for first in range(min(number, len(layouts))):
         users = layouts[first::number]
         sizes = [
@@ -102,7 +103,7 @@ def _turns(
 
 
 class Buffer(Generic[Holder]):
-    """One flat tensor, and whose values are in it; behind `mark` it may be overwritten."""
+    """A flat tensor and its current holder. After `mark` it may be overwritten."""
 
     def __init__(self, numel: int, dtype: torch.dtype, mark: StreamMark) -> None:
         self.numel, self.dtype, self.mark = numel, dtype, mark
@@ -110,18 +111,18 @@ class Buffer(Generic[Holder]):
         self._flat: Tensor | None = None
 
     def flat(self, device: torch.device) -> Tensor:
-        """Return the memory."""
+        """Return the tensor, which is allocated at the first call."""
         if self._flat is None or self._flat.device != device:
             with torch.inference_mode(False):
                 self._flat = torch.empty(self.numel, dtype=self.dtype, device=device)
         return self._flat
 
     def free(self) -> None:
-        """Free the memory of a buffer that nobody holds; its views stay valid for `restore`."""
+        """Free the memory of a buffer without a holder. Views are valid again after `restore`."""
         if self._flat is not None:
             self._flat.untyped_storage().resize_(0)
 
     def restore(self) -> None:
-        """Allocate the memory that `free` has freed, with any values."""
+        """Allocate the memory again after `free`, uninitialised."""
         if self._flat is not None:
             self._flat.untyped_storage().resize_(self._flat.nbytes)

@@ -1,8 +1,8 @@
-"""WeightGradients: what one backward left to compute, the gradients of weights.
+"""`WeightGradients`: weight-gradient products that a backward stored for later.
 
-with engine.deferring(deferred):       gradients of inputs; sinks keep the products of weights here
+with engine.deferring(deferred):     computes input gradients; sinks store weight products
     torch.autograd.backward(...)
-deferred.run()                         the products, and the reductions of their units
+deferred.run()                       computes the products and reduces their units
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from moecore.kernels.experts.contract import ComputeGrad
 
 
 class WeightProduct(NamedTuple):
-    """One gradient of a weight that is not computed yet."""
+    """One weight gradient that has not been computed."""
 
-    number: int  # of the parameter in its unit
-    shape: torch.Size  # of the gradient, in the parameter's order
-    compute: ComputeGrad  # and operands: as of `GradSink.put`
+    number: int  # index of the parameter in its unit
+    shape: torch.Size  # shape of the gradient
+    compute: ComputeGrad  # compute and operands: arguments of `GradSink.put`
     operands: tuple[Any, ...]
-    stream: torch.cuda.Stream | None  # on which the operands were made; None on a CPU
+    stream: torch.cuda.Stream | None  # stream that made the operands; None on a CPU
 
     @classmethod
     def of(
         cls, number: int, shape: torch.Size, compute: ComputeGrad, operands: tuple[Any, ...]
     ) -> WeightProduct:
-        """Return the product of operands that the current stream has made."""
-        device = next(tensors_in(operands)).device
+        """Return the product of operands that the current stream made."""
+        device = next(iterate_tensors(operands)).device
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         return cls(number, shape, compute, operands, stream)
 
     def join(self) -> None:
-        """Let the current stream read the operands."""
+        """Make the current stream wait for the stream that made the operands."""
         if self.stream is None:
             return
         current = torch.cuda.current_stream(self.stream.device)
         if current != self.stream:
             current.wait_stream(self.stream)
-            for tensor in tensors_in(self.operands):
+            for tensor in iterate_tensors(self.operands):
                 tensor.record_stream(current)
 
 
 class WeightGradients:
-    """Those of the backwards of one micro-batch and stage. It may be used again once it has run."""
+    """Deferred weight gradients of one micro-batch and stage. Reusable after `run`."""
 
     def __init__(self) -> None:
         self._products: dict[object, deque[WeightProduct]] = {}
@@ -57,49 +57,51 @@ class WeightGradients:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of device memory that the products hold, each storage once."""
+        """Bytes of device memory of the products' operands; each storage counts once."""
         storages = {
             storage_key(tensor): tensor.untyped_storage().nbytes()
             for products in self._products.values()
             for product in products
-            for tensor in tensors_in(product.operands)
+            for tensor in iterate_tensors(product.operands)
         }
         return sum(storages.values())
 
     def run(self) -> None:
-        """Compute what is kept, and reduce its units; nothing where nothing is. Collective."""
-        # All ranks run those of the same micro-batches and stages in the same order, between
-        # forwards and backwards, within the micro-batches of the model's `TrainStep`.
+        """Compute the products and reduce their units. Collective.
+
+        All ranks call it in the same order of micro-batches and stages, between forwards and
+        backwards, within the micro-batches of the model's `TrainStep`.
+        """
         self._run()
 
     def drop(self) -> None:
-        """Drop what is kept. No communication."""
+        """Drop the products. No communication."""
         self._products.clear()
 
     def bind(self, run: Callable[[], None]) -> None:
-        """Take what `run` calls: the engine that defers to it."""
+        """Set the function that `run` calls."""
         self._run = run
 
     def keep(self, unit: object, product: WeightProduct) -> None:
-        """Keep a product of a unit's parameter."""
+        """Store a product of a unit's parameter."""
         self._products.setdefault(unit, deque()).append(product)
 
     def holds(self, unit: object) -> bool:
-        """Whether there are products of a unit."""
+        """Whether products of a unit are stored."""
         return unit in self._products
 
     def take(self, unit: object) -> deque[WeightProduct]:
-        """Return the products of a unit in the order in which they came, and leave none."""
+        """Remove and return the products of a unit, in the order in which they were stored."""
         return self._products.pop(unit, deque())
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of operands: of tuples and records, not of other objects."""
+def iterate_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in tuples and dataclasses; other objects are ignored."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple):
         for part in value:
-            yield from tensors_in(part)
+            yield from iterate_tensors(part)
     elif is_dataclass(value):
         for field in fields(value):
-            yield from tensors_in(getattr(value, field.name))
+            yield from iterate_tensors(getattr(value, field.name))

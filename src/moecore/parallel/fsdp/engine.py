@@ -1,6 +1,6 @@
 """UnitEngine: unshards, reshards and reduces the units of a model as its modules run.
 
-A unit is what FSDP2 calls a parameter group. The engine registers these hooks:
+A unit is a parameter group of FSDP2. The engine registers these hooks:
 
     pre_forward     wait for the unit's all-gather; prefetch the all-gathers of the next units
     post_forward    reshard the unit, unless it is resident
@@ -18,9 +18,9 @@ which are equal on all ranks, decide when a resident unit is reduced and reshard
 
 The micro-batches of a step share resident units and run in any order. A resident unit is resharded
 when both counts are 0, or at the end of the micro-batches. A unit that accumulates gradients is
-reduced at that point; any other resident unit is reduced by each backward. A forward that is not
-announced is a step of its own: it starts with new all-gathers, and its backward reduces and
-reshards all units.
+reduced at that point. Any other resident unit is reduced by each backward. A forward that is not
+announced is a separate step: it starts with new all-gathers, and its backward reduces and reshards
+all units.
 
 A backward in two parts (`deferring`) defers products of weight gradients:
 
@@ -52,13 +52,12 @@ from moecore.base.torch_private import (
     tree_map_only,
     version,
 )
-from moecore.parallel.fsdp.collective_header import CollectiveHeader
 from moecore.parallel.fsdp.deferred import WeightGradients
 from moecore.parallel.fsdp.progress import Progress
 from moecore.parallel.fsdp.runs import ForwardRun, GradBoundary
 from moecore.parallel.fsdp.transport import UnitStreams
 from moecore.parallel.fsdp.uneven_ranks import UnevenRanks
-from moecore.parallel.fsdp.unit import State, Unit
+from moecore.parallel.fsdp.unit import CollectiveHeader, State, Unit
 
 GRAD_BOUNDARY = "_moecore_grad_boundary"
 
@@ -67,8 +66,8 @@ class UnitEngine:
     """Runs the units of a model, in the order of forward but with the root's unit last.
 
     Args:
-        exchanges: the experts of each MoE layer whose tokens are dispatched to other ranks, for
-            models of which some ranks may skip modules that others run; None = no rank does.
+        exchanges: MoE layer -> its experts, for layers that dispatch tokens to other ranks. Ranks
+            may then skip modules that other ranks run (`UnevenRanks`). None = no rank skips.
     """
 
     def __init__(
@@ -80,29 +79,29 @@ class UnitEngine:
         exchanges: Mapping[nn.Module, nn.Module] | None,
     ) -> None:
         self.units, self._root, self._streams = tuple(units), root, streams
-        # In a pair the forward uses `_depth`, `_outer`, and units' `runs[False]`. The backward uses
-        # `_active`, `_in_backward`, and units' `runs[True]` and `backwards`. Both read
-        # `pending_backwards` and `_pending_forwards`. A forward counts in `_pending_forwards` until
-        # it has ended, because only then do all its units expect its backward.
+        # In a pair the forward uses `_depth`, `_outermost_run`, and units' `runs[False]`. The
+        # backward uses `_active_runs`, `_in_backward`, and units' `runs[True]` and `backwards`.
+        # Both read `pending_backwards` and `_pending_forwards`, in which a forward counts until
+        # it has ended, because all its units expect its backward only then.
         self._depth = 0  # nested forwards of hooked modules that run
-        self._outer: ForwardRun | None = None  # run of the outermost of these forwards
+        self._outermost_run: ForwardRun | None = None  # run of the outermost of these forwards
         self._in_step = False  # whether announced micro-batches share resident units
         self._pending_forwards = 0.0  # announced forwards with gradients that have not ended
-        self._in_parts = False  # whether these run a part of the modules each
+        self._in_parts = False  # whether an announced forward runs a part of the modules
         self._is_paired = False  # whether a forward and a backward alternate
         self._forward = 0  # number of outermost forwards that have begun
         self._step = 0  # number of steps that have ended or were dropped
-        self._active: list[ForwardRun] = []  # runs whose backward has begun
+        self._active_runs: list[ForwardRun] = []  # runs whose backward has begun
         self._uneven: UnevenRanks | None = None
         if exchanges is not None:
             self._uneven = UnevenRanks(
                 root,
                 units,
-                self._active,
+                self._active_runs,
                 exchanges=exchanges,
                 unshard_for_use=self._unshard_for_use,
                 reshard_if_unused=self._reshard_if_unused,
-                finish=self._finish,
+                finish=self._end_run,
             )
         self._in_backward = False  # stays True after a backward that failed
         self._deferred: list[WeightGradients] = []  # deferred products, in the order of their D's
@@ -117,7 +116,7 @@ class UnitEngine:
 
     def reshard(self) -> None:
         """Reshard all units, also those whose backward has not ended. No communication."""
-        self._depth, self._outer = 0, None
+        self._depth, self._outermost_run = 0, None
         if self._uneven is not None:
             self._uneven.clear()
         for unit in self.units:
@@ -128,19 +127,19 @@ class UnitEngine:
             unit.reshard()
 
     def start_micro_batches(self, *, pending_forwards: float, in_parts: bool = False) -> None:
-        """Announce micro-batches, which share resident units with the others of their step.
+        """Announce micro-batches of a step, which share resident units.
 
         Args:
-            pending_forwards: forwards with gradients until the last one of the step has begun.
-                math.inf = more will be announced, 0 = the micro-batch that runs now is the last.
-            in_parts: whether a forward runs a part of the modules, and skips none.
+            pending_forwards: number of forwards with gradients that have not ended in the step.
+                math.inf = more micro-batches will be announced, 0 = this one is the last.
+            in_parts: whether each forward runs a part of the modules (a pipeline stage).
         """
         if not self._in_step:
             self.reshard()
         self._in_step, self._pending_forwards, self._in_parts = True, pending_forwards, in_parts
 
     def end_micro_batches(self) -> None:
-        """End a step's micro-batches: compute deferred products, reduce and reshard all units."""
+        """End the micro-batches of a step: run deferred products, reduce and reshard all units."""
         self._pending_forwards, self._in_parts = 0, False
         for deferred in self._deferred.copy():
             self._run(deferred)
@@ -151,20 +150,20 @@ class UnitEngine:
         self.reshard()
 
     def end_forwards(self) -> None:
-        """End a micro-batch: reduce zeros for forwards whose backward this rank lacks."""
-        runs = [] if self._uneven is None else self._uneven.without_backward()
+        """End a micro-batch: run a backward of zeros for forwards whose output had no backward."""
+        runs = [] if self._uneven is None else self._uneven.runs_without_backward()
         for run in runs:
             start = torch.zeros((), requires_grad=True)
             start.register_hook(lambda _, run=run: self.pre_backward(run))
             start.backward()
 
     def end_step(self) -> None:
-        """Reshard all units before weights change; backwards of earlier forwards raise."""
+        """Reshard all units before weights change. Later backwards of earlier forwards raise."""
         self._step += 1
         self.reshard()
 
     def drop_step(self) -> None:
-        """Reshard all units, and drop their gradients and their step's micro-batches."""
+        """Discard the step: reshard all units, drop unreduced gradients and micro-batches."""
         self._in_step, self._pending_forwards, self._in_parts = False, 0, False
         progress = self.progress()
         if progress is not None:
@@ -200,7 +199,7 @@ class UnitEngine:
             self._run(deferred)
 
     def _run(self, deferred: WeightGradients) -> None:
-        """Compute the deferred products of `deferred`, and reduce their units."""
+        """Compute the products in `deferred`, and reduce their units."""
         self._check_consistent()
         self._in_backward = True
         for unit in reversed(self.units):
@@ -223,9 +222,9 @@ class UnitEngine:
             self._is_paired = False
 
     def resume(self, is_backward: bool) -> None:
-        """Make the units whole that a side of a pair uses, when that side gets the baton back."""
-        # The other side may have resharded them, or taken their buffers. All ranks gather the same
-        # units again, because a rank that skips a module counts as one that runs it.
+        """Unshard the units that the forward (or backward) of a pair uses, before it continues."""
+        # The other side of the pair may have resharded these units or used their buffers. All ranks
+        # all-gather the same units, because a skipped module counts as a module that runs.
         for unit in self.units:
             if unit.runs[is_backward] or (is_backward and unit.backwards):
                 self._unshard_for_use(unit, ())
@@ -236,7 +235,9 @@ class UnitEngine:
         if not self._depth and not is_recompute:
             self._root_pre_forward()
             args, kwargs = self._streams.on_device((args, kwargs))
-        forward = self._active[-1].forward if is_recompute and self._active else self._forward
+        forward = (
+            self._active_runs[-1].forward if is_recompute and self._active_runs else self._forward
+        )
         run = visit = None
         if torch.is_grad_enabled():
             run = ForwardRun(unit, module, step=self._step, forward=forward)
@@ -247,15 +248,15 @@ class UnitEngine:
                 visit.runs.append(run)
         if not is_recompute:
             if not self._depth:
-                self._outer = run
+                self._outermost_run = run
             self._depth += 1
-        unit.runs[is_recompute].append(run)  # from here on `_post_forward` undoes this and `_depth`
+        unit.runs[is_recompute].append(run)  # `_post_forward` removes it and decreases `_depth`
         is_first = module is unit.modules[0] and not is_recompute
         self._unshard_for_use(unit, unit.prefetch_forward if is_first else ())
-        # A recomputed forward belongs to a backward that runs, so it does not wait for one. In a
-        # reentrant checkpoint's forward gradients are off: the visit, or else the outermost run,
-        # waits in its place.
-        waits = None if is_recompute else run or visit or self._outer
+        # A recomputed forward belongs to a running backward, so the unit expects no further
+        # backward. The first forward of a reentrant checkpoint runs without gradients: its visit,
+        # or the outermost run, counts instead.
+        waits = None if is_recompute else run or visit or self._outermost_run
         if waits is not None:
             waits.expect_in(unit)
         if run is None and visit is not None:
@@ -263,7 +264,9 @@ class UnitEngine:
         if run is not None:
             run.versions = unit.versions()
             for leaf in _leaves((args, kwargs)):
-                if _has_grad(leaf) and not isinstance(leaf, nn.Parameter):  # these outlive steps
+                if _has_grad(leaf) and not isinstance(
+                    leaf, nn.Parameter
+                ):  # parameters outlive steps
                     self._grad_boundary(leaf).ends.append(run)
                     run.inputs += 1
             if visit is not None and visit.is_cut and not is_recompute:
@@ -276,7 +279,7 @@ class UnitEngine:
         if not unit.runs[is_recompute]:  # the forward failed before its own hook
             return output
         has_failed = output is None and sys.exc_info()[0] is not None
-        if self._uneven is not None:  # on ranks that run what this one joins the unit is in use
+        if self._uneven is not None:  # before `runs` changes, as on ranks that run this module
             self._uneven.post_forward(
                 unit, module, is_recompute=is_recompute, has_failed=has_failed
             )
@@ -298,7 +301,7 @@ class UnitEngine:
         return output
 
     def _root_pre_forward(self) -> None:
-        """Begin an outermost forward: read parameters that an optimizer or the caller changed."""
+        """Begin an outermost forward: use the sharded parameters that modules have now."""
         withdraw_records()
         self._header.start(self.progress())
         self._forward += 1
@@ -306,7 +309,7 @@ class UnitEngine:
             self._check_consistent()
         if not self._in_step:
             self.reshard()
-        with torch.no_grad():  # reading a DTensor's local part takes a fifth of the time in it
+        with torch.no_grad():  # `to_local` takes a fifth of the time without gradients
             for unit in self.units:
                 if not self._in_backward:
                     unit.drop_marks()  # the end of backward has waited for all marks
@@ -329,8 +332,8 @@ class UnitEngine:
             )
 
     def _root_post_forward(self, module: nn.Module, *, has_failed: bool) -> None:
-        """End an outermost forward: modules get sharded parameters, which the caller may read."""
-        self._outer = None
+        """End an outermost forward: register sharded parameters, which the caller can read."""
+        self._outermost_run = None
         if module is self._root and torch.is_grad_enabled():
             self._pending_forwards = max(0, self._pending_forwards - 1)
         if not self._in_step and (has_failed or not torch.is_grad_enabled()):
@@ -342,7 +345,7 @@ class UnitEngine:
                 unit.reshard()  # prefetched for a module that did not run
 
     def _unshard_for_use(self, unit: Unit, prefetch: Sequence[Unit]) -> None:
-        """Give modules a unit's unsharded parameters, and prefetch other units."""
+        """Wait for a unit's all-gather, register its unsharded parameters, prefetch other units."""
         unit.wait_for_unshard()
         unit.register_params(unsharded=True)
         for other in prefetch:
@@ -350,7 +353,7 @@ class UnitEngine:
                 other.unshard()
 
     def _grad_boundary(self, leaf: Tensor) -> GradBoundary:
-        """Return the boundary of a value, whose hook runs when its gradient is computed."""
+        """Return the boundary of an activation, whose hook runs when its gradient is computed."""
         boundary: GradBoundary | None = getattr(leaf, GRAD_BOUNDARY, None)
         if boundary is None or boundary.version != version(leaf) or boundary.engine is not self:
             boundary = GradBoundary(self, version(leaf), is_leaf=leaf.is_leaf)
@@ -359,7 +362,7 @@ class UnitEngine:
         return boundary
 
     def _separate_outputs(self, output: Any, run: ForwardRun) -> Any:
-        """Return outputs that are no inputs: else the run's backward would end before it begins."""
+        """Return outputs; an output that is also an input of the run becomes a view."""
 
         def as_output(leaf: Tensor) -> Tensor:
             boundary: GradBoundary | None = getattr(leaf, GRAD_BOUNDARY, None)
@@ -371,7 +374,7 @@ class UnitEngine:
         return tree_map_only(Tensor, as_output, output)
 
     def pre_backward(self, run: ForwardRun) -> None:
-        """Begin the backward of a forward: the gradient of one of its outputs is computed."""
+        """Begin the backward of a run, when the gradient of one of its outputs is computed."""
         if torch.is_grad_enabled() and continues():
             raise NotImplementedError(
                 "create_graph (True) must be False for a model of parallelize_moe, whose gathered "
@@ -390,64 +393,64 @@ class UnitEngine:
         if not self._in_backward:
             self._in_backward = True
             for unit in self.units:
-                unit.follow()  # a forward without adapters, say, has frozen them since
+                unit.sync_requires_grad()  # parameters may have been frozen since the forward
             call_after_backward(self._root_post_backward)
         if self._uneven is not None and run.visit is not None:
-            for parent in self._uneven.runs_of_parent(run.visit):  # no module read its outputs
+            for parent in self._uneven.runs_of_parent(run.visit):  # whose outputs no module read
                 self.pre_backward(parent)
             self._uneven.pre_backward(run.visit)
         run.is_active, run.pending = True, run.inputs
-        self._active.append(run)
+        self._active_runs.append(run)
         run.unit.backwards += 1
         is_first = run.module is run.unit.modules[-1]
         self._unshard_for_use(run.unit, run.unit.prefetch_backward if is_first else ())
 
     def post_backward(self, run: ForwardRun) -> None:
-        """End the backward of a forward, when the gradient of its last input is computed."""
+        """End the backward of a run, when the gradient of its last input is computed."""
         run.pending -= 1
         if run.is_active and not run.pending:
-            self._finish(run)
+            self._end_run(run)
 
-    def _finish(self, run: ForwardRun) -> None:
-        """End the backward of a forward, or expect none."""
+    def _end_run(self, run: ForwardRun) -> None:
+        """End the backward of a run; a run whose backward has not begun expects none."""
         if not run.is_active:
             run.expect_none()
             return
-        self._close(run)
+        self._close_run(run)
         self._reshard_if_unused(run.unit, run.forward)
 
     def _reshard_if_unused(self, unit: Unit, forward: int) -> None:
-        """Reduce and reshard a unit, one backward of which has ended, if no other is to come."""
+        """Reduce and reshard a unit after a backward, unless another backward will use it."""
         if unit.backwards or unit.runs[True]:
             return
         if not unit.options.is_resident:
-            if not unit.waits_for(forward) and unit.gradients.are_complete():
+            if not unit.expects_backward(forward) and unit.gradients.is_complete():
                 self._reduce_grads(unit)
             if not unit.is_in_use:
                 unit.reshard()
         elif (
-            not (unit.pending_backwards or self._pending_forwards) and unit.gradients.are_complete()
+            not (unit.pending_backwards or self._pending_forwards) and unit.gradients.is_complete()
         ):
             self._reduce_grads(unit)
             unit.reshard()
 
-    def _close(self, run: ForwardRun) -> None:
+    def _close_run(self, run: ForwardRun) -> None:
         if self._uneven is not None and run.visit is not None:
             self._uneven.post_backward(run, run.visit)
-        self._active.remove(run)
+        self._active_runs.remove(run)
         run.is_active = False
         run.unit.backwards -= 1
         run.unit.gradients.is_expected = True
         run.expect_none()
 
     def _root_post_backward(self) -> None:
-        while self._active:
-            run = self._active[-1]
-            self._close(run)
+        while self._active_runs:
+            run = self._active_runs[-1]
+            self._close_run(run)
             if run.visit is not None and run.visit.outer is not None:
                 self._reshard_if_unused(run.unit, run.forward)
         *children, root = self.units
-        for unit in (*reversed(children), root):  # ranks that skip a module join in this order
+        for unit in (*reversed(children), root):  # the order of collectives on all ranks
             self._reduce_grads(unit)
             if self._expects_grads(unit):
                 unit.register_params(unsharded=False)
@@ -457,7 +460,7 @@ class UnitEngine:
         self._in_backward = False
 
     def _reduce_grads(self, unit: Unit) -> None:
-        """Reduce a unit's gradients, or accumulate them if the step will add more."""
+        """Reduce a unit's gradients, or accumulate them if later backwards will add gradients."""
         accumulates = unit.options.accumulates and self._shares(unit)
         unit.gradients.reduces = not (
             accumulates
@@ -467,11 +470,11 @@ class UnitEngine:
             unit.gradients.reduce()
 
     def _expects_grads(self, unit: Unit) -> bool:
-        """Whether later backwards of the step use a unit's whole parameters and add gradients."""
+        """Whether later backwards of the step add gradients to a resident unit."""
         return self._shares(unit) and bool(unit.pending_backwards or self._pending_forwards)
 
     def _shares(self, unit: Unit) -> bool:
-        """Whether micro-batches of the step share a unit."""
+        """Whether the micro-batches of the step share a unit: a resident unit in a step."""
         return self._in_step and unit.options.is_resident
 
 

@@ -1,20 +1,20 @@
-"""What a unit gathers: its shards cast, or quantised as the products of a recipe read them.
+"""The format in which a unit all-gathers its shards: a cast, or FP8 as a recipe's products read it.
 
-    CastFormat     shard -> compute dtype                              -> gathered
-    others         shard -> amax of its part of each block -> largest of all ranks -> scales, on
-                   each; shard and scales -> values                    -> gathered
+    CastFormat      shard -> compute dtype                                  -> all-gather
+    other formats   shard -> amax of its part of each block -> MAX all-reduce -> scales
+                    shard and scales -> values                              -> all-gather
 
-    BlockFormat    "blockwise"   FP8, a scale per 128 x 128            a byte each
-    MatrixFormat   "tensorwise"  FP8, a scale per matrix               a byte each
-    PackedFormat   "nvfp4"       E2M1, a scale per 16 x 16 and matrix  half a byte each
+    BlockFormat     "blockwise"   FP8, a scale per 128 x 128              1 byte per value
+    MatrixFormat    "tensorwise"  FP8, a scale per matrix                 1 byte per value
+    PackedFormat    "nvfp4"       E2M1, a scale per 16 x 16 and matrix    0.5 bytes per value
 
-Blocks are those of the whole matrix, wherever shards cut it, and values are cast from the shards as
-they are trained. So what is gathered is what one rank would quantise of the whole, bit for bit.
-Scales are not gathered: every rank makes all of them. Other recipes quantise a weight once per
-operand: that is two bytes each, as many as a cast gathers.
+Blocks are blocks of the unsharded matrix, at any shard boundary, and values are cast from the
+trained shards. The all-gathered bytes are therefore equal to a quantisation of the unsharded matrix
+on one rank. Scales are not all-gathered, because every rank computes all of them. Other recipes
+quantise a weight twice, which needs as many bytes as bf16.
 
-A quantised parameter has shape and dtype, and takes a gradient, but its memory is one NaN.
-Products read its `Blocks` (`moe.param_reader.gathered_blocks`).
+A quantised unsharded parameter has shape, dtype and gradient, but its memory is one NaN. Products
+read its `Blocks` (`moe.param_reader.gathered_blocks`).
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ from moecore.parallel.fsdp.params import UnitParam, copy_all
 
 
 class Format(Protocol):
-    """How the shards of a unit become what is gathered, and that its whole parameters."""
+    """How shards become all-gathered values, and these values unsharded parameters."""
 
-    dtype: torch.dtype  # of the unit's buffer
+    dtype: torch.dtype  # dtype of the unit's buffer
 
     def make_unsharded(self, params: Sequence[UnitParam], data: Sequence[Tensor]) -> list[Tensor]:
-        """Make whole parameters of their memory, once; return tensors that count changes of it."""
+        """Make the unsharded parameters of a buffer; return the tensors whose versions count."""
 
     def fill(self, params: Sequence[UnitParam], local_views: Sequence[Tensor]) -> None:
-        """Write this rank's shards in gather format to flat `local_views`. May communicate."""
+        """Write this rank's shards in this format to its part of the buffer. May communicate."""
 
 
 class CastFormat:
-    """Values in the dtype of compute."""
+    """Shards cast to the dtype of compute."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -78,21 +78,21 @@ class CastFormat:
 
 
 class QuantisedFormat(ABC):
-    """What a recipe's products read, in place of values."""
+    """Shards quantised by a recipe; the base class of the FP8 formats."""
 
     dtype = torch.uint8
-    _scales = torch.float32  # their dtype
+    _scales = torch.float32  # dtype of the scales
 
     def __init__(
         self,
-        dtype: torch.dtype,  # of compute, which parameters without values have
+        dtype: torch.dtype,  # dtype of compute, which the unsharded parameters report
         recipe: Recipe,
-        group: dist.ProcessGroup | None,  # ranks with the other shards; None = this rank has all
-        cuts: dist.ProcessGroup | None = None,  # that have parts of matrices which share a scale
+        group: dist.ProcessGroup | None,  # ranks with the other shards; None = one shard
+        cuts: dist.ProcessGroup | None = None,  # tp ranks whose parts of a matrix share a scale
     ) -> None:
         self._dtype, self._recipe, self._group, self._cuts = dtype, recipe, group, cuts
-        self._amax = torch.empty(0)  # fp32, of blocks of all parameters, then of matrices
-        self._of_matrices = torch.empty(0)  # a view of the latter
+        self._amax = torch.empty(0)  # fp32: amax of all blocks, then of all matrices
+        self._of_matrices = torch.empty(0)  # the view of the matrices' amax
         self._parts: list[_ShardPart] = []
 
     def make_unsharded(self, params: Sequence[UnitParam], data: Sequence[Tensor]) -> list[Tensor]:
@@ -108,7 +108,7 @@ class QuantisedFormat(ABC):
         return counting
 
     def fill(self, params: Sequence[UnitParam], local_views: Sequence[Tensor]) -> None:
-        """As of `Format`: one all-reduce of 4 bytes per block and matrix; of matrices, two."""
+        """As of `Format`. One all-reduce of 4 bytes per block and matrix, for matrices two."""
         shards = [param.shard.contiguous() for param in params]
         for shard, part in zip(shards, self._parts, strict=True):
             self._measure(shard, part)
@@ -119,7 +119,7 @@ class QuantisedFormat(ABC):
             self._quantise(shard, part, values)
 
     def _make_parts(self, params: Sequence[UnitParam]) -> list[_ShardPart]:
-        places = [_place(param) for param in params]
+        places = [_find_place(param) for param in params]
         shapes = [self._blocks_shape(place) for place in places]
         numbers = [self._num_matrices(param.shape) for param in params]
         sizes = [*map(math.prod, shapes), *numbers]
@@ -133,28 +133,28 @@ class QuantisedFormat(ABC):
         return parts
 
     def _num_matrices(self, shape: torch.Size) -> int:
-        """Return how many matrices have scales of their own."""
+        """Return the number of matrices with a scale each."""
         return num_matrices(shape)
 
     @abstractmethod
     def _blocks_shape(self, place: PartOfMatrix) -> tuple[int, int]:
-        """Return the shape of the blocks' largest magnitudes."""
+        """Return the number of rows and columns of blocks."""
 
     @abstractmethod
     def _gathered_blocks(self, memory: Tensor, part: _ShardPart) -> Blocks:
-        """Return what products read; tensors that `fill` writes have counts of their own."""
+        """Return the `Blocks` that products read from the buffer and the scales."""
 
     @abstractmethod
     def _measure(self, shard: Tensor, part: _ShardPart) -> None:
-        """Write largest magnitudes of a shard."""
+        """Write the amax of each block of a shard."""
 
     @abstractmethod
     def _quantise(self, shard: Tensor, part: _ShardPart, values: Tensor) -> None:
-        """Write a shard's values, and all scales, by largest magnitudes of all ranks."""
+        """Write a shard's values and all scales, from the amax over all ranks."""
 
 
 class BlockFormat(QuantisedFormat):
-    """FP8 in blocks of 128 x 128 of each parameter, whose last dim are the columns."""
+    """FP8 with a scale per 128 x 128 block; the last dim of a parameter is the columns."""
 
     @override
     def _num_matrices(self, shape: torch.Size) -> int:
@@ -181,7 +181,7 @@ class BlockFormat(QuantisedFormat):
 
 
 class MatrixFormat(QuantisedFormat):
-    """FP8 with a scale per matrix: of its own largest value, or of its history."""
+    """FP8 with a scale per matrix, from its amax or its amax history."""
 
     @override
     def _blocks_shape(self, place: PartOfMatrix) -> tuple[int, int]:
@@ -200,14 +200,14 @@ class MatrixFormat(QuantisedFormat):
     def _quantise(self, shard: Tensor, part: _ShardPart, values: Tensor) -> None:
         past = None if part.history is None else part.history.amax("weight")
         amax = part.of_matrices
-        if past is not None:  # no rank may choose alone, not one that has skipped the linear either
+        if past is not None:  # all ranks must use the same scale, also if one skipped the linear
             amax = torch.where(past > 0, past, amax)
         power_of_two = self._recipe.power_of_two
         cast_part_(shard, part.first, amax, part.scales, values, power_of_two=power_of_two)
 
 
 class PackedFormat(QuantisedFormat):
-    """E2M1, two values in a byte, in blocks of 16 x 16 of each parameter."""
+    """E2M1, two values per byte, with a scale per 16 x 16 block."""
 
     _scales = FP8
 
@@ -227,13 +227,7 @@ class PackedFormat(QuantisedFormat):
     @override
     def _quantise(self, shard: Tensor, part: _ShardPart, values: Tensor) -> None:
         pack_part_(
-            shard,
-            part.place,
-            part.of_blocks,
-            part.of_matrices,
-            part.scales,
-            values,
-            self._recipe,
+            shard, part.place, part.of_blocks, part.of_matrices, part.scales, values, self._recipe
         )
 
 
@@ -245,7 +239,7 @@ FORMATS: dict[Scaling, type[QuantisedFormat]] = {
 
 
 class _ShardPart:
-    """This rank's shard in a parameter, and its largest magnitudes and scales of the whole."""
+    """The position of this rank's shard in a parameter, and the parameter's amax and scales."""
 
     def __init__(
         self,
@@ -256,15 +250,17 @@ class _ShardPart:
         scales: Tensor,
     ) -> None:
         self.place, self.of_blocks, self.of_matrices, self.scales = place, blocks, matrices, scales
-        self.first = _start(param) if param.slot.dim == 0 and len(param.shape) > 2 else 0  # matrix
+        self.first = (
+            _shard_start(param) if param.slot.dim == 0 and len(param.shape) > 2 else 0
+        )  # matrix
         self.history = history_of(param.owners[0][0])
 
 
-def _start(param: UnitParam) -> int:
+def _shard_start(param: UnitParam) -> int:
     return min(param.rank * param.slot.rows, param.shape[param.slot.dim])
 
 
-def _place(param: UnitParam) -> PartOfMatrix:
-    """Return where a rank's shard lies in the whole parameter."""
+def _find_place(param: UnitParam) -> PartOfMatrix:
+    """Return the position of this rank's shard in the unsharded parameter."""
     dim = param.slot.dim
-    return PartOfMatrix.of(param.shape, dim, _start(param), param.shard.shape[dim])
+    return PartOfMatrix.of(param.shape, dim, _shard_start(param), param.shard.shape[dim])

@@ -1,11 +1,11 @@
-"""Gradients of a unit: from whole parameters, of which backward computes them, to the shards.
+"""Gradients of a unit: sums over micro-batches, and their reduction to the shards.
 
-    kernels ---> sums, a layout as that of the whole unit ---> .grad of the shards
+    kernels ---> sums, laid out as the unsharded unit ---> .grad of the shards
     autograd --copy--^                  reduce-scatter over shards, all-reduce over replicas
 
-A kernel that computes a gradient writes it into the sums itself, in their dtype and not rounded to
-the weights' (`GradSink`). What comes by autograd is copied there. Where no other rank has a part in
-a unit, and no micro-batch is waited for, kernels write or add to `.grad` of the shards.
+A kernel with a `GradSink` writes a weight gradient directly into the sums, in the reduce dtype.
+Gradients that autograd computes are copied into the sums. If one rank owns the unsharded unit and
+gradients do not accumulate, kernels write to `.grad` of the shards.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from moecore.base.torch_private import (
 from moecore.kernels.experts.contract import ComputeGrad, GradSink, GradTarget
 from moecore.parallel.fsdp.buffers import Buffer
 from moecore.parallel.fsdp.deferred import WeightGradients, WeightProduct
-from moecore.parallel.fsdp.params import UnitParam, UnitViews, copy_all, cut_views
+from moecore.parallel.fsdp.params import UnitParam, UnitViews, copy_all, make_views
 from moecore.parallel.fsdp.plan import FlatLayout
 from moecore.parallel.fsdp.transport import UnitStreams, UnitTransport
 
-EXACT = 256  # ranks, up to which bf16 adds ones
+MAX_EXACT_COUNT = 256  # largest number of ranks that bf16 counts exactly
 
 
 class Gradients:
-    """The gradients of one unit; arguments as of `Unit`, transport None = this rank alone."""
+    """The gradients of one unit; arguments as of `Unit`, a transport of None = not sharded."""
 
     def __init__(
         self,
@@ -53,42 +53,39 @@ class Gradients:
         accumulates: bool,
         streams: UnitStreams,
     ) -> None:
-        # Whether the next `reduce` moves sums to the shards; else they wait for more.
-        self.reduces = True
+        self.reduces = True  # whether the next `reduce` communicates, or only accumulates
         self._accumulates = accumulates
-        # Memory of the sums, in which units take turns; None = new memory each time, which becomes
-        # the gradients where nothing is scattered.
+        # Memory of the sums, which units share; None = new memory for each reduction.
         self.buffer: Buffer[Gradients] | None = None
-        # Takes products of weight gradients; None = each is computed as it comes.
+        # Stores products of weight gradients; None = products are computed in backward.
         self.deferred: WeightGradients | None = None
         self._params, self._layout, self._streams = list(params), layout, streams
         self._transport, self._replicas = transport, list(replicas)
-        self.spans_ranks = transport is not None or bool(replicas)  # ranks that add to the sums
-        self._is_direct = not (self.spans_ranks or accumulates)  # not summed first
+        self.spans_ranks = transport is not None or bool(replicas)  # whether ranks sum gradients
+        self._is_direct = not (self.spans_ranks or accumulates)  # kernels write to `.grad`
         device_type = streams.device_type
         self._host_reads = transport.host_reads if transport is not None else device_type == "cpu"
         self._host_reads &= all(is_gloo(group, device_type) for group in replicas)
         self.dtype, self.divisor = dtype, divisor
-        self._kernel_grads: set[int] = set()  # parameters whose gradients kernels have put
-        self._deferred_grads: set[int] = (
-            set()
-        )  # those whose gradients another part of this backward reduces
-        self._filled: set[int] = set()  # those whose sums hold something
-        self._divided: set[int] = set()  # of which a kernel has divided it
-        # Whether a backward of the unit's modules has ended. All ranks have it (`UnevenRanks`),
-        # so others may have gradients where this rank has none.
+        # Sets of parameter indices.
+        self._kernel_grads: set[int] = set()  # kernels wrote the gradient in this backward
+        self._deferred_grads: set[int] = set()  # the gradient belongs to the other part (D or W)
+        self._filled: set[int] = set()  # the sums contain a gradient
+        self._divided: set[int] = set()  # a kernel has already divided the sum by `divisor`
+        # Whether a backward of the unit's modules has ended on all ranks (`UnevenRanks`), so that
+        # other ranks may have gradients that this rank does not have.
         self.is_expected = False
-        self._sums: UnitViews | None = None  # while any do
-        self._turns: UnitViews | None = None  # of the buffer
+        self._sums: UnitViews | None = None  # views of the sums while they are in use
+        self._buffer_views: UnitViews | None = None  # views of `buffer`
         self._num_flags = 3 * len(self._params)
-        self._trained_before: set[int] | None = None  # at the last reduction
-        self._sizes = [*_sizes(layout), self._num_flags]
-        self._flags: dict[Any, Tensor] = {}  # those of the last reduction
-        # What other ranks alone had a gradient of then -> whether kernels had divided it.
-        self._elsewhere: dict[int, bool] = {}
+        self._trained_before: set[int] | None = None  # trained parameters at the last reduction
+        self._sizes = [*_list_sizes(layout), self._num_flags]
+        self._flags: dict[Any, Tensor] = {}  # flags of the last reduction
+        # Parameters with a gradient only on other ranks -> whether kernels divided it there.
+        self._remote_grads: dict[int, bool] = {}
 
     def sink(self, index: int, shape: torch.Size) -> GradSink | None:
-        """Return what takes a whole parameter's gradient from a kernel; None where it has none."""
+        """Return the `GradSink` of an unsharded parameter; None if it needs no gradient."""
         unsharded = self._params[index].unsharded
         if unsharded is None or not (unsharded.requires_grad and torch.is_grad_enabled()):
             return None
@@ -97,7 +94,7 @@ class Gradients:
     def put(
         self, index: int, shape: torch.Size, compute: ComputeGrad, *operands: Any
     ) -> Tensor | None:
-        """Let a kernel put the gradient of a parameter where it is summed; else return it."""
+        """Let a kernel add a parameter's gradient to the sums; return it if that is impossible."""
         if self.defer(index, shape, compute, *operands):
             return None
         target = self._target(index, shape)
@@ -105,11 +102,11 @@ class Gradients:
             return compute(*operands, GradTarget())
         if target.out is not None:
             torch.autograd.graph.increment_version(target.out)
-        self._take(index, compute(*operands, target))
+        self._record_kernel_grad(index, compute(*operands, target))
         return None
 
     def defer(self, index: int, shape: torch.Size, compute: ComputeGrad, *operands: Any) -> bool:
-        """Leave a gradient for deferred, as of `put`; return whether this backward does."""
+        """Store a gradient's product in `deferred`; return False if backwards do not defer."""
         if self.deferred is None:
             return False
         self.deferred.keep(self, WeightProduct.of(index, shape, compute, operands))
@@ -118,7 +115,7 @@ class Gradients:
 
     @torch.no_grad()
     def compute(self, products: deque[WeightProduct]) -> None:
-        """Compute what a backward has left, in order; each frees what it held. May communicate."""
+        """Compute deferred products in order, and free their operands. May communicate."""
         if not self._accumulates:
             self._deferred_grads = self._trained().difference(
                 product.number for product in products
@@ -137,18 +134,18 @@ class Gradients:
                 param.add_grad(grad)
 
     def _target(self, index: int, shape: torch.Size) -> GradTarget | None:
-        """Return where a kernel puts the gradient of a parameter; None = to autograd."""
+        """Return the memory for a kernel's gradient; None = return the gradient to autograd."""
         if self._is_direct:
             return self._shard_target(self._params[index], shape)
-        sums = self._take_sums()
+        sums = self._acquire_sums()
         if sums is None:
             return None
         adds = index in self._filled
         scale = 1.0 if adds and index not in self._divided else 1.0 / self.divisor
         return GradTarget(sums.parameters[index].view(shape), adds=adds, scale=scale)
 
-    def _take(self, index: int, grad: Tensor) -> None:
-        """Take the gradient that a kernel has put there."""
+    def _record_kernel_grad(self, index: int, grad: Tensor) -> None:
+        """Record that a kernel has written the gradient of a parameter."""
         self._kernel_grads.add(index)
         param = self._params[index]
         if not self._is_direct:
@@ -158,8 +155,8 @@ class Gradients:
         elif param.sharded.grad is None or has_value_hooks(param.sharded):
             param.accumulate(grad.view(param.shard.shape))
 
-    def are_complete(self) -> bool:
-        """Whether this backward has reached every trained parameter that it will reach."""
+    def is_complete(self) -> bool:
+        """Whether the running backward will compute no further gradient of the unit."""
         for i, param in enumerate(self._params):
             unsharded = param.unsharded
             if (
@@ -175,26 +172,26 @@ class Gradients:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Move what backward has computed to the shards, or wait for more. Collective."""
+        """Reduce the gradients to the shards, or add them to the sums. Collective."""
         grads = dict[int, Tensor]()
         for i, param in enumerate(self._params):
             if param.unsharded is not None and param.unsharded.grad is not None:
-                grads[i] = param.take_grad(param.unsharded)
+                grads[i] = param.pop_grad(param.unsharded)
         kernel_grads, self._kernel_grads = self._kernel_grads, set()
         deferred_grads, self._deferred_grads = self._deferred_grads, set()
         if self._is_direct:
             self.is_expected = False
-            self._put(grads, kernel_grads)
+            self._accumulate_local(grads, kernel_grads)
             return
         trained = self._trained()
-        is_changed = self._trained_before not in (None, trained)  # on other ranks not, perhaps
+        is_changed = self._trained_before not in (None, trained)  # other ranks may differ
         self.is_expected &= self.spans_ranks and bool(trained - deferred_grads)
         if not (grads or self._filled or is_changed or self.is_expected):
             return
         if not (grads or self.reduces):
             return
-        sums = self._take_sums() or self._new_sums()
-        self._add(sums, grads)
+        sums = self._acquire_sums() or self._new_sums()
+        self._add_to_sums(sums, grads)
         if self.reduces:
             self._trained_before = trained
             self._reduce(sums, trained.difference(deferred_grads, self._filled))
@@ -204,7 +201,7 @@ class Gradients:
         return {i for i, param in enumerate(self._params) if param.sharded.requires_grad}
 
     def drop(self) -> None:
-        """Drop all that is not in the shards yet."""
+        """Drop all gradients that have not been reduced."""
         self._deferred_grads.clear()
         for param in self._params:
             if param.unsharded is not None:
@@ -212,7 +209,7 @@ class Gradients:
         self._release()
 
     def drop_marks(self) -> None:
-        """Let nothing wait for what is done, which may be no part of a CUDA graph."""
+        """Clear marks of finished work, for which a CUDA graph must not wait."""
         if self.buffer is not None:
             self.buffer.mark.clear()
 
@@ -226,17 +223,17 @@ class Gradients:
             return None
         return GradTarget(local.view(shape), adds=True, scale=scale)
 
-    def _take_sums(self) -> UnitViews | None:
-        """Return memory for the sums; None while another unit has it."""
+    def _acquire_sums(self) -> UnitViews | None:
+        """Return memory for the sums; None while another unit uses the shared buffer."""
         if self._sums is None:
             if self.buffer is None:
                 self._sums = self._new_sums()
             elif self.buffer.holder is None:
                 self.buffer.holder = self
                 self.buffer.mark.wait()
-                if self._turns is None:
-                    self._turns = self._cut(self.buffer.flat(self._device))
-                self._sums = self._turns
+                if self._buffer_views is None:
+                    self._buffer_views = self._cut(self.buffer.flat(self._device))
+                self._sums = self._buffer_views
         return self._sums
 
     def _new_sums(self) -> UnitViews:
@@ -244,14 +241,14 @@ class Gradients:
         return self._cut(torch.empty(numel, dtype=self.dtype, device=self._device))
 
     def _cut(self, flat: Tensor) -> UnitViews:
-        return cut_views(self._params, flat, self._layout.whole_numel)
+        return make_views(self._params, flat, self._layout.whole_numel)
 
     @property
     def _device(self) -> torch.device:
         return self._params[0].shard.device
 
-    def _add(self, sums: UnitViews, grads: dict[int, Tensor]) -> None:
-        """Put gradients of autograd into the sums, or add them to what is there."""
+    def _add_to_sums(self, sums: UnitViews, grads: dict[int, Tensor]) -> None:
+        """Copy autograd's gradients into the sums, or add them to existing sums."""
         new = [i for i in grads if i not in self._filled]
         copy_all([sums.parameters[i] for i in new], [grads[i] for i in new])
         for i in self._filled.intersection(grads):
@@ -261,11 +258,12 @@ class Gradients:
         grads.clear()
 
     def _reduce(self, sums: UnitViews, missing: set[int]) -> None:
-        """Sum over ranks, and add to the shards. Of `missing` this rank has no gradient.
+        """Sum over ranks, and accumulate into the shards' gradients. Collective.
 
-        Another rank may have one, so zeros are sent, and three flags per parameter: whether this
-        rank has a gradient, whether kernels have divided it, and whether it is trained. Where some
-        are missing the host waits for the flags: what no rank has a gradient of gets none.
+        This rank sends zeros for the parameters in `missing`, because other ranks may have their
+        gradients. Three flags per parameter are summed too: whether a rank has a gradient, whether
+        kernels have divided it, and whether the parameter is trained. If parameters are missing,
+        the host waits for the flags. A parameter without a gradient on any rank gets none.
         """
         streams, indices = self._streams, sorted(self._filled | missing)
         regions = [sums.regions[i] for i in indices]
@@ -276,35 +274,35 @@ class Gradients:
             elif param.is_strided:
                 parts = sums.parameters[i].chunk(param.num_ranks, dim=param.slot.dim)
                 torch.stack(parts, out=region.view(param.num_ranks, *param.shard_shape))
-        flags = self._own_flags()
+        flags = self._make_flags()
         if self._transport is None:
             flat, shards = sums.flat, regions
             flat[-self._num_flags :].copy_(flags)
-        else:  # new memory is of the stream that frees it
+        else:  # allocated on the current stream, which frees it
             flat = flags.new_empty(sum(self._sizes))
             shards = self._shards(flat, indices)
         all_flags = flat[-self._num_flags :]
         with streams.reducing():
             if self._transport is not None:
                 self._transport.reduce([*shards, all_flags], [*regions, flags])
-                if sums is self._turns and self.buffer is not None:
+                if sums is self._buffer_views and self.buffer is not None:
                     self.buffer.mark.set()
                 else:
                     streams.keep(sums.flat)
             for group in self._replicas:
                 dist.all_reduce(flat, group=group)
             if not missing:
-                self._elsewhere = {}
+                self._remote_grads = {}
             if (missing or self._host_reads) and _has_values(all_flags):
                 num_users, divided, trained = all_flags.view(3, -1).tolist()
-                self._elsewhere = {i: divided[i] > 0 for i in missing if num_users[i]}
+                self._remote_grads = {i: divided[i] > 0 for i in missing if num_users[i]}
                 self._check_trained(trained)
-            indices_with_grad = {*self._filled, *self._elsewhere}  # on any rank
+            indices_with_grad = {*self._filled, *self._remote_grads}  # on any rank
             local_grads = [
                 (i, x) for i, x in zip(indices, shards, strict=True) if i in indices_with_grad
             ]
             divided_grads = self._divided.union(
-                i for i, divided in self._elsewhere.items() if divided
+                i for i, divided in self._remote_grads.items() if divided
             )
             rest = [shard for i, shard in local_grads if i not in divided_grads]
             if rest and self.divisor != 1.0:
@@ -318,15 +316,15 @@ class Gradients:
                 param = self._params[i]
                 n = param.shard.numel()
                 part = shard if shard.numel() == n else shard[:n]
-                param.put_grad(part.view(param.shard.shape))
+                param.accumulate_with_hooks(part.view(param.shard.shape))
 
     def _check_trained(self, ranks_by_param: Sequence[float]) -> None:
-        """Raise on all ranks when some train a parameter, and others do not."""
+        """Raise a ValueError on all ranks if only some ranks train a parameter."""
         every = self._layout.ranks if self._transport is not None else 1
         for group in self._replicas:
             every *= group.size()
         odd = [i for i, ranks in enumerate(ranks_by_param) if 0 < ranks < every]
-        if odd and every <= EXACT:
+        if odd and every <= MAX_EXACT_COUNT:
             param = self._params[odd[0]]
             raise ValueError(
                 f"requires_grad of {param.slot.param} ({param.sharded.requires_grad} on rank "
@@ -334,8 +332,8 @@ class Gradients:
                 "be the same on all ranks that share it: call requires_grad_ on every rank"
             )
 
-    def _own_flags(self) -> Tensor:
-        """Return this rank's flags, once for each rank that gets them."""
+    def _make_flags(self) -> Tensor:
+        """Return this rank's flags, repeated for each rank of the reduce-scatter."""
         key = frozenset(self._filled), frozenset(self._divided), frozenset(self._trained())
         if key not in self._flags:
             ranks = 1 if self._transport is None else self._layout.ranks
@@ -345,7 +343,7 @@ class Gradients:
         return self._flags[key]
 
     def _shards(self, flat_sums: Tensor, indices: Sequence[int]) -> list[Tensor]:
-        """Return padded shards of parameters."""
+        """Return the padded shards of parameters in the flat result."""
         pieces = flat_sums.split(self._sizes)
         return [pieces[2 * i + 1] for i in indices]
 
@@ -357,8 +355,8 @@ class Gradients:
         if self.buffer is not None and self.buffer.holder is self:
             self.buffer.holder = None
 
-    def _put(self, grads: dict[int, Tensor], kernel_grads: set[int]) -> None:
-        """Add autograd's gradients to those of the shards; kernels have written `kernel_grads`."""
+    def _accumulate_local(self, grads: dict[int, Tensor], kernel_grads: set[int]) -> None:
+        """Accumulate autograd's gradients into the shards, for a unit that one rank owns."""
         for i in kernel_grads.difference(grads):
             call_accumulate_hooks(self._params[i].sharded)
         if not grads:
@@ -373,11 +371,11 @@ class Gradients:
         if self.divisor != 1.0:
             foreach_div_(shards, self.divisor)
         for i, shard in zip(grads, shards, strict=True):
-            self._params[i].put_grad(shard)
+            self._params[i].accumulate_with_hooks(shard)
 
 
 class _Sink:
-    """Puts a gradient where it is summed, while it is computed, and not rounded."""
+    """The `GradSink` of an unsharded parameter."""
 
     def __init__(
         self, gradients: Gradients, index: int, param: nn.Parameter, shape: torch.Size
@@ -398,21 +396,21 @@ class _Sink:
         return self._gradients.defer(self._index, self._shape, compute, *operands)
 
     def _may_take(self) -> bool:
-        """Whether nobody else wants to see the gradient of the running backward."""
+        """Whether no hook, second derivative or `autograd.grad` needs the gradient."""
         return (
-            self._param.requires_grad  # else autograd drops it: frozen after its forward
+            self._param.requires_grad  # it may have been frozen after the forward
             and not (torch.is_grad_enabled() or has_gradient_hooks(self._param))
             and will_run(self._node)
         )
 
 
 def _has_values(x: Tensor) -> bool:
-    """Whether the host can read a tensor: not on meta, nor in a CUDA graph that is captured."""
+    """Whether the host can read a tensor: not on meta, and no CUDA graph capture."""
     return not (x.is_meta or (x.is_cuda and torch.cuda.is_current_stream_capturing()))
 
 
-def _sizes(layout: FlatLayout) -> list[int]:
-    """Return the sizes of padded shards in a flat one, each behind what is before it."""
+def _list_sizes(layout: FlatLayout) -> list[int]:
+    """Return gap and size of each padded shard in the flat shard, and the final gap."""
     sizes = list[int]()
     for slot in layout.slots:
         sizes += [slot.shard_offset - sum(sizes), slot.shard_numel]

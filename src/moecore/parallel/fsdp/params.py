@@ -1,11 +1,11 @@
-"""UnitParam: a parameter as its owner trains it, and as its module computes with it.
+"""`UnitParam`: the sharded and the unsharded form of a parameter (FSDP2's `FSDPParam`).
 
-    sharded   a DTensor of the model's name and shape; optimizers and checkpoints see it
-    whole     a view of its unit's buffer, registered on the module in forward and backward
+    sharded     a DTensor with the model's name and global shape, for optimizers and checkpoints
+    unsharded   a view of the unit's buffer, registered on the module in forward and backward
 
-dim 0 is cut into even chunks, as DTensor's Shard(0) does, so the chunks of all ranks one after the
-other are the whole parameter: it is gathered where it is used, and nothing is copied. Chunks of
-another dim are gathered beside it and copied. `UnitViews` cuts a unit's flat memory into them.
+Dim 0 is sharded into even chunks, as by DTensor's Shard(0). The concatenated chunks of all ranks
+are the unsharded parameter, so the all-gather writes it directly. Chunks of another dim are
+all-gathered first and then copied. `UnitViews` has the views of a unit's buffer.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from moecore.base.copies import as_part
 from moecore.base.params import GATHERED_BLOCKS, READS_PLAIN, grad_placements
 from moecore.base.torch_private import (
     StridedShard,
+    apply_value_hooks,
     call_accumulate_hooks,
     foreach_copy_,
     has_value_hooks,
     local_of,
     parameter_like,
-    through_hooks,
-    wrapped_like,
+    wrap_like,
 )
 from moecore.moe.param_reader import gathered_blocks
 from moecore.parallel.fsdp.plan import FlatSlot
 
-LARGE = 1 << 22  # elements, from which a copy of its own is faster than a part of one for many
-Owners = list[tuple[nn.Module, str]]  # modules, and their attributes that are one parameter
+LARGE = 1 << 22  # elements from which a separate copy is faster than a fused copy
+Owners = list[tuple[nn.Module, str]]  # modules and attributes that have one parameter
 
 
 class UnitParam:
-    """One parameter of a unit. Replaces it by its sharded form, without communication."""
+    """One parameter of a unit. The constructor replaces it by its shard. No communication."""
 
     def __init__(
         self,
@@ -62,39 +62,39 @@ class UnitParam:
         self._inner = (param.device_mesh, param.placements) if isinstance(param, DTensor) else None
         self._is_plain = self._inner is None or hasattr(param, READS_PLAIN)
         data = local_of(param).detach()
-        self.shape = data.shape  # of the whole, which tensor and expert parallelism have cut
+        self.shape = data.shape  # unsharded over data ranks, local over tp, ep and etp
         self.shard_shape = (*self.shape[:dim], chunk, *self.shape[dim + 1 :])
         start = min(self.rank * chunk, self.shape[dim])
         local_data = data.narrow(dim, start, min(chunk, self.shape[dim] - start))
         local_data = local_data.to(device_type) if not local_data.is_meta else local_data
         shard = local_data.clone(memory_format=torch.contiguous_format)
-        place = _placements(param, dim if is_cut else None, mesh, join)
+        place = _make_placements(param, dim if is_cut else None, mesh, join)
         self.sharded = parameter_like(as_part(shard, *place, of=param), param)
-        self.shard = local_of(self.sharded)  # this rank's part
-        self.unsharded: nn.Parameter | None = None  # before the first gather
+        self.shard = local_of(self.sharded)  # this rank's local tensor
+        self.unsharded: nn.Parameter | None = None  # None before the first all-gather
         register_params([self], unsharded=False)
 
     @property
     def is_strided(self) -> bool:
-        """Whether the shards of all ranks, one after the other, are not the parameter."""
+        """Whether another dim than 0 is sharded, so that all-gathered chunks must be copied."""
         return self.slot.dim > 0 and self.num_ranks > 1
 
     @property
     def is_partial(self) -> bool:
-        """Whether tensor parallel ranks have it alike, so that gradients are summed over them."""
+        """Whether the parameter is replicated over tp, so that its gradient is a partial sum."""
         return self._inner is not None and any(p.is_replicate() for p in self._inner[1])
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the sharded parameter."""
+        """Dtype of the sharded parameter."""
         return self.shard.dtype
 
     def refresh(self) -> bool:
-        """Take the parameter that stands in the module now; return whether its memory changed."""
+        """Use the parameter that the module has now; return whether its memory changed."""
         module, attribute = self.owners[0]
         param = module._parameters[attribute]
         if param is self.sharded:
-            local = local_of(param)  # torch may return another object each time
+            local = local_of(param)  # torch may return a new object at each call
             if local is self.shard or (
                 local.data_ptr() == self.shard.data_ptr() and local.device == self.shard.device
             ):
@@ -105,11 +105,11 @@ class UnitParam:
                 "parallelize_moe has made: copy values into it"
             )
         self.sharded, self.shard = param, local_of(param)
-        register_params([self], unsharded=False)  # at its other owners too
+        register_params([self], unsharded=False)  # on all modules that share it
         return True
 
     def make_unsharded(self, data: Tensor) -> list[Tensor]:
-        """Make the whole parameter of its memory; return the tensors that count its changes."""
+        """Make the unsharded parameter from its memory; return the tensors whose versions count."""
         local = data.data
         if self._inner is not None and not self._is_plain:
             local = as_part(local, *self._inner, of=self.sharded)
@@ -119,64 +119,64 @@ class UnitParam:
             setattr(self.unsharded, GATHERED_BLOCKS, blocks)
         return [self.unsharded] if self._is_plain else [self.unsharded, local_of(self.unsharded)]
 
-    def take_grad(self, unsharded: nn.Parameter) -> Tensor:
-        """Return the gradient of the whole parameter, and drop it there. May communicate."""
+    def pop_grad(self, unsharded: nn.Parameter) -> Tensor:
+        """Return and clear the gradient of the unsharded parameter. May communicate over tp."""
         grad, unsharded.grad = unsharded.grad, None
         assert grad is not None, "the caller passes a parameter that has a gradient"
         if self._inner is None:
             return grad
         if self._is_plain:
-            grad = self._placed(grad)
-        # Over tensor parallel ranks it is summed where the parameter is replicated.
+            grad = self._as_dtensor(grad)
+        # If the parameter is replicated over tp, this sums the gradient over tp ranks.
         if grad.placements != self._inner[1]:  # type: ignore[attr-defined]
             grad = grad.redistribute(placements=self._inner[1])  # type: ignore[attr-defined]
         return local_of(grad)
 
     def add_grad(self, grad: Tensor) -> None:
-        """Make, or add to, the gradient of the whole parameter, as autograd does; keep `grad`."""
+        """Accumulate into the gradient of the unsharded parameter, which may alias `grad`."""
         unsharded = self.unsharded
         assert unsharded is not None, "a forward has made it"
         grad = grad.view(self.shape)
         if not self._is_plain:
-            grad = self._placed(grad)
+            grad = self._as_dtensor(grad)
         unsharded.grad = grad if unsharded.grad is None else unsharded.grad + grad
 
-    def _placed(self, grad: Tensor) -> DTensor:
-        """Return this rank's gradient of the whole parameter as a DTensor over its inner mesh."""
-        assert self._inner is not None, "plain ones are placed nowhere"
+    def _as_dtensor(self, grad: Tensor) -> DTensor:
+        """Return a local gradient as a DTensor over the tp, ep and etp mesh."""
+        assert self._inner is not None, "the parameter has no inner mesh"
         mesh, placements = self._inner
         return as_part(grad, mesh, grad_placements(placements), of=self.sharded)
 
-    def put_grad(self, grad: Tensor) -> None:
-        """Make, or add to, the gradient of the sharded parameter, with its hooks; keep `grad`."""
+    def accumulate_with_hooks(self, grad: Tensor) -> None:
+        """Accumulate into the gradient of the sharded parameter, and call its hooks."""
         self.accumulate(grad)
         call_accumulate_hooks(self.sharded)
 
     def accumulate(self, grad: Tensor) -> None:
-        """Make, or add to, the gradient of the sharded parameter, behind `register_hook`'s."""
+        """Accumulate into the gradient of the sharded parameter after its `register_hook` hooks."""
         if has_value_hooks(self.sharded):
-            grad = local_of(through_hooks(self.sharded, wrapped_like(grad, self.sharded)))
+            grad = local_of(apply_value_hooks(self.sharded, wrap_like(grad, self.sharded)))
         if self.sharded.grad is None:
-            self.sharded.grad = wrapped_like(grad, self.sharded)
+            self.sharded.grad = wrap_like(grad, self.sharded)
         else:
             local_of(self.sharded.grad).add_(grad)
 
 
 def register_params(params: Sequence[UnitParam], *, unsharded: bool) -> None:
-    """Give the modules of each parameter its unsharded, or its sharded, form."""
+    """Register the unsharded, or the sharded, form of each parameter on its modules."""
     for param in params:
         for module, attribute in param.owners:
             module._parameters[attribute] = param.unsharded if unsharded else param.sharded
 
 
-def _placements(
+def _make_placements(
     param: Tensor, dim: int | None, mesh: DeviceMesh | None, join: Callable[..., DeviceMesh]
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """Return where the sharded parameter lies: over data ranks, then as it was before."""
+    """Return mesh and placements of the sharded parameter: data ranks first, then tp, ep, etp."""
     inner = param.device_mesh if isinstance(param, DTensor) else None
     before = param.placements if isinstance(param, DTensor) else ()
     if mesh is None:
-        assert inner is not None, "only experts have no mesh of data ranks, and these are DTensors"
+        assert inner is not None, "only experts, which are DTensors, have no mesh of data ranks"
         return inner, before
     placements: list[Placement] = [Replicate()] * mesh.ndim
     if dim is not None:
@@ -184,27 +184,27 @@ def _placements(
         for mesh_dim, placement in enumerate(before):
             if inner is not None and not placement.is_replicate() and placement.dim == dim:  # type: ignore[attr-defined]
                 cuts *= inner.size(mesh_dim)
-        # Tensor and expert parallelism have cut the dim first.
+        # tp, ep and etp have sharded the dim first.
         placements[-1] = Shard(dim) if cuts == 1 else StridedShard(dim, split_factor=cuts)
     return (mesh if inner is None else join(mesh, inner)), (*placements, *before)
 
 
 @dataclass(frozen=True, slots=True)
 class UnitViews:
-    """Pieces of a unit's memory, one of each kind per parameter."""
+    """Views of a unit's buffer; each list has one view per parameter."""
 
     flat: Tensor
-    regions: list[Tensor]  # the shards of all ranks
-    padded_local: list[Tensor]  # this rank's part of each region
-    local: list[Tensor]  # the same without padding
-    parameters: list[Tensor]  # where dim 0 is cut, the regions without padding
+    regions: list[Tensor]  # the padded shards of all ranks
+    padded_local: list[Tensor]  # this rank's shard of each region
+    local: list[Tensor]  # this rank's shard without padding
+    parameters: list[Tensor]  # unsharded parameters; for dim 0 the regions without padding
 
 
-def cut_views(
+def make_views(
     params: Sequence[UnitParam], flat: Tensor, beside: int, values_per_byte: int = 1
 ) -> UnitViews:
-    """Cut a unit's memory; strided parameters lie from `beside` on, behind all regions."""
-    # An element of the memory is `values_per_byte` values of a last dim.
+    """Return the views of a unit's buffer; strided parameters start at offset `beside`."""
+    # One element of the buffer has `values_per_byte` values of the last dim.
     views, beside = UnitViews(flat, [], [], [], []), beside // values_per_byte
     for param in params:
         slot, size = param.slot, param.shape.numel() // values_per_byte
@@ -222,7 +222,7 @@ def cut_views(
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy tensors, small ones in one launch, and cast them."""
+    """Copy tensors with a cast; small tensors are copied in one launch."""
     small: tuple[list[Tensor], list[Tensor]] = [], []
     for target, source in zip(targets, sources, strict=True):
         if target.numel() >= LARGE:

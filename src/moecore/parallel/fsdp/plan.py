@@ -1,11 +1,11 @@
-"""ShardPlan: what `parallelize_moe` does to a model, as names and numbers.
+"""`ShardPlan`: how `parallelize_moe` shards a model, as names and numbers.
 
-A plan has no module, tensor, group or mesh, and no rank: it is equal on every rank, so ranks can
-compare it. The shards of a rank are a function of the plan and the rank's coordinate.
+A plan contains no module, tensor, group, mesh or rank. It is equal on every rank, and the shards of
+a rank follow from the plan and the rank's coordinate.
 
-Modules and parameters have the names of `named_modules()` and `named_parameters()` of the model
-with its MoE blocks swapped; of several names the first. The root's name is "". Mesh axes have their
-names in `moecore.parallel.mesh`. Dtypes are "float32", "bfloat16" and so on.
+Names of modules and parameters are the first names in `named_modules()` and `named_parameters()`
+after MoE blocks were replaced. The root's name is "". Names of mesh axes are those of
+`moecore.parallel.mesh`. Dtypes are strings such as "float32".
 """
 
 from __future__ import annotations
@@ -21,13 +21,11 @@ from moecore.base.options.fsdp import Strategy
 from moecore.base.options.precision import Recipe, Role
 from moecore.parallel.mesh import DENSE_DIMS, EXPERT_DIMS, ParallelConfig
 
-# Shards begin at multiples of 128 elements: one line of a GPU's L2 (128 bytes) in a dtype of one
-# byte, and whole lines in any dtype of a unit, so offsets depend on no dtype. Then kernels and NCCL
-# move 16 bytes at a time, TMA and grouped products have the alignment that they need, and no two
-# parameters share a line that two kernels write. Offsets in the flat whole are multiples of shard
-# offsets, so they are aligned too. It costs at most 127 elements of a parameter's shard.
+# Shards begin at multiples of 128 elements: one L2 line (128 bytes) in a dtype of one byte. Kernels
+# and NCCL can then move 16 bytes at a time, TMA and grouped products are aligned, and parameters
+# never share a line. Offsets in the unsharded buffer are multiples of shard offsets.
 ALIGNMENT = 128
-E2M1_PAIRS = "float4_e2m1fn_x2"  # torch's dtype of two values in a byte
+E2M1_PAIRS = "float4_e2m1fn_x2"  # torch's dtype with two values in a byte
 T = TypeVar("T")
 View = Literal["dense", "expert"]
 UnitRole = Literal["root", "block", "routers", "experts", "head"]
@@ -38,18 +36,18 @@ DATA_AXES = ("dp_replicate", "dp_shard", "dp_shard_cp", "edp_replicate", "edp_sh
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AxisPlacement:
-    """How one mesh axis cuts or replicates a parameter."""
+    """How one mesh axis shards or replicates a parameter."""
 
     axis: str
     size: int
-    dim: int | None  # dim of the parameter that is cut into `size` chunks; None = replicated
+    dim: int | None  # dim that is sharded into `size` chunks; None = replicated
     # Equal parts of the dim (gate and up of one expert); each rank has a chunk of each.
     pieces: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParamPlan:
-    """One parameter, and the part of it that each rank has."""
+    """One parameter and its shards."""
 
     name: str
     kind: str  # "attention", "norms", "experts" and so on, as `explain` lists it
@@ -58,87 +56,86 @@ class ParamPlan:
     itemsize: int
     trainable: bool
     mesh: View  # the mesh over which the parameter is placed
-    # One placement per axis of the DTensor's mesh. The last ones cut first and evenly: ep, etp and
-    # tp. The placement over data ranks cuts the result as FSDP2 does: a rank has ceil(rows / ranks)
-    # rows, and the last ranks have the rows that are left.
+    # One placement per axis of the DTensor's mesh. ep, etp and tp come last, and shard first and
+    # evenly. The placement over data ranks shards the result as FSDP2 does: ceil(rows / ranks)
+    # rows per rank, and the remaining rows on the last ranks.
     placements: tuple[AxisPlacement, ...]
 
     @property
     def numel(self) -> int:
-        """Elements of the whole parameter."""
+        """Elements of the unsharded parameter."""
         return math.prod(self.shape)
 
     @property
     def data_placement(self) -> AxisPlacement | None:
-        """The placement that cuts over data ranks; None = each data rank has the whole."""
+        """The placement that shards over data ranks; None = not sharded over data ranks."""
         return next((p for p in self.placements if p.axis in DATA_AXES and p.dim is not None), None)
 
     def local_shape(self, coordinate: Coordinate | None = None) -> tuple[int, ...]:
-        """Return the shape of a part, at `ShardPlan.coordinate`; by default the first rank's."""
+        """Return the shape of the shard at a `ShardPlan.coordinate`; None = rank 0."""
         return _local_shape(self.shape, self.placements, coordinate or {})
 
     def computed_shape(self) -> tuple[int, ...]:
-        """Return the shape that a rank computes with, all-gathered over data ranks."""
+        """Return the shape after the all-gather over data ranks."""
         return _local_shape(self.shape, [p for p in self.placements if p.axis not in DATA_AXES], {})
 
     def num_bytes(self, coordinate: Coordinate | None = None) -> int:
-        """Return the bytes of a rank's part, whose shape is `local_shape`."""
+        """Return the bytes of the shard at a coordinate; None = rank 0."""
         return math.prod(self.local_shape(coordinate)) * self.itemsize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlatSlot:
-    """The place of a parameter in a unit's flat buffers. Offsets and sizes are in elements."""
+    """The position of a parameter in a unit's flat buffers, in elements."""
 
     param: str
-    dim: int  # dim that data ranks cut
-    rows: int  # size of that dim in each padded shard: ceil(rows / ranks), as FSDP2 cuts
+    dim: int  # dim that is sharded over data ranks
+    rows: int  # size of that dim in each padded shard: ceil(rows / ranks), as in FSDP2
     shard_offset: int  # offset of the padded shard in the flat shard
     shard_numel: int  # elements of the padded shard
-    whole_offset: int  # offset of all its padded shards, one after the other, in the flat whole
-    numel: int
+    whole_offset: int  # offset of the concatenated padded shards in the unsharded buffer
+    numel: int  # elements without padding
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlatLayout:
-    """Offsets of a unit's parameters in a rank's flat shard, and in the flat whole buffer.
+    """Offsets of a unit's parameters in the flat shard and in the flat unsharded buffer.
 
-        flat shard      | a: padded shard |..| b: padded shard |..|        .. = alignment
-        flat whole      | a: rank 0 | a: rank 1 |..| b: rank 0 | b: rank 1 |..|
+        flat shard        | a: padded shard |..| b: padded shard |..|      .. = alignment
+        flat unsharded    | a: rank 0 | a: rank 1 |..| b: rank 0 | b: rank 1 |..|
 
-    Parameters are cut as FSDP2 cuts them, so checkpoints and DTensors do not depend on the engine:
-    with n = ceil(rows / ranks), rank r has rows r * n to (r + 1) * n of dim 0, and the last ranks
-    have the rows that are left. An all-gather has one entry per parameter, so each whole parameter
-    is a view of the flat whole, with its padding behind it. A parameter that is cut along another
-    dim (few experts among many ranks) is no view: its ranks' parts are copied side by side.
+    Parameters are sharded as by FSDP2, so checkpoints and DTensors do not depend on the engine:
+    with n = ceil(rows / ranks), rank r has rows r * n to (r + 1) * n of dim 0. An all-gather has
+    one region per parameter, so an unsharded parameter is a view of its region, followed by
+    padding. A parameter that is sharded along another dim is copied from its region.
 
     Example, 4 ranks, a [600, 2] and b [3]: a shard of a has 150 rows and 300 elements, a shard of b
-    1 row and 1 element. Shard offsets are 0 and 384, whole offsets 0 and 1536. The flat shard has
-    512 elements, the flat whole 2048.
+    1 row and 1 element. Shard offsets are 0 and 384, unsharded offsets 0 and 1536. The flat shard
+    has 512 elements, the unsharded buffer 2048.
     """
 
-    dtype: str
-    gathers: str  # dtype in which they are all-gathered
-    reduces: str  # dtype in which their gradients are summed over ranks
-    recipe: Recipe | None  # recipe that quantises them for the all-gather; None = they are cast
+    dtype: str  # dtype of the sharded parameters
+    gathers: str  # dtype of the all-gather
+    reduces: str  # dtype of the reduction of gradients
+    recipe: Recipe | None  # recipe that quantises for the all-gather; None = a cast
     ranks: int  # number of ranks over which the unit is sharded
     slots: tuple[FlatSlot, ...]  # one slot per parameter, in the unit's order
     shard_numel: int  # elements of a rank's flat shard
-    whole_numel: int  # elements of the flat whole, ranks * shard_numel
+    whole_numel: int  # elements of the unsharded buffer: ranks * shard_numel
 
     @property
     def has_buffer(self) -> bool:
-        """Whether whole parameters need a buffer; if not, they are the rank's shards."""
+        """Whether unsharded parameters need a buffer; otherwise they are the rank's shards."""
         return bool(self.slots) and (self.ranks > 1 or self.gathers != self.dtype)
 
     @property
     def values_per_byte(self) -> int:
-        """Values in an element of what is gathered."""
+        """Values per element of the all-gathered dtype."""
         return 2 if self.gathers == E2M1_PAIRS else 1
 
     @property
     def buffer_numel(self) -> int:
-        """Elements of the buffer: the flat whole, then parameters that are cut along a dim > 0."""
+        """Elements of the buffer, with copies of parameters that are sharded along a dim > 0."""
         beside = sum(slot.numel for slot in self.slots if slot.dim > 0 and self.ranks > 1)
         return self.whole_numel + beside
 
@@ -153,8 +150,7 @@ class UnitPlan:
     modules: tuple[str, ...]  # names of the modules whose forward uses the unit
     # Names in the order of the model. Each parameter is in exactly one unit.
     params: tuple[str, ...]
-    # Dtype of compute, and of the all-gather unless a layout is in FP8; None = each parameter's own
-    # dtype.
+    # Dtype of compute, and of the all-gather without FP8; None = the dtype of each parameter.
     gather_dtype: str | None
     divisor: float  # number that divides the sum of gradients: data ranks, or 1 with loss "sum"
     casts_inputs: bool  # whether floating point inputs of the modules are cast to `gather_dtype`
@@ -162,8 +158,8 @@ class UnitPlan:
     # Units that the unit prefetches in forward, in order; () = none, or with
     # `FSDPOptions.prefetch_blocks` 0 the engine's own order.
     forward_prefetch: tuple[str, ...]
-    # Units that it prefetches in backward. For a head that is not the last unit, () means the units
-    # that ran before it in forward.
+    # Units that the unit prefetches in backward. For a head that is not the last unit, () means the
+    # units that ran before it in forward.
     backward_prefetch: tuple[str, ...]
     # Layouts of the flat buffers, one for each dtype of the parameters, all-gathers and sums of
     # gradients.
@@ -171,12 +167,12 @@ class UnitPlan:
 
     @property
     def is_resident(self) -> bool:
-        """Whether the unit is resident: whole from forward to backward."""
+        """Whether the unit is resident: unsharded from forward to backward."""
         return self.strategy != "optim_grads_params"
 
     @property
     def accumulates(self) -> bool:
-        """Whether gradients accumulate until the last micro-batch of a step reduces them."""
+        """Whether gradients accumulate until the last micro-batch of a step."""
         return self.strategy in ("no_shard", "optim")
 
 
@@ -187,9 +183,9 @@ class LayerPlan:
     name: str
     experts: str  # name of its experts, and of their unit
     num_experts: int  # E
-    zero_experts: int  # Z, without weights; a token chooses among E + Z
+    zero_experts: int  # Z, experts that return their input
     top_k: int  # experts per token
-    num_local: int  # experts of a rank, E / ep; the first of ep rank i is i * num_local
+    num_local: int  # experts of a rank, E / ep; ep rank i has experts from i * num_local on
     hidden_dim: int  # F; a rank computes F / etp
     # Precision of "experts" and, if the layer owns them, of "shared_experts"; None = the dtype of
     # their weights.
@@ -198,21 +194,21 @@ class LayerPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardPlan:
-    """What `parallelize_moe` does, as plain data; equal on every rank.
+    """How `parallelize_moe` shards a model, as plain data that is equal on every rank.
 
     Attributes:
         model: name of the model's class.
         device_type: device type of the meshes.
         parallel: the degrees of both meshes, resolved.
         layers: the MoE layers, in the order of the model.
-        linears: names and recipes of linears in FP8; wrappers are left out of the names.
+        linears: clean names and recipes of linears in FP8.
         params: all parameters, in the order of the model.
         units: all units, in the order of their first use in forward; the root is first.
         blocks: names of the modules that `MemoryOptions` and torch.compile treat one by one.
-        dispatcher: name of the dispatcher; "auto" = it depends on whether nvlink works on the GPUs,
-            which is found out when the plan is applied.
-        dispatcher_reason: why that dispatcher was chosen.
-        parallel_reason: why moecore has chosen these degrees; None = the caller has.
+        dispatcher: name of the dispatcher; "auto" = chosen when the plan is applied, by the access
+            of the GPUs to each other's memory.
+        dispatcher_reason: why this dispatcher was chosen.
+        parallel_reason: why moecore chose these degrees; None = the caller chose them.
     """
 
     model: str
@@ -239,18 +235,18 @@ class ShardPlan:
         return bool(self.linears) or any(recipe is not None for recipe in recipes)
 
     def param(self, name: str) -> ParamPlan:
-        """Return a parameter's plan; raises ValueError for an unknown name."""
-        return _only((param for param in self.params if param.name == name), name)
+        """Return the plan of a parameter; raise a ValueError for an unknown name."""
+        return _first_match((param for param in self.params if param.name == name), name)
 
     def unit_of(self, param: str) -> UnitPlan:
-        """Return the unit of a parameter, by its name; raises ValueError for an unknown name."""
-        return _only((unit for unit in self.units if param in unit.params), param)
+        """Return the unit of a parameter; raise a ValueError for an unknown name."""
+        return _first_match((unit for unit in self.units if param in unit.params), param)
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Return a rank's index on each axis of both meshes and of their data meshes.
 
         Raises:
-            ValueError: for a rank outside of the world.
+            ValueError: if the rank is not in the world.
         """
         if not 0 <= rank < self.world_size:
             raise ValueError(
@@ -265,8 +261,8 @@ class ShardPlan:
         return coordinates
 
 
-def _only(matches: Iterator[T], param: str) -> T:
-    """Return the first entry found for a parameter; raises ValueError without one."""
+def _first_match(matches: Iterator[T], param: str) -> T:
+    """Return the first match; raise a ValueError without a match."""
     first = next(matches, None)
     if first is None:
         raise ValueError(
@@ -287,7 +283,7 @@ def _local_shape(
     return tuple(local_shape)
 
 
-def flat_layouts(
+def make_flat_layouts(
     params: Iterable[ParamPlan],
     *,
     ranks: int,
@@ -296,10 +292,16 @@ def flat_layouts(
     recipes: Mapping[str, Recipe] | None = None,
     fp32: Set[str] = frozenset(),
 ) -> tuple[FlatLayout, ...]:
-    """Return the layouts of a unit: one for all parameters with equal dtypes and recipe."""
-    # gather_dtype None = the stored one. `recipes`, by name, are of parameters gathered in FP8;
-    # those named in `fp32` are gathered as stored in any case, and their gradients are summed in
-    # fp32.
+    """Return the layouts of a unit: one for all parameters with equal dtypes and recipe.
+
+    Args:
+        params: the unit's parameters.
+        ranks: number of ranks over which the unit is sharded.
+        gather_dtype: dtype of the all-gather; None = the dtype of each parameter.
+        reduce_dtype: dtype of the reduction.
+        recipes: recipes of parameters that are all-gathered in FP8, by name.
+        fp32: names of parameters that are all-gathered in their dtype and reduced in fp32.
+    """
     groups: dict[tuple[str, str, str, Recipe | None], list[ParamPlan]] = {}
     for param in params:
         recipe, gathers = (recipes or {}).get(param.name), param.dtype
@@ -309,10 +311,10 @@ def flat_layouts(
         elif gather_dtype is not None and param.name not in fp32:
             gathers = gather_dtype if getattr(torch, param.dtype).is_floating_point else param.dtype
         groups.setdefault((param.dtype, gathers, reduces, recipe), []).append(param)
-    return tuple(flat_layout(*key, params, ranks) for key, params in groups.items())
+    return tuple(make_flat_layout(*key, params, ranks) for key, params in groups.items())
 
 
-def flat_layout(
+def make_flat_layout(
     dtype: str,
     gathers: str,
     reduces: str,

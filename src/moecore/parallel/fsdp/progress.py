@@ -1,4 +1,4 @@
-"""Where an optimizer step is, known to its `TrainStep` and to the models that it trains."""
+"""`Progress`: the micro-batches of an optimizer step, shared by `TrainStep` and its models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(kw_only=True)
 class Progress:
-    """The micro-batches of a step. Models refer to it weakly: it ends with its `TrainStep`."""
+    """The micro-batches of a step. Models have a weak reference; the `TrainStep` owns it."""
 
     number: int = 1  # micro-batches of a step
     num_done: int = 0  # micro-batches whose forward and backward have run
@@ -24,12 +24,12 @@ class Progress:
         self.num_done, self.has_failed = 0, False
 
     def check_closed(self, call: str) -> None:
-        """Raise for `call` within a micro-batch."""
+        """Raise a ValueError if `call` is made inside a micro-batch."""
         if self.is_open:
             raise ValueError(f"{call} must not be within a micro_batch(): leave it first")
 
     def check_between(self, call: str) -> None:
-        """Raise for `call` within a micro-batch, or in a step that has failed."""
+        """Raise a ValueError if `call` is made inside a micro-batch, or after a failed one."""
         self.check_closed(call)
         if self.has_failed:
             raise ValueError(
@@ -38,7 +38,7 @@ class Progress:
             )
 
     def check_complete(self, call: str, num_micro_batches: int) -> None:
-        """Raise for `call` before the last micro-batch of a step."""
+        """Raise a ValueError if `call` is made before all micro-batches of the step are done."""
         self.check_between(call)
         if self.num_done != num_micro_batches:
             raise ValueError(
@@ -49,7 +49,7 @@ class Progress:
 
 
 def check_grad_mode(call: str) -> None:
-    """Raise a ValueError where torch records nothing for a backward."""
+    """Raise a ValueError if gradients are disabled."""
     if not torch.is_grad_enabled():
         raise ValueError(
             f"{call} must run with gradients: call it outside of torch.no_grad() and "
@@ -58,7 +58,7 @@ def check_grad_mode(call: str) -> None:
 
 
 def check_trains(loss: Tensor) -> None:
-    """Raise a ValueError for a loss from which no backward can start."""
+    """Raise a ValueError if a loss does not require a gradient."""
     if not loss.requires_grad:
         raise ValueError(
             "loss (without a gradient) must depend on a trained parameter: set requires_grad of "

@@ -18,13 +18,13 @@ from moecore.parallel.fsdp.unit import Unit
 
 
 class ExchangeLayer(Protocol):
-    """An MoE layer whose tokens are dispatched to experts on other ranks."""
+    """An MoE layer that dispatches tokens to experts on other ranks."""
 
     config: Any
     dispatcher: Any
 
     def run_empty(self, x_0D: Tensor) -> Tensor:
-        """Run the layer with no tokens of this rank."""
+        """Run the layer with zero tokens of this rank."""
 
     def modules(self) -> Iterator[nn.Module]:
         """Yield the layer and the modules in it."""
@@ -37,8 +37,8 @@ class ModuleNode:
 
     def __init__(self, module: nn.Module, units: list[Unit], parent: ModuleNode | None) -> None:
         self.module, self.units, self.parent = module, units, parent
-        self.layer: ExchangeLayer | None = None  # the MoE layer whose experts this module holds
-        self.is_cut = False  # whether its backward can run without that of `parent`
+        self.layer: ExchangeLayer | None = None  # the MoE layer whose experts this module has
+        self.is_cut = False  # whether its backward can run without the backward of `parent`
         self.index = 0  # in `parent.children`
         self.children: list[ModuleNode] = []
         if parent is not None:
@@ -115,11 +115,11 @@ class ForwardVisit:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the inputs must be cut and the outputs recorded."""
+        """Whether `cut_inputs` and `keep_output` must be called."""
         return self.node.is_cut and self.outer is not None and not self.inputs
 
     def cut_inputs(self, value: Any) -> Any:
-        """Return views of the inputs, at which a backward of this forward alone ends."""
+        """Return views of the inputs, at which a backward of only this forward ends."""
 
         def cut(x: Tensor) -> Tensor:
             if not x.requires_grad or isinstance(x, nn.Parameter):
@@ -167,7 +167,9 @@ class ForwardRun:
         self.is_active = False  # whether its backward has begun and not ended
         self.visit: ForwardVisit | None = None  # None = the forward has no record
         self.versions: list[int] = []  # versions of the unit's parameters in the forward
-        self.inputs = self.pending = 0  # inputs with a gradient, and those not computed yet
+        self.inputs = self.pending = (
+            0  # inputs that need a gradient, and inputs whose gradient is pending
+        )
         self._pending_in: list[Unit] = []
 
     def check_unchanged(self) -> None:

@@ -1,4 +1,4 @@
-"""ShardPlan -> bytes on one rank: what it stores, and its buffers."""
+"""`rank_bytes`: bytes of parameters, gradients and buffers on one rank of a `ShardPlan`."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ class RoleBytes:
     """Bytes of the units of one role on one rank."""
 
     role: UnitRole
-    parameters: int  # this rank's parts, as they are stored
-    gradients: int  # this rank's parts of the gradients, in the parameters' dtype
-    unsharded: int  # all of them all-gathered, or cast, at once
+    parameters: int  # this rank's shards
+    gradients: int  # this rank's shards of the gradients, in the parameters' dtype
+    unsharded: int  # all parameters of the role, all-gathered or cast at the same time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankBytes:
-    """Bytes on one rank. Activations, optimizers and copies inside of collectives do not count."""
+    """Bytes on one rank, without activations, optimizers and copies inside collectives."""
 
     roles: tuple[RoleBytes, ...]  # by role, in the order of the units
-    weights: int  # buffers of whole parameters, kept from the first step on
-    sums: int  # buffers of gradients, in which units that are freed take turns; kept likewise
-    # Sums of the other units, while micro-batches of a step add up; without those that become the
-    # gradients themselves, of units that one rank holds.
+    weights: int  # buffers of unsharded parameters, allocated in the first step
+    sums: int  # shared buffers of gradient sums, allocated in the first step
+    # Gradient sums of units that accumulate over micro-batches, without sums that become the
+    # gradients themselves.
     accumulated: int
 
     @property
@@ -45,10 +45,10 @@ class RankBytes:
 
 
 def rank_bytes(plan: ShardPlan, rank: CountOrZero = 0) -> RankBytes:
-    """Return the bytes on one rank; the first rank's parts are the largest.
+    """Return the bytes on one rank; rank 0 has the largest shards.
 
     Raises:
-        ValueError: for a rank that the world does not have.
+        ValueError: if the rank is not in the plan's world.
     """
     check_arguments(rank_bytes, locals())
     coordinate, params = plan.coordinate(rank), {param.name: param for param in plan.params}
@@ -72,7 +72,7 @@ def rank_bytes(plan: ShardPlan, rank: CountOrZero = 0) -> RankBytes:
         weights=weights,
         sums=sum(buffer.num_bytes for buffer in buffers) - weights,
         accumulated=sum(
-            _sums(unit, params_of_unit[unit.name]) for unit in plan.units if unit.accumulates
+            _sum_bytes(unit, params_of_unit[unit.name]) for unit in plan.units if unit.accumulates
         ),
     )
 
@@ -86,8 +86,8 @@ def _unsharded_bytes(unit: UnitPlan) -> int:
     )
 
 
-def _sums(unit: UnitPlan, params: Iterable[ParamPlan]) -> int:
-    """Return the bytes of a unit's sums that are not its gradients."""
+def _sum_bytes(unit: UnitPlan, params: Iterable[ParamPlan]) -> int:
+    """Return the bytes of a unit's gradient sums that do not become its gradients."""
     trained = {param.name for param in params if param.trainable}
     return sum(
         layout.buffer_numel * _itemsize(layout.reduces)

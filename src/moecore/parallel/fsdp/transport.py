@@ -1,9 +1,9 @@
-"""How units communicate: one call for all parameters of a unit, with no copy around it on NCCL.
+"""All-gathers and reduce-scatters of units, and the streams on which they run.
 
-Regions are flat pieces of a unit's buffer, one per parameter, with the shards of all ranks one
-after the other. NCCL gathers and reduces a list of regions in one launch. gloo has no such call
-that is fast: there regions are packed rank by rank. On a GPU all this is beside compute, on streams
-of a model's units; on a CPU it is in line.
+A region is a flat view of a unit's buffer for one parameter: the concatenated shards of all ranks.
+NCCL all-gathers and reduce-scatters a list of regions in one launch, without copies. gloo's
+coalesced calls are slow, so regions are packed into one message. On a GPU communication runs on
+separate streams, concurrently with compute. On a CPU it blocks.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from moecore.base.torch_private import (
 )
 
 Tensors = list[Tensor]
-Note = Sequence[int]  # of `CollectiveHeader`
+Note = Sequence[int]  # a header of `CollectiveHeader`
 
 
 class UnitTransport(Protocol):
-    """How the shard ranks of a unit communicate. On the current stream."""
+    """Collectives of the ranks over which a unit is sharded, on the current stream."""
 
-    host_reads: bool  # whether the host reads what ranks send without waiting for a device
+    host_reads: bool  # whether the host can read messages without a device synchronisation
 
     def gather(self, regions: Tensors, shards: Tensors, note: Note) -> list[Note]:
-        """Fill each region [ranks * n] with the shards [n] of all ranks; return their notes."""
+        """All-gather shards [n] into regions [ranks * n]; return the headers of all ranks."""
 
     def reduce(self, shards: list[Tensor], regions: list[Tensor]) -> None:
-        """Fill each shard [n] with the sum over ranks of its part of the region [ranks * n]."""
+        """Reduce-scatter regions [ranks * n] into shards [n]."""
 
 
 class Coalesced:
-    """One launch for a list of regions."""
+    """Collectives of NCCL: one launch for a list of regions."""
 
     host_reads = False
 
@@ -58,7 +58,7 @@ class Coalesced:
         work = self._group.allgather_into_tensor_coalesced(regions, shards, self._gather)
         if work is not None:
             work.wait()
-        return []  # the host would have to wait for them
+        return []  # the host would have to wait for the headers
 
     def reduce(self, shards: list[Tensor], regions: list[Tensor]) -> None:
         """As of `UnitTransport`."""
@@ -68,7 +68,7 @@ class Coalesced:
 
 
 class PackedTransport:
-    """One message of all regions, rank by rank."""
+    """Collectives of gloo: all regions are packed into one message."""
 
     def __init__(self, group: dist.ProcessGroup, device_type: str) -> None:
         self._group, self.host_reads = group, device_type == "cpu"
@@ -97,13 +97,13 @@ class PackedTransport:
         foreach_copy_(shards, list(local_sums.split([shard.numel() for shard in shards])))
 
 
-def transport_of(group: dist.ProcessGroup, device_type: str) -> UnitTransport:
-    """Return the transport of a group's backend."""
+def make_transport(group: dist.ProcessGroup, device_type: str) -> UnitTransport:
+    """Return the transport for the backend of a group."""
     return PackedTransport(group, device_type) if is_gloo(group, device_type) else Coalesced(group)
 
 
 class StreamMark:
-    """A place behind what a stream has queued, for which others wait; on a CPU, nothing."""
+    """A reusable CUDA event that is ignored until it is set; on a CPU it does nothing."""
 
     __slots__ = ("_event", "_is_set")
 
@@ -112,69 +112,69 @@ class StreamMark:
         self._is_set = False
 
     def set(self) -> None:
-        """Mark what the current stream has queued, in place of what was marked before."""
+        """Record the event on the current stream."""
         if self._event is not None:
             self._event.record()
             self._is_set = True
 
     def wait(self) -> None:
-        """Let the current stream wait for it."""
+        """Make the current stream wait for the event, if it is set."""
         if self._event is not None and self._is_set:
             self._event.wait()
 
     def clear(self) -> None:
-        """Let nobody wait: all of it is done."""
+        """Ignore the event in later waits, because its work is complete."""
         self._is_set = False
 
 
 class UnitStreams:
-    """The streams of a model's units."""
+    """The streams for all-gathers and reductions of a model's units."""
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
         self._gather = new_stream(device_type, priority=-1)
         self._reduce = new_stream(device_type, priority=-1)
-        self._queued: list[Stream] = []  # what nothing has waited for
+        self._queued: list[Stream] = []  # streams for which `join` must wait
 
     def mark(self) -> StreamMark:
-        """Return a mark that is not set."""
+        """Return a new mark that is not set."""
         return StreamMark(self.device_type)
 
     def on_device(self, value: Any) -> Any:
-        """Return a value with its tensors on the GPU, where units compute on one."""
+        """Return a value whose tensors are copied to the GPU, if the units are on a GPU."""
         if self.device_type != "cuda" or all(not _is_on_cpu(leaf) for leaf in tree_leaves(value)):
             return value
         return tree_map_only(Tensor, lambda x: to_device(x, self.device_type), value)
 
     def join(self) -> None:
-        """Let the current stream wait for all communication."""
-        for stream in self._queued:  # no other: it may be no part of a CUDA graph
+        """Make the current stream wait for all launched communication."""
+        for stream in self._queued:  # other streams may not belong to a CUDA graph
             self._current().wait_stream(stream)
         self._queued.clear()
 
     def keep(self, tensor: Tensor) -> None:
-        """Keep a tensor's memory until the reductions that are queued have run."""
+        """Keep a tensor's memory until the launched reductions are complete (`record_stream`)."""
         if isinstance(self._reduce, torch.cuda.Stream):
             tensor.record_stream(self._reduce)
 
     def start(self) -> None:
-        """Let gathers wait for the current stream, which has written the shards."""
+        """Make all-gathers wait for the current stream, which has written the shards."""
         if self._gather is not None:
             self._follow(self._gather)
 
     def gathering(self) -> AbstractContextManager[Any]:
-        """Queue what follows beside compute, on the stream of gathers."""
+        """Return a context whose operations run on the all-gather stream."""
         return on_stream(self._gather)
 
     def reducing(self) -> AbstractContextManager[Any]:
-        """Queue what follows behind compute, on the stream of reductions."""
+        """Return a context on the reduction stream, which first waits for the current stream."""
         if self._reduce is not None:
             self._follow(self._reduce)
         return on_stream(self._reduce)
 
     def _current(self) -> Stream:
         stream = current_stream(self.device_type)
-        assert stream is not None, "only a GPU has others"
+        assert stream is not None, "only a GPU has streams"
         return stream
 
     def _follow(self, stream: Stream) -> None:

@@ -1,4 +1,4 @@
-"""Ranks that skip the forward or the backward of a module which other ranks may run.
+"""Ranks that skip the forward or the backward of a module that other ranks may run.
 
 All ranks of a unit must issue the same collectives in the same order. But a rank may skip a block
 (LayerDrop, branches that depend on data), or the output of a block may not enter its loss. Other
@@ -50,7 +50,10 @@ from moecore.parallel.fsdp.unit import Unit
 
 
 class UnevenRanks:
-    """Issues the collectives of modules that this rank skips."""
+    """Issues the collectives of modules that this rank skips.
+
+    The three functions are methods of `UnitEngine`.
+    """
 
     def __init__(
         self,
@@ -68,7 +71,9 @@ class UnevenRanks:
         self._active = active  # runs whose backward has begun, innermost last
         # Forwards that have begun, innermost last: [0] first forwards, [1] recomputed forwards.
         self._open: tuple[list[ForwardVisit], list[ForwardVisit]] = [], []
-        self._tops: list[ForwardVisit] = []  # outermost forwards whose backward has not begun
+        self._outermost_visits: list[
+            ForwardVisit
+        ] = []  # outermost forwards whose backward has not begun
         of_module = defaultdict[nn.Module, list[Unit]](list)
         for unit in units:
             for module in unit.modules:
@@ -87,11 +92,11 @@ class UnevenRanks:
 
     def clear(self) -> None:
         """Drop all forwards."""
-        for visit in self._tops:
+        for visit in self._outermost_visits:
             visit.drop_graph()
         self._open[0].clear()
         self._open[1].clear()
-        self._tops.clear()
+        self._outermost_visits.clear()
 
     def pre_forward(
         self, unit: Unit, module: nn.Module, forward: int, *, is_recompute: bool
@@ -113,10 +118,10 @@ class UnevenRanks:
                 return resumed_visit
             new_visit = ForwardVisit(node, outer, forward, is_skipped=False)
             if new_visit.joins and not opened:
-                self._tops.append(new_visit)
+                self._outermost_visits.append(new_visit)
             opened.append(new_visit)
             if outer is not None:
-                self._pass(outer, node.index)
+                self._join_modules(outer, node.index)
                 outer.next = max(outer.next, node.index + 1)
                 if new_visit.joins:
                     outer.children.append(new_visit)
@@ -133,7 +138,7 @@ class UnevenRanks:
         if unit is opened[-1].node.units[0]:  # whose hook runs first: all units are in use
             visit = opened.pop()
             if not has_failed:
-                self._pass(visit, len(visit.node.children))
+                self._join_modules(visit, len(visit.node.children))
 
     def pre_backward(self, visit: ForwardVisit) -> None:
         """Begin the backward of a forward; first end the backward of all later forwards."""
@@ -141,16 +146,16 @@ class UnevenRanks:
             return
         self._begin(visit)
         if visit.outer is None:
-            if visit in self._tops:
-                self._tops.remove(visit)
+            if visit in self._outermost_visits:
+                self._outermost_visits.remove(visit)
             return
         beside = visit.outer.children
         if beside and beside[-1] is not visit and visit in beside:
-            self._join_rest(visit.outer, visit)
+            self._end_children(visit.outer, visit)
 
     def post_backward(self, run: ForwardRun, visit: ForwardVisit) -> None:
         """End the backward of a forward; first end the backward of the forwards inside it."""
-        self._join_rest(visit, None)
+        self._end_children(visit, None)
         run.unit.pending_backwards.discard(visit)
         if run in visit.runs:
             visit.runs.remove(run)
@@ -160,16 +165,16 @@ class UnevenRanks:
         outer = visit.outer
         return [] if outer is None or outer.is_in_backward else outer.runs.copy()
 
-    def without_backward(self) -> list[ForwardRun]:
+    def runs_without_backward(self) -> list[ForwardRun]:
         """Return the runs of outermost forwards whose backward has not begun."""
-        return [run for visit in self._tops for run in visit.runs]
+        return [run for visit in self._outermost_visits for run in visit.runs]
 
     def _begin(self, visit: ForwardVisit) -> None:
         visit.is_in_backward = True
         visit.inputs.clear()
         visit.outputs.clear()
 
-    def _pass(self, outer: ForwardVisit, number: int) -> None:
+    def _join_modules(self, outer: ForwardVisit, number: int) -> None:
         if outer.joins:
             for node in outer.node.children[outer.next : number]:
                 self._join_forward(node, outer)
@@ -178,7 +183,7 @@ class UnevenRanks:
     def _join_forward(self, node: ModuleNode, outer: ForwardVisit) -> None:
         visit = ForwardVisit(node, outer, outer.forward, is_skipped=True)
         outer.children.append(visit)
-        units, is_recompute = _units_of(node), is_recomputing()
+        units, is_recompute = _list_units(node), is_recomputing()
         for unit in units:
             unit.runs[is_recompute].append(None)
             self._unshard_for_use(
@@ -203,7 +208,7 @@ class UnevenRanks:
         siblings = [] if outer is None else outer.children
         for i, visit in reversed(list(enumerate(siblings))):
             if visit.node is node and not (visit.is_in_backward or visit.is_skipped or visit.runs):
-                # A checkpoint of several modules repeats those that follow in it next.
+                # A checkpoint of several modules repeats the following modules next.
                 successors = siblings[i + 1 :]
                 inside = list(takewhile(lambda sibling: not sibling.has_inputs, successors))
                 for sibling in reversed(successors):
@@ -215,7 +220,7 @@ class UnevenRanks:
                 return visit
         return None
 
-    def _join_rest(self, outer: ForwardVisit, until: ForwardVisit | None) -> None:
+    def _end_children(self, outer: ForwardVisit, until: ForwardVisit | None) -> None:
         """End the backward of the children of `outer` after `until`; None = of all children."""
         while outer.children and (visit := outer.children[-1]) is not until:
             outer.children.pop()
@@ -226,7 +231,9 @@ class UnevenRanks:
         if not visit.is_in_backward:
             trains = any(unit.trains for node in visit.node.walk() for unit in node.units)
             is_trained = visit.needs_grad or trains  # so another rank may run its backward
-            if is_trained or (visit.is_skipped and self._follows_trained(visit.node.module)):
+            if is_trained or (
+                visit.is_skipped and self._has_trained_predecessor(visit.node.module)
+            ):
                 self._join(visit)
             else:
                 self._drop(visit)
@@ -237,7 +244,7 @@ class UnevenRanks:
             if unit.gradients.is_expected:  # the gradient of an input came before the last weight's
                 self._reshard_if_unused(unit, visit.forward)
 
-    def _follows_trained(self, module: object) -> bool:
+    def _has_trained_predecessor(self, module: object) -> bool:
         """Return whether a module's inputs need gradients: an earlier module is trained."""
         before = takewhile(lambda other: other is not module, self._root.modules())
         return any(p.requires_grad for m in before for p in m.parameters(recurse=False))
@@ -258,7 +265,7 @@ class UnevenRanks:
 
     def _join(self, visit: ForwardVisit) -> None:
         """Issue the collectives of a visit's backward with zero gradients."""
-        node, units = visit.node, _units_of(visit.node)
+        node, units = visit.node, _list_units(visit.node)
         outputs, inputs = visit.outputs.copy(), visit.inputs.copy()
         self._begin(visit)
         for unit in units:
@@ -270,7 +277,7 @@ class UnevenRanks:
             self._end_empty(node, visit.empty, visit.forward)
         elif outputs:
             self._end_with_zeros(node, outputs, inputs)
-        self._join_rest(visit, None)
+        self._end_children(visit, None)
         for run in visit.runs.copy():
             self._finish(run)
         for unit in node.units:
@@ -282,7 +289,7 @@ class UnevenRanks:
 
     def _run_empty(self, layer: ExchangeLayer, experts: Unit) -> EmptyRun:
         """Run the forward of a layer with zero tokens."""
-        needs_grad = self._follows_trained(layer)
+        needs_grad = self._has_trained_predecessor(layer)
         shape = 0, layer.config.dim
         x_0D = torch.zeros(shape, dtype=experts.dtype, device=experts.device)
         attendance = getattr(layer.dispatcher, "attendance", None)  # None = "nvlink" asks nobody
@@ -318,12 +325,9 @@ class UnevenRanks:
                 self._reshard_if_unused(unit, forward)
 
     def _end_with_zeros(
-        self,
-        node: ModuleNode,
-        outputs: Sequence[Output],
-        inputs: Sequence[GradientEdge],
+        self, node: ModuleNode, outputs: Sequence[Output], inputs: Sequence[GradientEdge]
     ) -> None:
-        """Run a cut node's backward for other ranks' tokens; only experts get a gradient."""
+        """Run the backward of a node with zero gradients, for other ranks' tokens in experts."""
         edges = [output.edge for output in outputs]
         zeros = [torch.zeros(o.shape, dtype=o.dtype, device=o.device) for o in outputs]
         experts, dense = list[Tensor](), list[Tensor]()
@@ -331,7 +335,7 @@ class UnevenRanks:
             for unit in inner.units:
                 (dense if inner.layer is None else experts).extend(unit.trained_params())
         without = [param for param in dense if param.grad is None]
-        # Dense weights make autograd run what other ranks run to reach theirs.
+        # With dense weights as inputs, autograd runs the same nodes as on other ranks.
         if inputs or dense or experts:
             self._run_backward(edges, zeros, [*inputs, *dense, *experts])
         for param in without:
@@ -342,13 +346,13 @@ class UnevenRanks:
     ) -> None:
         """Run a nested backward; runs that begin in it end in it."""
         outside = len(self._active)
-        # A later backward of the same forward may use what this one lacks.
+        # The graph is retained, because a later backward of the same forward may need it.
         torch.autograd.backward(ends, zeros, retain_graph=True, inputs=inputs)
         while len(self._active) > outside:
             self._finish(self._active[-1])
 
 
-def _units_of(node: ModuleNode) -> list[Unit]:
+def _list_units(node: ModuleNode) -> list[Unit]:
     """Return the units whose collectives a rank that skips a node issues, in hook order."""
     if node.layer is node.module:  # whose forward reads them
         return node.units[::-1]

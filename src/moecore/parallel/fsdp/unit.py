@@ -4,41 +4,44 @@
     UNSHARDING --reshard()--> SHARDED      a prefetch without a use
 
 A unit is made of modules and shards of their parameters. `wait_for_unshard` gives the modules
-unsharded parameters in a buffer, which units use in turn.
+unsharded parameters in a buffer, which several units share.
 
-A unit is in use during a forward of its modules, and in backward from the gradient of such a
-forward's outputs to the gradient of its inputs. A prefetch does not take the buffer of a unit in
-use. A unit whose module runs may take the buffer of a unit whose backward has not ended: where no
-input needs a gradient, no gradient ends the backward. While a unit is SHARDED, a backward that
-reads its saved parameters raises, because their versions count as changed.
+A unit is in use during a forward of its modules, and in backward from the gradient of an output to
+the gradient of the last input. A prefetch does not use the buffer of a unit in use. A unit whose
+module runs may use the buffer of a unit whose backward has not ended, because without input
+gradients no event ends that backward. If a backward reads saved parameters of a SHARDED unit, it
+raises an error, because `reshard` changes their versions.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore.base.failures import publish_errors
+from moecore.base.rank_checks import DTYPES, check_notes
 from moecore.base.torch_private import no_dispatch_modes, set_versions, version
 from moecore.kernels.experts.contract import SINK
 from moecore.parallel.fsdp.buffers import Buffer
 from moecore.parallel.fsdp.formats import Format
 from moecore.parallel.fsdp.gradients import Gradients
-from moecore.parallel.fsdp.params import UnitParam, UnitViews, cut_views, register_params
+from moecore.parallel.fsdp.params import UnitParam, UnitViews, make_views, register_params
 from moecore.parallel.fsdp.plan import FlatLayout
-from moecore.parallel.fsdp.transport import UnitStreams, UnitTransport, transport_of
+from moecore.parallel.fsdp.progress import Progress
+from moecore.parallel.fsdp.transport import UnitStreams, UnitTransport, make_transport
 
 
 class State(enum.Enum):
-    """Whether a unit's values are in shards, on their way to its buffer, or in it."""
+    """Whether a unit is sharded, its all-gather is launched, or its buffer is ready."""
 
     SHARDED = enum.auto()
     UNSHARDING = enum.auto()
@@ -47,28 +50,18 @@ class State(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitOptions:
-    """How a unit computes and communicates."""
+    """Dtypes, divisor and strategy of a unit."""
 
     name: str
-    reduce_dtype: torch.dtype  # in which gradients are summed
-    divisor: float
-    cast_inputs: torch.dtype | None  # of floating inputs of the modules; None = no cast
-    is_resident: bool  # whether the unit is resident
-    accumulates: bool  # whether micro-batches of a step add gradients before one reduction
-
-
-class UnitHeader(Protocol):
-    """Numbers that the ranks of a unit send with its shards, and must have in common."""
-
-    def of(self, unit: Unit) -> list[int]:
-        """Return this rank's numbers."""
-
-    def check(self, unit: Unit, headers: Sequence[Sequence[int]], group: dist.ProcessGroup) -> None:
-        """Raise a ValueError on all ranks of the group when their numbers differ."""
+    reduce_dtype: torch.dtype  # dtype in which gradients are summed
+    divisor: float  # divisor of the sum of gradients
+    cast_inputs: torch.dtype | None  # dtype for the modules' floating inputs; None = no cast
+    is_resident: bool  # whether the unit stays unsharded from forward to backward
+    accumulates: bool  # whether the gradients of a step's micro-batches have one reduction
 
 
 class Unit:
-    """Modules whose parameters, of one dtype and mesh, are one unit."""
+    """Modules and their parameters of one dtype and mesh (FSDP2's `FSDPParamGroup`)."""
 
     def __init__(
         self,
@@ -86,11 +79,11 @@ class Unit:
         self.modules, self.params, self.options = list(modules), list(params), options
         self.prefetch_forward: list[Unit] = []
         self.prefetch_backward: list[Unit] = []
-        self.header: UnitHeader | None = None  # that an engine sends with all-gathers
+        self.header: CollectiveHeader | None = None  # set by the engine
         self._layout, self._format = layout, format
         self.state = State.SHARDED
-        # Forwards of its modules that run, innermost last: [0] first ones, [1] recomputed ones. A
-        # forward without gradients, and one that a rank joins which skips it, is None.
+        # Running forwards of the modules, innermost last: [0] first forwards, [1] recomputed ones.
+        # None stands for a forward without gradients, and for a module that this rank skips.
         self.runs: tuple[list[Any], list[Any]] = ([], [])
         self.backwards = 0  # backwards of its modules that run
         self.pending_backwards: set[Any] = set()  # runs and visits whose backward has not ended
@@ -98,7 +91,7 @@ class Unit:
         self._group = shard_group
         self._transport: UnitTransport | None = None
         if shard_group is not None and params:
-            self._transport = transport_of(shard_group, device_type)
+            self._transport = make_transport(shard_group, device_type)
         self.gradients = Gradients(
             params,
             layout,
@@ -115,7 +108,7 @@ class Unit:
         self._current: list[int] = []  # their versions while the unit's values are in the buffer
         self._overwritten: list[int] = []  # their versions while the unit is SHARDED
         self._versions: list[int] = []  # of the shards at the last all-gather
-        self.buffer: Buffer[Unit] | None = None  # None = the shards are the whole parameters
+        self.buffer: Buffer[Unit] | None = None  # None = this rank's shards are unsharded
 
     @property
     def dtype(self) -> torch.dtype:
@@ -124,54 +117,54 @@ class Unit:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether other ranks own shards of its parameters."""
+        """Whether the parameters are sharded over several ranks."""
         return self._transport is not None
 
     @property
     def device(self) -> torch.device:
-        """Device of its shards."""
+        """Device of the shards."""
         return self.params[0].shard.device
 
     @property
     def is_in_use(self) -> bool:
-        """Whether a forward or a backward of its modules runs."""
+        """Whether a forward or a backward of the modules is running."""
         return bool(any(self.runs) or self.backwards)
 
     @property
     def trains(self) -> bool:
-        """Whether any of its parameters is trained."""
+        """Whether any parameter requires a gradient."""
         return any(param.sharded.requires_grad for param in self.params)
 
     def trained_params(self) -> list[Tensor]:
-        """Return the whole parameters that are trained."""
+        """Return the unsharded parameters that require a gradient."""
         wholes = (param.unsharded for param in self.params)
         return [x for x in wholes if x is not None and x.requires_grad]
 
-    def waits_for(self, forward: int) -> bool:
-        """Whether an outermost forward has used it, and one of these backwards has not ended."""
-        # A run may wait in units of modules in it as well, which are without gradients.
+    def expects_backward(self, forward: int) -> bool:
+        """Whether the unit expects a backward of the outermost forward with this number."""
+        # Runs of enclosing modules, which can be in `pending_backwards` too, do not count.
         return any(
             waits.forward == forward and getattr(waits, "unit", self) is self
             for waits in self.pending_backwards
         )
 
     def versions(self) -> list[int]:
-        """Return the counts of changes of the shards whose values modules get."""
+        """Return the versions of the shards that the unsharded parameters were made from."""
         if self.state is State.SHARDED or self.buffer is None:
-            # A DTensor's own operations do not count as changes of its part.
+            # In-place operations of a DTensor do not change the version of its local tensor.
             return [version(param.sharded, param.shard) for param in self.params]
         return self._versions
 
     def refresh(self) -> None:
-        """Read from the modules their present sharded parameters, and which ones are trained."""
+        """Use the sharded parameters that the modules have now, and their `requires_grad`."""
         if self.state is State.SHARDED:
             changed = [param.refresh() for param in self.params]
             if any(changed) and self.buffer is None:
                 self._counting.clear()
-        self.follow()
+        self.sync_requires_grad()
 
-    def follow(self) -> None:
-        """Let whole parameters be trained if the sharded ones are."""
+    def sync_requires_grad(self) -> None:
+        """Copy `requires_grad` from the sharded to the unsharded parameters."""
         for param in self.params:
             unsharded, is_trained = param.unsharded, param.sharded.requires_grad
             if unsharded is not None and unsharded.requires_grad != is_trained:
@@ -205,14 +198,14 @@ class Unit:
         set_versions(self._counting, self._current)
 
     def can_unshard(self) -> bool:
-        """Whether the buffer is in no other unit that is in use or UNSHARDING."""
+        """Whether a prefetch can use the buffer: its holder is not in use and not UNSHARDING."""
         holder = None if self.buffer is None else self.buffer.holder
         if holder is None or holder is self:
             return True
         return not holder.is_in_use and holder.state is not State.UNSHARDING
 
     def wait_for_unshard(self) -> None:
-        """Make the unit UNSHARDED; the current stream waits for its all-gather."""
+        """Launch the all-gather if needed, and make the current stream wait for it."""
         if self.state is State.SHARDED:
             self.unshard()
         if self.state is State.UNSHARDING:
@@ -220,7 +213,7 @@ class Unit:
             self.state = State.UNSHARDED
 
     def register_params(self, *, unsharded: bool) -> None:
-        """Give the modules of an UNSHARDED unit its unsharded, or its sharded, parameters."""
+        """Register the unsharded or the sharded parameters on the modules, if UNSHARDED."""
         if self.state is State.UNSHARDED:
             register_params(self.params, unsharded=unsharded)
 
@@ -244,7 +237,7 @@ class Unit:
         self.gradients.drop_marks()
 
     def buffers(self) -> list[Buffer[Any]]:
-        """Return the buffers that the unit uses in turn with others."""
+        """Return the buffers that the unit shares with other units."""
         return [b for b in (self.buffer, self.gradients.buffer) if b is not None]
 
     def _take_buffer(self) -> None:
@@ -252,7 +245,8 @@ class Unit:
             return
         holder = self.buffer.holder
         if holder is not None and holder is not self:
-            # In a pair the other side may have it: `UnitEngine.resume` repeats its all-gather.
+            # In a pair the holder may belong to the other side; `UnitEngine.resume` repeats its
+            # all-gather.
             if any(map(all, zip(self.runs, holder.runs, strict=True))):
                 raise RuntimeError(
                     f"{self.options.name} and {holder.options.name} must not run at one time, "
@@ -262,13 +256,13 @@ class Unit:
         self.buffer.holder = self
 
     def _make_unsharded(self) -> None:
-        """Make the whole parameters: views of the buffer, or without a buffer of the shards."""
+        """Make the unsharded parameters: views of the buffer, or of the shards without a buffer."""
         with torch.inference_mode(False):
             data = [param.shard for param in self.params]
             if self.buffer is not None:
                 flat = self.buffer.flat(self.device)
                 layout = self._layout
-                self._views = cut_views(
+                self._views = make_views(
                     self.params, flat, layout.whole_numel, layout.values_per_byte
                 )
                 data = self._views.parameters
@@ -279,7 +273,7 @@ class Unit:
         self._overwritten = [n + 1 for n in self._current]
 
     def _fill(self, views: UnitViews) -> None:
-        """All-gather into the buffer; called on the stream of all-gathers."""
+        """All-gather into the buffer. The caller has set the stream of all-gathers."""
         params = self.params
         self._format.fill(params, views.local)
         if self._transport is None:
@@ -293,3 +287,49 @@ class Unit:
                 *outer, last = param.shard_shape
                 parts = region.view(param.num_ranks, *outer, last // self._layout.values_per_byte)
                 torch.cat(list(parts.unbind()), dim=param.slot.dim, out=data)
+
+
+class CollectiveHeader:
+    """Numbers that the ranks of an all-gather must have in common, for all units of a model.
+
+    Ranks with different numbers would issue different collectives afterwards. gloo then ends the
+    process, or a rank receives another unit's values. On CPUs each all-gather therefore carries a
+    header of 64 bytes, so all ranks of the group raise an error before anything differs. NCCL
+    carries no header, because the host would have to wait for it.
+    """
+
+    def __init__(self, root: nn.Module, units: Sequence[Unit], device_type: str) -> None:
+        self._root, self._device_type = root, device_type
+        self._index = {unit: index for index, unit in enumerate(units)}
+        self._of_forward = [0, 0, 0, 0]
+        names = [unit.options.name for unit in units]
+        self._describe: dict[str, Callable[[int], str]] = {
+            "the unit": names.__getitem__,
+            "torch.is_grad_enabled()": lambda n: str(bool(n)),
+            "model.training": lambda n: str(bool(n)),
+            "autocast": lambda n: str(DTYPES[n]),
+            "the micro-batch": lambda n: f"{n >> 32} of {n % (1 << 32)}" if n else "none",
+            "requires_grad": lambda n: f"{n >> 32} parameters",
+        }
+
+    def start(self, progress: Progress | None) -> None:
+        """Set the numbers that the headers of an outermost forward share."""
+        autocast = None
+        if torch.is_autocast_enabled(self._device_type):
+            autocast = torch.get_autocast_dtype(self._device_type)
+        is_open = progress is not None and progress.is_open
+        self._of_forward = [
+            torch.is_grad_enabled(),
+            self._root.training,
+            DTYPES.index(autocast),
+            (progress.num_done + 1 << 32) + progress.number if is_open else 0,  # type: ignore[union-attr]
+        ]
+
+    def of(self, unit: Unit) -> list[int]:
+        """Return this rank's header for the all-gather of a unit."""
+        trained = bytes(param.sharded.requires_grad for param in unit.params)
+        return [self._index[unit], *self._of_forward, (sum(trained) << 32) + zlib.crc32(trained)]
+
+    def check(self, unit: Unit, headers: Sequence[Sequence[int]], group: dist.ProcessGroup) -> None:
+        """Raise a ValueError on all ranks of a group if their headers differ."""
+        check_notes(f"the all-gather of {unit.options.name}", headers, self._describe, group)

@@ -1,10 +1,9 @@
-"""Units of a model: modules that are sharded together, their order, and the kind of a parameter.
+"""Units of a model: which modules are sharded together, their prefetch order, parameter kinds.
 
-A model and `FSDPOptions` come in; `Units`, prefetch orders and kinds of parameters go out. The
-functions read the structure of the model, not devices, ranks or values, and change nothing.
+The functions read only the module structure of a model and `FSDPOptions`, and change nothing.
 
     all-gathered    root (embedding, final norm) -> blocks -> head
-    reduced         head -> blocks, last to first -> root, when backward ends
+    reduced         head -> blocks, last to first -> root, at the end of backward
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from moecore.moe.layer import MoELayer, RoutedLayer
 from moecore.moe.router import Router
 
 WORDS = {"norm": "norms", "embedding": "embeddings", "attention": "attention", "mlp": "MLP"}
-Prefetch = Mapping[nn.Module, list[nn.Module]]  # from and to the first modules of units
+Prefetch = Mapping[nn.Module, list[nn.Module]]  # units, as their first modules
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Units:
-    """Modules of a model that become units; the root is the unit of all other parameters."""
+    """The modules that become units; the root unit has all other parameters."""
 
     blocks: list[nn.Module]  # result of `find_blocks`
     groups: list[list[nn.Module]]  # each list of blocks is one unit, and [model] is the root
-    routers: list[list[nn.Module]]  # each is one unit: all routers of one dtype in a list of blocks
+    routers: list[list[nn.Module]]  # each list (routers of one dtype in a ModuleList) is one unit
     experts: list[Experts]
     heads: list[nn.Module]
     # First modules of all units but the root, in the order of forward. Each list is all-gathered
@@ -42,17 +41,17 @@ class Units:
 
 
 def find_units(model: nn.Module, options: FSDPOptions) -> Units:
-    """Return the units of a model whose MoE blocks are MoELayers."""
+    """Return the units of a model whose MoE blocks have been replaced by MoE layers."""
     blocks = find_blocks(model)
     layers = [m for m in model.modules() if isinstance(m, RoutedLayer)]
-    stacks = [_layers(stack) for stack in _group(model, blocks, max(len(blocks), 1))]
+    stacks = [_list_layers(stack) for stack in _group_blocks(model, blocks, max(len(blocks), 1))]
     in_blocks = {layer for stack in stacks for layer in stack}
     stacks.append([m for m in layers if m not in in_blocks])
-    groups = _group(model, blocks, options.blocks_per_unit)
+    groups = _group_blocks(model, blocks, options.blocks_per_unit)
     routers = [unit for stack in stacks for unit in _separate_routers(stack, options)]
     heads = find_heads(model, blocks)
     first_routers = {unit[0] for unit in routers}
-    parts = [[group[0], *_parts(group, first_routers)] for group in groups]
+    parts = [[group[0], *_list_first_modules(group, first_routers)] for group in groups]
     place = {module: i for i, module in enumerate(model.modules())}
     return Units(
         blocks=blocks,
@@ -72,10 +71,10 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     # An entry that shares a parameter with a module outside of it (an embedding tied to the head)
     # is no block and belongs to the root unit, because two units would train two copies.
     blocks: list[nn.Module] = []
-    is_dense = not _layers([model])
+    is_dense = not _list_layers([model])
 
     def visit(module: nn.Module) -> None:
-        if not is_dense and not _layers([module]):
+        if not is_dense and not _list_layers([module]):
             return
         if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
             for child in module.children():
@@ -96,14 +95,13 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def find_heads(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
-    """Return the heads that are units of their own, in order."""
+    """Return the output heads that are separate units, in order."""
     # In the root unit a head would be all-gathered before the first block and reduced after the
-    # last gradient, with no compute to hide either. A unit of its own is all-gathered while the
-    # last block runs, is resident as the root is, and is reduced first. With multi-token prediction
-    # the head runs more than once, and stays whole until the last of its backwards. A unit is whole
-    # only during the forward of its modules, and reduced after their backward. So nothing but the
-    # head's own forward may read its weight, as in `moecore.models`. Heads of other models belong
-    # to the root, because losses often read `lm_head.weight`; so does a tied head.
+    # last gradient, without compute that hides the communication. A separate unit is all-gathered
+    # while the last block runs, is resident, and is reduced first. Its weight is unsharded only
+    # during the forward of the head, so only this forward may read it, as in `moecore.models`.
+    # Heads of other models belong to the root, because losses often read `lm_head.weight`. Tied
+    # heads belong to the root too.
     heads: list[nn.Module] = []
     in_blocks = {module for block in blocks for module in block.modules()}
     after_a_block, is_tied = False, find_ties(model)
@@ -117,7 +115,7 @@ def find_heads(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
 
 
 def find_ties(model: nn.Module) -> Callable[[nn.Module], bool]:
-    """Return a predicate: whether other modules, reached without a module, share its parameters."""
+    """Return a predicate: whether modules outside of a module share its parameters."""
     holders, parents = Counter[int](), Counter[nn.Module]()
     for module in model.modules():
         holders.update(id(p) for p in module.parameters(recurse=False))
@@ -147,16 +145,15 @@ def _is_reached_without(block: nn.Module, model: nn.Module) -> bool:
     return visit(model)
 
 
-def keeps_precision(router: Router, options: FSDPOptions) -> bool:
-    """Whether mixed precision would round the router's weight, and so change choices."""
-    # Such routers are in units of routers, all-gathered and reduced in their parameters' dtype.
+def is_in_router_unit(router: Router, options: FSDPOptions) -> bool:
+    """Whether a router is in a router unit, whose dtype mixed precision does not change."""
     return options.param_dtype not in (None, router.weight.dtype)
 
 
-def forward_prefetch(model: nn.Module, units: Units, num_blocks: int) -> Prefetch:
-    """Return what each unit prefetches in forward: `num_blocks` groups, in the order of use."""
+def plan_forward_prefetch(model: nn.Module, units: Units, num_blocks: int) -> Prefetch:
+    """Return the units that each unit prefetches in forward: the next `num_blocks` groups."""
     prefetch_of: dict[nn.Module, list[nn.Module]] = {}
-    list_of = _outermost_lists(model)
+    list_of = _find_outermost_lists(model)
     of_unit = {group[0]: list_of.get(group[0]) for group in units.first_use}
     for (before, *_), (unit, *_) in pairwise(units.first_use):
         if unit in units.heads:
@@ -168,8 +165,8 @@ def forward_prefetch(model: nn.Module, units: Units, num_blocks: int) -> Prefetc
     return prefetch_of
 
 
-def backward_prefetch(units: Units, num_blocks: int) -> Prefetch:
-    """Return the same for backward, in which a head may run once per list of blocks."""
+def plan_backward_prefetch(units: Units, num_blocks: int) -> Prefetch:
+    """Return the units that each unit prefetches in backward; a head may run several times."""
     prefetch_of: dict[nn.Module, list[nn.Module]] = {}
     backward = [[group[0], *reversed(group[1:])] for group in reversed(units.first_use)]
     for i, group in enumerate(backward):
@@ -188,9 +185,9 @@ def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _group(model: nn.Module, blocks: list[nn.Module], size: int) -> list[list[nn.Module]]:
-    """Return the blocks in groups of at most `size` neighbours of one list of blocks."""
-    list_of = _outermost_lists(model)
+def _group_blocks(model: nn.Module, blocks: list[nn.Module], size: int) -> list[list[nn.Module]]:
+    """Return groups of at most `size` consecutive blocks of one ModuleList."""
+    list_of = _find_outermost_lists(model)
     groups: list[list[nn.Module]] = []
     for block in blocks:
         last = groups[-1] if groups else []
@@ -201,8 +198,8 @@ def _group(model: nn.Module, blocks: list[nn.Module], size: int) -> list[list[nn
     return groups
 
 
-def _outermost_lists(model: nn.Module) -> dict[nn.Module, nn.Module]:
-    """Return for each module the outermost list of modules that contains it."""
+def _find_outermost_lists(model: nn.Module) -> dict[nn.Module, nn.Module]:
+    """Return for each module the outermost ModuleList, ModuleDict or Sequential around it."""
     list_of: dict[nn.Module, nn.Module] = {}
     for module in model.modules():  # outer ones first
         if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
@@ -212,30 +209,30 @@ def _outermost_lists(model: nn.Module) -> dict[nn.Module, nn.Module]:
 
 
 def _separate_routers(layers: list[RoutedLayer], options: FSDPOptions) -> list[list[nn.Module]]:
-    """Return the routers that are not in their blocks' units, a list for each dtype."""
-    # A unit for each router would cost the host as much time as the blocks do. One unit is
-    # all-gathered with the first block, and reduced when backward has left that block, or ended.
-    # Until then its gradients are whole: 50 MB for Qwen3-30B-A3B, 430 MB for DeepSeek-V3.
+    """Return the routers of separate units, one list for each dtype."""
+    # A unit per router would double the host time. One unit for all routers is all-gathered with
+    # the first block and reduced after its backward. Until then its gradients are unsharded: 50 MB
+    # for Qwen3-30B-A3B, 430 MB for DeepSeek-V3.
     of_dtype: dict[torch.dtype, list[nn.Module]] = {}
     for router in (m.part("router") for m in layers):
-        if router is not None and keeps_precision(router, options):
+        if router is not None and is_in_router_unit(router, options):
             of_dtype.setdefault(router.weight.dtype, []).append(router)
     return list(of_dtype.values())
 
 
-def _layers(blocks: list[nn.Module]) -> list[RoutedLayer]:
+def _list_layers(blocks: list[nn.Module]) -> list[RoutedLayer]:
     return [m for block in blocks for m in block.modules() if isinstance(m, RoutedLayer)]
 
 
-def _parts(blocks: list[nn.Module], first_routers: set[nn.Module]) -> list[nn.Module]:
-    """Return one module of each unit that begins in some blocks, in the order of first use."""
-    layers = _layers(blocks)
+def _list_first_modules(blocks: list[nn.Module], first_routers: set[nn.Module]) -> list[nn.Module]:
+    """Return the first modules of router and expert units in blocks, in the order of use."""
+    layers = _list_layers(blocks)
     parts = [m.part("router") for m in layers if m.part("router") in first_routers]
     return [*parts, *(m.part("experts") for m in layers)]
 
 
 def kinds(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> Callable[[str], str]:
-    """Return a function from a parameter's name, cleaned by `clean_name`, to its kind."""
+    """Return a function from a clean parameter name to a kind, such as "attention"."""
     roles: dict[str, str] = {}
     for name, layer in layers.items():
         of_role = {"router": "router", "experts": "experts", "shared": "shared experts"}
@@ -253,7 +250,7 @@ def kinds(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> Callable[[str]
             return "LoRA"
         prefixes = [".".join(path[:n]) for n in range(len(path), -1, -1)]  # innermost first
         for prefix in prefixes:
-            kind = roles.get(prefix) or _kind_of_module(modules.get(prefix), prefix)
+            kind = roles.get(prefix) or _find_kind(modules.get(prefix), prefix)
             if kind is not None:
                 return kind
         return "other"
@@ -261,8 +258,8 @@ def kinds(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> Callable[[str]
     return kind_of
 
 
-def _kind_of_module(module: nn.Module | None, name: str) -> str | None:
-    """Return the kind of a module's parameters by its class; a head also by its name. Or None."""
+def _find_kind(module: nn.Module | None, name: str) -> str | None:
+    """Return the kind of a module's parameters by its class or name, or None."""
     class_name = type(module).__name__.lower()
     if getattr(module, "is_fsdp_head", False) or name.endswith("lm_head"):
         return "head"

@@ -1,7 +1,4 @@
-"""Every rule of a call of `parallelize_moe` that one rank can check by itself.
-
-Nothing here changes a model or communicates.
-"""
+"""Checks of the arguments of `parallelize_moe`. They do not change the model or communicate."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ from moecore.moe.expert_layout import expert_shapes
 from moecore.moe.experts import Experts
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.shared import SharedExpert
-from moecore.parallel.fsdp.units import find_ties, keeps_precision
+from moecore.parallel.fsdp.units import find_ties, is_in_router_unit
 from moecore.parallel.mesh import Meshes, ParallelConfig
 from moecore.parallel.model.family import (
     ContextParallelModel,
@@ -45,7 +42,7 @@ WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, DataParallel)
 
 
 def check_request(model: nn.Module, request: Request) -> None:
-    """Raise for arguments that do not fit each other, the meshes or the model as it came."""
+    """Raise if arguments do not fit each other, the meshes or the unchanged model."""
     _check_arguments(request)
     _check_fresh(model)
     _check_degrees(model, request)
@@ -57,9 +54,10 @@ def check_request(model: nn.Module, request: Request) -> None:
 def check_stages(
     layout: PipelineLayout, rank_of: Sequence[int], bound: Collection[int], request: Request
 ) -> None:
-    """Raise ValueError for a stage that begins with a bound layer, an idle rank, other options.
+    """Raise a ValueError for a bad layout.
 
-    `bound` is `StageParts.bound`; an idle rank has nothing to train.
+    A stage must not begin with a layer of `bound` (`StageParts.bound`), each pp rank must have a
+    part of the model, and a tuple of offload fractions must have one entry per stage.
     """
     wrong = [
         stage.layers[0] for stage in layout.stages if stage.layers[:1] and stage.layers[0] in bound
@@ -85,7 +83,7 @@ def check_stages(
 
 
 def check_layers(model: nn.Module, layers: Mapping[str, RoutedLayer], request: Request) -> None:
-    """Raise for a whole model, its blocks swapped, that cannot be sharded as requested."""
+    """Raise if a model with replaced MoE blocks cannot be sharded as requested."""
     if request.meshes.parallel.tp > 1 and not is_cut(model):
         request.family.check_tensor_parallel(model, request.meshes.parallel.tp)
     if not layers:
@@ -103,7 +101,7 @@ def check_layers(model: nn.Module, layers: Mapping[str, RoutedLayer], request: R
         _check_experts(name, layer, request.meshes)
         if request.meshes.parallel.ep * request.meshes.parallel.etp > 1:
             Wire(request.dispatch.fp8).check(layer.config.expert_dim)
-        if is_tied(layer.part("experts")):  # they are cut, each module its own
+        if is_tied(layer.part("experts")):  # experts modules are sharded separately
             raise ValueError(
                 f"{name}: parameters of experts must not be shared with another module, because "
                 "experts live on a mesh of their own: untie them"
@@ -153,7 +151,7 @@ def _check_arguments(request: Request) -> None:
 
 
 def _warn_about_dispatch(dispatch: DispatchOptions, p: ParallelConfig) -> None:
-    """Warn of options about tokens that stay on their rank."""
+    """Warn about dispatch options that have no effect, because no token leaves its rank."""
     rules = (
         ("fp8", dispatch.fp8, "ep * etp", p.ep * p.etp),
         ("name", dispatch.name not in ("auto", "local"), "ep * etp", p.ep * p.etp),
@@ -168,7 +166,7 @@ def _warn_about_dispatch(dispatch: DispatchOptions, p: ParallelConfig) -> None:
 
 
 def _check_fresh(model: nn.Module) -> None:
-    """Raise for a model that is sharded already, or that has what sharding would lose."""
+    """Raise for a model that is already sharded or wrapped, or whose hooks would be lost."""
     for name, module in model.named_modules():
         owner = f"{name or 'model'} ({type(module).__name__})"
         if isinstance(module, WRAPPERS):
@@ -239,7 +237,7 @@ def _check_degrees(model: nn.Module, request: Request) -> None:
 
 
 def _check_graphs(model: nn.Module, request: Request) -> None:
-    """Raise where parts of blocks can be no CUDA graphs."""
+    """Raise if blocks cannot be captured in CUDA graphs."""
     repeated = next((n for n, m in model.named_modules() if getattr(m, "runs", 1) != 1), None)
     if repeated is not None:  # the memory of graphs is that of one run of each block
         raise ValueError(
@@ -335,7 +333,7 @@ def _check_head(model: nn.Module, request: Request) -> None:
 
 
 def _check_dense(request: Request) -> None:
-    """Refuse experts' ranks for a model without MoE layers, which may be one that was missed."""
+    """Raise for ep or etp > 1 without MoE layers, whose blocks may not have been recognised."""
     p = request.meshes.parallel
     if p.ep * p.etp > 1:
         raise ValueError(
@@ -388,7 +386,7 @@ def _check_compute(name: str, layer: RoutedLayer, request: Request) -> None:
     shared = request.recipe_of(name, layer, "shared_experts")
     if isinstance(layer.part("shared"), SharedExpert) and shared is not None:
         _check_shared(name, layer.part("shared"), shared)
-    layer.check_config(name, request.config_of(layer))
+    layer.check_config(name, request.make_config(layer))
 
 
 def _check_shared(name: str, shared: SharedExpert, recipe: Recipe) -> None:
@@ -405,12 +403,12 @@ def _check_shared(name: str, shared: SharedExpert, recipe: Recipe) -> None:
 def _check_routers(
     layers: Mapping[str, RoutedLayer], is_tied: Callable[[nn.Module], bool], options: FSDPOptions
 ) -> None:
-    """A router that keeps its precision is a unit: two of them would train two copies."""
+    """Raise for shared routers in router units, because two units would train two copies."""
     owned = {name: layer.part("router") for name, layer in layers.items()}
     routers = {name: router for name, router in owned.items() if router is not None}
     for name, router in routers.items():
         is_shared = list(routers.values()).count(router) > 1 or is_tied(router)
-        if is_shared and keeps_precision(router, options):
+        if is_shared and is_in_router_unit(router, options):
             raise ValueError(
                 f"router of {name} must not be shared with param_dtype ({options.param_dtype}), "
                 "which would round it with the root's parameters: untie it"

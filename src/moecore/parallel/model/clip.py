@@ -1,8 +1,8 @@
-"""Gradient norm and clipping over parameters that live on different meshes.
+"""Gradient norm and clipping over parameters on different meshes.
 
-Every element of every gradient is counted once, on whichever mesh it is sharded or replicated, so
-the norm equals that of one process. One all-reduce of one number per parameter of all pipeline
-stages; one host sync, or none with optimizers that can skip a step by themselves.
+Each gradient element counts once, whether it is sharded or replicated, so the norm equals the norm
+of one process. The cost is one all-reduce of one number per parameter of all pipeline stages. The
+host synchronises once, or never if the optimizers can skip a step (`found_inf`).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from moecore.parallel.pipeline.stage_replicas import AllStages, lay_out_as_param
 
 
 class GradientNorm:
-    """The gradient before clipping: prints, formats and compares as the number `total`.
+    """The gradient norm before clipping. It prints, formats and compares as `total`.
 
-    The first look at `total` or `non_finite` is a host sync.
+    The first access to `total` or `non_finite` synchronises the host.
 
     Args:
-        names: of the parameters, of all pipeline stages.
-        squares: fp64 [parameters] on the device, the squared norm of each over all ranks, without
-            the loss scale.
+        names: names of the parameters of all pipeline stages.
+        squares: fp64 [parameters] on the device: squared norm of each gradient over all ranks,
+            without the loss scale.
 
     Attributes:
         skipped: bool scalar on the device: the gradient is not finite, so the step is dropped.
@@ -52,12 +52,12 @@ class GradientNorm:
 
     @property
     def is_read(self) -> bool:
-        """Whether the host has the values, so that a look at `total` does not wait."""
+        """Whether the host has the values, so that `total` does not synchronise."""
         return "_host_squares" in vars(self)
 
     @property
     def total(self) -> float:
-        """L2 norm over all parameters; nan or inf when the gradient is not finite."""
+        """L2 norm over all parameters; nan or inf if a gradient is not finite."""
         return math.sqrt(sum(self._host_squares))
 
     @property
@@ -67,12 +67,12 @@ class GradientNorm:
         return tuple(name for name, value in named if not math.isfinite(value))
 
     def divisor(self, max_norm: float) -> Tensor:
-        """Return an fp32 scalar on the device: by what clipping divides the gradient."""
+        """Return the clipping divisor, an fp32 scalar on the device."""
         return ((self._squares.sum().sqrt() + 1e-6) / max_norm).clamp(min=1.0).float()
 
     @property
     def finite(self) -> bool:
-        """Whether the step's gradient can be used."""
+        """Whether all gradients are finite."""
         return not self.non_finite
 
     def __float__(self) -> float:
@@ -88,7 +88,7 @@ class GradientNorm:
         named = f", non_finite={self.non_finite}" if self.non_finite else ""
         return f"GradientNorm({self.total}{named})"
 
-    # Ordered but not equal to a number: equality would take the hash.
+    # No `__eq__`, because it would remove the hash.
     def __lt__(self, other: SupportsFloat) -> bool:
         return self.total < float(other)
 
@@ -104,19 +104,18 @@ class GradientNorm:
 
 @torch.no_grad()
 def clip_grad_norm_(model: nn.Module, max_norm: MaxNorm | None) -> GradientNorm:
-    """Scale gradients to a global L2 norm of `max_norm` at most; return it before. A host sync.
+    """Clip gradients to a global L2 norm of at most `max_norm`; return the norm before. Host sync.
 
-    A nan or inf anywhere sets all gradients to None on every rank, so that an optimizer changes
-    nothing, and a warning names the parameters. So do contents of device tensors that differ
-    between ranks that share rows: the next forward raises the error.
+    If any gradient is nan or inf, all gradients become None on every rank, so that the optimizer
+    changes nothing, and a warning names the parameters. The same happens if ranks that share rows
+    received different tensor contents; the next forward raises that error.
 
     Args:
-        model: parallelized or plain; the same on every rank.
-        max_norm: > 0; None or `math.inf` only measures.
+        model: a parallelized or plain model, the same on every rank.
+        max_norm: a positive number; None or `math.inf` = only measure.
 
     Raises:
-        ValueError: when `max_norm` is not positive, or a parameter was added after
-            `parallelize_moe`, so that its gradient is not reduced.
+        ValueError: if a parameter was added after `parallelize_moe`, whose gradient is not reduced.
     """
     check_arguments(clip_grad_norm_, locals())
     max_norm, is_wrong = math.inf if max_norm is None else max_norm, rows_differ(model)
@@ -127,15 +126,19 @@ def clip_grad_norm_(model: nn.Module, max_norm: MaxNorm | None) -> GradientNorm:
 def unscale_and_clip_(
     model: nn.Module, max_norm: float, loss_scale: Tensor | None, *, is_wrong: Tensor | None = None
 ) -> GradientNorm:
-    """Do what `clip_grad_norm_` does, with gradients that are first divided by the loss scale."""
-    # The scale is an fp32 scalar on the device; None = 1. With one an overflow is part of training,
-    # so no warning names the parameters: `GradientNorm.non_finite` does. `is_wrong`, a bool on the
-    # device, is whether this rank's gradients are none: where any are none the norm is nan on every
-    # rank.
+    """Divide gradients by the loss scale, then clip them as `clip_grad_norm_` does.
+
+    Args:
+        model: as of `clip_grad_norm_`.
+        max_norm: as of `clip_grad_norm_`.
+        loss_scale: fp32 scalar on the device; None = 1. With a scale no warning is printed.
+        is_wrong: bool on the device: this rank's gradients must not be used. If it is True on any
+            rank, the norm is nan on every rank.
+    """
     refuse_added(model)
     owner, stages = find_stages(model)
-    params = _trained(owner)
-    norm = _measure(params, stages, loss_scale, is_wrong)
+    params = _list_trained(owner)
+    norm = _measure_norm(params, stages, loss_scale, is_wrong)
     _scale(params, norm, max_norm, loss_scale)
     return norm
 
@@ -149,15 +152,15 @@ def step_clipped(
     loss_scale: Tensor | None = None,
     is_wrong: Tensor | None = None,
 ) -> GradientNorm:
-    """Clip, and step the optimizers. No host sync where all of them are fused."""
+    """Clip gradients and step the optimizers. No host sync if all optimizers are fused."""
     signals: dict[str, Tensor] = {}
     with mark("moecore::clip"):
         owner, stages = find_stages(model)
-        params = _trained(owner)
+        params = _list_trained(owner)
         _check_holds(optimizers, params)
-        norm = _measure(params, stages, loss_scale, is_wrong)
+        norm = _measure_norm(params, stages, loss_scale, is_wrong)
         if all(map(_can_skip, optimizers)):
-            signals["found_inf"] = norm.skipped.float()  # a nan divides nothing: all is skipped
+            signals["found_inf"] = norm.skipped.float()  # 1 = the optimizers skip the step
             divisors = [] if loss_scale is None else [loss_scale]
             if max_norm < math.inf:
                 divisors.append(norm.divisor(max_norm))
@@ -177,7 +180,7 @@ def step_clipped(
 
 
 def _can_skip(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether every step of an optimizer reads `found_inf` and `grad_scale`."""
+    """Whether an optimizer reads `found_inf` and `grad_scale`, as fused optimizers do."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and all(
         group.get("fused") for group in optimizer.param_groups
     )
@@ -186,7 +189,7 @@ def _can_skip(optimizer: torch.optim.Optimizer) -> bool:
 def _check_holds(
     optimizers: Sequence[torch.optim.Optimizer], params: list[tuple[str, nn.Parameter]]
 ) -> None:
-    """Raise for a gradient that no optimizer uses."""
+    """Raise a ValueError if a parameter with a gradient is in no optimizer."""
     optimizer_params = {
         p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
     }
@@ -199,14 +202,14 @@ def _check_holds(
         )
 
 
-def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return what may have a gradient, the same on every rank of a pipeline stage."""
-    # One without a gradient counts 0. One that was frozen after backward has a gradient, and
-    # optimizers step it.
+def _list_trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters that may have a gradient, equal on all ranks of a pipeline stage."""
+    # A parameter without a gradient counts as 0. A parameter that was frozen after backward still
+    # has a gradient, and optimizers update it.
     return [(n, p) for n, p in model.named_parameters() if p.requires_grad or p.grad is not None]
 
 
-def _measure(
+def _measure_norm(
     params: list[tuple[str, nn.Parameter]],
     stages: AllStages | None,
     loss_scale: Tensor | None,
@@ -215,30 +218,30 @@ def _measure(
     for _, param in params:
         lay_out_as_parameter(param)
     names = [n for n, _ in params]
-    squares = _squares(names, [p for _, p in params], stages, is_wrong)
+    squares = _sum_squares(names, [p for _, p in params], stages, is_wrong)
     if loss_scale is not None:
         squares = squares / loss_scale.double().square()
     return GradientNorm(tuple(names if stages is None else stages.num_holders), squares)
 
 
-def _squares(
+def _sum_squares(
     names: list[str], params: list[nn.Parameter], stages: AllStages | None, is_wrong: Tensor | None
 ) -> Tensor:
-    """Return fp64 [parameters of all stages]: the squared norm of each gradient over all ranks."""
+    """Return the squared norm of each gradient over all ranks, fp64 [parameters of all stages]."""
     if stages is None and not params:
         return torch.zeros(0, dtype=torch.float64)
     if params:
-        squares = torch.stack(_norms(params)).double().square_()
-    else:  # a stage that only hands on
+        squares = torch.stack(_local_norms(params)).double().square_()
+    else:  # a stage without trained parameters
         assert stages is not None
         squares = torch.zeros(0, dtype=torch.float64, device=stages.device)
     if stages is None and not any(isinstance(p, DTensor) for p in params):
         return squares
     world = dist.get_world_size()
     ranks = [world if stages is None else stages.num_copies(name) for name in names]
-    # A nan must survive the division and the sum, and does.
+    # The division and the all-reduce keep a nan.
     copies = torch.tensor(
-        [n // _num_shards(p) for n, p in zip(ranks, params, strict=True)], dtype=torch.float64
+        [n // _count_shards(p) for n, p in zip(ranks, params, strict=True)], dtype=torch.float64
     )
     squares /= to_device(copies, squares.device)
     if stages is not None:
@@ -249,8 +252,8 @@ def _squares(
     return squares
 
 
-def _norms(params: list[nn.Parameter]) -> list[Tensor]:
-    """Return the L2 norm of this rank's part of each gradient, in at least fp32; 0 = none."""
+def _local_norms(params: list[nn.Parameter]) -> list[Tensor]:
+    """Return the L2 norm of each local gradient in at least fp32; 0 without a gradient."""
     zero = torch.zeros((), dtype=torch.float32, device=local_of(params[0]).device)
     norms = [zero] * len(params)
     of_dtype: dict[torch.dtype, dict[int, Tensor]] = {}
@@ -263,12 +266,12 @@ def _norms(params: list[nn.Parameter]) -> list[Tensor]:
         local_norms = foreach_norm(list(grads.values()), 2, dtype=wide)
         for i, value in zip(grads, local_norms, strict=True):
             norms[i] = value
-    # fp64 gradients keep their precision; all others are fp32 here.
+    # `torch.stack` needs one dtype: fp64 if any gradient is fp64.
     return [n.double() for n in norms] if torch.float64 in of_dtype else norms
 
 
-def _num_shards(param: Tensor) -> int:
-    """Return how many parts a tensor is cut into."""
+def _count_shards(param: Tensor) -> int:
+    """Return the number of shards of a tensor."""
     shards = 1
     if isinstance(param, DTensor):
         for mesh_dim, placement in enumerate(param.placements):
@@ -283,7 +286,7 @@ def _scale(
     max_norm: float,
     loss_scale: Tensor | None,
 ) -> None:
-    """Scale all gradients, or set them to None where one is not finite. Waits for the device."""
+    """Scale all gradients, or set all to None if one is not finite. Host sync."""
     if norm.non_finite:
         if loss_scale is None:
             names = ", ".join(norm.non_finite[:5]) + (" and more" * (len(norm.non_finite) > 5))

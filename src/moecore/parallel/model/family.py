@@ -1,6 +1,6 @@
-"""Family: what moecore does to a live model of one kind beside sharding it, and what it asks of it.
+"""`Family`: the support for one kind of model, such as transformers models.
 
-`moecore.families.family_of(model)` chooses the record; the rooms below take what it returns.
+`moecore.families.family_of(model)` returns the family of a model. Other packages call its methods.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ from moecore.packing.collate import PackedBatch
 from moecore.parallel.pipeline.stages import StagedModel
 
 Adapter = Callable[[nn.Module, nn.Module], RoutedLayer]
-ADAPTER_FIX = "pass adapters={MyBlock: fn}, whose key is the class itself"  # of a wrong type
+ADAPTER_FIX = "pass adapters={MyBlock: fn}, whose key is the class itself"  # for a wrong type
 
 
 class Family(Protocol):
-    """What moecore does to models of one kind.
+    """The operations of moecore on models of one kind, besides sharding.
 
-    The methods with a body serve models that declare what moecore asks of them, such as `Decoder`.
+    The default methods are for models that have moecore's own attributes, such as `Decoder`.
     """
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the module that is sharded: the model without a wrapper that only calls it."""
+        """Return the module to shard: the model without a wrapper such as peft's."""
         return model
 
     def swap_blocks(
         self, model: nn.Module, adapters: Mapping[type, Adapter]
     ) -> dict[str, RoutedLayer]:
-        """Replace MoE blocks in place; return all MoE layers by qualified name."""
+        """Replace MoE blocks by MoE layers in place; return all MoE layers by qualified name."""
 
     def copy_with_layers(
         self, model: nn.Module, adapters: Mapping[type, Adapter]
     ) -> tuple[nn.Module, dict[str, RoutedLayer]]:
-        """Return a copy of a model on meta, its MoE blocks replaced, and the copy's MoE layers."""
+        """Return a copy on the meta device with replaced MoE blocks, and its MoE layers by name."""
         copy = copy_modules(model, on_meta)[model]
         return copy, self.swap_blocks(copy, adapters)
 
     def prepare(self, model: nn.Module) -> None:
-        """Prepare a model whose blocks were swapped, before anything is sharded."""
+        """Change a model after its MoE blocks were replaced, before parameters are sharded."""
         return
 
     def set_dtypes(self, model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
-        """Let tensors stay fp32 that must in a dtype (None = their own); return their names."""
+        """Prepare tensors for compute in a dtype; return the names of tensors that stay in fp32."""
 
     def staged(self, model: nn.Module) -> StagedModel:
-        """Return what runs pipeline stages; NotImplementedError for a model that cannot be cut."""
+        """Return the model's `StagedModel`; raise a NotImplementedError if it has no stages."""
         if not hasattr(model, "stage_parts"):
             raise NotImplementedError(
                 f"model ({type(model).__name__}) must be a Decoder or a causal language model of "
@@ -65,29 +65,29 @@ class Family(Protocol):
         return cast(StagedModel, model)
 
     def tensor_parallel(self, model: nn.Module) -> Any:
-        """Return what may be a `TensorParallelModel` for a model."""
+        """Return the object that applies tensor parallelism if it is a `TensorParallelModel`."""
         return model
 
     def check_tensor_parallel(self, model: nn.Module, tp: int) -> None:
-        """Raise for an unsharded model, its blocks swapped, that tp ranks cannot cut."""
-        return  # `Decoder` checks its config, of which every stage has all fields
+        """Raise a ValueError if tensor parallelism over `tp` ranks does not fit a model."""
+        return  # `Decoder.apply_tensor_parallel` checks its config
 
     def context(self, model: nn.Module) -> Any:
-        """Return what may be a `ContextParallelModel` or a `DynamicContextModel` for a model."""
+        """Return the object that may be a `ContextParallelModel` or a `DynamicContextModel`."""
         return model
 
     def indexers(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Return the layers whose sparse attention has an indexer that can learn."""
+        """Return the layers whose sparse attention has a trainable indexer."""
         layers = (m for m in model.modules() if hasattr(m, "train_indexer"))
         return [layer for layer in layers if layer.indexer is not None]
 
     def train_indexers(self, model: nn.Module, config: IndexerConfig) -> None:
-        """Let the indexers of a model learn, each as the `aux_loss` of its layer."""
+        """Train the indexers of a model, each with the `aux_loss` of its layer."""
         for layer in self.indexers(model):
             cast(Any, layer).train_indexer(config)
 
     def has_tokens(self, inputs: Mapping[str, Any]) -> bool | Tensor:
-        """Return whether a forward of these keyword arguments has any token but padding."""
+        """Return whether a forward with these arguments has tokens that are not padding."""
         mask_BT = inputs.get("padding_mask_BT")
         return has_rows(inputs, "tokens_BT") if mask_BT is None else ~mask_BT.all()
 
@@ -101,63 +101,68 @@ class Family(Protocol):
         }
 
     def vocab_size(self, model: nn.Module) -> int | None:
-        """Return the number of token ids of a model; None for one that does not declare it."""
+        """Return `config.vocab_size` of a model, or None."""
         size = getattr(getattr(model, "config", None), "vocab_size", None)
         return size if isinstance(size, int) else None
 
     def adapters_off(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which a model runs without its adapters; ValueError without any."""
+        """Return a context in which adapters are disabled; raise a ValueError without adapters."""
         raise ValueError(
             f"model ({type(model).__name__}) must have adapters of peft to be its own reference: "
             "pass a reference model"
         )
 
     def head_shapes(self, model: nn.Module) -> Sequence[tuple[int, int]]:
-        """Return [V, D] of the heads whose loss `fuse_loss` has computed in chunks of tokens."""
+        """Return the shapes [V, D] of the heads whose loss is computed in chunks of tokens."""
 
     def fuse_loss(self, model: nn.Module, recipe: Recipe | None) -> None:
-        """Let losses be computed in chunks of tokens, by a recipe, that read logits of all."""
+        """Make the model compute its loss in chunks of tokens; the recipe is for FP8 heads."""
 
     def finish(self, model: nn.Module, *, wrapper: nn.Module, drops_cache: bool) -> None:
-        """Refuse or warn of calls that a parallelized model, `unwrapped`'s, cannot follow."""
-        # `wrapper` is the caller's module. `drops_cache`: whether cached keys and values defeat an
-        # option.
+        """Install guards for methods that a parallelized model does not support.
+
+        Args:
+            model: the sharded module.
+            wrapper: the caller's module, which may wrap it.
+            drops_cache: whether forwards must not return cached keys and values.
+        """
 
 
 def has_rows(inputs: Mapping[str, Any], *names: str) -> bool:
-    """Return whether no argument of these names is an empty tensor."""
+    """Return whether the arguments with these names are not empty tensors."""
     values = (inputs.get(name) for name in names)
     return all(value.numel() > 0 for value in values if isinstance(value, Tensor))
 
 
 @runtime_checkable
 class TensorParallelModel(Protocol):
-    """A model that cuts its own dense parameters: for tp > 1, unless they are DTensors already."""
+    """A model that supports tp > 1 by sharding its dense parameters itself."""
 
     def apply_tensor_parallel(self, tp_mesh: DeviceMesh) -> Any:
-        """Cut everything but the routed experts over a mesh of one dim, in place."""
+        """Shard all parameters except routed experts over a 1-D mesh, in place."""
 
 
 @runtime_checkable
 class ContextParallelModel(Protocol):
-    """A model whose attention communicates over parts of rows: what cp > 1 needs.
+    """A model that supports cp > 1.
 
-    Its MoE layers get the tokens of `kernels/zigzag.py`, and `cu_seqlens` of the whole rows.
+    Its MoE layers receive the zigzag slice of tokens (`kernels/zigzag.py`), and `cu_seqlens` of the
+    full rows.
     """
 
     def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
-        """Return the way without "auto"; raise ValueError for one that its heads cannot go."""
+        """Return options with a resolved `way`; raise a ValueError if the heads do not fit."""
 
     def apply_context_parallel(self, cp: ContextParallel) -> None:
-        """Take whole rows, and work on the tokens that this rank holds, from now on."""
+        """Make forwards receive full rows and compute on this rank's slice of tokens."""
 
 
 @runtime_checkable
 class DynamicContextModel(Protocol):
-    """A model whose forwards have a cp each, which its MoE layers get: `ContextOptions.dynamic`."""
+    """A model that supports `ContextOptions.dynamic`: each forward has its own cp."""
 
     def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
         """As of `ContextParallelModel`."""
 
     def apply_context_groups(self, groups: Mapping[int, ContextParallel]) -> None:
-        """Take this rank's place in its group of each size > 1, for forwards with that cp."""
+        """Set the `ContextParallel` for each cp > 1 that a forward can have."""

@@ -1,4 +1,4 @@
-"""A parallelized model as an `nn.Module`: copies, whole values of it, methods beside forward."""
+"""`nn.Module` features of a parallelized model: copies, state dicts, other methods than forward."""
 
 from __future__ import annotations
 
@@ -20,32 +20,31 @@ from moecore.moe.router import Router
 from moecore.moe.shared import Latent, SharedExpert
 from moecore.parallel.model.parallel_state import PARALLEL_STATE
 
-SELF_FILLING = (Router, Experts, SharedExpert, Latent)  # modules of moecore that fill themselves
+SELF_FILLING = (Router, Experts, SharedExpert, Latent)  # modules of moecore with `init_weights`
 
 
 def act_as_modules(model: nn.Module) -> None:
     """Make `copy.deepcopy` and `load_state_dict` work on a parallelized model and its parts."""
-    # A copy has this rank's shards as parameters of its own, and no units: it can be averaged,
-    # saved, exported and loaded from, and its forward raises. `AveragedModel` needs no more. A
-    # state dict may hold whole tensors, of which each rank takes its part. `pickle` and
-    # `torch.save` raise.
-    for module in model.modules():  # of each one: wrappers have attributes of what they wrap
-        vars(module)["__deepcopy__"] = partial(_copy, module)
-        vars(module)["__reduce_ex__"] = partial(_reduced, module)
-        module.register_load_state_dict_pre_hook(_take_parts)
+    # A deep copy has copies of this rank's shards, and no units. It can be averaged
+    # (`AveragedModel`), saved and exported, and its forward raises an error. `load_state_dict`
+    # accepts unsharded tensors, of which each rank copies its shard. `pickle` raises an error.
+    for module in model.modules():  # every module, because wrappers read attributes of submodules
+        vars(module)["__deepcopy__"] = partial(_deepcopy, module)
+        vars(module)["__reduce_ex__"] = partial(_reduce, module)
+        module.register_load_state_dict_pre_hook(_take_shards)
 
 
 @torch.no_grad()
-def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Replace whole tensors of a state dict by this rank's parts of them; no communication."""
+def _take_shards(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Replace unsharded tensors of a state dict by this rank's shards. No communication."""
     for name, param in module._parameters.items():
         value: Any = state.get(prefix + name)
         is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
         if param is not None and is_plain and value.shape == param.shape:
-            state[prefix + name] = _part(value, param)
+            state[prefix + name] = _take_shard(value, param)
 
 
-def _copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+def _deepcopy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     copies = copy_modules(model, _copy_param, unwrapped=True)
     memo.update({id(module): twin for module, twin in copies.items()})
     for module, twin in copies.items():
@@ -66,7 +65,7 @@ def _copy_param(param: nn.Parameter) -> nn.Parameter:
 
 
 class _New:
-    """Makes the object of a shallow copy; `pickle` meets it before anything else of the model."""
+    """Constructor of a shallow copy. `pickle` of it raises an error."""
 
     def __call__(self, kind: type, *args: Any) -> Any:
         return kind.__new__(kind, *args)
@@ -78,8 +77,8 @@ class _New:
         )
 
 
-def _reduced(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
-    """What `copy.copy` makes a module of."""
+def _reduce(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
+    """Return the `__reduce_ex__` of a module for `copy.copy`."""
     reduction: Any = type(module).__reduce_ex__(module, max(protocol, 2))
     module_state = {name: value for name, value in reduction[2].items() if name != "__reduce_ex__"}
     return _New(), reduction[1], module_state
@@ -93,17 +92,17 @@ def _refuse_forward(module: nn.Module, _args: Any) -> None:
 
 
 def register_forward_method(model: nn.Module, name: str) -> None:
-    """Make a method of a parallelized model run as its forward does, with gathered parameters.
+    """Make a method of a parallelized model all-gather parameters, as the forward does.
 
-    As `torch.distributed.fsdp.register_fsdp_forward_method`. Every rank calls the method, because
-    it communicates. Hooks of the model's forward run around it, with its arguments.
+    It works as `torch.distributed.fsdp.register_fsdp_forward_method`. Every rank must call the
+    method, because it communicates. The model's forward hooks run around it.
 
     Args:
-        model: parallelized, or a module in such a model whose parameters are a unit.
-        name: of its method, or of a function that is its attribute.
+        model: a parallelized model, or a module in it whose parameters are a unit.
+        name: name of the method.
 
     Raises:
-        ValueError: when the model has no such method.
+        ValueError: if the model has no such method.
     """
     check_arguments(register_forward_method, locals())
     method = getattr(model, name, None)
@@ -117,7 +116,7 @@ def register_forward_method(model: nn.Module, name: str) -> None:
 def _run_as_forward(
     module: nn.Module, method: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
-    attributes = vars(module)  # where forwards that are wrapped stand, before those of the class
+    attributes = vars(module)  # a wrapped forward is an attribute of the module
     before = {"forward": attributes["forward"]} if "forward" in attributes else {}
 
     def restore() -> None:
@@ -137,27 +136,26 @@ def _run_as_forward(
 
 @torch.no_grad()
 def init_modules(model: nn.Module, *, seed: Seed = 0, std: PositiveOrZero = 0.02) -> None:
-    """Fill all parameters as their modules' `reset_parameters` does: the same on every layout.
+    """Initialise all parameters by `reset_parameters`, with equal values on every layout.
 
-    `nn.init` draws the same values for the shards of all CPU ranks, because torch's DTensors share
-    random numbers on GPUs alone. Here each module is filled whole, from a seed of its name, and
-    each rank takes its parts. No communication. Modules in a module with `reset_parameters` are
-    filled before it; the largest such module must fit beside the shards.
+    Each module is initialised unsharded, with a seed from its name, and each rank copies its
+    shards. (`nn.init` on DTensors gives all CPU ranks the same random numbers.) No communication.
+    The largest module with `reset_parameters` must fit into memory unsharded.
 
     Args:
-        model: plain or parallelized, with storage (after `to_empty`).
-        seed: different seeds give independent models.
+        model: a plain or parallelized model with storage (after `to_empty`).
+        seed: different seeds give independent values.
         std: standard deviation of moecore's own matrices, as of `MoELayer.init_weights`.
 
     Raises:
-        ValueError: for parameters of a module without `reset_parameters`, before any is filled.
+        ValueError: if a module with parameters has no `reset_parameters`; nothing is changed.
     """
     check_arguments(init_modules, locals())
     modules = dict[str, nn.Module]()
     for name, module in model.named_modules():
         if any(name.startswith(f"{outer}." if outer else "") for outer in modules):
             continue
-        if isinstance(module, SELF_FILLING) or _reset_of(module) is not None:
+        if isinstance(module, SELF_FILLING) or _find_reset(module) is not None:
             modules[name] = module
         elif any(True for _ in module.parameters(recurse=False)):
             raise ValueError(
@@ -172,11 +170,11 @@ def init_modules(model: nn.Module, *, seed: Seed = 0, std: PositiveOrZero = 0.02
 
 
 def _reset(module: nn.Module, name: str, seed: int, std: float) -> None:
-    """Fill a module and those in it, inner ones first, as their constructors do."""
-    copies: Any = copy_modules(module, _unsharded, unwrapped=True)
+    """Initialise a module and its submodules, submodules first, as constructors do."""
+    copies: Any = copy_modules(module, _empty_parameter, unwrapped=True)
     for inner, path in reversed([(m, n) for n, m in module.named_modules()]):
         twin, key = copies[inner], clean_name(f"{name}.{path}".strip("."))
-        reset = _reset_of(twin)
+        reset = _find_reset(twin)
         if isinstance(twin, SELF_FILLING):
             twin.init_weights(std=std, key=key, seed=seed)
         elif reset is not None:
@@ -184,20 +182,20 @@ def _reset(module: nn.Module, name: str, seed: int, std: float) -> None:
                 torch.manual_seed(seed_of(seed, key))
                 reset()
     for param, values in zip(module.parameters(), copies[module].parameters(), strict=True):
-        local_of(param).copy_(local_of(_part(values, param)))
+        local_of(param).copy_(local_of(_take_shard(values, param)))
 
 
-def _reset_of(module: nn.Module) -> Callable[[], None] | None:
+def _find_reset(module: nn.Module) -> Callable[[], None] | None:
     reset: Any = getattr(module, "reset_parameters", None)
     return reset or getattr(module, "_reset_parameters", None)  # of nn.MultiheadAttention
 
 
-def _unsharded(param: nn.Parameter) -> nn.Parameter:
+def _empty_parameter(param: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device=param.device))
 
 
-def _part(values: Tensor, of: Tensor) -> Tensor:
-    """Return this rank's part of whole values, laid out as a parameter."""
+def _take_shard(values: Tensor, of: Tensor) -> Tensor:
+    """Return this rank's shard of unsharded values, with the placements of a parameter."""
     if not isinstance(of, DTensor):
         return values
     for dim, index in enumerate(global_indices(of)):

@@ -36,37 +36,37 @@ class ParallelState:
     request: Request
     plan: ShardPlan
     layers: Mapping[str, RoutedLayer]  # the model's MoE layers by name
-    dtype: torch.dtype  # of the model's first parameter, before it was sharded
-    layout: PipelineLayout | None  # None = no stages
-    stages: Sequence[Stage]
-    exchanges: ExchangePool | None = None  # None where no tokens travel by "nvlink"
-    ep_groups: EPGroups | None = None  # None with any dispatcher but "nccl_ep"
-    stores_in: dist.ProcessGroup | None = None  # whose ranks store tokens into peers' memory
-    domains: DomainGroups | None = None  # None with any dispatcher but "hierarchical"
-    # The ranks that share a micro-batch, by cp of dynamic context parallelism.
+    dtype: torch.dtype  # dtype of the model's first parameter before sharding
+    layout: PipelineLayout | None  # None = no pipeline stages
+    stages: Sequence[Stage]  # stages of this rank
+    exchanges: ExchangePool | None = None  # only with dispatcher "nvlink"
+    ep_groups: EPGroups | None = None  # only with dispatcher "nccl_ep"
+    stores_in: dist.ProcessGroup | None = None  # ranks that write to each other's memory
+    domains: DomainGroups | None = None  # only with dispatcher "hierarchical"
+    # For dynamic context parallelism: the ranks that share a micro-batch, by cp.
     shared_by: dict[int, dist.ProcessGroup] = field(default_factory=dict)
     arguments: SharedArguments | None = None  # None = no ranks share rows
-    engine: UnitEngine | None = None  # None = the model is sharded without an engine
-    compiled: set[nn.Module] = field(default_factory=set)  # modules inside of compiled modules
+    engine: UnitEngine | None = None  # None = the module is a copy of a parallelized model
+    compiled: set[nn.Module] = field(default_factory=set)  # modules inside compiled modules
     offload: StageOffload | None = None
     stash: Holder | None = None
-    state: MoEState | None = None  # the balance record; None until its phase
-    capacity: Capacity | None = None  # of exchanges and stash; None until its phase
-    pipeline: Pipeline | None = None  # the rank's place among the stages; None = no stages
-    all_stages: AllStages | None = None  # the stages that have each parameter; None = no stages
+    state: MoEState | None = None  # the balance record; None before `apply_balance`
+    capacity: Capacity | None = None  # capacity of exchanges and stash
+    pipeline: Pipeline | None = None  # None = no pipeline stages
+    all_stages: AllStages | None = None  # which stages have each parameter; None = no stages
 
     @property
     def pools(self) -> list[ExchangePool | EPGroups]:
-        """What has buffers of exchanges, which `close` frees."""
+        """The pools of exchange buffers, which `close` frees."""
         return [pool for pool in (self.exchanges, self.ep_groups) if pool is not None]
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
-        """Return the modules of the plan's blocks."""
+        """Return the block modules of the plan."""
         return [model.get_submodule(name) for name in self.plan.blocks]
 
 
 def parallel_state(model: nn.Module) -> ParallelState | None:
-    """Return the record of a model, or of the model in peft's wrapper; None without a record."""
+    """Return the record of a parallelized model, also through peft's wrapper, or None."""
     state: ParallelState | None = getattr(model, PARALLEL_STATE, None)
     return state
 
@@ -74,7 +74,7 @@ def parallel_state(model: nn.Module) -> ParallelState | None:
 def parallel_states(model: nn.Module) -> list[ParallelState]:
     """Return the record of a model, or the records of the parallelized models in it."""
     root_state = parallel_state(model)
-    if root_state is not None:  # then no module in it has a record
+    if root_state is not None:  # submodules have no record then
         return [root_state]
     states = (parallel_state(module) for module in model.modules())
     return [record for record in states if record is not None]
@@ -92,9 +92,9 @@ def engines_of(model: nn.Module) -> list[UnitEngine]:
 
 
 def rows_differ(model: nn.Module) -> Tensor | None:
-    """Return whether rows of this step differ between ranks that share them, a bool on the device.
+    """Return a device bool: whether ranks that share rows received different contents this step.
 
-    None = no forward of the step has compared rows on the device. No host sync.
+    None = no forward of the step compared contents on the device. No host sync.
     """
     flags = (r.arguments.end_step() for r in parallel_states(model) if r.arguments is not None)
     differences = [flag for flag in flags if flag is not None]
@@ -102,7 +102,7 @@ def rows_differ(model: nn.Module) -> Tensor | None:
 
 
 def moe_state(model: nn.Module) -> MoEState:
-    """Return the balance record of a parallelized model; raises ValueError for any other model."""
+    """Return the balance record of a parallelized model; raise a ValueError for any other model."""
     record = parallel_state(model)
     if record is None or record.state is None:
         raise ValueError(
@@ -120,19 +120,19 @@ def capacity_of(model: nn.Module) -> Capacity:
 
 
 def reshard_units(model: nn.Module) -> None:
-    """Reshard all units of a model; a plain model has none."""
+    """Reshard all units of a model. A plain model has no units."""
     for engine in engines_of(model):
         engine.reshard()
 
 
 def progress_of(model: nn.Module) -> Progress | None:
-    """Return the progress of a model's step; None for a model without a `TrainStep`."""
+    """Return the `Progress` of a model's `TrainStep`; None without a `TrainStep`."""
     records = (engine.progress() for engine in engines_of(model))
     return next((progress for progress in records if progress is not None), None)
 
 
 def find_stages(model: nn.Module) -> tuple[nn.Module, AllStages | None]:
-    """Return the part of a model that has stages, and their record; without any itself and None."""
+    """Return the submodule with pipeline stages and its `AllStages`, or the model and None."""
     owners = (m for m in model.modules() if PARALLEL_STATE in vars(m))
     owners_with_stages = [(owner, vars(owner)[PARALLEL_STATE].all_stages) for owner in owners]
     owners_with_stages = [
@@ -148,7 +148,7 @@ def find_stages(model: nn.Module) -> tuple[nn.Module, AllStages | None]:
 
 @torch.no_grad()
 def sum_copies(model: nn.Module) -> None:
-    """Sum the gradients of parameters that several stages hold, in place; no host sync."""
+    """Sum gradients of parameters that several stages have, in place. Collective, no host sync."""
     owner, stages = find_stages(model)
     if stages is None:
         return

@@ -1,8 +1,8 @@
-"""Parameters that came to a model after `parallelize_moe`, and optimizers that came before it.
+"""Checks for parameters added after `parallelize_moe`, and optimizers made before it.
 
-No unit reduces the gradients of a new head, or of an adapter beside a layer: every rank would train
-its own copy, and one is saved. An optimizer of the model's earlier parameters would train nothing.
-Steps of optimizers count as changes of the parameters, which a backward compares with its forward.
+No unit reduces the gradients of a parameter that was added later, such as a new head: every rank
+would train its own copy. An optimizer of the parameters before `parallelize_moe` would train
+nothing. Hooks on optimizer steps also increment the versions of parameters, which backward checks.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from torch.optim.optimizer import (
 from moecore.base.torch_private import has_accumulate_hooks, is_inside
 from moecore.parallel.model.parallel_state import engines_of
 
-REPLACED = "_moecore_replaced"  # attribute of a parameter that has left a model
+REPLACED = "_moecore_replaced"  # attribute of a parameter that `parallelize_moe` replaced
 
 
 def refuse_added(model: nn.Module) -> None:
-    """Raise for trainable parameters whose gradients stay those of one rank."""
-    # Not where something else reduces them: FSDP2, DistributedDataParallel, or a hook of their own
-    # (`register_post_accumulate_grad_hook`). A model without parallelized parts is not searched.
+    """Raise a ValueError if a trainable parameter's gradient is not reduced over ranks."""
+    # FSDP2, DistributedDataParallel, or a `register_post_accumulate_grad_hook` hook may reduce it.
+    # Only models with a parallelized part are checked.
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     plain = [
@@ -56,18 +56,18 @@ def refuse_added(model: nn.Module) -> None:
 
 
 def refuse_earlier(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None) -> None:
-    """Raise for an optimizer that was made before the model's parameters: it would train others."""
+    """Raise a ValueError if an optimizer has only parameters from before `parallelize_moe`."""
     optimizers = optimizer if isinstance(optimizer, Sequence) else [optimizer] if optimizer else []
     params_of = [{p for group in o.param_groups for p in group["params"]} for o in optimizers]
     model_params = set(model.parameters())
     missing = {p for p in model_params if p.requires_grad}.difference(*params_of)
     for earlier, params in zip(optimizers, params_of, strict=True):
         if missing and params and model_params.isdisjoint(params):
-            raise _is_earlier(earlier)
+            raise _replaced_error(earlier)
 
 
 def mark_replaced(params: Iterable[nn.Parameter]) -> None:
-    """Mark parameters that have left a model: an optimizer's step that meets one raises."""
+    """Mark replaced parameters, so that the step of an optimizer that has one raises an error."""
     _watch_optimizers()
     for param in params:
         setattr(param, REPLACED, True)
@@ -80,22 +80,22 @@ def _watch_optimizers() -> None:
 
 
 def _refuse_replaced(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    # One with a gradient is trained by another module that has it.
+    # A parameter with a gradient is still used by another module.
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.grad is None and param.requires_grad and hasattr(param, REPLACED):
-                raise _is_earlier(optimizer)
+                raise _replaced_error(optimizer)
 
 
 def _count_changes(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    # Fused and foreach steps, and kernels, write without counting.
+    # Fused and foreach steps, and kernels, do not increment versions.
     params = (p for group in optimizer.param_groups for p in group["params"])
     changed = [p for p in params if p.grad is not None and isinstance(p, DTensor)]
     if changed:
         increment_version(changed)
 
 
-def _is_earlier(optimizer: Optimizer) -> ValueError:
+def _replaced_error(optimizer: Optimizer) -> ValueError:
     return ValueError(
         f"optimizer ({type(optimizer).__name__}) must hold parameters of the model, which "
         "parallelize_moe and to_empty have replaced: make it of model.parameters() afterwards"
@@ -103,7 +103,7 @@ def _is_earlier(optimizer: Optimizer) -> ValueError:
 
 
 def refuse_on_meta(model: nn.Module, caller: str) -> None:
-    """Raise for an optimizer or a loss scale of parameters that `to_empty` will replace."""
+    """Raise a ValueError if parameters are on meta when an optimizer or loss scale is made."""
     on_meta = next((name for name, param in model.named_parameters() if param.is_meta), None)
     if on_meta is not None and not is_inside():
         raise ValueError(

@@ -1,4 +1,4 @@
-"""How tokens and keys travel, and who counts tokens: MoE layers by the plan, places of cp ranks."""
+"""Phases of `parallelize_moe`: dispatchers, MoE layers, context parallelism, balance, pipeline."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from moecore.parallel.mesh import (
     DomainGroups,
     Meshes,
     check_domains,
-    context_groups,
     domain_groups,
-    split_context,
+    make_context_groups,
+    split_context_group,
 )
 from moecore.parallel.model.checks import check_stages
 from moecore.parallel.model.parallel_state import ParallelState
@@ -58,7 +58,7 @@ logger = logging.getLogger("moecore.parallelize")
 
 
 def choose_dispatcher(request: Request) -> tuple[str, str]:
-    """Return the dispatcher and a reason; "auto" if only the GPUs of the group can tell."""
+    """Return the dispatcher's name and the reason; "auto" = it depends on the GPUs."""
     meshes, name = request.meshes, request.dispatch.name
     num_ranks = meshes.parallel.ep * meshes.parallel.etp
     problem = find_known_problem(num_ranks, meshes.device_type)
@@ -69,22 +69,22 @@ def choose_dispatcher(request: Request) -> tuple[str, str]:
     if name != "auto":
         return name, "asked for"
     if problem is not None:
-        return "alltoall", f"'nvlink' {_relation(problem)}"
+        return "alltoall", f"'nvlink' {_drop_fix(problem)}"
     return "auto", "'nvlink' if all GPUs of the group reach each other's memory, else 'alltoall'"
 
 
 def resolve_dispatcher(model: nn.Module, state: ParallelState) -> None:
-    """Put the dispatcher that this machine allows into the plan. Collective where it is asked."""
+    """Replace "auto" in the plan by the dispatcher that the GPUs allow. Collective."""
     request, plan = state.request, state.plan
     meshes, group = request.meshes, request.meshes.dispatch_group
     if group is None:
         return
     if plan.dispatcher == "hierarchical":
-        check_domains(meshes)  # ranks have compared what it reads
+        check_domains(meshes)  # its arguments are equal on all ranks
         state.domains = domain_groups(meshes)
         problem = find_problem(state.domains.inside, meshes.device_type)
         state.stores_in = state.domains.inside if problem is None else None
-        inside = "'nvlink'" if problem is None else "'alltoall': 'nvlink' " + _relation(problem)
+        inside = "'nvlink'" if problem is None else "'alltoall': 'nvlink' " + _drop_fix(problem)
         plan = replace(plan, dispatcher_reason=f"asked for; inside of a domain {inside}")
     if plan.dispatcher == "nccl_ep":
         problem = nccl_ep.find_problem(group, meshes.device_type)
@@ -96,7 +96,7 @@ def resolve_dispatcher(model: nn.Module, state: ParallelState) -> None:
         if problem is None:
             state.stores_in = group
             reason = "peer access among all GPUs of the group"
-            if not _is_required(request):
+            if not _has_nvlink_request(request):
                 reason += "; alltoall outside of forward_backward() and CUDA graphs"
             if request.pipeline is not None and request.pipeline.schedule in PAIRING:
                 reason += f"; pairs of schedule {request.pipeline.schedule!r} take no turns over it"
@@ -104,20 +104,20 @@ def resolve_dispatcher(model: nn.Module, state: ParallelState) -> None:
         elif request.dispatch.name == "nvlink":
             raise ValueError(f"DispatchOptions.name ('nvlink') {problem}")
         else:
-            reason = f"'nvlink' {_relation(problem)}"
+            reason = f"'nvlink' {_drop_fix(problem)}"
             plan = replace(plan, dispatcher="alltoall", dispatcher_reason=reason)
     if request.dispatch.name == "auto" and dist.get_rank() == 0:
         logger.info("dispatcher 'auto' is %r: %s", plan.dispatcher, plan.dispatcher_reason)
     state.plan = plan
 
 
-def _relation(problem: str) -> str:
-    """Return what does not hold, without the fix."""
+def _drop_fix(problem: str) -> str:
+    """Return the first part of a problem text, without the fix."""
     return problem.partition(": ")[0]
 
 
-def _is_required(request: Request) -> bool:
-    """Whether nvlink was asked for. A call that asks for nothing must not meet its errors."""
+def _has_nvlink_request(request: Request) -> bool:
+    """Whether the caller asked for nvlink, so that its errors are raised."""
     has_options = request.dispatch.nvlink is not None or request.memory.stash is not None
     return request.dispatch.name == "nvlink" or has_options
 
@@ -129,20 +129,20 @@ def apply_layers(model: nn.Module, state: ParallelState) -> None:
         state.exchanges = ExchangePool(
             state.stores_in,
             ep=meshes.parallel.ep,
-            options=_stores(request.dispatch.nvlink, state.domains),
+            options=_scale_nvlink_options(request.dispatch.nvlink, state.domains),
             fp8=request.dispatch.fp8,
-            is_required=_is_required(request),
+            is_required=_has_nvlink_request(request),
         )
     stream = torch.cuda.Stream() if request.dense.overlap_shared else None
     layers = zip(state.layers.items(), state.plan.layers, strict=True)
     for number, ((name, layer), layer_plan) in enumerate(layers):
         recipes = dict(layer_plan.recipes)
-        layer.tracker.reset()  # what ran before is no part of a step
-        layer.set_config(request.config_of(layer))
+        layer.tracker.reset()  # forwards before `parallelize_moe` do not count
+        layer.set_config(request.make_config(layer))
         _set_experts(name, layer, request, recipes["experts"])
-        placement = _placement(layer.config.num_experts, request, (number, name))
-        layer.dispatcher = _dispatcher(layer.config.num_experts, placement, state)
-        peers = state.exchanges if state.domains is None else None  # of all ranks, or none
+        placement = _make_placement(layer.config.num_experts, request, (number, name))
+        layer.dispatcher = _make_dispatcher(layer.config.num_experts, placement, state)
+        peers = state.exchanges if state.domains is None else None  # only if it has all ranks
         clones = request.dispatch.clones
         if placement is not None and clones is not None and placement.num_clones:
             layer.cloner = Cloner(placement, meshes.expert.get_group("ep"), clones, peers)
@@ -153,13 +153,15 @@ def apply_layers(model: nn.Module, state: ParallelState) -> None:
                 layer.part("shared").products = (linear_products(recipe), linear_products(recipe))
 
 
-def _stores(options: NVLinkOptions | None, domains: DomainGroups | None) -> NVLinkOptions | None:
-    """Return the options of stores; what comes from all domains is their tokens inside of one."""
+def _scale_nvlink_options(
+    options: NVLinkOptions | None, domains: DomainGroups | None
+) -> NVLinkOptions | None:
+    """Return the options of nvlink; inside a domain `max_tokens` counts tokens of all domains."""
     if domains is None:
         return options
     options, num_domains = options or NVLinkOptions(), domains.across.size()
     max_tokens = None if options.max_tokens is None else options.max_tokens * num_domains
-    # Copy engines would carry holes for all tokens of all domains: at 8 of them 7 rows of 8.
+    # Copy engines would also copy empty rows for the tokens of other domains.
     return replace(options, max_tokens=max_tokens, overlap_weight_grads=False)
 
 
@@ -168,46 +170,41 @@ def _set_experts(name: str, layer: RoutedLayer, request: Request, recipe: Recipe
     layer.part("experts").set_backend(
         request.expert_backend, recompute_fc1=recompute_fc1, recipe=recipe
     )
-    why_wide = request.why_wide(name, layer)
+    why_wide = request.find_fp8_problem(name, layer)
     if why_wide is not None:
         logger.info("precision leaves the experts of %r as they are: %s", name, why_wide)
 
 
-def _placement(
+def _make_placement(
     num_experts: int, request: Request, layer: tuple[int, str]
 ) -> ExpertPlacement | None:
-    """Return which ranks own the experts of a layer; None = this rank owns all."""
+    """Return which ranks own the experts of a layer; None = this rank owns all experts."""
     meshes, clones = request.meshes, request.dispatch.clones
     group, p = meshes.dispatch_group, meshes.parallel
     if group is None:
         return None
     num_clones = 0 if clones is None or p.ep == 1 else clones.per_rank
     return ExpertPlacement(
-        group=group,
-        num_experts=num_experts,
-        ep=p.ep,
-        etp=p.etp,
-        num_clones=num_clones,
-        layer=layer,
+        group=group, num_experts=num_experts, ep=p.ep, etp=p.etp, num_clones=num_clones, layer=layer
     )
 
 
-def _dispatcher(
+def _make_dispatcher(
     num_experts: int, placement: ExpertPlacement | None, state: ParallelState
 ) -> Dispatcher:
-    """Return what brings the tokens of a layer to its experts."""
+    """Return the dispatcher of a layer."""
     if placement is None:
         return LocalDispatcher(num_experts)
     if state.domains is None:
-        return _among(placement, state)
+        return _make_flat_dispatcher(placement, state)
     inside, across = state.domains
     domain = domain_of(placement, inside, across.size())
-    parts = (domain, _among(domain, state), across)
+    parts = (domain, _make_flat_dispatcher(domain, state), across)
     return HierarchicalDispatcher(placement, *parts, fp8=state.request.dispatch.fp8)
 
 
-def _among(placement: ExpertPlacement, state: ParallelState) -> Dispatcher:
-    """Return what brings tokens to the ranks of a placement in one level."""
+def _make_flat_dispatcher(placement: ExpertPlacement, state: ParallelState) -> Dispatcher:
+    """Return the dispatcher for the ranks of a placement, without domains."""
     make = DISPATCHERS[state.plan.dispatcher]
     if make is not None:
         return cast(Dispatcher, make(placement))
@@ -221,17 +218,17 @@ def _among(placement: ExpertPlacement, state: ParallelState) -> Dispatcher:
 
 
 def apply_context(model: nn.Module, state: ParallelState) -> None:
-    """Give a model its cp ranks. Collective where it makes groups."""
+    """Set the cp groups of a model. Collective if it makes groups."""
     request, meshes = state.request, state.request.meshes
     if not request.is_dynamic and meshes.parallel.cp == 1:
         return
     places: dict[int, ContextParallel] = {}
     for cp, options in request.context_options(model).items():
         if request.is_dynamic:
-            group, state.shared_by[cp] = context_groups(meshes, cp)
+            group, state.shared_by[cp] = make_context_groups(meshes, cp)
         else:
             group = meshes.dense.get_group("cp")
-        places[cp] = _place(meshes, options, group)
+        places[cp] = _make_context(meshes, options, group)
     owner = request.family.context(model)
     if request.is_dynamic:
         owner.apply_context_groups(places)
@@ -239,17 +236,19 @@ def apply_context(model: nn.Module, state: ParallelState) -> None:
         owner.apply_context_parallel(places[meshes.parallel.cp])
 
 
-def _place(meshes: Meshes, options: ContextOptions, group: dist.ProcessGroup) -> ContextParallel:
-    """Return this rank's place among the cp ranks. Collective where it makes groups."""
+def _make_context(
+    meshes: Meshes, options: ContextOptions, group: dist.ProcessGroup
+) -> ContextParallel:
+    """Return the `ContextParallel` of a cp group. Collective if it makes groups."""
     if options.way == "a2a+p2p":
         assert options.a2a_ranks is not None, "resolved options have the number"
-        return ContextParallel(group, *split_context(meshes, group.size(), options.a2a_ranks))
+        return ContextParallel(group, *split_context_group(meshes, group.size(), options.a2a_ranks))
     a2a, ring = (group if options.way == way else None for way in ("a2a", "p2p"))
     return ContextParallel(group, a2a, ring)
 
 
 def apply_balance(model: nn.Module, state: ParallelState) -> None:
-    """Give the MoE layers their balance record, and its step what buffers may lack."""
+    """Make the balance record of the MoE layers, and the record of buffer capacities."""
     meshes = state.request.meshes
     groups = BalanceGroups(
         micro_batch=meshes.micro_batch_group,
@@ -270,7 +269,7 @@ def apply_balance(model: nn.Module, state: ParallelState) -> None:
 
 
 def compare_arguments(model: nn.Module, state: ParallelState) -> None:
-    """Let forwards of a model, or runs of its stages, compare what ranks receive. Collective."""
+    """Install the comparison of forward arguments between ranks that share rows. Collective."""
     meshes = state.request.meshes
     stages = () if meshes.pipeline_groups is None else meshes.pipeline_groups[:1]
     of_rows = {0: meshes.micro_batch_group, **state.shared_by}
@@ -284,7 +283,7 @@ def compare_arguments(model: nn.Module, state: ParallelState) -> None:
 
 
 def cut_stages(model: nn.Module, request: Request) -> tuple[PipelineLayout | None, Sequence[Stage]]:
-    """Leave this rank's stages of a model; return those of all ranks, None without stages."""
+    """Remove other ranks' stages from a model; return the layout and this rank's stages."""
     pp = request.meshes.parallel.pp
     if pp == 1 or request.pipeline is None:
         return None, ()
@@ -302,7 +301,7 @@ def cut_stages(model: nn.Module, request: Request) -> tuple[PipelineLayout | Non
 
 
 def apply_pipeline(model: nn.Module, state: ParallelState) -> None:
-    """Give a model its place among the stages, and what it shares with them. Collective."""
+    """Make the `Pipeline` of a model, and compare parameters that stages share. Collective."""
     request, meshes = state.request, state.request.meshes
     if state.layout is None:
         return
@@ -327,7 +326,7 @@ def apply_pipeline(model: nn.Module, state: ParallelState) -> None:
 def chunks_of(
     model: nn.Module, blocks: Sequence[nn.Module], state: ParallelState
 ) -> dict[int, list[nn.Module]] | None:
-    """Return the blocks that one forward runs, in order, by stage; None = all."""
+    """Return stage index -> the blocks of this stage, in order; None = no pipeline stages."""
     if state.layout is None:
         return None
     staged = state.request.family.staged(model)

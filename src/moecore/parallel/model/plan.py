@@ -1,8 +1,7 @@
-"""Makes a ShardPlan of a model: decides units, placements and divisors, and refuses bad requests.
+"""`make_plan`: makes the `ShardPlan` of a model and a `Request`. No communication.
 
-A model, its MoE layers and a `Request` come in; a `ShardPlan` goes out. A copy of the model on meta
-is cut over tp, ep and etp by the code that cuts the model, and the plan is read from the copy. So
-no rule about placements is written twice. Nothing communicates, and the model does not change.
+The plan is read from a copy of the model on the meta device. The code that shards the model over
+tp, ep and etp shards the copy too, so no placement rule exists twice. The model does not change.
 """
 
 from __future__ import annotations
@@ -31,39 +30,39 @@ from moecore.parallel.fsdp.plan import (
     UnitPlan,
     UnitRole,
     View,
-    flat_layouts,
+    make_flat_layouts,
 )
 from moecore.parallel.fsdp.units import (
     Prefetch,
     Units,
-    backward_prefetch,
     find_units,
-    forward_prefetch,
     kinds,
+    plan_backward_prefetch,
+    plan_forward_prefetch,
 )
 from moecore.parallel.mesh import Meshes
 from moecore.parallel.model.phases import choose_dispatcher
-from moecore.parallel.model.request import Request, is_cut, roles_of
+from moecore.parallel.model.request import Request, is_cut, list_roles
 from moecore.precision.apply import check_precision
 
 Layers = Mapping[str, RoutedLayer]
 
 
 def make_plan(model: nn.Module, layers: Layers, request: Request, fp32: Set[str]) -> ShardPlan:
-    """Return the plan of a model, which does not change. No communication."""
+    """Return the plan of a model. The model does not change. No communication."""
     copies = copy_modules(model, on_meta)
     twin = copies[model]
     twins = {n: cast(RoutedLayer, copies[m]) for n, m in layers.items()}
     cut_model(twin, twins, request)
     recipes = {} if request.precision is None else check_precision(twin, request.precision)
     linears = {name: linear.recipe for name, linear in recipes.items() if linear.recipe}
-    maker = _Maker(twin, twins, request, gathered_recipes(twin, twins, linears, request), fp32)
+    maker = _Maker(twin, twins, request, find_gather_recipes(twin, twins, linears, request), fp32)
     dispatcher, reason = choose_dispatcher(request)
     return ShardPlan(
         model=type(model).__name__,
         device_type=request.meshes.device_type,
         parallel=request.meshes.parallel,
-        layers=tuple(_layer(name, layer, request) for name, layer in layers.items()),
+        layers=tuple(_make_layer_plan(name, layer, request) for name, layer in layers.items()),
         linears=tuple(linears.items()),
         params=tuple(maker.params.values()),
         units=tuple(maker.units()),
@@ -75,7 +74,7 @@ def make_plan(model: nn.Module, layers: Layers, request: Request, fp32: Set[str]
 
 
 def cut_model(model: nn.Module, layers: Layers, request: Request) -> None:
-    """Reduce a model to this rank's part over tp, ep and etp, in place. No communication."""
+    """Shard a model over tp, ep and etp, in place. No communication."""
     meshes, p = request.meshes, request.meshes.parallel
     if p.tp > 1 and not is_cut(model):
         request.family.tensor_parallel(model).apply_tensor_parallel(meshes.dense["tp"])
@@ -86,11 +85,11 @@ def cut_model(model: nn.Module, layers: Layers, request: Request) -> None:
 
 
 def is_unsharded(meshes: Meshes) -> bool:
-    """Whether no two ranks share the parameters of an expert, or of its etp part."""
+    """Whether each expert (or etp part of it) belongs to one rank only."""
     return meshes.parallel.edp_replicate * meshes.parallel.edp_shard == 1
 
 
-def _layer(name: str, layer: RoutedLayer, request: Request) -> LayerPlan:
+def _make_layer_plan(name: str, layer: RoutedLayer, request: Request) -> LayerPlan:
     config = layer.config
     return LayerPlan(
         name=name,
@@ -100,12 +99,12 @@ def _layer(name: str, layer: RoutedLayer, request: Request) -> LayerPlan:
         top_k=config.top_k,
         num_local=config.num_experts // request.meshes.parallel.ep,
         hidden_dim=config.hidden_dim,
-        recipes=tuple((role, request.recipe_of(name, layer, role)) for role in roles_of(layer)),
+        recipes=tuple((role, request.recipe_of(name, layer, role)) for role in list_roles(layer)),
     )
 
 
 class _Maker:
-    """Makes the plans of units and parameters."""
+    """Makes the plans of a model's units and parameters."""
 
     def __init__(
         self,
@@ -129,7 +128,7 @@ class _Maker:
         self.places = {module: i for i, module in enumerate(self.names)}
         self.name_of = {param: name for name, param in model.named_parameters()}
         self.model_units = find_units(model, self.options)
-        self.in_fp8 = {  # quantised as they are stored, unless they are gathered
+        self.in_fp8 = {  # experts whose products quantise the stored weights
             layer.part("experts")
             for name, layer in layers.items()
             if request.recipe_of(name, layer, "experts") is not None
@@ -140,7 +139,7 @@ class _Maker:
         self.params = self._params()
 
     def _owned(self) -> dict[nn.Module, tuple[UnitRole, Sequence[nn.Module], list[nn.Parameter]]]:
-        """Return role, modules and own parameters of each unit by its first module."""
+        """Return first module -> (role, modules, parameters) of each unit."""
         units, model = self.model_units, self.model
         blocks = [group for group in units.groups if group != [model]]
         inner_first: list[tuple[UnitRole, Sequence[nn.Module]]] = [
@@ -180,23 +179,23 @@ class _Maker:
     def _placements(
         self, param: nn.Parameter, experts: Experts | None
     ) -> tuple[AxisPlacement, ...]:
-        """Return how data ranks cut, and then how other ranks have cut already."""
+        """Return the placements over data ranks, then the placements over ep, etp and tp."""
         inner: list[AxisPlacement] = []
         if isinstance(param, DTensor):
             for (axis, size), placement in zip(
-                _axes(param.device_mesh), param.placements, strict=True
+                _list_axes(param.device_mesh), param.placements, strict=True
             ):
                 dim, pieces = getattr(placement, "dim", None), getattr(placement, "split_factor", 1)
                 inner.append(AxisPlacement(axis=axis, size=size, dim=dim, pieces=pieces))
         if experts is not None and is_unsharded(self.meshes):
             return tuple(inner)
         mesh: Any = self.meshes.dense_fsdp
-        # DTensor cannot gather a dim that is cut in pieces and then again.
+        # DTensor cannot all-gather a dim with interleaved pieces that is sharded twice.
         has_pieces = any(p.dim == 0 and p.pieces > 1 for p in inner)
         dim = int(has_pieces)
         if experts is not None:
             mesh, dim = self.meshes.expert_fsdp, expert_dim(experts, param, self.meshes)
-        *replicates, (axis, size) = _axes(mesh)
+        *replicates, (axis, size) = _list_axes(mesh)
         if has_pieces and experts is None:
             self._check_inputs(param, size)
         if self.strategy_of(self.role_of[param]) == "no_shard":
@@ -205,7 +204,7 @@ class _Maker:
         return (*outer, AxisPlacement(axis=axis, size=size, dim=dim), *inner)
 
     def _check_inputs(self, param: nn.Parameter, ranks: int) -> None:
-        """Raise ValueError where dim 1 has no equal parts of whole bytes."""
+        """Raise a ValueError if dim 1 cannot be sharded evenly into whole bytes."""
         name = self.name_of[param]
         recipe = self.recipes.get(name)
         values_per_byte = 2 if recipe is not None and recipe.scaling == "nvfp4" else 1
@@ -220,14 +219,14 @@ class _Maker:
         """Return the units, in the order of their first use in forward."""
         model_units = self.model_units
         unsharded_experts = set(model_units.experts) if is_unsharded(self.meshes) else set()
-        forward, backward = _prefetch(self.model, model_units, self.options, unsharded_experts)
+        forward, backward = _plan_prefetch(self.model, model_units, self.options, unsharded_experts)
         return [
             self._unit(first, forward.get(first, ()), backward.get(first, ()))
             for first in sorted(self.owned, key=self._first_use)
         ]
 
     def _first_use(self, unit: nn.Module) -> tuple[int, int]:
-        """Return what sorts units by their first use."""
+        """Return the sort key of a unit: its first use in forward."""
         places = self.places
         for group in self.model_units.first_use:
             if unit in group and unit is not self.model:
@@ -255,13 +254,13 @@ class _Maker:
             params=tuple(param.name for param in params),
             gather_dtype=gather_dtype,
             divisor=self.divisor,
-            # The experts' inputs hold fp32 routing weights that a cast would round; a head's are
-            # as the blocks left them.
+            # The inputs of experts contain fp32 routing weights, and the input of a head has the
+            # dtype of the blocks.
             casts_inputs=role in ("block", "root"),
             strategy=strategy,
             forward_prefetch=tuple(self.names[unit] for unit in forward),
             backward_prefetch=tuple(self.names[unit] for unit in backward),
-            layouts=flat_layouts(
+            layouts=make_flat_layouts(
                 params,
                 ranks=1 if strategy == "no_shard" else fsdp_mesh.size(fsdp_mesh.ndim - 1),
                 gather_dtype=gather_dtype,
@@ -272,7 +271,7 @@ class _Maker:
         )
 
     def strategy_of(self, role: UnitRole) -> Strategy:
-        """Return what is sharded of the units of a role."""
+        """Return the sharding strategy of the units of a role."""
         options = self.options
         if role == "experts":
             return options.experts_strategy or options.dense_strategy
@@ -280,7 +279,7 @@ class _Maker:
 
 
 def check_parameters(name_of: Mapping[nn.Parameter, str]) -> None:
-    """Raise for parameters without dims, and trainable ones that are empty."""
+    """Raise a ValueError for 0-dim parameters and for empty trainable parameters."""
     for param, name in name_of.items():
         if not param.ndim:
             raise ValueError(
@@ -295,11 +294,10 @@ def check_parameters(name_of: Mapping[nn.Parameter, str]) -> None:
 
 
 def expert_dim(experts: Experts, param: nn.Parameter, meshes: Meshes) -> int:
-    """Return the dim over which data ranks cut an expert parameter."""
-    # Whole experts (dim 0) where the local count divides evenly. Otherwise the model dim: with
-    # fewer experts than shards, sharding dim 0 would leave ranks empty. A strided w1 takes the
-    # model dim too, because DTensor cannot gather two strided dims. Biases are small and shard dim
-    # 0.
+    """Return the dim of an expert parameter that is sharded over data ranks."""
+    # Dim 0 (experts) if the local count divides evenly, otherwise the model dim, because sharding
+    # dim 0 would leave ranks empty. A strided w1 shards the model dim too, because DTensor cannot
+    # all-gather two strided dims. Biases are small and shard dim 0.
     p, dim = meshes.parallel, experts.model_dim_of(param)
     strided = experts.is_strided and p.etp > 1
     whole_experts = (experts.config.num_experts // p.ep) % p.edp_shard == 0 and not strided
@@ -308,14 +306,14 @@ def expert_dim(experts: Experts, param: nn.Parameter, meshes: Meshes) -> int:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return "float32" and so on: `getattr(torch, name)` is the dtype."""
+    """Return the name of a dtype, such as "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
-def _prefetch(
+def _plan_prefetch(
     model: nn.Module, model_units: Units, options: FSDPOptions, unsharded: Set[nn.Module]
 ) -> tuple[Prefetch, Prefetch]:
-    """Return what each unit gathers early in forward and in backward, without whole experts."""
+    """Return the prefetches of forward and of backward, without unsharded experts."""
     if not options.prefetch_blocks:
         return {}, {}
     unit_groups = [
@@ -323,11 +321,11 @@ def _prefetch(
     ]
     units = replace(model_units, first_use=unit_groups)
     num_units = -(-options.prefetch_blocks // options.blocks_per_unit)
-    return forward_prefetch(model, units, num_units), backward_prefetch(units, num_units)
+    return plan_forward_prefetch(model, units, num_units), plan_backward_prefetch(units, num_units)
 
 
-def _axes(mesh: Any) -> list[tuple[str, int]]:
-    """Return names and sizes of a mesh's dims."""
+def _list_axes(mesh: Any) -> list[tuple[str, int]]:
+    """Return names and sizes of a mesh's axes."""
     return [(name, mesh.size(i)) for i, name in enumerate(mesh.mesh_dim_names)]
 
 
@@ -335,23 +333,23 @@ GATHER = "FSDPOptions.fp8_param_gather (True)"
 STORED_DTYPES = (torch.float32, torch.bfloat16)
 
 
-def gathered_recipes(
+def find_gather_recipes(
     model: nn.Module,
     layers: Mapping[str, RoutedLayer],
     linears: Mapping[str, Recipe],
     request: Request,
 ) -> dict[str, Recipe]:
-    """Return the recipes of the parameters that are gathered quantised, by name; {} without it."""
+    """Return name -> recipe of the parameters that are all-gathered in FP8."""
     if not request.fsdp.fp8_param_gather:
         return {}
-    read = dict(_read_quantised(model, layers, linears, request))
-    if not read and request.meshes.parallel.pp == 1:  # a stage may have none
+    read = dict(_find_fp8_parameters(model, layers, linears, request))
+    if not read and request.meshes.parallel.pp == 1:  # a pipeline stage may have none
         raise ValueError(
             f"{GATHER} must go with weights that several ranks share and that are quantised once, "
             "as by 'blockwise', 'tensorwise' and 'nvfp4' (others quantise rows and columns apart, "
             "as many bytes as bf16), and there are none: set precision='blockwise', or drop it"
         )
-    if request.dense.compile and any(map(_gathers, linears.values())):
+    if request.dense.compile and any(map(_gatherable_recipe, linears.values())):
         raise ValueError(
             f"{GATHER} must go with DenseOptions.compile (True) = False where linears are in FP8, "
             "which torch.compile would read: use roles=('experts', 'shared_experts'), or drop one "
@@ -364,16 +362,16 @@ def gathered_recipes(
     return {names[param]: recipe for param, recipe in read.items()}
 
 
-def _read_quantised(
+def _find_fp8_parameters(
     model: nn.Module,
     layers: Mapping[str, RoutedLayer],
     linears: Mapping[str, Recipe],
     request: Request,
 ) -> Iterator[tuple[nn.Parameter, Recipe]]:
-    """Yield parameters that products read as they are gathered, with their recipes."""
+    """Yield the parameters that products can read in FP8, with their recipes."""
     p = request.meshes.parallel
     for name, layer in layers.items():
-        recipe = _gathers(request.recipe_of(name, layer, "experts"))
+        recipe = _gatherable_recipe(request.recipe_of(name, layer, "experts"))
         if recipe is not None and p.edp_replicate * p.edp_shard > 1:
             experts = layer.part("experts")
             if experts.is_separate:
@@ -386,11 +384,11 @@ def _read_quantised(
                 _check_pairs(name, experts, param, recipe, request.meshes)
                 yield param, recipe
         shared = layer.part("shared")
-        recipe = _gathers(request.recipe_of(name, layer, "shared_experts"))
+        recipe = _gatherable_recipe(request.recipe_of(name, layer, "shared_experts"))
         if isinstance(shared, SharedExpert) and recipe is not None:
             yield from ((param, recipe) for param in (shared.w1, shared.w2))
     for name, module in model.named_modules():
-        recipe = _gathers(linears.get(clean_name(name)))
+        recipe = _gatherable_recipe(linears.get(clean_name(name)))
         if isinstance(module, nn.Linear) and recipe is not None:
             yield cast(nn.Parameter, module.weight), recipe
 
@@ -398,7 +396,7 @@ def _read_quantised(
 def _check_pairs(
     name: str, experts: Experts, param: nn.Parameter, recipe: Recipe, meshes: Meshes
 ) -> None:
-    """Raise ValueError for parts of rows that two values per byte do not fill."""
+    """Raise a ValueError if a shard of "nvfp4" rows has an odd number of values."""
     size, parts = experts.config.expert_dim, meshes.parallel.edp_shard
     is_cut = expert_dim(experts, param, meshes) == param.ndim - 1
     if recipe.scaling == "nvfp4" and is_cut and size // parts % 2:
@@ -408,7 +406,7 @@ def _check_pairs(
         )
 
 
-def _gathers(recipe: Recipe | None) -> Recipe | None:
+def _gatherable_recipe(recipe: Recipe | None) -> Recipe | None:
     return recipe if recipe is not None and recipe.gathers else None
 
 

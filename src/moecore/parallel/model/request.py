@@ -25,7 +25,7 @@ from moecore.base.options.layer import MoEConfig, MoEOverrides
 from moecore.base.options.memory import MemoryOptions
 from moecore.base.options.precision import Precision, Recipe, Role
 from moecore.base.params import clean_name
-from moecore.base.rank_checks import check_equal, check_equal_weights, fields_of
+from moecore.base.rank_checks import check_equal, check_equal_weights, list_fields
 from moecore.kernels.experts.contract import ExpertSpec
 from moecore.kernels.experts.fp8_products import fp8_speed_problem
 from moecore.moe.backends import ExpertBackend
@@ -42,7 +42,7 @@ LossConvention = Literal["mean", "sum"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """The arguments of `parallelize_moe`, which documents them, with records in place of None."""
+    """The arguments of `parallelize_moe`, with default records in place of None."""
 
     family: Family
     meshes: Meshes
@@ -59,13 +59,13 @@ class Request:
     pipeline: PipelineConfig | None
 
     def recipe_of(self, layer_name: str, layer: RoutedLayer, role: Role) -> Recipe | None:
-        """Return the recipe of a layer's "experts" or "shared_experts"; None = as they are."""
-        if role == "experts" and self.why_wide(layer_name, layer) is not None:
+        """Return the recipe of a layer's "experts" or "shared_experts"; None = no FP8."""
+        if role == "experts" and self.find_fp8_problem(layer_name, layer) is not None:
             return None
         return self._requested_recipe(layer_name, layer, role)
 
-    def why_wide(self, layer_name: str, layer: RoutedLayer) -> str | None:
-        """Return why experts keep their precision although a recipe is meant for them."""
+    def find_fp8_problem(self, layer_name: str, layer: RoutedLayer) -> str | None:
+        """Return why `only_faster` keeps a layer's experts out of FP8, or None."""
         recipe = self._requested_recipe(layer_name, layer, "experts")
         if recipe is None or self.precision is None or not self.precision.only_faster:
             return None
@@ -83,7 +83,7 @@ class Request:
         return self.context is not None and self.context.dynamic
 
     def context_options(self, model: Any) -> dict[int, ContextOptions]:
-        """Return how a `ContextParallelModel`'s attention communicates, for each cp > 1."""
+        """Return the resolved context options of a model for each cp > 1."""
         p, options, sizes = self.meshes.parallel, self.context or ContextOptions(), []
         if self.is_dynamic:
             ranks = self.meshes.data_ranks
@@ -93,15 +93,15 @@ class Request:
         owner = self.family.context(model)
         return {cp: owner.context_options(options, cp, p.tp) for cp in sizes}
 
-    def config_of(self, layer: RoutedLayer) -> MoEConfig:
-        """Return what a layer trains with; raises for what its own config does not allow."""
+    def make_config(self, layer: RoutedLayer) -> MoEConfig:
+        """Return the config of a layer with the fields of the argument `moe`."""
         config, moe = layer.config, self.moe
-        if config.assignment == "hash":  # a choice by token id has nothing to balance
+        if config.assignment == "hash":  # a selection by token id cannot be balanced
             moe = {**moe, "balance": config.balance}
         return replace(config, **moe)
 
     def spec_of(self, layer: RoutedLayer, recipe: Recipe | None) -> ExpertSpec:
-        """Return what decides which products can compute a layer's experts on this rank."""
+        """Return the `ExpertSpec` of a layer's experts on this rank, which selects products."""
         experts: Experts = layer.part("experts")
         return experts.spec(
             dim=layer.config.expert_dim,
@@ -112,7 +112,7 @@ class Request:
         )
 
     def entries(self) -> dict[str, Any]:
-        """Return what must be the same on every rank; `build_meshes` has compared the degrees."""
+        """Return the arguments that ranks compare; `build_meshes` has compared the degrees."""
         record_fields = ("family", "meshes", "moe", "dispatch", "dense", "fsdp", "memory")
         entries = {
             f.name: getattr(self, f.name) for f in fields(self) if f.name not in record_fields
@@ -120,25 +120,25 @@ class Request:
         entries |= {f"MoEConfig.{name}": value for name, value in self.moe.items()}
         nvlink = self.dispatch.nvlink or NVLinkOptions()
         for record in (replace(self.dispatch, nvlink=None), nvlink, self.dense):
-            entries |= fields_of(record)
-        # Hosts may have different numbers of ranks with the other dispatchers.
+            entries |= list_fields(record)
+        # Other dispatchers allow hosts with different numbers of ranks.
         is_read = self.dispatch.name in ("hierarchical", "nccl_ep")
         domain = {"ranks_per_domain": self.meshes.ranks_per_domain if is_read else None}
-        return entries | fields_of(self.fsdp) | fields_of(self.memory) | domain
+        return entries | list_fields(self.fsdp) | list_fields(self.memory) | domain
 
 
 def compare_models(model: nn.Module, layers: Mapping[str, RoutedLayer], request: Request) -> None:
-    """Raise on every rank when ranks differ in versions, arguments or the full model."""
+    """Raise a ValueError on every rank if versions, arguments or full models differ."""
     versions = {"torch.__version__": str(torch.__version__), "moecore.__version__": __version__}
     entries = {**versions, **request.entries(), **_model_entries(model, layers)}
     check_equal(entries, request.meshes.device_type)
 
 
 def compare_stages(model: nn.Module, plan: ShardPlan, request: Request) -> None:
-    """Raise on every rank when ranks of one stage differ in plans or weights."""
+    """Raise a ValueError on every rank if plans or weights differ within a pipeline stage."""
     device_type = request.meshes.device_type
-    # The rest of a plan follows from the arguments and the model. Recipes also depend on the GPU of
-    # a rank ("auto"), and placements on the model's own tensor parallelism.
+    # Other parts of a plan follow from arguments and model. Recipes also depend on the GPU
+    # ("auto"), and placements on the model's own tensor parallelism.
     decided = ((layer.name, *role) for layer in plan.layers for role in layer.recipes)
     of_stages = {
         "recipes": {f"{role} of {name}": recipe for name, role, recipe in decided},
@@ -151,7 +151,7 @@ def compare_stages(model: nn.Module, plan: ShardPlan, request: Request) -> None:
 
 
 def _model_entries(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> dict[str, Any]:
-    """Return what else must be the same on every rank: tensors, MoE layers, attributes."""
+    """Return the parts of a model that ranks compare: tensors, MoE layers, attributes."""
     params = dict(model.named_parameters())
     tensors = params | dict(model.named_buffers())
     return {
@@ -166,13 +166,13 @@ def _model_entries(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> dict[
     }
 
 
-def roles_of(layer: RoutedLayer) -> tuple[Role, ...]:
-    """Return the roles of a layer's own products, which are no linears."""
+def list_roles(layer: RoutedLayer) -> tuple[Role, ...]:
+    """Return the roles of a layer's own matrix products, which are not `nn.Linear`s."""
     is_native = isinstance(layer.part("shared"), SharedExpert)
     return ("experts", "shared_experts") if is_native else ("experts",)
 
 
 def is_cut(model: nn.Module) -> bool:
-    """Whether the model's owner has applied tensor parallelism."""
+    """Whether the caller has already sharded parameters over tp."""
     meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
     return any("tp" in (mesh.mesh_dim_names or ()) for mesh in meshes)

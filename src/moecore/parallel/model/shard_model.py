@@ -1,7 +1,6 @@
-"""Applies a ShardPlan to a model: parameters become shards, and an engine runs the units.
+"""`shard_model`: shards a model as its `ShardPlan` says, and makes the `UnitEngine`.
 
-A model and its plan come in; the sharded model and its `UnitEngine` go out. Modules, placements,
-divisors and prefetch are the plan's; this file decides nothing.
+The plan decides modules, placements, divisors and prefetches. This file only applies them.
 """
 
 from __future__ import annotations
@@ -24,25 +23,25 @@ from moecore.parallel.fsdp.engine import UnitEngine
 from moecore.parallel.fsdp.formats import FORMATS, CastFormat, Format
 from moecore.parallel.fsdp.gradients import Gradients
 from moecore.parallel.fsdp.params import Owners, UnitParam
-from moecore.parallel.fsdp.plan import FlatLayout, ShardPlan, UnitPlan, flat_layout
+from moecore.parallel.fsdp.plan import FlatLayout, ShardPlan, UnitPlan, make_flat_layout
 from moecore.parallel.fsdp.transport import UnitStreams
 from moecore.parallel.fsdp.unit import Unit, UnitOptions
 from moecore.parallel.mesh import Meshes, concatenate
 from moecore.parallel.model.plan import is_unsharded
 
-# Layout of a root without parameters, which only casts inputs.
-NOTHING = flat_layout("float32", "float32", "float32", None, (), 1)
+# Layout of a root without parameters: its unit only casts inputs.
+NOTHING = make_flat_layout("float32", "float32", "float32", None, (), 1)
 
 
 def shard_model(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> UnitEngine:
-    """Shard a model, cut over tp, ep and etp, in place; return its engine. No communication."""
-    streams, owners = UnitStreams(meshes.device_type), _owners(model)
-    join = cache(concatenate)  # a mesh takes milliseconds, and parameters share few
+    """Shard a model that is local over tp, ep and etp, in place; return its engine."""
+    streams, owners = UnitStreams(meshes.device_type), _find_owners(model)
+    join = cache(concatenate)  # a mesh takes milliseconds; parameters share a few meshes
     units_of: dict[str, list[Unit]] = {}
     for unit_plan in plan.units:
         modules: list[Any] = [model.get_submodule(name) for name in unit_plan.modules]
         units_of[unit_plan.name] = [
-            _unit(unit_plan, layout, modules, owners, meshes, streams, join)
+            _make_unit(unit_plan, layout, modules, owners, meshes, streams, join)
             for layout in unit_plan.layouts or (NOTHING,)
         ]
         if unit_plan.role == "experts":
@@ -51,7 +50,7 @@ def shard_model(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> UnitEngine
         for unit in units_of[unit_plan.name]:
             unit.prefetch_forward = [u for n in unit_plan.forward_prefetch for u in units_of[n]]
             unit.prefetch_backward = [u for n in unit_plan.backward_prefetch for u in units_of[n]]
-    _share_buffers(plan, units_of, streams)
+    _assign_buffers(plan, units_of, streams)
     root, *inner_units = [unit for unit_plan in plan.units for unit in units_of[unit_plan.name]]
     exchanges: dict[nn.Module, nn.Module] | None = None
     if meshes.parallel.pp == 1:  # otherwise a stage's forward runs a part of the modules
@@ -66,7 +65,7 @@ def shard_model(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> UnitEngine
     return engine
 
 
-def _owners(model: nn.Module) -> dict[str, Owners]:
+def _find_owners(model: nn.Module) -> dict[str, Owners]:
     """Return the modules and attributes that have each parameter, by the parameter's first name."""
     owners: dict[nn.Parameter, Owners] = defaultdict(list)
     names: dict[nn.Parameter, str] = {}
@@ -78,7 +77,7 @@ def _owners(model: nn.Module) -> dict[str, Owners]:
     return {name: owners[param] for param, name in names.items()}
 
 
-def _unit(
+def _make_unit(
     unit_plan: UnitPlan,
     layout: FlatLayout,
     modules: Sequence[nn.Module],
@@ -87,7 +86,7 @@ def _unit(
     streams: UnitStreams,
     join: Callable[..., DeviceMesh],
 ) -> Unit:
-    mesh = mesh_of(unit_plan, meshes)
+    mesh = get_data_mesh(unit_plan, meshes)
     gather_dtype = _dtype(unit_plan.gather_dtype)
     is_cut = unit_plan.strategy != "no_shard"
     groups = [] if mesh is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
@@ -107,7 +106,7 @@ def _unit(
             for slot in layout.slots
         ],
         layout=layout,
-        format=_format(layout, unit_plan, group, meshes),
+        format=_make_format(layout, unit_plan, group, meshes),
         shard_group=group,
         replicas=[group for group in groups if group.size() > 1],
         options=UnitOptions(
@@ -123,31 +122,31 @@ def _unit(
     )
 
 
-def mesh_of(unit: UnitPlan, meshes: Meshes) -> DeviceMesh | None:
-    """Return the mesh of data ranks that share a unit; None = experts that this rank alone owns."""
+def get_data_mesh(unit: UnitPlan, meshes: Meshes) -> DeviceMesh | None:
+    """Return the mesh of data ranks that share a unit; None = only this rank owns the experts."""
     if unit.mesh == "dense":
         return meshes.dense_fsdp
     return None if is_unsharded(meshes) else meshes.expert_fsdp
 
 
-def _format(
+def _make_format(
     layout: FlatLayout, unit_plan: UnitPlan, group: dist.ProcessGroup | None, meshes: Meshes
 ) -> Format:
-    """Return the format that a unit's shards get for the all-gather."""
+    """Return the format of a unit's all-gather."""
     if layout.recipe is None:
         return CastFormat(getattr(torch, layout.gathers))
     dtype = _dtype(unit_plan.gather_dtype or layout.dtype)
     assert dtype is not None
     recipe, cuts = layout.recipe, None
-    # Parts of a linear share its scale. In "nvfp4" powers of two shift exponents alone.
+    # tp ranks share the scale of a linear. For "nvfp4" a power of two changes only exponents.
     shares = recipe.scaling == "tensorwise" or not recipe.power_of_two
     if shares and unit_plan.mesh == "dense" and meshes.parallel.tp > 1:
         cuts = meshes.dense["tp"].get_group()
     return FORMATS[recipe.scaling](dtype, recipe, group, cuts)
 
 
-def _share_buffers(plan: ShardPlan, units_of: dict[str, list[Unit]], streams: UnitStreams) -> None:
-    """Give units their buffers, which units may use in turn."""
+def _assign_buffers(plan: ShardPlan, units_of: dict[str, list[Unit]], streams: UnitStreams) -> None:
+    """Make the buffers of the plan and assign them to units."""
     for buffer_plan in plan_buffers(plan):
         units = [units_of[name][i] for name, i in buffer_plan.places]
         if buffer_plan.holds == "weights":
@@ -171,6 +170,6 @@ def _move_buffers(model: nn.Module, device_type: str) -> None:
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
-    """Return the dtype with a plan's name; None for None."""
+    """Return the torch dtype of a name in a plan; None for None."""
     dtype: torch.dtype | None = None if name is None else getattr(torch, name)
     return dtype

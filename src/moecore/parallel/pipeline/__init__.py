@@ -1,1 +1,1 @@
-"""Pipeline parallelism: which stage has which layers, and which rank runs what and when."""
+"""Pipeline parallelism: layouts of stages, schedules, and their execution."""

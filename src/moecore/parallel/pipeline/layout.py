@@ -1,11 +1,11 @@
-"""Which part of a model each virtual stage runs: a string, read into a `PipelineLayout`.
+"""`PipelineLayout`: the parts of a model that each virtual stage runs, parsed from a string.
 
     "Et*3|(tt|)*29m|L"  ->  "Ettt", "tt", .., "tt", "m", "L"  ->  Stage 0 .. Stage 31
 
 `E` is the embedding, `t` a transformer layer, `m` a multi-token prediction module, `L` the head
-and the loss, `|` a border of stages. `(..)` is a group, `*3` repeats the letter or the group
-before it. A stage may be empty. Of pp pipeline ranks each has `chunks(pp)` stages; which ones, a
-schedule decides (`Schedule.rank_of`).
+and the loss, `|` the border of two stages. `(..)` is a group, and `*3` repeats the letter or group
+before it. A stage may be empty. Each of pp ranks has `chunks(pp)` stages. The schedule decides
+which stages (`Schedule.rank_of`).
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from moecore.base.fields import (
 )
 from moecore.base.tables import columns
 
-MOST_LETTERS = 2**16  # that a layout may expand to
-NumStages = Annotated[int, Bound(">=", 1), Bound("<=", MOST_LETTERS)]
-FewOrNone = Annotated[int, Bound(">=", 0), Bound("<=", MOST_LETTERS)]
+MAX_LETTERS = 2**16  # limit of an expanded layout
+NumStages = Annotated[int, Bound(">=", 1), Bound("<=", MAX_LETTERS)]
+FewOrNone = Annotated[int, Bound(">=", 0), Bound("<=", MAX_LETTERS)]
 TOKEN = re.compile(r"[EtmL|()]|\*[0-9]+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """What one virtual stage runs, in order."""
+    """The parts of a model that one virtual stage runs, in order."""
 
     index: int  # 0 .. num_stages - 1, in the order of forward
-    embedding: bool  # the embedding of tokens
-    layers: tuple[int, ...]  # consecutive indices of the model's transformer layers, perhaps none
-    mtp: tuple[int, ...]  # consecutive indices of its multi-token prediction modules, perhaps none
-    loss: bool  # the head and the loss
+    embedding: bool  # whether the stage has the embedding
+    layers: tuple[int, ...]  # consecutive indices of transformer layers
+    mtp: tuple[int, ...]  # consecutive indices of multi-token prediction modules
+    loss: bool  # whether the stage has the head and the loss
 
     @property
     def letters(self) -> str:
-        """Return the stage as a layout string has it, unfolded: "Ettt"."""
+        """The stage in the letters of a layout string, such as "Ettt"."""
         return "E" * self.embedding + "t" * len(self.layers) + "m" * len(self.mtp) + "L" * self.loss
 
 
@@ -55,20 +55,16 @@ class PipelineLayout:
     """The stages of a model; `parse_layout`, `even_layout` and `balanced_layout` make one."""
 
     stages: tuple[Stage, ...]  # in the order of forward
-    num_layers: int  # transformer layers of all stages
-    num_mtp_layers: int  # multi-token prediction modules of all stages
+    num_layers: int  # number of transformer layers
+    num_mtp_layers: int  # number of multi-token prediction modules
 
     def chunks(self, pp: NumStages) -> int:
-        """Return how many stages each of pp ranks has.
-
-        Raises:
-            ValueError: when pp does not divide the number of stages.
-        """
+        """Return the number of stages per rank; raise a ValueError if pp does not divide it."""
         check_value("pp", pp, NumStages)
         chunks, rest = divmod(len(self.stages), pp)
         if rest:
             num_stages = (chunks + 1) * pp
-            even = _even(self.num_layers, self.num_mtp_layers, num_stages)
+            even = _make_even_text(self.num_layers, self.num_mtp_layers, num_stages)
             raise ValueError(
                 f"layout ({quote(self.text)}) must have a number of stages that pp ({pp}) divides, "
                 f"found {len(self.stages)}: use {even!r} of {num_stages}"
@@ -77,16 +73,13 @@ class PipelineLayout:
 
     @property
     def text(self) -> str:
-        """Return a short string that `parse_layout` reads back."""
-        return _folded([stage.letters for stage in self.stages])
+        """The shortest layout string, which `parse_layout` can read."""
+        return _shorten([stage.letters for stage in self.stages])
 
     def picture(self, pp: NumStages, rank_of: Sequence[int] | None = None) -> str:
-        """Return a table, a row per pp rank and a column per chunk, with the indices of layers.
+        """Return a table of layer indices with a row per pp rank and a column per chunk.
 
-        `rank_of` has the rank of each stage, as `Schedule.rank_of`; None = stage s on rank s % pp.
-
-        Raises:
-            ValueError: when pp does not divide the number of stages.
+        `rank_of` is `Schedule.rank_of`; None = stage s is on rank s % pp.
         """
         chunks = self.chunks(pp)
         rank_of = rank_of or [stage % pp for stage in range(len(self.stages))]
@@ -95,19 +88,19 @@ class PipelineLayout:
             rank_stages = (
                 stage for stage, of in zip(self.stages, rank_of, strict=True) if of == rank
             )
-            lines.append((str(rank), *map(_cell, rank_stages)))
+            lines.append((str(rank), *map(_format_cell, rank_stages)))
         return "\n".join(columns(lines))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutCosts(CheckedRecord):
-    """Time of each part of a model for one micro-batch, in any one unit."""
+    """Time of each part of a model for one micro-batch, in any unit."""
 
     embedding: PositiveOrZero = 0.0  # the embedding
     layers: tuple[PositiveOrZero, ...]  # each transformer layer
     mtp: tuple[PositiveOrZero, ...] = ()  # each multi-token prediction module
     loss: PositiveOrZero = 0.0  # the head and the loss
-    bound: frozenset[int] = frozenset()  # layers with which no stage begins
+    bound: frozenset[int] = frozenset()  # layers that cannot be the first layer of a stage
 
     def _rules(self) -> Rules:
         if not self.layers:
@@ -129,13 +122,13 @@ class LayoutCosts(CheckedRecord):
 def parse_layout(
     text: str, *, num_layers: NumStages, num_mtp_layers: FewOrNone = 0
 ) -> PipelineLayout:
-    """Return the stages of a layout string, as "Et*3|(tt|)*29m|L"; spaces mean nothing.
+    """Return the layout of a string such as "Et*3|(tt|)*29m|L"; spaces are ignored.
 
     Raises:
-        ValueError: of one line, when the string cannot be read, or is not the model's.
+        ValueError: if the string is malformed, or does not have the model's numbers of layers.
     """
     check_arguments(parse_layout, locals())
-    letters = _expanded(text)
+    letters = _expand(text)
     counts = {letter: letters.count(letter) for letter in "tm"}
     order = "".join(letter for letter, _ in groupby(letters.replace("|", "")))
     problem = ""
@@ -151,9 +144,9 @@ def parse_layout(
         modules = f"num_mtp_layers ({num_mtp_layers})"
         problem = f"have one m per MTP module, found {counts['m']} for {modules}"
     if problem:
-        even = _even(num_layers, num_mtp_layers, letters.count("|") + 1)
+        even = _make_even_text(num_layers, num_mtp_layers, letters.count("|") + 1)
         raise ValueError(f"layout ({quote(text)}) must {problem}: use {even!r}")
-    return _of_letters(letters.split("|"))
+    return _make_layout(letters.split("|"))
 
 
 def even_layout(
@@ -163,46 +156,47 @@ def even_layout(
     num_mtp_layers: FewOrNone = 0,
     bound: frozenset[int] = frozenset(),
 ) -> PipelineLayout:
-    """Return as many layers per stage, one more in the first ones where they do not divide.
+    """Return a layout with equal numbers of layers per stage; the first stages get the remainder.
 
-    The embedding is with the first stage; MTP modules, head and loss are with the last. A stage
-    that would begin with a layer of `bound` begins with the nearest other one.
+    The first stage has the embedding; the last stage has MTP modules, head and loss. A stage that
+    would begin with a layer of `bound` begins with the nearest other layer.
     """
     check_arguments(even_layout, locals())
     return parse_layout(
-        _even(num_layers, num_mtp_layers, num_stages, bound),
+        _make_even_text(num_layers, num_mtp_layers, num_stages, bound),
         num_layers=num_layers,
         num_mtp_layers=num_mtp_layers,
     )
 
 
 def balanced_layout(costs: LayoutCosts, *, num_stages: NumStages) -> PipelineLayout:
-    """Return the layout of pp times chunks stages whose slowest stage costs least.
+    """Return the layout whose slowest stage has the least cost.
 
-    Of several, it has the fewest parts in the last stage, and then stages of like cost (the least
-    sum of squares). Costs are those of each part of the model.
+    Ties are resolved by the fewest parts in the last stage, then by the least sum of squared costs.
     """
     check_arguments(balanced_layout, locals())
     letters = "E" + "t" * len(costs.layers) + "m" * len(costs.mtp) + "L"
     parts = [0.0, *accumulate([costs.embedding, *costs.layers, *costs.mtp, costs.loss])]
-    places = [i for i in range(len(parts)) if i - 1 not in costs.bound]  # where a stage may begin
+    places = [
+        i for i in range(len(parts)) if i - 1 not in costs.bound
+    ]  # possible first parts of a stage
     sums = [parts[place] for place in places]
     max_cost = _min_bottleneck(sums, num_stages) * (
         1 + 1e-9
     )  # sums of equal costs differ in the last bit
-    borders = [places[i] for i in _borders(sums, num_stages, max_cost)]
-    return _of_letters([letters[i:j] for i, j in pairwise(borders)])
+    borders = [places[i] for i in _find_borders(sums, num_stages, max_cost)]
+    return _make_layout([letters[i:j] for i, j in pairwise(borders)])
 
 
-def _expanded(text: str) -> str:
+def _expand(text: str) -> str:
     """Return a layout string without spaces, groups and repetitions."""
     plain = re.sub(r"\s", "", text)
     tokens = TOKEN.findall(plain)
     if "".join(tokens) != plain:
         wrong = TOKEN.sub(" ", plain).split()[0]
         _refuse(text, f"be of E, t, m, L, |, ( ) and *n, found {quote(wrong)}", "remove it")
-    groups: list[list[str]] = [[]]  # open groups, as lists of what stands in them
-    sizes = [0]  # letters in each
+    groups: list[list[str]] = [[]]  # open groups, with the expanded items of each
+    sizes = [0]  # number of letters in each open group
     for token in tokens:
         if token == "(":
             groups.append([])
@@ -217,17 +211,17 @@ def _expanded(text: str) -> str:
         elif token[0] == "*":
             if not groups[-1]:
                 _refuse(text, f"have a letter or a group before {token}", "remove it")
-            times = int(token[1:6]) if len(token) <= 6 else MOST_LETTERS + 1
+            times = int(token[1:6]) if len(token) <= 6 else MAX_LETTERS + 1
             letters = len(groups[-1][-1])
-            if letters * times > MOST_LETTERS:
-                _refuse(text, f"have at most {MOST_LETTERS} letters", f"lower {token[:9]}")
+            if letters * times > MAX_LETTERS:
+                _refuse(text, f"have at most {MAX_LETTERS} letters", f"lower {token[:9]}")
             groups[-1][-1] *= times
             sizes[-1] += letters * (times - 1)
         else:
             groups[-1].append(token)
             sizes[-1] += 1
-        if sizes[-1] > MOST_LETTERS:
-            _refuse(text, f"have at most {MOST_LETTERS} letters", "lower a repetition")
+        if sizes[-1] > MAX_LETTERS:
+            _refuse(text, f"have at most {MAX_LETTERS} letters", "lower a repetition")
     if len(groups) > 1:
         _refuse(text, "have a ) for each (", "close the group")
     return "".join(groups[0])
@@ -237,7 +231,7 @@ def _refuse(text: str, relation: str, fix: str) -> None:
     raise ValueError(f"layout ({quote(text)}) must {relation}: {fix}")
 
 
-def _even(
+def _make_even_text(
     num_layers: int, num_mtp_layers: int, num_stages: int, bound: frozenset[int] = frozenset()
 ) -> str:
     base_size, num_larger = divmod(num_layers, num_stages)
@@ -248,11 +242,11 @@ def _even(
     stages = ["t" * (j - i) for i, j in pairwise(first)]
     stages[0] = "E" + stages[0]
     stages[-1] += "m" * num_mtp_layers + "L"
-    return _folded(stages)
+    return _shorten(stages)
 
 
-def _folded(stages: Sequence[str]) -> str:
-    """Return the stages as a string, runs of letters and of stages as repetitions."""
+def _shorten(stages: Sequence[str]) -> str:
+    """Return stages as a layout string with repetitions."""
     short = [re.sub(r"(.)\1{2,}", lambda run: f"{run[1]}*{len(run[0])}", s) for s in stages]
     text = ""
     for stage, run in groupby(short[:-1]):
@@ -261,7 +255,7 @@ def _folded(stages: Sequence[str]) -> str:
     return text + short[-1]
 
 
-def _of_letters(stages: Sequence[str]) -> PipelineLayout:
+def _make_layout(stages: Sequence[str]) -> PipelineLayout:
     first = {letter: [0, *accumulate(s.count(letter) for s in stages)] for letter in "tm"}
 
     def indices(letter: str, stage: int) -> tuple[int, ...]:
@@ -282,7 +276,7 @@ def _of_letters(stages: Sequence[str]) -> PipelineLayout:
     )
 
 
-def _cell(stage: Stage) -> str:
+def _format_cell(stage: Stage) -> str:
     if not stage.layers:
         return stage.letters or "-"
     first, last = stage.layers[0], stage.layers[-1]
@@ -290,7 +284,7 @@ def _cell(stage: Stage) -> str:
 
 
 def _min_bottleneck(sums: Sequence[float], num_stages: int) -> float:
-    """Return the least cost of the slowest stage: the least sum of parts that suffices."""
+    """Return the least possible cost of the slowest stage."""
     last = len(sums)
     candidates = sorted({sums[j] - sums[i] for i in range(last) for j in range(i + 1, last)})
 
@@ -306,10 +300,10 @@ def _min_bottleneck(sums: Sequence[float], num_stages: int) -> float:
     return candidates[bisect_left(candidates, True, key=suffices)]
 
 
-def _borders(sums: Sequence[float], num_stages: int, max_cost: float) -> list[int]:
-    """Return where stages begin and end, none of them above a cost."""
+def _find_borders(sums: Sequence[float], num_stages: int, max_cost: float) -> list[int]:
+    """Return the borders of stages, none of which costs more than `max_cost`."""
     last = len(sums) - 1
-    # Stage 0 has the embedding and the last one the loss, so of two stages neither is empty.
+    # Stage 0 has the embedding and the last stage has the loss, so both are not empty.
     best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]  # by end: sum of squares, start
     for stage in range(num_stages):
         ends: dict[int, tuple[float, int]] = {}

@@ -1,14 +1,13 @@
-"""How much of what a stage keeps for backward can lie in host memory: `offload_fractions`.
+"""`offload_fractions`: the fractions of saved activations whose offload compute can hide.
 
     (Schedule, Costs, bytes of each stage, bytes per second) -> a fraction per stage
 
-    item    F0    F1    F2    B0    F3    B1   ..
-    out           0     1     2           3
-    back                0           1
+    item             F0    F1    F2    B0    F3    B1   ..
+    copy to host           0     1     2           3
+    copy to device               0           1
 
-What a forward leaves goes out behind it, and its memory is free when the next item has ended. What
-a backward reads comes back beside the item before it: `backwards_ahead` is the order in which a
-rank asks for it, here and in `run.py`.
+The copy to the host starts after a forward, and device memory is free after the next item. The copy
+to the device runs during the item before the backward (`next_backwards`, also used by `run.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ HALVINGS = 50
 
 
 def next_backwards(order: Sequence[Item]) -> list[Action | None]:
-    """Return of each item the backward that the next item runs, None = it runs none."""
+    """Return for each item the backward that follows next, or None."""
     backwards: list[Action | None] = []
     upcoming: Action | None = None
     for item in reversed(order):
@@ -40,7 +39,7 @@ def next_backwards(order: Sequence[Item]) -> list[Action | None]:
 
 
 def offloads_last_block(order: Sequence[Item]) -> list[bool]:
-    """Return of each item whether its forward's last block leaves the device, too."""
+    """Return for each item whether the last block of its forward is offloaded too."""
     backwards = next_backwards(order)
     flags = []
     for i, item in enumerate(order):
@@ -56,31 +55,28 @@ def offload_fractions(
     *,
     bytes_per_second: Positive,
 ) -> tuple[float, ...]:
-    """Return the largest share of a stage's bytes that copies hide beside computation.
+    """Return for each stage the largest `MemoryOptions.offload_fraction` that compute hides.
 
-    For `MemoryOptions.offload_fraction`. No item of the simulated timeline starts or ends later
-    than without offload, where
+    No item of the simulated timeline starts or ends later than without offload. The simulation has
+    one copy engine per direction, which copies in the order of the rank's items:
 
-    - one engine copies out and one copies back, each in the order of the rank's items;
-    - what a micro-batch leaves on a stage goes out when its forward has ended, and its memory is
-      freed before the item after the next starts;
-    - it comes back, when it is out, from the start of the item before its backward;
-    - its layers keep alike, and are freed one after the other: copies out last no longer than the
-      forward.
+    - The copy to the host starts after a forward, takes no longer than the forward, and ends
+      before the item after the next starts.
+    - The copy to the device starts with the item before the backward.
 
-    The fraction of a stage holds for each of its micro-batches, so the shortest time counts. It is
-    0 where a backward follows its forward at once. Chunks of a rank share its engines: all get the
-    same fraction, then each as much more as there is time, the first one first.
+    One fraction holds for all micro-batches of a stage. It is 0 if a backward directly follows its
+    forward. Stages of one rank share the copy engines: all get an equal fraction first, then each
+    stage in order gets as much more as possible.
 
     Args:
-        schedule: of `make_schedule`.
-        costs: of each of its stages, in seconds.
-        sizes: what a micro-batch leaves on each stage in the parts that are offloaded, in bytes
+        schedule: the result of `make_schedule`.
+        costs: seconds of each stage.
+        sizes: bytes that a micro-batch saves on each stage in the offloaded parts
             (`count_saved_bytes`).
-        bytes_per_second: of copies in one direction, while copies run in the other.
+        bytes_per_second: rate of copies in one direction while the other direction copies too.
 
     Raises:
-        ValueError: when costs or sizes are of another number of stages.
+        ValueError: if costs or sizes have another number of stages than the schedule.
     """
     check_arguments(offload_fractions, locals())
     if len(sizes) != schedule.num_stages:
@@ -94,12 +90,12 @@ def offload_fractions(
         live_stages = _live_stages(schedule.orders[rank])
         stages = [s for s, r in enumerate(schedule.rank_of) if r == rank and s not in live_stages]
         for candidates in (stages, *([stage] for stage in stages)):
-            _raise(fractions, candidates, partial(_fits, spans, fractions, seconds))
+            _maximise(fractions, candidates, partial(_fits, spans, fractions, seconds))
     return tuple(fractions)
 
 
 def _live_stages(order: Sequence[Item]) -> set[int]:
-    """Return the stages of which a backward is next to its forward."""
+    """Return the stages with a backward that directly follows its forward."""
     return {
         action.stage
         for item, backward in zip(order, next_backwards(order), strict=True)
@@ -108,8 +104,8 @@ def _live_stages(order: Sequence[Item]) -> set[int]:
     }
 
 
-def _raise(fractions: list[float], stages: Sequence[int], fits: Callable[[], bool]) -> None:
-    """Raise the fractions of some stages, now the same, to the largest that fits; they fit now."""
+def _maximise(fractions: list[float], stages: Sequence[int], fits: Callable[[], bool]) -> None:
+    """Increase the equal fractions of some stages to the largest value that fits, by bisection."""
 
     def tried(share: float) -> bool:
         for stage in stages:
@@ -126,9 +122,9 @@ def _raise(fractions: list[float], stages: Sequence[int], fits: Callable[[], boo
 
 
 def _fits(spans: Sequence[Span], fractions: Sequence[float], seconds: Sequence[float]) -> bool:
-    """Whether no item waits for copies; `seconds` copy all that a micro-batch leaves on a stage."""
-    out = back = 0.0  # when each engine is free
-    before = freed = copies_end = 0.0  # end of the item before; of copies of the two before
+    """Whether no item waits for copies; `seconds` = time to copy all saved bytes of a stage."""
+    out = back = 0.0  # times at which the copy engines are free
+    before = freed = copies_end = 0.0  # end of the last item, and of the last two items' copies
     offload_ends: dict[Place, float] = {}
     return_ends: dict[Place, float] = {}
     for span, backward in zip(spans, next_backwards([s.item for s in spans]), strict=True):

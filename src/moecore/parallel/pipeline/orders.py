@@ -1,12 +1,12 @@
-"""What one pipeline rank runs, in order: every schedule is one generator over one record.
+"""The order of actions of one pipeline rank: each schedule is a function from `Shape` to `Turns`.
 
     Shape (pp, chunks, rank, micro-batches) -> Turns -> Action or Overlap, ..
 
-`Turns` has a sequence of forwards, a sequence of backwards and how many forwards come first. Then
-one forward and one backward take turns. A sequence may have gaps, for micro-batches that a rule
-counts and the step does not have; so every schedule takes any number of micro-batches. Weight
-gradients may wait (`D` now, `W` later): the rank before gets its gradient sooner, and the end of a
-step, where ranks wait for each other, has work.
+`Turns` has a sequence of forwards, a sequence of backwards, and the number of warm-up forwards.
+Forwards and backwards alternate after the warm-up. None in a sequence is a gap, for a micro-batch
+that the rule counts but the step does not have, so a step can have any number of micro-batches. A
+backward can be split: `D` computes input gradients and `W`, later, weight gradients. The previous
+stage then receives its gradient sooner, and `W` fills the bubble at the end of a step.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Kind = Literal["F", "B", "D", "W"]
 class Action(NamedTuple):
     """One pass of one micro-batch through one stage."""
 
-    kind: Kind  # F forward, B whole backward, D gradient of inputs, W gradients of weights
-    stage: int  # in the order of forward
+    kind: Kind  # F forward, B backward, D gradients of inputs, W gradients of weights
+    stage: int  # index of the virtual stage, in the order of forward
     micro_batch: int  # 0 .. num_micro_batches - 1
 
 
 class Overlap(NamedTuple):
-    """A forward and a backward of two micro-batches, whose layers run side by side."""
+    """A forward and a backward of different micro-batches that run concurrently."""
 
     forward: Action
     backward: Action
@@ -42,11 +42,11 @@ def actions_of(item: Item) -> tuple[Action, ...]:
     return tuple(item) if isinstance(item, Overlap) else (item,)
 
 
-Pass = tuple[int, int] | None  # (stage, micro-batch), or a gap
+Pass = tuple[int, int] | None  # (stage, micro-batch); None = a gap
 
 
 class Shape(NamedTuple):
-    """A rank among others, and what they run: pp ranks of so many chunks each."""
+    """A pipeline rank, and the numbers of ranks, chunks per rank and micro-batches."""
 
     pp: int
     chunks: int
@@ -55,28 +55,27 @@ class Shape(NamedTuple):
 
 
 class Turns(NamedTuple):
-    """What one rank runs."""
+    """The passes of one rank."""
 
     forwards: Sequence[Pass]
     backwards: Sequence[Pass]
-    warm_up: int  # forwards before the first turn
-    # How many weight gradients may wait while forwards run: with one more the oldest runs. None =
-    # no backward is split.
+    warm_up: int  # forwards before the first backward
+    # Largest number of pending W while forwards remain. None = backwards are not split.
     lag: int | None = None
-    last_lag: int | None = None  # likewise after the last forward
+    last_lag: int | None = None  # largest number of pending W after the last forward
     num_unsplit_last: int = 0  # backwards after the last forward that are not split
-    # Turns before the first one that is an overlap, the backward first; None = no turn is an
-    # overlap, and the forward is first.
+    # Turns before the first `Overlap`; in other turns the backward is first. None = no turn is an
+    # `Overlap`, and the forward is first.
     first_pair: int | None = None
 
 
-def in_turns(turns: Turns) -> Iterator[Item]:
+def make_order(turns: Turns) -> Iterator[Item]:
     """Yield the order of one rank."""
     forwards = [Action("F", *pass_) if pass_ else None for pass_ in turns.forwards]
     while forwards and forwards[-1] is None:
         forwards.pop()
     yield from filter(None, forwards[: turns.warm_up])
-    weight_grads: deque[tuple[int, int]] = deque()  # weight gradients
+    weight_grads: deque[tuple[int, int]] = deque()  # pending W
     num_last = 0
     for turn, (forward, backward) in enumerate(
         zip_longest(forwards[turns.warm_up :], turns.backwards)
@@ -102,7 +101,7 @@ def in_turns(turns: Turns) -> Iterator[Item]:
 
 
 def _loop(shape: Shape, *, sizes: Sequence[int], warm_up: int, **options: Any) -> Turns:
-    """Return passes by rounds of micro-batches, in a round chunk by chunk."""
+    """Return turns by rounds of micro-batches; a round runs chunk after chunk."""
 
     def passes(chunks: Sequence[int]) -> list[Pass]:
         return [
@@ -122,11 +121,11 @@ def _gpipe(shape: Shape) -> Turns:
 
 
 def _interleaved(shape: Shape, *, hop: int, num_extra: int = 0, **options: Any) -> Turns:
-    """Return 1F1B by rounds of at least pp: each rank is `hop` forwards ahead of the next one."""
-    # In the time of a turn a forward moves one rank on and a backward one rank back, so ranks are
-    # two turns apart; with one chunk the forward of a turn comes soon enough with one. A round must
-    # last until its first micro-batch has passed all ranks, so 11 micro-batches on 4 ranks are
-    # rounds of 6 and 5: shorter ones would wait, longer ones hold more.
+    """Return 1F1B by rounds of at least pp; a rank is `hop` forwards ahead of the next rank."""
+    # In one turn a forward moves one rank up and a backward one rank down, so neighbours are two
+    # turns apart; with one chunk a distance of one is enough. The first micro-batch of a round
+    # must pass all ranks before the round ends: 11 micro-batches on 4 ranks are rounds of 6 and 5.
+    # Shorter rounds would wait, and longer rounds need more memory.
     rounds = max(1, shape.num_micro_batches // shape.pp)
     size, longer = divmod(shape.num_micro_batches, rounds)
     sizes = [size + (i < longer) for i in range(rounds)]
@@ -135,7 +134,7 @@ def _interleaved(shape: Shape, *, hop: int, num_extra: int = 0, **options: Any) 
 
 
 def _v(shape: Shape, *, num_extra: int = 0, **options: Any) -> Turns:
-    """Return 1F1B over the two stages of a V: stage s runs 2 pp - s forwards ahead."""
+    """Return 1F1B over the two stages of a V; stage s is 2 pp - s forwards ahead."""
     pp, _, rank, num_micro_batches = shape
     steady = [0, 1] * num_micro_batches
     forwards = [0] * (2 * (pp - rank) - 1) + [1, 0] * rank + [1] * (pp - rank) + steady
@@ -150,7 +149,7 @@ def _v(shape: Shape, *, num_extra: int = 0, **options: Any) -> Turns:
 
 
 class Rule(NamedTuple):
-    """A schedule: which chunks it takes (None = any), its placement and the turns of a rank."""
+    """A schedule: its number of chunks (None = any), placement in a V, and turns of a rank."""
 
     chunks: int | None
     is_v: bool
@@ -181,5 +180,5 @@ RULES: dict[str, Rule] = {
         ),
     ),
 }
-DEFERRING = ("zero-bubble", "zbv", "dualpipe-v")  # have weight gradients apart
-PAIRING = ("overlapped", "dualpipe-v")  # have `Overlap`s
+DEFERRING = ("zero-bubble", "zbv", "dualpipe-v")  # schedules with D and W
+PAIRING = ("overlapped", "dualpipe-v")  # schedules with `Overlap`s

@@ -31,7 +31,7 @@ from moecore.parallel.pipeline.offload import next_backwards, offloads_last_bloc
 from moecore.parallel.pipeline.orders import Action, Item, Overlap, actions_of
 from moecore.parallel.pipeline.schedule import PipelineConfig, Schedule, make_schedule
 from moecore.parallel.pipeline.stages import StagedModel, hidden_shape
-from moecore.parallel.pipeline.timeline import mark_name
+from moecore.parallel.pipeline.timeline import name_item
 from moecore.parallel.pipeline.transport import Groups, StageTransport
 
 Inputs = Mapping[str, Any]  # keyword arguments of the model
@@ -171,7 +171,7 @@ class _ScheduleRun:
             chunk, self._forward_chunk = self._forward_chunk, None
             self._offloads_last = offloads_last
             self._bring_back(backward)
-            with mark(mark_name(item)):
+            with mark(name_item(item)):
                 for action, result in self._run(item):
                     if result is not None:
                         self._transport.send(action, result)

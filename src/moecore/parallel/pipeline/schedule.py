@@ -1,9 +1,9 @@
-"""How a model is cut into stages, and in which order ranks run them: `make_schedule`.
+"""`Schedule`: which rank has which stage, and the orders of all ranks.
 
     (name, pp, chunks, micro-batches) -> Schedule: orders[rank] = (Action | Overlap, ..)
 
-`orders.py` has the order of one rank; here are the ranks together: which has which stage, what an
-action needs of others, and whether all orders end.
+`orders.py` makes the order of one rank. A `Schedule` also has the dependencies of actions between
+ranks, and checks that no order waits forever.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from moecore.parallel.pipeline.orders import (
     Item,
     Shape,
     actions_of,
-    in_turns,
+    make_order,
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """Which rank has which stage, and in which order it runs them."""
+    """The stages of each rank, and the order of its actions."""
 
     name: str
     pp: int  # pipeline ranks
@@ -111,14 +111,14 @@ class Schedule:
     def peak_live(
         self, sizes: Sequence[int], deferred_sizes: Sequence[int] | None = None
     ) -> tuple[int, ...]:
-        """Return the most that each rank holds at once, from each forward to the end of its B or W.
+        """Return the peak size of saved activations on each rank.
 
-        In an overlap the forward's are there before the backward's are freed.
+        In an `Overlap` the forward's activations exist before the backward frees its own.
 
         Args:
-            sizes: activation size of a micro-batch on each stage, in any unit, such as bytes.
-            deferred_sizes: size that D keeps on each stage for W (`WeightGradients.nbytes`);
-                None = `sizes`.
+            sizes: size of a micro-batch's activations on each stage, in any unit.
+            deferred_sizes: size between D and W on each stage (`WeightGradients.nbytes`); None =
+                `sizes`.
         """
         deferred_sizes = sizes if deferred_sizes is None else deferred_sizes
         peaks = []
@@ -135,20 +135,20 @@ class Schedule:
 def make_schedule(
     name: ScheduleName, *, pp: Count, chunks: Count, num_micro_batches: Count
 ) -> Schedule:
-    """Return the order of each rank.
+    """Return the schedule with a name: stages and orders of all ranks.
 
-    | name | chunks | stage s is on rank | what it is |
+    | name | chunks | stage s is on rank | order |
     |---|---|---|---|
     | gpipe | any | s % pp | all forwards, then all backwards |
-    | 1f1b | 1 | s | one forward and one backward in turns |
-    | interleaved | any | s % pp | 1F1B by rounds of pp micro-batches, or a few more |
-    | overlapped | any | s % pp | interleaved, one forward more ahead, each turn an `Overlap` |
-    | zero-bubble | 1 | s | 1F1B with weight gradients that wait (ZB-H1) |
-    | zbv | 2 | min(s, 2 pp - 1 - s) | zero bubble, stages in a V |
-    | dualpipe-v | 2 | min(s, 2 pp - 1 - s) | zbv whose turns are `Overlap`s (DualPipeV) |
+    | 1f1b | 1 | s | forwards and backwards alternate |
+    | interleaved | any | s % pp | 1F1B by rounds of at least pp micro-batches |
+    | overlapped | any | s % pp | interleaved, with one more warm-up forward and `Overlap`s |
+    | zero-bubble | 1 | s | 1F1B with deferred weight gradients (ZB-H1) |
+    | zbv | 2 | min(s, 2 pp - 1 - s) | zero bubble with stages in a V |
+    | dualpipe-v | 2 | min(s, 2 pp - 1 - s) | zbv with `Overlap`s (DualPipeV) |
 
     Raises:
-        ValueError: of one line, when the schedule does not take so many chunks.
+        ValueError: if the schedule does not support this number of chunks.
 
     Source: https://arxiv.org/abs/2104.04473 (interleaved), https://arxiv.org/abs/2401.10241
     (zero bubble), https://arxiv.org/abs/2412.19437 (overlapped pairs).
@@ -170,7 +170,7 @@ def make_schedule(
         num_stages=num_stages,
         num_micro_batches=num_micro_batches,
         rank_of=tuple(ranks),
-        orders=tuple(tuple(in_turns(rule.turns(shape))) for shape in shapes),
+        orders=tuple(tuple(make_order(rule.turns(shape))) for shape in shapes),
     )
 
 
@@ -179,10 +179,9 @@ class PipelineConfig(CheckedRecord):
     """Stages of a model over `ParallelConfig.pp` ranks, and the order of their micro-batches.
 
     Attributes:
-        layout: the layers of each stage, such as "Et*3|(tt|)*29m|L": E embedding, t a layer, m a
-            multi-token prediction module, L head and loss, | the border of two stages; ()
-            groups, *n repeats. None = layers as even as they divide, over `chunks` stages per rank,
-            and none of them begins with a layer that reads more than hidden states.
+        layout: the layers of each stage, such as "Et*3|(tt|)*29m|L": E embedding, t layer, m
+            multi-token prediction module, L head and loss, | border of two stages, () group, *n
+            repetition. None = equal numbers of layers in `chunks` stages per rank.
         chunks: stages per rank; None = by the layout, two for schedules in a V, otherwise one.
         schedule: the order of forwards and backwards, see docs/pipeline.md.
     """
@@ -203,10 +202,10 @@ class PipelineConfig(CheckedRecord):
     def stages(
         self, pp: int, num_layers: int, num_mtp_layers: int = 0, bound: frozenset[int] = frozenset()
     ) -> PipelineLayout:
-        """Return the stages of a model over pp ranks; `bound` is `StageParts.bound`.
+        """Return the layout of a model over pp ranks; `bound` is `StageParts.bound`.
 
         Raises:
-            ValueError: when the layout is not one of this model.
+            ValueError: if the layout does not fit the model.
         """
         if self.layout is not None:
             return parse_layout(self.layout, num_layers=num_layers, num_mtp_layers=num_mtp_layers)

@@ -1,12 +1,12 @@
-"""What the ranks of different pipeline stages know of one model, and what they sum.
+"""`AllStages`: the parameters of all pipeline stages, and which stages share a parameter.
 
-    parallelize_moe -> make_all_stages(model, meshes) -> AllStages, which the model carries
-    last micro-batch -> sum_copies(model) -> clip, with one place per parameter of all stages
+    parallelize_moe -> make_all_stages(model, meshes) -> AllStages, stored on the model
+    last micro-batch -> sum_copies(model) -> clip, with one entry per parameter of all stages
 
-A stage is what one pp rank has of the model. Names of its parameters are those of the whole model,
-so a name that several stages have is one parameter with copies: an embedding table that the first
-stage, multi-token prediction and a tied head read. Copies have the same values, so their gradients
-are summed over the stages that hold them, each rank with those in the same place of their stages.
+Parameter names are the names in the full model. If several stages have one name, the stages have
+copies of one parameter: an embedding table that the first stage, multi-token prediction and a tied
+head read. Copies have equal values. Their gradients are summed over the stages; each rank sums with
+the ranks of the same index in the other stages.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from moecore.parallel.mesh import Meshes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AllStages:
-    """Which parameters the stages of a model have."""
+    """The parameters of all stages of a model."""
 
     pp: int
     pp_rank: int
-    # Name of each parameter of the whole model -> how many stages hold it. The order is the same on
-    # every rank: by stage, then that of the stage's model.
+    # Parameter name -> number of stages that have it. The order is equal on every rank: by stage,
+    # then in the order of the stage's model.
     num_holders: Mapping[str, int]
-    # Name of each parameter that this rank and other stages hold -> ranks that hold the same part.
+    # Name of a parameter that this stage shares -> the ranks that have the same shard of it.
     holders: Mapping[str, dist.ProcessGroup]
     device: torch.device  # of the parameters, once they are real
 
     def num_copies(self, name: str) -> int:
-        """Return how many ranks hold a parameter that is not sharded within its stages."""
+        """Return the number of ranks that have a parameter if stages do not shard it."""
         return self.num_holders[clean_name(name)] * (dist.get_world_size() // self.pp)
 
     def place(self, names: list[str], values: Tensor) -> Tensor:
-        """Return one value per parameter of the whole model, 0 for those of other stages."""
+        """Return one value per parameter of all stages; parameters of other stages have 0."""
         order = {name: i for i, name in enumerate(self.num_holders)}
         index = torch.tensor([order[clean_name(name)] for name in names], dtype=torch.int64)
         placed = values.new_zeros(len(order))
@@ -53,18 +53,18 @@ class AllStages:
 
 
 def make_all_stages(model: nn.Module, meshes: Meshes) -> AllStages:
-    """Return what the stages of a sharded model hold. Collective over the world; a host sync."""
+    """Compare and describe the stages of a sharded model. Collective over the world, host sync."""
     peers, device_type = meshes.dense.get_group("pp"), meshes.device_type
     named = {clean_name(name): param for name, param in model.named_parameters()}
-    forms = gather({name: _form(p) for name, p in named.items()}, peers)
-    raise_on_all(_odd_copy(forms), device_type, group=peers)
+    forms = gather({name: _describe(p) for name, p in named.items()}, peers)
+    raise_on_all(_find_odd_copy(forms), device_type, group=peers)
     stages_of: dict[str, list[int]] = {}
     for pp_rank, forms_of_rank in enumerate(forms):
         for name in forms_of_rank:
             stages_of.setdefault(name, []).append(pp_rank)
     groups = {}
     for stages in sorted({tuple(s) for s in stages_of.values() if len(s) > 1}):
-        group = _peers_of(stages, meshes)
+        group = _make_peer_group(stages, meshes)
         if meshes.pp_rank in stages:
             groups[stages] = group
     shared = {n: groups[tuple(s)] for n, s in stages_of.items() if tuple(s) in groups}
@@ -93,8 +93,8 @@ def make_all_stages(model: nn.Module, meshes: Meshes) -> AllStages:
     )
 
 
-def _peers_of(stages: tuple[int, ...], meshes: Meshes) -> Any:
-    """Return the ranks of some stages in this rank's place, if it is in one. Collective."""
+def _make_peer_group(stages: tuple[int, ...], meshes: Meshes) -> Any:
+    """Return the group of this rank's index in several stages, or None. Collective."""
     size = meshes.stage_group.size()
     for place in range(size):
         ranks = [stage * size + place for stage in stages]
@@ -105,7 +105,7 @@ def _peers_of(stages: tuple[int, ...], meshes: Meshes) -> Any:
 
 
 def lay_out_as_parameter(param: nn.Parameter) -> None:
-    """Give a gradient the placements of its parameter: autograd may leave partial sums."""
+    """Redistribute a DTensor gradient to the placements of its parameter, if they differ."""
     grad = param.grad
     if not isinstance(param, DTensor) or not isinstance(grad, DTensor):
         return
@@ -113,16 +113,16 @@ def lay_out_as_parameter(param: nn.Parameter) -> None:
         param.grad = grad.redistribute(placements=param.placements)
 
 
-def _form(param: nn.Parameter) -> str:
-    """Return what copies of a parameter must have in common."""
+def _describe(param: nn.Parameter) -> str:
+    """Return a text of the properties that copies of a parameter must share."""
     kind = "trained" if param.requires_grad else "frozen"
     memory = "on meta" if param.is_meta else "real"
     sharding = f"sharded as {param.placements}" if isinstance(param, DTensor) else "not sharded"
     return f"{param.dtype} {tuple(param.shape)} {kind} {memory} {sharding}"
 
 
-def _odd_copy(forms: list[dict[str, str]]) -> str | None:
-    """Return in words how a copy differs from the first one."""
+def _find_odd_copy(forms: list[dict[str, str]]) -> str | None:
+    """Return an error text for the first copy that differs, or None."""
     first: dict[str, tuple[int, str]] = {}
     for pp_rank, forms_of_rank in enumerate(forms):
         for name, form in forms_of_rank.items():

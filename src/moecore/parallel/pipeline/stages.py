@@ -1,17 +1,17 @@
-"""Stages of a model: what a pipeline rank keeps of it, and the forward of one stage.
+"""Pipeline stages of a model: removal of other ranks' modules, and the forward of a stage.
 
 Legend: B sequences, T tokens of a sequence, D model dim, k multi-token prediction modules.
 
-    take_stages    the model -> the parts of this rank's stages; `Elsewhere` in place of the others
+    take_stages    replaces modules of other ranks' stages by `Elsewhere`
     __call__       tokens, labels, ..  -> embedding -> layers -> norm -> mtp -> head -> loss
                    hidden [B, T, D]    ------------>|                 |      |
                    hidden [1 + k, B, T, D] -------------------------->|      |
                                                     hidden of the next stage
 
-Every rank has all inputs of a micro-batch, so that hidden states alone travel. They are the
-residual stream until the final norm has run, and from then on the stack of normed states
-[h_0 .. h_k] of the decoder and of the modules that have run (see `MTPLayer` in `models/block.py`).
-A model without such modules has its norm where its head is.
+Every rank has all inputs of a micro-batch, so stages send only hidden states. Before the final norm
+they are the residual stream. After it they are the stack of normed states [h_0 .. h_k] of the
+decoder and of the MTP modules that have run (`MTPLayer` in `models/block.py`). A model without MTP
+modules runs the final norm in the stage of the head.
 """
 
 from __future__ import annotations
@@ -29,80 +29,80 @@ from moecore.parallel.pipeline.layout import Stage
 
 
 class Elsewhere(nn.Module):
-    """Stands for a module that another rank has, and returns as many values. No parameters."""
+    """Replaces a module of another rank's stage. It has no parameters and returns its input."""
 
     def __init__(self, module: nn.Module, *, results: int = 1) -> None:
         super().__init__()
         self._results = results
-        # Models of transformers read a layer's kind.
+        # transformers models read string attributes of layers, such as the attention type.
         named = ChainMap(vars(module), *map(vars, type(module).__mro__))  # type: ignore[arg-type]
         for name, value in named.items():
             if isinstance(value, str) and not name.startswith("_"):
                 setattr(self, name, value)
 
     def forward(self, x: Tensor, *_args: Any, **_kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:
-        """Return x itself, and None for further results."""
+        """Return x, followed by None for each further result."""
         return x if self._results == 1 else (x, *[None] * (self._results - 1))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageParts:
-    """What of a model stages are made of, by name of module."""
+    """The names of the modules that stages consist of."""
 
     embedding: str
     layers: str  # the ModuleList of transformer layers
-    final_modules: tuple[
-        str, ...
-    ]  # what runs between the last layer and the head, the final norm last
+    final_modules: tuple[str, ...]  # modules between the last layer and the head, norm last
     head: str
     mtp: str | None = None  # the ModuleList of multi-token prediction modules
     tied: bool = False  # whether the head reads the embedding table
-    results: int = 1  # that a layer returns, hidden states first
-    bound: frozenset[int] = frozenset()  # layers that read the further ones: no stage begins there
+    results: int = 1  # number of values that a layer returns, hidden states first
+    # Layers that read further results of the layer before, so no stage can begin with them.
+    bound: frozenset[int] = frozenset()
 
     def elsewhere(self, name: str, module: nn.Module) -> Elsewhere:
-        """Return what stands for a part on other ranks."""
+        """Return the replacement of a module on other ranks."""
         is_layer = name.startswith(f"{self.layers}.")
         return Elsewhere(module, results=self.results if is_layer else 1)
 
 
 @runtime_checkable
 class StagedModel(Protocol):
-    """What a pipeline asks of a model, or of what runs its stages (`Family.staged`)."""
+    """A model that can run pipeline stages (`Family.staged`)."""
 
     def stage_parts(self) -> StageParts:
-        """Return what stages are made of, the same before and after `take_stages`."""
+        """Return the modules of stages, equal before and after `take_stages`."""
 
     def hidden_shape(self, stage: Stage, inputs: Mapping[str, Any]) -> tuple[int, ...]:
-        """Return the shape of what enters a stage; see `hidden_shape`."""
+        """Return the shape of a stage's input hidden states."""
 
     def check_inputs(self, inputs: Mapping[str, Any]) -> None:
-        """Raise ValueError for a micro-batch that stages cannot run; every rank calls it first."""
+        """Raise a ValueError if stages cannot run a micro-batch. Every rank calls it first."""
 
     def get_submodule(self, target: str) -> nn.Module:
         """Return a module of the model by its name."""
 
     def set_submodule(self, target: str, module: nn.Module) -> None:
-        """Put a module in the place of one of the model."""
+        """Replace a module of the model."""
 
     def __call__(self, *, hidden: Tensor | None, stage: Stage, **inputs: Any) -> Tensor:
-        """Run the forward of one stage.
+        """Run the forward of one stage; return hidden states, or the loss (logits without labels).
 
-        `hidden` has this rank's tokens, as the stage before returned them, None with the embedding;
-        `inputs` are arguments of the model's forward by name, the same in every stage. It returns
-        hidden states for the next stage; with the head the loss, or the logits without labels.
+        Args:
+            hidden: output of the previous stage for this rank's tokens; None with the embedding.
+            stage: the stage.
+            inputs: keyword arguments of the model's forward, equal in every stage.
         """
 
 
 def take_stages(model: StagedModel, stages: Sequence[Stage]) -> None:
-    """Keep of a model what these stages need, in place; call it before `parallelize_moe`."""
+    """Replace the modules that these stages do not need, in place, before `parallelize_moe`."""
     check_arguments(take_stages, locals())
     parts, (num_layers, num_mtp) = model.stage_parts(), num_parts(model)
     local_modules: dict[str, nn.Module] = {}
     for stage in stages:
         _check_range(stage, "layers", stage.layers, num_layers)
         _check_range(stage, "mtp", stage.mtp, num_mtp)
-        local_modules |= dict(_input_problem(model, parts, stage, num_mtp))
+        local_modules |= dict(_list_needed_modules(model, parts, stage, num_mtp))
     for name, module in local_modules.items():
         if isinstance(module, Elsewhere):
             raise ValueError(
@@ -110,14 +110,14 @@ def take_stages(model: StagedModel, stages: Sequence[Stage]) -> None:
                 "take them of the whole model, once"
             )
     lists = [name for name in (parts.layers, parts.mtp) if name is not None]
-    entries = [f"{name}.{i}" for name in lists for i in range(_length(model, name))]
+    entries = [f"{name}.{i}" for name in lists for i in range(_count_entries(model, name))]
     for name in (parts.embedding, *entries, *parts.final_modules, parts.head):
         if name not in local_modules:
             model.set_submodule(name, parts.elsewhere(name, model.get_submodule(name)))
 
 
 def hidden_shape(model: StagedModel, stage: Stage, inputs: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the shape of what enters a stage on this rank. No communication."""
+    """Return the shape of a stage's input hidden states on this rank. No communication."""
     if stage.embedding or not (stage.layers or stage.mtp or stage.loss):
         raise ValueError(
             f"stage ({stage.index}) must get hidden states and run something: nothing enters the "
@@ -127,13 +127,15 @@ def hidden_shape(model: StagedModel, stage: Stage, inputs: Mapping[str, Any]) ->
 
 
 def num_parts(model: StagedModel) -> tuple[int, int]:
-    """Return how many layers and multi-token prediction modules a model has."""
+    """Return the numbers of layers and of multi-token prediction modules of a model."""
     parts = model.stage_parts()
-    return _length(model, parts.layers), 0 if parts.mtp is None else _length(model, parts.mtp)
+    return _count_entries(model, parts.layers), 0 if parts.mtp is None else _count_entries(
+        model, parts.mtp
+    )
 
 
 def loss_of(output: Any) -> Tensor:
-    """Return the loss in what a model's forward returns: itself, or transformers' `.loss`."""
+    """Return the loss from the output of a forward: the output, or its `.loss`."""
     loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
     if loss is None:
         raise ValueError(
@@ -144,15 +146,15 @@ def loss_of(output: Any) -> Tensor:
 
 
 def runs_norm(stage: Stage, num_mtp: int) -> bool:
-    """Whether the final norm runs in a stage of a model with so many MTP modules."""
+    """Whether the final norm runs in a stage of a model with `num_mtp` MTP modules."""
     return 0 in stage.mtp or (stage.loss and num_mtp == 0)
 
 
 def check_stage(model: StagedModel, parts: StageParts, stage: Stage, num_mtp: int) -> None:
-    """Raise ValueError when a part of a stage is elsewhere, but not under torch.compile."""
+    """Raise a ValueError if this rank lacks a module of a stage. Not under torch.compile."""
     if torch.compiler.is_compiling():
         return
-    for name, module in _input_problem(model, parts, stage, num_mtp):
+    for name, module in _list_needed_modules(model, parts, stage, num_mtp):
         if isinstance(module, Elsewhere):
             raise ValueError(
                 f"stage ({stage.index}) must be one that this rank has, but {name} is elsewhere: "
@@ -161,7 +163,7 @@ def check_stage(model: StagedModel, parts: StageParts, stage: Stage, num_mtp: in
 
 
 def need(inputs: Mapping[str, Any], *names: str) -> None:
-    """Raise ValueError for a micro-batch without one of these; "a or b" is either."""
+    """Raise a ValueError if a micro-batch lacks an argument; "a or b" = one is enough."""
     for name in names:
         if all(inputs.get(part) is None for part in name.split(" or ")):
             raise ValueError(
@@ -171,7 +173,7 @@ def need(inputs: Mapping[str, Any], *names: str) -> None:
 
 
 def check_hidden(hidden: Tensor | None, stage: Stage, shape: tuple[int, ...]) -> None:
-    """Raise ValueError for hidden states that are not those that enter a stage."""
+    """Raise a ValueError if hidden states do not have the shape of a stage's input."""
     if (hidden is None) != stage.embedding:
         shape_text = None if hidden is None else tuple(hidden.shape)
         raise ValueError(
@@ -180,7 +182,7 @@ def check_hidden(hidden: Tensor | None, stage: Stage, shape: tuple[int, ...]) ->
         )
     if hidden is None:
         return
-    is_empty = not (stage.layers or stage.mtp or stage.loss)  # a stack may enter it too
+    is_empty = not (stage.layers or stage.mtp or stage.loss)  # its input may be a stack
     received_shape = hidden.shape[-len(shape) :] if is_empty else hidden.shape
     if received_shape != shape or not hidden.is_floating_point():
         raise ValueError(
@@ -189,7 +191,7 @@ def check_hidden(hidden: Tensor | None, stage: Stage, shape: tuple[int, ...]) ->
         )
 
 
-def _input_problem(
+def _list_needed_modules(
     model: StagedModel, parts: StageParts, stage: Stage, num_mtp: int
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that a stage needs, with their names."""
@@ -213,5 +215,5 @@ def _check_range(stage: Stage, field: str, indices: Sequence[int], count: int) -
         )
 
 
-def _length(model: StagedModel, name: str) -> int:
+def _count_entries(model: StagedModel, name: str) -> int:
     return len(cast(nn.ModuleList, model.get_submodule(name)))

@@ -1,7 +1,7 @@
-"""When each rank ran what: a `Timeline`, simulated or measured, and its picture.
+"""`Timeline`: start and end of each item of a schedule, simulated or from profiler traces.
 
-simulate(schedule, costs) -> Timeline        torch.profiler's traces -> Timeline.from_traces(paths)
-                                     draw(timeline, "step.png")
+simulate(schedule, costs) -> Timeline       Timeline.from_traces(paths of torch.profiler)
+                             draw(timeline, "step.png")
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from moecore.parallel.pipeline.schedule import Schedule
 
 COLOURS = {"F": "#4477aa", "B": "#228833", "D": "#66ccaa", "W": "#ee8866"}
 NAMES = {"F": "forward", "B": "backward", "D": "gradient of inputs", "W": "gradients of weights"}
-ROW = 0.9  # of the height of a rank
+ROW = 0.9  # height of a bar, as a fraction of a rank's row
 WIDTH = 0.25  # inches per item of an order
-MOST_WIDTH = 120  # inches
+MAX_WIDTH = 120  # inches
 
 
 class Span(NamedTuple):
-    """One item of a rank's order, in any one unit of time."""
+    """One item of a rank's order with start and end, in any unit of time."""
 
     start: float
     end: float
@@ -35,17 +35,16 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """What each rank ran, and when."""
+    """The items of each rank with their times."""
 
-    # The spans of each rank in order of time; the first span of any rank starts at 0.
+    # The spans of each rank in order of time. The earliest span of all ranks starts at 0.
     spans: tuple[tuple[Span, ...], ...]
-    # Time of each rank, inside of its spans, that communication takes and no computation hides; ()
-    # = not known.
+    # Time of communication that computation does not hide, for each rank; () = unknown.
     exposed_exchange: tuple[float, ...] = ()
 
     @classmethod
     def from_spans(cls, spans: Iterable[tuple[int, Item, float, float]]) -> Timeline:
-        """Return a timeline of (rank, item, start, end), in any order and with any origin."""
+        """Return a timeline of tuples (rank, item, start, end) in any order, with any origin."""
         of_ranks = ((rank, Span(start, end, item)) for rank, item, start, end in spans)
         pair = sorted(of_ranks, key=lambda pair: (pair[0], *pair[1][:2]))
         if not pair:
@@ -66,41 +65,41 @@ class Timeline:
     def from_traces(cls, paths: Sequence[str | os.PathLike[str]]) -> Timeline:
         """Return the timeline of one profiled step, in microseconds.
 
-        An action lasts from its first to its last kernel on a GPU; on a CPU, as its host code.
+        On a GPU an action lasts from its first to its last kernel, on a CPU as long as its code.
 
         Args:
-            paths: Chrome traces of torch.profiler, of each pipeline rank in order, of one host.
+            paths: Chrome traces of torch.profiler, one per pipeline rank in order, from one host.
 
         Raises:
-            ValueError: when they have no action of a pipeline, or an action twice.
+            ValueError: if a trace has no pipeline action, or has an action twice.
         """
         check_arguments(Timeline.from_traces, locals())
         spans = [
             (rank, *span)
             for rank, path in enumerate(paths)
-            for span in _traced(json.loads(Path(path).read_bytes()))
+            for span in _read_items(json.loads(Path(path).read_bytes()))
         ]
         return cls.from_spans(spans)
 
     @property
     def makespan(self) -> float:
-        """Return the time from the first start to the last end."""
+        """Time from the first start to the last end."""
         return max(span.end for spans in self.spans for span in spans)
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """Return how long each rank runs something."""
+        """Busy time of each rank."""
         return tuple(sum(span.end - span.start for span in spans) for spans in self.spans)
 
     @property
     def bubble(self) -> float:
-        """Return the idle time of all ranks over their busy time."""
+        """Idle time of all ranks, divided by their busy time."""
         busy = sum(self.busy)
         return (len(self.spans) * self.makespan - busy) / busy
 
 
-def mark_name(item: Item) -> str:
-    """Return the name under which a profile shows an item of an order."""
+def name_item(item: Item) -> str:
+    """Return the name of an item in a profile."""
     return "moecore::" + " beside ".join(
         f"{a.kind} stage {a.stage} micro-batch {a.micro_batch}" for a in actions_of(item)
     )
@@ -109,8 +108,8 @@ def mark_name(item: Item) -> str:
 ACTION = re.compile(r"([FBDW]) stage (\d+) micro-batch (\d+)")
 
 
-def _traced(trace: Mapping[str, Any]) -> Iterator[tuple[Item, float, float]]:
-    """Yield the items of a Chrome trace, with start and end in microseconds."""
+def _read_items(trace: Mapping[str, Any]) -> Iterator[tuple[Item, float, float]]:
+    """Yield the items in a Chrome trace with start and end in microseconds."""
     traced_events = [(e, list(ACTION.finditer(str(e.get("name"))))) for e in trace["traceEvents"]]
     events = [(e, matches) for e, matches in traced_events if matches]
     on_gpu = [event for event in events if event[0].get("cat") == "gpu_user_annotation"]
@@ -122,7 +121,7 @@ def _traced(trace: Mapping[str, Any]) -> Iterator[tuple[Item, float, float]]:
 
 
 class Box(NamedTuple):
-    """A rectangle of the picture: rank r lies from r to r + ROW, and the chunk is the shade."""
+    """A rectangle of the picture; rank r has the rows from r to r + ROW."""
 
     start: float
     end: float
@@ -133,7 +132,7 @@ class Box(NamedTuple):
 
 
 def boxes(timeline: Timeline) -> Iterator[Box]:
-    """Yield the bars of `draw`: the two actions of an overlap are drawn above each other."""
+    """Yield the rectangles of `draw`; the two actions of an overlap share the height of a row."""
     for rank, spans in enumerate(timeline.spans):
         stages = sorted({action.stage for span in spans for action in actions_of(span.item)})
         for span in spans:
@@ -145,12 +144,9 @@ def boxes(timeline: Timeline) -> Iterator[Box]:
 
 
 def draw(timeline: Timeline, path: str | os.PathLike[str]) -> None:
-    """Write a PNG: a row per rank, a box per action with the number of its micro-batch.
+    """Write a PNG with a row per rank and a box per action, labelled by its micro-batch.
 
-    Colours are kinds of actions, and later chunks of a rank are lighter.
-
-    Raises:
-        ImportError: without matplotlib.
+    The colour is the kind of the action; later chunks are lighter. It needs matplotlib.
     """
     check_arguments(draw, locals())
     try:
@@ -170,7 +166,7 @@ def draw(timeline: Timeline, path: str | os.PathLike[str]) -> None:
         return tuple(c + (1 - c) * light for c in colors.to_rgb(COLOURS[box.action.kind]))
 
     ranks, end = len(timeline.spans), timeline.makespan
-    width = min(MOST_WIDTH, max(8.0, WIDTH * max(map(len, timeline.spans))))
+    width = min(MAX_WIDTH, max(8.0, WIDTH * max(map(len, timeline.spans))))
     figure = Figure(figsize=(width, 1.2 + 0.4 * ranks), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -199,16 +195,15 @@ Times = tuple[PositiveOrZero, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Costs(CheckedRecord):
-    """Time of one micro-batch on each stage, in any one unit."""
+    """Time of one micro-batch on each stage, in any unit."""
 
-    forward: Times  # computation of a forward
-    backward_inputs: Times  # computation of the gradient of inputs; recomputation counts here
-    backward_weights: Times  # computation of the gradients of weights
-    # Communication inside of a stage's forward, such as that of experts, that the forward alone
-    # does not hide; () = none.
+    forward: Times  # compute of a forward
+    backward_inputs: Times  # compute of input gradients, with recomputation
+    backward_weights: Times  # compute of weight gradients
+    # Communication in a forward, such as dispatch, that the forward does not hide; () = none.
     forward_exchange: Times = ()
-    backward_exchange: Times = ()  # likewise of its backward: it belongs to the gradient of inputs
-    transfer: PositiveOrZero = 0.0  # hidden states, or their gradient, from one rank to another
+    backward_exchange: Times = ()  # the same for the gradient of inputs
+    transfer: PositiveOrZero = 0.0  # message of hidden states, or their gradient, between ranks
 
     def _rules(self) -> Rules:
         number = len(self.forward)
@@ -225,7 +220,7 @@ class Costs(CheckedRecord):
     def of_forward(
         cls, forward: Sequence[PositiveOrZero], *, inputs: float = 1.0, weights: float = 1.0
     ) -> Costs:
-        """Return costs whose backward takes multiples of the forward, without communication."""
+        """Return costs without communication; backward times are multiples of forward times."""
         return cls(
             forward=tuple(forward),
             backward_inputs=tuple(inputs * time for time in forward),
@@ -233,7 +228,7 @@ class Costs(CheckedRecord):
         )
 
     def of(self, action: Action) -> tuple[float, float]:
-        """Return computation and exchange of an action without overlap, one after the other."""
+        """Return the times of compute and of communication of an action without overlap."""
         stage, compute = action.stage, 0.0
         if action.kind == "F":
             exchange = self.forward_exchange[stage] if self.forward_exchange else 0.0
@@ -247,14 +242,14 @@ class Costs(CheckedRecord):
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """Return when each rank runs what.
+    """Return the timeline of a schedule with these costs.
 
-    In an `Overlap` one stream computes and one communicates, and each of the two actions waits for
-    itself alone. So the pair takes the longest of: the computation of both, the exchange of both,
-    and either action alone. Its two results leave at its end.
+    An `Overlap` has one compute stream and one communication stream. Its time is the maximum of:
+    the compute of both actions, the communication of both actions, and the time of each action. Its
+    results are sent at its end.
 
     Raises:
-        ValueError: when the costs are of another number of stages.
+        ValueError: if the costs have another number of stages than the schedule.
     """
     check_arguments(simulate, locals())
     if len(costs.forward) != schedule.num_stages:
@@ -274,7 +269,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 def spans_of(
     schedule: Schedule, duration: Callable[[Item], float], transfer: float
 ) -> tuple[tuple[Span, ...], ...]:
-    """Return when each rank runs what; `transfer` is the time of a message between ranks."""
+    """Return the spans of each rank; `transfer` is the time of a message between ranks."""
     spans: list[list[Span]] = [[] for _ in range(schedule.pp)]
     ends: dict[Action, tuple[int, float]] = {}  # rank and end
     for rank, item in schedule.in_time():
@@ -292,7 +287,7 @@ def spans_of(
 
 
 def _duration(item: Item, costs: Costs) -> tuple[float, float]:
-    """Return the computation of an item, and its duration with exposed communication."""
+    """Return the compute time of an item, and its duration with exposed communication."""
     parts = [costs.of(action) for action in actions_of(item)]
     computes, exchanges = zip(*parts, strict=True)
     unpaired = [compute + exchange for compute, exchange in parts]

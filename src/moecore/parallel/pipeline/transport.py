@@ -62,7 +62,7 @@ class _SentMessage:
 
 
 @contextmanager
-def _reaching(operation: str, rank: int) -> Iterator[None]:
+def _explain_errors(operation: str, rank: int) -> Iterator[None]:
     """Turn errors of communication into a `PipelineError` that names the message and the rank."""
     try:
         yield
@@ -87,7 +87,7 @@ class StageTransport:
     ) -> None:
         self._schedule, self._rank, self._groups = schedule, rank, groups
         self._shape_of, self._dtype, self._device = shape_of, dtype, device
-        self._to_come = {
+        self._pending_receives = {
             source: deque(
                 m for m in _outgoing_messages(schedule, source) if self._target(m) == rank
             )
@@ -96,11 +96,13 @@ class StageTransport:
         self._inbox: dict[_Message, _ReceivedMessage] = {}
         self._local_messages: dict[_Message, Tensor] = {}  # for a neighbouring stage on this rank
         self._sends: list[_SentMessage] = []
-        self._items = {source: _items_of(schedule, source) for source in self._to_come}
+        self._items = {
+            source: _index_messages(schedule, source) for source in self._pending_receives
+        }
 
     def receive(self, action: Action) -> Tensor | None:
         """Return the hidden states or the gradient that an action reads; None = it reads none."""
-        message = _needed_by(action, self._schedule.num_stages)
+        message = _needed_message(action, self._schedule.num_stages)
         if message is None:
             return None
         source = self._schedule.rank_of[message.stage]
@@ -111,24 +113,24 @@ class StageTransport:
         # receive is posted before all work that its sender may wait for has been launched. The host
         # runs ahead of the GPU, so late posts cost no time.
         while message not in self._inbox:
-            self._post(self._to_come[source].popleft(), source)
+            self._post(self._pending_receives[source].popleft(), source)
         received_message = self._inbox.pop(message)
-        with _reaching(f"{message} from", source):
+        with _explain_errors(f"{message} from", source):
             received_message.work.wait()
         self._free(source, self._items[source].sent_at[message])
         return received_message.tensor
 
     def send(self, action: Action, tensor: Tensor) -> None:
         """Send the result of an action to the rank that needs it."""
-        message = _made_by(action)
+        message = _sent_message(action)
         target = self._target(message)
         assert target is not None, "the loss and the gradient of the tokens stay"
         if target == self._rank:
             self._local_messages[message] = tensor
             return
         tensor = tensor.contiguous()
-        group = _group_of(self._groups, self._rank, target)
-        with _reaching(f"{message} for", target):
+        group = _choose_group(self._groups, self._rank, target)
+        with _explain_errors(f"{message} for", target):
             work = dist.isend(tensor, group=group, group_dst=target)
         assert work is not None
         self._sends.append(_SentMessage(tensor, work, message, target))
@@ -149,7 +151,7 @@ class StageTransport:
     def _wait_for(self, is_due: Callable[[_SentMessage], bool]) -> None:
         """Let the current stream wait for the sends that `is_due` selects, and free them."""
         for message in filter(is_due, self._sends):
-            with _reaching(f"{message.message} for", message.target):
+            with _explain_errors(f"{message.message} for", message.target):
                 message.work.wait()
         self._sends = [message for message in self._sends if not is_due(message)]
 
@@ -157,8 +159,8 @@ class StageTransport:
         stage = message.stage + 1 if message.is_forward else message.stage
         shape = self._shape_of(stage, message.micro_batch)
         tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
-        group = _group_of(self._groups, source, self._rank)
-        with _reaching(f"{message} from", source):
+        group = _choose_group(self._groups, source, self._rank)
+        with _explain_errors(f"{message} from", source):
             work = dist.irecv(tensor, group=group, group_src=source)
         assert work is not None
         self._inbox[message] = _ReceivedMessage(tensor, work)
@@ -175,7 +177,7 @@ def connect(groups: Groups, rank_of: Sequence[int], rank: int, device: torch.dev
     neighbours = {pair for pair in pairwise(rank_of) if pair[0] != pair[1]}
     number = torch.zeros(1, device=device)
     for source, target in sorted(neighbours | {(b, a) for a, b in neighbours}):
-        group = _group_of(groups, source, target)
+        group = _choose_group(groups, source, target)
         if rank == source:
             dist.send(number, group=group, group_dst=target)
         elif rank == target:
@@ -184,7 +186,7 @@ def connect(groups: Groups, rank_of: Sequence[int], rank: int, device: torch.dev
             number.item()  # host sync: the number has been received
 
 
-def _group_of(groups: Groups, source: int, target: int) -> dist.ProcessGroup:
+def _choose_group(groups: Groups, source: int, target: int) -> dist.ProcessGroup:
     up, down = groups
     return up if source < target else down
 
@@ -196,22 +198,22 @@ class _Items(NamedTuple):
     read_at: Mapping[_Message, int]
 
 
-def _items_of(schedule: Schedule, rank: int) -> _Items:
+def _index_messages(schedule: Schedule, rank: int) -> _Items:
     sent_at, read_at = dict[_Message, int](), dict[_Message, int]()
     for i, item in enumerate(schedule.orders[rank]):
         for action in actions_of(item):
             if action.kind != "W":
-                sent_at[_made_by(action)] = i
-            if (message := _needed_by(action, schedule.num_stages)) is not None:
+                sent_at[_sent_message(action)] = i
+            if (message := _needed_message(action, schedule.num_stages)) is not None:
                 read_at[message] = i
     return _Items(sent_at, read_at)
 
 
-def _made_by(action: Action) -> _Message:
+def _sent_message(action: Action) -> _Message:
     return _Message(action.kind == "F", action.stage, action.micro_batch)
 
 
-def _needed_by(action: Action, num_stages: int) -> _Message | None:
+def _needed_message(action: Action, num_stages: int) -> _Message | None:
     """Return the message that an action needs from another stage; None = no message."""
     is_forward = action.kind == "F"
     stage = action.stage + (-1 if is_forward else 1)
@@ -223,4 +225,4 @@ def _needed_by(action: Action, num_stages: int) -> _Message | None:
 def _outgoing_messages(schedule: Schedule, rank: int) -> list[_Message]:
     """Return the messages of a rank's stages in the order in which they are sent."""
     actions = [action for item in schedule.orders[rank] for action in actions_of(item)]
-    return [_made_by(action) for action in actions if action.kind != "W"]
+    return [_sent_message(action) for action in actions if action.kind != "W"]
