@@ -81,3 +81,20 @@ def test_slurm(job: dict[str, str], tmp_path: Path) -> None:
     slurm |= dict(ARGS="--config plan.toml --data a.jsonl")
     found = run(script, tmp_path, job | slurm)
     assert found == "train --run-dir runs/mine --config plan.toml --data a.jsonl"
+
+
+@pytest.mark.nightly  # the same options of torchrun as those of Slurm
+def test_kubernetes(job: dict[str, str], tmp_path: Path) -> None:
+    """The operator's variables are all that torchrun needs to know."""
+    spec = yaml.safe_load((CLUSTER / "pytorchjob.yaml").read_text())["spec"]
+    worker: Any = spec["pytorchReplicaSpecs"]["Worker"]
+    (pod,) = worker["template"]["spec"]["containers"]
+    assert spec["elasticPolicy"]["maxReplicas"] == worker["replicas"] == 2
+    assert pod["name"] == "pytorch" and pod["command"] == ["bash", "-c"]
+    mounts = {mount["name"] for mount in pod["volumeMounts"]}
+    assert mounts == {volume["name"] for volume in worker["template"]["spec"]["volumes"]}
+    operator = dict(PET_RDZV_BACKEND="c10d", PET_NNODES="2", PET_NPROC_PER_NODE="1")
+    operator["PET_RDZV_ENDPOINT"] = f"localhost:{free_port()}"
+    environ = {each["name"]: str(each["value"]) for each in pod["env"]}
+    found = run(both(*pod["args"] * 2), tmp_path, job | environ | operator)
+    assert found == "train --run-dir /runs/moecore --preset qwen3-30b-a3b --ep 8 --compile"
