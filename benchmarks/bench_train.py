@@ -1,11 +1,13 @@
 r"""A whole training step: tokens/s, TFLOP/s, share of the dense ceiling, memory, where time goes.
 
-    torchrun --nproc-per-node 8 -m benchmarks.bench_train --preset qwen3-30b-a3b --compile \
+    torchrun --nproc-per-node 8 -m benchmarks.bench_train --preset qwen3-30b-a3b --compile-dense \
         --seq-len 4096 --batch-size 4 --dispatcher nvlink --row-factor 1.05 \
         --routing balanced --tokens random
 
-    torchrun --nproc-per-node 1 -m benchmarks.bench_train --preset qwen3-30b-a3b --layers 6 \
-        --compile --gather-once --seq-len 4096 --batch-size 2 --quantile --bias-per-micro-batch \
+    torchrun --nproc-per-node 1 -m benchmarks.bench_train --preset qwen3-30b-a3b --num-layers 6 \
+        --compile-dense --dense-strategy optim --experts-strategy optim_grads_params \
+        --seq-len 4096 --batch-size 2 --expert-bias --score-function sigmoid \
+        --bias-update quantile --bias-update-rate 1 --bias-per-micro-batch \
         --lr 3e-4 --schedule-steps 400 --precision blockwise --against-bf16
 
 It is the loop of `moecore train` with that command's arguments; `--routing`, `--warm-up`,
@@ -41,6 +43,8 @@ import torch.distributed as dist
 from benchmarks.power import PowerLog
 from benchmarks.records import RESULTS, Environment, append_row, results_path
 from benchmarks.trace import Breakdown, table, trace
+from moecore.base.options.dispatch import NVLinkOptions
+from moecore.models import DecoderConfig
 from moecore.models.size import active_params, flops_per_token, num_params
 from moecore.moe.forced import force_even_load, force_load
 from moecore.recipes import train
@@ -49,8 +53,7 @@ from moecore.recipes.errors import ARGUMENT_ERRORS, RUN_ERRORS, print_rank_error
 from moecore.recipes.host import bind_to_gpu
 from moecore.recipes.loop import train_step
 from moecore.recipes.metrics import Launched, Metrics, Moment
-from moecore.recipes.optimizer import optimizer_of
-from moecore.recipes.options import parse_arguments
+from moecore.recipes.train import ByteTraining, TrainConfig
 
 CEILING_SIDE = 8192
 CEILING_SECONDS = 2.0
@@ -111,8 +114,8 @@ def main() -> int:
     if "WORLD_SIZE" not in os.environ:
         print("bench_train: error: start it with torchrun --nproc-per-node N -m", file=sys.stderr)
         return 2
-    args = parse_arguments([*rest, "--checkpoint-every", "0", "--sample-bytes", "0"])
-    args.steps, args.routing = max(args.steps, own.warm_up + own.timed), own.routing
+    args = train.parse_arguments([*rest, "--checkpoint-every", "0", "--sample-bytes", "0"])
+    args = dataclasses.replace(args, steps=max(args.steps, own.warm_up + own.timed))
     rows: list[Row] = []
     for run in runs_of(own, args):
         try:
@@ -152,13 +155,13 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def runs_of(own: argparse.Namespace, args: argparse.Namespace) -> list[argparse.Namespace]:
+def runs_of(own: argparse.Namespace, args: TrainConfig) -> list[TrainConfig]:
     """Return the arguments of each run: with --against-bf16 that without FP8 products is first."""
-    bf16 = argparse.Namespace(**vars(args) | {"precision": None, "fp8_head": False})
+    bf16 = dataclasses.replace(args, precision=None, fp8={})
     return [bf16, args] if own.against_bf16 else [args]
 
 
-def check_own(own: argparse.Namespace, args: argparse.Namespace) -> None:
+def check_own(own: argparse.Namespace, args: TrainConfig) -> None:
     """Raise ValueError for this script's options where they do not go with the others."""
     if args.cuda_graph and own.warm_up < GRAPH_WARM_UP:
         raise ValueError(
@@ -198,10 +201,10 @@ def parse_own(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args(arguments)
 
 
-def measure(job: train.Pretraining, own: argparse.Namespace) -> Row:
+def measure(job: ByteTraining, own: argparse.Namespace) -> Row:
     """Return the row of one run, without the ceiling; collective."""
     seconds, metrics, power = time_steps(job, warm_up=own.warm_up, timed=own.timed)
-    row = describe_run(job, seconds, metrics) | power
+    row = describe_run(job, seconds, metrics, own.routing) | power
     if own.trace and job.device.type == "cuda":
         row |= traced(job, first_step=own.warm_up + own.timed + 1)
     job.owner.check()  # no row of steps whose tokens got lost
@@ -209,7 +212,7 @@ def measure(job: train.Pretraining, own: argparse.Namespace) -> Row:
 
 
 def time_steps(
-    job: train.Pretraining, *, warm_up: int, timed: int
+    job: ByteTraining, *, warm_up: int, timed: int
 ) -> tuple[list[float], list[Metrics], dict[str, float]]:
     """Return seconds and power of the timed steps on this rank, and the metrics of all steps."""
     _, warm = run_steps(job, range(1, warm_up + 1))
@@ -229,7 +232,7 @@ def time_steps(
     return seconds, warm + metrics, power.summary()
 
 
-def run_steps(job: train.Pretraining, steps: range) -> tuple[list[Moment], list[Metrics]]:
+def run_steps(job: ByteTraining, steps: range) -> tuple[list[Moment], list[Metrics]]:
     """Return the end of each step and its metrics; all have ended."""
     launched: list[Launched] = []
     metrics = []
@@ -240,7 +243,9 @@ def run_steps(job: train.Pretraining, steps: range) -> tuple[list[Moment], list[
     return [done.ended for done in launched], metrics
 
 
-def describe_run(job: train.Pretraining, seconds: list[float], metrics: list[Metrics]) -> Row:
+def describe_run(
+    job: ByteTraining, seconds: list[float], metrics: list[Metrics], routing: str
+) -> Row:
     """Return the row of one run; collective."""
     config, world = job.model.config, dist.get_world_size()
     slowest = torch.tensor(seconds, dtype=torch.float64, device=job.device)
@@ -253,14 +258,14 @@ def describe_run(job: train.Pretraining, seconds: list[float], metrics: list[Met
         stats = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         peak = torch.tensor(stats, dtype=torch.float64, device=job.device) / 2**30
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-    optimizer = optimizer_of(job.args)
+    optimizer = job.args.optimizer
     return {
         "op": "train",
         "preset": job.args.preset,
         "num_gpus": world,
         "parameters": num_params(config),
         "active_parameters": active_params(config),
-        **{name: getattr(job.args, name) for name in SHOWN},
+        **shown_options(job.args, config, routing),
         "optimizer": optimizer.optimizer,
         "moment_dtype": optimizer.moment_dtype,
         "ep": job.meshes.parallel.ep,
@@ -278,7 +283,40 @@ def describe_run(job: train.Pretraining, seconds: list[float], metrics: list[Met
     }
 
 
-def traced(job: train.Pretraining, *, first_step: int) -> Row:
+def shown_options(args: TrainConfig, config: DecoderConfig, routing: str) -> Row:
+    """Return the options that distinguish two runs, under their names in the records."""
+    sharding, fsdp, nvlink = args.sharding, args.fsdp, args.nvlink or NVLinkOptions()
+    assert config.moe is not None
+    values = {name: getattr(args, name) for name in SHOWN if hasattr(args, name)}
+    values |= {name: args.parallel.get(name) for name in ("ep", "cp", "tp", "dp_shard")}
+    values |= {
+        "layers": args.model.get("num_layers"),
+        "routing": routing,
+        "quantile": config.moe.balance.bias_update == "quantile",
+        "bias_per_micro_batch": config.moe.balance.bias_per_micro_batch,
+        "dispatcher": sharding.dispatcher,
+        "row_factor": None if nvlink == NVLinkOptions() else nvlink.row_factor,
+        "exact_rows": nvlink.row_factor == "exact",
+        "experts": sharding.expert_backend,
+        "compile": sharding.compile_dense,
+        "graph_dense": sharding.graph_dense,
+        "recompute": args.memory.recompute,
+        "offload": args.memory.offload,
+        "stash": sharding.stash or args.stash is not None,
+        "clones": sharding.clones or args.clones is not None,
+        "gather_once": fsdp.dense_strategy == "optim",
+        "keep_experts": (fsdp.experts_strategy or fsdp.dense_strategy) == "optim",
+        "blocks_per_unit": fsdp.blocks_per_unit,
+        "fp8_gather": fsdp.fp8_param_gather,
+        "no_overlap": not nvlink.overlap_weight_grads,
+        "send_again": not nvlink.keep_rows,
+        "fp8_dispatch": sharding.fp8_dispatch,
+        "fp8_head": args.fp8.get("fp8_head", False),
+    }
+    return {name: values[name] for name in SHOWN}
+
+
+def traced(job: ByteTraining, *, first_step: int) -> Row:
     """Return the breakdown of one more step on rank 0; every rank steps."""
     dist.barrier()
     found = trace(lambda: train_step(job, first_step).metrics())

@@ -28,18 +28,23 @@ from benchmarks.gate import ROOT
 
 LIMIT = 600  # seconds of a call
 STEP = (
-    "-m benchmarks.bench_train --compile --gather-once --seq-len 4096 --moment-dtype bfloat16 "
+    "-m benchmarks.bench_train --compile-dense --dense-strategy optim "
+    "--experts-strategy optim_grads_params --seq-len 4096 --moment-dtype bfloat16 "
     "--dispatcher nvlink --warm-up 8 --timed 8 --results {records}"
 )
 GRAPH = "--cuda-graph"
 EVEN = "--tokens random --routing balanced --row-factor 1.5"
 FRESH = "--lr 3e-4 --schedule-steps 40000"  # 2,000 steps of warm-up
+QUANTILE = (
+    "--expert-bias --score-function sigmoid --bias-update quantile --bias-update-rate 1 "
+    "--bias-per-micro-batch"
+)
 KINDS = {  # of routing: even by force, or what a router has learned in 16 steps
     "even": f"{EVEN} {GRAPH}",
     "eager": EVEN,
     "natural": f"{FRESH} {GRAPH} --row-factor 2 --tokens random",
     "text": f"{FRESH} {GRAPH} --row-factor 3",  # a busier rank would capture in a timed step
-    "quantile": f"{FRESH} {GRAPH} --row-factor 2 --quantile --bias-per-micro-batch",
+    "quantile": f"{FRESH} {GRAPH} --row-factor 2 {QUANTILE}",
 }
 PACKED = "--fp8-dispatch"
 FP8 = f"--precision blockwise {PACKED}"
@@ -94,7 +99,7 @@ def steps_of(preset: str, rows: int, kinds: Iterable[str]) -> tuple[Run, ...]:
 def scaled(ranks: int) -> Run:
     """Return a step of 6 layers on some of the GPUs."""
     ep = f"--ep {ranks}" if ranks > 1 else "--dispatcher auto"
-    arguments = f"--preset qwen3-30b-a3b --layers 6 --batch-size 4 {EVEN} {GRAPH} {ep}"
+    arguments = f"--preset qwen3-30b-a3b --num-layers 6 --batch-size 4 {EVEN} {GRAPH} {ep}"
     return replace(step(f"{ranks}-ranks", arguments, 60, f"--ep {ranks}"), ranks=ranks)
 
 

@@ -82,6 +82,7 @@ from moecore.planning import (
 )
 from moecore.planning.costs import Exposed, Point
 from moecore.planning.gpus import GPUS
+from moecore.recipes.corpora import SourceOptions
 from moecore.recipes.grpo import SamplingOptions
 from moecore.recipes.loggers import LoggerOptions
 from moecore.recipes.lora import LoRAOptions
@@ -309,6 +310,7 @@ RECORDS: list[tuple[type, dict[str, Any]]] = [
     (SearchRequest, dict(model=DecoderConfig(**DECODER, mlp_hidden_dim=8), num_gpus=4, seq_len=8)),
     (StageLength, dict(name="short", steps=1)),
     *((record, {}) for record in (BatchRamp, LoggerOptions, RotaryOptions, SampleOptions)),
+    (SourceOptions, {"path": "a.jsonl"}),
     *((record, {}) for record in (ColumnNames, DatasetOptions)),
     (SamplingOptions, dict(reward="rewards:length")),
 ]

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,22 +61,21 @@ def check(row: dict[str, Any], said: str) -> None:
 
 @pytest.mark.slow
 def test_a_wrong_argument_is_one_line(tmp_path: Path) -> None:
-    words = f"{ARGUMENTS} --layers 9 --run-dir {tmp_path}".split()
+    words = f"{ARGUMENTS} --num-layers 0 --run-dir {tmp_path}".split()
     said = run("bench_train", words, num_ranks=1, code=2)
-    assert "--layers (9) must be <= num_layers (2)" in said
+    assert "--num-layers (0) must be a whole number >= 1" in said
 
 
-@pytest.mark.parametrize("more", ["", "--fp8-head", "--fp8-gather --fp8-dispatch --fp8-head"])
+@pytest.mark.parametrize("more", ["", "--fp8-head", "--fp8-param-gather --fp8-dispatch --fp8-head"])
 def test_the_baseline_in_bf16_has_no_products_in_fp8(more: str) -> None:
     """A head in FP8 has no precision to take its recipe from there, and was refused."""
     own, rest = parse_own(f"--precision blockwise --against-bf16 {more}".split())
     args = train.parse_arguments(rest)
     bf16, run = runs_of(own, args)
-    assert train.precision_of(bf16) is None and not bf16.fp8_head
-    precision = train.precision_of(run)
+    assert bf16.precision_options() is None
+    precision = run.precision_options()
     assert precision is not None and precision.fp8_head == ("--fp8-head" in more)
-    same = vars(run) | {"precision": None, "fp8_head": False}
-    assert vars(bf16) == same, "nothing else differs"
+    assert bf16 == replace(run, precision=None, fp8={}), "nothing else differs"
 
 
 def test_a_row_from_before_an_option_is_one_without_it() -> None:

@@ -35,7 +35,7 @@ def too_many_rows() -> ExchangeError:
 def run_rank(args: object) -> int:
     build = train.build_job
 
-    def build_job(args: object) -> train.Pretraining:
+    def build_job(args: object) -> train.ByteTraining:
         job = build(args)
         if dist.get_rank() == 1:
             capacity_of(job.model).holders = (Overflowing(too_many_rows()),)

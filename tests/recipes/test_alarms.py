@@ -15,7 +15,10 @@ import pytest
 from moecore.planning import report_trace
 
 LAYER = "model.layers.0.mlp"
-RUN = "--preset tiny-qwen3 --tokens random --layers 1 --batch-size 1 --seq-len 16 --sample-bytes 0"
+RUN = (
+    "--preset tiny-qwen3 --tokens random --num-layers 1 --batch-size 1 --seq-len 16"
+    " --sample-bytes 0"
+)
 
 
 @pytest.fixture

@@ -97,4 +97,4 @@ def test_kubernetes(job: dict[str, str], tmp_path: Path) -> None:
     operator["PET_RDZV_ENDPOINT"] = f"localhost:{free_port()}"
     environ = {each["name"]: str(each["value"]) for each in pod["env"]}
     found = run(both(*pod["args"] * 2), tmp_path, job | environ | operator)
-    assert found == "train --run-dir /runs/moecore --preset qwen3-30b-a3b --ep 8 --compile"
+    assert found == "train --run-dir /runs/moecore --preset qwen3-30b-a3b --ep 8 --compile-dense"

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from moecore.recipes.corpora import SourceOptions
 from tests.packing.test_corpus_files import BIN, IDX, written
 
+source_of = SourceOptions.from_word
 TEXTS = [f"document {i} " * (1 + i % 4) for i in range(30)]
 
 
@@ -20,7 +22,7 @@ def tokens_of(pretrain: ModuleType, word: str, *, workers: int = 0, steps: int =
     """Rows of one source, without padding."""
     from moecore.recipes.data import BatchShape
 
-    source = pretrain.read_source(pretrain.source_of(word), pretrain.Tokenizer("bytes"))
+    source = pretrain.read_source(source_of(word), pretrain.Tokenizer("bytes"))
     options = pretrain.CorpusOptions(row_tokens=16, shuffle_buffer=7, partitions=8)
     shape = BatchShape(data_ranks=1, grad_accum=2, batch_size=2, seq_len=16)
     steps_of = pretrain.CorpusSteps([source], options, shape, data_rank=0, workers=workers)
@@ -37,7 +39,7 @@ def test_paths_of_each_kind(pretrain: ModuleType, tmp_path: Path) -> None:
         f"{prefix}.bin": [[1, 2, 3, 258], [], [7, 8]],
         f"{tmp_path}/b.jsonl,field=body": [[97, 98], [1, 2]],
     }.items():
-        source = pretrain.read_source(pretrain.source_of(word), pretrain.Tokenizer("bytes"))
+        source = pretrain.read_source(source_of(word), pretrain.Tokenizer("bytes"))
         assert [list(source.tokenize(document)) for document in source.documents] == wanted
 
 
@@ -45,9 +47,7 @@ def test_parquet_files_are_read(pretrain: ModuleType, tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     path = tmp_path / "a.parquet"
     datasets.Dataset.from_dict({"body": ["ab", "c"]}).to_parquet(path)
-    source = pretrain.read_source(
-        pretrain.source_of(f"{path},field=body"), pretrain.Tokenizer("bytes")
-    )
+    source = pretrain.read_source(source_of(f"{path},field=body"), pretrain.Tokenizer("bytes"))
     found = [source.tokenize(document) for document in source.documents]
     assert found == [[97, 98], [99]]
 
@@ -56,12 +56,12 @@ def test_broken_lines_are_counted_and_left_out(pretrain: ModuleType, tmp_path: P
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "ab"}\n\n{"text": \n{"body": "c"}\n{"text": "d"}\n')
     source = pretrain.read_source(
-        pretrain.source_of(f"{path},skip_invalid=true"), pretrain.Tokenizer("bytes")
+        source_of(f"{path},skip_invalid=true"), pretrain.Tokenizer("bytes")
     )
     assert [source.tokenize(document) for document in source.documents] == [[97, 98], [100]]
     assert (source.documents.num_invalid, source.documents.num_empty) == (2, 1)
     with pytest.raises(ValueError, match=r"a\.jsonl line 3 must be a JSON object with 'text', not"):
-        pretrain.read_source(pretrain.source_of(f"{path}"), pretrain.Tokenizer("bytes"))
+        pretrain.read_source(source_of(f"{path}"), pretrain.Tokenizer("bytes"))
 
 
 @pytest.mark.parametrize("blank", ["\r", "   ", "\t\r", "\ufeff", "\x85", "\xa0\u2028"])
@@ -86,11 +86,11 @@ def test_errors_of_sources_are_short(pretrain: ModuleType) -> None:
     row = {f"field_{i}": "" for i in range(5000)}
     for call in (
         lambda: Tokens(bytes_, long)(row),
-        lambda: pretrain.source_of(f"{long},{long}=1"),
-        lambda: pretrain.source_of(f"{long},weight={long}"),
-        lambda: pretrain.read_source(pretrain.source_of(long), bytes_),
-        lambda: pretrain.read_source(pretrain.source_of(f"{long}.jsonl"), bytes_),
-        lambda: pretrain.read_source(pretrain.source_of(f"{long},stream=true"), bytes_),
+        lambda: source_of(f"{long},{long}=1"),
+        lambda: source_of(f"{long},weight={long}"),
+        lambda: pretrain.read_source(source_of(long), bytes_),
+        lambda: pretrain.read_source(source_of(f"{long}.jsonl"), bytes_),
+        lambda: pretrain.read_source(source_of(f"{long},stream=true"), bytes_),
     ):
         with pytest.raises(ValueError, match=r"must (have|be)") as error:
             call()
@@ -218,9 +218,7 @@ def test_a_step_has_the_same_rows_however_they_are_shared(
     from moecore.recipes.data import BatchShape
 
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
-    source = pretrain.read_source(
-        pretrain.source_of(f"{tmp_path}/a.jsonl"), pretrain.Tokenizer("bytes")
-    )
+    source = pretrain.read_source(source_of(f"{tmp_path}/a.jsonl"), pretrain.Tokenizer("bytes"))
     found = []
     for ranks, accum, batch in (1, 6, 1), (2, 1, 3), (3, 2, 1):
         shape = BatchShape(data_ranks=ranks, grad_accum=accum, batch_size=batch, seq_len=16)

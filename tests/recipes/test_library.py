@@ -6,22 +6,19 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from moecore.base.options.fsdp import FSDPOptions
 from moecore.cli import main
 from moecore.models import DecoderConfig, preset
 from moecore.planning import plan_memory, plan_time
 from moecore.planning.costs import CostTable
 from moecore.planning.gpus import gpu_of
 from moecore.recipes import finetune, grpo, pretrain
-from moecore.recipes.decoder_config import model_config
 from moecore.recipes.dry_run import planned_run
 from moecore.recipes.library import CONFIGS, ShippedRecipe, names
-from moecore.recipes.options import moe_of, parallel_config
-from moecore.recipes.records import values_of
-from moecore.recipes.sharding import records_of
+from moecore.recipes.options import moe_of
 
 COMMANDS = {"moecore pretrain": pretrain, "moecore finetune": finetune, "moecore grpo": grpo}
 # The native decoder has the sizes of the Hugging Face model, whose files are not here.
@@ -50,9 +47,9 @@ def test_recipes_are_of_all_commands_and_families() -> None:
     assert {ShippedRecipe.read(name).facts["command"] for name in names()} == COMMANDS.keys()
 
 
-def model_of(name: str, command: object, args: object) -> DecoderConfig:
+def model_of(name: str, command: object, args: Any) -> DecoderConfig:
     if command is pretrain:
-        return model_config(args)  # type: ignore[arg-type]
+        return args.model_config()
     return preset(next(of for family, of in PRESETS.items() if name.startswith(family)))
 
 
@@ -62,9 +59,8 @@ def test_a_plan_is_that_of_the_comment(name: str) -> None:
     command = COMMANDS[recipe.facts["command"]]
     args = command.parse_arguments([str(CONFIGS / f"{name}.toml")])
     config = model_of(name, command, args)
-    parallel = parallel_config(args, args.gpus, num_experts=moe_of(config).num_experts)
-    records = records_of(args) | {"fsdp": FSDPOptions(**values_of(args, "fsdp"))}
-    run = planned_run(args, config, records, parallel.resolve(args.gpus), args.gpus)
+    parallel = args.parallel_config(args.gpus, num_experts=moe_of(config).num_experts)
+    run = planned_run(args, config, parallel, args.gpus)
     peak = plan_memory(run).largest.num_bytes
     assert peak <= gpu_of(args.gpu).memory
     told = recipe.facts["result"]

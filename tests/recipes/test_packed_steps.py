@@ -63,7 +63,7 @@ def test_the_loss_of_packed_rows_is_that_of_documents(train: ModuleType) -> None
     corpus = corpus_of(train, 5, 40, 9, 3, 16, 7, 33, 2)
     batch = packed(train, corpus, ranks=1, accum=2).next()
     torch.manual_seed(0)
-    config = train.model_config(train.parse_arguments(["--aux-loss", "0"]))
+    config = train.parse_arguments(["--aux-loss", "0"]).model_config()
     model = Decoder(config)
     model.init_weights(0)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import os
@@ -17,8 +16,11 @@ import pytest
 import torch
 
 from moecore.models import flops_per_token
+from moecore.recipes.train import TrainConfig
 
-ARGUMENTS = "--preset tiny-qwen3 --tokens random --layers 2 --batch-size 1 --seq-len 16 --steps 2"
+ARGUMENTS = (
+    "--preset tiny-qwen3 --tokens random --num-layers 2 --batch-size 1 --seq-len 16 --steps 2"
+)
 WANDB = """
 calls = []
 
@@ -58,7 +60,7 @@ def test_loads_of_layers_and_mfu_reach_every_log(
     run_dir = tmp_path / "run"
     assert run(train, run_dir, "--wandb mine --peak-tflops 2") == 0
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    config = train.model_config(train.parse_arguments(ARGUMENTS.split()))
+    config = train.parse_arguments(ARGUMENTS.split()).model_config()
     flops = flops_per_token(config, 16)
     for line in lines:
         assert line["mfu"] == pytest.approx(line["tokens_per_second"] * flops / 2e12)
@@ -111,7 +113,7 @@ def test_a_model_without_experts_is_logged_and_drawn(train: ModuleType, tmp_path
         step=1, began=now, fetched=now, ended=now, loss=cpu, result=done, counts=cpu, ep=1,
         expert_loads=True, reader=None, extra={"tokens_per_second": 2.0},
     )  # fmt: skip
-    args = argparse.Namespace(run_dir=tmp_path, steps=2)
+    args = TrainConfig(run_dir=tmp_path, steps=2)
     with report.RunReport(args, start=0) as shown:
         shown.log(1, launched.metrics())
         shown.log(2, launched.metrics())
@@ -312,7 +314,7 @@ def test_without_a_bar_the_first_step_is_printed_at_once(
     monkeypatch.setattr(report, "_import", lambda name: None)
     times = iter([0.0, 4.9, 5.0, 5.0])
     monkeypatch.setattr(report.time, "monotonic", lambda: next(times))
-    args = argparse.Namespace(run_dir=tmp_path, steps=50)
+    args = TrainConfig(run_dir=tmp_path, steps=50)
     measured = {"loss": 1.0, "tokens_per_second": 2.0, "expert_load_max_over_mean": 1.5}
     with report.RunReport(args, start=7) as shown:
         for step in (8, 9, 20):

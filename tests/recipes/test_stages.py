@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import math
@@ -21,6 +20,7 @@ import torch
 from moecore.io import decoder_config_from_hf, set_latest
 from moecore.io.checkpoint.manifest import read_manifest
 from moecore.models import preset
+from moecore.recipes.pretrain import PretrainConfig
 from moecore.recipes.rotary import RotaryOptions, with_rotary, write_rotary
 from moecore.recipes.schedule import LearningRateSchedule
 from moecore.recipes.stages import length_of, options_of, plan_stages, split_stages
@@ -71,12 +71,13 @@ def test_ramps_that_do_not_fit(values: dict[str, int], message: str) -> None:
     assert str(error.value).startswith(message), error.value
 
 
-def planned(tables: list[dict[str, Any]], **options: Any) -> list[argparse.Namespace]:
+def planned(tables: list[dict[str, Any]], **options: Any) -> list[PretrainConfig]:
     """Return stages of 4 rows of 8 tokens, or as their tables say."""
-    common = {"steps": 10, "seq_len": 8, "rows": 4, "checkpoint_every": 5, **options}
-    args = argparse.Namespace(**common, stages=tables or None)
-    args.stage_args = [argparse.Namespace(**common | options_of(t)) for t in tables] or None
-    return plan_stages(args, lambda options: (options.rows, 2, BatchRamp()))
+    common = {"steps": 10, "seq_len": 8, "batch_size": 4, "checkpoint_every": 5, **options}
+    values = [{k: v for k, v in options_of(table).items() if k != "schedule"} for table in tables]
+    stages = tuple(PretrainConfig(**common | value) for value in values)
+    args = PretrainConfig(**common, stages=stages, stage_tables=tuple(tables))
+    return plan_stages(args, lambda options: (options.batch_size, 2, BatchRamp()))
 
 
 def test_stages_by_hand() -> None:

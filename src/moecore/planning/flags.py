@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from moecore.base.fields import UsageError, quote
-from moecore.base.options.dispatch import NVLinkOptions
+from moecore.base.options.dispatch import DispatchOptions, NVLinkOptions
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.memory import GEMM_LAST, MemoryOptions, StashOptions
 from moecore.base.options.names import GpuName
@@ -218,7 +218,22 @@ def _nvlink(args: Any, parallel: ParallelConfig, num_peers: int) -> NVLinkOption
     """Return the capacity of nvlink, inside of a server or domain; None = all-to-all."""
     if _has_room(args):
         return NVLinkOptions(row_factor=args.row_factor)
-    if args.dispatcher == "hierarchical":
-        return NVLinkOptions()
-    degrees = parallel.resolve(args.gpus)
-    return NVLinkOptions() if are_peers(degrees.ep * degrees.etp, num_peers) else None
+    dispatch = DispatchOptions(name=args.dispatcher or "auto")
+    return planned_nvlink(dispatch, parallel.resolve(args.gpus), num_peers)
+
+
+def planned_nvlink(
+    dispatch: DispatchOptions, parallel: ParallelConfig, num_peers: int
+) -> NVLinkOptions | None:
+    """Return the options of dispatcher nvlink in a planned run; None = all-to-all.
+
+    Args:
+        dispatch: the options of dispatch. "auto" is nvlink for ranks that are peers.
+        parallel: degrees without -1.
+        num_peers: neighbouring ranks that reach the memory of each other.
+    """
+    has_peers = are_peers(parallel.ep * parallel.etp, num_peers)
+    is_nvlink = dispatch.name in ("auto", "nvlink") and has_peers
+    if is_nvlink or dispatch.name == "hierarchical":
+        return dispatch.nvlink or NVLinkOptions()
+    return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 
 import torch
@@ -12,39 +11,10 @@ from moecore.packing.collate import multiple_of
 from moecore.packing.corpus.scheduled_batch import TILE
 from moecore.parallel.mesh import ParallelConfig
 from moecore.recipes.files import host_bytes
-from moecore.recipes.loggers import logger_options
-from moecore.recipes.options import compute_dtype, memory_options, prompt_bytes
+from moecore.recipes.options import RunConfig
 
 
-def check_arguments(args: argparse.Namespace, config: DecoderConfig) -> None:
-    """Raise ValueError for what would fail after the training."""
-    prompt, length = prompt_bytes(args), config.max_seq_len
-    if args.sample_bytes and len(prompt) + args.sample_bytes > length:
-        raise ValueError(
-            f"--sample-bytes ({args.sample_bytes}) and the {len(prompt)} of --prompt must be "
-            f"<= max_seq_len ({length}) of --preset {args.preset} together"
-        )
-    if args.sample_bytes and max(prompt) >= config.vocab_size:
-        raise ValueError(
-            f"--prompt ({args.prompt!r}) must have bytes < vocab_size ({config.vocab_size}) of "
-            f"--preset {args.preset}"
-        )
-    if args.eval_every and args.tokens == "random":
-        raise ValueError(
-            f"--eval-every ({args.eval_every}) must be 0 with --tokens random, which has no text "
-            "to hold out: drop it"
-        )
-    if args.sample_bytes and (args.pp or 1) > 1:
-        raise ValueError(
-            f"--sample-bytes ({args.sample_bytes}) must be 0 with --pp {args.pp}: sample from the "
-            "checkpoint, on ranks without stages"
-        )
-    check_graph(args)
-    memory_options(args)  # has rules of its own
-    logger_options(args).check()
-
-
-def check_rows(args: argparse.Namespace, parallel: ParallelConfig) -> None:
+def check_rows(args: RunConfig, parallel: ParallelConfig) -> None:
     """Raise ValueError for rows that cp and tp ranks cannot share."""
     cp, tp = parallel.cp, parallel.tp
     multiple = cp * math.lcm(2, tp) if cp > 1 else tp
@@ -55,9 +25,9 @@ def check_rows(args: argparse.Namespace, parallel: ParallelConfig) -> None:
         )
 
 
-def check_graph(args: argparse.Namespace, dynamic_cp: int | None = None) -> None:
+def check_graph(args: RunConfig, dynamic_cp: int | None = None) -> None:
     """Raise ValueError for options whose steps no graph holds."""
-    pp = args.pp or 1
+    pp = args.degree("pp")
     for name, other, reason in (
         (f"--pp {pp}", pp > 1, "wait for other ranks"),
         (f"--dynamic-cp {dynamic_cp}", dynamic_cp is not None, "have shapes of their own"),
@@ -68,7 +38,7 @@ def check_graph(args: argparse.Namespace, dynamic_cp: int | None = None) -> None
             )
 
 
-def check_dynamic_cp(args: argparse.Namespace, max_tokens: int, parallel: ParallelConfig) -> None:
+def check_dynamic_cp(args: RunConfig, max_tokens: int, parallel: ParallelConfig) -> None:
     """Raise ValueError for what other options do not fit."""
     name, p = f"--dynamic-cp ({max_tokens})", parallel
     if p.cp > 1:
@@ -94,7 +64,7 @@ def check_dynamic_cp(args: argparse.Namespace, max_tokens: int, parallel: Parall
         )
 
 
-def check_memory(args: argparse.Namespace, config: DecoderConfig, device: torch.device) -> None:
+def check_memory(args: RunConfig, config: DecoderConfig, device: torch.device) -> None:
     """Raise ValueError for a step that cannot fit: a host would fill its memory for minutes."""
     need, memory = least_bytes(args, config, device), memory_bytes(device)
     if need > memory:
@@ -105,15 +75,15 @@ def check_memory(args: argparse.Namespace, config: DecoderConfig, device: torch.
         )
 
 
-def least_bytes(args: argparse.Namespace, config: DecoderConfig, device: torch.device) -> int:
+def least_bytes(args: RunConfig, config: DecoderConfig, device: torch.device) -> int:
     """Return the memory that a step takes at least, however it is computed.
 
     A step's tokens and labels are int64, and each layer keeps its input for backward.
     """
     tokens = args.batch_size * args.seq_len
-    rows = tokens // max(1, args.tp or 1) // max(1, args.cp or 1)
-    layers = config.num_layers // max(1, args.pp or 1)
-    activations: int = rows * layers * config.dim * compute_dtype(args, device).itemsize
+    rows = tokens // args.degree("tp") // args.degree("cp")
+    layers = config.num_layers // args.degree("pp")
+    activations: int = rows * layers * config.dim * args.compute_dtype(device).itemsize
     inputs: int = 2 * 8 * args.grad_accum * tokens
     return inputs + activations
 

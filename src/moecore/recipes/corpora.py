@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from moecore.base.fields import quote
+from moecore.base.fields import CheckedRecord, Positive, quote
 from moecore.packing import (
     CorpusLoader,
     CorpusOptions,
@@ -34,8 +35,8 @@ STDLIB = "python:"  # sources of the Python standard library
 PARTITIONS_PER_ROW = 8  # so many workers of a rank tokenize documents of their own
 
 
-@dataclass(frozen=True, kw_only=True)
-class SourceOptions:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceOptions(CheckedRecord):
     """A source of documents: PATH,key=value,... or a table of a TOML file.
 
     Attributes:
@@ -53,7 +54,7 @@ class SourceOptions:
     """
 
     path: str
-    weight: float = 1.0
+    weight: Positive = 1.0
     name: str = ""
     field: str = "text"
     split: str = "train"
@@ -61,33 +62,41 @@ class SourceOptions:
     stream: bool = False
     skip_invalid: bool = False
 
+    @classmethod
+    def from_word(cls, word: str) -> SourceOptions:
+        """Return the options of PATH,key=value,...
 
-def source_of(word: str) -> SourceOptions:
-    """Return the options of PATH,key=value,...
+        Raises:
+            ValueError: for an unknown key, or a value of another type.
+        """
+        path, *pairs = word.split(",")
+        values: dict[str, Any] = {}
+        for key, _, text in (pair.partition("=") for pair in pairs):
+            values[key] = text
+            if key in ("stream", "skip_invalid"):
+                values[key] = {"true": True, "false": False}.get(text.lower(), text)
+            elif key == "weight":
+                with suppress(ValueError):
+                    values[key] = float(text)
+        return cls.from_table({"path": path, **values})
 
-    Raises:
-        ValueError: for a key that there is not, or a value of another kind.
-    """
-    path, *pairs = word.split(",")
-    kinds: dict[str, type[Any]] = {
-        field.name: type(field.default) for field in fields(SourceOptions)[1:]
-    }
-    values: dict[str, Any] = {}
-    for pair in pairs:
-        key, _, value = pair.partition("=")
-        if key not in kinds:
-            names = ", ".join(kinds)
-            raise ValueError(f"{quote(word)} must have keys of {names}, not {quote(key)}")
-        if kinds[key] is bool and value.lower() not in ("true", "false"):
-            raise ValueError(f"{quote(word)} must have {key}=true or {key}=false")
-        try:
-            values[key] = value.lower() == "true" if kinds[key] is bool else kinds[key](value)
-        except ValueError:
-            raise ValueError(f"{quote(word)} must have a number as {key}") from None
-    return SourceOptions(path=path, **values)
+    @classmethod
+    def from_table(cls, values: Mapping[str, Any]) -> SourceOptions:
+        """Return the options of a table of a TOML file.
+
+        Raises:
+            ValueError: for an unknown key, a missing path, or a value of another type.
+        """
+        names = [field.name for field in fields(cls)]
+        for key in values:
+            if key not in names:
+                raise ValueError(f"a source must have keys of {', '.join(names)}, not {quote(key)}")
+        if not isinstance(values.get("path"), str):
+            raise ValueError("a source must have a path, which is a string")
+        return cls(**values)
 
 
-def with_names(sources: Sequence[SourceOptions]) -> list[SourceOptions]:
+def with_names(sources: Sequence[SourceOptions]) -> tuple[SourceOptions, ...]:
     """Return the sources, each with a name.
 
     A source without a name is called as its file, without the suffix. Where other sources have the
@@ -100,10 +109,10 @@ def with_names(sources: Sequence[SourceOptions]) -> list[SourceOptions]:
         other_tails = (of for other, of in enumerate(tails) if other != index)
         return not any(tail in of for of in other_tails)
 
-    return [
+    return tuple(
         replace(source, name=next((tail for tail in tails[i] if is_free(i, tail)), tails[i][-1]))
         for i, source in enumerate(sources)
-    ]
+    )
 
 
 def _tails(path: str) -> list[str]:

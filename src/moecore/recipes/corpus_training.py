@@ -22,9 +22,8 @@ from moecore.recipes.graphs import pad_borders
 from moecore.recipes.loop import begins, ranks_of, say
 from moecore.recipes.metrics import Metrics
 from moecore.recipes.native import DecoderJob, dispatcher_of, inputs_of
-from moecore.recipes.options import compute_dtype
 from moecore.recipes.report import EXPORT, SAMPLES
-from moecore.recipes.samples import sample_options, write_samples
+from moecore.recipes.samples import write_samples
 from moecore.recipes.schedule import is_due
 
 
@@ -87,7 +86,7 @@ class CorpusTraining(DecoderJob):
 
     def sample(self, step: int) -> None:
         """Continue the prompts of [samples], if it is due."""
-        options = sample_options(self.args)
+        options = self.args.samples
         if is_due(step, every=options.sample_every, steps=self.args.steps):
             write_samples(
                 self.model,
@@ -116,8 +115,9 @@ class CorpusTraining(DecoderJob):
         if not self.args.hf_config:
             return
         if self.start < self.args.steps or not target.exists():
-            dtype = compute_dtype(self.args, self.device)
-            export(self.model, export_config(self.args), dtype, self.tokenizer, target)
+            dtype = self.args.compute_dtype(self.device)
+            config = export_config(self.args.hf_config, self.args.rotary, self.model.config)
+            export(self.model, config, dtype, self.tokenizer, target)
         say(f"{target} is ready for from_pretrained")
 
 

@@ -85,7 +85,7 @@ class Corpus:
         return Corpus(self.text_N[:start], before), Corpus(self.text_N[start:], after)
 
 
-def read_corpus(files: list[Path], *, seq_len: int) -> Corpus:
+def read_corpus(files: Sequence[Path], *, seq_len: int) -> Corpus:
     """Return the files, or without any the Python standard library. Documents end with a newline.
 
     Raises:

@@ -1,96 +1,100 @@
-"""The decoder of `moecore pretrain`, and the tables of its options."""
+"""The native decoder of `moecore train` and `pretrain`, and the tables of its options."""
 
 from __future__ import annotations
 
-import argparse
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, Self
 
 from moecore.base.options.layer import BalanceConfig, CapacityConfig, MoEConfig
 from moecore.io import decoder_config_from_hf
 from moecore.io.hf.config_fields import read_config
 from moecore.models import DecoderConfig, preset
-from moecore.packing import CorpusOptions
 from moecore.recipes.files import check_directory, naming
-from moecore.recipes.optimizer import recipe_tables
 from moecore.recipes.options import moe_of
-from moecore.recipes.records import build, values_of
+from moecore.recipes.parser import Fields, Table
 from moecore.recipes.rotary import RotaryOptions, write_rotary
-from moecore.recipes.samples import SampleOptions, sample_options
-from moecore.recipes.sharding import TABLES
-from moecore.recipes.steps import BatchRamp
-
-RECORDS: dict[str, type] = {
-    "corpus": CorpusOptions,
-    "model": DecoderConfig,
-    "moe": MoEConfig,
-    "capacity": CapacityConfig,
-    "balance": BalanceConfig,
-    "rotary": RotaryOptions,
-    "batch": BatchRamp,
-    "samples": SampleOptions,
-    **TABLES,
-}
+from moecore.recipes.sharding import ShardedConfig
 
 
-# What another option says.
-EXCLUDED_FIELDS = (
-    *("corpus.row_tokens", "corpus.multiple", "corpus.vocab_size", "corpus.seed", "moe.dim"),
-    *("balance.micro_batch_coef", "fsdp.param_dtype", "context.dynamic"),
-)
+@dataclass(frozen=True, kw_only=True)
+class DecoderRunConfig(ShardedConfig):
+    """Options of a training of a native decoder.
 
+    Attributes:
+        preset: the model, see moecore.models.PRESETS.
+        model: fields of the decoder that differ from the preset.
+        moe: fields of its MoE layers that differ from the preset.
+        capacity: token dropping.
+        balance: load balancing.
+    """
 
-def tables_of(
-    args: argparse.Namespace, config: DecoderConfig, records: dict[str, Any]
-) -> dict[str, Any]:
-    """Return the record of each table of the resolved options."""
-    if not args.hf_config:
+    preset: str = "tiny"
+    model: Annotated[Fields, Table(record=DecoderConfig)] = field(default_factory=dict)
+    moe: Annotated[Fields, Table(record=MoEConfig, without=("dim",))] = field(default_factory=dict)
+    capacity: CapacityConfig | None = None
+    balance: Annotated[Fields, Table(record=BalanceConfig, without=("micro_batch_coef",))] = field(
+        default_factory=dict
+    )
+
+    def model_config(self) -> DecoderConfig:
+        """Return the preset with the fields that are set."""
+        return self.with_balance(self.preset_config(), self.set_balance())
+
+    def resolve(self) -> Self:
+        """Return the options with all fields of the model, as RUN_DIR/config.toml has them."""
+        config = self.model_config()
         moe = moe_of(config)
-        of_moe = {"moe": moe, "capacity": moe.capacity, "balance": moe.balance}
-        records = {"model": config, **of_moe, **records}
-    of_run = {"rotary": RotaryOptions(**values_of(args, "rotary")), "batch": ramp_of(args)}
-    return records | recipe_tables(args) | of_run | {"samples": sample_options(args)}
+        return replace(
+            self,
+            aux_loss=moe.balance.micro_batch_coef,
+            model=_values_of(config),
+            moe=_values_of(moe),
+            capacity=moe.capacity,
+            balance=_values_of(moe.balance),
+        )
+
+    def preset_config(self) -> DecoderConfig:
+        """Return the preset with the fields of [model], [moe] and [capacity]."""
+        config = replace(preset(self.preset), **self.model)
+        moe = moe_of(config)
+        capacity = self.capacity or moe.capacity
+        moe = replace(moe, **self.moe, dim=config.dim, capacity=capacity)
+        return replace(config, moe=moe)
+
+    def set_balance(self) -> dict[str, Any]:
+        """Return the fields of the balance that are set."""
+        coef = {} if self.aux_loss is None else {"micro_batch_coef": self.aux_loss}
+        return {**self.balance, **coef}
+
+    def with_balance(self, config: DecoderConfig, balance: dict[str, Any]) -> DecoderConfig:
+        """Return the config with fields of its balance."""
+        moe = moe_of(config)
+        return replace(config, moe=replace(moe, balance=replace(moe.balance, **balance)))
 
 
-def ramp_of(args: argparse.Namespace) -> BatchRamp:
-    """Return the options of [batch] of the arguments."""
-    return BatchRamp(**values_of(args, "batch"))
+def _values_of(record: Any) -> dict[str, Any]:
+    return {item.name: getattr(record, item.name) for item in fields(record)}
 
 
-def export_config(args: argparse.Namespace) -> dict[str, Any]:
+def read_decoder_config(path: Path) -> DecoderConfig:
+    """Return the decoder of --hf-config.
+
+    Raises:
+        ValueError: for a path that is no config.json or its directory.
+    """
+    if not path.exists():
+        raise ValueError(f"--hf-config ({path}) must be a config.json or its directory")
+    if path.is_dir():
+        check_directory(path, "--hf-config")
+    with naming("--hf-config"):
+        return decoder_config_from_hf(path)
+
+
+def export_config(hf_config: Path, rotary: RotaryOptions, config: DecoderConfig) -> dict[str, Any]:
     """Return the config.json of an export: --hf-config with the options of [rotary]."""
-    values = read_config(args.hf_config)
-    return write_rotary(values, model_config(args)) if values_of(args, "rotary") else dict(values)
-
-
-def model_config(args: argparse.Namespace) -> DecoderConfig:
-    """Return the decoder of config.json, or the preset with the fields that were given."""
-    fields = {table: values_of(args, table) for table in ("model", "moe", "capacity")}
-    if args.hf_config:
-        if any(fields.values()):
-            name = next(f"{table}.{name}" for table, of in fields.items() for name in of)
-            raise ValueError(f"{name} must be that of --hf-config ({args.hf_config}): set it there")
-        if not args.hf_config.exists():
-            raise ValueError(
-                f"--hf-config ({args.hf_config}) must be a config.json or its directory"
-            )
-        if args.hf_config.is_dir():
-            check_directory(args.hf_config, "--hf-config")
-        with naming("--hf-config"):
-            config = decoder_config_from_hf(args.hf_config)
-    else:
-        config = preset(args.preset)
-        capacity = build(args, "capacity", CapacityConfig) or moe_of(config).capacity
-        config = replace(config, **fields["model"])
-        moe = replace(moe_of(config), **fields["moe"], dim=config.dim, capacity=capacity)
-        config = replace(config, moe=moe)
-    balance = values_of(args, "balance")
-    if args.aux_loss is not None:
-        balance["micro_batch_coef"] = args.aux_loss
-    moe = moe_of(config)
-    balance = balance or default_balance(moe)
-    moe = replace(moe, balance=replace(moe.balance, **balance))
-    return RotaryOptions(**values_of(args, "rotary")).apply(replace(config, moe=moe))
+    values = read_config(hf_config)
+    return dict(values) if rotary == RotaryOptions() else write_rotary(values, config)
 
 
 def default_balance(moe: MoEConfig) -> dict[str, Any]:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, get_args
 
 import torch
 
-from moecore.base.options.dispatch import NVLinkOptions
-from moecore.base.options.names import GpuName
-from moecore.base.options.precision import Precision
 from moecore.base.tables import shown_bytes
 from moecore.models import DecoderConfig
 from moecore.parallel.mesh import ParallelConfig
@@ -23,37 +18,26 @@ from moecore.planning import (
     plan_time,
 )
 from moecore.planning.costs import CostTable
-from moecore.planning.gpus import are_peers, domain_of, gpu_of, peers_of, time_refusal
+from moecore.planning.flags import planned_nvlink
+from moecore.planning.gpus import domain_of, gpu_of, peers_of, time_refusal
 from moecore.recipes.data import StepBatch
-from moecore.recipes.optimizer import optimizer_of
+from moecore.recipes.parser import to_toml
+from moecore.recipes.sharding import ShardedConfig
 
 MAX_TOKENS = 64  # of the first row that are printed
 
 
-def add_dry_run(parser: argparse.ArgumentParser) -> None:
-    """Add --dry-run and the machine that it plans for."""
-    add = parser.add_argument_group("dry run").add_argument
-    add("--dry-run", action="store_true", help="print options, plan and first batch; train nothing")
-    add("--gpus", type=int, help="ranks of the plan (None = those that would start)")
-    add("--gpu", choices=get_args(GpuName), default="h100-80", help="the GPU of the plan")
-
-
 def planned_run(
-    args: argparse.Namespace,
+    args: ShardedConfig,
     model: DecoderConfig | TransformersModel,
-    records: dict[str, Any],
     parallel: ParallelConfig,
     num_gpus: int,
 ) -> TrainingRun:
     """Return the run of the options as `moecore.planning` describes it, in bf16."""
     if isinstance(model, DecoderConfig):
         model = replace(model, max_seq_len=max(model.max_seq_len, args.seq_len))
-    optimizer, sharding = optimizer_of(args), records["sharding"]
-    domain = domain_of(args.gpu, num_gpus)
+    dispatch, domain = args.dispatch_options(), domain_of(args.gpu, num_gpus)
     peers = peers_of(args.gpu, domain)
-    has_nvlink = are_peers(parallel.ep * parallel.etp, peers)
-    has_nvlink &= sharding.dispatcher in ("auto", "nvlink")
-    is_hierarchical = sharding.dispatcher == "hierarchical"
     return TrainingRun(
         model=model,
         num_gpus=num_gpus,
@@ -61,26 +45,25 @@ def planned_run(
         seq_len=args.seq_len,
         batch_size=args.batch_size,
         num_micro_batches=args.grad_accum,
-        pipeline=records["pipeline"],
-        fsdp=replace(records["fsdp"], param_dtype=torch.bfloat16),
-        memory=records["memory"],
-        precision=records["fp8"] or Precision.of(args.precision),
+        pipeline=args.pipeline_options(),
+        fsdp=args.fsdp_options(torch.bfloat16),
+        memory=args.memory_options(),
+        precision=args.precision_options(),
         optimizer=OptimizerOptions(
-            moment_dtype=optimizer.moment_dtype,
-            master_remainder=optimizer.master_remainder,
-            offload_fraction=optimizer.state_offload,
+            moment_dtype=args.optimizer.moment_dtype,
+            master_remainder=args.optimizer.master_remainder,
+            offload_fraction=args.optimizer.state_offload,
         ),
-        nvlink=records["nvlink"] or NVLinkOptions() if has_nvlink or is_hierarchical else None,
-        dispatcher="hierarchical" if is_hierarchical else "auto",
+        nvlink=planned_nvlink(dispatch, parallel, peers),
+        dispatcher="hierarchical" if dispatch.name == "hierarchical" else "auto",
         ranks_per_domain=domain,
         num_peers=peers,
-        fp8_dispatch=sharding.fp8_dispatch,
+        fp8_dispatch=dispatch.fp8,
     )
 
 
 def print_dry_run(
-    args: argparse.Namespace,
-    toml: str,
+    args: ShardedConfig,
     run: TrainingRun | None,
     read_batch: Callable[[], StepBatch],
     decode: Callable[[list[int]], str],
@@ -88,8 +71,7 @@ def print_dry_run(
     """Print options, plan and first batch; return 0, or 1 if the plan does not fit the GPU.
 
     Args:
-        args: of the command.
-        toml: the resolved options.
+        args: of the command, resolved.
         run: to plan; None = there are no plans of such a run.
         read_batch: reads the first batch, after the plan is printed.
         decode: makes text of token ids.
@@ -97,7 +79,7 @@ def print_dry_run(
     Raises:
         ValueError, NotImplementedError: for a model that is not planned or data that are missing.
     """
-    print(toml)
+    print(to_toml(args))
     fits = True
     if run is None:
         print("no plan: moecore.planning does not model adapters and reference models yet")
@@ -107,7 +89,7 @@ def print_dry_run(
     return 0 if fits else 1
 
 
-def print_plan(args: argparse.Namespace, run: TrainingRun) -> bool:
+def print_plan(args: ShardedConfig, run: TrainingRun) -> bool:
     """Print memory by kind and the time of a step; return whether the run fits the GPU."""
     plan, gpu = plan_memory(run), gpu_of(args.gpu)
     peak, memory = plan.largest.num_bytes, gpu.memory

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import math
 import os
@@ -11,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -30,7 +30,7 @@ RUN_ERRORS = (
     RewardError,
 )
 RANK_0_PRINTS_S = 10
-SAVES_MEMORY = "add --recompute, drop --gather-once and --keep-experts, lower --row-factor"
+SAVES_MEMORY = "add --recompute, shard by optim_grads_params, lower --row-factor"
 
 
 def print_error(error: Exception, code: int = 2) -> int:
@@ -61,7 +61,7 @@ def leave_to_rank_0(rank: int) -> None:
 
 def print_run_error(
     error: Exception,
-    args: argparse.Namespace,
+    args: Any,
     *,
     saves_memory: str = SAVES_MEMORY,
 ) -> int:
@@ -95,18 +95,19 @@ def memory_advice(
     )
 
 
-def exchange_advice(error: ExchangeError, args: argparse.Namespace, rank: int) -> RuntimeError:
+def exchange_advice(error: ExchangeError, args: Any, rank: int) -> RuntimeError:
     """Return the error as one line with what helps."""
     if error.row_factor is None:
         return RuntimeError(f"rank {rank}: {error}: {restart_advice(args)}")
     enough = math.ceil(100 * error.row_factor) / 100
+    row_factor = None if args.nvlink is None else args.nvlink.row_factor
     return RuntimeError(
-        f"rank {rank}: --row-factor ({args.row_factor}) must be >= {enough} for its "
+        f"rank {rank}: --row-factor ({row_factor}) must be >= {enough} for its "
         f"expert rows of one layer: {restart_advice(args)} with --row-factor {enough} or more"
     )
 
 
-def disk_advice(error: OSError, args: argparse.Namespace) -> RuntimeError:
+def disk_advice(error: OSError, args: Any) -> RuntimeError:
     """Return the error as one line with what helps."""
     return RuntimeError(
         f"--run-dir ({args.run_dir}) must be writable, with space for checkpoints: {error}: "
@@ -114,7 +115,7 @@ def disk_advice(error: OSError, args: argparse.Namespace) -> RuntimeError:
     )
 
 
-def restart_advice(args: argparse.Namespace) -> str:
+def restart_advice(args: Any) -> str:
     """Return from where to start again."""
     return "start again" + (" from the last checkpoint" if args.checkpoint_every else "")
 

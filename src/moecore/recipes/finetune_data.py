@@ -1,31 +1,79 @@
-"""The data of `moecore finetune`: examples of the objective, and the steps that read them."""
+"""The options and the data of `moecore finetune`."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
+from moecore.base.fields import Bound, Count, CountOrZero
 from moecore.models import DecoderConfig, document_cost
 from moecore.packing import DocumentCost, ScheduledCollator
 from moecore.parallel.mesh import Meshes
 from moecore.recipes.batches import ScheduledExamples, packed_examples, split_examples
 from moecore.recipes.examples import Examples, encode_row, read_examples
 from moecore.recipes.hf_model import read_tokenizer
+from moecore.recipes.lora import LoRAOptions
+from moecore.recipes.optimizer import OptimizerConfig
+from moecore.recipes.parser import Table, internal
 from moecore.recipes.preferences import PreferenceSteps, encode_preference
-from moecore.recipes.records import build, values_of
 from moecore.recipes.rows import ColumnNames, DatasetOptions
+from moecore.recipes.sharding import ShardedConfig
+from moecore.rl import DPO
+
+PREFIX = Table(prefix=True)
+FINETUNING = OptimizerConfig(lr=1e-5, weight_decay=0.0)
 
 
-def check_objective(args: argparse.Namespace) -> None:
+@dataclass(frozen=True, kw_only=True)
+class FinetuneConfig(ShardedConfig):
+    """Fine-tune a Hugging Face Mixture-of-Experts model on chats, prompts or text.
+
+    Attributes:
+        model: a directory of config, tokenizer and weights, or a name of the hub.
+        data: .jsonl and .parquet files, directories of save_to_disk, hf:NAME, or plain text.
+        objective: "sft" learns answers; "dpo" prefers chosen to rejected answers.
+        eval_data: held-out files.
+        eval_share: share of `data` that is held out without `eval_data`.
+        epochs: times that all of `data` is read.
+        max_steps: optimizer steps of the whole run; None = those of `epochs`.
+        recompute: recompute each decoder layer in backward.
+        lora: adapters in place of a change of all weights.
+        dataset: the format of the data.
+        columns: the names of the columns of the data.
+        dpo: objective "dpo".
+    """
+
+    model: Path
+    data: tuple[Path, ...]
+    objective: Literal["sft", "dpo"] = "sft"
+    eval_data: tuple[Path, ...] = ()
+    eval_share: Annotated[float, Bound(">=", 0), Bound("<", 1)] = 0.05
+    epochs: Count = 1
+    max_steps: Count | None = None
+    recompute: bool = False
+    run_dir: Path = Path("runs/tuned")
+    steps: int = internal(0)
+    batch_size: Count = 4
+    seq_len: Count = 1024
+    eval_every: CountOrZero = 50
+    optimizer: OptimizerConfig = FINETUNING
+    lora: Annotated[LoRAOptions | None, PREFIX] = None
+    dataset: Annotated[DatasetOptions, PREFIX] = DatasetOptions()
+    columns: Annotated[ColumnNames, PREFIX] = ColumnNames()
+    dpo: Annotated[DPO | None, PREFIX] = None
+
+
+def check_objective(args: FinetuneConfig) -> None:
     """Raise ValueError for options that the objective does not take."""
     if args.objective == "sft":
-        if values := values_of(args, "dpo"):
-            raise ValueError(f"--objective (sft) must be dpo with options of [dpo] ({values})")
+        if args.dpo is not None:
+            raise ValueError(f"--objective (sft) must be dpo with options of [dpo]: {args.dpo}")
         return
     for option, is_given in (
-        ("--dynamic-cp", args.dynamic_cp is not None),
+        ("--dynamic-cp", args.sharding.dynamic_cp is not None),
         ("--cuda-graph", args.cuda_graph),
     ):
         if is_given:
@@ -33,15 +81,15 @@ def check_objective(args: argparse.Namespace) -> None:
 
 
 def reader_of(
-    args: argparse.Namespace, meshes: Meshes, decoder: DecoderConfig | None, *, packs: bool
+    args: FinetuneConfig, meshes: Meshes, decoder: DecoderConfig | None, *, packs: bool
 ) -> Callable[..., Any]:
     """Return a function (examples, shape, seed) -> the batches of this data rank."""
     if args.objective == "dpo":
         return partial(PreferenceSteps, data_rank=meshes.data_rank)
-    if args.dynamic_cp is None:
+    if args.sharding.dynamic_cp is None:
         return partial(packed_examples, data_rank=meshes.data_rank, packs=packs)
     collator = ScheduledCollator(
-        max_tokens=args.dynamic_cp,
+        max_tokens=args.sharding.dynamic_cp,
         cost=DocumentCost() if decoder is None else document_cost(decoder),
         data_rank=meshes.data_rank,
         data_ranks=meshes.data_ranks,
@@ -50,7 +98,7 @@ def reader_of(
 
 
 def read_data(
-    args: argparse.Namespace, *, vocab_size: int
+    args: FinetuneConfig, *, vocab_size: int
 ) -> tuple[Examples[Any], list[Any], list[Any]]:
     """Return the records of the files, the training examples and the held-out examples."""
     read = partial(
@@ -58,8 +106,8 @@ def read_data(
         encode=encode_row if args.objective == "sft" else encode_preference,
         tokenizer=read_tokenizer(args.model),
         seq_len=args.seq_len,
-        options=build(args, "dataset", DatasetOptions),
-        columns=build(args, "columns", ColumnNames),
+        options=args.dataset,
+        columns=args.columns,
     )
     data = read(args.data)
     examples, held_out = data.examples, []

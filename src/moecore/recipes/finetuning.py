@@ -26,9 +26,8 @@ from moecore.recipes.loop import (
     ranks_of,
     say,
 )
-from moecore.recipes.lora import LoRAOptions, finish_adapters
+from moecore.recipes.lora import finish_adapters
 from moecore.recipes.metrics import Metrics, usage
-from moecore.recipes.records import build
 from moecore.recipes.report import EXPORT
 
 
@@ -135,7 +134,7 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
         """Export a directory that `from_pretrained` loads."""
         target = self.args.run_dir / EXPORT
         if self.start < self.args.steps or not target.exists():
-            if build(self.args, "lora", LoRAOptions) is not None:
+            if self.args.lora is not None:
                 finish_adapters(self.model, self.args.run_dir)
             export(self.model, self.args.model, target)
         say(f"{target} is ready for from_pretrained")

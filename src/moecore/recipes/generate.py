@@ -2,40 +2,67 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from moecore.base.fields import quote
+from moecore.base.fields import Count, PositiveOrZero, Seed, quote
 from moecore.base.progress import track
-from moecore.recipes.corpora import BYTES, Tokenizer, read_source, source_of
+from moecore.recipes.corpora import BYTES, SourceOptions, Tokenizer, read_source
 from moecore.recipes.errors import ARGUMENT_ERRORS, print_error
 from moecore.recipes.files import check_directory
 from moecore.recipes.hf_model import TOKENIZER_FILES
-from moecore.recipes.options import positive_int
+from moecore.recipes.parser import POSITIONAL, parse
 from moecore.recipes.report import EXPORT
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig:
+    """Continue a prompt with a run, a checkpoint or a Hugging Face directory.
+
+    Attributes:
+        path: a run, its checkpoints, one checkpoint, or a Hugging Face directory.
+        prompt: the text to continue, or the user's message with `chat`.
+        chat: put the prompt into the tokenizer's chat template.
+        max_new_tokens: maximum number of tokens.
+        temperature: of the samples; 0 = always the most likely token.
+        seed: of the samples.
+    """
+
+    path: Annotated[Path, POSITIONAL]
+    prompt: str
+    chat: bool = False
+    max_new_tokens: Count = 128
+    temperature: PositiveOrZero = 0.0
+    seed: Seed = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """Measure the loss of a run, a checkpoint or a Hugging Face directory on documents.
+
+    Attributes:
+        path: a run, its checkpoints, one checkpoint, or a Hugging Face directory.
+        data: sources, as of moecore pretrain.
+        seq_len: maximum tokens of a document; longer documents are cut.
+        max_documents: maximum documents of each source; None = all.
+    """
+
+    path: Annotated[Path, POSITIONAL]
+    data: tuple[SourceOptions, ...]
+    seq_len: Count = 1024
+    max_documents: Count | None = None
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Print a prompt and its continuation."""
-    parser = argparse.ArgumentParser(
-        prog="moecore generate",
-        description="Continue a prompt with a run's export or a Hugging Face directory.",
-    )
-    _add_model(parser)
-    add = parser.add_argument
-    add("--prompt", required=True, help="the text to continue, or the user's message with --chat")
-    add("--chat", action="store_true", help="put the prompt into the tokenizer's chat template")
-    add("--max-new-tokens", type=positive_int, default=128, help="tokens at most (default 128)")
-    add("--temperature", type=float, default=0.0, help="0 = the most likely token (default)")
-    add("--seed", type=int, default=0, help="of the samples (default 0)")
-    args = parser.parse_args(words)
     try:
+        args = parse(GenerateConfig, words, prog="moecore generate")
         model, tokenizer = load_model(args.path)
         ids = prompt_ids(tokenizer, args.prompt, is_chat=args.chat)
     except ARGUMENT_ERRORS as error:
@@ -57,23 +84,11 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def evaluate(words: Sequence[str] | None = None) -> int:
-    """Print the mean loss per token of documents, each of which is read alone."""
-    parser = argparse.ArgumentParser(
-        prog="moecore evaluate",
-        description="The loss of a run's export or a Hugging Face directory on documents.",
-    )
-    _add_model(parser)
-    add = parser.add_argument
-    add("--data", nargs="+", required=True, metavar="PATH", help="as of moecore pretrain")
-    add(
-        "--seq-len", type=positive_int, default=1024, help="longer documents are cut (default 1024)"
-    )
-    add("--max-documents", type=positive_int, help="of each source (None = all)")
-    args = parser.parse_args(words)
+    """Print the mean loss per token of documents, one document per forward."""
     try:
+        args = parse(EvaluateConfig, words, prog="moecore evaluate")
         model, tokenizer = load_model(args.path)
-        sources = [read_source(source_of(word), tokenizer) for word in args.data]
-        for source in sources:
+        for source in [read_source(options, tokenizer) for options in args.data]:
             total, count = 0.0, 0
             for ids_1T in documents(source, args.seq_len, args.max_documents):
                 total += sum_of_losses(model, ids_1T.to(model.device))
@@ -150,9 +165,3 @@ def sum_of_losses(model: Any, ids_1T: Tensor) -> float:
     """Return the sum of a document's losses in nats."""
     logits_TV = model(input_ids=ids_1T, use_cache=False).logits[0, :-1].float()
     return float(torch.nn.functional.cross_entropy(logits_TV, ids_1T[0, 1:], reduction="sum"))
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "path", type=Path, metavar="PATH", help="a run, or a Hugging Face directory"
-    )

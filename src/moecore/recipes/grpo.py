@@ -23,14 +23,11 @@ Legend: P prompts of a rank, G completions of each, n = P * G.
 
 from __future__ import annotations
 
-import argparse
 import os
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -41,9 +38,8 @@ from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.layer import BalanceConfig, MoEOverrides
 from moecore.base.rank_checks import difference
 from moecore.io import WeightStream, load_hf
-from moecore.parallel.mesh import Meshes, build_meshes
+from moecore.parallel.mesh import Meshes, ParallelConfig, build_meshes
 from moecore.parallelize import parallelize_moe
-from moecore.recipes.errors import ARGUMENT_ERRORS, print_error
 from moecore.recipes.files import naming
 from moecore.recipes.hf_model import (
     build_hf,
@@ -55,18 +51,12 @@ from moecore.recipes.hf_model import (
 )
 from moecore.recipes.hub import model_directory
 from moecore.recipes.job import TrainingJob
-from moecore.recipes.loop import batch_shape, begins, ranks_of, run, say, start
+from moecore.recipes.loop import batch_shape, begins, ranks_of, run, run_command, say
 from moecore.recipes.metrics import Metrics
-from moecore.recipes.optimizer import RECIPE, optimizer_of, recipe_tables
-from moecore.recipes.options import (
-    add_degrees,
-    compute_dtype,
-    count,
-    parallel_config,
-    positive_int,
-)
+from moecore.recipes.optimizer import OptimizerConfig
+from moecore.recipes.options import RunConfig
+from moecore.recipes.parser import Fields, Table, internal, parse
 from moecore.recipes.prompts import Prompt, PromptSteps, read_prompts
-from moecore.recipes.records import add_records, build, parse
 from moecore.recipes.report import EXPORT, make_run_dir
 from moecore.recipes.rewards import Reward, load_reward, rewards_of
 from moecore.recipes.rows import ColumnNames, DatasetOptions
@@ -90,12 +80,47 @@ class SamplingOptions(CheckedRecord):
     temperature: Positive = 1.0
 
 
-TABLES: dict[str, type] = {
-    "sampling": SamplingOptions,
-    "grpo": GRPO,
-    "dataset": DatasetOptions,
-    "columns": ColumnNames,
-}
+PREFIX = Table(prefix=True)
+# The sampler is unsharded, and rollouts are packed rows of one rank.
+UNUSED_DEGREES = tuple(
+    item.name for item in fields(ParallelConfig) if item.name not in ("ep", "dp_replicate")
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOConfig(RunConfig):
+    """Train a Hugging Face Mixture-of-Experts model by a reward function.
+
+    Attributes:
+        model: a directory of config, tokenizer and weights, or a name of the hub.
+        data: rows with a prompt: .jsonl, .parquet, a directory of save_to_disk, or hf:NAME.
+        batch_size: prompts per data rank and step.
+        seq_len: tokens of a row of packed rollouts.
+        sampling: completions and their rewards.
+        grpo: the loss.
+        dataset: the format of the data.
+        columns: the names of the columns of the data.
+    """
+
+    model: Path
+    data: tuple[Path, ...]
+    run_dir: Path = Path("runs/grpo")
+    steps: Count = 120
+    batch_size: Count = 16
+    seq_len: Count = 2048
+    grad_accum: Count = internal(1)
+    precision: None = internal(None)
+    cuda_graph: bool = internal(False)
+    eval_every: int = internal(0)
+    peak_tflops: None = internal(None)
+    parallel: Annotated[Fields, Table(record=ParallelConfig, without=UNUSED_DEGREES)] = field(
+        default_factory=dict
+    )
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-6, weight_decay=0.0)
+    sampling: SamplingOptions
+    grpo: Annotated[GRPO, PREFIX] = GRPO(kl_coef=0.0)
+    dataset: Annotated[DatasetOptions, PREFIX] = DatasetOptions()
+    columns: Annotated[ColumnNames, PREFIX] = ColumnNames()
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +166,7 @@ class Reinforcement(TrainingJob[Samples]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.objective = build(self.args, "grpo", GRPO)
+        self.objective: GRPO = self.args.grpo
         self.engine = Engine(
             self.model, self.owner, max_tokens=self.args.seq_len, reference=self.reference
         )
@@ -254,7 +279,7 @@ def until_end(response: list[int], ends: set[int]) -> list[int]:
     return response[: place + 1]
 
 
-def read_model(args: argparse.Namespace, config: Any, meshes: Meshes) -> Any:
+def read_model(args: GRPOConfig, config: Any, meshes: Meshes) -> Any:
     """Return the model of the directory, sharded over the ranks."""
     device = torch.device(meshes.device_type)
     model = build_hf(config, args.model)
@@ -266,7 +291,7 @@ def read_model(args: argparse.Namespace, config: Any, meshes: Meshes) -> Any:
     moe = MoEOverrides()
     if args.aux_loss:
         moe["balance"] = BalanceConfig(micro_batch_coef=args.aux_loss)
-    fsdp = FSDPOptions(param_dtype=compute_dtype(args, device))
+    fsdp = FSDPOptions(param_dtype=args.compute_dtype(device))
     parallelize_moe(model, meshes, moe=moe, fsdp=fsdp)
     model.to_empty(device=device)
     with naming("--model"):
@@ -274,41 +299,41 @@ def read_model(args: argparse.Namespace, config: Any, meshes: Meshes) -> Any:
     return model
 
 
-def build_job(args: argparse.Namespace) -> Reinforcement:
+def build_job(args: GRPOConfig) -> Reinforcement:
     """Put policy and sampler on the ranks and load the last checkpoint, if there is one."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     world_size = int(os.environ["WORLD_SIZE"])
-    config = check(args, world_size)
-    sampling = build(args, "sampling", SamplingOptions)
+    args, config = check(args, world_size)
+    sampling = args.sampling
     reward = load_reward(sampling.reward)
     make_run_dir(args.run_dir)
     tokenizer = read_tokenizer(args.model)
     prompts = read_prompts(
         args.data,
         tokenizer,
-        options=build(args, "dataset", DatasetOptions),
-        columns=build(args, "columns", ColumnNames),
+        options=args.dataset,
+        columns=args.columns,
         max_tokens=args.seq_len - sampling.max_new_tokens,
     )
-    meshes = build_meshes(parallel_config(args, world_size, num_experts=num_experts(config)))
+    meshes = build_meshes(args.parallel_config(world_size, num_experts=num_experts(config)))
     facts = {"--model": args.model.resolve().name, "prompts": len(prompts)}
     if (problem := difference(facts, meshes.device_type)) is not None:
         raise ValueError(f"{problem} on every rank: give all hosts the same files")
     policy = read_model(args, config, meshes)
     reference = None
-    if build(args, "grpo", GRPO).kl_coef:
+    if args.grpo.kl_coef:
         reference = read_model(args, config, meshes).requires_grad_(False).eval()
-    dtype = compute_dtype(args, torch.device(meshes.device_type))
+    dtype = args.compute_dtype(torch.device(meshes.device_type))
     logging.disable_progress_bar()  # each rank would draw one
     sampler = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
     return Reinforcement(
         args=args,
         meshes=meshes,
         model=policy,
-        optimizers=optimizer_of(args).build(policy),
-        shape=batch_shape(args, meshes),
+        optimizers=args.optimizer.build(policy),
+        shape=batch_shape(args, meshes.parallel),
         config=config.to_dict(),
         facts={
             "--seed": args.seed,
@@ -316,8 +341,6 @@ def build_job(args: argparse.Namespace) -> Reinforcement:
             "prompts of a step": meshes.data_ranks * args.batch_size,
             **facts,
         },
-        tables=recipe_tables(args)
-        | {table: build(args, table, record) for table, record in TABLES.items()},
         batches=PromptSteps(
             prompts,
             rows=args.batch_size,
@@ -333,65 +356,29 @@ def build_job(args: argparse.Namespace) -> Reinforcement:
     )
 
 
-def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the arguments of a run; None = those of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="moecore grpo",
-        description="Train a Mixture-of-Experts model by a reward function.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--config", type=Path, metavar="FILE", help="TOML; a flag beside it wins")
-    model_help = "a directory of config, tokenizer and weights, or a name of the hub"
-    add("--model", type=Path, required=True, metavar="DIR", help=model_help)
-    data_help = "rows with a prompt: .jsonl, .parquet, a directory of save_to_disk, or hf:NAME"
-    add("--data", type=Path, nargs="+", required=True, metavar="FILE", help=data_help)
-    add("--run-dir", type=Path, default=Path("runs/grpo"), help="all that a run leaves goes here")
-    add("--steps", type=positive_int, default=120, help="optimizer steps of the whole run")
-    add("--batch-size", type=positive_int, default=16, help="prompts per data rank and step")
-    add("--seq-len", type=positive_int, default=2048, help="tokens of a row of packed rollouts")
-    add("--aux-loss", type=float, help="balance loss coefficient (None = the model's)")
-    add("--seed", type=count, default=0, help="of prompts and samples")
-    add("--checkpoint-every", type=count, default=100, help="steps; 0 = no checkpoint at all")
-    add("--ranks", type=positive_int, help="processes (None = one per GPU, 2 on CPU, torchrun's)")
-    add_degrees(parser, ("ep", "dp_replicate"))
-    add_records(parser, {**RECIPE, **TABLES}, prefixed=("grpo", "dataset", "columns"))
-    parser.set_defaults(
-        **{"optimizer.lr": 1e-6, "optimizer.weight_decay": 0.0, "grpo.kl_coef": 0.0}
-    )
-    # of the loop, no options here
-    parser.set_defaults(dtype=None, grad_accum=1, eval_every=0)
-    parser.set_defaults(expert_loads_every=10, plain_host=False, peak_tflops=None, profile=0)
-    return parse(parser, sys.argv[1:] if arguments is None else arguments)
-
-
-def check(args: argparse.Namespace, world_size: int) -> Any:
-    """Return the config of the model, whose directory `args.model` then is.
+def check(args: GRPOConfig, world_size: int) -> tuple[GRPOConfig, Any]:
+    """Return the options, with a directory as `model`, and the config of the model.
 
     Raises:
-        ValueError: for arguments that do not fit the model, and for a reward that does not import.
+        ValueError: for options that do not fit the model, and for a reward that does not import.
     """
-    args.model = model_directory(args.model)
+    args = replace(args, model=model_directory(args.model))
     config = read_config(args.model)
-    parallel_config(args, world_size, num_experts=num_experts(config)).resolve(world_size)
-    sampling = build(args, "sampling", SamplingOptions)
-    if sampling is None:
-        raise ValueError("--reward (None) must be MODULE:FUNCTION: give it")
-    load_reward(sampling.reward)
-    build(args, "grpo", GRPO), optimizer_of(args)
-    return config
+    args.parallel_config(world_size, num_experts=num_experts(config))
+    load_reward(args.sampling.reward)
+    return args, config
+
+
+def parse_arguments(words: Sequence[str] | None = None) -> GRPOConfig:
+    """Return the options of a run; None = sys.argv."""
+    return parse(GRPOConfig, words, prog="moecore grpo")
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Start the ranks, or be one of them under torchrun."""
-    try:
-        args = parse_arguments(words)
-    except ARGUMENT_ERRORS as error:
-        return print_error(error)
-    return start(run_rank, args, partial(check, args))
+    return run_command(parse_arguments, words, run_rank=run_rank, check=check)
 
 
-def run_rank(args: argparse.Namespace) -> int:
+def run_rank(args: GRPOConfig) -> int:
     """Build, train and export on this rank."""
     return run(args, build_job)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,9 +15,8 @@ from moecore.parallel.mesh import Meshes
 from moecore.recipes.data import BatchShape
 from moecore.recipes.errors import SAVES_MEMORY
 from moecore.recipes.metrics import Metrics, peak_tflops
-from moecore.recipes.optimizer import optimizer_of, schedule_of
-from moecore.recipes.options import compute_dtype, loss_scale
-from moecore.recipes.records import as_toml
+from moecore.recipes.options import RunConfig
+from moecore.recipes.parser import to_toml
 from moecore.recipes.resume import resume
 from moecore.recipes.run_config import print_changes
 from moecore.recipes.stages import TrainingStage, plan_stage
@@ -51,11 +49,11 @@ class TrainingJob(ABC, Generic[BatchT]):
     The subclass of a recipe has the data, the loss and the result.
 
     Attributes:
+        args: the options, of a class that derives from `RunConfig`.
         model: parallelized, with weights.
         optimizers: the optimizers of the model's trained parameters.
         config: of the model, for its checkpoints.
         facts: values that a resumed run must have in common with this one, see `resume`.
-        tables: the records of the options of the run, see `as_toml`.
         batches: the data, as steps read it; None = it has no position.
         owner: of the optimizer steps.
         toml: the options of the run, as RUN_DIR/config.toml has them.
@@ -64,14 +62,13 @@ class TrainingJob(ABC, Generic[BatchT]):
             kernels of later steps. None on other devices.
     """
 
-    args: argparse.Namespace
+    args: Any
     meshes: Meshes
     model: Any
     optimizers: list[torch.optim.Optimizer]
     shape: BatchShape
     config: Any
     facts: Mapping[str, object]
-    tables: Mapping[str, Any]
     batches: BatchReader | None
 
     unit = "token"  # of text, which the mean loss is of
@@ -84,25 +81,25 @@ class TrainingJob(ABC, Generic[BatchT]):
     def __post_init__(self) -> None:
         self.device = torch.device(self.meshes.device_type)
         torch.manual_seed(self.args.seed)
-        self.optimizer_config, self.lr_schedule = optimizer_of(self.args), schedule_of(self.args)
-        self.stage: TrainingStage = getattr(self.args, "stage", None) or plan_stage(
-            self.args, {}, StepSizes([]), 0, rows=self.shape.rows
+        args: RunConfig = self.args
+        self.stage: TrainingStage = args.stage or plan_stage(
+            args, {}, StepSizes([]), 0, rows=self.shape.rows
         )
         self.owner = TrainStep(
             self.model,
             self.optimizers,
-            max_norm=self.optimizer_config.max_norm,
-            num_micro_batches=self.args.grad_accum,
-            loss_scale=loss_scale(self.args, self.device),
+            max_norm=args.optimizer.max_norm,
+            num_micro_batches=args.grad_accum,
+            loss_scale=args.loss_scale(self.device),
         )
         sampler = self.batches.sampler if self.batches else None
         restored = self.model, self.optimizers, self.facts, self.owner, sampler
-        self.toml = as_toml(getattr(self.args, "run_args", self.args), self.tables)
-        print_changes(self.args, self.toml)
-        self.start = resume(self.args, *restored, stage=self.stage, chosen_by=self.chosen_by)
+        self.toml = to_toml((args.run or args).resolve())
+        print_changes(args, self.toml)
+        self.start = resume(args, *restored, stage=self.stage, chosen_by=self.chosen_by)
         self.reader = torch.cuda.Stream(priority=-1) if self.device.type == "cuda" else None
-        dtype = compute_dtype(self.args, self.device)
-        self.peak_tflops = self.args.peak_tflops or peak_tflops(self.device, dtype)
+        dtype = args.compute_dtype(self.device)
+        self.peak_tflops = args.peak_tflops or peak_tflops(self.device, dtype)
 
     @abstractmethod
     def begin(self) -> None:

@@ -5,19 +5,17 @@ A run of W&B or MLflow is one run over all restarts: its id is a file in the run
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.util
 import json
 import uuid
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
 from moecore.base.fields import CheckedRecord
 from moecore.recipes.metrics import Metrics
-from moecore.recipes.records import values_of
 
 WANDB_ID, MLFLOW_ID = "wandb.id", "mlflow.id"  # files of a run directory
 
@@ -74,17 +72,17 @@ class TensorBoardLogger:
 class WandbLogger:
     """Logs to the run of W&B whose id is in the run directory."""
 
-    def __init__(self, project: str, args: argparse.Namespace) -> None:
-        file = args.run_dir / WANDB_ID
+    def __init__(self, project: str, run_dir: Path, config: Any) -> None:
+        file = run_dir / WANDB_ID
         if not file.exists():
             file.write_text(uuid.uuid4().hex)
         self._run = importlib.import_module("wandb").init(
             project=project,
-            name=args.run_dir.name,
-            dir=args.run_dir,
+            name=run_dir.name,
+            dir=run_dir,
             id=file.read_text(),
             resume="allow",
-            config=json_of(args),
+            config=json_of(config),
         )
 
     def log(self, step: int, metrics: Metrics) -> None:
@@ -99,16 +97,16 @@ class WandbLogger:
 class MLflowLogger:
     """Logs to the run of MLflow whose id is in the run directory."""
 
-    def __init__(self, experiment: str, args: argparse.Namespace) -> None:
+    def __init__(self, experiment: str, run_dir: Path, config: Any) -> None:
         self._mlflow = importlib.import_module("mlflow")
         self._mlflow.set_experiment(experiment)
-        file = args.run_dir / MLFLOW_ID
+        file = run_dir / MLFLOW_ID
         if file.exists():
             self._mlflow.start_run(run_id=file.read_text())
             return
-        run = self._mlflow.start_run(run_name=args.run_dir.name)
+        run = self._mlflow.start_run(run_name=run_dir.name)
         file.write_text(run.info.run_id)
-        self._mlflow.log_params(json_of(args))  # a parameter of MLflow cannot change later
+        self._mlflow.log_params(json_of(config))  # a parameter of MLflow cannot change later
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Log the metrics of a step."""
@@ -119,28 +117,32 @@ class MLflowLogger:
         self._mlflow.end_run()
 
 
-def loggers_of(
-    args: argparse.Namespace, tensorboard: ModuleType | None, *, start: int
-) -> list[Logger]:
-    """Return the loggers of a run, of which `start` steps are done."""
-    options = logger_options(args)
+def loggers_of(config: Any, tensorboard: ModuleType | None, *, start: int) -> list[Logger]:
+    """Return the loggers of a run.
+
+    Args:
+        config: the options of the run, with `run_dir` and `logging`.
+        tensorboard: the module with `SummaryWriter`; None = TensorBoard is not installed.
+        start: steps that the run has done.
+    """
+    options: LoggerOptions = config.logging
     loggers: list[Logger] = []
     if tensorboard is not None:
-        loggers.append(TensorBoardLogger(tensorboard, args.run_dir, start=start))
+        loggers.append(TensorBoardLogger(tensorboard, config.run_dir, start=start))
     if options.wandb:
-        loggers.append(WandbLogger(options.wandb, args))
+        loggers.append(WandbLogger(options.wandb, config.run_dir, config))
     if options.mlflow:
-        loggers.append(MLflowLogger(options.mlflow, args))
+        loggers.append(MLflowLogger(options.mlflow, config.run_dir, config))
     return loggers
 
 
-def logger_options(args: argparse.Namespace) -> LoggerOptions:
-    """Return the options of [logging] of the arguments."""
-    return LoggerOptions(**values_of(args, "logging"))
-
-
-def json_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of a run as JSON has them."""
-    options = {name: value for name, value in vars(args).items() if name != "flags"}
-    values: dict[str, Any] = json.loads(json.dumps(options, default=str))
+def json_of(config: Any) -> dict[str, Any]:
+    """Return the options of a run as JSON values."""
+    own = [field for field in fields(config) if field.metadata.get("is_option", True)]
+    options = {field.name: getattr(config, field.name) for field in own}
+    values: dict[str, Any] = json.loads(json.dumps(options, default=_json_value))
     return values
+
+
+def _json_value(value: Any) -> Any:
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)

@@ -11,7 +11,6 @@ into a checkpoint.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import math
 import multiprocessing
@@ -19,10 +18,11 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ import torch.distributed as dist
 from moecore.base.progress import show_progress
 from moecore.io import Saver
 from moecore.io.checkpoint.ranks import on_first_rank
-from moecore.parallel.mesh import Meshes, ParallelConfig, start_process_group
+from moecore.parallel.mesh import ParallelConfig, start_process_group
 from moecore.recipes.data import BatchShape, to_device
 from moecore.recipes.errors import (
     ARGUMENT_ERRORS,
@@ -46,7 +46,7 @@ from moecore.recipes.interrupts import exit_at_interrupt, noting_signals
 from moecore.recipes.job import TrainingJob
 from moecore.recipes.launch import check_environment, launch, leave
 from moecore.recipes.metrics import Launched, Moment, memory_gib
-from moecore.recipes.options import DEGREES
+from moecore.recipes.options import DEGREES, RunConfig
 from moecore.recipes.profiling import check_profile, traced
 from moecore.recipes.report import RunReport, make_run_dir
 from moecore.recipes.resume import (
@@ -59,13 +59,40 @@ from moecore.recipes.run_config import save_config
 from moecore.recipes.schedule import is_due
 
 CPU_RANKS = 2
+ConfigT = TypeVar("ConfigT", bound=RunConfig)
 MOST_NAN = 10  # steps in turn without a finite loss; each is skipped, so weights stay
 
 
+def run_command(
+    parse_arguments: Callable[[Sequence[str] | None], ConfigT],
+    words: Sequence[str] | None,
+    *,
+    run_rank: Callable[[ConfigT], int],
+    check: Callable[[ConfigT, int], object],
+    dry_run: Callable[[ConfigT], int] | None = None,
+) -> int:
+    """Run a command that trains and return its exit code.
+
+    Args:
+        parse_arguments: returns the options of the command.
+        words: of the command line; None = sys.argv.
+        run_rank: a function at the top of a module, which calls `run`.
+        check: raises for options that do not fit so many ranks.
+        dry_run: the command with --dry-run; None = the command has no such flag.
+    """
+    try:
+        args = parse_arguments(words)
+        if dry_run is not None and getattr(args, "dry_run", False):
+            return dry_run(args)
+    except ARGUMENT_ERRORS as error:
+        return print_error(error)
+    return start(run_rank, args, partial(check, args))
+
+
 def start(
-    run_rank: Callable[[argparse.Namespace], int],
-    args: argparse.Namespace,
-    check: Callable[[int], None],
+    run_rank: Callable[[ConfigT], int],
+    args: ConfigT,
+    check: Callable[[int], object],
 ) -> int:
     """Start the ranks and return the exit code, or be one of them under torchrun.
 
@@ -92,15 +119,15 @@ def start(
     return code
 
 
-def ranks_to_start(args: argparse.Namespace) -> int:
+def ranks_to_start(args: RunConfig) -> int:
     """Return --ranks, the number of GPUs without it, or two without GPUs."""
     return int(args.ranks or torch.cuda.device_count() or CPU_RANKS)
 
 
 def run(
-    args: argparse.Namespace,
-    build_job: Callable[[argparse.Namespace], TrainingJob],
-    plan: Callable[[argparse.Namespace], list[argparse.Namespace]] = lambda args: [args],
+    args: ConfigT,
+    build_job: Callable[[ConfigT], TrainingJob[Any]],
+    plan: Callable[[ConfigT], list[ConfigT]] = lambda args: [args],
 ) -> int:
     """Build, train and finish a job on this rank, or one for each stage; return the exit code.
 
@@ -126,7 +153,7 @@ def run(
     return 0
 
 
-def remaining_stages(stages: list[argparse.Namespace]) -> list[argparse.Namespace]:
+def remaining_stages(stages: list[ConfigT]) -> list[ConfigT]:
     """Return the stages without those that a checkpoint has behind it, but at least the last."""
     if len(stages) == 1:
         return stages
@@ -137,14 +164,15 @@ def remaining_stages(stages: list[argparse.Namespace]) -> list[argparse.Namespac
 
 
 def run_stage(
-    args: argparse.Namespace,
-    build_job: Callable[[argparse.Namespace], TrainingJob],
+    args: ConfigT,
+    build_job: Callable[[ConfigT], TrainingJob[Any]],
     *,
     is_last: bool,
 ) -> int:
     """Build and train the job of a stage; finish the job of the last; return the exit code."""
     try:
         job = build_job(args)
+        args = job.args  # with the number of steps, which may depend on the data
         check_profile(args, job.start)
         if not args.plain_host:
             bind_to_gpu()
@@ -290,7 +318,8 @@ def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> Laun
 
 def learning_rate(job: TrainingJob[Any], step: int) -> float:
     """Return the learning rate of a step, without the factors of param groups."""
-    return job.optimizer_config.lr * job.stage.rate_factor(job.lr_schedule, step)
+    args: RunConfig = job.args
+    return args.optimizer.lr * job.stage.rate_factor(args.schedule, step)
 
 
 def log(
@@ -317,20 +346,15 @@ def log(
             )
 
 
-def check_ranks(args: argparse.Namespace) -> None:
+def check_ranks(args: RunConfig) -> None:
     """Raise ValueError where torchrun has started another number of ranks than --ranks."""
     world_size = int(os.environ["WORLD_SIZE"])
     if args.ranks not in (None, world_size):
         raise ValueError(f"--ranks ({args.ranks}) must equal torchrun's ({world_size}): drop it")
 
 
-def batch_shape(args: argparse.Namespace, meshes: Meshes) -> BatchShape:
-    """Return the shape of a step's batch over all ranks."""
-    return shape_of(args, meshes.parallel)
-
-
-def shape_of(args: argparse.Namespace, parallel: ParallelConfig) -> BatchShape:
-    """Return the shape of a step's batch for degrees without -1."""
+def batch_shape(args: RunConfig, parallel: ParallelConfig) -> BatchShape:
+    """Return the shape of a step's batch over all ranks, for degrees without -1."""
     return BatchShape(
         data_ranks=parallel.dp_replicate * parallel.dp_shard,
         grad_accum=args.grad_accum,

@@ -5,7 +5,6 @@ Legend: B rows, T tokens of a row.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from moecore.recipes.data import StepBatch, to_device
 from moecore.recipes.graphs import Graphed
 from moecore.recipes.job import TrainingJob
 from moecore.recipes.metrics import Metrics, usage
+from moecore.recipes.options import RunConfig
 from moecore.train.step import TrainStep
 
 ForwardBackward = Callable[..., Tensor]
@@ -51,9 +51,7 @@ class DecoderJob(TrainingJob[StepBatch | ScheduledBatch]):
         return usage(counts, seconds, self.model.config, self.peak_tflops)
 
 
-def make_forward_backward(
-    model: Decoder, owner: TrainStep, args: argparse.Namespace
-) -> ForwardBackward:
+def make_forward_backward(model: Decoder, owner: TrainStep, args: RunConfig) -> ForwardBackward:
     """Return what runs a step's micro-batches: its part of the mean loss over all labels.
 
     It takes the number of labels of all ranks and the tensors of a `StepBatch`.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
@@ -12,9 +11,7 @@ from torch import nn
 
 from moecore.base.fields import Bound, CheckedRecord, Count, Positive, PositiveOrZero, Rules, quote
 from moecore.base.options.names import MomentDtype
-from moecore.recipes.loggers import LoggerOptions, logger_options
-from moecore.recipes.records import values_of
-from moecore.recipes.schedule import LearningRateSchedule, Share
+from moecore.recipes.schedule import Share
 from moecore.train import AdamW, Muon, StateOffload, WidthRates, assign_matrices
 from moecore.train.optim.matrices import BIAS, EMBEDDING, ROUTER, VECTOR
 
@@ -163,30 +160,3 @@ class OptimizerConfig(CheckedRecord):
             decays = self.decay_all or kind not in NOT_DECAYED
             groups[number, decays]["params"].append(param)
         optimizer.param_groups = list(groups.values())
-
-
-# Tables of the options of all recipes.
-RECIPE: dict[str, type] = {
-    "optimizer": OptimizerConfig,
-    "schedule": LearningRateSchedule,
-    "logging": LoggerOptions,
-}
-
-
-def optimizer_of(args: argparse.Namespace) -> OptimizerConfig:
-    """Return the options of [optimizer] of the arguments."""
-    return OptimizerConfig(**values_of(args, "optimizer"))
-
-
-def schedule_of(args: argparse.Namespace) -> LearningRateSchedule:
-    """Return the options of [schedule] of the arguments."""
-    return LearningRateSchedule(**values_of(args, "schedule"))
-
-
-def recipe_tables(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the records of the tables of `RECIPE`."""
-    return {
-        "optimizer": optimizer_of(args),
-        "schedule": schedule_of(args),
-        "logging": logger_options(args),
-    }

@@ -1,220 +1,115 @@
-"""The arguments of `moecore train`, and the configs that they stand for."""
+"""RunConfig: the options that all trainings share."""
 
 from __future__ import annotations
 
-import argparse
 import math
-import sys
-from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, Literal, Self
 
 import torch
 
-from moecore.base.options.dispatch import DISPATCHERS, NVLinkOptions
+from moecore.base.fields import Bound, Count, CountOrZero, Positive, PositiveOrZero
 from moecore.base.options.layer import MoEConfig
-from moecore.base.options.memory import (
-    GEMM_LAST,
-    OFFLOADED,
-    RECOMPUTED,
-    MemoryOptions,
-    StashOptions,
-)
-from moecore.base.options.names import ScheduleName
-from moecore.base.options.precision import PrecisionName
-from moecore.models import DecoderConfig, preset
-from moecore.moe.backends import EXPERT_BACKENDS
+from moecore.base.options.names import PrecisionName
+from moecore.models import DecoderConfig
 from moecore.parallel.mesh import ParallelConfig
-from moecore.parallel.pipeline.schedule import PipelineConfig
-from moecore.recipes.data import VOCAB_SIZE
-from moecore.recipes.optimizer import RECIPE
-from moecore.recipes.records import add_records, help_of, parse
+from moecore.recipes.loggers import LoggerOptions
+from moecore.recipes.optimizer import OptimizerConfig
+from moecore.recipes.parser import Fields, Table, internal, unsaved
+from moecore.recipes.schedule import LearningRateSchedule
+from moecore.recipes.stages import TrainingStage
 from moecore.train.loss_scale import DynamicLossScale
 
 DEGREES = tuple(field.name for field in fields(ParallelConfig))
-OPEN_DEGREES = tuple(field.name for field in fields(ParallelConfig) if field.default == -1)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+RunSeed = Annotated[int, Bound(">=", 0), Bound("<", 10**18)]
 
 
-def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the arguments of a run; None = those of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="moecore train",
-        description="Train a Mixture-of-Experts decoder on text, byte by byte.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--config", type=Path, metavar="FILE", help="TOML; a flag beside it wins")
-    add("--preset", default="tiny", help="which decoder, see moecore.models.PRESETS")
-    add("--experts", default="auto", choices=EXPERT_BACKENDS, help="how experts multiply")
-    add("--data", type=Path, nargs="+", default=[], metavar="FILE", help='text, or jsonl "text"')
-    add("--steps", type=positive_int, default=400, help="optimizer steps of the whole run")
-    add("--bias-rate", type=float, help="step of the expert bias (None = the preset's)")
-    add("--quantile", action="store_true", help="sigmoid scores, a bias solved for even loads")
-    add("--bias-per-micro-batch", action="store_true", help="of --quantile: solved before choosing")
-    add("--layers", type=positive_int, help="cut the preset to so many layers (None = all)")
-    add("--tokens", default="text", choices=("text", "random"), help="random: over the vocabulary")
-    add(
-        "--dispatcher",
-        default="auto",
-        choices=DISPATCHERS,
-        help="how tokens travel",
-    )
-    add("--row-factor", type=positive, help="of nvlink: capacity over even loads (None = 2)")
-    add("--exact-rows", action="store_true", help="nvlink: room for what comes, at a host sync")
-    add(
-        "--recompute",
-        nargs="+",
-        default=(),
-        choices=("gemm_last", *RECOMPUTED),
-        help="what backward computes again; gemm_last costs no product",
-    )
-    add(
-        "--offload",
-        nargs="+",
-        default=(),
-        choices=OFFLOADED,
-        help="parts of a block whose activations lie in host memory until backward",
-    )
-    add("--offload-fraction", type=float, default=1.0, help="of their bytes, in [0, 1]")
-    add("--stash", action="store_true", help="experts' rows in pages, where there is room for more")
-    add("--clones", action="store_true", help="clones of hot experts on ranks with few tokens")
-    add("--gather-once", action="store_true", help="keep dense parameters gathered for backward")
-    add("--keep-experts", action="store_true", help="keep gathered or cast experts for backward")
-    add(
-        "--blocks-per-unit",
-        type=positive_int,
-        default=1,
-        help="blocks whose parameters are gathered together",
-    )
-    add("--fp8-gather", action="store_true", help="gather weights of blockwise products as FP8")
-    add("--no-overlap", action="store_true", help="nvlink: weight gradients after the exchange")
-    add("--send-again", action="store_true", help="nvlink: send rows again instead of keeping them")
-    add("--fp8-head", action="store_true", help="the head of the loss by --precision blockwise too")
-    add(
-        "--fp8-dispatch",
-        action="store_true",
-        help="tokens travel between ranks and are kept as FP8",
-    )
-    add("--compile", action="store_true", help="torch.compile around the MoE layers")
-    add("--graph-dense", action="store_true", help="CUDA graphs of what is between exchanges")
-    add("--expert-loads-every", type=count, default=10, help="steps; load of each expert, 0 = none")
-    add("--prompt", type=non_empty, default="def ", help="what the sample continues")
-    add("--sample-bytes", type=count, default=200, help="length of the sample; 0 = none")
-    add("--layout", help="of pipeline stages, such as 'Et*3|(tt|)*29m|L' (None = even)")
-    add(
-        "--schedule",
-        dest="pipeline_schedule",  # [schedule] is the table of the learning rate
-        default="1f1b",
-        choices=get_args(ScheduleName),
-        help="of pipeline stages",
-    )
-    add_common(parser, DEGREES)
-    parser.set_defaults(run_dir=Path("runs/demo"), batch_size=8, seq_len=256, eval_every=0)
-    parser.set_defaults(**{"optimizer.lr": 3e-3})
-    return parse(parser, sys.argv[1:] if arguments is None else arguments)
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Options of a training.
 
+    Attributes:
+        config: a TOML file of options; flags win over the file.
+        run_dir: the directory of checkpoints, metrics and results.
+        steps: optimizer steps of the whole run.
+        batch_size: rows per data rank and micro-batch.
+        grad_accum: micro-batches per step.
+        seq_len: tokens of a row.
+        aux_loss: coefficient of the balance loss per micro-batch; None = the model's.
+        dtype: of compute; None = float32 on CPU, bfloat16 on GPU.
+        precision: the recipe of FP8 and FP4 products; None = all products are in `dtype`.
+        cuda_graph: run forward and backward as one CUDA graph.
+        seed: of the order of the data, of new weights and of samples.
+        eval_every: steps between losses on held-out data; 0 = none.
+        checkpoint_every: steps between checkpoints; 0 = none.
+        expert_loads_every: steps between logs of the load of each expert; 0 = none.
+        profile: steps that the profiler traces for `moecore report`; 0 = none.
+        peak_tflops: peak of one device for MFU; None = the bfloat16 peak of a known GPU.
+        ranks: processes; None = one per GPU, two on CPU, or those that torchrun has started.
+        plain_host: leave CPU affinity and garbage collection to the system.
+        parallel: degrees; ep not set = the largest of 1, 2, 4 and 8 that fits.
+        optimizer: the optimizers.
+        schedule: the learning rate over the steps.
+        logging: loggers.
+        stage: the stage whose options these are; None = the run has no stages yet.
+        run: the options of the run that the stage belongs to; None = these options.
+    """
 
-def add_common(parser: argparse.ArgumentParser, degrees: Sequence[str]) -> None:
-    """Add what all recipes of text share; each sets its defaults."""
-    add = parser.add_argument
-    add("--run-dir", type=Path, help="all that a run leaves goes here")
-    add("--batch-size", type=positive_int, help="rows per data rank and micro-batch")
-    add("--grad-accum", type=positive_int, default=1, help="micro-batches per step")
-    add("--seq-len", type=positive_int, help="tokens of a row, and most of a document's piece")
-    add("--aux-loss", type=float, help="balance loss coefficient (None = the model's)")
-    add("--dtype", choices=DTYPES, help="of compute (None = float32 on CPU, bfloat16 on GPU)")
-    add(
-        "--precision",
-        choices=get_args(PrecisionName),
-        help="products in FP8, on Hopper (None = all in --dtype)",
-    )
-    add("--cuda-graph", action="store_true", help="forward and backward as one CUDA graph")
-    add("--seed", type=count, default=0, help="of the order of the data, and of new weights")
-    add("--eval-every", type=count, help="steps between losses on held-out data; 0 = none")
-    add("--checkpoint-every", type=count, default=100, help="steps; 0 = no checkpoint at all")
-    add("--profile", type=count, default=0, help="steps to trace for `moecore report`; 0 = none")
-    add(
-        "--peak-tflops",
-        type=positive,
-        help="of one device, for MFU (None = bfloat16 of GPUs that moecore plan knows)",
-    )
-    add("--ranks", type=positive_int, help="processes (None = one per GPU, 2 on CPU, torchrun's)")
-    add("--plain-host", action="store_true", help="no CPUs beside the GPU, no garbage by hand")
-    add_degrees(parser, degrees)
-    add_records(parser, RECIPE)
+    config: Path | None = unsaved(None)
+    run_dir: Path
+    steps: Count = 400
+    batch_size: Count
+    grad_accum: Count = 1
+    seq_len: Count
+    aux_loss: PositiveOrZero | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    precision: PrecisionName | None = None
+    cuda_graph: bool = False
+    seed: RunSeed = 0
+    eval_every: CountOrZero = 0
+    checkpoint_every: CountOrZero = 100
+    expert_loads_every: CountOrZero = 10
+    profile: CountOrZero = 0
+    peak_tflops: Positive | None = None
+    ranks: Count | None = None
+    plain_host: bool = False
+    parallel: Annotated[Fields, Table(record=ParallelConfig)] = field(default_factory=dict)
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: LearningRateSchedule = LearningRateSchedule()
+    logging: LoggerOptions = LoggerOptions()
+    stage: TrainingStage | None = internal(None)
+    run: RunConfig | None = internal(None)
 
+    def resolve(self) -> Self:
+        """Return the options with which the run can be started again."""
+        return self
 
-def add_degrees(parser: argparse.ArgumentParser, degrees: Sequence[str]) -> None:
-    """Add a flag for each parallel degree, with its text of `ParallelConfig`."""
-    texts = help_of(ParallelConfig)
-    for degree in degrees:
-        default = {"ep": "1, 2, 4 or 8, the largest that fits"}.get(degree, "1")
-        default = "what is left" if degree in OPEN_DEGREES else default
-        text = f"{texts[degree].removesuffix('.')} (None = {default})"
-        parser.add_argument(f"--{degree.replace('_', '-')}", type=int, help=text, metavar="N")
+    def degree(self, name: str) -> int:
+        """Return a parallel degree, or 1 if it is not set or depends on the number of ranks."""
+        return max(1, int(self.parallel.get(name, 1)))
 
+    def parallel_config(self, world_size: int, *, num_experts: int) -> ParallelConfig:
+        """Return the degrees for a number of ranks.
 
-def positive_int(text: str, minimum: int = 1) -> int:
-    """Read an integer >= a minimum."""
-    # 18 digits fit into int64, which seeds and shapes are.
-    if not text.isdecimal() or len(text) > 18 or int(text) < minimum:
-        raise argparse.ArgumentTypeError(
-            f"({text}) must be a whole number >= {minimum} and < 10^18"
-        )
-    return int(text)
+        Raises:
+            ValueError: for degrees whose product is not the number of ranks.
+        """
+        degrees: dict[str, Any] = dict(self.parallel)
+        if "ep" not in degrees:
+            product = math.prod(map(self.degree, ("pp", "etp", "edp_shard", "edp_replicate")))
+            fits = [n for n in (1, 2, 4, 8) if world_size % (n * product) == 0]
+            degrees["ep"] = max((n for n in fits if num_experts % n == 0), default=1)
+        return ParallelConfig(**degrees).resolve(world_size)
 
+    def compute_dtype(self, device: torch.device) -> torch.dtype:
+        """Return the dtype of activations."""
+        return DTYPES[self.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
 
-def count(text: str) -> int:
-    """Read an integer >= 0."""
-    return positive_int(text, minimum=0)
-
-
-def non_empty(text: str) -> str:
-    """Read a text of at least one character."""
-    if not text:
-        raise argparse.ArgumentTypeError("must not be empty")
-    return text
-
-
-def positive(text: str) -> float:
-    """Read a finite number > 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"({text}) must be a number > 0")
-    return value
-
-
-def model_config(args: argparse.Namespace) -> DecoderConfig:
-    """Return the preset, with the balance that the arguments ask for."""
-    config = preset(args.preset)
-    if args.tokens == "text" and config.vocab_size < VOCAB_SIZE:
-        raise ValueError(
-            f"--preset ({args.preset}) must have vocab_size ({config.vocab_size}) >= {VOCAB_SIZE}, "
-            "because tokens are bytes: use tiny, or --tokens random"
-        )
-    if args.seq_len > config.max_seq_len:
-        raise ValueError(
-            f"--seq-len ({args.seq_len}) must be <= max_seq_len ({config.max_seq_len}) of "
-            f"--preset {args.preset}"
-        )
-    if args.layers is not None:
-        if args.layers > config.num_layers:
-            raise ValueError(
-                f"--layers ({args.layers}) must be <= num_layers ({config.num_layers}) of "
-                f"--preset {args.preset}"
-            )
-        config = replace(config, num_layers=args.layers)
-    moe = moe_of(config)
-    if args.aux_loss is not None:
-        moe = replace(moe, balance=replace(moe.balance, micro_batch_coef=args.aux_loss))
-    if args.quantile or args.bias_per_micro_batch or args.bias_rate is not None:
-        moe = _with_bias(moe, args)
-    return replace(config, moe=moe)
+    def loss_scale(self, device: torch.device) -> DynamicLossScale | None:
+        """Return the loss scale of fp16, and None for other dtypes."""
+        return DynamicLossScale() if self.compute_dtype(device) == torch.float16 else None
 
 
 def moe_of(config: DecoderConfig) -> MoEConfig:
@@ -226,82 +121,3 @@ def moe_of(config: DecoderConfig) -> MoEConfig:
     if config.moe is None:
         raise ValueError("the model must have MoE layers: choose another --preset or --hf-config")
     return config.moe
-
-
-def compute_dtype(args: argparse.Namespace, device: torch.device) -> torch.dtype:
-    """Return the dtype of activations."""
-    return DTYPES[args.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
-
-
-def loss_scale(args: argparse.Namespace, device: torch.device) -> DynamicLossScale | None:
-    """Return the loss scale of fp16, and None for other dtypes."""
-    return DynamicLossScale() if compute_dtype(args, device) == torch.float16 else None
-
-
-def prompt_bytes(args: argparse.Namespace) -> bytes:
-    """Return what the sample continues, UTF-8 or not."""
-    return bytes(args.prompt.encode(errors="surrogateescape"))
-
-
-def _with_bias(moe: MoEConfig, args: argparse.Namespace) -> MoEConfig:
-    """Return a layer whose expert bias moves; by quantiles all the way by default."""
-    rate = args.bias_rate
-    if rate is None:
-        rate = 1.0 if args.quantile else moe.balance.bias_update_rate
-    balance = replace(
-        moe.balance,
-        bias_update="quantile" if args.quantile else "sign",
-        bias_update_rate=rate,
-        bias_per_micro_batch=args.bias_per_micro_batch,
-    )
-    scores = "sigmoid" if args.quantile else moe.score_function
-    return replace(moe, expert_bias=True, score_function=scores, balance=balance)
-
-
-def memory_options(args: argparse.Namespace) -> MemoryOptions:
-    """Return what is computed again in backward, and where experts' rows lie until then."""
-    parts = tuple(args.recompute)
-    if len(parts) > 1 and "gemm_last" in parts:  # stands for more than one part
-        parts = (*GEMM_LAST, *(part for part in parts if part != "gemm_last"))
-    return MemoryOptions(
-        recompute="gemm_last" if parts == ("gemm_last",) else parts,
-        offload=tuple(args.offload),
-        offload_fraction=args.offload_fraction,
-        stash=StashOptions() if args.stash else None,
-    )
-
-
-def pipeline_config(args: argparse.Namespace) -> PipelineConfig | None:
-    """Return the stages; None without --pp."""
-    if (args.pp or 1) == 1:
-        return None
-    return PipelineConfig(layout=args.layout, schedule=args.pipeline_schedule)
-
-
-def nvlink_options(args: argparse.Namespace) -> NVLinkOptions | None:
-    """Return the choices of the nvlink dispatcher; None = none is set."""
-    if not any((args.row_factor, args.exact_rows, args.no_overlap, args.send_again)):
-        return None
-    factor = "exact" if args.exact_rows else args.row_factor or NVLinkOptions().row_factor
-    return NVLinkOptions(
-        overlap_weight_grads=not args.no_overlap,
-        row_factor=factor,
-        keep_rows=not args.send_again,
-        # A degree of -1 is not known yet.
-        max_tokens=args.batch_size * args.seq_len // max(1, args.tp or 1) // max(1, args.cp or 1),
-    )
-
-
-def parallel_config(
-    args: argparse.Namespace, world_size: int, *, num_experts: int
-) -> ParallelConfig:
-    """Return the degrees; without --ep the largest power of two up to 8 that fits."""
-    values = ((name, getattr(args, name, None)) for name in DEGREES)
-    degrees: dict[str, Any] = {name: int(value) for name, value in values if value is not None}
-    if "ep" not in degrees:
-        product = math.prod(
-            max(degrees.get(d, 1), 1) for d in ("pp", "etp", "edp_shard", "edp_replicate")
-        )
-        fits = [n for n in (1, 2, 4, 8) if world_size % (n * product) == 0]
-        degrees["ep"] = max((n for n in fits if num_experts % n == 0), default=1)
-    return ParallelConfig(**degrees)

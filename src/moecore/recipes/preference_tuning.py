@@ -16,7 +16,6 @@ from torch import Tensor
 from moecore.recipes.finetuning import FineTuning
 from moecore.recipes.metrics import Metrics
 from moecore.recipes.preferences import PreferenceBatch
-from moecore.recipes.records import build
 from moecore.rl import DPO, Engine, Rollouts
 
 
@@ -34,7 +33,7 @@ class PreferenceTuning(FineTuning):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.objective: DPO = build(self.args, "dpo", DPO) or DPO()
+        self.objective: DPO = self.args.dpo or DPO()
         # A micro-batch has room for `batch_size` pairs of the greatest length.
         max_tokens = 2 * self.shape.batch_size * self.shape.seq_len
         self.engine = Engine(

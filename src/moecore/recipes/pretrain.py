@@ -26,18 +26,16 @@ the ranks, native.py the model.
 
 from __future__ import annotations
 
-import argparse
 import os
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
-from moecore.base.options.fsdp import FSDPOptions
+from moecore.base.fields import Count, CountOrZero, Positive
 from moecore.io.checkpoint.config_differences import differences
 from moecore.models import Decoder, DecoderConfig, at_width, document_cost
 from moecore.packing import CorpusOptions
@@ -56,50 +54,98 @@ from moecore.recipes.corpora import (
     SourceOptions,
     Tokenizer,
     read_source,
-    source_of,
     with_names,
 )
 from moecore.recipes.corpus_training import CorpusTraining
 from moecore.recipes.data import BatchShape, StepBatch
-from moecore.recipes.decoder_config import (
-    EXCLUDED_FIELDS,
-    RECORDS,
-    model_config,
-    ramp_of,
-    tables_of,
-)
-from moecore.recipes.dry_run import add_dry_run, planned_run, print_dry_run
-from moecore.recipes.errors import ARGUMENT_ERRORS, print_error
-from moecore.recipes.loggers import logger_options
-from moecore.recipes.loop import (
-    batch_shape,
-    ranks_to_start,
-    run,
-    shape_of,
-    start,
-)
-from moecore.recipes.optimizer import optimizer_of, schedule_of
-from moecore.recipes.options import (
-    DEGREES,
-    add_common,
-    count,
-    moe_of,
-    parallel_config,
-    positive,
-    positive_int,
-)
-from moecore.recipes.records import add_records, as_toml, parse, values_of
+from moecore.recipes.decoder_config import DecoderRunConfig, default_balance, read_decoder_config
+from moecore.recipes.dry_run import planned_run, print_dry_run
+from moecore.recipes.loop import batch_shape, ranks_to_start, run, run_command
+from moecore.recipes.optimizer import OptimizerConfig
+from moecore.recipes.options import moe_of
+from moecore.recipes.parser import Fields, Table, internal, parse
 from moecore.recipes.report import make_run_dir
-from moecore.recipes.rotary import with_rotary
-from moecore.recipes.samples import sample_options
-from moecore.recipes.sharding import fsdp_of, nvlink_of, parallelize, records_of
-from moecore.recipes.stages import plan_stages, stages_of
+from moecore.recipes.rotary import RotaryOptions, with_rotary
+from moecore.recipes.samples import SampleOptions
+from moecore.recipes.schedule import LearningRateSchedule
+from moecore.recipes.sharding import parallelize
+from moecore.recipes.stages import plan_stages
 from moecore.recipes.steps import BatchRamp
 from moecore.train import WidthRates, width_rates
 
+FIELDS_OF_RUN = "row_tokens", "multiple", "vocab_size", "seed"  # of [corpus], which the run sets
 
-def build_job(args: argparse.Namespace) -> CorpusTraining:
-    """Open the corpus, put the model on the ranks and load the last checkpoint, if there is one."""
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainConfig(DecoderRunConfig):
+    """Pre-train a Mixture-of-Experts decoder on a corpus.
+
+    Attributes:
+        data: sources: PATH,weight=1,field=text,name=NAME,split=train,config=NAME,stream=true.
+        validation: held-out sources, like `data`.
+        tokenizer: directory or name on the hub, or "bytes".
+        workers: processes of a rank that read ahead; 0 = none.
+        eval_rows: rows of each validation set over all ranks.
+        hf_config: config.json of the model or its directory, in place of a preset.
+        embedding_std: standard deviation of new embeddings that are not tied.
+        corpus: how documents become rows.
+        rotary: positions for sequences of another length.
+        batch: growth of the batch at the beginning of the run.
+        samples: texts that the model generates during the training.
+        stages: options of each stage.
+        stage_tables: the tables of [[stages]].
+    """
+
+    data: tuple[SourceOptions, ...] = ()
+    validation: tuple[SourceOptions, ...] = ()
+    tokenizer: str = BYTES
+    workers: CountOrZero = 2
+    eval_rows: Count = 64
+    hf_config: Path | None = None
+    embedding_std: Positive = 1.0
+    run_dir: Path = Path("runs/pretrained")
+    batch_size: Count = 8
+    seq_len: Count = 256
+    optimizer: OptimizerConfig = OptimizerConfig(router_lr_factor=0.1)
+    schedule: LearningRateSchedule = LearningRateSchedule(min_warmup_steps=100)
+    corpus: Annotated[Fields, Table(record=CorpusOptions, without=FIELDS_OF_RUN)] = field(
+        default_factory=dict
+    )
+    rotary: RotaryOptions = RotaryOptions()
+    batch: BatchRamp = BatchRamp()
+    samples: SampleOptions = SampleOptions()
+    stages: tuple[PretrainConfig, ...] = internal(())
+    stage_tables: tuple[dict[str, Any], ...] = internal(())
+
+    def __post_init__(self) -> None:
+        for name in ("data", "validation"):
+            object.__setattr__(self, name, with_names(getattr(self, name)))
+
+    def model_config(self) -> DecoderConfig:
+        """Return the decoder of config.json, or the preset with the fields that are set."""
+        if self.hf_config is None:
+            config = self.preset_config()
+        else:
+            tables = {"model": self.model, "moe": self.moe, "capacity": self.capacity}
+            for table, values in tables.items():
+                if values:
+                    raise ValueError(
+                        f"options of [{table}] must be left out with --hf-config "
+                        f"({self.hf_config}): set them there"
+                    )
+            config = read_decoder_config(self.hf_config)
+        balance = self.set_balance() or default_balance(moe_of(config))
+        return self.rotary.apply(self.with_balance(config, balance))
+
+    def resolve(self) -> PretrainConfig:
+        """Return the options with all fields of a model without config.json."""
+        run = self if self.hf_config else super().resolve()
+        rows = corpus_options(self, self.model_config(), 1)
+        return replace(run, corpus=asdict(rows))
+
+
+def build_job(args: PretrainConfig) -> CorpusTraining:
+    """Open the corpus, shard the model and load the last checkpoint, if there is one."""
     world_size = int(os.environ["WORLD_SIZE"])
     config, tokenizer = check(args, world_size)
     make_run_dir(args.run_dir)
@@ -107,31 +153,27 @@ def build_job(args: argparse.Namespace) -> CorpusTraining:
     held_out = [
         read_source(options, tokenizer, option="--validation") for options in args.validation
     ]
-    meshes = build_meshes(parallel_config(args, world_size, num_experts=moe_of(config).num_experts))
+    meshes = build_meshes(args.parallel_config(world_size, num_experts=moe_of(config).num_experts))
     rows = corpus_options(args, config, meshes.parallel.cp)
-    records = records_of(args) | {"corpus": rows, "fsdp": fsdp_of(args, meshes)}
-    max_tokens = records["sharding"].dynamic_cp
+    max_tokens = args.sharding.dynamic_cp
     if max_tokens is None:
         check_memory(args, config, torch.device(meshes.device_type))
-    if max_tokens is not None:
-        records["nvlink"] = nvlink_of(records, max_tokens // meshes.parallel.tp)
     rates = rates_of(args, config)
-    model = build_model(args, config, meshes, records, rates)
-    shape = batch_shape(args, meshes)
+    model = build_model(args, config, meshes, rates)
+    shape = batch_shape(args, meshes.parallel)
     steps: Any = partial(CorpusSteps, data_rank=meshes.data_rank)
     if max_tokens is not None:
-        plan = {"max_tokens": max_tokens, "cost": document_cost(config)}
+        plan: Any = {"max_tokens": max_tokens, "cost": document_cost(config)}
         steps = partial(ScheduledCorpusSteps, data_rank=meshes.data_rank, **plan)
     eval_shape, fixed = eval_shape_of(args, shape), replace(rows, shuffle=False, partitions=1)
     return CorpusTraining(
         args=args,
         meshes=meshes,
         model=model,
-        optimizers=optimizer_of(args).build(model, rates),
+        optimizers=args.optimizer.build(model, rates),
         shape=shape,
         config=config,
         facts={"--tokenizer": args.tokenizer},
-        tables=run_tables(args.run_args),
         batches=steps(sources, rows, shape, workers=args.workers),
         tokenizer=tokenizer,
         bad_lines=sum(getattr(source.documents, "num_invalid", 0) for source in sources),
@@ -141,32 +183,20 @@ def build_job(args: argparse.Namespace) -> CorpusTraining:
     )
 
 
-def eval_shape_of(args: argparse.Namespace, shape: BatchShape) -> BatchShape:
-    """Return the shape of the rows of a validation set, in whole micro-batches of all ranks."""
+def eval_shape_of(args: PretrainConfig, shape: BatchShape) -> BatchShape:
+    """Return the shape of the rows of a validation set, in full micro-batches of all ranks."""
     return replace(shape, grad_accum=-(-args.eval_rows // (shape.data_ranks * shape.batch_size)))
 
 
-def corpus_options(args: argparse.Namespace, config: DecoderConfig, cp: int) -> CorpusOptions:
+def corpus_options(args: PretrainConfig, config: DecoderConfig, cp: int) -> CorpusOptions:
     """Return the options of [corpus], completed by the options of the run."""
-    of_run = {"row_tokens": args.seq_len, "vocab_size": config.vocab_size, "seed": args.seed}
-    return CorpusOptions(**of_run, multiple=multiple_of(cp), **values_of(args, "corpus"))
+    of_run: Any = {"row_tokens": args.seq_len, "vocab_size": config.vocab_size, "seed": args.seed}
+    return CorpusOptions(**of_run, multiple=multiple_of(cp), **args.corpus)
 
 
-def run_tables(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the record of each table of the options of the run."""
-    config = model_config(args)
-    of_run = {"corpus": corpus_options(args, config, 1), "fsdp": fsdp_options(args)}
-    return tables_of(args, config, records_of(args) | of_run)
-
-
-def fsdp_options(args: argparse.Namespace) -> FSDPOptions:
-    """Return the options of [fsdp] in the dtype of the parameters."""
-    return FSDPOptions(**values_of(args, "fsdp"))
-
-
-def rates_of(args: argparse.Namespace, config: DecoderConfig) -> WidthRates | None:
+def rates_of(args: PretrainConfig, config: DecoderConfig) -> WidthRates | None:
     """Return the factors of --base-width."""
-    width = optimizer_of(args).base_width
+    width = args.optimizer.base_width
     if width is None:
         return None
     base = at_width(config, width)
@@ -174,16 +204,13 @@ def rates_of(args: argparse.Namespace, config: DecoderConfig) -> WidthRates | No
 
 
 def build_model(
-    args: argparse.Namespace,
-    config: DecoderConfig,
-    meshes: Meshes,
-    records: dict[str, Any],
-    rates: WidthRates | None,
+    args: PretrainConfig, config: DecoderConfig, meshes: Meshes, rates: WidthRates | None
 ) -> Decoder:
-    """Return this rank's shards of the model: the same weights on every layout."""
-    dtype = torch.bfloat16 if optimizer_of(args).master_remainder else torch.float32
+    """Return this rank's shards of the model. The weights are the same for every layout."""
+    dtype = torch.bfloat16 if args.optimizer.master_remainder else torch.float32
     model = Decoder(config, device="meta", dtype=dtype)
-    parallelize(model, meshes, args, records)
+    longest = args.sharding.dynamic_cp
+    parallelize(model, meshes, args, max_tokens=longest and longest // meshes.parallel.tp)
     model.to_empty(device=torch.device(meshes.device_type))
     # The head reads tied embeddings, whose logits would be as wide.
     wide = {} if config.tie_embeddings else {"embedding_std": args.embedding_std}
@@ -193,19 +220,18 @@ def build_model(
     return model
 
 
-def check(args: argparse.Namespace, world_size: int) -> tuple[DecoderConfig, Tokenizer]:
+def check(args: PretrainConfig, world_size: int) -> tuple[DecoderConfig, Tokenizer]:
     """Return config and tokenizer; raise ValueError for arguments that do not fit together."""
     if not args.data:
         raise ValueError("--data ([]) must have at least one source: name a file")
     if args.eval_every and not args.validation:
         raise ValueError(f"--eval-every ({args.eval_every}) must go with --validation: name a file")
-    max_tokens = records_of(args)["sharding"].dynamic_cp
+    max_tokens = args.sharding.dynamic_cp
+    args.check_sharding()
     check_graph(args, max_tokens)
-    config, tokenizer = model_config(args), Tokenizer(args.tokenizer)
-    optimizer = optimizer_of(args)
-    schedule_of(args)
-    if optimizer.base_width is not None:
-        at_width(config, optimizer.base_width)
+    config, tokenizer = args.model_config(), Tokenizer(args.tokenizer)
+    if args.optimizer.base_width is not None:
+        at_width(config, args.optimizer.base_width)
     if args.seq_len > config.max_seq_len:
         raise ValueError(
             f"--seq-len ({args.seq_len}) must be <= max_seq_len ({config.max_seq_len}) of the model"
@@ -215,107 +241,54 @@ def check(args: argparse.Namespace, world_size: int) -> tuple[DecoderConfig, Tok
             f"--tokenizer ({args.tokenizer}, {tokenizer.size} ids) must have <= vocab_size "
             f"({config.vocab_size}) of the model: take the model's own, or raise vocab_size"
         )
-    parallel = parallel_config(args, world_size, num_experts=moe_of(config).num_experts)
-    check_rows(args, parallel.resolve(world_size))
-    if max_tokens is not None and ramp_of(args) != BatchRamp():
+    parallel = args.parallel_config(world_size, num_experts=moe_of(config).num_experts)
+    check_rows(args, parallel)
+    if max_tokens is not None and args.batch != BatchRamp():
         raise ValueError(
             f"--dynamic-cp ({max_tokens}) must not go with options of [batch], whose steps have "
             "whole micro-batches: drop one of them"
         )
     if max_tokens is not None:
-        check_dynamic_cp(args, max_tokens, parallel.resolve(world_size))
-    logger_options(args).check()
-    samples = sample_options(args)
+        check_dynamic_cp(args, max_tokens, parallel)
+    args.logging.check()
+    samples, pp = args.samples, args.degree("pp")
     samples.prompts(tokenizer, max_seq_len=config.max_seq_len)
-    if samples.sample_every and (args.pp or 1) > 1:
+    if samples.sample_every and pp > 1:
         raise ValueError(
-            f"sample_every ({samples.sample_every}) must be 0 with --pp {args.pp}: sample from the "
+            f"sample_every ({samples.sample_every}) must be 0 with --pp {pp}: sample from the "
             "checkpoint, on ranks without stages"
         )
     return config, tokenizer
 
 
-def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the arguments of a run; None = sys.argv."""
-    parser = argparse.ArgumentParser(
-        prog="moecore pretrain",
-        description="Pre-train a Mixture-of-Experts decoder on a corpus.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--config", type=Path, metavar="FILE", help="TOML file of options; a flag beside it wins")
-    add("--data", type=source, nargs="+", default=[], metavar="PATH", help=SOURCE_HELP)
-    add("--validation", type=source, nargs="+", default=[], metavar="PATH", help="like --data")
-    add("--tokenizer", default=BYTES, help='directory or name on the hub, or "bytes"')
-    add("--workers", type=count, default=2, help="processes of a rank that read ahead; 0 = none")
-    add(
-        "--eval-rows",
-        type=positive_int,
-        default=64,
-        help="of each validation set, all ranks together",
-    )
-    add("--hf-config", type=Path, metavar="PATH", help="config.json of the model")
-    add("--preset", default="tiny", help="without --hf-config, see moecore.models.PRESETS")
-    add("--steps", type=positive_int, default=400, help="optimizer steps of the whole run")
-    add("--embedding-std", type=positive, default=1.0, help="of new embeddings that are not tied")
-    add("--expert-loads-every", type=count, default=10, help="steps; load of each expert, 0 = none")
-    add_common(parser, DEGREES)
-    add_dry_run(parser)
-    add_records(parser, RECORDS, without=EXCLUDED_FIELDS)
-    parser.set_defaults(run_dir=Path("runs/pretrained"), batch_size=8, seq_len=256)
-    parser.set_defaults(
-        eval_every=0, **{"optimizer.router_lr_factor": 0.1, "schedule.min_warmup_steps": 100}
-    )
-    words = sys.argv[1:] if arguments is None else arguments
-    args = parse(parser, words, tables=("data", "validation"), takes_stages=True)
-    for options in {id(part): part for part in (args, *stages_of(args))}.values():
-        options.data, options.validation = with_names(options.data), with_names(options.validation)
-        options.row_factor = values_of(options, "nvlink").get("row_factor")
-    return args
-
-
-SOURCE_HELP = "PATH,weight=1,field=text,name=NAME,split=train,config=NAME,stream=true"
-
-
-def source(word: str) -> SourceOptions:
-    """Read a source of --data."""
-    try:
-        return source_of(word)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def parse_arguments(words: Sequence[str] | None = None) -> PretrainConfig:
+    """Return the options of a run; None = sys.argv."""
+    return parse(PretrainConfig, words, prog="moecore pretrain")
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Start the ranks, or be one of them under torchrun."""
-    try:
-        args = parse_arguments(words)
-    except ARGUMENT_ERRORS as error:
-        return print_error(error)
-    if args.dry_run:
-        return max(map(dry_run, stages_of(args)))
-    return start(run_rank, args, lambda world_size: check_stages(args, world_size))
+    return run_command(
+        parse_arguments, words, run_rank=run_rank, check=check_stages, dry_run=dry_run_stages
+    )
 
 
-def resolve_stages(
-    args: argparse.Namespace, world_size: int | None = None
-) -> list[argparse.Namespace]:
+def resolve_stages(args: PretrainConfig, world_size: int | None = None) -> list[PretrainConfig]:
     """Return the options of each stage with its steps, see `plan_stages`."""
     num_ranks = world_size or int(os.environ["WORLD_SIZE"])
 
-    def batch_of(options: argparse.Namespace) -> tuple[int, int, BatchRamp]:
-        num_experts = moe_of(model_config(options)).num_experts
-        parallel = parallel_config(options, num_ranks, num_experts=num_experts)
-        shape = shape_of(options, parallel.resolve(num_ranks))
-        return shape.rows, shape.data_ranks * shape.batch_size, ramp_of(options)
+    def batch_of(options: PretrainConfig) -> tuple[int, int, BatchRamp]:
+        num_experts = moe_of(options.model_config()).num_experts
+        shape = batch_shape(options, options.parallel_config(num_ranks, num_experts=num_experts))
+        return shape.rows, shape.data_ranks * shape.batch_size, options.batch
 
     return plan_stages(args, batch_of)
 
 
-def check_stages(args: argparse.Namespace, world_size: int) -> None:
+def check_stages(args: PretrainConfig, world_size: int) -> None:
     """Raise ValueError for options that do not fit together, or stages of different models."""
-    configs = [check(options, world_size)[0] for options in stages_of(args)]
-    for config, table in zip(configs, args.stages or [], strict=False):
+    configs = [check(options, world_size)[0] for options in args.stages or [args]]
+    for config, table in zip(configs, args.stage_tables, strict=False):
         if changes := differences(with_rotary(config, asdict(configs[0])), configs[0]):
             raise ValueError(
                 f"{changes[0].name} ({changes[0].value}) of stage {table['name']!r} must be "
@@ -324,31 +297,26 @@ def check_stages(args: argparse.Namespace, world_size: int) -> None:
     resolve_stages(args, world_size)
 
 
-def dry_run(args: argparse.Namespace) -> int:
+def dry_run_stages(args: PretrainConfig) -> int:
+    """Print options, plan and first batch of each stage; return 0 if all plans fit, else 1."""
+    return max(map(dry_run, args.stages or [args]))
+
+
+def dry_run(args: PretrainConfig) -> int:
     """Print options, plan and first batch; return 0 if the plan fits the GPU, else 1."""
-    try:
-        world_size = args.gpus or ranks_to_start(args)
-        config, tokenizer = check(args, world_size)
-        parallel = parallel_config(args, world_size, num_experts=moe_of(config).num_experts)
-        parallel = parallel.resolve(world_size)
-        rows = corpus_options(args, config, parallel.cp)
-        records = records_of(args) | {
-            "corpus": rows,
-            "fsdp": fsdp_options(args),
-        }
-        training_run = planned_run(args, config, records, parallel, world_size)
+    world_size = args.gpus or ranks_to_start(args)
+    config, tokenizer = check(args, world_size)
+    parallel = args.parallel_config(world_size, num_experts=moe_of(config).num_experts)
 
-        def read_batch() -> StepBatch:
-            sources = [read_source(options, tokenizer) for options in args.data]
-            shape = shape_of(args, parallel)
-            return CorpusSteps(sources, rows, shape, data_rank=0, workers=0).next()
+    def read_batch() -> StepBatch:
+        sources = [read_source(options, tokenizer) for options in args.data]
+        rows, shape = corpus_options(args, config, parallel.cp), batch_shape(args, parallel)
+        return CorpusSteps(sources, rows, shape, data_rank=0, workers=0).next()
 
-        toml = as_toml(args, tables_of(args, config, records))
-        return print_dry_run(args, toml, training_run, read_batch, tokenizer.decode)
-    except ARGUMENT_ERRORS as error:
-        return print_error(error)
+    training_run = planned_run(args, config, parallel, world_size)
+    return print_dry_run(args.resolve(), training_run, read_batch, tokenizer.decode)
 
 
-def run_rank(args: argparse.Namespace) -> int:
+def run_rank(args: PretrainConfig) -> int:
     """Build, train, save and export on this rank."""
     return run(args, build_job, resolve_stages)

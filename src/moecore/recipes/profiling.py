@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -10,11 +9,13 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from moecore.recipes.options import RunConfig
+
 TRACE = "trace.json.gz"
 SETTLING = 10  # steps of a start that compile, allocate and warm caches
 
 
-def check_profile(args: argparse.Namespace, start: int) -> None:
+def check_profile(args: RunConfig, start: int) -> None:
     """Raise ValueError where a start has too few steps to trace."""
     num_steps = args.steps - start - SETTLING
     if args.profile and start < args.steps and args.profile > num_steps:
@@ -25,7 +26,7 @@ def check_profile(args: argparse.Namespace, start: int) -> None:
 
 
 @contextmanager
-def traced(args: argparse.Namespace) -> Iterator[Callable[[], None]]:
+def traced(args: RunConfig) -> Iterator[Callable[[], None]]:
     """Give what is called at the end of each step; it writes the trace behind the last of them."""
     if not args.profile or dist.get_rank() > 0:
         yield lambda: None

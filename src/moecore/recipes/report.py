@@ -6,7 +6,6 @@ MLflow are options.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import math
@@ -23,6 +22,7 @@ from moecore.recipes.alarms import Alarms
 from moecore.recipes.files import named
 from moecore.recipes.loggers import MLFLOW_ID, WANDB_ID, loggers_of
 from moecore.recipes.metrics import Metrics, expert_loads, layer_names, without_experts
+from moecore.recipes.options import RunConfig
 
 METRICS, CURVES = "metrics.jsonl", "curves.png"
 SAMPLES = "samples.jsonl"
@@ -49,7 +49,7 @@ class RunReport:
         unit: of text, whose mean loss is drawn, where metrics have no reward.
     """
 
-    def __init__(self, args: argparse.Namespace, *, start: int, unit: str = "byte") -> None:
+    def __init__(self, args: RunConfig, *, start: int, unit: str = "byte") -> None:
         modules = {name: _import(name) for name in NAMES}
         missing = [NAMES[name] for name, module in modules.items() if module is None]
         if missing:

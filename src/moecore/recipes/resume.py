@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
@@ -18,6 +17,7 @@ from moecore.io.checkpoint.directory import CHECKPOINTS
 from moecore.io.checkpoint.manifest import read_manifest
 from moecore.io.checkpoint.ranks import on_first_rank
 from moecore.models import Decoder
+from moecore.recipes.options import RunConfig
 from moecore.recipes.rotary import with_rotary
 from moecore.recipes.stages import TrainingStage
 from moecore.train.step import TrainStep
@@ -26,7 +26,7 @@ KEPT_CHECKPOINTS = 2
 
 
 def resume(
-    args: argparse.Namespace,
+    args: RunConfig,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | list[torch.optim.Optimizer],
     facts: Mapping[str, object],
@@ -103,13 +103,13 @@ def rotary_of(values: Mapping[str, object] | None, model: torch.nn.Module) -> It
         model.config = config
 
 
-def latest_step(args: argparse.Namespace) -> int:
+def latest_step(args: RunConfig) -> int:
     """Return the step of the newest checkpoint of a run; 0 = it has none."""
     newest = latest(checkpoint_dir(args))
     return 0 if newest is None else read_manifest(newest).facts.step
 
 
-def continuation(args: argparse.Namespace) -> str:
+def continuation(args: RunConfig) -> str:
     """Return from where the same command would go on, for the user who has stopped a run."""
     try:
         newest = latest(checkpoint_dir(args))
@@ -127,6 +127,6 @@ def command_line() -> str:
     return shlex.join(["moecore", *words]) if is_moecore else "the same command"
 
 
-def checkpoint_dir(args: argparse.Namespace) -> Path:
+def checkpoint_dir(args: RunConfig) -> Path:
     """Return the directory of the checkpoints of a run."""
     return Path(args.run_dir, CHECKPOINTS)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import tomllib
 from collections.abc import Mapping
 from typing import Any
 
 from moecore.io import latest
 from moecore.io.checkpoint.ranks import on_first_rank
-from moecore.recipes.options import DEGREES
-from moecore.recipes.records import flatten, read_toml
+from moecore.recipes.options import DEGREES, RunConfig
+from moecore.recipes.parser import flatten, read_toml
 from moecore.recipes.report import CONFIG
 from moecore.recipes.resume import checkpoint_dir
 
 # Keys and tables that change no numbers, except that a layout has other sums in another order.
-LAYOUT = {*DEGREES, "ranks", "layout", "pipeline_schedule", "pipeline"}
+LAYOUT = {*DEGREES, "parallel", "ranks", "layout", "pipeline"}
 SAME_NUMBERS = LAYOUT | {
     *("run_dir", "checkpoint_every", "expert_loads_every", "profile", "peak_tflops", "logging"),
     *("plain_host", "workers", "sample_bytes", "prompt", "samples"),
@@ -23,7 +22,7 @@ SAME_NUMBERS = LAYOUT | {
 }
 
 
-def print_changes(args: argparse.Namespace, toml: str) -> None:
+def print_changes(args: RunConfig, toml: str) -> None:
     """Print the options that a run continues with other values. Collective."""
     path = args.run_dir / CONFIG
 
@@ -40,7 +39,7 @@ def print_changes(args: argparse.Namespace, toml: str) -> None:
     on_first_rank(compare)
 
 
-def save_config(args: argparse.Namespace, toml: str) -> None:
+def save_config(args: RunConfig, toml: str) -> None:
     """Write the options of a run to its directory, as --config reads them. Collective."""
     on_first_rank(lambda: (args.run_dir / CONFIG).write_text(toml, errors="surrogateescape"))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,6 @@ from moecore.io.checkpoint.ranks import is_first_rank
 from moecore.models import Decoder
 from moecore.recipes.corpora import Tokenizer
 from moecore.recipes.generate import prompt_ids
-from moecore.recipes.records import values_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,11 +51,6 @@ class SampleOptions(CheckedRecord):
                     f"must be <= max_seq_len ({max_seq_len}) of the model together: lower it"
                 )
         return prompts
-
-
-def sample_options(args: argparse.Namespace) -> SampleOptions:
-    """Return the options of [samples] of the arguments."""
-    return SampleOptions(**values_of(args, "samples"))
 
 
 @torch.no_grad()

@@ -1,17 +1,14 @@
-"""How a run puts its model onto the ranks: what `pretrain` and `finetune` share.
-
-Each field of `TABLES` is a flag and a line of a file, see records.py.
-"""
+"""How a run shards its model: what `train`, `pretrain` and `finetune` share."""
 
 from __future__ import annotations
 
-import argparse
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
 
 import torch
 from torch import nn
 
+from moecore.base.fields import Count
 from moecore.base.options.context import ContextOptions
 from moecore.base.options.dense import DenseOptions
 from moecore.base.options.dispatch import (
@@ -22,30 +19,31 @@ from moecore.base.options.dispatch import (
 )
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.memory import MemoryOptions, StashOptions
+from moecore.base.options.names import GpuName
 from moecore.base.options.precision import Precision, Recipe
 from moecore.moe.backends import ExpertBackend
 from moecore.parallel.mesh import Meshes
 from moecore.parallel.pipeline.schedule import PipelineConfig
 from moecore.parallelize import parallelize_moe
-from moecore.recipes.options import compute_dtype
-from moecore.recipes.records import build, values_of
+from moecore.recipes.options import RunConfig
+from moecore.recipes.parser import Fields, Table, unsaved
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """How the model is put onto the ranks, beside the options that are records.
+    """Options of `parallelize_moe` outside its records, and switches of records.
 
     Attributes:
-        dispatcher: how tokens travel; "auto" chooses by the hardware.
-        fp8_dispatch: tokens travel between ranks, and are kept for backward, as FP8.
-        expert_backend: which kernels multiply the experts' matrices.
-        overlap_shared: on GPUs, run shared experts on a stream of their own.
+        dispatcher: how tokens are dispatched; "auto" selects by the hardware.
+        fp8_dispatch: dispatch tokens, and save them for backward, as FP8.
+        expert_backend: the kernels of the experts.
+        overlap_shared: on GPUs, run shared experts on another stream.
         compile_dense: run attention, norms and residual adds through torch.compile.
-        graph_dense: on GPUs, run what is between exchanges as CUDA graphs.
-        stash: experts' rows in pages, as [stash] says.
-        clones: clones of hot experts, as [clones] says.
-        dynamic_cp: each micro-batch has its own cp, and this is the most tokens that a rank holds
-            of one; None = --cp for all.
+        graph_dense: on GPUs, run the operations between exchanges as CUDA graphs.
+        stash: store saved expert rows in pages, with the options of [stash].
+        clones: clone hot experts, with the options of [clones].
+        dynamic_cp: maximum tokens of a rank in a micro-batch. Each micro-batch then has its own
+            number of context parallel ranks. None = all micro-batches have --cp.
     """
 
     dispatcher: DispatcherName = "auto"
@@ -59,94 +57,138 @@ class Sharding:
     dynamic_cp: int | None = None
 
 
-TABLES: dict[str, type] = {
-    "sharding": Sharding,
-    "fsdp": FSDPOptions,
-    "memory": MemoryOptions,
-    "stash": StashOptions,
-    "clones": CloneOptions,
-    "nvlink": NVLinkOptions,
-    "context": ContextOptions,
-    "pipeline": PipelineConfig,
-    "fp8": Precision,
-    "recipe": Recipe,
-}
-RECORDS = "memory", "context", "pipeline", "fsdp"  # of parallelize_moe, beside dispatch
+@dataclass(frozen=True, kw_only=True)
+class ShardedConfig(RunConfig):
+    """Options of a training whose model `parallelize_moe` shards as the options say.
 
+    Attributes:
+        dry_run: print options, plan and first batch; train nothing.
+        gpus: ranks of the plan of a dry run; None = the ranks that would start.
+        gpu: the GPU of the plan of a dry run.
+        sharding: options outside the records of `parallelize_moe`.
+        fsdp: parameter sharding.
+        memory: recomputation and offload.
+        stash: pages of saved expert rows.
+        clones: clones of hot experts.
+        nvlink: the dispatcher nvlink.
+        context: context parallelism.
+        pipeline: pipeline stages, with --pp > 1.
+        fp8: roles and other options of FP8 products; with --precision or [recipe].
+        recipe: a recipe of FP8 products, in place of --precision.
+    """
 
-def records_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the records that flags or the file have given, by table."""
-    sharding = Sharding(**values_of(args, "sharding"))
-    context = build(args, "context", ContextOptions)
-    if sharding.dynamic_cp is not None:
-        context = replace(context or ContextOptions(), dynamic=True)
-    stash = build(args, "stash", StashOptions) or (StashOptions() if sharding.stash else None)
-    clones = build(args, "clones", CloneOptions) or (CloneOptions() if sharding.clones else None)
-    recipe = build(args, "recipe", Recipe)
-    if values_of(args, "fp8") and recipe is None:
-        recipe = Recipe()
-    if recipe is not None and args.precision:
-        raise ValueError(
-            f"--precision ({args.precision}) must not go with options of [recipe] and [fp8], which "
-            "are a recipe of their own: drop it"
-        )
-    stages = (args.pp or 1) > 1
-    if values_of(args, "pipeline") and not stages:
-        raise ValueError(f"--pp ({args.pp}) must be > 1 with options of [pipeline]: drop those")
-    return {
-        "sharding": sharding,
-        "memory": MemoryOptions(**values_of(args, "memory"), stash=stash),
-        "stash": stash,
-        "clones": clones,
-        "nvlink": build(args, "nvlink", NVLinkOptions),
-        "context": context,
-        "pipeline": PipelineConfig(**values_of(args, "pipeline")) if stages else None,
-        "recipe": recipe,
-        "fp8": recipe and Precision(recipe=recipe, **values_of(args, "fp8")),
-    }
+    dry_run: bool = unsaved(False)
+    gpus: Count | None = unsaved(None)
+    gpu: GpuName = unsaved("h100-80")
+    sharding: Sharding = Sharding()  # frozen
+    fsdp: Annotated[FSDPOptions, Table(without=("param_dtype",))] = FSDPOptions()
+    memory: MemoryOptions = MemoryOptions()
+    stash: StashOptions | None = None
+    clones: CloneOptions | None = None
+    nvlink: NVLinkOptions | None = None
+    context: Annotated[ContextOptions | None, Table(without=("dynamic",))] = None
+    pipeline: PipelineConfig | None = None
+    fp8: Annotated[Fields, Table(record=Precision)] = field(default_factory=dict)
+    recipe: Recipe | None = None
 
+    def memory_options(self) -> MemoryOptions:
+        """Return [memory] with the pages of [stash]."""
+        stash = self.stash or (StashOptions() if self.sharding.stash else None)
+        return replace(self.memory, stash=stash)
 
-def nvlink_of(records: dict[str, Any], max_tokens: int) -> NVLinkOptions | None:
-    """Return options with room for the longest micro-batch, which the first one need not be."""
-    nvlink, dispatcher = records["nvlink"], records["sharding"].dispatcher
-    if nvlink is None and dispatcher not in ("auto", "nvlink", "hierarchical"):
+    def pipeline_options(self) -> PipelineConfig | None:
+        """Return the pipeline stages; None = --pp is 1.
+
+        Raises:
+            ValueError: for options of [pipeline] without stages.
+        """
+        pp = self.parallel.get("pp")
+        if self.degree("pp") > 1:
+            return self.pipeline or PipelineConfig()
+        if self.pipeline is not None:
+            raise ValueError(f"--pp ({pp}) must be > 1 with options of [pipeline]: drop those")
         return None
-    nvlink = nvlink or NVLinkOptions()
-    return nvlink if nvlink.max_tokens else replace(nvlink, max_tokens=max_tokens)
 
+    def context_options(self) -> ContextOptions | None:
+        """Return [context], dynamic with --dynamic-cp."""
+        if self.sharding.dynamic_cp is None:
+            return self.context
+        return replace(self.context or ContextOptions(), dynamic=True)
 
-def fsdp_of(args: argparse.Namespace, meshes: Meshes) -> FSDPOptions:
-    """Return the options of [fsdp] with the dtype of the run."""
-    dtype = compute_dtype(args, torch.device(meshes.device_type))
-    return FSDPOptions(param_dtype=dtype, **values_of(args, "fsdp"))
+    def precision_options(self) -> Precision | None:
+        """Return which products are in FP8; None = no product is.
+
+        Raises:
+            ValueError: for --precision with options of [recipe].
+        """
+        if self.recipe is not None and self.precision is not None:
+            raise ValueError(
+                f"--precision ({self.precision}) must not go with options of [recipe], which is "
+                "a recipe too: drop one of them"
+            )
+        if self.recipe is not None or (self.fp8 and self.precision is None):
+            return Precision(recipe=self.recipe or Recipe(), **self.fp8)
+        named = Precision.of(self.precision)
+        return named and replace(named, **self.fp8)
+
+    def fsdp_options(self, dtype: torch.dtype) -> FSDPOptions:
+        """Return [fsdp] with the dtype of the run."""
+        return replace(self.fsdp, param_dtype=dtype)
+
+    def dispatch_options(self, max_tokens: int | None = None) -> DispatchOptions:
+        """Return the options of dispatch.
+
+        Args:
+            max_tokens: maximum tokens of a rank in a micro-batch; None = those of the first one.
+        """
+        nvlink, name = self.nvlink, self.sharding.dispatcher
+        if max_tokens is not None and (nvlink or name in ("auto", "nvlink", "hierarchical")):
+            nvlink = nvlink or NVLinkOptions()
+            nvlink = nvlink if nvlink.max_tokens else replace(nvlink, max_tokens=max_tokens)
+        clones = self.clones or (CloneOptions() if self.sharding.clones else None)
+        return DispatchOptions(
+            name=name, nvlink=nvlink, fp8=self.sharding.fp8_dispatch, clones=clones
+        )
+
+    def check_sharding(self) -> None:
+        """Raise ValueError for options of records that do not fit together."""
+        self.memory_options(), self.pipeline_options(), self.context_options()
+        self.precision_options(), self.dispatch_options()
 
 
 def parallelize(
     model: nn.Module,
     meshes: Meshes,
-    args: argparse.Namespace,
-    records: dict[str, Any],
+    config: ShardedConfig,
+    *,
+    max_tokens: int | None = None,
     **options: Any,
 ) -> None:
-    """Put a model onto the ranks, as the records and --precision say."""
-    sharding = records["sharding"]
+    """Shard a model over the ranks.
+
+    Args:
+        model: on the meta device.
+        meshes: of the ranks.
+        config: the options of the run.
+        max_tokens: see `ShardedConfig.dispatch_options`.
+        options: further arguments of `parallelize_moe`.
+    """
+    sharding = config.sharding
     parallelize_moe(
         model,
         meshes,
-        dispatch=DispatchOptions(
-            name=sharding.dispatcher,
-            nvlink=records["nvlink"],
-            fp8=sharding.fp8_dispatch,
-            clones=records["clones"],
-        ),
+        dispatch=config.dispatch_options(max_tokens),
         expert_backend=sharding.expert_backend,
         dense=DenseOptions(
             overlap_shared=sharding.overlap_shared,
             compile=sharding.compile_dense,
             graph=sharding.graph_dense,
         ),
-        precision=records["fp8"] or args.precision,
+        precision=config.precision_options(),
         loss="sum",
-        **{name: records[name] for name in RECORDS},
+        memory=config.memory_options(),
+        context=config.context_options(),
+        pipeline=config.pipeline_options(),
+        fsdp=config.fsdp_options(config.compute_dtype(torch.device(meshes.device_type))),
         **options,
     )

@@ -22,7 +22,6 @@ options does. So it may have another layout, and a run that is killed continues 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -160,32 +159,23 @@ def options_of(table: Options) -> dict[str, Any]:
     return {key: value for key, value in table.items() if key not in names}
 
 
-def stages_of(args: argparse.Namespace) -> list[argparse.Namespace]:
-    """Return the options of each stage, or the run's options if it has no stages."""
-    return getattr(args, "stage_args", None) or [args]
+def plan_stages(args: Any, batch_of: Callable[[Any], tuple[int, int, BatchRamp]]) -> list[Any]:
+    """Return the options of each stage, or the run's options if it has no stages.
 
-
-def plan_stages(
-    args: argparse.Namespace,
-    batch_of: Callable[[argparse.Namespace], tuple[int, int, BatchRamp]],
-) -> list[argparse.Namespace]:
-    """Return the options of each stage, with three more.
-
-    `stage` is the stage, `steps` the number of its last step, and `run_args` has the options of the
-    run.
+    The fields `stage` and `run` are set, and `steps` is the number of the stage's last step.
 
     Args:
-        args: of the run.
+        args: the `StagedConfig` of the run.
         batch_of: returns for the options of a stage the rows of a step after the ramp, the rows of
             a micro-batch of all data ranks, and the ramp.
 
     Raises:
         ValueError: for a ramp that micro-batches do not divide, or stages without checkpoints.
     """
-    tables: Sequence[Options] = getattr(args, "stages", None) or [{}]
-    plans: list[argparse.Namespace] = []
+    tables: Sequence[Options] = args.stage_tables or [{}]
+    plans: list[Any] = []
     sizes, begin = StepSizes([]), 0
-    for options, table in zip(stages_of(args), tables, strict=True):
+    for options, table in zip(args.stages or [args], tables, strict=True):
         if table and not options.checkpoint_every:
             raise ValueError(
                 "--checkpoint-every (0) must be > 0 with [[stages]], which begin with the "
@@ -195,15 +185,12 @@ def plan_stages(
         ramp.check(rows=rows, micro_batch_rows=micro_batch_rows)
         stage = plan_stage(options, table, sizes, begin, rows=rows, ramp=ramp)
         sizes, begin = stage.sizes, stage.end
-        changes = {"steps": begin, "stage": stage, "run_args": args}
-        plans.append(argparse.Namespace(**vars(options) | changes))
-    for options in plans:
-        options.stage = replace(options.stage, last=begin)
-    return plans
+        plans.append(replace(options, steps=begin, stage=stage, run=args))
+    return [replace(options, stage=replace(options.stage, last=begin)) for options in plans]
 
 
 def plan_stage(
-    args: argparse.Namespace,
+    args: Any,
     table: Options,
     sizes: StepSizes,
     begin: int,

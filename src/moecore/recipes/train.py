@@ -9,9 +9,11 @@ r"""Train a Mixture-of-Experts decoder on real text: one command to checkpoints,
 Eight GPUs of one host at full speed, a router that learns from scratch with even loads from the
 first step; docs/performance.md has what it reaches:
 
-    moecore train --run-dir runs/qwen3 --preset qwen3-30b-a3b --compile --gather-once \
-        --seq-len 4096 --batch-size 4 --lr 3e-4 --schedule-steps 40000 --dispatcher nvlink \
-        --row-factor 1.5 --quantile --bias-per-micro-batch
+    moecore train --run-dir runs/qwen3 --preset qwen3-30b-a3b --compile-dense \
+        --dense-strategy optim --experts-strategy optim_grads_params --seq-len 4096 \
+        --batch-size 4 --lr 3e-4 --schedule-steps 40000 --dispatcher nvlink --row-factor 1.5 \
+        --expert-bias --score-function sigmoid --bias-update quantile --bias-update-rate 1 \
+        --bias-per-micro-batch
 
 With --pp N a rank has a part of the layers, cut as --layout says: docs/pipeline.md. With --cp N so
 many ranks share each row of tokens: docs/context_parallel.md.
@@ -20,7 +22,7 @@ With --precision blockwise the products of experts and projections are in FP8, w
 losses are scaled: docs/precision.md.
 
 Started again with the same arguments, a run continues from its last whole checkpoint, on CPU ranks
-with the bits of a run that never stopped. `build_job` puts the model onto the ranks, and loop.py
+with the bits of a run that never stopped. `build_job` shards the model, and loop.py
 has the steps, which all recipes share. The text is bytes: the Python standard library's own
 sources unless --data is given. Its documents (files, and each text of a jsonl file) are packed into
 rows, without attention across them: docs/sequences.md. The loss of a step is the mean over the
@@ -38,24 +40,23 @@ Legend: A micro-batches of a step, B rows, T tokens of a row, N bytes of text.
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.base.options.dense import DenseOptions
-from moecore.base.options.dispatch import CloneOptions, DispatchOptions
-from moecore.base.options.fsdp import FSDPOptions
-from moecore.base.options.precision import Precision
+from moecore.base.fields import Count, CountOrZero
 from moecore.models import Decoder, DecoderConfig
-from moecore.parallel.mesh import Meshes, build_meshes
-from moecore.parallelize import parallelize_moe
-from moecore.recipes.checks import check_arguments, check_memory, check_rows
+from moecore.parallel.mesh import Meshes, ParallelConfig, build_meshes
+from moecore.recipes.checks import check_graph, check_memory, check_rows
 from moecore.recipes.data import (
+    VOCAB_SIZE,
+    BatchShape,
     Corpus,
     PackedSteps,
     StepBatch,
@@ -66,28 +67,55 @@ from moecore.recipes.data import (
     read_corpus,
     to_device,
 )
-from moecore.recipes.loop import batch_shape, begins, ranks_of, run, say, start
+from moecore.recipes.decoder_config import DecoderRunConfig
+from moecore.recipes.dry_run import planned_run, print_dry_run
+from moecore.recipes.loop import (
+    batch_shape,
+    begins,
+    ranks_of,
+    ranks_to_start,
+    run,
+    run_command,
+    say,
+)
 from moecore.recipes.metrics import Metrics
 from moecore.recipes.native import DecoderJob, dispatcher_of
-from moecore.recipes.optimizer import optimizer_of, recipe_tables
-from moecore.recipes.options import (
-    compute_dtype,
-    memory_options,
-    model_config,
-    moe_of,
-    nvlink_options,
-    parallel_config,
-    parse_arguments,
-    pipeline_config,
-    prompt_bytes,
-)
+from moecore.recipes.optimizer import OptimizerConfig
+from moecore.recipes.options import moe_of
+from moecore.recipes.parser import parse
 from moecore.recipes.report import make_run_dir
+from moecore.recipes.sharding import parallelize
 
 EVAL_BATCHES = 8  # of each data rank
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(DecoderRunConfig):
+    """Train a Mixture-of-Experts decoder on text, byte by byte.
+
+    Attributes:
+        data: text files, or .jsonl files with "text"; none = Python's standard library.
+        tokens: "random" draws tokens of the vocabulary in place of text.
+        prompt: the text that the sample after the last step continues.
+        sample_bytes: bytes of the sample; 0 = no sample.
+    """
+
+    data: tuple[Path, ...] = ()
+    tokens: Literal["text", "random"] = "text"
+    prompt: str = "def "
+    sample_bytes: CountOrZero = 200
+    run_dir: Path = Path("runs/demo")
+    batch_size: Count = 8
+    seq_len: Count = 256
+    optimizer: OptimizerConfig = OptimizerConfig(lr=3e-3)
+
+    def prompt_bytes(self) -> bytes:
+        """Return the prompt, which need not be UTF-8."""
+        return self.prompt.encode(errors="surrogateescape")
+
+
 @dataclass(kw_only=True)
-class Pretraining(DecoderJob):
+class ByteTraining(DecoderJob):
     """A decoder on text.
 
     Attributes:
@@ -152,112 +180,147 @@ class Pretraining(DecoderJob):
             say(f"--- sample after {steps} steps ---\n{text}")
 
 
-def build_job(args: argparse.Namespace) -> Pretraining:
-    """Put the model on the ranks and load the last checkpoint, if there is one."""
+def build_job(args: TrainConfig) -> ByteTraining:
+    """Shard the model and load the last checkpoint, if there is one."""
     world_size = int(os.environ["WORLD_SIZE"])
-    config = check(args, world_size)
+    config, parallel = check(args, world_size)
     make_run_dir(args.run_dir)
     corpus, held_out_N = read_texts(args)
-    meshes = build_meshes(parallel_config(args, world_size, num_experts=moe_of(config).num_experts))
+    meshes = build_meshes(parallel)
     check_memory(args, config, torch.device(meshes.device_type))
     model = build_model(args, config, meshes)
-    shape, batches = batch_shape(args, meshes), None
-    if args.tokens == "text":
-        batches = packed_corpus(corpus, shape, seed=args.seed, data_rank=meshes.data_rank)
-    return Pretraining(
+    shape = batch_shape(args, meshes.parallel)
+    return ByteTraining(
         args=args,
         meshes=meshes,
         model=model,
-        optimizers=optimizer_of(args).build(model),
+        optimizers=args.optimizer.build(model),
         shape=shape,
         config=config,
         facts={"--seed": args.seed},  # the data position depends on it
-        tables=recipe_tables(args),
-        batches=batches,
+        batches=text_steps(args, corpus, shape, meshes.data_rank),
         corpus=corpus,
         held_out_N=held_out_N,
     )
 
 
-def read_texts(args: argparse.Namespace) -> tuple[Corpus, Tensor | None]:
-    """Return the text to train on, and that to evaluate on; None = --eval-every is 0."""
+def read_texts(args: TrainConfig) -> tuple[Corpus, Tensor | None]:
+    """Return the text to train on, and the held-out text; None = --eval-every is 0."""
     corpus = read_corpus(args.data, seq_len=args.seq_len)
     return hold_out(corpus, seq_len=args.seq_len) if args.eval_every else (corpus, None)
 
 
-def precision_of(args: argparse.Namespace) -> Precision | None:
-    """Return which products are in FP8."""
-    precision = Precision.of(args.precision)
-    if not args.fp8_head:
-        return precision
-    if precision is None:
-        raise ValueError("--fp8-head must go with --precision blockwise or auto: add one")
-    return replace(precision, fp8_head=True)
+def text_steps(
+    args: TrainConfig, corpus: Corpus, shape: BatchShape, data_rank: int
+) -> PackedSteps | None:
+    """Return the steps of a data rank; None = tokens are random."""
+    if args.tokens == "random":
+        return None
+    return packed_corpus(corpus, shape, seed=args.seed, data_rank=data_rank)
 
 
-def build_model(args: argparse.Namespace, config: DecoderConfig, meshes: Meshes) -> Decoder:
-    """Return this rank's shards of the model: the same weights on every layout."""
-    device = torch.device(meshes.device_type)
+def build_model(args: TrainConfig, config: DecoderConfig, meshes: Meshes) -> Decoder:
+    """Return this rank's shards of the model. The weights are the same for every layout."""
     model = Decoder(config, device="meta")
-    parallelize_moe(
-        model,
-        meshes,
-        dispatch=DispatchOptions(
-            name=args.dispatcher,
-            nvlink=nvlink_options(args),
-            fp8=args.fp8_dispatch,
-            clones=CloneOptions() if args.clones else None,
-        ),
-        expert_backend=args.experts,
-        memory=memory_options(args),
-        dense=DenseOptions(compile=args.compile, graph=args.graph_dense),
-        loss="sum",
-        precision=precision_of(args),
-        pipeline=pipeline_config(args),
-        fsdp=FSDPOptions(
-            param_dtype=compute_dtype(args, device),
-            dense_strategy="optim" if args.gather_once else "optim_grads_params",
-            blocks_per_unit=args.blocks_per_unit,
-            experts_strategy="optim" if args.keep_experts else "optim_grads_params",
-            fp8_param_gather=args.fp8_gather,
-        ),
-    )
-    model.to_empty(device=device)
+    parallelize(model, meshes, args)
+    model.to_empty(device=torch.device(meshes.device_type))
     model.init_weights(args.seed)
     return model
 
 
-def check(args: argparse.Namespace, world_size: int) -> DecoderConfig:
-    """Return the config of the model; raise ValueError for arguments that do not fit together."""
-    config = model_config(args)
-    parallel = parallel_config(args, world_size, num_experts=moe_of(config).num_experts)
-    check_rows(args, parallel.resolve(world_size))
-    check_arguments(args, config)
-    return config
+def check(args: TrainConfig, world_size: int) -> tuple[DecoderConfig, ParallelConfig]:
+    """Return the config of the model and the degrees.
+
+    Raises:
+        ValueError: for options that do not fit together.
+    """
+    config, name = args.model_config(), f"--preset {args.preset}"
+    parallel = args.parallel_config(world_size, num_experts=moe_of(config).num_experts)
+    args.check_sharding()
+    check_rows(args, parallel)
+    check_graph(args)
+    args.logging.check()
+    prompt, length, pp = args.prompt_bytes(), config.max_seq_len, args.degree("pp")
+    if args.tokens == "text" and config.vocab_size < VOCAB_SIZE:
+        raise ValueError(
+            f"--preset ({args.preset}) must have vocab_size ({config.vocab_size}) >= {VOCAB_SIZE}, "
+            "because tokens are bytes: use tiny, or --tokens random"
+        )
+    if args.seq_len > length:
+        raise ValueError(f"--seq-len ({args.seq_len}) must be <= max_seq_len ({length}) of {name}")
+    if not prompt:
+        raise ValueError("--prompt must not be empty: give a character")
+    if args.sample_bytes and len(prompt) + args.sample_bytes > length:
+        raise ValueError(
+            f"--sample-bytes ({args.sample_bytes}) and the {len(prompt)} of --prompt must be "
+            f"<= max_seq_len ({length}) of {name} together"
+        )
+    if args.sample_bytes and max(prompt) >= config.vocab_size:
+        raise ValueError(
+            f"--prompt ({args.prompt!r}) must have bytes < vocab_size ({config.vocab_size}) of "
+            f"{name}"
+        )
+    if args.eval_every and args.tokens == "random":
+        raise ValueError(
+            f"--eval-every ({args.eval_every}) must be 0 with --tokens random, which has no text "
+            "to hold out: drop it"
+        )
+    if args.sample_bytes and pp > 1:
+        raise ValueError(
+            f"--sample-bytes ({args.sample_bytes}) must be 0 with --pp {pp}: sample from the "
+            "checkpoint, on ranks without stages"
+        )
+    return config, parallel
+
+
+def parse_arguments(words: Sequence[str] | None = None) -> TrainConfig:
+    """Return the options of a run; None = sys.argv."""
+    return parse(TrainConfig, words, prog="moecore train")
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Start the ranks, or be one of them under torchrun."""
-    args = parse_arguments(words)
-
-    def check_all(world_size: int) -> None:
-        config = check(args, world_size)
-        if not torch.cuda.is_available():
-            check_memory(args, config, torch.device("cpu"))
-        read_texts(args)
-
-    return start(run_rank, args, check_all)
+    return run_command(parse_arguments, words, run_rank=run_rank, check=check_all, dry_run=dry_run)
 
 
-def run_rank(args: argparse.Namespace) -> int:
+def check_all(args: TrainConfig, world_size: int) -> None:
+    """Raise ValueError for options or text that the ranks would refuse."""
+    config, _ = check(args, world_size)
+    if not torch.cuda.is_available():
+        check_memory(args, config, torch.device("cpu"))
+    read_texts(args)
+
+
+def dry_run(args: TrainConfig) -> int:
+    """Print options, plan and first batch; return 0 if the plan fits the GPU, else 1."""
+    world_size = args.gpus or ranks_to_start(args)
+    config, parallel = check(args, world_size)
+
+    def read_batch() -> StepBatch:
+        shape = batch_shape(args, parallel)
+        steps = text_steps(args, read_texts(args)[0], shape, 0)
+        if steps is not None:
+            return steps.next()
+        return random_step(config.vocab_size, shape, seed=args.seed, step=1, data_rank=0)
+
+    training_run = planned_run(args, config, parallel, world_size)
+    return print_dry_run(args.resolve(), training_run, read_batch, decode)
+
+
+def decode(tokens: Sequence[int]) -> str:
+    """Return the text of bytes."""
+    return bytes(min(token, 255) for token in tokens).decode(errors="replace")
+
+
+def run_rank(args: TrainConfig) -> int:
     """Build, train, save, plot and sample on this rank."""
     return run(args, build_job)
 
 
-def sample(job: Pretraining) -> str:
+def sample(job: ByteTraining) -> str:
     """Return the prompt and what the model makes of it. Every rank draws the same bytes."""
-    prompt_BT = torch.tensor([list(prompt_bytes(job.args))], device=job.device)
+    prompt_BT = torch.tensor([list(job.args.prompt_bytes())], device=job.device)
     generator = torch.Generator(job.device).manual_seed(job.args.seed)
     num_bytes = job.args.sample_bytes
     out_BT = job.model.generate(prompt_BT, num_bytes, temperature=0.8, generator=generator)
-    return bytes(min(token, 255) for token in out_BT[0].tolist()).decode(errors="replace")
+    return decode(out_BT[0].tolist())

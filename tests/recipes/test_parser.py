@@ -1,4 +1,4 @@
-"""Flags and TOML files of the records of options: each other's, and those that a run has saved."""
+"""The parser of commands: flags, TOML files, help, and the file that a run saves."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import os
 import socket
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from moecore import FSDPOptions, NVLinkOptions, ParallelConfig
+from moecore import NVLinkOptions
 from moecore.cli import _parser, main
 from moecore.models import Decoder, preset
 from moecore.planning.flags import run_of_options
-from moecore.recipes.decoder_config import model_config
-from moecore.recipes.optimizer import optimizer_of
-from moecore.recipes.records import values_of
+from moecore.recipes import finetune, grpo, train
+from moecore.recipes import pretrain as pretrain_module
+from moecore.recipes.parser import field_texts, list_options, to_toml
 
 FLAGS = (
     "--data a.jsonl,weight=0.5,field=body b,name=x,stream=true --cp 2 --lr 1e-4 --plain-host"
@@ -57,54 +57,60 @@ factor = 1.5
 
 def test_a_file_stands_for_flags_and_flags_win(pretrain: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text(FILE)
-    of_flags = vars(pretrain.parse_arguments(FLAGS.split()))
+    args = pretrain.parse_arguments(FLAGS.split())
     config = ["--config", str(tmp_path / "a.toml")]
-    of_file = vars(pretrain.parse_arguments(config)) | {"config": None}
-    assert of_file == of_flags
-    assert of_flags["memory.offload"] == ("attention", "norm")
-    assert of_flags["memory.recompute"] == "gemm_last" and of_flags["nvlink.row_factor"] == "exact"
-    assert of_flags["nvlink.overlap_weight_grads"] is False and of_flags["dp_shard"] == -1
-    assert of_flags["fsdp.reduce_dtype"] == torch.bfloat16 and of_flags["plain_host"] is True
-    both = pretrain.parse_arguments([*config, "--cp", "4", "--offload", "--num-heads", "2"])
-    assert (both.cp, vars(both)["memory.offload"], vars(both)["model.num_heads"]) == (4, (), 2)
+    assert replace(pretrain.parse_arguments(config), config=None) == args
+    assert args.memory.offload == ("attention", "norm")
+    assert args.memory.recompute == "gemm_last" and args.nvlink.row_factor == "exact"
+    assert args.nvlink.overlap_weight_grads is False and args.parallel["dp_shard"] == -1
+    assert args.fsdp.reduce_dtype == torch.bfloat16 and args.plain_host is True
+    words = ["--cp", "4", "--offload-fraction", "1.0", "--offload", "--num-heads", "2"]
+    both = pretrain.parse_arguments([*config, *words])
+    assert (both.parallel["cp"], both.memory.offload, both.model["num_heads"]) == (4, (), 2)
 
 
 def test_a_run_saves_what_makes_the_same_run(pretrain: ModuleType, tmp_path: Path) -> None:
     args = pretrain.parse_arguments([*FLAGS.split(), "--run-dir", str(tmp_path), "--aux-loss", "1"])
-    config = pretrain.model_config(args)
-    meshes = SimpleNamespace(device_type="cpu")
-    records = pretrain.records_of(args) | {
-        "corpus": pretrain.corpus_options(args, config, 2),
-        "fsdp": pretrain.fsdp_of(args, meshes),
-    }
-    (tmp_path / "config.toml").write_text(pretrain.as_toml(args, pretrain.run_tables(args)))
+    config = args.model_config()
+    (tmp_path / "config.toml").write_text(to_toml(args.resolve()))
     again = pretrain.parse_arguments(["--config", str(tmp_path / "config.toml")])
-    assert pretrain.model_config(again) == config and config.moe.capacity.factor == 1.5
-    assert pretrain.corpus_options(again, config, 2) == records["corpus"]
-    assert pretrain.fsdp_of(again, meshes) == records["fsdp"]
-    assert pretrain.records_of(again) == pretrain.records_of(args)
-    assert again.data == args.data and optimizer_of(again) == optimizer_of(args)
+    assert again.model_config() == config and config.moe.capacity.factor == 1.5
+    assert pretrain.corpus_options(again, config, 2) == pretrain.corpus_options(args, config, 2)
+    assert to_toml(again.resolve()) == to_toml(args.resolve())
+    for name in ("data", "optimizer", "memory", "nvlink", "fsdp", "recipe", "parallel"):
+        assert getattr(again, name) == getattr(args, name), name
 
 
-def test_every_field_has_a_flag_or_another_option(
+COMMANDS = {
+    "train": train.TrainConfig,
+    "pretrain": pretrain_module.PretrainConfig,
+    "finetune": finetune.FinetuneConfig,
+    "grpo": grpo.GRPOConfig,
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_has_a_flag_of_its_own_and_a_text(name: str) -> None:
+    options = list_options(COMMANDS[name])
+    flags = [option.flag for option in options]
+    assert len(set(flags)) == len(flags)
+    assert [option.key for option in options if not option.text] == []
+    assert {"lr", "run-dir", "ep", "warmup-steps"} <= set(flags)
+    for record in {option.table for option in options if option.table}:
+        assert record in field_texts(COMMANDS[name]), record
+
+
+def test_help_has_each_table_as_a_group_and_each_default(
     pretrain: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Records inside of records have tables of their own; kinds of attention are a preset's."""
-    records = importlib.import_module("moecore.recipes.records")
-    args = pretrain.parse_arguments
-    inside = {"moe", "mla", "yarn", "capacity", "balance", "stash", "recipe", "overrides"}
-    inside.add("linear_attention")
-    for table, record in pretrain.RECORDS.items():
-        fields = set(record.__dataclass_fields__)
-        left = fields - set(records.kinds_of(record)) - inside
-        assert not left, (table, left)
-        texts = records.help_of(record)
-        assert set(records.kinds_of(record)) <= set(texts), table
     with pytest.raises(SystemExit):
-        args(["--help"])
-    said = " ".join(capsys.readouterr().out.split())
-    for degree, text in records.help_of(ParallelConfig).items():  # each has a text of its own
-        assert f"--{degree.replace('_', '-')} N {text.removesuffix('.')} (None = " in said
+        pretrain.parse_arguments(["--help"])
+    printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert printed.startswith("usage: moecore pretrain [-h] [OPTIONS] Pre-train a Mixture-of-Exp")
+    assert "optimizer options" in printed and "The optimizers of a run." in printed
+    assert "--router-lr-factor FLOAT learning rate of routers over" in printed
+    assert printed.count("(default: 0.1)") >= 2
+    assert printed.count("--lr-schedule {cosine,linear,wsd,constant}") == 1
 
 
 @pytest.mark.parametrize(
@@ -120,19 +126,20 @@ def test_every_field_has_a_flag_or_another_option(
         (b"no_plain_host = true", "must have no no_plain_host, .*: did you mean plain_host"),
         (b"hf_config = 'a'\nhf-config = 'a'", "must have one of hf_config and hf-config"),
         (b"[memory]\noffloads = []", "must have no memory.offloads, which no flag has"),
-        (b"[memory]\noffload = {a = 1}", "memory.offload .* must be a value, not a table"),
-        (b"[memory]\noffload = {path = 'norm'}", "memory.offload .* must be a value, not a table"),
-        (b"[memory]\noffload = [['norm']]", "memory.offload .* must be a string, a number"),
-        (b"[nvlink]\noverlap_weight_grads = 'no'", "overlap_weight_grads .* must be true or false"),
+        (b"[memory]\noffload = {a = 1}", "memory.offload .* must be an array, each one of"),
+        (b"[memory]\noffload = [['norm']]", "memory.offload .* must be an array, each one of"),
+        (b"[nvlink]\noverlap_weight_grads = 'no'", "overlap_weight.* must be True or False"),
         (b"data = [{weight = 1}]", "data .* must have a path, which is a string"),
-        (b"data = [{path = 'a', weight = {}}]", "data .* must have no table or array inside"),
-        (b"data = ['--steps=3']", "data .* must have no value that begins with -"),
-        (b"data = [{path = 'a', weight = 'x'}]", "data .* must be valid: .*a number as weight"),
-        (b"plain_host = 1", r"plain_host \(1\) must be true or false"),
-        (b"steps = [1]", r"steps \(\[1\]\) must be one value, not an array"),
+        (b"data = [{path = 'a', weight = {}}]", "data .* must be valid: SourceOptions.weight"),
+        (
+            b"data = [{path = 'a', weight = 'x'}]",
+            "data .* must be valid: SourceOptions.weight .* a finite number",
+        ),
+        (b"plain_host = 1", r"plain_host \(1\) must be True or False"),
+        (b"steps = [1]", r"steps \(\[1\]\) must be a whole number >= 1"),
         (b"steps = 1.5", r"steps \(1.5\) must be a whole number >= 1"),
-        (b"run_dir = 3", r"run_dir \(3\) must be a string"),
-        (b"lr = 1979-05-27", "lr .* must be a string, a number, true or false"),
+        (b"run_dir = 3", r"run_dir \(3\) must be a Path"),
+        (b"lr = 1979-05-27", "lr .* must be a finite number > 0"),
     ],
     ids=lambda value: value[:40] if isinstance(value, bytes) else "",
 )
@@ -146,9 +153,11 @@ def test_a_wrong_file_is_one_line(
 
 
 def test_a_key_may_be_spelled_as_its_flag(pretrain: ModuleType, tmp_path: Path) -> None:
-    (tmp_path / "a.toml").write_text("hf-config = 'a'\n[memory]\noffload-fraction = 0.5")
+    (tmp_path / "a.toml").write_text(
+        "hf-config = 'a'\n[memory]\noffload = ['norm']\noffload-fraction = 0.5"
+    )
     args = pretrain.parse_arguments(["--config", str(tmp_path / "a.toml")])
-    assert (args.hf_config, vars(args)["memory.offload_fraction"]) == (Path("a"), 0.5)
+    assert (args.hf_config, args.memory.offload_fraction) == (Path("a"), 0.5)
 
 
 SPECIAL_FILES = {
@@ -216,12 +225,12 @@ def test_a_special_file_of_a_directory_is_one_line(
         (
             "--validation",
             lambda: pretrain.read_source(
-                pretrain.source_of(str(folder)), None, option="--validation"
+                pretrain.SourceOptions.from_word(str(folder)), None, option="--validation"
             ),
         ),
         (
             "--hf-config",
-            lambda: pretrain.model_config(pretrain.parse_arguments(["--hf-config", str(folder)])),
+            lambda: pretrain.parse_arguments(["--hf-config", str(folder)]).model_config(),
         ),
     ):
         with pytest.raises(ValueError, match=rf"^{option} \(.*\) must have .*{name}") as error:
@@ -229,15 +238,22 @@ def test_a_special_file_of_a_directory_is_one_line(
         assert "\n" not in str(error.value)
 
 
-def test_a_wrong_value_is_one_of_the_flag(pretrain: ModuleType, capsys: Any) -> None:
-    for words, message in (
-        ("--offload attic", "argument --offload: (attic) must be norm|attention|mlp"),
-        ("--prefetch-blocks x", "argument --prefetch-blocks: (x) must be int"),
-        ("--reduce-dtype quick", "argument --reduce-dtype: (quick) must be dtype"),
-    ):
-        with pytest.raises(SystemExit):
-            pretrain.parse_arguments(words.split())
-        assert message in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--offload attic", "invalid choice 'attic' for argument '--offload'"),
+        ("--prefetch-blocks x", "--prefetch-blocks: invalid literal for int"),
+        ("--prefetch-blocks", "Missing value for argument '--prefetch-blocks'"),
+        ("--prefetch-blocks -1", "--prefetch-blocks (-1) must be a whole number >= 0"),
+        ("--reduce-dtype quick", "--reduce-dtype ('quick') must be one of torch.float32"),
+        ("--stepps 3", "--stepps must be a flag of moecore pretrain: did you mean --steps?"),
+        ("--steps 3 stray", "Unrecognized options: stray"),
+    ],
+)
+def test_a_wrong_flag_is_one_line(pretrain: ModuleType, words: str, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        pretrain.parse_arguments(words.split())
+    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 PLANNED = (
@@ -263,21 +279,19 @@ def test_a_planned_run_is_a_file_of_options(
     balance = run.model.moe.balance  # which a plan does not choose
     config = replace(config, moe=replace(config.moe, balance=balance))
     assert replace(config, max_seq_len=run.model.max_seq_len) == run.model
-    parallel = pretrain.parallel_config(args, 2, num_experts=config.moe.num_experts)
-    assert parallel.resolve(2) == run.resolved
-    records = pretrain.records_of(args)
-    fsdp = FSDPOptions(param_dtype=torch.bfloat16, **values_of(args, "fsdp"))
-    assert fsdp == run.fsdp and records["memory"] == run.memory
-    assert records["pipeline"] == run.pipeline
-    assert (records["nvlink"] or NVLinkOptions()) == (run.nvlink or NVLinkOptions())
+    assert args.parallel_config(2, num_experts=config.moe.num_experts) == run.resolved
+    assert args.fsdp_options(torch.bfloat16) == run.fsdp and args.memory_options() == run.memory
+    assert args.pipeline_options() == run.pipeline
+    dispatch = args.dispatch_options()
+    assert (dispatch.nvlink or NVLinkOptions()) == (run.nvlink or NVLinkOptions())
     sent = run.resolved.ep > 1
     # "auto" is "nvlink" on the planned GPUs, and CPU ranks take it too.
     has_stash = run.memory.stash is not None
-    assert records["sharding"].dispatcher == ("nvlink" if sent and has_stash else "auto")
-    assert records["sharding"].fp8_dispatch == run.fp8_dispatch
+    assert dispatch.name == ("nvlink" if sent and has_stash else "auto")
+    assert dispatch.fp8 == run.fp8_dispatch
     sizes = args.seq_len, args.batch_size, args.grad_accum
     assert sizes == (run.seq_len, run.batch_size, run.num_micro_batches)
-    found, planned = optimizer_of(args), run.optimizer
+    found, planned = args.optimizer, run.optimizer
     assert found.moment_dtype == planned.moment_dtype
     assert found.master_remainder == planned.master_remainder
     assert found.state_offload == planned.offload_fraction
@@ -295,14 +309,14 @@ def test_what_a_file_of_options_cannot_have(tmp_path: Path, capsys: Any) -> None
 def test_options_of_the_planned_optimizer(pretrain: ModuleType) -> None:
     model = Decoder(preset("tiny"), dtype=torch.bfloat16)
     words = "--moment-dtype bfloat16 --master-remainder --state-offload 0.5"
-    (adamw,) = optimizer_of(pretrain.parse_arguments(words.split())).build(model)
+    (adamw,) = pretrain.parse_arguments(words.split()).optimizer.build(model)
     assert hasattr(adamw, "bring_state_back")  # of a StateOffload
     state = adamw.state_of(next(model.parameters()))
     assert {t.dtype for name, t in state.items() if name.startswith("exp")} == {torch.bfloat16}
     assert len(state) == 4  # the step, two moments and the remainder
     words = ["--data", __file__, "--master-remainder", "--optimizer", "muon"]
     with pytest.raises(ValueError, match=r"master_remainder \(True\) must be False with optimizer"):
-        pretrain.check(pretrain.parse_arguments(words), 1)
+        pretrain.parse_arguments(words)
 
 
 @pytest.mark.parametrize(
@@ -319,7 +333,7 @@ def test_a_run_without_options_of_balance_has_some(
     pretrain: ModuleType, words: str, expected: dict[str, object]
 ) -> None:
     args = pretrain.parse_arguments([*words.split(), "--data", __file__])
-    balance = model_config(args).moe.balance
+    balance = args.model_config().moe.balance
     assert {name: getattr(balance, name) for name in expected} == expected
     if "global_batch_coef" not in expected:
         assert balance.global_batch_coef == 0.0
