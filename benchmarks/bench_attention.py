@@ -24,7 +24,7 @@ from benchmarks import harness, records
 from benchmarks.records import Row
 from benchmarks.session import Ceilings, Session
 from moecore.attention.context_parallel import ring
-from moecore.attention.context_parallel.held import ChunkLayout
+from moecore.attention.context_parallel.local_tokens import ChunkLayout
 from moecore.attention.function import attend
 from moecore.attention.sequence import Sequence, packed_sequence
 from moecore.kernels.attention import AttentionMask, attention_backward, attention_forward

@@ -54,9 +54,9 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.attention.context_parallel import held as held_tokens
+from moecore.attention.context_parallel import local_tokens as held_tokens
 from moecore.attention.context_parallel import ring
-from moecore.attention.context_parallel.held import ContextParallel, LocalTokens
+from moecore.attention.context_parallel.local_tokens import ContextParallel, LocalTokens
 from moecore.attention.function import attend
 from moecore.attention.sequence import Sequence
 from moecore.base.options.context import ContextOptions

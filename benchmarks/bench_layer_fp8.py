@@ -147,7 +147,7 @@ def runs_here(recipe: Recipe, device: torch.device, routing: str) -> bool:
     """Whether this machine multiplies by a recipe, of Transformer Engine with learned routing."""
     if recipe.backend == "moecore":
         return True
-    return routing == "learned" and te_names.why_not(recipe, device) is None
+    return routing == "learned" and te_names.find_recipe_problem(recipe, device) is None
 
 
 def bf16_backend(device: torch.device) -> str:

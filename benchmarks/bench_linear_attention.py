@@ -37,9 +37,9 @@ from torch import Tensor, nn
 
 from benchmarks.bench_attention import lengths_of
 from benchmarks.records import append_rows, results_path
-from moecore.attention.context_parallel.held import ContextParallel, LocalTokens
+from moecore.attention.context_parallel.local_tokens import ContextParallel, LocalTokens
 from moecore.attention.sequence import Sequence, packed_sequence
-from moecore.families.transformers.linear_attention import SEQUENCE, take_sequences
+from moecore.families.transformers.linear_attention import SEQUENCE, accept_sequences
 
 MODULE = "benchmarks.bench_linear_attention"
 PLAIN = ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")
@@ -56,7 +56,7 @@ def main() -> int:
     if world > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     layer = make_layer(args.small).to(device, torch.bfloat16 if device.type == "cuda" else None)
-    take_sequences(layer)
+    accept_sequences(layer)
     for T in args.tokens:
         calls = alone_calls(layer, T, device) if world == 1 else rank_calls(layer, T, device)
         for name, ms in time_calls(calls, args.rounds, device).items():

@@ -44,7 +44,7 @@ from benchmarks import harness
 from benchmarks.bench_hf import qwen3_config
 from benchmarks.records import append_rows, results_path
 from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
-from moecore.base.torch_private import local_of
+from moecore.base.torch_private import get_local_tensor
 from moecore.families import use_causal_attention
 from moecore.io import init_hf
 from moecore.models import preset
@@ -268,7 +268,7 @@ def beside_transformers(
 def weights_rows(engine: Engine, device: torch.device) -> list[Row]:
     """Return a row of a pass of the stream beside copies of all parameters."""
     stream = engine.weights()
-    params = [local_of(p.detach()) for p in engine.model.parameters()]
+    params = [get_local_tensor(p.detach()) for p in engine.model.parameters()]
     place = torch.empty(max(p.nbytes for p in params), dtype=torch.uint8, device=device)
 
     def copy() -> None:

@@ -38,13 +38,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks.bench_pairs import seconds_per_step, start
 from benchmarks.records import RESULTS, append_rows, results_path
 from moecore.attention.sequence import Sequence
-from moecore.base.torch_private import local_of
+from moecore.base.torch_private import get_local_tensor
 from moecore.models import DecoderConfig, preset, tp_products
 from moecore.models.block import Block
 from moecore.models.layers import rotary_table
 from moecore.models.tensor_parallel import TensorParallel, apply_tensor_parallel
 from moecore.models.tp_products import REFERENCE, find_exchange
-from moecore.moe.dispatch.collectives import exchanged
+from moecore.moe.dispatch.collectives import exchange_with_grad
 
 DENSE = DecoderConfig(
     vocab_size=256,
@@ -74,11 +74,11 @@ class Alone(TensorParallel):
 
     def gather(self, x_BtD: Tensor) -> Tensor:
         """Return x_BTD of a buffer; its gradient is this rank's slice."""
-        return exchanged(x_BtD, self._whole, self._slice)
+        return exchange_with_grad(x_BtD, self._whole, self._slice)
 
     def scatter_sum(self, y_BTD: Tensor) -> Tensor:
         """Return this rank's slice; its gradient is a buffer."""
-        return exchanged(y_BTD, self._slice, self._whole)
+        return exchange_with_grad(y_BTD, self._slice, self._whole)
 
     def _slice(self, x_BTD: Tensor) -> Tensor:
         return x_BTD.chunk(self.size, dim=1)[self.rank]
@@ -106,7 +106,7 @@ class Layer:
         self.is_attention = name.endswith("attention")
         g = torch.Generator(device).manual_seed(dist.get_rank())
         for param in block.parameters():
-            local = local_of(param)
+            local = get_local_tensor(param)
             values = torch.randn(local.shape, generator=g, device=device) * param.shape[-1] ** -0.5
             local.copy_(values.bfloat16() if local.ndim > 1 else torch.ones_like(local))
         self.params = [
@@ -130,7 +130,7 @@ class Layer:
         forward: Any = self.block.attend if self.is_attention else self.block
         y_BtD = forward(x_BtD, sequence)
         grads = torch.autograd.grad(y_BtD, [x_BtD, *self.params], dy_BtD)
-        return [y_BtD.detach(), *(local_of(grad) for grad in grads)]
+        return [y_BtD.detach(), *(get_local_tensor(grad) for grad in grads)]
 
     def sequence_of(self, seq_len: int) -> Sequence:
         """Return one document in each row."""

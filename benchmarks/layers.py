@@ -37,7 +37,9 @@ CPU_TESTS = ["tests/moe/test_layer.py", "tests/moe/test_experts.py"]
 FP8_KERNELS = {"grouped": "fp8", "rows": "quantised quantised_activation"}
 FP8_GPU_TESTS = kernel_tests(FP8_KERNELS)
 FP8_CPU_TESTS = ["tests/kernels/experts/test_fp8_products.py", *FP8_GPU_TESTS[1:]]
-HAS_TE = torch.cuda.is_available() and te_names.why_not(None, torch.device("cuda")) is None
+HAS_TE = (
+    torch.cuda.is_available() and te_names.find_recipe_problem(None, torch.device("cuda")) is None
+)
 TE_TESTS = ["tests/moe/test_te_gpu.py"] * HAS_TE
 FP8_TESTS = FP8_GPU_TESTS if torch.cuda.is_available() else FP8_CPU_TESTS
 

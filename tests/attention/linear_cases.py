@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore.attention.context_parallel.held import ContextParallel, LocalTokens
+from moecore.attention.context_parallel.local_tokens import ContextParallel, LocalTokens
 from moecore.attention.linear import attend_linear, convolve
 from moecore.attention.sequence import Sequence, packed_sequence
 from moecore.kernels.linear_attention import DeltaRule

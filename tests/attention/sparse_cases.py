@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from moecore.attention.context_parallel.held import ContextParallel, LocalTokens
+from moecore.attention.context_parallel.local_tokens import ContextParallel, LocalTokens
 from moecore.attention.sequence import Sequence, packed_sequence
 from moecore.attention.sparse import KeyChoice, attend_sparse
 from moecore.kernels.sparse_attention import IndexerHeads, LatentHeads, attention

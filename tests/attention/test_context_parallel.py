@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moecore.attention.context_parallel.ring as ring
-from moecore.attention.context_parallel.held import (
+from moecore.attention.context_parallel.local_tokens import (
     ChunkLayout,
     ContextParallel,
     LocalTokens,
@@ -25,7 +25,7 @@ from moecore.attention.function import attend
 from moecore.attention.sequence import Sequence, packed_sequence
 from moecore.base.options.context import ContextOptions
 from moecore.kernels.attention import attention_backward
-from moecore.kernels.zigzag import held_tokens, row_borders
+from moecore.kernels.zigzag import assign_tokens, make_row_cu_seqlens
 from tests.attention.linear_cases import KINDS as LINEAR_KINDS
 from tests.attention.linear_cases import linear_errors, linear_half_ratios
 from tests.attention.sparse_cases import KINDS, sparse_errors
@@ -282,15 +282,18 @@ def test_bf16_is_at_most_twice_as_wrong_as_one_process_on_gpus() -> None:
 
 
 def test_who_holds_what() -> None:
-    assert held_tokens(WORKED, 42, 3).tolist() == HELD
-    assert held_tokens(torch.tensor([0, 4, 4, 8, 8]), 8, 2).tolist() == [[0, 3, 4, 7], [1, 2, 5, 6]]
+    assert assign_tokens(WORKED, 42, 3).tolist() == HELD
+    assert assign_tokens(torch.tensor([0, 4, 4, 8, 8]), 8, 2).tolist() == [
+        [0, 3, 4, 7],
+        [1, 2, 5, 6],
+    ]
     rows = ChunkLayout(2, 16)
     x = torch.arange(16).view(2, 8)
     assert rows.split(x).tolist() == [
         [[0, 1, 6, 7], [8, 9, 14, 15]],
         [[2, 3, 4, 5], [10, 11, 12, 13]],
     ]
-    packed = ChunkLayout(2, 16, row_borders(2, 16, x.device), 8)
+    packed = ChunkLayout(2, 16, make_row_cu_seqlens(2, 16, x.device), 8)
     assert torch.equal(packed.split(x), rows.split(x))
     for layout in (rows, packed):
         assert torch.equal(layout.join(layout.split(x)), x)

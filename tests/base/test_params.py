@@ -47,7 +47,7 @@ def fill_rows(
 
     with monkeypatch.context() as patch:
         patch.setattr(params, "DTensor", Sharded)
-        patch.setattr(params, "local_of", lambda param: local)
+        patch.setattr(params, "get_local_tensor", lambda param: local)
         patch.setattr(params, "global_indices", lambda param: indices)
         init_normal_(Sharded(), std=1.0, key="w")  # type: ignore[arg-type]
     return local

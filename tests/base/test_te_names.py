@@ -24,17 +24,17 @@ def test_one_file_names_it() -> None:
 
 def test_where_it_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
-    te_names.names.cache_clear()
-    problem = te_names.why_not(None, None)
+    te_names.load_names.cache_clear()
+    problem = te_names.find_recipe_problem(None, None)
     assert problem is not None and "\n" not in problem
     assert problem.startswith("Transformer Engine must be installed for 'te' (")
     assert problem.endswith("pip install --no-build-isolation 'moecore[te]'")
-    assert te_names.why_not(Recipe(backend="te"), torch.device("meta")) is None
+    assert te_names.find_recipe_problem(Recipe(backend="te"), torch.device("meta")) is None
 
 
 def test_an_older_version() -> None:
     with te_defined(version="2.9.0+cu12"):
-        problem = te_names.why_not(None, CPU)
+        problem = te_names.find_recipe_problem(None, CPU)
     assert problem is not None
     assert problem.startswith("Transformer Engine (2.9.0+cu12) must be >= 2.12: pip install")
 
@@ -47,9 +47,9 @@ def test_what_a_gpu_lacks() -> None:
 
     mxfp8 = Recipe(backend="te", scaling="mxfp8")
     with te_defined(pytorch=Hopper):
-        problem = te_names.why_not(mxfp8, CPU)
-        assert te_names.why_not(None, CPU) is None
-        wrong_device = te_names.why_not(mxfp8, torch.device("cuda"))
+        problem = te_names.find_recipe_problem(mxfp8, CPU)
+        assert te_names.find_recipe_problem(None, CPU) is None
+        wrong_device = te_names.find_recipe_problem(mxfp8, torch.device("cuda"))
     assert problem == (
         "device (cpu) must have what Transformer Engine's 'mxfp8' needs (Device compute capability "
         "10.0 or higher required): use another recipe, or backend='moecore'"

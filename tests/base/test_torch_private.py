@@ -247,7 +247,7 @@ def test_parameters_and_zeros_of_dtensors_take_no_operation() -> None:
     assert mode.found == []
     assert isinstance(found, nn.Parameter) and isinstance(found, DTensor)
     assert found.is_leaf and found.requires_grad and "detach" not in vars(found)
-    assert _torch.local_of(found).data_ptr() == part.data_ptr()
+    assert _torch.get_local_tensor(found).data_ptr() == part.data_ptr()
     assert zeros.placements == found.placements and not zeros.any()
     assert _torch.zeros_like(found, torch.bfloat16).dtype == torch.bfloat16
 
@@ -309,10 +309,10 @@ def test_a_backward_that_asks_for_less_leaves_nodes_out() -> None:
 
 
 def test_what_continues_behind_a_node() -> None:
-    assert in_backward(_torch.continues) is True
+    assert in_backward(_torch.has_next_node) is True
     seen = []
     y = leaf() * 2
-    y.register_hook(lambda grad: seen.append(_torch.continues()))
+    y.register_hook(lambda grad: seen.append(_torch.has_next_node()))
     torch.autograd.grad(y.sum(), y)
     assert seen == [False]
 
@@ -419,10 +419,12 @@ def test_groups_and_meshes() -> None:
     again = _torch.wrap_like(torch.zeros(2, 2), sharded)
     assert again.placements == sharded.placements and again.full_tensor().sum() == 0
     param = torch.nn.Parameter(sharded.detach())
-    _torch.own_local(param).data = torch.full((2, 2), 7.0)
-    assert _torch.local_of(param)[0, 0] == 7 and _torch.own_local(param) is _torch.own_local(param)
-    part = _torch.local_of(sharded.requires_grad_())
-    assert part is _torch.local_of(sharded) and torch.equal(part, local) and part.is_leaf
+    _torch.get_stored_local(param).data = torch.full((2, 2), 7.0)
+    assert _torch.get_local_tensor(param)[0, 0] == 7 and _torch.get_stored_local(
+        param
+    ) is _torch.get_stored_local(param)
+    part = _torch.get_local_tensor(sharded.requires_grad_())
+    assert part is _torch.get_local_tensor(sharded) and torch.equal(part, local) and part.is_leaf
 
 
 @pytest.mark.parametrize("clears", [False, True])

@@ -275,6 +275,6 @@ def te_defined(**changes: Any) -> Iterator[None]:
     module: Any = __import__(__name__, fromlist=["*"])
     found = te_names.Names("2.12.0", module, module, module, device_type="cpu")
     te_names._by_blocks.cache_clear()
-    with patch.object(te_names, "names", lambda: found._replace(**changes)):
+    with patch.object(te_names, "load_names", lambda: found._replace(**changes)):
         yield
     te_names._by_blocks.cache_clear()

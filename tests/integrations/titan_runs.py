@@ -28,7 +28,7 @@ from moecore.models import Decoder, DecoderConfig
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.layer import MoELayer
 from moecore.moe.state import MoEState
-from moecore.parallel.model.parallel_state import request_of
+from moecore.parallel.model.parallel_state import get_request
 
 try:
     TITAN = version("torchtitan")
@@ -223,7 +223,7 @@ def follow(trainer: Any) -> Run:
     finally:
         dist_utils.clip_grad_norm_ = clip
         trainer.close()
-    if (found := request_of(model)) is not None:
+    if (found := get_request(model)) is not None:
         run.request = replace(found, meshes=None, family=None)  # type: ignore[arg-type]
     run.graphs = counters["stats"]["unique_graphs"]
     for module in model.modules():

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
-from moecore.base.torch_private import local_of
+from moecore.base.torch_private import get_local_tensor
 from moecore.models import Decoder, preset
 from moecore.train import AdamW
 
@@ -47,7 +47,9 @@ def digest(model: nn.Module, optimizer: Any) -> str:
     for param in model.parameters():
         tensors += [optimizer.state_of(param)[slot] for slot in ("exp_avg", "exp_avg_sq")]
     for tensor in tensors:
-        found.update(local_of(tensor).detach().contiguous().view(torch.uint8).numpy().tobytes())
+        found.update(
+            get_local_tensor(tensor).detach().contiguous().view(torch.uint8).numpy().tobytes()
+        )
     return found.hexdigest()[:16]
 
 

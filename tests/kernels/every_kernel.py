@@ -60,7 +60,7 @@ from moecore.kernels.rows.row_tiles import map_row_tiles
 from moecore.kernels.rows.scaled_cast import scaled_cast
 from moecore.kernels.rows.scaling import KINDS, Blocks
 from moecore.kernels.rows.shard_blocks import (
-    PartOfMatrix,
+    MatrixShard,
     block_amax_,
     quantise_blocks_,
     transpose_values,
@@ -213,7 +213,7 @@ def run_quantised(device: str, index: Any) -> None:
             quantise_microscaled_matrices(x_TD[None, :32], recipe, pack=packed)
     run_block_scaled(x_TD)
     part = torch.randn(2, 24, 144, device=device)
-    place = PartOfMatrix.of(torch.Size([2, 80, 144]), 1, 56, 24)
+    place = MatrixShard.of(torch.Size([2, 80, 144]), 1, 56, 24)
     scales, values = torch.zeros(2, *place.scales_shape, device=device), part.to(torch.uint8)
     block_amax_(part, place, scales[0])
     quantise_blocks_(part, place, scales[0], scales[1], values, **how)

@@ -347,7 +347,7 @@ def run_scaled_rows(per_row: bool) -> None:
 def run_shard_blocks() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         part = torch.zeros(2, F, D // 8, dtype=dtype)
-        place = shard_blocks.PartOfMatrix.of(torch.Size([2, F, D]), 2, D // 8, D // 8)
+        place = shard_blocks.MatrixShard.of(torch.Size([2, F, D]), 2, D // 8, D // 8)
         amax, values = torch.zeros(place.scales_shape), part.to(torch.uint8)
         shard_blocks.block_amax_(part, place, amax)
         for power_of_two in (True, False):
@@ -359,7 +359,7 @@ def run_shard_blocks() -> None:
 def run_shard_squares() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         part = torch.zeros(2, F, D // 8, dtype=dtype)
-        place = shard_blocks.PartOfMatrix.of(torch.Size([2, F, D]), 2, D // 8, D // 8)
+        place = shard_blocks.MatrixShard.of(torch.Size([2, F, D]), 2, D // 8, D // 8)
         squares, amax = torch.zeros(2 * F // 16, D // 16), torch.zeros(2)
         shard_matrices.amax_of_squares_(part, place, squares)
         shard_matrices.finite_amax_(part, 0, amax)

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from moecore import BalanceConfig, CapacityConfig, MoEConfig
 from moecore.attention.sequence import Sequence
-from moecore.base.torch_private import local_of
+from moecore.base.torch_private import get_local_tensor
 from moecore.models import Decoder, DecoderConfig, MLAConfig, YarnConfig, preset
 from moecore.models.tensor_parallel import check_tensor_parallel
 from moecore.moe.balance import BalanceGroups
@@ -192,7 +192,7 @@ def added(grads: dict[str, Tensor], group: dist.ProcessGroup) -> dict[str, Any]:
     That is DTensors that are partial, and whole experts, which saw this rank's tokens only.
     """
     parts = {
-        n: local_of(g)
+        n: get_local_tensor(g)
         for n, g in grads.items()
         if ".experts." in n or (isinstance(g, DTensor) and g.placements[0].is_partial())
     }
@@ -286,7 +286,7 @@ def head_bytes(mesh: DeviceMesh) -> int:
     labels_BT = torch.arange(B * T).view(B, T)
     with counting_bytes() as made:
         model.lm_head(x_BtD, labels_BT, None, None, Sequence()).backward()
-    return made.peak + local_of(model.lm_head.weight).nbytes
+    return made.peak + get_local_tensor(model.lm_head.weight).nbytes
 
 
 def worst_over_ranks(errors: dict[str, float]) -> dict[str, float]:

@@ -24,9 +24,9 @@ from moecore.moe.dispatch.hierarchical import HierarchicalDispatcher
 from moecore.moe.dispatch.nccl_ep import EPGroups, NCCLEPDispatcher
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.forced import force_even_load
-from moecore.moe.placement import ExpertPlacement, domain_of
+from moecore.moe.placement import ExpertPlacement, make_domain_placement
 from moecore.moe.records import Dispatcher
-from moecore.parallel.mesh import Meshes, domain_groups
+from moecore.parallel.mesh import Meshes, make_domain_groups
 from tests.moe.emulated_exchange import EmulatedExchangePool
 
 WORLD, E, D = 6, 12, 48
@@ -71,8 +71,8 @@ def two_levels(
 ) -> HierarchicalDispatcher:
     """Return the hierarchical dispatcher over domains whose tokens `inside` sends."""
     meshes, place = placed(ep, etp, ranks_per_domain)
-    groups = domain_groups(meshes)
-    domain = domain_of(place, groups.inside, groups.across.size())
+    groups = make_domain_groups(meshes)
+    domain = make_domain_placement(place, groups.inside, groups.across.size())
     inner = inside(domain, fp8=fp8)
     return HierarchicalDispatcher(place, domain, inner, groups.across, fp8=fp8)
 

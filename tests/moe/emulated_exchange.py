@@ -167,7 +167,7 @@ class EmulatedCloneExchange(CloneExchange):
     def fetch(self, tensors: Sequence[Tensor], places: Places) -> list[Tensor]:
         return [fetch_ref(self._gather(t, places), places)[self._block(places)] for t in tensors]
 
-    def bring_home_(self, grads: Sequence[Tensor], places: Places) -> list[Tensor]:
+    def add_clone_grads_(self, grads: Sequence[Tensor], places: Places) -> list[Tensor]:
         home = []
         for grad in grads:
             empty = self._here(places) < 0

@@ -23,7 +23,7 @@ class Attention(nn.Module):
         self.aux_loss = AuxLoss()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.aux_loss.ride(x, 3 * self.weight)
+        return self.aux_loss.attach(x, 3 * self.weight)
 
 
 def test_gradients_have_the_factors_of_a_step_and_sums_its_means() -> None:

@@ -94,7 +94,7 @@ def travel() -> list[Any]:
     own = torch.tensor([2.0 * block, 2.0 * block + 1])
     (there,) = clones.fetch([own])
     places = torch.tensor([10.0 ** (block * 2 + j) for j in range(clones.num_local_clones)])
-    (home,) = clones.bring_home_([torch.cat([own, places])])
+    (home,) = clones.add_clone_grads_([torch.cat([own, places])])
     how = (clones.send_ids, clones.send_splits, clones.receive_splits, clones.order)
     return of_blocks((*how, there.tolist(), home.tolist()))
 
@@ -120,7 +120,7 @@ def are_bits_equal(dtype: torch.dtype) -> bool:
         torch.manual_seed(dist.get_rank())
         (there,) = clones.fetch([torch.randn(2, 5).to(dtype)])
         grads = torch.randn(4, 7).to(dtype)[: 2 + clones.num_local_clones]
-        (home,) = clones.bring_home_([grads])
+        (home,) = clones.add_clone_grads_([grads])
         found.append((there[:2], home))
     (there, home), (of_peers, home_of_peers) = found
     n = there.shape[0]
@@ -139,7 +139,7 @@ def kept(clones: AnyClones) -> bool:
     del weights
     is_gone = joined.expired() == (clones.num_local_clones > 0)
     y.sum().backward()
-    (expected,) = clones.bring_home_([of_w1])
+    (expected,) = clones.add_clone_grads_([of_w1])
     return is_gone and w1.grad is not None and torch.equal(w1.grad, expected)
 
 

@@ -79,7 +79,7 @@ def stress() -> dict[str, Any]:
                 torch.cuda._sleep(mine.randint(1, 400_000))
             ours = drawn(me, seed, dtype)
             (there,) = exchange.fetch([ours[:NUM_LOCAL].contiguous()], places)
-            (home,) = exchange.bring_home_([ours], places)
+            (home,) = exchange.add_clone_grads_([ours], places)
             block = me // etp
             wrong += ~same(there, fetch_ref([t[:NUM_LOCAL] for t in everyone], places)[block])
             wrong += ~same(home, bring_home_ref(everyone, places)[block])
@@ -110,7 +110,7 @@ def pieces() -> bool:
     home = bring_home_ref(everyone, places)[me]
     (there,) = exchange.fetch([everyone[me][:NUM_LOCAL].contiguous()], places)
     is_right = bool(same(there, right))
-    (ours,) = exchange.bring_home_([everyone[me]], places)
+    (ours,) = exchange.add_clone_grads_([everyone[me]], places)
     return is_right and bool(same(ours, home))
 
 

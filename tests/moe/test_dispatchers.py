@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore import CapacityConfig, MemoryOptions, MoEConfig, ParallelConfig, build_meshes
-from moecore.base.saved_tensors import packing
+from moecore.base.saved_tensors import use_packer
 from moecore.base.torch_private import HAS_SEPARATE_PIECES
 from moecore.moe.dispatch import alltoall
 from moecore.moe.dispatch.allgather import AllGatherDispatcher
@@ -279,7 +279,7 @@ def saved_bytes(case: tuple[str, str]) -> tuple[int, int]:
         layer, [layer], lambda copy: copy(meta), options=MemoryOptions(), device_type="cpu"
     ).blocks
     saved = Saved(layer)
-    with packing(saved):
+    with use_packer(saved):
         y = layer(x)
     found = predicted.num_bytes, saved.num_bytes
     y.sum().backward()

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from moecore import ParallelConfig, build_meshes, parallelize_moe
-from moecore.moe.placement import ExpertPlacement, domain_of
-from moecore.parallel.mesh import ranks_of_fabrics
+from moecore.moe.placement import ExpertPlacement, make_domain_placement
+from moecore.parallel.mesh import count_ranks_per_fabric
 from tests.helpers.ranks import run_ranks
 from tests.moe.dispatchers import CONFIG, make_layer
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 def worker(rank: int, device: torch.device) -> dict[str, Any]:
     racks = {"one": "aaaa", "two": "aabb", "odd": "abbb", "none": ["a", "a", None, None]}
-    fabrics = {name: ranks_of_fabrics(names[rank]) for name, names in racks.items()}
+    fabrics = {name: count_ranks_per_fabric(names[rank]) for name, names in racks.items()}
     return {"refused": refusals(), "fabrics": fabrics}
 
 
@@ -92,7 +92,7 @@ def test_rows_that_the_page_names(ep: int, flat: float, two: float) -> None:
     """Rows of a token over the network between domains of 8 GPUs, 8 of 256 experts."""
     T, H, group = 100_000, ep // 8, None
     whole = ExpertPlacement(group=group, num_experts=256, ep=ep, etp=1)  # type: ignore[arg-type]
-    domain = domain_of(whole, group, H)  # type: ignore[arg-type]
+    domain = make_domain_placement(whole, group, H)  # type: ignore[arg-type]
     assert whole.balanced_tokens(T, whole.num_experts + 1) == T  # some are zero experts
     assert (ep - 8) * whole.balanced_tokens(T, 8) / T == pytest.approx(flat, abs=0.005)
     assert (H - 1) * domain.balanced_domain_tokens(T, 8) / T == pytest.approx(two, abs=0.005)
@@ -106,7 +106,7 @@ def test_even_loads_are_those_of_random_choices(H: int, N: int, E: int, K: int) 
     T = 20_000
     group: Any = None
     whole = ExpertPlacement(group=group, num_experts=E, ep=H * N, etp=1)
-    domain = domain_of(whole, group, H)
+    domain = make_domain_placement(whole, group, H)
     ids_TK = torch.rand(T, E, generator=generator).topk(K).indices
     come = (ids_TK < domain.num_in_domain).any(1)
     assert domain.balanced_domain_tokens(T, K) == pytest.approx(int(come.sum()), rel=0.02)

@@ -445,7 +445,7 @@ def test_what_was_counted_starts_before_the_other_side_exchanges(found: dict[str
 def test_without_exchanges_the_backward_follows_the_forward() -> None:
     """Both in the caller's thread: there is nothing to take turns at."""
     pairs, order = Pairs([]), []
-    for pairs.takes_turns in (False, True):
+    for pairs.can_alternate in (False, True):
         found = pairs.run(
             lambda: order.append(threading.get_ident()), lambda: order.append(threading.get_ident())
         )

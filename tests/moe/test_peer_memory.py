@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch.distributed import _symmetric_memory
 
-from moecore.base.fabric import fabric_of
+from moecore.base.fabric import read_fabric
 from moecore.kernels.common import launches_on_meta
 from moecore.moe.dispatch.peer_memory import find_known_problem
 
@@ -75,11 +75,11 @@ def test_a_fabric_between_hosts_is_named(
 ) -> None:
     nvml = FakeNVML(**info)
     monkeypatch.setattr(ctypes, "CDLL", lambda path: nvml)
-    assert fabric_of(uuid) == name
+    assert read_fabric(uuid) == name
     assert nvml.open == 0
 
 
 def test_drivers_that_know_no_fabric_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert fabric_of("1b4e") is None  # no driver here, or no such GPU
+    assert read_fabric("1b4e") is None  # no driver here, or no such GPU
     monkeypatch.setattr(ctypes, "CDLL", lambda path: object())
-    assert fabric_of("1b4e") is None
+    assert read_fabric("1b4e") is None

@@ -292,7 +292,7 @@ def test_without_transformer_engine_a_call_says_what_to_install(
     how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
-    te_names.names.cache_clear()
+    te_names.load_names.cache_clear()
     with pytest.raises(ValueError, match=r"pip install .*moecore") as it:
         parallelize(decoder(), build_meshes(ParallelConfig(), "cpu"), **how)
     assert "\n" not in str(it.value)

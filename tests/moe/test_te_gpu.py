@@ -64,7 +64,7 @@ def installed() -> None:
 
 def recipe_here(name: str) -> Recipe:
     """Return a recipe; skip where this GPU has no products for it."""
-    problem = te_names.why_not(RECIPES[name], torch.device(CUDA))
+    problem = te_names.find_recipe_problem(RECIPES[name], torch.device(CUDA))
     if problem is not None:
         pytest.skip(problem)
     return RECIPES[name]
@@ -85,7 +85,7 @@ PRODUCTS = ["general_gemm", "general_grouped_gemm"]
 
 @pytest.mark.parametrize("name", [*PYTORCH, *PRODUCTS])
 def test_names_take_what_their_definitions_take(name: str) -> None:
-    found = te_names.names()
+    found = te_names.load_names()
     theirs = getattr(found.products if name in PRODUCTS else found.pytorch, name)
     ours = list(inspect.signature(getattr(te_definition, name)).parameters)
     parameters = list(inspect.signature(theirs).parameters)
@@ -93,7 +93,7 @@ def test_names_take_what_their_definitions_take(name: str) -> None:
 
 
 def test_names_without_signatures() -> None:
-    extension = te_names.names().extension
+    extension = te_names.load_names().extension
     for argument in ("tensor", "split_sections", "quantizer_list"):
         assert argument in extension.split_quantize.__doc__
     for dtype in te_definition.DType:
@@ -179,7 +179,7 @@ def test_a_scale_and_the_largest_magnitude() -> None:
 def test_products_are_those_of_its_own_grouped_linear(name: str | None) -> None:
     """Bit for bit: our recipe is Transformer Engine's."""
     recipe = None if name is None else recipe_here(name)
-    te = te_names.names().pytorch
+    te = te_names.load_names().pytorch
     from transformer_engine.common.recipe import Float8BlockScaling
 
     splits = [32, 0, 96]
@@ -349,11 +349,11 @@ def test_one_host_sync(name: str | None) -> None:
 def test_what_this_gpu_lacks_is_refused_in_one_line() -> None:
     device = torch.device(CUDA)
     for recipe in RECIPES.values():
-        problem = te_names.why_not(recipe, device)
+        problem = te_names.find_recipe_problem(recipe, device)
         assert problem is None or ("needs (" in problem and "\n" not in problem)
     with pytest.raises(ValueError, match=r"dtype of the experts \(torch.float32\) must be"):
         experts_run("random", "te", torch.float32)
-    message = te_names.why_not(None, torch.device("cpu"))
+    message = te_names.find_recipe_problem(None, torch.device("cpu"))
     assert message == "device (cpu) must be cuda for Transformer Engine: move the model"
 
 

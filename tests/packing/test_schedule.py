@@ -22,9 +22,9 @@ from moecore.packing import (
     DocumentSchedule,
     MeasuredCost,
     PackedCollator,
-    part_of,
     schedule_documents,
     serpentine,
+    split_batch,
 )
 
 K = 1024
@@ -187,7 +187,7 @@ def test_gradients_are_those_of_the_whole_batch() -> None:
             collator = PackedCollator(row_tokens=256 * group.cp, multiple=2 * group.cp)
             batch = collator([documents[i] for i in group.documents])
             assert batch["num_tokens"] == group.labels
-            own = part_of(batch, group.cp, rank - group.first_rank)
+            own = split_batch(batch, group.cp, rank - group.first_rank)
             assert own["input_ids"].shape == (1, 256)
             (loss_of(own) / made.num_labels).backward()
     torch.testing.assert_close(weight.grad, expected)

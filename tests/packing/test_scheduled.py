@@ -37,7 +37,7 @@ from moecore.packing import (
     ScheduledLoader,
 )
 from moecore.packing.corpus.scheduled_batch import DECODER, TRANSFORMERS
-from moecore.parallel.pipeline.stages import loss_of
+from moecore.parallel.pipeline.stages import get_loss
 from tests.families.transformers.hf_models import random_model
 from tests.helpers.ranks import run_ranks
 from tests.models.test_context_parallel import GROUPED
@@ -203,7 +203,7 @@ def one_process(transformers: bool) -> dict[str, list[float]]:
         batch = next(rows)
         names = TRANSFORMERS if transformers else DECODER
         inputs: dict[str, Any] = {name: batch[key] for name, key in names.items()}
-        loss = loss_of(model(**inputs, num_tokens=batch["num_tokens"]))
+        loss = get_loss(model(**inputs, num_tokens=batch["num_tokens"]))
         loss.backward()
         norms = [p.grad.norm() for p in model.parameters() if p.grad is not None]
         found["loss"].append(loss.item())

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from moecore.packing import PackedCollator, indices_of, inverse_of, padded_lengths, part_of
+from moecore.packing import PackedCollator, indices_of, inverse_of, padded_lengths, split_batch
 from tests.packing.test_bins import lognormal
 
 
@@ -53,7 +53,7 @@ def test_ranks_have_the_same_causal_pairs(cp: int) -> None:
 def test_a_rank_gets_the_labels_of_the_whole_batch() -> None:
     documents = [list(range(1, 12)), list(range(20, 25)), list(range(30, 40))]
     batch = PackedCollator(row_tokens=24, rows=2, multiple=4)(documents)
-    parts = [part_of(batch, 2, rank) for rank in range(2)]
+    parts = [split_batch(batch, 2, rank) for rank in range(2)]
     for rank, part in enumerate(parts):
         assert part["input_ids"].shape == (2, 12) and part["max_seqlen"] == 6
         assert torch.equal(part["cu_seqlens"], batch["cu_seqlens"] // 2)
@@ -76,7 +76,7 @@ def test_errors() -> None:
         (lambda: indices_of(cu, 2, 2), r"^rank \(2\) must be < cp \(2\): count from 0$"),
         (lambda: indices_of(cu + 1, 1, 0), r"^cu_seqlens \(.*\) must ascend from 0: pass that of"),
         (lambda: inverse_of(cu.float(), 1), r"^cu_seqlens \(.*\) must be whole numbers \[docum"),
-        (lambda: part_of({}, 2, 0), r"^batch \(\{\}\) must be a PackedBatch: pass what"),  # type: ignore[typeddict-item]
+        (lambda: split_batch({}, 2, 0), r"^batch \(\{\}\) must be a PackedBatch: pass what"),  # type: ignore[typeddict-item]
     ]:
         with pytest.raises(ValueError, match=message):
             call()

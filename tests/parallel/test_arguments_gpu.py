@@ -70,7 +70,7 @@ def comparing(rank: int, device: torch.device) -> None:
     given = inputs(device)
     with launched("a comparison of rows"):
         arguments.check(given, None)
-    arguments.raise_late()
+    arguments.raise_pending_errors()
 
 
 def test_contents_that_differ_skip_the_step_and_raise() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from moecore import MemoryOptions, ParallelConfig, PipelineConfig
-from moecore.base.saved_tensors import packing
+from moecore.base.saved_tensors import use_packer
 from moecore.cli import main
 from moecore.kernels.linear_attention.fla_on_meta import CHUNK
 from moecore.models import (
@@ -168,7 +168,7 @@ def test_activations_of_sparse_attention_are_those_that_a_forward_keeps() -> Non
     how: dict[str, Any] = dict(options=MemoryOptions(), device_type="cpu")
     kept = count_saved_bytes(model, find_blocks(model), lambda of: of(tokens_BT, tokens_BT), **how)
     saved = Saved(model)
-    with packing(saved):
+    with use_packer(saved):
         out = model(tokens_BT, tokens_BT)
     assert sum(one.num_bytes for one in (*kept.blocks, kept.outside)) == saved.num_bytes
     del out

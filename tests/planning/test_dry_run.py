@@ -24,7 +24,7 @@ from moecore import (
     StashOptions,
 )
 from moecore.base.options.precision import Precision, Recipe
-from moecore.base.tables import shown_bytes
+from moecore.base.tables import format_bytes
 from moecore.cli import main
 from moecore.models import flops_per_token, preset
 from moecore.moe.dispatch.exchange import COPY, REDUCE, SPREAD
@@ -331,7 +331,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert " ms a step, of which ms by what limits: " in time
     assert first.startswith("rank 0 of 2 holds ") and "of 149 GB (h200-141)" in second
     plan = max(plan_peak(TrainingRun(model=preset("tiny"), num_gpus=2, seq_len=64, fsdp=BF16)))
-    assert third == f"{shown_bytes(plan)} by the plan, from few layers"
+    assert third == f"{format_bytes(plan)} by the plan, from few layers"
     assert header.split()[0] == "what" and {row.split("  ")[0] for row in rows} >= {"optimizer"}
     assert main([*command, "h100-80", "--json", "--rank", "1"]) == 0
     printed = json.loads(capsys.readouterr().out)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from moecore.parallel import Action, Overlap, Timeline, make_schedule
-from moecore.parallel.pipeline.orders import Item, actions_of
+from moecore.parallel.pipeline.orders import Item, list_actions
 from moecore.parallel.pipeline.timeline import spans_of
 
 SECONDS = {"F": 1.0, "B": 2.0, "D": 1.0, "W": 1.0}
 
 
 def seconds_of(item: Item) -> float:
-    return sum(SECONDS[action.kind] for action in actions_of(item))
+    return sum(SECONDS[action.kind] for action in list_actions(item))
 
 
 def bubble_shares(timeline: Timeline) -> list[float]:
@@ -66,7 +66,7 @@ def test_two_ranks_by_hand() -> None:
 
 def test_each_action_has_its_own_time() -> None:
     schedule = make_schedule("1f1b", pp=1, chunks=1, num_micro_batches=3)
-    seconds = lambda item: 1.0 + actions_of(item)[0].micro_batch  # noqa: E731
+    seconds = lambda item: 1.0 + list_actions(item)[0].micro_batch  # noqa: E731
     timeline = Timeline(spans=spans_of(schedule, seconds, 0.0))
     assert timeline.makespan == 2 * (1 + 2 + 3)
 

@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("transformers", minversion="5")
 
 from moecore import MemoryOptions, NVLinkOptions, ParallelConfig, PipelineConfig
-from moecore.base.saved_tensors import packing
+from moecore.base.saved_tensors import use_packer
 from moecore.cli import main
 from moecore.families import use_causal_attention
 from moecore.families.family import family_of, swap_blocks
@@ -24,7 +24,7 @@ from moecore.families.transformers.packing import packing_problem
 from moecore.io import decoder_config_from_hf
 from moecore.models import flops_per_token
 from moecore.parallel.fsdp.units import find_blocks
-from moecore.parallel.pipeline.stages import loss_of
+from moecore.parallel.pipeline.stages import get_loss
 from moecore.planning import (
     Folding,
     SearchRequest,
@@ -144,7 +144,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 
 def test_an_output_without_a_loss_is_refused() -> None:
     with pytest.raises(ValueError, match=r"output \(tuple\) must be the loss, or have it as .loss"):
-        loss_of((torch.ones(()),))
+        get_loss((torch.ones(()),))
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_activations_are_those_that_a_forward_keeps(family: str) -> None:
     how: dict[str, Any] = dict(options=MemoryOptions(), device_type="cpu")
     kept = count_saved_bytes(model, find_blocks(model), forward, **how)
     saved = Saved(model)
-    with packing(saved):
+    with use_packer(saved):
         out = forward(model)
     assert sum(one.num_bytes for one in (*kept.blocks, kept.outside)) == saved.num_bytes
     del out

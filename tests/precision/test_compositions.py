@@ -29,7 +29,7 @@ from moecore import (
 )
 from moecore.base.options.memory import OFFLOADED
 from moecore.base.options.precision import Precision, Recipe
-from moecore.base.torch_private import local_of
+from moecore.base.torch_private import get_local_tensor
 from moecore.models import Decoder, DecoderConfig
 from moecore.train import AdamW
 from moecore.train.memory import storages
@@ -87,7 +87,9 @@ def trained(recipe: Recipe, **how: Any) -> dict[str, Tensor]:
             loss.backward()
         found[f"loss {micro}"] = loss.detach()
     grads = {name: param.grad for name, param in model.named_parameters()}
-    return found | {name: local_of(grad) for name, grad in grads.items() if grad is not None}
+    return found | {
+        name: get_local_tensor(grad) for name, grad in grads.items() if grad is not None
+    }
 
 
 @pytest.mark.filterwarnings("error")  # of what is not used

@@ -102,13 +102,13 @@ def test_the_first_override_counts() -> None:
             ("layers.*", None),
         ),
     )
-    assert precision.recipe_of("layers.0.mlp.experts", "experts") is None
-    assert precision.recipe_of("layers.1.mlp.experts", "experts") == rowwise
-    assert precision.recipe_of("layers.1.mlp.gate_proj", "mlp") is None
-    assert precision.recipe_of("layers.1.self_attn.q_proj", "attention") == rowwise
-    assert precision.recipe_of("mtp.mlp.gate_proj", "mlp") == Recipe()
-    assert precision.recipe_of("mtp.self_attn.o_proj", "attention") is None
-    assert precision.recipe_of("layers.1.anything.q_proj", None) is None
+    assert precision.find_recipe("layers.0.mlp.experts", "experts") is None
+    assert precision.find_recipe("layers.1.mlp.experts", "experts") == rowwise
+    assert precision.find_recipe("layers.1.mlp.gate_proj", "mlp") is None
+    assert precision.find_recipe("layers.1.self_attn.q_proj", "attention") == rowwise
+    assert precision.find_recipe("mtp.mlp.gate_proj", "mlp") == Recipe()
+    assert precision.find_recipe("mtp.self_attn.o_proj", "attention") is None
+    assert precision.find_recipe("layers.1.anything.q_proj", None) is None
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from moecore import MoEConfig, MoELayer, ParallelConfig, build_meshes, parallelize_moe
 from moecore.base.options.precision import Precision, Recipe
-from moecore.base.torch_private import HAS_SEPARATE_PIECES, local_of
+from moecore.base.torch_private import HAS_SEPARATE_PIECES, get_local_tensor
 from moecore.io import export_hf, merge_adapters, save, save_adapters
 from moecore.precision import store_experts_in_fp8
 from tests.families.transformers.lora_cases import (
@@ -45,7 +45,7 @@ def results(model: nn.Module) -> dict[str, Tensor]:
 def expert_bytes(model: nn.Module) -> int:
     """Bytes of memory of the experts' matrices."""
     storages = [
-        local_of(p).untyped_storage()
+        get_local_tensor(p).untyped_storage()
         for n, p in model.named_parameters()
         if n.endswith(("gate_up_proj", "down_proj"))
     ]
@@ -56,7 +56,9 @@ def compare(rank: int, device: torch.device, folding: dict[str, int]) -> tuple[b
     """Whether all bits are the same, also where units have had the weights, and bytes before."""
     model = parallelized(folding)
     before, size = results(model), expert_bytes(model)
-    memory = [local_of(p).untyped_storage() for p in model.parameters() if not p.requires_grad]
+    memory = [
+        get_local_tensor(p).untyped_storage() for p in model.parameters() if not p.requires_grad
+    ]
     store_experts_in_fp8(model)
     store_experts_in_fp8(model)
     freed = sum(storage.nbytes() == 0 for storage in memory)

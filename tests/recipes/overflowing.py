@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from moecore.moe.dispatch.exchange import ExchangeError
-from moecore.parallel.model.parallel_state import capacity_of
+from moecore.parallel.model.parallel_state import get_capacity
 from moecore.recipes import train
 
 
@@ -38,7 +38,7 @@ def run_rank(args: object) -> int:
     def build_job(args: object) -> train.ByteTraining:
         job = build(args)
         if dist.get_rank() == 1:
-            capacity_of(job.model).holders = (Overflowing(too_many_rows()),)
+            get_capacity(job.model).holders = (Overflowing(too_many_rows()),)
         return job
 
     train.build_job = build_job

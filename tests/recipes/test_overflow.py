@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from moecore.moe.dispatch.exchange import ExchangeError
-from moecore.parallel.model.parallel_state import capacity_of
+from moecore.parallel.model.parallel_state import get_capacity
 from tests.recipes.launched import launched
 from tests.recipes.overflowing import Overflowing, run_rank, too_many_rows
 
@@ -41,7 +41,7 @@ def fail(train: ModuleType, monkeypatch: pytest.MonkeyPatch, error: Exception) -
 
     def build_job(args: Any) -> Any:
         job = build(args)
-        capacity_of(job.model).holders = (Overflowing(error),)
+        get_capacity(job.model).holders = (Overflowing(error),)
         return job
 
     monkeypatch.setattr(train, "build_job", build_job)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from moecore import Meshes, ParallelConfig, TrainStep, build_meshes, parallelize_moe
-from moecore.base.torch_private import local_of
+from moecore.base.torch_private import get_local_tensor
 from moecore.families import use_causal_attention
 from moecore.models import Decoder
 from moecore.rl import DPO, GRPO, GSPO, PPO, Engine, OwnObjective, Rollouts, group_advantages
@@ -64,7 +64,7 @@ def whole_rollouts() -> Rollouts:
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     grads = ((n, p.grad) for n, p in model.named_parameters() if p.grad is not None)
-    return {name: local_of(grad).clone() for name, grad in grads}
+    return {name: get_local_tensor(grad).clone() for name, grad in grads}
 
 
 def test_log_probs_and_entropies_are_those_of_log_softmax(meshes: Meshes) -> None:
@@ -174,7 +174,7 @@ def test_a_step_after_offload_has_the_bits_of_one_without(meshes: Meshes) -> Non
     after = dict(engine.weights(bucket_bytes=1 << 20))
     names = ("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight")
     for name in names:
-        assert torch.equal(after[name], local_of(found[0][name]))
+        assert torch.equal(after[name], get_local_tensor(found[0][name]))
         assert not torch.equal(after[name], before[name])
     assert after.keys() == before.keys()
 

@@ -25,7 +25,7 @@ from moecore import (
 )
 from moecore.base.options.layer import CapacityConfig
 from moecore.base.options.precision import Precision, Recipe
-from moecore.base.torch_private import local_of
+from moecore.base.torch_private import get_local_tensor
 from moecore.families import use_causal_attention
 from moecore.models import Decoder, DecoderConfig, SparseKeysConfig, preset
 from moecore.rl import PPO, Engine, OwnObjective, Rollouts
@@ -196,7 +196,7 @@ def test_gradients(recompute: tuple[Any, ...]) -> None:
         engine = engine_of(24, batch_invariant=is_invariant)
         engine.forward_backward(rollouts, OBJECTIVES["grpo"][0])
         grads = ((n, p.grad) for n, p in engine.model.named_parameters() if p.grad is not None)
-        return worst({name: local_of(grad).float() for name, grad in grads}, want)
+        return worst({name: get_local_tensor(grad).float() for name, grad in grads}, want)
 
     assert error(torch.float32, True) < 1e-5
     assert error(torch.bfloat16, True) < 2 * error(torch.bfloat16, False)

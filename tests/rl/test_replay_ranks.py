@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from moecore import Meshes, ParallelConfig, build_meshes, parallelize_moe
-from moecore.base.torch_private import local_of
+from moecore.base.torch_private import get_local_tensor
 from moecore.rl import Choices, RouterReplay
 from tests.helpers.grids import asked_for, beside
 from tests.helpers.ranks import run_ranks
@@ -106,7 +106,10 @@ def run_case(name: str, meshes: Meshes) -> dict[str, float | bool]:
         found = train(model, inputs)
     result: dict[str, float | bool] = {
         "same bits": found.keys() == expected.keys()
-        and all(torch.equal(local_of(found[key]), local_of(expected[key])) for key in expected)
+        and all(
+            torch.equal(get_local_tensor(found[key]), get_local_tensor(expected[key]))
+            for key in expected
+        )
     }
 
     first = dist.get_rank() == 0

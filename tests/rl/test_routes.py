@@ -15,7 +15,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.base.torch_private import local_of
+from moecore.base.torch_private import get_local_tensor
 from moecore.families import use_causal_attention
 from moecore.models import Decoder, preset
 from moecore.rl import PPO, Engine, RouterReplay
@@ -98,7 +98,7 @@ def test_a_step_with_weights_of_the_routers_trains_them(meshes: Meshes) -> None:
         engine.forward_backward(one, PPO())
         grads = {n: p.grad for n, p in model.named_parameters() if n.endswith("router.weight")}
         assert len(grads) == 2
-        assert all(local_of(g).any() == trains for g in grads.values() if g is not None)
+        assert all(get_local_tensor(g).any() == trains for g in grads.values() if g is not None)
         engine.step.drop()
 
 

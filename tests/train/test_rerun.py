@@ -34,7 +34,7 @@ from moecore import (
 from moecore.base.streams import ToHost
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.shortage import Capacity, Holder, Shortage
-from moecore.parallel.model.parallel_state import capacity_of, parallel_state
+from moecore.parallel.model.parallel_state import get_capacity, parallel_state
 from moecore.rl import RouterReplay
 from moecore.train import AdamW, GraphedForwardBackward, rerun
 from tests.helpers.ranks import run_ranks
@@ -138,7 +138,7 @@ def trained(**options: Any) -> dict[str, Any]:
         found |= {f"loads/{i}/{n}": t for n, t in done.metrics.tokens_per_expert.items()}
         found |= {f"aux/{i}/{n}": t for n, t in done.metrics.aux_losses.items()}
     found |= {f"after/{n}": t.clone() for n, t in model.state_dict().items()}
-    holders = capacity_of(model).holders
+    holders = get_capacity(model).holders
     factors = {holder.option: holder.factor for holder in holders if holder is not None}
     return {"values": found, "factors": factors}
 
@@ -215,7 +215,7 @@ def replayed(*, tight: bool) -> Any:
 
 def limited(model: Any) -> list[Holder]:
     """Return the holders of rows."""
-    found = [holder for holder in capacity_of(model).holders if holder is not None]
+    found = [holder for holder in get_capacity(model).holders if holder is not None]
     return [holder for holder in found if holder.option != LENGTH]
 
 
@@ -239,7 +239,7 @@ def defaults() -> list[Any]:
             found += [_part(p.grad).clone() for p in model.parameters() if p.grad is not None]
             step.finish()
         results.append([*found, torch.rand(1)])
-    (holder,) = (h for h in capacity_of(model).holders if h is not None and h.option == LENGTH)
+    (holder,) = (h for h in get_capacity(model).holders if h is not None and h.option == LENGTH)
     looped, step = build(is_default=True)
     for batch in batches():
         with step.micro_batch():

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from moecore.attention.context_parallel.allgather import GatherAttention
 from moecore.attention.context_parallel.heads import gather_heads, scatter_heads
-from moecore.attention.context_parallel.held import LocalTokens
+from moecore.attention.context_parallel.local_tokens import LocalTokens
 from moecore.attention.context_parallel.ring import RingAttention
 from moecore.attention.sequence import Sequence
-from moecore.base.regions import as_product
+from moecore.base.regions import run_product
 from moecore.base.torch_private import autocast_dtype
 from moecore.kernels.attention import (
     add_sinks,
@@ -71,7 +71,7 @@ def attend(
         result: Tensor = _attend_over_ranks(q_BTHd, k_BThd, v_BThv, *over)
         return result
     arguments = sequence.cu_seqlens, sequence.max_seqlen, window, scale
-    o_BTHv, _ = as_product(_attention, q_BTHd, k_BThd, v_BThv, sinks_H, *arguments)
+    o_BTHv, _ = run_product(_attention, q_BTHd, k_BThd, v_BThv, sinks_H, *arguments)
     return o_BTHv  # type: ignore[no-any-return]
 
 
@@ -93,14 +93,14 @@ def _attend_over_ranks(
         q, k, v = scatter_heads((q, k, v), cp.a2a, local_tokens.a2a_layout)
         if sinks_H is not None:
             sinks_H = sinks_H.chunk(cp.a2a.size())[cp.a2a.rank()]
-    ring = local_tokens.over_ring
+    ring = local_tokens.ring_tokens
     # Queries of a window have little to compute while keys go round a ring, and those of a short
     # document may see keys of every rank. So a layer with a window gathers the keys of the ring,
     # which sends no more than a ring does.
     if cp.gathers or (cp.ring is not None and window is not None):
-        o: Tensor = as_product(GatherAttention.apply, q, k, v, sinks_H, ring, window, scale)
+        o: Tensor = run_product(GatherAttention.apply, q, k, v, sinks_H, ring, window, scale)
     elif cp.ring is not None:
-        o = as_product(RingAttention.apply, q, k, v, sinks_H, ring.layout, cp.ring, scale)
+        o = run_product(RingAttention.apply, q, k, v, sinks_H, ring.layout, cp.ring, scale)
     else:
         full_sequence = replace(sequence, local_tokens=None)
         o = attend(q, k, v, full_sequence, scale=scale, window=window, sinks_H=sinks_H)

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from moecore.attention.context_parallel.states import convolution_over_ranks, rule_over_ranks
 from moecore.attention.sequence import Sequence
-from moecore.base.regions import as_product
+from moecore.base.regions import run_product
 from moecore.kernels.linear_attention import DeltaRule, causal_convolution, gated_delta_rule
-from moecore.kernels.zigzag import row_borders
+from moecore.kernels.zigzag import make_row_cu_seqlens
 
 
 @torch.compiler.disable  # what is before and behind is compiled
@@ -42,9 +42,9 @@ def attend_linear(
     beta = None if beta_BTH is None else beta_BTH.flatten(0, 1)
     rule = DeltaRule(q, k, v, g, beta, scale, norm_qk)
     if sequence.local_tokens is not None:
-        o = as_product(rule_over_ranks, rule, sequence.local_tokens.pieces(v_BTHv.device))
+        o = run_product(rule_over_ranks, rule, sequence.local_tokens.pieces(v_BTHv.device))
     else:
-        o, _ = as_product(gated_delta_rule, rule, _documents(sequence, v_BTHv))
+        o, _ = run_product(gated_delta_rule, rule, _documents(sequence, v_BTHv))
     return o.view(v_BTHv.shape)  # type: ignore[no-any-return]
 
 
@@ -79,9 +79,9 @@ def convolve(
     x = x_BTD.flatten(0, 1)
     if sequence.local_tokens is not None:
         pieces = sequence.local_tokens.pieces(x.device)
-        y = as_product(convolution_over_ranks, x, *filters, pieces, silu=silu)
+        y = run_product(convolution_over_ranks, x, *filters, pieces, silu=silu)
     else:
-        y = as_product(causal_convolution, x, *filters, _documents(sequence, x_BTD), silu=silu)
+        y = run_product(causal_convolution, x, *filters, _documents(sequence, x_BTD), silu=silu)
     return y.view(x_BTD.shape)  # type: ignore[no-any-return]
 
 
@@ -97,4 +97,4 @@ def _documents(sequence: Sequence, x_BTX: Tensor) -> Tensor:
 @torch.inference_mode(False)
 def _row_documents(B: int, T: int, device: torch.device) -> Tensor:
     # The same tensor in every layer and step: a package reads it on the host once (`fla.py`).
-    return row_borders(B, B * T, device)
+    return make_row_cu_seqlens(B, B * T, device)

@@ -19,10 +19,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from moecore.attention.context_parallel.held import LocalTokens
+from moecore.attention.context_parallel.local_tokens import LocalTokens
 from moecore.kernels.attention import AttentionMask
 from moecore.kernels.rows.rotary import rotary
-from moecore.kernels.zigzag import positions_of
+from moecore.kernels.zigzag import find_positions
 
 
 class RotaryTable:
@@ -144,7 +144,7 @@ def packed_sequence(
     return Sequence(
         cu_seqlens=cu_seqlens,
         max_seqlen=num_tokens if max_seqlen is None else max_seqlen,
-        positions_BT=positions_of(cu_seqlens, num_tokens).view(shape),
+        positions_BT=find_positions(cu_seqlens, num_tokens).view(shape),
     )
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moecore.attention.sequence import Sequence
-from moecore.base.regions import as_product
+from moecore.base.regions import run_product
 from moecore.base.torch_private import autocast_dtype
 from moecore.kernels.sparse_attention import (
     IndexerHeads,
@@ -61,7 +61,7 @@ def attend_sparse(
         own_q, k, own_w = index
         index = IndexerHeads(own_q.flatten(0, 1), _gather_keys(k, sequence), own_w.flatten(0, 1))
     selected_BTK = choice.selected_BTK
-    out: SparseOutput = as_product(
+    out: SparseOutput = run_product(
         sparse_attention,
         flat,
         _spans(sequence, B, T, heads.q_tHd.device),

@@ -25,7 +25,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from moecore.base.rank_checks import Verbatim, comparable
+from moecore.base.rank_checks import Verbatim, make_comparable
 
 MAX_DEPTH = 8  # of records in records; deeper values are described by their class
 CLASS = "__class__"
@@ -128,7 +128,7 @@ def _described(value: Any, depth: int = 0) -> Any:
     if depth > MAX_DEPTH or isinstance(value, torch.device):
         return _name_of(type(value))
     if isinstance(value, Tensor):
-        return comparable(value)
+        return make_comparable(value)
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
         return _described(value.tolist(), depth + 1)
     if isinstance(value, list | tuple):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from moecore.base.torch_private import HOOKS, local_of, parameter_like, wrap_like
+from moecore.base.torch_private import HOOKS, get_local_tensor, parameter_like, wrap_like
 
 COMPILED_OF = "_orig_mod"  # attribute with the original module of a `torch.compile` module
 NewParameter = Callable[[nn.Parameter], nn.Parameter]
@@ -53,14 +53,14 @@ def copy_modules(
     return copies
 
 
-def on_meta(param: nn.Parameter) -> nn.Parameter:
+def make_meta_parameter(param: nn.Parameter) -> nn.Parameter:
     """Return a meta-device parameter with the sharding of `param`."""
-    empty = torch.empty_like(local_of(param), device="meta", requires_grad=False)
+    empty = torch.empty_like(get_local_tensor(param), device="meta", requires_grad=False)
     part = wrap_like(empty, param) if isinstance(param, DTensor) else empty
     return parameter_like(part, param)
 
 
-def as_part(
+def make_dtensor(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], *, of: Tensor
 ) -> DTensor:
     """Return a DTensor of this rank's shard with the global shape of `of`; differentiable."""

@@ -20,12 +20,12 @@ class _FabricInfo(ctypes.Structure):
     )
 
 
-def own_fabric() -> str | None:
+def read_local_fabric() -> str | None:
     """Return the name of the multi-host NVLink domain of this rank's GPU, or None."""
-    return fabric_of(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
+    return read_fabric(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
 
 
-def fabric_of(uuid: str) -> str | None:
+def read_fabric(uuid: str) -> str | None:
     """Return the name of the multi-host NVLink domain of a GPU by its UUID, or None."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")

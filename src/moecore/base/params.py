@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement
 
-from moecore.base.copies import as_part
-from moecore.base.torch_private import local_of, parameter_like
+from moecore.base.copies import make_dtensor
+from moecore.base.torch_private import get_local_tensor, parameter_like
 
 T = TypeVar("T")
 BLOCK_NUMEL = 1 << 20  # values drawn at once by `init_normal_`
@@ -55,7 +55,7 @@ class _Local(torch.autograd.Function):
     def forward(ctx: Any, param: DTensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.param = param
-        local = local_of(param)
+        local = get_local_tensor(param)
         return local.view_as(local)
 
     @staticmethod
@@ -63,7 +63,7 @@ class _Local(torch.autograd.Function):
         param = ctx.param
         if grad is None:
             return None
-        return as_part(grad, param.device_mesh, grad_placements(param.placements), of=param)
+        return make_dtensor(grad, param.device_mesh, grad_placements(param.placements), of=param)
 
 
 def has_values(local: Tensor) -> bool:
@@ -105,7 +105,7 @@ def init_uniform_(param: Tensor, *, bound: float, key: str, seed: int = 0) -> No
 def _draw(
     param: Tensor, key: str, seed: int, fill_: Callable[[Tensor, torch.Generator], Tensor]
 ) -> None:
-    local = local_of(param)
+    local = get_local_tensor(param)
     if local.numel() == 0:
         return
     indices = global_indices(param)
@@ -118,7 +118,7 @@ def _draw(
         first = block * block_rows
         size = min(block_rows, param.shape[0] - first)
         stop = start + int((rows[start:] // block_rows == block).to(torch.int64).cumprod(0).sum())
-        generator.manual_seed(seed_of(seed, key, block))
+        generator.manual_seed(derive_seed(seed, key, block))
         values = torch.empty((size, *param.shape[1:]), device=local.device, dtype=torch.float32)
         fill_(values, generator)
         part = values[(rows[start:stop] - first).to(local.device)]
@@ -172,14 +172,14 @@ def _interleaved(index: Tensor, parts: int, size: int, rank: int) -> Tensor:
     return index.view(parts, size, -1)[:, rank].reshape(-1)
 
 
-def runs_of(index: Tensor) -> Iterator[tuple[int, int]]:
+def find_runs(index: Tensor) -> Iterator[tuple[int, int]]:
     """Yield start and length of each run of consecutive numbers in a sorted index."""
     if index.numel():
         edges = [0, *(index.diff() != 1).nonzero().flatten().add(1).tolist(), index.numel()]
         yield from ((int(index[a]), b - a) for a, b in itertools.pairwise(edges))
 
 
-def seed_of(seed: int, key: str, block: int = 0) -> int:
+def derive_seed(seed: int, key: str, block: int = 0) -> int:
     """Return the seed of a block of a parameter's values."""
     digest = hashlib.sha256(f"{seed}/{key}/{block}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
@@ -212,7 +212,9 @@ def shard_parameter(
         local = pieces.select(dim + 1, rank).flatten(dim, dim + 1)
     if not local.is_meta:
         local = local.to(mesh.device_type)
-    part = as_part(local.clone(memory_format=torch.contiguous_format), mesh, placements, of=param)
+    part = make_dtensor(
+        local.clone(memory_format=torch.contiguous_format), mesh, placements, of=param
+    )
     sharded = parameter_like(part, param)
     if reads_plain:
         setattr(sharded, READS_PLAIN, True)

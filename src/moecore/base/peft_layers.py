@@ -20,7 +20,7 @@ def is_tuner_layer(module: nn.Module) -> bool:
     return isinstance(module, BaseTunerLayer)
 
 
-def lora_base(module: Any) -> nn.Module | None:
+def find_lora_base(module: Any) -> nn.Module | None:
     """Return the base linear of a plain LoRA module of peft; None for any other module."""
     if not is_tuner_layer(module):
         return None
@@ -35,6 +35,6 @@ def lora_base(module: Any) -> nn.Module | None:
     return base_layer
 
 
-def lora_pairs(module: Any) -> list[tuple[nn.Linear, nn.Linear]]:
+def list_lora_pairs(module: Any) -> list[tuple[nn.Linear, nn.Linear]]:
     """Return A and B of each adapter of a LoRA module."""
     return [(module.lora_A[name], module.lora_B[name]) for name in module.lora_A]

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from moecore.base.tables import shown_bytes
+from moecore.base.tables import format_bytes
 
 T = TypeVar("T")
 DELAY_S, INTERVAL_S = 5.0, 10.0
@@ -53,7 +53,7 @@ class ProgressLines:
 
     def _text(self, number: int) -> str:
         if self._unit == "B":
-            return shown_bytes(number)
+            return format_bytes(number)
         return f"{number} {self._unit}".rstrip()
 
 

@@ -116,7 +116,7 @@ def list_fields(record: Any) -> dict[str, Any]:
     return {f"{cls}.{field.name}": getattr(record, field.name) for field in fields(record)}
 
 
-def trained_entries(
+def list_training_entries(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> dict[str, Any]:
     """Return parameter names and optimizer options, which ranks that share parameters compare."""
@@ -129,7 +129,7 @@ def trained_entries(
         options |= {f"{prefix}.{key}": value for key, value in get_options().items()}
         for number, group in enumerate(optimizer.param_groups):
             plain = {**group, "params": [names.get(p) for p in group["params"]]}
-            plain = tree_map_only(object, comparable, plain)
+            plain = tree_map_only(object, make_comparable, plain)
             options |= {f"{prefix}.param_groups[{number}].{k}": v for k, v in plain.items()}
     return {
         "names of parameters": list(params),
@@ -140,17 +140,17 @@ def trained_entries(
     }
 
 
-def optimizer_entries(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+def list_optimizer_entries(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
     """Return classes and defaults of optimizers, which all pipeline stages compare."""
     entries: dict[str, Any] = {"classes of optimizers": [type(o).__name__ for o in optimizers]}
     for place, optimizer in enumerate(optimizers):
         prefix = f"optimizer {place}" if len(optimizers) > 1 else "optimizer"
-        defaults = {name: comparable(value) for name, value in optimizer.defaults.items()}
+        defaults = {name: make_comparable(value) for name, value in optimizer.defaults.items()}
         entries[f"defaults of {prefix}"] = sorted(defaults.items())
     return entries
 
 
-def comparable(leaf: Any) -> Any:
+def make_comparable(leaf: Any) -> Any:
     """Return a form of a value that is equal on all ranks: tensors become checksums."""
     if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and not leaf.is_meta:
         if leaf.numel() == 1:

@@ -2,7 +2,7 @@
 
 A region (`train/memory/recompute.py`) is a part of the model that backward recomputes. A torch
 function mode finds torch's matrix products and attention in a region. moecore calls its own
-products through `as_product` and communication through `run_and_save`. Outside of regions both
+products through `run_product` and communication through `run_and_save`. Outside of regions both
 functions only call their argument.
 """
 
@@ -56,7 +56,7 @@ def is_in_region() -> bool:
 
 
 @contextmanager
-def finding_products(region: Region, *, has_products: bool) -> Iterator[None]:
+def intercept_products(region: Region, *, has_products: bool) -> Iterator[None]:
     """Return a context in which `region` runs; `has_products` also intercepts torch's products."""
     _state.region = region
     try:
@@ -75,10 +75,10 @@ class _FindProducts(TorchFunctionMode):
         kwargs = kwargs or {}
         if kwargs.get("generator") is not None and _state.region is not None:
             _state.region.draw(kwargs["generator"])
-        return as_product(func, *args, **kwargs) if func in PRODUCTS else func(*args, **kwargs)
+        return run_product(func, *args, **kwargs) if func in PRODUCTS else func(*args, **kwargs)
 
 
-def as_product(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def run_product(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a product that torch's function mode does not find, such as a quantised product."""
     if _state.is_recomputing:
         return function(*args, **kwargs)

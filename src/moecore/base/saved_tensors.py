@@ -1,7 +1,7 @@
 """Saved tensors of autograd: packers decide whether a tensor is stored, recomputed or offloaded.
 
 Autograd calls one pack hook for every tensor that an operation saves for backward. The hook of this
-file (`keep`) calls the active packers, the innermost packer first. The first packer that
+file (`pack_tensor`) calls the active packers, the innermost packer first. The first packer that
 accepts the tensor returns its handle. If no packer accepts the tensor, it stays in GPU memory.
 
 torch calls only the innermost pair of saved-tensor hooks. If the caller installs hooks (activation
@@ -32,7 +32,9 @@ class Handle(Protocol):
 Packer = Callable[[Tensor], Handle | None]
 
 
-def changed_in_place(shape: torch.Size, current_version: int, saved_version: int) -> RuntimeError:
+def changed_in_place_error(
+    shape: torch.Size, current_version: int, saved_version: int
+) -> RuntimeError:
     """Return the error for a saved tensor that was changed in place after forward."""
     return RuntimeError(
         f"a tensor {tuple(shape)} that backward needs was changed in place since forward "
@@ -54,7 +56,7 @@ class TensorHandle:
     def unpack(self) -> Tensor:
         """Return the tensor; raise a RuntimeError if it was changed in place since forward."""
         if version(self._tensor) != self._version:
-            raise changed_in_place(self._tensor.shape, version(self._tensor), self._version)
+            raise changed_in_place_error(self._tensor.shape, version(self._tensor), self._version)
         return self._tensor
 
 
@@ -91,17 +93,19 @@ _packers = _Packers()
 
 
 @contextmanager
-def packing(packer: Packer, *, is_first: bool = False, only_rows: bool = False) -> Iterator[None]:
+def use_packer(
+    packer: Packer, *, is_first: bool = False, only_rows: bool = False
+) -> Iterator[None]:
     """Return a context in which a packer is called for each tensor that an operation saves.
 
     Args:
         packer: returns a handle, or None if it does not accept the tensor.
         is_first: call the packer before all active packers; by default inner packers come first.
-        only_rows: the packer accepts only tensors inside `counting_rows`. Elsewhere no hook is
+        only_rows: the packer accepts only tensors inside `mark_used_rows`. Elsewhere no hook is
             installed for it, which saves host time.
     """
     hooks = saved_tensor_hooks()
-    if hooks is not None and hooks[0] is not keep:
+    if hooks is not None and hooks[0] is not pack_tensor:
         yield
         return
     before = _packers.first, _packers.inner
@@ -117,7 +121,7 @@ def packing(packer: Packer, *, is_first: bool = False, only_rows: bool = False) 
 
 
 @contextmanager
-def counting_rows(*rows: UsedRows) -> Iterator[None]:
+def mark_used_rows(*rows: UsedRows) -> Iterator[None]:
     """Return a context in which saved matrices have unused rows, as the first match tells."""
     before, _packers.rows = _packers.rows, rows
     try:
@@ -131,7 +135,7 @@ def _asking() -> AbstractContextManager[Any]:
     """Return a context that installs the pack hook, if packers and no other hooks are active."""
     if saved_tensor_hooks() is not None or not is_packing():
         return nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(keep, _unpack)
+    return torch.autograd.graph.saved_tensors_hooks(pack_tensor, _unpack)
 
 
 def used_rows(tensor: Tensor) -> UsedRows | None:
@@ -145,10 +149,10 @@ def used_rows(tensor: Tensor) -> UsedRows | None:
 def is_packing() -> bool:
     """Whether the pack hook is active: a packer exists, and the caller installed no hooks."""
     hooks = saved_tensor_hooks()
-    return bool(_packers.first or _packers.inner) if hooks is None else hooks[0] is keep
+    return bool(_packers.first or _packers.inner) if hooks is None else hooks[0] is pack_tensor
 
 
-def keep(tensor: Tensor) -> Handle:
+def pack_tensor(tensor: Tensor) -> Handle:
     """Return the handle of a saved tensor from the first packer that accepts it. The pack hook."""
     for packer in (*_packers.first, *_packers.inner):
         handle = packer(tensor)

@@ -1,7 +1,7 @@
 """CUDA streams and events, and the streams of a dry run, which record dependencies of operations.
 
 Functions return None as the stream of a CPU. In a dry run each operation has a number, and
-`Queues.put` returns the numbers of the operations on which the next operation depends.
+`DryQueues.put` returns the numbers of the operations on which the next operation depends.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Stream(Protocol):
 class DryStream:
     """A stream of a dry run: the numbers of the operations that its next operation depends on."""
 
-    def __init__(self, queues: Queues) -> None:
+    def __init__(self, queues: DryQueues) -> None:
         self._queues = queues
         self.number, queues.num_streams = queues.num_streams, queues.num_streams + 1
         self.dependencies = frozenset[int]()  # last operation, and operations it waited for
@@ -64,7 +64,7 @@ class DryStream:
 class DryEvent:
     """An event of a dry run."""
 
-    def __init__(self, queues: Queues) -> None:
+    def __init__(self, queues: DryQueues) -> None:
         self._queues, self._dependencies = queues, frozenset[int]()
 
     def record(self) -> None:
@@ -76,7 +76,7 @@ class DryEvent:
         self._queues.current.dependencies |= self._dependencies
 
 
-class Queues:
+class DryQueues:
     """The streams of a dry run, and the number of operations launched on them."""
 
     def __init__(self) -> None:
@@ -103,13 +103,13 @@ Event = torch.Event | DryEvent
 class _Dry(threading.local):
     """The dry run of this thread."""
 
-    queues: Queues | None = None
+    queues: DryQueues | None = None
 
 
 _dry = _Dry()
 
 
-def dry_streams(queues: Queues) -> AbstractContextManager[None]:
+def dry_streams(queues: DryQueues) -> AbstractContextManager[None]:
     """Return a context in which this thread's streams are the streams of a dry run."""
     return with_attributes(_dry, queues=queues)
 

@@ -29,17 +29,17 @@ class TableRow:
         names = ", ".join(self.names[:MAX_NAMES]) + ", .." * (len(self.names) > MAX_NAMES)
         global_shape, local_shape = ("x".join(map(str, shape)) or "1" for shape in self.shapes)
         count = f"{self.number} x " if self.number > 1 else ""
-        size = shown_bytes(self.num_bytes)
+        size = format_bytes(self.num_bytes)
         return self.kind, names, count + global_shape, local_shape, self.placement, size
 
 
-def shown_axes(axes: Iterable[tuple[str, int | None]]) -> str:
+def format_axes(axes: Iterable[tuple[str, int | None]]) -> str:
     """Return mesh axes and the dims that they shard as text; a dim of None = replicated."""
     texts = (f"{axis}: {'replicated' if dim is None else f'dim {dim}'}" for axis, dim in axes)
     return ", ".join(texts) or "whole"
 
 
-def folded(rows: Iterable[TableRow]) -> list[TableRow]:
+def merge_rows(rows: Iterable[TableRow]) -> list[TableRow]:
     """Return rows grouped by kind; if a kind has many rows, the smallest ones are merged."""
     of_kind: dict[str, list[TableRow]] = {}
     for row in rows:
@@ -57,19 +57,19 @@ def folded(rows: Iterable[TableRow]) -> list[TableRow]:
     return table
 
 
-def columns(lines: list[tuple[str, ...]]) -> list[str]:
+def format_columns(lines: list[tuple[str, ...]]) -> list[str]:
     """Return lines whose cells are padded to columns; the first line is the header."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     padded_lines = ([cell.ljust(n) for cell, n in zip(line, widths, strict=True)] for line in lines)
     return ["  ".join(line).rstrip() for line in padded_lines]
 
 
-def shown_count(number: float) -> str:
+def format_count(number: float) -> str:
     """Return a number with the suffix k, M, B or T, such as "1.23 M"."""
     return _format_number(number, (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)), "")
 
 
-def shown_bytes(number: float) -> str:
+def format_bytes(number: float) -> str:
     """Return a number of bytes in decimal units, such as "1.23 GB"."""
     return _format_number(number, (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)), " B")
 
@@ -79,12 +79,12 @@ def _format_number(number: float, units: Iterable[tuple[str, float]], suffix: st
     return next(texts, f"{number:.0f}{suffix}")
 
 
-def printable(text: str) -> str:
+def escape_unprintable(text: str) -> str:
     """Return a text in which control characters and lone surrogates are escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def bounded_line(text: str, limit: int = 2000) -> str:
+def format_error_line(text: str, limit: int = 2000) -> str:
     """Return a text as one printable line; its middle is cut if it exceeds the limit."""
-    line = printable(" ".join(text.split()))  # the fix is at the end of an error
+    line = escape_unprintable(" ".join(text.split()))  # the fix is at the end of an error
     return line if len(line) <= limit else f"{line[: limit // 2]}...{line[-(limit // 2) :]}"

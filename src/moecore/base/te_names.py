@@ -46,7 +46,7 @@ class Names(NamedTuple):
 
 
 @cache
-def names() -> Names:
+def load_names() -> Names:
     """Return the installed modules; raise a ValueError if they cannot be imported."""
     try:
         engine = importlib.import_module("transformer_engine")
@@ -61,13 +61,13 @@ def names() -> Names:
     return Names(engine.__version__, pytorch, products, extension)
 
 
-def why_not(recipe: Recipe | None, device: torch.device | None) -> str | None:
+def find_recipe_problem(recipe: Recipe | None, device: torch.device | None) -> str | None:
     """Return why Transformer Engine cannot use a recipe (None = bf16) on a device, or None."""
     # A device of None is not known yet. The meta device computes nothing.
     if device is not None and device.type == "meta":
         return None
     try:
-        engine = names()
+        engine = load_names()
     except ValueError as error:
         return str(error)
     oldest = ".".join(map(str, OLDEST))
@@ -90,7 +90,7 @@ def why_not(recipe: Recipe | None, device: torch.device | None) -> str | None:
     )
 
 
-def without_infinities(x: Tensor) -> Tensor:
+def replace_infinities(x: Tensor) -> Tensor:
     """Return a copy with NaN for infinity, which Transformer Engine would make finite."""
     # One pass: x + 0 * x. `TrainStep` skips a step only if its gradient is not finite.
     return torch.addcmul(x, x, x.new_zeros(()))
@@ -111,7 +111,9 @@ def quantise(
             dtype = _fp8(recipe, operand)
             seen = torch.zeros_like(scale) if seen is None else seen
             usage: Any = dict(rowwise=True, columnwise=over_rows)
-            return _internal(names().pytorch.Float8Quantizer(scale, seen, dtype, **usage))(x_RK)
+            return _internal(load_names().pytorch.Float8Quantizer(scale, seen, dtype, **usage))(
+                x_RK
+            )
         (quantizer,) = _quantizers(recipe, operand, over_rows, 1, x_RK.device)
         return quantizer(_cast_for_quantizer(x_RK, recipe))
 
@@ -126,13 +128,13 @@ def quantise_experts(
         if operand == "weight" and recipe.scaling == "nvfp4":  # as its own layers quantise matrices
             parts = zip(quantizers, x_RK.split(splits), strict=True)
             return [quantizer(part) for quantizer, part in parts]
-        return names().extension.split_quantize(x_RK, splits, quantizers)  # type: ignore[no-any-return]
+        return load_names().extension.split_quantize(x_RK, splits, quantizers)  # type: ignore[no-any-return]
 
 
 def multiply(a: Any, b: Any, layout: Layout, dtype: torch.dtype) -> Tensor:
     """Return the product of two operands, summed in fp32, in a dtype."""
     gemm_options: Any = dict(layout=layout, grad=layout != "TN", use_split_accumulator=True)
-    return names().products.general_gemm(a, b, out_dtype=dtype, **gemm_options)[0]  # type: ignore[no-any-return]
+    return load_names().products.general_gemm(a, b, out_dtype=dtype, **gemm_options)[0]  # type: ignore[no-any-return]
 
 
 def multiply_experts(
@@ -146,7 +148,7 @@ def multiply_experts(
 ) -> None:
     """Write each expert's product to `out`: one [R, N], or for "NT" one [M, N] per expert."""
     # For "NT" the product of an expert without rows is zero.
-    names().products.general_grouped_gemm(
+    load_names().products.general_grouped_gemm(
         list(a),
         list(b),
         out,
@@ -173,7 +175,7 @@ def _quantizers(
         return [_by_blocks(recipe, operand, over_rows, device)] * num
     # Each quantizer has its own buffers for scale and amax.
     buffers = torch.empty(2, num, device=device)
-    make, dtype = names().pytorch.Float8CurrentScalingQuantizer, _fp8(recipe, operand)
+    make, dtype = load_names().pytorch.Float8CurrentScalingQuantizer, _fp8(recipe, operand)
     options: Any = dict(columnwise=over_rows, force_pow_2_scales=recipe.power_of_two)
     return [
         _internal(make(dtype, device, scale=scale, amax=amax, **options))
@@ -184,7 +186,7 @@ def _quantizers(
 @cache
 def _by_blocks(recipe: Recipe, operand: Operand, over_rows: bool, device: torch.device) -> Any:
     """Return a block quantizer, which has no state."""
-    te, is_weight = names().pytorch, operand == "weight"
+    te, is_weight = load_names().pytorch, operand == "weight"
     # Weights have square blocks, whose rowwise operand is always needed.
     usage: Any = dict(rowwise=is_weight or not over_rows, columnwise=over_rows)
     if recipe.scaling == "blockwise":
@@ -201,7 +203,7 @@ def _by_blocks(recipe: Recipe, operand: Operand, over_rows: bool, device: torch.
 
 
 def _fp8(recipe: Recipe, operand: Operand) -> Any:
-    dtypes = names().extension.DType
+    dtypes = load_names().extension.DType
     is_e5m2 = operand == "gradient" and recipe.grad_format == "e5m2"
     return dtypes.kFloat8E5M2 if is_e5m2 else dtypes.kFloat8E4M3
 

@@ -162,12 +162,12 @@ def is_host_memory() -> bool:
     return _seen.on_host
 
 
-def phases() -> tuple[str, ...]:
+def open_marks() -> tuple[str, ...]:
     """Return the names of the open `mark` contexts of this thread, in `inside_operations`."""
     return _seen.phases
 
 
-def is_silent(x: Tensor) -> bool:
+def skips_communication(x: Tensor) -> bool:
     """Whether communication of a tensor is skipped: it is on meta, outside of a dry run."""
     return x.is_meta and not _seen.inside
 
@@ -246,7 +246,7 @@ def will_run(node: Any) -> bool:
         return False
 
 
-def continues() -> bool:
+def has_next_node() -> bool:
     """Whether the running backward executes a node after the current node."""
     return any(node is not None and will_run(node) for node, _ in current_node().next_functions)
 
@@ -364,7 +364,7 @@ def _backends(group: dist.ProcessGroup) -> dict[str, str]:
     return dict(pair.split(":") for pair in config.split(","))
 
 
-def local_of(tensor: Tensor) -> Tensor:
+def get_local_tensor(tensor: Tensor) -> Tensor:
     """Return the local tensor of a DTensor; any other tensor is returned unchanged."""
     if not isinstance(tensor, DTensor):
         return tensor
@@ -374,8 +374,8 @@ def local_of(tensor: Tensor) -> Tensor:
         return tensor.to_local()
 
 
-def own_local(tensor: Tensor) -> Tensor:
-    """Return the tensor that a DTensor stores; `local_of` of a parameter returns a view of it."""
+def get_stored_local(tensor: Tensor) -> Tensor:
+    """Return the tensor that a DTensor stores; of a parameter `get_local_tensor` returns a view."""
     if not isinstance(tensor, DTensor):
         return tensor
     names, _ = tensor.__tensor_flatten__()  # the first name is the local tensor
@@ -393,7 +393,7 @@ def zeros_like(tensor: Tensor, dtype: torch.dtype, device: torch.device | None =
     is_moved = device not in (None, tensor.device)
     if not isinstance(tensor, DTensor) or dtype != tensor.dtype or is_moved:
         return torch.zeros_like(tensor, dtype=dtype, device=device)
-    return wrap_like(torch.zeros_like(local_of(tensor)), tensor)
+    return wrap_like(torch.zeros_like(get_local_tensor(tensor)), tensor)
 
 
 def parameter_like(data: Tensor, like: Tensor) -> nn.Parameter:

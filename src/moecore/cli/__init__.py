@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from moecore.base import __version__
-from moecore.base.tables import bounded_line
+from moecore.base.tables import format_error_line
 from moecore.cli.checkpoints import add_checkpoint
 from moecore.cli.plans import add_doctor, add_dry_run, add_measure, add_plan, add_report
 
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = str(error) or type(error).__name__
         if isinstance(error, MemoryError):
             text = f"this machine has too little memory for it ({text})"
-        print(f"moecore: {bounded_line(text)}", file=sys.stderr)
+        print(f"moecore: {format_error_line(text)}", file=sys.stderr)
         return code
 
 

@@ -34,10 +34,10 @@ from moecore.families.transformers.head import fuse_loss, plain_heads
 from moecore.families.transformers.log_probs import accept_log_prob_losses
 from moecore.families.transformers.lora import (
     adapt_experts,
-    adapted,
-    adapters_off,
+    disable_adapters,
     experts_unwrapped,
     refuse_peft_methods,
+    unwrap_peft,
 )
 from moecore.families.transformers.outputs import refuse_lost_outputs
 from moecore.families.transformers.pipeline import StagedCausal
@@ -52,7 +52,7 @@ from moecore.parallel.model.family import Adapter, Family, has_rows
 from moecore.parallel.pipeline.stages import StagedModel
 
 
-class Plain(Family):
+class NativeFamily(Family):
     """The family of models that implement moecore's protocols, such as moecore's decoder."""
 
     @override
@@ -82,12 +82,12 @@ class Plain(Family):
         refuse_peft_methods(wrapper)
 
 
-class Transformers(Plain):
+class TransformersFamily(NativeFamily):
     """The family of models that contain transformers modules, with or without peft adapters."""
 
     @override
     def unwrap(self, model: nn.Module) -> nn.Module:
-        return adapted(model)
+        return unwrap_peft(model)
 
     @override
     def swap_blocks(
@@ -133,8 +133,12 @@ class Transformers(Plain):
         return size
 
     @override
-    def adapters_off(self, model: nn.Module) -> AbstractContextManager[None]:
-        return adapters_off(model) if adapted(model) is not model else super().adapters_off(model)
+    def disable_adapters(self, model: nn.Module) -> AbstractContextManager[None]:
+        return (
+            disable_adapters(model)
+            if unwrap_peft(model) is not model
+            else super().disable_adapters(model)
+        )
 
     @override
     def staged(self, model: nn.Module) -> StagedModel:
@@ -190,7 +194,7 @@ class Transformers(Plain):
 def family_of(model: nn.Module) -> Family:
     """Return `Transformers` if a module's class is from transformers, otherwise `Plain`."""
     of_transformers = any(is_hf(module) or is_pretrained(module) for module in model.modules())
-    return Transformers() if of_transformers else Plain()
+    return TransformersFamily() if of_transformers else NativeFamily()
 
 
 def swap_blocks(model: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str, RoutedLayer]:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from moecore.base.failures import share_call_errors, share_errors
 from moecore.base.fields import Count, CountOrZero, Positive, check_arguments
-from moecore.base.torch_private import local_of
+from moecore.base.torch_private import get_local_tensor
 from moecore.io.checkpoint.hyperparameters import Schedulers
 from moecore.io.checkpoint.snapshot import load_rank_state, rank_state
 from moecore.io.checkpoint.state import Optimizers
@@ -196,7 +196,7 @@ class Replicas:
 
     def _first_lineage(self, first_step: int) -> int:
         """Return a hash of `first_step` and of the weights on all ranks of this replica."""
-        tensors = [local_of(x.detach()) for x in self._model.state_dict().values()]
+        tensors = [get_local_tensor(x.detach()) for x in self._model.state_dict().values()]
         sums = torch.stack([x.double().sum() for x in tensors]).cpu()
         digest = hashlib.sha256(bytes(sums.view(torch.uint8).tolist())).digest()
         number = int.from_bytes(digest[:4], "big")
@@ -240,7 +240,7 @@ class Replicas:
         for param, number in zip(params, have_P.tolist(), strict=True):
             if number and param.grad is None:
                 param.grad = torch.zeros_like(param)
-        grads = [local_of(param.grad) for param in params if param.grad is not None]
+        grads = [get_local_tensor(param.grad) for param in params if param.grad is not None]
         self._mark_shortage([grad for grad in grads if grad.numel()])
         self._reduce(grads, dist.ReduceOp.AVG)
 

@@ -14,7 +14,7 @@ import torch
 
 from moecore.base.fields import UsageError
 from moecore.base.progress import show_progress
-from moecore.base.tables import bounded_line, printable, shown_bytes
+from moecore.base.tables import escape_unprintable, format_bytes, format_error_line
 from moecore.io.checkpoint.directory import (
     complete_checkpoints,
     find_prunable,
@@ -134,7 +134,7 @@ def run_verify(args: Any) -> int:
 
         with show_progress("hashing", unit="B") as progress:
             manifest = verify(path, "sizes" if args.sizes else "full", progress=progress)
-        print(f"{path}: whole, {len(manifest.files)} files, {shown_bytes(manifest.num_bytes)}")
+        print(f"{path}: whole, {len(manifest.files)} files, {format_bytes(manifest.num_bytes)}")
         return 0
     if kind == "DCP":
         from moecore.io.interchange.dcp import DCPFiles
@@ -146,7 +146,7 @@ def run_verify(args: Any) -> int:
 
     problems = verify_hf(path)
     for problem in problems:
-        print(f"moecore: {bounded_line(f'{path}: {problem}')}", file=sys.stderr)
+        print(f"moecore: {format_error_line(f'{path}: {problem}')}", file=sys.stderr)
     if not problems:
         print(f"{path}: whole (headers; the format has no digests)")
     return 1 if problems else 0
@@ -256,4 +256,4 @@ def _value_text(value: Any) -> str:
 
 def _cut(text: str) -> str:
     """Return a string of a checkpoint, printable and truncated; `--json` prints it in full."""
-    return printable(text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}...")
+    return escape_unprintable(text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}...")

@@ -25,10 +25,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from moecore.base.params import local_param
-from moecore.base.regions import as_product
+from moecore.base.regions import run_product
 from moecore.base.torch_private import autocast_dtype, is_plain_eager
 from moecore.kernels.experts.contract import GradSink, GradTarget, sink_of
-from moecore.kernels.grouped.wgrad import put_grad
+from moecore.kernels.grouped.wgrad import store_grad
 
 Gradients = tuple[Tensor | None, tuple[Any, ...] | None, Tensor | None]
 
@@ -119,7 +119,7 @@ class PlainProducts(LinearProducts):
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, training: bool = True
     ) -> Tensor:
         if self.defers and is_plain_eager():
-            y: Tensor = as_product(self._multiply, x, weight, bias)
+            y: Tensor = run_product(self._multiply, x, weight, bias)
             return y
         return F.linear(x, local_param(weight), None if bias is None else local_param(bias))
 
@@ -160,4 +160,4 @@ class PlainProducts(LinearProducts):
     @override
     @staticmethod
     def weight_grad(dy_TN: Tensor, x_TK: Tensor, target: GradTarget) -> Tensor:
-        return put_grad(dy_TN.t().mm(x_TK), target.out, target.adds, target.dtype, target.scale)
+        return store_grad(dy_TN.t().mm(x_TK), target.out, target.adds, target.dtype, target.scale)

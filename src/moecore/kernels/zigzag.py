@@ -21,27 +21,27 @@ import torch
 from torch import Tensor
 
 
-def documents_of(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+def find_documents(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     """Return int64 [num_tokens], the document of each token. No host sync."""
     # Example: cu_seqlens [0, 2, 3, 3] gives [0, 0, 1].
     tokens = torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True)
 
 
-def positions_of(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+def find_positions(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     """Return int64 [num_tokens], the position of each token in its document. No host sync."""
     # Example: cu_seqlens [0, 2, 3, 3] gives [0, 1, 0].
     tokens = torch.arange(num_tokens, device=cu_seqlens.device)
-    return tokens - cu_seqlens[documents_of(cu_seqlens, num_tokens)]
+    return tokens - cu_seqlens[find_documents(cu_seqlens, num_tokens)]
 
 
-def row_borders(num_rows: int, num_tokens: int, device: torch.device) -> Tensor:
+def make_row_cu_seqlens(num_rows: int, num_tokens: int, device: torch.device) -> Tensor:
     """Return int32 [num_rows + 1], the `cu_seqlens` of equal rows that are one document each."""
     rows = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
     return rows * (num_tokens // max(num_rows, 1))
 
 
-def held_tokens(cu_seqlens: Tensor, num_tokens: int, size: int) -> Tensor:
+def assign_tokens(cu_seqlens: Tensor, num_tokens: int, size: int) -> Tensor:
     """Return int64 [size, num_tokens / size], the tokens of each rank in ascending order.
 
     No host sync.
@@ -51,7 +51,7 @@ def held_tokens(cu_seqlens: Tensor, num_tokens: int, size: int) -> Tensor:
     num_local = num_tokens // size
     cu_seqlens = cu_seqlens.long()
     borders = cu_seqlens // size
-    documents = documents_of(borders, num_local)
+    documents = find_documents(borders, num_local)
     places = torch.arange(num_local, device=cu_seqlens.device) - borders[documents]
     chunks = (cu_seqlens.diff() // (2 * size))[documents]
     is_late = places >= chunks

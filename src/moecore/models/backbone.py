@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moecore.attention.context_parallel.held import (
+from moecore.attention.context_parallel.local_tokens import (
     ContextParallel,
     LocalTokens,
     check_documents,
-    ranks_of,
+    select_cp_ranks,
 )
 from moecore.attention.sequence import Sequence, packed_sequence
 from moecore.base.params import local_param
@@ -137,7 +137,7 @@ class Backbone(nn.Module):
 
     def ranks_of(self, cp: int | None) -> ContextParallel | None:
         """Return the cp ranks that share this forward's rows; None = no context parallelism."""
-        return ranks_of(cp, self.cp, self.context_groups)
+        return select_cp_ranks(cp, self.cp, self.context_groups)
 
     def embed(self, tokens_BT: Tensor, sequence: Sequence) -> Tensor:
         """Return the embeddings of this rank's tokens."""

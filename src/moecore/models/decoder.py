@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from moecore.attention.context_parallel.held import ContextParallel
+from moecore.attention.context_parallel.local_tokens import ContextParallel
 from moecore.attention.sequence import Sequence
 from moecore.base.fields import (
     Count,
@@ -39,7 +39,7 @@ from moecore.base.fields import (
 )
 from moecore.base.options.context import ContextOptions
 from moecore.base.params import clean_name, init_normal_
-from moecore.base.torch_private import local_of
+from moecore.base.torch_private import get_local_tensor
 from moecore.models.backbone import Backbone, Embedding
 from moecore.models.block import MTPLayer
 from moecore.models.config import DecoderConfig
@@ -52,7 +52,13 @@ from moecore.models.mla import KeyNorm
 from moecore.models.tensor_parallel import apply_tensor_parallel
 from moecore.moe.layer import MoELayer
 from moecore.parallel.pipeline.layout import Stage
-from moecore.parallel.pipeline.stages import StageParts, check_hidden, check_stage, need, runs_norm
+from moecore.parallel.pipeline.stages import (
+    StageParts,
+    check_hidden,
+    check_stage,
+    require_arguments,
+    runs_norm,
+)
 from moecore.precision.plain import Linear
 
 INIT_STD = 0.02
@@ -129,24 +135,24 @@ class Decoder(nn.Module):
             if isinstance(module, MoELayer):
                 module.init_weights(std=INIT_STD, key=key, seed=seed)
                 for weight in _residual_weights(module):
-                    local_of(weight).mul_(scale)
+                    get_local_tensor(weight).mul_(scale)
             elif isinstance(module, RMSNorm):
-                local_of(module.weight).fill_(0.0 if module.zero_centered else 1.0)
+                get_local_tensor(module.weight).fill_(0.0 if module.zero_centered else 1.0)
             elif isinstance(module, Linear | Embedding | Head) and module.weight is not None:
                 std = INIT_STD * (scale if getattr(module, "residual", False) else 1.0)
                 if isinstance(module, Embedding):
                     std = embedding_std
                 init_normal_(module.weight, std=std, key=f"{key}.weight", seed=seed)
                 if isinstance(module, Linear) and module.bias is not None:
-                    local_of(module.bias).zero_()
+                    get_local_tensor(module.bias).zero_()
             elif isinstance(module, KeyNorm):
-                local_of(module.weight).fill_(1.0)
-                local_of(module.bias).zero_()
+                get_local_tensor(module.weight).fill_(1.0)
+                get_local_tensor(module.bias).zero_()
             elif isinstance(module, LinearAttention):
                 module.init_weights(key=key, seed=seed)
             elif isinstance(module, Attention):
                 if module.o_bias is not None:
-                    local_of(module.o_bias).zero_()
+                    get_local_tensor(module.o_bias).zero_()
                 if module.sinks is not None:
                     init_normal_(module.sinks, std=INIT_STD, key=f"{key}.sinks", seed=seed)
 
@@ -356,7 +362,7 @@ class Decoder(nn.Module):
 
     def check_inputs(self, inputs: Mapping[str, Any]) -> None:
         """Raise ValueError for a micro-batch that pipeline stages cannot run."""
-        need(inputs, "tokens_BT", "labels_BT or log_prob_loss")
+        require_arguments(inputs, "tokens_BT", "labels_BT or log_prob_loss")
         names = ("tokens_BT", "labels_BT", "padding_mask_BT", "log_prob_loss")
         self._check(*(inputs.get(name) for name in names))  # type: ignore[arg-type]
 

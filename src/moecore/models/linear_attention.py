@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from moecore.attention.linear import attend_linear, convolve, scan_states
 from moecore.attention.sequence import Sequence
 from moecore.base.params import init_uniform_, local_param
-from moecore.base.torch_private import local_of
+from moecore.base.torch_private import get_local_tensor
 from moecore.models.config import DecoderConfig, LinearAttentionConfig, Mamba2Config
 from moecore.models.layers import RMSNorm
 from moecore.models.tensor_parallel import TensorParallel
@@ -104,10 +104,10 @@ class LinearAttention(nn.Module):
         bound = self.conv1d.weight.shape[-1] ** -0.5
         for name, param in self.conv1d.named_parameters():
             init_uniform_(param, bound=bound, key=f"{key}.conv1d.{name}", seed=seed)
-        local_of(self.dt_bias).fill_(1.0)
+        get_local_tensor(self.dt_bias).fill_(1.0)
         half = (16 - self.least_decay) / 2
         init_uniform_(self.A_log, bound=half, key=f"{key}.A_log", seed=seed)
-        local_of(self.A_log).add_(16 - half).log_()
+        get_local_tensor(self.A_log).add_(16 - half).log_()
 
 
 def wide(x: Tensor) -> Tensor:
@@ -189,10 +189,10 @@ class Mamba2(LinearAttention):
         The logarithm of the time step of a zero input is U(log LEAST_STEP, log MOST_STEP).
         """
         super().init_weights(key=key, seed=seed)
-        local_of(self.D).fill_(1.0)
+        get_local_tensor(self.D).fill_(1.0)
         half = math.log(MOST_STEP / LEAST_STEP) / 2
         init_uniform_(self.dt_bias, bound=half, key=f"{key}.dt_bias", seed=seed)
-        steps = local_of(self.dt_bias).add_(half + math.log(LEAST_STEP)).exp_()
+        steps = get_local_tensor(self.dt_bias).add_(half + math.log(LEAST_STEP)).exp_()
         steps.add_(torch.log(-torch.expm1(-steps)))  # softplus gives the step
 
 

@@ -184,7 +184,7 @@ class LatentAttention(nn.Module):
             return y_BTHv
         assert self.learning is not None
         loss = self.learning.loss_coef * mean_divergence(out.divergence_t, sequence)
-        y_BTHv = self.aux_loss.ride(y_BTHv, loss)
+        y_BTHv = self.aux_loss.attach(y_BTHv, loss)
         return y_BTHv
 
     def _latents(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -37,11 +37,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from moecore.base.params import shard_parameter
-from moecore.base.peft_layers import is_tuner_layer, lora_base, lora_pairs
+from moecore.base.peft_layers import find_lora_base, is_tuner_layer, list_lora_pairs
 from moecore.base.regions import run_and_save
-from moecore.base.torch_private import is_gloo, is_silent
+from moecore.base.torch_private import is_gloo, skips_communication
 from moecore.models.config import DecoderConfig
-from moecore.moe.dispatch.collectives import exchanged, gather_ranks, sum_ranks
+from moecore.moe.dispatch.collectives import exchange_with_grad, gather_ranks, sum_ranks
 from moecore.moe.dispatch.peer_memory import find_peer_problem
 from moecore.moe.layer import MoELayer
 
@@ -113,7 +113,7 @@ class TensorParallel:
     def gather_replicated(self, x_BtD: Tensor) -> Tensor:
         """All-gather along T a result that all ranks use identically; backward slices locally."""
         gather = partial(_gather, group=self.group)
-        x_BTD: Tensor = run_and_save(exchanged, x_BtD, gather, self.local_slice)
+        x_BTD: Tensor = run_and_save(exchange_with_grad, x_BtD, gather, self.local_slice)
         return x_BTD
 
     def gather_columns(self, x_BTv: Tensor) -> Tensor:
@@ -130,14 +130,14 @@ class TensorParallel:
     def sum_shared(self, value: Tensor) -> Tensor:
         """All-reduce a value that each rank uses differently; backward all-reduces gradients."""
         add = partial(_all_reduce, group=self.group)
-        total: Tensor = run_and_save(exchanged, value, add, add)
+        total: Tensor = run_and_save(exchange_with_grad, value, add, add)
         return total
 
 
 def sum_value(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-reduce a value that all ranks use identically; backward is the identity. Collective."""
     add = partial(_all_reduce, group=group)
-    total: Tensor = run_and_save(exchanged, value, add, lambda grad: grad)
+    total: Tensor = run_and_save(exchange_with_grad, value, add, lambda grad: grad)
     return total
 
 
@@ -181,7 +181,7 @@ def _factors(model: nn.Module, tp: int) -> dict[nn.Module, int | None]:
     for path, module in model.named_modules():
         if not is_tuner_layer(module):
             continue
-        base = lora_base(module)
+        base = find_lora_base(module)
         if base is None:
             raise NotImplementedError(
                 f"adapters of {path} ({type(module).__name__}) must be LoRA of linears without "
@@ -195,7 +195,7 @@ def _factors(model: nn.Module, tp: int) -> dict[nn.Module, int | None]:
                 )
         # Outputs are of rows of W and B, inputs of columns of W and A.
         dim: int | None = getattr(base, "tp_shard_dim", None)
-        for a, b in lora_pairs(module):
+        for a, b in list_lora_pairs(module):
             dims |= {a: 1 if dim == 1 else None, b: 0 if dim == 0 else None}
     return dims
 
@@ -229,6 +229,6 @@ def _scatter_sum(y_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _all_reduce(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     value = value.clone(memory_format=torch.contiguous_format)
-    if not is_silent(value):
+    if not skips_communication(value):
         dist.all_reduce(value, group=group)
     return value

@@ -73,7 +73,7 @@ class AmaxHistory:
         for seen in self.seen.values():
             seen.zero_()
 
-    def grow(self, device: torch.device) -> None:
+    def allocate_steps(self, device: torch.device) -> None:
         """Allocate the tensors of the recorded steps, unless they exist."""
         if not self.steps:
             for operand in self.operands:
@@ -87,7 +87,7 @@ class AmaxHistory:
         """
         if not (state or self.steps):
             return
-        self.grow(device)
+        self.allocate_steps(device)
         for operand, steps in self.steps.items():
             newest = state.get(operand, steps[:0])[: self.num_steps]
             steps[len(newest) :] = 0
@@ -150,7 +150,7 @@ def push_amax(histories: Sequence[AmaxHistory], largest: Tensor) -> None:
     of_length: dict[int, list[tuple[AmaxHistory, str, Tensor]]] = {}
     values = iter(largest.split(1))
     for history in histories:
-        history.grow(largest.device)
+        history.allocate_steps(largest.device)
         entries = of_length.setdefault(history.num_steps, [])
         entries += [(history, operand, next(values)) for operand in history.operands]
     for entries in of_length.values():

@@ -55,7 +55,7 @@ class AuxLoss(LossFactors):
         self.total: Tensor | None = None  # fp32 scalar, changed in place; made by a backward
 
     @torch.compiler.disable  # its backward counts on the host
-    def ride(self, y: Tensor, loss: Tensor) -> Tensor:
+    def attach(self, y: Tensor, loss: Tensor) -> Tensor:
         """Attach a scalar loss of this rank's tokens to y: y's backward gives it its gradient."""
         self.check_loss_scale(y)
         return _AttachLoss.apply(y, self.weighted(loss), self)  # type: ignore[no-any-return]

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.base.saved_tensors import Handle, packing
+from moecore.base.saved_tensors import Handle, use_packer
 from moecore.base.torch_private import storage_key, tree_leaves, tree_map_only
 from moecore.kernels.experts.contract import (
     ComputeGrad,
@@ -42,7 +42,7 @@ def with_clones(weights: ExpertWeights, clones: AnyClones | None) -> Iterator[Ex
         return
     memory = _CloneMemory(clones)
     extended = _extend_weights(weights, memory)
-    with packing(memory.pack):
+    with use_packer(memory.pack):
         yield extended
 
 
@@ -113,7 +113,7 @@ class _Extend(torch.autograd.Function):
             for i, (grad, is_home) in enumerate(zip(grads, at_home, strict=True))
             if grad is not None and not is_home
         }
-        home = ctx.clones.bring_home_(list(local_grads.values())) if local_grads else ()
+        home = ctx.clones.add_clone_grads_(list(local_grads.values())) if local_grads else ()
         home_grads = dict(zip(local_grads, home, strict=True))
         n = ctx.clones.num_local_clones
         return (
@@ -148,7 +148,7 @@ class _HomeSink:
     def put(self, compute: ComputeGrad, *operands: Any) -> Tensor | None:
         """Add the clones' gradients in fp32, then call `GradSink.put`. Collective."""
         wide = torch.promote_types(self._dtype, torch.float32)
-        (home,) = self._clones.bring_home_([compute(*operands, GradTarget(dtype=wide))])
+        (home,) = self._clones.add_clone_grads_([compute(*operands, GradTarget(dtype=wide))])
         self._is_home = True
         grad = self._sink.put(_put, home, self._dtype)
         if grad is None:

@@ -219,7 +219,7 @@ class Clones:
         return rows if self._is_in_order else [t[list(self.order)] for t in rows]
 
     @torch.no_grad()
-    def bring_home_(self, grads: Sequence[Tensor]) -> list[Tensor]:
+    def add_clone_grads_(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """Return clones' gradients to their experts' ranks and add them in place; [e, ...]."""
         # Gradients [e + n, ...] end with the clones'. Added in fp32, rounded once. Collective.
         e = [grad.shape[0] - self.num_local_clones for grad in grads]
@@ -279,9 +279,9 @@ class PeerClones:
         return self.exchange.fetch(tensors, self.places)
 
     @torch.no_grad()
-    def bring_home_(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Do the same as `Clones.bring_home_`; in place only if gradients are contiguous."""
-        return self.exchange.bring_home_(grads, self.places)
+    def add_clone_grads_(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        """Do the same as `Clones.add_clone_grads_`; in place only if gradients are contiguous."""
+        return self.exchange.add_clone_grads_(grads, self.places)
 
 
 AnyClones = Clones | PeerClones

@@ -23,7 +23,7 @@ from torch.distributed.tensor import Replicate, Shard
 from moecore.base.options.layer import MoEConfig
 from moecore.base.options.precision import Recipe
 from moecore.base.params import check_values, init_normal_, shard_parameter
-from moecore.base.saved_tensors import UsedRows, counting_rows
+from moecore.base.saved_tensors import UsedRows, mark_used_rows
 from moecore.base.torch_private import NOTHING, StridedShard, is_plain_eager, storage_key
 from moecore.kernels.experts.contract import (
     OPERANDS,
@@ -416,7 +416,7 @@ def _counting(inp: ExpertInput, *, is_quantised: bool) -> AbstractContextManager
         lengths = lengths if is_quantised else []
     if R not in lengths:
         ranges.append(UsedRows(R, index.num_rows, balanced=expert))
-    return counting_rows(*ranges)
+    return mark_used_rows(*ranges)
 
 
 def activation_options(

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.base.torch_private import all_gather_single, is_silent
-from moecore.kernels.zigzag import documents_of, held_tokens, row_borders
+from moecore.base.torch_private import all_gather_single, skips_communication
+from moecore.kernels.zigzag import assign_tokens, find_documents, make_row_cu_seqlens
 
 ROUNDING = 1e-9  # 1.1 * 40 must not become 45 because of its last binary digit
 
@@ -87,7 +87,7 @@ class MicroBatch:
         if self.group is None:
             return x_TX
         out = x_TX.new_empty((self.num_ranks * x_TX.shape[0], *x_TX.shape[1:]))
-        if not is_silent(out):  # a dry run counts bytes and sends nothing
+        if not skips_communication(out):  # a dry run counts bytes and sends nothing
             all_gather_single(out, x_TX.contiguous(), group=self.group)
         if self.cp > 1:
             in_order = torch.empty_like(out)
@@ -114,8 +114,8 @@ class MicroBatch:
         B, tp = max(self.num_sequences, 1), self.num_ranks // self.cp
         borders = self.cu_seqlens
         if borders is None:
-            borders = row_borders(B, num_tokens, device)
-        token_ids = held_tokens(borders, num_tokens, self.cp).view(self.cp, B, tp, -1)
+            borders = make_row_cu_seqlens(B, num_tokens, device)
+        token_ids = assign_tokens(borders, num_tokens, self.cp).view(self.cp, B, tp, -1)
         return token_ids.transpose(1, 2).reshape(self.num_ranks, -1)
 
     def gather_padding(self) -> Tensor | None:
@@ -129,7 +129,7 @@ class MicroBatch:
         # The latter is None where sequences are consecutive tokens of equal number.
         if self.cu_seqlens is None:
             return self.num_sequences, None
-        documents_N = documents_of(self.cu_seqlens, num_tokens * self.num_ranks)
+        documents_N = find_documents(self.cu_seqlens, num_tokens * self.num_ranks)
         return len(self.cu_seqlens) - 1, self.slice_local(documents_N)
 
 
@@ -159,7 +159,7 @@ def _document_order(num_tokens: int, cu_seqlens: Tensor, padding_mask_N: Tensor 
         real_N = ~padding_mask_N
     count_N = real_N.cumsum(0)
     before_N = count_N - real_N.long()
-    starts_N = cu_seqlens[documents_of(cu_seqlens, num_tokens)]
+    starts_N = cu_seqlens[find_documents(cu_seqlens, num_tokens)]
     return (count_N - before_N[starts_N]).sort(stable=True).indices
 
 

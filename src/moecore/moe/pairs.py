@@ -45,10 +45,10 @@ class PairedModel(Protocol):
 
 
 class Pairs:
-    """Runs pairs of a forward and a backward; `takes_turns` = some layer has exchanges."""
+    """Runs pairs of a forward and a backward; `can_alternate` = some layer has exchanges."""
 
     def __init__(self, models: Sequence[PairedModel]) -> None:
-        self.takes_turns = True
+        self.can_alternate = True
         self._models = models
         self._pair: _Pair | None = None
         self._early_stream: torch.cuda.Stream | None = None
@@ -65,7 +65,7 @@ class Pairs:
         # The first exception of either side is raised, and ends the other side at its next
         # exchange. In a dry run or without exchanges, the backward runs after the forward. The
         # recorded peak memory of a dry run is then an upper bound.
-        if is_dry() or not self.takes_turns:
+        if is_dry() or not self.can_alternate:
             value = forward()
             backward()
             return value
@@ -101,7 +101,7 @@ class Pairs:
         if pair.error is not None:
             raise pair.error
         value, numbers = result
-        set_generators(numbers)
+        set_rng_states(numbers)
         output: T = value
         return output
 
@@ -148,7 +148,7 @@ class _Pair:
     def run_forward(self, forward: Callable[[], T]) -> Any:
         """Return the forward's value and the generators' states after it; None if it raises."""
         try:
-            return forward(), generators()
+            return forward(), get_rng_states()
         except BaseException as error:
             self._fail(error)
             return None
@@ -185,14 +185,14 @@ class _Pair:
                 return
             # Activation checkpointing sets the generators in backward. Each side gets them back as
             # it left them; after the pair they are as the forward left them.
-            numbers = generators()
+            numbers = get_rng_states()
             side.is_early = is_early
             self._holder = other
             other.turn.release()
         side.turn.acquire()
         side.is_early = False
         self._check()
-        set_generators(numbers)
+        set_rng_states(numbers)
         for model in self._models:
             model.resume(side.is_backward)
 
@@ -261,7 +261,7 @@ def _use_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
         yield
 
 
-def generators() -> list[Tensor]:
+def get_rng_states() -> list[Tensor]:
     """Return the states of torch's random number generators of the host and the device."""
     states = [torch.get_rng_state()]
     if torch.cuda.is_initialized():
@@ -269,7 +269,7 @@ def generators() -> list[Tensor]:
     return states
 
 
-def set_generators(states: Sequence[Tensor]) -> None:
+def set_rng_states(states: Sequence[Tensor]) -> None:
     """Set the states that `generators` returned."""
     torch.set_rng_state(states[0])
     for state in states[1:]:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from moecore.base.params import GATHERED_BLOCKS, local_param
-from moecore.base.saved_tensors import Handle, TensorHandle, is_packing, packing
-from moecore.base.torch_private import NOTHING, local_of, storage_key, tree_leaves, version
+from moecore.base.saved_tensors import Handle, TensorHandle, is_packing, use_packer
+from moecore.base.torch_private import NOTHING, get_local_tensor, storage_key, tree_leaves, version
 from moecore.kernels.rows.scaling import Blocks
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ def gathered_blocks(param: Tensor) -> Blocks | None:
 def _value_key(param: Tensor) -> tuple[int, ...]:
     """Return the address and the versions of a parameter, which change with its values."""
     # An operation on a DTensor increments the DTensor's version, one on its local part the part's.
-    local = local_of(param)
+    local = get_local_tensor(param)
     return local.data_ptr(), version(local), version(param)
 
 
@@ -99,7 +99,7 @@ class ParamReader:
     def _packing(self) -> Iterator[None]:
         self._packs = True
         try:
-            with packing(self._pack):
+            with use_packer(self._pack):
                 yield
         finally:
             self._packs = False

@@ -134,7 +134,7 @@ class DomainPlacement(ExpertPlacement):
         return _chance(top_k, self.num_domains * self.num_experts, num_experts)
 
 
-def domain_of(
+def make_domain_placement(
     placement: ExpertPlacement, inside: dist.ProcessGroup, num_domains: int
 ) -> DomainPlacement:
     """Return the placement of this rank's domain within a placement over several domains."""

@@ -92,10 +92,10 @@ class ChoiceTape(Protocol):
         # `choose()` is the router's choice, for ids without a record. It is collective if the rule
         # compares tokens. A weight of -1 is the router's for this choice; None = all weights are.
 
-    def took(self, ids_TK: Tensor) -> None:
+    def observe(self, ids_TK: Tensor) -> None:
         """Observe the expert ids of this forward, before capacity drops choices."""
 
-    def rewinder(self) -> Callable[[], None]:
+    def make_rewind(self) -> Callable[[], None]:
         """Return a function that undoes all later forwards, for a step that is repeated."""
 
 
@@ -163,13 +163,13 @@ class Dispatcher(Protocol):
     Attributes:
         waits_on_host: every forward waits for sizes on the host, unless each expert's rows are
             padded to a capacity; such a forward cannot be captured in a CUDA graph.
-        takes_turns: the host starts and waits for each exchange, so `pairs` can switch there.
+        can_alternate: the host starts and waits for each exchange, so `pairs` can switch there.
         pairs: alternates the forward of one micro-batch and the backward of another at exchanges;
             None = no alternation.
     """
 
     waits_on_host: bool
-    takes_turns: bool = True
+    can_alternate: bool = True
     pairs: Pairs | None = None
 
     def has_spare_rows(self, *, pads: bool) -> bool:

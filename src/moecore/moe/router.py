@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moecore.base.options.layer import ASSIGNMENTS, MoEConfig
-from moecore.base.params import init_normal_, local_param, seed_of
+from moecore.base.params import derive_seed, init_normal_, local_param
 from moecore.kernels.common import no_autocast
 from moecore.kernels.routing.margins import NUM_BINS, add_margins_, even_bias
 from moecore.kernels.routing.route import RouteOptions, route, route_weights
@@ -111,7 +111,7 @@ class Router(nn.Module):
                 nn.init.zeros_(tensor)
         table_VK = self._buffers.get(self.token_experts_name)
         if table_VK is not None:
-            generator = torch.Generator().manual_seed(seed_of(seed, f"{key}.token_experts"))
+            generator = torch.Generator().manual_seed(derive_seed(seed, f"{key}.token_experts"))
             for rows_vK in table_VK.split(TABLE_ROWS):
                 scores_vE = torch.rand(
                     len(rows_vK), self.config.num_experts, generator=generator, device="cpu"
@@ -138,7 +138,7 @@ class Router(nn.Module):
             if micro_batch.padding_mask_T is not None:
                 ids_TK = ids_TK.masked_fill(micro_batch.padding_mask_T[:, None], -1)
             if self.tape is not None:
-                self.tape.took(ids_TK)
+                self.tape.observe(ids_TK)
             remaining_TK, capacity = self._drop(ids_TK, weights_TK, micro_batch)
         return Routing(
             expert_ids_TK=remaining_TK,

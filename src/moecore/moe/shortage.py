@@ -182,11 +182,11 @@ class Capacity:
             min_factor = max((shortage.factor_seen for shortage in holder.shortages), default=0.0)
             for shortage in holder.shortages:
                 shortage.clear(device=False)
-            factor = larger(min_factor)
+            factor = next_factor(min_factor)
             if factor > (holder.factor or math.inf):  # otherwise the buffer is already enlarged
                 logger.warning(
                     "%s (%s) was too small on rank %d: that step was skipped, the next have %s",
-                    *(holder.option, holder.factor, this_rank(), factor),
+                    *(holder.option, holder.factor, rank_or_zero(), factor),
                 )
                 holder.resize(factor)
 
@@ -229,11 +229,11 @@ class Capacity:
         return bool(flag.item())
 
 
-def larger(factor: float) -> float:
+def next_factor(factor: float) -> float:
     """Return the next capacity factor: the needed factor plus 5%, rounded up."""
     return math.ceil(factor * SLACK * 100) / 100
 
 
-def this_rank() -> int:
+def rank_or_zero() -> int:
     """Return the rank of this process; 0 without torch.distributed."""
     return dist.get_rank() if dist.is_initialized() else 0

@@ -10,7 +10,7 @@ from moecore.packing.collate import (
     indices_of,
     inverse_of,
     padded_lengths,
-    part_of,
+    split_batch,
 )
 from moecore.packing.corpus.documents import CorpusError, CorpusOptions, CorpusSource
 from moecore.packing.corpus.files import JsonLines
@@ -25,9 +25,30 @@ from moecore.packing.documents import CutDocuments, DocumentCost, MeasuredCost
 from moecore.packing.schedule import DocumentGroup, DocumentSchedule, schedule_documents, serpentine
 
 __all__ = [
-    "Bins", "CorpusError", "CorpusLoader", "CorpusOptions", "CorpusSource", "CutDocuments",
-    "DocumentCost", "DocumentGroup", "DocumentSchedule", "JsonLines", "MeasuredCost",
-    "MegatronDocuments", "PackedBatch", "PackedBatchSampler", "PackedCollator", "ScheduledBatch",
-    "ScheduledCollator", "ScheduledLoader", "indices_of", "inverse_of", "pack_documents",
-    "pack_lengths", "padded_lengths", "part_of", "schedule_documents", "serpentine",
+    "Bins",
+    "CorpusError",
+    "CorpusLoader",
+    "CorpusOptions",
+    "CorpusSource",
+    "CutDocuments",
+    "DocumentCost",
+    "DocumentGroup",
+    "DocumentSchedule",
+    "JsonLines",
+    "MeasuredCost",
+    "MegatronDocuments",
+    "PackedBatch",
+    "PackedBatchSampler",
+    "PackedCollator",
+    "ScheduledBatch",
+    "ScheduledCollator",
+    "ScheduledLoader",
+    "indices_of",
+    "inverse_of",
+    "pack_documents",
+    "pack_lengths",
+    "padded_lengths",
+    "schedule_documents",
+    "serpentine",
+    "split_batch",
 ]  # fmt: skip

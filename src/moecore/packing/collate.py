@@ -1,4 +1,4 @@
-"""PackedCollator: a batch of rows filled with documents; part_of: its split over cp ranks.
+"""PackedCollator: a batch of rows filled with documents; split_batch: its split over cp ranks.
 
 Legend: B rows, T tokens of a row, n documents of a batch, with padding documents; t tokens of all
 documents, cp ranks.
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from moecore.base.fields import CheckedRecord, Count, CountOrZero, Rules, check_arguments, quote
 from moecore.kernels.cross_entropy import IGNORE_INDEX
-from moecore.kernels.zigzag import held_tokens
+from moecore.kernels.zigzag import assign_tokens
 from moecore.packing.documents import Document, Integers, Lengths, as_lengths, length_of
 
 
@@ -70,7 +70,7 @@ class PackedCollator(CheckedRecord):
         row_tokens: tokens T of a row.
         rows: rows B of every batch. A row without documents is padding.
         multiple: each document is padded at its end to a multiple of this number of tokens, and the
-            padding belongs to the document. Context parallelism needs 2 * cp (`part_of`).
+            padding belongs to the document. Context parallelism needs 2 * cp (`split_batch`).
         max_documents: if given, every batch has static shapes, as CUDA graphs need: `cu_seqlens`
             has `max_documents` + 1 entries (the last is repeated), and `max_seqlen` is
             `row_tokens`. The number includes padding documents.
@@ -274,7 +274,7 @@ def inverse_of(cu_seqlens: Tensor, cp: Count) -> Tensor:
     return inverse
 
 
-def part_of(batch: PackedBatch, cp: Count, rank: CountOrZero) -> PackedBatch:
+def split_batch(batch: PackedBatch, cp: Count, rank: CountOrZero) -> PackedBatch:
     """Return the part of a batch that a cp rank computes: a `PackedBatch` of shape [B, T / cp].
 
     Labels are selected, not recomputed: collate with `shift_labels=True`, which shifts them before
@@ -328,4 +328,4 @@ def _rank_tokens(cu_seqlens: Tensor, cp: int) -> Tensor:
             f"cu_seqlens (document {int(uneven[0])} of {int(lengths_n[uneven[0]])} tokens) must "
             f"have documents of multiples of 2 * cp ({2 * cp}): collate with multiple={2 * cp}"
         )
-    return held_tokens(cu_seqlens, int(lengths_n.sum()), cp)
+    return assign_tokens(cu_seqlens, int(lengths_n.sum()), cp)

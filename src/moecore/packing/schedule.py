@@ -4,8 +4,8 @@ Legend: N documents, cp ranks that share the documents of a micro-batch.
 
 This is dynamic context parallelism. In a round, each rank computes one micro-batch. The ranks form
 groups of 1, 2, 4, ... consecutive ranks, and a group splits its documents over its ranks
-(`part_of`). Expert parallelism synchronises all ranks in every round, so a round takes as long as
-its slowest group. The schedule therefore balances the groups of a round.
+(`split_batch`). Expert parallelism synchronises all ranks in every round, so a round lasts as long
+as its slowest group. The schedule therefore balances the groups of a round.
 
 `rounds.py` makes the rounds.
 """

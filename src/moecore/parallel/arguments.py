@@ -33,9 +33,9 @@ from torch import Tensor, nn
 from moecore.base.failures import publish_errors
 from moecore.base.rank_checks import (
     checksum,
-    comparable,
     difference,
     find_differences,
+    make_comparable,
     raise_on_world,
 )
 from moecore.base.streams import ToHost, current_stream, is_capturing
@@ -220,7 +220,7 @@ class SharedArguments:
         """Discard this step's comparisons because the optimizer step is not performed."""
         self._contents.drop_step()
 
-    def raise_late(self) -> None:
+    def raise_pending_errors(self) -> None:
         """Raise a ValueError if argument contents differed in an earlier forward. Host sync."""
         problem = self._contents.wait()
         if problem is not None:
@@ -247,7 +247,7 @@ class SharedArguments:
 def _facts(value: Any, name: str, on_device: dict[str, Tensor]) -> Any:
     """Return a description of a value, compared by `repr`; add device tensors to `on_device`."""
     if isinstance(value, Mapping):
-        items = ((comparable(key), entry) for key, entry in value.items())
+        items = ((make_comparable(key), entry) for key, entry in value.items())
         return {key: _facts(entry, f"{name}[{key!r}]", on_device) for key, entry in items}
     if is_dataclass(value) and not isinstance(value, type):
         entries = {field.name: getattr(value, field.name, None) for field in fields(value)}
@@ -258,7 +258,7 @@ def _facts(value: Any, name: str, on_device: dict[str, Tensor]) -> Any:
         return _tensor_facts(value, name, on_device)
     leaves = tree_leaves(value)
     if len(leaves) == 1 and leaves[0] is value:
-        return comparable(value)
+        return make_comparable(value)
     places = enumerate(leaves)
     return [type(value).__name__, [_facts(x, f"{name}[{i}]", on_device) for i, x in places]]
 

@@ -10,14 +10,14 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from moecore.base.fabric import own_fabric
+from moecore.base.fabric import read_local_fabric
 from moecore.base.failures import share_errors
 from moecore.base.rank_checks import gather
 from moecore.parallel.mesh import (
     Meshes,
     ParallelConfig,
     build_meshes,
-    ranks_of_fabrics,
+    count_ranks_per_fabric,
     read_launcher_number,
     start_process_group,
 )
@@ -58,7 +58,7 @@ def _find_domain() -> tuple[int, str]:
         return world_size, "the world"
     with share_errors():
         local_size = read_launcher_number("LOCAL_WORLD_SIZE", world_size)
-    fabrics = ranks_of_fabrics(own_fabric()) if _device_type() == "cuda" else None
+    fabrics = count_ranks_per_fabric(read_local_fabric()) if _device_type() == "cuda" else None
     if fabrics is not None:
         return fabrics, "an NVLink domain"
     # Hosts of 8 and of 4 ranks have neighbours by 4: then no group crosses from host to host.

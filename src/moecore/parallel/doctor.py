@@ -30,11 +30,11 @@ import torch
 import torch.distributed as dist
 
 from moecore.base import __version__
-from moecore.base.fabric import own_fabric
+from moecore.base.fabric import read_local_fabric
 from moecore.base.fields import Bound, check_value, quote
 from moecore.base.rank_checks import gather
-from moecore.base.tables import printable
-from moecore.moe.dispatch.peer_memory import find_problem, host_id
+from moecore.base.tables import escape_unprintable
+from moecore.moe.dispatch.peer_memory import find_problem, get_host_id
 from moecore.parallel.mesh import read_launcher_number, start_process_group
 
 T = TypeVar("T")
@@ -268,7 +268,7 @@ def run_doctor(args: Any) -> int:
 
 def _print(facts: Sequence[RankFacts], lines: Sequence[str]) -> None:
     for line in lines:
-        print(printable(line), file=sys.stderr)
+        print(escape_unprintable(line), file=sys.stderr)
     names = ", ".join(dict.fromkeys(rank_facts.name for rank_facts in facts))
     about = ", ".join(f"{name} {value}" for name, value in facts[0].versions.items())
     print(f"{len(facts)} rank(s) on {names}: {about}")
@@ -330,7 +330,7 @@ def _collect_facts(device_type: str, checkpoints: Path | None) -> RankFacts:
     """Return the facts of this rank. Collective."""
     reader, is_gpu = _FactReader(), device_type == "cuda"
     # The file's name is made by rank 0. All ranks exchange it, with or without a directory.
-    local_key = host_id(), f".doctor-{uuid.uuid4().hex}"
+    local_key = get_host_id(), f".doctor-{uuid.uuid4().hex}"
     hosts, names = zip(*gather(local_key), strict=True)
     disk, sees = _measure_disk(reader, checkpoints, names[0])
     dist.barrier()
@@ -347,7 +347,7 @@ def _collect_facts(device_type: str, checkpoints: Path | None) -> RankFacts:
             for name, value in sorted(os.environ.items())
             if name.startswith(PREFIXES) and name not in PER_RANK_VARIABLES
         },
-        fabric=reader.read("NVLink domain", own_fabric, None) if is_gpu else None,
+        fabric=reader.read("NVLink domain", read_local_fabric, None) if is_gpu else None,
         gpu_memory=reader.read("GPU memory", torch.cuda.mem_get_info, None) if is_gpu else None,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         locked_memory=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from moecore.base.fabric import own_fabric
+from moecore.base.fabric import read_local_fabric
 from moecore.base.failures import share_call_errors, share_errors
 from moecore.base.fields import CheckedRecord, Count, OneOf, Rules, check_arguments, quote
 from moecore.base.rank_checks import check_equal, gather, list_fields
@@ -233,7 +233,7 @@ def build_meshes(
         mesh_arguments, object_device_type(world.get_group())
     )  # before the groups, which other degrees would mix up
     if ranks_per_domain is None and device_type == "cuda" and "LOCAL_WORLD_SIZE" in os.environ:
-        domain = ranks_of_fabrics(own_fabric()) or domain
+        domain = count_ranks_per_fabric(read_local_fabric()) or domain
     dense = _make_mesh(device_type, tuple(getattr(p, d) for d in DENSE_DIMS), DENSE_DIMS)
     expert = _make_mesh(device_type, tuple(getattr(p, d) for d in EXPERT_DIMS), EXPERT_DIMS)
     # Views that join neighbouring dims into one group. Only dims that are both larger than 1
@@ -266,7 +266,7 @@ def _ranks_per_domain(ranks_per_domain: int | None, world_size: int) -> int:
     return ranks_per_domain
 
 
-def ranks_of_fabrics(local_fabric: str | None) -> int | None:
+def count_ranks_per_fabric(local_fabric: str | None) -> int | None:
     """Return the largest group size of consecutive ranks such that each group is in one fabric.
 
     None = a rank has no fabric. `local_fabric` is the name of this rank's fabric. Collective.
@@ -285,7 +285,7 @@ class DomainGroups(NamedTuple):
     across: dist.ProcessGroup  # the ranks with this rank's index in each domain
 
 
-def domain_groups(meshes: Meshes) -> DomainGroups:
+def make_domain_groups(meshes: Meshes) -> DomainGroups:
     """Return the groups inside and across domains. Collective; call `check_domains` before."""
     num_ranks, domain_size = meshes.parallel.ep * meshes.parallel.etp, meshes.ranks_per_domain
     sizes = (dist.get_world_size() // num_ranks, num_ranks // domain_size, domain_size)

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from moecore.base.fields import NumBytes, UsageError, check_arguments
-from moecore.base.tables import columns, shown_bytes
+from moecore.base.tables import format_bytes, format_columns
 from moecore.parallel.pipeline.timeline import draw
 from moecore.planning.costs import CostTable
 from moecore.planning.dry_run import DryRun, dry_run
@@ -88,16 +88,16 @@ def run_plan(args: Any) -> int:
         return 0 if fits else 1
     print(plan.table())
     print(
-        f"pipeline rank {largest.pp_rank} has most at once: {shown_bytes(peak)} of "
-        f"{shown_bytes(gpu.memory)} ({name})"
+        f"pipeline rank {largest.pp_rank} has most at once: {format_bytes(peak)} of "
+        f"{format_bytes(gpu.memory)} ({name})"
     )
     print(
-        f"pinned host memory of a server: {shown_bytes(pinned)} of {shown_bytes(host)}"
+        f"pinned host memory of a server: {format_bytes(pinned)} of {format_bytes(host)}"
         f"{': does not fit' * (pinned > host)}"
     )
     if peak > gpu.memory:
         kind, size = max(largest.device.items(), key=lambda item: item[1])
-        print(f"does not fit: {kind} is the largest part ({shown_bytes(size)})")
+        print(f"does not fit: {kind} is the largest part ({format_bytes(size)})")
         print(f"options with which it fits, if there are any: --explain {as_folding(run)}")
     _print_time(args, time)
     return 0 if fits else 1
@@ -170,7 +170,7 @@ def _search(args: Any) -> int:
         print(f"too large with all levers: {other.layout}")
     refused = sum(result.refused.values())
     print(
-        f"of {shown_bytes(request.limit)} a rank ({shown_gpu(args)} less {request.reserve:.0%}); "
+        f"of {format_bytes(request.limit)} a rank ({shown_gpu(args)} less {request.reserve:.0%}); "
         f"{refused} foldings refused by rules, {result.num_unplanned} behind these not planned"
     )
     if fitting:
@@ -292,11 +292,13 @@ def run_dry_run(args: Any) -> int:
         summary |= {"works": rows, "time_refusal": refusal}
         print(json.dumps(summary))
         return 0 if fits else 1
-    print(f"rank {step.rank} of {args.gpus} holds {shown_bytes(step.resident_bytes)} between steps")
-    peak = shown_bytes(step.peak + step.buffers)
-    peak_line = f"{peak} at most in a step, of {shown_bytes(memory)} ({shown_gpu(args)})"
+    print(
+        f"rank {step.rank} of {args.gpus} holds {format_bytes(step.resident_bytes)} between steps"
+    )
+    peak = format_bytes(step.peak + step.buffers)
+    peak_line = f"{peak} at most in a step, of {format_bytes(memory)} ({shown_gpu(args)})"
     print(f"{peak_line}{'' if fits else ': does not fit'}")
-    print(f"{shown_bytes(plan)} by the plan, from few layers")
+    print(f"{format_bytes(plan)} by the plan, from few layers")
     if time is None:
         print(refusal)
     else:
@@ -308,7 +310,7 @@ def run_dry_run(args: Any) -> int:
         milliseconds = "-" if seconds is None else f"{seconds * 1e3:.1f}"
         sums = (f"{flops / 1e12:.1f}", f"{num_bytes / 1e9:.1f}", milliseconds)
         lines.append((kind, f"{times:.0f}", *sums))
-    print("\n".join(columns(lines)))
+    print("\n".join(format_columns(lines)))
     return 0 if fits else 1
 
 

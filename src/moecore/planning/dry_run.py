@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from moecore.base.fields import CountOrZero, check_arguments
 from moecore.base.options.precision import Precision
 from moecore.base.streams import dry_streams
-from moecore.base.torch_private import local_of
+from moecore.base.torch_private import get_local_tensor
 from moecore.kernels.common import launches_on_meta
 from moecore.models.tp_products import workspace_bytes
 from moecore.parallel.model.parallel_state import parallel_state
@@ -120,7 +120,7 @@ def dry_run_of_capacity(run: TrainingRun, rank: int = 0) -> DryRun:
     with contexts[0], contexts[1], contexts[2], contexts[3], dry[0], dry[1]:
         model = model_of(run, "cpu")
         for tensor in (*model.parameters(), *model.buffers()):
-            recorder.take(local_of(tensor))
+            recorder.take(get_local_tensor(tensor))
         recorder.params = list(model.parameters())
         tokens_BT = run.tokens()  # which the caller of a step has allocated
         with OnMeta("cuda"), recorder, torch.enable_grad():
@@ -205,7 +205,7 @@ def _run_part(
 def _optimizer_bytes(optimizer: AdamW, param: Tensor) -> int:
     """Return the bytes of a parameter, its gradient and state that a step reads and writes."""
     state = [x for x in optimizer.state_of(param).values() if x.numel() > 1]
-    return 3 * local_of(param).nbytes + 2 * sum(local_of(x).nbytes for x in state)
+    return 3 * get_local_tensor(param).nbytes + 2 * sum(get_local_tensor(x).nbytes for x in state)
 
 
 def _with_bytes(queued: list[Queued], num_bytes: int) -> Iterator[Queued]:

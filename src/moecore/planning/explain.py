@@ -23,11 +23,11 @@ from moecore.base.params import clean_name
 from moecore.base.tables import (
     HEADER,
     TableRow,
-    columns,
-    folded,
-    shown_axes,
-    shown_bytes,
-    shown_count,
+    format_axes,
+    format_bytes,
+    format_columns,
+    format_count,
+    merge_rows,
 )
 from moecore.kernels.experts.products import choose_products
 from moecore.models import Decoder
@@ -35,7 +35,7 @@ from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.layer import MoELayer, RoutedLayer
 from moecore.parallel.fsdp.plan import AxisPlacement, Coordinate, LayerPlan, ParamPlan, ShardPlan
 from moecore.parallel.fsdp.size import rank_bytes
-from moecore.parallel.fsdp.units import find_blocks, kinds
+from moecore.parallel.fsdp.units import find_blocks, make_kind_lookup
 from moecore.parallel.mesh import DENSE_DIMS, EXPERT_DIMS, ParallelConfig
 from moecore.parallel.model.parallel_state import parallel_state
 from moecore.parallel.model.plan import dtype_name
@@ -94,7 +94,7 @@ def current_plan(model: nn.Module) -> tuple[ShardPlan, Coordinate]:
         {clean_name(n): m for n, m in model.named_modules()},
     )
     layers = {name: m for name, m in modules.items() if isinstance(m, RoutedLayer)}
-    kind_of, coordinate = kinds(model, layers), dict[str, int]()
+    kind_of, coordinate = make_kind_lookup(model, layers), dict[str, int]()
     experts = {p for layer in layers.values() for p in layer.part("experts").parameters()}
     named = ((clean_name(name), param) for name, param in model.named_parameters())
     params = tuple(
@@ -161,12 +161,12 @@ def _lines(
 ) -> Iterator[str]:
     """Yield the lines of a plan for a rank; coordinate None = the first rank."""
     rows = rows_of(plan, coordinate)
-    size = shown_bytes(sum(row.num_bytes for row in rows))
+    size = format_bytes(sum(row.num_bytes for row in rows))
     holder = "this rank" if coordinate is not None else f"the first rank of {plan.world_size}"
     yield f"{plan.model}: {_numbers(plan)}, {size} on {holder}"
     yield from meshes
     yield from [f"degrees chosen: {plan.parallel_reason}"] if plan.parallel_reason else ()
-    yield from columns([HEADER, *(row.cells() for row in folded(rows))])
+    yield from format_columns([HEADER, *(row.cells() for row in merge_rows(rows))])
     experts = (_rank_experts(plan, layer, coordinate) for layer in plan.layers)
     for (experts_line, products_line), n in Counter(zip_longest(experts, products)).items():
         yield f"{n} MoE layer{'s' * (n > 1)} {experts_line}"
@@ -209,7 +209,7 @@ def rows_of(plan: ShardPlan, coordinate: Coordinate | None) -> list[TableRow]:
         *path, leaf = clean_name(param.name).split(".")
         kind = param.kind + ("" if param.trainable else " (frozen)")
         shapes = param.shape, param.local_shape(coordinate)
-        placement = shown_axes((p.axis, p.dim) for p in param.placements if p.size > 1)
+        placement = format_axes((p.axis, p.dim) for p in param.placements if p.size > 1)
         row = rows.setdefault(
             (kind, shapes, placement, param.dtype), TableRow(kind, shapes, placement)
         )
@@ -224,13 +224,13 @@ def _numbers(plan: ShardPlan) -> str:
     """Return the number of parameters, and the number that are active per token."""
     total = sum(param.numel for param in plan.params)
     if not plan.layers:
-        return f"{shown_count(total)} parameters"
+        return f"{format_count(total)} parameters"
     idle = sum(
         param.numel * (1 - layer.top_k / (layer.num_experts + layer.zero_experts))
         for layer in plan.layers
         for param in _experts(plan, layer)
     )
-    return f"{shown_count(total)} parameters, {shown_count(total - idle)} active per token"
+    return f"{format_count(total)} parameters, {format_count(total - idle)} active per token"
 
 
 def _experts(plan: ShardPlan, layer: LayerPlan) -> Iterator[ParamPlan]:
@@ -306,9 +306,9 @@ def _fp8(plan: ShardPlan) -> str:
 def _buffers(plan: ShardPlan) -> str:
     size = rank_bytes(plan)
     return (
-        f"on the first rank: gradients {shown_bytes(size.gradients)}, buffers of whole parameters "
-        f"{shown_bytes(size.weights)}, of sums {shown_bytes(size.sums)}, and "
-        f"{shown_bytes(size.accumulated)} while micro-batches accumulate"
+        f"on the first rank: gradients {format_bytes(size.gradients)}, buffers of whole parameters "
+        f"{format_bytes(size.weights)}, of sums {format_bytes(size.sums)}, and "
+        f"{format_bytes(size.accumulated)} while micro-batches accumulate"
     )
 
 
@@ -353,13 +353,15 @@ def layer_line(layer: RoutedLayer, compute_args: ComputeArgs) -> str:
         layer, [layer], lambda copy: copy(*inputs), options=options, **compute_args
     ).blocks
     parts = [
-        f"{part.replace('_', ' ')} {shown_bytes(n / TOKENS)}" for part, n in block.device.items()
+        f"{part.replace('_', ' ')} {format_bytes(n / TOKENS)}" for part, n in block.device.items()
     ]
     notes = "; FC1 is recomputed" if experts.recompute_fc1 else ""
     dispatcher = layer.dispatcher
     is_sent_twice = isinstance(dispatcher, NVLinkDispatcher) and not dispatcher.keeps_rows
     notes += "; rows are sent once more in backward" if is_sent_twice else ""
-    return f"{shown_bytes(block.num_bytes / TOKENS)} per token and layer: {', '.join(parts)}{notes}"
+    return (
+        f"{format_bytes(block.num_bytes / TOKENS)} per token and layer: {', '.join(parts)}{notes}"
+    )
 
 
 def batch_lines(model: nn.Module, batch: Batch) -> list[str]:
@@ -392,14 +394,14 @@ def batch_lines(model: nn.Module, batch: Batch) -> list[str]:
     names = [name for name in COLUMNS if any(name in dict(row) for row in rows)]
     table = [("layers", *(name.replace("_", " ") for name in names))]
     for row, layers in rows.items():
-        cells = {name: shown_bytes(n / tokens_BT.numel()) for name, n in row}
+        cells = {name: format_bytes(n / tokens_BT.numel()) for name, n in row}
         table.append((_ranges(layers), *(cells.get(name, "-") for name in names)))
-    device_size = shown_bytes(sum(count.num_bytes for count in counts))
+    device_size = format_bytes(sum(count.num_bytes for count in counts))
     host = sum(sum(count.host.values()) for count in counts)
     return [
         f"saved for backward per token, of {batch[0]} x {batch[1]} tokens",
-        *columns(table),
-        f"all layers: {device_size}" + (f", {shown_bytes(host)} in host memory" if host else ""),
+        *format_columns(table),
+        f"all layers: {device_size}" + (f", {format_bytes(host)} in host memory" if host else ""),
     ]
 
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from moecore.base.fields import check_arguments
-from moecore.base.tables import columns, shown_bytes
+from moecore.base.tables import format_bytes, format_columns
 from moecore.parallel.pipeline.layout import Stage
-from moecore.parallel.pipeline.orders import Action, Item, actions_of
+from moecore.parallel.pipeline.orders import Action, Item, list_actions
 from moecore.parallel.pipeline.schedule import make_schedule
 from moecore.planning.gpus import Gpu
 from moecore.planning.record import HOST_COPIES, PASSES, RESIDENT, Pass
@@ -139,12 +139,12 @@ class MemoryPlan:
             ("pp rank", [str(rank.pp_rank) for rank in self.ranks]),
             ("stages", [" ".join(rank.stages) for rank in self.ranks]),
             ("in flight", [" ".join(map(str, rank.in_flight)) for rank in self.ranks]),
-            *((kind, [shown_bytes(r.device.get(kind, 0)) for r in self.ranks]) for kind in kinds),
-            ("at once", [shown_bytes(rank.num_bytes) for rank in self.ranks]),
+            *((kind, [format_bytes(r.device.get(kind, 0)) for r in self.ranks]) for kind in kinds),
+            ("at once", [format_bytes(rank.num_bytes) for rank in self.ranks]),
         ]
         for kind in hosts:
-            rows.append((f"host: {kind}", [shown_bytes(r.host.get(kind, 0)) for r in self.ranks]))
-        return "\n".join(columns([(name, *cells) for name, cells in rows]))
+            rows.append((f"host: {kind}", [format_bytes(r.host.get(kind, 0)) for r in self.ranks]))
+        return "\n".join(format_columns([(name, *cells) for name, cells in rows]))
 
 
 def plan_peak(run: TrainingRun) -> tuple[int, ...]:
@@ -270,7 +270,7 @@ def _passes(run: TrainingRun, small: SmallRun, segments: Segments) -> Iterator[l
     sums = sizes_of(small.run)[0].accumulated
     passes: dict[str, tuple[Pass, ...]] = {"F": ("F",), "B": ("B",), "W": ("B",)}  # D and W are B
     for order, size in zip(orders, sizes_of(run), strict=True):
-        actions = [action for item in order for action in actions_of(item)]
+        actions = [action for item in order for action in list_actions(item)]
         rank_stages = {action.stage for action in actions}
         ends = {i for i in rank_stages if stages[i].embedding or stages[i].loss} or rank_stages
         share = (size.accumulated / sums if sums else 1 / pp) / len(ends)

@@ -10,8 +10,8 @@ from html import escape
 from typing import Any
 
 from moecore.base.fields import NumBytes, check_arguments
-from moecore.base.tables import shown_bytes
-from moecore.parallel.pipeline.orders import actions_of
+from moecore.base.tables import format_bytes
+from moecore.parallel.pipeline.orders import list_actions
 from moecore.parallel.pipeline.timeline import COLOURS, NAMES, Timeline
 from moecore.planning.memory import MemoryPlan
 from moecore.planning.times import TimePlan
@@ -35,13 +35,13 @@ def page_of(plan: MemoryPlan, time: TimePlan | str, title: str, memory: NumBytes
     kinds = list(dict.fromkeys(kind for rank in plan.ranks for kind in rank.device))
     colours = _colours(kinds)
     rows = [
-        (f"pp rank {rank.pp_rank}", _stacked(rank.device, colours, shown_bytes))
+        (f"pp rank {rank.pp_rank}", _stacked(rank.device, colours, format_bytes))
         for rank in plan.ranks
     ]
     line = time if isinstance(time, str) else time.line
     body = [
         f"<h1>{escape(title)}</h1><p>{escape(line)}</p>",
-        f"<h2>Memory of a GPU, of {shown_bytes(memory)}</h2>",
+        f"<h2>Memory of a GPU, of {format_bytes(memory)}</h2>",
         _bars(rows, max(memory, *(rank.num_bytes for rank in plan.ranks)), line=memory),
         _legend(colours),
         *([] if isinstance(time, str) else _pictures(time, len(plan.ranks))),
@@ -83,7 +83,7 @@ def _spans(timeline: Timeline, rank: int) -> list[Part]:
     """Return the actions of a rank; two concurrent actions have half of their time each."""
     parts = list[Part]()
     for start, end, item in timeline.spans[rank]:
-        actions = actions_of(item)
+        actions = list_actions(item)
         length = (end - start) / len(actions)
         for i, (kind, stage, number) in enumerate(actions):
             title = (

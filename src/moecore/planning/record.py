@@ -30,12 +30,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moecore.base.fields import Bound, CheckedRecord, CountOrZero, Rules
-from moecore.base.streams import Queues, wait_on_host
+from moecore.base.streams import DryQueues, wait_on_host
 from moecore.base.torch_private import (
     DispatchMode,
+    get_local_tensor,
     is_host_memory,
-    local_of,
-    phases,
+    open_marks,
     storage_key,
     tree_map_only,
 )
@@ -299,7 +299,7 @@ class WorkRecorder(DispatchMode):
         # Bytes by kind: `RESIDENT` at `mark`, else by pass and part of the model.
         self.kinds, self._top_kinds = Counter[str](), Counter[str]()
         self._open_kinds = [RESIDENT]  # kinds of the parts that have begun
-        self.queues = Queues()
+        self.queues = DryQueues()
         self.queued: list[Queued] = []
         self.starts: list[Start] = []
         self.params: list[Tensor] = []  # their gradients are a kind of their own
@@ -319,7 +319,7 @@ class WorkRecorder(DispatchMode):
         """Record that a part of the model begins a pass."""
         with torch.DisableTorchFunction():  # gradients of parameters are a kind of their own
             for grad in (param.grad for param in self.params if param.grad is not None):
-                key = storage_key(local_of(grad))
+                key = storage_key(get_local_tensor(grad))
                 size, kind = self._sizes.get(key, (0, RESIDENT))
                 if kind == KINDS["B"]:
                     self._sizes[key] = size, GRADIENTS
@@ -380,7 +380,7 @@ class WorkRecorder(DispatchMode):
     def _queue(self, work: Work, node_ranks: int = 0) -> None:
         dependencies, host_dependencies = (self._since(numbers) for numbers in self.queues.put())
         order = self.queues.current.number, dependencies, host_dependencies
-        self.queued.append(Queued(work, *order, node_ranks, phases(), times_on_meta()))
+        self.queued.append(Queued(work, *order, node_ranks, open_marks(), times_on_meta()))
 
     def _since(self, numbers: frozenset[int]) -> frozenset[int]:
         """Return numbers since `mark`, counted from there; earlier launches have finished."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from moecore.base.fields import Count, check_arguments, quote
-from moecore.base.tables import columns
+from moecore.base.tables import format_columns
 from moecore.io.checkpoint.files import open_regular
 from moecore.planning.option_sets import OPTIONS
 
@@ -148,7 +148,13 @@ class Report:
         for limit, ms in self.limits.items():
             rows = [(f"  {part}", n) for part, n in self.parts.items() if part in PARTS[limit]]
             lines += [(w, f"{n:.2f}", f"{n / self.wall:.1%}") for w, n in [(limit, ms), *rows]]
-        text = [f"{self.wall:.2f} ms a step", f"bound by {self.limit}", "", *columns(lines), ""]
+        text = [
+            f"{self.wall:.2f} ms a step",
+            f"bound by {self.limit}",
+            "",
+            *format_columns(lines),
+            "",
+        ]
         text.append("next" if self.levers else "next: no lever of the table reaches 1%")
         text += [f"  at most {x.share:.1%}: {x.lever} (docs/{x.page})" for x in self.levers]
         return "\n".join(text)

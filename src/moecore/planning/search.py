@@ -20,7 +20,7 @@ from typing import Any
 from moecore.base.fields import Count, check_arguments
 from moecore.base.options.names import GpuName
 from moecore.base.options.precision import Precision
-from moecore.base.tables import columns, shown_bytes
+from moecore.base.tables import format_bytes, format_columns
 from moecore.planning.costs import CostTable
 from moecore.planning.estimate import Estimate
 from moecore.planning.gpus import GPUS, Gpu, gpu_of, time_refusal
@@ -129,10 +129,10 @@ class SearchResult:
             run, time = candidate.run, candidate.time
             degrees = map(str, (i + 1, *candidate.layout[:4]))
             rows = (str(run.num_micro_batches), str(run.batch_size))
-            memory = map(shown_bytes, (max(candidate.peaks), candidate.headroom, candidate.host))
+            memory = map(format_bytes, (max(candidate.peaks), candidate.headroom, candidate.host))
             speed = (f"{time.seconds:.3g}", f"{time.tokens_per_second:,.0f}", time.wall)
             lines.append((*degrees, candidate.schedule, *rows, candidate.flags, *memory, *speed))
-        return "\n".join(columns(lines))
+        return "\n".join(format_columns(lines))
 
 
 def _seconds_of(candidate: Fitting) -> float:
@@ -316,18 +316,18 @@ def explained(request: SearchRequest, layout: Folding, outcome: Refusal | Candid
     """Return the outcome of `plan_layout` in one line."""
     if isinstance(outcome, Refusal):
         return f"{layout}: refused ({outcome.rule}): {outcome.reason}"
-    usage = f"{shown_bytes(max(outcome.peaks))} of {shown_bytes(request.limit)}"
+    usage = f"{format_bytes(max(outcome.peaks))} of {format_bytes(request.limit)}"
     if isinstance(outcome, Fitting):
         schedule = f"{outcome.schedule}, " if outcome.run.pipeline is not None else ""
         return f"{layout}: fits, {usage}, {schedule}levers: {outcome.flags}; {outcome.time.line}"
     if outcome.headroom >= 0:
-        host = f"{shown_bytes(outcome.host)} of {shown_bytes(request.host_limit)}"
+        host = f"{format_bytes(outcome.host)} of {format_bytes(request.host_limit)}"
         return f"{layout}: too large: with all levers a server's ranks pin {host} of its memory"
     largest = outcome.plan.largest
     kind, size = max(largest.device.items(), key=lambda item: item[1])
     return (
         f"{layout}: too large: with all levers pipeline rank {largest.pp_rank} holds {usage}, "
-        f"most of it {kind} ({shown_bytes(size)})"
+        f"most of it {kind} ({format_bytes(size)})"
     )
 
 

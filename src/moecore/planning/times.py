@@ -23,7 +23,7 @@ from moecore.base.fields import check_arguments
 from moecore.base.options.names import GpuName
 from moecore.base.options.precision import Precision
 from moecore.parallel.pipeline.layout import LayoutCosts, Stage, balanced_layout
-from moecore.parallel.pipeline.orders import PAIRING, Item, Overlap, actions_of
+from moecore.parallel.pipeline.orders import PAIRING, Item, Overlap, list_actions
 from moecore.parallel.pipeline.schedule import make_schedule
 from moecore.parallel.pipeline.timeline import Timeline, spans_of
 from moecore.planning.costs import CostTable, Wall
@@ -356,7 +356,7 @@ def _time_staged(
         @cache
         def parts_of(item: Item) -> Parts:
             sums, network = list[Parts](), 0.0
-            for kind, stage, i in actions_of(item):
+            for kind, stage, i in list_actions(item):
                 share = 0.5 if kind in "DW" else 1.0  # D and W are half a backward each
                 parts, pass_network = passes[stage]["F" if kind == "F" else "B", like[i]]
                 sums.append({part: share * seconds for part, seconds in parts.items()})

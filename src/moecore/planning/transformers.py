@@ -32,7 +32,7 @@ from moecore.families.transformers.packing import packing_problem
 from moecore.families.transformers.tensor_parallel import find_cuts
 from moecore.io.hf.config_fields import HFConfig, read_config
 from moecore.io.hf.files import shown_with_source
-from moecore.io.hf.stock import reader_of
+from moecore.io.hf.stock import build_reader
 from moecore.moe.layer import RoutedLayer
 from moecore.parallel.fsdp.units import find_blocks
 from moecore.planning.model import ModelSizes, ModelSource, ModuleParts, PlannedModel, count_sizes
@@ -226,7 +226,7 @@ def _built(model: TransformersModel, dtype: torch.dtype) -> Any:
             f"config.json model_type ({quote(values.get('model_type'))}) must have transformers "
             "installed to be planned: pip install 'moecore[hf]'"
         )
-    hf: Any = reader_of(values, dtype=dtype)
+    hf: Any = build_reader(values, dtype=dtype)
     if hf is None:
         raise ValueError(
             f"config.json model_type ({quote(values.get('model_type'))}) must be of a causal "

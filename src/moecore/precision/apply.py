@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moecore.base.options.precision import Precision, Recipe, Role, never_quantised
+from moecore.base.options.precision import Precision, Recipe, Role, find_fp8_exclusion
 from moecore.base.params import clean_name
 from moecore.kernels.linear import PlainProducts
 from moecore.moe.amax_history import AmaxHistory, advance_histories, history_of
@@ -153,9 +153,9 @@ def has_history(model: nn.Module) -> bool:
 
 def _decide(name: str, module: nn.Linear, precision: Precision) -> LinearPrecision:
     role = role_of(name)
-    recipe = precision.recipe_of(name, role)
+    recipe = precision.find_recipe(name, role)
     if role is None:
-        return LinearPrecision(role, None, never_quantised(name) or "its name has no role")
+        return LinearPrecision(role, None, find_fp8_exclusion(name) or "its name has no role")
     if recipe is None:
         return LinearPrecision(role, None, "the precision leaves it out")
     reason = weight_problem(module.weight, recipe)

@@ -25,7 +25,7 @@ from moecore.base.params import has_values
 from moecore.kernels.common import has_block_scaled_kernels, no_autocast
 from moecore.kernels.experts.contract import GradTarget
 from moecore.kernels.grouped.block_scaled import block_scaled_gemm, block_scaled_wgrad
-from moecore.kernels.grouped.wgrad import put_grad
+from moecore.kernels.grouped.wgrad import store_grad
 from moecore.kernels.rows.microscaled import quantise_microscaled, quantise_microscaled_matrices
 from moecore.kernels.rows.microscaling import (
     PACKED_FORWARD,
@@ -146,7 +146,7 @@ class EmulatedLinearProducts(QuantisedProducts):
             )[0]
         with no_autocast(x_TK):
             grad = of_dy.values.T.mm(of_x.values) * (of_dy.scales * of_x.scales)
-        return put_grad(grad.to(call.dtype), target.out, target.adds, target.dtype, target.scale)
+        return store_grad(grad.to(call.dtype), target.out, target.adds, target.dtype, target.scale)
 
 
 EmulatedLinearProducts.op = quantised_op("emulated_linear", EmulatedLinearProducts)

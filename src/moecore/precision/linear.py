@@ -26,14 +26,14 @@ from typing_extensions import override
 
 from moecore.base.options.precision import Recipe
 from moecore.base.params import check_values, has_values, local_param
-from moecore.base.regions import as_product
+from moecore.base.regions import run_product
 from moecore.base.torch_private import autocast_dtype, is_plain_eager, unsafe_view, version
 from moecore.kernels.experts.contract import GradTarget, sink_of
-from moecore.kernels.grouped.wgrad import put_grad
+from moecore.kernels.grouped.wgrad import store_grad
 from moecore.kernels.linear import Gradients, LinearProducts, backward, linear
 from moecore.kernels.ops import Op, is_plain
 from moecore.kernels.rows.cast import amax, cast
-from moecore.kernels.rows.scaling import ALIGNED, KINDS, Blocks, OperandPair, parts_of
+from moecore.kernels.rows.scaling import ALIGNED, KINDS, Blocks, OperandPair, values_and_scales
 from moecore.kernels.rows.shard_blocks import as_operand, transpose_operand
 from moecore.moe.amax_history import AmaxHistory, OperandName
 from moecore.moe.param_reader import gathered_blocks
@@ -154,7 +154,7 @@ class QuantisedProducts(LinearProducts):
     def __call__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, training: bool = True
     ) -> Tensor:
-        y: Tensor = as_product(self._run, x, weight, bias, training)
+        y: Tensor = run_product(self._run, x, weight, bias, training)
         return y
 
     def __repr__(self) -> str:
@@ -295,9 +295,9 @@ class Fp8Products(QuantisedProducts):
         x_operands = self._cast_x(x, columns, x_amax, seen.get("input"))
         weight_rows, weight_amax = self._cast_weight(weight, weight_NK, seen.get("weight"))
         return LinearCall(
-            *parts_of(x_operands.rows),
-            *parts_of(x_operands.columns),
-            *parts_of(weight_rows),
+            *values_and_scales(x_operands.rows),
+            *values_and_scales(x_operands.columns),
+            *values_and_scales(weight_rows),
             weight_amax=weight_amax,
             dy_amax=self.past_amax("gradient"),
             dy_seen=seen.get("gradient"),
@@ -370,7 +370,7 @@ class Fp8Products(QuantisedProducts):
     def weight_grad(dy: Blocks, x_KT: Tensor, call: LinearCall, target: GradTarget) -> Tensor:
         x = Blocks(x_KT, call.x_column_scales, KINDS[call.recipe.activation_block])
         grad = product(dy, x, call.dtype)
-        return put_grad(grad, target.out, target.adds, target.dtype, target.scale)
+        return store_grad(grad, target.out, target.adds, target.dtype, target.scale)
 
 
 Fp8Products.op = quantised_op("fp8_linear", Fp8Products)

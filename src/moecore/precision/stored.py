@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moecore.base.copies import as_part
+from moecore.base.copies import make_dtensor
 from moecore.base.fields import check_arguments
 from moecore.base.params import GATHERED_BLOCKS, clean_name
-from moecore.base.torch_private import local_of, parameter_like
+from moecore.base.torch_private import get_local_tensor, parameter_like
 from moecore.kernels.rows.e4m3 import BLOCK, FP8
 from moecore.kernels.rows.scaling import Blocks
-from moecore.kernels.rows.shard_blocks import PartOfMatrix, block_amax_, quantise_blocks_
+from moecore.kernels.rows.shard_blocks import MatrixShard, block_amax_, quantise_blocks_
 from moecore.moe.experts import Experts
 from moecore.moe.param_reader import gathered_blocks
 
@@ -54,7 +54,7 @@ def store_experts_in_fp8(model: nn.Module) -> None:
             fp8_param = _store_blocks(param, power_of_two=experts.recipe.power_of_two)
             experts._parameters[attribute] = fp8_param
             # FSDP units refer to the old parameter until their next forward, and readers to copies.
-            local_of(param).untyped_storage().resize_(0)
+            get_local_tensor(param).untyped_storage().resize_(0)
             experts.reader.drop_copies()
 
 
@@ -72,7 +72,7 @@ def stored_values(param: Tensor, box: tuple[slice, ...]) -> Tensor:
     """Return a box of the values of a parameter stored in FP8, in the parameter's dtype."""
     blocks = gathered_blocks(param)
     assert blocks is not None, "the parameter is not stored in FP8"
-    shape = local_of(param).shape
+    shape = get_local_tensor(param).shape
     rows, columns = torch.arange(shape[:-1].numel()).view(shape[:-1]), torch.arange(shape[-1])
     row, column = (
         (index // BLOCK).to(blocks.scales.device) for index in (rows[box[:-1]], columns[box[-1]])
@@ -104,15 +104,15 @@ def _check(name: str, experts: Experts, param: nn.Parameter) -> None:
 @torch.no_grad()
 def _store_blocks(param: nn.Parameter, *, power_of_two: bool) -> nn.Parameter:
     """Return a parameter without values that carries the FP8 blocks of `param`."""
-    local = local_of(param).detach()
-    place = PartOfMatrix.of(local.shape, 0, 0, local.shape[0])
+    local = get_local_tensor(param).detach()
+    place = MatrixShard.of(local.shape, 0, 0, local.shape[0])
     amax, scales = torch.zeros(2, *place.scales_shape, device=local.device)
     values = torch.empty_like(local, dtype=torch.uint8)
     block_amax_(local, place, amax)
     quantise_blocks_(local, place, amax, scales, values, power_of_two=power_of_two)
     nothing: Tensor = local.new_full((), torch.nan).expand(local.shape)
     if isinstance(param, DTensor):
-        nothing = as_part(nothing, param.device_mesh, param.placements, of=param)
+        nothing = make_dtensor(nothing, param.device_mesh, param.placements, of=param)
     fp8_param = parameter_like(nothing, param)
     setattr(fp8_param, GATHERED_BLOCKS, Blocks(values.view(FP8), scales, "block"))
     return fp8_param

@@ -25,7 +25,7 @@ from moecore.base.options.precision import Recipe
 from moecore.base.params import check_values
 from moecore.base.torch_private import is_plain_eager
 from moecore.kernels.experts.contract import GradTarget
-from moecore.kernels.grouped.wgrad import put_grad
+from moecore.kernels.grouped.wgrad import store_grad
 from moecore.kernels.rows.cast import amax
 from moecore.kernels.rows.e4m3 import block_scale_ref
 from moecore.kernels.rows.scaling import LARGEST
@@ -49,7 +49,7 @@ def _operand(
     over_rows: bool = False,
 ) -> Any:
     """Quantise a matrix, with the scale of `past_amax`, or of its own amax if that is None or 0."""
-    x_RC = te_names.without_infinities(x_RC.detach().contiguous())
+    x_RC = te_names.replace_infinities(x_RC.detach().contiguous())
     if operand != "weight":  # rows of zeros change no scale
         x_RC = pad(x_RC, (0, 0, 0, -x_RC.shape[0] % recipe.rows))
     if past_amax is None and seen is None:
@@ -67,7 +67,7 @@ class TELinearProducts(QuantisedProducts):
     def prepare(self, x: Tensor, weight: Tensor, weight_NK: Tensor, training: bool) -> LinearCall:
         recipe, history = self.recipe, self.history
         check_values(weight_NK)
-        problem = te_names.why_not(recipe, x.device)
+        problem = te_names.find_recipe_problem(recipe, x.device)
         if problem is not None:
             raise ValueError(problem)
         if history is not None and not is_plain_eager():
@@ -123,7 +123,7 @@ class TELinearProducts(QuantisedProducts):
             of_dy = _operand(dy_TN, recipe, "gradient", call.dy_amax, call.dy_seen, over_rows=True)
             of_x = _operand(x_TK, recipe, "activation", call.x_amax, over_rows=True)
             grad = te_names.multiply(of_x, of_dy, "NT", call.dtype)
-        return put_grad(grad, target.out, target.adds, target.dtype, target.scale)
+        return store_grad(grad, target.out, target.adds, target.dtype, target.scale)
 
 
 TELinearProducts.op = quantised_op("te_linear", TELinearProducts)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from moecore.base.tables import shown_bytes
+from moecore.base.tables import format_bytes
 from moecore.models import DecoderConfig
 from moecore.parallel.mesh import ParallelConfig
 from moecore.planning import (
@@ -99,7 +99,7 @@ def print_plan(args: ShardedConfig, run: TrainingRun) -> bool:
     print(time)
     fits = peak <= memory
     verdict = "fits" if fits else "does not fit: moecore plan finds options that do"
-    print(f"peak memory {shown_bytes(peak)} of {shown_bytes(memory)}: {verdict}")
+    print(f"peak memory {format_bytes(peak)} of {format_bytes(memory)}: {verdict}")
     return fits
 
 

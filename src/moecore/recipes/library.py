@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moecore.base.tables import columns
+from moecore.base.tables import format_columns
 from moecore.recipes.errors import ARGUMENT_ERRORS, print_error
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -77,7 +77,7 @@ def main(words: Sequence[str] | None = None) -> int:
             for recipe in map(ShippedRecipe.read, names()):
                 name = recipe.facts["command"].removeprefix("moecore ")
                 rows.append((recipe.name, name, recipe.facts["machine"]))
-            print("\n".join(columns(rows)))
+            print("\n".join(format_columns(rows)))
         elif args.command == "show":
             print((CONFIGS / f"{ShippedRecipe.read(args.name).name}.toml").read_text(), end="")
         else:

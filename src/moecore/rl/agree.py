@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.base.rank_checks import comparable, gather
+from moecore.base.rank_checks import gather, make_comparable
 from moecore.base.torch_private import all_gather_single
 from moecore.parallel.mesh import Meshes
 
@@ -90,7 +90,7 @@ def gather_totals(
 
 
 def _digest(entries: Mapping[str, Any]) -> int:
-    text = repr({name: comparable(value) for name, value in entries.items()})
+    text = repr({name: make_comparable(value) for name, value in entries.items()})
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
 
 

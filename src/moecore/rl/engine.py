@@ -195,7 +195,7 @@ class Engine:
         rollouts = rollouts.replace(routes_NLK=None, route_weights_NLK=None)
         if self._reference is not None:
             return self._scores(self._reference, rollouts, entropy=False)
-        with self._request.family.adapters_off(self.model):
+        with self._request.family.disable_adapters(self.model):
             return self._scores(self.step, rollouts, entropy=False)
 
     def forward_backward(

@@ -152,7 +152,7 @@ class RoutedLayers:
 
 def _places(model: nn.Module, name: str) -> list[int]:
     """Return the index of a module among its siblings, and of each of its parents: a sort key."""
-    # Modules that other stages have leave `Elsewhere` in their place, so places are those of the
+    # Modules that other stages have leave `AbsentModule` in their place, so places are those of the
     # whole model.
     places, module = [], model
     for part in name.split("."):

@@ -51,7 +51,7 @@ class ChoiceRecorder:
         return None
 
     @torch.compiler.disable
-    def took(self, ids_TK: Tensor) -> None:
+    def observe(self, ids_TK: Tensor) -> None:
         """Append the router's choice, unless activation checkpointing recomputes the forward."""
         if not is_recomputing():
             _refuse_capture(ids_TK.device)
@@ -59,7 +59,7 @@ class ChoiceRecorder:
             ids_TK = ids_TK.detach().to(torch.int32)
             self.records.append(ids_TK.clone(memory_format=torch.contiguous_format))
 
-    def rewinder(self) -> Callable[[], None]:
+    def make_rewind(self) -> Callable[[], None]:
         """Return a function that removes all choices recorded after this call."""
         return partial(self.records.__delitem__, slice(len(self.records), None))
 
@@ -114,7 +114,7 @@ class TapeReplay:
         self._hooks, self.selected, self._current_forward = [], None, None
         remove(self._tapes)
 
-    def rewinder(self, name: str) -> Callable[[], None]:
+    def make_rewind(self, name: str) -> Callable[[], None]:
         """Return a function that forgets the layer's replays since this call."""
         calls, replayed_entries, next_entry = (
             len(self._calls[name]),
@@ -259,12 +259,12 @@ class _Player:
         return ids_TK, None if weights is None else weights[index]
 
     @torch.compiler.disable
-    def took(self, ids_TK: Tensor) -> None:
+    def observe(self, ids_TK: Tensor) -> None:
         """Do nothing, because the choice is recorded."""
 
-    def rewinder(self) -> Callable[[], None]:
+    def make_rewind(self) -> Callable[[], None]:
         """Return a function that undoes the calls after this call."""
-        return self.replay.rewinder(self.name)
+        return self.replay.make_rewind(self.name)
 
 
 def _forward_of(node: Any) -> _TapeForward | None:

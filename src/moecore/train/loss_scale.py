@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.base.fields import Bound, CheckedRecord, Count, Rules
-from moecore.parallel.model.parallel_state import request_of
+from moecore.parallel.model.parallel_state import get_request
 from moecore.precision.apply import has_history
 
 SMALLEST = 1.0  # a smaller scale would be for gradients that overflow without one
@@ -93,7 +93,7 @@ class LossScale:
 
 def is_fp16(model: nn.Module) -> bool:
     """Return whether a parallelized model computes in fp16, which needs a loss scale."""
-    request = request_of(model)
+    request = get_request(model)
     return request is not None and request.fsdp.param_dtype == torch.float16
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from moecore.parallel.model.parallel_state import ParallelState
-from moecore.parallel.model.phases import chunks_of
+from moecore.parallel.model.phases import list_chunks
 from moecore.train.graphs.regions import compile_blocks, compiled_modules, graph_blocks
 from moecore.train.memory.apply import apply_memory, apply_stash
 from moecore.train.memory.compiled import inductor_options
@@ -24,7 +24,7 @@ def reduce_saved_memory(model: nn.Module, state: ParallelState) -> None:
     """Apply the memory options: recomputation, offload, and storage of saved rows in pages."""
     blocks, request = state.blocks(model), state.request
     device = request.meshes.device
-    chunks = chunks_of(model, blocks, state)
+    chunks = list_chunks(model, blocks, state)
     state.offload = apply_memory(
         blocks, request.memory, device, compiled=state.compiled, stages=chunks
     )
@@ -36,7 +36,7 @@ def graph_dense(model: nn.Module, state: ParallelState) -> None:
     if not state.request.dense.graph:
         return
     blocks = state.blocks(model)
-    chunks = chunks_of(model, blocks, state)
+    chunks = list_chunks(model, blocks, state)
     names = dict(zip(blocks, state.plan.blocks, strict=True))
     for chunk in [blocks] if chunks is None else chunks.values():
         graph_blocks({names[block]: block for block in chunk})

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from moecore.base.streams import ToHost
 from moecore.moe.aux_loss import aux_losses
 from moecore.moe.layer import RoutedLayer
-from moecore.moe.pairs import generators, set_generators
+from moecore.moe.pairs import get_rng_states, set_rng_states
 from moecore.moe.records import ChoiceTape
-from moecore.moe.shortage import Capacity, Holder, Watch, larger, this_rank
-from moecore.parallel.model.parallel_state import engines_of, parallel_states
+from moecore.moe.shortage import Capacity, Holder, Watch, next_factor, rank_or_zero
+from moecore.parallel.model.parallel_state import list_engines, parallel_states
 from moecore.precision.apply import drop_amax
 
 logger = logging.getLogger("moecore.train.rerun")
@@ -51,9 +51,9 @@ class Reruns:
         # Layers in CUDA graphs are not rerun and do neither. Recorded choices are rewound.
         if not self._asks or any(capacity.is_graphed for capacity in self._capacities):
             return run()
-        rewinders = [tape.rewinder() for tape in tapes]
+        rewinders = [tape.make_rewind() for tape in tapes]
         while True:
-            before, self._factors, self._is_running = generators(), None, True
+            before, self._factors, self._is_running = get_rng_states(), None, True
             try:
                 with self.watched("reruns"):
                     result = run()
@@ -65,7 +65,7 @@ class Reruns:
             drop()
             for rewind in rewinders:
                 rewind()
-            set_generators(before)
+            set_rng_states(before)
             for holder, factor in zip(self._holders, factors, strict=True):
                 if holder is not None:
                     _enlarge(holder, factor)
@@ -129,8 +129,8 @@ def _enlarge(holder: Holder, factor: float) -> None:
     holder.clear()
     if not factor:
         return
-    new_factor = larger(factor)
-    if this_rank() == 0:
+    new_factor = next_factor(factor)
+    if rank_or_zero() == 0:
         logger.warning(
             "%s (%s) was too small: the step runs again with %s",
             holder.option,
@@ -142,7 +142,7 @@ def _enlarge(holder: Holder, factor: float) -> None:
 
 def drop_step(model: nn.Module) -> None:
     """Drop the micro-batches since the last optimizer step, as `TrainStep.drop` does."""
-    for engine in engines_of(model):
+    for engine in list_engines(model):
         engine.drop_step()
     for record in parallel_states(model):
         if record.arguments is not None:

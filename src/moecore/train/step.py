@@ -26,7 +26,7 @@ from moecore.moe.state import NumMicroBatches
 from moecore.parallel.fsdp.progress import Progress, check_grad_mode, check_trains
 from moecore.parallel.model.clip import GradientNorm, step_clipped, unscale_and_clip_
 from moecore.parallel.model.parallel_state import (
-    capacity_of,
+    get_capacity,
     moe_state,
     parallel_states,
     rows_differ,
@@ -34,7 +34,7 @@ from moecore.parallel.model.parallel_state import (
 )
 from moecore.parallel.pipeline.orders import PAIRING
 from moecore.parallel.pipeline.run import forward_pipeline, run_pipeline
-from moecore.parallel.pipeline.stages import loss_of
+from moecore.parallel.pipeline.stages import get_loss
 from moecore.precision.apply import advance_amax, has_history
 from moecore.train.loss_scale import DynamicLossScale, LossScale
 from moecore.train.rerun import Reruns, drop_step
@@ -116,7 +116,7 @@ class TrainStep:
         self._arguments = [r.arguments for r in records if r.arguments is not None]
         for engine in self._engines:  # a later TrainStep of the same model takes over
             engine.progress = weakref.ref(self._progress)
-        self._reruns = Reruns([capacity_of(module) for module in models], request.meshes.device)
+        self._reruns = Reruns([get_capacity(module) for module in models], request.meshes.device)
         self._is_overlapped = getattr(request.pipeline, "schedule", None) == "overlapped"
         self._pairs = Pairs(self._engines)
         self._is_scaled = True  # the running micro-batch's loss
@@ -190,8 +190,10 @@ class TrainStep:
             )
         layers = [layer for state in self._states for layer in state.layers.values()]
         for layer in layers:
-            layer.dispatcher.pairs = self._pairs if pairs and layer.dispatcher.takes_turns else None
-        self._pairs.takes_turns = any(layer.dispatcher.pairs for layer in layers)
+            layer.dispatcher.pairs = (
+                self._pairs if pairs and layer.dispatcher.can_alternate else None
+            )
+        self._pairs.can_alternate = any(layer.dispatcher.pairs for layer in layers)
         self._progress.is_several, number = True, self.num_micro_batches
         try:
             context = f"a step of {number} micro-batches"
@@ -322,14 +324,14 @@ class TrainStep:
         self._progress.check_closed("losses()")
         if self._pipeline is not None:
             return forward_pipeline(self._pipeline, micro_batches)
-        return torch.stack([loss_of(self.model(**inputs)).float() for inputs in micro_batches])
+        return torch.stack([get_loss(self.model(**inputs)).float() for inputs in micro_batches])
 
     def _run_in_pairs(self, micro_batches: Sequence[Mapping[str, Any]]) -> list[Tensor]:
         """Run each forward with the preceding micro-batch's backward; return the losses."""
         losses: list[Tensor] = []
 
         def forward(inputs: Mapping[str, Any]) -> Tensor:
-            loss = loss_of(self.model(**inputs))
+            loss = get_loss(self.model(**inputs))
             losses.append(loss.detach().float())
             return self._divided(loss)
 
@@ -343,7 +345,7 @@ class TrainStep:
 
     def _run_micro_batch(self, inputs: Mapping[str, Any]) -> Tensor:
         with self.micro_batch():
-            loss = loss_of(self.model(**inputs))
+            loss = get_loss(self.model(**inputs))
             if self._progress.is_last:
                 self._reruns.end_forwards()
             self._divided(loss).backward()
@@ -450,7 +452,7 @@ class TrainStep:
         self._progress.restart()
         if norm is not None and norm.is_read and not norm.finite:
             for arguments in self._arguments:  # the host has waited: it can name the reason
-                arguments.raise_late()
+                arguments.raise_pending_errors()
         lr = self.optimizers[0].param_groups[0]["lr"] if self.optimizers else None
         lr = lr.clone() if isinstance(lr, Tensor) else lr  # a scheduler changes it in place
         return StepResult(
@@ -482,7 +484,7 @@ class TrainStep:
         """
         self._reruns.check()
         for arguments in self._arguments:
-            arguments.raise_late()
+            arguments.raise_pending_errors()
 
     def close(self) -> None:
         """Free the buffers of "nvlink" and "nccl_ep"; collective. Later forwards allocate again.

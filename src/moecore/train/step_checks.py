@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from moecore.base.rank_checks import check_equal, optimizer_entries, trained_entries
+from moecore.base.rank_checks import check_equal, list_optimizer_entries, list_training_entries
 from moecore.parallel.model.parallel_state import moe_state, parallel_states
-from moecore.parallel.model.parameter_guards import refuse_earlier, refuse_on_meta
+from moecore.parallel.model.parameter_guards import refuse_earlier_optimizer, refuse_on_meta
 from moecore.parallel.model.request import Request
 from moecore.train.loss_scale import DynamicLossScale, check_loss_scale
 
@@ -34,7 +34,7 @@ def check_parts(
         if optimizers or loss_scale is not None:
             refuse_on_meta(module, "optimizer" if optimizers else "loss scale")
         check_loss_scale(module, loss_scale)
-    refuse_earlier(models[0] if len(models) == 1 else nn.ModuleList(models), optimizers)
+    refuse_earlier_optimizer(models[0] if len(models) == 1 else nn.ModuleList(models), optimizers)
     return models, optimizers
 
 
@@ -54,7 +54,7 @@ def compare_steps(
     """
     meshes = request.meshes
     check_equal(entries, meshes.device_type)
-    trained = trained_entries(model, optimizers)
+    trained = list_training_entries(model, optimizers)
     check_equal(trained, meshes.device_type, group=meshes.stage_group)
     if meshes.parallel.pp > 1:
-        check_equal(optimizer_entries(optimizers), meshes.device_type)
+        check_equal(list_optimizer_entries(optimizers), meshes.device_type)

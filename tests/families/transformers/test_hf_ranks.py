@@ -21,7 +21,7 @@ from moecore import (
 )
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.torch_private import HAS_SEPARATE_PIECES
-from moecore.parallel.model.parallel_state import capacity_of
+from moecore.parallel.model.parallel_state import get_capacity
 from tests.families.transformers.hf_models import (
     ARCHITECTURES,
     WITH_BALANCE_LOSS,
@@ -119,7 +119,7 @@ def run_sharded(
         loss, values = forward(model, batches(device)[i], variant)
         (loss / num).backward()
         found.append([value.cpu() for value in values])
-    capacity_of(model).check()
+    get_capacity(model).check()
     every: list[Any] = [None] * 4
     dist.all_gather_object(every, found)
     by_batch = [values for rank in every[::num] for values in rank]

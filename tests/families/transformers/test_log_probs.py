@@ -16,7 +16,7 @@ from moecore.models.log_probs import LogProbLoss
 from moecore.packing import PackedCollator
 from tests.families.transformers.family_models import tiny_model
 from tests.families.transformers.hf_models import random_model, whole_gradients
-from tests.models.test_log_probs import Largest
+from tests.models.test_loss import Recorder
 
 LENGTHS = (9, 5, 4)
 TEMPERATURE = 0.7
@@ -115,11 +115,11 @@ def test_logits_of_all_tokens_never_exist(trains: bool, meshes: Meshes) -> None:
     model = parallelized(random_model("qwen3-moe", vocab_size=4096), meshes)
     batch = PackedCollator(row_tokens=2500)([torch.arange(50) % 61] * 50)
     loss = LogProbLoss(labels_BT=batch["labels"], function=lambda x, _: x.sum())
-    with torch.set_grad_enabled(trains), Largest() as seen:
+    with torch.set_grad_enabled(trains), Recorder() as seen:
         out = model(**family_of(model).arguments(batch), log_prob_loss=loss)
         if trains:
             out.loss.backward()
-    assert seen.elements == 2048 * 4096
+    assert seen.largest == 2048 * 4096
 
 
 def test_the_own_loss_of_a_model_is_back_after_a_forward(meshes: Meshes) -> None:

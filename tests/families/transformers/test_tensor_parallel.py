@@ -22,7 +22,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from moecore import Meshes, ParallelConfig, PipelineConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.params import shard_parameter
-from moecore.base.torch_private import StridedShard, local_of
+from moecore.base.torch_private import StridedShard, get_local_tensor
 from moecore.families import use_causal_attention
 from moecore.families.transformers.cuts import find_cuts
 from moecore.families.transformers.linear_cuts import cut_linear_attention
@@ -421,7 +421,7 @@ def vocabulary_bytes(meshes: Meshes) -> int:
         parallelize_moe(model, meshes, fsdp=how)
         with counting_bytes() as made:
             model(input_ids=ids, labels=labels, use_cache=False).loss.backward()
-        peaks.append(made.peak + sum(local_of(p).nbytes for p in model.parameters()))
+        peaks.append(made.peak + sum(get_local_tensor(p).nbytes for p in model.parameters()))
     return peaks[1] - peaks[0]
 
 

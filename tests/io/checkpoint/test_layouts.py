@@ -27,7 +27,7 @@ from moecore.io import load, read_manifest, save
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout, MoELayer
-from moecore.parallel.model.parallel_state import moe_state, request_of
+from moecore.parallel.model.parallel_state import get_request, moe_state
 from tests.helpers.grids import asked_for, beside
 from tests.helpers.ranks import run_ranks
 from tests.parallel.pipeline.stages import local, shard_of
@@ -117,7 +117,7 @@ def build(kind: str, name: str) -> tuple[Decoder, torch.optim.AdamW]:
 
 
 def train(model: Decoder, optimizer: torch.optim.Optimizer) -> None:
-    request = request_of(model)  # None = plain
+    request = get_request(model)  # None = plain
     generator = torch.Generator().manual_seed(50 + (request.meshes.data_rank if request else 0))
     tokens_BT = torch.randint(0, 64, (2, 17), generator=generator)
     model(tokens_BT[:, :-1], tokens_BT[:, 1:]).backward()

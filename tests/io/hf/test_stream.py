@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from moecore import ParallelConfig, PipelineConfig, TrainStep, build_meshes, parallelize_moe
-from moecore.base.torch_private import local_of
+from moecore.base.torch_private import get_local_tensor
 from moecore.io import export_hf, merge_adapters, save_adapters
 from moecore.io.checkpoint.ranks import gather
 from moecore.io.hf import changes
@@ -148,7 +148,7 @@ def lora_case(root: Path) -> dict[str, Any]:
         with torch.no_grad():
             for name, param in model.named_parameters():
                 if "q_proj.lora_B" in name:
-                    local_of(param).add_(1)
+                    get_local_tensor(param).add_(1)
         changed = [name for name, _ in apart.changed_since(apart.version)]
         found[f"changed {case}"] = len(changed) == 1 and "q_proj.lora_B" in changed[0]
         stream = stream_weights(model, bucket_bytes=300_000)
@@ -220,7 +220,7 @@ def changes_case() -> dict[str, list[Any]]:
 
     def wrote(name: str, write: Any) -> None:
         """Change a parameter on one rank alone in mid-pass, past every counter."""
-        local = local_of(model.get_parameter(name))
+        local = get_local_tensor(model.get_parameter(name))
         for number, _ in enumerate(stream):
             if number == 9 and dist.get_rank() == 2:
                 write(local)
@@ -239,7 +239,7 @@ def changes_case() -> dict[str, list[Any]]:
     found["frozen"] = [n for n in delta if n not in changed]
     with torch.no_grad():  # on one rank alone, past every counter
         if dist.get_rank() == 2:
-            local_of(model.get_parameter("model.norm.weight")).data.neg_()
+            get_local_tensor(model.get_parameter("model.norm.weight")).data.neg_()
     late = stream.changed_since(stream.version)
     found["one rank"] = [meta.name for meta in late.metadata()]
     train()

@@ -224,8 +224,8 @@ def test_a_rank_alone_runs_all_pieces(shape: tuple[int, ...], device: str) -> No
     places = Places(experts_N=ints([1, -1], device), num_clones=2, num_local=2)
     grads = world.tensors(4, 0)
     rows, expected = grads[0][:2].clone(), bring_home_ref(grads, places)
-    assert same([clones.fetch(world.buffers[0], rows, places)], fetch_ref([rows], places))
-    home = clones.bring_home_(world.buffers[0], grads[0], places)
+    assert same([clones.fetch_clones(world.buffers[0], rows, places)], fetch_ref([rows], places))
+    home = clones.add_clone_grads_(world.buffers[0], grads[0], places)
     assert same([home], expected) and home.data_ptr() == grads[0].data_ptr()
 
 
@@ -284,8 +284,8 @@ def test_ranks_that_run_at_once_wait_for_each_other() -> None:
         for r, stream in enumerate(streams):
             with torch.cuda.stream(stream):
                 torch.cuda._sleep(100_000 * ((r * 7 + n) % 5))
-                came.append(clones.fetch(world.buffers[r], rows[r], places))
-                home.append(clones.bring_home_(world.buffers[r], grads[r], places))
+                came.append(clones.fetch_clones(world.buffers[r], rows[r], places))
+                home.append(clones.add_clone_grads_(world.buffers[r], grads[r], places))
         torch.cuda.synchronize()
         assert same(came, right) and same(home, sums), n
         assert not any(b.report.any() for b in world.buffers)

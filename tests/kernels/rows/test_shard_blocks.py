@@ -32,7 +32,7 @@ def gathered(whole: Tensor, dim: int, ranks: int, power_of_two: bool) -> tuple[T
     chunk = math.ceil(whole.shape[dim] / ranks)
     starts = [min(rank * chunk, whole.shape[dim]) for rank in range(ranks)]
     sizes = [min(chunk, whole.shape[dim] - start) for start in starts]
-    places = [s.PartOfMatrix.of(whole.shape, dim, *at) for at in zip(starts, sizes, strict=True)]
+    places = [s.MatrixShard.of(whole.shape, dim, *at) for at in zip(starts, sizes, strict=True)]
     parts = [part.contiguous() for part in whole.split(sizes, dim)]
     found = []
     for part, place in zip(parts, places, strict=True):

@@ -13,7 +13,7 @@ from moecore.kernels.rows.e4m3 import FP8
 from moecore.kernels.rows.microscaled import quantise_microscaled_matrices
 from moecore.kernels.rows.microscaling import unpack_matrices
 from moecore.kernels.rows.scaling import Blocks
-from moecore.kernels.rows.shard_blocks import PartOfMatrix, as_matrices
+from moecore.kernels.rows.shard_blocks import MatrixShard, as_matrices
 from moecore.kernels.rows.shard_matrices import (
     amax_of_matrices_,
     amax_of_squares_,
@@ -46,14 +46,14 @@ def weight(shape: tuple[int, ...]) -> Tensor:
     return x
 
 
-def parts(x: Tensor, dim: int, sizes: tuple[int, ...]) -> list[tuple[Tensor, PartOfMatrix, int]]:
+def parts(x: Tensor, dim: int, sizes: tuple[int, ...]) -> list[tuple[Tensor, MatrixShard, int]]:
     """Return each rank's part, its place, and its first matrix."""
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     is_of_experts = dim == 0 and x.ndim > 2
     return [
         (
             part.contiguous(),
-            PartOfMatrix.of(x.shape, dim, start, part.shape[dim]),
+            MatrixShard.of(x.shape, dim, start, part.shape[dim]),
             start if is_of_experts else 0,
         )
         for part, start in zip(x.split(sizes, dim), starts, strict=True)

@@ -26,7 +26,7 @@ from moecore.base.torch_private import reduce_scatter_single
 from moecore.io import load, save
 from moecore.models import Decoder, DecoderConfig
 from moecore.parallel.fsdp import transport
-from moecore.parallel.model.parallel_state import engines_of
+from moecore.parallel.model.parallel_state import list_engines
 from tests.helpers.grids import asked_for, beside
 from tests.helpers.parts import on_parts
 from tests.helpers.ranks import run_ranks
@@ -93,7 +93,7 @@ def make(
 ) -> tuple[Decoder, torch.optim.Optimizer]:
     model = Decoder(case.config, device="meta")
     BOTH[engine](model, build_meshes(case.parallel, "cpu"), fsdp=case.fsdp)
-    assert bool(engines_of(model)) == (engine == "units")
+    assert bool(list_engines(model)) == (engine == "units")
     model.to_empty(device="cpu")
     model.init_weights(seed=seed)
     return model, kind(model.parameters(), lr=0.05, eps=1e-3)  # type: ignore[call-arg]

@@ -38,7 +38,7 @@ from moecore.kernels.rows.record import Rows
 from moecore.models import Decoder, DecoderConfig
 from moecore.parallel.fsdp.deferred import WeightGradients, WeightProduct
 from moecore.parallel.fsdp.engine import UnitEngine
-from moecore.parallel.model.parallel_state import engines_of
+from moecore.parallel.model.parallel_state import list_engines
 from moecore.parallel.model.shard_model import shard_model
 from moecore.precision.apply import defer_linears
 from moecore.precision.linear import Fp8Products
@@ -113,7 +113,7 @@ class Run:
 
     def __init__(self, model: nn.Module, losses: Sequence[Any]) -> None:
         self.model, self._losses = model, losses
-        (self.engine,) = engines_of(model)
+        (self.engine,) = list_engines(model)
         self.step = TrainStep(model, num_micro_batches=len(losses))
         self.later = [WeightGradients() for _ in losses]
         self.products: list[tuple[str, int]] = []

@@ -31,7 +31,7 @@ from moecore import (
 from moecore.base.options.precision import Precision, Recipe
 from moecore.base.params import global_indices
 from moecore.base.rank_checks import gather
-from moecore.base.torch_private import local_of
+from moecore.base.torch_private import get_local_tensor
 from moecore.kernels.rows.cast import cast
 from moecore.kernels.rows.quantised import quantise_weights
 from moecore.kernels.rows.shard_blocks import as_matrices, as_operand
@@ -141,7 +141,7 @@ def differs(model: Decoder, power_of_two: bool) -> list[str]:
         for param in unit.params:
             weight, found = whole_of(param), gathered_blocks(param.unsharded)
             assert found is not None and weight.dtype == torch.float32
-            assert local_of(param.unsharded).untyped_storage().nbytes() == 2
+            assert get_local_tensor(param.unsharded).untyped_storage().nbytes() == 2
             rows, columns = weight.shape[:-1].numel(), weight.shape[-1]
             if weight.ndim > 2:
                 how = dict(power_of_two=power_of_two)
@@ -169,7 +169,7 @@ def bits(parallel: ParallelConfig, recipe: Recipe) -> dict[str, Any]:
     with torch.no_grad():  # neighbours of one block are of many sizes
         for param in model.parameters():
             rows = global_indices(param)[0].to(param.device)
-            local_of(param).mul_(2.0 ** (rows % 7).view(-1, *[1] * (param.ndim - 1)))
+            get_local_tensor(param).mul_(2.0 ** (rows % 7).view(-1, *[1] * (param.ndim - 1)))
     for unit in fp8_units(model):
         unit.refresh()
     wrong = differs(model, recipe.power_of_two)
@@ -238,10 +238,10 @@ def representable(rank: int) -> dict[str, Any]:
         model = make(LAYOUTS["model dim"], fsdp)
         with torch.no_grad():
             for param in model.parameters():
-                local_of(param).mul_(8).round_().div_(8)
+                get_local_tensor(param).mul_(8).round_().div_(8)
         with counted(model) as num_bytes:
             model(*batch(0, rank)).backward()
-        grads = {name: local_of(p.grad).clone() for name, p in model.named_parameters()}  # type: ignore[arg-type]
+        grads = {name: get_local_tensor(p.grad).clone() for name, p in model.named_parameters()}  # type: ignore[arg-type]
         found.append(grads)
         sent.append(num_bytes)
     ours, theirs = found

@@ -27,7 +27,7 @@ from moecore import (
 )
 from moecore.base.options.precision import Precision, Recipe
 from moecore.base.rank_checks import gather
-from moecore.base.torch_private import local_of
+from moecore.base.torch_private import get_local_tensor
 from moecore.kernels.rows.microscaling import pack_e2m1, unpack_e2m1
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.amax_history import AmaxHistory
@@ -103,7 +103,7 @@ def trained(rank: int, case: str, fsdp: FSDPOptions) -> tuple[dict[str, Tensor],
     model.init_weights(0)
     with torch.no_grad():  # neighbours are of many sizes, an expert unlike the other
         for param in model.parameters():
-            local = local_of(param)
+            local = get_local_tensor(param)
             if param.shape[1:] in ((4, 96), (64, 4)):
                 local.copy_(torch.cos(torch.arange(local.numel())).view_as(local) / 32)
             local.mul_(2.0 ** (torch.arange(local.numel()) % 7 - 2).view(local.shape))
@@ -130,9 +130,9 @@ def trained(rank: int, case: str, fsdp: FSDPOptions) -> tuple[dict[str, Tensor],
             found[f"loss {step} {micro}"] = loss.detach()
         for key, param in model.named_parameters():
             assert param.grad is not None
-            found[f"grad {step} {key}"] = local_of(param.grad).clone()
+            found[f"grad {step} {key}"] = get_local_tensor(param.grad).clone()
         owner.finish()
-    found |= {key: local_of(p).detach().clone() for key, p in model.named_parameters()}
+    found |= {key: get_local_tensor(p).detach().clone() for key, p in model.named_parameters()}
     return found, num_bytes
 
 
@@ -196,7 +196,7 @@ def test_a_linear_that_no_step_has_run_is_scaled_by_its_own_magnitudes(past: flo
     shard = torch.linspace(-3, 3, 6 * 16).view(6, 16)
     history = AmaxHistory(2)
     history.load({"weight": torch.tensor([past, 0.0])}, torch.device("cpu"))
-    history.grow(torch.device("cpu"))  # of a step that has run other linears
+    history.allocate_steps(torch.device("cpu"))  # of a step that has run other linears
     amax, scales = torch.zeros(1), torch.zeros(1)
     part: Any = SimpleNamespace(first=0, of_matrices=amax, scales=scales, history=history)
     values = torch.empty(shard.numel(), dtype=torch.uint8)

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from moecore import FSDPOptions, ParallelConfig, TrainStep, build_meshes, parallelize_moe
-from moecore.base.torch_private import local_of
+from moecore.base.torch_private import get_local_tensor
 from moecore.parallel.fsdp import params as params_module
 from moecore.parallel.fsdp.unit import State, Unit
 from moecore.train import AdamW, HostAdamW
@@ -491,14 +491,14 @@ def test_a_backward_of_parameters_that_have_changed_is_refused(
     pair = Pair(**OPTIONS.get(options, dict(param_dtype=None)))
     x = pair.batch()
     pair.model(x)[-1].sum().backward()
-    grads = [local_of(p.grad).clone() for p in pair.model.parameters()]
+    grads = [get_local_tensor(p.grad).clone() for p in pair.model.parameters()]
     loss = pair.model(x)[-1].sum()
     change(pair)
     pair.optimizer.zero_grad()
     if options == "gathered once":
         loss.backward()
         for param, grad in zip(pair.model.parameters(), grads, strict=True):
-            assert torch.equal(local_of(param.grad), grad)
+            assert torch.equal(get_local_tensor(param.grad), grad)
     else:
         with pytest.raises(RuntimeError, match="must not change between a forward and its backw"):
             loss.backward()
@@ -536,7 +536,7 @@ def test_a_dropped_step_leaves_no_sums(options: str) -> None:
 def test_a_part_may_be_another_object_each_time() -> None:
     """As torch 2.14 returns it: the whole parameters, which are the shards here, stay."""
     model: Any = parallelize_moe(Model(), build_meshes(ParallelConfig(), "cpu"))
-    with patch.object(params_module, "local_of", lambda t: local_of(t).detach()):
+    with patch.object(params_module, "get_local_tensor", lambda t: get_local_tensor(t).detach()):
         outputs = model(torch.randn(3, DIM))
         with torch.no_grad():
             model(torch.randn(3, DIM))

@@ -9,15 +9,15 @@ from unittest.mock import patch
 
 from torch import nn
 
-from moecore.base.torch_private import local_of
+from moecore.base.torch_private import get_local_tensor
 from moecore.parallel.fsdp.transport import PackedTransport
 from moecore.parallel.fsdp.unit import State, Unit
-from moecore.parallel.model.parallel_state import engines_of
+from moecore.parallel.model.parallel_state import list_engines
 
 
 def units(model: nn.Module) -> list[Unit]:
     """Return the units of a model that have parameters, the root's last."""
-    return [unit for engine in engines_of(model) for unit in engine.units if unit.params]
+    return [unit for engine in list_engines(model) for unit in engine.units if unit.params]
 
 
 def unit_of(model: nn.Module, module: nn.Module) -> Unit | None:
@@ -41,7 +41,7 @@ def resident_bytes(model: nn.Module) -> int:
     wholes = [
         param.unsharded for unit in held for param in unit.params if param.unsharded is not None
     ]
-    return sum(local_of(whole).nbytes for whole in wholes)
+    return sum(get_local_tensor(whole).nbytes for whole in wholes)
 
 
 @contextmanager

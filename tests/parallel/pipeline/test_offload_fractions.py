@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from moecore.base.options.names import ScheduleName
 from moecore.parallel import Costs, offload_fractions
 from moecore.parallel.pipeline.offload import next_backwards, offloads_last_block
-from moecore.parallel.pipeline.orders import Action, Overlap, actions_of
+from moecore.parallel.pipeline.orders import Action, Overlap, list_actions
 from moecore.parallel.pipeline.schedule import Schedule, make_schedule
 from moecore.parallel.pipeline.timeline import simulate
 
@@ -29,7 +29,7 @@ def waiting(schedule: Schedule, costs: Costs, copies: list[float]) -> Spans:
         (a.kind, a.stage, a.micro_batch): (rank, at)
         for rank, order in enumerate(schedule.orders)
         for at, item in enumerate(order)
-        for a in actions_of(item)
+        for a in list_actions(item)
     }
     alone = simulate(schedule, costs)
     lasts = [[span.end - span.start for span in spans] for spans in alone.spans]
@@ -37,7 +37,7 @@ def waiting(schedule: Schedule, costs: Costs, copies: list[float]) -> Spans:
     def of_kind(rank: int, at: int, kinds: str) -> Action | None:
         if at < 0:
             return None
-        found = [a for a in actions_of(schedule.orders[rank][at]) if a.kind in kinds]
+        found = [a for a in list_actions(schedule.orders[rank][at]) if a.kind in kinds]
         return found[0] if found else None
 
     def backward(stage: int, micro_batch: int) -> tuple[int, int]:
@@ -79,7 +79,7 @@ def waiting(schedule: Schedule, costs: Costs, copies: list[float]) -> Spans:
     @cache
     def start(rank: int, at: int) -> float:
         starts = [free(rank, at)]
-        for kind, stage, micro_batch in actions_of(schedule.orders[rank][at]):
+        for kind, stage, micro_batch in list_actions(schedule.orders[rank][at]):
             sources = []
             if kind == "F" and stage:
                 sources = [place["F", stage - 1, micro_batch]]
@@ -117,7 +117,7 @@ def check(schedule: Schedule, costs: Costs, sizes: list[int]) -> None:
         a.stage
         for order in schedule.orders
         for item, ahead in zip(order, next_backwards(order), strict=True)
-        for a in actions_of(item)
+        for a in list_actions(item)
         if ahead is not None and a.kind == "F" and a[1:] == ahead[1:]
     }
     assert not any(fractions[stage] for stage in soon)

@@ -19,7 +19,7 @@ from moecore.parallel.pipeline.orders import (
     Action,
     Item,
     Overlap,
-    actions_of,
+    list_actions,
 )
 from moecore.parallel.pipeline.schedule import Schedule, make_schedule
 from moecore.parallel.pipeline.timeline import Costs, simulate
@@ -32,7 +32,7 @@ def text_of(schedule: Schedule) -> list[str]:
     """Return the orders as text: F0.2 is the forward of stage 0 and micro-batch 2."""
 
     def name(item: Item) -> str:
-        return "&".join(f"{a.kind}{a.stage}.{a.micro_batch}" for a in actions_of(item))
+        return "&".join(f"{a.kind}{a.stage}.{a.micro_batch}" for a in list_actions(item))
 
     return [" ".join(map(name, order)) for order in schedule.orders]
 
@@ -63,7 +63,7 @@ def messages(schedule: Schedule) -> list[dict[Any, list[Any]]]:
     Equal lists: a channel per direction and kind hands over messages in the order of their use.
     """
     found: list[dict[Any, list[Any]]] = [defaultdict(list), defaultdict(list)]
-    for action in (a for order in schedule.orders for item in order for a in actions_of(item)):
+    for action in (a for order in schedule.orders for item in order for a in list_actions(item)):
         kind, step = ("F", 1) if action.kind == "F" else ("B", -1)
         for way, (source, target) in enumerate(
             [(action.stage, action.stage + step), (action.stage - step, action.stage)]
@@ -223,7 +223,7 @@ def without_weights(schedule: Schedule) -> list[list[tuple[bool, int, int]]]:
         [
             (kind == "F", *where)
             for item in order
-            for kind, *where in actions_of(item)
+            for kind, *where in list_actions(item)
             if kind != "W"
         ]
         for order in schedule.orders
@@ -251,7 +251,7 @@ def test_a_v_is_that_of_torch_but_for_its_weight_gradients(
 def test_which_schedules_have_weight_gradients_apart_and_pairs(name: ScheduleName) -> None:
     chunks = RULES[name].chunks or 2
     schedule = make_schedule(name, pp=2, chunks=chunks, num_micro_batches=4)
-    actions = [a for order in schedule.orders for item in order for a in actions_of(item)]
+    actions = [a for order in schedule.orders for item in order for a in list_actions(item)]
     assert any(action.kind == "W" for action in actions) == (name in DEFERRING)
     pairs = [item for order in schedule.orders for item in order if isinstance(item, Overlap)]
     assert bool(pairs) == (name in PAIRING)

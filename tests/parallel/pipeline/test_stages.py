@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from moecore import FSDPOptions
-from moecore.base.copies import copy_modules, on_meta
+from moecore.base.copies import copy_modules, make_meta_parameter
 from moecore.models import Decoder, DecoderConfig, preset
 from moecore.parallel.fsdp.units import find_blocks, find_units
 from moecore.parallel.pipeline.run import forward_pipeline, run_pipeline
-from moecore.parallel.pipeline.stages import Elsewhere, hidden_shape, take_stages
+from moecore.parallel.pipeline.stages import AbsentModule, hidden_shape, take_stages
 from tests.parallel.pipeline.emulated import assert_same, run_stages, staged, stages_of
 
 TABLE = "model.embed_tokens.weight"
@@ -167,7 +167,7 @@ def test_a_cut_model_has_the_units_of_its_parts(made):
     if made == "deepcopy":
         model = copy.deepcopy(model)
     elif made == "copy_modules":
-        model = copy_modules(model, on_meta)[model]
+        model = copy_modules(model, make_meta_parameter)[model]
     layers = list(model.layers)
     assert find_blocks(model) == layers
     units = find_units(model, FSDPOptions(param_dtype=torch.bfloat16))
@@ -175,7 +175,7 @@ def test_a_cut_model_has_the_units_of_its_parts(made):
     assert units.experts == [layer.mlp.experts for layer in layers]
     take_stages(staged(model), [])
     assert not list(model.parameters()) and find_blocks(model) == []
-    assert isinstance(model.lm_head, Elsewhere) and len(model.layers) == LAYERS
+    assert isinstance(model.lm_head, AbsentModule) and len(model.layers) == LAYERS
 
 
 def test_shapes_by_hand():

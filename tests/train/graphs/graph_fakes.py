@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from moecore.parallel.model.parallel_state import moe_state, progress_of
+from moecore.parallel.model.parallel_state import get_progress, moe_state
 from moecore.train.graphs import forward_backward
 from moecore.train.graphs import graphed_part as module
 from moecore.train.graphs.graphed_part import form_of
@@ -130,7 +130,7 @@ class FakeGraph:
 
     def replay(self) -> None:
         self.model.zero_grad()
-        progress: Any = progress_of(self.model)
+        progress: Any = get_progress(self.model)
         before, progress.num_done = progress.num_done, 0  # a graph's replay runs no Python
         with patch("moecore.moe.balance._is_capturing", lambda x: True):
             self.outputs.copy_(self.function(*self.inputs))

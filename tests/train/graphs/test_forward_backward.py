@@ -32,7 +32,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.parallel.model.parallel_state import capacity_of, moe_state, parallel_state
+from moecore.parallel.model.parallel_state import get_capacity, moe_state, parallel_state
 from moecore.train import GraphedForwardBackward
 from moecore.train.graphs import forward_backward as module
 from moecore.train.graphs.forward_backward import facts_of
@@ -180,7 +180,7 @@ def train_graphed(x: Tensor) -> dict[str, Any]:
     def overflow() -> None:
         raise ExchangeError("too many rows")
 
-    with patch.object(capacity_of(model), "poll", overflow), pytest.raises(ExchangeError):
+    with patch.object(get_capacity(model), "poll", overflow), pytest.raises(ExchangeError):
         run(x)
     model(x)  # leaves units gathered
     found["after a forward"] = error_of(lambda: run(x))

@@ -37,7 +37,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.models import Decoder, preset
-from moecore.parallel.model.parallel_state import capacity_of, moe_state
+from moecore.parallel.model.parallel_state import get_capacity, moe_state
 from moecore.train import GraphedForwardBackward
 from tests.helpers.ranks import run_ranks
 
@@ -326,7 +326,7 @@ def outgrown() -> list[Any]:
         skipped.append(bool(job.owner.finish().is_skipped))
     job.owner.check()
     of_ranks: list[Any] = [None] * WORLD
-    dist.all_gather_object(of_ranks, (skipped, capacity_of(job.model).graph_steps is not None))
+    dist.all_gather_object(of_ranks, (skipped, get_capacity(job.model).graph_steps is not None))
     return of_ranks
 
 

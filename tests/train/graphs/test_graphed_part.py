@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from moecore.base.saved_tensors import packing
+from moecore.base.saved_tensors import use_packer
 from moecore.kernels.experts.contract import SINK
 from moecore.moe.micro_batch import MicroBatch
 from moecore.train.graphs import graphed_part as module
@@ -198,7 +198,7 @@ def test_whoever_takes_gradients_of_parameters_sees_no_capture(fake: FakeRecorde
 def test_packers_outside_of_a_part_are_not_asked(fake: FakeRecorder) -> None:
     model, asked = graphed(), []
     warm(model, x_of(0))
-    with packing(asked.append):
+    with use_packer(asked.append):
         model(x_of(1))[0].sum().backward()
     assert fake.captures == 2
     assert not asked

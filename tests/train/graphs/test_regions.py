@@ -23,7 +23,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.base.saved_tensors import packing
+from moecore.base.saved_tensors import use_packer
 from moecore.models import Decoder, DecoderConfig, preset
 from moecore.train import compile_blocks
 from moecore.train.graphs.regions import _can_replay
@@ -88,7 +88,7 @@ def train(config: DecoderConfig, compile: bool, **over_cp: Any) -> Trained:
 
     for step in range(STEPS):
         tokens_BT = torch.randint(0, config.vocab_size, (2, 24), generator=generator)
-        with packing(count) if step == 0 else nullcontext():
+        with use_packer(count) if step == 0 else nullcontext():
             loss = model(tokens_BT, tokens_BT, cp=1 + step if over_cp else None)
         loss.backward()
         optimizer.step()

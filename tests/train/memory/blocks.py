@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from moecore.base.torch_private import local_of
+from moecore.base.torch_private import get_local_tensor
 from moecore.models import Decoder
 from moecore.models.block import Block
 from moecore.models.layers import MLP, Attention, RMSNorm
@@ -136,7 +136,7 @@ class _Storages(TorchDispatchMode):
 def _storage(leaf: Any) -> torch.UntypedStorage | None:
     if isinstance(leaf, torch.UntypedStorage):
         return leaf
-    local = local_of(leaf) if isinstance(leaf, Tensor) else None
+    local = get_local_tensor(leaf) if isinstance(leaf, Tensor) else None
     return local.untyped_storage() if type(local) in (Tensor, nn.Parameter) else None
 
 

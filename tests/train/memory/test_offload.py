@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 from moecore import BalanceConfig, MoEConfig
 from moecore.base.options.memory import MemoryOptions
-from moecore.base.saved_tensors import UsedRows, counting_rows, packing
+from moecore.base.saved_tensors import UsedRows, mark_used_rows, use_packer
 from moecore.base.torch_private import storage_key
 from moecore.kernels.experts.contract import UnsummedInput
 from moecore.kernels.rows.index import build_index
@@ -387,7 +387,7 @@ class _Counted(torch.autograd.Function):
 
 def test_used_rows_travel_alone() -> None:
     def function(x: Tensor) -> Tensor:
-        with counting_rows(UsedRows(8, torch.tensor(3, dtype=torch.int32))):
+        with mark_used_rows(UsedRows(8, torch.tensor(3, dtype=torch.int32))):
             return _Counted.apply(x)
 
     x = torch.randn(4, 4, requires_grad=True)
@@ -441,7 +441,7 @@ def test_what_is_made_of_weights_stays() -> None:
     reader, param = ParamReader(), nn.Parameter(torch.randn(4, 4))
     reader.start_micro_batch(is_last=False)
     asked = []
-    with packing(asked.append), reader.reading():
+    with use_packer(asked.append), reader.reading():
         weight = reader.read(param)
         made = reader.quantised("key", [param], lambda: (torch.randn(4, 4), torch.randn(4)))
         x = torch.randn(4, 4, requires_grad=True)

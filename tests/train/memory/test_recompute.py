@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moecore.base.options.memory import GEMM_LAST, OFFLOADED, RECOMPUTED, MemoryOptions
 from moecore.base.regions import recompute_products
-from moecore.base.saved_tensors import Handle, packing
+from moecore.base.saved_tensors import Handle, use_packer
 from moecore.models import Decoder, preset
 from moecore.train.memory.apply import apply_memory
 from moecore.train.memory.recompute import recompute, sharing_outputs
@@ -81,7 +81,7 @@ class Kept:
 
 def kept_bytes(model: Decoder) -> int:
     kept = Kept(model)
-    with packing(kept):
+    with use_packer(kept):
         model.model(tokens(0))
     return sum(kept.found.values())
 
@@ -179,7 +179,7 @@ def test_a_product_that_is_freed_while_the_function_runs(monkeypatch: pytest.Mon
         return (x @ w @ w @ w).sigmoid().tanh()  # the first two products are free by then
 
     def gradient(run: Callable[[Tensor], Tensor]) -> Tensor:
-        with packing(Elsewhere), sharing_outputs():
+        with use_packer(Elsewhere), sharing_outputs():
             y = run(torch.ones(4, 8).requires_grad_())
         return torch.autograd.grad(y.sum(), w)[0]
 

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from moecore import CapacityConfig, MoEConfig
 from moecore.base.options.memory import GEMM_LAST, OFFLOADED, MemoryOptions
 from moecore.base.options.precision import Recipe
-from moecore.base.saved_tensors import packing
+from moecore.base.saved_tensors import use_packer
 from moecore.families import use_causal_attention
 from moecore.families.family import swap_blocks
 from moecore.models import Decoder, preset
@@ -110,7 +110,7 @@ def counted(model: nn.Module, options: MemoryOptions) -> int:
             module.recompute_fc1 = "expert_fc1" in options.parts
     apply_memory(find_blocks(model), options, torch.device("cpu"))
     saved = Saved(model)
-    with packing(saved):
+    with use_packer(saved):
         out = run(model)
     num_bytes = saved.num_bytes
     del out
@@ -176,7 +176,7 @@ def test_a_layer_keeps_what_was_predicted(name: str) -> None:
     how: dict[str, Any] = dict(options=options, device_type="cpu")
     kept = count_saved_bytes(layer, [layer], lambda copy: copy(given), **how)
     saved = Saved(layer)
-    with packing(saved):
+    with use_packer(saved):
         y = layer(x)
     assert kept.blocks[0].num_bytes + kept.outside.num_bytes == saved.num_bytes
     del y

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from moecore import MoEConfig, NVLinkOptions
 from moecore.base.options.memory import MemoryOptions, StashOptions
-from moecore.base.saved_tensors import packing
+from moecore.base.saved_tensors import use_packer
 from moecore.moe.dispatch.allgather import AllGatherDispatcher
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
@@ -69,7 +69,7 @@ def worker(rank: int, device: torch.device) -> dict[str, tuple[SavedBytes, int, 
         how["options"] = MemoryOptions(stash=StashOptions(page_rows=2))
         (stashed,) = count_saved_bytes(layer, [layer], lambda copy, x=given: copy(x), **how).blocks
         saved = Saved(layer)
-        with packing(saved):
+        with use_packer(saved):
             y = layer(x)
         found[name] = (kept, saved.num_bytes, kept.num_bytes - stashed.num_bytes)
         y.sum().backward()

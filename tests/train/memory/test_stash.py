@@ -30,7 +30,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.base.saved_tensors import counting_rows, is_packing, packing, used_rows
+from moecore.base.saved_tensors import is_packing, mark_used_rows, use_packer, used_rows
 from moecore.kernels.common import cdiv
 from moecore.kernels.rows.free_list import DEMAND_WORD, FREE_WORD, HOST_FREE_WORD, PEAK_WORD
 from moecore.kernels.rows.index import build_index
@@ -38,7 +38,7 @@ from moecore.kernels.rows.record import Rows
 from moecore.moe.experts import _counting
 from moecore.moe.records import BalancedRows, ExpertInput
 from moecore.parallel.model import phases
-from moecore.parallel.model.parallel_state import capacity_of
+from moecore.parallel.model.parallel_state import get_capacity
 from moecore.train.memory import stash as stash_module
 from moecore.train.memory import storages
 from moecore.train.memory import streams as streams_module
@@ -232,13 +232,13 @@ def test_matrices_are_told_apart(length: int) -> None:
 def test_nobody_is_asked_about_what_has_no_counted_rows() -> None:
     """Which would take the host microseconds per tensor that a layer saves."""
     x, asked = torch.ones(3, requires_grad=True), list[Tensor]()
-    with packing(asked.append, only_rows=True):
+    with use_packer(asked.append, only_rows=True):
         x.exp()
         assert not asked and is_packing()
-        with counting_rows():
+        with mark_used_rows():
             x.exp()
         assert len(asked) == 1
-        with packing(lambda tensor: None):
+        with use_packer(lambda tensor: None):
             x.exp()
         assert len(asked) == 2
     assert not is_packing()
@@ -491,7 +491,7 @@ def test_the_end_of_a_step_raises_what_was_missing(nvlink: Any) -> None:
     model.to_empty(device="cpu")
     for layer in model:
         layer.init_weights(key="")
-    capacity = capacity_of(model)
+    capacity = get_capacity(model)
     capacity.check()
     for end in (capacity.poll, capacity.check):
         model(torch.randn(8, 16)).sum().backward()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moecore import MoEConfig, ParallelConfig, TrainStep, build_meshes, parallelize_moe
-from moecore.base.torch_private import local_of
+from moecore.base.torch_private import get_local_tensor
 from moecore.io import Saver, latest, load, save, stream_weights
 from moecore.io.checkpoint.ranks import gather
 from moecore.models import Decoder, DecoderConfig
@@ -52,7 +52,9 @@ class Run:
     def tensors(self) -> list[Tensor]:
         of_params = [self.optimizer.state[param] for param in self.model.parameters()]
         states = [state[key] for state in of_params for key in sorted(state)]
-        return [local_of(x) for x in (*self.model.parameters(), *self.model.buffers(), *states)]
+        return [
+            get_local_tensor(x) for x in (*self.model.parameters(), *self.model.buffers(), *states)
+        ]
 
     def memory(self) -> list[torch.UntypedStorage]:
         buffers = [
@@ -202,10 +204,10 @@ def test_memory_of_others_is_refused() -> None:
 
 def test_a_captured_graph_is_refused(no_group_left: None) -> None:
     from moecore.moe.shortage import SkippedSteps
-    from moecore.parallel.model.parallel_state import capacity_of
+    from moecore.parallel.model.parallel_state import get_capacity
 
     run = Run()
-    capacity_of(run.model).graph_steps = SkippedSteps()  # as a capture does
+    get_capacity(run.model).graph_steps = SkippedSteps()  # as a capture does
     with pytest.raises(ValueError, match=r"GraphedForwardBackward \(captured\) must not rely on"):
         run.offload.offload()
     run.offload.offload("optimizer")

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from moecore import FSDPOptions, MoEConfig, ParallelConfig, TrainStep, build_meshes, parallelize_moe
-from moecore.base.torch_private import local_of
+from moecore.base.torch_private import get_local_tensor
 from moecore.models import Decoder, DecoderConfig
 from moecore.train import AdamW, TrainingOffload
 
@@ -84,7 +84,7 @@ def test_offload_frees_the_device_at_the_speed_of_the_bus(no_group_left: None) -
             print(f"out {out:.3f} s of {bus_out:.3f}, back {back:.3f} s of {bus_back:.3f}")
             assert before > 15e9 and left <= 300 * 2**20
             assert out <= 1.2 * bus_out and back <= 1.2 * bus_back
-        return [*losses, *(local_of(p.detach()).clone() for p in model.parameters())]
+        return [*losses, *(get_local_tensor(p.detach()).clone() for p in model.parameters())]
 
     run(replace(CONFIG, num_layers=1))  # libraries reserve their workspaces, which stay
     gc.collect()

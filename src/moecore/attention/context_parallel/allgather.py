@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.attention.context_parallel.held import Half, LocalTokens
+from moecore.attention.context_parallel.local_tokens import Half, LocalTokens
 from moecore.kernels.attention import (
     AttentionMask,
     add_sinks,

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.attention.context_parallel.held import ChunkLayout
+from moecore.attention.context_parallel.local_tokens import ChunkLayout
 from moecore.base.regions import run_and_save
-from moecore.base.torch_private import is_silent
+from moecore.base.torch_private import skips_communication
 
 
 def scatter_heads(
@@ -52,7 +52,7 @@ def _exchange(
         if x is not None:
             send_buffer = before(x).contiguous()
             recv_buffer = torch.empty_like(send_buffer)
-            if is_silent(send_buffer):  # a mode counts bytes instead of sending them
+            if skips_communication(send_buffer):  # a mode counts bytes instead of sending them
                 outputs.append(after(recv_buffer))
                 continue
             work = dist.all_to_all_single(recv_buffer, send_buffer, group=group, async_op=True)

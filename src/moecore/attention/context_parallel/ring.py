@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.attention.context_parallel.held import ChunkLayout, Half
-from moecore.base.torch_private import is_silent
+from moecore.attention.context_parallel.local_tokens import ChunkLayout, Half
+from moecore.base.torch_private import skips_communication
 from moecore.kernels.attention import (
     AttentionMask,
     add_sinks,
@@ -88,7 +88,7 @@ class _RingTransfer(NamedTuple):
 def _send_to_next(x: Tensor, group: dist.ProcessGroup) -> _RingTransfer:
     """Start to send x to the next rank, and to receive a tensor like x from the previous rank."""
     recv_buffer = torch.empty_like(x)
-    if is_silent(x):  # a mode counts bytes instead of sending them
+    if skips_communication(x):  # a mode counts bytes instead of sending them
         return _RingTransfer(x, recv_buffer, [])
     G, rank = group.size(), group.rank()
     after, before = (dist.get_global_rank(group, (rank + way) % G) for way in (1, -1))

@@ -31,9 +31,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from moecore.base.torch_private import is_silent
+from moecore.base.torch_private import skips_communication
 from moecore.kernels.linear_attention import DeltaRule, causal_convolution, gated_delta_rule
-from moecore.moe.dispatch.collectives import exchanged, gather_ranks
+from moecore.moe.dispatch.collectives import exchange_with_grad, gather_ranks
 
 MAX_GROUPS = 1023  # groups that torch's grouped product supports
 
@@ -99,11 +99,11 @@ class LocalPieces:
 
     def _to_parts(self, x_G: Tensor) -> Tensor:
         """All-to-all along the first dim; backward does the same to gradients."""
-        return exchanged(x_G, self._all_to_all, self._all_to_all)
+        return exchange_with_grad(x_G, self._all_to_all, self._all_to_all)
 
     def _all_to_all(self, send_buffer: Tensor) -> Tensor:
         recv_buffer = torch.empty_like(send_buffer, memory_format=torch.contiguous_format)
-        if not is_silent(send_buffer):  # a mode counts bytes instead of sending them
+        if not skips_communication(send_buffer):  # a mode counts bytes instead of sending them
             dist.all_to_all_single(recv_buffer, send_buffer.contiguous(), group=self.group)
         return recv_buffer
 

@@ -261,7 +261,7 @@ class Precision(CheckedRecord):
         if len(set(patterns)) < len(patterns):
             yield "overrides", "have each pattern once, because the first counts: drop the second"
         for pattern, recipe in self.overrides:
-            reason = never_quantised(pattern.rpartition(".")[2])
+            reason = find_fp8_exclusion(pattern.rpartition(".")[2])
             if recipe is not None and reason is not None:
                 yield "overrides", f"give no recipe to {pattern!r}, because {reason}: drop it"
 
@@ -288,7 +288,7 @@ class Precision(CheckedRecord):
         """The default recipe and the recipes of `overrides`."""
         return [self.recipe, *(recipe for _, recipe in self.overrides if recipe is not None)]
 
-    def recipe_of(self, name: str, role: Role | None) -> Recipe | None:
+    def find_recipe(self, name: str, role: Role | None) -> Recipe | None:
         """Return the recipe of a module with this clean name and role; None = no FP8."""
         # A clean name, such as "model.layers.3.mlp.experts", has no parts that wrappers add.
         if role is None:
@@ -315,6 +315,6 @@ def register_precision(name: str, precision: Precision) -> None:
     PRECISIONS.register(name, precision)
 
 
-def never_quantised(part: str) -> str | None:
+def find_fp8_exclusion(part: str) -> str | None:
     """Return why modules with this name part never run in FP8; None = they may."""
     return next((reason for word, reason in NEVER.items() if word in part.lower()), None)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from moecore.attention.function import attend
 from moecore.attention.sequence import Sequence
 from moecore.base.fields import check_arguments
-from moecore.families.transformers.linear_attention import SEQUENCE, take_sequences
+from moecore.families.transformers.linear_attention import SEQUENCE, accept_sequences
 from moecore.families.transformers.rows import READER, RowReader
 from moecore.families.transformers.sparse_attention import attend_sparsely, refuse_earlier_keys
 
@@ -64,7 +64,7 @@ def use_causal_attention(model: nn.Module) -> None:
         )
     AttentionInterface.register(CAUSAL, _causal_attention)
     hf.set_attn_implementation(CAUSAL)
-    take_sequences(hf)
+    accept_sequences(hf)
     attend_sparsely(hf)
     if not hasattr(hf, READER):
         setattr(hf, READER, RowReader(hf))

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from moecore.attention.context_parallel.held import ContextParallel
+from moecore.attention.context_parallel.local_tokens import ContextParallel
 from moecore.attention.sequence import Sequence
 from moecore.base.fields import quote
 from moecore.base.options.context import ContextOptions

@@ -36,7 +36,7 @@ from moecore.base.torch_private import tree_map_only, version
 from moecore.families.transformers.stock import named, outermost
 from moecore.models.loss import IGNORE_INDEX, linear_cross_entropy
 from moecore.models.tensor_parallel import TensorParallel
-from moecore.moe.dispatch.collectives import exchanged
+from moecore.moe.dispatch.collectives import exchange_with_grad
 
 # Functions that read no values.
 ABOUT = frozenset(
@@ -73,7 +73,7 @@ class LogitsSource:
         if self.tp is None:
             return loss
         size = self.tp.size
-        return exchanged(loss, torch.clone, lambda grad: grad * size)
+        return exchange_with_grad(loss, torch.clone, lambda grad: grad * size)
 
     def end(self, _grad: Tensor) -> None:
         """Free the hidden states when the loss's backward begins."""

@@ -40,7 +40,7 @@ def rule_of(module: nn.Module) -> str | None:
     return next((rule for rule in RULES if rule in called), None) if CONVOLUTION in called else None
 
 
-def take_sequences(model: nn.Module) -> None:
+def accept_sequences(model: nn.Module) -> None:
     """Make a model's linear attention layers use the `Sequence` in their arguments."""
     for module in linear_layers(model):
         of_file = inspect.unwrap(type(module).forward).__globals__

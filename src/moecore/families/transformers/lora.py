@@ -143,7 +143,7 @@ def _refuse_late(module: nn.Module, args: Any) -> None:
         )
 
 
-def adapted(model: nn.Module) -> nn.Module:
+def unwrap_peft(model: nn.Module) -> nn.Module:
     """Return the base model of a PeftModel, and any other model unchanged."""
     if "peft" in sys.modules:
         from peft import PeftModel
@@ -155,7 +155,7 @@ def adapted(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def adapters_off(model: Any) -> Iterator[None]:
+def disable_adapters(model: Any) -> Iterator[None]:
     """Disable a PeftModel's adapters in this context; restore `requires_grad` at its end."""
     trained = [(param, param.requires_grad) for param in model.parameters()]
     try:

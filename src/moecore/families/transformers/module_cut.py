@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import Placement, Shard
 
-from moecore.base.peft_layers import lora_base, lora_pairs
+from moecore.base.peft_layers import find_lora_base, list_lora_pairs
 from moecore.base.torch_private import StridedShard
 
 # Sections of a matrix's rows, such as queries, keys, values: (heads, rows per head) of each.
@@ -69,7 +69,7 @@ def named_linears(module: nn.Module) -> dict[str, nn.Linear]:
     """Return the linears of a module by name, including the base layers of peft's LoRA."""
     linears = dict[str, nn.Linear]()
     for name, child in module.named_children():
-        base = lora_base(child) or child
+        base = find_lora_base(child) or child
         if type(base) is nn.Linear:
             linears[name] = base
         elif base is child:
@@ -79,14 +79,14 @@ def named_linears(module: nn.Module) -> dict[str, nn.Linear]:
 
 def output_linears(module: nn.Module) -> list[Any]:
     """Return [linear]; for a peft LoRA layer, its base linear and the B of each adapter."""
-    base = lora_base(module)
-    return [module] if base is None else [base, *(b for _, b in lora_pairs(module))]
+    base = find_lora_base(module)
+    return [module] if base is None else [base, *(b for _, b in list_lora_pairs(module))]
 
 
 def adapters(module: nn.Module) -> dict[str, list[tuple[nn.Linear, nn.Linear]]]:
     """Return linear name -> (A, B) of each LoRA adapter, for the adapted linears of a module."""
     layers = {name: module.get_submodule(name) for name in named_linears(module)}
-    return {n: lora_pairs(m) for n, m in layers.items() if lora_base(m) is not None}
+    return {n: list_lora_pairs(m) for n, m in layers.items() if find_lora_base(m) is not None}
 
 
 def owner_of(module: nn.Module, name: str) -> tuple[Any, str]:

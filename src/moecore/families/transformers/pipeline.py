@@ -1,7 +1,7 @@
 """StagedCausal: pipeline stages of a causal language model of transformers.
 
     parts      embedding -> one list of layers -> norm -> head, found by name
-    a stage    the model's own forward of the same inputs. `Elsewhere` replaces the parts of other
+    a stage    the model's own forward of the same inputs. `AbsentModule` replaces parts of other
                stages during the call. The part before the stage's first part returns the hidden
                states of the previous stage. The part after its last part receives the output.
 
@@ -24,12 +24,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moecore.base.copies import copy_modules, on_meta
+from moecore.base.copies import copy_modules, make_meta_parameter
 from moecore.base.torch_private import version
 from moecore.families.transformers.rows import READER, RowReader
 from moecore.parallel.fsdp.units import find_blocks
 from moecore.parallel.pipeline.layout import Stage
-from moecore.parallel.pipeline.stages import Elsewhere, StageParts, check_hidden, check_stage, need
+from moecore.parallel.pipeline.stages import (
+    AbsentModule,
+    StageParts,
+    check_hidden,
+    check_stage,
+    require_arguments,
+)
 
 PARTS = "_moecore_stage_parts"  # attribute of a model
 SIZES = "_moecore_stage_sizes"  # attribute of a model: the layers' input shape after [B, T]
@@ -56,7 +62,7 @@ class StagedCausal:
             setattr(model, PARTS, parts)
             setattr(model, SIZES, sizes)
         self._reader: RowReader | None = getattr(model, READER, None)
-        self._elsewhere: dict[str, Elsewhere] = {}  # replacements of this rank's other stages
+        self._elsewhere: dict[str, AbsentModule] = {}  # replacements of this rank's other stages
 
     def get_submodule(self, target: str) -> nn.Module:
         """Return a module of the model by its name."""
@@ -66,7 +72,7 @@ class StagedCausal:
     def set_submodule(self, target: str, module: nn.Module) -> None:
         """Replace a module of the model."""
         self.model.set_submodule(target, module)
-        if isinstance(module, Elsewhere) and not hasattr(self.model, IS_CUT):
+        if isinstance(module, AbsentModule) and not hasattr(self.model, IS_CUT):
             setattr(self.model, IS_CUT, True)
             self.model.register_forward_pre_hook(_refuse_direct_call)
 
@@ -97,7 +103,7 @@ class StagedCausal:
                 f"{name} must be left out of a pipeline stage, which has a part of the layers: "
                 "pass input_ids, and balance experts by parallelize_moe(moe={'balance': ...})"
             )
-        need(inputs, "input_ids", "labels or log_prob_loss")
+        require_arguments(inputs, "input_ids", "labels or log_prob_loss")
 
     def __call__(self, *, hidden: Tensor | None, stage: Stage, **inputs: Any) -> Tensor:
         """Run one stage; see `moecore.parallel.pipeline.stages.StagedModel`."""
@@ -121,7 +127,7 @@ class StagedCausal:
 
     @contextmanager
     def _only_stage(self, stage: Stage, hidden: Tensor | None) -> Iterator[list[Tensor]]:
-        """Replace parts of other stages by `Elsewhere`; yield the list that gets the output."""
+        """Replace parts of other stages by `AbsentModule`; yield the list that gets the output."""
         parts, get = self.stage_parts(), self.get_submodule
         layers = _names_of_layers(self, parts)
         line = [parts.embedding, *layers, *parts.final_modules, parts.head]
@@ -136,7 +142,7 @@ class StagedCausal:
 
             for name in line:
                 module = get(name)
-                if name not in stage_names and not isinstance(module, Elsewhere):
+                if name not in stage_names and not isinstance(module, AbsentModule):
                     ends.callback(self.model.set_submodule, name, module)
                     if name not in self._elsewhere:
                         self._elsewhere[name] = parts.elsewhere(name, module)
@@ -167,7 +173,7 @@ class StagedCausal:
 
 @dataclass
 class _Shell:
-    """Record of a model's forward in which all parts were replaced by `Elsewhere`."""
+    """Record of a model's forward in which all parts were replaced by `AbsentModule`."""
 
     embedded: Tensor  # zeros [1, T, D], the embedding's output
     # (name, first argument, version of the first argument) of each call of a part, in order
@@ -186,8 +192,8 @@ class _Shell:
 
 
 def _run_shell(model: Any, parts: StageParts) -> _Shell:
-    """Run a copy of a model in which `Elsewhere` replaces all parts, and return the record."""
-    shell: Any = copy_modules(model, on_meta, unwrapped=True)[model]
+    """Run a copy of a model in which `AbsentModule` replaces all parts, and return the record."""
+    shell: Any = copy_modules(model, make_meta_parameter, unwrapped=True)[model]
     config, dtype = model.config.get_text_config(), model.get_input_embeddings().weight.dtype
     # One row, so that code which unpacks hidden states as several tensors raises.
     ids = torch.zeros(1, 8, dtype=torch.int64, device="cpu")

@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moecore.attention.context_parallel.held import (
+from moecore.attention.context_parallel.local_tokens import (
     ContextParallel,
     LocalTokens,
     check_documents,
-    ranks_of,
+    select_cp_ranks,
 )
 from moecore.attention.sequence import Sequence, packed_sequence, shift_rows
 from moecore.base.torch_private import call_after_backward
@@ -117,7 +117,7 @@ class RowReader:
 
     def ranks_of(self, cp: int | None) -> ContextParallel | None:
         """Return the cp ranks of a forward; None = no context parallelism."""
-        return ranks_of(cp, self.cp, self.groups)
+        return select_cp_ranks(cp, self.cp, self.groups)
 
     def _enter(
         self, base: nn.Module, args: tuple[Any, ...], kwargs: Kwargs

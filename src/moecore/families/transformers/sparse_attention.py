@@ -102,7 +102,7 @@ def _forward(
     o_BTHv = out.o_tHv
     if out.divergence_t is not None:
         loss = getattr(layer, CONFIG).loss_coef * mean_divergence(out.divergence_t, sequence)
-        o_BTHv = layer.aux_loss.ride(o_BTHv, loss)
+        o_BTHv = layer.aux_loss.attach(o_BTHv, loss)
     selected = prev_topk_indices if out.selected_tK is None else out.selected_tK
     y_BTD = layer.o_proj(o_BTHv.flatten(2))
     return (y_BTD, None, selected) if hasattr(layer, "skip_topk") else (y_BTD, None)

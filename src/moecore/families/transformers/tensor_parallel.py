@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from moecore.base.params import shard_parameter
 from moecore.base.regions import run_and_save
-from moecore.base.torch_private import is_silent, tree_map_only
+from moecore.base.torch_private import skips_communication, tree_map_only
 from moecore.families.transformers.cuts import find_cuts
 from moecore.families.transformers.head import cut_vocabulary
 from moecore.families.transformers.linear_attention import refuse_shortcut
@@ -50,9 +50,9 @@ from moecore.families.transformers.module_cut import (
 )
 from moecore.families.transformers.stock import named, outermost
 from moecore.models.tensor_parallel import TensorParallel
-from moecore.moe.dispatch.collectives import exchanged
+from moecore.moe.dispatch.collectives import exchange_with_grad
 from moecore.moe.layer import MoELayer, RoutedLayer
-from moecore.parallel.pipeline.stages import Elsewhere
+from moecore.parallel.pipeline.stages import AbsentModule
 
 logger = logging.getLogger("moecore.parallelize")
 
@@ -224,7 +224,7 @@ class HeadExchange:
 
     def __call__(self, _linear: nn.Module, _args: Any, y: Tensor) -> Tensor:
         """Return [..., outputs of a rank's heads]; backward sums the gradients of shared heads."""
-        return run_and_save(exchanged, y, self._dispatch, self._back)  # type: ignore[no-any-return]
+        return run_and_save(exchange_with_grad, y, self._dispatch, self._back)  # type: ignore[no-any-return]
 
     def _dispatch(self, y: Tensor) -> Tensor:
         y_TN = y.flatten(0, -2)
@@ -255,7 +255,7 @@ class HeadExchange:
         T = next(len(piece) for to in pieces for piece in to)
         receives = [sum(T * (b - a) for a, b in maker) for maker in ranges]
         receive_buffer = send_buffer.new_empty(sum(receives))
-        if not is_silent(send_buffer):
+        if not skips_communication(send_buffer):
             sends = [sum(piece.numel() for piece in to) for to in pieces]
             dist.all_to_all_single(receive_buffer, send_buffer, receives, sends, group=self._group)
         widths = [b - a for maker in ranges for a, b in maker]
@@ -413,7 +413,7 @@ class GradientShareHooks:
     def _leave(self, model: nn.Module, _args: Any, output: Any) -> Any:
         self._state.depth = max(self._depth - 1, 0)  # an earlier hook may have raised
         head = getattr(model, "get_output_embeddings", lambda: None)()
-        if isinstance(head, Elsewhere):  # a pipeline stage whose gradient is received
+        if isinstance(head, AbsentModule):  # a pipeline stage whose gradient is received
             return output
         return tree_map_only(Tensor, self._divided, output)
 
@@ -431,4 +431,4 @@ class GradientShareHooks:
     def _divided(self, x: Tensor) -> Tensor:
         if not x.requires_grad:
             return x
-        return exchanged(x, lambda x: x, lambda grad: grad / self._size)
+        return exchange_with_grad(x, lambda x: x, lambda grad: grad / self._size)

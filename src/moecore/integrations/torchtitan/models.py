@@ -27,17 +27,17 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from torchtitan.tools.logging import logger
 
-from moecore.attention.context_parallel.held import ContextParallel
+from moecore.attention.context_parallel.local_tokens import ContextParallel
 from moecore.base.options.context import ContextOptions
 from moecore.base.options.layer import BalanceConfig
 from moecore.families.family import swap_blocks
 from moecore.families.transformers.context import CausalContext
 from moecore.integrations.torchtitan.options import moecore_options
 from moecore.integrations.torchtitan.parallelize import Version, parallelize_own_loss
-from moecore.kernels.zigzag import positions_of
+from moecore.kernels.zigzag import find_positions
 from moecore.models import Decoder, DecoderConfig, flops_per_token, num_params
 from moecore.moe.forced import force_even_load
-from moecore.parallel.model.parallel_state import request_of
+from moecore.parallel.model.parallel_state import get_request
 
 LABELS = "labels"  # the keyword under which a model gets them
 Source = Any  # a transformers PreTrainedConfig, or the path of a directory with a config.json
@@ -111,7 +111,7 @@ def document_inputs(starts_BT: Tensor) -> dict[str, Any]:
     ends = first_n.new_tensor([starts_BT.numel()])
     cu_seqlens = torch.cat([first_n, ends])
     return {
-        "positions": positions_of(cu_seqlens, starts_BT.numel()).view(starts_BT.shape),
+        "positions": find_positions(cu_seqlens, starts_BT.numel()).view(starts_BT.shape),
         "cu_seqlens": cu_seqlens.int(),
         "max_seqlen": int(cu_seqlens.diff().max()),
     }
@@ -119,7 +119,7 @@ def document_inputs(starts_BT: Tensor) -> dict[str, Any]:
 
 def share_of_loss(model: nn.Module, loss: Tensor) -> Tensor:
     """Return loss / cp with the gradient of the full loss: torchtitan sums the loss over cp."""
-    request = request_of(model)
+    request = get_request(model)
     cp = 1 if request is None else request.meshes.parallel.cp
     return loss if cp == 1 else loss + (loss / cp - loss).detach()
 
@@ -205,7 +205,7 @@ def _fill(
     """Load `moecore.hf_weights`, or fill from the seed that torchtitan gave every rank."""
     if hf_weights is None:
         seed = torch.tensor(torch.initial_seed() % 2**63)
-        request = request_of(owner)
+        request = get_request(owner)
         if request is not None and request.meshes.pipeline_groups is not None:
             # torchtitan gives each stage a seed of its own.
             group = request.meshes.pipeline_groups[0]

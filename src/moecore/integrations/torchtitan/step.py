@@ -13,7 +13,7 @@ from torchtitan.tools.logging import logger
 from moecore.integrations.torchtitan.layer import TitanLayer
 from moecore.moe.amax_history import GRADIENTS
 from moecore.moe.metrics import MoEMetrics
-from moecore.parallel.model.parallel_state import capacity_of, moe_state, request_of
+from moecore.parallel.model.parallel_state import get_capacity, get_request, moe_state
 from moecore.precision.apply import advance_amax, amax_histories, has_history
 from moecore.train.step import TrainStep
 
@@ -54,7 +54,7 @@ def save_histories(optimizers: Any, parts: list[nn.Module]) -> None:
         # Names do not depend on the layout, because DCP raises for names that a checkpoint lacks.
         entries = {f"{AMAX}degrees": _degrees_of(parts[0])}
         for name, history in histories.items():
-            history.grow(device)
+            history.allocate_steps(device)
             entries |= {f"{AMAX}{name}.{o}": steps for o, steps in history.steps.items()}
         result: dict[str, Any] = save() | entries
         return result
@@ -74,14 +74,14 @@ def save_histories(optimizers: Any, parts: list[nn.Module]) -> None:
 
 def _degrees_of(model: nn.Module) -> Tensor:
     """Return the degrees on which magnitudes of gradients depend: see `amax_names`."""
-    request = request_of(model)
+    request = get_request(model)
     assert request is not None, "delayed scaling comes from a call of parallelize_moe"
     meshes = request.meshes
     return torch.tensor([meshes.data_ranks, meshes.parallel.cp, meshes.parallel.tp])
 
 
 def _ranks_of(model: nn.Module) -> dist.ProcessGroup | None:
-    request = request_of(model)
+    request = get_request(model)
     return None if request is None else request.meshes.stage_group
 
 
@@ -94,7 +94,7 @@ def finish_step(model: nn.Module) -> MoEMetrics:
         for layer in state.layers.values()
         if isinstance(layer, TitanLayer) and layer.config.balance.bias_update_rate
     }
-    capacity_of(model).poll()
+    get_capacity(model).poll()
     metrics = state.finish_step()
     for layer, old_E in before.items():
         bias_E = layer.part("router").selection_bias
@@ -121,7 +121,7 @@ class MoEMetricsProcessor(MetricsProcessor):
         """Log as torchtitan does, and the load on a line of its own; up to four host syncs more."""
         extra = dict(extra_metrics or {})
         for part in self.model_parts or ():
-            capacity_of(part).check()
+            get_capacity(part).check()
         for metrics in getattr(self.optimizers, METRICS, ()):
             extra |= load_metrics(metrics)
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)

@@ -8,7 +8,7 @@ from transformers import Trainer, TrainingArguments
 
 from moecore.base.fields import quote
 from moecore.integrations.transformers.scheduled import is_dynamic
-from moecore.parallel.model.parallel_state import moe_state, request_of
+from moecore.parallel.model.parallel_state import get_request, moe_state
 
 _PRECISION = "give parallelize_moe fsdp=FSDPOptions(param_dtype=torch.bfloat16)"
 _SHARDING = "leave it out, parallelize_moe has sharded the model"
@@ -80,7 +80,7 @@ def check_model(model: nn.Module, args: TrainingArguments) -> None:
             f"loss ({state.loss!r}) of parallelize_moe must be 'mean' for MoETrainer: leave it "
             "out, Trainer divides by the tokens of all ranks itself"
         )
-    request = request_of(model)
+    request = get_request(model)
     assert request is not None, "it has a state"
     processes = state.groups.data_ranks * state.groups.cp * request.meshes.parallel.tp
     if processes != args.world_size:

@@ -19,16 +19,16 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer
 
 from moecore.base.rank_checks import difference
-from moecore.families.family import Transformers
+from moecore.families.family import TransformersFamily
 from moecore.packing import ScheduledBatch, ScheduledCollator
-from moecore.parallel.model.parallel_state import request_of
-from moecore.parallel.pipeline.stages import loss_of
+from moecore.parallel.model.parallel_state import get_request
+from moecore.parallel.pipeline.stages import get_loss
 from moecore.train.step import TrainStep
 
 
 def is_dynamic(model: nn.Module) -> bool:
     """Whether each forward of a parallelized model selects its own cp degree."""
-    request = request_of(model)
+    request = get_request(model)
     return request is not None and request.is_dynamic
 
 
@@ -40,11 +40,11 @@ class ScheduledSteps:
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        request = request_of(trainer.model)
+        request = get_request(trainer.model)
         assert request is not None, "the trainer has checked it"
         _check(trainer, request.meshes.data_rank, request.meshes.data_ranks)
         self._device = request.meshes.device
-        self._is_hf = isinstance(request.family, Transformers)
+        self._is_hf = isinstance(request.family, TransformersFamily)
         self._copies = dist.get_world_size() // request.meshes.data_ranks  # ranks per data rank
         self._group: dist.ProcessGroup | None = None
         if request.meshes.data_ranks > 1:
@@ -63,7 +63,7 @@ class ScheduledSteps:
         self._compare(batch)
         return self._loss(
             batch,
-            lambda batches: torch.stack([loss_of(model(**batch_)).float() for batch_ in batches]),
+            lambda batches: torch.stack([get_loss(model(**batch_)).float() for batch_ in batches]),
         )
 
     def _loss(self, batch: ScheduledBatch, run: Callable[[list[dict[str, Any]]], Tensor]) -> Tensor:

@@ -60,12 +60,12 @@ from moecore.integrations.transformers.run_state import (
 )
 from moecore.integrations.transformers.scheduled import ScheduledSteps, is_dynamic
 from moecore.io import Saver, export_hf, load, save_adapters
-from moecore.io.checkpoint.directory import CHECKPOINTS, directory_of
+from moecore.io.checkpoint.directory import CHECKPOINTS, step_directory
 from moecore.io.checkpoint.ranks import on_first_rank
-from moecore.io.hf.lora import unmerged
+from moecore.io.hf.lora import find_unmerged
 from moecore.packing import ScheduledBatch
 from moecore.parallel.model.parallel_state import moe_state
-from moecore.parallel.model.parameter_guards import refuse_earlier
+from moecore.parallel.model.parameter_guards import refuse_earlier_optimizer
 from moecore.train.loss_scale import DynamicLossScale, is_fp16
 from moecore.train.step import StepResult, TrainStep
 
@@ -100,7 +100,7 @@ class MoETrainer(Trainer):
             )
         super().__init__(*args, **kwargs)
         with share_errors():
-            refuse_earlier(self.model, self.optimizer)
+            refuse_earlier_optimizer(self.model, self.optimizer)
             if has_parts_of_rows(self.model):
                 check_logits(self)
             self._steps = ScheduledSteps(self) if is_dynamic(self.model) else None
@@ -249,7 +249,7 @@ class MoETrainer(Trainer):
         self.store_flos()
         step, state = self.state.global_step, self.state
         if state.best_global_step == step:
-            state.best_model_checkpoint = str(directory_of(self._root, step))
+            state.best_model_checkpoint = str(step_directory(self._root, step))
         state.stateful_callbacks = _states([*self.callback_handler.callbacks, self.control])
         generators = gather(host_generators()[None].to(self.args.device))
         extra = {STATE: state_text(state), GENERATORS: generators.cpu()}
@@ -360,7 +360,7 @@ class ShardedAccelerator(Accelerator):
 
 def export_into(model: nn.Module, folder: Path) -> None:
     """Export a model to a directory, and replace an earlier export in it. Collective."""
-    if unmerged(model):
+    if find_unmerged(model):
         save_adapters(model, folder, adapter=cast(Any, model).active_adapter)
         return
     draft = folder / ".export"

@@ -40,7 +40,7 @@ from moecore.io.checkpoint.manifest import MANIFEST, Manifest
 
 POINTER = "latest"
 CHECKPOINTS = "checkpoints"  # the directory of a training run that `save` gets
-# Exactly the names that `directory_of` makes: step-0000006 would be a second name of step 6.
+# Exactly the names that `step_directory` makes: step-0000006 would be a second name of step 6.
 _STEP = r"step-([0-9]{6}|[1-9][0-9]{6,17})"
 _STEP_NAME = re.compile(_STEP)
 _POINTER_TEXT = re.compile(rf"(?P<name>{_STEP}) (?P<digest>[0-9a-f]{{64}})\n")
@@ -180,7 +180,7 @@ def is_published(root: Path, step: int) -> bool:
         named = _read_pointer(root)
     except (OSError, ValueError):
         return False
-    final = directory_of(root, step)
+    final = step_directory(root, step)
     return named is not None and named[0] == final.name and is_complete(final)
 
 
@@ -211,7 +211,7 @@ def is_complete(path: Path) -> bool:
     return (path / MANIFEST).is_file()
 
 
-def directory_of(root: Path, step: int) -> Path:
+def step_directory(root: Path, step: int) -> Path:
     """Return the directory of a step's checkpoint."""
     return root / f"step-{step:06d}"
 
@@ -219,7 +219,7 @@ def directory_of(root: Path, step: int) -> Path:
 def new_draft(root: Path, step: int) -> Path:
     """Create an empty draft after removing old ones; refuse a step not after the newest."""
     root.mkdir(parents=True, exist_ok=True)
-    final = directory_of(root, step)
+    final = step_directory(root, step)
     _check_free(final)
     remove_leftovers(root)
     draft = root / f".{final.name}.tmp-{uuid.uuid4().hex[:8]}"
@@ -229,7 +229,7 @@ def new_draft(root: Path, step: int) -> Path:
 
 def publish(draft: Path, manifest: Manifest, *, keep: int) -> None:
     """Rename a complete draft to the newest checkpoint; `keep` checkpoints stay (0 = all)."""
-    root, final = draft.parent, directory_of(draft.parent, manifest.facts.step)
+    root, final = draft.parent, step_directory(draft.parent, manifest.facts.step)
     write_new(draft / MANIFEST, manifest.text)
     sync_directory(draft)
     _check_free(final)

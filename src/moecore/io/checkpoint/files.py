@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from moecore.base.tables import bounded_line
+from moecore.base.tables import format_error_line
 
 # Largest files that are parsed. 1 GiB holds 6 million blocks: the model and the moments of
 # 1,200 parameters over 1,600 ranks. A config.json of a published model has 0.1 MB. Objects of
@@ -150,7 +150,7 @@ def remove_leftovers(root: Path) -> None:
 
 def join_problems(problems: Sequence[str]) -> str:
     """Return the first problems in one line, and the number of the remaining problems."""
-    first = "; ".join(bounded_line(problem, MAX_CHARS) for problem in problems[:MAX_LINES])
+    first = "; ".join(format_error_line(problem, MAX_CHARS) for problem in problems[:MAX_LINES])
     remaining = len(problems) - MAX_LINES
     return first if remaining <= 0 else f"{first} (and {remaining} more)"
 

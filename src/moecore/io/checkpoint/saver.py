@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from moecore.base.failures import share_call_errors, share_errors
 from moecore.base.fields import CountOrZero, check_arguments
-from moecore.io.checkpoint.directory import Step, directory_of
+from moecore.io.checkpoint.directory import Step, step_directory
 from moecore.io.checkpoint.hyperparameters import Schedulers
 from moecore.io.checkpoint.lock import RunLock
 from moecore.io.checkpoint.rank_agreement import check_rank_agreement
@@ -44,7 +44,7 @@ from moecore.io.checkpoint.shard_file import Meter, Progress
 from moecore.io.checkpoint.snapshot import Snapshot, join_stages, local_tensors, take_snapshot
 from moecore.io.checkpoint.state import Optimizers
 from moecore.io.checkpoint.store import start_draft, write
-from moecore.parallel.model.parameter_guards import refuse_earlier
+from moecore.parallel.model.parameter_guards import refuse_earlier_optimizer
 from moecore.train.memory.host import HostCopies
 
 logger = logging.getLogger("moecore.io")
@@ -80,7 +80,7 @@ class Saver:
         arguments = locals()
         with share_errors():
             check_arguments(Saver.__init__, arguments)
-            refuse_earlier(model, optimizer)
+            refuse_earlier_optimizer(model, optimizer)
         self._snapshot = partial(
             take_snapshot, model=model, optimizer=optimizer, scheduler=scheduler, config=config
         )
@@ -174,7 +174,7 @@ class Saver:
             if is_first_rank():
                 logger.info("step %d: copied to host memory in %.3f s", step, seconds)
             self._future = self._thread.submit(self._write_and_log, draft, snapshot, copies)
-        return directory_of(self._lock.root, step)
+        return step_directory(self._lock.root, step)
 
     def check(self) -> None:
         """Raise the error of a failed background save. Call it every step: it does not communicate.

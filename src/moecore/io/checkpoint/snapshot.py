@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moecore.base.fields import shown_name
-from moecore.base.torch_private import local_of
+from moecore.base.torch_private import get_local_tensor
 from moecore.io.checkpoint.config_differences import config_values
 from moecore.io.checkpoint.hyperparameters import (
     Schedulers,
@@ -240,7 +240,7 @@ def _merge_parts(parts: list[StagePart]) -> StagePart:
 
 def local_tensors(snapshot: Snapshot) -> dict[str, Tensor]:
     """Return name -> this rank's part of each tensor, sharing its memory."""
-    return {name: local_of(tensor) for name, tensor in snapshot.tensors.items()}
+    return {name: get_local_tensor(tensor) for name, tensor in snapshot.tensors.items()}
 
 
 def rank_state(
@@ -277,7 +277,7 @@ def load_rank_state(
         kinds[kind][rest] = tensor
     view = ModelView(model)
     for name, tensor in kinds["model"].items():
-        local_of(view.stored_views[name]).copy_(tensor)
+        get_local_tensor(view.stored_views[name]).copy_(tensor)
     optimizers = list_optimizers(optimizer, view)
     scalars = {name: x.dtype for name, x in kinds["optimizer"].items() if not x.ndim}
     matrices = {name: x.dtype for name, x in kinds["optimizer"].items() if x.ndim}
@@ -288,7 +288,7 @@ def load_rank_state(
             name = view.name_of(param)
             for slot, value in values.items():
                 target = value if f"{slot}.{name}" in scalars else view.view(name, value)
-                local_of(target).copy_(kinds["optimizer"][f"{slot}.{name}"])
+                get_local_tensor(target).copy_(kinds["optimizer"][f"{slot}.{name}"])
         restore_optimizer_state(owner, slots)
     restore_groups(optimizers, state["optimizer"])
     schedule = join_schedulers(scheduler, optimizers)

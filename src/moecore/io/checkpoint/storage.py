@@ -39,8 +39,8 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from moecore.base.params import global_indices, runs_of
-from moecore.base.torch_private import local_of
+from moecore.base.params import find_runs, global_indices
+from moecore.base.torch_private import get_local_tensor
 from moecore.io.checkpoint.directory import publish
 from moecore.io.checkpoint.manifest import (
     Manifest,
@@ -166,7 +166,7 @@ def _find_blocks(tensor: Any) -> Blocks:
         return {}
     dims = []
     for index in global_indices(tensor):
-        runs = list(runs_of(index))
+        runs = list(find_runs(index))
         ends = itertools.accumulate(length for _, length in runs)
         dims.append([(at, slice(end - n, end)) for (at, n), end in zip(runs, ends, strict=True)])
     if math.prod(map(len, dims)) < 2:
@@ -237,7 +237,9 @@ class BlockLoadPlanner(dcp.DefaultLoadPlanner):
         """Return the view of the local tensor into which a block is read."""
         if index.fqn not in self._blocks:
             return super().lookup_tensor(index)
-        return local_of(self.state_dict[index.fqn])[self._blocks[index.fqn][_offset_of(index)]]
+        return get_local_tensor(self.state_dict[index.fqn])[
+            self._blocks[index.fqn][_offset_of(index)]
+        ]
 
 
 def _offset_of(index: MetadataIndex) -> torch.Size:

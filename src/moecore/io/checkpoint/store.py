@@ -30,7 +30,7 @@ from moecore.io.checkpoint.comparison import (
     rng_target,
     select_tensors,
 )
-from moecore.io.checkpoint.directory import Step, directory_of, is_published, new_draft
+from moecore.io.checkpoint.directory import Step, is_published, new_draft, step_directory
 from moecore.io.checkpoint.files import join_problems
 from moecore.io.checkpoint.hyperparameters import (
     Schedulers,
@@ -140,7 +140,7 @@ def save(
         write(start_draft(lock, step), snapshot, local_tensors(snapshot), keep=keep, meter=Meter())
     finally:
         lock.release()
-    return directory_of(Path(root), step)
+    return step_directory(Path(root), step)
 
 
 @share_call_errors
@@ -278,7 +278,7 @@ def write(
                 "save it again"
             ) from error
         raise
-    meter.log(f"saved {directory_of(draft.parent, snapshot.facts.step)}")
+    meter.log(f"saved {step_directory(draft.parent, snapshot.facts.step)}")
 
 
 def _read(

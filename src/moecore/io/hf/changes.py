@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore.base.torch_private import local_of
+from moecore.base.torch_private import get_local_tensor
 from moecore.moe.param_reader import gathered_blocks
 
 # Words whose products are there at once, 16 bytes each: what a CPU's cache holds, and enough for a
@@ -84,7 +84,7 @@ class Digests:
 def local_storage(tensor: Tensor) -> list[Tensor]:
     """Return this rank's storage of a tensor: its local values, or FP8 blocks and their scales."""
     blocks = gathered_blocks(tensor)
-    return [local_of(tensor).detach()] if blocks is None else blocks.tensors()
+    return [get_local_tensor(tensor).detach()] if blocks is None else blocks.tensors()
 
 
 def _bits(tensor: Tensor) -> Tensor:

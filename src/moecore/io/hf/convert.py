@@ -24,9 +24,9 @@ from moecore.io.checkpoint.comparison import select_tensors
 from moecore.io.checkpoint.directory import (
     Step,
     check_unused,
-    directory_of,
     new_draft,
     publish,
+    step_directory,
 )
 from moecore.io.checkpoint.files import refuse_problems
 from moecore.io.checkpoint.lock import hold_lock
@@ -56,7 +56,7 @@ from moecore.io.hf.files import BoxReader, HFFiles
 from moecore.io.hf.names import EMBEDDING, HEAD, HFLayout, find_layout, hf_copies, hf_plan
 from moecore.io.hf.pieces import FileRecipe, file_shapes
 from moecore.io.hf.quant import TensorSource, find_sources, read_box
-from moecore.io.hf.stock import reader_of, written_plan
+from moecore.io.hf.stock import build_reader, written_plan
 from moecore.io.hf.verify import content_problems, copy_problems, shape_problems
 from moecore.models.config import DecoderConfig
 
@@ -196,7 +196,7 @@ def _plan_files(
 ) -> tuple[dict[str, FileRecipe], dict[str, str], nn.Module | None]:
     """Return recipes and copies of the files, and the transformers model on meta or None."""
     if not _is_decoder(tensors):
-        tied, reader = values.get("tie_word_embeddings", False), reader_of(values)
+        tied, reader = values.get("tie_word_embeddings", False), build_reader(values)
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         recipes = written_plan(reader, shapes, layout)
         return recipes, {HEAD: EMBEDDING} if tied else {}, reader
@@ -246,7 +246,7 @@ def write_native(root: Path, conversion: Conversion) -> Path:
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)
             raise
-    return directory_of(root, conversion.step)
+    return step_directory(root, conversion.step)
 
 
 def _check(conversion: Conversion) -> None:

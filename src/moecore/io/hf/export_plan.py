@@ -20,7 +20,7 @@ from moecore.base.fields import shown_name
 from moecore.base.params import clean_name
 from moecore.families.fp32_modules import keeps_fp32
 from moecore.families.transformers.blocks import find_hf_adapter
-from moecore.families.transformers.lora import adapted, trained_copies, without_adapters
+from moecore.families.transformers.lora import trained_copies, unwrap_peft, without_adapters
 from moecore.io.checkpoint.config_differences import TRAINING, moe_differences, training_fields
 from moecore.io.checkpoint.ranks import on_every_rank
 from moecore.io.hf.collect import Item, PartOwners
@@ -38,7 +38,7 @@ from moecore.io.hf.names import (
 from moecore.io.hf.pieces import FileRecipe, local_part
 from moecore.io.hf.stock import (
     Shapes,
-    reader_of,
+    build_reader,
     rename_shapes,
     shapes_of,
     transformers_class,
@@ -79,7 +79,7 @@ def plan_export(
     If `needs_config` is False, a native decoder may have config None. The tensors then have the
     names that all families except Mixtral use.
     """
-    base = adapted(model)
+    base = unwrap_peft(model)
 
     def read_model() -> tuple[dict[str, Any], dict[str, Tensor]]:
         lacks = config is None and not needs_config and isinstance(base, Decoder)
@@ -251,8 +251,8 @@ def _check_values(
 def checked_reader(model: nn.Module, values: Mapping[str, Any], shapes: Shapes) -> nn.Module | None:
     """Return the model on meta that reads an export, after checks; None for an unknown class."""
     is_part = getattr(model, "base_model", None) is model  # the whole reads it, if there is one
-    full_reader = reader_of({**values, "architectures": None}) if is_part else None
-    reader = full_reader or reader_of(values, model)
+    full_reader = build_reader({**values, "architectures": None}) if is_part else None
+    reader = full_reader or build_reader(values, model)
     if reader is not None:
         kind = type(reader)
         _check_names(model, kind, shapes_of(reader.state_dict()), rename_shapes(shapes))

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from moecore.base.fields import quote, shown_name
-from moecore.base.tables import bounded_line
+from moecore.base.tables import format_error_line
 from moecore.io.checkpoint.files import MAX_CONFIG, MAX_TABLE, read_regular, refuse_problems
 from moecore.io.checkpoint.manifest import DTYPES, MAX_DEPTH, nests_deeper
 
@@ -200,7 +200,7 @@ def _header(file: Path) -> dict[str, FileTensor]:
 
 def one_line(error: BaseException) -> str:
     """Return the text of an error without line breaks, truncated."""
-    return bounded_line(str(error), 1000)
+    return format_error_line(str(error), 1000)
 
 
 def shown_with_source(error: BaseException) -> str:

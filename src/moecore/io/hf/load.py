@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from moecore.base.failures import share_call_errors, share_errors
 from moecore.base.fields import Seed, check_arguments
 from moecore.base.params import clean_name, init_normal_
-from moecore.families.transformers.lora import adapted, trained_copies, without_adapters
+from moecore.families.transformers.lora import trained_copies, unwrap_peft, without_adapters
 from moecore.io.checkpoint.config_differences import find_config
 from moecore.io.checkpoint.files import join_problems, refuse_problems
 from moecore.io.checkpoint.ranks import gather, is_first_rank, on_every_rank, on_first_rank
@@ -50,7 +50,7 @@ from moecore.io.hf.names import (
 )
 from moecore.io.hf.pieces import FileRecipe, local_part, shard_boxes
 from moecore.io.hf.quant import FP8, TensorSource, find_sources, read_box, stored_names
-from moecore.io.hf.stock import published_shapes, reader_of, stock_plan
+from moecore.io.hf.stock import build_reader, published_shapes, stock_plan
 from moecore.io.hf.upcycled import upcycled_config
 from moecore.io.hf.verify import LAYER, copy_problems
 from moecore.models.decoder import Decoder
@@ -129,7 +129,7 @@ def load_hf(
     with share_errors():
         check_arguments(load_hf, arguments)
         start, path = time.monotonic(), Path(path)
-        outer_model, model = model, adapted(model)
+        outer_model, model = model, unwrap_peft(model)
     # Rank 0 reads headers and config for all: thousands of ranks would read the same.
     table, config = on_first_rank(lambda: (read_headers(path), read_config(path)))
     with HFFiles(path, table) as files:
@@ -289,7 +289,7 @@ def _recipes(
     """Return the recipe of each tensor of a model; it also names file tensors that are missing."""
     if isinstance(model, Decoder):
         return hf_plan(model.config, find_layout(sources), shapes)
-    reader = reader_of(upcycled_config(model) or as_type(Any, model).config.to_dict(), model)
+    reader = build_reader(upcycled_config(model) or as_type(Any, model).config.to_dict(), model)
     files = {name: source.shape for name, source in sources.items()}
     return stock_plan(reader, shapes, files, {} if reader is None else published_shapes(reader))
 

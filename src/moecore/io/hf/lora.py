@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from moecore.base.fields import check_arguments, quote
 from moecore.base.params import clean_name, global_indices, init_normal_, init_uniform_
 from moecore.base.peft_layers import is_tuner_layer
-from moecore.families.transformers.lora import adapted, refuse_unmerging
+from moecore.families.transformers.lora import refuse_unmerging, unwrap_peft
 from moecore.io.checkpoint.files import refuse_problems
 from moecore.io.checkpoint.ranks import gather, is_first_rank, on_every_rank, on_first_rank
 from moecore.io.checkpoint.snapshot import is_first_of_stage
@@ -213,7 +213,7 @@ def _read_adapter(
 def _configs(model: nn.Module) -> dict[str, Any]:
     """Return the LoraConfig of each adapter."""
     configs: dict[str, Any] = getattr(model, "peft_config", None) or {}
-    if adapted(model) is model or any(
+    if unwrap_peft(model) is model or any(
         not hasattr(config, "lora_alpha") for config in configs.values()
     ):
         raise ValueError(
@@ -337,7 +337,7 @@ def merge_adapters(model: nn.Module) -> None:
 
 def find_merges(model: nn.Module) -> list[Merge]:
     """Return the update of each weight by adapters; raise for kinds that cannot be merged."""
-    for unmerged_layer in unmerged(model).values():
+    for unmerged_layer in find_unmerged(model).values():
         _check_kind(unmerged_layer)
     items = []
     for module in model.modules():
@@ -353,20 +353,20 @@ def find_merges(model: nn.Module) -> list[Merge]:
 
 def refuse_unmerged(model: nn.Module) -> None:
     """Raise ValueError for a model with unmerged adapters."""
-    for name in unmerged(model):
+    for name in find_unmerged(model):
         raise ValueError(
             f"adapters of {clean_name(name)} must be merged into the weights, which are all "
             "that is written: call moecore.io.merge_adapters(model) first, or save_adapters"
         )
 
 
-def unmerged(model: nn.Module) -> dict[str, nn.Module]:
+def find_unmerged(model: nn.Module) -> dict[str, nn.Module]:
     """Return name -> layer, for each layer whose forward adds adapters to its weight."""
     return {n: m for n, m in model.named_modules() if is_tuner_layer(m) and _applied_adapters(m)}
 
 
 def _check(model: nn.Module) -> None:
-    layers = unmerged(model).values()
+    layers = find_unmerged(model).values()
     if not layers:
         raise ValueError(
             f"model ({type(model).__name__}) must have active adapters that are not merged: attach "

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.base.params import global_indices, runs_of
-from moecore.base.torch_private import local_of
+from moecore.base.params import find_runs, global_indices
+from moecore.base.torch_private import get_local_tensor
 
 Region = tuple[int | slice, ...]
 ViewDim = tuple[int, int, int]  # dim of a file tensor, length, step
@@ -93,7 +93,7 @@ class PieceOverlap:
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a parameter, sharing its memory."""
-    return local_of(tensor).detach()
+    return get_local_tensor(tensor).detach()
 
 
 class ShardBox(NamedTuple):
@@ -123,7 +123,7 @@ def shard_boxes(
 
 def shard_runs(indices: Sequence[Tensor]) -> ShardRuns:
     """Return the runs of a shard's global indices, per dim."""
-    return tuple(tuple(runs_of(index)) for index in indices)
+    return tuple(tuple(find_runs(index)) for index in indices)
 
 
 def overlaps(

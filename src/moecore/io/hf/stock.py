@@ -46,7 +46,7 @@ def transformers_class(model_class: type) -> Any:
     return None
 
 
-def reader_of(
+def build_reader(
     values: Mapping[str, Any],
     model: nn.Module | None = None,
     dtype: torch.dtype = torch.float32,

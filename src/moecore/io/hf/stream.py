@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from moecore.base.failures import RankError, explain_transport_errors
 from moecore.base.fields import NumBytes, check_arguments, shown_name
-from moecore.families.transformers.lora import adapted
+from moecore.families.transformers.lora import unwrap_peft
 from moecore.io.checkpoint.ranks import ControlGroup, Group, gather, on_every_rank, rank_and_world
 from moecore.io.hf.buckets import (
     BucketCollector,
@@ -42,7 +42,7 @@ from moecore.io.hf.export_plan import (
     make_items,
     plan_export,
 )
-from moecore.io.hf.lora import Merge, adapter_tensors, find_merges, unmerged
+from moecore.io.hf.lora import Merge, adapter_tensors, find_merges, find_unmerged
 from moecore.io.hf.pieces import FileRecipe, TensorPiece
 from moecore.train.memory.streams import CopyStream
 
@@ -105,10 +105,10 @@ def _with_adapter(
 
 def _find_adapter(model: nn.Module, lora: LoRA) -> dict[str, tuple[Tensor, TensorPiece]]:
     """Return the active adapter's tensors by peft's names, for lora="apart"; otherwise {}."""
-    if lora == "merged" or adapted(model) is model:
+    if lora == "merged" or unwrap_peft(model) is model:
         return {}
     names: list[str] = cast(Any, model).active_adapters
-    if len(names) != 1 or not unmerged(model):
+    if len(names) != 1 or not find_unmerged(model):
         raise ValueError(
             f"active adapters ({names}) must be one that is not merged to be given apart: choose "
             "one by set_adapter, or pass lora='merged'"
@@ -236,7 +236,7 @@ class WeightStream:
 
     def _begin(self) -> _StreamPass:
         """Return a pass over the current weights; no communication."""
-        base = adapted(self._model)
+        base = unwrap_peft(self._model)
         tensors = export_tensors(base, self._plan.values)
         tensors |= {n: t for n, (t, _) in _find_adapter(self._model, self._lora).items()}
         parts = {name: describe_part(tensor) for name, tensor in tensors.items()}

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from moecore.base.tables import bounded_line
+from moecore.base.tables import format_error_line
 from moecore.io.checkpoint.files import MAX_CHARS, MAX_TABLE
 from moecore.io.checkpoint.ranks import rank_and_world
 from moecore.io.checkpoint.shard_file import CHUNK_BYTES
@@ -24,7 +24,7 @@ from moecore.io.hf.files import CONFIG, INDEX, BoxReader, HFFiles, read_json
 from moecore.io.hf.names import find_layout, hf_copies, hf_plan, model_copies
 from moecore.io.hf.pieces import file_shapes
 from moecore.io.hf.quant import TensorSource, find_sources
-from moecore.io.hf.stock import published_shapes, reader_of, shapes_of, stock_plan
+from moecore.io.hf.stock import build_reader, published_shapes, shapes_of, stock_plan
 
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
@@ -41,7 +41,7 @@ class Shaped(Protocol):
 
 def verify_hf(path: str | os.PathLike[str]) -> list[str]:
     """Return the problems of a directory, one line each; [] for a complete directory."""
-    return [bounded_line(problem, MAX_CHARS) for problem in _problems(Path(path))]
+    return [format_error_line(problem, MAX_CHARS) for problem in _problems(Path(path))]
 
 
 def _problems(path: Path) -> list[str]:
@@ -135,7 +135,7 @@ def _stock_problems(sources: Mapping[str, Shaped], config: Mapping[str, Any]) ->
     try:
         for key in ("num_hidden_layers", *MTP_KEYS):  # which `_is_behind` reads
             check_kind(key, config.get(key) or 1)
-        reader = reader_of(config)
+        reader = build_reader(config)
     except ValueError as error:
         return [str(error)]
     if reader is None:

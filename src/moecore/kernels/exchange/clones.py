@@ -1,7 +1,7 @@
 """Copies weights of experts to the ranks of their clones, and adds the clones' gradients.
 
-    fetch         returns the weights of this rank's clones, from the ranks that own the experts
-    bring_home_   adds the gradients of clones to the gradients of their experts, in order of places
+    fetch              returns the weights of this rank's clones, from the ranks that own the experts
+    add_clone_grads_   adds gradients of clones to the gradients of their experts, in order of places
 
 Each rank has places for c clones, and the plan on the device says which expert each place has. All
 ranks can access the buffer of each rank, which has a slot per place. A row of weights that is
@@ -22,7 +22,7 @@ with the ranks of the same etp index in other blocks.
 Letters: G ranks, B = G / etp blocks, c clones of a block, N = B c places, e experts of a block, W
 elements of one expert's slice. A buffer has two sets of c slots.
 
-Bytes over the links, for elements of b bytes: W b per clone for `fetch` and for `bring_home_`.
+Bytes over the links, for elements of b bytes: W b per clone for `fetch` and for `add_clone_grads_`.
 """
 
 from collections.abc import Iterator
@@ -294,7 +294,7 @@ store_grads = partial(_launch, _store_grads_kernel, False)
 receive_grads = partial(_launch, _receive_grads_kernel, True)
 
 
-def fetch(buffer: CloneBuffer, rows: Tensor, places: Places) -> Tensor:
+def fetch_clones(buffer: CloneBuffer, rows: Tensor, places: Places) -> Tensor:
     """Return the rows [c, ...] of this rank's clones; `rows` [e, ...] are its experts'.
 
     The dtype is any, and rows of empty places are zeros. Collective, without a host sync.
@@ -308,7 +308,7 @@ def fetch(buffer: CloneBuffer, rows: Tensor, places: Places) -> Tensor:
     return out
 
 
-def bring_home_(buffer: CloneBuffer, grads: Tensor, places: Places) -> Tensor:
+def add_clone_grads_(buffer: CloneBuffer, grads: Tensor, places: Places) -> Tensor:
     """Add the gradients of clones to the gradients of their experts, in place; return [e, ...].
 
     `grads` [e + c, ...], contiguous, one of `SUM_DTYPES`, has this rank's experts, then its clones.

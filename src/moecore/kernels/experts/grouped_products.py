@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
-from moecore.base.te_names import without_infinities
+from moecore.base.te_names import replace_infinities
 from moecore.kernels.experts.contract import (
     MATRICES,
     ExpertWeights,
@@ -28,14 +28,14 @@ from moecore.kernels.experts.contract import (
     Wants,
 )
 from moecore.kernels.experts.low_rank import LowRankProducts
-from moecore.kernels.grouped.wgrad import put_grad
+from moecore.kernels.grouped.wgrad import store_grad
 from moecore.kernels.rows.activation import (
     ActivationOptions,
     weighted_activation,
     weighted_activation_bwd,
 )
 from moecore.kernels.rows.index import ExpertIndex
-from moecore.kernels.rows.move import clear_unnamed, gather_rows_plain
+from moecore.kernels.rows.move import clear_rows_without_slot, gather_rows_plain
 from moecore.kernels.rows.record import Rows
 
 
@@ -77,7 +77,7 @@ class TorchMatmuls(Matmuls):
             grad_eNK = grouped_mm(dy_RN.t(), x_RK, offs=self.offsets_e)
         else:
             grad_eNK = dy_RN.new_zeros(self.offsets_e.shape[0], dy_RN.shape[1], x_RK.shape[1])
-        return put_grad(grad_eNK, target.out, target.adds, target.dtype, target.scale)
+        return store_grad(grad_eNK, target.out, target.adds, target.dtype, target.scale)
 
     def drop_weights(self) -> None:
         del self.w1_eCD, self.w2_eDF
@@ -123,7 +123,7 @@ class GroupedProducts:
         if not unsummed:
             return self._gather(Rows(dy))
         if self.matmuls.saturates:  # rows of no choice may hold anything
-            return without_infinities(clear_unnamed(dy, self.row_map.slots_SK))
+            return replace_infinities(clear_rows_without_slot(dy, self.row_map.slots_SK))
         return dy
 
     def activation_bwd(self, dy_RD: Tensor, h: Rows) -> tuple[Tensor, Tensor, Tensor]:
@@ -160,7 +160,7 @@ class GroupedProducts:
         """Return source rows in expert order and in the dtype of the products."""
         x_SD = rows.widen()
         if self.matmuls.saturates:
-            x_SD = without_infinities(x_SD)
+            x_SD = replace_infinities(x_SD)
         return gather_rows_plain(x_SD, *self.row_map)
 
     def _multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:

@@ -39,7 +39,7 @@ from moecore.kernels.grouped.scaled_rows import (
     scaled_matrices,
     scaled_rows,
 )
-from moecore.kernels.grouped.wgrad import grouped_wgrad, put_grad
+from moecore.kernels.grouped.wgrad import grouped_wgrad, store_grad
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.microscaled import quantise_microscaled, quantise_microscaled_matrices
 from moecore.kernels.rows.microscaling import transpose_matrices, unpack_matrices
@@ -111,7 +111,7 @@ class ScaledMatmuls(Matmuls):
         x = self._operand("x" if role == "w1" else "a", x_RK, columns=True)
         grad_eNK = scaled_wgrad(dy, x, self._padded_e, dy_RN.dtype)
         dtype = target.dtype or self.matrices.dtypes[role]
-        return put_grad(grad_eNK, target.out, target.adds, dtype, target.scale)
+        return store_grad(grad_eNK, target.out, target.adds, dtype, target.scale)
 
     def drop_weights(self) -> None:
         self.matrices.drop()
@@ -220,7 +220,7 @@ class EmulatedMatmuls(Matmuls):
             source.values, other.values, offsets_e, transposed=role == "w1", dtype=torch.float32
         )
         grad_eNK = grad_eNK * (source.scales * other.scales)[:-1, None, None]
-        return put_grad(grad_eNK, target.out, target.adds, dtype, target.scale)
+        return store_grad(grad_eNK, target.out, target.adds, dtype, target.scale)
 
     def drop_weights(self) -> None:
         self.matrices.drop()

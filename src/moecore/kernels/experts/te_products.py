@@ -29,7 +29,7 @@ from moecore.kernels.experts.contract import (
     Role,
 )
 from moecore.kernels.experts.grouped_products import Matmuls
-from moecore.kernels.grouped.wgrad import put_grad
+from moecore.kernels.grouped.wgrad import store_grad
 from moecore.kernels.rows.e4m3 import BLOCK
 from moecore.kernels.rows.index import ExpertIndex
 
@@ -81,7 +81,7 @@ class TEMatmuls(Matmuls):
         if is_direct:
             assert out is not None
             return out
-        return put_grad(grad, out, target.adds, target.dtype, target.scale)
+        return store_grad(grad, out, target.adds, target.dtype, target.scale)
 
     def drop_weights(self) -> None:
         del self.w1_eCD, self.w2_eDF
@@ -118,7 +118,7 @@ def te_problem(spec: ExpertSpec) -> str | None:
             f"dtype of the experts ({names}) must be torch.bfloat16 for expert_backend ('te'): "
             "convert the model, or set FSDPOptions.param_dtype"
         )
-    return spec.grouped_problem() or te_names.why_not(recipe, spec.device)
+    return spec.grouped_problem() or te_names.find_recipe_problem(recipe, spec.device)
 
 
 def splits_on_host(index: ExpertIndex, recipe: Recipe | None) -> list[int]:

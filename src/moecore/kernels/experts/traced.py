@@ -28,7 +28,7 @@ from moecore.kernels.experts.contract import (
 )
 from moecore.kernels.experts.products import make_products
 from moecore.kernels.ops import Op
-from moecore.kernels.rows.activation import FLAT, options_of
+from moecore.kernels.rows.activation import FLAT, make_options
 from moecore.kernels.rows.e4m3 import BLOCK, FP8
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.move import sum_rows_plain
@@ -65,7 +65,7 @@ _BackwardInputs = _record("_BackwardInputs", _BACKWARD)
 
 
 def _options(args: Any) -> ExpertMLPOptions:
-    activation = options_of(args.kind, args.limit, args.up_limit, args.alpha, args.interleaved)
+    activation = make_options(args.kind, args.limit, args.up_limit, args.alpha, args.interleaved)
     recipe = None
     if args.scaling:
         names = [field.name for field in fields(Recipe)]

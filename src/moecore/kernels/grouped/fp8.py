@@ -30,7 +30,7 @@ from moecore.kernels.common import (
 from moecore.kernels.grouped.fp8_kernel import sm90_fp8_grouped_nt_kernel
 from moecore.kernels.grouped.fp8_wgrad_kernel import sm90_fp8_grouped_wgrad_kernel
 from moecore.kernels.grouped.skeleton import GroupedConstants
-from moecore.kernels.grouped.wgrad import put_grad
+from moecore.kernels.grouped.wgrad import store_grad
 from moecore.kernels.rows.e4m3 import BLOCK
 from moecore.kernels.rows.row_tiles import BLOCK_M, RowTiles
 from moecore.kernels.rows.scaling import Blocks
@@ -123,7 +123,7 @@ def fp8_wgrad(
         without rows. Bit-reproducible.
     """
     if not has_hopper_kernels(tiles.map.device):
-        return put_grad(fp8_wgrad_ref(x, y, tiles), out, adds, dtype, scale)
+        return store_grad(fp8_wgrad_ref(x, y, tiles), out, adds, dtype, scale)
     M, N, e = x.values.shape[1], y.values.shape[1], tiles.ends_e.shape[0]
     out_eMN = x.values.new_empty(e, M, N, dtype=dtype) if out is None else out
     x_desc = gluon_descriptor(x.values.view(-1, BLOCK), (BLOCK_M, BLOCK))

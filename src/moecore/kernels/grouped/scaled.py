@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moecore.base.torch_private import is_silent, scaled_grouped_mm
+from moecore.base.torch_private import scaled_grouped_mm, skips_communication
 from moecore.kernels.common import (
     INTERPRET,
     launch,
@@ -192,7 +192,7 @@ def scaled_gemm(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> 
     if _has_no_product(a, b):
         return scaled_gemm_ref(a, b, offsets_e, dtype)
     R, b_eKN = a.values.shape[0], b.values.transpose(1, 2)
-    if not R or is_silent(b_eKN):
+    if not R or skips_communication(b_eKN):
         return b_eKN.new_empty(R, b_eKN.shape[2], dtype=dtype)
     if _is_mixed(a, b):
         return mixed_gemm(a, b, offsets_e, dtype)
@@ -216,7 +216,7 @@ def scaled_wgrad(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dtype) ->
     # Zero for an expert without rows; a GPU gives bf16. No autograd; no host sync on a GPU.
     if _has_no_product(x, y):
         return scaled_wgrad_ref(x, y, offsets_e, dtype)
-    if is_silent(x.values):
+    if skips_communication(x.values):
         return x.values.new_empty(*x.scales.shape, y.scales.shape[1], dtype=dtype)
     if _is_mixed(x, y):
         return mixed_wgrad(x, y, offsets_e, dtype)

@@ -59,9 +59,9 @@ from moecore.kernels.rows.scaling import (
     OperandPair,
     amax_ref,
     encode_ref,
-    parts_of,
     quantise_ref,
     raise_seen_ref_,
+    values_and_scales,
 )
 
 NUM_WARPS = 8
@@ -291,7 +291,7 @@ class _ScaledInput(NamedTuple):
     def cast(self, out: OperandPair, amax: Tensor | None, seen: Tensor | None) -> OperandPair:
         """Write the operands by kernels."""
         x, offsets_e, e, formats = self.x, self.offsets_e, self.num_experts, self.formats
-        outputs = [t for side in out for t in parts_of(side)]
+        outputs = [t for side in out for t in values_and_scales(side)]
         if INTERPRET:
             outputs = [view_as_bytes(t) for t in outputs]
         (N, D), R, stride = x.shape[-2:], x.shape[:-1].numel(), x.stride(-2)

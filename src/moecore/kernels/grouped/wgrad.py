@@ -350,7 +350,7 @@ def grouped_wgrad(
     if not has_hopper_kernels(x.device):
         x_RM = x if row_ids_R is None else x.index_select(0, row_ids_R)
         lhs, rhs = (y_RN, x_RM) if transposed else (x_RM, y_RN)
-        return put_grad(grouped_mm(lhs.t(), rhs, offs=offsets_e), out, adds, dtype, scale)
+        return store_grad(grouped_mm(lhs.t(), rhs, offs=offsets_e), out, adds, dtype, scale)
     x, y_RN = _aligned(x), _aligned(y_RN)
     (M, N), e = (x.shape[1], y_RN.shape[1]), offsets_e.shape[0]
     shape = (e, N, M) if transposed else (e, M, N)
@@ -379,14 +379,14 @@ def _aligned(x: Tensor) -> Tensor:
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
-def put_grad(
+def store_grad(
     grad: Tensor, out: Tensor | None, adds: bool, dtype: torch.dtype | None, scale: float
 ) -> Tensor:
     """Compute `grouped_wgrad` of a gradient that is already in memory, by another pass."""
     if out is not None:
         if adds:
             return out.add_(grad, alpha=scale)
-        return out.copy_(put_grad(grad, None, adds, out.dtype, scale))
+        return out.copy_(store_grad(grad, None, adds, out.dtype, scale))
     if scale == 1.0 and dtype in (None, grad.dtype):
         return grad
     return scaled_cast(grad, dtype or grad.dtype, scale)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moecore.kernels.common import no_autocast
 from moecore.kernels.linear_attention import fla
-from moecore.kernels.zigzag import documents_of
+from moecore.kernels.zigzag import find_documents
 
 
 def causal_convolution(
@@ -52,7 +52,7 @@ def _plain(
     silu: bool,
 ) -> Tensor:
     (T, D), w, num = x_TD.shape, weight_DW.shape[1] - 1, len(cu_seqlens) - 1
-    ends_T = torch.arange(T, device=x_TD.device) + documents_of(cu_seqlens, T) * w
+    ends_T = torch.arange(T, device=x_TD.device) + find_documents(cu_seqlens, T) * w
     long = x_TD.new_zeros(T + num * w, D, dtype=weight_DW.dtype)
     long = long.index_copy(0, ends_T + w, x_TD.to(long.dtype))
     if before_nwD is not None:

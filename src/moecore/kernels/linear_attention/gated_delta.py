@@ -25,7 +25,7 @@ from torch import Tensor
 from moecore.kernels.common import no_autocast, warn_plain
 from moecore.kernels.linear_attention import fla
 from moecore.kernels.linear_attention.contract import DeltaRule
-from moecore.kernels.zigzag import documents_of, positions_of
+from moecore.kernels.zigzag import find_documents, find_positions
 
 CHUNK = 64
 
@@ -39,7 +39,7 @@ def gated_delta_rule_ref(
     firsts = torch.zeros_like(cu_seqlens)  # the first chunk of each document, and their number
     firsts[1:] = (-(-cu_seqlens.diff() // CHUNK)).cumsum(0)
     num_chunks = T // CHUNK + len(cu_seqlens) - 1
-    places_T = firsts[documents_of(cu_seqlens, T)] * CHUNK + positions_of(cu_seqlens, T)
+    places_T = firsts[find_documents(cu_seqlens, T)] * CHUNK + find_positions(cu_seqlens, T)
 
     def chunks(x_THX: Tensor) -> Tensor:
         """Return x_mHCX."""
@@ -74,7 +74,7 @@ def gated_delta_rule_ref(
     chunk_decay = decay[..., -1, :, None].exp()
 
     chunk_m = torch.arange(num_chunks, device=g.device)
-    documents_m = documents_of(firsts, num_chunks).clamp(max=len(cu_seqlens) - 2)
+    documents_m = find_documents(firsts, num_chunks).clamp(max=len(cu_seqlens) - 2)
     begins_m = chunk_m == firsts[documents_m]
     state = u.new_zeros(H, k.shape[-1], v)
     outs, states = [], []

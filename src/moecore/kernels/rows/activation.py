@@ -79,7 +79,7 @@ class ActivationOptions(CheckedRecord):
 
 
 @cache
-def options_of(
+def make_options(
     kind: str, limit: float, up_limit: float, alpha: float, interleaved: bool
 ) -> ActivationOptions:
     """Return the options with these values of `flat`."""
@@ -214,7 +214,7 @@ def _make_row_mask(h_RC: Tensor, num_rows: Tensor | None) -> Tensor | None:
 
 
 def _forward(h_RC: Tensor, weights_R: Tensor | None, num_rows: Tensor | None, *flat: Any) -> Tensor:
-    options = options_of(*flat)
+    options = make_options(*flat)
     a_RF = _empty_output(h_RC, options.kind)
     R, F_ = a_RF.shape
     blocks = column_blocks(F_, FWD_TILE)
@@ -236,7 +236,7 @@ def _forward(h_RC: Tensor, weights_R: Tensor | None, num_rows: Tensor | None, *f
 def _backward(
     h_RC: Tensor, da_RF: Tensor, weights_R: Tensor | None, num_rows: Tensor | None, *flat: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    options, with_output = options_of(*flat[:-1]), flat[-1]
+    options, with_output = make_options(*flat[:-1]), flat[-1]
     dh_RC, dweights_R, a_RF = _empty_gradients(h_RC, options.kind, with_output)
     R, F_ = da_RF.shape
     if not R or not F_:

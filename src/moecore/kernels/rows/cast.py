@@ -55,10 +55,10 @@ from moecore.kernels.rows.scaling import (
     amax_ref,
     cast_ref,
     operand_shape,
-    parts_of,
     raise_seen_ref_,
     round_up,
     scales_shape,
+    values_and_scales,
 )
 
 PROGRAM = {"num_warps": 8, "maxnreg": 128}  # two programs on a multiprocessor
@@ -194,7 +194,7 @@ def _cast_ref(x: Tensor, amax: Tensor | None, seen: Tensor | None, options: _Cas
     outputs: list[Tensor | None] = []
     for is_needed, part in ((rows, x_TD), (columns, x_TD.T)):
         operand = cast_ref(part.contiguous(), amax, kind, fmt, power_of_two) if is_needed else None
-        outputs += parts_of(operand)
+        outputs += values_and_scales(operand)
     return tuple(outputs)  # type: ignore[return-value]
 
 

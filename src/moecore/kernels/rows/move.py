@@ -51,10 +51,10 @@ def gather_rows_ref(
     """Return x_SD[row_ids_R], zero in rows that no slot names."""
     if not x_SD.shape[0]:  # the empty sum keeps the graph connected
         return x_SD.new_zeros(row_ids_R.shape[0], x_SD.shape[1]) + x_SD.sum(0)
-    return clear_unnamed(x_SD.index_select(0, row_ids_R), slots_SK)
+    return clear_rows_without_slot(x_SD.index_select(0, row_ids_R), slots_SK)
 
 
-def clear_unnamed(x_RD: Tensor, slots_SK: Tensor) -> Tensor:
+def clear_rows_without_slot(x_RD: Tensor, slots_SK: Tensor) -> Tensor:
     """Return expert rows with zeros in the rows that no slot names."""
     R = x_RD.shape[0]
     named_R = torch.zeros(R + 1, dtype=torch.bool, device=x_RD.device)

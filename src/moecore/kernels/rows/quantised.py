@@ -47,14 +47,14 @@ TOKEN_WARPS = 4  # of 128 rows and columns: 32 words per thread
 SCALE_R, SCALE_B = 128, 16  # expert rows, and scales of each, that a program moves at a time
 
 
-def blocks_of(x: Tensor) -> Tensor:
+def split_blocks(x: Tensor) -> Tensor:
     """Return a view [..., B, 128] of the last dim's blocks."""
     return x.unflatten(-1, (-1, BLOCK))  # type: ignore[no-any-return]
 
 
 def quantise_rows_ref(x_SD: Tensor, *, power_of_two: bool) -> Rows:
     """Compute `quantise_rows` in plain PyTorch."""
-    values, scales = quantise_ref(blocks_of(x_SD), -1, power_of_two)
+    values, scales = quantise_ref(split_blocks(x_SD), -1, power_of_two)
     return Rows(values.view(x_SD.shape), scales[..., 0], x_SD.dtype)
 
 
@@ -91,7 +91,7 @@ def tile_tokens_ref(rows: Rows | Blocks, row_ids_R: Tensor | None, tiles: RowTil
     if row_ids_R is not None and row_ids_R.numel():
         row = row_ids_R.long()[torch.where(tile_mask, row, 0)]
     row = torch.where(tile_mask, row, none)
-    values = blocks_of(F.pad(values_SD.half(), (0, 0, 0, 1))[row])  # [t, 128, B, 128]
+    values = split_blocks(F.pad(values_SD.half(), (0, 0, 0, 1))[row])  # [t, 128, B, 128]
     scales = F.pad(scales_SB, (0, 0, 0, 1))[row]  # [t, 128, B]
     largest_tB = scales.amax(1).clamp(min=LEAST_SCALE)
     values = (values * (scales / largest_tB[:, None]).half()[..., None]).to(FP8)

@@ -97,7 +97,7 @@ class OperandPair(NamedTuple):
     columns: Blocks | None  # for sums over T; transposed
 
 
-def parts_of(side: Blocks | None) -> tuple[Tensor | None, Tensor | None]:
+def values_and_scales(side: Blocks | None) -> tuple[Tensor | None, Tensor | None]:
     """Return an operand's values and scales; None for an operand that was not made."""
     return (None, None) if side is None else (side.values, side.scales)
 

@@ -44,7 +44,7 @@ NUM_WARPS = 8  # 64 elements of fp32 per thread
 TRANSPOSE_WARPS = 4
 
 
-class PartOfMatrix(NamedTuple):
+class MatrixShard(NamedTuple):
     """Position of a rank's part [r, c] in a matrix [R, C].
 
     Row i of the part is row (i // run) * period + first_row + i % run of the matrix.
@@ -60,7 +60,7 @@ class PartOfMatrix(NamedTuple):
     part_columns: int  # c
 
     @classmethod
-    def of(cls, shape: torch.Size, dim: int, start: int, size: int) -> PartOfMatrix:
+    def of(cls, shape: torch.Size, dim: int, start: int, size: int) -> MatrixShard:
         """Return the position of rows `start` to `start + size` of one dim of a parameter.
 
         The matrix has the parameter's last dim as its columns, and all other dims as its rows.
@@ -93,7 +93,7 @@ class PartOfMatrix(NamedTuple):
 def as_matrices(weight: Blocks, shape: torch.Size) -> OperandPair:
     """Return views of an all-gathered weight as the operand [e, N, K] that is summed over K."""
     # Gathered values are contiguous, in the parameter's shape: the last dim has the columns. Scales
-    # of "block" have `PartOfMatrix.scales_shape`, with 0 in the padding.
+    # of "block" have `MatrixShard.scales_shape`, with 0 in the padding.
     scales, values_eNK = weight.scales, weight.values.view(*shape[:2], -1)
     if weight.kind == "block":
         scales = scales[:, : shape[2] // BLOCK]
@@ -111,7 +111,7 @@ def as_operand(weight: Blocks) -> Blocks:
     return Blocks(operand_NK.view(weight.values.dtype), weight.scales, "block")
 
 
-def block_amax_ref_(part: Tensor, place: PartOfMatrix, amax: Tensor) -> None:
+def block_amax_ref_(part: Tensor, place: MatrixShard, amax: Tensor) -> None:
     """Compute `block_amax_` in plain PyTorch."""
     row, column = place.indices(part)
     magnitudes = torch.zeros(place.rows, place.columns, device=part.device)
@@ -123,7 +123,7 @@ def block_amax_ref_(part: Tensor, place: PartOfMatrix, amax: Tensor) -> None:
 
 def quantise_blocks_ref_(
     part: Tensor,
-    place: PartOfMatrix,
+    place: MatrixShard,
     amax: Tensor,
     scales: Tensor,
     values: Tensor,
@@ -141,7 +141,7 @@ def quantise_blocks_ref_(
 
 @triton.jit
 def tile_of_part(
-    part,  # PartOfMatrix
+    part,  # MatrixShard
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -161,7 +161,7 @@ def tile_of_part(
 def block_amax_kernel(
     part_ptr,  # [r, c]
     amax_ptr,  # fp32 [R / 128, stride], out
-    part,  # PartOfMatrix
+    part,  # MatrixShard
     stride,
     BLOCK: tl.constexpr,
 ):
@@ -177,7 +177,7 @@ def quantise_blocks_kernel(
     amax_ptr,  # fp32 [R / 128, stride]
     scales_ptr,  # likewise, out
     values_ptr,  # uint8 [r, c], out
-    part,  # PartOfMatrix
+    part,  # MatrixShard
     stride,
     POWER_OF_TWO: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -221,7 +221,7 @@ def transpose_values_kernel(
         tl.store(to, tl.trans(low | (high << 16)), mask=mask)
 
 
-def block_amax_(part: Tensor, place: PartOfMatrix, amax: Tensor) -> None:
+def block_amax_(part: Tensor, place: MatrixShard, amax: Tensor) -> None:
     """Write a part's largest magnitude in each block of the full matrix. No host sync.
 
     NaN is ignored.
@@ -242,7 +242,7 @@ def block_amax_(part: Tensor, place: PartOfMatrix, amax: Tensor) -> None:
 
 def quantise_blocks_(
     part: Tensor,
-    place: PartOfMatrix,
+    place: MatrixShard,
     amax: Tensor,
     scales: Tensor,
     values: Tensor,

@@ -38,7 +38,7 @@ from moecore.kernels.rows.microscaled_kernel import (
 from moecore.kernels.rows.microscaling import nvfp4_scales, pack_e2m1, tensor_scales
 from moecore.kernels.rows.microscaling import to_e2m1 as to_e2m1_ref
 from moecore.kernels.rows.scaling import quantise_ref
-from moecore.kernels.rows.shard_blocks import PartOfMatrix, tile_of_part
+from moecore.kernels.rows.shard_blocks import MatrixShard, tile_of_part
 
 SQUARE = 16  # rows and columns of one scale
 TILE = {"SIDE": SQUARE, "COLUMNS": 256, "num_warps": 4}  # of one program
@@ -77,7 +77,7 @@ def cast_part_(
         values.copy_(part_values.view(torch.uint8).view(-1))
 
 
-def amax_of_squares_ref_(part: Tensor, place: PartOfMatrix, amax: Tensor) -> None:
+def amax_of_squares_ref_(part: Tensor, place: MatrixShard, amax: Tensor) -> None:
     """Compute `amax_of_squares_` in plain PyTorch."""
     amax.zero_()
     if part.numel():
@@ -92,7 +92,7 @@ def amax_of_squares_ref_(part: Tensor, place: PartOfMatrix, amax: Tensor) -> Non
 
 def pack_part_ref_(
     part: Tensor,
-    place: PartOfMatrix,
+    place: MatrixShard,
     squares: Tensor,
     amax: Tensor,
     scales: Tensor,
@@ -112,7 +112,7 @@ def pack_part_ref_(
 def square_amax_kernel(
     part_ptr,  # [r, c]
     amax_ptr,  # fp32 [R / SIDE, C / SIDE], out
-    part,  # PartOfMatrix
+    part,  # MatrixShard
     SIDE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -133,7 +133,7 @@ def pack_squares_kernel(
     amax_ptr,  # fp32, of matrices
     scales_ptr,  # uint8 with e4m3 [R / SIDE, C / SIDE], out
     packed_ptr,  # uint8 [r, c / 2], out
-    part,  # PartOfMatrix
+    part,  # MatrixShard
     rows_of_matrix,
     POWER_OF_TWO: tl.constexpr,
     SIDE: tl.constexpr,
@@ -158,12 +158,12 @@ def pack_squares_kernel(
     tl.store(packed_ptr + first // 2, (low | high << 4).to(tl.uint8), mask=store_mask != 0)
 
 
-def _launch(kernel: object, place: PartOfMatrix, *args: object, **constants: object) -> None:
+def _launch(kernel: object, place: MatrixShard, *args: object, **constants: object) -> None:
     grid = place.rows // SQUARE * cdiv(place.columns, TILE["COLUMNS"])
     launch(kernel, grid, *args, **constants, **TILE)
 
 
-def amax_of_squares_(part: Tensor, place: PartOfMatrix, amax: Tensor) -> None:
+def amax_of_squares_(part: Tensor, place: MatrixShard, amax: Tensor) -> None:
     """Write a part's largest magnitude in each 16 x 16 square to fp32 `amax` [R / 16, C / 16].
 
     A value that is not finite makes the magnitude of its square infinite.
@@ -188,7 +188,7 @@ def finite_amax_(part: Tensor, first: int, amax: Tensor) -> None:
 
 def pack_part_(
     part: Tensor,
-    place: PartOfMatrix,
+    place: MatrixShard,
     squares: Tensor,
     amax: Tensor,
     scales: Tensor,

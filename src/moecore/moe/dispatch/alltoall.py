@@ -33,7 +33,7 @@ from moecore.moe.dispatch.collectives import (
     Attendance,
     EqualSizes,
     exchange_all,
-    exchanged,
+    exchange_with_grad,
     outputs_without_grad,
     required_grads,
 )
@@ -169,7 +169,7 @@ class TokenExchange:
                 dy_SD, _ = _AllToAll.apply(gather_rows(dy_TD, *row_map), None, (S, M), *to_experts)
             return dy_SD
 
-        return exchanged(y_SD, return_rows, back)
+        return exchange_with_grad(y_SD, return_rows, back)
 
 
 class AllToAllDispatcher(Dispatcher):

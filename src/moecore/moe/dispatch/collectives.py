@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.base.rank_checks import DTYPES, check_notes
-from moecore.base.torch_private import all_gather_single, assert_async, is_silent
+from moecore.base.torch_private import all_gather_single, assert_async, skips_communication
 from moecore.moe.pairs import Pairs, exchange
 
 
@@ -127,7 +127,7 @@ class _SumRanks(torch.autograd.Function):
         return None, None, *_GatherRanks.apply(*ctx.args, *grads)
 
 
-def exchanged(
+def exchange_with_grad(
     x: Tensor, dispatch: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """Return dispatch(x), as a differentiable result whose gradient is passed to `back`."""
@@ -158,7 +158,7 @@ def exchange_all(
     starts = [
         partial(collective, out, x.contiguous(), **arguments)
         for out, x in zip(outs, xs, strict=True)
-        if x is not None and not is_silent(x)
+        if x is not None and not skips_communication(x)
     ]
     exchange(starts, pairs, may_overlap=may_overlap)
 

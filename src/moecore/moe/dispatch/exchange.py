@@ -274,11 +274,13 @@ class CloneExchange:
 
     def fetch(self, tensors: Sequence[Tensor], places: Places) -> list[Tensor]:
         """Return the clones' part of each tensor, [c, ...]; zeros for empty places."""
-        return [clone_kernels.fetch(self.buffer, tensor, places) for tensor in tensors]
+        return [clone_kernels.fetch_clones(self.buffer, tensor, places) for tensor in tensors]
 
-    def bring_home_(self, grads: Sequence[Tensor], places: Places) -> list[Tensor]:
+    def add_clone_grads_(self, grads: Sequence[Tensor], places: Places) -> list[Tensor]:
         """Add the clones' gradients to gradients [e, ...], in place if contiguous."""
-        return [clone_kernels.bring_home_(self.buffer, grad.contiguous(), places) for grad in grads]
+        return [
+            clone_kernels.add_clone_grads_(self.buffer, grad.contiguous(), places) for grad in grads
+        ]
 
     def poll(self) -> None:
         """Raise for a late rank: see `raise_if_late`."""

@@ -31,7 +31,7 @@ from moecore.moe.records import Dispatcher, ExpertInput, Routing
 class LocalDispatcher(Dispatcher):
     """Dispatcher of a rank that owns all experts."""
 
-    waits_on_host = takes_turns = False
+    waits_on_host = can_alternate = False
 
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts

@@ -33,7 +33,7 @@ from moecore.base.rank_checks import gather
 from moecore.base.streams import wait_on_host
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows
-from moecore.moe.dispatch.collectives import Attendance, exchanged, gather_ranks
+from moecore.moe.dispatch.collectives import Attendance, exchange_with_grad, gather_ranks
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Dispatcher, ExpertInput, Routing
 
@@ -260,7 +260,7 @@ class NCCLEPDispatcher(Dispatcher):
     """Sends each token once to every rank that owns at least one of its experts, by NCCL EP."""
 
     waits_on_host = True
-    takes_turns = False
+    can_alternate = False
 
     def __init__(self, placement: ExpertPlacement, groups: EPGroups) -> None:
         self.placement, self._groups = placement, groups
@@ -304,7 +304,7 @@ class NCCLEPDispatcher(Dispatcher):
                 f"dtype of the experts' output ({y_SD.dtype}) must be that of their input "
                 f"({plan.dtype}) for dispatcher ('nccl_ep'): use 'alltoall'"
             )
-        return exchanged(y_SD, plan.combine, plan.dispatch_back)
+        return exchange_with_grad(y_SD, plan.combine, plan.dispatch_back)
 
 
 def _check(x_TD: Tensor, routing: Routing, p: ExpertPlacement, ranks_per_domain: int) -> None:

@@ -62,7 +62,7 @@ class NVLinkDispatcher(Dispatcher):
     """Sends each token once to every rank that owns one of its experts, by stores to its memory."""
 
     waits_on_host = False  # with row_factor "exact" it waits, but then `_count_rows` refuses graphs
-    takes_turns = False
+    can_alternate = False
 
     def __init__(self, placement: ExpertPlacement, exchanges: ExchangePool) -> None:
         self.placement = placement

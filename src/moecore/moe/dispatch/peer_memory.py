@@ -105,7 +105,7 @@ def _peer_problem(group: dist.ProcessGroup) -> str | None:
     """Check hosts and peer access; the answer is identical on all ranks that see all GPUs."""
     device = torch.cuda.current_device()
     local_devices = {str(_properties(i).uuid): i for i in range(torch.cuda.device_count())}
-    places = gather((host_id(), str(_properties(device).uuid)), group)
+    places = gather((get_host_id(), str(_properties(device).uuid)), group)
     hosts = len({host for host, _ in places})
     if hosts > 1:
         return f"must stay on one host (its ranks are on {hosts}): use 'alltoall'"
@@ -139,7 +139,7 @@ def _properties(index: int) -> Any:
     return torch.cuda.get_device_properties(index)
 
 
-def host_id() -> str:
+def get_host_id() -> str:
     """Return an id of the running kernel: host names may repeat, and containers share a kernel."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else socket.gethostname()

@@ -17,7 +17,7 @@ from moecore.kernels.experts.contract import GradientReceiver
 from moecore.kernels.rows.move import gather_rows, sum_rows
 from moecore.kernels.rows.packed import PACKED_COLUMNS, PACKED_DTYPE, pack_rows
 from moecore.kernels.rows.record import Rows
-from moecore.moe.dispatch.collectives import exchanged
+from moecore.moe.dispatch.collectives import exchange_with_grad
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Wire:
         row_map = (token_ids_M, slots_TG)
         if not self.fp8:
             return None, gather_rows(x_TD, *row_map)
-        handle_MD = exchanged(
+        handle_MD = exchange_with_grad(
             x_TD,
             partial(make_handle, num_rows=token_ids_M.shape[0]),
             lambda d_MD: sum_rows(d_MD, *row_map),

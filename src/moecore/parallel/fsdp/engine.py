@@ -46,7 +46,7 @@ from torch import Tensor, nn
 from moecore.base.failures import publish_errors, withdraw_records
 from moecore.base.torch_private import (
     call_after_backward,
-    continues,
+    has_next_node,
     is_recomputing,
     tree_leaves,
     tree_map_only,
@@ -375,7 +375,7 @@ class UnitEngine:
 
     def pre_backward(self, run: ForwardRun) -> None:
         """Begin the backward of a run, when the gradient of one of its outputs is computed."""
-        if torch.is_grad_enabled() and continues():
+        if torch.is_grad_enabled() and has_next_node():
             raise NotImplementedError(
                 "create_graph (True) must be False for a model of parallelize_moe, whose gathered "
                 "weights are freed after backward: take second derivatives of a plain model, or "

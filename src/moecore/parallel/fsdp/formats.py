@@ -33,7 +33,7 @@ from moecore.base.options.precision import Recipe, Scaling
 from moecore.base.params import GATHERED_BLOCKS
 from moecore.kernels.rows.e4m3 import FP8
 from moecore.kernels.rows.scaling import Blocks
-from moecore.kernels.rows.shard_blocks import PartOfMatrix, block_amax_, quantise_blocks_
+from moecore.kernels.rows.shard_blocks import MatrixShard, block_amax_, quantise_blocks_
 from moecore.kernels.rows.shard_matrices import (
     SQUARE,
     amax_of_matrices_,
@@ -137,7 +137,7 @@ class QuantisedFormat(ABC):
         return num_matrices(shape)
 
     @abstractmethod
-    def _blocks_shape(self, place: PartOfMatrix) -> tuple[int, int]:
+    def _blocks_shape(self, place: MatrixShard) -> tuple[int, int]:
         """Return the number of rows and columns of blocks."""
 
     @abstractmethod
@@ -161,7 +161,7 @@ class BlockFormat(QuantisedFormat):
         return 0
 
     @override
-    def _blocks_shape(self, place: PartOfMatrix) -> tuple[int, int]:
+    def _blocks_shape(self, place: MatrixShard) -> tuple[int, int]:
         return place.scales_shape
 
     @override
@@ -184,7 +184,7 @@ class MatrixFormat(QuantisedFormat):
     """FP8 with a scale per matrix, from its amax or its amax history."""
 
     @override
-    def _blocks_shape(self, place: PartOfMatrix) -> tuple[int, int]:
+    def _blocks_shape(self, place: MatrixShard) -> tuple[int, int]:
         return (0, 0)
 
     @override
@@ -212,7 +212,7 @@ class PackedFormat(QuantisedFormat):
     _scales = FP8
 
     @override
-    def _blocks_shape(self, place: PartOfMatrix) -> tuple[int, int]:
+    def _blocks_shape(self, place: MatrixShard) -> tuple[int, int]:
         return place.rows // SQUARE, place.columns // SQUARE
 
     @override
@@ -244,7 +244,7 @@ class _ShardPart:
     def __init__(
         self,
         param: UnitParam,
-        place: PartOfMatrix,
+        place: MatrixShard,
         blocks: Tensor,
         matrices: Tensor,
         scales: Tensor,
@@ -260,7 +260,7 @@ def _shard_start(param: UnitParam) -> int:
     return min(param.rank * param.slot.rows, param.shape[param.slot.dim])
 
 
-def _find_place(param: UnitParam) -> PartOfMatrix:
+def _find_place(param: UnitParam) -> MatrixShard:
     """Return the position of this rank's shard in the unsharded parameter."""
     dim = param.slot.dim
-    return PartOfMatrix.of(param.shape, dim, _shard_start(param), param.shard.shape[dim])
+    return MatrixShard.of(param.shape, dim, _shard_start(param), param.shard.shape[dim])

@@ -22,10 +22,10 @@ from torch.autograd.graph import get_gradient_edge
 from moecore.base.torch_private import (
     call_accumulate_hooks,
     foreach_div_,
+    get_local_tensor,
     has_gradient_hooks,
     has_value_hooks,
     is_gloo,
-    local_of,
     will_run,
 )
 from moecore.kernels.experts.contract import ComputeGrad, GradSink, GradTarget
@@ -217,7 +217,7 @@ class Gradients:
         scale, grad = 1.0 / self.divisor, param.sharded.grad
         if grad is None or has_value_hooks(param.sharded):
             return GradTarget(dtype=param.dtype, scale=scale)
-        local = local_of(grad)
+        local = get_local_tensor(grad)
         fits = local.dtype == param.dtype and local.is_contiguous() and not grad.requires_grad
         if not fits or local.shape != param.shard.shape:
             return None

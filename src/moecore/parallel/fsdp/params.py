@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from moecore.base.copies import as_part
+from moecore.base.copies import make_dtensor
 from moecore.base.params import GATHERED_BLOCKS, READS_PLAIN, grad_placements
 from moecore.base.torch_private import (
     StridedShard,
     apply_value_hooks,
     call_accumulate_hooks,
     foreach_copy_,
+    get_local_tensor,
     has_value_hooks,
-    local_of,
     parameter_like,
     wrap_like,
 )
@@ -61,7 +61,7 @@ class UnitParam:
             self.rank = mesh.get_local_rank(mesh.ndim - 1)
         self._inner = (param.device_mesh, param.placements) if isinstance(param, DTensor) else None
         self._is_plain = self._inner is None or hasattr(param, READS_PLAIN)
-        data = local_of(param).detach()
+        data = get_local_tensor(param).detach()
         self.shape = data.shape  # unsharded over data ranks, local over tp, ep and etp
         self.shard_shape = (*self.shape[:dim], chunk, *self.shape[dim + 1 :])
         start = min(self.rank * chunk, self.shape[dim])
@@ -69,8 +69,8 @@ class UnitParam:
         local_data = local_data.to(device_type) if not local_data.is_meta else local_data
         shard = local_data.clone(memory_format=torch.contiguous_format)
         place = _make_placements(param, dim if is_cut else None, mesh, join)
-        self.sharded = parameter_like(as_part(shard, *place, of=param), param)
-        self.shard = local_of(self.sharded)  # this rank's local tensor
+        self.sharded = parameter_like(make_dtensor(shard, *place, of=param), param)
+        self.shard = get_local_tensor(self.sharded)  # this rank's local tensor
         self.unsharded: nn.Parameter | None = None  # None before the first all-gather
         register_params([self], unsharded=False)
 
@@ -94,7 +94,7 @@ class UnitParam:
         module, attribute = self.owners[0]
         param = module._parameters[attribute]
         if param is self.sharded:
-            local = local_of(param)  # torch may return a new object at each call
+            local = get_local_tensor(param)  # torch may return a new object at each call
             if local is self.shard or (
                 local.data_ptr() == self.shard.data_ptr() and local.device == self.shard.device
             ):
@@ -104,7 +104,7 @@ class UnitParam:
                 f"{self.slot.param} ({type(param).__name__}) must stay the DTensor that "
                 "parallelize_moe has made: copy values into it"
             )
-        self.sharded, self.shard = param, local_of(param)
+        self.sharded, self.shard = param, get_local_tensor(param)
         register_params([self], unsharded=False)  # on all modules that share it
         return True
 
@@ -112,12 +112,16 @@ class UnitParam:
         """Make the unsharded parameter from its memory; return the tensors whose versions count."""
         local = data.data
         if self._inner is not None and not self._is_plain:
-            local = as_part(local, *self._inner, of=self.sharded)
+            local = make_dtensor(local, *self._inner, of=self.sharded)
         self.unsharded = parameter_like(local, self.sharded)
         blocks = gathered_blocks(self.sharded)
         if blocks is not None:  # `precision/stored.py`: the shard has no values
             setattr(self.unsharded, GATHERED_BLOCKS, blocks)
-        return [self.unsharded] if self._is_plain else [self.unsharded, local_of(self.unsharded)]
+        return (
+            [self.unsharded]
+            if self._is_plain
+            else [self.unsharded, get_local_tensor(self.unsharded)]
+        )
 
     def pop_grad(self, unsharded: nn.Parameter) -> Tensor:
         """Return and clear the gradient of the unsharded parameter. May communicate over tp."""
@@ -130,7 +134,7 @@ class UnitParam:
         # If the parameter is replicated over tp, this sums the gradient over tp ranks.
         if grad.placements != self._inner[1]:  # type: ignore[attr-defined]
             grad = grad.redistribute(placements=self._inner[1])  # type: ignore[attr-defined]
-        return local_of(grad)
+        return get_local_tensor(grad)
 
     def add_grad(self, grad: Tensor) -> None:
         """Accumulate into the gradient of the unsharded parameter, which may alias `grad`."""
@@ -145,7 +149,7 @@ class UnitParam:
         """Return a local gradient as a DTensor over the tp, ep and etp mesh."""
         assert self._inner is not None, "the parameter has no inner mesh"
         mesh, placements = self._inner
-        return as_part(grad, mesh, grad_placements(placements), of=self.sharded)
+        return make_dtensor(grad, mesh, grad_placements(placements), of=self.sharded)
 
     def accumulate_with_hooks(self, grad: Tensor) -> None:
         """Accumulate into the gradient of the sharded parameter, and call its hooks."""
@@ -155,11 +159,11 @@ class UnitParam:
     def accumulate(self, grad: Tensor) -> None:
         """Accumulate into the gradient of the sharded parameter after its `register_hook` hooks."""
         if has_value_hooks(self.sharded):
-            grad = local_of(apply_value_hooks(self.sharded, wrap_like(grad, self.sharded)))
+            grad = get_local_tensor(apply_value_hooks(self.sharded, wrap_like(grad, self.sharded)))
         if self.sharded.grad is None:
             self.sharded.grad = wrap_like(grad, self.sharded)
         else:
-            local_of(self.sharded.grad).add_(grad)
+            get_local_tensor(self.sharded.grad).add_(grad)
 
 
 def register_params(params: Sequence[UnitParam], *, unsharded: bool) -> None:

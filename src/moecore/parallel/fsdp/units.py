@@ -231,7 +231,7 @@ def _list_first_modules(blocks: list[nn.Module], first_routers: set[nn.Module]) 
     return [*parts, *(m.part("experts") for m in layers)]
 
 
-def kinds(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> Callable[[str], str]:
+def make_kind_lookup(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> Callable[[str], str]:
     """Return a function from a clean parameter name to a kind, such as "attention"."""
     roles: dict[str, str] = {}
     for name, layer in layers.items():

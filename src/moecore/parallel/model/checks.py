@@ -122,7 +122,7 @@ def _check_arguments(request: Request) -> None:
         check_value(f"MoEConfig.{name}", value, annotations[name])
     recipes = [] if request.precision is None else request.precision.recipes
     for recipe in (recipe for recipe in recipes if recipe.backend == "te"):
-        problem = te_names.why_not(recipe, request.meshes.device)
+        problem = te_names.find_recipe_problem(recipe, request.meshes.device)
         if problem is not None:
             raise ValueError(problem)
         if request.dense.compile and recipe.amax_history:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from moecore.base.fields import MaxNorm, check_arguments
 from moecore.base.streams import to_device
-from moecore.base.torch_private import foreach_mul_, foreach_norm, local_of, mark
+from moecore.base.torch_private import foreach_mul_, foreach_norm, get_local_tensor, mark
 from moecore.parallel.model.parallel_state import find_stages, rows_differ
 from moecore.parallel.model.parameter_guards import refuse_added
 from moecore.parallel.pipeline.stage_replicas import AllStages, lay_out_as_parameter
@@ -254,11 +254,11 @@ def _sum_squares(
 
 def _local_norms(params: list[nn.Parameter]) -> list[Tensor]:
     """Return the L2 norm of each local gradient in at least fp32; 0 without a gradient."""
-    zero = torch.zeros((), dtype=torch.float32, device=local_of(params[0]).device)
+    zero = torch.zeros((), dtype=torch.float32, device=get_local_tensor(params[0]).device)
     norms = [zero] * len(params)
     of_dtype: dict[torch.dtype, dict[int, Tensor]] = {}
     for i, param in enumerate(params):
-        grad = None if param.grad is None else local_of(param.grad)
+        grad = None if param.grad is None else get_local_tensor(param.grad)
         if grad is not None and grad.numel():
             of_dtype.setdefault(grad.dtype, {})[i] = grad
     for dtype, grads in of_dtype.items():
@@ -298,5 +298,5 @@ def _scale(
     if loss_scale is not None:
         factor /= loss_scale.item()
     if factor != 1.0:
-        grads = [local_of(p.grad) for _, p in params if p.grad is not None]
+        grads = [get_local_tensor(p.grad) for _, p in params if p.grad is not None]
         foreach_mul_([g for g in grads if g.numel()], factor)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from moecore.attention.context_parallel.held import ContextParallel
-from moecore.base.copies import copy_modules, on_meta
+from moecore.attention.context_parallel.local_tokens import ContextParallel
+from moecore.base.copies import copy_modules, make_meta_parameter
 from moecore.base.options.context import ContextOptions
 from moecore.base.options.indexer import IndexerConfig
 from moecore.base.options.precision import Recipe
@@ -45,7 +45,7 @@ class Family(Protocol):
         self, model: nn.Module, adapters: Mapping[type, Adapter]
     ) -> tuple[nn.Module, dict[str, RoutedLayer]]:
         """Return a copy on the meta device with replaced MoE blocks, and its MoE layers by name."""
-        copy = copy_modules(model, on_meta)[model]
+        copy = copy_modules(model, make_meta_parameter)[model]
         return copy, self.swap_blocks(copy, adapters)
 
     def prepare(self, model: nn.Module) -> None:
@@ -105,7 +105,7 @@ class Family(Protocol):
         size = getattr(getattr(model, "config", None), "vocab_size", None)
         return size if isinstance(size, int) else None
 
-    def adapters_off(self, model: nn.Module) -> AbstractContextManager[None]:
+    def disable_adapters(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which adapters are disabled; raise a ValueError without adapters."""
         raise ValueError(
             f"model ({type(model).__name__}) must have adapters of peft to be its own reference: "

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moecore.base.copies import as_part, copy_modules
+from moecore.base.copies import copy_modules, make_dtensor
 from moecore.base.fields import PositiveOrZero, Seed, check_arguments
-from moecore.base.params import clean_name, global_indices, seed_of
-from moecore.base.torch_private import local_of
+from moecore.base.params import clean_name, derive_seed, global_indices
+from moecore.base.torch_private import get_local_tensor
 from moecore.moe.experts import Experts
 from moecore.moe.router import Router
 from moecore.moe.shared import Latent, SharedExpert
@@ -179,10 +179,10 @@ def _reset(module: nn.Module, name: str, seed: int, std: float) -> None:
             twin.init_weights(std=std, key=key, seed=seed)
         elif reset is not None:
             with torch.random.fork_rng({p.device for p in twin.parameters() if p.is_cuda}):
-                torch.manual_seed(seed_of(seed, key))
+                torch.manual_seed(derive_seed(seed, key))
                 reset()
     for param, values in zip(module.parameters(), copies[module].parameters(), strict=True):
-        local_of(param).copy_(local_of(_take_shard(values, param)))
+        get_local_tensor(param).copy_(get_local_tensor(_take_shard(values, param)))
 
 
 def _find_reset(module: nn.Module) -> Callable[[], None] | None:
@@ -200,4 +200,4 @@ def _take_shard(values: Tensor, of: Tensor) -> Tensor:
         return values
     for dim, index in enumerate(global_indices(of)):
         values = values.index_select(dim, index.to(values.device))
-    return as_part(values.to(of.device), of.device_mesh, of.placements, of=of)
+    return make_dtensor(values.to(of.device), of.device_mesh, of.placements, of=of)

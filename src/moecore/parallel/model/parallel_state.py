@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore.base.params import clean_name
-from moecore.base.torch_private import local_of
+from moecore.base.torch_private import get_local_tensor
 from moecore.moe.dispatch.exchange_pool import ExchangePool
 from moecore.moe.dispatch.nccl_ep import EPGroups
 from moecore.moe.layer import RoutedLayer
@@ -80,13 +80,13 @@ def parallel_states(model: nn.Module) -> list[ParallelState]:
     return [record for record in states if record is not None]
 
 
-def request_of(model: nn.Module) -> Request | None:
+def get_request(model: nn.Module) -> Request | None:
     """Return the request of `parallelize_moe`; None = the model has not been parallelized."""
     state = parallel_state(model)
     return None if state is None else state.request
 
 
-def engines_of(model: nn.Module) -> list[UnitEngine]:
+def list_engines(model: nn.Module) -> list[UnitEngine]:
     """Return the engine of a model, or the engines of the parallelized models in it."""
     return [state.engine for state in parallel_states(model) if state.engine is not None]
 
@@ -112,7 +112,7 @@ def moe_state(model: nn.Module) -> MoEState:
     return record.state
 
 
-def capacity_of(model: nn.Module) -> Capacity:
+def get_capacity(model: nn.Module) -> Capacity:
     """Return the capacity record of a parallelized model."""
     state = parallel_state(model)
     assert state is not None and state.capacity is not None, "its balance record was found"
@@ -121,13 +121,13 @@ def capacity_of(model: nn.Module) -> Capacity:
 
 def reshard_units(model: nn.Module) -> None:
     """Reshard all units of a model. A plain model has no units."""
-    for engine in engines_of(model):
+    for engine in list_engines(model):
         engine.reshard()
 
 
-def progress_of(model: nn.Module) -> Progress | None:
+def get_progress(model: nn.Module) -> Progress | None:
     """Return the `Progress` of a model's `TrainStep`; None without a `TrainStep`."""
-    records = (engine.progress() for engine in engines_of(model))
+    records = (engine.progress() for engine in list_engines(model))
     return next((progress for progress in records if progress is not None), None)
 
 
@@ -160,7 +160,7 @@ def sum_copies(model: nn.Module) -> None:
         lay_out_as_parameter(param)
         if param.grad is None:
             param.grad = torch.zeros_like(param)
-        part = local_of(param.grad)
+        part = get_local_tensor(param.grad)
         total = part.contiguous()
         if total.numel():
             dist.all_reduce(total, group=group)

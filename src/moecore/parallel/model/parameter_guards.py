@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 )
 
 from moecore.base.torch_private import has_accumulate_hooks, is_inside
-from moecore.parallel.model.parallel_state import engines_of
+from moecore.parallel.model.parallel_state import list_engines
 
 REPLACED = "_moecore_replaced"  # attribute of a parameter that `parallelize_moe` replaced
 
@@ -41,7 +41,7 @@ def refuse_added(model: nn.Module) -> None:
         for param in module._parameters.values()
         if param is not None and param.requires_grad and not isinstance(param, DTensor)
     ]
-    if not plain or not engines_of(model):
+    if not plain or not list_engines(model):
         return
     wrapped = (m for m in model.modules() if isinstance(m, DistributedDataParallel | FSDPModule))
     reduced = {param for module in wrapped for param in module.parameters()}
@@ -55,7 +55,9 @@ def refuse_added(model: nn.Module) -> None:
         )
 
 
-def refuse_earlier(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None) -> None:
+def refuse_earlier_optimizer(
+    model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None
+) -> None:
     """Raise a ValueError if an optimizer has only parameters from before `parallelize_moe`."""
     optimizers = optimizer if isinstance(optimizer, Sequence) else [optimizer] if optimizer else []
     params_of = [{p for group in o.param_groups for p in group["params"]} for o in optimizers]

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from moecore.attention.context_parallel.held import ContextParallel
+from moecore.attention.context_parallel.local_tokens import ContextParallel
 from moecore.base.options.context import ContextOptions
 from moecore.base.options.dispatch import DISPATCHERS, NVLinkOptions
 from moecore.base.options.precision import Recipe
@@ -28,7 +28,7 @@ from moecore.moe.dispatch.local import LocalDispatcher
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.dispatch.peer_memory import find_known_problem, find_problem
 from moecore.moe.layer import MoELayer, RoutedLayer
-from moecore.moe.placement import ExpertPlacement, domain_of
+from moecore.moe.placement import ExpertPlacement, make_domain_placement
 from moecore.moe.records import Dispatcher
 from moecore.moe.shortage import Capacity
 from moecore.moe.state import MoEState
@@ -37,8 +37,8 @@ from moecore.parallel.mesh import (
     DomainGroups,
     Meshes,
     check_domains,
-    domain_groups,
     make_context_groups,
+    make_domain_groups,
     split_context_group,
 )
 from moecore.parallel.model.checks import check_stages
@@ -81,7 +81,7 @@ def resolve_dispatcher(model: nn.Module, state: ParallelState) -> None:
         return
     if plan.dispatcher == "hierarchical":
         check_domains(meshes)  # its arguments are equal on all ranks
-        state.domains = domain_groups(meshes)
+        state.domains = make_domain_groups(meshes)
         problem = find_problem(state.domains.inside, meshes.device_type)
         state.stores_in = state.domains.inside if problem is None else None
         inside = "'nvlink'" if problem is None else "'alltoall': 'nvlink' " + _drop_fix(problem)
@@ -198,7 +198,7 @@ def _make_dispatcher(
     if state.domains is None:
         return _make_flat_dispatcher(placement, state)
     inside, across = state.domains
-    domain = domain_of(placement, inside, across.size())
+    domain = make_domain_placement(placement, inside, across.size())
     parts = (domain, _make_flat_dispatcher(domain, state), across)
     return HierarchicalDispatcher(placement, *parts, fp8=state.request.dispatch.fp8)
 
@@ -323,7 +323,7 @@ def apply_pipeline(model: nn.Module, state: ParallelState) -> None:
     state.all_stages = make_all_stages(model, meshes)
 
 
-def chunks_of(
+def list_chunks(
     model: nn.Module, blocks: Sequence[nn.Module], state: ParallelState
 ) -> dict[int, list[nn.Module]] | None:
     """Return stage index -> the blocks of this stage, in order; None = no pipeline stages."""

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from moecore.base.copies import copy_modules, on_meta
+from moecore.base.copies import copy_modules, make_meta_parameter
 from moecore.base.options.fsdp import FSDPOptions, Strategy
 from moecore.base.options.precision import Recipe
 from moecore.base.params import clean_name
@@ -36,7 +36,7 @@ from moecore.parallel.fsdp.units import (
     Prefetch,
     Units,
     find_units,
-    kinds,
+    make_kind_lookup,
     plan_backward_prefetch,
     plan_forward_prefetch,
 )
@@ -50,7 +50,7 @@ Layers = Mapping[str, RoutedLayer]
 
 def make_plan(model: nn.Module, layers: Layers, request: Request, fp32: Set[str]) -> ShardPlan:
     """Return the plan of a model. The model does not change. No communication."""
-    copies = copy_modules(model, on_meta)
+    copies = copy_modules(model, make_meta_parameter)
     twin = copies[model]
     twins = {n: cast(RoutedLayer, copies[m]) for n, m in layers.items()}
     cut_model(twin, twins, request)
@@ -158,7 +158,9 @@ class _Maker:
 
     def _params(self) -> dict[str, ParamPlan]:
         layers = {n: m for n, m in self.model.named_modules() if isinstance(m, RoutedLayer)}
-        kind_of = kinds(self.model, {clean_name(name): layer for name, layer in layers.items()})
+        kind_of = make_kind_lookup(
+            self.model, {clean_name(name): layer for name, layer in layers.items()}
+        )
         experts = {
             param: module for module in self.model_units.experts for param in module.parameters()
         }

@@ -75,7 +75,7 @@ class Request:
         if self.precision is None:
             return None
         part = layer.name_of("experts" if role == "experts" else "shared")
-        return self.precision.recipe_of(clean_name(f"{layer_name}.{part}".strip(".")), role)
+        return self.precision.find_recipe(clean_name(f"{layer_name}.{part}".strip(".")), role)
 
     @property
     def is_dynamic(self) -> bool:

@@ -26,7 +26,7 @@ from moecore.base.fields import (
     check_value,
     quote,
 )
-from moecore.base.tables import columns
+from moecore.base.tables import format_columns
 
 MAX_LETTERS = 2**16  # limit of an expanded layout
 NumStages = Annotated[int, Bound(">=", 1), Bound("<=", MAX_LETTERS)]
@@ -89,7 +89,7 @@ class PipelineLayout:
                 stage for stage, of in zip(self.stages, rank_of, strict=True) if of == rank
             )
             lines.append((str(rank), *map(_format_cell, rank_stages)))
-        return "\n".join(columns(lines))
+        return "\n".join(format_columns(lines))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Annotated
 
 from moecore.base.fields import Bound, Positive, check_arguments
-from moecore.parallel.pipeline.orders import Action, Item, actions_of
+from moecore.parallel.pipeline.orders import Action, Item, list_actions
 from moecore.parallel.pipeline.schedule import Schedule
 from moecore.parallel.pipeline.timeline import Costs, Span, simulate
 
@@ -32,7 +32,7 @@ def next_backwards(order: Sequence[Item]) -> list[Action | None]:
     upcoming: Action | None = None
     for item in reversed(order):
         backwards.append(upcoming)
-        actions = actions_of(item)
+        actions = list_actions(item)
         if actions[0].kind != "W":
             upcoming = next((a for a in actions if a.kind in "BD"), None)
     return backwards[::-1]
@@ -44,7 +44,7 @@ def offloads_last_block(order: Sequence[Item]) -> list[bool]:
     flags = []
     for i, item in enumerate(order):
         soon = {action[1:] for action in backwards[i : i + 3] if action is not None}
-        flags.append(any(a.kind == "F" and a[1:] not in soon for a in actions_of(item)))
+        flags.append(any(a.kind == "F" and a[1:] not in soon for a in list_actions(item)))
     return flags
 
 
@@ -99,7 +99,7 @@ def _live_stages(order: Sequence[Item]) -> set[int]:
     return {
         action.stage
         for item, backward in zip(order, next_backwards(order), strict=True)
-        for action in actions_of(item)
+        for action in list_actions(item)
         if backward is not None and action.kind == "F" and action[1:] == backward[1:]
     }
 
@@ -135,7 +135,7 @@ def _fits(spans: Sequence[Span], fractions: Sequence[float], seconds: Sequence[f
                 max(begin, back, offload_ends.pop(backward[1:])) + copy_seconds
             )
         before, freed, copies_end = span.end, copies_end, 0.0
-        for action in actions_of(span.item):
+        for action in list_actions(span.item):
             if action.kind != "F":
                 begin = max(begin, return_ends.get(action[1:], 0.0))
                 continue

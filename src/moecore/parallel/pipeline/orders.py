@@ -37,7 +37,7 @@ class Overlap(NamedTuple):
 Item = Action | Overlap
 
 
-def actions_of(item: Item) -> tuple[Action, ...]:
+def list_actions(item: Item) -> tuple[Action, ...]:
     """Return the one or two actions of an item of an order, the forward first."""
     return tuple(item) if isinstance(item, Overlap) else (item,)
 

@@ -28,7 +28,7 @@ from moecore.parallel.fsdp.deferred import WeightGradients
 from moecore.parallel.fsdp.engine import UnitEngine
 from moecore.parallel.pipeline.layout import PipelineLayout, Stage
 from moecore.parallel.pipeline.offload import next_backwards, offloads_last_block
-from moecore.parallel.pipeline.orders import Action, Item, Overlap, actions_of
+from moecore.parallel.pipeline.orders import Action, Item, Overlap, list_actions
 from moecore.parallel.pipeline.schedule import PipelineConfig, Schedule, make_schedule
 from moecore.parallel.pipeline.stages import StagedModel, hidden_shape
 from moecore.parallel.pipeline.timeline import name_item
@@ -111,7 +111,7 @@ def forward_pipeline(pipeline: Pipeline, micro_batches: Sequence[Inputs]) -> Ten
         pipeline.model.check_inputs(inputs)
     pipeline.arguments.before_schedule(micro_batches)
     schedule = pipeline.schedule(len(micro_batches))
-    actions = ([a for item in order for a in actions_of(item)] for order in schedule.orders)
+    actions = ([a for item in order for a in list_actions(item)] for order in schedule.orders)
     forwards = tuple(tuple(a for a in order if a.kind == "F") for order in actions)
     run = _ScheduleRun(pipeline, replace(schedule, orders=forwards), micro_batches)
     run.all(forwards[pipeline.rank])

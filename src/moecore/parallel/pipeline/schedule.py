@@ -21,7 +21,7 @@ from moecore.parallel.pipeline.orders import (
     Action,
     Item,
     Shape,
-    actions_of,
+    list_actions,
     make_order,
 )
 
@@ -57,7 +57,7 @@ class Schedule:
             for rank, order in enumerate(self.orders):
                 while position[rank] < len(order):
                     item = order[position[rank]]
-                    actions = actions_of(item)
+                    actions = list_actions(item)
                     if any(
                         i not in finished_actions
                         for action in actions
@@ -81,7 +81,7 @@ class Schedule:
         """
         kind_of: dict[tuple[int, int], str] = {}
         for rank, order in enumerate(self.orders):
-            for kind, stage, micro_batch in chain.from_iterable(map(actions_of, order)):
+            for kind, stage, micro_batch in chain.from_iterable(map(list_actions, order)):
                 if not (0 <= stage < self.num_stages and self.rank_of[stage] == rank):
                     raise ValueError(f"stage ({stage}) must not run on rank {rank}: fix orders")
                 key = stage, micro_batch
@@ -124,7 +124,7 @@ class Schedule:
         peaks = []
         for order in self.orders:
             live = peak = 0
-            for kind, stage, _ in chain.from_iterable(map(actions_of, order)):
+            for kind, stage, _ in chain.from_iterable(map(list_actions, order)):
                 first, second = sizes[stage], deferred_sizes[stage]
                 live += {"F": first, "B": -first, "D": second - first, "W": -second}[kind]
                 peak = max(peak, live)

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from moecore.base.params import clean_name
 from moecore.base.rank_checks import differing_tensors, gather, raise_on_all
 from moecore.base.streams import to_device
-from moecore.base.torch_private import default_timeout, local_of
+from moecore.base.torch_private import default_timeout, get_local_tensor
 from moecore.parallel.mesh import Meshes
 
 
@@ -72,7 +72,11 @@ def make_all_stages(model: nn.Module, meshes: Meshes) -> AllStages:
         name
         for stages, group in groups.items()
         for name in differing_tensors(
-            {n: local_of(named[n].detach()) for n in shared if tuple(stages_of[n]) == stages},
+            {
+                n: get_local_tensor(named[n].detach())
+                for n in shared
+                if tuple(stages_of[n]) == stages
+            },
             device_type,
             group=group,
         )

@@ -2,7 +2,7 @@
 
 Legend: B sequences, T tokens of a sequence, D model dim, k multi-token prediction modules.
 
-    take_stages    replaces modules of other ranks' stages by `Elsewhere`
+    take_stages    replaces modules of other ranks' stages by `AbsentModule`
     __call__       tokens, labels, ..  -> embedding -> layers -> norm -> mtp -> head -> loss
                    hidden [B, T, D]    ------------>|                 |      |
                    hidden [1 + k, B, T, D] -------------------------->|      |
@@ -28,7 +28,7 @@ from moecore.base.fields import check_arguments
 from moecore.parallel.pipeline.layout import Stage
 
 
-class Elsewhere(nn.Module):
+class AbsentModule(nn.Module):
     """Replaces a module of another rank's stage. It has no parameters and returns its input."""
 
     def __init__(self, module: nn.Module, *, results: int = 1) -> None:
@@ -59,10 +59,10 @@ class StageParts:
     # Layers that read further results of the layer before, so no stage can begin with them.
     bound: frozenset[int] = frozenset()
 
-    def elsewhere(self, name: str, module: nn.Module) -> Elsewhere:
+    def elsewhere(self, name: str, module: nn.Module) -> AbsentModule:
         """Return the replacement of a module on other ranks."""
         is_layer = name.startswith(f"{self.layers}.")
-        return Elsewhere(module, results=self.results if is_layer else 1)
+        return AbsentModule(module, results=self.results if is_layer else 1)
 
 
 @runtime_checkable
@@ -104,7 +104,7 @@ def take_stages(model: StagedModel, stages: Sequence[Stage]) -> None:
         _check_range(stage, "mtp", stage.mtp, num_mtp)
         local_modules |= dict(_list_needed_modules(model, parts, stage, num_mtp))
     for name, module in local_modules.items():
-        if isinstance(module, Elsewhere):
+        if isinstance(module, AbsentModule):
             raise ValueError(
                 f"stages ({[stage.index for stage in stages]}) must be of a model that has {name}: "
                 "take them of the whole model, once"
@@ -134,7 +134,7 @@ def num_parts(model: StagedModel) -> tuple[int, int]:
     )
 
 
-def loss_of(output: Any) -> Tensor:
+def get_loss(output: Any) -> Tensor:
     """Return the loss from the output of a forward: the output, or its `.loss`."""
     loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
     if loss is None:
@@ -155,14 +155,14 @@ def check_stage(model: StagedModel, parts: StageParts, stage: Stage, num_mtp: in
     if torch.compiler.is_compiling():
         return
     for name, module in _list_needed_modules(model, parts, stage, num_mtp):
-        if isinstance(module, Elsewhere):
+        if isinstance(module, AbsentModule):
             raise ValueError(
                 f"stage ({stage.index}) must be one that this rank has, but {name} is elsewhere: "
                 "pass one of those given to take_stages"
             )
 
 
-def need(inputs: Mapping[str, Any], *names: str) -> None:
+def require_arguments(inputs: Mapping[str, Any], *names: str) -> None:
     """Raise a ValueError if a micro-batch lacks an argument; "a or b" = one is enough."""
     for name in names:
         if all(inputs.get(part) is None for part in name.split(" or ")):

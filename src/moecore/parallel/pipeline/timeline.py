@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from moecore.base.fields import CheckedRecord, PositiveOrZero, Rules, check_arguments
-from moecore.parallel.pipeline.orders import Action, Item, Kind, Overlap, actions_of
+from moecore.parallel.pipeline.orders import Action, Item, Kind, Overlap, list_actions
 from moecore.parallel.pipeline.schedule import Schedule
 
 COLOURS = {"F": "#4477aa", "B": "#228833", "D": "#66ccaa", "W": "#ee8866"}
@@ -101,7 +101,7 @@ class Timeline:
 def name_item(item: Item) -> str:
     """Return the name of an item in a profile."""
     return "moecore::" + " beside ".join(
-        f"{a.kind} stage {a.stage} micro-batch {a.micro_batch}" for a in actions_of(item)
+        f"{a.kind} stage {a.stage} micro-batch {a.micro_batch}" for a in list_actions(item)
     )
 
 
@@ -134,9 +134,9 @@ class Box(NamedTuple):
 def boxes(timeline: Timeline) -> Iterator[Box]:
     """Yield the rectangles of `draw`; the two actions of an overlap share the height of a row."""
     for rank, spans in enumerate(timeline.spans):
-        stages = sorted({action.stage for span in spans for action in actions_of(span.item)})
+        stages = sorted({action.stage for span in spans for action in list_actions(span.item)})
         for span in spans:
-            actions = actions_of(span.item)
+            actions = list_actions(span.item)
             height = ROW / len(actions)
             for i, action in enumerate(actions):
                 chunk = stages.index(action.stage)
@@ -274,7 +274,7 @@ def spans_of(
     ends: dict[Action, tuple[int, float]] = {}  # rank and end
     for rank, item in schedule.in_time():
         before = spans[rank][-1].end if spans[rank] else 0.0
-        actions = actions_of(item)
+        actions = list_actions(item)
         arrivals = (ends[i] for action in actions for i in schedule.inputs_of(action))
         start = max(before, *(end + transfer * (source != rank) for source, end in arrivals), 0.0)
         end = start + duration(item)
@@ -288,7 +288,7 @@ def spans_of(
 
 def _duration(item: Item, costs: Costs) -> tuple[float, float]:
     """Return the compute time of an item, and its duration with exposed communication."""
-    parts = [costs.of(action) for action in actions_of(item)]
+    parts = [costs.of(action) for action in list_actions(item)]
     computes, exchanges = zip(*parts, strict=True)
     unpaired = [compute + exchange for compute, exchange in parts]
     compute = sum(computes)

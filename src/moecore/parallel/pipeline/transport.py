@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.base.failures import RankError, explain_transport_error
-from moecore.parallel.pipeline.orders import Action, actions_of
+from moecore.parallel.pipeline.orders import Action, list_actions
 from moecore.parallel.pipeline.schedule import Schedule
 
 Groups = tuple[dist.ProcessGroup, dist.ProcessGroup]  # result of `Meshes.pipeline_groups`
@@ -201,7 +201,7 @@ class _Items(NamedTuple):
 def _index_messages(schedule: Schedule, rank: int) -> _Items:
     sent_at, read_at = dict[_Message, int](), dict[_Message, int]()
     for i, item in enumerate(schedule.orders[rank]):
-        for action in actions_of(item):
+        for action in list_actions(item):
             if action.kind != "W":
                 sent_at[_sent_message(action)] = i
             if (message := _needed_message(action, schedule.num_stages)) is not None:
@@ -224,5 +224,5 @@ def _needed_message(action: Action, num_stages: int) -> _Message | None:
 
 def _outgoing_messages(schedule: Schedule, rank: int) -> list[_Message]:
     """Return the messages of a rank's stages in the order in which they are sent."""
-    actions = [action for item in schedule.orders[rank] for action in actions_of(item)]
+    actions = [action for item in schedule.orders[rank] for action in list_actions(item)]
     return [_sent_message(action) for action in actions if action.kind != "W"]

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from moecore.base.fields import Bound, check_arguments
 from moecore.base.rank_checks import gather
 from moecore.base.torch_private import (
+    get_local_tensor,
     hooks_around,
-    local_of,
     num_gradient_hooks,
     tree_leaves,
     tree_map_only,
@@ -34,10 +34,10 @@ from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.shortage import SkippedSteps
 from moecore.moe.state import MoEState
 from moecore.parallel.model.parallel_state import (
-    capacity_of,
+    get_capacity,
+    get_progress,
     moe_state,
     parallel_state,
-    progress_of,
     reshard_units,
 )
 
@@ -90,7 +90,7 @@ class GraphedForwardBackward:
     ) -> None:
         check_arguments(GraphedForwardBackward.__init__, locals())
         self._state = moe_state(model)
-        self._capacity = capacity_of(model)
+        self._capacity = get_capacity(model)
         _refuse_pipeline(model)
         _check_dispatchers(self._state)
         self._device = _gpu_of(model)
@@ -189,7 +189,7 @@ class _Captured:
             param.grad = grad
         for name, count in self.num_micro_batches.items():
             self.state.layers[name].tracker.num_micro_batches += count
-        progress = progress_of(self.model)
+        progress = get_progress(self.model)
         if progress is not None:
             progress.num_done += self.num_in_step
         return tree_map_only(Tensor, torch.clone, self.outputs)
@@ -204,7 +204,7 @@ def _capture(
     for tracker in trackers.values():
         tracker.num_captured = 0
     facts = facts_of(model, state)
-    progress = progress_of(model)
+    progress = get_progress(model)
     before = 0 if progress is None else progress.num_done
     graph, outputs, error = _graph_of(function, inputs)
     reason = "" if error is None else f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -424,7 +424,7 @@ def facts_of(model: nn.Module, state: MoEState) -> GraphFacts:
         owners.append(config)
         values += (module.training, len(hooks_around(module)), id(config))
         for _, tensor in _tensors(module):
-            local = local_of(tensor).detach()
+            local = get_local_tensor(tensor).detach()
             owners.append(local)
             values += (tensor.requires_grad, num_gradient_hooks(tensor), local.data_ptr())
     for layer in state.layers.values():

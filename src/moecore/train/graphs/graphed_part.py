@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from moecore.attention.sequence import RotaryTable
-from moecore.base.saved_tensors import Handle, TensorHandle, is_packing, packing
+from moecore.base.saved_tensors import Handle, TensorHandle, is_packing, use_packer
 from moecore.base.torch_private import (
     autocast_dtype,
     foreach_copy_,
@@ -345,7 +345,7 @@ def _forward(function: Callable[[], Any], saved_tensors: list[Tensor]) -> Any:
         saved_tensors.append(tensor.detach())
         return TensorHandle(tensor)
 
-    with packing(keep), _uncached_autocast():
+    with use_packer(keep), _uncached_autocast():
         return function()
 
 

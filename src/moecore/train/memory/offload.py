@@ -16,7 +16,7 @@ The device therefore has the offloaded parts of at most one layer, for any numbe
 tensors stay on the device: the last layer's, weights and buffers of the part's module, storages
 below `min_bytes`, storages beyond `fraction` or `max_host_bytes`, and storages that other code
 references, such as a rotary table. If the device counts the used rows of a matrix
-(`saved_tensors.counting_rows`), only these rows are copied.
+(`saved_tensors.mark_used_rows`), only these rows are copied.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moecore.base.fields import Bound, CountOrZero, NumBytes, check_arguments
-from moecore.base.saved_tensors import packing
-from moecore.base.torch_private import is_recomputing, local_of, storage_key
+from moecore.base.saved_tensors import use_packer
+from moecore.base.torch_private import get_local_tensor, is_recomputing, storage_key
 from moecore.train.memory.groups import REST, Key, Layer, OffloadChunk, StorageGroup
 from moecore.train.memory.storages import SavedStorages
 
@@ -161,7 +161,7 @@ class Offload(SavedStorages):
         # `rest` is the block, if tensors that it saves outside of parts are offloaded too, or None.
         # The fraction is read from block 0; None = `self.fraction`.
         # Nothing is offloaded under no_grad, in a recomputed forward and in a compiler. Under the
-        # caller's own hooks of saved tensors (activation checkpointing) `packing` does nothing.
+        # caller's own hooks of saved tensors (activation checkpointing) `use_packer` does nothing.
         if not torch.is_grad_enabled() or is_recomputing() or torch.compiler.is_compiling():
             yield
             return
@@ -215,7 +215,7 @@ class Offload(SavedStorages):
             weights=self._keys_of(module),
         )
         layer.groups[key] = group
-        with packing(partial(self._pack, group), only_rows=self._rows_only):
+        with use_packer(partial(self._pack, group), only_rows=self._rows_only):
             yield
         with self._locked():
             self._send(group)
@@ -228,7 +228,7 @@ class Offload(SavedStorages):
             registries = [d for m in module.modules() for d in (m._parameters, m._buffers)]
             self._registries[module] = registries
         tensors = (t for registry in registries for t in registry.values() if t is not None)
-        return frozenset(storage_key(local_of(t)) for t in tensors)
+        return frozenset(storage_key(get_local_tensor(t)) for t in tensors)
 
     def _send(self, group: StorageGroup) -> None:
         """Start to copy out the storages of a part, unless its layer is the last."""

@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moecore.base.regions import finding_products, is_in_region
-from moecore.base.saved_tensors import Handle, is_packing, keep, packing
+from moecore.base.regions import intercept_products, is_in_region
+from moecore.base.saved_tensors import Handle, is_packing, pack_tensor, use_packer
 from moecore.base.torch_private import (
     autocast_dtype,
     is_plain_eager,
@@ -31,7 +31,7 @@ from moecore.base.torch_private import (
     tree_unflatten,
     version,
 )
-from moecore.moe.pairs import generators, set_generators
+from moecore.moe.pairs import get_rng_states, set_rng_states
 
 SMALL = 8  # a tensor at most 1 / SMALL of the largest input is saved, not recomputed
 
@@ -139,16 +139,16 @@ class _RunningRegion:
         leaves, self._tree = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._start(tensors)
-        self._numbers = generators()
+        self._numbers = get_rng_states()
         with ExitStack() as stack:
-            stack.enter_context(packing(self._pack))
-            stack.enter_context(finding_products(self, has_products=self.has_products))
+            stack.enter_context(use_packer(self._pack))
+            stack.enter_context(intercept_products(self, has_products=self.has_products))
             output = self.function(*args, **kwargs)
         self._check_unchanged(tensors)
         self._context = _autocast(tensors)
         self._offer(output)
         self._inputs = [
-            (keep(leaf), leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+            (pack_tensor(leaf), leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
             for leaf in leaves
         ]
         for number, product in enumerate(self.products):
@@ -228,7 +228,7 @@ class _RunningRegion:
             self._open, product.inputs = None, []
         product.output, product.versions = output, _versions(_tensors(output))
         if function is F.scaled_dot_product_attention:
-            product.numbers = generators()
+            product.numbers = get_rng_states()
         self._resident_keys |= {storage_key(t) for t in _tensors(output)}
         self._num_products += 1
         return output
@@ -274,7 +274,7 @@ class _RunningRegion:
                 stack.enter_context(self._context or nullcontext())
                 hooks = torch.autograd.graph.saved_tensors_hooks(self._find_value, _refuse_unpack)
                 stack.enter_context(hooks)
-                stack.enter_context(finding_products(self, has_products=self.has_products))
+                stack.enter_context(intercept_products(self, has_products=self.has_products))
                 output = self.function(*args, **kwargs)
             if wants_output:
                 self._find_outputs(output)
@@ -299,15 +299,15 @@ class _RunningRegion:
     @contextmanager
     def _restore_generators(self) -> Iterator[None]:
         """Return a context with the generator states of the forward."""
-        before, own_states = generators(), {g: g.get_state() for g in self._own_numbers}
-        set_generators(self._numbers)
+        before, own_states = get_rng_states(), {g: g.get_state() for g in self._own_numbers}
+        set_rng_states(self._numbers)
         for generator, state in self._own_numbers.items():
             generator.set_state(state)
         try:
             yield
         finally:
-            has_drawn = len(before) > 1 and _offset(generators()[1]) > _offset(before[1])
-            set_generators(before)
+            has_drawn = len(before) > 1 and _offset(get_rng_states()[1]) > _offset(before[1])
+            set_rng_states(before)
             for generator, state in own_states.items():
                 generator.set_state(state)
             # In one capture backward comes after what forward has drawn; each begins at 0.
@@ -333,7 +333,7 @@ class _RunningRegion:
         if not product.is_needed:
             raise _Stop
         if product.numbers:  # of products only attention draws; it is left out, and its states set
-            set_generators(product.numbers)
+            set_rng_states(product.numbers)
         output = _map(_rerun_leaf, product.output)
         self._replayed_outputs.append(output)
         self._resident_keys |= {storage_key(t) for t in _tensors(output)}
@@ -402,7 +402,7 @@ def sharing_outputs() -> Iterator[None]:
         return
     regions.is_sharing = True
     try:
-        with packing(_pack_output, is_first=True):
+        with use_packer(_pack_output, is_first=True):
             yield
     finally:
         regions.is_sharing = False
@@ -424,7 +424,7 @@ def _autocast(tensors: list[Tensor]) -> Any:
 
 
 def _save_output(leaf: Any) -> Any:
-    return (keep(leaf.detach()), leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+    return (pack_tensor(leaf.detach()), leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
 def _rerun_leaf(leaf: Any) -> Any:

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from moecore.base.copies import copy_modules
 from moecore.base.options.memory import MemoryOptions, StashOptions
-from moecore.base.saved_tensors import packing, used_rows
+from moecore.base.saved_tensors import use_packer, used_rows
 from moecore.base.torch_private import storage_key
 from moecore.kernels.common import cdiv, meta_as
 from moecore.moe.balance import BalanceGroups, LoadTracker
@@ -97,7 +97,7 @@ def count_saved_bytes(
         for _, kind, module in list(find_parts(block)):
             count.wrap(module, i, NAMES.get(kind, kind))
         count.wrap(block, i, "rest")
-    with meta_as(device_type), packing(count), on_meta, torch.enable_grad():
+    with meta_as(device_type), use_packer(count), on_meta, torch.enable_grad():
         out = run(copies[model])
     saved_bytes = count.result(len(blocks), frozenset() if offload is None else offload.stored_keys)
     del out  # its graph has kept the saved storages until here

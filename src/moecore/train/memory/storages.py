@@ -26,7 +26,13 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from moecore.base.saved_tensors import Handle, TensorHandle, UsedRows, changed_in_place, used_rows
+from moecore.base.saved_tensors import (
+    Handle,
+    TensorHandle,
+    UsedRows,
+    changed_in_place_error,
+    used_rows,
+)
 from moecore.base.torch_private import storage_key, version
 from moecore.train.memory.groups import HostCopy, StorageGroup, StorageUse
 from moecore.train.memory.host import HostPool, bytes_of
@@ -219,7 +225,7 @@ class SavedStorages:
         copy, group = use.copy, use.group
         with self._locked():
             if version(copy.counter) != copy.version:
-                raise changed_in_place(shape, version(copy.counter), copy.version)
+                raise changed_in_place_error(shape, version(copy.counter), copy.version)
             if copy.data is None:
                 self.late_bytes += copy.size
                 self._copy_back([copy])

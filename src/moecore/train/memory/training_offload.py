@@ -26,13 +26,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moecore.base.fields import check_arguments
-from moecore.base.torch_private import own_local, storage_key, tree_leaves
+from moecore.base.torch_private import get_stored_local, storage_key, tree_leaves
 from moecore.moe.param_reader import gathered_blocks
 from moecore.parallel.fsdp.buffers import Buffer
 from moecore.parallel.model.parallel_state import (
-    engines_of,
+    get_progress,
+    list_engines,
     parallel_states,
-    progress_of,
     reshard_units,
 )
 from moecore.train.graphs.regions import drop_graphs
@@ -72,7 +72,7 @@ class TrainingOffload:
         check_arguments(TrainingOffload.__init__, locals())
         several = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
         self._model, self._optimizers = model, list(several or ())
-        self._device = own_local(next(model.parameters())).device
+        self._device = get_stored_local(next(model.parameters())).device
         self._copies = HostCopies()
         self._host_parts: dict[Part, list[MovedStorage]] = {}
         self._freed: list[Buffer[Any]] = []
@@ -139,7 +139,7 @@ class TrainingOffload:
             self._guards.clear()
 
     def _check(self, selection: PartOrAll) -> None:
-        progress = progress_of(self._model)
+        progress = get_progress(self._model)
         if progress is not None:
             progress.check_between("offload()")
             if progress.num_done:
@@ -178,7 +178,7 @@ class TrainingOffload:
     def _send(self, part: Part) -> list[MovedStorage]:
         """Move the storages of a part to the host."""
         groups: dict[int, list[Tensor]] = {}
-        for tensor in {id(x): x for x in map(own_local, self._values(part))}.values():
+        for tensor in {id(x): x for x in map(get_stored_local, self._values(part))}.values():
             if tensor.device == self._device and tensor.untyped_storage().nbytes():
                 groups.setdefault(storage_key(tensor), []).append(tensor)
         for tensors in groups.values():
@@ -221,7 +221,7 @@ class TrainingOffload:
                 record.exchanges.close()
             if isinstance(record.stash, Stash):
                 record.stash.free_pages()
-        units = [unit for engine in engines_of(self._model) for unit in engine.units]
+        units = [unit for engine in list_engines(self._model) for unit in engine.units]
         self._freed = list(dict.fromkeys(b for unit in units for b in unit.buffers()))
         for buffer in self._freed:
             buffer.free()

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
 from moecore.base.fields import OneOf, check_value
-from moecore.base.torch_private import foreach_add_, local_of, zeros_like
+from moecore.base.torch_private import foreach_add_, get_local_tensor, zeros_like
 from moecore.kernels.adamw import AdamWOptions, AdamWTensors, ParamRow, adamw_
 from moecore.kernels.adamw_formats import (
     MOMENT_BLOCK,
@@ -237,7 +237,7 @@ class AdamW(torch.optim.AdamW):
             shaped = dtypes.keys() - {"step", "exponents"}
             state |= {name: zeros_like(param, dtypes[name], device) for name in shaped}
             if "exponents" in dtypes:
-                blocks = num_moment_blocks(local_of(param).numel())
+                blocks = num_moment_blocks(get_local_tensor(param).numel())
                 state["exponents"] = torch.zeros(blocks, 2, dtype=torch.uint8, device=param.device)
         fits = ("exponents" in state) == ("exponents" in dtypes)
         for name, dtype in dtypes.items():
@@ -319,7 +319,7 @@ def signals_of(
 
 def _encode(param: Tensor, moments: Sequence[Tensor]) -> dict[str, Tensor]:
     """Convert moments to the state of FP8 moments, rounded to nearest."""
-    m, v = (local_of(moment).to(param.device).reshape(-1) for moment in moments)
+    m, v = (get_local_tensor(moment).to(param.device).reshape(-1) for moment in moments)
     codes = [torch.empty(m.numel(), dtype=torch.uint8, device=param.device) for _ in MOMENTS]
     exponents = [codes[0].new_empty(0, 2)]
     for start in range(0, m.numel(), CHUNK):
@@ -334,7 +334,7 @@ def _encode(param: Tensor, moments: Sequence[Tensor]) -> dict[str, Tensor]:
 
 def _decode(param: Tensor, moments: Sequence[Tensor], exponents: Tensor) -> dict[str, Tensor]:
     """Convert FP8 moments to bf16."""
-    m, v = (local_of(moment).reshape(-1) for moment in moments)
+    m, v = (get_local_tensor(moment).reshape(-1) for moment in moments)
     flat = [torch.empty(m.numel(), dtype=torch.bfloat16, device=m.device) for _ in MOMENTS]
     for start in range(0, m.numel(), CHUNK):
         part = slice(start, start + CHUNK)
@@ -346,5 +346,5 @@ def _decode(param: Tensor, moments: Sequence[Tensor], exponents: Tensor) -> dict
 def _reshape_like(param: Tensor, flat: Tensor) -> Tensor:
     """Return a tensor of a parameter's layout whose local shard has the values of `flat`."""
     result = torch.empty_like(param, dtype=flat.dtype, device=flat.device)
-    local_of(result).copy_(flat.view_as(local_of(result)))
+    get_local_tensor(result).copy_(flat.view_as(get_local_tensor(result)))
     return result

@@ -25,7 +25,7 @@ from torch.optim.optimizer import ParamsT
 
 from moecore.base.fields import check_value
 from moecore.base.streams import start_reads
-from moecore.base.torch_private import foreach_add_, local_of
+from moecore.base.torch_private import foreach_add_, get_local_tensor
 from moecore.train.memory.host import Slabs, aligned, of_host_memory
 from moecore.train.memory.streams import CopyMark, CopyStream
 from moecore.train.optim.adamw import MOMENTS, AdamW, grad_of, loss_of_closure, state_dtypes
@@ -145,7 +145,9 @@ class HostAdamW(AdamW):
 
     def _choose_host_params(self) -> None:
         """Choose the parameters that the host steps, identically on every rank."""
-        movable = {p: shard_bytes(p) if local_of(p).is_contiguous() else 0 for p in self._params()}
+        movable = {
+            p: shard_bytes(p) if get_local_tensor(p).is_contiguous() else 0 for p in self._params()
+        }
         self.host_params = {p for p in largest_up_to(self.host_fraction, movable) if movable[p]}
 
     def _dtypes(self, param: Tensor) -> Mapping[str, torch.dtype]:
@@ -165,8 +167,10 @@ class HostAdamW(AdamW):
             grad = grad_of(param)
             with self._of_host_memory():
                 state = self.state_of(param)
-            weight, *moments = (local_of(x).view(-1) for x in (param, *map(state.get, MOMENTS)))
-            row = weight, local_of(grad).contiguous().view(-1), *moments, state["step"]
+            weight, *moments = (
+                get_local_tensor(x).view(-1) for x in (param, *map(state.get, MOMENTS))
+            )
+            row = weight, get_local_tensor(grad).contiguous().view(-1), *moments, state["step"]
             rows.setdefault((param.dtype, grad.dtype), []).append(row)
         return list(rows.values())
 

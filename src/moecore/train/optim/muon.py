@@ -34,7 +34,7 @@ from moecore.base.fields import (
     PositiveOrZero,
     check_arguments,
 )
-from moecore.base.torch_private import local_of, zeros_like
+from moecore.base.torch_private import get_local_tensor, zeros_like
 from moecore.kernels.momentum import momentum_
 from moecore.train.optim.adamw import grad_of, loss_of_closure, signals_of
 from moecore.train.optim.exchange import ExchangeRound, MatrixBlock, MatrixPlan, make_plan
@@ -391,9 +391,9 @@ class _Step:
 
 def _views(param: nn.Parameter, layout: MatrixLayout, state: list[Tensor]) -> _MatrixViews:
     tensors = [
-        local_of(param.detach()),
-        local_of(grad_of(param)).contiguous(),
-        *map(local_of, state),
+        get_local_tensor(param.detach()),
+        get_local_tensor(grad_of(param)).contiguous(),
+        *map(get_local_tensor, state),
     ]
     return _MatrixViews(*map(layout.view, tensors))
 

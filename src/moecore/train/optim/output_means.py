@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from moecore.base.torch_private import local_of
+from moecore.base.torch_private import get_local_tensor
 from moecore.train.optim.matrices import MatrixLayout
 
 EPS = 1e-10  # the least root, and the least norm, by which is divided
@@ -27,7 +27,7 @@ PART_NUMEL = 1 << 26  # elements that are fp32 at once
 def output_means_of(param: Tensor, layout: MatrixLayout, dtype: torch.dtype) -> Tensor:
     """Return zeros with one number per output: the parameter's shape, with size 1 for inputs."""
     dim = param.ndim - 2 if layout.transposed else param.ndim - 1
-    local = local_of(param.detach())
+    local = get_local_tensor(param.detach())
     means = torch.zeros(_reduced(local.shape, dim), dtype=dtype, device=local.device)
     if not isinstance(param, DTensor):
         return means

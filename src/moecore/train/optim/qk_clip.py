@@ -30,12 +30,12 @@ from moecore.attention.sequence import Sequence
 from moecore.base.fields import Positive, check_arguments
 from moecore.base.params import clean_name, global_indices
 from moecore.base.regions import run_and_save
-from moecore.base.torch_private import local_of
+from moecore.base.torch_private import get_local_tensor
 from moecore.kernels.ops import Op
-from moecore.kernels.zigzag import documents_of
+from moecore.kernels.zigzag import find_documents
 from moecore.models.layers import Attention
 from moecore.models.mla import LatentAttention
-from moecore.parallel.model.parallel_state import find_stages, request_of
+from moecore.parallel.model.parallel_state import find_stages, get_request
 
 BLOCK_NUMEL = 1 << 26  # logits that exist at once
 
@@ -53,7 +53,7 @@ def _raise_max(
     document_S = None
     if cu_seqlens is not None:  # documents are packed over all rows
         q_BTHd, k_BShd = q_BTHd.flatten(0, 1)[None], k_BShd.flatten(0, 1)[None]
-        document_S = documents_of(cu_seqlens, k_BShd.shape[1])
+        document_S = find_documents(cu_seqlens, k_BShd.shape[1])
         padding_BS = None if padding_BS is None else padding_BS.flatten()[None]
     (B, T, H, _), (S, h) = q_BTHd.shape, k_BShd.shape[1:3]
     if not B * T:
@@ -138,7 +138,7 @@ class QKClip:
             )
         self.max_scores: dict[str, Tensor] = {}
         self._is_sharded = any(isinstance(p, DTensor) for p in model.parameters())
-        request = request_of(owner)
+        request = get_request(owner)
         self._group = None if request is None else request.meshes.stage_group
         for watcher in self._watchers:
             watcher.module.observe_scores = watcher
@@ -190,7 +190,7 @@ class _Projection(NamedTuple):
     def scale(self, factors_Hd: Tensor) -> None:
         """Multiply each row by its factor: [heads, rows of a head]."""
         for param, rows in self.params.items():
-            local = local_of(param)
+            local = get_local_tensor(param)
             factors = factors_Hd.flatten()[rows].to(local.dtype)
             local.mul_(factors.view(-1, *[1] * (local.ndim - 1)))
 

@@ -26,9 +26,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from moecore.base.fields import Bound, check_arguments
-from moecore.base.torch_private import is_recomputing, local_of, storage_key, tree_leaves
+from moecore.base.torch_private import get_local_tensor, is_recomputing, storage_key, tree_leaves
 from moecore.parallel.fsdp.units import find_blocks
-from moecore.parallel.model.parallel_state import engines_of
+from moecore.parallel.model.parallel_state import list_engines
 from moecore.train.memory.host import HostCopies, MovedStorage, of_host_memory
 from moecore.train.memory.streams import CopyMark, CopyStream, Job
 
@@ -78,11 +78,11 @@ class StateOffload:
             )
         self._optimizer, self._fraction = optimizer, fraction
         first = next(param for group in optimizer.param_groups for param in group["params"])
-        self._device = local_of(first).device
+        self._device = get_local_tensor(first).device
         self._copies, self._stream = HostCopies(), CopyStream(self._device)
         self._parts: list[_StatePart] = []  # none while all state is on the device
         self._blocks = find_blocks(model) or [model]
-        self._engines = engines_of(model)
+        self._engines = list_engines(model)
         self._hooks: list[Any] = [
             optimizer.register_step_pre_hook(lambda *_: self._before_step()),
             optimizer.register_state_dict_pre_hook(lambda *_: self.bring_state_back()),
@@ -223,7 +223,7 @@ def _movable(optimizer: Optimizer, device: torch.device) -> dict[str, list[Tenso
     for number, param in enumerate(params):
         for slot, value in optimizer.state.get(param, {}).items():
             if isinstance(value, Tensor):
-                local = local_of(value)
+                local = get_local_tensor(value)
                 storages.setdefault(storage_key(local), {})[f"{number}.{slot}"] = local
     groups = {next(iter(tensors)): list(tensors.values()) for tensors in storages.values()}
     return {name: group for name, group in groups.items() if _is_movable(group, device)}

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from moecore.base.fields import check_arguments
 from moecore.base.params import clean_name
-from moecore.base.torch_private import local_of
+from moecore.base.torch_private import get_local_tensor
 from moecore.train.optim import matrices
 from moecore.train.optim.matrices import Decision, MatrixLayout, assign_matrices, scale_of
 from moecore.train.optim.muon import AdjustLR, Muon
@@ -54,7 +54,7 @@ class WidthRates:
         rates = [(p, self._rate_of(clean_name(name), p)) for name, p in model.named_parameters()]
         for param, rate in rates:
             if rate is not None:
-                local_of(param).mul_(rate.std)
+                get_local_tensor(param).mul_(rate.std)
 
     def regroup(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         """Split each group of a new optimizer by factor, in place.

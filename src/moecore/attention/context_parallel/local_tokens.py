@@ -28,10 +28,10 @@ from torch import Tensor
 
 from moecore.attention.context_parallel.states import LocalPieces
 from moecore.base.regions import run_and_save
-from moecore.base.torch_private import all_gather_single, is_silent
+from moecore.base.torch_private import all_gather_single, skips_communication
 from moecore.kernels.attention import AttentionMask
-from moecore.kernels.zigzag import documents_of, held_tokens, row_borders
-from moecore.moe.dispatch.collectives import exchanged
+from moecore.kernels.zigzag import assign_tokens, find_documents, make_row_cu_seqlens
+from moecore.moe.dispatch.collectives import exchange_with_grad
 
 Half = Literal["all", "early", "late"]
 
@@ -135,7 +135,7 @@ class ChunkLayout:
     @cached_property
     def _token_ids(self) -> Tensor:
         """int64 [G, B * t], the tokens of each rank."""
-        return held_tokens(self._documents, self._num_tokens, self.size)
+        return assign_tokens(self._documents, self._num_tokens, self.size)
 
     @cached_property
     def _places(self) -> Tensor:
@@ -150,7 +150,7 @@ class ChunkLayout:
         """int64 [B * C] each, a rank's tokens of the early and of the late half."""
         num = self._num_tokens // (2 * self.size)
         borders = self._chunk_borders.long()
-        documents = documents_of(borders, num)
+        documents = find_documents(borders, num)
         early = torch.arange(num, device=borders.device) + borders[documents]
         return early, early + borders.diff()[documents]
 
@@ -159,7 +159,7 @@ class ChunkLayout:
         if num_chunks not in self._firsts:
             borders = self._chunk_borders.long()
             num = self._num_tokens // (2 * self.size) * num_chunks
-            documents = documents_of(borders * num_chunks, num)
+            documents = find_documents(borders * num_chunks, num)
             places = torch.arange(num, device=borders.device) - borders[documents] * num_chunks
             self._firsts[num_chunks] = self._documents[documents] + places
         return self._firsts[num_chunks]
@@ -192,7 +192,7 @@ class ContextParallel:
         return self.a2a is None and self.ring is None
 
 
-def ranks_of(
+def select_cp_ranks(
     cp: int | None, ranks: ContextParallel | None, groups: Mapping[int, ContextParallel]
 ) -> ContextParallel | None:
     """Return the cp ranks of a forward whose cp is `cp`: `ranks`, an entry of `groups`, or None."""
@@ -247,7 +247,7 @@ class LocalTokens:
             self._ring = LocalTokens(ContextParallel(cp.ring), shape, cu_seqlens, max_seqlen)
 
     @property
-    def over_ring(self) -> LocalTokens:
+    def ring_tokens(self) -> LocalTokens:
         """The tokens of this rank in its ring, after the all-to-all of "a2a+p2p"."""
         return self._ring or self
 
@@ -255,7 +255,7 @@ class LocalTokens:
         """Return this rank's pieces of documents, or of rows. Cached."""
         if self._pieces is None:
             B, T = self._shape
-            rows = row_borders(B, B * T, device)
+            rows = make_row_cu_seqlens(B, B * T, device)
             documents = rows if self._cu_seqlens is None else self._cu_seqlens
             self._pieces = LocalPieces(self.cp.group, documents)
         return self._pieces
@@ -267,19 +267,21 @@ class LocalTokens:
     @torch.compiler.disable
     def gather(self, x_BtX: Tensor) -> Tensor:
         """All-gather x_BTX in order. Backward sums the gradients of all ranks. Collective."""
-        x_BTX: Tensor = run_and_save(exchanged, x_BtX, self.gather_values, self.sum_values)
+        x_BTX: Tensor = run_and_save(exchange_with_grad, x_BtX, self.gather_values, self.sum_values)
         return x_BTX
 
     def gather_replicated(self, x_BtX: Tensor) -> Tensor:
         """All-gather x_BTX whose gradient is replicated: backward only slices the gradient."""
-        x_BTX: Tensor = run_and_save(exchanged, x_BtX, self.gather_values, self.slice_local)
+        x_BTX: Tensor = run_and_save(
+            exchange_with_grad, x_BtX, self.gather_values, self.slice_local
+        )
         return x_BTX
 
     def gather_values(self, x_BtX: Tensor) -> Tensor:
         """All-gather x_BTX in order, without autograd. Collective."""
         size = self.cp.size
         out = x_BtX.new_empty((size * x_BtX.shape[0], *x_BtX.shape[1:]))
-        if not is_silent(out):  # where bytes are counted
+        if not skips_communication(out):  # where bytes are counted
             all_gather_single(out, x_BtX.contiguous(), group=self.cp.group)
         return self.layout.join(out.unflatten(0, (size, x_BtX.shape[0])))
 
