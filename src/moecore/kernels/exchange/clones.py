@@ -1,7 +1,7 @@
 """Copies weights of experts to the ranks of their clones, and adds the clones' gradients.
 
-    fetch              returns the weights of this rank's clones, from the ranks that own the experts
-    add_clone_grads_   adds gradients of clones to the gradients of their experts, in order of places
+    fetch              returns weights of this rank's clones, from the ranks that own the experts
+    add_clone_grads_   adds gradients of clones to the gradients of their experts, in place order
 
 Each rank has places for c clones, and the plan on the device says which expert each place has. All
 ranks can access the buffer of each rank, which has a slot per place. A row of weights that is
