@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from moecore.base.command_options import Table, internal
 from moecore.base.fields import Bound, Count, CountOrZero
 from moecore.models import DecoderConfig, document_cost
 from moecore.packing import DocumentCost, ScheduledCollator
@@ -17,7 +18,6 @@ from moecore.recipes.examples import Examples, encode_row, read_examples
 from moecore.recipes.hf_model import read_tokenizer
 from moecore.recipes.lora import LoRAOptions
 from moecore.recipes.optimizer import OptimizerConfig
-from moecore.recipes.parser import Table, internal
 from moecore.recipes.preferences import PreferenceSteps, encode_preference
 from moecore.recipes.rows import ColumnNames, DatasetOptions
 from moecore.recipes.sharding import ShardedConfig

@@ -11,13 +11,14 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from moecore.base.command_options import POSITIONAL
 from moecore.base.fields import Count, PositiveOrZero, Seed, quote
 from moecore.base.progress import track
 from moecore.recipes.corpora import BYTES, SourceOptions, Tokenizer, read_source
 from moecore.recipes.errors import ARGUMENT_ERRORS, print_error
 from moecore.recipes.files import check_directory
 from moecore.recipes.hf_model import TOKENIZER_FILES
-from moecore.recipes.parser import POSITIONAL, parse
+from moecore.recipes.parser import parse
 from moecore.recipes.report import EXPORT
 
 

@@ -35,6 +35,7 @@ from typing import Annotated, Any
 
 import torch
 
+from moecore.base.command_options import Fields, Table, internal
 from moecore.base.fields import Count, CountOrZero, Positive
 from moecore.io.checkpoint.config_differences import differences
 from moecore.models import Decoder, DecoderConfig, at_width, document_cost
@@ -63,7 +64,7 @@ from moecore.recipes.dry_run import planned_run, print_dry_run
 from moecore.recipes.loop import batch_shape, ranks_to_start, run, run_command
 from moecore.recipes.optimizer import OptimizerConfig
 from moecore.recipes.options import moe_of
-from moecore.recipes.parser import Fields, Table, internal, parse
+from moecore.recipes.parser import parse
 from moecore.recipes.report import make_run_dir
 from moecore.recipes.rotary import RotaryOptions, with_rotary
 from moecore.recipes.samples import SampleOptions
