@@ -86,7 +86,7 @@ def test_stores_stay_among_the_peers_of_a_server(gpu: Any, ep: int, has_stores: 
     request = SearchRequest(model=preset("tiny"), num_gpus=16, gpu=gpu, seq_len=64)
     run = run_of(request, Folding(ep=ep), option_sets_of(request)[0])
     flags = ["--preset", "tiny", "--gpus", "16", "--gpu", gpu, "--ep", str(ep), "--seq-len", "64"]
-    options = parse(PlanConfig, flags, prog="moecore plan", has_file=False)
+    options = parse(PlanConfig, flags, prog="moecore plan")
     for found in (run, run_of_options(options)):
         assert (found.nvlink is not None) == has_stores
         assert found.num_peers == peers_of(gpu, request.domain)

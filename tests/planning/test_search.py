@@ -375,7 +375,7 @@ def test_what_is_printed_is_read_back(capsys: pytest.CaptureFixture[str]) -> Non
 
     def planned(words: list[str], run: TrainingRun) -> TrainingRun:
         words = [*words, *flags_of(run)][1:]
-        return run_of_options(parse(PlanConfig, words, prog="moecore plan", has_file=False))
+        return run_of_options(parse(PlanConfig, words, prog="moecore plan"))
 
     same = ["plan", "--preset", "tiny-deepseek-v3", "--gpus", "16"]
     for found in found_of_small().fitting:

@@ -274,7 +274,7 @@ def test_a_planned_run_is_a_file_of_options(
     command = f"plan --preset tiny --gpus 2 --seq-len 128 {flags} --call --write {file}"
     words = command.split()
     assert main(words) == 0
-    run = run_of_options(parse(PlanConfig, words[1:], prog="moecore plan", has_file=False))
+    run = run_of_options(parse(PlanConfig, words[1:], prog="moecore plan"))
     args = pretrain.parse_arguments(["--config", str(file), "--data", __file__])
     config, _ = pretrain.check(args, 2)
     balance = run.model.moe.balance  # which a plan does not choose

@@ -110,7 +110,7 @@ def _run_with_options(name: str, words: Sequence[str]) -> int:
         options, run = map(_import, CONFIGS[name])
         parse, usage_error = map(_import, ("recipes.parser:parse", "base.fields:UsageError"))
     try:
-        config = parse(options, words, prog=f"moecore {name}", has_file=False)
+        config = parse(options, words, prog=f"moecore {name}")
     except ValueError as error:
         raise usage_error(str(error)) from None
     result: int = run(config)

@@ -54,7 +54,7 @@ from moecore.recipes.files import named, read_text, shown_path
 from moecore.recipes.stages import options_of, split_stages
 
 MAX_CONFIG_BYTES = 1 << 24
-FILE = "config"  # the field with the path of the TOML file
+FILE = "config"  # the field with the path of the TOML file; `unsaved` in such a command
 ConfigT = TypeVar("ConfigT")
 Flags: Any = TypedDict  # whose fields are made at run time
 
@@ -62,9 +62,7 @@ Flags: Any = TypedDict  # whose fields are made at run time
 Values = dict[Option, Any]
 
 
-def parse(
-    command: type[ConfigT], words: Sequence[str] | None = None, *, prog: str, has_file: bool = True
-) -> ConfigT:
+def parse(command: type[ConfigT], words: Sequence[str] | None = None, *, prog: str) -> ConfigT:
     """Return the options of a command.
 
     Args:
@@ -72,17 +70,17 @@ def parse(
             instance per stage, whose values are the table's and otherwise those of the run.
         words: of the command line; None = sys.argv. A first word that is no flag is the TOML file.
         prog: the command, for help.
-        has_file: whether the field `config` is a TOML file of options.
 
     Raises:
         ValueError: for flags, keys or values that the command does not have.
         SystemExit: with code 0, after the help is printed.
     """
-    words = sys.argv[1:] if words is None else list(words)
-    if has_file and words and not words[0].startswith("-"):  # moecore pretrain config.toml
-        words.insert(0, f"--{FILE}")
     command_class: Any = command
     options = list_options(command_class)
+    words = sys.argv[1:] if words is None else list(words)
+    has_file = any(option.key == FILE and not option.is_saved for option in options)
+    if has_file and words and not words[0].startswith("-"):  # moecore pretrain config.toml
+        words.insert(0, f"--{FILE}")
     flags = _read_words(command, options, words, prog)
     file = next((value for option, value in flags.items() if option.key == FILE), None)
     if not has_file or file is None:
