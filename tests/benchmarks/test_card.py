@@ -7,7 +7,9 @@ import tomllib
 
 import pytest
 from benchmarks import card as cards
-from benchmarks.bench_train import parse_arguments, parse_own
+from benchmarks.bench_train import parse_own
+
+from moecore.recipes.train import parse_arguments
 
 NAMES = sorted(path.stem for path in cards.CARDS.glob("*.toml"))
 ROW = {

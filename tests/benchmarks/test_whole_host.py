@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks.bench_train import parse_arguments, parse_own
+from benchmarks.bench_train import parse_own
 from benchmarks.whole_host import CALLS, LIMIT, Run, start, typed_for
+
+from moecore.recipes.train import parse_arguments
 
 TRAIN = "benchmarks.bench_train"
 

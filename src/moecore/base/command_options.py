@@ -1,7 +1,7 @@
 """Options of a command: the fields of its dataclass, and of the records that are its tables.
 
-`list_options` returns one `Option` for each flag. `moecore.recipes.parser` reads flags and TOML
-files with this list.
+`list_options` returns one `CommandOption` for each flag. `moecore.recipes.parser` reads flags and
+TOML files with this list.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Table:
 POSITIONAL = "positional"  # note of the annotation of a word without a flag
 
 
-class Option(NamedTuple):
+class CommandOption(NamedTuple):
     """A flag, which is also a key of a TOML file.
 
     Attributes:
@@ -74,9 +74,9 @@ def unsaved(default: Any) -> Any:
 
 
 @cache
-def list_options(command: Any) -> tuple[Option, ...]:
-    """Return the options of a command's dataclass, those of its tables behind its own."""
-    options: list[Option] = []
+def list_options(command: Any) -> tuple[CommandOption, ...]:
+    """Return the options of a command's dataclass, then the options of its tables."""
+    options: list[CommandOption] = []
     texts, hints = field_texts(command), get_type_hints(command, include_extras=True)
     items = [field for field in fields(command) if field.metadata.get("is_option", True)]
     tables = {field.name: table_of(hints[field.name]) for field in items}
@@ -85,7 +85,9 @@ def list_options(command: Any) -> tuple[Option, ...]:
             flag, is_saved = flag_of(item.name), item.metadata.get("is_saved", True)
             text = texts.get(item.name, "")
             options.append(
-                Option("", item.name, flag, hints[item.name], default_of(item), text, is_saved)
+                CommandOption(
+                    "", item.name, flag, hints[item.name], default_of(item), text, is_saved
+                )
             )
     for item in items:
         table = tables[item.name]
@@ -101,7 +103,7 @@ def list_options(command: Any) -> tuple[Option, ...]:
             flag = flag_of(f"{item.name}_{part.name}" if table.prefix else part.name)
             is_saved = item.metadata.get("is_saved", True)
             hint, text = hints_of[part.name], texts.get(part.name, "")
-            options.append(Option(item.name, part.name, flag, hint, value, text, is_saved))
+            options.append(CommandOption(item.name, part.name, flag, hint, value, text, is_saved))
     number = Counter(option.flag for option in options)
     return tuple(
         option._replace(flag=flag_of(f"{option.table}_{option.name}"))
@@ -147,7 +149,7 @@ def _has_record(hint: Any) -> bool:
     return is_dataclass(hint) or any(_has_record(part) for part in get_args(hint))
 
 
-def is_positional(option: Option) -> bool:
+def is_positional(option: CommandOption) -> bool:
     """Return whether an option is a word without a flag."""
     return POSITIONAL in getattr(option.hint, "__metadata__", ())
 

@@ -35,10 +35,10 @@ class FinetuneConfig(ShardedConfig):
         model: a directory of config, tokenizer and weights, or a name of the hub.
         data: .jsonl and .parquet files, directories of save_to_disk, hf:NAME, or plain text.
         objective: "sft" learns answers; "dpo" prefers chosen to rejected answers.
-        eval_data: held-out files.
-        eval_share: share of `data` that is held out without `eval_data`.
+        eval_data: files of the evaluation.
+        eval_share: share of `data` that is evaluated and not trained, without `eval_data`.
         epochs: times that all of `data` is read.
-        max_steps: optimizer steps of the whole run; None = those of `epochs`.
+        max_steps: optimizer steps of the run; None = the steps of `epochs`.
         recompute: recompute each decoder layer in backward.
         lora: adapters in place of a change of all weights.
         dataset: the format of the data.

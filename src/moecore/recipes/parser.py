@@ -41,7 +41,7 @@ from typing import (
 import torch
 
 from moecore.base.command_options import (
-    Option,
+    CommandOption,
     default_of,
     flag_of,
     is_positional,
@@ -59,7 +59,7 @@ ConfigT = TypeVar("ConfigT")
 Flags: Any = TypedDict  # whose fields are made at run time
 
 
-Values = dict[Option, Any]
+Values = dict[CommandOption, Any]
 
 
 def parse(command: type[ConfigT], words: Sequence[str] | None = None, *, prog: str) -> ConfigT:
@@ -108,7 +108,7 @@ def _with(config: Any, **changes: Any) -> Any:
     return replace(config, **changes)
 
 
-def read_content(options: Sequence[Option], content: Mapping[str, Any], name: str) -> Values:
+def read_content(options: Sequence[CommandOption], content: Mapping[str, Any], name: str) -> Values:
     """Return the values of a TOML file; errors begin with its name.
 
     A key is `table.field`, or at the top level the name of a flag.
@@ -116,7 +116,7 @@ def read_content(options: Sequence[Option], content: Mapping[str, Any], name: st
     by_key = {_snake(option.flag): option for option in options} | {o.key: o for o in options}
     by_key = {key: option for key, option in by_key.items() if key != FILE}
     values: Values = {}
-    keys: dict[Option, str] = {}
+    keys: dict[CommandOption, str] = {}
     for key, value in flatten(content):
         option = by_key.get(_snake(key))
         if option is None:
@@ -177,7 +177,7 @@ def to_toml(config: Any) -> str:
 
 
 def _read_words(
-    command: type, options: Sequence[Option], words: Sequence[str], prog: str
+    command: type, options: Sequence[CommandOption], words: Sequence[str], prog: str
 ) -> Values:
     """Return the values of the flags of a command line."""
     import tyro
@@ -240,7 +240,7 @@ def _error_line(text: str) -> str:
     return f"{' '.join(' '.join(lines[:end]).split()).rstrip('.')[:400]}: see --help"
 
 
-def _build(command: type[ConfigT], options: Sequence[Option], values: Values) -> ConfigT:
+def _build(command: type[ConfigT], options: Sequence[CommandOption], values: Values) -> ConfigT:
     """Return a command's dataclass with these values."""
     tables: dict[str, dict[str, Any]] = {}
     for option, value in values.items():
