@@ -340,10 +340,9 @@ def test_python_m_moecore(capsys, monkeypatch):
 def test_help_imports_no_torch():
     """Torch takes seconds; another process, because this one has it."""
     code = "import sys; from moecore.cli import main; main(sys.argv[1:]); "
-    code += "print('torch' in sys.modules)"
-    for room in ([], ["plan"]):
-        out = subprocess.check_output([sys.executable, "-c", code, *room, "--help"], text=True)
-        assert out.startswith("usage: moecore") and out.splitlines()[-1] == "False"
+    code += "print('torch' in sys.modules or 'tyro' in sys.modules)"
+    out = subprocess.check_output([sys.executable, "-c", code, "--help"], text=True)
+    assert out.startswith("usage: moecore") and out.splitlines()[-1] == "False"
 
 
 def test_an_interrupt_of_imports_is_no_traceback():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -14,7 +13,6 @@ import pytest
 from moecore import NVLinkOptions
 from moecore.base.options.precision import Precision, Recipe
 from moecore.cli import main
-from moecore.cli.plans import add_run_options
 from moecore.models import preset
 from moecore.planning import (
     CostTable,
@@ -25,9 +23,10 @@ from moecore.planning import (
     search,
     time_step,
 )
-from moecore.planning.flags import run_of_options
+from moecore.planning.flags import PlanConfig, run_of_options
 from moecore.planning.gpus import GPUS, peers_of, read_gpu, time_refusal
 from moecore.planning.layouts import Folding, option_sets_of, run_of
+from moecore.recipes.parser import parse
 
 
 def test_a_file_has_what_differs(tmp_path: Path) -> None:
@@ -87,9 +86,8 @@ def test_stores_stay_among_the_peers_of_a_server(gpu: Any, ep: int, has_stores: 
     request = SearchRequest(model=preset("tiny"), num_gpus=16, gpu=gpu, seq_len=64)
     run = run_of(request, Folding(ep=ep), option_sets_of(request)[0])
     flags = ["--preset", "tiny", "--gpus", "16", "--gpu", gpu, "--ep", str(ep), "--seq-len", "64"]
-    parser = argparse.ArgumentParser()
-    add_run_options(parser)
-    for found in (run, run_of_options(parser.parse_args(flags))):
+    options = parse(PlanConfig, flags, prog="moecore plan")
+    for found in (run, run_of_options(options)):
         assert (found.nvlink is not None) == has_stores
         assert found.num_peers == peers_of(gpu, request.domain)
     if not has_stores:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from moecore.cli import main
+from moecore.io import hf_to_native
 from moecore.recipes import generate, tiny_model
 
 transformers = pytest.importorskip("transformers", minversion="5", reason="the commands use it")
@@ -51,6 +52,18 @@ def test_greedy_tokens_are_those_of_transformers(is_chat: bool, tiny: Path, caps
     assert printed == ("" if is_chat else "What is ast?") + answer + "\n"
 
 
+def test_a_run_its_checkpoints_and_one_checkpoint_are_the_model(
+    tiny: Path, tmp_path: Path, capsys: Any
+) -> None:
+    step = hf_to_native(tiny, tmp_path / "checkpoints", step=3)
+    (tmp_path / "config.toml").write_text(f"model = {json.dumps(str(tiny))}\n")
+    texts = set()
+    for path in (tiny, tmp_path, tmp_path / "checkpoints", step):
+        assert main(["generate", str(path), "--prompt", "What is", "--max-new-tokens", "6"]) == 0
+        texts.add(capsys.readouterr().out)
+    assert len(texts) == 1
+
+
 @torch.no_grad()
 def test_the_loss_is_that_of_each_document_alone(tiny: Path, capsys: Any) -> None:
     words = ["evaluate", str(tiny), "--data", str(tiny.parent / "texts.jsonl"), "--seq-len", "8"]
@@ -74,7 +87,8 @@ def test_the_loss_is_that_of_each_document_alone(tiny: Path, capsys: Any) -> Non
         ("generate missing --prompt a", "PATH (missing) must be a Hugging Face directory"),
         ("generate TINY --prompt=", "--prompt must have at least one token"),
         ("evaluate TINY --data missing.jsonl", "missing.jsonl must be a readable file"),
-        ("evaluate TINY --data a,weight=x", "'a,weight=x' must have a number as weight"),
+        ("evaluate TINY --data a,weight=x", "SourceOptions.weight ('x') must be a finite number"),
+        ("evaluate --data a", "PATH must be set"),
     ],
 )
 def test_wrong_arguments_are_one_line(words: str, message: str, tiny: Path, capsys: Any) -> None:

@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from moecore import NVLinkOptions
-from moecore.cli import _parser, main
+from moecore.base.command_options import field_texts, list_options
+from moecore.cli import main
 from moecore.models import Decoder, preset
-from moecore.planning.flags import run_of_options
+from moecore.planning.flags import PlanConfig, run_of_options
 from moecore.recipes import finetune, grpo, train
 from moecore.recipes import pretrain as pretrain_module
-from moecore.recipes.parser import field_texts, list_options, to_toml
+from moecore.recipes.parser import parse, to_toml
 
 FLAGS = (
     "--data a.jsonl,weight=0.5,field=body b,name=x,stream=true --cp 2 --lr 1e-4 --plain-host"
@@ -273,7 +274,7 @@ def test_a_planned_run_is_a_file_of_options(
     command = f"plan --preset tiny --gpus 2 --seq-len 128 {flags} --call --write {file}"
     words = command.split()
     assert main(words) == 0
-    run = run_of_options(_parser().parse_args(words))
+    run = run_of_options(parse(PlanConfig, words[1:], prog="moecore plan"))
     args = pretrain.parse_arguments(["--config", str(file), "--data", __file__])
     config, _ = pretrain.check(args, 2)
     balance = run.model.moe.balance  # which a plan does not choose

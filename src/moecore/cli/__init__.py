@@ -14,12 +14,11 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from moecore.base import __version__
 from moecore.base.tables import format_error_line
 from moecore.cli.checkpoints import add_checkpoint
-from moecore.cli.plans import add_doctor, add_dry_run, add_measure, add_plan, add_report
 
 # The commands by group, with their help texts.
 GROUPS = {
@@ -50,6 +49,14 @@ GROUPS = {
 TRAINING = (*GROUPS["training"], "generate", "evaluate")
 # Where those are whose module has another name.
 MODULES = {"evaluate": "generate:evaluate", "recipes": "library", "tiny-model": "tiny_model"}
+# The commands with a dataclass of options: the dataclass, and the function that runs with it.
+CONFIGS = {
+    "plan": ("planning.flags:PlanConfig", "planning.commands:run_plan"),
+    "dry-run": ("planning.flags:DryRunConfig", "planning.commands:run_dry_run"),
+    "measure": ("cli.plans:MeasureConfig", "planning.measure:run_measure"),
+    "report": ("cli.plans:ReportConfig", "planning.commands:run_report"),
+    "doctor": ("cli.plans:DoctorConfig", "parallel.doctor:run_doctor"),
+}
 MAX_ERROR_LENGTH = 400  # characters of a usage error
 USER_ERRORS = (
     ValueError,
@@ -67,10 +74,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             with _interrupts_end_the_process():
                 run = _training_command(words[0])
             return run(words[1:])
+        if words and words[0] in CONFIGS:
+            return _run_with_options(words[0], words[1:])
         args = _parser().parse_args(words)
-        room, _, command = args.run.partition(":")  # imports of a command take seconds
         with _interrupts_end_the_process():
-            run = getattr(import_module(f"moecore.{room}"), command)
+            run = _import(args.run)
         result: int = run(args)
         return result
     except SystemExit as stop:  # --help, or an error that argparse has printed
@@ -94,6 +102,25 @@ def _training_command(name: str) -> Callable[[Sequence[str]], int]:
     command: Callable[[Sequence[str]], int]
     command = getattr(import_module(f"moecore.recipes.{module}"), function or "main")
     return command
+
+
+def _run_with_options(name: str, words: Sequence[str]) -> int:
+    """Run a command of `CONFIGS` and return its exit code."""
+    with _interrupts_end_the_process():
+        options, run = map(_import, CONFIGS[name])
+        parse, usage_error = map(_import, ("recipes.parser:parse", "base.fields:UsageError"))
+    try:
+        config = parse(options, words, prog=f"moecore {name}")
+    except ValueError as error:
+        raise usage_error(str(error)) from None
+    result: int = run(config)
+    return result
+
+
+def _import(path: str) -> Any:
+    """Return a name of a module of moecore; imports of a command take seconds."""
+    module, _, name = path.partition(":")
+    return getattr(import_module(f"moecore.{module}"), name)
 
 
 @contextmanager
@@ -130,14 +157,9 @@ def _parser() -> argparse.ArgumentParser:
     rooms = parser.add_subparsers(
         prog="moecore", required=True, metavar="COMMAND", help=argparse.SUPPRESS
     )
-    for name in TRAINING:
+    for name in (*TRAINING, *CONFIGS):
         rooms.add_parser(name, add_help=False)
     add_checkpoint(rooms)
-    add_plan(rooms)
-    add_dry_run(rooms)
-    add_measure(rooms)
-    add_report(rooms)
-    add_doctor(rooms)
     return parser
 
 

@@ -16,6 +16,8 @@ from moecore.parallel.pipeline.timeline import draw
 from moecore.planning.costs import CostTable
 from moecore.planning.dry_run import DryRun, dry_run
 from moecore.planning.flags import (
+    DryRunConfig,
+    PlanConfig,
     as_folding,
     folding_of,
     has_degrees,
@@ -62,11 +64,11 @@ MEASURED = (
 
 
 @new_garbage()
-def run_plan(args: Any) -> int:
+def run_plan(args: PlanConfig) -> int:
     """Print the plan of a run, or the result of a search; return 1 if nothing fits."""
     refuse_unread(args)
     if args.explain is not None:
-        return _explain(args)
+        return _explain(args, args.explain)
     if not has_degrees(args):
         return _search(args)
     run = run_of_options(args)
@@ -103,9 +105,9 @@ def run_plan(args: Any) -> int:
     return 0 if fits else 1
 
 
-def _explain(args: Any) -> int:
+def _explain(args: PlanConfig, folding: str) -> int:
     """Print the plan of one layout; return 1 if it is refused or too large."""
-    request, layout = request_of_options(args), folding_of(args.explain)
+    request, layout = request_of_options(args), folding_of(folding)
     plan = plan_layout(request, layout, _table(args))
     text, fitting = explained(request, layout, plan), plan if isinstance(plan, Fitting) else None
     if fitting is not None:
@@ -138,7 +140,7 @@ def _command(args: Any, run: TrainingRun) -> str:
     """Return the command that plans a run with its degrees and options."""
     model = ["--config", str(args.config)] if args.preset is None else ["--preset", args.preset]
     gpus = ["--gpus", str(args.gpus)]
-    gpus += ["--gpu", args.gpu] if args.gpu_spec is None else ["--gpu-spec", str(args.gpu_spec)]
+    gpus += ["--gpu" if args.gpu_spec is None else "--gpu-spec", shown_gpu(args)]
     return shlex.join(["moecore", "plan", *model, *gpus, *flags_of(run)])
 
 
@@ -273,7 +275,7 @@ def _write_recipe(args: Any, run: TrainingRun) -> None:
         args.write.write_text(recipe_of(run, args.config))
 
 
-def run_dry_run(args: Any) -> int:
+def run_dry_run(args: DryRunConfig) -> int:
     """Print the memory and the work of one rank; return 1 if it does not fit."""
     refuse_stages(args)
     run, memory = run_of_options(args), gpu_of(kind_of(args)).memory

@@ -5,17 +5,32 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 
+from moecore.base.command_options import Fields, Table, flag_of
 from moecore.base.fields import UsageError, quote
 from moecore.base.options.dispatch import DispatchOptions, NVLinkOptions
 from moecore.base.options.fsdp import FSDPOptions
-from moecore.base.options.memory import GEMM_LAST, MemoryOptions, StashOptions
-from moecore.base.options.names import GpuName
+from moecore.base.options.memory import (
+    GEMM_LAST,
+    MemoryOptions,
+    Offloaded,
+    Recomputed,
+    StashOptions,
+)
+from moecore.base.options.names import (
+    GpuName,
+    MomentDtype,
+    PlannedDispatcher,
+    PrecisionName,
+    PresetName,
+    ScheduleName,
+    Strategy,
+)
 from moecore.base.options.precision import Precision
 from moecore.io.hf.config import FAMILIES, decoder_config_from_hf
 from moecore.io.hf.config_fields import read_config
@@ -27,7 +42,7 @@ from moecore.planning.layouts import ANY, FOLDING, Folding, SearchRequest
 from moecore.planning.run import AnyModel, OptimizerOptions, TrainingRun, stages_of
 from moecore.planning.transformers import TransformersModel
 
-DEGREES = tuple(field.name for field in fields(ParallelConfig))
+DEGREES = tuple(item.name for item in fields(ParallelConfig))
 # Options that some modes of the command do not read.
 OF_SEARCHES = ("global_batch", "gpus_per_node")
 OF_STAGES = ("layout", "chunks", "schedule")
@@ -35,23 +50,149 @@ STRATEGIES = ("dense_strategy", "experts_strategy", "fp8_param_gather")
 OF_RUNS = ("batch_size", "micro_batches", "dispatcher", "fp8_dispatch", *OF_STAGES, *STRATEGIES)
 
 
-def kind_of(args: Any) -> GpuName | Gpu:
+@dataclass(frozen=True, kw_only=True)
+class PlannedConfig:
+    """Options of a planned run.
+
+    Attributes:
+        preset: the model.
+        config: the model's Hugging Face config.json or its directory, in place of a preset.
+        gpus: ranks of the world.
+        gpu: the kind of all GPUs; None = h100-80.
+        gpu_spec: a TOML file with fields of moecore.planning.Gpu; `like` names a known GPU.
+        seq_len: tokens of a row.
+        batch_size: rows of a data rank's micro-batch, with degrees; None = 1.
+        micro_batches: micro-batches of a step on a data rank, with degrees; None = 1.
+        layout: layers of the pipeline stages, such as "Et*3|(tt|)*29m|L".
+        chunks: pipeline stages of a rank; not with `layout`.
+        schedule: of pipeline stages; None = 1f1b.
+        dense_strategy: ZeRO of blocks, with degrees; None = optim_grads_params.
+        experts_strategy: ZeRO of experts; None = as blocks.
+        fp8_param_gather: gather weights of blockwise FP8 products as FP8.
+        dispatcher: dispatch between NVLink domains, with degrees; None = auto, in one level.
+        fp8_dispatch: dispatch tokens as FP8, with degrees.
+        precision: of products; None = bf16, or in a search as needed.
+        recompute: parts of MemoryOptions.
+        offload: parts of MemoryOptions.
+        moments: dtype of AdamW's moments.
+        stash: store saved expert rows in pages, with dispatcher nvlink.
+        row_factor: capacity of dispatcher nvlink over even loads; None = 2.0 within nodes.
+        master_remainder: bf16 weights, see moecore.train.AdamW.
+        state_offload: fraction of AdamW's state in host memory.
+        parallel: degrees; none set = search.
+    """
+
+    preset: PresetName | None = None
+    config: Path | None = None
+    gpus: int
+    gpu: GpuName | None = None
+    gpu_spec: Path | None = None
+    seq_len: int = 4096
+    batch_size: int | None = None
+    micro_batches: int | None = None
+    layout: str | None = None
+    chunks: int | None = None
+    schedule: ScheduleName | None = None
+    dense_strategy: Strategy | None = None
+    experts_strategy: Strategy | None = None
+    fp8_param_gather: bool = False
+    dispatcher: PlannedDispatcher | None = None
+    fp8_dispatch: bool = False
+    precision: PrecisionName | Literal["bf16"] | None = None
+    recompute: tuple[Recomputed | Literal["gemm_last"], ...] = ()
+    offload: tuple[Offloaded, ...] = ()
+    moments: MomentDtype = "float32"
+    stash: bool = False
+    row_factor: float | None = None
+    master_remainder: bool = False
+    state_offload: float = 0.0
+    parallel: Annotated[Fields, Table(record=ParallelConfig)] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for names in (("preset", "config"), ("gpu", "gpu_spec")):
+            first, second = (getattr(self, name) for name in names)
+            flags = " and ".join(f"--{flag_of(name)}" for name in names)
+            if first is not None and second is not None:
+                raise ValueError(f"{flags} must not both be set: drop one")
+            if first is None and second is None and names[0] == "preset":
+                raise ValueError(f"one of {flags} must be set: name a model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig(PlannedConfig):
+    """Plan the memory and the time of a training run.
+
+    Without degrees the command prints layouts that fit, best first. With degrees it prints bytes by
+    kind for each pipeline rank, the peak memory, and the time of a step.
+
+    For example:
+      moecore plan --preset deepseek-v3 --gpus 256 --gpu h100-80
+      moecore plan --preset deepseek-v3 --gpus 256 --gpu h100-80 --explain pp=8,ep=8
+      moecore plan --preset qwen3-30b-a3b --gpus 8 --gpu h200-141 --ep 8 --batch-size 4
+
+    Attributes:
+        global_batch: rows of a step, without degrees; None = 8 per GPU.
+        gpus_per_node: GPUs within NVLink, without degrees; None = the GPU's.
+        top: layouts to print, of four times as many plans; None = 3.
+        explain: a layout such as pp=8,ep=8: why it is refused, or what it needs.
+        call: print the Python of the run, or of the best one.
+        write: write the TOML of the run, or of the best one, for moecore pretrain.
+        png: write bars of its memory.
+        timeline: write a PNG of its pipeline's step.
+        html: write a page of its memory, time and stages.
+        table: costs that `moecore measure` has written.
+        pairs_hide: share of exchanges between nodes that overlapped stages hide; None = 0.93.
+        json: print one JSON object.
+    """
+
+    global_batch: int | None = None
+    gpus_per_node: int | None = None
+    top: int | None = None
+    explain: str | None = None
+    call: bool = False
+    write: Path | None = None
+    png: Path | None = None
+    timeline: Path | None = None
+    html: Path | None = None
+    table: Path | None = None
+    pairs_hide: float | None = None
+    json: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRunConfig(PlannedConfig):
+    """Run the host's code of a training step of one rank, without its GPU and the other ranks.
+
+    Loads are balanced, and collectives return at once.
+
+    Attributes:
+        rank: of the world.
+        json: print one JSON object.
+    """
+
+    rank: int = 0
+    json: bool = False
+
+
+DEFAULT_GPU: GpuName = "h100-80"
+
+
+def kind_of(args: PlannedConfig) -> GpuName | Gpu:
     """Return the GPU of the options."""
-    name: GpuName = args.gpu
-    return name if args.gpu_spec is None else read_gpu(args.gpu_spec)
+    return (args.gpu or DEFAULT_GPU) if args.gpu_spec is None else read_gpu(args.gpu_spec)
 
 
-def shown_gpu(args: Any) -> str:
+def shown_gpu(args: PlannedConfig) -> str:
     """Return the name of the GPU, or of its file."""
-    return str(args.gpu if args.gpu_spec is None else args.gpu_spec)
+    return str(args.gpu_spec or args.gpu or DEFAULT_GPU)
 
 
-def has_degrees(args: Any) -> bool:
-    """Return whether a degree is given, so that one run is planned."""
-    return any(getattr(args, name) is not None for name in DEGREES)
+def has_degrees(args: PlannedConfig) -> bool:
+    """Return whether a degree is set, so that one run is planned."""
+    return bool(args.parallel)
 
 
-def refuse_unread(args: Any) -> None:
+def refuse_unread(args: PlanConfig) -> None:
     """Raise a UsageError for the first option that is given and that would not be read."""
     if args.explain is not None:
         unread, reason = (
@@ -62,7 +203,7 @@ def refuse_unread(args: Any) -> None:
         unread, reason = OF_RUNS, "a search has its own: give degrees, such as --ep 8, or drop it"
     else:
         unread, reason = (*OF_SEARCHES, "top"), "degrees are given, so nothing is searched"
-        if (args.pp or 1) == 1:
+        if args.parallel.get("pp", 1) == 1:
             unread, reason = (
                 (*unread, *OF_STAGES),
                 f"{reason}, and there are no stages without --pp",
@@ -70,15 +211,15 @@ def refuse_unread(args: Any) -> None:
     _refuse(args, unread, reason)
 
 
-def refuse_stages(args: Any) -> None:
+def refuse_stages(args: PlannedConfig) -> None:
     """Raise a UsageError for the first option of pipeline stages in a run without stages."""
-    if (args.pp or 1) == 1:
+    if args.parallel.get("pp", 1) == 1:
         _refuse(args, OF_STAGES, "there are no stages without --pp")
 
 
 def _refuse(args: Any, unread: Sequence[str], reason: str) -> None:
     for name in unread:
-        value = getattr(args, name)
+        value = args.parallel.get(name) if name in DEGREES else getattr(args, name)
         if value is not None and value is not False:  # 0 equals False
             raise UsageError(
                 f"--{name.replace('_', '-')} ({value!s:.80}) must be left out: {reason}"
@@ -111,7 +252,7 @@ def folding_of(text: str) -> Folding:
 
 def _model(args: Any) -> AnyModel:
     """Return the model of the preset or the config, for rows of at least `seq_len` tokens."""
-    model = PRESETS[args.preset] if args.config is None else _model_of(args.config)
+    model: AnyModel = PRESETS[args.preset] if args.preset else _model_of(args.config)
     if isinstance(model, TransformersModel):
         return model
     return replace(model, max_seq_len=max(model.max_seq_len, args.seq_len))
@@ -132,7 +273,7 @@ def _model_of(config: Path) -> AnyModel:
         raise
 
 
-def request_of_options(args: Any) -> SearchRequest:
+def request_of_options(args: PlanConfig) -> SearchRequest:
     """Return the search of the options."""
     options, memory = _optimizer(args), _memory(args)
     is_plain = options == OptimizerOptions()
@@ -159,8 +300,8 @@ def _memory(args: Any) -> MemoryOptions:
     named = {"gemm_last": GEMM_LAST}
     parts: Any = tuple(name for part in args.recompute for name in named.get(part, (part,)))
     return MemoryOptions(
-        recompute="gemm_last" if args.recompute == ["gemm_last"] else parts,
-        offload=tuple(args.offload),
+        recompute="gemm_last" if args.recompute == ("gemm_last",) else parts,
+        offload=args.offload,
         stash=StashOptions() if args.stash else None,
     )
 
@@ -178,12 +319,10 @@ def _optimizer(args: Any) -> OptimizerOptions:
     )
 
 
-def run_of_options(args: Any) -> TrainingRun:
+def run_of_options(args: PlannedConfig) -> TrainingRun:
     """Return the run of the options."""
-    values = {name: getattr(args, name) for name in DEGREES}
-    degrees = {name: value for name, value in values.items() if value is not None}
-    pipeline = None
-    if (args.pp or 1) > 1:
+    parallel, pipeline = ParallelConfig(**args.parallel), None
+    if args.parallel.get("pp", 1) > 1:
         pipeline = PipelineConfig(
             layout=args.layout, chunks=args.chunks, schedule=args.schedule or "1f1b"
         )
@@ -192,7 +331,7 @@ def run_of_options(args: Any) -> TrainingRun:
     return TrainingRun(
         model=_model(args),
         num_gpus=args.gpus,
-        parallel=ParallelConfig(**degrees),
+        parallel=parallel,
         seq_len=args.seq_len,
         batch_size=1 if args.batch_size is None else args.batch_size,
         num_micro_batches=1 if args.micro_batches is None else args.micro_batches,
@@ -206,7 +345,7 @@ def run_of_options(args: Any) -> TrainingRun:
         memory=_memory(args),
         precision=_precision(args),
         optimizer=_optimizer(args),
-        nvlink=_nvlink(args, ParallelConfig(**degrees), num_peers),
+        nvlink=_nvlink(args, parallel, num_peers),
         dispatcher=args.dispatcher or "auto",
         ranks_per_domain=domain,
         num_peers=num_peers,

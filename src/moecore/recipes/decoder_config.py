@@ -6,13 +6,13 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Self
 
+from moecore.base.command_options import Fields, Table
 from moecore.base.options.layer import BalanceConfig, CapacityConfig, MoEConfig
 from moecore.io import decoder_config_from_hf
 from moecore.io.hf.config_fields import read_config
 from moecore.models import DecoderConfig, preset
 from moecore.recipes.files import check_directory, naming
 from moecore.recipes.options import moe_of
-from moecore.recipes.parser import Fields, Table
 from moecore.recipes.rotary import RotaryOptions, write_rotary
 from moecore.recipes.sharding import ShardedConfig
 

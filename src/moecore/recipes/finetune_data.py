@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from moecore.base.command_options import Table, internal
 from moecore.base.fields import Bound, Count, CountOrZero
 from moecore.models import DecoderConfig, document_cost
 from moecore.packing import DocumentCost, ScheduledCollator
@@ -17,7 +18,6 @@ from moecore.recipes.examples import Examples, encode_row, read_examples
 from moecore.recipes.hf_model import read_tokenizer
 from moecore.recipes.lora import LoRAOptions
 from moecore.recipes.optimizer import OptimizerConfig
-from moecore.recipes.parser import Table, internal
 from moecore.recipes.preferences import PreferenceSteps, encode_preference
 from moecore.recipes.rows import ColumnNames, DatasetOptions
 from moecore.recipes.sharding import ShardedConfig
@@ -35,10 +35,10 @@ class FinetuneConfig(ShardedConfig):
         model: a directory of config, tokenizer and weights, or a name of the hub.
         data: .jsonl and .parquet files, directories of save_to_disk, hf:NAME, or plain text.
         objective: "sft" learns answers; "dpo" prefers chosen to rejected answers.
-        eval_data: held-out files.
-        eval_share: share of `data` that is held out without `eval_data`.
+        eval_data: files of the evaluation.
+        eval_share: share of `data` that is evaluated and not trained, without `eval_data`.
         epochs: times that all of `data` is read.
-        max_steps: optimizer steps of the whole run; None = those of `epochs`.
+        max_steps: optimizer steps of the run; None = the steps of `epochs`.
         recompute: recompute each decoder layer in backward.
         lora: adapters in place of a change of all weights.
         dataset: the format of the data.

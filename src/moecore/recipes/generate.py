@@ -6,19 +6,24 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
+from moecore.base.command_options import POSITIONAL
 from moecore.base.fields import Count, PositiveOrZero, Seed, quote
-from moecore.base.progress import track
+from moecore.base.progress import show_progress, track
+from moecore.io import latest, native_to_hf
+from moecore.io.checkpoint.directory import root_of
+from moecore.io.checkpoint.manifest import MANIFEST
 from moecore.recipes.corpora import BYTES, SourceOptions, Tokenizer, read_source
 from moecore.recipes.errors import ARGUMENT_ERRORS, print_error
 from moecore.recipes.files import check_directory
-from moecore.recipes.hf_model import TOKENIZER_FILES
-from moecore.recipes.parser import POSITIONAL, parse
-from moecore.recipes.report import EXPORT
+from moecore.recipes.hf_model import TOKENIZER_FILES, copy_files
+from moecore.recipes.parser import parse, read_toml
+from moecore.recipes.report import CONFIG, EXPORT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +31,7 @@ class GenerateConfig:
     """Continue a prompt with a run, a checkpoint or a Hugging Face directory.
 
     Attributes:
-        path: a run, its checkpoints, one checkpoint, or a Hugging Face directory.
+        path: a run (its export or latest checkpoint), a checkpoint, or a Hugging Face directory.
         prompt: the text to continue, or the user's message with `chat`.
         chat: put the prompt into the tokenizer's chat template.
         max_new_tokens: maximum number of tokens.
@@ -47,7 +52,7 @@ class EvaluateConfig:
     """Measure the loss of a run, a checkpoint or a Hugging Face directory on documents.
 
     Attributes:
-        path: a run, its checkpoints, one checkpoint, or a Hugging Face directory.
+        path: a run (its export or latest checkpoint), a checkpoint, or a Hugging Face directory.
         data: sources, as of moecore pretrain.
         seq_len: maximum tokens of a document; longer documents are cut.
         max_documents: maximum documents of each source; None = all.
@@ -105,29 +110,55 @@ def evaluate(words: Sequence[str] | None = None) -> int:
 
 
 def load_model(path: Path) -> tuple[Any, Tokenizer]:
-    """Return the model of a run or directory, on the GPU if there is one, and its tokenizer.
+    """Return the model of a path, on the GPU if the host has one, and its tokenizer.
 
     Raises:
-        ValueError: when there is none that transformers loads.
+        ValueError: for a path without a model that transformers loads.
     """
     from transformers import AutoModelForCausalLM
 
-    directory = path / EXPORT if (path / EXPORT).is_dir() else path
-    if not (directory / "config.json").is_file():
+    with TemporaryDirectory() as folder:
+        directory = find_directory(path, Path(folder) / EXPORT)
+        check_directory(directory, "PATH")
+        has_tokenizer = any(True for name in TOKENIZER_FILES for _ in directory.glob(name))
+        tokenizer = Tokenizer(str(directory) if has_tokenizer else BYTES)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+        except Exception as error:  # of any kind: transformers reads what the files have
+            raise ValueError(
+                f"PATH ({directory}) must be a model that transformers loads: {quote(str(error))}"
+            ) from None
+        return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
+
+
+def find_directory(path: Path, target: Path) -> Path:
+    """Return the Hugging Face directory of a path.
+
+    A run without an export, its checkpoints, or one checkpoint are converted into `target`, with
+    the config.json and the tokenizer that the run's options name.
+
+    Raises:
+        ValueError: for a path that is none of these.
+    """
+    for directory in (path, path / EXPORT):
+        if (directory / "config.json").is_file():
+            return directory
+    checkpoint = path if (path / MANIFEST).is_file() else None
+    if checkpoint is None and path.is_dir():
+        checkpoint = latest(root_of(path))
+    files = [folder / CONFIG for folder in (path, *path.absolute().parents[:2])]
+    file = next((file for file in files if file.is_file()), None)
+    options = {} if file is None else read_toml(file, "PATH")
+    source = options.get("hf_config") or options.get("model")
+    if checkpoint is None or not isinstance(source, str):
         raise ValueError(
-            f"PATH ({path}) must be a Hugging Face directory, or a run that has an export: "
-            "moecore checkpoint convert makes one of a checkpoint"
+            f"PATH ({path}) must be a Hugging Face directory, or a run that has an export or a "
+            "checkpoint of a model with config.json: moecore checkpoint convert makes one"
         )
-    check_directory(directory, "PATH")
-    has_tokenizer = any(True for name in TOKENIZER_FILES for _ in directory.glob(name))
-    tokenizer = Tokenizer(str(directory) if has_tokenizer else BYTES)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
-    except Exception as error:  # of any kind: transformers reads what the files have
-        raise ValueError(
-            f"PATH ({directory}) must be a model that transformers loads: {quote(str(error))}"
-        ) from None
-    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
+    with show_progress("converting", unit="B") as report:
+        native_to_hf(checkpoint, target, config=source, progress=report)
+    copy_files(Path(options.get("tokenizer", source)), target)
+    return target
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str, *, is_chat: bool) -> list[int]:

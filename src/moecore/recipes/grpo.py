@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moecore.base.command_options import Fields, Table, internal
 from moecore.base.fields import CheckedRecord, Count, Positive
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.layer import BalanceConfig, MoEOverrides
@@ -55,7 +56,7 @@ from moecore.recipes.loop import batch_shape, begins, ranks_of, run, run_command
 from moecore.recipes.metrics import Metrics
 from moecore.recipes.optimizer import OptimizerConfig
 from moecore.recipes.options import RunConfig
-from moecore.recipes.parser import Fields, Table, internal, parse
+from moecore.recipes.parser import parse
 from moecore.recipes.prompts import Prompt, PromptSteps, read_prompts
 from moecore.recipes.report import EXPORT, make_run_dir
 from moecore.recipes.rewards import Reward, load_reward, rewards_of

@@ -187,10 +187,15 @@ def _complete(hf: Any, source: Path, draft: Path, target: Path) -> None:
     """Add what is not the model's, and give the directory its name."""
     if not (source / "generation_config.json").is_file():
         hf.generation_config.save_pretrained(draft)
-    for name in COPIED_FILES:
-        for path in source.glob(name):
-            copy = shutil.copytree if path.is_dir() else shutil.copy2
-            copy(path, draft / path.name)
+    copy_files(source, draft)
     if target.exists():
         shutil.rmtree(target)
     draft.rename(target)
+
+
+def copy_files(source: Path, target: Path) -> None:
+    """Copy tokenizer, chat templates and generation config of a Hugging Face directory."""
+    for name in COPIED_FILES:
+        for path in source.glob(name):
+            copy = shutil.copytree if path.is_dir() else shutil.copy2
+            copy(path, target / path.name)

@@ -138,8 +138,8 @@ def loggers_of(config: Any, tensorboard: ModuleType | None, *, start: int) -> li
 
 def json_of(config: Any) -> dict[str, Any]:
     """Return the options of a run as JSON values."""
-    own = [field for field in fields(config) if field.metadata.get("is_option", True)]
-    options = {field.name: getattr(config, field.name) for field in own}
+    items = [field for field in fields(config) if field.metadata.get("is_option", True)]
+    options = {field.name: getattr(config, field.name) for field in items}
     values: dict[str, Any] = json.loads(json.dumps(options, default=_json_value))
     return values
 

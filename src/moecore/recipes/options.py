@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 import torch
 
+from moecore.base.command_options import Fields, Table, internal, unsaved
 from moecore.base.fields import Bound, Count, CountOrZero, Positive, PositiveOrZero
 from moecore.base.options.layer import MoEConfig
 from moecore.base.options.names import PrecisionName
@@ -16,7 +17,6 @@ from moecore.models import DecoderConfig
 from moecore.parallel.mesh import ParallelConfig
 from moecore.recipes.loggers import LoggerOptions
 from moecore.recipes.optimizer import OptimizerConfig
-from moecore.recipes.parser import Fields, Table, internal, unsaved
 from moecore.recipes.schedule import LearningRateSchedule
 from moecore.recipes.stages import TrainingStage
 from moecore.train.loss_scale import DynamicLossScale
@@ -33,7 +33,7 @@ class RunConfig:
     Attributes:
         config: a TOML file of options; flags win over the file.
         run_dir: the directory of checkpoints, metrics and results.
-        steps: optimizer steps of the whole run.
+        steps: optimizer steps of the run.
         batch_size: rows per data rank and micro-batch.
         grad_accum: micro-batches per step.
         seq_len: tokens of a row.
@@ -42,7 +42,7 @@ class RunConfig:
         precision: the recipe of FP8 and FP4 products; None = all products are in `dtype`.
         cuda_graph: run forward and backward as one CUDA graph.
         seed: of the order of the data, of new weights and of samples.
-        eval_every: steps between losses on held-out data; 0 = none.
+        eval_every: steps between losses on evaluation data; 0 = none.
         checkpoint_every: steps between checkpoints; 0 = none.
         expert_loads_every: steps between logs of the load of each expert; 0 = none.
         profile: steps that the profiler traces for `moecore report`; 0 = none.

@@ -16,23 +16,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import inspect
 import io
 import json
-import re
 import sys
 import tomllib
 import types
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
-from functools import cache, reduce
+from dataclasses import MISSING, fields, is_dataclass, replace
+from functools import reduce
 from operator import or_
 from pathlib import Path
 from typing import (
     Annotated,
     Any,
-    Literal,
-    NamedTuple,
     TypedDict,
     TypeVar,
     Union,
@@ -43,78 +40,29 @@ from typing import (
 
 import torch
 
+from moecore.base.command_options import (
+    CommandOption,
+    default_of,
+    flag_of,
+    is_positional,
+    list_kinds,
+    list_options,
+    table_of,
+)
 from moecore.base.fields import check_value, quote
 from moecore.recipes.files import named, read_text, shown_path
 from moecore.recipes.stages import options_of, split_stages
 
 MAX_CONFIG_BYTES = 1 << 24
-FILE = "config"  # the field with the path of the TOML file
-Fields = Mapping[str, Any]  # the fields of a record that are set
+FILE = "config"  # the field with the path of the TOML file; `unsaved` in such a command
 ConfigT = TypeVar("ConfigT")
 Flags: Any = TypedDict  # whose fields are made at run time
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Table:
-    """Note of an annotation: how the fields of a record become options.
-
-    Attributes:
-        record: the record; None = the annotated type.
-        without: fields that are no options.
-        prefix: whether flags begin with the name of the table.
-    """
-
-    record: type | None = None
-    without: tuple[str, ...] = ()
-    prefix: bool = False
+Values = dict[CommandOption, Any]
 
 
-POSITIONAL = "positional"  # note of the annotation of a word without a flag
-
-
-class Option(NamedTuple):
-    """A flag, which is also a key of a TOML file.
-
-    Attributes:
-        table: the field of the command's dataclass with the record; "" = the dataclass itself.
-        name: of the field.
-        flag: without hyphens in front.
-        hint: the annotation of the field.
-        default: `MISSING` if the value depends on other options or must be set.
-        text: help.
-        is_saved: whether RUN_DIR/config.toml has the option.
-    """
-
-    table: str
-    name: str
-    flag: str
-    hint: Any
-    default: Any
-    text: str
-    is_saved: bool
-
-    @property
-    def key(self) -> str:
-        """The key of a TOML file."""
-        return f"{self.table}.{self.name}" if self.table else self.name
-
-
-Values = dict[Option, Any]
-
-
-def internal(default: Any) -> Any:
-    """Return a field of a command's dataclass that is no option."""
-    return field(default=default, metadata={"is_option": False})
-
-
-def unsaved(default: Any) -> Any:
-    """Return a field that is an option, but not one of RUN_DIR/config.toml."""
-    return field(default=default, metadata={"is_saved": False})
-
-
-def parse(
-    command: type[ConfigT], words: Sequence[str] | None = None, *, prog: str, has_file: bool = True
-) -> ConfigT:
+def parse(command: type[ConfigT], words: Sequence[str] | None = None, *, prog: str) -> ConfigT:
     """Return the options of a command.
 
     Args:
@@ -122,17 +70,17 @@ def parse(
             instance per stage, whose values are the table's and otherwise those of the run.
         words: of the command line; None = sys.argv. A first word that is no flag is the TOML file.
         prog: the command, for help.
-        has_file: whether the field `config` is a TOML file of options.
 
     Raises:
         ValueError: for flags, keys or values that the command does not have.
         SystemExit: with code 0, after the help is printed.
     """
-    words = sys.argv[1:] if words is None else list(words)
-    if has_file and words and not words[0].startswith("-"):  # moecore pretrain config.toml
-        words.insert(0, f"--{FILE}")
     command_class: Any = command
     options = list_options(command_class)
+    words = sys.argv[1:] if words is None else list(words)
+    has_file = any(option.key == FILE and not option.is_saved for option in options)
+    if has_file and words and not words[0].startswith("-"):  # moecore pretrain config.toml
+        words.insert(0, f"--{FILE}")
     flags = _read_words(command, options, words, prog)
     file = next((value for option, value in flags.items() if option.key == FILE), None)
     if not has_file or file is None:
@@ -160,45 +108,7 @@ def _with(config: Any, **changes: Any) -> Any:
     return replace(config, **changes)
 
 
-@cache
-def list_options(command: Any) -> tuple[Option, ...]:
-    """Return the options of a command's dataclass, those of its tables behind its own."""
-    options: list[Option] = []
-    texts, hints = field_texts(command), get_type_hints(command, include_extras=True)
-    own = [field for field in fields(command) if field.metadata.get("is_option", True)]
-    tables = {field.name: _table_of(hints[field.name]) for field in own}
-    for item in own:
-        if tables[item.name] is None:
-            flag, is_saved = _flag(item.name), item.metadata.get("is_saved", True)
-            text = texts.get(item.name, "")
-            options.append(
-                Option("", item.name, flag, hints[item.name], _default_of(item), text, is_saved)
-            )
-    for item in own:
-        table = tables[item.name]
-        if table is None or table.record is None:
-            continue
-        default = None if table.record is None else _default_of(item)
-        texts, hints_of = field_texts(table.record), get_type_hints(table.record, None, None, True)
-        for part in fields(table.record):
-            if part.name in table.without or _has_record(hints_of[part.name]):
-                continue
-            value = getattr(default, part.name) if is_dataclass(default) else _default_of(part)
-            value = MISSING if isinstance(default, dict) else value  # depends on other options
-            flag = _flag(f"{item.name}_{part.name}" if table.prefix else part.name)
-            is_saved = item.metadata.get("is_saved", True)
-            hint, text = hints_of[part.name], texts.get(part.name, "")
-            options.append(Option(item.name, part.name, flag, hint, value, text, is_saved))
-    number = Counter(option.flag for option in options)
-    return tuple(
-        option._replace(flag=_flag(f"{option.table}_{option.name}"))
-        if option.table and number[option.flag] > 1
-        else option
-        for option in options
-    )
-
-
-def read_content(options: Sequence[Option], content: Mapping[str, Any], name: str) -> Values:
+def read_content(options: Sequence[CommandOption], content: Mapping[str, Any], name: str) -> Values:
     """Return the values of a TOML file; errors begin with its name.
 
     A key is `table.field`, or at the top level the name of a flag.
@@ -206,7 +116,7 @@ def read_content(options: Sequence[Option], content: Mapping[str, Any], name: st
     by_key = {_snake(option.flag): option for option in options} | {o.key: o for o in options}
     by_key = {key: option for key, option in by_key.items() if key != FILE}
     values: Values = {}
-    keys: dict[Option, str] = {}
+    keys: dict[CommandOption, str] = {}
     for key, value in flatten(content):
         option = by_key.get(_snake(key))
         if option is None:
@@ -266,46 +176,37 @@ def to_toml(config: Any) -> str:
     return "\n".join(texts)
 
 
-def field_texts(record: type) -> dict[str, str]:
-    """Return the text of each field from "Attributes:" of the docstrings of a class."""
-    texts: dict[str, str] = {}
-    for base in reversed(record.__mro__):
-        doc = (base.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
-        for names, text in re.findall(r"^ {8}([\w, ]+): (.*(?:\n {9,}.*)*)", doc, re.MULTILINE):
-            texts |= {name.strip(): " ".join(text.split()) for name in names.split(",")}
-    return texts
-
-
 def _read_words(
-    command: type, options: Sequence[Option], words: Sequence[str], prog: str
+    command: type, options: Sequence[CommandOption], words: Sequence[str], prog: str
 ) -> Values:
     """Return the values of the flags of a command line."""
     import tyro
 
     conf: Any = tyro.conf
-    names = {_flag(word.partition("=")[0].lstrip("-")) for word in words if word[:2] == "--"}
+    names = {flag_of(word.partition("=")[0].lstrip("-")) for word in words if word[:2] == "--"}
     flags = {flag for option in options for flag in (option.flag, f"no-{option.flag}")}
     for name in sorted(names - flags - {"help"}):
-        raise ValueError(f"--{name} must be a flag of {prog}: {_suggestion(name, flags, '--')}")
+        hint = _suggestion(name, flags, "--")
+        raise ValueError(f"--{shown_path(name)} must be a flag of {prog}: {hint}")
     if not {"-h", "--help"} & set(words):  # tyro takes 10 ms per option
-        options = [o for o in options if {o.flag, f"no-{o.flag}"} & names or _is_positional(o)]
+        options = [o for o in options if {o.flag, f"no-{o.flag}"} & names or is_positional(o)]
     tables: dict[str, dict[str, Any]] = {}
     for option in options:
-        hint = f"(default: {_shown(option.default)})" if option.default is not MISSING else ""
+        hint = f"(default: {_show(option.default)})" if option.default is not MISSING else ""
         arg = conf.arg(name=option.flag, help=option.text, help_behavior_hint=hint)
-        word: Any = Annotated[_word_hint(option.hint), arg]
-        word = conf.Positional[word] if _is_positional(option) else word
+        word: Any = Annotated[_word_hint(option.hint, option.default), arg]
+        word = conf.Positional[word] if is_positional(option) else word
         tables.setdefault(option.table, {})[option.name] = word
     top = tables.pop("", {})
     records = get_type_hints(command, include_extras=True)
     for name, hints in tables.items():
-        table = _table_of(records[name])
+        table = table_of(records[name])
         assert table is not None
         top[name] = conf.OmitArgPrefixes[_flags_class(name, hints, table.record)]
     output = io.StringIO()
     try:
         with contextlib.redirect_stderr(output):
-            found: dict[str, Any] = tyro.cli(
+            results: dict[str, Any] = tyro.cli(
                 _flags_class(command.__name__, top, command), prog=prog, args=words
             )
     except SystemExit as stop:
@@ -314,16 +215,16 @@ def _read_words(
         raise ValueError(_error_line(output.getvalue())) from None
     values: Values = {}
     for option in options:
-        given = found.get(option.table, {}) if option.table else found
-        if option.name in given:
-            values[option] = _checked(f"--{option.flag}", given[option.name], option.hint)
+        group = results.get(option.table, {}) if option.table else results
+        if option.name in group:
+            values[option] = _checked(f"--{option.flag}", group[option.name], option.hint)
     return values
 
 
 def _flags_class(name: str, hints: dict[str, Any], record: Any) -> Any:
     """Return a dict type with the flags that a command line may have."""
     flags = Flags(name, hints, total=False)
-    flags.__doc__ = (record.__doc__ or "").partition("\n")[0]
+    flags.__doc__ = inspect.cleandoc(record.__doc__ or "").partition("\n\nAttributes:")[0]
     return flags
 
 
@@ -339,32 +240,34 @@ def _error_line(text: str) -> str:
     return f"{' '.join(' '.join(lines[:end]).split()).rstrip('.')[:400]}: see --help"
 
 
-def _build(command: type[ConfigT], options: Sequence[Option], values: Values) -> ConfigT:
+def _build(command: type[ConfigT], options: Sequence[CommandOption], values: Values) -> ConfigT:
     """Return a command's dataclass with these values."""
-    given: dict[str, dict[str, Any]] = {}
+    tables: dict[str, dict[str, Any]] = {}
     for option, value in values.items():
-        given.setdefault(option.table, {})[option.name] = value
-    arguments = given.pop("", {})
+        tables.setdefault(option.table, {})[option.name] = value
+    arguments = tables.pop("", {})
     hints = get_type_hints(command, include_extras=True)
     for item in fields(command):  # type: ignore[arg-type]
-        default, table = _default_of(item), given.get(item.name)
+        default, table = default_of(item), tables.get(item.name)
         if table is not None:
             arguments[item.name] = _build_record(item.name, hints[item.name], default, table)
         elif item.name not in arguments and default is MISSING:
-            raise ValueError(f"--{_flag(item.name)} must be set: give it, or put it into the file")
+            names = [option.name.upper() for option in options if is_positional(option)]
+            name = names[0] if item.name.upper() in names else f"--{flag_of(item.name)}"
+            raise ValueError(f"{name} must be set: give it")
     return command(**arguments)
 
 
 def _build_record(name: str, hint: Any, default: Any, values: dict[str, Any]) -> Any:
     """Return the value of a table's field: a record, or for `Fields` the values themselves."""
-    table = _table_of(hint)
+    table = table_of(hint)
     assert table is not None and table.record is not None
     if isinstance(default, dict):
         return values
     if is_dataclass(default):
         return _with(default, **values)
     for item in fields(table.record):
-        if item.name not in values and _default_of(item) is MISSING:
+        if item.name not in values and default_of(item) is MISSING:
             raise ValueError(f"[{name}] ({values}) must have {item.name}: give it too")
     return table.record(**values)
 
@@ -376,12 +279,12 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
     except ValueError as error:
         raise ValueError(f"{name} ({quote(value)}) must be valid: {error}") from None
     check_value(name, converted, hint)
-    return float(converted) if type(converted) is int and int not in _kinds(hint) else converted
+    return float(converted) if type(converted) is int and int not in list_kinds(hint) else converted
 
 
 def _convert(value: Any, hint: Any) -> Any:
     """Return a value with paths, dtypes, tuples and records in place of strings, lists, dicts."""
-    kinds = _kinds(hint)
+    kinds = list_kinds(hint)
     items = [get_args(kind)[0] for kind in kinds if get_origin(kind) is tuple]
     if isinstance(value, list | tuple) and items:
         item_hint = reduce(or_, items)
@@ -398,66 +301,28 @@ def _convert(value: Any, hint: Any) -> Any:
     return value
 
 
-def _word_hint(hint: Any) -> Any:
-    """Return the annotation that tyro reads in place of a field's."""
+def _word_hint(hint: Any, default: Any = None) -> Any:
+    """Return the annotation that tyro reads in place of a field's; no default needs its None."""
     if get_origin(hint) is Annotated:
-        return _word_hint(get_args(hint)[0])
+        return _word_hint(get_args(hint)[0], default)
     if get_origin(hint) in (Union, types.UnionType):
         members = [_word_hint(member) for member in get_args(hint)]
+        if default in (None, MISSING):  # an option that is not set stays None
+            members = [member for member in members if member is not type(None)]
         return bool if bool in members else Union[tuple(members)]  # noqa: UP007
     if get_origin(hint) is tuple:
         return tuple[_word_hint(get_args(hint)[0]), ...]  # type: ignore[misc]
     return str if hint is torch.dtype or hasattr(hint, "from_word") else hint
 
 
-def _table_of(hint: Any) -> Table | None:
-    """Return the table that an annotation stands for, with its record; None = a plain value."""
-    notes: tuple[Any, ...] = ()
-    if get_origin(hint) is Annotated:
-        hint, *notes = get_args(hint)  # type: ignore[assignment]
-    table = next((note for note in notes if isinstance(note, Table)), Table())
-    if table.record is not None:
-        return table
-    records: list[Any] = [kind for kind in _kinds(hint) if is_dataclass(kind)]
-    is_record = records and not hasattr(records[0], "from_word")
-    return replace(table, record=records[0]) if is_record else None
-
-
-def _kinds(hint: Any) -> list[Any]:
-    """Return the classes, tuples and literal values that an annotation is a union of."""
-    if get_origin(hint) is Annotated:
-        return _kinds(get_args(hint)[0])
-    if get_origin(hint) in (Union, types.UnionType):
-        return [kind for member in get_args(hint) for kind in _kinds(member)]
-    return list(get_args(hint)) if get_origin(hint) is Literal else [hint]
-
-
-def _has_record(hint: Any) -> bool:
-    return is_dataclass(hint) or any(_has_record(part) for part in get_args(hint))
-
-
-def _is_positional(option: Option) -> bool:
-    return POSITIONAL in getattr(option.hint, "__metadata__", ())
-
-
-def _default_of(item: dataclasses.Field[Any]) -> Any:
-    if item.default_factory is not MISSING:
-        return item.default_factory()
-    return item.default
-
-
-def _flag(name: str) -> str:
-    return name.replace("_", "-")
-
-
 def _snake(name: str) -> str:
     return name.replace("-", "_")
 
 
-def _shown(value: Any) -> str:
+def _show(value: Any) -> str:
     """Return a default value for help."""
     if isinstance(value, list | tuple):
-        return " ".join(map(_shown, value)) or "none"
+        return " ".join(map(_show, value)) or "none"
     return str(value).removeprefix("torch.")
 
 

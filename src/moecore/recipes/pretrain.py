@@ -6,22 +6,18 @@ r"""Pre-train a Mixture-of-Experts decoder on a corpus: one command to a directo
     torchrun --nproc-per-node 8 -m moecore pretrain --config runs/mine/config.toml --ep 4 --cp 2
     torchrun --nproc-per-node 8 -m moecore pretrain --config ... --seq-len 65536 --dynamic-cp 8192
 
-Documents are text or token ids: JSONL, Megatron's .bin and .idx, and data sets of Hugging Face, on
-disk or streamed. They are tokenized and packed into rows by workers ahead of the step, without
-attention across documents, and sources are mixed by their weights. docs/pretraining.md has all of
-it, and what happens to documents that are empty or bad.
+Documents are text or token ids from JSONL files, Megatron's .bin and .idx, and Hugging Face data
+sets on disk or streamed. Worker processes tokenize and pack them into rows ahead of the step,
+without attention across documents. Sources are mixed by their weights. See docs/pretraining.md.
 
-The model is that of a config.json (--hf-config), whose weights start at random, or a preset with
-fields of its own (--preset, --num-layers, ...). Every option of moecore's records has a flag, and a
-line in a TOML file (--config); RUN_DIR/config.toml has those of the run. `moecore plan --write
-FILE` writes such a file of a planned run.
+The model is a decoder with the sizes of a config.json (--hf-config) and new weights, or a preset
+(--preset) with changed fields (--num-layers, ...). Each option is a flag and a key of a TOML file.
+RUN_DIR/config.toml has the options of the run. `moecore plan --write FILE` writes a planned run.
 
-Started again with the same arguments, a run continues from its last whole checkpoint. On other
-ranks too it reads the tokens that are left, each once; docs/checkpointing.md has what changes then.
-Its result is RUN_DIR/export, with the tokenizer, where the config.json is known.
-
-loop.py has the steps, which all recipes share, sharding.py how a model is put onto
-the ranks, native.py the model.
+The same command continues a run from its last complete checkpoint, on any number of ranks. The run
+reads each remaining token once (docs/checkpointing.md). Its result is RUN_DIR/export with the
+tokenizer, if --hf-config is set. loop.py has the steps, sharding.py shards the model, and native.py
+runs it.
 """
 
 from __future__ import annotations
@@ -35,6 +31,7 @@ from typing import Annotated, Any
 
 import torch
 
+from moecore.base.command_options import Fields, Table, internal
 from moecore.base.fields import Count, CountOrZero, Positive
 from moecore.io.checkpoint.config_differences import differences
 from moecore.models import Decoder, DecoderConfig, at_width, document_cost
@@ -63,7 +60,7 @@ from moecore.recipes.dry_run import planned_run, print_dry_run
 from moecore.recipes.loop import batch_shape, ranks_to_start, run, run_command
 from moecore.recipes.optimizer import OptimizerConfig
 from moecore.recipes.options import moe_of
-from moecore.recipes.parser import Fields, Table, internal, parse
+from moecore.recipes.parser import parse
 from moecore.recipes.report import make_run_dir
 from moecore.recipes.rotary import RotaryOptions, with_rotary
 from moecore.recipes.samples import SampleOptions
@@ -82,7 +79,7 @@ class PretrainConfig(DecoderRunConfig):
 
     Attributes:
         data: sources: PATH,weight=1,field=text,name=NAME,split=train,config=NAME,stream=true.
-        validation: held-out sources, like `data`.
+        validation: sources of the evaluation, like `data`.
         tokenizer: directory or name on the hub, or "bytes".
         workers: processes of a rank that read ahead; 0 = none.
         eval_rows: rows of each validation set over all ranks.

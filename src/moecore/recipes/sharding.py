@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import torch
 from torch import nn
 
+from moecore.base.command_options import Fields, Table, unsaved
 from moecore.base.fields import Count
 from moecore.base.options.context import ContextOptions
 from moecore.base.options.dense import DenseOptions
@@ -26,7 +27,6 @@ from moecore.parallel.mesh import Meshes
 from moecore.parallel.pipeline.schedule import PipelineConfig
 from moecore.parallelize import parallelize_moe
 from moecore.recipes.options import RunConfig
-from moecore.recipes.parser import Fields, Table, unsaved
 
 
 @dataclass(frozen=True, kw_only=True)

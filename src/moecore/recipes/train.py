@@ -1,13 +1,13 @@
-r"""Train a Mixture-of-Experts decoder on real text: one command to checkpoints, a plot, a sample.
+r"""Train a Mixture-of-Experts decoder on text: checkpoints, a plot and a sample by one command.
 
-    moecore train --run-dir runs/demo                CPU: 2 processes; else all GPUs
+    moecore train --run-dir runs/demo                two processes on a CPU, or all GPUs
     moecore train --run-dir runs/mine --data a.txt b.jsonl --preset tiny --steps 1000
     torchrun --nproc-per-node 8 -m moecore train --run-dir runs/eight --ep 4 --etp 2
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \
         -m moecore train --run-dir SHARED/two              the same command on both hosts
 
-Eight GPUs of one host at full speed, a router that learns from scratch with even loads from the
-first step; docs/performance.md has what it reaches:
+Eight GPUs of one host at full speed. The router learns from scratch with even loads from the first
+step. docs/performance.md has the speed of this command:
 
     moecore train --run-dir runs/qwen3 --preset qwen3-30b-a3b --compile-dense \
         --dense-strategy optim --experts-strategy optim_grads_params --seq-len 4096 \
@@ -15,25 +15,21 @@ first step; docs/performance.md has what it reaches:
         --expert-bias --score-function sigmoid --bias-update quantile --bias-update-rate 1 \
         --bias-per-micro-batch
 
-With --pp N a rank has a part of the layers, cut as --layout says: docs/pipeline.md. With --cp N so
-many ranks share each row of tokens: docs/context_parallel.md.
+With --pp N each rank has some of the layers, see docs/pipeline.md. With --cp N each row of tokens
+is split over N ranks, see docs/context_parallel.md. --precision blockwise computes the products of
+experts and projections in FP8, and --dtype float16 scales the loss, see docs/precision.md.
 
-With --precision blockwise the products of experts and projections are in FP8, with --dtype float16
-losses are scaled: docs/precision.md.
+The same command continues a run from its last complete checkpoint. On CPU ranks the continued run
+has the bits of an uninterrupted run. `build_job` shards the model, and loop.py has the steps.
+The text is bytes: the sources of Python's standard library unless --data is given. Documents are
+files, and each text of a jsonl file. They are packed into rows without attention across documents
+(docs/sequences.md). The loss of a step is the mean over the labels of all ranks and micro-batches.
 
-Started again with the same arguments, a run continues from its last whole checkpoint, on CPU ranks
-with the bits of a run that never stopped. `build_job` shards the model, and loop.py
-has the steps, which all recipes share. The text is bytes: the Python standard library's own
-sources unless --data is given. Its documents (files, and each text of a jsonl file) are packed into
-rows, without attention across them: docs/sequences.md. The loss of a step is the mean over the
-labels of all ranks and micro-batches.
-
-Each step's metrics go into metrics.jsonl, into TensorBoard where it is installed, and with
---wandb PROJECT into Weights & Biases: loss, what `StepResult.to_dict` has (docs/balancing.md),
-tokens/s without padding, and memory; and `mfu`, the share of the devices' dense peak that forward
-and backward of the documents use (6 FLOPs per active parameter, and attention), where the peak is
-known: see --peak-tflops. With --eval-every N the end of the text is held out, and `eval_loss` is
-the loss on it.
+Metrics are in metrics.jsonl, in TensorBoard if it is installed, and with --wandb PROJECT in Weights
+& Biases. They have the loss, the values of `StepResult.to_dict` (docs/balancing.md), tokens/s
+without padding, and memory. `mfu` is the share of the dense peak of the devices that forward and
+backward use: 6 FLOPs per active parameter, and attention. It needs a known GPU or --peak-tflops.
+With --eval-every N the end of the text is not trained, and `eval_loss` is the loss on it.
 
 Legend: A micro-batches of a step, B rows, T tokens of a row, N bytes of text.
 """
@@ -205,7 +201,7 @@ def build_job(args: TrainConfig) -> ByteTraining:
 
 
 def read_texts(args: TrainConfig) -> tuple[Corpus, Tensor | None]:
-    """Return the text to train on, and the held-out text; None = --eval-every is 0."""
+    """Return the text to train on, and the text to evaluate on; None = --eval-every is 0."""
     corpus = read_corpus(args.data, seq_len=args.seq_len)
     return hold_out(corpus, seq_len=args.seq_len) if args.eval_every else (corpus, None)
 
