@@ -16,7 +16,7 @@ from moecore.base.command_options import POSITIONAL
 from moecore.base.fields import Count, PositiveOrZero, Seed, quote
 from moecore.base.progress import show_progress, track
 from moecore.io import latest, native_to_hf
-from moecore.io.checkpoint.directory import root_of
+from moecore.io.checkpoint.directory import find_root
 from moecore.io.checkpoint.manifest import MANIFEST
 from moecore.recipes.corpora import BYTES, SourceOptions, Tokenizer, read_source
 from moecore.recipes.errors import ARGUMENT_ERRORS, print_error
@@ -145,7 +145,7 @@ def find_directory(path: Path, target: Path) -> Path:
             return directory
     checkpoint = path if (path / MANIFEST).is_file() else None
     if checkpoint is None and path.is_dir():
-        checkpoint = latest(root_of(path))
+        checkpoint = latest(find_root(path))
     files = [folder / CONFIG for folder in (path, *path.absolute().parents[:2])]
     file = next((file for file in files if file.is_file()), None)
     options = {} if file is None else read_toml(file, "PATH")
