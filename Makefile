@@ -22,7 +22,7 @@ wait $$interpreted || code=$$?; cat $$log; exit $$code
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test nightly test-for test-extras quick quick-ranks golden demo bench card bench-docs lint format clean
+.PHONY: help venv test nightly test-for test-oldest test-newest test-peers test-extras site quick quick-ranks golden demo bench card bench-docs lint format clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 13
@@ -46,6 +46,18 @@ nightly: $(READY)  ## run all CPU tests, whole grids, with new examples of hypot
 test-for: $(READY)  ## run the tests that import FILE, however far: make test-for FILE=src/...
 	@found=$$($(PY) -m tools.affected tests $(FILE)) && echo "$${found:?no test imports $(FILE)}" && \
 	$(ON_CPUS) $(PY) -m pytest -q $(WORKERS) $$found $(ARGS)
+
+test-oldest: $(READY)  ## run the CPU tests with torch 2.11 and transformers 5.0 (downloads gigabytes once)
+	tools/test_lane.sh oldest $(ARGS)
+
+test-newest: $(READY)  ## run the CPU tests with the newest torch, transformers, TRL and PEFT (likewise)
+	tools/test_lane.sh newest $(ARGS)
+
+test-peers: $(READY)  ## run what reads or writes other trainers' files, or runs in them (likewise)
+	tools/test_lane.sh peers tests/io/interchange tests/integrations $(ARGS)
+
+site: $(READY)  ## build the pages as a site with search into site/ (needs pip install -e '.[site]')
+	$(PY) -m mkdocs build --strict
 
 # A Triton beside .venv's brings the products of Blackwell's formats.
 TRITON := .venv/triton-3.9.0
