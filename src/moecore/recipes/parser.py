@@ -103,8 +103,8 @@ def parse(command: type[ConfigT], words: Sequence[str] | None = None, *, prog: s
     return result
 
 
-def _with(config: Any, **changes: Any) -> Any:
-    return replace(config, **changes)
+def _with(record: Any, /, **changes: Any) -> Any:
+    return replace(record, **changes)
 
 
 def read_content(options: Sequence[CommandOption], content: Mapping[str, Any], name: str) -> Values:
