@@ -114,7 +114,10 @@ def main() -> int:
     if "WORLD_SIZE" not in os.environ:
         print("bench_train: error: start it with torchrun --nproc-per-node N -m", file=sys.stderr)
         return 2
-    args = train.parse_arguments([*rest, "--checkpoint-every", "0", "--sample-bytes", "0"])
+    try:
+        args = train.parse_arguments([*rest, "--checkpoint-every", "0", "--sample-bytes", "0"])
+    except ARGUMENT_ERRORS as error:
+        return print_rank_error(error, int(os.environ["RANK"]))
     args = dataclasses.replace(args, steps=max(args.steps, own.warm_up + own.timed))
     rows: list[Row] = []
     for run in runs_of(own, args):

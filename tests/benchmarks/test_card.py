@@ -26,7 +26,7 @@ def test_a_card_runs_a_step_that_exists(name: str) -> None:
     own, rest = parse_own(shlex.split(card["arguments"]))
     args = parse_arguments([*rest, "--checkpoint-every", "0", "--sample-bytes", "0"])
     assert (own.routing == "balanced") == (card["routing"] == "forced balance")
-    assert args.layers and f"{args.layers} of " in card["what"] and card["published"]
+    assert f"{args.model['num_layers']} of " in card["what"] and card["published"]
     ran = cards.command(card, "folder")
     assert ran[ran.index("--nproc-per-node") + 1] == str(card["gpus"]) and "folder" in ran
 

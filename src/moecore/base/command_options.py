@@ -33,7 +33,20 @@ class Table:
     prefix: bool = False
 
 
-POSITIONAL = "positional"  # note of the annotation of a word without a flag
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spelling:
+    """Note of an annotation: how a command line spells an option.
+
+    Attributes:
+        is_positional: whether the option is a word without a flag.
+        alias: a second name of the field, as a flag and as a key; None = there is none.
+    """
+
+    is_positional: bool = False
+    alias: str | None = None
+
+
+POSITIONAL = Spelling(is_positional=True)
 
 
 class CommandOption(NamedTuple):
@@ -56,6 +69,18 @@ class CommandOption(NamedTuple):
     default: Any
     text: str
     is_saved: bool
+
+    @property
+    def spelling(self) -> Spelling:
+        """The note of the annotation."""
+        notes = getattr(self.hint, "__metadata__", ())
+        return next((note for note in notes if isinstance(note, Spelling)), Spelling())
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The flag and its alias."""
+        alias = self.spelling.alias
+        return (self.flag,) if alias is None else (self.flag, flag_of(alias))
 
     @property
     def key(self) -> str:
@@ -147,11 +172,6 @@ def list_kinds(hint: Any) -> list[Any]:
 
 def _has_record(hint: Any) -> bool:
     return is_dataclass(hint) or any(_has_record(part) for part in get_args(hint))
-
-
-def is_positional(option: CommandOption) -> bool:
-    """Return whether an option is a word without a flag."""
-    return POSITIONAL in getattr(option.hint, "__metadata__", ())
 
 
 def default_of(item: dataclasses.Field[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""The options of `moecore plan` and `dry-run`: which there are, and the run or search they mean."""
+"""The options of `moecore plan` and `dry-run`, and the run or search that they describe."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def _refuse(args: Any, unread: Sequence[str], reason: str) -> None:
 
 
 def as_folding(run: TrainingRun) -> str:
-    """Return the folding of a run, as `--explain` reads it."""
+    """Return the layout of a run, as `--explain` reads it."""
     p = run.resolved
     named = {name: getattr(p, name) for name in FOLDING[:5]}
     if run.pipeline is not None:
@@ -236,7 +236,7 @@ def as_folding(run: TrainingRun) -> str:
 
 
 def folding_of(text: str) -> Folding:
-    """Return the folding of a text such as "pp=8,ep=8"."""
+    """Return the layout of a text such as "pp=8,ep=8"."""
     degrees: dict[str, int] = {}
     for part in text.split(","):
         name, _, value = part.partition("=")

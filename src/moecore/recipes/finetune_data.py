@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from moecore.base.command_options import Table, internal
+from moecore.base.command_options import Spelling, Table, internal
 from moecore.base.fields import Bound, Count, CountOrZero
 from moecore.models import DecoderConfig, document_cost
 from moecore.packing import DocumentCost, ScheduledCollator
@@ -46,7 +46,7 @@ class FinetuneConfig(ShardedConfig):
         dpo: objective "dpo".
     """
 
-    model: Path
+    model: Annotated[Path, Spelling(alias="hf_config")]  # as `moecore plan --write` names it
     data: tuple[Path, ...]
     objective: Literal["sft", "dpo"] = "sft"
     eval_data: tuple[Path, ...] = ()

@@ -44,7 +44,6 @@ from moecore.base.command_options import (
     CommandOption,
     default_of,
     flag_of,
-    is_positional,
     list_kinds,
     list_options,
     table_of,
@@ -104,8 +103,8 @@ def parse(command: type[ConfigT], words: Sequence[str] | None = None, *, prog: s
     return result
 
 
-def _with(config: Any, **changes: Any) -> Any:
-    return replace(config, **changes)
+def _with(record: Any, /, **changes: Any) -> Any:
+    return replace(record, **changes)
 
 
 def read_content(options: Sequence[CommandOption], content: Mapping[str, Any], name: str) -> Values:
@@ -113,7 +112,8 @@ def read_content(options: Sequence[CommandOption], content: Mapping[str, Any], n
 
     A key is `table.field`, or at the top level the name of a flag.
     """
-    by_key = {_snake(option.flag): option for option in options} | {o.key: o for o in options}
+    by_key = {_snake(flag): option for option in options for flag in option.flags}
+    by_key |= {option.key: option for option in options}
     by_key = {key: option for key, option in by_key.items() if key != FILE}
     values: Values = {}
     keys: dict[CommandOption, str] = {}
@@ -184,18 +184,21 @@ def _read_words(
 
     conf: Any = tyro.conf
     names = {flag_of(word.partition("=")[0].lstrip("-")) for word in words if word[:2] == "--"}
-    flags = {flag for option in options for flag in (option.flag, f"no-{option.flag}")}
+    flags = {name for option in options for flag in option.flags for name in (flag, f"no-{flag}")}
     for name in sorted(names - flags - {"help"}):
         hint = _suggestion(name, flags, "--")
         raise ValueError(f"--{shown_path(name)} must be a flag of {prog}: {hint}")
     if not {"-h", "--help"} & set(words):  # tyro takes 10 ms per option
-        options = [o for o in options if {o.flag, f"no-{o.flag}"} & names or is_positional(o)]
+        options = [
+            o for o in options if {*o.flags, f"no-{o.flag}"} & names or o.spelling.is_positional
+        ]
     tables: dict[str, dict[str, Any]] = {}
     for option in options:
         hint = f"(default: {_show(option.default)})" if option.default is not MISSING else ""
-        arg = conf.arg(name=option.flag, help=option.text, help_behavior_hint=hint)
+        aliases = [f"--{flag}" for flag in option.flags[1:]]
+        arg = conf.arg(name=option.flag, aliases=aliases, help=option.text, help_behavior_hint=hint)
         word: Any = Annotated[_word_hint(option.hint, option.default), arg]
-        word = conf.Positional[word] if is_positional(option) else word
+        word = conf.Positional[word] if option.spelling.is_positional else word
         tables.setdefault(option.table, {})[option.name] = word
     top = tables.pop("", {})
     records = get_type_hints(command, include_extras=True)
@@ -252,7 +255,7 @@ def _build(command: type[ConfigT], options: Sequence[CommandOption], values: Val
         if table is not None:
             arguments[item.name] = _build_record(item.name, hints[item.name], default, table)
         elif item.name not in arguments and default is MISSING:
-            names = [option.name.upper() for option in options if is_positional(option)]
+            names = [option.name.upper() for option in options if option.spelling.is_positional]
             name = names[0] if item.name.upper() in names else f"--{flag_of(item.name)}"
             raise ValueError(f"{name} must be set: give it")
     return command(**arguments)
