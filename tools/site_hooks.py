@@ -19,7 +19,7 @@ def on_files(files: Files, config: Any) -> Files:
     reference = "# API reference\n\nFrom the docstrings of every public name.\n\n" + "\n".join(
         names
     )
-    files.append(File.generated(config, "reference.md", content=reference))
+    files.append(File.generated(config, "reference.md", content=title + "\n".join(names)))
     files.append(File.generated(config, "llms.txt", content=list_pages(config["site_name"])))
     return files
 
