@@ -16,9 +16,7 @@ def on_files(files: Files, config: Any) -> Files:
     """Add `reference.md`, with the modules of docs/api.md, and `llms.txt`."""
     modules = re.findall(r"^## `(moecore[\w.]*)`", (DOCS / "api.md").read_text(), re.MULTILINE)
     names = [f"::: {module}\n{OPTIONS}" for module in modules]
-    reference = "# API reference\n\nFrom the docstrings of every public name.\n\n" + "\n".join(
-        names
-    )
+    title = "# API reference\n\nFrom the docstrings of every public name.\n\n"
     files.append(File.generated(config, "reference.md", content=title + "\n".join(names)))
     files.append(File.generated(config, "llms.txt", content=list_pages(config["site_name"])))
     return files
