@@ -28,7 +28,7 @@ def test_where_it_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = te_names.find_recipe_problem(None, None)
     assert problem is not None and "\n" not in problem
     assert problem.startswith("Transformer Engine must be installed for 'te' (")
-    assert problem.endswith("pip install --no-build-isolation 'moecore[te]'")
+    assert problem.endswith("pip install --no-build-isolation '.[te]' in a clone of moecore")
     assert te_names.find_recipe_problem(Recipe(backend="te"), torch.device("meta")) is None
 
 

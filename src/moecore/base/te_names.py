@@ -17,9 +17,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from moecore.base import install_command
 from moecore.base.options.precision import Recipe, Scaling
 
-INSTALL = "pip install --no-build-isolation 'moecore[te]'"
+INSTALL = install_command("te", "--no-build-isolation ")
 OLDEST = (2, 12)  # older releases have not been tested
 
 Operand = Literal["activation", "weight", "gradient"]

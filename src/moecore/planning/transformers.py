@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from moecore.base import install_command
 from moecore.base.fields import CheckedRecord, check_arguments, quote
 from moecore.base.options.context import ContextOptions
 from moecore.families import use_causal_attention
@@ -224,7 +225,7 @@ def _built(model: TransformersModel, dtype: torch.dtype) -> Any:
     if find_spec("transformers") is None:
         raise ValueError(
             f"config.json model_type ({quote(values.get('model_type'))}) must have transformers "
-            "installed to be planned: pip install 'moecore[hf]'"
+            f"installed to be planned: {install_command('hf')}"
         )
     hf: Any = build_reader(values, dtype=dtype)
     if hf is None:

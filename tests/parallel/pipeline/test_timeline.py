@@ -80,7 +80,7 @@ def test_a_picture(tmp_path: Path) -> None:
 
 def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"pip install 'moecore\[bench\]'"):
+    with pytest.raises(ImportError, match=r"pip install .\.\[bench\]."):
         draw(timeline_of("1f1b"), tmp_path / "no.png")
     assert not list(tmp_path.iterdir())
 
