@@ -101,9 +101,6 @@ ALLOWED = {
 FOREIGN = {
     "_asdict": "of a NamedTuple",
     "_fields": "of a NamedTuple",
-    "_check_value": "of argparse",
-    "_get_value": "of argparse",
-    "_negative_number_matcher": "of argparse",
     "_apply_gate": "transformers",
     "_attn_implementation": "transformers",
     "_debug_force_load_balance": "torchtitan",

@@ -32,7 +32,7 @@ from moecore import (
 )
 from moecore.attention.context_parallel import ring
 from moecore.attention.sequence import Sequence
-from moecore.families.family import NativeFamily
+from moecore.families.family import ProtocolFamily
 from moecore.models import Decoder, DecoderConfig, SparseKeysConfig
 from moecore.models.backbone import Backbone
 from moecore.models.layers import rotary_table
@@ -201,7 +201,7 @@ def expected(case: Case, num_steps: int) -> dict[str, Tensor]:
     model, found, data_ranks = make(case.config), {}, data_ranks_of(case)
     clip = None if case.tau is None else QKClip(model, case.tau)
     if case.indexer is not None:
-        NativeFamily().train_indexers(model, case.indexer)
+        ProtocolFamily().train_indexers(model, case.indexer)
     for step in range(num_steps):
         batches = [batch_of(case, r, step) for r in range(data_ranks)]
         counts: dict[str, Any] = defaultdict(int)

@@ -68,7 +68,6 @@ def test_samples_of_later_steps_are_dropped(tmp_path: Path) -> None:
 def test_samples_that_cannot_be_made_are_refused(
     words: str, message: str, pretrain: ModuleType
 ) -> None:
-    args = pretrain.parse_arguments(["--data", "python:", *words.split()])
     with pytest.raises(ValueError) as error:
-        pretrain.check(args, 2)
+        pretrain.check(pretrain.parse_arguments(["--data", "python:", *words.split()]), 2)
     assert str(error.value).startswith(message), error.value

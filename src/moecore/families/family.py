@@ -52,7 +52,7 @@ from moecore.parallel.model.family import Adapter, Family, has_rows
 from moecore.parallel.pipeline.stages import StagedModel
 
 
-class NativeFamily(Family):
+class ProtocolFamily(Family):
     """The family of models that implement moecore's protocols, such as moecore's decoder."""
 
     @override
@@ -82,7 +82,7 @@ class NativeFamily(Family):
         refuse_peft_methods(wrapper)
 
 
-class TransformersFamily(NativeFamily):
+class TransformersFamily(ProtocolFamily):
     """The family of models that contain transformers modules, with or without peft adapters."""
 
     @override
@@ -194,7 +194,7 @@ class TransformersFamily(NativeFamily):
 def family_of(model: nn.Module) -> Family:
     """Return `Transformers` if a module's class is from transformers, otherwise `Plain`."""
     of_transformers = any(is_hf(module) or is_pretrained(module) for module in model.modules())
-    return TransformersFamily() if of_transformers else NativeFamily()
+    return TransformersFamily() if of_transformers else ProtocolFamily()
 
 
 def swap_blocks(model: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str, RoutedLayer]:

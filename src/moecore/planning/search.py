@@ -94,7 +94,11 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fitting(Candidate):
-    """A candidate that fits, with the planned time of a step."""
+    """A candidate that fits.
+
+    Attributes:
+        time: the planned time of a step.
+    """
 
     time: TimePlan
 

@@ -4,7 +4,7 @@ Each tp rank has the states of its heads, so the rule and the exchange of states
 no tp communication. Besides the all-reduce of outputs, tp ranks exchange:
 
     projections of one kind, or in the order of heads         nothing
-    several kinds of rows in one projection                   its outputs (`HeadExchange`)
+    several kinds of rows in one projection                   its outputs (`StackedRowsHook`)
     norms of groups that several ranks share                  sums of squares
 
 The filters of short convolutions are small and replicated; each rank reads its channels.

@@ -138,7 +138,7 @@ def _hook(tp: TensorParallel, module: Any, module_cut: ModuleCut) -> None:
     if module_cut.num_shared and hasattr(module, "num_key_value_groups"):
         module.num_key_value_groups = module.num_key_value_groups * module_cut.num_shared // tp.size
     for name, stack in module_cut.head_exchanges.items():
-        module.get_submodule(name).register_forward_hook(HeadExchange(tp, stack))
+        module.get_submodule(name).register_forward_hook(StackedRowsHook(tp, stack))
     for name, stack in module_cut.local_reads.items():
         part = module.get_submodule(name)
         _replace_attributes(
@@ -201,7 +201,7 @@ def _full_rows_linear(tp: TensorParallel, name: str, stack: Stack, module: nn.Mo
     return torch.cat([param[rows] for rows in local_rows(stack, tp.rank, tp.size)])
 
 
-class HeadExchange:
+class StackedRowsHook:
     """A forward hook of a linear: exchange the outputs of a rank's rows for those of its heads.
 
     Example: heads 0 and 1 have one row of q and two rows of v each. The linear has rows q0 q1 v0 v0

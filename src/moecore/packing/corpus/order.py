@@ -148,10 +148,10 @@ class StreamedDocuments:
     def _epoch(self, begin: int, count: int) -> Iterator[Any]:
         """Yield the documents of the epoch from ordinal `begin` on, without the first `count`."""
         first = self._first(begin)
-        num_skipped = max(0, count - (self.length or 0) + first) if first else 0  # of 0 .. first
-        if not num_skipped:
+        start = max(0, count - (self.length or 0) + first) if first else 0  # of 0 .. first
+        if not start:
             yield from self._documents_from(first + count)
-        yield from islice(self._documents_from(num_skipped), first - num_skipped)
+        yield from islice(self._documents_from(start), first - start)
 
     def _documents_from(self, count: int) -> Iterable[Any]:
         """Return the documents without the first `count`."""
