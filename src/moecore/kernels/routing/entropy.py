@@ -29,7 +29,7 @@ TILE = 4096  # logits of a program of 4 warps, which holds whole rows
 def add_entropy_ref(
     total_2: Tensor, logits_TE: Tensor, score_function: str, padding_mask_T: Tensor | None
 ) -> None:
-    """Do what `add_entropy_` does, in plain PyTorch."""
+    """Add the tokens' entropy and their number to total_2 in place, in plain PyTorch."""
     scores_TE = scores_ref(logits_TE, score_function)
     if score_function != "softmax":
         scores_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
@@ -80,7 +80,7 @@ def _add_entropy_kernel(
 def add_entropy_(
     total_2: Tensor, logits_TE: Tensor, score_function: str, padding_mask_T: Tensor | None = None
 ) -> None:
-    """Add some tokens' entropy, of NaN 0, and their number, in place. One launch, no host sync.
+    """Add the tokens' entropy (NaN counts as 0) and their number to total_2 in place.
 
     Example, one token, softmax of two equal logits: total_2 gains [round(log(2) * 2^24), 1].
 
