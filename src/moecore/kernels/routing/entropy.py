@@ -4,16 +4,18 @@
     p          = softmax(logits), or, with a score function of each logit, score / (sum + 1e-20)
     total      = sum over tokens of round(entropy[t] / UNIT), and the number of tokens
 
-0 is a router that is certain, log(E) one that sees no difference. Whole units of 2^-24 nats are
-added: integer sums have no order to depend on, and ranks and micro-batches add up to the same bits
-however the tokens are dealt out. An int64 has room for 7 x 10^10 tokens of 1024 experts.
+The entropy is 0 for a router that is certain and log(E) for equal scores. The total counts integer
+units of 2^-24 nats: integer sums do not depend on the order, and the total over ranks and
+micro-batches has the same bits for every division of the tokens. An int64 can count 7 x 10^10
+tokens of 1024 experts.
 
 Letters: T tokens, E experts.
 
-Bytes moved: 4 T E, the logits are read once more, and T for a padding mask. One launch, in backward
-alone: eval and no_grad do without. A token of 128 experts is 512 bytes, 0.11 ns at an H200's
-4.8 TB/s; forward and backward of its 8 experts of 2048 x 768 are 18 * 8 * 2048 * 768 = 226 MFLOP,
-229 ns at 989 TFLOP/s: 0.05% of these products, and a layer takes longer.
+Bytes moved: 4 T E, the logits are read once more, and T for a padding mask. There is one launch,
+only in backward: eval and no_grad have no launch. A token of 128 experts is
+512 bytes, 0.11 ns at an H200's 4.8 TB/s; forward and backward of its 8 experts of 2048 x 768 are 18
+* 8 * 2048 * 768 = 226 MFLOP, 229 ns at 989 TFLOP/s: 0.05% of these products, and a layer takes
+longer.
 """
 
 import torch
@@ -29,7 +31,7 @@ TILE = 4096  # logits of a program of 4 warps, which holds whole rows
 def add_entropy_ref(
     total_2: Tensor, logits_TE: Tensor, score_function: str, padding_mask_T: Tensor | None
 ) -> None:
-    """Do what `add_entropy_` does, in plain PyTorch."""
+    """Add the tokens' entropy and their number to total_2 in place, in plain PyTorch."""
     scores_TE = scores_ref(logits_TE, score_function)
     if score_function != "softmax":
         scores_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
@@ -80,8 +82,9 @@ def _add_entropy_kernel(
 def add_entropy_(
     total_2: Tensor, logits_TE: Tensor, score_function: str, padding_mask_T: Tensor | None = None
 ) -> None:
-    """Add some tokens' entropy, of NaN 0, and their number, in place. One launch, no host sync.
+    """Add the tokens' entropy (NaN counts as 0) and their number to total_2 in place.
 
+    The function launches one kernel and does not synchronise the host.
     Example, one token, softmax of two equal logits: total_2 gains [round(log(2) * 2^24), 1].
 
     total_2 is int64, contiguous: units of 2^-24 nats, and tokens. padding_mask_T is True where a

@@ -60,7 +60,7 @@ def route_tokens(
     selection_E: Tensor | None,
     options: routes.RouteOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `router_logits(x, weight, bias)`, and ids and weights of `route` by `selection_E`."""
+    """Return the router logits [T, E], and the expert ids and weights [T, K] from `route`."""
     tensors = [t for t in (x_TD, weight_ED, bias_E, selection_E) if t is not None]
     can_fuse = (
         torch.is_grad_enabled()

@@ -1,4 +1,4 @@
-"""What a router's logit is worth: the score functions, for references and inside kernels.
+"""Score functions, which map a router's logits to scores, in PyTorch and for Triton kernels.
 
     softmax        over the experts of a token
     sigmoid        of each logit
@@ -59,7 +59,7 @@ def exp(x):
 
 @triton.jit
 def sqrtsoftplus(x):
-    """Return sqrt(softplus(x)) and its slope."""
+    """Return sqrt(softplus(x)) and its derivative with respect to x."""
     # With h = exp(-|x| / 2), u = h^2 and r = log(1 + u) / u, which lies between log(2) and 1,
     # softplus(x) is u * r for x < 0 and x + u * r else. The square root of the first is h *
     # sqrt(r): neither exp(x) nor a logarithm near 1 is ever formed, so that score and slope keep
