@@ -1,4 +1,4 @@
-"""Options of a command: the fields of its dataclass, and of the records that are its tables.
+"""A command's options: the fields of its dataclass and of the option records in this dataclass.
 
 `list_options` returns one `CommandOption` for each flag. `moecore.recipes.parser` reads flags and
 TOML files with this list.
@@ -20,12 +20,12 @@ Fields = Mapping[str, Any]  # the fields of a record that are set
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Note of an annotation: how the fields of a record become options.
+    """A marker in `Annotated` that says how the fields of an option record become flags.
 
     Attributes:
-        record: the record; None = the annotated type.
-        without: fields that are no options.
-        prefix: whether flags begin with the name of the table.
+        record: the dataclass of options; None = the annotated type.
+        without: names of fields that have no flag.
+        prefix: whether the flags begin with the name of the annotated field.
     """
 
     record: type | None = None
@@ -37,16 +37,16 @@ POSITIONAL = "positional"  # note of the annotation of a word without a flag
 
 
 class CommandOption(NamedTuple):
-    """A flag, which is also a key of a TOML file.
+    """A command-line flag, which is also a key of a TOML file.
 
     Attributes:
-        table: the field of the command's dataclass with the record; "" = the dataclass itself.
-        name: of the field.
-        flag: without hyphens in front.
-        hint: the annotation of the field.
-        default: `MISSING` if the value depends on other options or must be set.
-        text: help.
-        is_saved: whether RUN_DIR/config.toml has the option.
+        table: name of the command's field that has the option record; "" = a field of the command.
+        name: name of the option's field.
+        flag: the flag without leading hyphens.
+        hint: type annotation of the field.
+        default: default value; `MISSING` if it depends on other options or must be set.
+        text: help text of the flag.
+        is_saved: whether the option is written to RUN_DIR/config.toml.
     """
 
     table: str
@@ -59,23 +59,26 @@ class CommandOption(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The key of a TOML file."""
+        """The option's key in a TOML file."""
         return f"{self.table}.{self.name}" if self.table else self.name
 
 
 def internal(default: Any) -> Any:
-    """Return a field of a command's dataclass that is no option."""
+    """Return a dataclass field with this default that is not offered as an option."""
     return field(default=default, metadata={"is_option": False})
 
 
 def unsaved(default: Any) -> Any:
-    """Return a field that is an option, but not one of RUN_DIR/config.toml."""
+    """Return a dataclass field whose option is not written to RUN_DIR/config.toml."""
     return field(default=default, metadata={"is_saved": False})
 
 
 @cache
 def list_options(command: Any) -> tuple[CommandOption, ...]:
-    """Return the options of a command's dataclass, then the options of its tables."""
+    """Return the options of a command's dataclass, followed by the options of its records.
+
+    If two options have one flag, the flag of a record's option is prefixed with the record's name.
+    """
     options: list[CommandOption] = []
     texts, hints = field_texts(command), get_type_hints(command, include_extras=True)
     items = [field for field in fields(command) if field.metadata.get("is_option", True)]
@@ -114,7 +117,7 @@ def list_options(command: Any) -> tuple[CommandOption, ...]:
 
 
 def field_texts(record: type) -> dict[str, str]:
-    """Return the text of each field from "Attributes:" of the docstrings of a class."""
+    """Return the help text of each field, read from "Attributes:" in the class docstrings."""
     texts: dict[str, str] = {}
     for base in reversed(record.__mro__):
         doc = (base.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
@@ -124,7 +127,7 @@ def field_texts(record: type) -> dict[str, str]:
 
 
 def table_of(hint: Any) -> Table | None:
-    """Return the table that an annotation stands for, with its record; None = a plain value."""
+    """Return the `Table` of an annotation whose type is an option record; None = a plain value."""
     notes: tuple[Any, ...] = ()
     if get_origin(hint) is Annotated:
         hint, *notes = get_args(hint)  # type: ignore[assignment]
@@ -137,7 +140,7 @@ def table_of(hint: Any) -> Table | None:
 
 
 def list_kinds(hint: Any) -> list[Any]:
-    """Return the classes, tuples and literal values that an annotation is a union of."""
+    """Return the members of an annotation's union: classes, generic types and literal values."""
     if get_origin(hint) is Annotated:
         return list_kinds(get_args(hint)[0])
     if get_origin(hint) in (Union, types.UnionType):
@@ -146,21 +149,22 @@ def list_kinds(hint: Any) -> list[Any]:
 
 
 def _has_record(hint: Any) -> bool:
+    """Whether an annotation is or contains a dataclass."""
     return is_dataclass(hint) or any(_has_record(part) for part in get_args(hint))
 
 
 def is_positional(option: CommandOption) -> bool:
-    """Return whether an option is a word without a flag."""
+    """Return whether the command line takes the option as a positional argument."""
     return POSITIONAL in getattr(option.hint, "__metadata__", ())
 
 
 def default_of(item: dataclasses.Field[Any]) -> Any:
-    """Return the default of a field, or `MISSING`."""
+    """Return the default value of a dataclass field, or `MISSING` if it has no default."""
     if item.default_factory is not MISSING:
         return item.default_factory()
     return item.default
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of a field, without hyphens in front."""
+    """Return the flag for a field name: underscores become hyphens, without leading hyphens."""
     return name.replace("_", "-")

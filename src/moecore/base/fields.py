@@ -10,8 +10,8 @@
             if self.overlap >= self.size:
                 yield "overlap", f"be < size ({self.size}): lower it"
 
-`Window(size=True)` raises a ValueError of one line, "Window.size (True) must be a whole number
->= 1: pass an int"; `Window(size=4, overlap=4)` "Window.overlap (4) must be < size (4): lower it".
+`Window(size=True)` raises a one-line ValueError, because `size` must be an int >= 1.
+`Window(size=4, overlap=4)` raises "Window.overlap (4) must be < size (4): lower it".
 
 A public function checks its arguments in its first line:
 
@@ -67,20 +67,20 @@ Rules = Iterator[tuple[str, str]]  # (field, "<relation>: <fix>") of every broke
 
 
 class Bound(NamedTuple):
-    """A number must be `sign` ("<", "<=", ">" or ">=") `limit`."""
+    """A marker in `Annotated`: the number must be `sign` ("<", "<=", ">" or ">=") `limit`."""
 
     sign: str
     limit: float
 
 
 class OneOf(NamedTuple):
-    """A value must be one of `choices`, which may grow if they are a `Registry`."""
+    """A marker in `Annotated`: the value must be one of `choices`, which can be a `Registry`."""
 
     choices: Collection[Any]
 
 
 class Passes(NamedTuple):
-    """A value must pass a function; errors name it by a noun."""
+    """A marker in `Annotated`: `check(value)` must be True; errors say the value must be `noun`."""
 
     check: Callable[[Any], bool]
     noun: str
@@ -110,7 +110,7 @@ MaxNorm = Annotated[float, Bound(">", 0), Bound("<=", math.inf), "use None to on
 
 
 class _Kind(NamedTuple):
-    """The check for one annotation: a predicate, the expected type in the error, and the fix."""
+    """The check for one annotation: a predicate, the error's noun for valid values, and the fix."""
 
     takes: Callable[[Any], bool]
     name: Callable[[Any], str]
@@ -119,11 +119,12 @@ class _Kind(NamedTuple):
 
 
 class CheckedRecord:
-    """A dataclass whose constructor checks its fields by annotation, then its rules."""
+    """A dataclass whose constructor checks each field's annotation and the cross-field rules."""
 
     __slots__ = ()
 
     def __post_init__(self) -> None:
+        """Check all fields and rules, and store an int as a float in a float field."""
         if torch.compiler.is_compiling():
             return
         record_class: Any = type(self)
@@ -138,11 +139,15 @@ class CheckedRecord:
             _refuse(self, name, relation)
 
     def _rules(self) -> Rules:
+        """Yield the name of each field that breaks a cross-field rule, and the rule's text."""
         return iter(())
 
 
 def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    """Raise a ValueError for the first of a function's arguments (`locals()`) that is invalid."""
+    """Raise a ValueError for the first argument that does not match the function's annotations.
+
+    `arguments` maps argument names to values; callers pass `locals()`.
+    """
     if torch.compiler.is_compiling():
         return
     for name, kind in _argument_kinds(function):
@@ -165,36 +170,40 @@ def quote(value: object) -> str:
 
 
 def shown_name(name: object) -> str:
-    """Return a name for an error: unchanged, or its quoted `repr` if long or not printable."""
+    """Return a name as an error shows it: its `repr` if it is long or not printable."""
     text = str(name)
     return text if len(text) <= 200 and text.isprintable() else quote(text)
 
 
 def _check(name: str, value: object, kind: _Kind) -> None:
+    """Raise a ValueError if an argument's value does not pass the check."""
     if not kind.takes(value):
         raise ValueError(f"{name} ({quote(value)}) must be {kind.name(value)}: {kind.fix}")
 
 
 def _refuse(record: Any, name: str, relation: str) -> None:
+    """Raise the ValueError for a record's field; `relation` says the condition that it breaks."""
     value = reduce(getattr, name.split("."), record)
     raise ValueError(f"{type(record).__name__}.{name} ({quote(value)}) must {relation}")
 
 
 @cache
 def _kinds(record: Any) -> list[tuple[str, _Kind]]:
+    """Return name and check of each field of a record class."""
     hints = get_type_hints(record, include_extras=True)
     return [(field.name, _kind(hints[field.name])) for field in fields(record)]
 
 
 @cache
 def _argument_kinds(function: Callable[..., Any]) -> list[tuple[str, _Kind]]:
+    """Return name and check of each annotated argument of a function."""
     hints = get_type_hints(function, include_extras=True)
     return [(n, _kind(h)) for n, h in hints.items() if n != "return" and h is not Any]
 
 
 @cache
 def _kind(hint: Any) -> _Kind:
-    """Return the check for an annotation."""
+    """Return the check for an annotation, including the markers of `Annotated`."""
     notes: list[Any] = []
     if get_origin(hint) is Annotated:
         hint, *notes = get_args(hint)
@@ -211,10 +220,12 @@ def _kind(hint: Any) -> _Kind:
 
 
 def _constant(name: str) -> Callable[[Any], str]:
+    """Return a function that returns `name` for every value."""
     return lambda value: name
 
 
 def _plain_kind(hint: Any, bounds: list[Bound]) -> _Kind:
+    """Return the check for an annotation without `Annotated`; `bounds` limit a number."""
     origin, args = get_origin(hint), get_args(hint)
     if hint in MAX_ABS:
         return _number(hint, bounds)
@@ -243,12 +254,13 @@ def _plain_kind(hint: Any, bounds: list[Bound]) -> _Kind:
 
 
 def _names(cls: type) -> tuple[str, str]:
+    """Return a noun and a fix for the error that requires an instance of a class."""
     article = "an" if cls.__name__[0] in "AEIOU" else "a"
     return NAMES.get(cls, (f"{article} {cls.__name__}", f"pass {article} {cls.__name__}"))
 
 
 def _generic(origin: type, args: tuple[Any, ...]) -> _Kind:
-    """Return the check for a class with type arguments; an iterator is not consumed."""
+    """Return the check for a generic type such as `list[int]`; an iterator is not consumed."""
     if origin is type:
         (base,) = args
         name = f"a subclass of {base.__name__}"
@@ -283,6 +295,7 @@ def _generic(origin: type, args: tuple[Any, ...]) -> _Kind:
 
 
 def _number(base: type, bounds: list[Bound]) -> _Kind:
+    """Return the check for an int or float field with bounds; the type's limits also apply."""
     classes = (int, float) if base is float else (int,)
     signs = {bound.sign[0] for bound in bounds}
     implied = [
@@ -321,7 +334,7 @@ def _number(base: type, bounds: list[Bound]) -> _Kind:
 
 
 def _inclusive(bound: Bound, base: type) -> float:
-    """Return the smallest (or largest) number that a bound allows."""
+    """Return the smallest number that a lower bound allows, or the largest of an upper bound."""
     if bound.sign.endswith("="):
         return bound.limit
     direction = 1 if bound.sign == ">" else -1
@@ -331,6 +344,8 @@ def _inclusive(bound: Bound, base: type) -> float:
 
 
 def _one_of(choices: Collection[Any]) -> _Kind:
+    """Return the check that a value is one of the choices and has the type of a choice."""
+
     def name(_: object) -> str:
         listed = ", ".join(repr(choice) for choice in choices)
         return f"one of {listed}" if len(choices) > 1 else listed
@@ -341,6 +356,8 @@ def _one_of(choices: Collection[Any]) -> _Kind:
 
 
 def _any_of(kinds: list[_Kind]) -> _Kind:
+    """Return the check for a union: a value must pass one of the checks."""
+
     def convert(value: Any) -> Any:
         return next(kind for kind in kinds if kind.takes(value)).convert(value)
 
@@ -353,7 +370,7 @@ def _any_of(kinds: list[_Kind]) -> _Kind:
 
 
 def _in_one_line(kind: _Kind) -> _Kind:
-    """Return a check that also rejects paths with a line break, because errors show paths."""
+    """Return the check for a path, which also rejects line breaks, because errors show paths."""
     return _Kind(
         lambda value: kind.takes(value) and (value is None or not set("\r\n") & set(str(value))),
         lambda value: f"{kind.name(value)}, without line breaks",
@@ -362,6 +379,7 @@ def _in_one_line(kind: _Kind) -> _Kind:
 
 
 def _tuple_of(args: tuple[Any, ...]) -> _Kind:
+    """Return the check for a tuple with these type arguments; `...` allows any length."""
     kinds = [_kind(arg) for arg in args if arg is not Ellipsis]
     is_open = Ellipsis in args
 
@@ -384,6 +402,6 @@ def _tuple_of(args: tuple[Any, ...]) -> _Kind:
 
 
 class UsageError(Exception):
-    """A command of `moecore` was called wrongly."""
+    """Raised if a `moecore` command is called with wrong arguments; the exit status is 2."""
 
     exit_code = 2

@@ -4,7 +4,7 @@ A unit is a parameter group of FSDP2. The engine registers these hooks:
 
     pre_forward     wait for the unit's all-gather; prefetch the all-gathers of the next units
     post_forward    reshard the unit, unless it is resident
-    pre_backward    the gradient of an output arrives: as pre_forward
+    pre_backward    the gradient of an output arrives: wait and prefetch as in pre_forward
     post_backward   the gradient of the last input arrives: reduce the unit's gradients, reshard it
     end of backward reduce the remaining units, reshard those that the step does not use again, and
                     wait for all communication
@@ -63,7 +63,9 @@ GRAD_BOUNDARY = "_moecore_grad_boundary"
 
 
 class UnitEngine:
-    """Runs the units of a model, in the order of forward but with the root's unit last.
+    """Unshards, reshards and reduces a model's units with hooks on the model's modules.
+
+    `units` is in the order of forward, except that the root's unit is last.
 
     Args:
         exchanges: MoE layer -> its experts, for layers that dispatch tokens to other ranks. Ranks
@@ -115,7 +117,7 @@ class UnitEngine:
                 module.register_forward_hook(after, always_call=True)
 
     def reshard(self) -> None:
-        """Reshard all units, also those whose backward has not ended. No communication."""
+        """Reshard all units and forget their pending backwards. No communication."""
         self._depth, self._outermost_run = 0, None
         if self._uneven is not None:
             self._uneven.clear()
@@ -131,7 +133,7 @@ class UnitEngine:
 
         Args:
             pending_forwards: number of forwards with gradients that have not ended in the step.
-                math.inf = more micro-batches will be announced, 0 = this one is the last.
+                math.inf = more micro-batches will be announced; 0 = this micro-batch is the last.
             in_parts: whether each forward runs a part of the modules (a pipeline stage).
         """
         if not self._in_step:
@@ -150,7 +152,7 @@ class UnitEngine:
         self.reshard()
 
     def end_forwards(self) -> None:
-        """End a micro-batch: run a backward of zeros for forwards whose output had no backward."""
+        """End a micro-batch: run a backward of zeros for each forward without a backward."""
         runs = [] if self._uneven is None else self._uneven.runs_without_backward()
         for run in runs:
             start = torch.zeros((), requires_grad=True)
@@ -158,12 +160,12 @@ class UnitEngine:
             start.backward()
 
     def end_step(self) -> None:
-        """Reshard all units before weights change. Later backwards of earlier forwards raise."""
+        """Reshard all units before weights change; a backward of an earlier forward now raises."""
         self._step += 1
         self.reshard()
 
     def drop_step(self) -> None:
-        """Discard the step: reshard all units, drop unreduced gradients and micro-batches."""
+        """Discard the step: reshard all units and drop gradients that have not been reduced."""
         self._in_step, self._pending_forwards, self._in_parts = False, 0, False
         progress = self.progress()
         if progress is not None:
@@ -194,12 +196,13 @@ class UnitEngine:
                 unit.gradients.deferred = None
 
     def _run_within_step(self, deferred: WeightGradients) -> None:
+        """Run deferred products; raise a ValueError outside of a step's micro-batches."""
         if deferred in self._deferred:
             self._check_open("WeightGradients.run()")
             self._run(deferred)
 
     def _run(self, deferred: WeightGradients) -> None:
-        """Compute the products in `deferred`, and reduce their units."""
+        """Compute the products in `deferred` unit by unit, and reduce each unit's gradients."""
         self._check_consistent()
         self._in_backward = True
         for unit in reversed(self.units):
@@ -213,7 +216,7 @@ class UnitEngine:
 
     @contextmanager
     def paired(self) -> Iterator[None]:
-        """Return a context in which one announced forward alternates with one backward."""
+        """Return a context in which a forward and a backward run as an interleaved pair."""
         self._check_consistent()
         self._is_paired = True
         try:
@@ -222,7 +225,7 @@ class UnitEngine:
             self._is_paired = False
 
     def resume(self, is_backward: bool) -> None:
-        """Unshard the units that the forward (or backward) of a pair uses, before it continues."""
+        """Unshard the units in use by a pair's forward (or backward) before it continues."""
         # The other side of the pair may have resharded these units or used their buffers. All ranks
         # all-gather the same units, because a skipped module counts as a module that runs.
         for unit in self.units:
@@ -231,6 +234,7 @@ class UnitEngine:
 
     @torch.compiler.disable
     def _pre_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Forward pre-hook: unshard the unit, prefetch units, and record the forward's inputs."""
         is_recompute = is_recomputing()
         if not self._depth and not is_recompute:
             self._root_pre_forward()
@@ -275,6 +279,7 @@ class UnitEngine:
 
     @torch.compiler.disable
     def _post_forward(self, unit: Unit, module: nn.Module, _args: Any, output: Any) -> Any:
+        """Forward hook: record the outputs, and reshard the unit unless it is resident."""
         is_recompute = is_recomputing()
         if not unit.runs[is_recompute]:  # the forward failed before its own hook
             return output
@@ -301,7 +306,7 @@ class UnitEngine:
         return output
 
     def _root_pre_forward(self) -> None:
-        """Begin an outermost forward: use the sharded parameters that modules have now."""
+        """Begin an outermost forward: read the modules' current sharded parameters."""
         withdraw_records()
         self._header.start(self.progress())
         self._forward += 1
@@ -317,6 +322,7 @@ class UnitEngine:
         self._streams.start()
 
     def _check_consistent(self) -> None:
+        """Raise a RuntimeError if the last backward failed."""
         if self._in_backward:
             raise RuntimeError(
                 "the last backward ended in an exception: gradients, counts and gathered weights "
@@ -324,6 +330,7 @@ class UnitEngine:
             )
 
     def _check_open(self, caller: str) -> None:
+        """Raise a ValueError if the call is not inside a micro-batch of the `TrainStep`."""
         progress = self.progress()
         if progress is not None and not progress.is_open:
             raise ValueError(
@@ -332,7 +339,7 @@ class UnitEngine:
             )
 
     def _root_post_forward(self, module: nn.Module, *, has_failed: bool) -> None:
-        """End an outermost forward: register sharded parameters, which the caller can read."""
+        """End an outermost forward: register sharded parameters on the modules for the caller."""
         self._outermost_run = None
         if module is self._root and torch.is_grad_enabled():
             self._pending_forwards = max(0, self._pending_forwards - 1)
@@ -345,7 +352,7 @@ class UnitEngine:
                 unit.reshard()  # prefetched for a module that did not run
 
     def _unshard_for_use(self, unit: Unit, prefetch: Sequence[Unit]) -> None:
-        """Wait for a unit's all-gather, register its unsharded parameters, prefetch other units."""
+        """Wait for a unit's all-gather, register unsharded parameters and prefetch other units."""
         unit.wait_for_unshard()
         unit.register_params(unsharded=True)
         for other in prefetch:
@@ -353,7 +360,7 @@ class UnitEngine:
                 other.unshard()
 
     def _grad_boundary(self, leaf: Tensor) -> GradBoundary:
-        """Return the boundary of an activation, whose hook runs when its gradient is computed."""
+        """Return an activation's `GradBoundary`; create and register it if there is none."""
         boundary: GradBoundary | None = getattr(leaf, GRAD_BOUNDARY, None)
         if boundary is None or boundary.version != version(leaf) or boundary.engine is not self:
             boundary = GradBoundary(self, version(leaf), is_leaf=leaf.is_leaf)
@@ -362,7 +369,7 @@ class UnitEngine:
         return boundary
 
     def _separate_outputs(self, output: Any, run: ForwardRun) -> Any:
-        """Return outputs; an output that is also an input of the run becomes a view."""
+        """Return the outputs, with a view in place of an output that is also an input."""
 
         def as_output(leaf: Tensor) -> Tensor:
             boundary: GradBoundary | None = getattr(leaf, GRAD_BOUNDARY, None)
@@ -412,7 +419,7 @@ class UnitEngine:
             self._end_run(run)
 
     def _end_run(self, run: ForwardRun) -> None:
-        """End the backward of a run; a run whose backward has not begun expects none."""
+        """End the backward of a run, or stop expecting a backward that has not begun."""
         if not run.is_active:
             run.expect_none()
             return
@@ -420,7 +427,7 @@ class UnitEngine:
         self._reshard_if_unused(run.unit, run.forward)
 
     def _reshard_if_unused(self, unit: Unit, forward: int) -> None:
-        """Reduce and reshard a unit after a backward, unless another backward will use it."""
+        """Reduce and reshard a unit after a backward, unless a further backward will use it."""
         if unit.backwards or unit.runs[True]:
             return
         if not unit.options.is_resident:
@@ -435,6 +442,7 @@ class UnitEngine:
             unit.reshard()
 
     def _close_run(self, run: ForwardRun) -> None:
+        """Remove a run from the active runs, and from the counts of its units."""
         if self._uneven is not None and run.visit is not None:
             self._uneven.post_backward(run, run.visit)
         self._active_runs.remove(run)
@@ -444,6 +452,7 @@ class UnitEngine:
         run.expect_none()
 
     def _root_post_backward(self) -> None:
+        """End a backward: close all runs, reduce and reshard units, wait for communication."""
         while self._active_runs:
             run = self._active_runs[-1]
             self._close_run(run)
@@ -479,19 +488,22 @@ class UnitEngine:
 
 
 def _has_grad(leaf: Any) -> bool:
+    """Whether a value is a tensor that requires a gradient."""
     return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 def _leaves(value: Any) -> list[Any]:
+    """Return the leaves of nested containers."""
     return [value] if isinstance(value, Tensor) else tree_leaves(value)
 
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:
-    """Return the value with its floating tensors cast."""
+    """Cast the floating point tensors in nested containers to a dtype; None = no cast."""
     if dtype is None or not any(_differs(leaf, dtype) for leaf in _leaves(value)):
         return value
     return tree_map_only(Tensor, lambda x: x.to(dtype) if _differs(x, dtype) else x, value)
 
 
 def _differs(leaf: Any, dtype: torch.dtype) -> bool:
+    """Whether a value is a floating point tensor of a different dtype."""
     return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != dtype
