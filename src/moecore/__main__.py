@@ -1,4 +1,4 @@
-"""Entry point of `python -m moecore`: runs the command `moecore`."""
+"""Runs the command line of moecore for `python -m moecore`."""
 
 import os
 import signal

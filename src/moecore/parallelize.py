@@ -1,7 +1,8 @@
-"""`parallelize_moe`: checks the arguments, compares ranks, makes the plan and applies it in phases.
+"""`parallelize_moe`: checks the arguments, compares ranks, plans the sharding and applies the plan.
 
-Only this file imports every package. Each phase changes the model and stores its result in one
-record, `ParallelState`. A new capability is a new phase after the phases whose results it reads.
+Only this file imports every package. The plan is applied in phases. Each phase changes the model
+and stores its result in one record, `ParallelState`. A new capability is a new phase after the
+phases whose results it reads.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def parallelize_moe(
 
 
 def _finish(model: nn.Module, root: nn.Module, state: ParallelState) -> None:
-    """Store the record on the sharded module; make the caller's module a usable `nn.Module`."""
+    """Store the `ParallelState` on the root module and restore `nn.Module` methods of `model`."""
     setattr(root, PARALLEL_STATE, state)
     memory = state.request.memory
     drops_cache = bool(state.request.dense.compile or memory.parts or memory.offload)
@@ -127,7 +128,10 @@ def _finish(model: nn.Module, root: nn.Module, state: ParallelState) -> None:
 
 
 def _with_arguments_of(other: Callable[P, Any]) -> Callable[[Callable[..., T]], Callable[P, T]]:
-    """Return a decorator: the wrapped function has `other`'s signature and receives a dict."""
+    """Return a decorator that gives a function of one dict the signature of `other`.
+
+    The dict has all arguments of the call, including defaults.
+    """
 
     def decorate(function: Any) -> Any:
         @wraps(function)
@@ -149,8 +153,8 @@ def plan_sharding(arguments: Mapping[str, Any]) -> ShardPlan:
 
     The model is not changed: adapters and `apply_tensor_parallel` receive a copy on the meta
     device. With `meshes` the function does not communicate, so the world may be larger than this
-    machine. Without `meshes` it is collective. Errors are those of `parallelize_moe`, except for
-    comparisons of ranks and checks that need the GPUs of all ranks. `explain(plan)` prints a plan.
+    machine. Without `meshes` it is collective. It raises the errors of `parallelize_moe`, except
+    for comparisons of ranks and checks that need the GPUs of all ranks. `explain` prints a plan.
     """
     if arguments["meshes"] is None:
         arguments = {**arguments, "meshes": _choose_meshes(arguments)}
@@ -163,7 +167,7 @@ def plan_sharding(arguments: Mapping[str, Any]) -> ShardPlan:
 
 
 def _choose_meshes(arguments: Mapping[str, Any]) -> Meshes:
-    """Return meshes for a call without the argument `meshes`. Collective."""
+    """Build the default meshes for a call without the argument `meshes`. Collective."""
     start_default_group()  # in which ranks share errors
     with share_errors():
         check_arguments(parallelize_moe, arguments)
@@ -174,7 +178,7 @@ def _choose_meshes(arguments: Mapping[str, Any]) -> Meshes:
 
 
 def _request(arguments: Mapping[str, Any]) -> Request:
-    """Return the `Request` of a call, with default options in place of None."""
+    """Return a call's arguments as a `Request`, with default options in place of None."""
     return Request(
         family=family_of(arguments["model"]),
         meshes=arguments["meshes"],
@@ -193,7 +197,7 @@ def _request(arguments: Mapping[str, Any]) -> Request:
 
 
 def _set_dtypes(model: nn.Module, layers: Layers, request: Request) -> frozenset[str]:
-    """Set parameter dtypes, check the MoE layers; return the names of tensors that stay fp32."""
+    """Set parameter dtypes and check the MoE layers; return names of tensors that stay in fp32."""
     fp32 = request.family.set_dtypes(model, request.fsdp.param_dtype)
     check_layers(model, layers, request)
     return fp32
@@ -202,7 +206,7 @@ def _set_dtypes(model: nn.Module, layers: Layers, request: Request) -> frozenset
 def _plan(
     model: nn.Module, layers: Layers, fp32: frozenset[str], request: Request
 ) -> ParallelState:
-    """Remove other ranks' pipeline stages from the model; return the initial `ParallelState`."""
+    """Remove other ranks' pipeline stages, plan the sharding and return the `ParallelState`."""
     dtype = next(model.parameters()).dtype
     layout, stages = cut_stages(model, request)
     local_modules = set(model.modules())
@@ -217,30 +221,36 @@ def _plan(
 
 
 def _cut(model: nn.Module, state: ParallelState) -> None:
+    """Replace parameters by this rank's shards over ep, etp and tp."""
     cut_model(model, state.layers, state.request)
 
 
 def _quantise(model: nn.Module, state: ParallelState) -> None:
+    """Let the modules that `precision` selects multiply in FP8."""
     if state.request.precision is not None:
         apply_precision(model, state.request.precision)
 
 
 def _train_indexers(model: nn.Module, state: ParallelState) -> None:
+    """Add the losses that train the indexers of sparse attention."""
     if state.request.indexer is not None:
         state.request.family.train_indexers(model, state.request.indexer)
 
 
 def _defer(model: nn.Module, state: ParallelState) -> None:
+    """Let linears defer weight gradients, if the pipeline schedule computes them later."""
     pipeline = state.request.pipeline
     if state.layout is not None and pipeline is not None and pipeline.defers:
         defer_linears(model)
 
 
 def _shard(model: nn.Module, state: ParallelState) -> None:
+    """Shard the parameters over data ranks, and store the engine that unshards them."""
     state.engine = shard_model(model, state.plan, state.request.meshes)
 
 
 def _fuse_loss(model: nn.Module, state: ParallelState) -> None:
+    """Let the model compute head and loss in chunks of tokens, if `fused_loss` is set."""
     precision = state.request.precision
     if state.request.memory.fused_loss:
         recipe = precision.recipe if precision is not None and precision.fp8_head else None

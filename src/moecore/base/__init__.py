@@ -1,4 +1,4 @@
-"""The ground: records of options, field checks, private names of torch, saved tensors, streams."""
+"""Option records, field checks, torch's private names, saved-tensor packers, and CUDA streams."""
 
 __version__ = "0.2.0"
 

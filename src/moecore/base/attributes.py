@@ -1,4 +1,4 @@
-"""Attributes of modules that are not parameters, as entries that ranks compare.
+"""Descriptions of module attributes that are not parameters, which ranks compare.
 
 Models with equal parameter names and shapes can still compute different numbers, because a dropout
 rate, an epsilon, a rotary base or an activation function is not a parameter.
@@ -50,7 +50,10 @@ ATOMS: tuple[Any, ...] = (bool, int, float, complex, str, bytes)
 
 
 def attribute_entries(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Any]:
-    """Return path -> description of the plain attributes of named modules and their records."""
+    """Return the description of each non-parameter attribute of the named modules, by its path.
+
+    A config object or dataclass has one entry per field.
+    """
     entries: dict[str, Any] = {}
     records: dict[int, dict[str, Any]] = {}  # modules of one model share their config
     for path, module in modules:
@@ -69,7 +72,7 @@ def attribute_entries(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Any
 
 
 def _decides_numbers(name: str, value: Any) -> bool:
-    """Whether an attribute can change results; objects in private attributes are state."""
+    """Whether an attribute can change results; a private one must be a plain value or a config."""
     if name in UNCOMPARED or OF_ONE_RANK.search(name):
         return False
     is_plain = isinstance(value, (*ATOMS, tuple, Enum, torch.dtype, partial)) or callable(value)
@@ -77,7 +80,7 @@ def _decides_numbers(name: str, value: Any) -> bool:
 
 
 def _flat(path: str, value: Any, depth: int) -> dict[str, Any]:
-    """Return the description of a value by its path, with one path per field of a record."""
+    """Return {path: description} of a value; a mapping or config object has a path per field."""
     values = value if isinstance(value, Mapping) else _fields_of(value)
     if values is None or depth > MAX_DEPTH:
         return {path: _described(value, depth)}
@@ -106,7 +109,7 @@ def _fields_of(value: Any) -> dict[str, Any] | None:
 
 
 def _field(record: Any, name: str) -> Any:
-    """Return a field of a record, or None if the record refuses to return it."""
+    """Return the value of a record's field, or None if reading the field raises an error."""
     # A config of transformers whose layers differ raises an error of its own for such a field.
     try:
         return getattr(record, name, None)
@@ -115,7 +118,7 @@ def _field(record: Any, name: str) -> Any:
 
 
 def _described(value: Any, depth: int = 0) -> Any:
-    """Return a description whose `repr` is equal on all ranks with equal values."""
+    """Return a description of the value whose `repr` is equal on all ranks that have that value."""
     if isinstance(value, str) and DEVICE.fullmatch(value):
         return Verbatim("a device")
     if value is None or type(value) in ATOMS or isinstance(value, torch.dtype):
@@ -144,11 +147,15 @@ def _described(value: Any, depth: int = 0) -> Any:
 
 
 def _name_of(cls: type) -> Verbatim:
+    """Return the module and qualified name of a class."""
     return Verbatim(f"{cls.__module__}.{cls.__qualname__}")
 
 
 def _name_of_function(value: Callable[..., Any], depth: int) -> Verbatim:
-    """Return the qualified name of a function or a class, or of the class of another callable."""
+    """Return a callable's qualified name, with a hash of its code if it is a nested function.
+
+    A callable object without a name is described by the name of its class.
+    """
     name = getattr(value, "__qualname__", None)
     if not isinstance(name, str):
         return _name_of(type(value))
@@ -163,7 +170,7 @@ def _name_of_function(value: Callable[..., Any], depth: int) -> Verbatim:
 
 
 def _constants_of(function: FunctionType, depth: int) -> Iterator[Any]:
-    """Yield defaults and enclosed variables of a function."""
+    """Yield descriptions of a function's default arguments and its closure variables."""
     yield _described([function.__defaults__, function.__kwdefaults__], depth + 1)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -175,6 +182,7 @@ def _constants_of(function: FunctionType, depth: int) -> Iterator[Any]:
 
 
 def _code_of(code: CodeType) -> Iterator[Any]:
+    """Yield the bytecode, names and constants of a code object and of its nested functions."""
     yield code.co_code
     yield code.co_names
     for constant in code.co_consts:

@@ -1,4 +1,4 @@
-"""Copies of a model's modules with parameters that the caller makes, such as on meta."""
+"""Copies of a model's modules with new parameters, for example on the meta device."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ NewParameter = Callable[[nn.Parameter], nn.Parameter]
 def copy_modules(
     model: nn.Module, new_parameter: NewParameter, *, unwrapped: bool = False
 ) -> dict[nn.Module, nn.Module]:
-    """Return module -> copy for each module of a model; `new_parameter` makes the parameters.
+    """Copy every module of a model and return {module: copy}; `new_parameter` copies a parameter.
 
-    The copies share all attributes except modules, parameters and hooks. A bound method that is an
-    attribute of a module is bound to the copy. `unwrapped` removes hooks and wrappers of methods,
-    including compiled methods; a module of `torch.compile` maps to the copy of its original.
+    A copy shares all attribute values with its module, except submodules, parameters and hooks. A
+    bound method that is an attribute of a module is bound to the copy. `unwrapped` removes hooks
+    and wrappers of methods, including compiled methods. It also maps a `torch.compile` wrapper to
+    the copy of its original module.
     """
     copies: dict[nn.Module, nn.Module] = {m: object.__new__(type(m)) for m in model.modules()}
     twins = dict(copies)
@@ -54,7 +55,7 @@ def copy_modules(
 
 
 def make_meta_parameter(param: nn.Parameter) -> nn.Parameter:
-    """Return a meta-device parameter with the sharding of `param`."""
+    """Return a parameter on the meta device with the shape, dtype and sharding of `param`."""
     empty = torch.empty_like(get_local_tensor(param), device="meta", requires_grad=False)
     part = wrap_like(empty, param) if isinstance(param, DTensor) else empty
     return parameter_like(part, param)
@@ -63,7 +64,7 @@ def make_meta_parameter(param: nn.Parameter) -> nn.Parameter:
 def make_dtensor(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], *, of: Tensor
 ) -> DTensor:
-    """Return a DTensor of this rank's shard with the global shape of `of`; differentiable."""
+    """Return a DTensor with local shard `local` and the global shape of `of`; differentiable."""
     sizes: Any = dict(shape=of.shape, stride=of.stride())
     return DTensor.from_local(local, mesh, placements, run_check=False, **sizes)
 

@@ -1,4 +1,4 @@
-"""NVLink domains between hosts (fabrics), by NVML."""
+"""Names of multi-host NVLink domains (fabrics), which NVML reports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FABRIC_COMPLETED = 3  # NVML_GPU_FABRIC_STATE_COMPLETED
 
 
 class _FabricInfo(ctypes.Structure):
-    """NVML's nvmlGpuFabricInfo_t."""
+    """The C struct `nvmlGpuFabricInfo_t` of NVML."""
 
     _fields_ = (
         ("cluster", ctypes.c_ubyte * 16),
@@ -21,12 +21,12 @@ class _FabricInfo(ctypes.Structure):
 
 
 def read_local_fabric() -> str | None:
-    """Return the name of the multi-host NVLink domain of this rank's GPU, or None."""
+    """Return the id of the multi-host NVLink domain of this rank's GPU; None = no such domain."""
     return read_fabric(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
 
 
 def read_fabric(uuid: str) -> str | None:
-    """Return the name of the multi-host NVLink domain of a GPU by its UUID, or None."""
+    """Return the id of the multi-host NVLink domain of the GPU with this UUID; None = no domain."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
         read = nvml.nvmlDeviceGetGpuFabricInfo

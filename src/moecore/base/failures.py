@@ -1,4 +1,4 @@
-"""Errors of one rank, reported to the ranks that wait for it.
+"""Reports the error of a failed rank to the ranks that wait for it.
 
 A rank that raises an error does not enter the next collective, so the other ranks receive an error
 of gloo or NCCL. The failed rank therefore writes its own error to the store of the default process
@@ -9,8 +9,8 @@ group. The other ranks read the store after their transport error:
 
 The store is accessed only after an error. A step without errors does not use it.
 
-`share_errors` is for calls outside of a step. Ranks exchange their errors after local checks, with
-one collective, so every rank raises the error of the first failed rank.
+`share_errors` is for calls outside of a step. After local checks the ranks exchange their errors
+with one collective. Every rank raises the error of the first failed rank.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class RankError(RuntimeError):
 
 @contextmanager
 def publish_errors(activity: str, *, is_written: bool = True) -> Iterator[None]:
-    """Return a context that writes an error of its body to the store for the other ranks.
+    """Return a context that writes an error of its body to the store, where other ranks read it.
 
-    A transport error (gloo, NCCL, the store) becomes a `RankError` with the records of other ranks.
-    With `is_written` False the context converts transport errors and writes no other error.
+    A transport error (gloo, NCCL, the store) becomes a `RankError` that quotes the errors of other
+    ranks. With `is_written` False only transport errors are handled. `activity` names the body.
     """
     try:
         yield
@@ -66,7 +66,7 @@ def publish_errors(activity: str, *, is_written: bool = True) -> Iterator[None]:
 
 @contextmanager
 def share_errors(group: Group = None) -> Iterator[None]:
-    """Return a context after which every rank of a group raises the first failed rank's error.
+    """Return a context at whose end every rank of a group raises the first failed rank's error.
 
     Collective: after the body each rank sends its error, or None. The message names the rank unless
     all ranks have the same error. The body must not communicate before it raises an error.
@@ -99,7 +99,7 @@ def share_errors(group: Group = None) -> Iterator[None]:
 
 
 def share_call_errors(function: Callable[P, T]) -> Callable[P, T]:
-    """Return a function of which every rank raises the TypeError of one rank's wrong arguments.
+    """Wrap a function so that every rank raises the TypeError of one rank's wrong arguments.
 
     Other ranks receive the error in the function's first collective, which must be `share_errors`.
     """
@@ -118,12 +118,16 @@ def share_call_errors(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def on_every_rank(action: Callable[[], T], group: Group = None) -> T:
-    """Run an action on every rank of a group and return its result, as in `share_errors`."""
+    """Run a local action and return its result, or raise the first failed rank's error.
+
+    Collective: each rank of the group calls this function, see `share_errors`.
+    """
     with share_errors(group):
         return action()
 
 
 def _is_single_rank(group: Group) -> bool:
+    """Whether no other rank takes part: one rank, a fake group, or no process group."""
     if not dist.is_initialized() or dist.get_backend(group) == "fake":
         return True
     return dist.get_world_size(group) == 1
@@ -141,12 +145,15 @@ def sendable(error: Exception) -> Exception:
 
 
 def explain_transport_errors(activity: str) -> AbstractContextManager[None]:
-    """Return a context that converts transport errors to `RankError`s and writes no other error."""
+    """Return a context that converts transport errors to `RankError` and raises other errors."""
     return publish_errors(activity, is_written=False)
 
 
 def explain_transport_error(activity: str, error: Exception) -> str:
-    """Return a line that explains this rank's transport error by the records of other ranks."""
+    """Return a message that explains this rank's transport error with other ranks' errors.
+
+    Waits at most `GRACE_S` seconds for the records that other ranks write to the store.
+    """
     if _store() is None:
         return str(error)
     _write(activity, error, waits=True)
@@ -171,6 +178,7 @@ def explain_transport_error(activity: str, error: Exception) -> str:
 
 
 def _format_ranks(ranks: Sequence[int]) -> str:
+    """Return text such as "one of ranks 1, 3"; without numbers if there are many ranks."""
     if len(ranks) > MAX_NAMED:
         return f"one of {len(ranks)} ranks"
     return f"{'one of ranks ' if len(ranks) > 1 else 'rank '}{', '.join(map(str, ranks))}"
@@ -185,6 +193,7 @@ def withdraw_records() -> None:
 
 
 def _store() -> dist.Store | None:
+    """Return the store of the default process group, or None if no other rank reads it."""
     if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return None
     store: dist.Store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
@@ -192,6 +201,7 @@ def _store() -> dist.Store | None:
 
 
 def _is_transport_error(error: BaseException | None) -> bool:
+    """Whether an error or one of its causes was raised by gloo, NCCL or the store."""
     while error is not None:
         is_other = isinstance(error, RuntimeError) and any(
             x in str(error) for x in TRANSPORT_ERRORS
@@ -203,6 +213,7 @@ def _is_transport_error(error: BaseException | None) -> bool:
 
 
 def _write(activity: str, error: Exception, *, waits: bool) -> None:
+    """Write this rank's error to the store; `waits` = it is a transport error, not the cause."""
     text = " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST]
     record = dict(rank=dist.get_rank(), activity=activity, error=text, waits=waits)
     store = _store()
@@ -214,7 +225,7 @@ def _write(activity: str, error: Exception, *, waits: bool) -> None:
 
 
 def _read() -> list[dict[str, Any]]:
-    """Return the records of other ranks; records of ranks that only waited come last."""
+    """Return the error records of other ranks, with the records of transport errors last."""
     store = _store()
     assert store is not None, "callers have asked"
     texts = [store.get(f"{KEY}/{n}") for n in range(1, store.add(KEY, 0) + 1)]

@@ -6,7 +6,10 @@ from typing import Any
 
 
 def make_lazy_getattr(package: str, names: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a package's `__getattr__`. `names`: module -> its names, separated by blanks."""
+    """Return a `__getattr__` for a package that imports a submodule when its name is first read.
+
+    `names` maps a submodule to the names that the package offers from it, separated by blanks.
+    """
     homes = {name: module for module, line in names.items() for name in line.split()}
 
     def find(name: str) -> Any:

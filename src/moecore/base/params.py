@@ -28,7 +28,7 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."
 
 
 def clean_name(name: str) -> str:
-    """Return a qualified name without the parts that torch.compile, checkpointing and FSDP1 add."""
+    """Remove the name parts that torch.compile, checkpointing and FSDP1 add to a qualified name."""
     name += "."  # the name of a wrapped module ends in the wrapper's part
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
@@ -49,7 +49,7 @@ def local_param(param: Tensor, *, reads: bool = True) -> Tensor:
 
 
 class _Local(torch.autograd.Function):
-    """DTensor.to_local whose backward accepts None, if a `GradSink` received the gradient."""
+    """`DTensor.to_local` whose backward accepts None, if a `GradSink` received the gradient."""
 
     @staticmethod
     def forward(ctx: Any, param: DTensor) -> Tensor:
@@ -82,14 +82,17 @@ def check_values(local: Tensor) -> None:
 
 
 def grad_placements(placements: Sequence[Placement]) -> tuple[Placement, ...]:
-    """Return the placements of the gradient of `local_param`: Replicate becomes Partial."""
+    """Return the gradient's placements for a parameter's placements: Replicate becomes Partial."""
     # Ranks with a replicated parameter have different tokens (sequence parallelism), or parts of
     # the gradient of equal tokens (transformers models), so each gradient is a partial sum.
     return tuple(Partial() if p.is_replicate() else p for p in placements)
 
 
 def init_normal_(param: Tensor, *, std: float, key: str, seed: int = 0) -> None:
-    """Fill a parameter with N(0, std^2), with equal values on every layout. No communication."""
+    """Fill a parameter in place with N(0, std^2) values that do not depend on its sharding.
+
+    No communication. `key`, usually the parameter's name, and `seed` determine the values.
+    """
     # The global tensor is split along dim 0 into blocks of about `BLOCK_NUMEL` values. A generator
     # seeded by (seed, key, block) draws each block, and a rank draws only the blocks of its shard.
     # So a model larger than one rank's memory can be initialised. CPU and CUDA values differ.
@@ -97,7 +100,7 @@ def init_normal_(param: Tensor, *, std: float, key: str, seed: int = 0) -> None:
 
 
 def init_uniform_(param: Tensor, *, bound: float, key: str, seed: int = 0) -> None:
-    """Fill a parameter with U(-bound, bound), with equal values on every layout."""
+    """Fill a parameter in place with U(-bound, bound) values, see `init_normal_`."""
     _draw(param, key, seed, lambda values, g: values.uniform_(-bound, bound, generator=g))
 
 
@@ -105,6 +108,7 @@ def init_uniform_(param: Tensor, *, bound: float, key: str, seed: int = 0) -> No
 def _draw(
     param: Tensor, key: str, seed: int, fill_: Callable[[Tensor, torch.Generator], Tensor]
 ) -> None:
+    """Fill this rank's shard with its part of the global random values that `fill_` draws."""
     local = get_local_tensor(param)
     if local.numel() == 0:
         return
@@ -130,7 +134,10 @@ def _draw(
 
 
 def global_indices(param: Tensor, coordinate: Sequence[int] | None = None) -> list[Tensor]:
-    """Return for each dim the global indices of a rank's shard; None = this rank's coordinate."""
+    """Return, for each dim of a parameter, the global indices that a rank's shard contains.
+
+    `coordinate` is the rank's position in the device mesh; None = this rank.
+    """
     # Example: [8] over (edp_shard=2, ep=2) with placements (_StridedShard(0, split_factor=2),
     # Shard(0)): ep splits first, so rank (edp 1, ep 0) holds [2, 3].
     indices = [torch.arange(n) for n in param.shape]
@@ -164,11 +171,13 @@ def global_indices(param: Tensor, coordinate: Sequence[int] | None = None) -> li
 
 
 def _chunk(index: Tensor, size: int, rank: int) -> Tensor:
+    """Return the chunk of an index for one of `size` ranks, as `torch.chunk` splits it."""
     step = -(-index.numel() // size)
     return index[rank * step : (rank + 1) * step]
 
 
 def _interleaved(index: Tensor, parts: int, size: int, rank: int) -> Tensor:
+    """Return the concatenation of a rank's chunks of `parts` equal sections of an index."""
     return index.view(parts, size, -1)[:, rank].reshape(-1)
 
 
@@ -180,7 +189,7 @@ def find_runs(index: Tensor) -> Iterator[tuple[int, int]]:
 
 
 def derive_seed(seed: int, key: str, block: int = 0) -> int:
-    """Return the seed of a block of a parameter's values."""
+    """Hash seed, key and block number into the seed of the generator that fills the block."""
     digest = hashlib.sha256(f"{seed}/{key}/{block}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
@@ -193,7 +202,10 @@ def shard_parameter(
     *,
     reads_plain: bool = False,
 ) -> None:
-    """Replace an unsharded parameter by a DTensor with this rank's shard. No communication."""
+    """Replace a module's unsharded parameter by a DTensor of this rank's shard.
+
+    No communication. `reads_plain`: the module computes with the local tensor, not the DTensor.
+    """
     # With `reads_plain` the module's unit registers the local tensor, not a DTensor, and its
     # gradient has `grad_placements`.
     # Values must be equal on every rank, and sharded dims must divide evenly.

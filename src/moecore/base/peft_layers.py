@@ -1,4 +1,4 @@
-"""LoRA modules of peft: y = W x + s B A x.
+"""Access to the LoRA modules of peft, which compute y = W x + s B A x.
 
 Legend: W base linear, A and B factors of an adapter, s its scale.
 """
@@ -12,7 +12,7 @@ from torch import nn
 
 
 def is_tuner_layer(module: nn.Module) -> bool:
-    """Whether a module is a tuner layer of peft, which has adapters."""
+    """Whether a module is a peft tuner layer, which wraps a base layer and its adapters."""
     if "peft" not in sys.modules:
         return False
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -21,7 +21,7 @@ def is_tuner_layer(module: nn.Module) -> bool:
 
 
 def find_lora_base(module: Any) -> nn.Module | None:
-    """Return the base linear of a plain LoRA module of peft; None for any other module."""
+    """Return the base linear of a peft LoRA module; None for other modules and LoRA variants."""
     if not is_tuner_layer(module):
         return None
     from peft.tuners.lora import Linear
@@ -36,5 +36,5 @@ def find_lora_base(module: Any) -> nn.Module | None:
 
 
 def list_lora_pairs(module: Any) -> list[tuple[nn.Linear, nn.Linear]]:
-    """Return A and B of each adapter of a LoRA module."""
+    """Return the linear layers (A, B) of each adapter in a LoRA module."""
     return [(module.lora_A[name], module.lora_B[name]) for name in module.lora_A]

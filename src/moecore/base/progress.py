@@ -1,4 +1,4 @@
-"""Progress of operations that take longer than five seconds: a bar of tqdm, or plain lines.
+"""Shows the progress of operations that take longer than five seconds: a tqdm bar or text lines.
 
     with show_progress("loading weights", unit="B") as report:
         load(path, model, progress=report)
@@ -30,7 +30,7 @@ Report = Callable[[int, int], None]  # (number done, total); total 0 = unknown
 
 
 class ProgressLines:
-    """Prints a line about an operation every `INTERVAL_S` seconds, first after `DELAY_S`."""
+    """Prints an operation's progress every `INTERVAL_S` seconds, first after `DELAY_S` seconds."""
 
     def __init__(self, label: str, unit: str) -> None:
         self._label, self._unit = label, unit
@@ -38,7 +38,10 @@ class ProgressLines:
         self._count: int | None = None  # None = the operation has not begun
 
     def report(self, count: int, total: int) -> None:
-        """Print a line if one is due. A smaller number than before starts a new operation."""
+        """Print a line if the interval has passed; `count` of `total` items are processed.
+
+        If `count` is smaller than in the last call, a new operation begins.
+        """
         seconds = time.monotonic()
         if self._count is None or count < self._count:
             self._start, self._next = seconds, seconds + DELAY_S
@@ -52,6 +55,7 @@ class ProgressLines:
         print_line(f"{self._label}: {numbers}, {seconds - self._start:.0f} s")
 
     def _text(self, number: int) -> str:
+        """Return a number with its unit."""
         if self._unit == "B":
             return format_bytes(number)
         return f"{number} {self._unit}".rstrip()
@@ -59,9 +63,10 @@ class ProgressLines:
 
 @contextmanager
 def show_progress(label: str, *, unit: str = "", lines: bool = False) -> Iterator[Report]:
-    """Return a context with a function `report(number_done, total)`, callable from any thread.
+    """Return a context that shows progress and yields the function `report(number_done, total)`.
 
-    `unit` is the unit of the numbers ("B" = bytes). With `lines` it prints lines, never a bar.
+    Any thread can call `report`. `unit` is the unit of the numbers ("B" = bytes). With `lines` the
+    progress is text lines, never a tqdm bar.
     """
     tqdm = None if lines or not sys.stderr.isatty() else import_tqdm()
     if not is_shown():
@@ -83,7 +88,7 @@ def show_progress(label: str, *, unit: str = "", lines: bool = False) -> Iterato
 def track(
     items: Iterable[T], label: str, *, total: int = 0, unit: str = "", lines: bool = False
 ) -> Iterator[T]:
-    """Yield items and show the number of yielded items; total 0 = `len(items)`."""
+    """Yield the items and show the number of processed items; total 0 = `len(items)`."""
     total = total or (len(items) if isinstance(items, Sized) else 0)
     with show_progress(label, unit=unit, lines=lines) as report:
         report(0, total)
@@ -93,7 +98,7 @@ def track(
 
 
 def is_shown() -> bool:
-    """Return whether this process shows progress: rank 0 does."""
+    """Return whether this process is rank 0, the only rank that shows progress."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank() == 0
     return os.environ.get("RANK", "0") == "0"
@@ -108,7 +113,7 @@ def print_line(line: str) -> None:
 
 
 def import_tqdm() -> ModuleType | None:
-    """Return tqdm with a thread lock, or None if it is not installed."""
+    """Import tqdm, give it a thread lock and return it; None if tqdm is not installed."""
     try:
         import tqdm
     except ImportError:

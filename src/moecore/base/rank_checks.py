@@ -28,7 +28,7 @@ DTYPES = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)  # 
 
 
 class Verbatim(str):
-    """A text whose `repr` has no quotes, such as the qualified name of a class."""
+    """A string whose `repr` has no quotes, such as the qualified name of a class."""
 
     __slots__ = ()
     __repr__ = str.__str__
@@ -51,11 +51,11 @@ def check_equal(entries: Mapping[str, Any], device_type: str, *, group: Group = 
 
 
 def difference(entries: Mapping[str, Any], device_type: str, *, group: Groups = None) -> str | None:
-    """Return the beginning of an error that names the first entry that differs, or None.
+    """Compare entries between ranks and return an error text for the first difference, or None.
 
-    The error shows the value of this rank and the value of the first rank that differs.
-    Collective over `group`, with a host sync. With several groups, a rank whose own groups agree
-    returns the text of another rank.
+    The text has the value of this rank and of the first rank with a different value.
+    Collective over `group`, with a host sync. With several groups, a rank without a difference in
+    its groups returns the text of another rank.
     """
     if not isinstance(group, tuple):
         return _difference(entries, device_type, group)
@@ -67,6 +67,7 @@ def difference(entries: Mapping[str, Any], device_type: str, *, group: Groups = 
 
 
 def _difference(entries: Mapping[str, Any], device_type: str, group: Group) -> str | None:
+    """Compare entries in one group and return the error text, see `difference`. Collective."""
     prefix, num_further = "", 0
     while names := _differing(entries, device_type, group):
         value, num_further = entries.get(names[0], MISSING), num_further + len(names) - 1
@@ -78,7 +79,7 @@ def _difference(entries: Mapping[str, Any], device_type: str, group: Group) -> s
 
 
 def _both_values(value: Any, group: Group) -> str:
-    """Return this rank's value and the first different value, each with its rank. Collective."""
+    """Return text with this rank's value and the first different value of a rank. Collective."""
     texts = gather(" ".join(_text(value).split())[:MAX_TEXT], group)
     ranks, local = dist.get_process_group_ranks(group or dist.group.WORLD), dist.get_rank(group)
     other = next((i for i, text in enumerate(texts) if text != texts[local]), local)
@@ -98,7 +99,14 @@ def check_notes(
     formats: Mapping[str, Callable[[int], str]],
     group: dist.ProcessGroup,
 ) -> None:
-    """Raise if ranks differ; `notes` has per rank one number per entry of `formats`."""
+    """Raise a ValueError if the ranks of a group called a collective with different numbers.
+
+    Args:
+        op: name of the collective in the error.
+        notes: for each rank, one number per entry of `formats`.
+        formats: name of each number, and the function that formats it for the error.
+        group: the group whose ranks are named.
+    """
     for (name, show), values in zip(formats.items(), zip(*notes, strict=True), strict=True):
         other = next((place for place, value in enumerate(values) if value != values[0]), None)
         if other is not None:
@@ -119,7 +127,10 @@ def list_fields(record: Any) -> dict[str, Any]:
 def list_training_entries(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> dict[str, Any]:
-    """Return parameter names and optimizer options, which ranks that share parameters compare."""
+    """Return parameter names, `requires_grad` and optimizer options as entries to compare.
+
+    Ranks that share parameters compare these entries.
+    """
     params = dict(model.named_parameters())
     names = {param: name for name, param in params.items()}
     options: dict[str, Any] = {}
@@ -141,7 +152,7 @@ def list_training_entries(
 
 
 def list_optimizer_entries(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
-    """Return classes and defaults of optimizers, which all pipeline stages compare."""
+    """Return the optimizers' classes and default options, which all pipeline stages compare."""
     entries: dict[str, Any] = {"classes of optimizers": [type(o).__name__ for o in optimizers]}
     for place, optimizer in enumerate(optimizers):
         prefix = f"optimizer {place}" if len(optimizers) > 1 else "optimizer"
@@ -151,7 +162,7 @@ def list_optimizer_entries(optimizers: Sequence[torch.optim.Optimizer]) -> dict[
 
 
 def make_comparable(leaf: Any) -> Any:
-    """Return a form of a value that is equal on all ranks: tensors become checksums."""
+    """Replace a tensor by its checksum and other objects by their class name, for comparison."""
     if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and not leaf.is_meta:
         if leaf.numel() == 1:
             return leaf.tolist()
@@ -190,7 +201,11 @@ def differing_tensors(
 
 
 def raise_on_all(problem: str | None, device_type: str, *, group: Group = None) -> None:
-    """Raise a ValueError on every rank of the world if a rank of any group has a problem."""
+    """Raise a ValueError with the text `problem` on every rank if any rank has a problem.
+
+    Collective over the world if `group` is smaller than the world. Otherwise every rank must
+    already have the same problem.
+    """
     if dist.is_initialized() and dist.get_world_size(group) < dist.get_world_size():
         raise_on_world(problem, device_type)
     elif problem is not None:
@@ -198,7 +213,10 @@ def raise_on_all(problem: str | None, device_type: str, *, group: Group = None) 
 
 
 def raise_on_world(problem: str | None, device_type: str) -> None:
-    """Raise a ValueError on every rank if one rank has a problem. One all-reduce, a host sync."""
+    """Raise a ValueError on every rank if one rank's `problem` is not None.
+
+    One all-reduce over the world, with a host sync.
+    """
     has_problem = torch.tensor(problem is not None, dtype=torch.int64, device=device_type)
     dist.all_reduce(has_problem, op=dist.ReduceOp.MAX)
     if has_problem.item():
@@ -207,12 +225,16 @@ def raise_on_world(problem: str | None, device_type: str) -> None:
 
 
 def _of_stage(group: Group) -> str:
+    """Return " of a pipeline stage" for errors of a group smaller than the world, otherwise ""."""
     is_part = group is not None and dist.get_world_size(group) < dist.get_world_size()
     return " of a pipeline stage" if is_part else ""
 
 
 def _differing(entries: Mapping[str, Any], device_type: str, group: Group) -> list[str]:
-    """Return the names of entries that differ, identical on all ranks of a group. Collective."""
+    """Return the names of the entries that differ between a group's ranks. Collective.
+
+    All ranks return the same list.
+    """
     if not _has_peers(group):
         return []
     names = sorted(entries)
@@ -233,7 +255,7 @@ def _differing(entries: Mapping[str, Any], device_type: str, group: Group) -> li
 
 
 def _merge_names(names: list[str], group: Group) -> tuple[list[str], set[str]]:
-    """Return the names of all ranks in order, and the names that some ranks lack. Collective."""
+    """Return the union of all ranks' names, and the names that some rank lacks. Collective."""
     first: list[Any] = [names]
     source = dist.get_process_group_ranks(group or dist.group.WORLD)[0]
     dist.broadcast_object_list(first, source, group=group)
@@ -244,7 +266,7 @@ def _merge_names(names: list[str], group: Group) -> tuple[list[str], set[str]]:
 
 
 def _text(value: Any) -> str:
-    """Return a text that is equal for equal values: the `repr`, of mappings in sorted order."""
+    """Return the `repr` of a value; the items of a mapping are sorted by name."""
     if not isinstance(value, Mapping):
         return repr(value)
     pairs = sorted((str(name), _text(item)) for name, item in value.items())
@@ -252,6 +274,7 @@ def _text(value: Any) -> str:
 
 
 def _digest(text: str) -> int:
+    """Return a 56-bit SHA-256 hash of a text."""
     return int.from_bytes(
         hashlib.sha256(text.encode(errors="backslashreplace")).digest()[:7], "little"
     )
@@ -266,11 +289,12 @@ def find_differences(values: Tensor, group: Groups) -> list[int]:
 
 
 def _has_peers(group: Group) -> bool:
+    """Whether a group has more than one rank."""
     return dist.is_initialized() and dist.get_world_size(group) > 1
 
 
 def gather(value: T, group: Group = None) -> list[T]:
-    """Return the values of all ranks of a group, in rank order, by pickle. Collective."""
+    """All-gather a picklable value over a group and return the values in rank order. Collective."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)

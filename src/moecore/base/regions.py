@@ -27,17 +27,17 @@ PRODUCTS = frozenset((F.linear, F.scaled_dot_product_attention, *OF_TORCH, *OF_T
 
 
 class Region(Protocol):
-    """A recompute region, which saves the results of matrix products for backward."""
+    """A recompute region, which recomputes its operations but saves matrix products."""
 
     @property
     def is_multiplying(self) -> bool:
-        """Whether a product of this region is running."""
+        """Whether `multiply` of this region is running its function."""
 
     def multiply(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a function and save its result; in the recomputation, return the saved result."""
+        """Call a function and save its result; in recomputation, return the saved result."""
 
     def draw(self, generator: torch.Generator) -> None:
-        """Record that the region draws random numbers from a generator that the caller passed."""
+        """Record that the region draws random numbers from this generator."""
 
 
 class _ThisThread(threading.local):
@@ -57,7 +57,10 @@ def is_in_region() -> bool:
 
 @contextmanager
 def intercept_products(region: Region, *, has_products: bool) -> Iterator[None]:
-    """Return a context in which `region` runs; `has_products` also intercepts torch's products."""
+    """Return a context whose operations belong to `region`, in this thread.
+
+    With `has_products` a torch function mode passes torch's matrix products to the region.
+    """
     _state.region = region
     try:
         with _FindProducts() if has_products else nullcontext():
@@ -72,6 +75,7 @@ class _FindProducts(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Call `func` through the region if it is a product; report generators to the region."""
         kwargs = kwargs or {}
         if kwargs.get("generator") is not None and _state.region is not None:
             _state.region.draw(kwargs["generator"])
@@ -79,14 +83,20 @@ class _FindProducts(TorchFunctionMode):
 
 
 def run_product(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a product that torch's function mode does not find, such as a quantised product."""
+    """Call a matrix product and save its result in the active region, see `run_and_save`.
+
+    Inside `recompute_products` the result is not saved.
+    """
     if _state.is_recomputing:
         return function(*args, **kwargs)
     return run_and_save(function, *args, **kwargs)
 
 
 def run_and_save(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function that no region recomputes, such as communication."""
+    """Call a function and save its result in the active region, such as a collective.
+
+    Recomputation in backward returns the saved result. Without a region this is a plain call.
+    """
     region = _state.region
     if region is None or region.is_multiplying:
         return function(*args, **kwargs)
@@ -94,7 +104,7 @@ def run_and_save(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 
 def is_recomputing() -> bool:
-    """Whether products are recomputed in backward instead of saved, in this thread."""
+    """Whether this thread runs inside `recompute_products`, so regions save no products."""
     return _state.is_recomputing
 
 

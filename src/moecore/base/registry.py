@@ -1,4 +1,4 @@
-"""`Registry`: values of an option by name, which users can extend."""
+"""`Registry`: the named values of an option, to which users can add."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """The names of an option and their values; `OneOf(registry)` checks the option."""
+    """The allowed names of an option, each with its value.
+
+    The field annotation `OneOf(registry)` checks that an option is a registered name.
+    """
 
     def __init__(self, option: str, values: Mapping[str, T]) -> None:
         self._option, self._values = option, dict(values)
 
     def register(self, name: str, value: T) -> None:
-        """Add a name; raise a ValueError if the name is taken."""
+        """Add a name with its value; raise a ValueError if the name is already registered."""
         if not isinstance(name, str) or not name or name in self._values:
             raise ValueError(
                 f"{self._option} ({name!r}) must be a new name, unlike "

@@ -1,4 +1,4 @@
-"""Saved tensors of autograd: packers decide whether a tensor is stored, recomputed or offloaded.
+"""Packers, which decide whether a tensor that autograd saves is stored, recomputed or offloaded.
 
 Autograd calls one pack hook for every tensor that an operation saves for backward. The hook of this
 file (`pack_tensor`) calls the active packers, the innermost packer first. The first packer that
@@ -23,10 +23,10 @@ from moecore.base.torch_private import saved_tensor_hooks, storage_key, version
 
 
 class Handle(Protocol):
-    """The result of a packer, from which backward gets the saved tensor."""
+    """The object that a packer returns for a saved tensor; backward unpacks it."""
 
     def unpack(self) -> Tensor:
-        """Return the saved tensor. With a retained graph autograd calls it more than once."""
+        """Return the saved tensor. Autograd calls this more than once for a retained graph."""
 
 
 Packer = Callable[[Tensor], Handle | None]
@@ -43,7 +43,7 @@ def changed_in_place_error(
 
 
 class TensorHandle:
-    """Holds the tensor itself. A change in place before backward raises, as in plain PyTorch."""
+    """A handle that stores the tensor; an in-place change before backward is an error."""
 
     __slots__ = ("_tensor", "_version")
 
@@ -62,7 +62,7 @@ class TensorHandle:
 
 @dataclass(frozen=True, slots=True)
 class UsedRows:
-    """Which rows of a padded matrix are in use; only the device knows their number."""
+    """Which rows of a padded matrix contain data; the number of rows is a device tensor."""
 
     length: int
     num_rows: Tensor | None = None  # 0-dim int32: the first rows are in use; None = see `slots`
@@ -71,7 +71,7 @@ class UsedRows:
     storage: int | None = None  # `storage_key` of the matrix; None = every matrix of this length
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a matrix with these rows, or a column slice of such a matrix."""
+        """Whether a tensor is the matrix that this record describes, or a column slice of it."""
         if tensor.ndim != 2 or not tensor.dtype.is_floating_point:
             return False
         if tensor.shape[0] != self.length or not self.length:
@@ -82,7 +82,7 @@ class UsedRows:
 
 
 class _Packers(threading.local):
-    """The packers of this thread, in the order in which they are called."""
+    """The active packers of this thread: `first` is called before `inner`."""
 
     first: tuple[Packer, ...] = ()
     inner: tuple[Packer, ...] = ()
@@ -100,7 +100,7 @@ def use_packer(
 
     Args:
         packer: returns a handle, or None if it does not accept the tensor.
-        is_first: call the packer before all active packers; by default inner packers come first.
+        is_first: call it before all active packers; by default inner packers are called first.
         only_rows: the packer accepts only tensors inside `mark_used_rows`. Elsewhere no hook is
             installed for it, which saves host time.
     """
@@ -122,7 +122,10 @@ def use_packer(
 
 @contextmanager
 def mark_used_rows(*rows: UsedRows) -> Iterator[None]:
-    """Return a context in which saved matrices have unused rows, as the first match tells."""
+    """Return a context in which `used_rows` finds these records for the matrices that are saved.
+
+    If several records match a matrix, the first record is used.
+    """
     before, _packers.rows = _packers.rows, rows
     try:
         with _asking():
@@ -132,14 +135,17 @@ def mark_used_rows(*rows: UsedRows) -> Iterator[None]:
 
 
 def _asking() -> AbstractContextManager[Any]:
-    """Return a context that installs the pack hook, if packers and no other hooks are active."""
+    """Return a context that installs `pack_tensor` as autograd's pack hook.
+
+    The context does nothing if no packer is active or hooks are already installed.
+    """
     if saved_tensor_hooks() is not None or not is_packing():
         return nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(pack_tensor, _unpack)
 
 
 def used_rows(tensor: Tensor) -> UsedRows | None:
-    """Return which rows of a tensor that an operation saves are in use; None = all rows."""
+    """Return the record of a saved tensor's used rows (`mark_used_rows`); None = all rows."""
     for rows in _packers.rows:
         if rows.is_of(tensor):
             return rows
@@ -153,7 +159,7 @@ def is_packing() -> bool:
 
 
 def pack_tensor(tensor: Tensor) -> Handle:
-    """Return the handle of a saved tensor from the first packer that accepts it. The pack hook."""
+    """Autograd's pack hook: return the handle of the first packer that accepts the tensor."""
     for packer in (*_packers.first, *_packers.inner):
         handle = packer(tensor)
         if handle is not None:
@@ -162,4 +168,5 @@ def pack_tensor(tensor: Tensor) -> Handle:
 
 
 def _unpack(handle: Handle) -> Tensor:
+    """Autograd's unpack hook: return the tensor of a handle."""
     return handle.unpack()

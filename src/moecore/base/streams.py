@@ -1,7 +1,7 @@
 """CUDA streams and events, and the streams of a dry run, which record dependencies of operations.
 
-Functions return None as the stream of a CPU. In a dry run each operation has a number, and
-`DryQueues.put` returns the numbers of the operations on which the next operation depends.
+For a CPU device the functions return None instead of a stream. A dry run executes a step on meta
+tensors. It numbers the operations, and `DryQueues.put` returns the dependencies of an operation.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Stream(Protocol):
 
 
 class DryStream:
-    """A stream of a dry run: the numbers of the operations that its next operation depends on."""
+    """A stream of a dry run, which stores the numbers of its next operation's dependencies."""
 
     def __init__(self, queues: DryQueues) -> None:
         self._queues = queues
@@ -45,11 +45,11 @@ class DryStream:
         self.dependencies = frozenset[int]()  # last operation, and operations it waited for
 
     def record_event(self) -> frozenset[int]:
-        """Return the numbers of the operations that the next operation depends on."""
+        """Return the numbers of the operations on which the next operation depends."""
         return self.dependencies
 
     def wait_event(self, event: Any) -> None:
-        """Add the operations in `event` to the dependencies of the next operation."""
+        """Add the operation numbers in `event` to the dependencies of the next operation."""
         self.dependencies |= event
 
     def wait_stream(self, stream: Any) -> None:
@@ -62,17 +62,17 @@ class DryStream:
 
 
 class DryEvent:
-    """An event of a dry run."""
+    """An event of a dry run, which stores the dependencies of the stream that recorded it."""
 
     def __init__(self, queues: DryQueues) -> None:
         self._queues, self._dependencies = queues, frozenset[int]()
 
     def record(self) -> None:
-        """Record the dependencies of the current stream."""
+        """Store the dependencies of the current stream."""
         self._dependencies = self._queues.current.dependencies
 
     def wait(self) -> None:
-        """Add the recorded dependencies to the dependencies of the current stream."""
+        """Add the stored dependencies to the dependencies of the current stream."""
         self._queues.current.dependencies |= self._dependencies
 
 
@@ -86,7 +86,11 @@ class DryQueues:
         self.length = 0  # number of launched operations
 
     def put(self) -> tuple[frozenset[int], frozenset[int]]:
-        """Launch the next operation; return the operations that it and its launch depend on."""
+        """Launch an operation on the current stream and return its dependencies.
+
+        Returns two sets of operation numbers: operations that the stream waits for, and operations
+        that the host waited for before the launch.
+        """
         dependencies = self.current.dependencies, self.host_dependencies
         self.current.dependencies, self.host_dependencies = frozenset({self.length}), frozenset()
         self.length += 1
@@ -110,12 +114,12 @@ _dry = _Dry()
 
 
 def dry_streams(queues: DryQueues) -> AbstractContextManager[None]:
-    """Return a context in which this thread's streams are the streams of a dry run."""
+    """Return a context in which this thread's stream functions use the streams of a dry run."""
     return with_attributes(_dry, queues=queues)
 
 
 def new_stream(device: torch.device | str, priority: int = 0) -> Stream | None:
-    """Return a new stream, or None on a CPU. `priority` is CUDA's: -1 is high."""
+    """Create a stream on a device; None on a CPU. `priority` is CUDA's: -1 is high."""
     if _dry.queues is not None:
         return DryStream(_dry.queues)
     device = torch.device(device)
@@ -123,7 +127,7 @@ def new_stream(device: torch.device | str, priority: int = 0) -> Stream | None:
 
 
 def new_event(device: torch.device | str) -> Event | None:
-    """Return a new event, which may be recorded repeatedly, or None on a CPU."""
+    """Create an event, which can be recorded repeatedly; None on a CPU."""
     if _dry.queues is not None:
         return DryEvent(_dry.queues)
     return torch.Event("cuda") if torch.device(device).type == "cuda" else None
@@ -142,6 +146,7 @@ def current_stream(device: torch.device | str) -> Stream | None:
 
 @cache
 def _as_cuda(stream_id: int, device_index: int, device_type: int) -> torch.cuda.Stream:
+    """Return the `torch.cuda.Stream` for the ids of a `torch.Stream`."""
     # A `torch.Stream` ignores `wait` of a `torch.cuda.Event` without an error, and does not equal a
     # `torch.cuda.Stream`. `torch.cuda.current_stream` makes the same object at each call.
     return torch.cuda.Stream(
@@ -150,7 +155,7 @@ def _as_cuda(stream_id: int, device_index: int, device_type: int) -> torch.cuda.
 
 
 class _OnStream:
-    """`torch.cuda.stream` for streams of the current device, with less host time."""
+    """A context like `torch.cuda.stream` for the current device, with less host time."""
 
     __slots__ = ("_before", "_stream")
 
@@ -193,7 +198,7 @@ class ToHost:
         self._event = None if stream is None else stream.record_event()
 
     def has_arrived(self) -> bool:
-        """Return whether the copy is complete. Not for dry runs."""
+        """Return whether the copy is complete. Must not be called in a dry run."""
         assert _dry.queues is None, "a dry run has no device that is done"
         return self._event is None or bool(self._event.query())
 
@@ -207,7 +212,10 @@ class ToHost:
 
 
 def start_reads(values: Mapping[Key, Any]) -> Callable[[], dict[Key, Any]]:
-    """Copy GPU scalars to the host asynchronously; return a function that waits for all values."""
+    """Start copying GPU scalars to the host; return a function that waits and returns all values.
+
+    Values that are not GPU tensors are returned unchanged.
+    """
     on_gpu = {key: x for key, x in values.items() if isinstance(x, Tensor) and x.is_cuda}
     if not on_gpu:
         return lambda: dict(values)

@@ -15,7 +15,7 @@ UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 @dataclass(slots=True, eq=False)
 class TableRow:
-    """Parameters of all layers with one kind, shape and placement."""
+    """A row of `explain`'s table: the parameters with the same kind, shape and placement."""
 
     kind: str  # attention, router, experts and so on
     shapes: tuple[Shape, Shape]  # global shape, and shape of this rank's shard
@@ -34,13 +34,16 @@ class TableRow:
 
 
 def format_axes(axes: Iterable[tuple[str, int | None]]) -> str:
-    """Return mesh axes and the dims that they shard as text; a dim of None = replicated."""
+    """Return text such as "ep: dim 0, tp: replicated" for (mesh axis, sharded dim) pairs.
+
+    A dim of None means replicated.
+    """
     texts = (f"{axis}: {'replicated' if dim is None else f'dim {dim}'}" for axis, dim in axes)
     return ", ".join(texts) or "whole"
 
 
 def merge_rows(rows: Iterable[TableRow]) -> list[TableRow]:
-    """Return rows grouped by kind; if a kind has many rows, the smallest ones are merged."""
+    """Group table rows by kind and merge the smallest rows of a kind with more than `MAX_ROWS`."""
     of_kind: dict[str, list[TableRow]] = {}
     for row in rows:
         of_kind.setdefault(row.kind, []).append(row)
@@ -58,7 +61,7 @@ def merge_rows(rows: Iterable[TableRow]) -> list[TableRow]:
 
 
 def format_columns(lines: list[tuple[str, ...]]) -> list[str]:
-    """Return lines whose cells are padded to columns; the first line is the header."""
+    """Return each line's cells as one string, padded so that the columns align."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     padded_lines = ([cell.ljust(n) for cell, n in zip(line, widths, strict=True)] for line in lines)
     return ["  ".join(line).rstrip() for line in padded_lines]
@@ -75,6 +78,7 @@ def format_bytes(number: float) -> str:
 
 
 def _format_number(number: float, units: Iterable[tuple[str, float]], suffix: str) -> str:
+    """Return a number in the first unit that it reaches, or as an integer with `suffix`."""
     texts = (f"{number / size:.3g} {unit}" for unit, size in units if abs(number) >= size)
     return next(texts, f"{number:.0f}{suffix}")
 
@@ -85,6 +89,6 @@ def escape_unprintable(text: str) -> str:
 
 
 def format_error_line(text: str, limit: int = 2000) -> str:
-    """Return a text as one printable line; its middle is cut if it exceeds the limit."""
+    """Return a text as one printable line; "..." replaces the middle of a text above the limit."""
     line = escape_unprintable(" ".join(text.split()))  # the fix is at the end of an error
     return line if len(line) <= limit else f"{line[: limit // 2]}...{line[-(limit // 2) :]}"

@@ -37,7 +37,7 @@ AVAILABLE: dict[Scaling | None, str] = {
 
 
 class Names(NamedTuple):
-    """The version and the modules of the installed Transformer Engine."""
+    """Version and modules of the installed Transformer Engine."""
 
     version: str
     pytorch: Any  # transformer_engine.pytorch: quantizers, and checks of the GPU
@@ -48,7 +48,7 @@ class Names(NamedTuple):
 
 @cache
 def load_names() -> Names:
-    """Return the installed modules; raise a ValueError if they cannot be imported."""
+    """Import Transformer Engine's modules; raise a ValueError if they cannot be imported."""
     try:
         engine = importlib.import_module("transformer_engine")
         pytorch = importlib.import_module("transformer_engine.pytorch")
@@ -63,7 +63,10 @@ def load_names() -> Names:
 
 
 def find_recipe_problem(recipe: Recipe | None, device: torch.device | None) -> str | None:
-    """Return why Transformer Engine cannot use a recipe (None = bf16) on a device, or None."""
+    """Return the error text if Transformer Engine cannot run a recipe on a device, or None.
+
+    A recipe of None is bf16.
+    """
     # A device of None is not known yet. The meta device computes nothing.
     if device is not None and device.type == "meta":
         return None
@@ -92,7 +95,7 @@ def find_recipe_problem(recipe: Recipe | None, device: torch.device | None) -> s
 
 
 def replace_infinities(x: Tensor) -> Tensor:
-    """Return a copy with NaN for infinity, which Transformer Engine would make finite."""
+    """Return a copy with NaN in place of infinity, which quantisation would make finite."""
     # One pass: x + 0 * x. `TrainStep` skips a step only if its gradient is not finite.
     return torch.addcmul(x, x, x.new_zeros(()))
 
@@ -106,7 +109,7 @@ def quantise(
     scale: Tensor | None = None,  # for "tensorwise": fp32 [1] factor; None = 448 / amax
     seen: Tensor | None = None,  # with `scale`: fp32 [1], updated to the maximum of |x_RK|
 ) -> Any:
-    """Return a quantised operand of a product that sums over rows (`over_rows`) or columns."""
+    """Quantise an operand of a product that sums over its rows (`over_rows`) or its columns."""
     with torch.no_grad():
         if scale is not None:
             dtype = _fp8(recipe, operand)
@@ -122,7 +125,10 @@ def quantise(
 def quantise_experts(
     x_RK: Tensor, splits: list[int], recipe: Recipe, operand: Operand, *, over_rows: bool
 ) -> list[Any]:
-    """Return one quantised operand per expert from its rows; arguments as `quantise`."""
+    """Quantise each expert's rows and return one operand per expert, see `quantise`.
+
+    `splits` has the number of rows of each expert.
+    """
     quantizers = _quantizers(recipe, operand, over_rows, len(splits), x_RK.device)
     with torch.no_grad():
         x_RK = _cast_for_quantizer(x_RK, recipe)
@@ -133,7 +139,7 @@ def quantise_experts(
 
 
 def multiply(a: Any, b: Any, layout: Layout, dtype: torch.dtype) -> Tensor:
-    """Return the product of two operands, summed in fp32, in a dtype."""
+    """Multiply two quantised operands, sum in fp32, and return the product in `dtype`."""
     gemm_options: Any = dict(layout=layout, grad=layout != "TN", use_split_accumulator=True)
     return load_names().products.general_gemm(a, b, out_dtype=dtype, **gemm_options)[0]  # type: ignore[no-any-return]
 
@@ -147,7 +153,10 @@ def multiply_experts(
     *,
     adds: bool = False,  # add to `out`
 ) -> None:
-    """Write each expert's product to `out`: one [R, N], or for "NT" one [M, N] per expert."""
+    """Multiply the operands of each expert and write the products to `out`.
+
+    `out` is one [R, N] tensor, or for "NT" one [M, N] tensor per expert.
+    """
     # For "NT" the product of an expert without rows is zero.
     load_names().products.general_grouped_gemm(
         list(a),
@@ -165,13 +174,14 @@ def multiply_experts(
 
 
 def _cast_for_quantizer(x_RK: Tensor, recipe: Recipe) -> Tensor:
-    """Return a matrix in the dtype that quantizers read: bf16 for "nvfp4"."""
+    """Cast a matrix to bf16 for "nvfp4", whose quantizer reads no other dtype."""
     return x_RK.bfloat16() if recipe.scaling == "nvfp4" else x_RK
 
 
 def _quantizers(
     recipe: Recipe, operand: Operand, over_rows: bool, num: int, device: torch.device
 ) -> list[Any]:
+    """Return `num` quantizers for an operand; only "tensorwise" quantizers have their own state."""
     if recipe.scaling != "tensorwise":
         return [_by_blocks(recipe, operand, over_rows, device)] * num
     # Each quantizer has its own buffers for scale and amax.
@@ -186,7 +196,7 @@ def _quantizers(
 
 @cache
 def _by_blocks(recipe: Recipe, operand: Operand, over_rows: bool, device: torch.device) -> Any:
-    """Return a block quantizer, which has no state."""
+    """Return Transformer Engine's block quantizer for an operand; the quantizer has no state."""
     te, is_weight = load_names().pytorch, operand == "weight"
     # Weights have square blocks, whose rowwise operand is always needed.
     usage: Any = dict(rowwise=is_weight or not over_rows, columnwise=over_rows)
@@ -204,12 +214,13 @@ def _by_blocks(recipe: Recipe, operand: Operand, over_rows: bool, device: torch.
 
 
 def _fp8(recipe: Recipe, operand: Operand) -> Any:
+    """Return Transformer Engine's FP8 dtype for an operand: e4m3, or e5m2 for gradients."""
     dtypes = load_names().extension.DType
     is_e5m2 = operand == "gradient" and recipe.grad_format == "e5m2"
     return dtypes.kFloat8E5M2 if is_e5m2 else dtypes.kFloat8E4M3
 
 
 def _internal(quantizer: Any) -> Any:
-    """Make a quantizer return plain records, not tensor subclasses; return it."""
+    """Set a quantizer to return plain records instead of tensor subclasses, and return it."""
     quantizer.internal = True
     return quantizer

@@ -59,7 +59,7 @@ unsafe_view = aten._unsafe_view
 
 
 def is_grouped_mm(function: Any) -> bool:
-    """Whether a function, as a torch function mode receives it, is `grouped_mm`."""
+    """Whether a function that a torch function mode intercepts is `grouped_mm`."""
     return function is F.grouped_mm or function is torch._grouped_mm
 
 
@@ -87,7 +87,7 @@ StridedShard = _StridedShard
 
 
 class DispatchMode(TorchDispatchMode):
-    """A dispatch mode under which torch.compile still compiles code."""
+    """A base class for dispatch modes that do not disable torch.compile."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -101,7 +101,10 @@ _unpack = forward_ad.unpack_dual
 
 
 def _plain_keys() -> frozenset[int]:
-    """Return the sets of dispatch keys of a thread without modes, transforms and tracers."""
+    """Return the dispatch key sets of this thread without modes, transforms and tracers.
+
+    There are two sets: with and without inference mode.
+    """
     key_sets = set()
     with _disable_current_modes():
         for mode in (False, True):
@@ -116,7 +119,7 @@ NOTHING = nullcontext()  # one object for all calls, which saves host time
 
 
 class _Seen(threading.local):
-    """State of this thread that dispatch modes of a dry run read."""
+    """Thread-local flags that the dispatch modes of a dry run read."""
 
     inside = False
     on_host = False
@@ -128,7 +131,7 @@ _seen = _Seen()
 
 @contextmanager
 def with_attributes(target: Any, **values: Any) -> Iterator[None]:
-    """Return a context in which attributes of an object have other values."""
+    """Return a context that sets attributes of an object and restores them at its end."""
     before = {name: getattr(target, name) for name in values}
     try:
         for name, value in values.items():
@@ -140,15 +143,16 @@ def with_attributes(target: Any, **values: Any) -> Iterator[None]:
 
 
 def inside_operations() -> AbstractContextManager[None]:
-    """Return a context in which dispatch modes see the inner operations of moecore's custom ops.
+    """Return a context in which dispatch modes intercept the operations inside custom ops.
 
-    Meta tensors are included. Outside of the context a mode sees one custom op.
+    Outside of this context a mode intercepts one operation per custom op of moecore. The context
+    applies to meta tensors too.
     """
     return with_attributes(_seen, inside=True)
 
 
 def is_inside() -> bool:
-    """Whether this thread is in `inside_operations`."""
+    """Whether this thread runs in the context `inside_operations`."""
     return _seen.inside
 
 
@@ -158,22 +162,22 @@ def host_memory() -> AbstractContextManager[None]:
 
 
 def is_host_memory() -> bool:
-    """Whether this thread is in `host_memory`."""
+    """Whether this thread runs in the context `host_memory`."""
     return _seen.on_host
 
 
 def open_marks() -> tuple[str, ...]:
-    """Return the names of the open `mark` contexts of this thread, in `inside_operations`."""
+    """Return the names of this thread's active `mark` contexts inside `inside_operations`."""
     return _seen.phases
 
 
 def skips_communication(x: Tensor) -> bool:
-    """Whether communication of a tensor is skipped: it is on meta, outside of a dry run."""
+    """Whether collectives skip this tensor, because it is on meta outside of a dry run."""
     return x.is_meta and not _seen.inside
 
 
 def no_dispatch_modes() -> AbstractContextManager[Any]:
-    """Return a context without dispatch modes, such as the mode of selective checkpointing."""
+    """Return a context that disables dispatch modes, except inside `inside_operations`."""
     return nullcontext() if _seen.inside else _disable_current_modes()
 
 
@@ -195,7 +199,7 @@ def have_tangents(*tensors: Tensor) -> bool:
 
 
 def mark(name: str) -> AbstractContextManager[Any]:
-    """Return a context that profiles show by this name; without a profiler it takes 0.5 us."""
+    """Return a context that profilers record under this name; 0.5 us without a profiler."""
     if torch.compiler.is_compiling():
         return NOTHING
     if _seen.inside:
@@ -206,7 +210,7 @@ def mark(name: str) -> AbstractContextManager[Any]:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Return the autocast dtype of a tensor's device; None without autocast, and on meta."""
+    """Return the autocast dtype for a tensor's device; None if autocast is off or x is on meta."""
     device = x.device.type
     if x.is_meta or not torch.is_autocast_enabled(device):
         return None
@@ -223,7 +227,7 @@ def current_node() -> Node:
 
 
 def is_recomputing() -> bool:
-    """Whether this code runs inside a backward, as a recomputed forward does."""
+    """Whether the caller runs inside a backward pass, as a recomputed forward does."""
     return torch._C._current_autograd_node() is not None
 
 
@@ -234,7 +238,7 @@ def run_backward(outputs: Sequence[Any], grads: Sequence[Tensor]) -> None:
 
 
 def call_after_backward(function: Callable[[], None]) -> None:
-    """Call a function at the end of the running backward."""
+    """Register a function that autograd calls at the end of the running backward."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
@@ -262,13 +266,13 @@ def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None
 
 
 def hooks_around(module: nn.Module) -> list[Callable[..., Any]]:
-    """Return the forward and backward hooks of a module."""
+    """Return all forward and backward hooks that are registered on a module."""
     kinds = vars(module)
     return [hook for name in _AROUND for hook in kinds[name].values()]
 
 
 def num_gradient_hooks(param: Tensor) -> int:
-    """Return the number of gradient hooks of a parameter, before and after accumulation."""
+    """Return the number of a parameter's hooks, before and after gradient accumulation."""
     return len(param._backward_hooks or ()) + len(_accumulate_hooks(param))
 
 
@@ -288,7 +292,7 @@ def has_value_hooks(param: Tensor) -> bool:
 
 
 def apply_value_hooks(param: Tensor, grad: Tensor) -> Tensor:
-    """Return a gradient after the parameter's `register_hook` hooks, called without autograd."""
+    """Call the parameter's `register_hook` hooks on a gradient and return the changed gradient."""
     for hook in (param._backward_hooks or {}).values():
         changed = hook(grad)
         grad = grad if changed is None else changed
@@ -303,11 +307,12 @@ def call_accumulate_hooks(param: Tensor) -> None:
 
 
 def _accumulate_hooks(param: Tensor) -> dict[int, Callable[[Tensor], None]]:
+    """Return the parameter's hooks of `register_post_accumulate_grad_hook`."""
     return param._post_accumulate_grad_hooks or {}
 
 
 def storage_key(x: Tensor) -> int:
-    """Return a number that identifies a tensor's storage while it exists, also on meta."""
+    """Return a number that identifies a tensor's storage during its lifetime, also on meta."""
     return id(x.untyped_storage())  # the same Python object as long as the storage exists
 
 
@@ -320,7 +325,7 @@ def version(*tensors: Tensor) -> int:
 
 
 def set_versions(tensors: list[Tensor], versions: list[int]) -> None:
-    """Set version counters, which backward compares with the versions at forward."""
+    """Set the version counters with which autograd detects in-place changes of saved tensors."""
     torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
@@ -348,7 +353,7 @@ def is_gloo(group: dist.ProcessGroup, device_type: str) -> bool:
 
 
 def object_device_type(group: dist.ProcessGroup | None) -> str:
-    """Return the device type for small tensors of a group: "cpu" if the group supports it."""
+    """Return the device type for a group's small tensors: "cpu" if it has a CPU backend."""
     names = _backends(group or dist.group.WORLD)  # type: ignore[arg-type]
     return "cpu" if "cpu" in names else next(iter(names))
 
@@ -359,7 +364,7 @@ def has_cpu_backend(group: dist.ProcessGroup) -> bool:
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:
-    """Return the group's backend of each device type."""
+    """Return {device type: backend name} of a process group."""
     config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
     return dict(pair.split(":") for pair in config.split(","))
 
@@ -375,7 +380,7 @@ def get_local_tensor(tensor: Tensor) -> Tensor:
 
 
 def get_stored_local(tensor: Tensor) -> Tensor:
-    """Return the tensor that a DTensor stores; of a parameter `get_local_tensor` returns a view."""
+    """Return the tensor object that a DTensor stores, where `get_local_tensor` returns a view."""
     if not isinstance(tensor, DTensor):
         return tensor
     names, _ = tensor.__tensor_flatten__()  # the first name is the local tensor
@@ -384,12 +389,15 @@ def get_stored_local(tensor: Tensor) -> Tensor:
 
 
 def wrap_like(local: Tensor, like: Tensor) -> Tensor:
-    """Return a DTensor of a local tensor with the spec of `like`; faster than `from_local`."""
+    """Return a DTensor with local shard `local` and the mesh, placements and shape of `like`.
+
+    Faster than `DTensor.from_local`.
+    """
     return DTensor(local, like._spec, requires_grad=False)  # type: ignore[attr-defined]
 
 
 def zeros_like(tensor: Tensor, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-    """Return zeros with the placements of a tensor; torch's DTensor operation takes 1 ms."""
+    """Return zeros with shape and placements of a tensor, faster than torch's DTensor operation."""
     is_moved = device not in (None, tensor.device)
     if not isinstance(tensor, DTensor) or dtype != tensor.dtype or is_moved:
         return torch.zeros_like(tensor, dtype=dtype, device=device)
@@ -397,7 +405,10 @@ def zeros_like(tensor: Tensor, dtype: torch.dtype, device: torch.device | None =
 
 
 def parameter_like(data: Tensor, like: Tensor) -> nn.Parameter:
-    """Return a parameter of a tensor that has no other owner, with `requires_grad` of `like`."""
+    """Return an `nn.Parameter` that stores `data`, with the `requires_grad` of `like`.
+
+    No other object may use `data`.
+    """
     if isinstance(data, DTensor):
         data.detach = lambda: data  # type: ignore[method-assign]  # torch's own DTensor operation takes 1 ms
     param = nn.Parameter(data, requires_grad=like.requires_grad)
@@ -406,7 +417,7 @@ def parameter_like(data: Tensor, like: Tensor) -> nn.Parameter:
 
 
 def clear_sharding_caches() -> None:
-    """Clear DTensor's caches, which mix up meshes of equal sizes and axis names."""
+    """Clear DTensor's sharding caches, which confuse meshes with equal sizes and axis names."""
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # imported in 0.9 s
 
     _clear_sharding_prop_cache()
@@ -419,7 +430,10 @@ def clear_sharding_caches() -> None:
 def symmetric_memory(
     num_bytes: int, group: dist.ProcessGroup, device: torch.device
 ) -> tuple[Tensor, Any]:
-    """Return symmetric memory of a group and its rendezvous handle. Collective."""
+    """Allocate symmetric memory on each rank of a group; return it with its rendezvous handle.
+
+    Collective.
+    """
     from torch.distributed import _symmetric_memory
 
     # `empty` of that module uses a pool, whose offsets can differ between ranks after frees.
@@ -436,7 +450,7 @@ def symmetric_memory(
 def gather_and_consume(
     x_C: Tensor, consume: Callable[[Tensor, int], None], x_GC: Tensor, group: dist.ProcessGroup
 ) -> None:
-    """All-gather along dim 0, and call consume(slice, rank) when a rank's slice has arrived."""
+    """All-gather along dim 0 into `x_GC`; call consume(slice, rank) for each received slice."""
     from torch.distributed import _symmetric_memory
 
     _symmetric_memory._pipelined_all_gather_and_consume(x_C, consume, x_GC, group.group_name)
@@ -445,7 +459,10 @@ def gather_and_consume(
 def produce_and_send(
     produce: Callable[[int, Tensor], None], output_GC: Tensor, group: dist.ProcessGroup
 ) -> None:
-    """Call produce(rank, slice) for each rank, and send the rank its slice of dim 0."""
+    """Call produce(rank, slice) to fill each rank's slice of dim 0, and send it to that rank.
+
+    The received slices are written to `output_GC`.
+    """
     from torch.distributed import _symmetric_memory
 
     _symmetric_memory._pipelined_produce_and_all2all(produce, output_GC, group.group_name)

@@ -1,4 +1,4 @@
-"""Parallelism: device meshes, the request of `parallelize_moe`, sharding, pipeline stages.
+"""Parallelism: device meshes, checks and plans of `parallelize_moe`, FSDP, and pipeline stages.
 
 layout string -> PipelineLayout     (name, pp, chunks, micro-batches) -> Schedule -> Timeline
 """

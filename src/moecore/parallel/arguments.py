@@ -1,9 +1,9 @@
-"""Comparison of forward arguments between ranks that compute parts of the same rows.
+"""Compares forward arguments between the ranks that process the same sequences.
 
-The tp, cp and pp ranks of a data rank receive the same rows, and each computes a part of them. If
-tokens, documents or labels differ between these ranks, the gradient is wrong without an error. If
-shapes differ, collectives hang. So these ranks compare the arguments of every forward, and of every
-pipeline schedule, before the model runs:
+The tp, cp and pp ranks of a data rank receive the same sequences ("rows") and share their
+computation. If tokens, documents or labels differ between these ranks, the gradient is wrong
+without an error. If shapes differ, collectives hang. Before the model runs, these ranks therefore
+compare the arguments of every forward and of every pipeline schedule:
 
     shapes, dtypes, Python values,     digest on the host -> all-reduce of 32 bytes between hosts
     contents of CPU tensors
@@ -13,10 +13,10 @@ Only the comparison of the first forward synchronises host and device. `Contents
 
     forward n      checksums -> MAX all-reduce of [sums, ~sums], launched without a wait
     forward n + 1  copy of the result to the host, launched without a wait
-    a later one    the copy is complete: the host compares, and all these ranks raise
+    later forward  the copy is complete: the host compares, and all these ranks raise
 
-`TrainStep` reads the results on the device when it clips the gradients. So a clipped step with a
-difference is skipped on every rank before any rank knows of the difference.
+`TrainStep` reads the results on the device when it clips the gradients. A clipped step with a
+difference is therefore skipped on every rank before any host has read the result.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _ContentsCheck:
     copy: ToHost | None = None
 
     def start_copy(self) -> None:
-        """Launch the copy of the result to the host. Only the stream waits for the all-reduce."""
+        """Launch the copy of the result to the host; the stream waits for the all-reduce."""
         if self.work is not None:
             self.work.wait()
             self.work, self.copy = None, ToHost(self.bounds)
@@ -74,14 +74,20 @@ class _ContentsCheck:
 
 
 class Contents:
-    """Compares the contents of device tensors between ranks; the host reads results later."""
+    """Compares the contents of device tensors between ranks without a host sync.
+
+    The host reads the result of a comparison in a later forward.
+    """
 
     def __init__(self) -> None:
         self._unread: list[_ContentsCheck] = []
         self._of_step: list[_ContentsCheck] = []
 
     def compare(self, tensors: Mapping[str, Tensor], groups: Sequence[dist.ProcessGroup]) -> None:
-        """Launch a comparison of tensors. Collective; all ranks must pass the same names."""
+        """Launch a comparison of tensors between the ranks of all groups, for the current step.
+
+        Collective. All ranks must pass the same names.
+        """
         if not groups or _is_capturing(tensors):  # a replay would compare with nobody
             return
         with torch.no_grad():
@@ -96,7 +102,7 @@ class Contents:
             self._of_step.append(comparison)
 
     def has_difference(self) -> bool:
-        """Return whether a result that has been copied to the host shows a difference. No sync."""
+        """Return whether a result that has reached the host shows a difference. No host sync."""
         if _is_capturing({str(i): check.bounds for i, check in enumerate(self._unread)}):
             return False
         for check in self._unread:
@@ -111,7 +117,7 @@ class Contents:
         return False
 
     def wait(self) -> str | None:
-        """Return the start of an error text if contents of an earlier forward differ. Host sync."""
+        """Read all pending results; return the start of an error text, or None. Host sync."""
         comparisons, self._unread = self._unread, []
         problems = [check.problem() for check in comparisons]
         problem = next((check for check in problems if check is not None), None)
@@ -120,11 +126,11 @@ class Contents:
         return problem
 
     def drop_step(self) -> None:
-        """Remove the comparisons from the current step. A later check still raises their errors."""
+        """Remove the comparisons from the current step. `wait` still returns their differences."""
         self._of_step = []
 
     def end_step(self) -> Tensor | None:
-        """Return a device bool: whether contents of this step differ; None = not compared."""
+        """Return a device bool that says if contents of this step differed; None = not compared."""
         comparisons, self._of_step = self._of_step, []
         if not comparisons:
             return None
@@ -149,7 +155,7 @@ Ranks = tuple[dist.ProcessGroup, ...]  # groups whose product is the ranks that 
 
 
 class SharedArguments:
-    """Raises a ValueError on the ranks that share rows when they receive different arguments.
+    """Raises a ValueError if the ranks that share rows receive different forward arguments.
 
     Args:
         groups: cp degree -> process groups for the model's device. Entry 0 is used by forwards
@@ -167,10 +173,11 @@ class SharedArguments:
 
     @torch.compiler.disable
     def check(self, arguments: Mapping[str, Any], cp: int | None) -> None:
-        """Raise if the arguments of a forward, or of all micro-batches of a pipeline, differ.
+        """Raise a ValueError if the arguments differ between the ranks that share rows.
 
-        The check is collective over the ranks that share rows. The first check with gradients is
-        collective over the world, so that all ranks raise, and synchronises the host.
+        `cp` is the forward's context parallel degree. Collective over the ranks that share rows.
+        The first check with gradients is collective over the world, so that all ranks raise an
+        error, and synchronises the host.
         """
         if is_inside():
             return
@@ -210,7 +217,7 @@ class SharedArguments:
         self.check(named, None)
 
     def end_step(self) -> Tensor | None:
-        """Return a device bool: whether argument contents differed in this step's forwards.
+        """Return a device bool that says if argument contents differed in this step's forwards.
 
         None = no contents were compared on the device. No host sync.
         """
@@ -227,7 +234,10 @@ class SharedArguments:
             raise ValueError(problem + ADVICE)
 
     def _difference(self, entries: Mapping[str, Any], place: int) -> str | None:
-        """Return the start of an error text if host values or earlier contents differ."""
+        """Compare host values, and results of earlier forwards, over the groups of `place`.
+
+        Return the start of an error text, or None. Collective.
+        """
         groups = self._host_groups[place]
         if not groups:
             return None
@@ -245,7 +255,10 @@ class SharedArguments:
 
 
 def _facts(value: Any, name: str, on_device: dict[str, Tensor]) -> Any:
-    """Return a description of a value, compared by `repr`; add device tensors to `on_device`."""
+    """Return a description of an argument's value whose `repr` ranks compare.
+
+    Device tensors are added to `on_device` under their name.
+    """
     if isinstance(value, Mapping):
         items = ((make_comparable(key), entry) for key, entry in value.items())
         return {key: _facts(entry, f"{name}[{key!r}]", on_device) for key, entry in items}
@@ -264,6 +277,7 @@ def _facts(value: Any, name: str, on_device: dict[str, Tensor]) -> Any:
 
 
 def _tensor_facts(x: Tensor, name: str, on_device: dict[str, Tensor]) -> str:
+    """Describe a tensor by dtype and shape, with a digest of a CPU tensor's values."""
     facts = f"{x.dtype} {tuple(x.shape)} on {x.device.type}"
     if type(x) not in (Tensor, nn.Parameter) or x.layout != torch.strided or x.is_meta:
         return facts  # its bytes are not contents, or it has none
@@ -278,5 +292,5 @@ def _tensor_facts(x: Tensor, name: str, on_device: dict[str, Tensor]) -> str:
 
 
 def is_on_host(x: Tensor) -> bool:
-    """Return whether a tensor is in host memory, so that reading it needs no device sync."""
+    """Whether a tensor is in host memory, so that reading it needs no device sync."""
     return x.device.type == "cpu"

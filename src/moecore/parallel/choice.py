@@ -1,4 +1,4 @@
-"""choose_meshes: default meshes, from the numbers of experts and of ranks per host."""
+"""`choose_meshes`: builds default meshes from the numbers of experts and of ranks per host."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from moecore.parallel.mesh import (
 
 
 def start_default_group() -> None:
-    """Start the default process group if it does not exist, as `build_meshes` does."""
+    """Initialise the default process group if it does not exist."""
     if not dist.is_initialized():
         start_process_group(_device_type())
 
@@ -48,11 +48,15 @@ def choose_meshes(expert_counts: Iterable[int]) -> Meshes:
 
 
 def _device_type() -> str:
+    """Return "cuda" if a GPU is available, otherwise "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _find_domain() -> tuple[int, str]:
-    """Return the number of consecutive ranks with a fast link, and the text that names the link."""
+    """Return the size of a rank's fast domain and its name, such as (8, "a host"). Collective.
+
+    The domain is an NVLink domain, a host, or the world if the launcher sets no hosts.
+    """
     world_size = dist.get_world_size()
     if "LOCAL_WORLD_SIZE" not in os.environ:  # a launcher that tells no hosts, or one process
         return world_size, "the world"

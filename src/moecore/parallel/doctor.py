@@ -78,7 +78,10 @@ class RankFacts:
 
 
 def problems(facts: Sequence[RankFacts]) -> list[str]:
-    """Return one line per problem that the facts show; `facts[i]` belongs to rank i."""
+    """Return one line of text per problem that the facts of all ranks show.
+
+    `facts[i]` has the measurements of rank i.
+    """
     return [
         *_differences(facts),
         *_host_problems(facts),
@@ -88,6 +91,7 @@ def problems(facts: Sequence[RankFacts]) -> list[str]:
 
 
 def _differences(facts: Sequence[RankFacts]) -> Iterator[str]:
+    """Yield versions, environment variables and arguments that differ between ranks."""
     for kind in ("versions", "environment"):
         names = sorted({name for rank_facts in facts for name in getattr(rank_facts, kind)})
         for name in names:
@@ -106,6 +110,7 @@ def _differences(facts: Sequence[RankFacts]) -> Iterator[str]:
 
 
 def _host_problems(facts: Sequence[RankFacts]) -> Iterator[str]:
+    """Yield the problems of hosts and NVLink domains, such as unequal numbers of ranks."""
     by_host = defaultdict[str, list[int]](list)
     for rank, rank_facts in enumerate(facts):
         by_host[rank_facts.host].append(rank)
@@ -127,7 +132,10 @@ def _host_problems(facts: Sequence[RankFacts]) -> Iterator[str]:
 def _single_host_problems(
     facts: Sequence[RankFacts], ranks: Sequence[int], first: RankFacts
 ) -> Iterator[str]:
-    """Yield the problems of one host. `facts` belong to the host's `ranks`, `first` to rank 0."""
+    """Yield the problems of one host: rank numbers, clock, shared memory, disk and GPU access.
+
+    `facts` has the measurements of the host's `ranks`; `first` has those of rank 0.
+    """
     name = facts[0].name
     if list(ranks) != list(range(ranks[0], ranks[0] + len(ranks))):
         yield (
@@ -174,6 +182,7 @@ def _single_host_problems(
 
 
 def _rank_problems(facts: Sequence[RankFacts]) -> Iterator[str]:
+    """Yield the problems of each rank: unreadable facts, limits, GPU memory, NCCL variables."""
     for rank, rank_facts in enumerate(facts):
         yield from (
             f"rank {rank} on {rank_facts.name}: {failure}" for failure in rank_facts.failures
@@ -204,6 +213,7 @@ def _rank_problems(facts: Sequence[RankFacts]) -> Iterator[str]:
 
 
 def _link_problems(facts: Sequence[RankFacts]) -> Iterator[str]:
+    """Yield the ranks that receive messages at less than half of the median rate."""
     for link in ("inside a host", "between hosts"):
         rates = {
             rank: rank_facts.rates[link]
@@ -220,7 +230,7 @@ def _link_problems(facts: Sequence[RankFacts]) -> Iterator[str]:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as text, such as "ranks 0-3, 6"."""
+    """Format sorted rank numbers as text, such as "ranks 0-3, 6"."""
     starts = [r for i, r in enumerate(ranks) if i == 0 or ranks[i - 1] != r - 1]
     ends = [r for i, r in enumerate(ranks) if i + 1 == len(ranks) or ranks[i + 1] != r + 1]
     parts = [str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
@@ -228,25 +238,30 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _present(facts: Sequence[RankFacts], field: str) -> list[Any]:
-    """Return the values of a field that are not None."""
+    """Return a field's values of all ranks, without None."""
     return [value for row in facts if (value := getattr(row, field)) is not None]
 
 
 def _one_line(error: Exception) -> str:
+    """Return an error's text as one line of at most `MAX_ERROR_CHARS` characters."""
     return " ".join(str(error).split())[:MAX_ERROR_CHARS] or type(error).__name__
 
 
 def _shorten(text: str) -> str:
-    """Return a text of another rank as one line of at most 80 characters."""
+    """Return a text as one printable line of at most 80 characters."""
     return text if len(text) <= 40 and text.isprintable() else quote(text)
 
 
 def _gib(num_bytes: int) -> str:
+    """Format a number of bytes in GiB."""
     return f"{num_bytes / 2**30:.3g} GiB"
 
 
 def run_doctor(args: Any) -> int:
-    """Print the problems of this job's hosts; return 1 if there are any. Collective."""
+    """Run `moecore doctor`: print the problems of this job's hosts; return 1 if there is a problem.
+
+    Collective. `args` has the command's options `timeout` and `checkpoints`.
+    """
     check_value("--timeout", args.timeout, Seconds)
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     timeout = timedelta(seconds=args.timeout)
@@ -267,6 +282,7 @@ def run_doctor(args: Any) -> int:
 
 
 def _print(facts: Sequence[RankFacts], lines: Sequence[str]) -> None:
+    """Print the problems to stderr, and a summary of hosts and versions to stdout."""
     for line in lines:
         print(escape_unprintable(line), file=sys.stderr)
     names = ", ".join(dict.fromkeys(rank_facts.name for rank_facts in facts))
@@ -277,7 +293,7 @@ def _print(facts: Sequence[RankFacts], lines: Sequence[str]) -> None:
 
 @contextmanager
 def _all_take_part(rule: str) -> Iterator[None]:
-    """Return a context that converts an error of a collective into a one-line ValueError."""
+    """Return a context that raises a collective's error as a one-line ValueError with `rule`."""
     try:
         yield
     except (dist.DistError, RuntimeError) as error:
@@ -289,7 +305,7 @@ def _all_take_part(rule: str) -> Iterator[None]:
 
 @contextmanager
 def _quiet_stderr() -> Iterator[None]:
-    """Return a context that discards the output to stderr if the body raises."""
+    """Return a context that delays output to stderr, and discards it if the body raises."""
     # c10d logs each failed attempt to connect, and these lines would hide the error's one line.
     # An environment variable sets the level of this log, but only before torch is imported.
     sys.stderr.flush()
@@ -307,7 +323,7 @@ def _quiet_stderr() -> Iterator[None]:
 
 
 class _FactReader:
-    """Reads facts of this rank, and collects an error text for each fact that cannot be read."""
+    """Calls functions that measure this rank, and collects the error texts of failed calls."""
 
     def __init__(self) -> None:
         self.failures: list[str] = []
@@ -315,7 +331,7 @@ class _FactReader:
     def read(
         self, name: str, function: Callable[[], T], default: T, rule: str = "readable by this rank"
     ) -> T:
-        """Return the function's result; after an error, add its text and return the default."""
+        """Return the function's result; if it raises, record an error text and return `default`."""
         try:
             return function()
         except (OSError, ValueError, RuntimeError) as error:
@@ -327,7 +343,7 @@ class _FactReader:
 
 
 def _collect_facts(device_type: str, checkpoints: Path | None) -> RankFacts:
-    """Return the facts of this rank. Collective."""
+    """Measure this rank, its GPU, its host and its links. Collective."""
     reader, is_gpu = _FactReader(), device_type == "cuda"
     # The file's name is made by rank 0. All ranks exchange it, with or without a directory.
     local_key = get_host_id(), f".doctor-{uuid.uuid4().hex}"
@@ -362,10 +378,12 @@ def _collect_facts(device_type: str, checkpoints: Path | None) -> RankFacts:
 
 
 def _shared_memory() -> int | None:
+    """Return the free bytes in /dev/shm, or None if it does not exist."""
     return shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None
 
 
 def _read_versions(device_type: str) -> dict[str, str]:
+    """Return the versions of Python, packages, CUDA and NCCL, and the GPU's name."""
     versions = {"moecore": __version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -382,7 +400,10 @@ def _read_versions(device_type: str) -> dict[str, str]:
 def _measure_disk(
     reader: _FactReader, directory: Path | None, name: str
 ) -> tuple[int | None, bool]:
-    """Return the directory's free bytes, and whether rank 0's file is visible. Collective."""
+    """Return a directory's free bytes, and whether this rank sees a file that rank 0 writes there.
+
+    Collective. `name` is the file's name.
+    """
     is_first, shown_path = dist.get_rank() == 0, f"--checkpoints ({quote(str(directory))})"
     rule = "a directory that every rank can write"
 
@@ -412,7 +433,7 @@ def _measure_disk(
 
 
 def _find_peer_problem(hosts: Sequence[str], device_type: str) -> str | None:
-    """Return why GPUs of this host have no access to each other's memory. Collective."""
+    """Return why this host's GPUs cannot access each other's memory, or None. Collective."""
     if device_type != "cuda":
         return None
     local_host = hosts[dist.get_rank()]
@@ -425,7 +446,10 @@ def _find_peer_problem(hosts: Sequence[str], device_type: str) -> str | None:
 
 
 def _measure_rates(hosts: Sequence[str], device_type: str) -> dict[str, float]:
-    """Return rates of messages from the previous rank, inside and between hosts. Collective."""
+    """Measure the receive rate from the previous rank in rings inside and between hosts.
+
+    Returns bytes per second by link. Collective.
+    """
     rank, rates = dist.get_rank(), dict[str, float]()
     by_host = [[r for r, h in enumerate(hosts) if h == host] for host in dict.fromkeys(hosts)]
     rings = {"inside a host": by_host, "between hosts": _transpose(by_host)}

@@ -1,4 +1,4 @@
-"""build_meshes: makes a dense and an expert mesh of the same ranks.
+"""`build_meshes`: creates a dense and an expert device mesh over the same ranks.
 
     axes of the dense mesh,  outermost first: pp, dp_replicate,  dp_shard,  cp, tp
     axes of the expert mesh, outermost first: pp, edp_replicate, edp_shard, ep, etp
@@ -9,7 +9,7 @@ consecutive ranks, so tp, ep and etp groups are inside one host if their sizes a
 Example, 8 ranks, dp_shard=4 tp=2 and edp_shard=2 ep=4: ranks 0 and 1 are a tp group, ranks 0 to 3
 are an ep group, and ranks 0 and 4 have shards of the same experts (edp_shard).
 
-Source: MoE Parallel Folding (arXiv:2504.14960).
+Source: arXiv:2504.14960 (separate meshes for attention and for MoE layers).
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Meshes:
     reason: str | None = None
 
     def __repr__(self) -> str:
-        """Return both meshes in three lines: axis sizes > 1, and this rank's coordinates."""
+        """Return both meshes as text: axis sizes > 1, and this rank's coordinates."""
         if not dist.is_initialized():
             return f"Meshes({self.parallel}, whose process group is destroyed)"
         ranks = f"Meshes({self.device_type}, rank {dist.get_rank()} of {dist.get_world_size()}"
@@ -180,7 +180,7 @@ class Meshes:
 
     @property
     def device(self) -> torch.device:
-        """The device on which models compute: of `device_type`, or meta in a dry run."""
+        """The device on which models compute: `device_type`, or meta in a dry run."""
         return torch.device("meta" if is_inside() else self.device_type)
 
 
@@ -254,7 +254,7 @@ def build_meshes(
 
 
 def _ranks_per_domain(ranks_per_domain: int | None, world_size: int) -> int:
-    """Return the given ranks per domain; None = the ranks per host, or the world size."""
+    """Check `ranks_per_domain`, or derive it from the ranks per host if it is None."""
     if ranks_per_domain is None:
         of_host = read_launcher_number("LOCAL_WORLD_SIZE", world_size)
         return of_host if world_size % of_host == 0 else world_size
@@ -267,10 +267,10 @@ def _ranks_per_domain(ranks_per_domain: int | None, world_size: int) -> int:
 
 
 def count_ranks_per_fabric(local_fabric: str | None) -> int | None:
-    """Return the largest group size of consecutive ranks such that each group is in one fabric.
+    """Return the largest n such that each group of n consecutive ranks is inside one fabric.
 
-    None = a rank has no fabric. `local_fabric` is the name of this rank's fabric. Collective.
-    Example: fabrics of 72 and of 56 ranks give 8.
+    None = a rank has no fabric. `local_fabric` is the id of this rank's fabric (`base/fabric.py`).
+    Collective. Example: fabrics with 72 and 56 ranks give 8.
     """
     names = gather(local_fabric)
     if None in names:
@@ -286,7 +286,10 @@ class DomainGroups(NamedTuple):
 
 
 def make_domain_groups(meshes: Meshes) -> DomainGroups:
-    """Return the groups inside and across domains. Collective; call `check_domains` before."""
+    """Create the process groups inside and across domains. Call `check_domains` first.
+
+    Collective.
+    """
     num_ranks, domain_size = meshes.parallel.ep * meshes.parallel.etp, meshes.ranks_per_domain
     sizes = (dist.get_world_size() // num_ranks, num_ranks // domain_size, domain_size)
     view = _make_mesh(meshes.device_type, sizes, ("dispatch", "domain", "place"))
@@ -311,7 +314,10 @@ def check_domains(meshes: Meshes) -> None:
 
 
 def make_context_groups(meshes: Meshes, cp: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Return the groups of `cp` consecutive data ranks and of their cp x tp ranks, cp-major."""
+    """Create the groups for dynamic context parallelism over `cp` consecutive data ranks.
+
+    Returns the cp group, and the cp-major group of the cp x tp ranks. Collective.
+    """
     size, tp = dist.get_world_size(), meshes.parallel.tp
     view = _make_mesh(meshes.device_type, (size // (cp * tp), cp, tp), ("data", "cp", "tp"))
     group = _flatten_group(view, ("cp", "tp"))
@@ -322,7 +328,11 @@ def make_context_groups(meshes: Meshes, cp: int) -> tuple[dist.ProcessGroup, dis
 def split_context_group(
     meshes: Meshes, cp: int, inner: int
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Return this rank's group of `inner` consecutive cp ranks, and of every `inner`-th cp rank."""
+    """Split a context parallel group: return the inner group and the outer group of this rank.
+
+    The inner group has `inner` consecutive cp ranks. The outer group has every `inner`-th cp rank.
+    Collective.
+    """
     tp, size = meshes.parallel.tp, dist.get_world_size()
     sizes = (size // (cp * tp), cp // inner, inner, tp)
     view = _make_mesh(meshes.device_type, sizes, ("data", "cp_outer", "cp_inner", "tp"))
@@ -330,9 +340,9 @@ def split_context_group(
 
 
 def make_host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return a group of the same ranks whose collectives take CPU tensors.
+    """Return a group of the same ranks whose collectives support CPU tensors.
 
-    If the group has a backend for CPU tensors, the result is the group, otherwise a new gloo group.
+    If `group` has a CPU backend, the function returns `group`. Otherwise it creates a gloo group.
     Collective over the group.
     """
     if has_cpu_backend(group):
@@ -347,7 +357,7 @@ def make_host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def concatenate(*meshes: DeviceMesh) -> DeviceMesh:
-    """Return one mesh with the axes of several meshes of the world. No communication."""
+    """Join the axes of several device meshes into one mesh. No communication."""
     ranks, local_rank = torch.zeros((), dtype=torch.int), dist.get_rank()
     for mesh in meshes:  # the steps along the dims of one view are the same everywhere
         ranks = ranks.reshape(*ranks.shape, *(1 for _ in mesh.shape)) + (mesh.mesh - local_rank)
@@ -360,7 +370,7 @@ def concatenate(*meshes: DeviceMesh) -> DeviceMesh:
 
 
 def _make_mesh(device_type: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """Return a mesh of all ranks, outermost axis first, with the default group's timeout."""
+    """Create a mesh over all ranks, outermost axis first, with the default group's timeout."""
     view = init_device_mesh(device_type, sizes, mesh_dim_names=names)
     for name in names:
         inherit_timeout(view.get_group(name))
@@ -368,7 +378,7 @@ def _make_mesh(device_type: str, sizes: tuple[int, ...], names: tuple[str, ...])
 
 
 def _format_mesh(mesh: DeviceMesh) -> str:
-    """Return the axes of a mesh whose size is not 1, and this rank's coordinates, as text."""
+    """Return text with the axes of a mesh whose size is not 1, and this rank's coordinates."""
     names = [name for name in mesh.mesh_dim_names or () if _size(mesh, name) > 1]
     if not names:
         return "one rank"
@@ -377,7 +387,7 @@ def _format_mesh(mesh: DeviceMesh) -> str:
 
 
 def start_process_group(device_type: str, timeout: timedelta | None = None) -> None:
-    """Start the default process group of torchrun's ranks, or of this process only.
+    """Initialise the default process group with torchrun's ranks, or with this process only.
 
     Raises:
         ValueError: if an environment variable of the launcher is not a number in its range.
@@ -400,7 +410,10 @@ def start_process_group(device_type: str, timeout: timedelta | None = None) -> N
 def read_launcher_number(
     name: str, default: int, *, min_value: int = 1, max_value: int = 2**31 - 1
 ) -> int:
-    """Return an environment variable that a launcher sets, or `default` when it is not set."""
+    """Return a launcher's environment variable as an int, or `default` if it is not set.
+
+    Raises a ValueError if the value is not between `min_value` and `max_value`.
+    """
     text = os.environ.get(name)
     if text is None:
         return default
@@ -418,6 +431,7 @@ def _drop_unit_replicate(mesh: DeviceMesh, replicate: str, shard: str) -> Device
 
 
 def _make_dense_fsdp(dense: DeviceMesh, p: ParallelConfig) -> DeviceMesh:
+    """Return `Meshes.dense_fsdp`, whose sharding axis joins dp_shard and cp."""
     if p.cp == 1:
         return _drop_unit_replicate(dense, "dp_replicate", "dp_shard")
     names = ("pp", "dp_replicate", "dp_shard_cp", "tp")
@@ -428,7 +442,7 @@ def _make_dense_fsdp(dense: DeviceMesh, p: ParallelConfig) -> DeviceMesh:
 
 
 def _flatten_group(view: DeviceMesh, names: tuple[str, str]) -> dist.ProcessGroup | None:
-    """Return one group over a mesh's two innermost axes, first-major; None for one rank."""
+    """Return one process group over a mesh's two innermost axes; None if it has one rank."""
     sizes = [_size(view, name) for name in names]
     if sizes == [1, 1]:
         return None
@@ -443,7 +457,7 @@ def _flatten_group(view: DeviceMesh, names: tuple[str, str]) -> dist.ProcessGrou
 def _make_stage_groups(
     world: DeviceMesh, dense: DeviceMesh, p: ParallelConfig
 ) -> tuple[dist.ProcessGroup, tuple[dist.ProcessGroup, dist.ProcessGroup] | None]:
-    """Return the group of this rank's pipeline stage, and `Meshes.pipeline_groups`."""
+    """Create the group of this rank's pipeline stage and the two `Meshes.pipeline_groups`."""
     if p.pp == 1:
         return world.get_group(), None
     view = _make_mesh(world.device_type, (p.pp, world.size() // p.pp), ("pp", "stage"))
@@ -454,4 +468,5 @@ def _make_stage_groups(
 
 
 def _size(mesh: DeviceMesh, name: str) -> int:
+    """Return the size of a mesh axis."""
     return mesh.size((mesh.mesh_dim_names or ()).index(name))

@@ -1,1 +1,1 @@
-"""Every record of options, each checked where it is made."""
+"""The dataclasses of options, whose constructors check their fields."""

@@ -18,12 +18,12 @@ class ContextOptions(CheckedRecord):
 
     Attributes:
         way: "allgather" of keys and values, "a2a" over heads, "p2p" as a ring, or both. "auto" =
-            "allgather" for latent attention, otherwise the way that sends the fewest values.
+            "allgather" for latent attention, otherwise the method that sends the fewest values.
         a2a_ranks: for "a2a+p2p": number of consecutive ranks in each all-to-all, a divisor of cp;
             None = the largest number that the heads allow.
         dynamic: each forward has its own cp: groups of 1, 2, 4, ... consecutive data ranks share
-            the rows of a micro-batch (`packing.schedule_documents`). Needs `ParallelConfig.cp` 1
-            and loss="sum".
+            the sequences of a micro-batch (`packing.schedule_documents`). Needs `ParallelConfig.cp`
+            1 and loss="sum".
     """
 
     way: Way | Literal["auto"] = "auto"
@@ -37,10 +37,12 @@ class ContextOptions(CheckedRecord):
     def resolve(
         self, cp: int, num_heads: int, kv_heads: int, *, has_latents: bool
     ) -> ContextOptions:
-        """Return the options with a resolved `way` and `a2a_ranks`, for the heads of a tp rank.
+        """Return the options with `way` and `a2a_ranks` chosen for the local heads of a tp rank.
+
+        `has_latents` = latent attention (MLA).
 
         Raises:
-            ValueError: if the heads or cp do not fit the way.
+            ValueError: if the number of heads or cp does not allow the communication method.
         """
         way, ranks = self.way, self.a2a_ranks
         if way == "auto" and has_latents:
@@ -62,7 +64,10 @@ class ContextOptions(CheckedRecord):
 
 
 def _fewest(cp: int, num_heads: int, kv_heads: int) -> int:
-    """Return the number of all-to-all ranks, a divisor of cp and heads, that sends the least."""
+    """Return the number of all-to-all ranks with the least communication.
+
+    The number divides cp and `kv_heads`; the remaining factor of cp is a ring.
+    """
     max_ranks = math.gcd(cp, kv_heads)
     # With H query and h key/value heads an all-to-all of A ranks sends (A - 1) / A of H + h heads
     # of a token each way, queries, keys, values and results together. A ring of cp / A ranks passes
@@ -76,6 +81,7 @@ def _fewest(cp: int, num_heads: int, kv_heads: int) -> int:
 
 
 def _ring_a2a_problems(cp: int, kv_heads: int, ranks: int) -> Iterator[str]:
+    """Yield the conditions that an all-to-all over `ranks` ranks inside a ring breaks."""
     if ranks in (1, cp):
         yield f"be more than 1 and less than cp ({cp}): use 'p2p' or 'a2a', or another cp"
     if cp % ranks:

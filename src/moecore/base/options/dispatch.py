@@ -105,5 +105,5 @@ class DispatchOptions(CheckedRecord):
 
     @classmethod
     def of(cls, dispatch: DispatchOptions | DispatcherName) -> DispatchOptions:
-        """Return the options, or the default options of a dispatcher that is given by its name."""
+        """Return `dispatch` if it is a record, or default options for a dispatcher name."""
         return dispatch if isinstance(dispatch, DispatchOptions) else cls(name=dispatch)

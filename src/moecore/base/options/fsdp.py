@@ -31,7 +31,7 @@ class FSDPOptions(CheckedRecord):
         prefetch_blocks: number of blocks whose all-gathers are prefetched; 0 = no prefetch, so that
             compute does not hide the all-gathers.
         blocks_per_unit: blocks that are all-gathered and reduced together, with fewer and larger
-            collectives and more memory. Each layer's experts stay a unit of their own.
+            collectives and more memory. The experts of each layer remain a separate unit.
         fp8_param_gather: all-gather weights in the FP8 format of their products: a half of the
             bytes of bf16, with "nvfp4" a quarter. Only for "blockwise", "tensorwise" and "nvfp4".
     """

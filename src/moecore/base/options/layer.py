@@ -391,7 +391,10 @@ class MoEConfig(CheckedRecord):
             )
 
     def by_token_id(self, vocab_size: int) -> MoEConfig:
-        """Return a copy with assignment "hash", without expert bias, groups and balance losses."""
+        """Return a copy that selects experts by token id (assignment "hash").
+
+        The copy has no expert bias, no groups and no balance losses. `vocab_size` = table rows.
+        """
         return replace(
             self,
             assignment="hash",
@@ -410,7 +413,7 @@ class MoEConfig(CheckedRecord):
 
     @property
     def fc1_dim(self) -> int:
-        """Columns of FC1: 2F for gated activations, otherwise F."""
+        """Number of output columns of FC1: 2F for gated activations, otherwise F."""
         return self.hidden_dim * (2 if self.gated else 1)
 
     @property
@@ -420,6 +423,7 @@ class MoEConfig(CheckedRecord):
 
     @property
     def _candidates(self) -> str:
+        """The text with which an error names the number of experts that a token can choose."""
         zero_term = " + zero_experts" if self.zero_experts else ""
         return f"num_experts{zero_term} ({self.num_candidates})"
 
@@ -430,7 +434,10 @@ class MoEConfig(CheckedRecord):
 
     @property
     def counts_best_scores(self) -> bool:
-        """Whether balance losses count best scores, because a bias or groups change the choices."""
+        """Whether balance losses count each token's K best scores instead of its chosen experts.
+
+        An expert bias or groups make the chosen experts differ from the best scores.
+        """
         has_altered_choice = self.expert_bias or self.top_groups < self.num_groups
         return has_altered_choice and self.balance.needs_counts_loss
 
@@ -443,7 +450,7 @@ class MoEConfig(CheckedRecord):
 
     @property
     def choices_per_token(self) -> int:
-        """Columns of a routing decision: top_k, or num_experts for "expert_choice"."""
+        """Number of expert ids per token in the router's output; all experts for expert choice."""
         return self.num_experts if self.assignment == "expert_choice" else self.top_k
 
 

@@ -57,10 +57,10 @@ class MemoryOptions(CheckedRecord):
             "moe": complete MoE layers, with their communication.
         offload: parts whose saved activations are in pinned host memory between forward and
             backward: "norm", "attention", "mlp", "shared_experts", "experts" (routed) and "rest"
-            (everything else in a block). Without pipeline stages the last block is not offloaded.
+            (all other tensors of a block). Without pipeline stages the last block is not offloaded.
         offload_fraction: fraction of the bytes of these parts that is offloaded, in forward order.
             A tuple has one fraction per pipeline stage (`moecore.parallel.offload_fractions`).
-        offload_host_bytes: limit of a rank's pinned memory; activations beyond it stay on the GPU.
+        offload_host_bytes: limit of a rank's pinned memory; further activations stay on the GPU.
             None = no limit.
         stash: pages for the rows that routed experts save, if buffers are padded to the worst case
             ("nvlink", a padded capacity). None = each layer saves its padded buffers.

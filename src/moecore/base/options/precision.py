@@ -116,6 +116,7 @@ class Recipe(CheckedRecord):
             yield from self._rules_of_te(rule)
 
     def _rules_of_te(self, rule: str) -> Rules:
+        """Yield the fields that Transformer Engine does not support; `rule` names the scaling."""
         if self.scaling not in TE_ROWS:
             yield "backend", f"be 'moecore' with {rule}, which Transformer Engine has not: drop it"
         if self.scaling == "nvfp4" and self.power_of_two:
@@ -128,7 +129,7 @@ class Recipe(CheckedRecord):
 
     @property
     def hidden(self) -> Hidden:
-        """Format in which the experts save FC1's output for backward."""
+        """The format in which experts save FC1's output for backward; never "auto"."""
         if self.keep_hidden != "auto":
             return self.keep_hidden
         return "fp8" if (self.scaling, self.backend) == ("blockwise", "moecore") else "wide"
@@ -145,34 +146,37 @@ class Recipe(CheckedRecord):
 
     @property
     def gathers(self) -> bool:
-        """Whether weights can be all-gathered in FP8: one quantised copy serves all products."""
+        """Whether weights can be all-gathered in FP8, as all products read one quantised copy."""
         scalings = ("blockwise", "tensorwise", "nvfp4")
         return self.scaling in scalings and self.backend == "moecore"
 
     @property
     def multiple(self) -> int:
-        """Number that must divide both dims of a weight (for experts in "blockwise" it is 128)."""
+        """The number that must divide both dims of a weight; blockwise experts need 128 instead."""
         if self.backend == "te" and self.scaling in EMULATED:
             return 32
         return self.activation_block[1] or 16 if self.is_emulated else 16
 
     @property
     def rows(self) -> int:
-        """Number to whose multiple `ExpertIndex` pads the rows of each expert with zeros."""
+        """The row alignment: `ExpertIndex` pads each expert's rows with zeros to this multiple."""
         return TE_ROWS[self.scaling] if self.backend == "te" else 1
 
     @property
     def activation_block(self) -> Block:
-        """Rows and columns of an activation or gradient that share a scale; columns are summed."""
+        """Rows and columns of an activation or gradient that share a scale; None = all.
+
+        The product sums over columns.
+        """
         return ACTIVATION_BLOCKS[self.scaling]
 
     @property
     def weight_block(self) -> Block:
-        """Rows and columns of a weight that share a scale; columns are summed."""
+        """Rows and columns of a weight that share a scale; the product sums over columns."""
         return WEIGHT_BLOCKS[self.scaling]
 
     def describe(self) -> str:
-        """Return one line with scaling, formats, scales and options that are not defaults."""
+        """Return a one-line description: scaling, formats, scales and non-default options."""
         # Example: "blockwise FP8: e4m3, 1x128 and weights 128x128, scales fp32 power of two".
         suffix = ", Transformer Engine" if self.backend == "te" else ""
         if self.scaling in EMULATED:
@@ -267,10 +271,10 @@ class Precision(CheckedRecord):
 
     @classmethod
     def of(cls, precision: Precision | Recipe | str | None) -> Precision | None:
-        """Return the record for the argument `precision` of a call; None = no FP8.
+        """Convert the argument `precision` of a call to a `Precision`; None = no FP8.
 
-        "auto" = "blockwise" for routed experts if it is faster. A scaling or recipe is for all
-        roles. Any other value raises a ValueError.
+        "auto" = "blockwise" for routed experts if it is faster. The name of a scaling, or a
+        `Recipe`, applies to all roles. An unknown value raises a ValueError.
         """
         if precision is None or isinstance(precision, Precision):
             return precision
@@ -285,11 +289,11 @@ class Precision(CheckedRecord):
 
     @property
     def recipes(self) -> list[Recipe]:
-        """The default recipe and the recipes of `overrides`."""
+        """The default recipe, followed by the recipes of `overrides`."""
         return [self.recipe, *(recipe for _, recipe in self.overrides if recipe is not None)]
 
     def find_recipe(self, name: str, role: Role | None) -> Recipe | None:
-        """Return the recipe of a module with this clean name and role; None = no FP8."""
+        """Return the FP8 recipe for the module with this qualified name and role; None = no FP8."""
         # A clean name, such as "model.layers.3.mlp.experts", has no parts that wrappers add.
         if role is None:
             return None
@@ -310,11 +314,14 @@ NamedPrecision = Annotated[PrecisionName | str, OneOf(PRECISIONS)]
 
 
 def register_precision(name: str, precision: Precision) -> None:
-    """Register a name for the argument `precision`; call it on every rank."""
+    """Register `precision` under a name that `parallelize_moe(precision=name)` accepts.
+
+    Call it on every rank.
+    """
     check_arguments(register_precision, locals())
     PRECISIONS.register(name, precision)
 
 
 def find_fp8_exclusion(part: str) -> str | None:
-    """Return why modules with this name part never run in FP8; None = they may."""
+    """Return why a module with this name never runs in FP8; None = the module can run in FP8."""
     return next((reason for word, reason in NEVER.items() if word in part.lower()), None)

@@ -1,1 +1,1 @@
-"""Who owns which part of a model: the plan as plain data, and the units that carry it out."""
+"""FSDP: the sharding plan as plain data, and the units that shard, all-gather and reduce."""

@@ -1,9 +1,9 @@
 """Buffers of units, planned from a `ShardPlan` and allocated once.
 
-Units that are resharded after each use share buffers of unsharded parameters. Their number is the
-number of units of one role that are unsharded at the same time. These units share two buffers of
-gradient sums: backward fills one buffer while the other is reduced. A resident unit has a buffer of
-its own, and new memory for its gradients.
+Units that are resharded after each use share buffers of unsharded parameters. The number of buffers
+is the number of units of one role that are unsharded at the same time. These units also share two
+buffers of gradient sums: backward fills one buffer while the other buffer is reduced. A resident
+unit does not share its buffer, and allocates memory for its gradients.
 
 A unit always uses the same buffer. Its unsharded parameters therefore keep their addresses, so
 tensors that autograd saved in forward are valid again in backward, and CUDA graphs can replay.
@@ -29,7 +29,7 @@ LayoutIndex = tuple[str, int]  # name of a unit, and index in `UnitPlan.layouts`
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BufferPlan:
-    """A buffer that layouts of units share."""
+    """A planned buffer that several units' flat layouts use, one at a time."""
 
     holds: Literal["weights", "sums"]  # unsharded parameters, or sums of gradients
     dtype: str
@@ -43,7 +43,7 @@ class BufferPlan:
 
 
 def plan_buffers(plan: ShardPlan) -> Iterator[BufferPlan]:
-    """Yield the buffers of a rank; all ranks have equal buffers."""
+    """Yield the buffers that each rank allocates for a plan; all ranks have equal buffers."""
     freed = [
         unit for unit in plan.units if unit.role in ("block", "experts") and not unit.is_resident
     ]
@@ -63,7 +63,7 @@ def plan_buffers(plan: ShardPlan) -> Iterator[BufferPlan]:
 
 
 def _group_by_dtype(units: Sequence[UnitPlan]) -> dict[str, list[tuple[UnitPlan, int]]]:
-    """Return the layouts that need a buffer, by the dtype of their all-gather."""
+    """Return the units' layouts that need a buffer, grouped by the dtype of their all-gather."""
     layouts_of = defaultdict(list)
     for unit in units:
         for i, layout in enumerate(unit.layouts):
@@ -73,7 +73,7 @@ def _group_by_dtype(units: Sequence[UnitPlan]) -> dict[str, list[tuple[UnitPlan,
 
 
 def _count_live_layouts(unit: UnitPlan, among: Sequence[tuple[UnitPlan, int]]) -> int:
-    """Return the number of layouts that are unsharded with a unit and its prefetched units."""
+    """Return how many layouts in `among` are unsharded together with a unit and its prefetches."""
     live_names = [
         {unit.name, *prefetch} for prefetch in (unit.forward_prefetch, unit.backward_prefetch)
     ]
@@ -86,7 +86,7 @@ def _make_plans(
     layouts: Sequence[tuple[UnitPlan, int]],
     number: int,
 ) -> Iterator[BufferPlan]:
-    """Yield `number` buffers, over which the layouts are distributed round-robin."""
+    """Distribute layouts round-robin over `number` buffers and yield the buffers' plans."""
     for first in range(min(number, len(layouts))):
         users = layouts[first::number]
         sizes = [
@@ -103,7 +103,10 @@ def _make_plans(
 
 
 class Buffer(Generic[Holder]):
-    """A flat tensor and its current holder. After `mark` it may be overwritten."""
+    """A flat tensor that units use one at a time, and the unit or gradients that use it now.
+
+    The next user waits for `mark` before it overwrites the tensor.
+    """
 
     def __init__(self, numel: int, dtype: torch.dtype, mark: StreamMark) -> None:
         self.numel, self.dtype, self.mark = numel, dtype, mark
@@ -118,11 +121,11 @@ class Buffer(Generic[Holder]):
         return self._flat
 
     def free(self) -> None:
-        """Free the memory of a buffer without a holder. Views are valid again after `restore`."""
+        """Free the buffer's memory; views of the buffer are invalid until `restore`."""
         if self._flat is not None:
             self._flat.untyped_storage().resize_(0)
 
     def restore(self) -> None:
-        """Allocate the memory again after `free`, uninitialised."""
+        """Allocate the buffer's memory again after `free`; its values are uninitialised."""
         if self._flat is not None:
             self._flat.untyped_storage().resize_(self._flat.nbytes)

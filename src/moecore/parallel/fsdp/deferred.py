@@ -1,4 +1,4 @@
-"""`WeightGradients`: weight-gradient products that a backward stored for later.
+"""`WeightGradients`: weight-gradient products that a backward stores and `run` computes.
 
 with engine.deferring(deferred):     computes input gradients; sinks store weight products
     torch.autograd.backward(...)
@@ -20,7 +20,7 @@ from moecore.kernels.experts.contract import ComputeGrad
 
 
 class WeightProduct(NamedTuple):
-    """One weight gradient that has not been computed."""
+    """A stored product whose result is the gradient of one weight."""
 
     number: int  # index of the parameter in its unit
     shape: torch.Size  # shape of the gradient
@@ -32,7 +32,7 @@ class WeightProduct(NamedTuple):
     def of(
         cls, number: int, shape: torch.Size, compute: ComputeGrad, operands: tuple[Any, ...]
     ) -> WeightProduct:
-        """Return the product of operands that the current stream made."""
+        """Return a product with the current stream, which must have computed the operands."""
         device = next(iterate_tensors(operands)).device
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         return cls(number, shape, compute, operands, stream)
@@ -49,7 +49,10 @@ class WeightProduct(NamedTuple):
 
 
 class WeightGradients:
-    """Deferred weight gradients of one micro-batch and stage. Reusable after `run`."""
+    """The deferred weight gradients of one micro-batch and pipeline stage.
+
+    After `run` the object can be used for another backward.
+    """
 
     def __init__(self) -> None:
         self._products: dict[object, deque[WeightProduct]] = {}
@@ -57,7 +60,7 @@ class WeightGradients:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of device memory of the products' operands; each storage counts once."""
+        """Bytes of device memory that the stored operands occupy; each storage counts once."""
         storages = {
             storage_key(tensor): tensor.untyped_storage().nbytes()
             for products in self._products.values()
@@ -67,15 +70,15 @@ class WeightGradients:
         return sum(storages.values())
 
     def run(self) -> None:
-        """Compute the products and reduce their units. Collective.
+        """Compute the stored products and reduce the gradients of their units. Collective.
 
-        All ranks call it in the same order of micro-batches and stages, between forwards and
-        backwards, within the micro-batches of the model's `TrainStep`.
+        All ranks must call `run` in the same order of micro-batches and stages, between forwards
+        and backwards, within the micro-batches of the model's `TrainStep`.
         """
         self._run()
 
     def drop(self) -> None:
-        """Drop the products. No communication."""
+        """Discard the stored products. No communication."""
         self._products.clear()
 
     def bind(self, run: Callable[[], None]) -> None:
@@ -83,20 +86,20 @@ class WeightGradients:
         self._run = run
 
     def keep(self, unit: object, product: WeightProduct) -> None:
-        """Store a product of a unit's parameter."""
+        """Store the product for the gradient of one of the unit's parameters."""
         self._products.setdefault(unit, deque()).append(product)
 
     def holds(self, unit: object) -> bool:
-        """Whether products of a unit are stored."""
+        """Whether products for a unit's parameters are stored."""
         return unit in self._products
 
     def take(self, unit: object) -> deque[WeightProduct]:
-        """Remove and return the products of a unit, in the order in which they were stored."""
+        """Remove a unit's products and return them in the order in which they were stored."""
         return self._products.pop(unit, deque())
 
 
 def iterate_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in tuples and dataclasses; other objects are ignored."""
+    """Yield all tensors in nested tuples and dataclasses; objects of other types are ignored."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple):

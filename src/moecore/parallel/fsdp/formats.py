@@ -1,4 +1,4 @@
-"""The format in which a unit all-gathers its shards: a cast, or FP8 as a recipe's products read it.
+"""The formats in which a unit all-gathers its shards: a cast dtype, or the FP8 format of a recipe.
 
     CastFormat      shard -> compute dtype                                  -> all-gather
     other formats   shard -> amax of its part of each block -> MAX all-reduce -> scales
@@ -48,37 +48,40 @@ from moecore.parallel.fsdp.params import UnitParam, copy_all
 
 
 class Format(Protocol):
-    """How shards become all-gathered values, and these values unsharded parameters."""
+    """Converts shards to the all-gathered format, and the gathered buffer to parameters."""
 
     dtype: torch.dtype  # dtype of the unit's buffer
 
     def make_unsharded(self, params: Sequence[UnitParam], data: Sequence[Tensor]) -> list[Tensor]:
-        """Make the unsharded parameters of a buffer; return the tensors whose versions count."""
+        """Create the unsharded parameters on the memory in `data`.
+
+        Returns the tensors whose version counters the unit checks.
+        """
 
     def fill(self, params: Sequence[UnitParam], local_views: Sequence[Tensor]) -> None:
-        """Write this rank's shards in this format to its part of the buffer. May communicate."""
+        """Write this rank's converted shards to `local_views` of the buffer. May communicate."""
 
 
 class CastFormat:
-    """Shards cast to the dtype of compute."""
+    """Casts shards to the dtype of compute."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
     def make_unsharded(self, params: Sequence[UnitParam], data: Sequence[Tensor]) -> list[Tensor]:
-        """As of `Format`."""
+        """Create unsharded parameters that are views of the buffer, see `Format`."""
         counters = [
             param.make_unsharded(memory) for param, memory in zip(params, data, strict=True)
         ]
         return [tensor for tensors in counters for tensor in tensors]
 
     def fill(self, params: Sequence[UnitParam], local_views: Sequence[Tensor]) -> None:
-        """As of `Format`."""
+        """Cast this rank's shards into the buffer, see `Format`."""
         copy_all(local_views, [param.shard.reshape(-1) for param in params])
 
 
 class QuantisedFormat(ABC):
-    """Shards quantised by a recipe; the base class of the FP8 formats."""
+    """Quantises shards by a recipe; the base class of the FP8 formats."""
 
     dtype = torch.uint8
     _scales = torch.float32  # dtype of the scales
@@ -96,7 +99,7 @@ class QuantisedFormat(ABC):
         self._parts: list[_ShardPart] = []
 
     def make_unsharded(self, params: Sequence[UnitParam], data: Sequence[Tensor]) -> list[Tensor]:
-        """As of `Format`."""
+        """Create unsharded parameters without values, whose `Blocks` read the buffer."""
         self._parts = self._make_parts(params)
         counting = list[Tensor]()
         for param, memory, part in zip(params, data, self._parts, strict=True):
@@ -108,7 +111,10 @@ class QuantisedFormat(ABC):
         return counting
 
     def fill(self, params: Sequence[UnitParam], local_views: Sequence[Tensor]) -> None:
-        """As of `Format`. One all-reduce of 4 bytes per block and matrix, for matrices two."""
+        """Quantise this rank's shards into the buffer with scales from all ranks' amax.
+
+        One all-reduce of 4 bytes per block and matrix; a second one if tp shards a matrix.
+        """
         shards = [param.shard.contiguous() for param in params]
         for shard, part in zip(shards, self._parts, strict=True):
             self._measure(shard, part)
@@ -119,6 +125,7 @@ class QuantisedFormat(ABC):
             self._quantise(shard, part, values)
 
     def _make_parts(self, params: Sequence[UnitParam]) -> list[_ShardPart]:
+        """Allocate amax and scales of all parameters, and return a `_ShardPart` for each."""
         places = [_find_place(param) for param in params]
         shapes = [self._blocks_shape(place) for place in places]
         numbers = [self._num_matrices(param.shape) for param in params]
@@ -133,12 +140,12 @@ class QuantisedFormat(ABC):
         return parts
 
     def _num_matrices(self, shape: torch.Size) -> int:
-        """Return the number of matrices with a scale each."""
+        """Return the number of matrices in a parameter, each of which has a scale."""
         return num_matrices(shape)
 
     @abstractmethod
     def _blocks_shape(self, place: MatrixShard) -> tuple[int, int]:
-        """Return the number of rows and columns of blocks."""
+        """Return the number of block rows and block columns of the unsharded parameter."""
 
     @abstractmethod
     def _gathered_blocks(self, memory: Tensor, part: _ShardPart) -> Blocks:
@@ -146,15 +153,15 @@ class QuantisedFormat(ABC):
 
     @abstractmethod
     def _measure(self, shard: Tensor, part: _ShardPart) -> None:
-        """Write the amax of each block of a shard."""
+        """Write the maximum magnitude of each block (or matrix) of a shard to `part`."""
 
     @abstractmethod
     def _quantise(self, shard: Tensor, part: _ShardPart, values: Tensor) -> None:
-        """Write a shard's values and all scales, from the amax over all ranks."""
+        """Compute all scales from the ranks' amax; write the quantised shard to `values`."""
 
 
 class BlockFormat(QuantisedFormat):
-    """FP8 with a scale per 128 x 128 block; the last dim of a parameter is the columns."""
+    """FP8 with a scale per block of 128 x 128; columns are the last dim of a parameter."""
 
     @override
     def _num_matrices(self, shape: torch.Size) -> int:
@@ -239,7 +246,7 @@ FORMATS: dict[Scaling, type[QuantisedFormat]] = {
 
 
 class _ShardPart:
-    """The position of this rank's shard in a parameter, and the parameter's amax and scales."""
+    """A rank's shard: its position in the unsharded parameter, whose amax and scales it has."""
 
     def __init__(
         self,
@@ -257,6 +264,7 @@ class _ShardPart:
 
 
 def _shard_start(param: UnitParam) -> int:
+    """Return the index in the sharded dim at which this rank's shard begins."""
     return min(param.rank * param.slot.rows, param.shape[param.slot.dim])
 
 

@@ -1,4 +1,4 @@
-"""Gradients of a unit: sums over micro-batches, and their reduction to the shards.
+"""A unit's gradients: they are summed over micro-batches and reduced to the shards.
 
     kernels ---> sums, laid out as the unsharded unit ---> .grad of the shards
     autograd --copy--^                  reduce-scatter over shards, all-reduce over replicas
@@ -39,7 +39,10 @@ MAX_EXACT_COUNT = 256  # largest number of ranks that bf16 counts exactly
 
 
 class Gradients:
-    """The gradients of one unit; arguments as of `Unit`, a transport of None = not sharded."""
+    """Sums a unit's gradients over micro-batches and reduces the sums to the shards.
+
+    `Unit` describes the arguments. `transport` None = the unit is not sharded.
+    """
 
     def __init__(
         self,
@@ -85,7 +88,10 @@ class Gradients:
         self._remote_grads: dict[int, bool] = {}
 
     def sink(self, index: int, shape: torch.Size) -> GradSink | None:
-        """Return the `GradSink` of an unsharded parameter; None if it needs no gradient."""
+        """Return the object that receives a parameter's gradient from kernels.
+
+        None = the parameter needs no gradient. `shape` is the shape that kernels use.
+        """
         unsharded = self._params[index].unsharded
         if unsharded is None or not (unsharded.requires_grad and torch.is_grad_enabled()):
             return None
@@ -94,7 +100,10 @@ class Gradients:
     def put(
         self, index: int, shape: torch.Size, compute: ComputeGrad, *operands: Any
     ) -> Tensor | None:
-        """Let a kernel add a parameter's gradient to the sums; return it if that is impossible."""
+        """Call `compute` to add a parameter's gradient to the sums, or defer the product.
+
+        Returns the gradient for autograd if the sums cannot be written, otherwise None.
+        """
         if self.defer(index, shape, compute, *operands):
             return None
         target = self._target(index, shape)
@@ -106,7 +115,7 @@ class Gradients:
         return None
 
     def defer(self, index: int, shape: torch.Size, compute: ComputeGrad, *operands: Any) -> bool:
-        """Store a gradient's product in `deferred`; return False if backwards do not defer."""
+        """Store the product that computes a gradient; return False if products are not deferred."""
         if self.deferred is None:
             return False
         self.deferred.keep(self, WeightProduct.of(index, shape, compute, operands))
@@ -115,7 +124,7 @@ class Gradients:
 
     @torch.no_grad()
     def compute(self, products: deque[WeightProduct]) -> None:
-        """Compute deferred products in order, and free their operands. May communicate."""
+        """Compute the gradients of deferred products and free their operands. May communicate."""
         if not self._accumulates:
             self._deferred_grads = self._trained().difference(
                 product.number for product in products
@@ -134,7 +143,7 @@ class Gradients:
                 param.add_grad(grad)
 
     def _target(self, index: int, shape: torch.Size) -> GradTarget | None:
-        """Return the memory for a kernel's gradient; None = return the gradient to autograd."""
+        """Return the memory into which a kernel writes a gradient; None = autograd gets it."""
         if self._is_direct:
             return self._shard_target(self._params[index], shape)
         sums = self._acquire_sums()
@@ -145,7 +154,7 @@ class Gradients:
         return GradTarget(sums.parameters[index].view(shape), adds=adds, scale=scale)
 
     def _record_kernel_grad(self, index: int, grad: Tensor) -> None:
-        """Record that a kernel has written the gradient of a parameter."""
+        """Record that a kernel has computed a parameter's gradient."""
         self._kernel_grads.add(index)
         param = self._params[index]
         if not self._is_direct:
@@ -172,7 +181,10 @@ class Gradients:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Reduce the gradients to the shards, or add them to the sums. Collective."""
+        """Add the backward's gradients to the sums; if `reduces`, reduce the sums to the shards.
+
+        Collective.
+        """
         grads = dict[int, Tensor]()
         for i, param in enumerate(self._params):
             if param.unsharded is not None and param.unsharded.grad is not None:
@@ -198,10 +210,11 @@ class Gradients:
             self._release()
 
     def _trained(self) -> set[int]:
+        """Return the indices of parameters that require a gradient."""
         return {i for i, param in enumerate(self._params) if param.sharded.requires_grad}
 
     def drop(self) -> None:
-        """Drop all gradients that have not been reduced."""
+        """Discard all gradients that have not been reduced."""
         self._deferred_grads.clear()
         for param in self._params:
             if param.unsharded is not None:
@@ -209,11 +222,12 @@ class Gradients:
         self._release()
 
     def drop_marks(self) -> None:
-        """Clear marks of finished work, for which a CUDA graph must not wait."""
+        """Clear the buffer's mark of finished work, for which a CUDA graph must not wait."""
         if self.buffer is not None:
             self.buffer.mark.clear()
 
     def _shard_target(self, param: UnitParam, shape: torch.Size) -> GradTarget | None:
+        """Return the target for a kernel that writes `.grad` of a shard, or None if it cannot."""
         scale, grad = 1.0 / self.divisor, param.sharded.grad
         if grad is None or has_value_hooks(param.sharded):
             return GradTarget(dtype=param.dtype, scale=scale)
@@ -237,10 +251,12 @@ class Gradients:
         return self._sums
 
     def _new_sums(self) -> UnitViews:
+        """Allocate memory for the sums and return its views."""
         numel = self._layout.buffer_numel + self._num_flags
         return self._cut(torch.empty(numel, dtype=self.dtype, device=self._device))
 
     def _cut(self, flat: Tensor) -> UnitViews:
+        """Return each parameter's views of a flat tensor of sums."""
         return make_views(self._params, flat, self._layout.whole_numel)
 
     @property
@@ -258,12 +274,13 @@ class Gradients:
         grads.clear()
 
     def _reduce(self, sums: UnitViews, missing: set[int]) -> None:
-        """Sum over ranks, and accumulate into the shards' gradients. Collective.
+        """Reduce-scatter and all-reduce the sums, and accumulate into `.grad` of the shards.
 
-        This rank sends zeros for the parameters in `missing`, because other ranks may have their
-        gradients. Three flags per parameter are summed too: whether a rank has a gradient, whether
-        kernels have divided it, and whether the parameter is trained. If parameters are missing,
-        the host waits for the flags. A parameter without a gradient on any rank gets none.
+        Collective. This rank sends zeros for the parameters in `missing`, because other ranks may
+        have their gradients. Three flags per parameter are also summed: whether a rank has a
+        gradient, whether kernels have divided the gradient, and whether the parameter is trained.
+        If parameters are missing, the host waits for the flags. If no rank has a gradient of a
+        parameter, its `.grad` is not changed.
         """
         streams, indices = self._streams, sorted(self._filled | missing)
         regions = [sums.regions[i] for i in indices]
@@ -343,11 +360,12 @@ class Gradients:
         return self._flags[key]
 
     def _shards(self, flat_sums: Tensor, indices: Sequence[int]) -> list[Tensor]:
-        """Return the padded shards of parameters in the flat result."""
+        """Return the views of the parameters' padded shards in the reduced flat tensor."""
         pieces = flat_sums.split(self._sizes)
         return [pieces[2 * i + 1] for i in indices]
 
     def _release(self) -> None:
+        """Forget the sums, and let other units use the shared buffer."""
         self.is_expected = False
         self._filled.clear()
         self._divided.clear()
@@ -356,7 +374,7 @@ class Gradients:
             self.buffer.holder = None
 
     def _accumulate_local(self, grads: dict[int, Tensor], kernel_grads: set[int]) -> None:
-        """Accumulate autograd's gradients into the shards, for a unit that one rank owns."""
+        """Accumulate autograd's gradients into `.grad` of a unit that only this rank has."""
         for i in kernel_grads.difference(grads):
             call_accumulate_hooks(self._params[i].sharded)
         if not grads:
@@ -375,7 +393,7 @@ class Gradients:
 
 
 class _Sink:
-    """The `GradSink` of an unsharded parameter."""
+    """The `GradSink` through which kernels write the gradient of an unsharded parameter."""
 
     def __init__(
         self, gradients: Gradients, index: int, param: nn.Parameter, shape: torch.Size
@@ -384,19 +402,22 @@ class _Sink:
         self._node = get_gradient_edge(param).node
 
     def put(self, compute: ComputeGrad, *operands: Any) -> Tensor | None:
-        """As of `GradSink`."""
+        """Let a kernel write the gradient into the sums; return it if autograd needs it."""
         if not self._may_take():
             return compute(*operands, GradTarget())
         return self._gradients.put(self._index, self._shape, compute, *operands)
 
     def defer(self, compute: ComputeGrad, *operands: Any) -> bool:
-        """As of `GradSink`."""
+        """Store the product for a later computation; return False if autograd needs the result."""
         if not self._may_take():
             return False
         return self._gradients.defer(self._index, self._shape, compute, *operands)
 
     def _may_take(self) -> bool:
-        """Whether no hook, second derivative or `autograd.grad` needs the gradient."""
+        """Whether the sink can take the gradient from autograd.
+
+        It cannot if a hook, a second derivative or `autograd.grad` reads the gradient.
+        """
         return (
             self._param.requires_grad  # it may have been frozen after the forward
             and not (torch.is_grad_enabled() or has_gradient_hooks(self._param))
@@ -405,12 +426,12 @@ class _Sink:
 
 
 def _has_values(x: Tensor) -> bool:
-    """Whether the host can read a tensor: not on meta, and no CUDA graph capture."""
+    """Whether the host can read a tensor, which is not possible on meta or in graph capture."""
     return not (x.is_meta or (x.is_cuda and torch.cuda.is_current_stream_capturing()))
 
 
 def _list_sizes(layout: FlatLayout) -> list[int]:
-    """Return gap and size of each padded shard in the flat shard, and the final gap."""
+    """Return sizes that split a flat shard into gap, shard, gap, shard, ..., final gap."""
     sizes = list[int]()
     for slot in layout.slots:
         sizes += [slot.shard_offset - sum(sizes), slot.shard_numel]

@@ -38,7 +38,10 @@ Owners = list[tuple[nn.Module, str]]  # modules and attributes that have one par
 
 
 class UnitParam:
-    """One parameter of a unit. The constructor replaces it by its shard. No communication."""
+    """One parameter of a unit in sharded and unsharded form.
+
+    The constructor replaces the module's parameter by this rank's shard. No communication.
+    """
 
     def __init__(
         self,
@@ -76,7 +79,7 @@ class UnitParam:
 
     @property
     def is_strided(self) -> bool:
-        """Whether another dim than 0 is sharded, so that all-gathered chunks must be copied."""
+        """Whether a dim > 0 is sharded, so that all-gathered chunks must be copied."""
         return self.slot.dim > 0 and self.num_ranks > 1
 
     @property
@@ -90,7 +93,7 @@ class UnitParam:
         return self.shard.dtype
 
     def refresh(self) -> bool:
-        """Use the parameter that the module has now; return whether its memory changed."""
+        """Read the module's current sharded parameter; return whether its memory changed."""
         module, attribute = self.owners[0]
         param = module._parameters[attribute]
         if param is self.sharded:
@@ -109,7 +112,10 @@ class UnitParam:
         return True
 
     def make_unsharded(self, data: Tensor) -> list[Tensor]:
-        """Make the unsharded parameter from its memory; return the tensors whose versions count."""
+        """Create the unsharded parameter on the memory `data`.
+
+        Returns the tensors whose version counters the unit checks.
+        """
         local = data.data
         if self._inner is not None and not self._is_plain:
             local = make_dtensor(local, *self._inner, of=self.sharded)
@@ -124,7 +130,10 @@ class UnitParam:
         )
 
     def pop_grad(self, unsharded: nn.Parameter) -> Tensor:
-        """Return and clear the gradient of the unsharded parameter. May communicate over tp."""
+        """Take the unsharded parameter's gradient, summed over tp if replicated, and clear it.
+
+        May communicate over tp.
+        """
         grad, unsharded.grad = unsharded.grad, None
         assert grad is not None, "the caller passes a parameter that has a gradient"
         if self._inner is None:
@@ -137,7 +146,7 @@ class UnitParam:
         return get_local_tensor(grad)
 
     def add_grad(self, grad: Tensor) -> None:
-        """Accumulate into the gradient of the unsharded parameter, which may alias `grad`."""
+        """Add a gradient to `.grad` of the unsharded parameter, which may alias `grad`."""
         unsharded = self.unsharded
         assert unsharded is not None, "a forward has made it"
         grad = grad.view(self.shape)
@@ -146,18 +155,18 @@ class UnitParam:
         unsharded.grad = grad if unsharded.grad is None else unsharded.grad + grad
 
     def _as_dtensor(self, grad: Tensor) -> DTensor:
-        """Return a local gradient as a DTensor over the tp, ep and etp mesh."""
+        """Wrap a local gradient as a DTensor over the mesh of tp, ep or etp ranks."""
         assert self._inner is not None, "the parameter has no inner mesh"
         mesh, placements = self._inner
         return make_dtensor(grad, mesh, grad_placements(placements), of=self.sharded)
 
     def accumulate_with_hooks(self, grad: Tensor) -> None:
-        """Accumulate into the gradient of the sharded parameter, and call its hooks."""
+        """Add a gradient to `.grad` of the sharded parameter, and call its accumulate hooks."""
         self.accumulate(grad)
         call_accumulate_hooks(self.sharded)
 
     def accumulate(self, grad: Tensor) -> None:
-        """Accumulate into the gradient of the sharded parameter after its `register_hook` hooks."""
+        """Call the `register_hook` hooks on a gradient and add it to `.grad` of the shard."""
         if has_value_hooks(self.sharded):
             grad = get_local_tensor(apply_value_hooks(self.sharded, wrap_like(grad, self.sharded)))
         if self.sharded.grad is None:
@@ -176,7 +185,10 @@ def register_params(params: Sequence[UnitParam], *, unsharded: bool) -> None:
 def _make_placements(
     param: Tensor, dim: int | None, mesh: DeviceMesh | None, join: Callable[..., DeviceMesh]
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """Return mesh and placements of the sharded parameter: data ranks first, then tp, ep, etp."""
+    """Return mesh and placements of the sharded parameter: data axes, followed by tp, ep, etp.
+
+    `dim` is sharded over the last data axis; None = replicated over data ranks.
+    """
     inner = param.device_mesh if isinstance(param, DTensor) else None
     before = param.placements if isinstance(param, DTensor) else ()
     if mesh is None:
@@ -207,7 +219,7 @@ class UnitViews:
 def make_views(
     params: Sequence[UnitParam], flat: Tensor, beside: int, values_per_byte: int = 1
 ) -> UnitViews:
-    """Return the views of a unit's buffer; strided parameters start at offset `beside`."""
+    """Split a unit's flat buffer into views; copies of strided parameters start at `beside`."""
     # One element of the buffer has `values_per_byte` values of the last dim.
     views, beside = UnitViews(flat, [], [], [], []), beside // values_per_byte
     for param in params:
@@ -226,7 +238,7 @@ def make_views(
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy tensors with a cast; small tensors are copied in one launch."""
+    """Copy sources to targets with a cast; all small tensors are copied in one launch."""
     small: tuple[list[Tensor], list[Tensor]] = [], []
     for target, source in zip(targets, sources, strict=True):
         if target.numel() >= LARGE:

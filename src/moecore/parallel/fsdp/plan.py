@@ -4,8 +4,8 @@ A plan contains no module, tensor, group, mesh or rank. It is equal on every ran
 a rank follow from the plan and the rank's coordinate.
 
 Names of modules and parameters are the first names in `named_modules()` and `named_parameters()`
-after MoE blocks were replaced. The root's name is "". Names of mesh axes are those of
-`moecore.parallel.mesh`. Dtypes are strings such as "float32".
+after MoE blocks were replaced. The root's name is "". `moecore.parallel.mesh` defines the names of
+mesh axes. Dtypes are strings such as "float32".
 """
 
 from __future__ import annotations
@@ -72,15 +72,15 @@ class ParamPlan:
         return next((p for p in self.placements if p.axis in DATA_AXES and p.dim is not None), None)
 
     def local_shape(self, coordinate: Coordinate | None = None) -> tuple[int, ...]:
-        """Return the shape of the shard at a `ShardPlan.coordinate`; None = rank 0."""
+        """Return the shape of the shard of the rank at a coordinate; None = rank 0."""
         return _local_shape(self.shape, self.placements, coordinate or {})
 
     def computed_shape(self) -> tuple[int, ...]:
-        """Return the shape after the all-gather over data ranks."""
+        """Return the shape with which a rank computes, after the all-gather over data ranks."""
         return _local_shape(self.shape, [p for p in self.placements if p.axis not in DATA_AXES], {})
 
     def num_bytes(self, coordinate: Coordinate | None = None) -> int:
-        """Return the bytes of the shard at a coordinate; None = rank 0."""
+        """Return the bytes of the shard of the rank at a coordinate; None = rank 0."""
         return math.prod(self.local_shape(coordinate)) * self.itemsize
 
 
@@ -125,12 +125,12 @@ class FlatLayout:
 
     @property
     def has_buffer(self) -> bool:
-        """Whether unsharded parameters need a buffer; otherwise they are the rank's shards."""
+        """Whether unsharded parameters need a buffer, because the shards are not used directly."""
         return bool(self.slots) and (self.ranks > 1 or self.gathers != self.dtype)
 
     @property
     def values_per_byte(self) -> int:
-        """Values per element of the all-gathered dtype."""
+        """Number of values in one element of the all-gathered dtype: 2 for E2M1, otherwise 1."""
         return 2 if self.gathers == E2M1_PAIRS else 1
 
     @property
@@ -235,11 +235,11 @@ class ShardPlan:
         return bool(self.linears) or any(recipe is not None for recipe in recipes)
 
     def param(self, name: str) -> ParamPlan:
-        """Return the plan of a parameter; raise a ValueError for an unknown name."""
+        """Return the plan of the parameter with this name; raise a ValueError if none has it."""
         return _first_match((param for param in self.params if param.name == name), name)
 
     def unit_of(self, param: str) -> UnitPlan:
-        """Return the unit of a parameter; raise a ValueError for an unknown name."""
+        """Return the unit that contains a parameter; raise a ValueError for an unknown name."""
         return _first_match((unit for unit in self.units if param in unit.params), param)
 
     def coordinate(self, rank: int) -> dict[str, int]:
@@ -262,7 +262,7 @@ class ShardPlan:
 
 
 def _first_match(matches: Iterator[T], param: str) -> T:
-    """Return the first match; raise a ValueError without a match."""
+    """Return the first match, or raise a ValueError that names the unknown parameter."""
     first = next(matches, None)
     if first is None:
         raise ValueError(
@@ -274,6 +274,7 @@ def _first_match(matches: Iterator[T], param: str) -> T:
 def _local_shape(
     shape: Sequence[int], placements: Sequence[AxisPlacement], coordinate: Coordinate
 ) -> tuple[int, ...]:
+    """Return the shape of a shard after all placements, for a rank's coordinate."""
     local_shape = list(shape)
     for axis in reversed(placements):
         if axis.dim is not None:
@@ -292,7 +293,7 @@ def make_flat_layouts(
     recipes: Mapping[str, Recipe] | None = None,
     fp32: Set[str] = frozenset(),
 ) -> tuple[FlatLayout, ...]:
-    """Return the layouts of a unit: one for all parameters with equal dtypes and recipe.
+    """Group a unit's parameters by dtypes and recipe, and return a flat layout for each group.
 
     Args:
         params: the unit's parameters.
@@ -322,7 +323,7 @@ def make_flat_layout(
     params: Iterable[ParamPlan],
     ranks: int,
 ) -> FlatLayout:
-    """Return the layout of parameters with these dtypes and recipe."""
+    """Assign offsets to parameters with equal dtypes and recipe, and return their flat layout."""
     slots, offset = [], 0
     for param in params:
         placement, shape = param.data_placement, list(param.computed_shape())

@@ -1,4 +1,4 @@
-"""`Progress`: the micro-batches of an optimizer step, shared by `TrainStep` and its models."""
+"""`Progress`: counts an optimizer step's micro-batches; `TrainStep` and its models share it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(kw_only=True)
 class Progress:
-    """The micro-batches of a step. Models have a weak reference; the `TrainStep` owns it."""
+    """Counts and flags of a step's micro-batches, which a `TrainStep` owns and its models read."""
 
     number: int = 1  # micro-batches of a step
     num_done: int = 0  # micro-batches whose forward and backward have run
@@ -20,7 +20,7 @@ class Progress:
     has_failed: bool = False  # whether a micro-batch, or the end of the step, has raised
 
     def restart(self) -> None:
-        """Begin the next step."""
+        """Reset the counts for the next step."""
         self.num_done, self.has_failed = 0, False
 
     def check_closed(self, call: str) -> None:
@@ -49,7 +49,7 @@ class Progress:
 
 
 def check_grad_mode(call: str) -> None:
-    """Raise a ValueError if gradients are disabled."""
+    """Raise a ValueError if `call` is made while torch's gradients are disabled."""
     if not torch.is_grad_enabled():
         raise ValueError(
             f"{call} must run with gradients: call it outside of torch.no_grad() and "

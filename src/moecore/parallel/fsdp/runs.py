@@ -24,14 +24,14 @@ class ExchangeLayer(Protocol):
     dispatcher: Any
 
     def run_empty(self, x_0D: Tensor) -> Tensor:
-        """Run the layer with zero tokens of this rank."""
+        """Run the layer with zero tokens, so that this rank takes part in its communication."""
 
     def modules(self) -> Iterator[nn.Module]:
-        """Yield the layer and the modules in it."""
+        """Yield the layer and its submodules."""
 
 
 class ModuleNode:
-    """A module with hooks, in the tree of all such modules."""
+    """A node for a module with hooks, in the tree of all modules with hooks."""
 
     __slots__ = ("children", "index", "is_cut", "layer", "module", "parent", "units")
 
@@ -53,7 +53,7 @@ class ModuleNode:
 
 
 class EmptyRun(NamedTuple):
-    """A forward of a layer with zero tokens, whose backward has not run."""
+    """Input and output of an MoE layer's forward with zero tokens, until its backward runs."""
 
     x_0D: Tensor
     y_0D: Tensor
@@ -70,7 +70,7 @@ class Output(NamedTuple):
 
 
 class ForwardVisit:
-    """One forward of a module, or a forward that skipped the module."""
+    """One forward of a module with hooks; also recorded if a rank skipped the module."""
 
     __slots__ = (
         "children",
@@ -119,7 +119,7 @@ class ForwardVisit:
         return self.node.is_cut and self.outer is not None and not self.inputs
 
     def cut_inputs(self, value: Any) -> Any:
-        """Return views of the inputs, at which a backward of only this forward ends."""
+        """Replace inputs by views, at which a backward of only this forward can stop."""
 
         def cut(x: Tensor) -> Tensor:
             if not x.requires_grad or isinstance(x, nn.Parameter):
@@ -131,7 +131,7 @@ class ForwardVisit:
         return tree_map_only(Tensor, cut, value)
 
     def keep_output(self, x: Tensor) -> None:
-        """Record the graph edge of an output."""
+        """Record an output's graph edge, from which a backward of this forward can start."""
         self.needs_grad = True
         if self.node.is_cut and self.outer is not None:
             self.outputs.append(Output(get_gradient_edge(x), x.shape, x.dtype, x.device))
@@ -145,7 +145,7 @@ class ForwardVisit:
 
 
 class ForwardRun:
-    """One forward of a module with gradients."""
+    """One forward of a unit's module with gradients, from which its backward is tracked."""
 
     __slots__ = (
         "_pending_in",
@@ -173,7 +173,7 @@ class ForwardRun:
         self._pending_in: list[Unit] = []
 
     def check_unchanged(self) -> None:
-        """Raise if the unit's parameters were changed in place since the forward."""
+        """Raise a RuntimeError if a parameter of the unit was changed in place since forward."""
         versions = self.unit.versions()
         if versions != self.versions:
             pairs = zip(self.unit.params, self.versions, versions, strict=True)
@@ -199,18 +199,19 @@ class BackwardHooks(Protocol):
     """The methods of an engine that a `GradBoundary` calls."""
 
     def pre_backward(self, run: ForwardRun) -> None:
-        """Begin the backward of a module."""
+        """Begin the backward of a forward run."""
 
     def post_backward(self, run: ForwardRun) -> None:
-        """End the backward of a module."""
+        """End the backward of a forward run, or count one of its input gradients."""
 
 
 class GradBoundary:
-    """Hook of an activation between two modules.
+    """A tensor hook on an activation between two modules.
 
-    When the gradient arrives, the backward of the runs that read the activation ends (`ends`), and
-    the backward of the runs that returned it begins (`begins`), each list in reverse order. Several
-    forwards may share a leaf. Its hook drops the runs that no unit expects a backward of.
+    When the gradient arrives, the backward of the runs that read the activation ends (`ends`). The
+    backward of the runs that returned the activation begins (`begins`). Each list is processed in
+    reverse order. Several forwards may share a leaf tensor. Its hook removes runs whose backward no
+    unit expects.
     """
 
     __slots__ = ("begins", "ends", "engine", "is_leaf", "version")
@@ -226,7 +227,7 @@ class GradBoundary:
         return type(None), ()
 
     def __call__(self, _grad: Tensor) -> None:
-        """Tensor hook."""
+        """End and begin the backwards of the runs at this activation."""
         for run in reversed(self.ends):
             self.engine.post_backward(run)
         if self.is_leaf:

@@ -1,4 +1,4 @@
-"""`rank_bytes`: bytes of parameters, gradients and buffers on one rank of a `ShardPlan`."""
+"""`rank_bytes`: computes one rank's bytes of parameters, gradients and buffers from a plan."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moecore.parallel.fsdp.plan import ParamPlan, ShardPlan, UnitPlan, UnitRole
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoleBytes:
-    """Bytes of the units of one role on one rank."""
+    """One rank's bytes for all units with one role, such as the experts."""
 
     role: UnitRole
     parameters: int  # this rank's shards
@@ -24,7 +24,7 @@ class RoleBytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankBytes:
-    """Bytes on one rank, without activations, optimizers and copies inside collectives."""
+    """One rank's bytes, without activations, optimizer states and copies inside collectives."""
 
     roles: tuple[RoleBytes, ...]  # by role, in the order of the units
     weights: int  # buffers of unsharded parameters, allocated in the first step
@@ -35,17 +35,17 @@ class RankBytes:
 
     @property
     def parameters(self) -> int:
-        """Bytes of all stored parameters."""
+        """Bytes of this rank's parameter shards."""
         return sum(role.parameters for role in self.roles)
 
     @property
     def gradients(self) -> int:
-        """Bytes of all reduced gradients."""
+        """Bytes of this rank's gradient shards."""
         return sum(role.gradients for role in self.roles)
 
 
 def rank_bytes(plan: ShardPlan, rank: CountOrZero = 0) -> RankBytes:
-    """Return the bytes on one rank; rank 0 has the largest shards.
+    """Compute one rank's bytes of parameters, gradients and buffers; rank 0 has the most.
 
     Raises:
         ValueError: if the rank is not in the plan's world.
@@ -87,7 +87,7 @@ def _unsharded_bytes(unit: UnitPlan) -> int:
 
 
 def _sum_bytes(unit: UnitPlan, params: Iterable[ParamPlan]) -> int:
-    """Return the bytes of a unit's gradient sums that do not become its gradients."""
+    """Return the bytes of a unit's gradient sums, without sums that `.grad` uses directly."""
     trained = {param.name for param in params if param.trainable}
     return sum(
         layout.buffer_numel * _itemsize(layout.reduces)
@@ -98,4 +98,5 @@ def _sum_bytes(unit: UnitPlan, params: Iterable[ParamPlan]) -> int:
 
 
 def _itemsize(dtype: str) -> int:
+    """Return the bytes per element of a dtype's name."""
     return int(getattr(torch, dtype).itemsize)

@@ -32,7 +32,7 @@ Note = Sequence[int]  # a header of `CollectiveHeader`
 
 
 class UnitTransport(Protocol):
-    """Collectives of the ranks over which a unit is sharded, on the current stream."""
+    """Runs a unit's collectives over the ranks that shard it, on the current stream."""
 
     host_reads: bool  # whether the host can read messages without a device synchronisation
 
@@ -44,7 +44,7 @@ class UnitTransport(Protocol):
 
 
 class Coalesced:
-    """Collectives of NCCL: one launch for a list of regions."""
+    """Runs NCCL collectives with one launch for a list of regions."""
 
     host_reads = False
 
@@ -54,27 +54,27 @@ class Coalesced:
         self._gather.asyncOp = self._reduce.asyncOp = False
 
     def gather(self, regions: Tensors, shards: Tensors, note: Note) -> list[Note]:
-        """As of `UnitTransport`."""
+        """All-gather shards into regions in one launch; return no headers."""
         work = self._group.allgather_into_tensor_coalesced(regions, shards, self._gather)
         if work is not None:
             work.wait()
         return []  # the host would have to wait for the headers
 
     def reduce(self, shards: list[Tensor], regions: list[Tensor]) -> None:
-        """As of `UnitTransport`."""
+        """Reduce-scatter regions into shards in one launch."""
         work = self._group.reduce_scatter_tensor_coalesced(shards, regions, self._reduce)
         if work is not None:
             work.wait()
 
 
 class PackedTransport:
-    """Collectives of gloo: all regions are packed into one message."""
+    """Runs gloo collectives, with all regions packed into one message."""
 
     def __init__(self, group: dist.ProcessGroup, device_type: str) -> None:
         self._group, self.host_reads = group, device_type == "cpu"
 
     def gather(self, regions: Tensors, shards: Tensors, note: Note) -> list[Note]:
-        """As of `UnitTransport`."""
+        """All-gather shards and header in one message, and copy the shards to the regions."""
         header = torch.tensor(
             note if self.host_reads and not shards[0].is_meta else [], dtype=torch.int64
         )
@@ -89,7 +89,7 @@ class PackedTransport:
         return notes.contiguous().view(torch.int64).tolist() if header.numel() else []
 
     def reduce(self, shards: list[Tensor], regions: list[Tensor]) -> None:
-        """As of `UnitTransport`."""
+        """Reduce-scatter the regions in one message, and copy the sums to the shards."""
         ranks = self._group.size()
         everything = torch.cat([region.view(ranks, -1) for region in regions], dim=1)
         local_sums = everything.new_empty(everything.shape[1])
@@ -98,7 +98,7 @@ class PackedTransport:
 
 
 def make_transport(group: dist.ProcessGroup, device_type: str) -> UnitTransport:
-    """Return the transport for the backend of a group."""
+    """Create the transport for a group: packed messages for gloo, coalesced calls for NCCL."""
     return PackedTransport(group, device_type) if is_gloo(group, device_type) else Coalesced(group)
 
 
@@ -137,11 +137,11 @@ class UnitStreams:
         self._queued: list[Stream] = []  # streams for which `join` must wait
 
     def mark(self) -> StreamMark:
-        """Return a new mark that is not set."""
+        """Create a mark that is not set."""
         return StreamMark(self.device_type)
 
     def on_device(self, value: Any) -> Any:
-        """Return a value whose tensors are copied to the GPU, if the units are on a GPU."""
+        """Copy the CPU tensors in nested containers to the GPU, if the units are on a GPU."""
         if self.device_type != "cuda" or all(not _is_on_cpu(leaf) for leaf in tree_leaves(value)):
             return value
         return tree_map_only(Tensor, lambda x: to_device(x, self.device_type), value)
@@ -153,12 +153,12 @@ class UnitStreams:
         self._queued.clear()
 
     def keep(self, tensor: Tensor) -> None:
-        """Keep a tensor's memory until the launched reductions are complete (`record_stream`)."""
+        """Keep a tensor's memory allocated until the launched reductions are complete."""
         if isinstance(self._reduce, torch.cuda.Stream):
             tensor.record_stream(self._reduce)
 
     def start(self) -> None:
-        """Make all-gathers wait for the current stream, which has written the shards."""
+        """Make later all-gathers wait for the current stream, which has written the shards."""
         if self._gather is not None:
             self._follow(self._gather)
 
@@ -167,21 +167,27 @@ class UnitStreams:
         return on_stream(self._gather)
 
     def reducing(self) -> AbstractContextManager[Any]:
-        """Return a context on the reduction stream, which first waits for the current stream."""
+        """Return a context whose operations run on the reduction stream.
+
+        The reduction stream first waits for the current stream.
+        """
         if self._reduce is not None:
             self._follow(self._reduce)
         return on_stream(self._reduce)
 
     def _current(self) -> Stream:
+        """Return the GPU's current stream."""
         stream = current_stream(self.device_type)
         assert stream is not None, "only a GPU has streams"
         return stream
 
     def _follow(self, stream: Stream) -> None:
+        """Make `stream` wait for the current stream, and `join` wait for `stream`."""
         stream.wait_stream(self._current())
         if stream not in self._queued:
             self._queued.append(stream)
 
 
 def _is_on_cpu(leaf: Any) -> bool:
+    """Whether a value is a CPU tensor."""
     return isinstance(leaf, Tensor) and leaf.device.type == "cpu"

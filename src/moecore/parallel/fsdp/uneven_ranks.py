@@ -1,4 +1,4 @@
-"""Ranks that skip the forward or the backward of a module that other ranks may run.
+"""Collectives of a rank that skips the forward or backward of a module that other ranks may run.
 
 All ranks of a unit must issue the same collectives in the same order. But a rank may skip a block
 (LayerDrop, branches that depend on data), or the output of a block may not enter its loss. Other
@@ -50,9 +50,9 @@ from moecore.parallel.fsdp.unit import Unit
 
 
 class UnevenRanks:
-    """Issues the collectives of modules that this rank skips.
+    """Issues the collectives of modules that this rank skips but other ranks may run.
 
-    The three functions are methods of `UnitEngine`.
+    The three function arguments are methods of `UnitEngine`.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class UnevenRanks:
                 node.is_cut = any(inner.layer is not None for inner in node.walk())
 
     def clear(self) -> None:
-        """Drop all forwards."""
+        """Forget all recorded forwards and their graph edges."""
         for visit in self._outermost_visits:
             visit.drop_graph()
         self._open[0].clear()
@@ -101,9 +101,10 @@ class UnevenRanks:
     def pre_forward(
         self, unit: Unit, module: nn.Module, forward: int, *, is_recompute: bool
     ) -> ForwardVisit | None:
-        """Begin the forward of a module; issue the collectives of modules skipped before it.
+        """Record that a module's forward begins; issue collectives of modules skipped before it.
 
-        A recomputed forward has a visit only if the first forward ran without gradients.
+        Returns the module's visit, or None. A recomputed forward has a visit only if the first
+        forward ran without gradients.
         """
         node = self._nodes[module]
         opened = self._open[is_recompute]
@@ -131,7 +132,7 @@ class UnevenRanks:
     def post_forward(
         self, unit: Unit, module: nn.Module, *, is_recompute: bool, has_failed: bool
     ) -> None:
-        """End the forward of a module; issue the collectives of submodules skipped at its end."""
+        """Record that a module's forward ends; issue collectives of its last skipped submodules."""
         opened = self._open[is_recompute]
         if not opened or module is not opened[-1].node.module:
             return
@@ -141,7 +142,7 @@ class UnevenRanks:
                 self._join_modules(visit, len(visit.node.children))
 
     def pre_backward(self, visit: ForwardVisit) -> None:
-        """Begin the backward of a forward; first end the backward of all later forwards."""
+        """Record that a visit's backward begins; first end the backward of all later visits."""
         if visit.is_in_backward:
             return
         self._begin(visit)
@@ -154,14 +155,14 @@ class UnevenRanks:
             self._end_children(visit.outer, visit)
 
     def post_backward(self, run: ForwardRun, visit: ForwardVisit) -> None:
-        """End the backward of a forward; first end the backward of the forwards inside it."""
+        """Record that a run's backward ends; first end the backward of its submodules' visits."""
         self._end_children(visit, None)
         run.unit.pending_backwards.discard(visit)
         if run in visit.runs:
             visit.runs.remove(run)
 
     def runs_of_parent(self, visit: ForwardVisit) -> list[ForwardRun]:
-        """Return the runs of the enclosing forward, or none after its backward has begun."""
+        """Return the runs of the enclosing module, or [] if its backward has begun."""
         outer = visit.outer
         return [] if outer is None or outer.is_in_backward else outer.runs.copy()
 
@@ -170,17 +171,20 @@ class UnevenRanks:
         return [run for visit in self._outermost_visits for run in visit.runs]
 
     def _begin(self, visit: ForwardVisit) -> None:
+        """Mark a visit as in backward and drop its graph edges."""
         visit.is_in_backward = True
         visit.inputs.clear()
         visit.outputs.clear()
 
     def _join_modules(self, outer: ForwardVisit, number: int) -> None:
+        """Issue the forward collectives of submodules that `outer` skipped before `number`."""
         if outer.joins:
             for node in outer.node.children[outer.next : number]:
                 self._join_forward(node, outer)
             outer.next = max(outer.next, number)
 
     def _join_forward(self, node: ModuleNode, outer: ForwardVisit) -> None:
+        """Issue the forward collectives of a skipped module and of its submodules."""
         visit = ForwardVisit(node, outer, outer.forward, is_skipped=True)
         outer.children.append(visit)
         units, is_recompute = _list_units(node), is_recomputing()
@@ -200,7 +204,7 @@ class UnevenRanks:
                 unit.reshard()
 
     def _resume(self, node: ModuleNode) -> ForwardVisit | None:
-        """Return the visit without gradients whose forward a reentrant checkpoint repeats."""
+        """Return the visit whose forward a reentrant checkpoint recomputes now, or None."""
         visits = [run.visit for run in reversed(self._active) if run.visit is not None]
         if visits and visits[0].node is node:  # its backward has begun: no reentrant checkpoint
             return None
@@ -221,13 +225,13 @@ class UnevenRanks:
         return None
 
     def _end_children(self, outer: ForwardVisit, until: ForwardVisit | None) -> None:
-        """End the backward of the children of `outer` after `until`; None = of all children."""
+        """End the backward of the children of `outer` that follow `until`; None = all children."""
         while outer.children and (visit := outer.children[-1]) is not until:
             outer.children.pop()
             self._end(visit)
 
     def _end(self, visit: ForwardVisit) -> None:
-        """End the backward of a visit, whether or not it has begun."""
+        """End a visit's backward; if it has not begun, issue its collectives or drop the visit."""
         if not visit.is_in_backward:
             trains = any(unit.trains for node in visit.node.walk() for unit in node.units)
             is_trained = visit.needs_grad or trains  # so another rank may run its backward
@@ -245,12 +249,12 @@ class UnevenRanks:
                 self._reshard_if_unused(unit, visit.forward)
 
     def _has_trained_predecessor(self, module: object) -> bool:
-        """Return whether a module's inputs need gradients: an earlier module is trained."""
+        """Whether an earlier module is trained, so that this module's inputs need gradients."""
         before = takewhile(lambda other: other is not module, self._root.modules())
         return any(p.requires_grad for m in before for p in m.parameters(recurse=False))
 
     def _drop(self, visit: ForwardVisit) -> None:
-        """Stop expecting the backward of a visit."""
+        """Stop expecting the backward of a visit and of its children."""
         self._drop_children(visit)
         for run in visit.runs:
             run.expect_none()
@@ -259,12 +263,16 @@ class UnevenRanks:
         self._begin(visit)
 
     def _drop_children(self, visit: ForwardVisit) -> None:
+        """Stop expecting the backward of a visit's children, and forget them."""
         for child in visit.children:
             self._drop(child)
         visit.children.clear()
 
     def _join(self, visit: ForwardVisit) -> None:
-        """Issue the collectives of a visit's backward with zero gradients."""
+        """Issue the collectives of a visit's backward that this rank does not run.
+
+        Its gradients are zero.
+        """
         node, units = visit.node, _list_units(visit.node)
         outputs, inputs = visit.outputs.copy(), visit.inputs.copy()
         self._begin(visit)
@@ -288,7 +296,7 @@ class UnevenRanks:
             self._reshard_if_unused(unit, visit.forward)
 
     def _run_empty(self, layer: ExchangeLayer, experts: Unit) -> EmptyRun:
-        """Run the forward of a layer with zero tokens."""
+        """Run a skipped MoE layer's forward with zero tokens, for other ranks' tokens."""
         needs_grad = self._has_trained_predecessor(layer)
         shape = 0, layer.config.dim
         x_0D = torch.zeros(shape, dtype=experts.dtype, device=experts.device)
@@ -303,7 +311,7 @@ class UnevenRanks:
         return EmptyRun(x_0D, y_0D, attendance.is_skipped)
 
     def _end_empty(self, node: ModuleNode, run: EmptyRun, forward: int) -> None:
-        """Run the backward of a layer with zero tokens; only its experts may get a gradient."""
+        """Run the backward of an MoE layer with zero tokens, where only experts get gradients."""
         assert node.layer is not None, "it has run"
         inputs = [run.x_0D] if run.x_0D.requires_grad else []
         inner_units = list[tuple[nn.Module, Unit]]()
@@ -327,7 +335,7 @@ class UnevenRanks:
     def _end_with_zeros(
         self, node: ModuleNode, outputs: Sequence[Output], inputs: Sequence[GradientEdge]
     ) -> None:
-        """Run the backward of a node with zero gradients, for other ranks' tokens in experts."""
+        """Run a module's backward with zero gradients, so that its experts serve other ranks."""
         edges = [output.edge for output in outputs]
         zeros = [torch.zeros(o.shape, dtype=o.dtype, device=o.device) for o in outputs]
         experts, dense = list[Tensor](), list[Tensor]()
@@ -344,7 +352,7 @@ class UnevenRanks:
     def _run_backward(
         self, ends: Sequence[Any], zeros: Sequence[Tensor], inputs: Sequence[Any]
     ) -> None:
-        """Run a nested backward; runs that begin in it end in it."""
+        """Run a backward inside the running backward, and end the runs that begin in it."""
         outside = len(self._active)
         # The graph is retained, because a later backward of the same forward may need it.
         torch.autograd.backward(ends, zeros, retain_graph=True, inputs=inputs)
@@ -353,7 +361,7 @@ class UnevenRanks:
 
 
 def _list_units(node: ModuleNode) -> list[Unit]:
-    """Return the units whose collectives a rank that skips a node issues, in hook order."""
+    """Return the units whose collectives a rank issues when it skips a module, in hook order."""
     if node.layer is node.module:  # whose forward reads them
         return node.units[::-1]
     if node.layer is not None:  # whose forward has the hooks of the experts
@@ -368,7 +376,15 @@ def _find_children(
     exchanges: Mapping[nn.Module, nn.Module],
     seen: set[nn.Module],
 ) -> None:
-    """Append the outermost hooked modules inside `module` to the children of `node`."""
+    """Build the tree below `node` from the modules with hooks inside `module`.
+
+    Args:
+        node: the node that receives children.
+        module: the module whose submodules are searched.
+        of_module: the units of each module with hooks.
+        exchanges: MoE layer -> its experts.
+        seen: modules that already have a position; extended in place.
+    """
     for child in module.children():
         if child in seen:
             continue

@@ -1,4 +1,4 @@
-"""Unit: parameters that are all-gathered, resharded and reduced together, and their state.
+"""`Unit`: parameters that are all-gathered, resharded and reduced together, and their state.
 
     SHARDED --unshard()--> UNSHARDING --wait_for_unshard()--> UNSHARDED --reshard()--> SHARDED
     UNSHARDING --reshard()--> SHARDED      a prefetch without a use
@@ -50,7 +50,7 @@ class State(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitOptions:
-    """Dtypes, divisor and strategy of a unit."""
+    """A unit's name, dtypes, gradient divisor and sharding strategy."""
 
     name: str
     reduce_dtype: torch.dtype  # dtype in which gradients are summed
@@ -61,7 +61,7 @@ class UnitOptions:
 
 
 class Unit:
-    """Modules and their parameters of one dtype and mesh (FSDP2's `FSDPParamGroup`)."""
+    """Modules and their parameters with one dtype and mesh, like FSDP2's `FSDPParamGroup`."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class Unit:
 
     @property
     def trains(self) -> bool:
-        """Whether any parameter requires a gradient."""
+        """Whether a parameter of the unit requires a gradient."""
         return any(param.sharded.requires_grad for param in self.params)
 
     def trained_params(self) -> list[Tensor]:
@@ -149,14 +149,14 @@ class Unit:
         )
 
     def versions(self) -> list[int]:
-        """Return the versions of the shards that the unsharded parameters were made from."""
+        """Return the version counters of the shards from which the last all-gather read."""
         if self.state is State.SHARDED or self.buffer is None:
             # In-place operations of a DTensor do not change the version of its local tensor.
             return [version(param.sharded, param.shard) for param in self.params]
         return self._versions
 
     def refresh(self) -> None:
-        """Use the sharded parameters that the modules have now, and their `requires_grad`."""
+        """Read the modules' current sharded parameters and their `requires_grad`."""
         if self.state is State.SHARDED:
             changed = [param.refresh() for param in self.params]
             if any(changed) and self.buffer is None:
@@ -171,7 +171,7 @@ class Unit:
                 unsharded.requires_grad = is_trained
 
     def unshard(self) -> None:
-        """Start the all-gather of a SHARDED unit. Collective."""
+        """Launch the all-gather if the unit is SHARDED. Collective."""
         if self.state is not State.SHARDED:
             return
         self._take_buffer()
@@ -187,6 +187,7 @@ class Unit:
         self.state = State.UNSHARDING
 
     def _all_gather(self) -> None:
+        """Fill the buffer on the all-gather stream, and create unsharded parameters if needed."""
         if not self._counting:
             self._make_unsharded()
             self._streams.start()  # new memory: the current stream may still use it
@@ -205,7 +206,7 @@ class Unit:
         return not holder.is_in_use and holder.state is not State.UNSHARDING
 
     def wait_for_unshard(self) -> None:
-        """Launch the all-gather if needed, and make the current stream wait for it."""
+        """Launch the all-gather if the unit is SHARDED; make the current stream wait for it."""
         if self.state is State.SHARDED:
             self.unshard()
         if self.state is State.UNSHARDING:
@@ -213,12 +214,15 @@ class Unit:
             self.state = State.UNSHARDED
 
     def register_params(self, *, unsharded: bool) -> None:
-        """Register the unsharded or the sharded parameters on the modules, if UNSHARDED."""
+        """Register unsharded or sharded parameters on the modules of an UNSHARDED unit."""
         if self.state is State.UNSHARDED:
             register_params(self.params, unsharded=unsharded)
 
     def reshard(self) -> None:
-        """Reshard: free the buffer for other units. No communication."""
+        """Register the sharded parameters and release the buffer to other units.
+
+        No communication.
+        """
         if self.state is State.SHARDED:
             return
         self.register_params(unsharded=False)
@@ -231,7 +235,7 @@ class Unit:
         self.state = State.SHARDED
 
     def drop_marks(self) -> None:
-        """Clear marks of finished work, for which a CUDA graph must not wait."""
+        """Clear the buffers' marks of finished work, for which a CUDA graph must not wait."""
         if self.buffer is not None:
             self.buffer.mark.clear()
         self.gradients.drop_marks()
@@ -241,6 +245,7 @@ class Unit:
         return [b for b in (self.buffer, self.gradients.buffer) if b is not None]
 
     def _take_buffer(self) -> None:
+        """Reshard the unit that uses the shared buffer, and take the buffer."""
         if self.buffer is None:
             return
         holder = self.buffer.holder
@@ -256,7 +261,7 @@ class Unit:
         self.buffer.holder = self
 
     def _make_unsharded(self) -> None:
-        """Make the unsharded parameters: views of the buffer, or of the shards without a buffer."""
+        """Create the unsharded parameters as views of the buffer, or of the shards."""
         with torch.inference_mode(False):
             data = [param.shard for param in self.params]
             if self.buffer is not None:
@@ -273,7 +278,7 @@ class Unit:
         self._overwritten = [n + 1 for n in self._current]
 
     def _fill(self, views: UnitViews) -> None:
-        """All-gather into the buffer. The caller has set the stream of all-gathers."""
+        """Convert this rank's shards and all-gather them into the buffer, on the current stream."""
         params = self.params
         self._format.fill(params, views.local)
         if self._transport is None:
@@ -290,7 +295,7 @@ class Unit:
 
 
 class CollectiveHeader:
-    """Numbers that the ranks of an all-gather must have in common, for all units of a model.
+    """Makes and checks the header of each all-gather: numbers that must be equal on all ranks.
 
     Ranks with different numbers would issue different collectives afterwards. gloo then ends the
     process, or a rank receives another unit's values. On CPUs each all-gather therefore carries a
@@ -313,7 +318,7 @@ class CollectiveHeader:
         }
 
     def start(self, progress: Progress | None) -> None:
-        """Set the numbers that the headers of an outermost forward share."""
+        """Set the header numbers that all units share in an outermost forward."""
         autocast = None
         if torch.is_autocast_enabled(self._device_type):
             autocast = torch.get_autocast_dtype(self._device_type)

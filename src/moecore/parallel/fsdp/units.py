@@ -1,4 +1,4 @@
-"""Units of a model: which modules are sharded together, their prefetch order, parameter kinds.
+"""Finds a model's units: modules that are sharded together, their prefetch order, parameter kinds.
 
 The functions read only the module structure of a model and `FSDPOptions`, and change nothing.
 
@@ -28,7 +28,7 @@ Prefetch = Mapping[nn.Module, list[nn.Module]]  # units, as their first modules
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Units:
-    """The modules that become units; the root unit has all other parameters."""
+    """The modules that become units. The root unit has all other parameters."""
 
     blocks: list[nn.Module]  # result of `find_blocks`
     groups: list[list[nn.Module]]  # each list of blocks is one unit, and [model] is the root
@@ -41,7 +41,7 @@ class Units:
 
 
 def find_units(model: nn.Module, options: FSDPOptions) -> Units:
-    """Return the units of a model whose MoE blocks have been replaced by MoE layers."""
+    """Group the modules of a model into units; MoE blocks must already be MoE layers."""
     blocks = find_blocks(model)
     layers = [m for m in model.modules() if isinstance(m, RoutedLayer)]
     stacks = [_list_layers(stack) for stack in _group_blocks(model, blocks, max(len(blocks), 1))]
@@ -64,7 +64,7 @@ def find_units(model: nn.Module, options: FSDPOptions) -> Units:
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a model, in order."""
+    """Return the blocks of a model, such as decoder layers, in order."""
     # Blocks are the entries of each outermost ModuleList, ModuleDict or Sequential that contains a
     # MoELayer (a decoder's layers, dense ones included). In a model without MoE layers, entries of
     # every such container are blocks. A MoE layer outside of the containers is a block of its own.
@@ -95,7 +95,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def find_heads(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
-    """Return the output heads that are separate units, in order."""
+    """Return the output heads (`is_fsdp_head`) that become separate units, in order."""
     # In the root unit a head would be all-gathered before the first block and reduced after the
     # last gradient, without compute that hides the communication. A separate unit is all-gathered
     # while the last block runs, is resident, and is reduced first. Its weight is unsharded only
@@ -115,7 +115,7 @@ def find_heads(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
 
 
 def find_ties(model: nn.Module) -> Callable[[nn.Module], bool]:
-    """Return a predicate: whether modules outside of a module share its parameters."""
+    """Return a predicate that says if other modules share the parameters of a module."""
     holders, parents = Counter[int](), Counter[nn.Module]()
     for module in model.modules():
         holders.update(id(p) for p in module.parameters(recurse=False))
@@ -131,6 +131,7 @@ def find_ties(model: nn.Module) -> Callable[[nn.Module], bool]:
 
 
 def _is_reached_without(block: nn.Module, model: nn.Module) -> bool:
+    """Whether a module of the model outside of `block` has one of the block's parameters."""
     block_params = {id(p) for p in block.parameters()}
     reached: set[nn.Module] = set()
 
@@ -146,12 +147,12 @@ def _is_reached_without(block: nn.Module, model: nn.Module) -> bool:
 
 
 def is_in_router_unit(router: Router, options: FSDPOptions) -> bool:
-    """Whether a router is in a router unit, whose dtype mixed precision does not change."""
+    """Whether a router is in a separate unit, because mixed precision must not cast its weight."""
     return options.param_dtype not in (None, router.weight.dtype)
 
 
 def plan_forward_prefetch(model: nn.Module, units: Units, num_blocks: int) -> Prefetch:
-    """Return the units that each unit prefetches in forward: the next `num_blocks` groups."""
+    """Map each unit to the units that it prefetches in forward: the next `num_blocks` groups."""
     prefetch_of: dict[nn.Module, list[nn.Module]] = {}
     list_of = _find_outermost_lists(model)
     of_unit = {group[0]: list_of.get(group[0]) for group in units.first_use}
@@ -166,7 +167,10 @@ def plan_forward_prefetch(model: nn.Module, units: Units, num_blocks: int) -> Pr
 
 
 def plan_backward_prefetch(units: Units, num_blocks: int) -> Prefetch:
-    """Return the units that each unit prefetches in backward; a head may run several times."""
+    """Map each unit to the units that it prefetches in backward.
+
+    These are the previous `num_blocks` groups, and heads, because a head may run several times.
+    """
     prefetch_of: dict[nn.Module, list[nn.Module]] = {}
     backward = [[group[0], *reversed(group[1:])] for group in reversed(units.first_use)]
     for i, group in enumerate(backward):
@@ -182,11 +186,12 @@ def plan_backward_prefetch(units: Units, num_blocks: int) -> Prefetch:
 
 
 def _has_parameters(module: nn.Module) -> bool:
+    """Whether a module or a submodule has a parameter."""
     return next(module.parameters(), None) is not None
 
 
 def _group_blocks(model: nn.Module, blocks: list[nn.Module], size: int) -> list[list[nn.Module]]:
-    """Return groups of at most `size` consecutive blocks of one ModuleList."""
+    """Split the blocks into groups of at most `size` consecutive blocks of one ModuleList."""
     list_of = _find_outermost_lists(model)
     groups: list[list[nn.Module]] = []
     for block in blocks:
@@ -199,7 +204,7 @@ def _group_blocks(model: nn.Module, blocks: list[nn.Module], size: int) -> list[
 
 
 def _find_outermost_lists(model: nn.Module) -> dict[nn.Module, nn.Module]:
-    """Return for each module the outermost ModuleList, ModuleDict or Sequential around it."""
+    """Map each module to the outermost ModuleList, ModuleDict or Sequential that contains it."""
     list_of: dict[nn.Module, nn.Module] = {}
     for module in model.modules():  # outer ones first
         if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
@@ -209,7 +214,7 @@ def _find_outermost_lists(model: nn.Module) -> dict[nn.Module, nn.Module]:
 
 
 def _separate_routers(layers: list[RoutedLayer], options: FSDPOptions) -> list[list[nn.Module]]:
-    """Return the routers of separate units, one list for each dtype."""
+    """Return the routers that need separate units, as one list per dtype."""
     # A unit per router would double the host time. One unit for all routers is all-gathered with
     # the first block and reduced after its backward. Until then its gradients are unsharded: 50 MB
     # for Qwen3-30B-A3B, 430 MB for DeepSeek-V3.
@@ -221,18 +226,22 @@ def _separate_routers(layers: list[RoutedLayer], options: FSDPOptions) -> list[l
 
 
 def _list_layers(blocks: list[nn.Module]) -> list[RoutedLayer]:
+    """Return the MoE layers in the blocks."""
     return [m for block in blocks for m in block.modules() if isinstance(m, RoutedLayer)]
 
 
 def _list_first_modules(blocks: list[nn.Module], first_routers: set[nn.Module]) -> list[nn.Module]:
-    """Return the first modules of router and expert units in blocks, in the order of use."""
+    """Return the first modules of the blocks' router and expert units, in the order of use."""
     layers = _list_layers(blocks)
     parts = [m.part("router") for m in layers if m.part("router") in first_routers]
     return [*parts, *(m.part("experts") for m in layers)]
 
 
 def make_kind_lookup(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> Callable[[str], str]:
-    """Return a function from a clean parameter name to a kind, such as "attention"."""
+    """Return a function that maps a clean parameter name to its kind, such as "attention".
+
+    `layers` maps names to the model's MoE layers.
+    """
     roles: dict[str, str] = {}
     for name, layer in layers.items():
         of_role = {"router": "router", "experts": "experts", "shared": "shared experts"}
@@ -259,7 +268,7 @@ def make_kind_lookup(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> Cal
 
 
 def _find_kind(module: nn.Module | None, name: str) -> str | None:
-    """Return the kind of a module's parameters by its class or name, or None."""
+    """Return the kind of a module's parameters, derived from its class or name, or None."""
     class_name = type(module).__name__.lower()
     if getattr(module, "is_fsdp_head", False) or name.endswith("lm_head"):
         return "head"

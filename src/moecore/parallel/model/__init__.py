@@ -1,1 +1,1 @@
-"""The record of a parallelized model, its request, checks, plan and phases."""
+"""The arguments, checks, sharding plan, phases and stored state of `parallelize_moe`."""

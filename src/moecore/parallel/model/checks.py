@@ -42,7 +42,7 @@ WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, DataParallel)
 
 
 def check_request(model: nn.Module, request: Request) -> None:
-    """Raise if arguments do not fit each other, the meshes or the unchanged model."""
+    """Raise an error if the arguments conflict with each other, the meshes or the model."""
     _check_arguments(request)
     _check_fresh(model)
     _check_degrees(model, request)
@@ -54,10 +54,11 @@ def check_request(model: nn.Module, request: Request) -> None:
 def check_stages(
     layout: PipelineLayout, rank_of: Sequence[int], bound: Collection[int], request: Request
 ) -> None:
-    """Raise a ValueError for a bad layout.
+    """Raise a ValueError if a pipeline layout breaks one of three rules.
 
-    A stage must not begin with a layer of `bound` (`StageParts.bound`), each pp rank must have a
-    part of the model, and a tuple of offload fractions must have one entry per stage.
+    - No stage begins with a layer in `bound` (`StageParts.bound`).
+    - Each pp rank has a layer, the embedding or the head. `rank_of[i]` is the rank of stage i.
+    - A tuple of offload fractions has one entry per stage.
     """
     wrong = [
         stage.layers[0] for stage in layout.stages if stage.layers[:1] and stage.layers[0] in bound
@@ -83,7 +84,7 @@ def check_stages(
 
 
 def check_layers(model: nn.Module, layers: Mapping[str, RoutedLayer], request: Request) -> None:
-    """Raise if a model with replaced MoE blocks cannot be sharded as requested."""
+    """Raise an error if a model's MoE layers or tensor parallel parts cannot be sharded."""
     if request.meshes.parallel.tp > 1 and not is_cut(model):
         request.family.check_tensor_parallel(model, request.meshes.parallel.tp)
     if not layers:
@@ -111,6 +112,7 @@ def check_layers(model: nn.Module, layers: Mapping[str, RoutedLayer], request: R
 
 
 def _check_arguments(request: Request) -> None:
+    """Raise an error for arguments that conflict with each other or with the meshes."""
     p, dispatch = request.meshes.parallel, request.dispatch
     annotations = get_type_hints(MoEOverrides, include_extras=True)
     for name, value in request.moe.items():
@@ -166,7 +168,7 @@ def _warn_about_dispatch(dispatch: DispatchOptions, p: ParallelConfig) -> None:
 
 
 def _check_fresh(model: nn.Module) -> None:
-    """Raise for a model that is already sharded or wrapped, or whose hooks would be lost."""
+    """Raise a ValueError if the model is already sharded or wrapped, or has gradient hooks."""
     for name, module in model.named_modules():
         owner = f"{name or 'model'} ({type(module).__name__})"
         if isinstance(module, WRAPPERS):
@@ -202,6 +204,7 @@ def _check_fresh(model: nn.Module) -> None:
 
 
 def _check_degrees(model: nn.Module, request: Request) -> None:
+    """Raise an error if pp or tp conflicts with the model or with other options."""
     p = request.meshes.parallel
     if p.pp > 1 and request.pipeline is None:
         raise ValueError(
@@ -237,7 +240,7 @@ def _check_degrees(model: nn.Module, request: Request) -> None:
 
 
 def _check_graphs(model: nn.Module, request: Request) -> None:
-    """Raise if blocks cannot be captured in CUDA graphs."""
+    """Raise a ValueError if the model's blocks cannot be captured in CUDA graphs."""
     repeated = next((n for n, m in model.named_modules() if getattr(m, "runs", 1) != 1), None)
     if repeated is not None:  # the memory of graphs is that of one run of each block
         raise ValueError(
@@ -270,6 +273,7 @@ def _check_graphs(model: nn.Module, request: Request) -> None:
 
 
 def _check_context(model: nn.Module, request: Request) -> None:
+    """Raise an error if the model or the options do not allow context parallelism."""
     cp, dynamic = request.meshes.parallel.cp, "ContextOptions.dynamic (True)"
     if cp == 1 and not request.is_dynamic:
         if request.context is not None:
@@ -298,6 +302,7 @@ def _check_context(model: nn.Module, request: Request) -> None:
 
 
 def _check_indexers(model: nn.Module, request: Request) -> None:
+    """Raise an error if `indexer` is set for a model without indexers, or with tp > 1."""
     if request.indexer is None:
         return
     if not request.family.indexers(model):
@@ -313,6 +318,7 @@ def _check_indexers(model: nn.Module, request: Request) -> None:
 
 
 def _check_head(model: nn.Module, request: Request) -> None:
+    """Raise a ValueError if `Precision.fp8_head` is set and the head cannot run in FP8."""
     precision, p = request.precision, request.meshes.parallel
     if precision is None or not precision.fp8_head:
         return
@@ -333,7 +339,7 @@ def _check_head(model: nn.Module, request: Request) -> None:
 
 
 def _check_dense(request: Request) -> None:
-    """Raise for ep or etp > 1 without MoE layers, whose blocks may not have been recognised."""
+    """Raise a ValueError if ep or etp is > 1 for a model in which no MoE layer was found."""
     p = request.meshes.parallel
     if p.ep * p.etp > 1:
         raise ValueError(
@@ -347,6 +353,7 @@ def _check_dense(request: Request) -> None:
 
 
 def _check_experts(name: str, layer: RoutedLayer, meshes: Meshes) -> None:
+    """Raise an error if a layer's experts cannot be sharded over ep, etp and edp_shard."""
     p, config = meshes.parallel, layer.config
     experts = layer.part("experts")
     layout_names = (
@@ -378,6 +385,7 @@ def _check_experts(name: str, layer: RoutedLayer, meshes: Meshes) -> None:
 
 
 def _check_compute(name: str, layer: RoutedLayer, request: Request) -> None:
+    """Raise an error if backend, recipe or configuration do not support an MoE layer."""
     experts, backend = layer.part("experts"), request.expert_backend
     recipe = request.recipe_of(name, layer, "experts")
     recompute_fc1 = "expert_fc1" in request.memory.parts
@@ -390,6 +398,7 @@ def _check_compute(name: str, layer: RoutedLayer, request: Request) -> None:
 
 
 def _check_shared(name: str, shared: SharedExpert, recipe: Recipe) -> None:
+    """Raise a ValueError if shared experts cannot multiply in a recipe's FP8."""
     problem = weight_problem(shared.w1, recipe) or weight_problem(shared.w2, recipe)
     if recipe.amax_history:
         problem = "the layer keeps no history of amax"
@@ -403,7 +412,7 @@ def _check_shared(name: str, shared: SharedExpert, recipe: Recipe) -> None:
 def _check_routers(
     layers: Mapping[str, RoutedLayer], is_tied: Callable[[nn.Module], bool], options: FSDPOptions
 ) -> None:
-    """Raise for shared routers in router units, because two units would train two copies."""
+    """Raise a ValueError if a router with a separate unit is shared by two layers or modules."""
     owned = {name: layer.part("router") for name, layer in layers.items()}
     routers = {name: router for name, router in owned.items() if router is not None}
     for name, router in routers.items():

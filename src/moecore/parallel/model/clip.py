@@ -27,7 +27,7 @@ from moecore.parallel.pipeline.stage_replicas import AllStages, lay_out_as_param
 
 
 class GradientNorm:
-    """The gradient norm before clipping. It prints, formats and compares as `total`.
+    """The gradient norm before clipping, which prints, formats and compares like a float.
 
     The first access to `total` or `non_finite` synchronises the host.
 
@@ -52,7 +52,7 @@ class GradientNorm:
 
     @property
     def is_read(self) -> bool:
-        """Whether the host has the values, so that `total` does not synchronise."""
+        """Whether the host has already read the values, so that `total` does not synchronise."""
         return "_host_squares" in vars(self)
 
     @property
@@ -67,12 +67,12 @@ class GradientNorm:
         return tuple(name for name, value in named if not math.isfinite(value))
 
     def divisor(self, max_norm: float) -> Tensor:
-        """Return the clipping divisor, an fp32 scalar on the device."""
+        """Return the divisor that clips gradients to `max_norm`, an fp32 scalar on the device."""
         return ((self._squares.sum().sqrt() + 1e-6) / max_norm).clamp(min=1.0).float()
 
     @property
     def finite(self) -> bool:
-        """Whether all gradients are finite."""
+        """Whether all gradients are finite. Host sync at the first access."""
         return not self.non_finite
 
     def __float__(self) -> float:
@@ -104,11 +104,11 @@ class GradientNorm:
 
 @torch.no_grad()
 def clip_grad_norm_(model: nn.Module, max_norm: MaxNorm | None) -> GradientNorm:
-    """Clip gradients to a global L2 norm of at most `max_norm`; return the norm before. Host sync.
+    """Clip gradients in place to an L2 norm of at most `max_norm`; return the norm before clipping.
 
     If any gradient is nan or inf, all gradients become None on every rank, so that the optimizer
     changes nothing, and a warning names the parameters. The same happens if ranks that share rows
-    received different tensor contents; the next forward raises that error.
+    received different tensor contents; the next forward raises that error. Host sync.
 
     Args:
         model: a parallelized or plain model, the same on every rank.
@@ -129,10 +129,10 @@ def unscale_and_clip_(
     """Divide gradients by the loss scale, then clip them as `clip_grad_norm_` does.
 
     Args:
-        model: as of `clip_grad_norm_`.
-        max_norm: as of `clip_grad_norm_`.
+        model: a parallelized or plain model, the same on every rank.
+        max_norm: a positive number; `math.inf` = only measure.
         loss_scale: fp32 scalar on the device; None = 1. With a scale no warning is printed.
-        is_wrong: bool on the device: this rank's gradients must not be used. If it is True on any
+        is_wrong: device bool, True if this rank's gradients must not be used. If it is True on any
             rank, the norm is nan on every rank.
     """
     refuse_added(model)
@@ -152,7 +152,10 @@ def step_clipped(
     loss_scale: Tensor | None = None,
     is_wrong: Tensor | None = None,
 ) -> GradientNorm:
-    """Clip gradients and step the optimizers. No host sync if all optimizers are fused."""
+    """Unscale and clip gradients, step the optimizers, and return the norm before clipping.
+
+    `unscale_and_clip_` describes the arguments. No host sync if all optimizers are fused.
+    """
     signals: dict[str, Tensor] = {}
     with mark("moecore::clip"):
         owner, stages = find_stages(model)
@@ -203,7 +206,7 @@ def _check_holds(
 
 
 def _list_trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters that may have a gradient, equal on all ranks of a pipeline stage."""
+    """Return names and parameters that may have a gradient, equal on all ranks of a stage."""
     # A parameter without a gradient counts as 0. A parameter that was frozen after backward still
     # has a gradient, and optimizers update it.
     return [(n, p) for n, p in model.named_parameters() if p.requires_grad or p.grad is not None]
@@ -215,6 +218,7 @@ def _measure_norm(
     loss_scale: Tensor | None,
     is_wrong: Tensor | None,
 ) -> GradientNorm:
+    """Measure the norm of all gradients over all ranks, without the loss scale. Collective."""
     for _, param in params:
         lay_out_as_parameter(param)
     names = [n for n, _ in params]
@@ -227,7 +231,10 @@ def _measure_norm(
 def _sum_squares(
     names: list[str], params: list[nn.Parameter], stages: AllStages | None, is_wrong: Tensor | None
 ) -> Tensor:
-    """Return the squared norm of each gradient over all ranks, fp64 [parameters of all stages]."""
+    """Sum each gradient's squared norm over all ranks; return fp64 [parameters of all stages].
+
+    Collective.
+    """
     if stages is None and not params:
         return torch.zeros(0, dtype=torch.float64)
     if params:
@@ -271,7 +278,7 @@ def _local_norms(params: list[nn.Parameter]) -> list[Tensor]:
 
 
 def _count_shards(param: Tensor) -> int:
-    """Return the number of shards of a tensor."""
+    """Return the number of shards into which a DTensor is split; 1 for other tensors."""
     shards = 1
     if isinstance(param, DTensor):
         for mesh_dim, placement in enumerate(param.placements):
@@ -286,7 +293,10 @@ def _scale(
     max_norm: float,
     loss_scale: Tensor | None,
 ) -> None:
-    """Scale all gradients, or set all to None if one is not finite. Host sync."""
+    """Clip and unscale all gradients in place, or set all to None if one is not finite.
+
+    Host sync.
+    """
     if norm.non_finite:
         if loss_scale is None:
             names = ", ".join(norm.non_finite[:5]) + (" and more" * (len(norm.non_finite) > 5))

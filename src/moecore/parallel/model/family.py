@@ -27,24 +27,27 @@ ADAPTER_FIX = "pass adapters={MyBlock: fn}, whose key is the class itself"  # fo
 
 
 class Family(Protocol):
-    """The operations of moecore on models of one kind, besides sharding.
+    """The model-specific operations of moecore for one kind of model, except sharding.
 
     The default methods are for models that have moecore's own attributes, such as `Decoder`.
     """
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the module to shard: the model without a wrapper such as peft's."""
+        """Return the module to shard, which is inside a wrapper such as peft's `PeftModel`."""
         return model
 
     def swap_blocks(
         self, model: nn.Module, adapters: Mapping[type, Adapter]
     ) -> dict[str, RoutedLayer]:
-        """Replace MoE blocks by MoE layers in place; return all MoE layers by qualified name."""
+        """Replace MoE blocks by MoE layers in place; return {qualified name: MoE layer}."""
 
     def copy_with_layers(
         self, model: nn.Module, adapters: Mapping[type, Adapter]
     ) -> tuple[nn.Module, dict[str, RoutedLayer]]:
-        """Return a copy on the meta device with replaced MoE blocks, and its MoE layers by name."""
+        """Copy a model to the meta device, replace its MoE blocks, and return copy and MoE layers.
+
+        The MoE layers are returned by qualified name.
+        """
         copy = copy_modules(model, make_meta_parameter)[model]
         return copy, self.swap_blocks(copy, adapters)
 
@@ -53,10 +56,13 @@ class Family(Protocol):
         return
 
     def set_dtypes(self, model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
-        """Prepare tensors for compute in a dtype; return the names of tensors that stay in fp32."""
+        """Prepare a model for compute in `dtype`; return names of tensors that stay in fp32."""
 
     def staged(self, model: nn.Module) -> StagedModel:
-        """Return the model's `StagedModel`; raise a NotImplementedError if it has no stages."""
+        """Return the `StagedModel` of a model that can be split into pipeline stages.
+
+        Raises a NotImplementedError for any other model.
+        """
         if not hasattr(model, "stage_parts"):
             raise NotImplementedError(
                 f"model ({type(model).__name__}) must be a Decoder or a causal language model of "
@@ -65,15 +71,21 @@ class Family(Protocol):
         return cast(StagedModel, model)
 
     def tensor_parallel(self, model: nn.Module) -> Any:
-        """Return the object that applies tensor parallelism if it is a `TensorParallelModel`."""
+        """Return the object that shards the model over tp; its class is `TensorParallelModel`.
+
+        An object of another class means that the model does not support tensor parallelism.
+        """
         return model
 
     def check_tensor_parallel(self, model: nn.Module, tp: int) -> None:
-        """Raise a ValueError if tensor parallelism over `tp` ranks does not fit a model."""
+        """Raise a ValueError if the model cannot be sharded over `tp` tensor parallel ranks."""
         return  # `Decoder.apply_tensor_parallel` checks its config
 
     def context(self, model: nn.Module) -> Any:
-        """Return the object that may be a `ContextParallelModel` or a `DynamicContextModel`."""
+        """Return the object that applies context parallelism to the model.
+
+        It supports cp if it is a `ContextParallelModel` or a `DynamicContextModel`.
+        """
         return model
 
     def indexers(self, model: nn.Module) -> Sequence[nn.Module]:
@@ -82,17 +94,17 @@ class Family(Protocol):
         return [layer for layer in layers if layer.indexer is not None]
 
     def train_indexers(self, model: nn.Module, config: IndexerConfig) -> None:
-        """Train the indexers of a model, each with the `aux_loss` of its layer."""
+        """Add an auxiliary loss to each layer with an indexer, which trains the indexer."""
         for layer in self.indexers(model):
             cast(Any, layer).train_indexer(config)
 
     def has_tokens(self, inputs: Mapping[str, Any]) -> bool | Tensor:
-        """Return whether a forward with these arguments has tokens that are not padding."""
+        """Whether the arguments of a forward contain tokens that are not padding."""
         mask_BT = inputs.get("padding_mask_BT")
         return has_rows(inputs, "tokens_BT") if mask_BT is None else ~mask_BT.all()
 
     def arguments(self, batch: PackedBatch) -> dict[str, Any]:
-        """Return a packed batch as keyword arguments of a forward, without its labels."""
+        """Convert a packed batch to keyword arguments of the model's forward, without labels."""
         return {
             "tokens_BT": batch["input_ids"],
             "padding_mask_BT": batch["padding_mask"],
@@ -101,7 +113,7 @@ class Family(Protocol):
         }
 
     def vocab_size(self, model: nn.Module) -> int | None:
-        """Return `config.vocab_size` of a model, or None."""
+        """Return the size of the model's vocabulary, or None if its config has no size."""
         size = getattr(getattr(model, "config", None), "vocab_size", None)
         return size if isinstance(size, int) else None
 
@@ -116,7 +128,10 @@ class Family(Protocol):
         """Return the shapes [V, D] of the heads whose loss is computed in chunks of tokens."""
 
     def fuse_loss(self, model: nn.Module, recipe: Recipe | None) -> None:
-        """Make the model compute its loss in chunks of tokens; the recipe is for FP8 heads."""
+        """Make the model compute head and loss in chunks of tokens.
+
+        `recipe` is the FP8 recipe of the head; None = no FP8.
+        """
 
     def finish(self, model: nn.Module, *, wrapper: nn.Module, drops_cache: bool) -> None:
         """Install guards for methods that a parallelized model does not support.
@@ -129,32 +144,35 @@ class Family(Protocol):
 
 
 def has_rows(inputs: Mapping[str, Any], *names: str) -> bool:
-    """Return whether the arguments with these names are not empty tensors."""
+    """Whether none of the named forward arguments is an empty tensor."""
     values = (inputs.get(name) for name in names)
     return all(value.numel() > 0 for value in values if isinstance(value, Tensor))
 
 
 @runtime_checkable
 class TensorParallelModel(Protocol):
-    """A model that supports tp > 1 by sharding its dense parameters itself."""
+    """A model that supports tp > 1 with a method that shards its dense parameters."""
 
     def apply_tensor_parallel(self, tp_mesh: DeviceMesh) -> Any:
-        """Shard all parameters except routed experts over a 1-D mesh, in place."""
+        """Shard all parameters except routed experts over the 1-D mesh `tp_mesh`, in place."""
 
 
 @runtime_checkable
 class ContextParallelModel(Protocol):
-    """A model that supports cp > 1.
+    """A model that supports context parallelism (cp > 1).
 
     Its MoE layers receive the zigzag slice of tokens (`kernels/zigzag.py`), and `cu_seqlens` of the
     full rows.
     """
 
     def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
-        """Return options with a resolved `way`; raise a ValueError if the heads do not fit."""
+        """Return the options with a chosen `way` for the model's heads.
+
+        Raises a ValueError if the number of heads does not allow cp and tp.
+        """
 
     def apply_context_parallel(self, cp: ContextParallel) -> None:
-        """Make forwards receive full rows and compute on this rank's slice of tokens."""
+        """Make forwards receive full sequences and compute this rank's slice of the tokens."""
 
 
 @runtime_checkable
@@ -162,7 +180,7 @@ class DynamicContextModel(Protocol):
     """A model that supports `ContextOptions.dynamic`: each forward has its own cp."""
 
     def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
-        """As of `ContextParallelModel`."""
+        """Return the options with a chosen `way`, see `ContextParallelModel`."""
 
     def apply_context_groups(self, groups: Mapping[int, ContextParallel]) -> None:
         """Set the `ContextParallel` for each cp > 1 that a forward can have."""

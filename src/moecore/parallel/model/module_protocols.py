@@ -1,4 +1,4 @@
-"""`nn.Module` features of a parallelized model: copies, state dicts, other methods than forward."""
+"""`nn.Module` features of a parallelized model: copies, state dicts, initialisation, methods."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SELF_FILLING = (Router, Experts, SharedExpert, Latent)  # modules of moecore wit
 
 
 def act_as_modules(model: nn.Module) -> None:
-    """Make `copy.deepcopy` and `load_state_dict` work on a parallelized model and its parts."""
+    """Make `copy.deepcopy` and `load_state_dict` work on a parallelized model and submodules."""
     # A deep copy has copies of this rank's shards, and no units. It can be averaged
     # (`AveragedModel`), saved and exported, and its forward raises an error. `load_state_dict`
     # accepts unsharded tensors, of which each rank copies its shard. `pickle` raises an error.
@@ -36,7 +36,10 @@ def act_as_modules(model: nn.Module) -> None:
 
 @torch.no_grad()
 def _take_shards(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Replace unsharded tensors of a state dict by this rank's shards. No communication."""
+    """Replace a module's unsharded tensors in a state dict by this rank's shards.
+
+    This is a load_state_dict pre-hook. No communication.
+    """
     for name, param in module._parameters.items():
         value: Any = state.get(prefix + name)
         is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
@@ -45,6 +48,7 @@ def _take_shards(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
 
 
 def _deepcopy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Deep-copy a parallelized model with this rank's shards, but without units."""
     copies = copy_modules(model, _copy_param, unwrapped=True)
     memo.update({id(module): twin for module, twin in copies.items()})
     for module, twin in copies.items():
@@ -61,11 +65,12 @@ def _deepcopy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _copy_param(param: nn.Parameter) -> nn.Parameter:
+    """Return a copy of a parameter."""
     return nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
 
 
 class _New:
-    """Constructor of a shallow copy. `pickle` of it raises an error."""
+    """Constructs an object for `copy.copy`; `pickle` of this constructor raises an error."""
 
     def __call__(self, kind: type, *args: Any) -> Any:
         return kind.__new__(kind, *args)
@@ -78,13 +83,14 @@ class _New:
 
 
 def _reduce(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
-    """Return the `__reduce_ex__` of a module for `copy.copy`."""
+    """Return a module's `__reduce_ex__` result, which `copy.copy` accepts and `pickle` refuses."""
     reduction: Any = type(module).__reduce_ex__(module, max(protocol, 2))
     module_state = {name: value for name, value in reduction[2].items() if name != "__reduce_ex__"}
     return _New(), reduction[1], module_state
 
 
 def _refuse_forward(module: nn.Module, _args: Any) -> None:
+    """Raise a ValueError in the forward of a copy, which has no units to unshard."""
     raise ValueError(
         f"forward of {type(module).__name__} (a copy of a parallelized model) must run in the "
         "model itself, which gathers shards: call model.load_state_dict(copy.state_dict())"
@@ -94,8 +100,8 @@ def _refuse_forward(module: nn.Module, _args: Any) -> None:
 def register_forward_method(model: nn.Module, name: str) -> None:
     """Make a method of a parallelized model all-gather parameters, as the forward does.
 
-    It works as `torch.distributed.fsdp.register_fsdp_forward_method`. Every rank must call the
-    method, because it communicates. The model's forward hooks run around it.
+    This is like `torch.distributed.fsdp.register_fsdp_forward_method`. Every rank must call the
+    method, because it communicates. The model's forward hooks run before and after the method.
 
     Args:
         model: a parallelized model, or a module in it whose parameters are a unit.
@@ -116,6 +122,7 @@ def register_forward_method(model: nn.Module, name: str) -> None:
 def _run_as_forward(
     module: nn.Module, method: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
+    """Call a method through `module(...)`, so that the module's forward hooks run."""
     attributes = vars(module)  # a wrapped forward is an attribute of the module
     before = {"forward": attributes["forward"]} if "forward" in attributes else {}
 
@@ -136,7 +143,7 @@ def _run_as_forward(
 
 @torch.no_grad()
 def init_modules(model: nn.Module, *, seed: Seed = 0, std: PositiveOrZero = 0.02) -> None:
-    """Initialise all parameters by `reset_parameters`, with equal values on every layout.
+    """Initialise all parameters by `reset_parameters`; the values do not depend on the sharding.
 
     Each module is initialised unsharded, with a seed from its name, and each rank copies its
     shards. (`nn.init` on DTensors gives all CPU ranks the same random numbers.) No communication.
@@ -145,7 +152,7 @@ def init_modules(model: nn.Module, *, seed: Seed = 0, std: PositiveOrZero = 0.02
     Args:
         model: a plain or parallelized model with storage (after `to_empty`).
         seed: different seeds give independent values.
-        std: standard deviation of moecore's own matrices, as of `MoELayer.init_weights`.
+        std: standard deviation of matrices in moecore's modules, see `MoELayer.init_weights`.
 
     Raises:
         ValueError: if a module with parameters has no `reset_parameters`; nothing is changed.
@@ -170,7 +177,7 @@ def init_modules(model: nn.Module, *, seed: Seed = 0, std: PositiveOrZero = 0.02
 
 
 def _reset(module: nn.Module, name: str, seed: int, std: float) -> None:
-    """Initialise a module and its submodules, submodules first, as constructors do."""
+    """Initialise an unsharded copy of a module, submodules first, and copy the local shards."""
     copies: Any = copy_modules(module, _empty_parameter, unwrapped=True)
     for inner, path in reversed([(m, n) for n, m in module.named_modules()]):
         twin, key = copies[inner], clean_name(f"{name}.{path}".strip("."))
@@ -186,16 +193,18 @@ def _reset(module: nn.Module, name: str, seed: int, std: float) -> None:
 
 
 def _find_reset(module: nn.Module) -> Callable[[], None] | None:
+    """Return the method with which a module initialises its parameters, or None."""
     reset: Any = getattr(module, "reset_parameters", None)
     return reset or getattr(module, "_reset_parameters", None)  # of nn.MultiheadAttention
 
 
 def _empty_parameter(param: nn.Parameter) -> nn.Parameter:
+    """Return an uninitialised, unsharded parameter of equal global shape."""
     return nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device=param.device))
 
 
 def _take_shard(values: Tensor, of: Tensor) -> Tensor:
-    """Return this rank's shard of unsharded values, with the placements of a parameter."""
+    """Return this rank's shard of unsharded `values`, with the placements of the parameter `of`."""
     if not isinstance(of, DTensor):
         return values
     for dim, index in enumerate(global_indices(of)):

@@ -1,4 +1,4 @@
-"""ParallelState: the record that `parallelize_moe` stores on a model, and its readers."""
+"""`ParallelState`: the record that `parallelize_moe` stores on a model, and its accessors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PARALLEL_STATE = "_moecore_parallel_state"  # attribute of a parallelized model
 
 @dataclass(kw_only=True, slots=True)
 class ParallelState:
-    """The record of a parallelized model; each phase of `parallelize_moe` adds its results."""
+    """The state of a parallelized model, to which each phase of `parallelize_moe` adds results."""
 
     request: Request
     plan: ShardPlan
@@ -61,18 +61,18 @@ class ParallelState:
         return [pool for pool in (self.exchanges, self.ep_groups) if pool is not None]
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
-        """Return the block modules of the plan."""
+        """Return the model's block modules, whose names the plan has."""
         return [model.get_submodule(name) for name in self.plan.blocks]
 
 
 def parallel_state(model: nn.Module) -> ParallelState | None:
-    """Return the record of a parallelized model, also through peft's wrapper, or None."""
+    """Return the state of a parallelized model or of its peft wrapper; None = a plain model."""
     state: ParallelState | None = getattr(model, PARALLEL_STATE, None)
     return state
 
 
 def parallel_states(model: nn.Module) -> list[ParallelState]:
-    """Return the record of a model, or the records of the parallelized models in it."""
+    """Return the state of a parallelized model, or the states of its parallelized submodules."""
     root_state = parallel_state(model)
     if root_state is not None:  # submodules have no record then
         return [root_state]
@@ -81,18 +81,18 @@ def parallel_states(model: nn.Module) -> list[ParallelState]:
 
 
 def get_request(model: nn.Module) -> Request | None:
-    """Return the request of `parallelize_moe`; None = the model has not been parallelized."""
+    """Return the arguments that `parallelize_moe` received; None = a plain model."""
     state = parallel_state(model)
     return None if state is None else state.request
 
 
 def list_engines(model: nn.Module) -> list[UnitEngine]:
-    """Return the engine of a model, or the engines of the parallelized models in it."""
+    """Return the `UnitEngine` of a model, or the engines of its parallelized submodules."""
     return [state.engine for state in parallel_states(model) if state.engine is not None]
 
 
 def rows_differ(model: nn.Module) -> Tensor | None:
-    """Return a device bool: whether ranks that share rows received different contents this step.
+    """Return a device bool that says if ranks that share rows received different contents.
 
     None = no forward of the step compared contents on the device. No host sync.
     """
@@ -120,7 +120,7 @@ def get_capacity(model: nn.Module) -> Capacity:
 
 
 def reshard_units(model: nn.Module) -> None:
-    """Reshard all units of a model. A plain model has no units."""
+    """Reshard all units of a model; a plain model has none, so nothing happens."""
     for engine in list_engines(model):
         engine.reshard()
 
@@ -132,7 +132,10 @@ def get_progress(model: nn.Module) -> Progress | None:
 
 
 def find_stages(model: nn.Module) -> tuple[nn.Module, AllStages | None]:
-    """Return the submodule with pipeline stages and its `AllStages`, or the model and None."""
+    """Return the submodule that has pipeline stages, and its `AllStages`.
+
+    Without stages, the function returns the model and None.
+    """
     owners = (m for m in model.modules() if PARALLEL_STATE in vars(m))
     owners_with_stages = [(owner, vars(owner)[PARALLEL_STATE].all_stages) for owner in owners]
     owners_with_stages = [
@@ -148,7 +151,10 @@ def find_stages(model: nn.Module) -> tuple[nn.Module, AllStages | None]:
 
 @torch.no_grad()
 def sum_copies(model: nn.Module) -> None:
-    """Sum gradients of parameters that several stages have, in place. Collective, no host sync."""
+    """All-reduce the gradients of parameters that several pipeline stages have, in place.
+
+    Collective, no host sync.
+    """
     owner, stages = find_stages(model)
     if stages is None:
         return

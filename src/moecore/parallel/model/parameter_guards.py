@@ -30,7 +30,10 @@ REPLACED = "_moecore_replaced"  # attribute of a parameter that `parallelize_moe
 
 
 def refuse_added(model: nn.Module) -> None:
-    """Raise a ValueError if a trainable parameter's gradient is not reduced over ranks."""
+    """Raise a ValueError if a trainable parameter was added after `parallelize_moe`.
+
+    No unit would reduce the gradient of this parameter over ranks.
+    """
     # FSDP2, DistributedDataParallel, or a `register_post_accumulate_grad_hook` hook may reduce it.
     # Only models with a parallelized part are checked.
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -77,11 +80,13 @@ def mark_replaced(params: Iterable[nn.Parameter]) -> None:
 
 @cache
 def _watch_optimizers() -> None:
+    """Register the hooks of this file on the steps of all optimizers, once."""
     register_optimizer_step_pre_hook(_refuse_replaced)
     register_optimizer_step_post_hook(_count_changes)
 
 
 def _refuse_replaced(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Raise a ValueError before the step of an optimizer that has a replaced parameter."""
     # A parameter with a gradient is still used by another module.
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -90,6 +95,7 @@ def _refuse_replaced(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 
 
 def _count_changes(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Increment the version counters of sharded parameters after an optimizer step."""
     # Fused and foreach steps, and kernels, do not increment versions.
     params = (p for group in optimizer.param_groups for p in group["params"])
     changed = [p for p in params if p.grad is not None and isinstance(p, DTensor)]
@@ -98,6 +104,7 @@ def _count_changes(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 
 
 def _replaced_error(optimizer: Optimizer) -> ValueError:
+    """Return the error for an optimizer that was made before `parallelize_moe`."""
     return ValueError(
         f"optimizer ({type(optimizer).__name__}) must hold parameters of the model, which "
         "parallelize_moe and to_empty have replaced: make it of model.parameters() afterwards"
@@ -105,7 +112,7 @@ def _replaced_error(optimizer: Optimizer) -> ValueError:
 
 
 def refuse_on_meta(model: nn.Module, caller: str) -> None:
-    """Raise a ValueError if parameters are on meta when an optimizer or loss scale is made."""
+    """Raise a ValueError if a parameter is on meta when `caller` is constructed."""
     on_meta = next((name for name, param in model.named_parameters() if param.is_meta), None)
     if on_meta is not None and not is_inside():
         raise ValueError(

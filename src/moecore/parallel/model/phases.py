@@ -58,7 +58,10 @@ logger = logging.getLogger("moecore.parallelize")
 
 
 def choose_dispatcher(request: Request) -> tuple[str, str]:
-    """Return the dispatcher's name and the reason; "auto" = it depends on the GPUs."""
+    """Choose the dispatcher and return its name and the reason.
+
+    "auto" = `resolve_dispatcher` must test the GPUs' access to each other's memory.
+    """
     meshes, name = request.meshes, request.dispatch.name
     num_ranks = meshes.parallel.ep * meshes.parallel.etp
     problem = find_known_problem(num_ranks, meshes.device_type)
@@ -74,7 +77,7 @@ def choose_dispatcher(request: Request) -> tuple[str, str]:
 
 
 def resolve_dispatcher(model: nn.Module, state: ParallelState) -> None:
-    """Replace "auto" in the plan by the dispatcher that the GPUs allow. Collective."""
+    """Test the GPUs, replace "auto" in the plan, and create the dispatcher's groups. Collective."""
     request, plan = state.request, state.plan
     meshes, group = request.meshes, request.meshes.dispatch_group
     if group is None:
@@ -112,18 +115,21 @@ def resolve_dispatcher(model: nn.Module, state: ParallelState) -> None:
 
 
 def _drop_fix(problem: str) -> str:
-    """Return the first part of a problem text, without the fix."""
+    """Return an error text without the fix after ": "."""
     return problem.partition(": ")[0]
 
 
 def _has_nvlink_request(request: Request) -> bool:
-    """Whether the caller asked for nvlink, so that its errors are raised."""
+    """Whether the caller requested dispatcher "nvlink", explicitly or by its options."""
     has_options = request.dispatch.nvlink is not None or request.memory.stash is not None
     return request.dispatch.name == "nvlink" or has_options
 
 
 def apply_layers(model: nn.Module, state: ParallelState) -> None:
-    """Give each MoE layer its configuration, products, dispatcher and clones. No communication."""
+    """Set configuration, expert backend, dispatcher and clones of each MoE layer.
+
+    No communication.
+    """
     request, meshes = state.request, state.request.meshes
     if state.stores_in is not None:
         state.exchanges = ExchangePool(
@@ -156,7 +162,10 @@ def apply_layers(model: nn.Module, state: ParallelState) -> None:
 def _scale_nvlink_options(
     options: NVLinkOptions | None, domains: DomainGroups | None
 ) -> NVLinkOptions | None:
-    """Return the options of nvlink; inside a domain `max_tokens` counts tokens of all domains."""
+    """Return the nvlink options for all tokens that a domain's ranks receive from other domains.
+
+    Without domains the options are unchanged.
+    """
     if domains is None:
         return options
     options, num_domains = options or NVLinkOptions(), domains.across.size()
@@ -166,6 +175,7 @@ def _scale_nvlink_options(
 
 
 def _set_experts(name: str, layer: RoutedLayer, request: Request, recipe: Recipe | None) -> None:
+    """Set the backend and FP8 recipe of a layer's experts; log why FP8 is not used."""
     recompute_fc1 = "expert_fc1" in request.memory.parts
     layer.part("experts").set_backend(
         request.expert_backend, recompute_fc1=recompute_fc1, recipe=recipe
@@ -178,7 +188,10 @@ def _set_experts(name: str, layer: RoutedLayer, request: Request, recipe: Recipe
 def _make_placement(
     num_experts: int, request: Request, layer: tuple[int, str]
 ) -> ExpertPlacement | None:
-    """Return which ranks own the experts of a layer; None = this rank owns all experts."""
+    """Return the placement of a layer's experts on ranks; None = this rank owns all experts.
+
+    `layer` is the layer's number and name.
+    """
     meshes, clones = request.meshes, request.dispatch.clones
     group, p = meshes.dispatch_group, meshes.parallel
     if group is None:
@@ -192,7 +205,7 @@ def _make_placement(
 def _make_dispatcher(
     num_experts: int, placement: ExpertPlacement | None, state: ParallelState
 ) -> Dispatcher:
-    """Return the dispatcher of a layer."""
+    """Create the dispatcher for a layer's expert placement."""
     if placement is None:
         return LocalDispatcher(num_experts)
     if state.domains is None:
@@ -204,7 +217,7 @@ def _make_dispatcher(
 
 
 def _make_flat_dispatcher(placement: ExpertPlacement, state: ParallelState) -> Dispatcher:
-    """Return the dispatcher for the ranks of a placement, without domains."""
+    """Create the dispatcher that sends tokens directly between all ranks of a placement."""
     make = DISPATCHERS[state.plan.dispatcher]
     if make is not None:
         return cast(Dispatcher, make(placement))
@@ -218,7 +231,7 @@ def _make_flat_dispatcher(placement: ExpertPlacement, state: ParallelState) -> D
 
 
 def apply_context(model: nn.Module, state: ParallelState) -> None:
-    """Set the cp groups of a model. Collective if it makes groups."""
+    """Pass the context parallel groups to the model. Collective if groups are created."""
     request, meshes = state.request, state.request.meshes
     if not request.is_dynamic and meshes.parallel.cp == 1:
         return
@@ -239,7 +252,10 @@ def apply_context(model: nn.Module, state: ParallelState) -> None:
 def _make_context(
     meshes: Meshes, options: ContextOptions, group: dist.ProcessGroup
 ) -> ContextParallel:
-    """Return the `ContextParallel` of a cp group. Collective if it makes groups."""
+    """Create the `ContextParallel` for a cp group and its communication method.
+
+    Collective if groups are created.
+    """
     if options.way == "a2a+p2p":
         assert options.a2a_ranks is not None, "resolved options have the number"
         return ContextParallel(group, *split_context_group(meshes, group.size(), options.a2a_ranks))
@@ -248,7 +264,7 @@ def _make_context(
 
 
 def apply_balance(model: nn.Module, state: ParallelState) -> None:
-    """Make the balance record of the MoE layers, and the record of buffer capacities."""
+    """Create the `MoEState`, which balances the MoE layers, and the record of buffer capacities."""
     meshes = state.request.meshes
     groups = BalanceGroups(
         micro_batch=meshes.micro_batch_group,
@@ -269,7 +285,10 @@ def apply_balance(model: nn.Module, state: ParallelState) -> None:
 
 
 def compare_arguments(model: nn.Module, state: ParallelState) -> None:
-    """Install the comparison of forward arguments between ranks that share rows. Collective."""
+    """Install the hook that compares forward arguments between ranks that share rows.
+
+    Collective.
+    """
     meshes = state.request.meshes
     stages = () if meshes.pipeline_groups is None else meshes.pipeline_groups[:1]
     of_rows = {0: meshes.micro_batch_group, **state.shared_by}
@@ -283,7 +302,7 @@ def compare_arguments(model: nn.Module, state: ParallelState) -> None:
 
 
 def cut_stages(model: nn.Module, request: Request) -> tuple[PipelineLayout | None, Sequence[Stage]]:
-    """Remove other ranks' stages from a model; return the layout and this rank's stages."""
+    """Remove other ranks' pipeline stages; return the layout and this rank's stages."""
     pp = request.meshes.parallel.pp
     if pp == 1 or request.pipeline is None:
         return None, ()
@@ -301,7 +320,7 @@ def cut_stages(model: nn.Module, request: Request) -> tuple[PipelineLayout | Non
 
 
 def apply_pipeline(model: nn.Module, state: ParallelState) -> None:
-    """Make the `Pipeline` of a model, and compare parameters that stages share. Collective."""
+    """Create the `Pipeline` of a model, and compare parameters that stages share. Collective."""
     request, meshes = state.request, state.request.meshes
     if state.layout is None:
         return
@@ -326,7 +345,7 @@ def apply_pipeline(model: nn.Module, state: ParallelState) -> None:
 def list_chunks(
     model: nn.Module, blocks: Sequence[nn.Module], state: ParallelState
 ) -> dict[int, list[nn.Module]] | None:
-    """Return stage index -> the blocks of this stage, in order; None = no pipeline stages."""
+    """Group this rank's blocks by the index of their pipeline stage; None = no stages."""
     if state.layout is None:
         return None
     staged = state.request.family.staged(model)

@@ -1,7 +1,7 @@
-"""`make_plan`: makes the `ShardPlan` of a model and a `Request`. No communication.
+"""`make_plan`: derives a `ShardPlan` from a model and a `Request`. No communication.
 
 The plan is read from a copy of the model on the meta device. The code that shards the model over
-tp, ep and etp shards the copy too, so no placement rule exists twice. The model does not change.
+tp, ep and etp also shards the copy, so no placement rule exists twice. The model does not change.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ Layers = Mapping[str, RoutedLayer]
 
 
 def make_plan(model: nn.Module, layers: Layers, request: Request, fp32: Set[str]) -> ShardPlan:
-    """Return the plan of a model. The model does not change. No communication."""
+    """Plan the sharding of a model and return the plan; the model does not change.
+
+    `fp32` has the names of tensors that stay in fp32. No communication.
+    """
     copies = copy_modules(model, make_meta_parameter)
     twin = copies[model]
     twins = {n: cast(RoutedLayer, copies[m]) for n, m in layers.items()}
@@ -85,11 +88,12 @@ def cut_model(model: nn.Module, layers: Layers, request: Request) -> None:
 
 
 def is_unsharded(meshes: Meshes) -> bool:
-    """Whether each expert (or etp part of it) belongs to one rank only."""
+    """Whether each expert's parameters (or each etp shard) are on one rank only."""
     return meshes.parallel.edp_replicate * meshes.parallel.edp_shard == 1
 
 
 def _make_layer_plan(name: str, layer: RoutedLayer, request: Request) -> LayerPlan:
+    """Describe one MoE layer for the plan."""
     config = layer.config
     return LayerPlan(
         name=name,
@@ -104,7 +108,7 @@ def _make_layer_plan(name: str, layer: RoutedLayer, request: Request) -> LayerPl
 
 
 class _Maker:
-    """Makes the plans of a model's units and parameters."""
+    """Builds the `UnitPlan`s and `ParamPlan`s from a model that is sharded over tp, ep and etp."""
 
     def __init__(
         self,
@@ -139,7 +143,7 @@ class _Maker:
         self.params = self._params()
 
     def _owned(self) -> dict[nn.Module, tuple[UnitRole, Sequence[nn.Module], list[nn.Parameter]]]:
-        """Return first module -> (role, modules, parameters) of each unit."""
+        """Assign each parameter to one unit; return {first module: (role, modules, parameters)}."""
         units, model = self.model_units, self.model
         blocks = [group for group in units.groups if group != [model]]
         inner_first: list[tuple[UnitRole, Sequence[nn.Module]]] = [
@@ -157,6 +161,7 @@ class _Maker:
         return owned
 
     def _params(self) -> dict[str, ParamPlan]:
+        """Return {name: plan} for all parameters of the model."""
         layers = {n: m for n, m in self.model.named_modules() if isinstance(m, RoutedLayer)}
         kind_of = make_kind_lookup(
             self.model, {clean_name(name): layer for name, layer in layers.items()}
@@ -181,7 +186,10 @@ class _Maker:
     def _placements(
         self, param: nn.Parameter, experts: Experts | None
     ) -> tuple[AxisPlacement, ...]:
-        """Return the placements over data ranks, then the placements over ep, etp and tp."""
+        """Return a parameter's placements over data axes, followed by ep, etp and tp.
+
+        `experts` is the module that has the parameter; None = a dense parameter.
+        """
         inner: list[AxisPlacement] = []
         if isinstance(param, DTensor):
             for (axis, size), placement in zip(
@@ -206,7 +214,7 @@ class _Maker:
         return (*outer, AxisPlacement(axis=axis, size=size, dim=dim), *inner)
 
     def _check_inputs(self, param: nn.Parameter, ranks: int) -> None:
-        """Raise a ValueError if dim 1 cannot be sharded evenly into whole bytes."""
+        """Raise a ValueError if `ranks` cannot shard dim 1 evenly, without splitting a byte."""
         name = self.name_of[param]
         recipe = self.recipes.get(name)
         values_per_byte = 2 if recipe is not None and recipe.scaling == "nvfp4" else 1
@@ -218,7 +226,7 @@ class _Maker:
             )
 
     def units(self) -> list[UnitPlan]:
-        """Return the units, in the order of their first use in forward."""
+        """Return the plans of all units, in the order of their first use in forward."""
         model_units = self.model_units
         unsharded_experts = set(model_units.experts) if is_unsharded(self.meshes) else set()
         forward, backward = _plan_prefetch(self.model, model_units, self.options, unsharded_experts)
@@ -228,7 +236,7 @@ class _Maker:
         ]
 
     def _first_use(self, unit: nn.Module) -> tuple[int, int]:
-        """Return the sort key of a unit: its first use in forward."""
+        """Return the sort key that orders units by their first use in forward."""
         places = self.places
         for group in self.model_units.first_use:
             if unit in group and unit is not self.model:
@@ -238,6 +246,7 @@ class _Maker:
     def _unit(
         self, first: nn.Module, forward: Iterable[nn.Module], backward: Iterable[nn.Module]
     ) -> UnitPlan:
+        """Return the plan of the unit whose first module is `first`, with its prefetches."""
         options = self.options
         role, modules, owned = self.owned[first]
         mesh: View = "expert" if role == "experts" else "dense"
@@ -273,7 +282,7 @@ class _Maker:
         )
 
     def strategy_of(self, role: UnitRole) -> Strategy:
-        """Return the sharding strategy of the units of a role."""
+        """Return the sharding strategy for units with this role."""
         options = self.options
         if role == "experts":
             return options.experts_strategy or options.dense_strategy
@@ -296,7 +305,7 @@ def check_parameters(name_of: Mapping[nn.Parameter, str]) -> None:
 
 
 def expert_dim(experts: Experts, param: nn.Parameter, meshes: Meshes) -> int:
-    """Return the dim of an expert parameter that is sharded over data ranks."""
+    """Choose the dim of an expert parameter that data ranks shard: dim 0 or the model dim."""
     # Dim 0 (experts) if the local count divides evenly, otherwise the model dim, because sharding
     # dim 0 would leave ranks empty. A strided w1 shards the model dim too, because DTensor cannot
     # all-gather two strided dims. Biases are small and shard dim 0.
@@ -315,7 +324,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 def _plan_prefetch(
     model: nn.Module, model_units: Units, options: FSDPOptions, unsharded: Set[nn.Module]
 ) -> tuple[Prefetch, Prefetch]:
-    """Return the prefetches of forward and of backward, without unsharded experts."""
+    """Return the prefetched units of each unit in forward and in backward.
+
+    Experts in `unsharded` are not prefetched.
+    """
     if not options.prefetch_blocks:
         return {}, {}
     unit_groups = [
@@ -327,7 +339,7 @@ def _plan_prefetch(
 
 
 def _list_axes(mesh: Any) -> list[tuple[str, int]]:
-    """Return names and sizes of a mesh's axes."""
+    """Return name and size of each axis of a device mesh."""
     return [(name, mesh.size(i)) for i, name in enumerate(mesh.mesh_dim_names)]
 
 
@@ -341,7 +353,10 @@ def find_gather_recipes(
     linears: Mapping[str, Recipe],
     request: Request,
 ) -> dict[str, Recipe]:
-    """Return name -> recipe of the parameters that are all-gathered in FP8."""
+    """Return {parameter name: recipe} for the parameters that are all-gathered in FP8.
+
+    `linears` maps clean names of linears to their recipes. Invalid options raise a ValueError.
+    """
     if not request.fsdp.fp8_param_gather:
         return {}
     read = dict(_find_fp8_parameters(model, layers, linears, request))
@@ -370,7 +385,7 @@ def _find_fp8_parameters(
     linears: Mapping[str, Recipe],
     request: Request,
 ) -> Iterator[tuple[nn.Parameter, Recipe]]:
-    """Yield the parameters that products can read in FP8, with their recipes."""
+    """Yield (parameter, recipe) for parameters that all products can read in FP8."""
     p = request.meshes.parallel
     for name, layer in layers.items():
         recipe = _gatherable_recipe(request.recipe_of(name, layer, "experts"))
@@ -398,7 +413,7 @@ def _find_fp8_parameters(
 def _check_pairs(
     name: str, experts: Experts, param: nn.Parameter, recipe: Recipe, meshes: Meshes
 ) -> None:
-    """Raise a ValueError if a shard of "nvfp4" rows has an odd number of values."""
+    """Raise a ValueError if "nvfp4" shards would split a byte, which has two values."""
     size, parts = experts.config.expert_dim, meshes.parallel.edp_shard
     is_cut = expert_dim(experts, param, meshes) == param.ndim - 1
     if recipe.scaling == "nvfp4" and is_cut and size // parts % 2:
@@ -409,10 +424,12 @@ def _check_pairs(
 
 
 def _gatherable_recipe(recipe: Recipe | None) -> Recipe | None:
+    """Return the recipe if weights can be all-gathered in its FP8 format, otherwise None."""
     return recipe if recipe is not None and recipe.gathers else None
 
 
 def _check_gatherable(name: str, param: nn.Parameter, num_places: int) -> None:
+    """Raise a ValueError if a parameter has another dtype than fp32 or bf16, or is tied."""
     if param.dtype not in STORED_DTYPES:
         raise ValueError(
             f"{name} ({param.dtype}) must be kept in fp32 or bf16 with {GATHER}: call model.float()"

@@ -1,4 +1,4 @@
-"""The arguments of a call of `parallelize_moe`, as a record, and their comparison between ranks.
+"""`Request`: the arguments of `parallelize_moe` as a record, which ranks compare.
 
 Ranks first compare versions, arguments and the full model over the world. After each rank has
 removed the pipeline stages of other ranks, the ranks of one stage compare their plans and weights.
@@ -59,19 +59,20 @@ class Request:
     pipeline: PipelineConfig | None
 
     def recipe_of(self, layer_name: str, layer: RoutedLayer, role: Role) -> Recipe | None:
-        """Return the recipe of a layer's "experts" or "shared_experts"; None = no FP8."""
+        """Return the FP8 recipe for a layer's "experts" or "shared_experts"; None = no FP8."""
         if role == "experts" and self.find_fp8_problem(layer_name, layer) is not None:
             return None
         return self._requested_recipe(layer_name, layer, role)
 
     def find_fp8_problem(self, layer_name: str, layer: RoutedLayer) -> str | None:
-        """Return why `only_faster` keeps a layer's experts out of FP8, or None."""
+        """Return why `Precision.only_faster` excludes a layer's experts from FP8, or None."""
         recipe = self._requested_recipe(layer_name, layer, "experts")
         if recipe is None or self.precision is None or not self.precision.only_faster:
             return None
         return fp8_speed_problem(self.spec_of(layer, recipe))
 
     def _requested_recipe(self, layer_name: str, layer: RoutedLayer, role: Role) -> Recipe | None:
+        """Return the recipe that the argument `precision` selects, or None."""
         if self.precision is None:
             return None
         part = layer.name_of("experts" if role == "experts" else "shared")
@@ -79,11 +80,11 @@ class Request:
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether each forward has its own cp."""
+        """Whether context parallelism is dynamic: the cp degree is an argument of each forward."""
         return self.context is not None and self.context.dynamic
 
     def context_options(self, model: Any) -> dict[int, ContextOptions]:
-        """Return the resolved context options of a model for each cp > 1."""
+        """Return {cp: context options} with a chosen method for each cp > 1 that can occur."""
         p, options, sizes = self.meshes.parallel, self.context or ContextOptions(), []
         if self.is_dynamic:
             ranks = self.meshes.data_ranks
@@ -94,14 +95,14 @@ class Request:
         return {cp: owner.context_options(options, cp, p.tp) for cp in sizes}
 
     def make_config(self, layer: RoutedLayer) -> MoEConfig:
-        """Return the config of a layer with the fields of the argument `moe`."""
+        """Return a copy of a layer's config in which the argument `moe` replaces fields."""
         config, moe = layer.config, self.moe
         if config.assignment == "hash":  # a selection by token id cannot be balanced
             moe = {**moe, "balance": config.balance}
         return replace(config, **moe)
 
     def spec_of(self, layer: RoutedLayer, recipe: Recipe | None) -> ExpertSpec:
-        """Return the `ExpertSpec` of a layer's experts on this rank, which selects products."""
+        """Return the local shapes, dtypes and recipe of a layer's experts, which select kernels."""
         experts: Experts = layer.part("experts")
         return experts.spec(
             dim=layer.config.expert_dim,
@@ -112,7 +113,10 @@ class Request:
         )
 
     def entries(self) -> dict[str, Any]:
-        """Return the arguments that ranks compare; `build_meshes` has compared the degrees."""
+        """Return the arguments as {name: value} for the comparison between ranks.
+
+        Degrees are not included, because `build_meshes` has compared them.
+        """
         record_fields = ("family", "meshes", "moe", "dispatch", "dense", "fsdp", "memory")
         entries = {
             f.name: getattr(self, f.name) for f in fields(self) if f.name not in record_fields
@@ -128,14 +132,20 @@ class Request:
 
 
 def compare_models(model: nn.Module, layers: Mapping[str, RoutedLayer], request: Request) -> None:
-    """Raise a ValueError on every rank if versions, arguments or full models differ."""
+    """Raise a ValueError on every rank if versions, arguments or full models differ.
+
+    Collective over the world.
+    """
     versions = {"torch.__version__": str(torch.__version__), "moecore.__version__": __version__}
     entries = {**versions, **request.entries(), **_model_entries(model, layers)}
     check_equal(entries, request.meshes.device_type)
 
 
 def compare_stages(model: nn.Module, plan: ShardPlan, request: Request) -> None:
-    """Raise a ValueError on every rank if plans or weights differ within a pipeline stage."""
+    """Raise a ValueError on every rank if plans or weights differ within a pipeline stage.
+
+    Collective.
+    """
     device_type = request.meshes.device_type
     # Other parts of a plan follow from arguments and model. Recipes also depend on the GPU
     # ("auto"), and placements on the model's own tensor parallelism.
@@ -151,7 +161,7 @@ def compare_stages(model: nn.Module, plan: ShardPlan, request: Request) -> None:
 
 
 def _model_entries(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> dict[str, Any]:
-    """Return the parts of a model that ranks compare: tensors, MoE layers, attributes."""
+    """Return names, shapes, dtypes and attributes of a model as entries that ranks compare."""
     params = dict(model.named_parameters())
     tensors = params | dict(model.named_buffers())
     return {
@@ -167,12 +177,12 @@ def _model_entries(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> dict[
 
 
 def list_roles(layer: RoutedLayer) -> tuple[Role, ...]:
-    """Return the roles of a layer's own matrix products, which are not `nn.Linear`s."""
+    """Return the roles of the layer's expert products that moecore computes."""
     is_native = isinstance(layer.part("shared"), SharedExpert)
     return ("experts", "shared_experts") if is_native else ("experts",)
 
 
 def is_cut(model: nn.Module) -> bool:
-    """Whether the caller has already sharded parameters over tp."""
+    """Whether a model has parameters that are already sharded over tp."""
     meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
     return any("tp" in (mesh.mesh_dim_names or ()) for mesh in meshes)

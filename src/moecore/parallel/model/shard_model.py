@@ -1,6 +1,6 @@
-"""`shard_model`: shards a model as its `ShardPlan` says, and makes the `UnitEngine`.
+"""`shard_model`: applies a `ShardPlan` to a model and creates the `UnitEngine`.
 
-The plan decides modules, placements, divisors and prefetches. This file only applies them.
+The plan decides modules, placements, divisors and prefetches. This file only applies the plan.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ NOTHING = make_flat_layout("float32", "float32", "float32", None, (), 1)
 
 
 def shard_model(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> UnitEngine:
-    """Shard a model that is local over tp, ep and etp, in place; return its engine."""
+    """Shard a model's parameters over data ranks in place, and return the engine of its units.
+
+    The parameters must already be sharded over tp, ep and etp.
+    """
     streams, owners = UnitStreams(meshes.device_type), _find_owners(model)
     join = cache(concatenate)  # a mesh takes milliseconds; parameters share a few meshes
     units_of: dict[str, list[Unit]] = {}
@@ -66,7 +69,7 @@ def shard_model(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> UnitEngine
 
 
 def _find_owners(model: nn.Module) -> dict[str, Owners]:
-    """Return the modules and attributes that have each parameter, by the parameter's first name."""
+    """Map each parameter's first name to all (module, attribute) pairs that refer to it."""
     owners: dict[nn.Parameter, Owners] = defaultdict(list)
     names: dict[nn.Parameter, str] = {}
     for prefix, module in model.named_modules():
@@ -86,6 +89,7 @@ def _make_unit(
     streams: UnitStreams,
     join: Callable[..., DeviceMesh],
 ) -> Unit:
+    """Create a unit and shard its parameters for one layout of the unit's plan."""
     mesh = get_data_mesh(unit_plan, meshes)
     gather_dtype = _dtype(unit_plan.gather_dtype)
     is_cut = unit_plan.strategy != "no_shard"
@@ -123,7 +127,7 @@ def _make_unit(
 
 
 def get_data_mesh(unit: UnitPlan, meshes: Meshes) -> DeviceMesh | None:
-    """Return the mesh of data ranks that share a unit; None = only this rank owns the experts."""
+    """Return the mesh of data ranks that shard a unit; None = only this rank has the experts."""
     if unit.mesh == "dense":
         return meshes.dense_fsdp
     return None if is_unsharded(meshes) else meshes.expert_fsdp
@@ -132,7 +136,10 @@ def get_data_mesh(unit: UnitPlan, meshes: Meshes) -> DeviceMesh | None:
 def _make_format(
     layout: FlatLayout, unit_plan: UnitPlan, group: dist.ProcessGroup | None, meshes: Meshes
 ) -> Format:
-    """Return the format of a unit's all-gather."""
+    """Create the format of a unit's all-gather: a cast, or FP8 if the layout has a recipe.
+
+    `group` has the ranks with the unit's other shards.
+    """
     if layout.recipe is None:
         return CastFormat(getattr(torch, layout.gathers))
     dtype = _dtype(unit_plan.gather_dtype or layout.dtype)
@@ -146,7 +153,7 @@ def _make_format(
 
 
 def _assign_buffers(plan: ShardPlan, units_of: dict[str, list[Unit]], streams: UnitStreams) -> None:
-    """Make the buffers of the plan and assign them to units."""
+    """Create the buffers that the plan's units share, and assign them to the units."""
     for buffer_plan in plan_buffers(plan):
         units = [units_of[name][i] for name, i in buffer_plan.places]
         if buffer_plan.holds == "weights":
@@ -162,7 +169,7 @@ def _assign_buffers(plan: ShardPlan, units_of: dict[str, list[Unit]], streams: U
 
 
 def _move_buffers(model: nn.Module, device_type: str) -> None:
-    """Move buffers of modules to the device of the meshes and the parameters."""
+    """Move the modules' registered buffers to the device of the meshes, except meta buffers."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:
@@ -170,6 +177,6 @@ def _move_buffers(model: nn.Module, device_type: str) -> None:
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
-    """Return the torch dtype of a name in a plan; None for None."""
+    """Return the torch dtype with a name such as "float32"; None for None."""
     dtype: torch.dtype | None = None if name is None else getattr(torch, name)
     return dtype

@@ -36,7 +36,7 @@ TOKEN = re.compile(r"[EtmL|()]|\*[0-9]+")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """The parts of a model that one virtual stage runs, in order."""
+    """The layers of a model that one virtual stage runs."""
 
     index: int  # 0 .. num_stages - 1, in the order of forward
     embedding: bool  # whether the stage has the embedding
@@ -52,14 +52,21 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineLayout:
-    """The stages of a model; `parse_layout`, `even_layout` and `balanced_layout` make one."""
+    """The pipeline stages of a model.
+
+    `parse_layout`, `even_layout` and `balanced_layout` return a layout.
+    """
 
     stages: tuple[Stage, ...]  # in the order of forward
     num_layers: int  # number of transformer layers
     num_mtp_layers: int  # number of multi-token prediction modules
 
     def chunks(self, pp: NumStages) -> int:
-        """Return the number of stages per rank; raise a ValueError if pp does not divide it."""
+        """Return the number of stages per rank.
+
+        Raises:
+            ValueError: if the number of stages is not a multiple of pp.
+        """
         check_value("pp", pp, NumStages)
         chunks, rest = divmod(len(self.stages), pp)
         if rest:
@@ -94,7 +101,7 @@ class PipelineLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutCosts(CheckedRecord):
-    """Time of each part of a model for one micro-batch, in any unit."""
+    """Time of a model's embedding, layers and head for one micro-batch, in any unit."""
 
     embedding: PositiveOrZero = 0.0  # the embedding
     layers: tuple[PositiveOrZero, ...]  # each transformer layer
@@ -122,7 +129,7 @@ class LayoutCosts(CheckedRecord):
 def parse_layout(
     text: str, *, num_layers: NumStages, num_mtp_layers: FewOrNone = 0
 ) -> PipelineLayout:
-    """Return the layout of a string such as "Et*3|(tt|)*29m|L"; spaces are ignored.
+    """Parse a layout string such as "Et*3|(tt|)*29m|L"; spaces are ignored.
 
     Raises:
         ValueError: if the string is malformed, or does not have the model's numbers of layers.
@@ -158,8 +165,8 @@ def even_layout(
 ) -> PipelineLayout:
     """Return a layout with equal numbers of layers per stage; the first stages get the remainder.
 
-    The first stage has the embedding; the last stage has MTP modules, head and loss. A stage that
-    would begin with a layer of `bound` begins with the nearest other layer.
+    The first stage has the embedding. The last stage has MTP modules, head and loss. No stage may
+    begin with a layer in `bound`; such a stage begins with the nearest allowed layer.
     """
     check_arguments(even_layout, locals())
     return parse_layout(
@@ -172,7 +179,8 @@ def even_layout(
 def balanced_layout(costs: LayoutCosts, *, num_stages: NumStages) -> PipelineLayout:
     """Return the layout whose slowest stage has the least cost.
 
-    Ties are resolved by the fewest parts in the last stage, then by the least sum of squared costs.
+    Among equal layouts, the layout with the fewest layers in the last stage is chosen, and among
+    these the layout with the least sum of squared costs.
     """
     check_arguments(balanced_layout, locals())
     letters = "E" + "t" * len(costs.layers) + "m" * len(costs.mtp) + "L"
@@ -189,7 +197,7 @@ def balanced_layout(costs: LayoutCosts, *, num_stages: NumStages) -> PipelineLay
 
 
 def _expand(text: str) -> str:
-    """Return a layout string without spaces, groups and repetitions."""
+    """Expand the groups and repetitions of a layout string; remove its spaces."""
     plain = re.sub(r"\s", "", text)
     tokens = TOKEN.findall(plain)
     if "".join(tokens) != plain:
@@ -228,12 +236,14 @@ def _expand(text: str) -> str:
 
 
 def _refuse(text: str, relation: str, fix: str) -> None:
+    """Raise the ValueError for a malformed layout string."""
     raise ValueError(f"layout ({quote(text)}) must {relation}: {fix}")
 
 
 def _make_even_text(
     num_layers: int, num_mtp_layers: int, num_stages: int, bound: frozenset[int] = frozenset()
 ) -> str:
+    """Return the layout string with equal numbers of layers per stage, see `even_layout`."""
     base_size, num_larger = divmod(num_layers, num_stages)
     first = [base_size * stage + min(stage, num_larger) for stage in range(num_stages + 1)]
     free = [0, *(layer for layer in range(1, num_layers) if layer not in bound), num_layers]
@@ -246,7 +256,7 @@ def _make_even_text(
 
 
 def _shorten(stages: Sequence[str]) -> str:
-    """Return stages as a layout string with repetitions."""
+    """Join the stages' letters into a short layout string with repetitions."""
     short = [re.sub(r"(.)\1{2,}", lambda run: f"{run[1]}*{len(run[0])}", s) for s in stages]
     text = ""
     for stage, run in groupby(short[:-1]):
@@ -256,6 +266,7 @@ def _shorten(stages: Sequence[str]) -> str:
 
 
 def _make_layout(stages: Sequence[str]) -> PipelineLayout:
+    """Number the layers of the stages' letters, and return the layout."""
     first = {letter: [0, *accumulate(s.count(letter) for s in stages)] for letter in "tm"}
 
     def indices(letter: str, stage: int) -> tuple[int, ...]:
@@ -277,6 +288,7 @@ def _make_layout(stages: Sequence[str]) -> PipelineLayout:
 
 
 def _format_cell(stage: Stage) -> str:
+    """Return a stage's letters and layer indices, such as "Ettt 0-2"."""
     if not stage.layers:
         return stage.letters or "-"
     first, last = stage.layers[0], stage.layers[-1]
@@ -284,7 +296,7 @@ def _format_cell(stage: Stage) -> str:
 
 
 def _min_bottleneck(sums: Sequence[float], num_stages: int) -> float:
-    """Return the least possible cost of the slowest stage."""
+    """Return the least possible cost of the slowest stage; `sums` are cumulative costs."""
     last = len(sums)
     candidates = sorted({sums[j] - sums[i] for i in range(last) for j in range(i + 1, last)})
 
@@ -301,7 +313,10 @@ def _min_bottleneck(sums: Sequence[float], num_stages: int) -> float:
 
 
 def _find_borders(sums: Sequence[float], num_stages: int, max_cost: float) -> list[int]:
-    """Return the borders of stages, none of which costs more than `max_cost`."""
+    """Return indices in `sums` that split the model into stages of cost <= `max_cost`.
+
+    `sums` are cumulative costs. Ties are resolved as in `balanced_layout`.
+    """
     last = len(sums) - 1
     # Stage 0 has the embedding and the last stage has the loss, so both are not empty.
     best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]  # by end: sum of squares, start
@@ -323,6 +338,7 @@ def _find_borders(sums: Sequence[float], num_stages: int, max_cost: float) -> li
 
 
 def _ends(sums: Sequence[float], start: int, max_cost: float) -> Iterator[int]:
+    """Yield the ends of stages that begin at `start` and cost at most `max_cost`."""
     for end in range(start, len(sums)):
         if sums[end] - sums[start] > max_cost:
             return

@@ -27,7 +27,7 @@ HALVINGS = 50
 
 
 def next_backwards(order: Sequence[Item]) -> list[Action | None]:
-    """Return for each item the backward that follows next, or None."""
+    """Return, for each item of a rank's order, the next later backward; None = no backward."""
     backwards: list[Action | None] = []
     upcoming: Action | None = None
     for item in reversed(order):
@@ -39,7 +39,10 @@ def next_backwards(order: Sequence[Item]) -> list[Action | None]:
 
 
 def offloads_last_block(order: Sequence[Item]) -> list[bool]:
-    """Return for each item whether the last block of its forward is offloaded too."""
+    """Return, for each item of a rank's order, whether its forward offloads the last block.
+
+    It is not, if the micro-batch's backward is the next backward of this item or the two after it.
+    """
     backwards = next_backwards(order)
     flags = []
     for i, item in enumerate(order):
@@ -55,7 +58,7 @@ def offload_fractions(
     *,
     bytes_per_second: Positive,
 ) -> tuple[float, ...]:
-    """Return for each stage the largest `MemoryOptions.offload_fraction` that compute hides.
+    """Return, for each stage, the largest `MemoryOptions.offload_fraction` that compute hides.
 
     No item of the simulated timeline starts or ends later than without offload. The simulation has
     one copy engine per direction, which copies in the order of the rank's items:
@@ -95,7 +98,7 @@ def offload_fractions(
 
 
 def _live_stages(order: Sequence[Item]) -> set[int]:
-    """Return the stages with a backward that directly follows its forward."""
+    """Return the stages that run a backward directly after the forward of its micro-batch."""
     return {
         action.stage
         for item, backward in zip(order, next_backwards(order), strict=True)
@@ -105,7 +108,10 @@ def _live_stages(order: Sequence[Item]) -> set[int]:
 
 
 def _maximise(fractions: list[float], stages: Sequence[int], fits: Callable[[], bool]) -> None:
-    """Increase the equal fractions of some stages to the largest value that fits, by bisection."""
+    """Set the stages' fractions, in place, to the largest common value for which `fits()` is True.
+
+    The value is found by bisection.
+    """
 
     def tried(share: float) -> bool:
         for stage in stages:
@@ -122,7 +128,10 @@ def _maximise(fractions: list[float], stages: Sequence[int], fits: Callable[[], 
 
 
 def _fits(spans: Sequence[Span], fractions: Sequence[float], seconds: Sequence[float]) -> bool:
-    """Whether no item waits for copies; `seconds` = time to copy all saved bytes of a stage."""
+    """Whether no item of a rank's timeline waits for copies with these offload fractions.
+
+    `seconds` has the time to copy all saved bytes of each stage.
+    """
     out = back = 0.0  # times at which the copy engines are free
     before = freed = copies_end = 0.0  # end of the last item, and of the last two items' copies
     offload_ends: dict[Place, float] = {}

@@ -1,4 +1,4 @@
-"""The order of actions of one pipeline rank: each schedule is a function from `Shape` to `Turns`.
+"""The order of one pipeline rank's actions: each schedule is a function from `Shape` to `Turns`.
 
     Shape (pp, chunks, rank, micro-batches) -> Turns -> Action or Overlap, ..
 
@@ -28,7 +28,7 @@ class Action(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """A forward and a backward of different micro-batches that run concurrently."""
+    """A pair of a forward and a backward of different micro-batches that run concurrently."""
 
     forward: Action
     backward: Action
@@ -38,7 +38,7 @@ Item = Action | Overlap
 
 
 def list_actions(item: Item) -> tuple[Action, ...]:
-    """Return the one or two actions of an item of an order, the forward first."""
+    """Return the action of an item, or the forward and the backward of an `Overlap`."""
     return tuple(item) if isinstance(item, Overlap) else (item,)
 
 
@@ -46,7 +46,7 @@ Pass = tuple[int, int] | None  # (stage, micro-batch); None = a gap
 
 
 class Shape(NamedTuple):
-    """A pipeline rank, and the numbers of ranks, chunks per rank and micro-batches."""
+    """Index of a pipeline rank, and numbers of ranks, chunks per rank and micro-batches."""
 
     pp: int
     chunks: int
@@ -55,7 +55,7 @@ class Shape(NamedTuple):
 
 
 class Turns(NamedTuple):
-    """The passes of one rank."""
+    """The forwards and backwards of one rank, and how they alternate."""
 
     forwards: Sequence[Pass]
     backwards: Sequence[Pass]
@@ -70,7 +70,7 @@ class Turns(NamedTuple):
 
 
 def make_order(turns: Turns) -> Iterator[Item]:
-    """Yield the order of one rank."""
+    """Interleave a rank's forwards and backwards and yield the items in the order of execution."""
     forwards = [Action("F", *pass_) if pass_ else None for pass_ in turns.forwards]
     while forwards and forwards[-1] is None:
         forwards.pop()
@@ -101,7 +101,7 @@ def make_order(turns: Turns) -> Iterator[Item]:
 
 
 def _loop(shape: Shape, *, sizes: Sequence[int], warm_up: int, **options: Any) -> Turns:
-    """Return turns by rounds of micro-batches; a round runs chunk after chunk."""
+    """Return the turns that run rounds of `sizes` micro-batches, each round chunk after chunk."""
 
     def passes(chunks: Sequence[int]) -> list[Pass]:
         return [
@@ -116,12 +116,16 @@ def _loop(shape: Shape, *, sizes: Sequence[int], warm_up: int, **options: Any) -
 
 
 def _gpipe(shape: Shape) -> Turns:
+    """Return the turns of GPipe: all forwards, followed by all backwards."""
     number = shape.num_micro_batches
     return _loop(shape, sizes=[number], warm_up=number * shape.chunks)
 
 
 def _interleaved(shape: Shape, *, hop: int, num_extra: int = 0, **options: Any) -> Turns:
-    """Return 1F1B by rounds of at least pp; a rank is `hop` forwards ahead of the next rank."""
+    """Return the turns of 1F1B in rounds of at least pp micro-batches.
+
+    Each rank runs `hop` more warm-up forwards than the next rank.
+    """
     # In one turn a forward moves one rank up and a backward one rank down, so neighbours are two
     # turns apart; with one chunk a distance of one is enough. The first micro-batch of a round
     # must pass all ranks before the round ends: 11 micro-batches on 4 ranks are rounds of 6 and 5.
@@ -134,7 +138,10 @@ def _interleaved(shape: Shape, *, hop: int, num_extra: int = 0, **options: Any) 
 
 
 def _v(shape: Shape, *, num_extra: int = 0, **options: Any) -> Turns:
-    """Return 1F1B over the two stages of a V; stage s is 2 pp - s forwards ahead."""
+    """Return the turns of 1F1B for a V: rank r has the stages r and 2 pp - 1 - r.
+
+    Stage s runs 2 pp - s forwards before its first backward.
+    """
     pp, _, rank, num_micro_batches = shape
     steady = [0, 1] * num_micro_batches
     forwards = [0] * (2 * (pp - rank) - 1) + [1, 0] * rank + [1] * (pp - rank) + steady
@@ -149,7 +156,7 @@ def _v(shape: Shape, *, num_extra: int = 0, **options: Any) -> Turns:
 
 
 class Rule(NamedTuple):
-    """A schedule: its number of chunks (None = any), placement in a V, and turns of a rank."""
+    """A schedule's number of chunks (None = any), whether stages form a V, and its turns."""
 
     chunks: int | None
     is_v: bool

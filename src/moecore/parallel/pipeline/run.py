@@ -1,4 +1,4 @@
-"""Runs a schedule on one rank: forwards and backwards of its stages, and their messages.
+"""Runs a pipeline schedule on one rank: its stages' forwards, backwards and messages.
 
     F   receive hidden states -> forward of the stage -> send its output; store input and graph
     B   receive the gradient of that output -> backward -> send the gradient of the input
@@ -44,18 +44,21 @@ class StageOffload(Protocol):
     def chunk(
         self, *, offloads_last: bool, resident_input: Tensor | None
     ) -> AbstractContextManager[Any]:
-        """Return a context of a forward, which gives its chunk; `resident_input` stays."""
+        """Return a context that offloads a forward's saved tensors and yields their chunk.
+
+        The tensor `resident_input` is not offloaded. `offloads_last` includes the last block.
+        """
 
     def bring_back(self, chunk: Any) -> None:
         """Start to copy a forward's offloaded tensors back to the device."""
 
     def free(self, chunk: Any) -> None:
-        """Free the device memory of the forward's last block, if it has been copied out."""
+        """Free the device memory of the forward's last block, if it has been copied to the host."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pipeline:
-    """The place of a model among the stages of a pipeline."""
+    """A pipeline rank's model, its stages' layout, and the objects that run the schedule."""
 
     model: StagedModel  # runs this rank's stages
     engine: UnitEngine  # of its units
@@ -79,7 +82,7 @@ class Pipeline:
         return len(self.layout.stages) // self.size
 
     def schedule(self, num_micro_batches: int) -> Schedule:
-        """Return the order of forwards and backwards of every rank."""
+        """Return the schedule: the order of forwards and backwards on every rank."""
         return make_schedule(
             self.config.schedule,
             pp=self.size,
@@ -94,7 +97,16 @@ def run_pipeline(
     scale: Callable[[Tensor], Tensor],
     side_by_side: SideBySide,
 ) -> Tensor:
-    """Run all micro-batches forward and backward; return their losses, fp32 [n], on every rank."""
+    """Run forward and backward of all micro-batches; return their losses, fp32 [n].
+
+    Collective over the pipeline ranks.
+
+    Args:
+        pipeline: this rank's model and stages.
+        micro_batches: keyword arguments of the model for each micro-batch, equal on all stages.
+        scale: function that scales a loss before its backward.
+        side_by_side: function that runs a forward and a backward concurrently.
+    """
     for inputs in micro_batches:
         pipeline.model.check_inputs(inputs)
     pipeline.arguments.before_schedule(micro_batches)
@@ -106,7 +118,10 @@ def run_pipeline(
 
 @torch.no_grad()
 def forward_pipeline(pipeline: Pipeline, micro_batches: Sequence[Inputs]) -> Tensor:
-    """Return the losses of micro-batches without gradients, fp32 [n], on every rank."""
+    """Run the forwards of all micro-batches without gradients; return their losses, fp32 [n].
+
+    Collective over the pipeline ranks.
+    """
     for inputs in micro_batches:
         pipeline.model.check_inputs(inputs)
     pipeline.arguments.before_schedule(micro_batches)
@@ -120,7 +135,7 @@ def forward_pipeline(pipeline: Pipeline, micro_batches: Sequence[Inputs]) -> Ten
 
 @dataclass(slots=True)
 class _StageForward:
-    """A forward whose backward has not run. The output itself is freed when it is sent."""
+    """A stage's forward until its backward: input and graph edge, without the sent output."""
 
     hidden: Tensor | None  # input of the stage; None for tokens
     edge: GradientEdge | None  # of the graph that computed the output; None = nothing is trained
@@ -128,7 +143,7 @@ class _StageForward:
 
 
 class _ScheduleRun:
-    """One run of a schedule."""
+    """Runs a schedule once on this rank, and stores the losses."""
 
     def __init__(
         self,
@@ -164,7 +179,7 @@ class _ScheduleRun:
         }
 
     def all(self, items: Sequence[Item]) -> None:
-        """Run the items of a rank's order."""
+        """Run all items of this rank's order and send their results."""
         for item, backward, offloads_last in zip(
             items, next_backwards(items), offloads_last_block(items), strict=True
         ):
@@ -180,7 +195,7 @@ class _ScheduleRun:
         self._transport.finish()
 
     def _bring_back(self, backward: Action | None) -> None:
-        """Start to bring back the saved tensors of the next item's backward, if they exist."""
+        """Start to copy the offloaded tensors of the next item's backward to the device."""
         forward = (
             None if backward is None else self._forwards.get((backward.stage, backward.micro_batch))
         )
@@ -188,7 +203,7 @@ class _ScheduleRun:
             self._offload.bring_back(forward.chunk)
 
     def _run(self, item: Item) -> list[tuple[Action, Tensor | None]]:
-        """Return the actions of an item with the tensors to send, None = nothing to send."""
+        """Run an item; return each action with the tensor to send, None = nothing to send."""
         if not isinstance(item, Overlap):
             return [(item, self._do[item.kind](item))]
         gradient: list[Tensor | None] = []
@@ -201,11 +216,12 @@ class _ScheduleRun:
         return [(item.forward, output), (item.backward, gradient[0])]
 
     def losses(self) -> Tensor:
-        """Return the losses of the micro-batches. Collective over the pipeline ranks."""
+        """All-reduce the losses over the pipeline ranks and return them. Collective."""
         dist.all_reduce(self._losses, group=self._pipeline.groups[0])  # zeros on other ranks
         return self._losses
 
     def _forward(self, action: Action) -> Tensor | None:
+        """Receive a stage's input, run its forward and return the output; None = the loss."""
         stage, inputs = self._stages[action.stage], self._micro_batches[action.micro_batch]
         hidden = self._transport.receive(action)
         if hidden is not None and torch.is_grad_enabled():
@@ -224,13 +240,13 @@ class _ScheduleRun:
         return output
 
     def _chunk(self, hidden: Tensor | None) -> AbstractContextManager[Any]:
-        """Return the context of a stage's forward, whose input is not offloaded."""
+        """Return the offload context for a stage's forward, which keeps the input on the device."""
         if self._offload is None or not torch.is_grad_enabled():
             return nullcontext()
         return self._offload.chunk(offloads_last=self._offloads_last, resident_input=hidden)
 
     def _checked(self, out: Tensor, action: Action) -> Tensor:
-        """Return hidden states, after a check of the shape and dtype that the next stage needs."""
+        """Check that hidden states have the shape and dtype of the next stage; return them."""
         shape = self._shape_of(action.stage + 1, action.micro_batch)
         if out.dtype != self._pipeline.dtype or tuple(out.shape) != shape:
             raise ValueError(
@@ -241,6 +257,7 @@ class _ScheduleRun:
         return out
 
     def _backward(self, action: Action) -> Tensor | None:
+        """Receive a stage's output gradient, run its backward and return the input gradient."""
         grad = self._transport.receive(action)
         forward = self._forwards.pop((action.stage, action.micro_batch))
         if forward.edge is not None:
@@ -248,11 +265,12 @@ class _ScheduleRun:
         return None if forward.hidden is None else forward.hidden.grad
 
     def _backward_of_inputs(self, action: Action) -> Tensor | None:
+        """Run a stage's backward with deferred weight gradients; return the input gradient."""
         deferred = self._deferred[action.stage, action.micro_batch] = WeightGradients()
         with self._engine.deferring(deferred):
             return self._backward(action)
 
     def _shape_of(self, stage: int, micro_batch: int) -> tuple[int, ...]:
-        """Return the shape of a stage's input; an empty stage has the input of the next stage."""
+        """Return the shape of a stage's input; an empty stage passes it to the next stage."""
         next_stage = next(s for s in self._stages[stage:] if s.layers or s.mtp or s.loss)
         return hidden_shape(self._pipeline.model, next_stage, self._micro_batches[micro_batch])

@@ -1,4 +1,4 @@
-"""`Schedule`: which rank has which stage, and the orders of all ranks.
+"""`Schedule`: assigns stages to ranks, and defines the order of actions on each rank.
 
     (name, pp, chunks, micro-batches) -> Schedule: orders[rank] = (Action | Overlap, ..)
 
@@ -28,7 +28,7 @@ from moecore.parallel.pipeline.orders import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """The stages of each rank, and the order of its actions."""
+    """The rank of each stage, and the order of actions on each rank."""
 
     name: str
     pp: int  # pipeline ranks
@@ -38,7 +38,10 @@ class Schedule:
     orders: tuple[tuple[Item, ...], ...]  # the items of each rank, in order
 
     def inputs_of(self, action: Action) -> list[Action]:
-        """Return the dependencies of an action, on its own stage and on neighbouring stages."""
+        """Return the actions that must run before an action: its dependencies.
+
+        A dependency on a backward has the kind D, which a full backward B satisfies too.
+        """
         kind, stage, micro_batch = action
         if kind == "F":
             return [Action("F", stage - 1, micro_batch)] if stage else []
@@ -48,7 +51,10 @@ class Schedule:
         return [Action("F", stage, micro_batch), *after]
 
     def in_time(self) -> Iterator[tuple[int, Item]]:
-        """Yield (rank, item) in an order that dependencies allow; stop where every rank waits."""
+        """Yield (rank, item) in an order that satisfies all dependencies.
+
+        The iteration stops early if the schedule has a deadlock.
+        """
         finished_actions: set[Action] = set()
         position = [0] * self.pp
         has_progress = True
@@ -72,7 +78,7 @@ class Schedule:
                     has_progress = True
 
     def check(self) -> None:
-        """Raise unless every pass runs once, on its rank, and no rank waits forever.
+        """Check that every pass runs once, on its stage's rank, and that no rank waits forever.
 
         A rank waits for its dependencies only. It does not wait until its sends are received.
 
@@ -113,7 +119,7 @@ class Schedule:
     ) -> tuple[int, ...]:
         """Return the peak size of saved activations on each rank.
 
-        In an `Overlap` the forward's activations exist before the backward frees its own.
+        In an `Overlap` the forward saves activations before the backward frees activations.
 
         Args:
             sizes: size of a micro-batch's activations on each stage, in any unit.
@@ -135,7 +141,7 @@ class Schedule:
 def make_schedule(
     name: ScheduleName, *, pp: Count, chunks: Count, num_micro_batches: Count
 ) -> Schedule:
-    """Return the schedule with a name: stages and orders of all ranks.
+    """Create the schedule with this name for all ranks.
 
     | name | chunks | stage s is on rank | order |
     |---|---|---|---|
@@ -202,10 +208,12 @@ class PipelineConfig(CheckedRecord):
     def stages(
         self, pp: int, num_layers: int, num_mtp_layers: int = 0, bound: frozenset[int] = frozenset()
     ) -> PipelineLayout:
-        """Return the layout of a model over pp ranks; `bound` is `StageParts.bound`.
+        """Return the layout of a model over pp ranks.
+
+        `bound` has the layers with which no stage can begin (`StageParts.bound`).
 
         Raises:
-            ValueError: if the layout does not fit the model.
+            ValueError: if the layout does not have the model's numbers of layers.
         """
         if self.layout is not None:
             return parse_layout(self.layout, num_layers=num_layers, num_mtp_layers=num_mtp_layers)

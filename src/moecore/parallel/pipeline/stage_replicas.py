@@ -29,7 +29,7 @@ from moecore.parallel.mesh import Meshes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AllStages:
-    """The parameters of all stages of a model."""
+    """The parameter names of all pipeline stages, and the groups of stages that share them."""
 
     pp: int
     pp_rank: int
@@ -41,11 +41,14 @@ class AllStages:
     device: torch.device  # of the parameters, once they are real
 
     def num_copies(self, name: str) -> int:
-        """Return the number of ranks that have a parameter if stages do not shard it."""
+        """Return the number of ranks whose stage has the parameter."""
         return self.num_holders[clean_name(name)] * (dist.get_world_size() // self.pp)
 
     def place(self, names: list[str], values: Tensor) -> Tensor:
-        """Return one value per parameter of all stages; parameters of other stages have 0."""
+        """Scatter this stage's values into a vector with an element per parameter of all stages.
+
+        Parameters of other stages have the value 0.
+        """
         order = {name: i for i, name in enumerate(self.num_holders)}
         index = torch.tensor([order[clean_name(name)] for name in names], dtype=torch.int64)
         placed = values.new_zeros(len(order))
@@ -53,7 +56,10 @@ class AllStages:
 
 
 def make_all_stages(model: nn.Module, meshes: Meshes) -> AllStages:
-    """Compare and describe the stages of a sharded model. Collective over the world, host sync."""
+    """Gather the parameter names of all stages, and check that shared parameters are equal.
+
+    Collective over the world, host sync.
+    """
     peers, device_type = meshes.dense.get_group("pp"), meshes.device_type
     named = {clean_name(name): param for name, param in model.named_parameters()}
     forms = gather({name: _describe(p) for name, p in named.items()}, peers)
@@ -98,7 +104,10 @@ def make_all_stages(model: nn.Module, meshes: Meshes) -> AllStages:
 
 
 def _make_peer_group(stages: tuple[int, ...], meshes: Meshes) -> Any:
-    """Return the group of this rank's index in several stages, or None. Collective."""
+    """Create groups of the ranks with equal index in several stages; return this rank's group.
+
+    None = this rank's stage is not in `stages`. Collective.
+    """
     size = meshes.stage_group.size()
     for place in range(size):
         ranks = [stage * size + place for stage in stages]
@@ -118,7 +127,7 @@ def lay_out_as_parameter(param: nn.Parameter) -> None:
 
 
 def _describe(param: nn.Parameter) -> str:
-    """Return a text of the properties that copies of a parameter must share."""
+    """Return text with the properties that must be equal for all copies of a parameter."""
     kind = "trained" if param.requires_grad else "frozen"
     memory = "on meta" if param.is_meta else "real"
     sharding = f"sharded as {param.placements}" if isinstance(param, DTensor) else "not sharded"
@@ -126,7 +135,10 @@ def _describe(param: nn.Parameter) -> str:
 
 
 def _find_odd_copy(forms: list[dict[str, str]]) -> str | None:
-    """Return an error text for the first copy that differs, or None."""
+    """Compare the descriptions of each parameter's copies; return an error text, or None.
+
+    `forms` has a mapping from name to description for each pp rank.
+    """
     first: dict[str, tuple[int, str]] = {}
     for pp_rank, forms_of_rank in enumerate(forms):
         for name, form in forms_of_rank.items():

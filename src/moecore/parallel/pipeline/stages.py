@@ -1,4 +1,4 @@
-"""Pipeline stages of a model: removal of other ranks' modules, and the forward of a stage.
+"""Splits a model into pipeline stages: removes other ranks' modules, and checks stage inputs.
 
 Legend: B sequences, T tokens of a sequence, D model dim, k multi-token prediction modules.
 
@@ -29,7 +29,10 @@ from moecore.parallel.pipeline.layout import Stage
 
 
 class AbsentModule(nn.Module):
-    """Replaces a module of another rank's stage. It has no parameters and returns its input."""
+    """A placeholder for a module of another rank's stage, without parameters.
+
+    It returns its input.
+    """
 
     def __init__(self, module: nn.Module, *, results: int = 1) -> None:
         super().__init__()
@@ -47,7 +50,7 @@ class AbsentModule(nn.Module):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageParts:
-    """The names of the modules that stages consist of."""
+    """The names of the modules that a model's stages contain."""
 
     embedding: str
     layers: str  # the ModuleList of transformer layers
@@ -60,7 +63,7 @@ class StageParts:
     bound: frozenset[int] = frozenset()
 
     def elsewhere(self, name: str, module: nn.Module) -> AbsentModule:
-        """Return the replacement of a module on other ranks."""
+        """Return the placeholder that replaces a module on ranks without it."""
         is_layer = name.startswith(f"{self.layers}.")
         return AbsentModule(module, results=self.results if is_layer else 1)
 
@@ -70,13 +73,13 @@ class StagedModel(Protocol):
     """A model that can run pipeline stages (`Family.staged`)."""
 
     def stage_parts(self) -> StageParts:
-        """Return the modules of stages, equal before and after `take_stages`."""
+        """Return the names of the modules that stages contain. `take_stages` keeps these names."""
 
     def hidden_shape(self, stage: Stage, inputs: Mapping[str, Any]) -> tuple[int, ...]:
-        """Return the shape of a stage's input hidden states."""
+        """Return the shape of a stage's input hidden states for a micro-batch."""
 
     def check_inputs(self, inputs: Mapping[str, Any]) -> None:
-        """Raise a ValueError if stages cannot run a micro-batch. Every rank calls it first."""
+        """Raise a ValueError if stages cannot run with a micro-batch's arguments."""
 
     def get_submodule(self, target: str) -> nn.Module:
         """Return a module of the model by its name."""
@@ -88,14 +91,17 @@ class StagedModel(Protocol):
         """Run the forward of one stage; return hidden states, or the loss (logits without labels).
 
         Args:
-            hidden: output of the previous stage for this rank's tokens; None with the embedding.
+            hidden: output of the previous stage; None if the stage has the embedding.
             stage: the stage.
             inputs: keyword arguments of the model's forward, equal in every stage.
         """
 
 
 def take_stages(model: StagedModel, stages: Sequence[Stage]) -> None:
-    """Replace the modules that these stages do not need, in place, before `parallelize_moe`."""
+    """Replace the modules that these stages do not need by `AbsentModule`, in place.
+
+    Call it on a full model before `parallelize_moe`.
+    """
     check_arguments(take_stages, locals())
     parts, (num_layers, num_mtp) = model.stage_parts(), num_parts(model)
     local_modules: dict[str, nn.Module] = {}
@@ -117,7 +123,10 @@ def take_stages(model: StagedModel, stages: Sequence[Stage]) -> None:
 
 
 def hidden_shape(model: StagedModel, stage: Stage, inputs: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the shape of a stage's input hidden states on this rank. No communication."""
+    """Return the shape of a stage's input hidden states on this rank.
+
+    Raises a ValueError for the first stage and for empty stages. No communication.
+    """
     if stage.embedding or not (stage.layers or stage.mtp or stage.loss):
         raise ValueError(
             f"stage ({stage.index}) must get hidden states and run something: nothing enters the "
@@ -127,7 +136,7 @@ def hidden_shape(model: StagedModel, stage: Stage, inputs: Mapping[str, Any]) ->
 
 
 def num_parts(model: StagedModel) -> tuple[int, int]:
-    """Return the numbers of layers and of multi-token prediction modules of a model."""
+    """Return the number of layers and the number of multi-token prediction modules of a model."""
     parts = model.stage_parts()
     return _count_entries(model, parts.layers), 0 if parts.mtp is None else _count_entries(
         model, parts.mtp
@@ -135,7 +144,7 @@ def num_parts(model: StagedModel) -> tuple[int, int]:
 
 
 def get_loss(output: Any) -> Tensor:
-    """Return the loss from the output of a forward: the output, or its `.loss`."""
+    """Return the loss of a forward: its output if that is a tensor, otherwise `output.loss`."""
     loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
     if loss is None:
         raise ValueError(
@@ -146,7 +155,7 @@ def get_loss(output: Any) -> Tensor:
 
 
 def runs_norm(stage: Stage, num_mtp: int) -> bool:
-    """Whether the final norm runs in a stage of a model with `num_mtp` MTP modules."""
+    """Whether a stage runs the final norm, in a model with `num_mtp` MTP modules."""
     return 0 in stage.mtp or (stage.loss and num_mtp == 0)
 
 
@@ -163,7 +172,7 @@ def check_stage(model: StagedModel, parts: StageParts, stage: Stage, num_mtp: in
 
 
 def require_arguments(inputs: Mapping[str, Any], *names: str) -> None:
-    """Raise a ValueError if a micro-batch lacks an argument; "a or b" = one is enough."""
+    """Raise a ValueError if a micro-batch lacks an argument; "a or b" requires one of the two."""
     for name in names:
         if all(inputs.get(part) is None for part in name.split(" or ")):
             raise ValueError(
@@ -194,7 +203,7 @@ def check_hidden(hidden: Tensor | None, stage: Stage, shape: tuple[int, ...]) ->
 def _list_needed_modules(
     model: StagedModel, parts: StageParts, stage: Stage, num_mtp: int
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that a stage needs, with their names."""
+    """Yield name and module of each module that a stage runs or reads."""
     if stage.embedding or stage.mtp or (stage.loss and parts.tied):
         yield parts.embedding, model.get_submodule(parts.embedding)
     for name, indices in ((parts.layers, stage.layers), (parts.mtp, stage.mtp)):
@@ -208,6 +217,7 @@ def _list_needed_modules(
 
 
 def _check_range(stage: Stage, field: str, indices: Sequence[int], count: int) -> None:
+    """Raise a ValueError if a layer index of a stage is not below the model's `count`."""
     if any(not 0 <= index < count for index in indices):
         raise ValueError(
             f"stage {stage.index} {field} ({indices}) must be of the {count} of the model: make "
@@ -216,4 +226,5 @@ def _check_range(stage: Stage, field: str, indices: Sequence[int], count: int) -
 
 
 def _count_entries(model: StagedModel, name: str) -> int:
+    """Return the number of modules in the model's ModuleList with this name."""
     return len(cast(nn.ModuleList, model.get_submodule(name)))

@@ -36,7 +36,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """The items of each rank with their times."""
+    """Start and end of each item on each rank."""
 
     # The spans of each rank in order of time. The earliest span of all ranks starts at 0.
     spans: tuple[tuple[Span, ...], ...]
@@ -45,7 +45,7 @@ class Timeline:
 
     @classmethod
     def from_spans(cls, spans: Iterable[tuple[int, Item, float, float]]) -> Timeline:
-        """Return a timeline of tuples (rank, item, start, end) in any order, with any origin."""
+        """Build a timeline from (rank, item, start, end) tuples in any order, with any origin."""
         of_ranks = ((rank, Span(start, end, item)) for rank, item, start, end in spans)
         pair = sorted(of_ranks, key=lambda pair: (pair[0], *pair[1][:2]))
         if not pair:
@@ -64,7 +64,7 @@ class Timeline:
 
     @classmethod
     def from_traces(cls, paths: Sequence[str | os.PathLike[str]]) -> Timeline:
-        """Return the timeline of one profiled step, in microseconds.
+        """Read the timeline of one profiled step from traces, in microseconds.
 
         On a GPU an action lasts from its first to its last kernel, on a CPU as long as its code.
 
@@ -100,7 +100,7 @@ class Timeline:
 
 
 def name_item(item: Item) -> str:
-    """Return the name of an item in a profile."""
+    """Return the name under which profiles record an item."""
     return "moecore::" + " beside ".join(
         f"{a.kind} stage {a.stage} micro-batch {a.micro_batch}" for a in list_actions(item)
     )
@@ -110,7 +110,7 @@ ACTION = re.compile(r"([FBDW]) stage (\d+) micro-batch (\d+)")
 
 
 def _read_items(trace: Mapping[str, Any]) -> Iterator[tuple[Item, float, float]]:
-    """Yield the items in a Chrome trace with start and end in microseconds."""
+    """Yield item, start and end, in microseconds, from the events of a Chrome trace."""
     traced_events = [(e, list(ACTION.finditer(str(e.get("name"))))) for e in trace["traceEvents"]]
     events = [(e, matches) for e, matches in traced_events if matches]
     on_gpu = [event for event in events if event[0].get("cat") == "gpu_user_annotation"]
@@ -122,7 +122,7 @@ def _read_items(trace: Mapping[str, Any]) -> Iterator[tuple[Item, float, float]]
 
 
 class Box(NamedTuple):
-    """A rectangle of the picture; rank r has the rows from r to r + ROW."""
+    """A rectangle in the picture of a timeline; rank r has the y range from r to r + ROW."""
 
     start: float
     end: float
@@ -133,7 +133,7 @@ class Box(NamedTuple):
 
 
 def boxes(timeline: Timeline) -> Iterator[Box]:
-    """Yield the rectangles of `draw`; the two actions of an overlap share the height of a row."""
+    """Yield the rectangles that `draw` paints; the actions of an `Overlap` have half the height."""
     for rank, spans in enumerate(timeline.spans):
         stages = sorted({action.stage for span in spans for action in list_actions(span.item)})
         for span in spans:
@@ -196,14 +196,14 @@ Times = tuple[PositiveOrZero, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Costs(CheckedRecord):
-    """Time of one micro-batch on each stage, in any unit."""
+    """Compute and communication time of one micro-batch on each stage, in any unit."""
 
     forward: Times  # compute of a forward
     backward_inputs: Times  # compute of input gradients, with recomputation
     backward_weights: Times  # compute of weight gradients
     # Communication in a forward, such as dispatch, that the forward does not hide; () = none.
     forward_exchange: Times = ()
-    backward_exchange: Times = ()  # the same for the gradient of inputs
+    backward_exchange: Times = ()  # exposed communication in the backward of inputs
     transfer: PositiveOrZero = 0.0  # message of hidden states, or their gradient, between ranks
 
     def _rules(self) -> Rules:
@@ -221,7 +221,10 @@ class Costs(CheckedRecord):
     def of_forward(
         cls, forward: Sequence[PositiveOrZero], *, inputs: float = 1.0, weights: float = 1.0
     ) -> Costs:
-        """Return costs without communication; backward times are multiples of forward times."""
+        """Return costs without communication, from each stage's forward time.
+
+        `inputs` and `weights` are backward times as multiples of the forward time.
+        """
         return cls(
             forward=tuple(forward),
             backward_inputs=tuple(inputs * time for time in forward),
@@ -229,7 +232,7 @@ class Costs(CheckedRecord):
         )
 
     def of(self, action: Action) -> tuple[float, float]:
-        """Return the times of compute and of communication of an action without overlap."""
+        """Return an action's compute time and its exposed communication time."""
         stage, compute = action.stage, 0.0
         if action.kind == "F":
             exchange = self.forward_exchange[stage] if self.forward_exchange else 0.0
@@ -243,11 +246,11 @@ class Costs(CheckedRecord):
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """Return the timeline of a schedule with these costs.
+    """Simulate a schedule with these costs and return its timeline.
 
     An `Overlap` has one compute stream and one communication stream. Its time is the maximum of:
-    the compute of both actions, the communication of both actions, and the time of each action. Its
-    results are sent at its end.
+    the compute of both actions, the communication of both actions, and the time of each action. The
+    results of both actions are sent at its end.
 
     Raises:
         ValueError: if the costs have another number of stages than the schedule.
@@ -270,7 +273,15 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 def spans_of(
     schedule: Schedule, duration: Callable[[Item], float], transfer: float
 ) -> tuple[tuple[Span, ...], ...]:
-    """Return the spans of each rank; `transfer` is the time of a message between ranks."""
+    """Compute start and end of each rank's items.
+
+    An item starts when its rank is free and all its inputs have arrived.
+
+    Args:
+        schedule: the order of items on each rank.
+        duration: returns the time of an item.
+        transfer: time of a message between ranks.
+    """
     spans: list[list[Span]] = [[] for _ in range(schedule.pp)]
     ends: dict[Action, tuple[int, float]] = {}  # rank and end
     for rank, item in schedule.in_time():
@@ -288,7 +299,7 @@ def spans_of(
 
 
 def _duration(item: Item, costs: Costs) -> tuple[float, float]:
-    """Return the compute time of an item, and its duration with exposed communication."""
+    """Return an item's compute time, and its duration with exposed communication."""
     parts = [costs.of(action) for action in list_actions(item)]
     computes, exchanges = zip(*parts, strict=True)
     unpaired = [compute + exchange for compute, exchange in parts]

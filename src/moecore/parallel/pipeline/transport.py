@@ -1,4 +1,4 @@
-"""Sends hidden states up and their gradients down, between the ranks of neighbouring stages.
+"""Sends hidden states to the next stage's rank, and gradients to the previous stage's rank.
 
     forward of stage s, micro-batch m     output               -> the rank of stage s + 1
     backward of stage s, micro-batch m    gradient of its input -> the rank of stage s - 1
@@ -32,11 +32,11 @@ ShapeOf = Callable[[int, int], tuple[int, ...]]  # (stage, micro-batch) -> shape
 
 
 class PipelineError(RankError):
-    """Raised when the rank of a neighbouring stage is gone, or did not answer in time."""
+    """Raised if the rank of a neighbouring stage has ended, or did not answer in time."""
 
 
 class _Message(NamedTuple):
-    """Name of a tensor that a stage sends: its forward's output, or its input's gradient."""
+    """Identifies a tensor that a stage sends: its forward's output, or its input's gradient."""
 
     is_forward: bool
     stage: int
@@ -49,12 +49,16 @@ class _Message(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _ReceivedMessage:
+    """A posted receive: the tensor that it fills, and the work handle."""
+
     tensor: Tensor
     work: dist.Work
 
 
 @dataclass(frozen=True, slots=True)
 class _SentMessage:
+    """A posted send: the tensor, the work handle, the message and the receiving rank."""
+
     tensor: Tensor  # must live until it is sent
     work: dist.Work
     message: _Message
@@ -63,7 +67,10 @@ class _SentMessage:
 
 @contextmanager
 def _explain_errors(operation: str, rank: int) -> Iterator[None]:
-    """Turn errors of communication into a `PipelineError` that names the message and the rank."""
+    """Return a context that raises a communication error as a `PipelineError`.
+
+    The error names the message (`operation`) and the other rank.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -73,7 +80,7 @@ def _explain_errors(operation: str, rank: int) -> Iterator[None]:
 
 
 class StageTransport:
-    """The messages of one run of a schedule, on one of the pipeline ranks."""
+    """Sends and receives one pipeline rank's messages during one run of a schedule."""
 
     def __init__(
         self,
@@ -101,7 +108,10 @@ class StageTransport:
         }
 
     def receive(self, action: Action) -> Tensor | None:
-        """Return the hidden states or the gradient that an action reads; None = it reads none."""
+        """Receive the hidden states or the gradient that an action reads.
+
+        None = the action has no input from another stage. The current stream waits for the message.
+        """
         message = _needed_message(action, self._schedule.num_stages)
         if message is None:
             return None
@@ -121,7 +131,7 @@ class StageTransport:
         return received_message.tensor
 
     def send(self, action: Action, tensor: Tensor) -> None:
-        """Send the result of an action to the rank that needs it."""
+        """Send the result of an action to the rank of the next (or previous) stage."""
         message = _sent_message(action)
         target = self._target(message)
         assert target is not None, "the loss and the gradient of the tokens stay"
@@ -137,11 +147,11 @@ class StageTransport:
         self._sends = [message for message in self._sends if not message.work.is_completed()]
 
     def finish(self) -> None:
-        """Let the current stream wait for all sends."""
+        """Make the current stream wait for all sends, and free the sent tensors."""
         self._wait_for(lambda message: True)
 
     def _free(self, target: int, item: int) -> None:
-        """Free the messages that another rank has read in its items up to `item`."""
+        """Free the sent tensors that rank `target` has read in its items up to `item`."""
         # When a message from a rank has arrived, that rank has read the messages of all its items,
         # up to the item that sent it. Without this a host far ahead of the GPU would hold sent
         # tensors for a whole step.
@@ -149,13 +159,14 @@ class StageTransport:
         self._wait_for(lambda message: message.target == target and read[message.message] <= item)
 
     def _wait_for(self, is_due: Callable[[_SentMessage], bool]) -> None:
-        """Let the current stream wait for the sends that `is_due` selects, and free them."""
+        """Make the current stream wait for the sends that `is_due` selects; free their tensors."""
         for message in filter(is_due, self._sends):
             with _explain_errors(f"{message.message} for", message.target):
                 message.work.wait()
         self._sends = [message for message in self._sends if not is_due(message)]
 
     def _post(self, message: _Message, source: int) -> None:
+        """Post the receive of a message from a rank."""
         stage = message.stage + 1 if message.is_forward else message.stage
         shape = self._shape_of(stage, message.micro_batch)
         tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
@@ -166,13 +177,16 @@ class StageTransport:
         self._inbox[message] = _ReceivedMessage(tensor, work)
 
     def _target(self, message: _Message) -> int | None:
-        """Return the rank that needs a message; None = no rank."""
+        """Return the rank that receives a message; None = no rank receives it."""
         stage = message.stage + (1 if message.is_forward else -1)
         return self._schedule.rank_of[stage] if 0 <= stage < self._schedule.num_stages else None
 
 
 def connect(groups: Groups, rank_of: Sequence[int], rank: int, device: torch.device) -> None:
-    """Send one number between all neighbouring ranks. Collective over the pipeline ranks."""
+    """Create all communicators: send one number between each pair of neighbouring stages' ranks.
+
+    `rank_of` has the rank of each stage. Collective over the pipeline ranks.
+    """
     # This makes all communicators before the first message: see `StageTransport.receive`.
     neighbours = {pair for pair in pairwise(rank_of) if pair[0] != pair[1]}
     number = torch.zeros(1, device=device)
@@ -187,18 +201,20 @@ def connect(groups: Groups, rank_of: Sequence[int], rank: int, device: torch.dev
 
 
 def _choose_group(groups: Groups, source: int, target: int) -> dist.ProcessGroup:
+    """Return the communicator for messages from `source` to `target`, by their direction."""
     up, down = groups
     return up if source < target else down
 
 
 class _Items(NamedTuple):
-    """The item of a rank's order that makes each message, and the item that reads it."""
+    """For each message, the index of the item of a rank's order that sends or reads it."""
 
     sent_at: Mapping[_Message, int]
     read_at: Mapping[_Message, int]
 
 
 def _index_messages(schedule: Schedule, rank: int) -> _Items:
+    """Map each message to the item of the rank's order that sends it, or that reads it."""
     sent_at, read_at = dict[_Message, int](), dict[_Message, int]()
     for i, item in enumerate(schedule.orders[rank]):
         for action in list_actions(item):
@@ -210,11 +226,12 @@ def _index_messages(schedule: Schedule, rank: int) -> _Items:
 
 
 def _sent_message(action: Action) -> _Message:
+    """Return the message that has the result of an action."""
     return _Message(action.kind == "F", action.stage, action.micro_batch)
 
 
 def _needed_message(action: Action, num_stages: int) -> _Message | None:
-    """Return the message that an action needs from another stage; None = no message."""
+    """Return the message that an action reads from another stage; None = no message."""
     is_forward = action.kind == "F"
     stage = action.stage + (-1 if is_forward else 1)
     if action.kind == "W" or not 0 <= stage < num_stages:
