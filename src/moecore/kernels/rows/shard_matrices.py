@@ -1,4 +1,4 @@
-"""FP8 and NVFP4 of a weight of which each rank has a part, with the bits of the full weight's.
+"""Quantises a rank's part of a weight to FP8 or NVFP4, with the bits of the full weight's.
 
     amax_of_matrices_   a rank's part -> the largest magnitude in each matrix
     cast_part_          a rank's part, and the maximum of these over ranks -> its E4M3, with one
@@ -10,8 +10,8 @@
                         a byte; every rank computes all E4M3 scales
 
 A weight is one matrix [N, K], or one matrix of every expert, [e, ..., K]. The E4M3 values and
-scales equal those of `scaled_matrices` and `cast`, the NVFP4 values and scales those of
-`quantise_microscaled_matrices`, bit for bit. In NVFP4 a value that is not finite makes the scale
+scales equal the results of `scaled_matrices` and `cast` bit for bit. The NVFP4 values and scales
+equal the results of `quantise_microscaled_matrices`. In NVFP4 a value that is not finite makes the scale
 of its square NaN, and does not count for the amax of its matrix.
 
 Letters: R rows and C columns of the full weight, all matrices one below the other; r, c rows and
@@ -58,7 +58,7 @@ def _matrices(part: Tensor, first: int, amax: Tensor) -> tuple[Tensor, Tensor]:
 def amax_of_matrices_(part: Tensor, first: int, amax: Tensor) -> None:
     """Write a part's largest magnitude in each matrix to fp32 `amax`, from matrix `first` on.
 
-    NaN is ignored. Matrices of which the part has no element get 0.
+    NaN is ignored. Matrices without an element in the part get 0.
     """
     amax.zero_()
     if part.numel():
@@ -177,7 +177,7 @@ def amax_of_squares_(part: Tensor, place: MatrixShard, amax: Tensor) -> None:
 def finite_amax_(part: Tensor, first: int, amax: Tensor) -> None:
     """Write a part's largest finite magnitude in each matrix, from matrix `first` on, to `amax`.
 
-    Matrices of which the part has no element get 0.
+    Matrices without an element in the part get 0.
     """
     amax.zero_()
     if part.numel():

@@ -3,8 +3,8 @@
     I[c, s] = sum over h of w[c, h] * relu(q[c, h] . k[s]), in fp32; -inf where c does not see s
 
 The kernel of `span_scores` sums over heads in registers, so only [C, S] numbers are written. It
-reads its keys once, and the queries of all heads from the L2 cache. It computes 2 C S h i FLOPs
-less those of tiles outside all spans, which it fills without a product. Plain PyTorch writes and
+reads its keys once, and the queries of all heads from the L2 cache. It computes 2 C S h i FLOPs.
+Tiles outside all spans are filled without a product. Plain PyTorch writes and
 reads C S h numbers.
 
 Legend: C queries of a chunk, S keys of a span, N keys, K keys that a query reads, h heads, i dims.
@@ -33,8 +33,8 @@ def index_scores(index: IndexerHeads, keys: Keys) -> Tensor:
 def select(scores_CS: Tensor, first: int, top_k: int) -> Tensor:
     """Return int32 [C, top_k], the keys of the largest scores, from `first` on, ascending.
 
-    -1 stands behind the last where a query sees fewer. Of equal scores the earlier keys are taken,
-    whatever the chunk: `Tensor.topk` alone leaves that open, and scores of 0 are frequent.
+    If a query sees fewer keys, -1 fills the end. Among equal scores the earlier keys are selected,
+    for any chunk size. `Tensor.topk` does not define this order, and scores of 0 are frequent.
 
     Example: scores [2, 0, 0, 3, 0], first 10 and top_k 3 give [10, 11, 13].
     """
