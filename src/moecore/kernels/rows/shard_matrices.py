@@ -11,8 +11,8 @@
 
 A weight is one matrix [N, K], or one matrix of every expert, [e, ..., K]. The E4M3 values and
 scales equal the results of `scaled_matrices` and `cast` bit for bit. The NVFP4 values and scales
-equal the results of `quantise_microscaled_matrices`. In NVFP4 a value that is not finite makes the scale
-of its square NaN, and does not count for the amax of its matrix.
+equal the results of `quantise_microscaled_matrices`. In NVFP4 a value that is
+not finite makes the scale of its square NaN, and does not count for the amax of its matrix.
 
 Letters: R rows and C columns of the full weight, all matrices one below the other; r, c rows and
 columns of a rank's part. NVFP4 reads a part three times and writes half a byte per element. One
