@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from moecore.base.command_options import POSITIONAL
+from moecore.base.fields import Bound
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,7 @@ class DoctorConfig:
     """
 
     checkpoints: Path | None = None
-    timeout: int = 60
+    timeout: Annotated[int, Bound(">=", 1), Bound("<=", 86_400), "pass seconds, a day at most"] = 60
 
 
 @dataclass(frozen=True, kw_only=True)
