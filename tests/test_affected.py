@@ -58,7 +58,8 @@ def test_each_file_has_a_test_that_runs_when_it_changes() -> None:
         name = str(test.relative_to(ROOT))
         folder = next((one for one in affected.ONLY_AFTER if name.startswith(one)), "")
         imported.setdefault(folder, set()).update(affected.closure(test))
-    by_name = {"__init__.py", "__main__.py", "commands.py", "plans.py"}  # what packages and cli.py import so
+    # What packages and the command line import by name.
+    by_name = {"__init__.py", "__main__.py", "commands.py", "plans.py"}
     for file in (ROOT / "src").rglob("*.py"):
         if file.name not in by_name:
             left_out = affected.leave_out([str(file.relative_to(ROOT))])
