@@ -35,8 +35,8 @@ class GenerateConfig:
         prompt: the text to continue, or the user's message with `chat`.
         chat: put the prompt into the tokenizer's chat template.
         max_new_tokens: maximum number of tokens.
-        temperature: of the samples; 0 = always the most likely token.
-        seed: of the samples.
+        temperature: the sampling temperature; 0 = always the most likely token.
+        seed: the seed of sampling.
     """
 
     path: Annotated[Path, POSITIONAL]

@@ -1,7 +1,7 @@
 """The loop of all recipes: ranks, steps, metrics, checkpoints and errors.
 
-`start` starts the ranks, `run` is one of them, `train` is its loop and `train_step` one optimizer
-step. A recipe builds a `TrainingJob`, whose methods are what differs: data, loss and results.
+`start` starts the ranks. Each rank executes `run`, which calls the loop `train`, which calls
+`train_step` for each optimizer step. A recipe's `TrainingJob` has its data, loss and results.
 
 Note "a step ahead": a GPU stays busy over the end of a step when the next one is launched already.
 So the host waits for nothing in a step, and reads a step's metrics when it has launched the one
@@ -75,7 +75,7 @@ def run_command(
 
     Args:
         parse_arguments: returns the options of the command.
-        words: of the command line; None = sys.argv.
+        words: the words of the command line; None = sys.argv.
         run_rank: a function at the top of a module, which calls `run`.
         check: raises for options that do not fit so many ranks.
         dry_run: the command with --dry-run; None = the command has no such flag.
@@ -98,8 +98,8 @@ def start(
 
     Args:
         run_rank: a function at the top of a recipe, which calls `run`.
-        args: of the run.
-        check: raises for arguments that do not fit so many ranks, before any of them starts.
+        args: the options of the command.
+        check: raises for options that the number of ranks cannot run, before any rank starts.
     """
     if "RANK" in os.environ:
         exit_at_interrupt()
@@ -132,7 +132,7 @@ def run(
     """Build, train and finish a job on this rank, or one for each stage; return the exit code.
 
     Args:
-        args: of the run.
+        args: the options of the command.
         build_job: makes the job of a stage.
         plan: returns the options of each stage, see `plan_stages`.
     """
@@ -285,7 +285,7 @@ def open_report(job: TrainingJob[Any]) -> AbstractContextManager[RunReport | Non
 def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> Launched:
     """Launch one optimizer step; on a GPU nothing of it needs to be done when this returns.
 
-    With `stops` on any rank the run stops: every rank reads that with the counts of the step.
+    If `stops` is true on any rank, every rank reads it with the step's counts, and the run stops.
     """
     args, began, lr = job.args, Moment(job.device), learning_rate(job, step)
     for group in (group for optimizer in job.optimizers for group in optimizer.param_groups):

@@ -58,7 +58,7 @@ def _gather_kv(local_tokens: LocalTokens, k: Tensor, v: Tensor) -> tuple[Tensor,
 def _reduce_kv_grads(
     local_tokens: LocalTokens, dk: Tensor, dv: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Reduce-scatter the gradients of full rows to those of the local k and v. One collective."""
+    """Reduce-scatter gradients of full rows to gradients of the local k and v. One collective."""
     B, T = k.shape[0], k.shape[1] * local_tokens.cp.size
     dkv = torch.cat((dk.flatten(2), dv.flatten(2)), dim=-1).view(B, T, -1)
     dk, dv = local_tokens.sum_values(dkv).split((k[0, 0].numel(), v[0, 0].numel()), dim=-1)

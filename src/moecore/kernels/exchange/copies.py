@@ -2,8 +2,8 @@
 
 `copy_sums` copies sums [S, D] into slot `SUMS_SLOT` of the tokens' ranks. The next `reduce`, with
 `has_sums`, raises the flags of its operation and adds them. In the i-th step each rank sends to the
-i-th rank after it, so that all links are busy. (G - 1) * C * D elements are sent, and as many are
-received, at about 280 GB/s.
+i-th rank after it, so that all links are busy. A rank sends and receives (G - 1) * C * D
+elements each, at about 280 GB/s.
 
 `TRANSITIONS` says when the slot may be written. Between a read of the slot and the next copies is
 an operation that does not read it. A rank that has finished this operation has seen the flags of

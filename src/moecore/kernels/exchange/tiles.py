@@ -2,7 +2,7 @@
 
 A tile is some rows and a block of their columns, both powers of two. A program loads a tile, then
 stores it. The first byte takes about a microsecond, which few programs cannot hide. They therefore
-load twice as many bytes, in four tiles, before they store the first tile.
+load twice the bytes, in four tiles, before they store the first tile.
 """
 
 from dataclasses import dataclass

@@ -65,7 +65,7 @@ class SavedState:
         quantised: tuple[OperandPair, OperandPair] | None = None,
         magnitudes: Magnitudes | None = None,
     ) -> SavedState:
-        """Return the record whose `tensors()` are `tensors`; `dtype` is that of widened rows."""
+        """Return the record whose `tensors()` are `tensors`; widened rows have `dtype`."""
         x, x_scales, h, h_scales, *of_weights = tensors
         w1_eCD, w2_eDF, *updates = of_weights[:6]
         weights = ExpertWeights(

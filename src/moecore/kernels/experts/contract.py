@@ -117,7 +117,7 @@ class Magnitudes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertWeights:
-    """One rank's experts. Without a recipe, their dtype is that of the products."""
+    """One rank's experts. Without a recipe, they have the dtype of the products."""
 
     w1_eCD: Tensor  # FC1, gate rows then up rows, or the two alternating (`ActivationOptions`)
     w2_eDF: Tensor  # FC2
@@ -147,7 +147,7 @@ class ExpertWeights:
 
 
 class Wants(NamedTuple):
-    """The requested gradients; x is that of source rows, or of expert rows if unsummed."""
+    """The requested gradients; x is the gradient of source rows, or of expert rows if unsummed."""
 
     x: bool
     w1: bool

@@ -23,9 +23,10 @@ The warps share:
     tiles   the map (`rows/row_tiles.py`), the numbers of row tiles and of column tiles
 
 TMA loads w2 and contiguous rows, asynchronous copies load gathered rows. A storing group stores six
-times the bytes of the product, so memory and tensor cores work at the same time. Both groups use
-the slots of h in turn. A group that has read a slot loads the columns after the next ones into it,
-at the end those of the other group's tile. So h has arrived when a product ends.
+times the bytes of the product, so memory and tensor cores work at the same time. Both groups
+alternate in the use of the slots of h. A group that has read a slot loads the columns after the
+next columns into it, and at the end the columns of the other group's tile. So h is in shared memory
+when a product ends.
 
 2 * R * D * F floating-point operations. Bytes moved at least: dy (R * D elements), w2, h, dh and
 the activation once each. Products that store less multiply larger tiles (`cooperative.py`).
