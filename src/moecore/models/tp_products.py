@@ -6,14 +6,14 @@ N features of this rank's part of a weight.
     apply_column_linears   x_BtD -> all-gather -> x_BTD @ w_ND^T of each weight -> y_BTN
     apply_row_linear       x_BTN @ w_DN^T -> partial y_BTD -> sum of all ranks' parts -> y_BtD
 
-Sequentially, `TensorParallel.gather` ends before the matmul begins, or `reduce_scatter` begins after
-the matmul ends. Sliced, collective and matmul overlap in slices of a rank's t tokens: copy engines
+Sequentially, `TensorParallel.gather` ends before the matmul begins, or `reduce_scatter` starts
+after the matmul. Sliced, collective and matmul overlap in slices of a rank's t tokens: copy engines
 transfer one slice, without SMs, while the matmul of the previous slice runs. This needs torch's
 symmetric memory and large slices. Collective and matmuls are then one autograd function, and the
 backward of each function communicates as the forward of the other:
 
-    apply_column_linears   dx_BtD = sum of all ranks' dy_BTN @ w_ND    dw_ND = dy_BTN^T @ x_BTD, saved
-    apply_row_linear       dx_BTN = gathered dy_BTD @ w_DN             dw_DN = dy_BTD^T @ x_BTN, saved
+    apply_column_linears   dx_BtD = sum of all ranks' dy_BTN @ w_ND  dw_ND = dy_BTN^T @ x_BTD, saved
+    apply_row_linear       dx_BTN = gathered dy_BTD @ w_DN           dw_DN = dy_BTD^T @ x_BTN, saved
 
 Both variants save the same tensors for backward, round each rank's partial result to the dtype, sum
 in fp32 and round once. The sliced variant adds the partial results of several weights before it
