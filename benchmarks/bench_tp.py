@@ -5,7 +5,7 @@
 
 All ranks are tp ranks of one native decoder layer. Variants take turns in one run:
 
-    in turn     exchanges before and after products: `TensorParallel.gather`, `scatter_sum`
+    in turn     exchanges before and after products: `TensorParallel.gather`, `reduce_scatter`
     sliced      exchanges as parts of products, whatever the size of a slice (`tp_products.py`)
     alone       no exchange: numbers of the same shapes from this rank's memory in their place
 
@@ -41,7 +41,7 @@ from moecore.attention.sequence import Sequence
 from moecore.base.torch_private import get_local_tensor
 from moecore.models import DecoderConfig, preset, tp_products
 from moecore.models.block import Block
-from moecore.models.layers import rotary_table
+from moecore.models.layers import build_rotary_table
 from moecore.models.tensor_parallel import TensorParallel, apply_tensor_parallel
 from moecore.models.tp_products import REFERENCE, find_exchange
 from moecore.moe.dispatch.collectives import exchange_with_grad
@@ -76,7 +76,7 @@ class Alone(TensorParallel):
         """Return x_BTD of a buffer; its gradient is this rank's slice."""
         return exchange_with_grad(x_BtD, self._whole, self._slice)
 
-    def scatter_sum(self, y_BTD: Tensor) -> Tensor:
+    def reduce_scatter(self, y_BTD: Tensor) -> Tensor:
         """Return this rank's slice; its gradient is a buffer."""
         return exchange_with_grad(y_BTD, self._slice, self._whole)
 
@@ -134,12 +134,14 @@ class Layer:
 
     def sequence_of(self, seq_len: int) -> Sequence:
         """Return one document in each row."""
-        return Sequence(rotary=rotary_table(self.config, torch.arange(seq_len, device=self.device)))
+        return Sequence(
+            rotary=build_rotary_table(self.config, torch.arange(seq_len, device=self.device))
+        )
 
     @contextmanager
     def variant(self, name: str) -> Iterator[None]:
         """Within, exchange as a variant does."""
-        least, exchange_of = 0 if name == "sliced" else 1 << 62, tp_products.exchange_of
+        least, exchange_of = 0 if name == "sliced" else 1 << 62, tp_products.select_exchange
         if self.device.type == "cpu":
             exchange_of = lambda *_: REFERENCE  # noqa: E731
         tp = self.alone if name == "alone" else self.tp
@@ -148,7 +150,7 @@ class Layer:
                 if hasattr(module, "tp"):
                     stack.enter_context(patch.object(module, "tp", tp))
             stack.enter_context(patch.object(tp_products, "MIN_SLICE_BYTES", least))
-            stack.enter_context(patch.object(tp_products, "exchange_of", exchange_of))
+            stack.enter_context(patch.object(tp_products, "select_exchange", exchange_of))
             yield
 
 

@@ -45,7 +45,7 @@ def digest(model: nn.Module, optimizer: Any) -> str:
     found = hashlib.sha256()
     tensors = [*model.state_dict().values()]
     for param in model.parameters():
-        tensors += [optimizer.state_of(param)[slot] for slot in ("exp_avg", "exp_avg_sq")]
+        tensors += [optimizer.prepare_state(param)[slot] for slot in ("exp_avg", "exp_avg_sq")]
     for tensor in tensors:
         found.update(
             get_local_tensor(tensor).detach().contiguous().view(torch.uint8).numpy().tobytes()

@@ -35,7 +35,7 @@ from moecore.attention.sequence import Sequence
 from moecore.families.family import ProtocolFamily
 from moecore.models import Decoder, DecoderConfig, SparseKeysConfig
 from moecore.models.backbone import Backbone
-from moecore.models.layers import rotary_table
+from moecore.models.layers import build_rotary_table
 from moecore.moe.aux_loss import aux_losses
 from moecore.moe.layer import MoELayer
 from moecore.moe.micro_batch import MicroBatch
@@ -291,7 +291,7 @@ def run(case: Case, wanted: dict[str, Tensor]) -> dict[str, float]:
 @contextmanager
 def tampered(what: str) -> Iterator[None]:
     """Break one thing of cp."""
-    block_of, cut = ring.select_block, Backbone.sequence_of
+    block_of, cut = ring.select_block, Backbone.build_sequence
 
     def wrong_positions(self: Backbone, tokens_BT: Tensor, *rest: Any) -> Sequence:
         sequence = cut(self, tokens_BT, *rest)
@@ -299,7 +299,7 @@ def tampered(what: str) -> Iterator[None]:
 
     broken: dict[str, Any] = {
         "order": (MicroBatch, "_tokens", consecutive),
-        "positions": (Backbone, "sequence_of", wrong_positions),
+        "positions": (Backbone, "build_sequence", wrong_positions),
         "merge": (ring, "merge", wrong_merge),
         "chunk": (ring, "select_block", lambda *a: swapped(block_of(*a))),
     }
@@ -311,7 +311,7 @@ def plain_rotary(model: Backbone, tokens_BT: Tensor) -> Any:
     """Return the table of a rank that counts its tokens from 0."""
     assert model.cp is not None
     positions = torch.arange(tokens_BT.shape[1] // model.cp.size)
-    return rotary_table(model.config, positions)
+    return build_rotary_table(model.config, positions)
 
 
 def relative(got: Tensor, want: Tensor) -> float:

@@ -157,8 +157,8 @@ def test_angles_restart_with_each_document() -> None:
     """Scores only know the distance, so that no loss above depends on it."""
     model = make(CONFIGS["latent, 1"])
     tokens = torch.zeros(2, 6, dtype=torch.int64)
-    rows = model.model.sequence_of(tokens).rotary
-    packed = model.model.sequence_of(tokens, cu_seqlens=torch.tensor([0, 4, 9, 12])).rotary
+    rows = model.model.build_sequence(tokens).rotary
+    packed = model.model.build_sequence(tokens, cu_seqlens=torch.tensor([0, 4, 9, 12])).rotary
     assert rows is not None and packed is not None
     places = [0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 1, 2]
     assert torch.equal(packed.cos_Td, rows.cos_Td[places])

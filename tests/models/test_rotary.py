@@ -10,7 +10,7 @@ import torch
 
 from moecore.attention.sequence import RotaryTable, Sequence
 from moecore.models import MLAConfig, YarnConfig, preset
-from moecore.models.layers import rotary_table
+from moecore.models.layers import build_rotary_table
 
 FREQUENCIES = torch.tensor([1.0, 0.1])  # d = 4, theta = 100
 
@@ -74,7 +74,7 @@ def test_yarn_by_hand():
     )
     mla = MLAConfig(kv_lora_rank=4, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, yarn=yarn)
     config = replace(preset("deepseek-v3"), mla=mla, head_dim=16, rope_theta=10.0, max_seq_len=64)
-    table = rotary_table(config, torch.arange(2))
+    table = build_rotary_table(config, torch.arange(2))
     factors = [1 - i / 5 + i / 5 / math.e for i in range(4)]  # rounded up: to 5
     angles = [10 ** (-i / 4) * f for i, f in enumerate(factors)]
     want = torch.tensor([math.cos(a) for a in angles]) * 1.2 / 1.1
@@ -100,7 +100,7 @@ def test_deepseek_v3_turns_like_transformers():
     }
     hf = DeepseekV3Config(rope_parameters=rope, max_position_embeddings=163_840)
     config = preset("deepseek-v3")
-    table = rotary_table(config, torch.arange(6000))
+    table = build_rotary_table(config, torch.arange(6000))
     cos, sin = theirs.DeepseekV3RotaryEmbedding(hf)(torch.zeros(1), torch.arange(6000)[None])
     # Angles of up to 6000 radians, in fp32.
     assert (table.cos_Td - cos[0, :, :32]).abs().max() < 6000 * 2**-23
@@ -110,4 +110,4 @@ def test_deepseek_v3_turns_like_transformers():
     want, _ = theirs.apply_rotary_pos_emb_interleave(
         x, x, cos[:, :64], sin[:, :64], unsqueeze_dim=2
     )
-    torch.testing.assert_close(rotary_table(config, torch.arange(64)).rotate_pairs(x), want)
+    torch.testing.assert_close(build_rotary_table(config, torch.arange(64)).rotate_pairs(x), want)

@@ -25,7 +25,12 @@ from moecore.base.torch_private import storage_key
 from moecore.kernels.experts.contract import SINK, GradTarget
 from moecore.kernels.linear import PlainProducts
 from moecore.models.tensor_parallel import TensorParallel
-from moecore.models.tp_products import column_products, exchange_problem, find_exchange, row_product
+from moecore.models.tp_products import (
+    apply_column_linears,
+    apply_row_linear,
+    find_exchange,
+    find_exchange_problem,
+)
 from moecore.precision.apply import linear_products
 from moecore.precision.plain import Linear, set_products
 from moecore.train.memory.recompute import recompute, sharing_outputs
@@ -64,8 +69,8 @@ class Layer(nn.Module):
             param.data = values.bfloat16().to(device, dtype)
 
     def forward(self, x_BtD: Tensor) -> Tensor:
-        q, k, v = column_products(x_BtD, (self.q, self.k, self.v), self.tp)
-        return row_product(q * torch.cat((k, v), -1).sigmoid(), self.o, self.tp)
+        q, k, v = apply_column_linears(x_BtD, (self.q, self.k, self.v), self.tp)
+        return apply_row_linear(q * torch.cat((k, v), -1).sigmoid(), self.o, self.tp)
 
 
 def inputs(
@@ -183,12 +188,12 @@ def in_fp8(tp: TensorParallel, device: torch.device) -> tuple[dict[str, float], 
     parts = zip(*(inputs(one, device, torch.float32, FP8_SIZES) for one in ranks), strict=True)
     x, dy = (torch.cat(part, 1) for part in parts)
     with sliced() as counts:
-        found = computed(layers[tp.rank], tp.local_slice(x), tp.local_slice(dy))
+        found = computed(layers[tp.rank], tp.slice_local(x), tp.slice_local(dy))
     for layer in layers:
         layer.tp = None
     alone = [computed(layer, x, dy) for layer in layers]
     want = alone[tp.rank] | {
-        n: tp.local_slice(torch.stack([one[n] for one in alone]).sum(0)) for n in "xy"
+        n: tp.slice_local(torch.stack([one[n] for one in alone]).sum(0)) for n in "xy"
     }
     return {n: error(found[n], want[n].double()) for n in want}, dict(counts)
 
@@ -287,9 +292,9 @@ def test_a_forward_saves_what_it_saves_in_turn(results: dict[str, Any]) -> None:
 def test_which_products_can_be_part_of_an_exchange() -> None:
     x = torch.ones(1, 4, 32)
     with torch.autocast("cpu"):
-        assert exchange_problem(Linear(32, 32), x) is not None
-    assert exchange_problem(Linear(32, 32), x) is None
-    assert exchange_problem(nn.Linear(32, 32, bias=False), x) is None
+        assert find_exchange_problem(Linear(32, 32), x) is not None
+    assert find_exchange_problem(Linear(32, 32), x) is None
+    assert find_exchange_problem(nn.Linear(32, 32, bias=False), x) is None
     changed = [Linear(32, 32) for _ in range(4)]
     changed[0].register_forward_hook(lambda *_: None)
     changed[1].forward = changed[0].forward  # type: ignore[method-assign]
@@ -297,7 +302,7 @@ def test_which_products_can_be_part_of_an_exchange() -> None:
     set_products(changed[3], linear_products(Recipe()))
     subclass = type("LoraLinear", (Linear,), {"forward": lambda self, x: x})
     for linear in (*changed, nn.Linear(32, 32), subclass(32, 32)):
-        assert exchange_problem(linear, x) is not None, linear
+        assert find_exchange_problem(linear, x) is not None, linear
 
 
 def test_when_exchanges_stay_in_turn() -> None:

@@ -312,7 +312,7 @@ def test_options_of_the_planned_optimizer(pretrain: ModuleType) -> None:
     words = "--moment-dtype bfloat16 --master-remainder --state-offload 0.5"
     (adamw,) = pretrain.parse_arguments(words.split()).optimizer.build(model)
     assert hasattr(adamw, "bring_state_back")  # of a StateOffload
-    state = adamw.state_of(next(model.parameters()))
+    state = adamw.prepare_state(next(model.parameters()))
     assert {t.dtype for name, t in state.items() if name.startswith("exp")} == {torch.bfloat16}
     assert len(state) == 4  # the step, two moments and the remainder
     words = ["--data", __file__, "--master-remainder", "--optimizer", "muon"]

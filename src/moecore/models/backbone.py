@@ -22,7 +22,7 @@ from moecore.attention.sequence import Sequence, packed_sequence
 from moecore.base.params import local_param
 from moecore.models.block import Block
 from moecore.models.config import DecoderConfig
-from moecore.models.layers import RMSNorm, rotary_table
+from moecore.models.layers import RMSNorm, build_rotary_table
 from moecore.models.tensor_parallel import TensorParallel
 from moecore.parallel.pipeline.layout import Stage
 from moecore.parallel.pipeline.stages import runs_norm
@@ -39,13 +39,13 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.dim, dtype=dtype))
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Return x_BTD in the table's dtype; under tp only this rank's slice of T."""
+        """Look up token embeddings; return x_BTD, under tp this rank's slice of each sequence."""
         weight_vD = local_param(self.weight)
         if self.tp is None:
             return F.embedding(tokens_BT, weight_vD)
         local_ids_BT, elsewhere_BT = self.tp.local_rows(tokens_BT, weight_vD.shape[0])
         x_BTD = F.embedding(local_ids_BT, weight_vD)
-        return self.tp.scatter_sum(x_BTD.masked_fill(elsewhere_BT[..., None], 0))
+        return self.tp.reduce_scatter(x_BTD.masked_fill(elsewhere_BT[..., None], 0))
 
 
 class Backbone(nn.Module):
@@ -59,7 +59,7 @@ class Backbone(nn.Module):
         self.context_groups: Mapping[int, ContextParallel] = {}  # by the cp of a forward
         self.embed_tokens = Embedding(config, dtype=dtype)
         self.layers = nn.ModuleList(Block(config, i, dtype=dtype) for i in range(config.num_layers))
-        self.norm = RMSNorm.of(config, dtype=dtype)
+        self.norm = RMSNorm.from_config(config, dtype=dtype)
         self.full_stage = Stage(
             index=0,
             embedding=True,
@@ -82,14 +82,14 @@ class Backbone(nn.Module):
         """
         stage = self.full_stage if stage is None else stage
         if sequence is None:
-            sequence = self.sequence_of(tokens_BT)
+            sequence = self.build_sequence(tokens_BT)
         x_BTD = self.embed(tokens_BT, sequence) if stage.embedding else hidden
         assert x_BTD is not None, "checked by Decoder.forward"
         for index in stage.layers:
             x_BTD = self.layers[index](x_BTD, sequence)
         return self.norm(x_BTD) if runs_norm(stage, self.config.num_mtp_layers) else x_BTD
 
-    def sequence_of(
+    def build_sequence(
         self,
         tokens_BT: Tensor,
         padding_mask_BT: Tensor | None = None,
@@ -97,11 +97,11 @@ class Backbone(nn.Module):
         max_seqlen: int | None = None,
         cp: int | None = None,
     ) -> Sequence:
-        """Return the positions, document borders, padding and rotary table that blocks read.
+        """Build the `Sequence` that blocks read: document boundaries, padding and rotary table.
 
         The arguments are explained in `Decoder.forward`.
         """
-        ranks = self.ranks_of(cp)
+        ranks = self.select_cp_ranks(cp)
         (B, T), device = tokens_BT.shape, tokens_BT.device
         if cu_seqlens is None:
             if max_seqlen is not None:
@@ -129,22 +129,22 @@ class Backbone(nn.Module):
                 *positions.shape[:-1], -1
             )
         if padding_mask_BT is not None:
-            padding_mask_BT = self.local_tokens(padding_mask_BT, sequence)
+            padding_mask_BT = self.slice_local_tokens(padding_mask_BT, sequence)
         if self.config.hash_layers:
-            sequence = replace(sequence, token_ids_BT=self.local_tokens(tokens_BT, sequence))
-        rotary = rotary_table(self.config, positions)
+            sequence = replace(sequence, token_ids_BT=self.slice_local_tokens(tokens_BT, sequence))
+        rotary = build_rotary_table(self.config, positions)
         return replace(sequence, padding_mask_BT=padding_mask_BT, rotary=rotary)
 
-    def ranks_of(self, cp: int | None) -> ContextParallel | None:
-        """Return the cp ranks that share this forward's rows; None = no context parallelism."""
+    def select_cp_ranks(self, cp: int | None) -> ContextParallel | None:
+        """Return the context-parallel group of a forward with this `cp`; None = no group."""
         return select_cp_ranks(cp, self.cp, self.context_groups)
 
     def embed(self, tokens_BT: Tensor, sequence: Sequence) -> Tensor:
-        """Return the embeddings of this rank's tokens."""
+        """Embed full rows of token ids; return the embeddings of this rank's tokens."""
         x_BTD: Tensor = self.embed_tokens(sequence.slice_local(tokens_BT))
         return x_BTD
 
-    def local_tokens(self, x_BT: Tensor, sequence: Sequence) -> Tensor:
+    def slice_local_tokens(self, x_BT: Tensor, sequence: Sequence) -> Tensor:
         """Slice full rows to the tokens of this cp and tp rank."""
         x_BT = sequence.slice_local(x_BT)
-        return x_BT if self.tp is None else self.tp.local_slice(x_BT)
+        return x_BT if self.tp is None else self.tp.slice_local(x_BT)

@@ -42,7 +42,7 @@ class Block(nn.Module):
         super().__init__()
         self.mixer, self.feedforward = config.mixer_of(layer_idx), config.feedforward_of(layer_idx)
         if self.mixer is not None:
-            self.input_layernorm = RMSNorm.of(config, dtype=dtype)
+            self.input_layernorm = RMSNorm.from_config(config, dtype=dtype)
         if self.mixer == "linear":
             self.linear_attn = LINEAR[type(config.linear_attention)](config, dtype=dtype)
         elif self.mixer == "attention" and config.mla is None:
@@ -50,14 +50,14 @@ class Block(nn.Module):
         elif self.mixer == "attention":
             self.self_attn = LatentAttention(config, dtype=dtype)
         if self.feedforward is not None:
-            self.post_attention_layernorm = RMSNorm.of(config, dtype=dtype)
+            self.post_attention_layernorm = RMSNorm.from_config(config, dtype=dtype)
         if self.feedforward == "dense":
             self.mlp: nn.Module = MLP(config, dtype=dtype)
         elif self.feedforward == "moe":
-            self.mlp = MoELayer(_moe_of(config, layer_idx), dtype=dtype, runs=runs)
+            self.mlp = MoELayer(_select_moe_config(config, layer_idx), dtype=dtype, runs=runs)
 
     def forward(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
-        """Return this rank's residual stream after the layer; padding is sent to no expert."""
+        """Run the layer on this rank's residual stream and return it; experts skip padding."""
         if self.mixer is not None:
             x_BTD = self.attend(x_BTD, sequence)
         if self.feedforward is None:
@@ -76,14 +76,14 @@ class Block(nn.Module):
         return x_BTD + out_BTD
 
     def attend(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
-        """Return the residual stream after attention."""
+        """Add the attention output of the normed residual stream to it, and return the sum."""
         attention = self.linear_attn if self.mixer == "linear" else self.self_attn
         attended: Tensor = x_BTD + attention(self.input_layernorm(x_BTD), sequence)
         return attended
 
     @property
     def compile_regions(self) -> tuple[str, ...]:
-        """Names of the methods that are compiled; no MoE layer runs in them."""
+        """Names of the methods that torch.compile compiles; they call no MoE layer."""
         # The norm before an MoE layer stays outside: its output is what `MemoryOptions` drops.
         if self.feedforward != "moe":
             return ("forward",)
@@ -91,12 +91,12 @@ class Block(nn.Module):
 
     @property
     def eager_parts(self) -> tuple[str, ...]:
-        """Names of the modules that are called outside of compile regions."""
+        """Names of the submodules that run eagerly, outside of the compiled methods."""
         return ("post_attention_layernorm", "mlp") if self.feedforward == "moe" else ()
 
 
-def _moe_of(config: DecoderConfig, layer_idx: int) -> MoEConfig:
-    """Return the MoE config of a layer; the first `hash_layers` ones route by token id."""
+def _select_moe_config(config: DecoderConfig, layer_idx: int) -> MoEConfig:
+    """Return a layer's MoE config; the first `hash_layers` MoE layers route by token id."""
     assert config.moe is not None
     before = sum(config.feedforward_of(i) == "moe" for i in range(layer_idx))
     by_id = before < config.hash_layers
@@ -133,11 +133,11 @@ class MTPLayer(nn.Module):
         super().__init__()
         self.runs = config.mtp_repeats  # in one forward of the decoder
         D = config.dim
-        self.enorm = RMSNorm.of(config, dtype=dtype)
-        self.hnorm = RMSNorm.of(config, dtype=dtype)
+        self.enorm = RMSNorm.from_config(config, dtype=dtype)
+        self.hnorm = RMSNorm.from_config(config, dtype=dtype)
         self.eh_proj = Linear(2 * D, D, dtype=dtype)
         self.block = Block(config, config.num_layers - 1, dtype=dtype, runs=self.runs)
-        self.norm = RMSNorm.of(config, dtype=dtype)
+        self.norm = RMSNorm.from_config(config, dtype=dtype)
 
     def forward(self, h_BTD: Tensor, e_BTD: Tensor, sequence: Sequence) -> Tensor:
         """Return the normed h_k of this rank's tokens.

@@ -64,12 +64,12 @@ class YarnConfig(CheckedRecord):
 
     @property
     def table_scale(self) -> float:
-        """Factor on cos and sin."""
+        """Factor by which the rotary table's cos and sin are multiplied."""
         return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
 
     @property
     def score_scale(self) -> float:
-        """Factor on attention scores."""
+        """Factor by which attention scores are multiplied."""
         return self._magnitude(self.mscale_all_dim) ** 2
 
     def _magnitude(self, mscale: float) -> float:
@@ -137,7 +137,7 @@ class MLAConfig(CheckedRecord):
 
     @property
     def score_scale(self) -> float:
-        """Factor on q . k before softmax."""
+        """Factor by which q . k is multiplied before the softmax."""
         scale: float = self.qk_head_dim**-0.5
         return scale * (1.0 if self.yarn is None else self.yarn.score_scale)
 

@@ -263,13 +263,13 @@ class Decoder(nn.Module):
         """
         check_arguments(Decoder.forward, locals())
         stage = self.model.full_stage if stage is None else stage
-        self._check(tokens_BT, labels_BT, padding_mask_BT, log_prob_loss)
+        self._check_shapes(tokens_BT, labels_BT, padding_mask_BT, log_prob_loss)
         check_stage(self, self.stage_parts(), stage, len(self.mtp))
         if num_tokens is None and labels_BT is not None:
             num_tokens = count_labels(labels_BT)
-        num_states = self._num_states(stage, predicts=self._predicts(labels_BT))
-        check_hidden(hidden, stage, self._hidden_shape(num_states, tokens_BT, cp))
-        sequence = self.model.sequence_of(tokens_BT, padding_mask_BT, cu_seqlens, max_seqlen, cp)
+        num_states = self._count_input_states(stage, predicts=self._runs_mtp(labels_BT))
+        check_hidden(hidden, stage, self._compute_hidden_shape(num_states, tokens_BT, cp))
+        sequence = self.model.build_sequence(tokens_BT, padding_mask_BT, cu_seqlens, max_seqlen, cp)
         if num_states:
             assert hidden is not None, "checked above"
             states = list(hidden.unbind())
@@ -278,9 +278,9 @@ class Decoder(nn.Module):
             if not runs_norm(stage, self.config.num_mtp_layers):
                 return states[0]
         rows = (tokens_BT, labels_BT, num_tokens, padding_mask_BT)
-        return self._of_states(states, stage, *rows, sequence, log_prob_loss)
+        return self._run_head_and_mtp(states, stage, *rows, sequence, log_prob_loss)
 
-    def _of_states(
+    def _run_head_and_mtp(
         self,
         states: list[Tensor],
         stage: Stage,
@@ -291,21 +291,21 @@ class Decoder(nn.Module):
         sequence: Sequence,
         log_prob_loss: LogProbLoss | None,
     ) -> Tensor:
-        """Return the loss or logits of normed states, or the next stage's input without a head."""
+        """Run head and prediction modules; return loss or logits, or the next stage's input."""
         if stage.loss:
             args = (states[0], labels_BT, num_tokens, self._tied_weight, sequence)
             out = self.lm_head(*args, log_prob_loss)
-        if self._predicts(labels_BT):
+        if self._runs_mtp(labels_BT):
             assert labels_BT is not None, "modules run with labels only"
             rows = (tokens_BT, labels_BT, num_tokens, padding_mask_BT)
-            mtp_losses = self._predict(states, stage, *rows, sequence)
+            mtp_losses = self._run_mtp(states, stage, *rows, sequence)
             if stage.loss:
                 losses = torch.stack(mtp_losses)
                 self.mtp_losses = losses.detach()
                 out = out + self.config.mtp_loss_coef * losses.mean()
         return out if stage.loss else torch.stack(states)
 
-    def _predict(
+    def _run_mtp(
         self,
         states: list[Tensor],
         stage: Stage,
@@ -315,7 +315,7 @@ class Decoder(nn.Module):
         padding_mask_BT: Tensor | None,
         sequence: Sequence,
     ) -> list[Tensor]:
-        """Run the stage's multi-token prediction; return fp32 losses in the stage with the head."""
+        """Run the stage's multi-token prediction modules; return fp32 losses if it has the head."""
         # The states h_0, h_1, .. are normed; those of the stage's modules are added. Tokens, labels
         # and mask are of the whole rows.
         if padding_mask_BT is None:
@@ -326,7 +326,7 @@ class Decoder(nn.Module):
             if index in stage.mtp:
                 e_BTD = self.model.embed(sequence.shift_tokens(tokens_BT, depth, 0), sequence)
                 mask_BT = sequence.shift_tokens(padding_mask_BT, depth, True)
-                mask_BT = self.model.local_tokens(mask_BT, sequence)
+                mask_BT = self.model.slice_local_tokens(mask_BT, sequence)
                 # A view has one gradient: its sum with the head's is the same in any order, so that
                 # stages have the bits of the whole.
                 h_BTD = states[-1].view_as(states[-1])
@@ -357,29 +357,33 @@ class Decoder(nn.Module):
         The shape is [B, t, D] before the final norm, with t = T / (cp * tp). After the norm it is
         [1 + k, B, t, D], where k counts the multi-token predictions of previous stages.
         """
-        num_states = self._num_states(stage, predicts=self._predicts(inputs.get("labels_BT")))
-        return self._hidden_shape(num_states, inputs["tokens_BT"], inputs.get("cp"))
+        num_states = self._count_input_states(
+            stage, predicts=self._runs_mtp(inputs.get("labels_BT"))
+        )
+        return self._compute_hidden_shape(num_states, inputs["tokens_BT"], inputs.get("cp"))
 
     def check_inputs(self, inputs: Mapping[str, Any]) -> None:
         """Raise ValueError for a micro-batch that pipeline stages cannot run."""
         require_arguments(inputs, "tokens_BT", "labels_BT or log_prob_loss")
         names = ("tokens_BT", "labels_BT", "padding_mask_BT", "log_prob_loss")
-        self._check(*(inputs.get(name) for name in names))  # type: ignore[arg-type]
+        self._check_shapes(*(inputs.get(name) for name in names))  # type: ignore[arg-type]
 
-    def _hidden_shape(self, num_states: int, tokens_BT: Tensor, cp: int | None) -> tuple[int, ...]:
-        """Return this rank's shape of `num_states` normed states; 0 = of the residual stream."""
+    def _compute_hidden_shape(
+        self, num_states: int, tokens_BT: Tensor, cp: int | None
+    ) -> tuple[int, ...]:
+        """Return this rank's shape of `num_states` stacked states; 0 = one residual stream."""
         B, T = tokens_BT.shape
-        ranks, tp = self.model.ranks_of(cp), self.model.tp
+        ranks, tp = self.model.select_cp_ranks(cp), self.model.tp
         num_ranks = (1 if ranks is None else ranks.size) * (1 if tp is None else tp.size)
         stack = (num_states,) if num_states else ()
         return (*stack, B, T // num_ranks, self.config.dim)
 
-    def _predicts(self, labels_BT: Tensor | None) -> bool:
+    def _runs_mtp(self, labels_BT: Tensor | None) -> bool:
         """Whether multi-token prediction runs in any pipeline stage."""
         return labels_BT is not None and self.training and len(self.mtp) > 0
 
-    def _num_states(self, stage: Stage, *, predicts: bool) -> int:
-        """Return the number of normed states in a stage's input; 0 = it is the residual stream."""
+    def _count_input_states(self, stage: Stage, *, predicts: bool) -> int:
+        """Count the normed states in a stage's input; 0 = the input is the residual stream."""
         modules_before = len(self.mtp) if stage.loss else 0
         if stage.mtp:
             modules_before = stage.mtp[0]
@@ -413,7 +417,7 @@ class Decoder(nn.Module):
         """
         check_arguments(Decoder.generate, locals())
         for _ in range(max_new_tokens):
-            logits_BV = self._last_logits(tokens_BT[:, -self.config.max_seq_len :]).float()
+            logits_BV = self._compute_last_logits(tokens_BT[:, -self.config.max_seq_len :]).float()
             if temperature == 0:
                 next_B1 = logits_BV.argmax(-1, keepdim=True)
             else:
@@ -422,8 +426,8 @@ class Decoder(nn.Module):
             tokens_BT = torch.cat([tokens_BT, next_B1], dim=1)
         return tokens_BT
 
-    def _last_logits(self, window_BT: Tensor) -> Tensor:
-        """Return the last token's logits; rows are padded to a length that cp and tp divide."""
+    def _compute_last_logits(self, window_BT: Tensor) -> Tensor:
+        """Pad the rows to a length that cp and tp divide; return the last token's logits [B, V]."""
         T, tp, cp = window_BT.shape[1], self.model.tp, self.model.cp
         multiple = (1 if tp is None else tp.size) * (1 if cp is None else 2 * cp.size)
         padding = -T % multiple
@@ -432,7 +436,7 @@ class Decoder(nn.Module):
         logits_BTV: Tensor = self(tokens_BT, padding_mask_BT=mask_BT if padding else None)
         return logits_BTV[:, T - 1]
 
-    def _check(
+    def _check_shapes(
         self,
         tokens_BT: Tensor,
         labels_BT: Tensor | None,

@@ -53,7 +53,7 @@ class Head(nn.Module):
         chunk_tokens = self.config.ce_chunk_tokens
         if log_prob_loss is not None:
             local_labels_BT = sequence.slice_local(log_prob_loss.labels_BT)
-            to_full_rows = partial(_over_cp, sequence=sequence)
+            to_full_rows = partial(_gather_over_cp, sequence=sequence)
             return log_prob_loss.of_head(
                 x_BTD,
                 weight_VD,
@@ -65,7 +65,7 @@ class Head(nn.Module):
         if labels_BT is None:
             logits_BTV = F.linear(x_BTD, weight_VD)
             logits_BTV = logits_BTV if self.tp is None else self.tp.gather_columns(logits_BTV)
-            return _over_cp(logits_BTV, sequence)
+            return _gather_over_cp(logits_BTV, sequence)
         local_labels_N = sequence.slice_local(labels_BT).flatten()
         loss = linear_cross_entropy(
             x_BTD.flatten(0, 1),
@@ -80,7 +80,7 @@ class Head(nn.Module):
         return loss if local_tokens is None else sum_value(loss, local_tokens.cp.group)
 
 
-def _over_cp(x_BTX: Tensor, sequence: Sequence) -> Tensor:
-    """Gather full rows over cp, for a result that is identical on all cp ranks."""
+def _gather_over_cp(x_BTX: Tensor, sequence: Sequence) -> Tensor:
+    """All-gather the tokens of full rows over cp; return a tensor that cp ranks replicate."""
     local_tokens = sequence.local_tokens
     return x_BTX if local_tokens is None else local_tokens.gather_replicated(x_BTX)

@@ -23,7 +23,7 @@ from moecore.base.params import local_param
 from moecore.kernels.rows.activation import ActivationOptions, weighted_activation
 from moecore.models.config import DecoderConfig, YarnConfig
 from moecore.models.tensor_parallel import TensorParallel
-from moecore.models.tp_products import column_products, row_product
+from moecore.models.tp_products import apply_column_linears, apply_row_linear
 from moecore.precision.plain import Linear
 
 # [B, T, H, d], [B, T, h, d], where the tokens stand, scale
@@ -54,7 +54,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(dim, dtype=dtype))
 
     @classmethod
-    def of(
+    def from_config(
         cls,
         config: DecoderConfig,
         dim: int | None = None,
@@ -72,7 +72,7 @@ class RMSNorm(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the normed x in its dtype."""
+        """Normalise x over its last dim and multiply by the weight; return x's dtype."""
         weight_D, wide = local_param(self.weight), torch.promote_types(x.dtype, torch.float32)
         if self.zero_centered:
             weight_D = 1.0 + weight_D.to(wide)
@@ -130,8 +130,8 @@ class Attention(nn.Module):
         if config.qk_norm is not None:
             over_tp = config.qk_norm == "full"
             q_norm_dim, k_norm_dim = (q_dim, kv_dim) if over_tp else (d, d)
-            self.q_norm = RMSNorm.of(config, q_norm_dim, over_tp=over_tp, dtype=dtype)
-            self.k_norm = RMSNorm.of(config, k_norm_dim, over_tp=over_tp, dtype=dtype)
+            self.q_norm = RMSNorm.from_config(config, q_norm_dim, over_tp=over_tp, dtype=dtype)
+            self.k_norm = RMSNorm.from_config(config, k_norm_dim, over_tp=over_tp, dtype=dtype)
 
     def forward(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
         """Map this rank's normed tokens to attention output; `sequence` describes full rows."""
@@ -149,24 +149,24 @@ class Attention(nn.Module):
         )
         if gate_BTHd is not None:
             y_BTHd = y_BTHd * gate_BTHd.sigmoid()
-        y_BTD = row_product(y_BTHd.flatten(2), self.o_proj, self.tp)
+        y_BTD = apply_row_linear(y_BTHd.flatten(2), self.o_proj, self.tp)
         return y_BTD if self.o_bias is None else y_BTD + local_param(self.o_bias).to(y_BTD.dtype)
 
     def _project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return queries and keys, normed but not rotated, values, and gates or None, of all T."""
-        q, k, v = column_products(x_BTD, (self.q_proj, self.k_proj, self.v_proj), self.tp)
+        """Project all T tokens to queries and keys (not rotated), values, and gates or None."""
+        q, k, v = apply_column_linears(x_BTD, (self.q_proj, self.k_proj, self.v_proj), self.tp)
         gate_BTHd = None
         if self.config.attention_gate:
             q_BTHd, gate_BTHd = q.unflatten(-1, (-1, 2 * self.config.head_dim)).chunk(2, dim=-1)
             q = q_BTHd.flatten(2)
         if self.config.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
-        q_BTHd, k_BThd = self._heads(q), self._heads(k)
+        q_BTHd, k_BThd = self._split_heads(q), self._split_heads(k)
         if self.config.qk_norm == "head":
             q_BTHd, k_BThd = self.q_norm(q_BTHd), self.k_norm(k_BThd)
-        return q_BTHd, k_BThd, self._heads(v), gate_BTHd
+        return q_BTHd, k_BThd, self._split_heads(v), gate_BTHd
 
-    def _heads(self, x: Tensor) -> Tensor:
+    def _split_heads(self, x: Tensor) -> Tensor:
         heads: Tensor = x.unflatten(-1, (-1, self.config.head_dim))
         return heads
 
@@ -195,22 +195,22 @@ class MLP(nn.Module):
         self.down_proj = Linear(F_, D, tp_shard_dim=1, residual=True, dtype=dtype)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Return the MLP's output, same shape and dtype."""
-        return row_product(self._hidden(x_BTD), self.down_proj, self.tp)
+        """Apply the MLP to this rank's tokens; return the same shape and dtype."""
+        return apply_row_linear(self._compute_hidden(x_BTD), self.down_proj, self.tp)
 
-    def _hidden(self, x_BTD: Tensor) -> Tensor:
+    def _compute_hidden(self, x_BTD: Tensor) -> Tensor:
         if not self.is_gated:
-            (up_BTF,) = column_products(x_BTD, (self.up_proj,), self.tp)
+            (up_BTF,) = apply_column_linears(x_BTD, (self.up_proj,), self.tp)
             return F.relu(up_BTF).square()
-        gate_BTF, up_BTF = column_products(x_BTD, (self.gate_proj, self.up_proj), self.tp)
+        gate_BTF, up_BTF = apply_column_linears(x_BTD, (self.gate_proj, self.up_proj), self.tp)
         if self.limited is not None:
             h_NC = torch.cat((gate_BTF, up_BTF), dim=-1).flatten(0, -2)
             return weighted_activation(h_NC, None, None, self.limited).view_as(up_BTF)
         return F.silu(gate_BTF) * up_BTF
 
 
-def rotary_table(config: DecoderConfig, positions: Tensor) -> RotaryTable | None:
-    """Return the rotary table of the positions: RoPE (arXiv:2104.09864), or YaRN if configured."""
+def build_rotary_table(config: DecoderConfig, positions: Tensor) -> RotaryTable | None:
+    """Build the rotary table for positions: RoPE (arXiv:2104.09864), or YaRN if configured."""
     if config.rope_theta is None:
         return None
     mla = config.mla
@@ -220,21 +220,23 @@ def rotary_table(config: DecoderConfig, positions: Tensor) -> RotaryTable | None
     frequencies_d = 1.0 / config.rope_theta ** (half / head_dim)
     if yarn is None:
         return RotaryTable(positions, frequencies_d)
-    factors_d = _yarn_factors(head_dim, config.rope_theta, yarn, positions.device)
+    factors_d = _compute_yarn_factors(head_dim, config.rope_theta, yarn, positions.device)
     return RotaryTable(positions, frequencies_d * factors_d, yarn.table_scale)
 
 
-def _yarn_factors(head_dim: int, theta: float, yarn: YarnConfig, device: torch.device) -> Tensor:
+def _compute_yarn_factors(
+    head_dim: int, theta: float, yarn: YarnConfig, device: torch.device
+) -> Tensor:
     """Return fp32 [d / 2], the factor on each frequency: 1 for fast, 1 / factor for slow ones."""
     # Frequency i turns `original * theta^(-2i / d) / (2 pi)` times over the original length. The
     # mix is linear in i, between the i that turns beta_fast times and the one that turns beta_slow
     # times; truncated, the first is rounded down and the second up.
 
-    def index_of(turns: float) -> float:
+    def find_index(turns: float) -> float:
         length = yarn.original_max_seq_len / (2 * math.pi * turns)
         return head_dim * math.log(length) / (2 * math.log(theta))
 
-    first, last = index_of(yarn.beta_fast), index_of(yarn.beta_slow)
+    first, last = find_index(yarn.beta_fast), find_index(yarn.beta_slow)
     if yarn.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, head_dim - 1)

@@ -41,7 +41,7 @@ from moecore.base.torch_private import get_local_tensor
 from moecore.models.config import DecoderConfig, LinearAttentionConfig, Mamba2Config
 from moecore.models.layers import RMSNorm
 from moecore.models.tensor_parallel import TensorParallel
-from moecore.models.tp_products import column_products, row_product
+from moecore.models.tp_products import apply_column_linears, apply_row_linear
 from moecore.precision.plain import Linear
 
 
@@ -72,27 +72,27 @@ class LinearAttention(nn.Module):
         self.dt_bias = nn.Parameter(torch.empty(self.num_v_heads, dtype=dtype))
         self.A_log = nn.Parameter(torch.empty(self.num_v_heads, dtype=dtype))
 
-    def convolved(self, parts_BTC: Sizes[Tensor], sequence: Sequence) -> list[Tensor]:
+    def apply_convolution(self, parts_BTC: Sizes[Tensor], sequence: Sequence) -> list[Tensor]:
         """Apply the short convolution and silu, and return the channels of each kind."""
-        bias = None if self.conv1d.bias is None else self._channels(self.conv1d.bias)
-        filters = self._channels(self.conv1d.weight).squeeze(1), bias
+        bias = None if self.conv1d.bias is None else self._slice_channels(self.conv1d.bias)
+        filters = self._slice_channels(self.conv1d.weight).squeeze(1), bias
         mixed_BTC = convolve(torch.cat(list(parts_BTC), -1), *filters, sequence, silu=True)
         return list(mixed_BTC.split([part.shape[-1] for part in parts_BTC], dim=-1))
 
-    def steps(self, a_BTH: Tensor) -> Tensor:
-        """Return softplus(a + dt_bias), at least in fp32."""
-        return F.softplus(wide(a_BTH) + self.local_heads(self.dt_bias))
+    def compute_steps(self, a_BTH: Tensor) -> Tensor:
+        """Return the time steps softplus(a + dt_bias) of each token and head, in fp32 or fp64."""
+        return F.softplus(upcast(a_BTH) + self.slice_local_heads(self.dt_bias))
 
-    def rates(self) -> Tensor:
-        """Return [H], the logarithm of each head's decay per unit of time step; negative."""
-        return -wide(self.local_heads(self.A_log)).exp()
+    def compute_decay_rates(self) -> Tensor:
+        """Return [H], the log of each head's decay per unit of time step; values are negative."""
+        return -upcast(self.slice_local_heads(self.A_log)).exp()
 
-    def local_heads(self, param: nn.Parameter) -> Tensor:
+    def slice_local_heads(self, param: nn.Parameter) -> Tensor:
         """Return the values of this tp rank's heads from a replicated per-head parameter."""
         full_param = local_param(param)
         return full_param if self.tp is None else full_param.chunk(self.tp.size)[self.tp.rank]
 
-    def _channels(self, param: Tensor) -> Tensor:
+    def _slice_channels(self, param: Tensor) -> Tensor:
         full_param = local_param(param)
         if self.tp is None:
             return full_param
@@ -110,8 +110,8 @@ class LinearAttention(nn.Module):
         get_local_tensor(self.A_log).add_(16 - half).log_()
 
 
-def wide(x: Tensor) -> Tensor:
-    """Return x in fp32; fp64 is unchanged."""
+def upcast(x: Tensor) -> Tensor:
+    """Convert x to fp32; fp64 is unchanged."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -132,17 +132,17 @@ class GatedDeltaNet(LinearAttention):
     def forward(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
         """Map this rank's normed tokens to their output; `sequence` describes full rows."""
         k, v, r = self.head_k_dim, self.head_v_dim, self.num_v_heads // self.num_k_heads
-        qkvz, ba = column_products(x_BTD, (self.in_proj_qkvz, self.in_proj_ba), self.tp)
+        qkvz, ba = apply_column_linears(x_BTD, (self.in_proj_qkvz, self.in_proj_ba), self.tp)
         parts = qkvz.unflatten(-1, (-1, 2 * (k + r * v))).split((k, k, r * v, r * v), dim=-1)
         *qkv, z = (part.flatten(2) for part in parts)
         b_BTH, a_BTH = (part.flatten(2) for part in ba.unflatten(-1, (-1, 2, r)).unbind(-2))
-        qkv = self.convolved(qkv, sequence)
+        qkv = self.apply_convolution(qkv, sequence)
         of_heads = [x.unflatten(-1, (-1, d)) for x, d in zip(qkv, (k, k, v), strict=True)]
-        gates = self.rates() * self.steps(a_BTH), b_BTH.sigmoid()
+        gates = self.compute_decay_rates() * self.compute_steps(a_BTH), b_BTH.sigmoid()
         o_BTHv = attend_linear(*of_heads, *gates, sequence, scale=k**-0.5, norm_qk=True)
-        gate_BTHv = F.silu(wide(z.unflatten(-1, (-1, v))))
+        gate_BTHv = F.silu(upcast(z.unflatten(-1, (-1, v))))
         y_BTHv = (self.norm(o_BTHv) * gate_BTHv).to(o_BTHv.dtype)
-        return row_product(y_BTHv.flatten(2), self.out_proj, self.tp)
+        return apply_row_linear(y_BTHv.flatten(2), self.out_proj, self.tp)
 
 
 LEAST_STEP, MOST_STEP = 1e-3, 0.1  # of a new layer
@@ -168,20 +168,26 @@ class Mamba2(LinearAttention):
     def forward(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
         """Map this rank's normed tokens to their output; `sequence` describes full rows."""
         k, v, r = self.head_k_dim, self.head_v_dim, self.num_v_heads // self.num_k_heads
-        (rows,) = column_products(x_BTD, (self.in_proj,), self.tp)
+        (rows,) = apply_column_linears(x_BTD, (self.in_proj,), self.tp)
         sizes = (r * v, r * v, k, k, r)
         parts = rows.unflatten(-1, (-1, sum(sizes))).split(sizes, dim=-1)
         z, *mixed, dt_BTH = (part.flatten(2) for part in parts)
-        mixed = self.convolved(mixed, sequence)
+        mixed = self.apply_convolution(mixed, sequence)
         x_BTHv, B_BThk, C_BThk = (
             part.unflatten(-1, (-1, d)) for part, d in zip(mixed, (v, k, k), strict=True)
         )
-        steps_BTH = self.steps(dt_BTH).clamp(min=self.min_step)
+        steps_BTH = self.compute_steps(dt_BTH).clamp(min=self.min_step)
         y_BTHv = scan_states(
-            x_BTHv, steps_BTH, self.rates(), B_BThk, C_BThk, self.local_heads(self.D), sequence
+            x_BTHv,
+            steps_BTH,
+            self.compute_decay_rates(),
+            B_BThk,
+            C_BThk,
+            self.slice_local_heads(self.D),
+            sequence,
         )
         y_BTC = self.norm(y_BTHv.flatten(2), z).to(x_BTD.dtype)
-        return row_product(y_BTC, self.out_proj, self.tp)
+        return apply_row_linear(y_BTC, self.out_proj, self.tp)
 
     def init_weights(self, *, key: str, seed: int) -> None:
         """Initialise filters as torch's Conv1d, the skip with 1, decays as exp(-step * U(1, 16)).
@@ -210,5 +216,5 @@ class GatedGroupNorm(RMSNorm):
         weight = local_param(self.weight)
         if self.tp is not None:
             weight = weight.chunk(self.tp.size)[self.tp.rank]
-        h = (wide(x) * F.silu(wide(gate))).unflatten(-1, (-1, self.group_dim))
+        h = (upcast(x) * F.silu(upcast(gate))).unflatten(-1, (-1, self.group_dim))
         return weight * F.rms_norm(h, (self.group_dim,), None, self.eps).flatten(-2).to(x.dtype)

@@ -31,7 +31,7 @@ from torch import Tensor
 from moecore.base.fields import CheckedRecord, Count, Positive, check_arguments
 from moecore.kernels.common import no_autocast
 from moecore.kernels.cross_entropy import IGNORE_INDEX, softmax_gradient_
-from moecore.models.loss import RowStatistics, combine_row_statistics, product_dtype
+from moecore.models.loss import RowStatistics, combine_row_statistics, find_product_dtype
 from moecore.moe.dispatch.collectives import gather_ranks
 from moecore.precision.head import add_product_, product
 
@@ -67,7 +67,7 @@ class LogProbLoss(CheckedRecord):
         chunk_tokens: int = 2048,
         group: dist.ProcessGroup | None = None,
     ) -> Tensor:
-        """Return the loss from the head's inputs; `to_full_rows` gathers [B, t, X] over ranks."""
+        """Compute the loss from hidden states; `to_full_rows` gathers [B, t, X] to [B, T, X]."""
         numbers = linear_log_probs(
             hidden_BtD.flatten(0, 1),
             weight_VD,
@@ -77,7 +77,7 @@ class LogProbLoss(CheckedRecord):
             chunk_tokens=chunk_tokens,
             group=group,
         )
-        return self._of(numbers, labels_Bt, to_full_rows)
+        return self._call_function(numbers, labels_Bt, to_full_rows)
 
     def of_logits(
         self, logits_BtV: Tensor, labels_Bt: Tensor, to_full_rows: Callable[[Tensor], Tensor]
@@ -95,9 +95,9 @@ class LogProbLoss(CheckedRecord):
             # A logit of -inf, which excludes a token, has p log p = 0 and not 0 * -inf.
             finite_NV = all_NV.clamp(min=torch.finfo(all_NV.dtype).min)
             entropy_N = -(all_NV.exp() * finite_NV).sum(1).where(counts_N, 0)
-        return self._of((log_probs_N, entropy_N), labels_Bt, to_full_rows)
+        return self._call_function((log_probs_N, entropy_N), labels_Bt, to_full_rows)
 
-    def _of(
+    def _call_function(
         self,
         numbers: tuple[Tensor, Tensor | None],
         labels_Bt: Tensor,
@@ -149,7 +149,7 @@ def linear_log_probs(
         NotImplementedError: in backward with create_graph=True.
     """
     check_arguments(linear_log_probs, locals())
-    dtype = product_dtype(hidden_ND, weight_VD, labels_N)
+    dtype = find_product_dtype(hidden_ND, weight_VD, labels_N)
     numbers: tuple[Tensor, Tensor | None] = _LinearLogProbs.apply(
         hidden_ND, weight_VD, labels_N, temperature, entropy, chunk_tokens, dtype, group
     )
@@ -180,12 +180,12 @@ class _LinearLogProbs(torch.autograd.Function):
         with no_autocast(hidden_ND):
             for start in range(0, len(hidden_ND), chunk):
                 part = slice(start, start + chunk)
-                x_CV = _logits(hidden_MD[part], weight_WD, temperature)
+                x_CV = _compute_logits(hidden_MD[part], weight_WD, temperature)
                 rows = combine_row_statistics(x_CV, labels_N[part], group)
                 log_probs_N[part] = rows.log_probs()
                 local_labels_N[part], highs_N[part], sums_N[part], _ = rows
                 if entropy_N is not None:
-                    entropy_N[part] = _entropy_(x_CV, rows, group)
+                    entropy_N[part] = _compute_entropy_(x_CV, rows, group)
                 del x_CV  # before the next chunk's are made
         ctx.save_for_backward(hidden_ND, weight_VD, local_labels_N, highs_N, sums_N, entropy_N)
         return log_probs_N, None if entropy_N is None else entropy_N.clone()
@@ -207,9 +207,9 @@ class _LinearLogProbs(torch.autograd.Function):
         with no_autocast(hidden_ND):
             for start in range(0, len(hidden_ND), ctx.chunk):
                 part = slice(start, start + ctx.chunk)
-                x_CV = _logits(hidden_MD[part], weight_WD, ctx.temperature)
+                x_CV = _compute_logits(hidden_MD[part], weight_WD, ctx.temperature)
                 row_numbers = (x_N[part] for x_N in (*of_rows, *d_N) if x_N is not None)
-                d_CV, scale_C1 = _gradient_(x_CV, ctx.dtype, *row_numbers)
+                d_CV, scale_C1 = _compute_logits_grad_(x_CV, ctx.dtype, *row_numbers)
                 del x_CV
                 if d_hidden_ND is not None:
                     torch.mm(d_CV, weight_WD, out=d_hidden_ND[part])
@@ -223,15 +223,15 @@ class _LinearLogProbs(torch.autograd.Function):
         return d_hidden, d_weight, *[None] * 6
 
 
-def _logits(hidden_CD: Tensor, weight_VD: Tensor, temperature: float) -> Tensor:
-    """Return a chunk's fp32 logits divided by the temperature."""
+def _compute_logits(hidden_CD: Tensor, weight_VD: Tensor, temperature: float) -> Tensor:
+    """Compute a chunk's logits in fp32 or fp64, divided by the temperature."""
     dtype = torch.promote_types(hidden_CD.dtype, torch.float32)
     x_CV = product(hidden_CD, weight_VD.t(), dtype)
     return x_CV if temperature == 1.0 else x_CV.div_(temperature)
 
 
-def _entropy_(x_CV: Tensor, rows: RowStatistics, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the entropy [C] over the full vocabulary; overwrites the logits. Collective."""
+def _compute_entropy_(x_CV: Tensor, rows: RowStatistics, group: dist.ProcessGroup | None) -> Tensor:
+    """Compute each token's entropy [C] over the full vocabulary; overwrites x. Collective."""
     x_CV.sub_(rows.highs_C[:, None])
     weighted_C = x_CV.exp().mul_(x_CV).sum(1)
     if group is not None:
@@ -240,7 +240,7 @@ def _entropy_(x_CV: Tensor, rows: RowStatistics, group: dist.ProcessGroup | None
     return entropy_C.masked_fill(rows.local_labels_C == IGNORE_INDEX, 0)
 
 
-def _gradient_(
+def _compute_logits_grad_(
     x_CV: Tensor,  # used up
     dtype: torch.dtype,
     local_labels_C: Tensor,

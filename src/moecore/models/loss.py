@@ -78,7 +78,7 @@ def linear_cross_entropy(
         raise ValueError(
             f"num_tokens ({num_tokens.dtype}) must be an integer tensor: pass num_tokens.long()"
         )
-    dtype = product_dtype(hidden_ND, weight_VD, labels_N)
+    dtype = find_product_dtype(hidden_ND, weight_VD, labels_N)
     total: Tensor = _LinearCrossEntropy.apply(
         hidden_ND, weight_VD, labels_N, chunk_tokens, torch.is_grad_enabled(), dtype, group, recipe
     )
@@ -88,7 +88,7 @@ def linear_cross_entropy(
     return total / divisor
 
 
-def product_dtype(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> torch.dtype:
+def find_product_dtype(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> torch.dtype:
     """Return the dtype of the head's matmuls; raise ValueError if shapes or dtypes do not fit."""
     if labels_N.shape != hidden_ND.shape[:1]:
         raise ValueError(

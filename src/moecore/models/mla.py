@@ -37,7 +37,7 @@ from moecore.kernels.sparse_attention import IndexerHeads, LatentHeads
 from moecore.models.config import DecoderConfig
 from moecore.models.layers import RMSNorm, ScoreObserver
 from moecore.models.tensor_parallel import TensorParallel, sum_value
-from moecore.models.tp_products import row_product
+from moecore.models.tp_products import apply_row_linear
 from moecore.moe.aux_loss import AuxLoss
 from moecore.precision.plain import Linear
 
@@ -137,15 +137,15 @@ class LatentAttention(nn.Module):
 
         The rotary table has `qk_rope_head_dim` dims.
         """
-        q_BTQ, c_BTC, k_BTr = self._latents(x_BTD)
+        q_BTQ, c_BTC, k_BTr = self._compute_latents(x_BTD)
         if self.indexer is not None:
             y_BTHv = self._attend_sparsely(self.indexer, x_BTD, q_BTQ, c_BTC, k_BTr, sequence)
-            return row_product(y_BTHv.flatten(2), self.o_proj, self.tp)
-        q_BTHq, k_BTHq, v_BTHv = self._heads(q_BTQ, c_BTC, k_BTr, sequence)
+            return apply_row_linear(y_BTHv.flatten(2), self.o_proj, self.tp)
+        q_BTHq, k_BTHq, v_BTHv = self._compute_heads(q_BTQ, c_BTC, k_BTr, sequence)
         if self.observe_scores is not None:
             self.observe_scores(q_BTHq, k_BTHq, sequence, self.mla.score_scale)
         y_BTHv = attend(q_BTHq, k_BTHq, v_BTHv, sequence, scale=self.mla.score_scale)
-        return row_product(y_BTHv.flatten(2), self.o_proj, self.tp)
+        return apply_row_linear(y_BTHv.flatten(2), self.o_proj, self.tp)
 
     def train_indexer(self, config: IndexerConfig) -> None:
         """Train the indexer in later forwards; `config.stage` determines the keys attended."""
@@ -187,8 +187,8 @@ class LatentAttention(nn.Module):
         y_BTHv = self.aux_loss.attach(y_BTHv, loss)
         return y_BTHv
 
-    def _latents(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return query latent (or x), key/value latent and shared key before rotation, all T."""
+    def _compute_latents(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute query latent (or x), key/value latent and unrotated shared key, for all T."""
         C, r = self.mla.kv_lora_rank, self.mla.qk_rope_head_dim
         q_BTQ = self.q_a_layernorm(self.q_a_proj(x_BTD)) if self.mla.q_lora_rank else x_BTD
         c_BTC, k_BTr = self.kv_a_proj_with_mqa(x_BTD).split((C, r), dim=-1)
@@ -199,10 +199,10 @@ class LatentAttention(nn.Module):
         q_BTQ, c_BTC, k_BTr = latents_BTX.split((q_BTQ.shape[-1], C, r), dim=-1)
         return q_BTQ, c_BTC, k_BTr
 
-    def _heads(
+    def _compute_heads(
         self, q_BTQ: Tensor, c_BTC: Tensor, k_BTr: Tensor, sequence: Sequence
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return rotated queries and keys [B, T, H, n + r], and values [B, T, H, v]."""
+        """Project latents to rotated queries and keys [B, T, H, n + r] and values [B, T, H, v]."""
         rotary, local_tokens = sequence.rotary, sequence.local_tokens
         assert rotary is not None, "a decoder's sequence has a rotary table"
         n, r, v = self.mla.qk_nope_head_dim, self.mla.qk_rope_head_dim, self.mla.v_head_dim

@@ -118,18 +118,20 @@ def at_width(
 Triple = tuple[int, int, int]
 
 
-def _decoder(sizes: Triple, heads: Triple, moe: MoEConfig, **options: Any) -> DecoderConfig:
+def _build_decoder(sizes: Triple, heads: Triple, moe: MoEConfig, **options: Any) -> DecoderConfig:
     names = ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "head_dim")
     numbers: Any = dict(zip(names, (*sizes, *heads), strict=True))
     return DecoderConfig(**numbers, moe=moe, **options)
 
 
-def _moe(dim: int, hidden_dim: int, num_experts: int, top_k: int, **options: Any) -> MoEConfig:
+def _build_moe(
+    dim: int, hidden_dim: int, num_experts: int, top_k: int, **options: Any
+) -> MoEConfig:
     sizes: Any = dict(dim=dim, hidden_dim=hidden_dim, num_experts=num_experts, top_k=top_k)
     return MoEConfig(**sizes, **options)
 
 
-def _softmax(coef: float) -> dict[str, Any]:
+def _make_softmax_options(coef: float) -> dict[str, Any]:
     return dict(balance=BalanceConfig(micro_batch_coef=coef))
 
 
@@ -142,9 +144,11 @@ _SIGMOID: Mapping[str, Any] = dict(
 _V3_FACTOR: Any = dict(routed_scaling_factor=2.5)
 
 
-def _qwen3(dim: int, num_layers: int, num_heads: int, hidden_dim: int) -> DecoderConfig:
-    moe = _moe(dim, hidden_dim, 128, 8, normalize_weights=True, **_softmax(0.001))
-    return _decoder(
+def _build_qwen3(dim: int, num_layers: int, num_heads: int, hidden_dim: int) -> DecoderConfig:
+    moe = _build_moe(
+        dim, hidden_dim, 128, 8, normalize_weights=True, **_make_softmax_options(0.001)
+    )
+    return _build_decoder(
         (151_936, dim, num_layers),
         (num_heads, 4, 128),
         moe,
@@ -155,19 +159,19 @@ def _qwen3(dim: int, num_layers: int, num_heads: int, hidden_dim: int) -> Decode
     )
 
 
-_MIXTRAL_8X7B = _decoder(
+_MIXTRAL_8X7B = _build_decoder(
     (32_000, 4096, 32),
     (32, 8, 128),
-    _moe(4096, 14_336, 8, 2, normalize_weights=True, **_softmax(0.02)),
+    _build_moe(4096, 14_336, 8, 2, normalize_weights=True, **_make_softmax_options(0.02)),
     rope_theta=1_000_000.0,
     norm_eps=1e-5,
     max_seq_len=32_768,
 )
 
-_OLMOE_1B_7B = _decoder(
+_OLMOE_1B_7B = _build_decoder(
     (50_304, 2048, 16),
     (16, 16, 128),
-    _moe(2048, 1024, 64, 8, normalize_weights=False, **_softmax(0.01)),
+    _build_moe(2048, 1024, 64, 8, normalize_weights=False, **_make_softmax_options(0.01)),
     qk_norm="full",
     norm_eps=1e-5,
     max_seq_len=4096,
@@ -182,10 +186,10 @@ _V3_HEADS = MLAConfig(
     v_head_dim=128,
     yarn=YarnConfig(factor=40.0, original_max_seq_len=4096, mscale=1.0, mscale_all_dim=1.0),
 )
-_DEEPSEEK_V3 = _decoder(
+_DEEPSEEK_V3 = _build_decoder(
     (129_280, 7168, 61),
     (128, 128, 192),
-    _moe(7168, 2048, 256, 8, shared_hidden_dim=2048, **_V3_CHOICE, **_SIGMOID),
+    _build_moe(7168, 2048, 256, 8, shared_hidden_dim=2048, **_V3_CHOICE, **_SIGMOID),
     mla=_V3_HEADS,
     max_seq_len=163_840,
     dense_layers=(0, 1, 2),
@@ -198,10 +202,10 @@ _V32_KEYS = SparseKeysConfig(num_heads=64, head_dim=128, top_k=2048)
 _DEEPSEEK_V32 = replace(_DEEPSEEK_V3, mla=replace(_V3_HEADS, sparse=_V32_KEYS))
 
 _MOONLIGHT_CHOICE: Any = dict(normalize_weights=True, routed_scaling_factor=2.446)
-_MOONLIGHT_16B_A3B = _decoder(
+_MOONLIGHT_16B_A3B = _build_decoder(
     (163_840, 2048, 27),
     (16, 16, 192),
-    _moe(2048, 1408, 64, 6, shared_hidden_dim=2 * 1408, **_MOONLIGHT_CHOICE, **_SIGMOID),
+    _build_moe(2048, 1408, 64, 6, shared_hidden_dim=2 * 1408, **_MOONLIGHT_CHOICE, **_SIGMOID),
     mla=MLAConfig(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
     rope_theta=50_000.0,
     norm_eps=1e-5,
@@ -211,10 +215,10 @@ _MOONLIGHT_16B_A3B = _decoder(
 )
 
 _KIMI_CHOICE: Any = dict(normalize_weights=True, routed_scaling_factor=2.827)
-_KIMI_K2 = _decoder(
+_KIMI_K2 = _build_decoder(
     (163_840, 7168, 61),
     (64, 64, 192),
-    _moe(7168, 2048, 384, 8, shared_hidden_dim=2048, **_KIMI_CHOICE, **_SIGMOID),
+    _build_moe(7168, 2048, 384, 8, shared_hidden_dim=2048, **_KIMI_CHOICE, **_SIGMOID),
     mla=MLAConfig(
         q_lora_rank=1536,
         kv_lora_rank=512,
@@ -232,11 +236,11 @@ _KIMI_K2 = _decoder(
 )
 
 
-def _deepseek_v2(
+def _build_deepseek_v2(
     sizes: Triple, num_heads: int, q_lora_rank: int, moe: MoEConfig, mlp: int
 ) -> DecoderConfig:
     yarn = YarnConfig(factor=40.0, original_max_seq_len=4096, mscale=0.707, mscale_all_dim=0.707)
-    return _decoder(
+    return _build_decoder(
         sizes,
         (num_heads, num_heads, 192),
         moe,
@@ -256,26 +260,26 @@ def _deepseek_v2(
 
 _V2_CHOICE: Any = dict(normalize_weights=False, balance=BalanceConfig(sequence_coef=0.001))
 _V2_GROUPS: Any = dict(num_groups=8, top_groups=3, group_experts=1, routed_scaling_factor=16.0)
-_DEEPSEEK_V2 = _deepseek_v2(
+_DEEPSEEK_V2 = _build_deepseek_v2(
     (102_400, 5120, 60),
     128,
     1536,
-    _moe(5120, 1536, 160, 6, shared_hidden_dim=2 * 1536, **_V2_CHOICE, **_V2_GROUPS),
+    _build_moe(5120, 1536, 160, 6, shared_hidden_dim=2 * 1536, **_V2_CHOICE, **_V2_GROUPS),
     12_288,
 )
-_DEEPSEEK_V2_LITE = _deepseek_v2(
+_DEEPSEEK_V2_LITE = _build_deepseek_v2(
     (102_400, 2048, 27),
     16,
     0,
-    _moe(2048, 1408, 64, 6, shared_hidden_dim=2 * 1408, **_V2_CHOICE),
+    _build_moe(2048, 1408, 64, 6, shared_hidden_dim=2 * 1408, **_V2_CHOICE),
     10_944,
 )
 
 
-def _glm_45(
+def _build_glm_45(
     dim: int, num_layers: int, num_dense: int, moe: MoEConfig, **options: Any
 ) -> DecoderConfig:
-    return _decoder(
+    return _build_decoder(
         (151_552, dim, num_layers),
         (96, 8, 128),
         moe,
@@ -292,36 +296,40 @@ def _glm_45(
 
 
 _GLM_CHOICE: Any = dict(normalize_weights=True, **_SIGMOID)
-_GLM_45 = _glm_45(
+_GLM_45 = _build_glm_45(
     5120,
     92,
     3,
-    _moe(5120, 1536, 160, 8, shared_hidden_dim=1536, **_V3_FACTOR, **_GLM_CHOICE),
+    _build_moe(5120, 1536, 160, 8, shared_hidden_dim=1536, **_V3_FACTOR, **_GLM_CHOICE),
     qk_norm="head",
     mlp_hidden_dim=12_288,
 )
-_GLM_45_AIR = _glm_45(
+_GLM_45_AIR = _build_glm_45(
     4096,
     46,
     1,
-    _moe(4096, 1408, 128, 8, shared_hidden_dim=1408, **_GLM_CHOICE),
+    _build_moe(4096, 1408, 128, 8, shared_hidden_dim=1408, **_GLM_CHOICE),
     mlp_hidden_dim=10_944,
 )
 
 _QWEN2_SHARED: Any = dict(shared_hidden_dim=20_480, shared_gate=True)
-_QWEN2_57B_A14B = _decoder(
+_QWEN2_57B_A14B = _build_decoder(
     (151_936, 3584, 28),
     (28, 4, 128),
-    _moe(3584, 2560, 64, 8, normalize_weights=False, **_QWEN2_SHARED, **_softmax(0.001)),
+    _build_moe(
+        3584, 2560, 64, 8, normalize_weights=False, **_QWEN2_SHARED, **_make_softmax_options(0.001)
+    ),
     attention_bias="qkv",
     rope_theta=1_000_000.0,
     max_seq_len=131_072,
 )
 
 
-def _qwen3_next(sizes: Triple, heads: Triple, moe: MoEConfig, **options: Any) -> DecoderConfig:
+def _build_qwen3_next(
+    sizes: Triple, heads: Triple, moe: MoEConfig, **options: Any
+) -> DecoderConfig:
     """Every fourth layer has attention."""
-    return _decoder(
+    return _build_decoder(
         sizes,
         heads,
         moe,
@@ -334,11 +342,11 @@ def _qwen3_next(sizes: Triple, heads: Triple, moe: MoEConfig, **options: Any) ->
     )
 
 
-_NEXT_SHARED: Any = dict(normalize_weights=True, shared_gate=True, **_softmax(0.001))
-_QWEN3_NEXT_80B_A3B = _qwen3_next(
+_NEXT_SHARED: Any = dict(normalize_weights=True, shared_gate=True, **_make_softmax_options(0.001))
+_QWEN3_NEXT_80B_A3B = _build_qwen3_next(
     (151_936, 2048, 48),
     (16, 2, 256),
-    _moe(2048, 512, 512, 10, shared_hidden_dim=512, **_NEXT_SHARED),
+    _build_moe(2048, 512, 512, 10, shared_hidden_dim=512, **_NEXT_SHARED),
     linear_attention=GatedDeltaConfig(
         num_k_heads=16, num_v_heads=32, head_k_dim=128, head_v_dim=128
     ),
@@ -347,10 +355,10 @@ _QWEN3_NEXT_80B_A3B = _qwen3_next(
 )
 
 
-def _nemotron_h(
+def _build_nemotron_h(
     pattern: str, sizes: tuple[int, int], heads: Triple, moe: MoEConfig, **options: Any
 ) -> DecoderConfig:
-    return _decoder(
+    return _build_decoder(
         (*sizes, len(pattern)),
         heads,
         moe,
@@ -363,11 +371,11 @@ def _nemotron_h(
 
 
 _NEMOTRON_CHOICE: Any = dict(activation="relu2", normalize_weights=True, **_V3_FACTOR, **_SIGMOID)
-_NEMOTRON_3_NANO = _nemotron_h(
+_NEMOTRON_3_NANO = _build_nemotron_h(
     "MEMEM*E" * 5 + "MEMEMEM*E" + "MEMEMEME",
     (131_072, 2688),
     (32, 2, 128),
-    _moe(2688, 1856, 128, 6, shared_hidden_dim=3712, **_NEMOTRON_CHOICE),
+    _build_moe(2688, 1856, 128, 6, shared_hidden_dim=3712, **_NEMOTRON_CHOICE),
     linear_attention=Mamba2Config(
         num_k_heads=8, num_v_heads=64, head_k_dim=128, head_v_dim=64, min_step=1e-3
     ),
@@ -375,12 +383,12 @@ _NEMOTRON_3_NANO = _nemotron_h(
 )
 
 
-def _gpt_oss(num_layers: int, num_experts: int) -> DecoderConfig:
+def _build_gpt_oss(num_layers: int, num_experts: int) -> DecoderConfig:
     experts: Any = dict(activation="clamped_swiglu", fc1_bias=True, fc2_bias=True)
-    return _decoder(
+    return _build_decoder(
         (201_088, 2880, num_layers),
         (64, 8, 64),
-        _moe(2880, 2880, num_experts, 4, score_order="post", router_bias=True, **experts),
+        _build_moe(2880, 2880, num_experts, 4, score_order="post", router_bias=True, **experts),
         attention_bias="all",
         windows=(128, 0),
         attention_sinks=True,
@@ -392,10 +400,10 @@ def _gpt_oss(num_layers: int, num_experts: int) -> DecoderConfig:
 
 
 # The CPU demo: bytes as tokens, small enough for a step of 4096 tokens in 0.25 s on two cores.
-_TINY = _decoder(
+_TINY = _build_decoder(
     (256, 128, 4),
     (4, 2, 32),
-    _moe(128, 128, 8, 2, **_softmax(0.01)),
+    _build_moe(128, 128, 8, 2, **_make_softmax_options(0.01)),
     qk_norm="head",
     max_seq_len=512,
     dense_layers=(0,),
@@ -403,28 +411,28 @@ _TINY = _decoder(
 )
 
 _SHORT: Any = dict(max_seq_len=128, ce_chunk_tokens=32)
-_TINY_QWEN3 = _decoder(
+_TINY_QWEN3 = _build_decoder(
     (128, 64, 2),
     (4, 2, 16),
-    _moe(64, 32, 8, 2, normalize_weights=True, **_softmax(0.001)),
+    _build_moe(64, 32, 8, 2, normalize_weights=True, **_make_softmax_options(0.001)),
     qk_norm="head",
     rope_theta=1_000_000.0,
     **_SHORT,
 )
 
-_TINY_QWEN3_NEXT = _qwen3_next(
+_TINY_QWEN3_NEXT = _build_qwen3_next(
     (128, 64, 4),
     (4, 2, 16),
-    _moe(64, 32, 8, 2, shared_hidden_dim=32, **_NEXT_SHARED),
+    _build_moe(64, 32, 8, 2, shared_hidden_dim=32, **_NEXT_SHARED),
     linear_attention=GatedDeltaConfig(num_k_heads=2, num_v_heads=4, head_k_dim=8, head_v_dim=16),
     **_SHORT,
 )
 
-_TINY_NEMOTRON_H = _nemotron_h(
+_TINY_NEMOTRON_H = _build_nemotron_h(
     "ME*-ME",
     (128, 64),
     (4, 2, 16),
-    _moe(64, 32, 8, 2, shared_hidden_dim=48, **_NEMOTRON_CHOICE),
+    _build_moe(64, 32, 8, 2, shared_hidden_dim=48, **_NEMOTRON_CHOICE),
     mlp_hidden_dim=96,
     linear_attention=Mamba2Config(
         num_k_heads=2, num_v_heads=8, head_k_dim=16, head_v_dim=8, min_step=1e-3
@@ -433,20 +441,22 @@ _TINY_NEMOTRON_H = _nemotron_h(
 )
 
 _TINY_CHOICE: Any = dict(num_groups=4, top_groups=2, **_V3_FACTOR)
-_TINY_SHARED = _decoder(
+_TINY_SHARED = _build_decoder(
     (128, 64, 3),
     (4, 4, 16),
-    _moe(64, 32, 8, 2, shared_hidden_dim=48, shared_gate=True, **_TINY_CHOICE, **_SIGMOID),
+    _build_moe(64, 32, 8, 2, shared_hidden_dim=48, shared_gate=True, **_TINY_CHOICE, **_SIGMOID),
     tie_embeddings=True,
     dense_layers=(0,),
     mlp_hidden_dim=128,
     **_SHORT,
 )
 
-_TINY_DEEPSEEK_V3 = _decoder(
+_TINY_DEEPSEEK_V3 = _build_decoder(
     (128, 64, 3),
     (4, 4, 24),
-    _moe(64, 32, 8, 2, shared_hidden_dim=32, normalize_weights=True, **_TINY_CHOICE, **_SIGMOID),
+    _build_moe(
+        64, 32, 8, 2, shared_hidden_dim=32, normalize_weights=True, **_TINY_CHOICE, **_SIGMOID
+    ),
     mla=MLAConfig(
         q_lora_rank=32,
         kv_lora_rank=16,
@@ -464,8 +474,8 @@ _TINY_DEEPSEEK_V3 = _decoder(
 
 PRESETS: Mapping[str, DecoderConfig] = MappingProxyType(
     {
-        "qwen3-30b-a3b": _qwen3(2048, 48, 32, 768),
-        "qwen3-235b-a22b": _qwen3(4096, 94, 64, 1536),
+        "qwen3-30b-a3b": _build_qwen3(2048, 48, 32, 768),
+        "qwen3-235b-a22b": _build_qwen3(4096, 94, 64, 1536),
         "qwen3-next-80b-a3b": _QWEN3_NEXT_80B_A3B,
         "nemotron-3-nano-30b-a3b": _NEMOTRON_3_NANO,
         "mixtral-8x7b": _MIXTRAL_8X7B,
@@ -479,8 +489,8 @@ PRESETS: Mapping[str, DecoderConfig] = MappingProxyType(
         "glm-4.5": _GLM_45,
         "glm-4.5-air": _GLM_45_AIR,
         "qwen2-57b-a14b": _QWEN2_57B_A14B,
-        "gpt-oss-20b": _gpt_oss(24, 32),
-        "gpt-oss-120b": _gpt_oss(36, 128),
+        "gpt-oss-20b": _build_gpt_oss(24, 32),
+        "gpt-oss-120b": _build_gpt_oss(36, 128),
         "tiny": _TINY,
         "tiny-qwen3": _TINY_QWEN3,
         "tiny-qwen3-next": _TINY_QWEN3_NEXT,

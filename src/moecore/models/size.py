@@ -24,14 +24,14 @@ ATTENTION_FLOPS = 600e12
 def num_params(config: DecoderConfig) -> int:
     """Return the number of parameters; a tied head counts once, buffers do not count."""
     check_arguments(num_params, locals())
-    total, _ = _params(config)
+    total, _ = _count_params(config)
     return total
 
 
 def active_params(config: DecoderConfig) -> int:
     """Return the number of parameters used per token: K of E experts and all other parameters."""
     check_arguments(active_params, locals())
-    total, idle = _params(config)
+    total, idle = _count_params(config)
     return total - idle
 
 
@@ -96,8 +96,8 @@ def document_cost(config: DecoderConfig, *, link_gb_per_s: Positive = 200.0) -> 
 
 
 @lru_cache
-def _params(config: DecoderConfig) -> tuple[int, int]:
-    """Return the number of all parameters, and of the expert parameters that a token skips."""
+def _count_params(config: DecoderConfig) -> tuple[int, int]:
+    """Count all parameters, and the expert parameters that one token does not use."""
     total = idle = 0
     for name, param in Decoder(config, device="meta").named_parameters():
         total += param.numel()

@@ -6,7 +6,7 @@ Outside of attention and dense MLPs every tp rank computes its t tokens of each 
 and MLPs all-gather the sequence, compute their heads or hidden dims for all tokens, and
 reduce-scatter the partial results:
 
-    x_BtD -> gather -> x_BTD -> q/k/v, attention, o_proj -> partial y_BTD -> scatter_sum -> y_BtD
+    x_BtD -> gather -> x_BTD -> q/k/v, attention, o_proj -> partial y_BTD -> reduce_scatter -> y_BtD
 
 Latent attention gathers the latents of each rank's tokens instead (see mla.py).
 
@@ -14,7 +14,7 @@ Norms, router and shared experts need no communication. Their weights are replic
 their gradients are partial sums over tp (`moecore.base.params.local_param`). Embedding and head
 are sharded over the vocabulary. A rank looks up or multiplies its rows for all tokens,
 
-    tokens_BT -> own rows, else 0 -> scatter_sum -> x_BtD ... x_BtD -> gather -> own logits_BTv
+    tokens_BT -> own rows, else 0 -> reduce_scatter -> x_BtD ... x_BtD -> gather -> own logits_BTv
 
 and the loss needs three numbers per token of each rank (`loss.py`).
 
@@ -67,15 +67,15 @@ class TensorParallel:
             return "must have NCCL, and so a GPU for each rank"
         return find_peer_problem(self.group)
 
-    def local_slice(self, x_BT: Tensor) -> Tensor:
+    def slice_local(self, x_BT: Tensor) -> Tensor:
         """Return this rank's slice of dim 1, contiguous. No communication."""
-        self._check(x_BT)
+        self._check_divisible(x_BT)
         size = x_BT.shape[1] // self.size
         return x_BT.narrow(1, self.rank * size, size).contiguous()
 
     def gather(self, x_BtD: Tensor) -> Tensor:
         """All-gather x_BTD along T; backward reduce-scatters the gradient."""
-        x_BTD: Tensor = run_and_save(_gather, x_BtD, self.group)
+        x_BTD: Tensor = run_and_save(_all_gather, x_BtD, self.group)
         return x_BTD
 
     def gather_last(self, x_BTv: Tensor) -> Tensor:
@@ -104,23 +104,23 @@ class TensorParallel:
         elsewhere_BT = exists_BT & ((local_ids_BT < 0) | (local_ids_BT >= num_rows))
         return local_ids_BT.masked_fill(elsewhere_BT, 0), elsewhere_BT
 
-    def scatter_sum(self, y_BTD: Tensor) -> Tensor:
+    def reduce_scatter(self, y_BTD: Tensor) -> Tensor:
         """Reduce-scatter y_BTD along T, with the sum in fp32; backward all-gathers."""
-        self._check(y_BTD)
-        y_BtD: Tensor = run_and_save(_scatter_sum, y_BTD, self.group)
+        self._check_divisible(y_BTD)
+        y_BtD: Tensor = run_and_save(_reduce_scatter, y_BTD, self.group)
         return y_BtD
 
     def gather_replicated(self, x_BtD: Tensor) -> Tensor:
         """All-gather along T a result that all ranks use identically; backward slices locally."""
-        gather = partial(_gather, group=self.group)
-        x_BTD: Tensor = run_and_save(exchange_with_grad, x_BtD, gather, self.local_slice)
+        gather = partial(_all_gather, group=self.group)
+        x_BTD: Tensor = run_and_save(exchange_with_grad, x_BtD, gather, self.slice_local)
         return x_BTD
 
     def gather_columns(self, x_BTv: Tensor) -> Tensor:
         """All-gather the last dim of a result that all ranks use identically, [B, T, V]."""
         return self.gather_replicated(x_BTv.transpose(1, 2)).transpose(1, 2).contiguous()
 
-    def _check(self, x_BT: Tensor) -> None:
+    def _check_divisible(self, x_BT: Tensor) -> None:
         if x_BT.shape[1] % self.size:
             raise ValueError(
                 f"sequence length ({x_BT.shape[1]}) must be a multiple of tp ({self.size}): "
@@ -153,7 +153,7 @@ def apply_tensor_parallel(model: nn.Module, config: DecoderConfig, tp_mesh: Devi
     tp = TensorParallel(tp_mesh.get_group(), tp_mesh.get_local_rank(), tp_mesh.size())
     layers = [m for m in model.modules() if isinstance(m, MoELayer)]
     expert_modules = {m for layer in layers for m in layer.part("experts").modules()}
-    factors = _factors(model, tp.size)
+    factors = _find_lora_shard_dims(model, tp.size)
     for path, module in model.named_modules():
         if module in expert_modules:
             continue
@@ -170,7 +170,7 @@ def apply_tensor_parallel(model: nn.Module, config: DecoderConfig, tp_mesh: Devi
             shard_parameter(module, name, tp_mesh, (placement,), reads_plain=module in factors)
 
 
-def _factors(model: nn.Module, tp: int) -> dict[nn.Module, int | None]:
+def _find_lora_shard_dims(model: nn.Module, tp: int) -> dict[nn.Module, int | None]:
     """Return the modules A and B of peft's LoRA with the dim along which each is sharded.
 
     Raises:
@@ -213,14 +213,14 @@ def check_tensor_parallel(config: DecoderConfig, tp: int) -> None:
             )
 
 
-def _gather(x_BtD: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _all_gather(x_BtD: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-gather along dim 1. With one sequence the result aliases the receive buffer."""
     parts_GBtD: Tensor = gather_ranks(x_BtD, group)
     parts_GBtD = parts_GBtD.unflatten(0, (group.size(), x_BtD.shape[0]))
     return parts_GBtD.transpose(0, 1).flatten(1, 2)
 
 
-def _scatter_sum(y_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _reduce_scatter(y_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Reduce-scatter along dim 1."""
     size = group.size()
     parts_GBtD = y_BTD.unflatten(1, (size, y_BTD.shape[1] // size)).transpose(0, 1)

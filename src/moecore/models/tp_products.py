@@ -3,17 +3,17 @@
 Legend: B sequences, T tokens of a sequence, G tp ranks, t = T / G tokens of one rank, D model dim,
 N features of this rank's part of a weight.
 
-    column_products   x_BtD -> all-gather -> x_BTD @ w_ND^T of each weight -> y_BTN
-    row_product       x_BTN @ w_DN^T -> partial y_BTD -> sum of all ranks' parts -> y_BtD
+    apply_column_linears   x_BtD -> all-gather -> x_BTD @ w_ND^T of each weight -> y_BTN
+    apply_row_linear       x_BTN @ w_DN^T -> partial y_BTD -> sum of all ranks' parts -> y_BtD
 
-Sequentially, `TensorParallel.gather` ends before the matmul begins, or `scatter_sum` begins after
-the matmul ends. Sliced, collective and matmul overlap in slices of a rank's t tokens: copy engines
+Sequentially, `TensorParallel.gather` ends before the matmul begins, or `reduce_scatter` starts
+after the matmul. Sliced, collective and matmul overlap in slices of a rank's t tokens: copy engines
 transfer one slice, without SMs, while the matmul of the previous slice runs. This needs torch's
 symmetric memory and large slices. Collective and matmuls are then one autograd function, and the
 backward of each function communicates as the forward of the other:
 
-    column_products   dx_BtD = sum of all ranks' dy_BTN @ w_ND    dw_ND = dy_BTN^T @ x_BTD, saved
-    row_product       dx_BTN = gathered dy_BTD @ w_DN             dw_DN = dy_BTD^T @ x_BTN, saved
+    apply_column_linears   dx_BtD = sum of all ranks' dy_BTN @ w_ND  dw_ND = dy_BTN^T @ x_BTD, saved
+    apply_row_linear       dx_BTN = gathered dy_BTD @ w_DN           dw_DN = dy_BTD^T @ x_BTN, saved
 
 Both variants save the same tensors for backward, round each rank's partial result to the dtype, sum
 in fp32 and round once. The sliced variant adds the partial results of several weights before it
@@ -121,7 +121,7 @@ ON_META = SlicedExchange(_gather_on_meta, _send_on_meta)
 SYMMETRIC_MEMORY = SlicedExchange(gather_and_consume, produce_and_send)
 
 
-def column_products(
+def apply_column_linears(
     x_BtD: Tensor, linears: Sequence[nn.Linear], tp: TensorParallel | None
 ) -> list[Tensor]:
     """All-gather tokens over tp and return y_BTN of each linear, whose weight is sharded over N."""
@@ -131,11 +131,13 @@ def column_products(
     if exchange is None:
         x_BTD = tp.gather(x_BtD)
         return [linear(x_BTD) for linear in linears]
-    ys_BTN: Sequence[Tensor] = run_and_save(_apply, _ColumnProducts, exchange, tp, x_BtD, linears)
+    ys_BTN: Sequence[Tensor] = run_and_save(
+        _apply_sliced, _ColumnProducts, exchange, tp, x_BtD, linears
+    )
     return list(ys_BTN)
 
 
-def row_product(x_BTN: Tensor, linear: nn.Linear, tp: TensorParallel | None) -> Tensor:
+def apply_row_linear(x_BTN: Tensor, linear: nn.Linear, tp: TensorParallel | None) -> Tensor:
     """Apply a linear whose weight is sharded over N and reduce-scatter its output: y_BtD."""
     if tp is None:
         y_BTD: Tensor = linear(x_BTN)
@@ -143,8 +145,8 @@ def row_product(x_BTN: Tensor, linear: nn.Linear, tp: TensorParallel | None) -> 
     num_tokens = x_BTN.shape[1] // tp.size
     exchange = find_exchange(tp, x_BTN, num_tokens, linear.out_features, (linear,))
     if exchange is None:
-        return tp.scatter_sum(linear(x_BTN))
-    y_BtD: Tensor = run_and_save(_apply, _RowProduct, exchange, tp, x_BTN, (linear,))
+        return tp.reduce_scatter(linear(x_BTN))
+    y_BtD: Tensor = run_and_save(_apply_sliced, _RowProduct, exchange, tp, x_BTN, (linear,))
     return y_BtD
 
 
@@ -159,17 +161,17 @@ def find_exchange(
         return None
     if not is_long(num_tokens * dim * x.element_size()):
         return None
-    if any(exchange_problem(linear, x) is not None for linear in linears):
+    if any(find_exchange_problem(linear, x) is not None for linear in linears):
         return None
-    return exchange_of(tp, x)
+    return select_exchange(tp, x)
 
 
 def is_long(slice_bytes: int) -> bool:
-    """Return whether a slice of a sequence is large enough for a sliced exchange."""
+    """Return whether a rank's slice has enough bytes for a sliced exchange to be faster."""
     return slice_bytes >= MIN_SLICE_BYTES
 
 
-def exchange_of(tp: TensorParallel, x: Tensor) -> SlicedExchange | None:
+def select_exchange(tp: TensorParallel, x: Tensor) -> SlicedExchange | None:
     """Return the sliced exchange of a device, or None if the device has none.
 
     On GPUs the first call for a group is collective. While a CUDA graph is captured the result is
@@ -182,8 +184,8 @@ def exchange_of(tp: TensorParallel, x: Tensor) -> SlicedExchange | None:
     return SYMMETRIC_MEMORY
 
 
-def exchange_problem(linear: nn.Linear, x: Tensor) -> str | None:
-    """Return the reason for which a product cannot overlap an exchange, or None."""
+def find_exchange_problem(linear: nn.Linear, x: Tensor) -> str | None:
+    """Return why a linear's matmul cannot overlap a sliced exchange; None = it can."""
     forward = type(linear).forward
     is_plain = forward in PLAIN_FORWARDS
     if isinstance(linear, ProductLinear):
@@ -197,7 +199,7 @@ def exchange_problem(linear: nn.Linear, x: Tensor) -> str | None:
     return None
 
 
-def _apply(
+def _apply_sliced(
     function: type[torch.autograd.Function],
     exchange: SlicedExchange,
     tp: TensorParallel,
@@ -222,7 +224,7 @@ class _SlicedProducts(NamedTuple):
     sinks: list[GradSink | None]  # of each weight's gradient, where linears defer it
 
     def gather(self, x_BtD: Tensor, weights_DN: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Return x_BTD and its products with the weights, y_BTN each."""
+        """All-gather x_BTD and multiply it by each weight; return x_BTD and every y_BTN."""
         B, t, D = x_BtD.shape
         x_BtD, G = x_BtD.contiguous(), self.group.size()
         x_BTD = x_BtD.new_empty(B, t * G, D)
@@ -234,7 +236,7 @@ class _SlicedProducts(NamedTuple):
         return x_BTD, ys_BTN
 
     def sum(self, xs_BTN: Sequence[Tensor], weights_ND: Sequence[Tensor]) -> Tensor:
-        """Return y_BtD: the products summed over weights and ranks, for this rank's tokens."""
+        """Multiply each x by its weight and reduce-scatter the sum of the products to y_BtD."""
         (B, T, _), G = xs_BTN[0].shape, self.group.size()
         parts_BTD = xs_BTN[0].new_empty(B, T, weights_ND[0].shape[1])
         for b in range(B):
@@ -245,7 +247,7 @@ class _SlicedProducts(NamedTuple):
         return y_BtD
 
     def weight_grad(self, number: int, dy: Tensor, x: Tensor) -> Tensor | None:
-        """Return dy^T @ x over all tokens; None where the weight's sink has deferred it."""
+        """Compute dy^T @ x over all tokens; return None if the weight's sink defers the matmul."""
         sink, operands = self.sinks[number], (dy.flatten(0, 1), x.flatten(0, 1))
         if sink is not None and sink.defer(PlainProducts.weight_grad, *operands):
             return None

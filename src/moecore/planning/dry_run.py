@@ -34,7 +34,7 @@ from moecore.planning.model import ModuleParts
 from moecore.planning.record import END, SLICES, Queued, Start, Work, WorkRecorder
 from moecore.planning.run import TrainingRun, fake_world, model_of, new_garbage, optimizer_of, quiet
 from moecore.planning.transformers import refusing
-from moecore.train.memory.on_meta import OnMeta, tensors_of
+from moecore.train.memory.on_meta import OnMeta, list_tensors
 from moecore.train.memory.parts import BlockPart, find_parts
 from moecore.train.memory.saved_bytes import NAMES
 from moecore.train.memory.stash import Stash
@@ -171,7 +171,7 @@ def register_hooks(model: nn.Module, parts: ModuleParts, recorder: WorkRecorder)
             recorder.begin("F", name())
 
         def watch_output(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            tensor = tensors_of(getattr(output, "loss", output))[0]
+            tensor = list_tensors(getattr(output, "loss", output))[0]
             if tensor.requires_grad:
                 part_name = name()
                 tensor.register_hook(lambda _: recorder.begin("B", part_name))
@@ -204,7 +204,7 @@ def _run_part(
 
 def _optimizer_bytes(optimizer: AdamW, param: Tensor) -> int:
     """Return the bytes of a parameter, its gradient and state that a step reads and writes."""
-    state = [x for x in optimizer.state_of(param).values() if x.numel() > 1]
+    state = [x for x in optimizer.prepare_state(param).values() if x.numel() > 1]
     return 3 * get_local_tensor(param).nbytes + 2 * sum(get_local_tensor(x).nbytes for x in state)
 
 

@@ -44,7 +44,7 @@ from moecore.kernels.linear_attention.fla_on_meta import ScanSize
 from moecore.kernels.ops import PLAIN_TYPES
 from moecore.models.tp_products import GATHER_SLICES, SEND_SLICES
 from moecore.moe.dispatch.exchange import COPY, REDUCE, SPREAD
-from moecore.train.memory.on_meta import META, PLAIN_VALUES, tensors_of
+from moecore.train.memory.on_meta import META, PLAIN_VALUES, list_tensors
 
 Kind = Literal["product", "grouped product", "attention", "rows", "collective", "copy"]
 Many = Annotated[int, Bound(">=", 0), Bound("<", 2**100)]  # FLOP of long rows exceed 2**63
@@ -138,7 +138,7 @@ def work_of_operation(
         name: the operation's name without its namespace, leading underscores and overload.
         changes: whether the operation writes to new or given memory.
     """
-    if not changes or name in WITHOUT_WORK or not (tensors := tensors_of(args, kwargs, out)):
+    if not changes or name in WITHOUT_WORK or not (tensors := list_tensors(args, kwargs, out)):
         return None
     if name in PRODUCTS:
         return _product(name, args, tensors)
@@ -181,7 +181,7 @@ def work_of_kernel(name: str, args: Args) -> Work:
 
 def work_of_collective(name: str, args: Args, num_ranks: int) -> Work:
     """Return the work of a collective: the bytes that this rank sends and receives."""
-    tensors, n = tensors_of(args), num_ranks
+    tensors, n = list_tensors(args), num_ranks
     dtype = _dtype(tensors[0]) if tensors else "uint8"
     tensor_bytes = sum(t.nbytes for t in tensors)
     if "send" in name or "recv" in name:  # it uses one of a link's two directions
@@ -411,7 +411,7 @@ class WorkRecorder(DispatchMode):
             memo = []
         makes, work = memo or (None, None)
         out = makes(args) if makes else None if is_foreach else func(*args, **kwargs)
-        for tensor in tensors_of(out):
+        for tensor in list_tensors(out):
             if type(tensor) in PLAIN_TYPES and tensor.is_meta:
                 changes |= self.take(tensor)
         if makes is None:
@@ -446,7 +446,7 @@ def _makes(func: Any, args: Args, out: Any) -> Callable[[Args], Any] | None:
         return None
     make = partial(torch.empty_strided, out.shape, out.stride(), dtype=out.dtype, device=META)
     has_full_storage = make().untyped_storage().nbytes() == out.untyped_storage().nbytes()
-    is_new = storage_key(out) not in map(storage_key, tensors_of(args))
+    is_new = storage_key(out) not in map(storage_key, list_tensors(args))
     return (lambda _: make()) if has_full_storage and is_new else None
 
 

@@ -345,7 +345,7 @@ def state_bytes(options: OptimizerOptions) -> float:
         moment_dtype=getattr(torch, options.moment_dtype),
         master_remainder=options.master_remainder,
     )
-    state = optimizer.state_of(param)
+    state = optimizer.prepare_state(param)
     return sum(t.nbytes for name, t in state.items() if name != "step") / SAMPLE
 
 

@@ -310,7 +310,9 @@ class TrainStep:
             return torch.stack([self._run_micro_batch(inputs) for inputs in micro_batches])
         forwards = pipeline.num_chunks * self.num_micro_batches
         with self.micro_batches(forwards=forwards, pairs=pipeline.config.schedule in PAIRING):
-            losses = run_pipeline(pipeline, micro_batches, self._divided, self.side_by_side)
+            losses = run_pipeline(
+                pipeline, micro_batches, self._divide_and_scale, self.side_by_side
+            )
         sum_copies(self.model)
         return losses
 
@@ -333,7 +335,7 @@ class TrainStep:
         def forward(inputs: Mapping[str, Any]) -> Tensor:
             loss = get_loss(self.model(**inputs))
             losses.append(loss.detach().float())
-            return self._divided(loss)
+            return self._divide_and_scale(loss)
 
         with self.micro_batches():
             loss = forward(micro_batches[0])
@@ -348,11 +350,11 @@ class TrainStep:
             loss = get_loss(self.model(**inputs))
             if self._progress.is_last:
                 self._reruns.end_forwards()
-            self._divided(loss).backward()
+            self._divide_and_scale(loss).backward()
         return loss.detach().float()
 
-    def _divided(self, loss: Tensor) -> Tensor:
-        """Return the loss from which a micro-batch's backward starts: divided and scaled."""
+    def _divide_and_scale(self, loss: Tensor) -> Tensor:
+        """Divide a "mean" loss by num_micro_batches, multiply by the loss scale, and return it."""
         check_trains(loss)
         is_mean = self._states[0].loss == "mean"
         return self.scale(loss / self.num_micro_batches if is_mean else loss)
@@ -395,7 +397,7 @@ class TrainStep:
         self._progress.check_complete("clip()", self.num_micro_batches)
         with mark("moecore::clip"):
             self._norm = unscale_and_clip_(
-                self.model, self._max_norm, self._scale_value, is_wrong=self._is_wrong()
+                self.model, self._max_norm, self._scale_value, is_wrong=self._get_skip_flag()
             )
         return self._norm
 
@@ -425,7 +427,7 @@ class TrainStep:
         with mark("moecore::finish"):
             for engine in self._engines:
                 engine.end_step()
-            is_wrong = self._is_wrong()
+            is_wrong = self._get_skip_flag()
             self._reruns.poll(skips=bool(self.optimizers) or self._norm is not None)
             for state in self._states:
                 state.check_step()
@@ -494,7 +496,7 @@ class TrainStep:
         for exchanges in self._exchanges:
             exchanges.close()
 
-    def _is_wrong(self) -> Tensor | None:
-        """Return a bool on the device: whether to skip the step. None = a step is never skipped."""
+    def _get_skip_flag(self) -> Tensor | None:
+        """Return a device bool: whether ranks or capacities require a skip. None = never."""
         flags = [f for f in (self._reruns.is_short(), rows_differ(self.model)) if f is not None]
         return torch.stack(flags).any() if flags else None

@@ -223,7 +223,7 @@ def _start(job: Any, on_device: str, refs: list[Any], is_one: bool, after: tuple
     is_whole = all((t is None) == (ref is None) for t, ref in zip(device, refs, strict=True))
     assert is_whole, f"the {on_device} of a copy was freed before it ran"
     for mark in after:
-        mark.hold(None)
+        mark.make_stream_wait(None)
     job._replace(**{on_device: device[0] if is_one else device}).start(
         CopyStream(torch.device("cpu"))
     )

@@ -275,7 +275,7 @@ def test_a_host_without_memory_is_an_error_of_one_line() -> None:
     def refuse(num_bytes: int) -> None:
         raise RuntimeError("can't allocate memory\nstack")
 
-    offload._pool._slabs.add = refuse
+    offload._pool._slabs.allocate_slab = refuse
     with pytest.raises(RuntimeError, match="set max_host_bytes to what the host has") as found:
         one(model)
     assert "\n" not in str(found.value)

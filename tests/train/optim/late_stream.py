@@ -58,7 +58,7 @@ class LateStream(CopyStream):
         """Return a mark after all copies so far."""
         return LateMark(self, len(self.copies))
 
-    def hold(self, mark: LateMark) -> None:  # type: ignore[override]
+    def wait_for_mark(self, mark: LateMark) -> None:  # type: ignore[override]
         """Run the copies before a mark."""
         mark.synchronize()
 

@@ -176,7 +176,7 @@ def test_short_host_memory_is_one_line_and_loses_nothing(monkeypatch: pytest.Mon
         raise RuntimeError("CUDA error: out of memory\nCompile with ...")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Slabs, "add", short)
+        patch.setattr(Slabs, "allocate_slab", short)
         with pytest.raises(
             MemoryError, match=r"host_fraction .1. of .* must fit .*: lower it"
         ) as e:

@@ -109,7 +109,7 @@ def test_other_optimizers(make: Any) -> None:
 def test_late_streams_change_nothing(late: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a tensor leaves on the GPU is nan at once, and copies or the model come late."""
     plain = run(None)
-    leave, copy, hold = MovedStorage.move_to_host, CopyStream.copy, CopyStream.hold
+    leave, copy, hold = MovedStorage.move_to_host, CopyStream.copy, CopyStream.wait_for_mark
     calls = [0]
 
     def poisoned(storage: MovedStorage) -> None:
@@ -133,7 +133,7 @@ def test_late_streams_change_nothing(late: str, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(MovedStorage, "move_to_host", poisoned)
     monkeypatch.setattr(CopyStream, "copy", late_copy)
-    monkeypatch.setattr(CopyStream, "hold", late_hold)
+    monkeypatch.setattr(CopyStream, "wait_for_mark", late_hold)
     hook = register_optimizer_step_post_hook(late_work)
     try:
         assert same(plain, run(1.0))

@@ -308,7 +308,7 @@ class _StreamPass:
         items = next(self._remaining, None)
         if items is None:
             return
-        self._copies.follow()
+        self._copies.wait_for_current_stream()
         with torch.no_grad(), self._copies.as_current(), explain_transport_errors(PASS):
             self._merge(dict.fromkeys(source for item in items for source, _ in item.parts))
             bucket = self._collector.collect(items, self._read)
@@ -321,7 +321,7 @@ class _StreamPass:
         with explain_transport_errors(PASS):
             on_every_rank(self._collector.check, self._group)
         (bucket, event), self._next_bucket = self._next_bucket, None
-        self._copies.hold(event)
+        self._copies.wait_for_mark(event)
         return bucket
 
     def leave(self) -> None:

@@ -20,7 +20,7 @@ from moecore.base.regions import recompute_products
 from moecore.moe.backends import separate_computation
 from moecore.moe.layer import RoutedLayer
 from moecore.train.memory.offload import Offload, call_in_context, wrap
-from moecore.train.memory.parts import BlockPart, PartUse, find_parts, use_of
+from moecore.train.memory.parts import BlockPart, PartUse, find_part_use, find_parts
 from moecore.train.memory.recompute import recompute, sharing_outputs
 from moecore.train.memory.stash import Stash
 
@@ -103,7 +103,7 @@ def _apply_recompute(
     used_parts: set[Recomputed] = set()
     for block in blocks:
         for part in list(find_parts(block)):
-            use = use_of(part, recompute_parts)
+            use = find_part_use(part, recompute_parts)
             used_parts |= use.parts
             if use.parts and part.module not in compiled:
                 _recompute(part, use)

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from moecore.base.options.memory import MemoryOptions
 from moecore.base.torch_private import CustomGraphPass
-from moecore.train.memory.parts import find_parts, use_of
+from moecore.train.memory.parts import find_part_use, find_parts
 from moecore.train.memory.recompute import SMALL
 
 PRODUCT = re.compile(r"(^|_)(mm|addmm|convolution)(_|$)")
@@ -46,7 +46,7 @@ class Marks(CustomGraphPass):
         parts, products = set[str](), set[str]()
         for block in blocks:
             for part in find_parts(block):
-                use, name = use_of(part, set(options.parts)), _last(part.name)
+                use, name = find_part_use(part, set(options.parts)), _last(part.name)
                 if use.parts:
                     parts.add(name)
                 products.update(child or name for child in use.products)

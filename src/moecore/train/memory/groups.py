@@ -30,8 +30,8 @@ class Readers:
     remaining: int = 0
     turn: int = 0
 
-    def join(self) -> int:
-        """Count a new handle; return the number of the backward that will unpack the handle."""
+    def add_handle(self) -> int:
+        """Count a new handle; return the turn (backward) in which the handle will be unpacked."""
         self.alive += 1
         self.remaining += 1
         return self.turn
@@ -41,17 +41,17 @@ class Readers:
         if turn != self.turn:
             return turn, False
         self.remaining -= 1
-        return turn + 1, self._is_over()
+        return turn + 1, self._has_turn_ended()
 
-    def leave(self, turn: int) -> bool:
+    def remove_handle(self, turn: int) -> bool:
         """Count a deleted handle; return whether no handle remains to be unpacked in this turn."""
         self.alive -= 1
         if turn != self.turn:
             return False
         self.remaining -= 1
-        return self._is_over()
+        return self._has_turn_ended()
 
-    def _is_over(self) -> bool:
+    def _has_turn_ended(self) -> bool:
         if self.remaining:
             return False
         self.turn, self.remaining = self.turn + 1, self.alive
@@ -75,7 +75,7 @@ class HostCopy:
     is_back: bool = False  # whether `data` was copied back
     readers: Readers = field(default_factory=Readers)
 
-    def holds(self, tensor: Tensor) -> bool:
+    def has_storage_of(self, tensor: Tensor) -> bool:
         """Return whether `data` is a tensor's storage, with the tensor's values."""
         if self.data is None or self.is_back:
             return False
@@ -84,7 +84,7 @@ class HostCopy:
     def free(self) -> None:
         """Free the device memory, after the stream `home` was made to wait for a running copy."""
         if self.busy is not None:
-            self.busy.hold(self.home)
+            self.busy.make_stream_wait(self.home)
         self.data, self.busy, self.is_back = None, None, False
 
     def is_unchanged(self) -> bool:
@@ -109,7 +109,7 @@ class StorageGroup:
     readers: Readers = field(default_factory=Readers)
     has_unpacked: bool = False  # whether backward has unpacked one of its handles
 
-    def retire(self) -> None:
+    def free_device_memory(self) -> None:
         """Free the device memory of the storages that were copied to the store."""
         for copy in self.fresh:
             if copy.busy is not None and not copy.is_back:
@@ -125,7 +125,7 @@ class Layer:
     stream: Stream | None
     groups: dict[Key, StorageGroup] = field(default_factory=dict)
 
-    def follow(self, previous: Layer | None) -> None:
+    def link_to_previous(self, previous: Layer | None) -> None:
         """Let the backward of each group prefetch the preceding layer's group of the same part."""
         self.groups = {key: group for key, group in self.groups.items() if group.readers.alive}
         previous_groups = dict(previous.groups) if previous is not None else {}

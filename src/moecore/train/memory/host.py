@@ -47,10 +47,10 @@ class Slab:
         """Number of free bytes."""
         return self.memory.numel() - self.used_bytes
 
-    def take(self, num_bytes: int) -> Tensor:
+    def allocate(self, num_bytes: int) -> Tensor:
         """Return the next bytes, which must be free."""
         data = self.memory[self.used_bytes : self.used_bytes + num_bytes]
-        self.used_bytes += aligned(num_bytes)
+        self.used_bytes += round_up_to_alignment(num_bytes)
         return data
 
 
@@ -67,11 +67,11 @@ class Slabs:
         """Bytes of all slabs."""
         return sum(slab.memory.numel() for slab in self.slabs)
 
-    def fitting(self, num_bytes: int) -> Slab | None:
+    def find_slab(self, num_bytes: int) -> Slab | None:
         """Return a slab with at least `num_bytes` (aligned) free bytes, or None."""
         return next((slab for slab in self.slabs if slab.free_bytes >= num_bytes), None)
 
-    def add(self, num_bytes: int) -> Slab:
+    def allocate_slab(self, num_bytes: int) -> Slab:
         """Allocate a slab; a RuntimeError if host memory is insufficient. Pinning is slow."""
         with host_memory():
             memory = torch.empty(
@@ -111,34 +111,34 @@ class HostPool:
         """Bytes of host memory that the pool has allocated."""
         return self._slabs.num_bytes
 
-    def takes(self, rows: UsedRows | None) -> bool:
+    def can_store(self, rows: UsedRows | None) -> bool:
         """Return True: host memory can store any storage."""
         return True
 
-    def put(self, copies: Sequence[HostCopy]) -> list[HostCopy]:
+    def copy_out(self, copies: Sequence[HostCopy]) -> list[HostCopy]:
         """Start to copy storages to the host, as far as there is host memory."""
         for copy in copies:
-            copy.piece = self._take(copy.size)
+            copy.piece = self._allocate_piece(copy.size)
         stored_copies = [copy for copy in copies if copy.piece is not None]
         if stored_copies:
             mark = self._streams.out.start(
-                Job(_memory_of(copy), copy.data, _row_copier(copy)) for copy in stored_copies
+                Job(_get_host_memory(copy), copy.data, _row_copier(copy)) for copy in stored_copies
             )
             for copy in stored_copies:
                 copy.out = copy.busy = mark
         return stored_copies
 
-    def bring(self, copies: Sequence[HostCopy], freed_pieces: Sequence[HostPiece] = ()) -> None:
+    def copy_back(self, copies: Sequence[HostCopy], freed_pieces: Sequence[HostPiece] = ()) -> None:
         """Start to copy storages back to the device, and free `freed_pieces`."""
-        self.give(freed_pieces)
+        self.free_pieces(freed_pieces)
         # Each storage has a mark of its own: the host's link is slow, and backward waits for the
         # storage that it reads, not for the whole group.
         for copy in copies:
             assert copy.out is not None
-            job = Job(copy.data, _memory_of(copy), _row_copier(copy))
+            job = Job(copy.data, _get_host_memory(copy), _row_copier(copy))
             copy.busy = self._streams.back.start([job], copy.out)
 
-    def give(self, pieces: Sequence[HostPiece]) -> None:
+    def free_pieces(self, pieces: Sequence[HostPiece]) -> None:
         """Free pieces. The next copy into a piece runs after its last reader."""
         for piece in pieces:
             self.used_bytes -= piece.memory.numel()
@@ -149,10 +149,10 @@ class HostPool:
         self._free.clear()
         self._slabs.clear()
 
-    def _take(self, num_bytes: int) -> HostPiece | None:
+    def _allocate_piece(self, num_bytes: int) -> HostPiece | None:
         """Return a piece; None if `max_bytes` is reached. In a capture no memory is pinned."""
         in_capture = self._streams.is_capturing()
-        memory = self._find(size_class(num_bytes), in_capture)
+        memory = self._find_free_piece(round_up_to_size_class(num_bytes), in_capture)
         if memory is not None:
             self.used_bytes += memory.numel()
             return HostPiece(memory, in_capture)
@@ -164,25 +164,28 @@ class HostPool:
             )
         return None
 
-    def _find(self, size: int, in_capture: bool) -> Tensor | None:
+    def _find_free_piece(self, size: int, in_capture: bool) -> Tensor | None:
         for of_graph in (True, False) if in_capture else (False,):
             if self._free[size, of_graph]:
                 return self._free[size, of_graph].pop()
-        slab = self._slabs.fitting(size)
+        slab = self._slabs.find_slab(size)
         if slab is None and not in_capture:
             slab = self._grow(size)
-        return None if slab is None else slab.take(size)
+        return None if slab is None else slab.allocate(size)
 
     def _grow(self, size: int) -> Slab | None:
         """Allocate a slab as large as all slabs, up to `SLAB_BYTES`, or as large as needed."""
         pool_bytes = self.num_bytes
         limit = float("inf") if self.max_bytes is None else self.max_bytes
-        min_bytes = power_of_two(size)
-        for num_bytes in (max(min_bytes, min(power_of_two(pool_bytes), SLAB_BYTES)), min_bytes):
+        min_bytes = round_up_to_power_of_two(size)
+        for num_bytes in (
+            max(min_bytes, min(round_up_to_power_of_two(pool_bytes), SLAB_BYTES)),
+            min_bytes,
+        ):
             if pool_bytes + num_bytes > limit:
                 continue
             try:
-                return self._slabs.add(num_bytes)
+                return self._slabs.allocate_slab(num_bytes)
             except RuntimeError as error:
                 reason = str(error).partition("\n")[0]
                 raise RuntimeError(
@@ -214,29 +217,29 @@ def _copy_rows(num_rows: Tensor, row_bytes: int, target: Tensor, source: Tensor)
     copy_first_rows(target.view(-1, row_bytes), source.view(-1, row_bytes), num_rows)
 
 
-def _memory_of(copy: HostCopy) -> Tensor:
+def _get_host_memory(copy: HostCopy) -> Tensor:
     """Return the host memory of a copy, without the padding of its size class."""
     memory: Tensor = copy.piece.memory
     return memory[: copy.size]
 
 
-def size_class(num_bytes: int) -> int:
+def round_up_to_size_class(num_bytes: int) -> int:
     """Return the size of a piece: 1000 -> 1024, 1025 -> 1152, 1153 -> 1280; 1 -> 64."""
-    step = max(ALIGN_BYTES, power_of_two(num_bytes) // 16)
+    step = max(ALIGN_BYTES, round_up_to_power_of_two(num_bytes) // 16)
     return -(-max(num_bytes, 1) // step) * step
 
 
-def aligned(num_bytes: int) -> int:
+def round_up_to_alignment(num_bytes: int) -> int:
     """Round a tensor's bytes up to the alignment of a slab."""
     return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
-def power_of_two(num_bytes: int) -> int:
+def round_up_to_power_of_two(num_bytes: int) -> int:
     """Round a number of bytes up to a power of two."""
     return 1 << max(num_bytes - 1, 0).bit_length()
 
 
-def bytes_of(storage: torch.UntypedStorage) -> Tensor:
+def view_bytes(storage: torch.UntypedStorage) -> Tensor:
     """View a full storage as a uint8 tensor."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
@@ -311,19 +314,25 @@ class HostCopies:
                 )
         remaining_bytes = Counter[str]()
         for name in new:
-            remaining_bytes[tensors[name].device.type] += aligned(tensors[name].nbytes)
-        for name in sorted(new, key=lambda name: -tensors[name].nbytes):
-            like, of, size = tensors[name], tensors[name].device.type, aligned(tensors[name].nbytes)
-            slab = self._slabs[of].fitting(size) or self._slabs[of].add(
-                power_of_two(max(size, min(remaining_bytes[of], SLAB_BYTES)))
+            remaining_bytes[tensors[name].device.type] += round_up_to_alignment(
+                tensors[name].nbytes
             )
-            self._copies[name] = slab.take(like.nbytes).view(like.dtype).view(like.shape)
+        for name in sorted(new, key=lambda name: -tensors[name].nbytes):
+            like, of, size = (
+                tensors[name],
+                tensors[name].device.type,
+                round_up_to_alignment(tensors[name].nbytes),
+            )
+            slab = self._slabs[of].find_slab(size) or self._slabs[of].allocate_slab(
+                round_up_to_power_of_two(max(size, min(remaining_bytes[of], SLAB_BYTES)))
+            )
+            self._copies[name] = slab.allocate(like.nbytes).view(like.dtype).view(like.shape)
             remaining_bytes[of] -= size
         return {name: self._copies[name] for name in tensors}
 
     def reserve_storages(self, groups: Mapping[str, Sequence[Tensor]]) -> list[MovedStorage]:
         """Return one record per storage, each with the tensors in the storage."""
-        memory = {name: bytes_of(group[0].untyped_storage()) for name, group in groups.items()}
+        memory = {name: view_bytes(group[0].untyped_storage()) for name, group in groups.items()}
         return [
             MovedStorage(memory[name], host, [(tensor, tensor.data) for tensor in groups[name]])
             for name, host in self.reserve(memory).items()

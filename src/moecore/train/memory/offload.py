@@ -139,7 +139,7 @@ class Offload(SavedStorages):
         """Free the device memory of the storages that a chunk's last block has copied out."""
         with self._locked():
             for group in chunk.pending_free:
-                group.retire()
+                group.free_device_memory()
             chunk.pending_free = []
 
     def bring_back(self, chunk: OffloadChunk) -> None:
@@ -180,7 +180,7 @@ class Offload(SavedStorages):
             self._layer, self._previous = outer, layer
             with self._locked():
                 is_next = previous is not None and previous.index == index - 1
-                layer.follow(previous if is_next else None)
+                layer.link_to_previous(previous if is_next else None)
                 if chunk is not None:
                     chunk.layers.append(layer)
                 self._retire(
@@ -212,7 +212,7 @@ class Offload(SavedStorages):
             layer=ReferenceType(layer),
             is_last=layer.is_last,
             stream=layer.stream,
-            weights=self._keys_of(module),
+            weights=self._find_storage_keys(module),
         )
         layer.groups[key] = group
         with use_packer(partial(self._pack, group), only_rows=self._rows_only):
@@ -221,7 +221,7 @@ class Offload(SavedStorages):
             self._send(group)
 
     @torch.no_grad()
-    def _keys_of(self, module: nn.Module) -> frozenset[int]:
+    def _find_storage_keys(self, module: nn.Module) -> frozenset[int]:
         """Return the keys of the storages of a module's parameters and buffers."""
         registries = self._registries.get(module)
         if registries is None:

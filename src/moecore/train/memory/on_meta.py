@@ -57,7 +57,7 @@ class OnMeta(TorchFunctionMode):
             grads = [torch.ones_like(x) if g is None else g for x, g in zip(*args, strict=True)]
             with self:
                 return run_backward(args[0], grads)
-        on_meta = {x.is_meta for x in tensors_of(args, kwargs)}
+        on_meta = {x.is_meta for x in list_tensors(args, kwargs)}
         if True not in on_meta:
             return func(*args, **kwargs)
         if False in on_meta:
@@ -70,7 +70,7 @@ class OnMeta(TorchFunctionMode):
         if func in (torch.nonzero, Tensor.nonzero):
             return _nonzero(*args, **kwargs)
         if func is Tensor.__getitem__:
-            args = args[0], tuple(_indices(args[1]))
+            args = args[0], tuple(_expand_masks(args[1]))
         if is_grouped_mm(func):
             return _grouped_mm(*args, **kwargs)
         if func is scaled_mm:  # whose checks on meta refuse columns that are no multiple of 128
@@ -94,7 +94,7 @@ class OnMeta(TorchFunctionMode):
         return view.set_(storage, x.storage_offset(), x.shape, x.stride())
 
 
-def tensors_of(*values: Any) -> list[Tensor]:
+def list_tensors(*values: Any) -> list[Tensor]:
     """Return the tensors of an operation's arguments, also within lists, tuples and dicts."""
     tensors: list[Tensor] = []
     for value in values:
@@ -103,9 +103,9 @@ def tensors_of(*values: Any) -> list[Tensor]:
         if isinstance(value, Tensor):
             tensors.append(value)
         elif isinstance(value, (tuple, list)):
-            tensors += tensors_of(*value) if value else ()
+            tensors += list_tensors(*value) if value else ()
         elif isinstance(value, dict):
-            tensors += tensors_of(*value.values()) if value else ()
+            tensors += list_tensors(*value.values()) if value else ()
     return tensors
 
 
@@ -115,7 +115,7 @@ def _nonzero(x: Tensor, *, as_tuple: bool = False) -> Any:
     return indices.unbind(1) if as_tuple else indices
 
 
-def _indices(index: Any) -> Iterator[Any]:
+def _expand_masks(index: Any) -> Iterator[Any]:
     """Yield the parts of an index, with masks replaced by the indices of all elements."""
     for part in index if isinstance(index, tuple) else (index,):
         is_mask = isinstance(part, Tensor) and part.dtype == torch.bool

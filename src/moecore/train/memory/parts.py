@@ -43,12 +43,12 @@ def find_parts(block: nn.Module) -> Iterator[BlockPart]:
     """Yield the parts of a block, outer parts first; a `RoutedExperts` has kind "experts"."""
     for path, module in block.named_modules():
         name = clean_name(path)
-        kind = _kind_of(name, module)
+        kind = _find_kind(name, module)
         if kind is not None:
             yield BlockPart(name, kind, module)
 
 
-def use_of(part: BlockPart, options: Set[Recomputed]) -> PartUse:
+def find_part_use(part: BlockPart, options: Set[Recomputed]) -> PartUse:
     """Return which operations of a part are recomputed with parts of `MemoryOptions.recompute`."""
     _, kind, module = part
     if kind in ("norm", "moe"):
@@ -65,7 +65,7 @@ def use_of(part: BlockPart, options: Set[Recomputed]) -> PartUse:
     return PartUse(options & {"rope", *has}, tuple(sorted(names)))
 
 
-def _kind_of(name: str, module: nn.Module) -> Kind | None:
+def _find_kind(name: str, module: nn.Module) -> Kind | None:
     if isinstance(module, Experts):
         return "experts"
     if isinstance(module, RoutedLayer):

@@ -49,10 +49,10 @@ class _View(NamedTuple):
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: Tensor) -> _View:
+    def from_tensor(cls, tensor: Tensor) -> _View:
         return cls(tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
 
-    def take(self, base: Tensor) -> Tensor:
+    def apply_to(self, base: Tensor) -> Tensor:
         """Return this view of the storage of a tensor."""
         return base.as_strided(self.shape, self.stride, self.offset)
 
@@ -85,18 +85,18 @@ class _DroppedValue:
         self, region: _RunningRegion, place: _ValuePlace, base: _View, view: _View
     ) -> None:
         self._region, self._place, self._base, self._view = region, place, base, view
-        region.expect(place)
+        region.count_handle(place)
 
     def unpack(self) -> Tensor:
         """Return the value, from this backward's recomputation of the region."""
-        value = self._region.value(self._place)
-        if _View.of(value) != self._base:
+        value = self._region.get_value(self._place)
+        if _View.from_tensor(value) != self._base:
             raise RuntimeError(
                 f"{self._region.name} must compute the same values in backward as in forward, but "
                 f"a tensor {tuple(self._base.shape)} came back as {tuple(value.shape)}: leave it "
                 "out of MemoryOptions.recompute"
             )
-        return value if self._view == self._base else self._view.take(value)
+        return value if self._view == self._base else self._view.apply_to(value)
 
 
 @dataclass(eq=False)
@@ -146,7 +146,7 @@ class _RunningRegion:
             output = self.function(*args, **kwargs)
         self._check_unchanged(tensors)
         self._context = _autocast(tensors)
-        self._offer(output)
+        self._register_outputs(output)
         self._inputs = [
             (pack_tensor(leaf), leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
             for leaf in leaves
@@ -158,16 +158,16 @@ class _RunningRegion:
         return output
 
     def _start(self, tensors: list[Tensor]) -> None:
-        self._versions = _versions(tensors)
+        self._versions = _list_versions(tensors)
         self._resident_keys = {storage_key(tensor) for tensor in tensors}
         self._largest = max((tensor.nbytes for tensor in tensors), default=0)
         self._num_values = self._num_products = 0
 
     def _check_unchanged(self, inputs: list[Tensor]) -> None:
         """Raise if the function changed inputs or outputs of products in place."""
-        has_same_inputs = self._versions == _versions(inputs)
+        has_same_inputs = self._versions == _list_versions(inputs)
         if not has_same_inputs or any(
-            p.versions != _versions(_tensors(p.output)) for p in self.products
+            p.versions != _list_versions(_list_tensors(p.output)) for p in self.products
         ):
             raise NotImplementedError(
                 f"{self.name} must not change its input or a product's output in place to be "
@@ -176,33 +176,33 @@ class _RunningRegion:
 
     def _pack(self, tensor: Tensor) -> Handle | None:
         """Return the handle of a dropped value; None passes the tensor to the next packer."""
-        if self._is_kept(tensor):
+        if self._is_saved(tensor):
             return None
         if self._open is None:
             place = _ValuePlace("saved", self._num_values)
             self._num_values += 1
-            return self._drop(place, tensor, tensor)
+            return self._make_handle(place, tensor, tensor)
         for position, value in enumerate(self._open.inputs):
             if not isinstance(value, Tensor) or value.is_leaf:
                 continue
             if storage_key(value) == storage_key(tensor) and value.dtype == tensor.dtype:
                 place = _ValuePlace("input", self._num_products, position)
-                return self._drop(place, value, tensor)
+                return self._make_handle(place, value, tensor)
         return None  # of the product's own, such as attention's log-sum-exp
 
-    def _is_kept(self, tensor: Tensor) -> bool:
+    def _is_saved(self, tensor: Tensor) -> bool:
         if tensor.nbytes * SMALL <= self._largest or not _is_plain(tensor):
             return True
         return storage_key(tensor) in self._resident_keys
 
-    def _drop(self, place: _ValuePlace, base: Tensor, tensor: Tensor) -> _DroppedValue:
+    def _make_handle(self, place: _ValuePlace, base: Tensor, tensor: Tensor) -> _DroppedValue:
         self._last = self._num_products
-        return _DroppedValue(self, place, _View.of(base), _View.of(tensor))
+        return _DroppedValue(self, place, _View.from_tensor(base), _View.from_tensor(tensor))
 
-    def _offer(self, output: Any) -> None:
+    def _register_outputs(self, output: Any) -> None:
         """Register the outputs, so that consumers that save them drop them too."""
         for number, leaf in enumerate(tree_flatten(output)[0]):
-            if isinstance(leaf, Tensor) and leaf.requires_grad and not self._is_kept(leaf):
+            if isinstance(leaf, Tensor) and leaf.requires_grad and not self._is_saved(leaf):
                 self._last = len(self.products)
                 _thread_regions.outputs[storage_key(leaf)] = _RegionOutput(
                     self, number, leaf, version(leaf)
@@ -226,25 +226,25 @@ class _RunningRegion:
             output = function(*args, **kwargs)
         finally:
             self._open, product.inputs = None, []
-        product.output, product.versions = output, _versions(_tensors(output))
+        product.output, product.versions = output, _list_versions(_list_tensors(output))
         if function is F.scaled_dot_product_attention:
             product.numbers = get_rng_states()
-        self._resident_keys |= {storage_key(t) for t in _tensors(output)}
+        self._resident_keys |= {storage_key(t) for t in _list_tensors(output)}
         self._num_products += 1
         return output
 
-    def draw(self, generator: torch.Generator) -> None:
+    def save_generator(self, generator: torch.Generator) -> None:
         """Save the state of a generator of the model, from which the function draws."""
         if not self._is_rerun:
             self._own_numbers.setdefault(generator, generator.get_state())
 
     # The second run.
 
-    def expect(self, place: _ValuePlace) -> None:
+    def count_handle(self, place: _ValuePlace) -> None:
         """Count a handle of a value."""
         self._expected_counts[place] += 1
 
-    def value(self, place: _ValuePlace) -> Tensor:
+    def get_value(self, place: _ValuePlace) -> Tensor:
         """Return a value, recomputed if needed; free it after its last handle."""
         if place not in self._values:
             self._rerun()
@@ -306,7 +306,9 @@ class _RunningRegion:
         try:
             yield
         finally:
-            has_drawn = len(before) > 1 and _offset(get_rng_states()[1]) > _offset(before[1])
+            has_drawn = len(before) > 1 and _get_generator_offset(
+                get_rng_states()[1]
+            ) > _get_generator_offset(before[1])
             set_rng_states(before)
             for generator, state in own_states.items():
                 generator.set_state(state)
@@ -319,7 +321,7 @@ class _RunningRegion:
 
     def _find_value(self, tensor: Tensor) -> None:
         # Both runs save the same tensors in the same order, so a place in it names a value.
-        if not self._is_kept(tensor):
+        if not self._is_saved(tensor):
             place = _ValuePlace("saved", self._num_values)
             self._num_values += 1
             self._find(place, tensor)
@@ -336,7 +338,7 @@ class _RunningRegion:
             set_rng_states(product.numbers)
         output = _map(_rerun_leaf, product.output)
         self._replayed_outputs.append(output)
-        self._resident_keys |= {storage_key(t) for t in _tensors(output)}
+        self._resident_keys |= {storage_key(t) for t in _list_tensors(output)}
         return output
 
     def _find_outputs(self, output: Any) -> None:
@@ -385,7 +387,7 @@ def recompute(
     kwargs = dict(kwargs or {})
     if is_in_region() or not _thread_regions.is_sharing or not is_packing():
         return function(*args, **kwargs)
-    if not torch.is_grad_enabled() or not all(map(_is_plain, _tensors((args, kwargs)))):
+    if not torch.is_grad_enabled() or not all(map(_is_plain, _list_tensors((args, kwargs)))):
         return function(*args, **kwargs)
     return _RunningRegion(name, function, has_products).run(args, kwargs)
 
@@ -414,7 +416,9 @@ def _pack_output(tensor: Tensor) -> Handle | None:
     if output is None or output.version != version(tensor) or output.tensor.dtype != tensor.dtype:
         return None
     place = _ValuePlace("output", output.number)
-    return _DroppedValue(output.region, place, _View.of(output.tensor), _View.of(tensor))
+    return _DroppedValue(
+        output.region, place, _View.from_tensor(output.tensor), _View.from_tensor(tensor)
+    )
 
 
 def _autocast(tensors: list[Tensor]) -> Any:
@@ -435,7 +439,7 @@ def _rerun_leaf(leaf: Any) -> Any:
     return handle.unpack().detach().requires_grad_(requires_grad)
 
 
-def _offset(state: Tensor) -> int:
+def _get_generator_offset(state: Tensor) -> int:
     """Return how many numbers a GPU's generator has drawn."""
     return int(state.view(torch.int64)[1])
 
@@ -448,11 +452,11 @@ def _map(function: Callable[[Any], Any], output: Any) -> Any:
     return function(output)
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def _list_tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
 
 
-def _versions(tensors: list[Tensor]) -> tuple[int, ...]:
+def _list_versions(tensors: list[Tensor]) -> tuple[int, ...]:
     return tuple(map(version, tensors))
 
 

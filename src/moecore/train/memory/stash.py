@@ -97,18 +97,18 @@ class PageStore:
         """Bytes of the pages on the device."""
         return 0 if self.pool is None else self.pool.pages.nbytes
 
-    def takes(self, rows: UsedRows | None) -> bool:
+    def can_store(self, rows: UsedRows | None) -> bool:
         """Return whether used rows are counted, and their number with even loads is known."""
         return rows is not None and rows.balanced is not None
 
-    def put(self, copies: Sequence[HostCopy]) -> list[HostCopy]:
+    def copy_out(self, copies: Sequence[HostCopy]) -> list[HostCopy]:
         """Start to copy used rows to pages."""
-        in_capture = self._start()
+        in_capture = self._return_pending_pages()
         if not copies:
             return []
         pool = self.pool or self._make_pool(copies, in_capture=in_capture)
         jobs, emptied = [], []
-        for group in _by_dispatch(copies):
+        for group in _group_by_dispatch(copies):
             dispatch, mark = self._new_dispatch(pool, group, in_capture=in_capture)
             for index, copy in enumerate(group):
                 copy.piece = PagePlace(dispatch, index)
@@ -120,14 +120,14 @@ class PageStore:
             copy.out = copy.busy = copy.piece.of.out = out
         return list(copies)
 
-    def bring(self, copies: Sequence[HostCopy], freed_pieces: Sequence[PagePlace] = ()) -> None:
+    def copy_back(self, copies: Sequence[HostCopy], freed_pieces: Sequence[PagePlace] = ()) -> None:
         """Start to copy used rows back; the same launch returns the pages of `freed_pieces`."""
-        in_capture = self._start()
+        in_capture = self._return_pending_pages()
         matrices: dict[DispatchPages, list[Tensor | None]] = {}
         for copy in copies:
             of, index = copy.piece
             matrices.setdefault(of, [None] * len(of.layout.widths))[index] = copy.data
-        over, jobs, emptied = _finish_places(freed_pieces), list[Job](), list[DispatchPages]()
+        over, jobs, emptied = _release_places(freed_pieces), list[Job](), list[DispatchPages]()
         for of, tensors in matrices.items():
             # Only copies back read these pages, and they come earlier in the same stream.
             goes_along = over and over[-1].back is not None and over[-1].of_graph == in_capture
@@ -141,11 +141,11 @@ class PageStore:
             of.free.append((of.table, back))
         for copy in copies:
             copy.busy = back
-        self._return(over, in_capture=in_capture)
+        self._return_pages(over, in_capture=in_capture)
 
-    def give(self, pieces: Sequence[PagePlace]) -> None:
+    def free_pieces(self, pieces: Sequence[PagePlace]) -> None:
         """Return pages to the pool, after their last read."""
-        self._return(_finish_places(pieces), in_capture=self._start())
+        self._return_pages(_release_places(pieces), in_capture=self._return_pending_pages())
 
     def clear(self) -> None:
         """Free all pages."""
@@ -161,15 +161,15 @@ class PageStore:
         words = (self.pool.state[PEAK_WORD:], self.pool.report[PEAK_WORD:])
         return Shortage(*words, self._balanced_pages)
 
-    def _start(self) -> bool:
+    def _return_pending_pages(self) -> bool:
         """Return whether a capture runs; if not, return pages whose return was postponed."""
         in_capture = self._streams.is_capturing()
         if self._pending_returns and not in_capture:
             pending, self._pending_returns = self._pending_returns, []
-            self._return(pending, in_capture=False)
+            self._return_pages(pending, in_capture=False)
         return in_capture
 
-    def _return(self, over: Sequence[DispatchPages], *, in_capture: bool) -> None:
+    def _return_pages(self, over: Sequence[DispatchPages], *, in_capture: bool) -> None:
         """Return pages to the pool, after all launched work that reads them."""
         for of in over:
             # Captured, the return of eager code's pages would be repeated by each replay.
@@ -181,7 +181,7 @@ class PageStore:
             if of.of_graph == in_capture:
                 for mark in (of.out, of.back):
                     if mark is not None:
-                        mark.hold(current)
+                        mark.make_stream_wait(current)
                 return_pages(of.table, of.layout.num_entries, of.layout.pool)
             of.free.append((of.table, CopyMark(current)))
 
@@ -195,7 +195,7 @@ class PageStore:
             if (used_rows := copy.used_rows) is not None
         }
         listed, first = rows.get(True), rows.get(False)
-        key = tuple(_row(copy) for copy in group)
+        key = tuple(_describe_row(copy) for copy in group)
         lengths = tuple(
             0 if used_rows is None else used_rows.length for used_rows in (listed, first)
         )
@@ -237,14 +237,14 @@ class PageStore:
                 "one forward and backward first"
             )
         options, num_layers = self.options, self._num_layers
-        widest = max(_row(copy)[0] for copy in copies)
+        widest = max(_describe_row(copy)[0] for copy in copies)
         page_bytes = cdiv(options.page_rows * widest, PAGE_ALIGNMENT) * PAGE_ALIGNMENT
         # A page has `page_rows` rows of the widest matrix, and more rows of a narrower one. Each
         # layer has pages for the first one's rows with even loads, times the factor.
         num_pages, self._balanced_pages = 0, 0.0
         for copy in copies:
             assert copy.used_rows is not None and copy.used_rows.balanced is not None
-            rows, step = max(1, copy.used_rows.balanced), page_bytes // _row(copy)[0]
+            rows, step = max(1, copy.used_rows.balanced), page_bytes // _describe_row(copy)[0]
             num_pages += num_layers * cdiv(math.ceil(options.factor * rows), step)
             self._balanced_pages += num_layers * rows / step
         num_host_pages = options.host_bytes // page_bytes
@@ -264,13 +264,13 @@ def _read(
     source.read(matrices, over)
 
 
-def _row(copy: HostCopy) -> tuple[int, bool]:
+def _describe_row(copy: HostCopy) -> tuple[int, bool]:
     """Return the bytes of a row, and whether `UsedRows.slots` lists the used rows."""
     assert copy.used_rows is not None
     return copy.size // copy.used_rows.length, copy.used_rows.slots is not None
 
 
-def _by_dispatch(copies: Sequence[HostCopy]) -> list[list[HostCopy]]:
+def _group_by_dispatch(copies: Sequence[HostCopy]) -> list[list[HostCopy]]:
     """Group copies that can share a table: at most one list and one count of used rows each."""
     groups: list[list[HostCopy]] = []
     rows: dict[bool, UsedRows] = {}
@@ -285,7 +285,7 @@ def _by_dispatch(copies: Sequence[HostCopy]) -> list[list[HostCopy]]:
     return groups
 
 
-def _finish_places(pieces: Sequence[PagePlace]) -> list[DispatchPages]:
+def _release_places(pieces: Sequence[PagePlace]) -> list[DispatchPages]:
     """Decrement the dispatches' counts of needed matrices; return dispatches with count 0."""
     dispatches = []
     for of, _ in pieces:
@@ -313,7 +313,7 @@ class Stash(Offload, Holder):
     def __reduce__(self) -> Any:
         return partial(Stash, self._streams.device, self.pages.options, self._num_layers), ()
 
-    def _keys_of(self, module: nn.Module) -> frozenset[int]:
+    def _find_storage_keys(self, module: nn.Module) -> frozenset[int]:
         """Return no keys: weights have no counted rows."""
         return frozenset()
 

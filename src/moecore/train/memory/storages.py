@@ -35,30 +35,30 @@ from moecore.base.saved_tensors import (
 )
 from moecore.base.torch_private import storage_key, version
 from moecore.train.memory.groups import HostCopy, StorageGroup, StorageUse
-from moecore.train.memory.host import HostPool, bytes_of
+from moecore.train.memory.host import HostPool, view_bytes
 from moecore.train.memory.streams import CopyStreams
 
 
 class Store(Protocol):
     """Memory for copies of storages; one thread at a time calls it. No host sync."""
 
-    def takes(self, rows: UsedRows | None) -> bool:
-        """Return whether the store accepts a storage with these used rows; None = all rows."""
+    def can_store(self, rows: UsedRows | None) -> bool:
+        """Return whether this store can hold a storage with these used rows; None = all rows."""
         ...
 
-    def put(self, copies: Sequence[HostCopy]) -> list[HostCopy]:
-        """Start to copy storages out, as far as there is memory; return the copied records.
+    def copy_out(self, copies: Sequence[HostCopy]) -> list[HostCopy]:
+        """Start copies from device storages to the store; return the records that found memory.
 
         Each returned record has new values of `piece`, `out` and `busy`.
         """
         ...
 
-    def bring(self, copies: Sequence[HostCopy], freed_pieces: Sequence[Any] = ()) -> None:
-        """Start to copy a group back into its new `data`, set `busy`, and free `freed_pieces`."""
+    def copy_back(self, copies: Sequence[HostCopy], freed_pieces: Sequence[Any] = ()) -> None:
+        """Start copies from the store to each record's new `data`; also free `freed_pieces`."""
         ...
 
-    def give(self, pieces: Sequence[Any]) -> None:
-        """Free the pieces of copies that no handle needs."""
+    def free_pieces(self, pieces: Sequence[Any]) -> None:
+        """Return the store's memory of copies that backward no longer needs."""
         ...
 
     def clear(self) -> None:
@@ -84,7 +84,7 @@ class _Offloaded:
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
-            self._storages._leave(self._use)
+            self._storages._record_deletion(self._use)
 
 
 class SavedStorages:
@@ -146,7 +146,7 @@ class SavedStorages:
         if type(tensor) is not Tensor or tensor.layout != torch.strided:
             return None
         rows = used_rows(tensor)
-        if not self._store.takes(rows):
+        if not self._store.can_store(rows):
             return None
         storage = tensor.untyped_storage()
         if storage.nbytes() < max(self.min_bytes, 1) or tensor.device != self._streams.device:
@@ -161,11 +161,11 @@ class SavedStorages:
             # A storage that exists after `_retire` freed it has another owner, such as a rotary
             # table has: an offload would free no memory, so it stays.
             outlives = copy is not None and not copy.ref.expired()
-            if copy is None or not outlives or not copy.holds(tensor):
+            if copy is None or not outlives or not copy.has_storage_of(tensor):
                 if outlives or not (group.is_last or self._is_within_share(ref, storage.nbytes())):
                     return None
-                copy = self._new(tensor, ref, group, rows)
-            use = StorageUse(copy, group, copy.readers.join(), group.readers.join())
+                copy = self._add_copy(tensor, ref, group, rows)
+            use = StorageUse(copy, group, copy.readers.add_handle(), group.readers.add_handle())
         if self.observe is not None:
             self.observe(tensor)
         return _Offloaded(self, use, tensor)
@@ -183,7 +183,7 @@ class SavedStorages:
         self._staying[ref.cdata] = ref
         return False
 
-    def _new(
+    def _add_copy(
         self, tensor: Tensor, ref: StorageWeakRef, group: StorageGroup, rows: UsedRows | None
     ) -> HostCopy:
         storage = tensor.untyped_storage()
@@ -195,7 +195,7 @@ class SavedStorages:
             ref=ref,
             counter=counter,
             version=version(tensor),
-            data=bytes_of(storage),
+            data=view_bytes(storage),
             home=group.stream,
             used_rows=rows,
         )
@@ -205,7 +205,7 @@ class SavedStorages:
 
     def _copy_out(self, group: StorageGroup) -> None:
         ready = [copy for copy in group.fresh if copy.readers.alive and copy.is_unchanged()]
-        stored_copies = self._store.put(ready)
+        stored_copies = self._store.copy_out(ready)
         self._offload_bytes -= sum(copy.size for copy in group.fresh if copy.piece is None)
         if stored_copies:
             self.out_bytes += sum(copy.size for copy in stored_copies)
@@ -215,7 +215,7 @@ class SavedStorages:
         """Free the device memory of copied groups for which `is_due` is true."""
         for group in self._pending_free:
             if is_due(group):
-                group.retire()
+                group.free_device_memory()
         self._pending_free = [group for group in self._pending_free if not is_due(group)]
 
     # Backward.
@@ -234,7 +234,7 @@ class SavedStorages:
             if copy.is_back:
                 assert copy.busy is not None
                 current = self._streams.current()
-                copy.busy.hold(current)
+                copy.busy.make_stream_wait(current)
                 # A part may run on another stream than its block, if that stream begins with a wait
                 # for the block's.
                 if isinstance(current, torch.cuda.Stream) and current != copy.home:
@@ -259,7 +259,7 @@ class SavedStorages:
                 self._copy_back(copies, freed_pieces)
                 freed_pieces = ()
         if freed_pieces:
-            self._store.give(freed_pieces)
+            self._store.free_pieces(freed_pieces)
 
     def _copy_back(self, copies: Sequence[HostCopy], freed_pieces: Sequence[Any] = ()) -> None:
         """Allocate device memory for storages and start to copy them back."""
@@ -268,7 +268,7 @@ class SavedStorages:
             copy.data = torch.empty(copy.size, dtype=torch.uint8, device=self._streams.device)
             copy.home, copy.is_back = home, True
             self.back_bytes += copy.size
-        self._store.bring(copies, freed_pieces)
+        self._store.copy_back(copies, freed_pieces)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -278,7 +278,7 @@ class SavedStorages:
             yield
         self._advance_if_free()
 
-    def _leave(self, use: StorageUse) -> None:
+    def _record_deletion(self, use: StorageUse) -> None:
         """Record the deletion of a handle; safe while another thread holds the lock."""
         self._dead.append(use)
         self._advance_if_free()
@@ -302,14 +302,14 @@ class SavedStorages:
         while self._dead:
             use = self._dead.popleft()
             copy, group = use.copy, use.group
-            is_over = copy.readers.leave(use.copy_turn)
+            is_over = copy.readers.remove_handle(use.copy_turn)
             if not copy.readers.alive or (is_over and copy.piece is not None):
                 copy.free()
             # The next user of host memory copies after work that has waited for its last reader.
             if not copy.readers.alive and copy.piece is not None:
                 freed_pieces.append(copy.piece)
                 copy.piece = None
-            if group.readers.leave(use.group_turn) and group.has_unpacked:
+            if group.readers.remove_handle(use.group_turn) and group.has_unpacked:
                 self._finished_groups.append(group)
         finished_groups = [
             g for g in self._finished_groups if not (more_may_die and g.readers.alive)

@@ -45,8 +45,8 @@ class CopyMark:
         self._in_capture = is_capturing(stream) if in_capture is None else in_capture
         self._event = None if stream is None else stream.record_event()
 
-    def hold(self, stream: Stream | None) -> None:
-        """Make a stream wait for this point."""
+    def make_stream_wait(self, stream: Stream | None) -> None:
+        """Make a stream wait for the recorded event; the host does not wait."""
         if self._event is None or stream is None or stream == self._passed:
             return
         # A CUDA graph records its events anew at every replay, so an event is valid only on its own
@@ -56,7 +56,7 @@ class CopyMark:
             self._passed = stream
 
     def synchronize(self) -> None:
-        """Wait for this point. Host sync."""
+        """Make the host wait for the recorded event. Host sync."""
         if self._event is not None:
             self._event.synchronize()
 
@@ -105,7 +105,7 @@ class CopyStream:
             self._turns[1].wait_event(self._turns[0].record_event())
             self._turns.reverse()
 
-    def follow(self) -> None:
+    def wait_for_current_stream(self) -> None:
         """Make later copies wait for the work that is queued on the current stream now."""
         if self._turns:
             self._turns[0].wait_stream(current_stream(self.device))
@@ -115,9 +115,9 @@ class CopyStream:
         current = current_stream(self.device)
         # The current stream waits, too: it has already waited for most of these marks.
         for mark in after:
-            mark.hold(current)
+            mark.make_stream_wait(current)
         start_mark = CopyMark(current)
-        start_mark.hold(self.next)
+        start_mark.make_stream_wait(self.next)
         for job in jobs:
             job.start(self)
         return start_mark.mark_on(self.next)
@@ -126,9 +126,9 @@ class CopyStream:
         """Return a mark after all copies that were started."""
         return CopyMark(self.next)
 
-    def hold(self, mark: CopyMark) -> None:
+    def wait_for_mark(self, mark: CopyMark) -> None:
         """Make the current stream wait for a mark; the host does not wait."""
-        mark.hold(current_stream(self.device))
+        mark.make_stream_wait(current_stream(self.device))
 
     def is_capturing(self) -> bool:
         """Whether the current stream's work is captured in a CUDA graph."""

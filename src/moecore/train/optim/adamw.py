@@ -83,7 +83,9 @@ class AdamW(torch.optim.AdamW):
         AdamWOptions(lr=lr, betas=pair, eps=eps, weight_decay=weight_decay)
         self.moment_dtype, self.master_remainder = moment_dtype, master_remainder
         super().__init__(params, lr, betas, eps, weight_decay, fused=True)
-        if master_remainder and not any("remainder" in self._dtypes(p) for p in self._params()):
+        if master_remainder and not any(
+            "remainder" in self._get_state_dtypes(p) for p in self._list_params()
+        ):
             raise ValueError(
                 "master_remainder (True) must have parameters in bf16: convert the model with "
                 "model.to(torch.bfloat16), or leave it out"
@@ -104,7 +106,7 @@ class AdamW(torch.optim.AdamW):
 
     def moment_dtype_of(self, param: Tensor) -> torch.dtype:
         """Return the dtype of a parameter's moments in a checkpoint."""
-        dtypes = self._dtypes(param)
+        dtypes = self._get_state_dtypes(param)
         return torch.bfloat16 if "exponents" in dtypes else dtypes["exp_avg"]
 
     def state_device_of(self, param: Tensor) -> torch.device:
@@ -124,17 +126,21 @@ class AdamW(torch.optim.AdamW):
         state = dict(self.state[param])
         exponents = state.pop("exponents", None)
         if exponents is not None:
-            state |= _decode(param, [state[name] for name in MOMENTS], exponents)
+            state |= _decode_moments(param, [state[name] for name in MOMENTS], exponents)
         return state
 
     @torch.no_grad()
     def restore_state(self, param: Tensor, saved_state: dict[str, Tensor]) -> None:
         """Set a parameter's state from any AdamW's state; tensors that fit are not copied."""
-        state, dtypes, device = dict(saved_state), self._dtypes(param), self.state_device_of(param)
+        state, dtypes, device = (
+            dict(saved_state),
+            self._get_state_dtypes(param),
+            self.state_device_of(param),
+        )
         self.state[param] = state
         state["step"] = state["step"].to(device, torch.float32)
         if "exponents" in dtypes:
-            state |= _encode(param, [state[name] for name in MOMENTS])
+            state |= _encode_moments(param, [state[name] for name in MOMENTS])
         else:
             for name in MOMENTS:
                 state[name] = state[name].to(device, dtypes[name])
@@ -147,7 +153,7 @@ class AdamW(torch.optim.AdamW):
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict of torch's AdamW, with FP8 moments converted to bf16."""
         result: dict[str, Any] = super().state_dict()
-        params = self._params()
+        params = self._list_params()
         result["state"] = {
             place: self.stored_state(params[place]) if "exponents" in state else state
             for place, state in result["state"].items()
@@ -167,7 +173,7 @@ class AdamW(torch.optim.AdamW):
             hook.remove()
         # torch has cast moments to the dtype of their parameter, in which small ones are lost.
         places = [place for group in final_dict["param_groups"] for place in group["params"]]
-        for place, param in zip(places, self._params(), strict=True):
+        for place, param in zip(places, self._list_params(), strict=True):
             loaded_state = final_dict["state"].get(place, {})
             if all(name in loaded_state for name in MOMENTS):
                 values = {
@@ -194,16 +200,16 @@ class AdamW(torch.optim.AdamW):
                 "AdamW.step must not be captured, because it lists addresses on the host: capture "
                 "forward and backward, and step outside"
             )
-        loss, first = loss_of_closure(closure), 0
-        all_options = [_options_of(group) for group in self.param_groups]
+        loss, first = run_closure(closure), 0
+        all_options = [_read_options(group) for group in self.param_groups]
         for group, options in zip(self.param_groups, all_options, strict=True):
-            for tensors in self._tensors(group, first):
-                self._update(tensors, options)
+            for tensors in self._collect_tensors(group, first):
+                self._launch_update(tensors, options)
             first += len(group["params"])
         return loss
 
-    def _update(self, tensors: AdamWTensors, options: AdamWOptions) -> None:
-        grad_scale, found_inf = signals_of(self, tensors.weights[0].device)
+    def _launch_update(self, tensors: AdamWTensors, options: AdamWOptions) -> None:
+        grad_scale, found_inf = get_scale_signals(self, tensors.weights[0].device)
         steps = list(tensors.steps)
         if found_inf is None:
             foreach_add_(steps, 1)
@@ -212,14 +218,14 @@ class AdamW(torch.optim.AdamW):
             foreach_add_(steps, [increment] * len(steps))  # the host would read a single tensor
         adamw_(tensors, options, grad_scale=grad_scale, found_inf=found_inf)
 
-    def _tensors(self, group: dict[str, Any], first: int) -> list[AdamWTensors]:
-        """Return this rank's shards with gradients, by launch; allocate missing state."""
+    def _collect_tensors(self, group: dict[str, Any], first: int) -> list[AdamWTensors]:
+        """Collect this rank's shards that have gradients, one record per kernel launch."""
         rows: dict[Any, list[tuple[Any, ...]]] = {}
         for number, param in enumerate(group["params"], first):
             if param.grad is None or (self.host_params and param in self.host_params):
                 continue
-            state = self.state_of(param)
-            parts = (param, grad_of(param), *map(state.get, STATE))
+            state = self.prepare_state(param)
+            parts = (param, get_grad(param), *map(state.get, STATE))
             row = ParamRow(*[t.to_local() if isinstance(t, DTensor) else t for t in parts])
             # One record per kind: parameters that no kernel can update stay out of the others'.
             kind: list[Any] = [param.device, row.remainder is None]
@@ -228,10 +234,10 @@ class AdamW(torch.optim.AdamW):
             rows.setdefault(tuple(kind), []).append((row, number))
         return [AdamWTensors.of(kind_rows) for kind_rows in rows.values()]
 
-    def state_of(self, param: Tensor) -> dict[str, Tensor]:
+    def prepare_state(self, param: Tensor) -> dict[str, Tensor]:
         """Return a parameter's state, allocated or converted to this optimizer's format."""
         state: dict[str, Tensor] = self.state[param]
-        dtypes, device = self._dtypes(param), self.state_device_of(param)
+        dtypes, device = self._get_state_dtypes(param), self.state_device_of(param)
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
             shaped = dtypes.keys() - {"step", "exponents"}
@@ -248,19 +254,19 @@ class AdamW(torch.optim.AdamW):
         formatted: dict[str, Tensor] = self.state[param]
         return formatted
 
-    def _params(self) -> list[Tensor]:
+    def _list_params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
 
-    def _dtypes(self, param: Tensor) -> Mapping[str, torch.dtype]:
-        """Return the dtypes of the tensors of a parameter's state, by name."""
-        return state_dtypes(param.dtype, self.moment_dtype, self.master_remainder)
+    def _get_state_dtypes(self, param: Tensor) -> Mapping[str, torch.dtype]:
+        """Return state name -> dtype for a parameter's optimizer state."""
+        return find_state_dtypes(param.dtype, self.moment_dtype, self.master_remainder)
 
 
 @cache
-def state_dtypes(
+def find_state_dtypes(
     dtype: torch.dtype, moment_dtype: torch.dtype, master_remainder: bool
 ) -> Mapping[str, torch.dtype]:
-    """Return the dtype of each tensor of the state of a parameter of one dtype."""
+    """Return state name -> dtype of the optimizer state of a parameter with dtype `dtype`."""
     is_fp8 = moment_dtype == FP8 and dtype != torch.float64
     moments = torch.float64 if dtype == torch.float64 else moment_dtype
     dtypes = dict.fromkeys(MOMENTS, torch.uint8 if is_fp8 else moments)  # torch pickles no FP8
@@ -272,7 +278,7 @@ def state_dtypes(
     return dtypes
 
 
-def _options_of(group: dict[str, Any]) -> AdamWOptions:
+def _read_options(group: dict[str, Any]) -> AdamWOptions:
     """Return the options of a param group, which callers and schedulers may have changed."""
     for name in ("amsgrad", "maximize"):
         if group[name]:
@@ -288,13 +294,13 @@ def _options_of(group: dict[str, Any]) -> AdamWOptions:
     )
 
 
-def loss_of_closure(closure: Callable[[], Any] | None) -> Any:
+def run_closure(closure: Callable[[], Any] | None) -> Any:
     """Run the closure of an optimizer's step, and return its result; None without a closure."""
     with torch.enable_grad():
         return None if closure is None else closure()
 
 
-def grad_of(param: Tensor) -> Tensor:
+def get_grad(param: Tensor) -> Tensor:
     """Return a parameter's gradient with its placements; raise if it is sparse or complex."""
     grad = param.grad
     assert grad is not None, "the caller skips parameters without one"
@@ -308,7 +314,7 @@ def grad_of(param: Tensor) -> Tensor:
     return grad  # it may have been a partial sum
 
 
-def signals_of(
+def get_scale_signals(
     optimizer: torch.optim.Optimizer, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the scalars grad_scale and found_inf that clipping sets on a fused optimizer."""
@@ -317,8 +323,8 @@ def signals_of(
     return grad_scale, found_inf
 
 
-def _encode(param: Tensor, moments: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Convert moments to the state of FP8 moments, rounded to nearest."""
+def _encode_moments(param: Tensor, moments: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Convert both moments to FP8 codes and exponents, rounded to nearest."""
     m, v = (get_local_tensor(moment).to(param.device).reshape(-1) for moment in moments)
     codes = [torch.empty(m.numel(), dtype=torch.uint8, device=param.device) for _ in MOMENTS]
     exponents = [codes[0].new_empty(0, 2)]
@@ -332,8 +338,10 @@ def _encode(param: Tensor, moments: Sequence[Tensor]) -> dict[str, Tensor]:
     return {**state, "exponents": torch.cat(exponents)}
 
 
-def _decode(param: Tensor, moments: Sequence[Tensor], exponents: Tensor) -> dict[str, Tensor]:
-    """Convert FP8 moments to bf16."""
+def _decode_moments(
+    param: Tensor, moments: Sequence[Tensor], exponents: Tensor
+) -> dict[str, Tensor]:
+    """Convert the FP8 codes and exponents of both moments to bf16 moments."""
     m, v = (get_local_tensor(moment).reshape(-1) for moment in moments)
     flat = [torch.empty(m.numel(), dtype=torch.bfloat16, device=m.device) for _ in MOMENTS]
     for start in range(0, m.numel(), CHUNK):

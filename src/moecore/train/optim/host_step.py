@@ -26,9 +26,9 @@ from torch.optim.optimizer import ParamsT
 from moecore.base.fields import check_value
 from moecore.base.streams import start_reads
 from moecore.base.torch_private import foreach_add_, get_local_tensor
-from moecore.train.memory.host import Slabs, aligned, of_host_memory
+from moecore.train.memory.host import Slabs, of_host_memory, round_up_to_alignment
 from moecore.train.memory.streams import CopyMark, CopyStream
-from moecore.train.optim.adamw import MOMENTS, AdamW, grad_of, loss_of_closure, state_dtypes
+from moecore.train.optim.adamw import MOMENTS, AdamW, find_state_dtypes, get_grad, run_closure
 from moecore.train.optim.state_offload import Fraction, largest_up_to, shard_bytes
 
 CHUNK = 2**24  # elements
@@ -110,7 +110,7 @@ class HostAdamW(AdamW):
             ValueError: for the reasons of `AdamW.step`.
             MemoryError: when host memory is insufficient; no parameter or state has changed.
         """
-        loss = loss_of_closure(closure)
+        loss = run_closure(closure)
         params = [param for param in self.host_params if param.grad is not None]
         if not params:
             inspect.unwrap(AdamW.step)(self)
@@ -128,7 +128,7 @@ class HostAdamW(AdamW):
         values: dict[Any, Any] = {n: getattr(self, n, None) for n in ("found_inf", "grad_scale")}
         values |= {number: group["lr"] for number, group in enumerate(self.param_groups)}
         read_signals = start_reads(values)
-        slots.stream.follow()
+        slots.stream.link_to_previous()
         host_copies = slots.start(parts)
         try:
             inspect.unwrap(AdamW.step)(self)  # torch's hooks run around `step`, once
@@ -140,20 +140,21 @@ class HostAdamW(AdamW):
                         slots.stream.copy(weight, copy)
                 foreach_add_([self.state[param]["step"] for param in params], 1)
         finally:  # later work reads updated weights and may free gradients
-            slots.stream.hold(slots.stream.mark())
+            slots.stream.wait_for_mark(slots.stream.mark())
         return loss
 
     def _choose_host_params(self) -> None:
         """Choose the parameters that the host steps, identically on every rank."""
         movable = {
-            p: shard_bytes(p) if get_local_tensor(p).is_contiguous() else 0 for p in self._params()
+            p: shard_bytes(p) if get_local_tensor(p).is_contiguous() else 0
+            for p in self._list_params()
         }
         self.host_params = {p for p in largest_up_to(self.host_fraction, movable) if movable[p]}
 
-    def _dtypes(self, param: Tensor) -> Mapping[str, torch.dtype]:
+    def _get_state_dtypes(self, param: Tensor) -> Mapping[str, torch.dtype]:
         if param in self.host_params:
-            return state_dtypes(param.dtype, torch.float32, False)
-        return super()._dtypes(param)
+            return find_state_dtypes(param.dtype, torch.float32, False)
+        return super()._get_state_dtypes(param)
 
     def _of_host_memory(self) -> AbstractContextManager[None]:
         return of_host_memory(f"host_fraction ({self.host_fraction}) of the optimizer's state")
@@ -164,9 +165,9 @@ class HostAdamW(AdamW):
         for param in group["params"]:
             if param not in self.host_params or param.grad is None:
                 continue
-            grad = grad_of(param)
+            grad = get_grad(param)
             with self._of_host_memory():
-                state = self.state_of(param)
+                state = self.prepare_state(param)
             weight, *moments = (
                 get_local_tensor(x).view(-1) for x in (param, *map(state.get, MOMENTS))
             )
@@ -236,7 +237,7 @@ class HostSlots:
         if self._slabs.num_bytes < num_bytes * self._num_slots:
             self._slabs.clear()
             for _ in range(self._num_slots):
-                self._slabs.add(num_bytes)
+                self._slabs.allocate_slab(num_bytes)
 
     def start(self, chunks: Iterable[Columns]) -> Iterator[list[list[Tensor]]]:
         """Start the first copies to the host; return an iterator over the chunks' copies."""
@@ -268,7 +269,7 @@ class HostSlots:
 def _slot_bytes(columns: Columns) -> int:
     """Return the bytes of a slot, divided equally among its columns."""
     sizes = (sum(tensor.nbytes for tensor in column) for column in columns)
-    return len(columns) * aligned(max(sizes))
+    return len(columns) * round_up_to_alignment(max(sizes))
 
 
 def _views(memory: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

@@ -36,10 +36,10 @@ from moecore.base.fields import (
 )
 from moecore.base.torch_private import get_local_tensor, zeros_like
 from moecore.kernels.momentum import momentum_
-from moecore.train.optim.adamw import grad_of, loss_of_closure, signals_of
+from moecore.train.optim.adamw import get_grad, get_scale_signals, run_closure
 from moecore.train.optim.exchange import ExchangeRound, MatrixBlock, MatrixPlan, make_plan
 from moecore.train.optim.matrices import MatrixAssignment, MatrixLayout, scale_of
-from moecore.train.optim.output_means import divide_by_means_, output_means_of
+from moecore.train.optim.output_means import divide_by_means_, make_output_means
 
 Momentum = Annotated[float, Bound(">=", 0), Bound("<", 1)]
 NSDtype = Annotated[torch.dtype, OneOf((torch.bfloat16, torch.float32))]
@@ -65,7 +65,7 @@ class MuonOptions(CheckedRecord):
     beta2: Momentum | None = None
 
     @classmethod
-    def of(cls, group: dict[str, Any]) -> MuonOptions:
+    def from_group(cls, group: dict[str, Any]) -> MuonOptions:
         """Return the options of a param group, which callers and schedulers may have changed."""
         options = {
             option.name: group[option.name] for option in fields(cls) if option.name in group
@@ -154,15 +154,15 @@ class Muon(torch.optim.Optimizer):
         self._step_supports_amp_scaling = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as in torch; a ValueError for parameters without matrices."""
+        """Add a param group as in torch; raise ValueError for parameters without matrices."""
         super().add_param_group(param_group)
         try:
-            self._check(self.param_groups[-1])
+            self._check_group(self.param_groups[-1])
         except ValueError:
             self.param_groups.pop()
             raise
 
-    def _check(self, group: dict[str, Any]) -> None:
+    def _check_group(self, group: dict[str, Any]) -> None:
         for param in group["params"]:
             if param not in self.layouts:
                 raise ValueError(
@@ -177,13 +177,13 @@ class Muon(torch.optim.Optimizer):
         return {"ns_dtype": self.ns_dtype, "layouts": list(self.layouts.values())}
 
     def moment_dtype_of(self, param: Tensor) -> torch.dtype:
-        """Return the dtype of a parameter's state."""
+        """Return the dtype of a parameter's momentum: fp32, or fp64 for fp64 parameters."""
         return torch.promote_types(param.dtype, torch.float32)
 
     def state_like(self, param: nn.Parameter, slot: str) -> Tensor:
         """Return a tensor with the shape and placements of a parameter's state in this slot."""
         if slot == MEANS:
-            return output_means_of(param, self.layouts[param], self.moment_dtype_of(param))
+            return make_output_means(param, self.layouts[param], self.moment_dtype_of(param))
         return param
 
     @torch.no_grad()
@@ -206,25 +206,25 @@ class Muon(torch.optim.Optimizer):
             ValueError: when an option of a group has a wrong type or range; no parameter has
                 changed.
         """
-        loss = loss_of_closure(closure)
-        group_options = [MuonOptions.of(group) for group in self.param_groups]
+        loss = run_closure(closure)
+        group_options = [MuonOptions.from_group(group) for group in self.param_groups]
         for group, options in zip(self.param_groups, group_options, strict=True):
             params = [p for p in group["params"] if p.grad is not None]
             if params:
                 step = _Step(self, options, params)
-                step.run(self._plan(params, has_means=options.beta2 is not None))
+                step.run(self._get_plan(params, has_means=options.beta2 is not None))
         return loss
 
-    def _plan(self, params: list[nn.Parameter], *, has_means: bool) -> MatrixPlan:
+    def _get_plan(self, params: list[nn.Parameter], *, has_means: bool) -> MatrixPlan:
         """Return the plan for parameters with gradients, cached for each set of parameters."""
         key = (has_means, *map(id, params))
         if key not in self._plans:
             layouts = [self.layouts[param] for param in params]
             means = [self.state[param][MEANS] for param in params] if has_means else None
-            self._plans[key] = make_plan(params, layouts, self._group_of, means)
+            self._plans[key] = make_plan(params, layouts, self._get_process_group, means)
         return self._plans[key]
 
-    def _group_of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    def _get_process_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         if len(ranks) == dist.get_world_size():
             world = dist.group.WORLD
             assert world is not None, "a DTensor of several ranks has a process group"
@@ -242,8 +242,8 @@ class _MatrixViews(NamedTuple):
     momentum: Tensor
     means: Tensor | None = None  # [b, R, 1], or [b, 1, C] of transposed matrices
 
-    def of(self, batch: slice) -> _MatrixViews:
-        """Return the views of a slice of the matrices."""
+    def slice_matrices(self, batch: slice) -> _MatrixViews:
+        """Slice the batch dim of all views; return views of these matrices only."""
         weight, grad, momentum, means = self
         means = None if means is None else means[batch]
         return _MatrixViews(weight[batch], grad[batch], momentum[batch], means)
@@ -257,11 +257,11 @@ class _Step:
         self.layouts = [optimizer.layouts[param] for param in params]
         slots = ["momentum_buffer"] + [MEANS] * (options.beta2 is not None)
         self.views = [
-            _views(param, layout, [_state_of(optimizer, param, slot) for slot in slots])
+            _make_views(param, layout, [_prepare_state(optimizer, param, slot) for slot in slots])
             for param, layout in zip(params, self.layouts, strict=True)
         ]
         device = self.views[0].weight.device
-        self.grad_scale, self.found_inf = signals_of(optimizer, device)
+        self.grad_scale, self.found_inf = get_scale_signals(optimizer, device)
         lr = options.lr
         lr = lr.to(device).view(()) if isinstance(lr, Tensor) else torch.full((), lr, device=device)
         self.lr = lr.float()
@@ -272,15 +272,17 @@ class _Step:
         self.ns_options["coefficients"] = options.ns_coefficients
 
     def run(self, plan: MatrixPlan) -> None:
-        """Step all parameters of the plan."""
-        for chunk in self._chunks(plan):
-            self._step_local(chunk, plan.outputs)
+        """Update the weights and momentum of all parameters of the plan. Collective if sharded."""
+        for chunk in self._split_local_matrices(plan):
+            self._step_local_matrices(chunk, plan.outputs)
         beside = plan.outputs.rounds if plan.outputs else [(None, None)] * len(plan.rounds)
         for (process_group, matrix_round), (_, of_means) in zip(plan.rounds, beside, strict=True):
             self._step_round(matrix_round, of_means, process_group)
 
-    def _chunks(self, plan: MatrixPlan) -> Iterator[list[tuple[int, slice, list[MatrixBlock]]]]:
-        """Yield chunks of unsharded matrices of this rank, of one parameter or more."""
+    def _split_local_matrices(
+        self, plan: MatrixPlan
+    ) -> Iterator[list[tuple[int, slice, list[MatrixBlock]]]]:
+        """Yield chunks of about `CHUNK_NUMEL` elements of this rank's unsharded matrices."""
         chunk: list[tuple[int, slice, list[MatrixBlock]]] = []
         numel = 0
         for place, blocks in plan.local_blocks.items():
@@ -296,12 +298,12 @@ class _Step:
         if chunk:
             yield chunk
 
-    def _step_local(
+    def _step_local_matrices(
         self, chunk: list[tuple[int, slice, list[MatrixBlock]]], outputs: MatrixPlan | None
     ) -> None:
         targets, matrices = [], []
         for place, batch, blocks in chunk:
-            views = self.views[place].of(batch)
+            views = self.views[place].slice_matrices(batch)
             update = self._update_momentum(views.grad, views.momentum)
             beside = outputs.local_blocks[place] if outputs else blocks
             for block, of_means in zip(blocks, beside, strict=True):
@@ -316,9 +318,9 @@ class _Step:
         ):
             if views.means is not None:
                 means = means_block.read([views.means])
-                self._divide(values, means)
+                self._divide_by_means(values, means)
                 means_block.write([views.means], means)
-            self._apply(views.weight, weight_block, values, self.layouts[place])
+            self._apply_update(views.weight, weight_block, values, self.layouts[place])
 
     def _step_round(
         self, matrix_round: ExchangeRound, of_means: ExchangeRound | None, group: dist.ProcessGroup
@@ -338,7 +340,7 @@ class _Step:
             self._divide_round(orthogonal, of_means, group)
         recv_buffer = matrix_round.exchange(like, orthogonal, back=True, group=group)
         for block, values in matrix_round.unpack(recv_buffer, back=True):
-            self._apply(views[block.place].weight, block, values, self.layouts[block.place])
+            self._apply_update(views[block.place].weight, block, values, self.layouts[block.place])
 
     def _divide_round(
         self, orthogonal: list[Tensor], of_means: ExchangeRound, group: dist.ProcessGroup
@@ -351,12 +353,12 @@ class _Step:
         for block, values in of_means.unpack(recv_buffer, back=False):
             block.write(owned, values)
         for values, matrix_means in zip(orthogonal, owned, strict=True):
-            self._divide(values, matrix_means)
+            self._divide_by_means(values, matrix_means)
         recv_buffer = of_means.exchange(like, owned, back=True, group=group)
         for block, values in of_means.unpack(recv_buffer, back=True):
             block.write(means, values)
 
-    def _divide(self, values: Tensor, means: Tensor) -> None:
+    def _divide_by_means(self, values: Tensor, means: Tensor) -> None:
         beta2 = self.options.beta2
         assert beta2 is not None, "there are means"
         divide_by_means_(values, means, beta2=beta2, found_inf=self.found_inf)
@@ -373,7 +375,7 @@ class _Step:
             found_inf=self.found_inf,
         )
 
-    def _apply(
+    def _apply_update(
         self, weight: Tensor, block: MatrixBlock, values: Tensor, layout: MatrixLayout
     ) -> None:
         """Subtract decay and update from the weights of a block, computed in fp32 or fp64."""
@@ -389,16 +391,16 @@ class _Step:
             local_block.write([weight], new)
 
 
-def _views(param: nn.Parameter, layout: MatrixLayout, state: list[Tensor]) -> _MatrixViews:
+def _make_views(param: nn.Parameter, layout: MatrixLayout, state: list[Tensor]) -> _MatrixViews:
     tensors = [
         get_local_tensor(param.detach()),
-        get_local_tensor(grad_of(param)).contiguous(),
+        get_local_tensor(get_grad(param)).contiguous(),
         *map(get_local_tensor, state),
     ]
     return _MatrixViews(*map(layout.view, tensors))
 
 
-def _state_of(optimizer: Muon, param: nn.Parameter, slot: str) -> Tensor:
+def _prepare_state(optimizer: Muon, param: nn.Parameter, slot: str) -> Tensor:
     """Return a parameter's state: zeros at first, otherwise converted to `moment_dtype_of`."""
     state: dict[str, Tensor] = optimizer.state[param]
     dtype = optimizer.moment_dtype_of(param)
@@ -435,7 +437,7 @@ def orthogonalize(
 
 
 def orthogonalize_all(matrices: Sequence[Tensor], **options: object) -> list[Tensor]:
-    """Return `orthogonalize` of each [n, R, C]; matrices of one shape share products."""
+    """Orthogonalise each tensor [n, R, C]; matrices of equal shape are multiplied as a batch."""
     of_shape: dict[torch.Size, list[int]] = {}
     for i, x in enumerate(matrices):
         of_shape.setdefault(x.shape[1:], []).append(i)

@@ -24,7 +24,7 @@ EPS = 1e-10  # the least root, and the least norm, by which is divided
 PART_NUMEL = 1 << 26  # elements that are fp32 at once
 
 
-def output_means_of(param: Tensor, layout: MatrixLayout, dtype: torch.dtype) -> Tensor:
+def make_output_means(param: Tensor, layout: MatrixLayout, dtype: torch.dtype) -> Tensor:
     """Return zeros with one number per output: the parameter's shape, with size 1 for inputs."""
     dim = param.ndim - 2 if layout.transposed else param.ndim - 1
     local = get_local_tensor(param.detach())

@@ -108,7 +108,7 @@ class StateOffload:
             self._fetch(part)
         for part in self._parts:
             if part.place == "coming":
-                self._stream.hold(part.mark)
+                self._stream.wait_for_mark(part.mark)
                 for storage in part.storages:
                     storage.move_to_device()
         self._parts = []
@@ -139,7 +139,7 @@ class StateOffload:
             self._send()
         for part in self._parts:
             if part.place == "coming":
-                self._stream.hold(part.mark)
+                self._stream.wait_for_mark(part.mark)
                 for storage in part.storages:
                     storage.free()
                 part.place = "away"
@@ -194,7 +194,7 @@ class StateOffload:
             # The model's stream waits for a copy out before it frees the source, and for a copy
             # back before `step`. So memory is freed and reused in the order of one stream, and the
             # allocator needs no event of another.
-            self._stream.hold(part.mark)
+            self._stream.wait_for_mark(part.mark)
             for storage in part.storages:
                 storage.move_to_host()
             part.place = "away"
