@@ -118,7 +118,7 @@ class BucketCollector(ErrorKeeper):
         self._owners, self.device, self._group = owners, device, group
         self._rank, _ = rank_and_world()
         # A box is split only along the first dim of its tensor.
-        rows = (self._row_bytes(item) for item in items)
+        rows = (self._count_row_bytes(item) for item in items)
         self.capacity = max(message_bytes, *rows, ALIGNMENT)  # bytes of a message
         self._boxes: dict[str, list[_SentBox]] = {}
         self._message: Tensor | None = None
@@ -170,15 +170,15 @@ class BucketCollector(ErrorKeeper):
         copies = [
             _SentCopy(item.parts[box.part][0], number, box)
             for number, item in enumerate(items)
-            for box in self._boxes_of(item, is_cached=writer is None)
+            for box in self._list_boxes(item, is_cached=writer is None)
         ]
         for sender in sorted({copy.box.sender(writer) for copy in copies}):
             group = [copy for copy in copies if copy.box.sender(writer) == sender]
             for message in by_size(group, lambda c: align(c.box.num_bytes), self.capacity):
                 if sender < 0:
-                    self._fill(message, parts, read)
+                    self._copy_local_boxes(message, parts, read)
                 else:
-                    self._send(sender, writer, message, items, parts, read)
+                    self._send_message(sender, writer, message, items, parts, read)
         with self._keep_error():
             tensors = () if bucket is None else (tensor for _, tensor in bucket.tensors())
             for item, of_item, tensor in zip(items, parts, tensors, strict=False):
@@ -187,13 +187,15 @@ class BucketCollector(ErrorKeeper):
                         write_piece(part, piece, tensor)
         return bucket
 
-    def _fill(self, copies: Sequence[_SentCopy], parts: list[list[Tensor]], read: Read) -> None:
+    def _copy_local_boxes(
+        self, copies: Sequence[_SentCopy], parts: list[list[Tensor]], read: Read
+    ) -> None:
         with self._keep_error():
             if parts:
                 sources = [read(copy.source, copy.box.overlap.target) for copy in copies]
-                foreach_copy_([_target(copy, parts) for copy in copies], sources)
+                foreach_copy_([_get_copy_target(copy, parts) for copy in copies], sources)
 
-    def _send(
+    def _send_message(
         self,
         sender: int,
         writer: int | None,
@@ -222,9 +224,9 @@ class BucketCollector(ErrorKeeper):
             dist.recv(self._message[:at], sender, group=group)
         with self._keep_error():
             if parts:
-                foreach_copy_([_target(copy, parts) for copy in copies], pieces)
+                foreach_copy_([_get_copy_target(copy, parts) for copy in copies], pieces)
 
-    def _boxes_of(self, item: Item, *, is_cached: bool) -> list[_SentBox]:
+    def _list_boxes(self, item: Item, *, is_cached: bool) -> list[_SentBox]:
         if item.name in self._boxes:
             return self._boxes[item.name]
         boxes = list(self._find_boxes(item))
@@ -241,7 +243,7 @@ class BucketCollector(ErrorKeeper):
                     size = math.prod(shape) * item.dtype.itemsize
                     yield _SentBox(number, overlap, shape, size, ranks)
 
-    def _row_bytes(self, item: Item) -> int:
+    def _count_row_bytes(self, item: Item) -> int:
         """Return the bytes of the item's largest row; a box is not split further."""
         sizes = []
         for source, piece in item.parts:
@@ -279,5 +281,5 @@ def size_in_bucket(item: Item) -> int:
     return align(item.nbytes) + sum(numels) * item.dtype.itemsize
 
 
-def _target(copy: _SentCopy, parts: Sequence[Sequence[Tensor]]) -> Tensor:
+def _get_copy_target(copy: _SentCopy, parts: Sequence[Sequence[Tensor]]) -> Tensor:
     return parts[copy.item][copy.box.part][copy.box.overlap.source].view(copy.box.shape)

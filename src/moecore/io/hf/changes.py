@@ -48,7 +48,7 @@ class Digests:
         """Return the digest of each name's tensors, of this rank's shards. Host sync."""
         with torch.no_grad():
             digests = {
-                name: self._digest_parts(map(local_storage, ts)) for name, ts in sources.items()
+                name: self._hash_tensors(map(local_storage, ts)) for name, ts in sources.items()
             }
         self._factors.clear()
         by_device: dict[torch.device, list[str]] = {}
@@ -60,18 +60,26 @@ class Digests:
             values |= {name: (a, b) for name, (a, b) in zip(names, rows, strict=True)}
         return values
 
-    def _digest_parts(self, parts: Iterable[list[Tensor]]) -> Tensor:
-        digests = [self._digest(_bits(x)) for tensors in parts for x in tensors]
-        return digests[0] if len(digests) == 1 else self._digest(_bits(torch.stack(digests)), 2)
+    def _hash_tensors(self, parts: Iterable[list[Tensor]]) -> Tensor:
+        digests = [self._hash_bytes(_view_as_bytes(x)) for tensors in parts for x in tensors]
+        return (
+            digests[0]
+            if len(digests) == 1
+            else self._hash_bytes(_view_as_bytes(torch.stack(digests)), 2)
+        )
 
-    def _digest(self, bits: Tensor, level: int = 0) -> Tensor:
+    def _hash_bytes(self, bits: Tensor, level: int = 0) -> Tensor:
         """Return the digest int64 [2] of uint8 [n]."""
         words = torch.nn.functional.pad(bits, (0, -bits.numel() % 4)).view(torch.int32)
-        factors = self._factors_of(level, bits.device)
+        factors = self._get_factors(level, bits.device)
         sums = [(factors[:, : len(x)] * x).sum(1) for x in words.split(factors.shape[1])]
-        return sums[0] if len(sums) == 1 else self._digest(_bits(torch.stack(sums)), level + 1)
+        return (
+            sums[0]
+            if len(sums) == 1
+            else self._hash_bytes(_view_as_bytes(torch.stack(sums)), level + 1)
+        )
 
-    def _factors_of(self, level: int, device: torch.device) -> Tensor:
+    def _get_factors(self, level: int, device: torch.device) -> Tensor:
         key = (level, device)
         if key not in self._factors:
             generator = torch.Generator(device).manual_seed(self._seed + level)
@@ -87,6 +95,6 @@ def local_storage(tensor: Tensor) -> list[Tensor]:
     return [get_local_tensor(tensor).detach()] if blocks is None else blocks.tensors()
 
 
-def _bits(tensor: Tensor) -> Tensor:
+def _view_as_bytes(tensor: Tensor) -> Tensor:
     bits = tensor.contiguous().reshape(-1).view(torch.uint8)
     return bits if bits.storage_offset() % 4 == 0 else bits.clone()

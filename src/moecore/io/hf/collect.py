@@ -162,7 +162,7 @@ class StoredCollector:
             common = common_part(box, chunk.offsets, chunk.sizes)
             if common is not None:
                 source, target = common
-                offsets, reader = [s.start for s in source], self._reader(chunk.file)
+                offsets, reader = [s.start for s in source], self._open_reader(chunk.file)
                 reader.read(chunk.key, entry.dtype, chunk.sizes, offsets, out[target])
         return out
 
@@ -179,9 +179,9 @@ class StoredCollector:
     def check(self) -> None:
         """Do nothing, because `collect_tensor` raises errors itself and no other rank waits."""
 
-    def _reader(self, file: str) -> ShardReader:
+    def _open_reader(self, file: str) -> ShardReader:
         if file not in self._readers:
-            layout = compute_layout(self._manifest.entries_of(file))
+            layout = compute_layout(self._manifest.list_file_entries(file))
             reader = ShardReader(self._path / file, layout, self._buffer, Meter())
             self._readers[file] = self._stack.enter_context(reader)
         return self._readers[file]

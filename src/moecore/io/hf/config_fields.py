@@ -24,35 +24,35 @@ LAYER_COUNT = re.compile("(?<!per_)(layer|depth|block|group|stage)")
 MAX_COUNT, MAX_LAYERS = 2**31, 10**5  # above, a config is wrong, and lists would not end
 
 
-def _count(min_value: int, max_value: int = MAX_COUNT) -> Callable[[Any], bool]:
+def _make_count_check(min_value: int, max_value: int = MAX_COUNT) -> Callable[[Any], bool]:
     return lambda v: isinstance(v, int) and not isinstance(v, bool) and min_value <= v <= max_value
 
 
-def _number(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and -1e30 < value < 1e30 and math.isfinite(value)
 
 
-def _counts(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(map(_count(0), value))
+def _is_count_list(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(map(_make_count_check(0), value))
 
 
 KIND_TABLE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         f"a whole number from 1 to {MAX_LAYERS}",
-        _count(1, MAX_LAYERS),
+        _make_count_check(1, MAX_LAYERS),
         "num_hidden_layers decoder_sparse_step full_attention_interval",
     ),
     (
         f"a whole number from 0 to {MAX_LAYERS}",
-        _count(0, MAX_LAYERS),
+        _make_count_check(0, MAX_LAYERS),
         "num_experts n_routed_experts first_k_dense_replace n_shared_experts "
         "num_nextn_predict_layers num_mtp_layers",
     ),
-    ("a whole number >= 0", _count(0), "q_lora_rank sliding_window"),
+    ("a whole number >= 0", _make_count_check(0), "q_lora_rank sliding_window"),
     (
         "a whole number >= 1",
-        _count(1),
+        _make_count_check(1),
         "vocab_size hidden_size num_attention_heads num_key_value_heads head_dim "
         "max_position_embeddings intermediate_size moe_intermediate_size num_experts_per_tok "
         "shared_expert_intermediate_size kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim "
@@ -63,7 +63,7 @@ KIND_TABLE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     (
         "a number",
-        _number,
+        _is_number,
         "rms_norm_eps rope_theta router_aux_loss_coef router_jitter_noise routed_scaling_factor "
         "factor beta_fast beta_slow mscale mscale_all_dim partial_rotary_factor aux_loss_alpha "
         "swiglu_limit swiglu_alpha layer_norm_epsilon time_step_min",
@@ -79,7 +79,7 @@ KIND_TABLE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         lambda value: isinstance(value, Mapping),
         "rope_scaling rope_parameters quantization_config",
     ),
-    ("a list of whole numbers >= 0", _counts, "mlp_only_layers"),
+    ("a list of whole numbers >= 0", _is_count_list, "mlp_only_layers"),
     (
         "a list",
         lambda value: isinstance(value, list | tuple),
@@ -222,8 +222,8 @@ def read_grouped_attention(fields: Fields) -> dict[str, Any]:
     heads, rope = read_sizes(fields), fields.rope()
     return heads | dict(
         rope_theta=float(rope["rope_theta"]),
-        rotary_dim=_rotary_dim(fields, heads["head_dim"], rope["partial_rotary_factor"]),
-        yarn=_yarn(fields),
+        rotary_dim=_read_rotary_dim(fields, heads["head_dim"], rope["partial_rotary_factor"]),
+        yarn=_read_yarn(fields),
         norm_eps=fields.need("rms_norm_eps"),
     )
 
@@ -238,7 +238,7 @@ def read_sizes(fields: Fields) -> dict[str, Any]:
         num_heads=heads,
         num_kv_heads=fields.get("num_key_value_heads", heads),
         head_dim=fields.get("head_dim", fields.need("hidden_size") // heads),
-        attention_bias=_attention_bias(fields),
+        attention_bias=_read_attention_bias(fields),
         tie_embeddings=fields.get("tie_word_embeddings", False),
         max_seq_len=fields.need("max_position_embeddings"),
     )
@@ -252,7 +252,7 @@ def read_latent_attention(fields: Fields) -> dict[str, Any]:
         qk_nope_head_dim=fields.need("qk_nope_head_dim"),
         qk_rope_head_dim=fields.need("qk_rope_head_dim"),
         v_head_dim=fields.need("v_head_dim"),
-        yarn=_yarn(fields),
+        yarn=_read_yarn(fields),
     )
     common = read_grouped_attention(fields)
     heads = dict(head_dim=mla.qk_head_dim, num_kv_heads=common["num_heads"])
@@ -271,14 +271,14 @@ def find_windows(fields: Fields, pattern: Sequence[bool]) -> tuple[int, ...]:
     return tuple(window if is_windowed else 0 for is_windowed in pattern[:period])
 
 
-def _attention_bias(fields: Fields) -> AttentionBias | None:
+def _read_attention_bias(fields: Fields) -> AttentionBias | None:
     name, is_on, kind = fields.family.bias
     if name != "attention_bias":
         fields.refuse("attention_bias", fields.get("attention_bias", False))
     return kind if (fields.get(name, is_on) if name else is_on) else None
 
 
-def _rotary_dim(fields: Fields, head_dim: int, part: float) -> int:
+def _read_rotary_dim(fields: Fields, head_dim: int, part: float) -> int:
     """Return the number of rotated dims of a head, 0 = all; refuse a field the class ignores."""
     turns_all = "partial_rotary_factor" not in fields.family.defaults
     fields.refuse("partial_rotary_factor", part != 1 and turns_all, part)
@@ -291,7 +291,7 @@ def _rotary_dim(fields: Fields, head_dim: int, part: float) -> int:
     return 0 if turned == head_dim else turned
 
 
-def _yarn(fields: Fields) -> YarnConfig | None:
+def _read_yarn(fields: Fields) -> YarnConfig | None:
     """Return the YaRN config. Without both mscale fields, transformers uses 1 and 0."""
     rope = fields.rope()
     kind = rope["rope_type"]

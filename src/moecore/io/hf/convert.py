@@ -23,10 +23,10 @@ from moecore.families.fp32_modules import is_selection_bias, keeps_fp32
 from moecore.io.checkpoint.comparison import select_tensors
 from moecore.io.checkpoint.directory import (
     Step,
-    check_unused,
-    new_draft,
+    create_draft,
+    make_step_path,
     publish,
-    step_directory,
+    refuse_used_directory,
 )
 from moecore.io.checkpoint.files import refuse_problems
 from moecore.io.checkpoint.lock import hold_lock
@@ -45,7 +45,7 @@ from moecore.io.checkpoint.shard_file import (
     Progress,
     ShardWriter,
 )
-from moecore.io.checkpoint.snapshot import versions
+from moecore.io.checkpoint.snapshot import read_versions
 from moecore.io.checkpoint.store import verify
 from moecore.io.hf.collect import Collector, Item, StoredCollector
 from moecore.io.hf.config import config_problems, decoder_config_from_hf
@@ -133,7 +133,7 @@ def open_native(
         problems += copy_problems(collector, sources, {HEAD: EMBEDDING})
     subject = f"path ({path}) must hold the model that config.json describes"
     refuse_problems(subject, problems, "pass the config of this model")
-    return StoredModel(values, items, collector, tensors, keeps, _is_decoder(tensors))
+    return StoredModel(values, items, collector, tensors, keeps, _has_decoder_names(tensors))
 
 
 def hf_to_native(
@@ -167,7 +167,7 @@ def hf_to_native(
     check_arguments(hf_to_native, locals())
     check_single_rank()
     path, root = Path(path), Path(root)
-    check_unused(root)
+    refuse_used_directory(root)
     config = decoder_config_from_hf(path)
     with HFFiles(path) as files:
         sources, problems = find_sources(files, read_config(path).get("quantization_config"))
@@ -185,7 +185,7 @@ def _find_prefix(names: Collection[str]) -> str:
     return prefix if all(name.startswith(prefix) for name in names) else ""
 
 
-def _is_decoder(names: Collection[str]) -> bool:
+def _has_decoder_names(names: Collection[str]) -> bool:
     """Whether names are of a native decoder; a dense decoder has transformers' names."""
     suffixes = (".mlp.experts.w1", ".self_attn.o_bias")
     return any(name.endswith(suffixes) or name.startswith("mtp.") for name in names)
@@ -195,7 +195,7 @@ def _plan_files(
     tensors: Mapping[str, StoredTensor], values: dict[str, Any], layout: HFLayout
 ) -> tuple[dict[str, FileRecipe], dict[str, str], nn.Module | None]:
     """Return recipes and copies of the files, and the transformers model on meta or None."""
-    if not _is_decoder(tensors):
+    if not _has_decoder_names(tensors):
         tied, reader = values.get("tie_word_embeddings", False), build_reader(values)
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         recipes = written_plan(reader, shapes, layout)
@@ -237,30 +237,30 @@ def check_single_rank() -> None:
 def write_native(root: Path, conversion: Conversion) -> Path:
     """Write a native decoder's checkpoint as the first of a run; return its directory."""
     # After any error `latest` is as before: files and config differ, or the run has begun.
-    _check(conversion)
+    _require_matching_files(conversion)
     with hold_lock(root):
-        check_unused(root)  # reading took time
-        draft = new_draft(root, conversion.step)
+        refuse_used_directory(root)  # reading took time
+        draft = create_draft(root, conversion.step)
         try:
             publish(draft, _write_files(draft, conversion), keep=0)
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)
             raise
-    return step_directory(root, conversion.step)
+    return make_step_path(root, conversion.step)
 
 
-def _check(conversion: Conversion) -> None:
+def _require_matching_files(conversion: Conversion) -> None:
     """Raise ValueError if the tensors of the files are not the tensors of the decoder."""
     sources, plan, copies = conversion.sources, conversion.plan, hf_copies(conversion.config)
     problems = conversion.problems + shape_problems(sources, file_shapes(plan), copies)
     if not problems:
-        problems = _dtype_problems(sources, plan, conversion.dtype)
+        problems = _find_dtype_problems(sources, plan, conversion.dtype)
         problems += copy_problems(conversion.files, sources, copies)
     subject = f"path ({conversion.path}) must hold what its config.json says"
     refuse_problems(subject, problems, "correct one of them")
 
 
-def _dtype_problems(
+def _find_dtype_problems(
     sources: Mapping[str, TensorSource], plan: Mapping[str, FileRecipe], dtype: torch.dtype | None
 ) -> list[str]:
     """Return the tensors that would be cast although no dtype was requested."""
@@ -276,7 +276,7 @@ def _dtype_problems(
                 for source in parts
                 if source.dtype.is_floating_point and source.dtype.itemsize > 4
             ]
-        dtypes = {str(_native_dtype(name, source, dtype)) for source in parts}
+        dtypes = {str(_choose_dtype(name, source, dtype)) for source in parts}
         if len(dtypes) > 1 and not odd:
             problems.append(
                 f"{shown_name(name)} has parts in {' and '.join(sorted(dtypes))}: dtype must name "
@@ -288,7 +288,7 @@ def _dtype_problems(
 def _write_files(draft: Path, conversion: Conversion) -> Manifest:
     items, plan, sources = list[Item](), conversion.plan, conversion.sources
     for name, recipe in plan.items():
-        dtype = _native_dtype(name, sources[recipe.pieces[0].name], conversion.dtype)
+        dtype = _choose_dtype(name, sources[recipe.pieces[0].name], conversion.dtype)
         items.append(Item(f"{PREFIX}{name}", recipe.shape, dtype, ()))
     meter = Meter(conversion.progress)
     meter.expect(sum(item.nbytes for item in items))
@@ -307,11 +307,13 @@ def _write_files(draft: Path, conversion: Conversion) -> Manifest:
             chunk = ManifestChunk(file=file, key=key, offsets=(0,) * len(shape), sizes=shape)
             tensors[key] = StoredTensor(shape=shape, dtype=item.dtype, chunks=(chunk,))
     config = asdict(conversion.config)
-    facts = ManifestFacts(step=conversion.step, world_size=1, versions=versions(), config=config)
+    facts = ManifestFacts(
+        step=conversion.step, world_size=1, versions=read_versions(), config=config
+    )
     return make_manifest(facts, stored_files, tensors)
 
 
-def _native_dtype(name: str, source: TensorSource, dtype: torch.dtype | None) -> torch.dtype:
+def _choose_dtype(name: str, source: TensorSource, dtype: torch.dtype | None) -> torch.dtype:
     if is_selection_bias(name):
         return torch.float32
     if dtype is not None:

@@ -128,7 +128,7 @@ def write_directory(
     """Write files, index and config (with the tensors' dtype) into a new `path`. Collective."""
     with open_draft(path) as draft:
         _write_shards(draft, shards, collector, meter)
-        on_first_rank(lambda: _write_names(draft, shards, config))
+        on_first_rank(lambda: _write_config_and_index(draft, shards, config))
 
 
 @contextmanager
@@ -188,7 +188,7 @@ def _write_shards(
         wave = [sort_for_file(shard) for shard in shards[first : first + world]]
         with _ExportOutput(meter) as output:
             if rank < len(wave):
-                output.open(draft / _file_name(first + rank, len(shards)), wave[rank][0])
+                output.open(draft / _make_file_name(first + rank, len(shards)), wave[rank][0])
             for turn in itertools.zip_longest(*(items for _, items in wave)):
                 for owner, item in enumerate(turn):
                     if item is not None:
@@ -232,7 +232,7 @@ def sort_for_file(shard: Sequence[Item]) -> tuple[FileLayout, list[Item]]:
     return layout, [by_name[name] for name in layout.begins]
 
 
-def _write_names(draft: Path, shards: list[list[Item]], config: dict[str, Any]) -> None:
+def _write_config_and_index(draft: Path, shards: list[list[Item]], config: dict[str, Any]) -> None:
     """Write the config, and the index if there are several files."""
     sizes: dict[torch.dtype, int] = {}
     for item in itertools.chain(*shards):
@@ -244,7 +244,7 @@ def _write_names(draft: Path, shards: list[list[Item]], config: dict[str, Any]) 
     _write_json(draft / CONFIG, config)
     if len(shards) > 1:
         weight_map = {
-            item.name: _file_name(i, len(shards))
+            item.name: _make_file_name(i, len(shards))
             for i, shard in enumerate(shards)
             for item in shard
         }
@@ -252,7 +252,7 @@ def _write_names(draft: Path, shards: list[list[Item]], config: dict[str, Any]) 
         _write_json(draft / INDEX, {"metadata": metadata, "weight_map": weight_map})
 
 
-def _file_name(number: int, total: int) -> str:
+def _make_file_name(number: int, total: int) -> str:
     return SINGLE if total == 1 else f"model-{number + 1:05d}-of-{total:05d}.safetensors"
 
 

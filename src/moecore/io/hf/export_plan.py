@@ -21,7 +21,11 @@ from moecore.base.params import clean_name
 from moecore.families.fp32_modules import keeps_fp32
 from moecore.families.transformers.blocks import find_hf_adapter
 from moecore.families.transformers.lora import trained_copies, unwrap_peft, without_adapters
-from moecore.io.checkpoint.config_differences import TRAINING, moe_differences, training_fields
+from moecore.io.checkpoint.config_differences import (
+    TRAINING,
+    find_moe_differences,
+    list_training_fields,
+)
 from moecore.io.checkpoint.ranks import on_every_rank
 from moecore.io.hf.collect import Item, PartOwners
 from moecore.io.hf.config import FAMILIES, MTP_KEYS, config_problems, decoder_config_from_hf
@@ -97,7 +101,7 @@ def plan_export(
     owners = PartOwners(tensors)
 
     def plan_items() -> list[Item]:
-        recipes = _recipes(base, values, owners.shapes, choose_names(layout, values))
+        recipes = _plan_recipes(base, values, owners.shapes, choose_names(layout, values))
         keeps = keeps_fp32(base, dtype)
         return list(make_items(owners.dtypes, recipes, model_copies(base), dtype, keeps))
 
@@ -113,7 +117,7 @@ def export_tensors(base: nn.Module, values: Mapping[str, Any]) -> dict[str, Tens
     return tensors | make_empty_shared_experts(base, values, tensors)
 
 
-def _recipes(
+def _plan_recipes(
     model: nn.Module, values: Mapping[str, Any], shapes: Shapes, layout: HFLayout
 ) -> dict[str, FileRecipe]:
     """Return the recipes of a model's files; raise if the files could not restore the model."""
@@ -128,14 +132,17 @@ def _recipes(
     if reader is not None:  # stages hold layers in an order of their own
         places: dict[str, int] = {}
         for place, name in enumerate(reader.state_dict()):
-            places.setdefault(_list_entry(name), place)
+            places.setdefault(_cut_after_list_index(name), place)
         shapes = dict(
-            sorted(shapes.items(), key=lambda entry: places.get(_list_entry(entry[0]), len(places)))
+            sorted(
+                shapes.items(),
+                key=lambda entry: places.get(_cut_after_list_index(entry[0]), len(places)),
+            )
         )
     return written_plan(reader, shapes, layout)
 
 
-def _list_entry(name: str) -> str:
+def _cut_after_list_index(name: str) -> str:
     """Return a name up to its first list index, such as a layer; otherwise the full name."""
     match = IN_LIST.match(name)
     return name if match is None else match[0]
@@ -174,7 +181,7 @@ def make_items(
 def export_config(model: nn.Module, config: HFConfig | None) -> dict[str, Any]:
     """Return the content of config.json without dtypes; raise for a config of another model."""
     if isinstance(model, Decoder):
-        return _decoder_config(model, config)
+        return _check_decoder_config(model, config)
     model_config = getattr(model, "config", None)
     if not hasattr(model_config, "to_dict"):
         _refuse_wrapper(model)
@@ -188,7 +195,7 @@ def export_config(model: nn.Module, config: HFConfig | None) -> dict[str, Any]:
     return finish_config(values, 0, type(model) if upcycled is None else None)
 
 
-def _decoder_config(model: Decoder, config: HFConfig | None) -> dict[str, Any]:
+def _check_decoder_config(model: Decoder, config: HFConfig | None) -> dict[str, Any]:
     """Return the config given for a native decoder after checking it against the decoder."""
     if config is None:
         raise ValueError(
@@ -198,7 +205,7 @@ def _decoder_config(model: Decoder, config: HFConfig | None) -> dict[str, Any]:
     values = read_config(config)
     values = finish_config(values, model.config.num_mtp_layers)
     decoder_config_from_hf(values)  # raises where it cannot be a native decoder
-    _check_values(values, model.config, skipped_fields=training_fields(model.config.moe))
+    _check_values(values, model.config, skipped_fields=list_training_fields(model.config.moe))
     return values
 
 
@@ -280,7 +287,7 @@ def _check_names(model: nn.Module, kind: Any, class_shapes: Shapes, shapes: Shap
         if name not in shapes:
             raise ValueError(
                 f"model ({type(model).__name__}) must hold {shown_name(name)} of {kind.__name__}, "
-                f"which reads the directory: {_fix(kind.__name__, name, class_shapes, shapes)}"
+                f"which reads the directory: {_get_fix(kind.__name__, name, class_shapes, shapes)}"
             )
         if shapes[name] != shape:
             raise ValueError(
@@ -301,7 +308,9 @@ def _check_layers(model: nn.Module, kind: Any, reader: nn.Module) -> None:
     for path, layer in layers.items():
         block = reader.get_submodule(path)  # is there, as names and shapes agree
         adapter = find_hf_adapter(block)  # None: only the caller knew the rule
-        fields = moe_differences(layer.config, adapter(block, reader).config) if adapter else []
+        fields = (
+            find_moe_differences(layer.config, adapter(block, reader).config) if adapter else []
+        )
         for field in fields:
             raise ValueError(
                 f"{path}'s {field.name} ({field.value}) must be {field.reference} as in "
@@ -309,7 +318,7 @@ def _check_layers(model: nn.Module, kind: Any, reader: nn.Module) -> None:
             )
 
 
-def _fix(kind_name: str, missing: str, class_shapes: Shapes, shapes: Shapes) -> str:
+def _get_fix(kind_name: str, missing: str, class_shapes: Shapes, shapes: Shapes) -> str:
     """Return the fix, in an error text, for a model that lacks a tensor of its class."""
     if any(part in name for name in shapes for part in ADAPTERS):
         return "merge adapters first, with peft's merge_and_unload(), and pass what it returns"

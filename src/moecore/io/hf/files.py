@@ -121,7 +121,7 @@ def read_headers(path: Path) -> dict[str, FileTensor]:
     problems = [f"{shard} is missing" for shard in shards if not (path / shard).is_file()]
     refuse_problems(f"path ({path}) must hold every shard", problems, "copy it again")
     for shard in shards:
-        for name, entry in _header(path / shard).items():
+        for name, entry in _read_header(path / shard).items():
             if name in tensors:
                 problems.append(f"{name} is in {tensors[name].file} and in {shard}")
             tensors[name] = entry
@@ -177,7 +177,7 @@ def read_json(file: Path, *, max_bytes: int = MAX_CONFIG) -> dict[str, Any]:
     return value
 
 
-def _header(file: Path) -> dict[str, FileTensor]:
+def _read_header(file: Path) -> dict[str, FileTensor]:
     """Return the tensors of one file; safetensors checks sizes and file length."""
     try:
         shard = safe_open(file, framework="pt", device="cpu")

@@ -36,7 +36,7 @@ from moecore.io.checkpoint.config_differences import find_config
 from moecore.io.checkpoint.files import join_problems, refuse_problems
 from moecore.io.checkpoint.ranks import gather, is_first_rank, on_every_rank, on_first_rank
 from moecore.io.checkpoint.shard_file import Meter, Progress
-from moecore.io.checkpoint.state import fresh_buffers
+from moecore.io.checkpoint.state import recompute_buffers
 from moecore.io.hf.config import config_problems
 from moecore.io.hf.config_fields import read_config
 from moecore.io.hf.files import CONFIG, HFFiles, one_line, read_headers
@@ -144,7 +144,7 @@ def load_hf(
         compared_bytes = files.bytes_read
         drop_step(outer_model)
         meter = Meter(progress)
-        on_every_rank(lambda: _fill(model, plan, sources, files, meter))
+        on_every_rank(lambda: _fill_model(model, plan, sources, files, meter))
     piece_names = {p.name for recipe in plan.recipes.values() for p in recipe.pieces}
     return LoadReport(
         bytes_read=files.bytes_read - compared_bytes,
@@ -157,7 +157,7 @@ def load_hf(
     )
 
 
-def _fill(
+def _fill_model(
     model: nn.Module,
     plan: LoadPlan,
     sources: Mapping[str, TensorSource],
@@ -227,11 +227,11 @@ def _normalize_config(values: Mapping[str, Any], model: nn.Module) -> Mapping[st
 def check_load_plan(path: Path, model: nn.Module, plan: LoadPlan, *, strict: bool) -> None:
     """Raise one ValueError with all mismatches; otherwise add recomputed buffers to the plan."""
     if strict:
-        objected = _unexpected_names(plan.left_over, first_ignored_layer(model))
+        objected = _select_unexpected(plan.left_over, first_ignored_layer(model))
         plan.problems += [f"{name} is no tensor of the model" for name in objected]
     fix = "correct the model's config or the files"
     refuse_problems(f"path ({path}) must fit the model", plan.problems, fix)
-    plan.buffers += fresh_buffers(model)
+    plan.buffers += recompute_buffers(model)
 
 
 def make_load_plan(
@@ -252,7 +252,7 @@ def make_load_plan(
     tensors = model_tensors(model)
     targets = without_adapters(model, tensors)
     copies = model_copies(model)
-    recipes = _recipes(model, {name: tuple(t.shape) for name, t in targets.items()}, sources)
+    recipes = _plan_recipes(model, {name: tuple(t.shape) for name, t in targets.items()}, sources)
     if find_stages(model)[1] is not None:
         recipes = {name: recipe for name, recipe in recipes.items() if name in targets}
     ties_head = _drop_copies(targets, recipes, copies)
@@ -265,7 +265,7 @@ def make_load_plan(
             plan.missing.append(name)
             continue
         plan.problems += [f"{hf_name} is missing" for hf_name in absent]
-        plan.problems += _tensor_problems(targets[name], recipe, sources, cast)
+        plan.problems += _find_tensor_problems(targets[name], recipe, sources, cast)
         plan.recipes[name] = recipe
     if not plan.problems:
         plan.problems += copy_problems(files, sources, copies)
@@ -283,7 +283,7 @@ def _drop_zero_experts(
     return {name: source for name, source in sources.items() if name not in unused}
 
 
-def _recipes(
+def _plan_recipes(
     model: nn.Module, shapes: Mapping[str, tuple[int, ...]], sources: Mapping[str, TensorSource]
 ) -> dict[str, FileRecipe]:
     """Return the recipe of each tensor of a model; it also names file tensors that are missing."""
@@ -311,7 +311,7 @@ def _drop_copies(
     return not is_tied and not is_sharded
 
 
-def _unexpected_names(left_over: list[str], first_ignored: int | None) -> list[str]:
+def _select_unexpected(left_over: list[str], first_ignored: int | None) -> list[str]:
     """Return the file tensors without a model tensor that are an error with `strict`."""
     names = [n for n in left_over if not n.endswith("rotary_emb.inv_freq")]  # follows from config
     if first_ignored is None:
@@ -320,7 +320,7 @@ def _unexpected_names(left_over: list[str], first_ignored: int | None) -> list[s
     return [n for n in names if not (m := LAYER.match(n)) or int(m[1]) < first_ignored]
 
 
-def _tensor_problems(
+def _find_tensor_problems(
     target: Tensor, recipe: FileRecipe, sources: Mapping[str, TensorSource], cast: bool
 ) -> list[str]:
     problems = []
@@ -330,7 +330,7 @@ def _tensor_problems(
             continue
         if source.shape != piece.file_shape:
             problems.append(f"{piece.name} {source.shape} must be {piece.file_shape}")
-        problem = _dtype_problem(source, target.dtype, cast)
+        problem = _find_dtype_problem(source, target.dtype, cast)
         if problem:
             problems.append(f"{piece.name} ({source.dtype}) {problem}")
     if target.is_meta:
@@ -338,7 +338,7 @@ def _tensor_problems(
     return problems
 
 
-def _dtype_problem(source: TensorSource, target_dtype: torch.dtype, cast: bool) -> str:
+def _find_dtype_problem(source: TensorSource, target_dtype: torch.dtype, cast: bool) -> str:
     if source.dtype == target_dtype:
         return ""
     floats = source.dtype.is_floating_point and target_dtype.is_floating_point
@@ -384,5 +384,5 @@ def init_hf(model: nn.Module, seed: Seed = 0) -> None:
     for name, buffer in model.named_buffers():
         if clean_name(name).endswith("bias"):
             buffer.zero_()
-    for buffer, value in fresh_buffers(model):
+    for buffer, value in recompute_buffers(model):
         buffer.copy_(value)

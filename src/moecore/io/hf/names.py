@@ -97,8 +97,8 @@ def hf_plan(
         shapes = {name: tuple(tensor.shape) for name, tensor in skeleton.items()}
     plan = dict[str, FileRecipe]()
     for name, shape in shapes.items():
-        native_pieces = _pieces(name, shape, config, layout)
-        pieces = (replace(p, name=_outer_name(p.name, config, layout)) for p in native_pieces)
+        native_pieces = _list_native_pieces(name, shape, config, layout)
+        pieces = (replace(p, name=_translate_name(p.name, config, layout)) for p in native_pieces)
         plan[name] = FileRecipe(shape, tuple(pieces))
     return plan
 
@@ -116,7 +116,7 @@ def hf_copies(config: DecoderConfig) -> dict[str, str]:
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by name, tied ones under each of their names."""
-    if not isinstance(model, Decoder) and not hasattr(_config(model), "model_type"):
+    if not isinstance(model, Decoder) and not hasattr(_get_config(model), "model_type"):
         refuse_model(model)
     tensors: dict[str, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -142,7 +142,7 @@ def model_copies(model: nn.Module) -> dict[str, str]:
     """Return names of copies that a model's files may have -> the tensor with equal values."""
     if isinstance(model, Decoder):
         return hf_copies(model.config)
-    if not getattr(_config(model), "tie_word_embeddings", False):
+    if not getattr(_get_config(model), "tie_word_embeddings", False):
         return {}
     table = getattr(model, "get_input_embeddings", lambda: None)()
     name = next((n for n, m in model.named_modules() if m is table), "")  # in a language model
@@ -151,10 +151,10 @@ def model_copies(model: nn.Module) -> dict[str, str]:
 
 def first_ignored_layer(model: nn.Module) -> int | None:
     """Return the index from which the model ignores layers of files (MTP); None = no index."""
-    family = None if isinstance(model, Decoder) else FAMILIES.get(_config(model).model_type)
+    family = None if isinstance(model, Decoder) else FAMILIES.get(_get_config(model).model_type)
     if family is None or not family.has_mtp:
         return None
-    num_layers: int = _config(model).num_hidden_layers
+    num_layers: int = _get_config(model).num_hidden_layers
     return num_layers  # then multi-token prediction, not in transformers
 
 
@@ -168,18 +168,18 @@ def find_layout(names: Collection[str]) -> HFLayout:
     return "fused"
 
 
-def _pieces(
+def _list_native_pieces(
     name: str, shape: tuple[int, ...], config: DecoderConfig, layout: HFLayout
 ) -> tuple[TensorPiece, ...]:
     """Return the pieces of one native tensor."""
     prefix, _, part = name.partition(".mlp.")
     if name.endswith(".linear_attn.in_proj.weight"):
-        return _mamba2_pieces(name, shape, config)
+        return _list_mamba2_pieces(name, shape, config)
     if not part or part in DENSE_NAMES or (config.pattern and part in LATENT_NAMES):
         return (TensorPiece(name, (), shape),)
     assert config.moe is not None, "the tensor is part of an MoE layer"
     is_gpt_oss = config.moe.activation == "clamped_swiglu" and layout != "mixtral"
-    expert_pieces = (_gpt_oss_pieces if is_gpt_oss else routed_pieces)(name, shape, layout)
+    expert_pieces = (_list_gpt_oss_pieces if is_gpt_oss else routed_pieces)(name, shape, layout)
     is_known = config.moe.gated or bool(config.pattern) or not part.endswith(".w1")
     if expert_pieces and is_known:
         return expert_pieces
@@ -187,7 +187,7 @@ def _pieces(
     if layout != "mixtral" and part == EXPERT_BIAS[0]:
         return (TensorPiece(f"{mlp_path}.{EXPERT_BIAS[1]}", (), shape),)
     if layout != "mixtral" and part.startswith("shared.") and is_known:
-        pieces = _shared_pieces(mlp_path, part, shape, config)
+        pieces = _list_shared_pieces(mlp_path, part, shape, config)
         if pieces:
             return pieces
     raise NotImplementedError(
@@ -222,7 +222,9 @@ def routed_pieces(name: str, shape: tuple[int, ...], layout: HFLayout) -> tuple[
     )
 
 
-def _gpt_oss_pieces(name: str, shape: tuple[int, ...], layout: HFLayout) -> tuple[TensorPiece, ...]:
+def _list_gpt_oss_pieces(
+    name: str, shape: tuple[int, ...], layout: HFLayout
+) -> tuple[TensorPiece, ...]:
     """Return the piece of a tensor of gpt-oss's routers and routed experts; () for other names."""
     layer_path, _, part = name.rpartition(".mlp.")
     if part in ("router.weight", "router.bias"):
@@ -239,7 +241,7 @@ def _gpt_oss_pieces(name: str, shape: tuple[int, ...], layout: HFLayout) -> tupl
     return (TensorPiece(file_name, (), shape, None if is_equal else view),)
 
 
-def _mamba2_pieces(
+def _list_mamba2_pieces(
     name: str, shape: tuple[int, ...], config: DecoderConfig
 ) -> tuple[TensorPiece, ...]:
     """Return the pieces of Mamba-2's in_proj: per group, its rows of z, x, B, C and time steps."""
@@ -258,7 +260,7 @@ def _mamba2_pieces(
     return tuple(pieces)
 
 
-def _outer_name(name: str, config: DecoderConfig, layout: HFLayout) -> str:
+def _translate_name(name: str, config: DecoderConfig, layout: HFLayout) -> str:
     """Return the family's file name of a tensor; names in MoE layers are already final."""
     if config.pattern:
         name = name if layout == "fused" else re.sub(r"^model\.", "backbone.", name)
@@ -282,7 +284,7 @@ def _outer_name(name: str, config: DecoderConfig, layout: HFLayout) -> str:
     return f"model.layers.{config.num_layers + int(k)}.{rest}"
 
 
-def _shared_pieces(
+def _list_shared_pieces(
     mlp_path: str, part: str, shape: tuple[int, ...], config: DecoderConfig
 ) -> tuple[TensorPiece, ...]:
     """Return the pieces of a shared expert: Qwen2-MoE's with a gate, otherwise DeepSeek-V3's."""
@@ -301,5 +303,5 @@ def _shared_pieces(
     )
 
 
-def _config(model: nn.Module) -> Any:
+def _get_config(model: nn.Module) -> Any:
     return getattr(model, "config", None)

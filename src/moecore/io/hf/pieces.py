@@ -137,17 +137,17 @@ def overlaps(
     per_dim: list[list[tuple[int, int, int]]] = []  # runs of (in the region, in the shard, length)
     sizes: list[int] = []
     for shard_runs, part in zip(holding, piece.box_in(shape), strict=True):
-        common = list(_common_runs(shard_runs, part))
+        common = list(_find_common_runs(shard_runs, part))
         if not common:
             return
         per_dim.append(common)
         sizes.append(part.stop - part.start)
-    groups = _groups(sizes, piece.shape)
+    groups = _group_region_dims(sizes, piece.shape)
     for d in {d for group in groups for d in group[:-1]}:
         per_dim[d] = [(a + i, b + i, 1) for a, b, n in per_dim[d] for i in range(n)]
     row = math.prod(sum(n for *_, n in runs) for runs in per_dim[1:])
     if per_dim and (not groups or groups[0][-1] == 0):
-        per_dim[0] = _split(per_dim[0], max(1, max_numel // max(row, 1)))
+        per_dim[0] = _split_runs(per_dim[0], max(1, max_numel // max(row, 1)))
     for runs in itertools.product(*per_dim):
         yield PieceOverlap(
             tuple(_merge_runs(runs, sizes, group) for group in groups),
@@ -155,7 +155,7 @@ def overlaps(
         )
 
 
-def _groups(sizes: list[int], shape: Sequence[int]) -> list[list[int]]:
+def _group_region_dims(sizes: list[int], shape: Sequence[int]) -> list[list[int]]:
     """Return the region's dims in each dim of the piece; a dim of size 1 may be in no group."""
     groups: list[list[int]] = []
     d = 0
@@ -180,7 +180,7 @@ def _merge_runs(runs: Sequence[tuple[int, int, int]], sizes: list[int], group: l
     return slice(start, start + runs[group[-1]][2])
 
 
-def _common_runs(runs: Runs, part: slice) -> Iterator[tuple[int, int, int]]:
+def _find_common_runs(runs: Runs, part: slice) -> Iterator[tuple[int, int, int]]:
     """Yield the overlap of a shard's runs and a range: start in the range, in the shard, length."""
     at = 0
     for first, length in runs:
@@ -190,5 +190,5 @@ def _common_runs(runs: Runs, part: slice) -> Iterator[tuple[int, int, int]]:
         at += length
 
 
-def _split(runs: list[tuple[int, int, int]], size: int) -> list[tuple[int, int, int]]:
+def _split_runs(runs: list[tuple[int, int, int]], size: int) -> list[tuple[int, int, int]]:
     return [(a + i, b + i, min(size, n - i)) for a, b, n in runs for i in range(0, n, size)]

@@ -192,19 +192,19 @@ def find_sources(
             if values not in entries:
                 problems.append(f"{name} has no {values}")
         elif name.endswith("_blocks"):
-            problems += _mx_problems(files, name)
+            problems += _find_mxfp4_problems(files, name)
             E, out_dim, groups = (*entry.shape, 0, 0, 0)[:3]
             name = name.removesuffix("_blocks")
             sources[name] = MXFP4Source(name, (E, groups * MX_GROUP, out_dim))
         elif entry.dtype in FP8:
-            problems += _fp8_problems(files, name, block)
+            problems += _find_fp8_problems(files, name, block)
             sources[name] = FP8Source(name, entry.shape, block=(block[0], block[-1]))
         else:
             sources[name] = TensorSource(name, entry.shape, entry.dtype)
     return sources, problems
 
 
-def _fp8_problems(files: HFFiles, name: str, block: tuple[Any, ...]) -> list[str]:
+def _find_fp8_problems(files: HFFiles, name: str, block: tuple[Any, ...]) -> list[str]:
     shape, scales = files.tensors[name].shape, files.tensors.get(name + SCALE)
     if scales is None:
         return [f"{name} (fp8) has no {name}{SCALE}"]
@@ -216,7 +216,7 @@ def _fp8_problems(files: HFFiles, name: str, block: tuple[Any, ...]) -> list[str
     return []
 
 
-def _mx_problems(files: HFFiles, name: str) -> list[str]:
+def _find_mxfp4_problems(files: HFFiles, name: str) -> list[str]:
     entry, other = files.tensors[name], name.removesuffix("blocks") + "scales"
     scales = files.tensors.get(other)
     if scales is None:

@@ -202,19 +202,19 @@ def trace(
         for name, value in values.items():
             outcomes.setdefault(name, value[0] if isinstance(value, list) else value)
     return {
-        name: _pieces(arena, outcomes[name], state[name].shape, files)
+        name: _read_pieces(arena, outcomes[name], state[name].shape, files)
         for name in names & outcomes.keys()
     }
 
 
-def _pieces(
+def _read_pieces(
     arena: _Arena, outcome: Tensor | str, shape: Sequence[int], files: Shapes
 ) -> tuple[TensorPiece, ...] | str:
     if isinstance(outcome, str):
         return outcome
     try:
         if outcome.shape == shape:
-            return tuple(_piece(link, files) for link in arena.links(outcome))
+            return tuple(_make_piece(link, files) for link in arena.links(outcome))
         if name := arena.range_of(outcome).file:  # the loader compares the shapes
             return (TensorPiece(name, (), tuple(shape)),)
         return f"{tuple(outcome.shape)} must be {tuple(shape)}"
@@ -222,17 +222,17 @@ def _pieces(
         return str(error)
 
 
-def _piece(link: _Link, files: Shapes) -> TensorPiece:
+def _make_piece(link: _Link, files: Shapes) -> TensorPiece:
     box, name, view, offset = link
     region, file = tuple(slice(start, start + length) for start, length in box), files[name]
     if not offset and view.is_contiguous() and view.numel() == math.prod(file):
         return TensorPiece(name, region, file)
-    starts, dims = _coordinates(view, offset, file)
+    starts, dims = _locate_view(view, offset, file)
     file_view = FileView(file, tuple(starts), tuple(dims))
     return TensorPiece(name, region, tuple(length for _, length in box), file_view)
 
 
-def _coordinates(
+def _locate_view(
     view: Tensor, offset: int, shape: Sequence[int]
 ) -> tuple[list[int], list[ViewDim]]:
     """Return start and dims of a view, in coordinates of the contiguous tensor that it views."""

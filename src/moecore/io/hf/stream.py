@@ -84,10 +84,10 @@ def stream_weights(
     check_arguments(stream_weights, locals())
     on_every_rank(lambda: check_dtype(dtype))
     plan = plan_export(model, config, dtype, layout, needs_config=False)
-    return WeightStream(model, _with_adapter(model, plan, dtype, lora), bucket_bytes, lora)
+    return WeightStream(model, _add_adapter_items(model, plan, dtype, lora), bucket_bytes, lora)
 
 
-def _with_adapter(
+def _add_adapter_items(
     model: nn.Module, plan: ExportPlan, dtype: torch.dtype | None, lora: LoRA
 ) -> ExportPlan:
     """Return a plan with the active adapter's tensors after the others. Collective."""
@@ -256,7 +256,7 @@ class WeightStream:
             source.check(name)
         buckets = by_size(self._items, size_in_bucket, self._max_bytes)
         run = _StreamPass(sources, buckets, self._collector, self._control.group)
-        run.digests = self._digests_of(sources)
+        run.digests = self._compute_digests(sources)
         if self._expected_digests not in (None, run.digests):
             raise ValueError(
                 "weights (changed) must be those of the call of changed_since: call it again"
@@ -267,14 +267,16 @@ class WeightStream:
         """Raise RuntimeError if tensors changed during the pass. Host sync."""
         self._collector.check()
         read = {name for item in self._items for name, _ in item.parts}
-        digests = self._digests_of({n: source for n, source in run.sources.items() if n in read})
+        digests = self._compute_digests(
+            {n: source for n, source in run.sources.items() if n in read}
+        )
         if any(run.digests[name] != digest for name, digest in digests.items()):
             raise RuntimeError(
                 "weights (changed) must stay as they are while a stream of them is open: end the "
                 "stream before the optimizer's step, and begin a new one"
             )
 
-    def _digests_of(self, sources: Mapping[str, _StreamSource]) -> dict[str, Any]:
+    def _compute_digests(self, sources: Mapping[str, _StreamSource]) -> dict[str, Any]:
         digests = self._digests.compute({n: source.inputs() for n, source in sources.items()})
         return {n: (*digest, sources[n].factors()) for n, digest in digests.items()}
 
@@ -310,7 +312,9 @@ class _StreamPass:
             return
         self._copies.follow()
         with torch.no_grad(), self._copies.as_current(), explain_transport_errors(PASS):
-            self._merge(dict.fromkeys(source for item in items for source, _ in item.parts))
+            self._update_merged_weights(
+                dict.fromkeys(source for item in items for source, _ in item.parts)
+            )
             bucket = self._collector.collect(items, self._read)
         self._next_bucket = bucket, self._copies.mark()
 
@@ -338,7 +342,7 @@ class _StreamPass:
             self._copies.synchronize()
             on_every_rank(fail, self._group)
 
-    def _merge(self, names: Iterable[str]) -> None:
+    def _update_merged_weights(self, names: Iterable[str]) -> None:
         """Compute the merged weights of these names, reuse existing ones, and free all others."""
         before, self._merged_weights = self._merged_weights, {}
         for name in names:

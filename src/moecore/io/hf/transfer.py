@@ -60,11 +60,11 @@ def send_weights(stream: WeightStream, group: BroadcastGroup | None) -> None:
     with closing(stream.buckets()) as buckets:
         while (bucket := next(buckets, None)) is not None:
             if group is not None:
-                _send(group, bucket.metas, bucket.flat.device)
-                _reach(group, bucket.flat)
+                _send_metas(group, bucket.metas, bucket.flat.device)
+                _broadcast(group, bucket.flat)
             del bucket
     if group is not None:
-        _send(group, (), stream.device)
+        _send_metas(group, (), stream.device)
 
 
 def receive_weights(group: BroadcastGroup, device: Device) -> Iterator[tuple[str, Tensor]]:
@@ -80,17 +80,17 @@ def receive_weights(group: BroadcastGroup, device: Device) -> Iterator[tuple[str
         ValueError: in iteration, in one line, for a header that `send_weights` does not write.
     """
     check_arguments(receive_weights, locals())
-    return _passed(group, torch.device(device))
+    return _receive_tensors(group, torch.device(device))
 
 
-def _passed(group: BroadcastGroup, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+def _receive_tensors(group: BroadcastGroup, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     while metas := _receive_metas(group, device):
-        bucket = _new_bucket(metas, device)
-        _reach(group, bucket.flat)
+        bucket = _allocate_bucket(metas, device)
+        _broadcast(group, bucket.flat)
         yield from bucket.tensors()
 
 
-def _new_bucket(metas: tuple[WeightMeta, ...], device: torch.device) -> WeightBucket:
+def _allocate_bucket(metas: tuple[WeightMeta, ...], device: torch.device) -> WeightBucket:
     try:
         return WeightBucket.empty(metas, device)
     except (RuntimeError, MemoryError):  # of CUDA and of the CPU's allocator
@@ -101,21 +101,21 @@ def _new_bucket(metas: tuple[WeightMeta, ...], device: torch.device) -> WeightBu
         ) from None
 
 
-def _send(group: BroadcastGroup, metas: tuple[WeightMeta, ...], device: torch.device) -> None:
+def _send_metas(group: BroadcastGroup, metas: tuple[WeightMeta, ...], device: torch.device) -> None:
     header = [(meta.name, str(meta.dtype).removeprefix("torch."), meta.shape) for meta in metas]
     text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8).to(device)
-    _reach(group, torch.tensor([text.numel()], device=device))
-    _reach(group, text)
+    _broadcast(group, torch.tensor([text.numel()], device=device))
+    _broadcast(group, text)
 
 
 def _receive_metas(group: BroadcastGroup, device: torch.device) -> tuple[WeightMeta, ...]:
     size = torch.zeros(1, dtype=torch.int64, device=device)
-    _reach(group, size)
+    _broadcast(group, size)
     num_bytes = int(size.item())
     if not 0 < num_bytes <= MAX_HEADER:
-        raise _wrong_header(f"its size ({num_bytes}) must be 1 to {MAX_HEADER} bytes")
+        raise _make_header_error(f"its size ({num_bytes}) must be 1 to {MAX_HEADER} bytes")
     text = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    _reach(group, text)
+    _broadcast(group, text)
     return _metas_in(text.cpu().numpy().tobytes())
 
 
@@ -124,9 +124,9 @@ def _metas_in(text: bytes) -> tuple[WeightMeta, ...]:
     try:
         header = json.loads(text)
     except (ValueError, RecursionError):  # of Unicode, too
-        raise _wrong_header(f"its text ({quote(text[:100])}) must be JSON") from None
+        raise _make_header_error(f"its text ({quote(text[:100])}) must be JSON") from None
     if not isinstance(header, list):
-        raise _wrong_header(f"its text ({quote(header)}) must be a list")
+        raise _make_header_error(f"its text ({quote(header)}) must be a list")
     metas, total = dict[str, WeightMeta](), 0
     for entry in header:
         match entry:
@@ -138,22 +138,26 @@ def _metas_in(text: bytes) -> tuple[WeightMeta, ...]:
             ):
                 metas[name] = WeightMeta(name, SENT_DTYPES[dtype], tuple(shape))
             case _:
-                raise _wrong_header(f"its entry ({quote(entry)}) must be a [name, dtype, shape]")
+                raise _make_header_error(
+                    f"its entry ({quote(entry)}) must be a [name, dtype, shape]"
+                )
         # The strides of a tensor with a dim of 0 must not overflow either.
         total += align(math.prod(max(1, n) for n in shape) * metas[name].dtype.itemsize)
         if total > MAX_BUCKET:
-            raise _wrong_header(f"the tensors up to {quote(name)} must have <= {MAX_BUCKET} bytes")
+            raise _make_header_error(
+                f"the tensors up to {quote(name)} must have <= {MAX_BUCKET} bytes"
+            )
     return tuple(metas.values())
 
 
-def _wrong_header(problem: str) -> ValueError:
+def _make_header_error(problem: str) -> ValueError:
     return ValueError(
         f"the header of a bucket of weights must be one of send_weights, but {problem}: call "
         "send_weights of the same moecore on rank 0 of this group"
     )
 
 
-def _reach(group: BroadcastGroup, tensor: Tensor) -> None:
+def _broadcast(group: BroadcastGroup, tensor: Tensor) -> None:
     """Broadcast a tensor from rank 0; raise a RuntimeError of one line if a rank is gone."""
     try:
         group.broadcast(tensor, 0).wait()

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.base.options.layer import MoEConfig
-from moecore.io.checkpoint.config_differences import moe_differences
+from moecore.io.checkpoint.config_differences import find_moe_differences
 from moecore.models.decoder import Decoder
 from moecore.moe.layer import LayerLayout, MoELayer
 
@@ -52,21 +52,21 @@ FAMILIES = {"qwen3": _QWEN3, "qwen2": _QWEN2, "llama": _MIXTRAL, "mistral": _MIX
 
 def upcycled_config(model: nn.Module) -> dict[str, Any] | None:
     """Return the config.json of an upcycled model's class with experts; None if not upcycled."""
-    layers = _find_layers(model)
+    layers = _find_moe_layers(model)
     config = getattr(model, "config", None)
     if not layers or isinstance(model, Decoder) or not hasattr(config, "to_dict"):
         return None
     values: dict[str, Any] = config.to_dict()  # type: ignore[union-attr]
     family = FAMILIES.get(str(values.get("model_type")))
     if family is None:
-        _refuse_dense(values, layers)
+        _refuse_unknown_family(values, layers)
         return None
     if model.base_model is model:
         raise ValueError(
             f"model ({type(model).__name__.removeprefix('FSDP')}) must have a head to be written: "
             "pass the ...ForCausalLM that holds it"
         )
-    return _moe_values(values, family, layers)
+    return _build_moe_config(values, family, layers)
 
 
 def make_empty_shared_experts(
@@ -92,7 +92,7 @@ def make_empty_shared_experts(
     return tensors
 
 
-def _find_layers(model: nn.Module) -> dict[int, MoEConfig]:
+def _find_moe_layers(model: nn.Module) -> dict[int, MoEConfig]:
     """Return layer index -> config of the MoE layers that have moecore's own names."""
     layers = {}
     for name, module in model.named_modules():
@@ -103,7 +103,7 @@ def _find_layers(model: nn.Module) -> dict[int, MoEConfig]:
     return layers
 
 
-def _refuse_dense(values: Mapping[str, Any], layers: Mapping[int, MoEConfig]) -> None:
+def _refuse_unknown_family(values: Mapping[str, Any], layers: Mapping[int, MoEConfig]) -> None:
     """Raise ValueError for a dense family without a class with experts."""
     if any("expert" in name for name in values):
         return
@@ -116,7 +116,7 @@ def _refuse_dense(values: Mapping[str, Any], layers: Mapping[int, MoEConfig]) ->
     )
 
 
-def _moe_values(
+def _build_moe_config(
     values: Mapping[str, Any], family: UpcycledFamily, layers: Mapping[int, MoEConfig]
 ) -> dict[str, Any]:
     """Return the dense model's fields that the MoE class has, and the fields of its experts."""
@@ -126,7 +126,7 @@ def _moe_values(
     dense = [i for i in range(values["num_hidden_layers"]) if i not in layers]
     moe = next(iter(layers.values()))
     for i, config in layers.items():
-        _check_rule(i, config, moe, family)
+        _require_routing_rule(i, config, moe, family)
     if values.get("use_sliding_window") and family is _QWEN3:
         raise ValueError(
             "config.use_sliding_window (True) must be False, because Qwen3MoeForCausalLM has one "
@@ -148,7 +148,9 @@ def _moe_values(
     return moe_values
 
 
-def _check_rule(i: int, config: MoEConfig, first: MoEConfig, family: UpcycledFamily) -> None:
+def _require_routing_rule(
+    i: int, config: MoEConfig, first: MoEConfig, family: UpcycledFamily
+) -> None:
     """Raise ValueError unless layer i follows the family's rule and has the first layer's sizes."""
     normalizes = family.always_normalizes or first.normalizes
     expected_config = MoEConfig(
@@ -160,7 +162,7 @@ def _check_rule(i: int, config: MoEConfig, first: MoEConfig, family: UpcycledFam
     )
     if config.score_order == "post":  # the same numbers
         config = replace(config, score_order="pre", normalize_weights=True)
-    for difference in moe_differences(config, expected_config):
+    for difference in find_moe_differences(config, expected_config):
         raise ValueError(
             f"layer {i}'s {difference.name} ({difference.value}) must be {difference.reference} in "
             f"{family.model_type!r}, the closest class with experts: upcycle with it, or keep "

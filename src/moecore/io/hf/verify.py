@@ -41,15 +41,15 @@ class Shaped(Protocol):
 
 def verify_hf(path: str | os.PathLike[str]) -> list[str]:
     """Return the problems of a directory, one line each; [] for a complete directory."""
-    return [format_error_line(problem, MAX_CHARS) for problem in _problems(Path(path))]
+    return [format_error_line(problem, MAX_CHARS) for problem in _find_problems(Path(path))]
 
 
-def _problems(path: Path) -> list[str]:
+def _find_problems(path: Path) -> list[str]:
     try:
         config = read_config(path)
         with HFFiles(path) as files:
             sources, problems = find_sources(files, config.get("quantization_config"))
-            problems += _stray_shards(path, files)
+            problems += _find_stray_shards(path, files)
     except ValueError as error:
         return [str(error)]
     return problems + content_problems(sources, config, path)
@@ -63,7 +63,7 @@ def content_problems(
         native = decoder_config_from_hf(described)
         plan = hf_plan(native, find_layout(sources))
     except NotImplementedError:  # an option that the native decoder lacks
-        return _stock_problems(sources, config)
+        return _compare_with_transformers(sources, config)
     except ValueError as error:
         return [str(error)]
     return shape_problems(sources, file_shapes(plan), hf_copies(native))
@@ -113,7 +113,7 @@ def copy_problems(
     return problems
 
 
-def _stray_shards(path: Path, files: HFFiles) -> list[str]:
+def _find_stray_shards(path: Path, files: HFFiles) -> list[str]:
     """Return files that no index names, and a wrong total size."""
     problems = []
     shards = {entry.file for entry in files.tensors.values()}
@@ -130,7 +130,9 @@ def _stray_shards(path: Path, files: HFFiles) -> list[str]:
     return problems
 
 
-def _stock_problems(sources: Mapping[str, Shaped], config: Mapping[str, Any]) -> list[str]:
+def _compare_with_transformers(
+    sources: Mapping[str, Shaped], config: Mapping[str, Any]
+) -> list[str]:
     """Return differences from transformers' model; for an unknown class, missing experts."""
     try:
         for key in ("num_hidden_layers", *MTP_KEYS):  # which `_is_behind` reads
@@ -139,7 +141,7 @@ def _stock_problems(sources: Mapping[str, Shaped], config: Mapping[str, Any]) ->
     except ValueError as error:
         return [str(error)]
     if reader is None:
-        return _missing_experts(sources, config)
+        return _find_missing_experts(sources, config)
     copies, shapes = model_copies(reader), {n: source.shape for n, source in sources.items()}
     plan = stock_plan(reader, shapes_of(reader.state_dict()), shapes, published_shapes(reader))
     plan = {name: recipe for name, recipe in plan.items() if name not in copies}
@@ -147,7 +149,7 @@ def _stock_problems(sources: Mapping[str, Shaped], config: Mapping[str, Any]) ->
     return shape_problems(sources, file_shapes(plan), mtp_names | copies.keys())
 
 
-def _missing_experts(sources: Mapping[str, Shaped], config: Mapping[str, Any]) -> list[str]:
+def _find_missing_experts(sources: Mapping[str, Shaped], config: Mapping[str, Any]) -> list[str]:
     """Return the experts that a layer lacks, compared with its other matrices or the config."""
     counts = (config[key] for key in EXPERT_KEYS if FIELD_KINDS["num_experts"][1](config.get(key)))
     want, problems = next(counts, 0), list[str]()

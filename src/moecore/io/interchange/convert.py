@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moecore.base.fields import NumBytes, check_arguments, quote, shown_name
-from moecore.io.checkpoint.directory import Step, check_unused
+from moecore.io.checkpoint.directory import Step, refuse_used_directory
 from moecore.io.checkpoint.files import join_problems, write_new
 from moecore.io.checkpoint.shard_file import Meter, Progress
 from moecore.io.hf.collect import Collector, Item
@@ -93,7 +93,7 @@ def dcp_to_native(
     check_arguments(dcp_to_native, locals())
     check_single_rank()
     path, root = Path(path), Path(root)
-    check_unused(root)
+    refuse_used_directory(root)
     decoder = decoder_config_from_hf(config)
     with DCPFiles(path) as files:
         sources, plan, problems = _find_sources(files, decoder)
@@ -131,11 +131,13 @@ def native_to_dcp(
     with ExitStack() as stack:
         model = open_native(path, stack, config=config, dtype=dtype, layout=layout)
         if names == "megatron":
-            tensors = _megatron_tensors(model)
+            tensors = _plan_megatron_tensors(model)
         elif names == "dcp":
-            tensors = _native_tensors(model, dtype)
+            tensors = _plan_native_tensors(model, dtype)
         else:
-            tensors = {item.name: _one_chunk(item, model.collector) for item in model.items}
+            tensors = {
+                item.name: _make_one_chunk_tensor(item, model.collector) for item in model.items
+            }
         with open_draft(out) as draft:
             write_dcp(draft, tensors, Meter(progress))
             if names == "megatron":
@@ -178,7 +180,7 @@ def _find_sources(
     """Return the tensors of a directory, the plan that reads them, and the problems."""
     kind = find_naming(files)
     if kind == "megatron":
-        spliced_sources, problems = _megatron_sources(files, config)
+        spliced_sources, problems = _find_megatron_sources(files, config)
         return spliced_sources, hf_plan(config, "per_expert"), problems
     prefix = _find_prefix(files, EMBEDDING)
     sources: dict[str, TensorSource] = {
@@ -204,7 +206,7 @@ def _find_prefix(files: DCPFiles, ending: str) -> str:
     return "" if "" in candidates else candidates[0]
 
 
-def _megatron_sources(
+def _find_megatron_sources(
     files: DCPFiles, config: DecoderConfig
 ) -> tuple[dict[str, TensorSource], list[str]]:
     for option, value in read_options(files.path / "common.pt", OTHER_FUNCTIONS).items():
@@ -226,7 +228,7 @@ def _megatron_sources(
         places, wrong = find_places(block, shapes, config)
         problems += wrong
         used_keys |= {place.key for place in places}
-        for part, (place, first) in _pair_parts(block, places):
+        for part, (place, first) in _pair_parts_with_places(block, places):
             span = (f"{prefix}{place.key}", place.index, first, first + part.stop - part.start)
             spans.setdefault(part.name, {})[part.start] = span
             rows = max(part.stop, shape_of.get(part.name, (0,))[0])
@@ -242,7 +244,7 @@ def _megatron_sources(
     return sources, []
 
 
-def _pair_parts(
+def _pair_parts_with_places(
     block: MegatronBlock, places: tuple[LayerPlace, ...]
 ) -> Iterator[tuple[TensorPart, tuple[LayerPlace, int]]]:
     """Yield each part of a block with (its place, its first row in the place)."""
@@ -257,7 +259,7 @@ def _pair_parts(
         at += part.stop - part.start
 
 
-def _megatron_tensors(model: StoredModel) -> dict[str, NewTensor]:
+def _plan_megatron_tensors(model: StoredModel) -> dict[str, NewTensor]:
     """Return the tensors of Megatron-Core, with one chunk per layer and expert."""
     config = decoder_config_from_hf(model.values)
     items_by_name = {item.name: item for item in model.items}
@@ -270,7 +272,7 @@ def _megatron_tensors(model: StoredModel) -> dict[str, NewTensor]:
         place = written_place(block, config)
         sizes = (*(1 for _ in place.index), *block.shape)
         offsets = (*place.index, *(0 for _ in block.shape))
-        make = partial(_join, block, items, model.collector)
+        make = partial(_concat_parts, block, items, model.collector)
         chunks.setdefault(place.key, []).append(NewChunk(offsets, sizes, make))
         shapes[place.key] = (*place.dims, *block.shape)
         for part in block.parts:
@@ -283,14 +285,14 @@ def _megatron_tensors(model: StoredModel) -> dict[str, NewTensor]:
     return {key: NewTensor(shapes[key], dtypes[key], chunks[key]) for key in chunks}
 
 
-def _join(block: MegatronBlock, items: Mapping[str, Item], collector: Collector) -> Tensor:
+def _concat_parts(block: MegatronBlock, items: Mapping[str, Item], collector: Collector) -> Tensor:
     """Return a block, concatenated from the rows of its parts."""
     names = dict.fromkeys(part.name for part in block.parts)
     tensors = {name: _collect_tensor(collector, items[name]) for name in names}
     return torch.cat([tensors[part.name][part.start : part.stop] for part in block.parts])
 
 
-def _native_tensors(model: StoredModel, dtype: torch.dtype | None) -> dict[str, NewTensor]:
+def _plan_native_tensors(model: StoredModel, dtype: torch.dtype | None) -> dict[str, NewTensor]:
     """Return the native decoder's tensors, with one chunk each."""
     if not model.is_decoder and any(".experts." in name for name in model.tensors):
         raise ValueError(
@@ -302,10 +304,10 @@ def _native_tensors(model: StoredModel, dtype: torch.dtype | None) -> dict[str, 
     }
     dtypes = {name: tensor.dtype for name, tensor in model.tensors.items()}
     items = make_items(dtypes, plan, {}, dtype, model.keeps)
-    return {item.name: _one_chunk(item, model.collector) for item in items}
+    return {item.name: _make_one_chunk_tensor(item, model.collector) for item in items}
 
 
-def _one_chunk(item: Item, collector: Collector) -> NewTensor:
+def _make_one_chunk_tensor(item: Item, collector: Collector) -> NewTensor:
     shape = item.shape
     chunk = NewChunk((0,) * len(shape), shape, lambda: _collect_tensor(collector, item))
     return NewTensor(shape, item.dtype, [chunk])

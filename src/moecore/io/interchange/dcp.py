@@ -59,7 +59,7 @@ class DCPFiles:
             common = common_part(box, chunk.offsets, chunk.sizes)
             if common is not None:
                 source, target = common
-                out[target] = self._load(name, chunk, entry.dtype)[source]
+                out[target] = self._load_chunk(name, chunk, entry.dtype)[source]
         return out
 
     def __enter__(self) -> DCPFiles:
@@ -68,7 +68,7 @@ class DCPFiles:
     def __exit__(self, *error: object) -> None:
         self._last = None
 
-    def _load(self, name: str, chunk: DCPChunk, dtype: torch.dtype) -> Tensor:
+    def _load_chunk(self, name: str, chunk: DCPChunk, dtype: torch.dtype) -> Tensor:
         if self._last is not None and self._last[0] is chunk:
             return self._last[1]
         self._last = None

@@ -96,13 +96,16 @@ def upcycle_state_dict(
     tensors = dict(state)
     for name, module in skeleton.named_modules():
         if isinstance(module, MoELayer):
-            weights = [_take(tensors, f"{name}.{c}.weight") for c in ("gate_proj", "up_proj")]
-            dense = {"w1": torch.stack(weights), "w2": _take(tensors, f"{name}.down_proj.weight")}
+            weights = [_pop_tensor(tensors, f"{name}.{c}.weight") for c in ("gate_proj", "up_proj")]
+            dense = {
+                "w1": torch.stack(weights),
+                "w2": _pop_tensor(tensors, f"{name}.down_proj.weight"),
+            }
             moe_tensors = upcycle_mlp(dense, config=module.config, options=options, key=name)
             tensors.update({f"{name}.{part}": tensor for part, tensor in moe_tensors.items()})
     result = {}
     for name, expected_tensor in skeleton.state_dict().items():
-        result[name] = _take(tensors, name)
+        result[name] = _pop_tensor(tensors, name)
         if result[name].shape != expected_tensor.shape:
             raise ValueError(
                 f"state dict {shown_name(name)} {tuple(result[name].shape)} must have the shape "
@@ -116,7 +119,7 @@ def upcycle_state_dict(
     return result
 
 
-def _take(state: dict[str, Tensor], name: str) -> Tensor:
+def _pop_tensor(state: dict[str, Tensor], name: str) -> Tensor:
     if name not in state:
         raise ValueError(
             f"state dict must hold {name}: pass the whole state dict of the dense decoder"
@@ -195,8 +198,8 @@ def upcycle_modules(
     check_arguments(upcycle_modules, locals())
     names = names or MLPNames()
     layers: dict[nn.Module, MoELayer] = {}
-    for name, block in _find(model, mlps).items():
-        dense = _read(name, block, names, moe_fields.get("activation", "swiglu"))
+    for name, block in _find_mlps(model, mlps).items():
+        dense = _read_mlp(name, block, names, moe_fields.get("activation", "swiglu"))
         config = options.moe_config(
             dim=dense["w2"].shape[0],
             hidden_dim=dense["w2"].shape[1],
@@ -206,7 +209,9 @@ def upcycle_modules(
         )
         moe_tensors = upcycle_mlp(dense, config=config, options=options, key=name)
         _check_same_output(name, block, dense, config)
-        router, experts = (_part(moe_tensors, role) for role in ("router", "experts"))
+        router, experts = (
+            _select_child_tensors(moe_tensors, role) for role in ("router", "experts")
+        )
         layers[block] = adopt(config, LayerLayout(), router=router, experts=experts)
         layers[block].train(block.training)
     for parent in list(model.modules()):
@@ -216,12 +221,12 @@ def upcycle_modules(
     return model
 
 
-def _part(tensors: Mapping[str, Tensor], role: str) -> dict[str, Tensor]:
+def _select_child_tensors(tensors: Mapping[str, Tensor], role: str) -> dict[str, Tensor]:
     """Return the tensors of one child of the layer, by their names in the child."""
     return {n.removeprefix(f"{role}."): t for n, t in tensors.items() if n.startswith(f"{role}.")}
 
 
-def _find(
+def _find_mlps(
     model: nn.Module, mlps: Collection[str] | Callable[[str, nn.Module], bool]
 ) -> dict[str, nn.Module]:
     modules = dict(model.named_modules())
@@ -239,7 +244,7 @@ def _find(
     return {name: modules[name] for name in mlp_names}
 
 
-def _read(name: str, block: nn.Module, names: MLPNames, activation: str) -> dict[str, Tensor]:
+def _read_mlp(name: str, block: nn.Module, names: MLPNames, activation: str) -> dict[str, Tensor]:
     """Return the dense tensors of an MLP in the format of `upcycle_mlp`."""
     gated = activation in GATED_ACTIVATIONS
     if names.gate is not None and not gated:
@@ -247,14 +252,19 @@ def _read(name: str, block: nn.Module, names: MLPNames, activation: str) -> dict
             f"MLPNames.gate ({names.gate!r}) must be None with MoEConfig.activation "
             f'("{activation}"), which has no gate: set gate=None or a gated activation'
         )
-    first = [_linear(name, block, child) for child in (names.gate, names.up) if child is not None]
-    down = _linear(name, block, names.down)
-    dense = {"w1": _stack(name, [m.weight for m in first], gated), "w2": down.weight.detach()}
+    first = [
+        _get_linear(name, block, child) for child in (names.gate, names.up) if child is not None
+    ]
+    down = _get_linear(name, block, names.down)
+    dense = {
+        "w1": _stack_gate_up(name, [m.weight for m in first], gated),
+        "w2": down.weight.detach(),
+    }
     biases = [m.bias for m in first if m.bias is not None]
     if len(biases) not in (0, len(first)):
         raise ValueError(f"{name}.{names.gate} and {names.up} must both have a bias or none: add 0")
     if biases:
-        dense["b1"] = _stack(name, biases, gated)
+        dense["b1"] = _stack_gate_up(name, biases, gated)
     if down.bias is not None:
         dense["b2"] = down.bias.detach()
     for path, child in block.named_modules():
@@ -265,7 +275,7 @@ def _read(name: str, block: nn.Module, names: MLPNames, activation: str) -> dict
     return dense
 
 
-def _linear(name: str, block: nn.Module, child: str) -> nn.Linear:
+def _get_linear(name: str, block: nn.Module, child: str) -> nn.Linear:
     module = dict(block.named_modules()).get(child)
     if not isinstance(module, nn.Linear):
         raise ValueError(
@@ -275,7 +285,7 @@ def _linear(name: str, block: nn.Module, child: str) -> nn.Linear:
     return module
 
 
-def _stack(name: str, parts: Sequence[Tensor], gated: bool) -> Tensor:
+def _stack_gate_up(name: str, parts: Sequence[Tensor], gated: bool) -> Tensor:
     """Return gate and up as [2, F, ...], or the only matrix if there is no gate."""
     parts = [part.detach() for part in parts]
     if not gated:

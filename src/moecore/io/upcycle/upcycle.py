@@ -173,7 +173,7 @@ def check_upcycle(config: MoEConfig, options: UpcycleOptions) -> None:
             f"{weight_sum(config):g}, because the activation is not linear: use "
             "normalize_weights=True and routed_scaling_factor=1"
         )
-    _router_std(config, options)
+    _choose_router_std(config, options)
 
 
 def weight_sum(config: MoEConfig) -> float:
@@ -218,14 +218,16 @@ def upcycle_mlp(
     scale = G / weight_sum(config)  # a Python number: torch multiplies in fp32 and rounds once
     w2_GDf = w2_DF.unflatten(1, (G, -1)).movedim(1, 0)
     tensors = {
-        "router.weight": _router_rows(config, options, key, like=w1),
-        "experts.w1": _copies(_shards(w1, w1.ndim - 2, G), X),
-        "experts.w2": _copies(w2_GDf, X) * scale,
+        "router.weight": _sample_router_rows(config, options, key, like=w1),
+        "experts.w1": _repeat_shards(_split_shards(w1, w1.ndim - 2, G), X),
+        "experts.w2": _repeat_shards(w2_GDf, X) * scale,
     }
     if config.fc1_bias:
-        tensors["experts.b1"] = _copies(_shards(dense["b1"], dense["b1"].ndim - 1, G), X)
+        tensors["experts.b1"] = _repeat_shards(
+            _split_shards(dense["b1"], dense["b1"].ndim - 1, G), X
+        )
     if config.fc2_bias:
-        tensors["experts.b2"] = _copies(dense["b2"].expand(G, -1), X) * (scale / G)
+        tensors["experts.b2"] = _repeat_shards(dense["b2"].expand(G, -1), X) * (scale / G)
     if config.router_bias:
         tensors["router.bias"] = w1.new_zeros(config.num_experts)
     if config.expert_bias:
@@ -233,20 +235,22 @@ def upcycle_mlp(
     return tensors
 
 
-def _shards(w: Tensor, dim: int, G: int) -> Tensor:
+def _split_shards(w: Tensor, dim: int, G: int) -> Tensor:
     """Split the hidden dim and move the shards first: [2, F, D] -> [G, 2, f, D]."""
     shards_G: Tensor = w.unflatten(dim, (G, -1)).movedim(dim, 0)
     return shards_G
 
 
-def _copies(w_Gx: Tensor, X: int) -> Tensor:
+def _repeat_shards(w_Gx: Tensor, X: int) -> Tensor:
     """Repeat all shards X times: expert j * G + g is shard g."""
     return w_Gx.detach().repeat(X, *([1] * (w_Gx.ndim - 1)))
 
 
-def _router_rows(config: MoEConfig, options: UpcycleOptions, key: str, *, like: Tensor) -> Tensor:
+def _sample_router_rows(
+    config: MoEConfig, options: UpcycleOptions, key: str, *, like: Tensor
+) -> Tensor:
     """Return [E, D], equal in a virtual group; sampled on the CPU, so that all devices agree."""
-    std = _router_std(config, options)
+    std = _choose_router_std(config, options)
     if std < torch.finfo(like.dtype).tiny:
         raise ValueError(
             f"router std ({std:.1e}) of {key} must be a normal number of its dtype ({like.dtype}): "
@@ -257,7 +261,7 @@ def _router_rows(config: MoEConfig, options: UpcycleOptions, key: str, *, like: 
     return rows_XD.to(like).repeat_interleave(options.granularity, dim=0)
 
 
-def _router_std(config: MoEConfig, options: UpcycleOptions) -> float:
+def _choose_router_std(config: MoEConfig, options: UpcycleOptions) -> float:
     """Return the std of the router's weights; raise if the requested std would change step 0."""
     everyone = config.score_function == "softmax" and config.top_k == config.num_experts
     if config.normalizes or everyone:
