@@ -64,11 +64,11 @@ def compare(
 ) -> Comparison:
     """Compare a checkpoint with a model, optimizers and schedulers; return all differences.
 
+    If `optimizer` or `scheduler` is None, its state is not loaded.
+
     Args:
         union: names and groups of all pipeline stages.
         cast: allow dtypes that differ from the saved dtypes.
-
-    If `optimizer` or `scheduler` is None, its state is not loaded.
     """
     fit = Comparison()
     if missing := find_missing_fields(view.config, manifest.facts.config):

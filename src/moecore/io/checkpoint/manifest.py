@@ -3,7 +3,7 @@
 It is one line of JSON, written last. A manifest that deviates from
 the format is neither written nor read.
 
-    format, step, world_size    whole numbers
+    format, step, world_size    integers
     meshes                      [{mesh dim: size}] of the saved model's DTensors
     versions                    moecore, torch, python
     config, scheduler, extra    the caller's JSON, without tensors; config, scheduler may be null

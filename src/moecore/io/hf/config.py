@@ -43,7 +43,7 @@ MTP_LOSS_COEF = 0.3  # DeepSeek-V3 (arXiv:2412.19437), section 4.2; GLM-4.5 (arX
 
 
 def decoder_config_from_hf(config: HFConfig) -> DecoderConfig:
-    """Return the native config of a Hugging Face one.
+    """Convert a Hugging Face config.json to the config of the native decoder.
 
     Args:
         config: a directory, a config.json, or its content as a mapping. For a directory with
@@ -84,7 +84,10 @@ def decoder_config_from_hf(config: HFConfig) -> DecoderConfig:
 def _read_softmax_moe(
     fields: Fields, hidden_dim: str, normalizes: bool, coef: float, *, shared_hidden_dim: int = 0
 ) -> MoEConfig:
-    """Return the MoEConfig of families with softmax routing; `coef` is transformers' default."""
+    """Build the MoEConfig of a family with softmax routing.
+
+    `coef` is transformers' default of the coefficient of the balance loss.
+    """
     return MoEConfig(
         dim=fields.need("hidden_size"),
         hidden_dim=fields.need(hidden_dim),
@@ -139,6 +142,7 @@ def _read_qwen3_next(fields: Fields) -> DecoderConfig:
 
 
 def _read_qwen(fields: Fields, *, shared_hidden_dim: int = 0, **overrides: Any) -> DecoderConfig:
+    """Build the DecoderConfig of a Qwen MoE config.json; `overrides` are further fields."""
     num_layers, step = fields.need("num_hidden_layers"), fields.get("decoder_sparse_step", 1)
     dense = set(fields.get("mlp_only_layers", []))
     dense |= {i for i in range(num_layers) if (i + 1) % step}
@@ -157,12 +161,14 @@ def _read_qwen(fields: Fields, *, shared_hidden_dim: int = 0, **overrides: Any) 
 
 
 def _refuse_windows(fields: Fields) -> None:
+    """Raise NotImplementedError if the config.json uses sliding-window attention."""
     fields.refuse("use_sliding_window", fields.get("use_sliding_window", False))
     kinds = fields.get("layer_types", [])
     fields.refuse("layer_types", any(kind != "full_attention" for kind in kinds))
 
 
 def _read_dense(fields: Fields, *, qk_norm: Any = None) -> DecoderConfig:
+    """Build the DecoderConfig of a dense Qwen or Llama model."""
     _refuse_windows(fields)
     common = read_grouped_attention(fields) | dict(qk_norm=qk_norm)
     return DecoderConfig(**common, mlp_hidden_dim=fields.need("intermediate_size"))
@@ -187,7 +193,7 @@ def _read_olmoe(fields: Fields) -> DecoderConfig:
 
 
 def _read_gpt_oss(fields: Fields) -> DecoderConfig:
-    """Return the config, without a balance loss: no training uses the published coefficient 0.9."""
+    """Build gpt-oss's DecoderConfig without a balance loss; no training uses the published 0.9."""
     fields.values.setdefault("sliding_window", 128)
     num_layers, kinds = fields.need("num_hidden_layers"), fields.get("layer_types", ())
     kinds = kinds or [("sliding_attention", "full_attention")[i % 2] for i in range(num_layers)]
@@ -217,7 +223,7 @@ def _read_deepseek_v3(fields: Fields) -> DecoderConfig:
 
 
 def _read_deepseek_v32(fields: Fields) -> DecoderConfig:
-    """Return the config; missing fields of the indexer have the defaults of its class."""
+    """Build DeepSeek-V3.2's DecoderConfig; missing indexer fields have the class's defaults."""
     kinds = fields.get("layer_types", [])
     fields.refuse("layer_types", any(kind != "indexed_attention" for kind in kinds))
     config, first = _read_deepseek_v3(fields), fields.need("first_k_dense_replace")
@@ -263,7 +269,7 @@ LAYER_LETTERS = {  # transformers' names, and those of older files
 
 
 def _read_nemotron_h(fields: Fields) -> DecoderConfig:
-    """Return the config of Nemotron-H, whose attention has no rotary embedding."""
+    """Build Nemotron-H's DecoderConfig; its attention has no rotary embedding."""
     kinds = fields.get("layers_block_type", fields.get("layer_types", []))
     fields.refuse("layers_block_type", any(kind not in LAYER_LETTERS for kind in kinds))
     pattern = "".join(LAYER_LETTERS[kind] for kind in kinds)
@@ -304,7 +310,7 @@ def _read_nemotron_h(fields: Fields) -> DecoderConfig:
 
 
 def _read_sigmoid_router(fields: Fields) -> dict[str, Any]:
-    """Return the arguments of MoEConfig for DeepSeek-V3's router."""
+    """Return the MoEConfig arguments of DeepSeek-V3's sigmoid router."""
     return dict(
         score_function="sigmoid",
         normalize_weights=fields.get("norm_topk_prob", True),
@@ -319,7 +325,7 @@ def _read_sigmoid_router(fields: Fields) -> dict[str, Any]:
 def _build_first_dense(
     fields: Fields, attention: dict[str, Any], choice: dict[str, Any]
 ) -> DecoderConfig:
-    """Return a decoder with dense first layers, shared experts, and multi-token prediction."""
+    """Build a DecoderConfig whose first layers are dense, with shared experts and MTP modules."""
     num_layers, first = fields.need("num_hidden_layers"), fields.need("first_k_dense_replace")
     attention |= _read_mtp(fields)
     F_, shared = fields.need("moe_intermediate_size"), fields.get("n_shared_experts", 0)
@@ -342,13 +348,16 @@ def _build_first_dense(
 
 
 def _read_mtp(fields: Fields) -> dict[str, Any]:
-    """Return the arguments of DecoderConfig for multi-token prediction."""
+    """Return the DecoderConfig arguments of the multi-token prediction (MTP) modules."""
     number = next((fields.need(k) for k in MTP_KEYS if fields.values.get(k) is not None), 0)
     return dict(num_mtp_layers=number, mtp_loss_coef=MTP_LOSS_COEF if number else 0.0)
 
 
 def _count_stored_mtp(path: Path, fields: Fields) -> dict[str, int]:
-    """Return the number of MTP modules in the files, as a config field; {} without weights."""
+    """Count the MTP modules in the weight files; return the count as a config.json field.
+
+    Returns {} for a directory without weights.
+    """
     path = path if path.is_dir() else path.parent
     if not fields.family.has_mtp or not ((path / INDEX).is_file() or (path / SINGLE).is_file()):
         return {}
@@ -430,7 +439,7 @@ def config_problems(
     *,
     skipped_fields: Collection[str] = TRAINING,
 ) -> list[str]:
-    """Return the fields of a config.json that differ from the model's config, one line each."""
+    """Compare a config.json with the model's config; return an error text per differing field."""
     # Where the native decoder can be both models, their native configs are compared, however a
     # config.json spells them. Other models are compared where both name a field.
     if isinstance(model, Mapping) and "model_type" in model:
@@ -458,4 +467,5 @@ def config_problems(
 
 
 def _format_difference(name: str, value: str, expected_value: str) -> str:
+    """Return the error text for a field of config.json that differs from the model."""
     return f"config.json {name} ({value}) must be that of the model ({expected_value})"

@@ -73,7 +73,7 @@ def native_to_hf(
     layout: ExportLayout = "per_expert",
     progress: Progress | None = None,
 ) -> int:
-    """Write the model of a native checkpoint as a Hugging Face directory; return its tensor count.
+    """Convert a native checkpoint to a Hugging Face directory; return the number of tensors.
 
     The checkpoint may have a native decoder or a transformers model. Its files are verified first.
 
@@ -103,7 +103,7 @@ def native_to_hf(
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """The model of a native checkpoint, with its Hugging Face tensors."""
+    """The model of a native checkpoint, described as Hugging Face tensors."""
 
     values: dict[str, Any]
     items: list[Item]
@@ -116,7 +116,7 @@ class StoredModel:
 def open_native(
     path: Path, stack: ExitStack, *, config: HFConfig, dtype: torch.dtype | None, layout: HFLayout
 ) -> StoredModel:
-    """Verify a native checkpoint, compare it with its config.json, and return its model."""
+    """Verify a native checkpoint, compare it with config.json, and return its model."""
     manifest = verify(path)
     tensors = select_tensors(PREFIX + _find_prefix(select_tensors(PREFIX, manifest)), manifest)
     num_mtp = len({name.split(".")[1] for name in tensors if name.startswith("mtp.")})
@@ -145,7 +145,7 @@ def hf_to_native(
     max_file_bytes: NumBytes = 5 * 10**9,
     progress: Progress | None = None,
 ) -> Path:
-    """Write a Hugging Face directory as a checkpoint of the native decoder; return its directory.
+    """Convert a Hugging Face directory to a native checkpoint; return the new directory.
 
     `load(path, model)` reads it. It has no optimizer state.
 
@@ -179,14 +179,14 @@ def hf_to_native(
 
 
 def _find_prefix(names: Collection[str]) -> str:
-    """Return the common prefix of all names, such as "hf." of a wrapper module; "" = none."""
+    """Return the prefix that all tensor names share, such as "hf." of a wrapper; "" if none."""
     embedding = next((name for name in names if name.endswith(f".{EMBEDDING}")), EMBEDDING)
     prefix = embedding.removesuffix(EMBEDDING)
     return prefix if all(name.startswith(prefix) for name in names) else ""
 
 
 def _has_decoder_names(names: Collection[str]) -> bool:
-    """Whether names are of a native decoder; a dense decoder has transformers' names."""
+    """Whether tensor names are the native decoder's; a dense decoder has transformers' names."""
     suffixes = (".mlp.experts.w1", ".self_attn.o_bias")
     return any(name.endswith(suffixes) or name.startswith("mtp.") for name in names)
 
@@ -194,7 +194,7 @@ def _has_decoder_names(names: Collection[str]) -> bool:
 def _plan_files(
     tensors: Mapping[str, StoredTensor], values: dict[str, Any], layout: HFLayout
 ) -> tuple[dict[str, FileRecipe], dict[str, str], nn.Module | None]:
-    """Return recipes and copies of the files, and the transformers model on meta or None."""
+    """Return the recipes of the tensors, the file copies, and the transformers model on meta."""
     if not _has_decoder_names(tensors):
         tied, reader = values.get("tie_word_embeddings", False), build_reader(values)
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
@@ -210,7 +210,7 @@ def _plan_files(
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """The files from which a native checkpoint is written, their plan, and the options."""
+    """The source files of a native checkpoint, the plan that reads them, and the options."""
 
     path: Path
     files: BoxReader
@@ -225,7 +225,7 @@ class Conversion:
 
 
 def check_single_rank() -> None:
-    """Raise ValueError in a job with several ranks, because a conversion runs in one process."""
+    """Raise ValueError if the job has several ranks: a conversion runs in one process."""
     _, world = rank_and_world()
     if world > 1:
         raise ValueError(
@@ -235,7 +235,7 @@ def check_single_rank() -> None:
 
 
 def write_native(root: Path, conversion: Conversion) -> Path:
-    """Write a native decoder's checkpoint as the first of a run; return its directory."""
+    """Write the converted tensors as the first checkpoint of a run; return its directory."""
     # After any error `latest` is as before: files and config differ, or the run has begun.
     _require_matching_files(conversion)
     with hold_lock(root):
@@ -250,7 +250,7 @@ def write_native(root: Path, conversion: Conversion) -> Path:
 
 
 def _require_matching_files(conversion: Conversion) -> None:
-    """Raise ValueError if the tensors of the files are not the tensors of the decoder."""
+    """Raise ValueError if the file tensors differ from the tensors of the decoder."""
     sources, plan, copies = conversion.sources, conversion.plan, hf_copies(conversion.config)
     problems = conversion.problems + shape_problems(sources, file_shapes(plan), copies)
     if not problems:
@@ -263,7 +263,7 @@ def _require_matching_files(conversion: Conversion) -> None:
 def _find_dtype_problems(
     sources: Mapping[str, TensorSource], plan: Mapping[str, FileRecipe], dtype: torch.dtype | None
 ) -> list[str]:
-    """Return the tensors that would be cast although no dtype was requested."""
+    """Return an error text for each tensor whose stored dtypes cannot be converted."""
     problems = []
     for name, recipe in plan.items():
         parts = [sources[piece.name] for piece in recipe.pieces]
@@ -286,6 +286,7 @@ def _find_dtype_problems(
 
 
 def _write_files(draft: Path, conversion: Conversion) -> Manifest:
+    """Write all tensors into shard files of a draft; return the manifest."""
     items, plan, sources = list[Item](), conversion.plan, conversion.sources
     for name, recipe in plan.items():
         dtype = _choose_dtype(name, sources[recipe.pieces[0].name], conversion.dtype)
@@ -314,6 +315,7 @@ def _write_files(draft: Path, conversion: Conversion) -> Manifest:
 
 
 def _choose_dtype(name: str, source: TensorSource, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype of a tensor in the native checkpoint."""
     if is_selection_bias(name):
         return torch.float32
     if dtype is not None:
@@ -328,7 +330,7 @@ def _write_tensor(
     files: BoxReader,
     dtype: torch.dtype,
 ) -> None:
-    """Append a tensor to the file in chunks of its pieces, which are consecutive in the tensor."""
+    """Read a tensor's pieces in chunks and append them to the shard file."""
     for piece in recipe.pieces:
         rows = piece.shape[0] if piece.shape else 1
         step = max(1, CHUNK_BYTES // max(1, math.prod(piece.shape[1:]) * 4))

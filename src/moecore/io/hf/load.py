@@ -64,7 +64,7 @@ EXPERT = re.compile(r"(.*\.experts)\.(\d+)\..*")
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """Sizes and mismatches of a `load_hf`.
+    """Sizes, mismatches and duration of a `load_hf` call.
 
     Attributes:
         bytes_read: of tensor data, by this rank, for its shards; quantised tensors as stored.
@@ -97,7 +97,7 @@ def load_hf(
     cast: bool = False,
     progress: Progress | None = None,
 ) -> LoadReport:
-    """Fill a model from a Hugging Face directory, in place. Collective.
+    """Load a Hugging Face directory into a model, in place. Collective.
 
     Experts in files may be stacked ("fused", as in transformers' memory) or separate (as
     published). Files may be in fp32, bf16, fp16, DeepSeek-V3's block-wise FP8 or gpt-oss's MXFP4;
@@ -164,7 +164,7 @@ def _fill_model(
     files: HFFiles,
     meter: Meter,
 ) -> None:
-    """Copy this rank's part of every tensor into its shard, and fill tensors that no file has."""
+    """Read this rank's shards from the files, then fill tensors that no file contains."""
     dtypes = {name: source.dtype for name, source in sources.items()}
     meter.expect(sum(local_part(target).nbytes for target in plan.targets.values()))
     for piece, box, part in shard_boxes(plan.targets, plan.recipes, dtypes, CHUNK_BYTES):
@@ -180,7 +180,7 @@ def _fill_model(
 
 @dataclass(slots=True)
 class LoadPlan:
-    """Targets and recipes of a load, its mismatches, and (buffer, value) of recomputed buffers."""
+    """The tensors to fill, their recipes, and the mismatches between model and files."""
 
     tensors: dict[str, Tensor]  # of the model, with those of adapters
     targets: dict[str, Tensor]  # of the model that the files describe
@@ -195,7 +195,10 @@ class LoadPlan:
 def model_config_problems(
     path: Path, model: nn.Module, config: Mapping[str, Any], *, strict: bool
 ) -> list[str]:
-    """Return how config.json and the model's config differ; without `strict`, warn instead."""
+    """Compare config.json with the model's config; return one error text per difference.
+
+    Without `strict`, it warns and returns [].
+    """
     model_config = find_config(model) if "model_type" in config else None
     try:
         problems = config_problems(_normalize_config(config, model), model_config)
@@ -211,7 +214,7 @@ def model_config_problems(
 
 
 def _normalize_config(values: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
-    """Return a config.json as the config class of the transformers model would write it."""
+    """Return the fields of config.json as the model's transformers config class writes them."""
     config: Any = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
     if isinstance(model, Decoder) or kind is None or kind != values.get("model_type"):
@@ -243,7 +246,7 @@ def make_load_plan(
     strict: bool,
     cast: bool,
 ) -> LoadPlan:
-    """Return the plan of a load with its mismatches."""
+    """Compare the model's tensors with the files; return the plan with all mismatches."""
     if not (files.path / CONFIG).is_file():
         raise ValueError(
             f"path ({files.path}) must be visible to every rank: use a shared file system"
@@ -275,7 +278,7 @@ def make_load_plan(
 def _drop_zero_experts(
     model: nn.Module, sources: Mapping[str, TensorSource]
 ) -> dict[str, TensorSource]:
-    """Drop the tensors that LongCat-Flash stores for experts that return their input."""
+    """Return the sources without tensors of LongCat-Flash's zero-computation experts."""
     layers = {n: m for n, m in model.named_modules() if isinstance(m, RoutedExperts)}
     E = {clean_name(n): m.config.num_experts for n, m in layers.items() if m.config.zero_experts}
     matches = {name: EXPERT.fullmatch(name) for name in sources if E}
@@ -286,7 +289,7 @@ def _drop_zero_experts(
 def _plan_recipes(
     model: nn.Module, shapes: Mapping[str, tuple[int, ...]], sources: Mapping[str, TensorSource]
 ) -> dict[str, FileRecipe]:
-    """Return the recipe of each tensor of a model; it also names file tensors that are missing."""
+    """Return the recipe of each model tensor; a recipe may name missing file tensors."""
     if isinstance(model, Decoder):
         return hf_plan(model.config, find_layout(sources), shapes)
     reader = build_reader(upcycled_config(model) or as_type(Any, model).config.to_dict(), model)
@@ -297,7 +300,7 @@ def _plan_recipes(
 def _drop_copies(
     targets: Mapping[str, Tensor], recipes: dict[str, FileRecipe], copies: Mapping[str, str]
 ) -> bool:
-    """Remove the recipe of a tied head; return whether head and embedding must be tied again."""
+    """Remove the recipe of a tied head; return whether the load must tie the weights again."""
     # `to_empty` makes two of them. In a sharded model the first forward, which sets all owners of
     # a parameter, makes the two one again, so the head is read from the embedding's tensor.
     if HEAD not in copies or HEAD not in targets:
@@ -312,7 +315,7 @@ def _drop_copies(
 
 
 def _select_unexpected(left_over: list[str], first_ignored: int | None) -> list[str]:
-    """Return the file tensors without a model tensor that are an error with `strict`."""
+    """Return the unused file tensors that are an error with `strict`."""
     names = [n for n in left_over if not n.endswith("rotary_emb.inv_freq")]  # follows from config
     if first_ignored is None:
         return names
@@ -323,6 +326,7 @@ def _select_unexpected(left_over: list[str], first_ignored: int | None) -> list[
 def _find_tensor_problems(
     target: Tensor, recipe: FileRecipe, sources: Mapping[str, TensorSource], cast: bool
 ) -> list[str]:
+    """Return an error text for each wrong shape or dtype of a tensor's pieces."""
     problems = []
     for piece in recipe.pieces:
         source = sources.get(piece.name)
@@ -339,6 +343,7 @@ def _find_tensor_problems(
 
 
 def _find_dtype_problem(source: TensorSource, target_dtype: torch.dtype, cast: bool) -> str:
+    """Return why a file tensor cannot be loaded into `target_dtype`; "" if it can."""
     if source.dtype == target_dtype:
         return ""
     floats = source.dtype.is_floating_point and target_dtype.is_floating_point
@@ -351,7 +356,7 @@ def _find_dtype_problem(source: TensorSource, target_dtype: torch.dtype, cast: b
 
 @torch.no_grad()
 def init_hf(model: nn.Module, seed: Seed = 0) -> None:
-    """Initialize all parameters and buffers of a transformers model, independent of the layout.
+    """Initialize a transformers model from a seed; values do not depend on the parallel layout.
 
     transformers' own initialisation does not support DTensors and MoELayers. Norms are 1 and biases
     0 (also gpt-oss's router bias and DeepSeek-V3's selection bias). Other parameters are N(0, s^2)

@@ -44,13 +44,13 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class StoredAdapter:
-    """A tensor of an adapter, and the piece of peft's files that stores it."""
+    """An adapter tensor, and the piece of peft's files that stores it."""
 
     tensor: Tensor
     piece: TensorPiece
 
     def to_file(self, tensor: Tensor) -> Tensor:
-        """Return the file tensor for the adapter's unsharded tensor."""
+        """Convert the adapter's unsharded tensor to the file tensor."""
         if self.piece.view is None:
             return tensor.reshape(self.piece.file_shape)
         file_tensor = tensor.new_empty(self.piece.file_shape)
@@ -58,21 +58,21 @@ class StoredAdapter:
         return file_tensor
 
     def from_file(self, file_tensor: Tensor) -> Tensor:
-        """Return the adapter's unsharded tensor from the file tensor."""
+        """Convert the file tensor to the adapter's unsharded tensor."""
         view = self.piece.view
         return (file_tensor if view is None else view.apply(file_tensor)).reshape(self.tensor.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """The update of one weight by a layer's active adapters."""
+    """A weight, its peft layer, and the function that adds the layer's active adapters to it."""
 
     weight: Tensor
     layer: Any  # of peft
     add: Callable[[Tensor], None]  # to a tensor like this rank's part of the weight; collective
 
     def inputs(self) -> list[Tensor]:
-        """Return the A and B tensors of these adapters."""
+        """Return the A and B tensors of the layer's active adapters."""
         owners: list[Any] = [getattr(self.layer, kind) for kind in self.layer.adapter_layer_names]
         parts = [
             owner[n] for n in _list_applied_adapters(self.layer) for owner in owners if n in owner
@@ -80,13 +80,13 @@ class Merge:
         return [part if isinstance(part, Tensor) else part.weight for part in parts]
 
     def factors(self) -> tuple[float, ...]:
-        """Return the scaling factor of each adapter's product."""
+        """Return the scaling factor of each active adapter."""
         return tuple(self.layer.scaling[name] for name in _list_applied_adapters(self.layer))
 
 
 @torch.no_grad()
 def init_adapters(model: nn.Module, seed: int = 0) -> None:
-    """Initialize A and B of all adapters as peft does, independent of the layout.
+    """Initialize A and B of all adapters as peft does; values do not depend on the layout.
 
     For a model that was built on meta. B is 0 and A uniform, or normal with
     `LoraConfig(init_lora_weights="gaussian")`; an embedding's A is 0 and its B normal. `load_hf`
@@ -116,7 +116,7 @@ def init_adapters(model: nn.Module, seed: int = 0) -> None:
 def save_adapters(
     model: nn.Module, path: str | os.PathLike[str], *, adapter: str = "default"
 ) -> None:
-    """Write an adapter in the format of peft's `save_pretrained`. Collective; rank 0 writes.
+    """Gather one adapter and write it in peft's format. Collective; rank 0 writes.
 
     All ranks gather one tensor at a time. Rank 0 has the complete adapter of all pipeline stages in
     host memory.
@@ -190,7 +190,10 @@ def _read_adapter(
     entries: dict[str, StoredAdapter],
     every: Set[str],
 ) -> dict[str, Tensor]:
-    """Return the file's tensors; raise ValueError for mismatches. `every` has all stages' names."""
+    """Read the adapter file of a directory; raise ValueError if it does not fit the model.
+
+    `every` has the tensor names of all pipeline stages.
+    """
     from safetensors.torch import load_file
 
     tensors: dict[str, Tensor] = load_file(path / WEIGHTS)
@@ -213,7 +216,7 @@ def _read_adapter(
 
 
 def _get_lora_configs(model: nn.Module) -> dict[str, Any]:
-    """Return the LoraConfig of each adapter."""
+    """Return adapter name -> LoraConfig; raise ValueError for a model without LoRA."""
     configs: dict[str, Any] = getattr(model, "peft_config", None) or {}
     if unwrap_peft(model) is model or any(
         not hasattr(config, "lora_alpha") for config in configs.values()
@@ -226,7 +229,7 @@ def _get_lora_configs(model: nn.Module) -> dict[str, Any]:
 
 
 def adapter_tensors(model: nn.Module, adapter: str) -> dict[str, StoredAdapter]:
-    """Return the tensors of an adapter by their names in peft's files."""
+    """Return the tensors of one adapter under their names in peft's files."""
     from peft import get_peft_model_state_dict
 
     configs = _get_lora_configs(model)
@@ -258,7 +261,7 @@ def _make_stored_adapter(name: str, tensor: Tensor, shape: Sequence[int]) -> Sto
 
 
 def _refuse_unsaved_params(model: nn.Module) -> None:
-    """Raise ValueError for a trainable parameter outside of adapters, which no file would have."""
+    """Raise ValueError if a trainable parameter is in no adapter: no file would contain it."""
     adapters = (adapter_tensors(model, name) for name in _get_lora_configs(model))
     tensors = [entry.tensor for adapter in adapters for entry in adapter.values()]
     adapter_ids = set(map(id, tensors))
@@ -275,6 +278,7 @@ def _refuse_unsaved_params(model: nn.Module) -> None:
 def _write_adapter_files(
     model: nn.Module, path: Path, adapter: str, file_tensors: dict[str, Tensor]
 ) -> None:
+    """Write adapter_config.json and the adapter's safetensors file."""
     from safetensors.torch import save_file
 
     config: Any = copy(_get_lora_configs(model)[adapter])
@@ -288,6 +292,7 @@ def _write_adapter_files(
 
 
 def _init_layer(path: str, layer: Any, adapter: str, seed: int, *, is_normal: bool) -> None:
+    """Initialize A and B of one adapter in one peft layer."""
     for kind in (*layer.adapter_layer_names, *layer.other_param_names):
         owners = getattr(layer, kind)  # of parameters, or plain values such as r
         if not isinstance(owners, nn.ModuleDict | nn.ParameterDict) or adapter not in owners:
@@ -313,7 +318,7 @@ def _init_layer(path: str, layer: Any, adapter: str, seed: int, *, is_normal: bo
 
 @torch.no_grad()
 def merge_adapters(model: nn.Module) -> None:
-    """Add the active adapters to the weights, in place. Collective.
+    """Add the active adapters to the weights of a PeftModel, in place. Collective.
 
     As peft's `merge_adapter`, on shards. The sum of W and s B A of all active adapters is computed
     in fp32 and rounded to the weight's dtype once, so outputs change only by this rounding. Forward
@@ -342,7 +347,7 @@ def merge_adapters(model: nn.Module) -> None:
 
 
 def find_merges(model: nn.Module) -> list[Merge]:
-    """Return the update of each weight by adapters; raise for kinds that cannot be merged."""
+    """Return a `Merge` for each weight with active adapters; raise for adapters other than LoRA."""
     for unmerged_layer in find_unmerged(model).values():
         _refuse_unmergeable_layer(unmerged_layer)
     items = []
@@ -358,7 +363,7 @@ def find_merges(model: nn.Module) -> list[Merge]:
 
 
 def refuse_unmerged(model: nn.Module) -> None:
-    """Raise ValueError for a model with unmerged adapters."""
+    """Raise ValueError if a model has active adapters that are not merged into weights."""
     for name in find_unmerged(model):
         raise ValueError(
             f"adapters of {clean_name(name)} must be merged into the weights, which are all "
@@ -367,13 +372,14 @@ def refuse_unmerged(model: nn.Module) -> None:
 
 
 def find_unmerged(model: nn.Module) -> dict[str, nn.Module]:
-    """Return name -> layer, for each layer whose forward adds adapters to its weight."""
+    """Return name -> layer for each layer whose forward adds adapters to its weight's product."""
     return {
         n: m for n, m in model.named_modules() if is_tuner_layer(m) and _list_applied_adapters(m)
     }
 
 
 def _require_mergeable(model: nn.Module) -> None:
+    """Raise an error unless the model has active adapters and all of them can be merged."""
     layers = find_unmerged(model).values()
     if not layers:
         raise ValueError(
@@ -385,6 +391,7 @@ def _require_mergeable(model: nn.Module) -> None:
 
 
 def _refuse_unmergeable_layer(layer: Any) -> None:
+    """Raise NotImplementedError if a layer's adapters are not plain LoRA."""
     variants = any(getattr(layer, "lora_variant", {}).get(n) for n in _list_applied_adapters(layer))
     biased = any(getattr(layer, "lora_bias", {}).get(n) for n in _list_applied_adapters(layer))
     is_known = isinstance(layer, LowRank) or _get_layer_kind(layer) is not None
@@ -396,13 +403,14 @@ def _refuse_unmergeable_layer(layer: Any) -> None:
 
 
 def _get_layer_kind(layer: Any) -> str | None:
+    """Return "linear" or "embedding" for peft's layer classes; None for other classes."""
     from peft.tuners.lora import Embedding, Linear
 
     return "linear" if type(layer) is Linear else "embedding" if type(layer) is Embedding else None
 
 
 def _list_applied_adapters(layer: Any) -> list[str]:
-    """Return the names of the adapters that a layer's forward adds."""
+    """Return the names of the adapters that the layer's forward adds."""
     if isinstance(layer, LowRank):
         return layer.in_use
     if layer.disable_adapters or layer.merged:
@@ -412,6 +420,7 @@ def _list_applied_adapters(layer: Any) -> list[str]:
 
 
 def _add_to_dense(layer: Any, local: Tensor) -> None:
+    """Add a linear or embedding layer's adapters to this rank's shard. Collective."""
     indices = global_indices(layer.get_base_layer().weight)
     total = _widen(local)
     for adapter in _list_applied_adapters(layer):
@@ -427,6 +436,7 @@ def _add_to_dense(layer: Any, local: Tensor) -> None:
 
 
 def _add_to_experts(experts: Experts, name: str, update: Any, local: Tensor) -> None:
+    """Add the adapters of an expert weight to this rank's shard, by expert. Collective."""
     weight = getattr(experts, name)
     indices, *rest = global_indices(weight)
     updates = [
@@ -447,11 +457,12 @@ def _add_to_experts(experts: Experts, name: str, update: Any, local: Tensor) -> 
 
 
 def _compute_delta(b: Tensor, a: Tensor, scaling: float) -> Tensor:
+    """Return scaling * B A, in at least fp32."""
     return (_widen(b) @ _widen(a)) * scaling
 
 
 def _widen(tensor: Tensor) -> Tensor:
-    """Return a tensor in fp32, or in its own dtype if that has more bits.
+    """Convert a tensor to fp32; keep its dtype if that has more bits.
 
     Merging computes W + s B A in it, and rounds the sum to the weight's dtype once.
     """
@@ -459,7 +470,7 @@ def _widen(tensor: Tensor) -> Tensor:
 
 
 def _select_shard(tensor: Tensor, indices: list[Tensor]) -> Tensor:
-    """Return the part of an unsharded tensor that a shard with these global indices has."""
+    """Return the elements of an unsharded tensor at a shard's global indices."""
     for dim, index in enumerate(indices):
         if index.numel() != tensor.shape[dim]:
             tensor = tensor.index_select(dim, index.to(tensor.device))
@@ -467,5 +478,6 @@ def _select_shard(tensor: Tensor, indices: list[Tensor]) -> Tensor:
 
 
 def _unshard(tensor: Tensor) -> Tensor:
+    """Return the unsharded tensor of a DTensor. Collective; a plain tensor is returned as it is."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -87,7 +87,7 @@ EXPERT_BIAS = ("router.expert_bias", "gate.e_score_correction_bias")  # DeepSeek
 def hf_plan(
     config: DecoderConfig, layout: HFLayout, shapes: Mapping[str, tuple[int, ...]] | None = None
 ) -> dict[str, FileRecipe]:
-    """Return name -> recipe of every tensor of `Decoder(config).state_dict()`, in model order.
+    """Map each tensor of `Decoder(config).state_dict()` to its Hugging Face tensors, in order.
 
     `shapes` are the shapes of a decoder's or a pipeline stage's tensors; None = of `config`.
     """
@@ -104,7 +104,7 @@ def hf_plan(
 
 
 def hf_copies(config: DecoderConfig) -> dict[str, str]:
-    """Return names of copies that files may have -> the name of the tensor with equal values."""
+    """Map the name of each copy that files may contain to the tensor with equal values."""
     head = EMBEDDING if config.tie_embeddings else HEAD
     copies = {HEAD: EMBEDDING} if config.tie_embeddings else {}
     for k in range(config.num_mtp_layers if not config.attention_gate else 0):
@@ -115,7 +115,7 @@ def hf_copies(config: DecoderConfig) -> dict[str, str]:
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name, tied ones under each of their names."""
+    """Return parameters and persistent buffers by name; tied ones appear under every name."""
     if not isinstance(model, Decoder) and not hasattr(_get_config(model), "model_type"):
         refuse_model(model)
     tensors: dict[str, Tensor] = {}
@@ -139,7 +139,7 @@ def refuse_model(model: nn.Module) -> NoReturn:
 
 
 def model_copies(model: nn.Module) -> dict[str, str]:
-    """Return names of copies that a model's files may have -> the tensor with equal values."""
+    """Map the name of each copy that a model's files may contain to the copied tensor."""
     if isinstance(model, Decoder):
         return hf_copies(model.config)
     if not getattr(_get_config(model), "tie_word_embeddings", False):
@@ -150,7 +150,7 @@ def model_copies(model: nn.Module) -> dict[str, str]:
 
 
 def first_ignored_layer(model: nn.Module) -> int | None:
-    """Return the index from which the model ignores layers of files (MTP); None = no index."""
+    """Return the index of the first layer in files that the model ignores (MTP); None if none."""
     family = None if isinstance(model, Decoder) else FAMILIES.get(_get_config(model).model_type)
     if family is None or not family.has_mtp:
         return None
@@ -159,7 +159,7 @@ def first_ignored_layer(model: nn.Module) -> int | None:
 
 
 def find_layout(names: Collection[str]) -> HFLayout:
-    """Return the layout of Hugging Face tensors with these names; "fused" without experts."""
+    """Infer the layout from Hugging Face tensor names; "fused" if there are no experts."""
     if any(".block_sparse_moe." in name for name in names):
         return "mixtral"
     published = re.compile(r"\.(mlp|mixer)\.experts\.\d+\.|^backbone\.")
@@ -171,7 +171,7 @@ def find_layout(names: Collection[str]) -> HFLayout:
 def _list_native_pieces(
     name: str, shape: tuple[int, ...], config: DecoderConfig, layout: HFLayout
 ) -> tuple[TensorPiece, ...]:
-    """Return the pieces of one native tensor."""
+    """Return the pieces of one native tensor, under names that `_translate_name` completes."""
     prefix, _, part = name.partition(".mlp.")
     if name.endswith(".linear_attn.in_proj.weight"):
         return _list_mamba2_pieces(name, shape, config)
@@ -198,7 +198,7 @@ def _list_native_pieces(
 
 
 def routed_pieces(name: str, shape: tuple[int, ...], layout: HFLayout) -> tuple[TensorPiece, ...]:
-    """Return the pieces of a router, w1 [E, (2,) F, D] or w2 [E, D, F]; () for other names."""
+    """Return the pieces of a router, w1 [E, (2,) F, D] or w2 [E, D, F]; () for other tensors."""
     prefix, _, part = name.rpartition(".mlp.")
     mlp_path = f"{prefix}.{'block_sparse_moe' if layout == 'mixtral' else 'mlp'}"
     if part == "router.weight":
@@ -225,7 +225,7 @@ def routed_pieces(name: str, shape: tuple[int, ...], layout: HFLayout) -> tuple[
 def _list_gpt_oss_pieces(
     name: str, shape: tuple[int, ...], layout: HFLayout
 ) -> tuple[TensorPiece, ...]:
-    """Return the piece of a tensor of gpt-oss's routers and routed experts; () for other names."""
+    """Return the piece of a router or expert tensor of gpt-oss; () for other tensors."""
     layer_path, _, part = name.rpartition(".mlp.")
     if part in ("router.weight", "router.bias"):
         return (TensorPiece(name, (), shape),)
@@ -244,7 +244,7 @@ def _list_gpt_oss_pieces(
 def _list_mamba2_pieces(
     name: str, shape: tuple[int, ...], config: DecoderConfig
 ) -> tuple[TensorPiece, ...]:
-    """Return the pieces of Mamba-2's in_proj: per group, its rows of z, x, B, C and time steps."""
+    """Return the pieces of Mamba-2's in_proj: the rows z, x, B, C and time steps of each group."""
     mamba = config.linear_attention
     assert mamba is not None, "the tensor is part of a linear layer"
     h, r = mamba.num_k_heads, mamba.num_v_heads // mamba.num_k_heads
@@ -261,7 +261,7 @@ def _list_mamba2_pieces(
 
 
 def _translate_name(name: str, config: DecoderConfig, layout: HFLayout) -> str:
-    """Return the family's file name of a tensor; names in MoE layers are already final."""
+    """Translate a tensor name to the family's file name; names in MoE layers do not change."""
     if config.pattern:
         name = name if layout == "fused" else re.sub(r"^model\.", "backbone.", name)
         for native, hf_name in NEMOTRON_H:
@@ -287,7 +287,7 @@ def _translate_name(name: str, config: DecoderConfig, layout: HFLayout) -> str:
 def _list_shared_pieces(
     mlp_path: str, part: str, shape: tuple[int, ...], config: DecoderConfig
 ) -> tuple[TensorPiece, ...]:
-    """Return the pieces of a shared expert: Qwen2-MoE's with a gate, otherwise DeepSeek-V3's."""
+    """Return the pieces of a shared expert: Qwen2-MoE's if it has a gate, or DeepSeek-V3's."""
     moe = config.moe
     assert moe is not None, "as above"
     if moe.shared_gate and moe.num_shared_experts > 1:

@@ -28,7 +28,7 @@ from moecore.moe.layer import LayerLayout, MoELayer
 
 @dataclass(frozen=True, slots=True)
 class UpcycledFamily:
-    """The class with experts for an upcycled dense family."""
+    """The transformers MoE family in which an upcycled dense family is written."""
 
     model_type: str
     some_dense: bool  # whether layers may stay dense
@@ -51,7 +51,7 @@ FAMILIES = {"qwen3": _QWEN3, "qwen2": _QWEN2, "llama": _MIXTRAL, "mistral": _MIX
 
 
 def upcycled_config(model: nn.Module) -> dict[str, Any] | None:
-    """Return the config.json of an upcycled model's class with experts; None if not upcycled."""
+    """Return the MoE class's config.json for an upcycled model; None for any other model."""
     layers = _find_moe_layers(model)
     config = getattr(model, "config", None)
     if not layers or isinstance(model, Decoder) or not hasattr(config, "to_dict"):
@@ -72,7 +72,7 @@ def upcycled_config(model: nn.Module) -> dict[str, Any] | None:
 def make_empty_shared_experts(
     model: nn.Module, values: Mapping[str, Any], like: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return shared experts of hidden dim 0 for Qwen2-MoE's class; {} for other classes."""
+    """Return Qwen2-MoE's shared experts, with hidden dim 0; {} for other classes."""
     if isinstance(model, Decoder) or values.get("model_type") != "qwen2_moe":
         return {}
     if values["shared_expert_intermediate_size"] != 0:
@@ -93,7 +93,7 @@ def make_empty_shared_experts(
 
 
 def _find_moe_layers(model: nn.Module) -> dict[int, MoEConfig]:
-    """Return layer index -> config of the MoE layers that have moecore's own names."""
+    """Return layer index -> config for each MoE layer that has moecore's tensor names."""
     layers = {}
     for name, module in model.named_modules():
         prefix, _, number = name.removesuffix(".mlp").rpartition(".")
@@ -104,7 +104,7 @@ def _find_moe_layers(model: nn.Module) -> dict[int, MoEConfig]:
 
 
 def _refuse_unknown_family(values: Mapping[str, Any], layers: Mapping[int, MoEConfig]) -> None:
-    """Raise ValueError for a dense family without a class with experts."""
+    """Raise ValueError if transformers has no MoE class for the dense family."""
     if any("expert" in name for name in values):
         return
     activation = next(iter(layers.values())).activation
@@ -119,7 +119,7 @@ def _refuse_unknown_family(values: Mapping[str, Any], layers: Mapping[int, MoECo
 def _build_moe_config(
     values: Mapping[str, Any], family: UpcycledFamily, layers: Mapping[int, MoEConfig]
 ) -> dict[str, Any]:
-    """Return the dense model's fields that the MoE class has, and the fields of its experts."""
+    """Build the MoE class's config.json from the dense config and the layers' configs."""
     from transformers import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[family.model_type]
@@ -151,7 +151,7 @@ def _build_moe_config(
 def _require_routing_rule(
     i: int, config: MoEConfig, first: MoEConfig, family: UpcycledFamily
 ) -> None:
-    """Raise ValueError unless layer i follows the family's rule and has the first layer's sizes."""
+    """Raise ValueError unless layer i routes as the family does and has the first layer's sizes."""
     normalizes = family.always_normalizes or first.normalizes
     expected_config = MoEConfig(
         dim=first.dim,

@@ -32,7 +32,7 @@ LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.")
 
 
 class Shaped(Protocol):
-    """A tensor of a directory, written or planned."""
+    """Protocol of a stored or planned tensor that has a shape."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -40,11 +40,12 @@ class Shaped(Protocol):
 
 
 def verify_hf(path: str | os.PathLike[str]) -> list[str]:
-    """Return the problems of a directory, one line each; [] for a complete directory."""
+    """Check a Hugging Face directory; return one line per problem, [] if it is complete."""
     return [format_error_line(problem, MAX_CHARS) for problem in _find_problems(Path(path))]
 
 
 def _find_problems(path: Path) -> list[str]:
+    """Return the problems of a directory's config, headers and shards."""
     try:
         config = read_config(path)
         with HFFiles(path) as files:
@@ -58,7 +59,7 @@ def _find_problems(path: Path) -> list[str]:
 def content_problems(
     sources: Mapping[str, Shaped], config: Mapping[str, Any], described: HFConfig
 ) -> list[str]:
-    """Return the differences between tensors and the model that a config.json describes."""
+    """Compare tensors with the model that a config.json describes; return the differences."""
     try:
         native = decoder_config_from_hf(described)
         plan = hf_plan(native, find_layout(sources))
@@ -72,7 +73,10 @@ def content_problems(
 def shape_problems(
     files: Mapping[str, Shaped], shapes: Mapping[str, tuple[int, ...]], copies: Collection[str] = ()
 ) -> list[str]:
-    """Return the differences in names and shapes; `copies` are optional names."""
+    """Compare the names and shapes of files with `shapes`; return one error text per difference.
+
+    Names in `copies` are optional.
+    """
     problems = [f"{name} is missing" for name in shapes if name not in files]
     problems += [
         f"{name} is not in the model that {CONFIG} describes"
@@ -90,7 +94,10 @@ def shape_problems(
 def copy_problems(
     files: BoxReader, sources: Mapping[str, TensorSource], copies: Mapping[str, str]
 ) -> list[str]:
-    """Return an error text for each copy that differs; each rank compares some of the rows."""
+    """Compare each copy with its original; return an error text for each copy that differs.
+
+    Each rank compares a range of the rows.
+    """
     rank, world = rank_and_world()
     problems = []
     for copy, original in copies.items():
@@ -114,7 +121,7 @@ def copy_problems(
 
 
 def _find_stray_shards(path: Path, files: HFFiles) -> list[str]:
-    """Return files that no index names, and a wrong total size."""
+    """Return an error text for each unlisted shard file and for a wrong total size in the index."""
     problems = []
     shards = {entry.file for entry in files.tensors.values()}
     names = {p.name for p in path.glob("model*.safetensors")}
@@ -133,7 +140,10 @@ def _find_stray_shards(path: Path, files: HFFiles) -> list[str]:
 def _compare_with_transformers(
     sources: Mapping[str, Shaped], config: Mapping[str, Any]
 ) -> list[str]:
-    """Return differences from transformers' model; for an unknown class, missing experts."""
+    """Compare tensors with the transformers model of config.json; return the differences.
+
+    For a class that transformers does not have, only missing experts are found.
+    """
     try:
         for key in ("num_hidden_layers", *MTP_KEYS):  # which `_is_behind` reads
             check_kind(key, config.get(key) or 1)
@@ -150,7 +160,7 @@ def _compare_with_transformers(
 
 
 def _find_missing_experts(sources: Mapping[str, Shaped], config: Mapping[str, Any]) -> list[str]:
-    """Return the experts that a layer lacks, compared with its other matrices or the config."""
+    """Return an error text for each missing or additional expert of a layer."""
     counts = (config[key] for key in EXPERT_KEYS if FIELD_KINDS["num_experts"][1](config.get(key)))
     want, problems = next(counts, 0), list[str]()
     experts_by_role: dict[tuple[str, str], set[int]] = {}
@@ -168,6 +178,6 @@ def _find_missing_experts(sources: Mapping[str, Shaped], config: Mapping[str, An
 
 
 def _is_mtp_layer(layer: int, config: Mapping[str, Any]) -> bool:
-    """Whether a layer index is a multi-token prediction layer, after the last layer."""
+    """Whether `layer` is the index of a multi-token prediction layer, after the last layer."""
     first = config.get("num_hidden_layers") or layer + 1
     return first <= layer < first + max((config.get(key) or 0 for key in MTP_KEYS), default=0)

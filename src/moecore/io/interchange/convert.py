@@ -76,7 +76,7 @@ def dcp_to_native(
     max_file_bytes: NumBytes = 5 * 10**9,
     progress: Progress | None = None,
 ) -> Path:
-    """Write a DCP directory as a checkpoint of the native decoder; return its directory.
+    """Convert a DCP directory to a native checkpoint; return the new directory.
 
     Optimizer state and other objects in it are ignored.
 
@@ -112,7 +112,7 @@ def native_to_dcp(
     dtype: torch.dtype | None = None,
     progress: Progress | None = None,
 ) -> int:
-    """Write the model of a native checkpoint as a DCP directory; return its tensor count.
+    """Convert a native checkpoint's model to a DCP directory; return the number of tensors.
 
     Args:
         path, out, config, dtype, progress: as in `native_to_hf`.
@@ -147,7 +147,7 @@ def native_to_dcp(
 
 
 def find_naming(files: DCPFiles) -> str:
-    """Return the `DCPNames` entry of a directory, found from its tensor names."""
+    """Infer from its tensor names which `DCPNames` a directory uses."""
     if find_prefixes(files, WORDS):
         return "megatron"
     is_native = any(".mlp.experts.w1" in n or ".mlp.router.weight" in n for n in files.tensors)
@@ -156,13 +156,13 @@ def find_naming(files: DCPFiles) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SplicedSource(TensorSource):
-    """A Hugging Face tensor that consists of rows of stored tensors."""
+    """A Hugging Face tensor that is concatenated from rows of stored tensors."""
 
     # Stored tensor, index into its first dims, first row and row behind the last.
     spans: tuple[tuple[str, tuple[int, ...], int, int], ...] = ()
 
     def read(self, files: BoxReader, box: Box) -> Tensor:
-        """Return the box as a new CPU tensor."""
+        """Read a box from the stored tensors and return it as a new CPU tensor."""
         pieces, at = [], 0
         for key, index, start, stop in self.spans:
             first, last = max(box[0].start, at), min(box[0].stop, at + stop - start)
@@ -177,7 +177,7 @@ class SplicedSource(TensorSource):
 def _find_sources(
     files: DCPFiles, config: DecoderConfig
 ) -> tuple[dict[str, TensorSource], dict[str, FileRecipe], list[str]]:
-    """Return the tensors of a directory, the plan that reads them, and the problems."""
+    """Return the Hugging Face tensors of a DCP directory, their plan, and the problems."""
     kind = find_naming(files)
     if kind == "megatron":
         spliced_sources, problems = _find_megatron_sources(files, config)
@@ -196,7 +196,7 @@ def _find_sources(
 
 
 def _find_prefix(files: DCPFiles, ending: str) -> str:
-    """Return the common prefix of the model's names; raise ValueError for several models."""
+    """Return the prefix of the model's tensor names; raise ValueError for several models."""
     candidates = find_prefixes(files, ending) or [""]
     if len(candidates) > 1 and "" not in candidates:
         raise ValueError(
@@ -209,6 +209,7 @@ def _find_prefix(files: DCPFiles, ending: str) -> str:
 def _find_megatron_sources(
     files: DCPFiles, config: DecoderConfig
 ) -> tuple[dict[str, TensorSource], list[str]]:
+    """Return the Hugging Face tensors of a Megatron-Core directory, and the problems found."""
     for option, value in read_options(files.path / "common.pt", OTHER_FUNCTIONS).items():
         if value:
             raise NotImplementedError(
@@ -247,7 +248,7 @@ def _find_megatron_sources(
 def _pair_parts_with_places(
     block: MegatronBlock, places: tuple[LayerPlace, ...]
 ) -> Iterator[tuple[TensorPart, tuple[LayerPlace, int]]]:
-    """Yield each part of a block with (its place, its first row in the place)."""
+    """Yield each part of a block with its stored place and its first row there."""
     at = 0
     for part in block.parts if places else ():
         row, begin = at, 0
@@ -260,7 +261,7 @@ def _pair_parts_with_places(
 
 
 def _plan_megatron_tensors(model: StoredModel) -> dict[str, NewTensor]:
-    """Return the tensors of Megatron-Core, with one chunk per layer and expert."""
+    """Return the Megatron-Core tensors to write, with one chunk per layer and expert."""
     config = decoder_config_from_hf(model.values)
     items_by_name = {item.name: item for item in model.items}
     plans = (hf_plan(config, layout) for layout in ("per_expert", find_layout(items_by_name)))
@@ -286,14 +287,14 @@ def _plan_megatron_tensors(model: StoredModel) -> dict[str, NewTensor]:
 
 
 def _concat_parts(block: MegatronBlock, items: Mapping[str, Item], collector: Collector) -> Tensor:
-    """Return a block, concatenated from the rows of its parts."""
+    """Concatenate the rows of a block's parts from the Hugging Face tensors."""
     names = dict.fromkeys(part.name for part in block.parts)
     tensors = {name: _collect_tensor(collector, items[name]) for name in names}
     return torch.cat([tensors[part.name][part.start : part.stop] for part in block.parts])
 
 
 def _plan_native_tensors(model: StoredModel, dtype: torch.dtype | None) -> dict[str, NewTensor]:
-    """Return the native decoder's tensors, with one chunk each."""
+    """Return the native decoder's tensors to write, with one chunk per tensor."""
     if not model.is_decoder and any(".experts." in name for name in model.tensors):
         raise ValueError(
             "names ('dcp') must be those of the checkpoint, which is a transformers model's: use "
@@ -308,12 +309,14 @@ def _plan_native_tensors(model: StoredModel, dtype: torch.dtype | None) -> dict[
 
 
 def _make_one_chunk_tensor(item: Item, collector: Collector) -> NewTensor:
+    """Return a tensor to write whose only chunk is the full tensor."""
     shape = item.shape
     chunk = NewChunk((0,) * len(shape), shape, lambda: _collect_tensor(collector, item))
     return NewTensor(shape, item.dtype, [chunk])
 
 
 def _collect_tensor(collector: Collector, item: Item) -> Tensor:
+    """Read the full Hugging Face tensor of an item."""
     tensor = collector.collect_tensor(item, 0)
     assert tensor is not None, "one process has every tensor"
     return tensor

@@ -108,7 +108,7 @@ class TensorPart:
 
 @dataclass(frozen=True, slots=True)
 class MegatronBlock:
-    """One matrix or vector of one layer and expert of Megatron-Core."""
+    """A matrix or vector of one layer and expert in Megatron-Core, and its Hugging Face rows."""
 
     names: tuple[str, ...]  # in its layer; the first is written, all are read
     parts: tuple[TensorPart, ...]
@@ -120,7 +120,7 @@ class MegatronBlock:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """The stored tensor and index at which rows of a block are stored."""
+    """The stored tensor, and the index into its first dims, where a block's rows are stored."""
 
     key: str
     index: tuple[int, ...]  # into its first dims, which are layers, experts, both or none
@@ -129,7 +129,7 @@ class LayerPlace:
 
 
 def megatron_blocks(config: DecoderConfig) -> list[MegatronBlock]:
-    """Return the blocks of a decoder in model order; raise for tensors without a Megatron name."""
+    """Return the decoder's blocks in model order; raise for tensors that Megatron-Core lacks."""
     shapes = file_shapes(hf_plan(config, "per_expert"))
     unnamed = ["proj.bias", "proj_bias", "router.bias", "sinks", "conv1d.weight"]
     unnamed += ["q_proj.weight"] if config.attention_gate else []
@@ -161,7 +161,7 @@ def megatron_blocks(config: DecoderConfig) -> list[MegatronBlock]:
 
 
 def _unsupported_fields(config: DecoderConfig) -> Iterator[str]:
-    """Yield the config fields that Megatron-Core does not support, and their required values."""
+    """Yield an error text for each config field that Megatron-Core does not support."""
     parts: list[tuple[str, Any]] = [("", config), ("moe.", config.moe), ("mla.", config.mla)]
     for prefix, part in parts:
         for field in fields(part) if part is not None else ():
@@ -183,6 +183,7 @@ def _unsupported_fields(config: DecoderConfig) -> Iterator[str]:
 
 
 def _refuse_unnamed(name: str, shapes: Shapes) -> NoReturn:
+    """Raise NotImplementedError for a tensor that has no name in Megatron-Core."""
     raise NotImplementedError(
         f"{shown_name(name)} {shapes[name]} must have a name in Megatron-Core, which has none "
         "that is known: go by way of a Hugging Face directory and Megatron Bridge"
@@ -190,7 +191,7 @@ def _refuse_unnamed(name: str, shapes: Shapes) -> NoReturn:
 
 
 def written_place(block: MegatronBlock, config: DecoderConfig) -> LayerPlace:
-    """Return the place at which Megatron-Core writes a block."""
+    """Return the stored tensor and index to which Megatron-Core writes a block."""
     is_stacked = not config.dense_layers  # all layers are alike
     return next(_list_candidate_places(block, config, stacked=is_stacked))[0]
 
@@ -198,7 +199,7 @@ def written_place(block: MegatronBlock, config: DecoderConfig) -> LayerPlace:
 def find_places(
     block: MegatronBlock, shapes: Shapes, config: DecoderConfig
 ) -> tuple[tuple[LayerPlace, ...], list[str]]:
-    """Return the places of a block's rows, in order, and the problems with their shapes."""
+    """Find where a directory stores a block's rows; return the places and shape problems."""
     for stacked in (True, False):
         for places in _list_candidate_places(block, config, stacked=stacked):
             if all(_has_dims(place, shapes, block) for place in places):
@@ -210,7 +211,7 @@ def find_places(
 
 
 def find_unused(shapes: Shapes, used_keys: set[str]) -> Iterator[str]:
-    """Yield names of the model's tensors that belong to no block."""
+    """Yield the names of stored model tensors that no block reads."""
     for name in shapes:
         if name.startswith(ROOTS) and name not in used_keys and "_extra_state" not in name:
             yield name
@@ -219,7 +220,7 @@ def find_unused(shapes: Shapes, used_keys: set[str]) -> Iterator[str]:
 def _list_candidate_places(
     block: MegatronBlock, config: DecoderConfig, *, stacked: bool
 ) -> Iterator[tuple[LayerPlace, ...]]:
-    """Yield the possible places of a block, the written one first, each with consecutive rows."""
+    """Yield the places at which Megatron-Core may store a block; the first one is written."""
     prefix = f"{block.layers}." if block.layers else ""
     index, dims = [block.layer], [config.num_layers]
     if not stacked or block.layers != LAYERS:
@@ -238,7 +239,7 @@ def _list_candidate_places(
 
 
 def _list_expert_names(name: str, expert: int | None) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield possible names of an expert's matrix, each with its index if experts are stacked."""
+    """Yield each possible tensor name of an expert's matrix, with the index if it is stacked."""
     if expert is None:
         yield name, ()
         return
@@ -251,11 +252,13 @@ def _list_expert_names(name: str, expert: int | None) -> Iterator[tuple[str, tup
 
 
 def _has_dims(place: LayerPlace, shapes: Shapes, block: MegatronBlock) -> bool:
+    """Whether the stored tensor exists and has as many dims as the place expects."""
     shape = shapes.get(place.key)
     return shape is not None and len(shape) == len(place.index) + len(block.shape)
 
 
 def _find_shape_problem(place: LayerPlace, block: MegatronBlock, shapes: Shapes) -> Iterator[str]:
+    """Yield an error text if the stored tensor has a wrong shape."""
     shape, depth = shapes[place.key], len(place.index)
     expected_shape = (*place.dims, place.rows, *block.shape[1:])
     is_padded = block.names[0] in (WORDS, OUTPUT) and shape[depth] >= place.rows
@@ -267,7 +270,10 @@ def _find_shape_problem(place: LayerPlace, block: MegatronBlock, shapes: Shapes)
 def _build_blocks(
     table: Table, shapes: Shapes, prefix: str = "", hf: str = ""
 ) -> list[MegatronBlock]:
-    """Return the blocks of a table; `prefix` and `hf` precede the names of the two formats."""
+    """Build the blocks of a name table.
+
+    `prefix` precedes Megatron-Core's names, and `hf` precedes the Hugging Face names.
+    """
     blocks = []
     for names, hf_names in table:
         parts = [f"{hf}{name}" for name in hf_names.split()]
@@ -280,7 +286,7 @@ def _build_blocks(
 
 
 def _build_layer_blocks(hf: str, config: DecoderConfig, shapes: Shapes) -> list[MegatronBlock]:
-    """Return the blocks of one transformer layer; `hf` is its Hugging Face name prefix."""
+    """Build the blocks of one transformer layer; `hf` is its Hugging Face name prefix."""
     is_moe = f"{hf}mlp.gate.weight" in shapes
     norm, q_or_qkv = "input_layernorm.weight", "linear_q_proj" if config.mla else "linear_qkv"
     norms = [norm, f"self_attention.{q_or_qkv}.layer_norm_weight"]
@@ -306,7 +312,7 @@ def _build_layer_blocks(hf: str, config: DecoderConfig, shapes: Shapes) -> list[
 
 
 def _build_qkv_block(hf: str, config: DecoderConfig, shapes: Shapes) -> MegatronBlock:
-    """Return the block of the fused QKV projection of grouped-query attention."""
+    """Build the block of the fused QKV projection in grouped-query attention."""
     q, k, v = (f"{hf}self_attn.{name}_proj.weight" for name in "qkv")
     d, groups = config.head_dim, config.num_kv_heads
     per_group = config.num_heads // groups * d
@@ -319,7 +325,7 @@ def _build_qkv_block(hf: str, config: DecoderConfig, shapes: Shapes) -> Megatron
 
 
 def _build_mtp_blocks(hf: str, config: DecoderConfig, shapes: Shapes) -> list[MegatronBlock]:
-    """Return the blocks of a multi-token prediction module: norms, projection and one layer."""
+    """Build the blocks of a multi-token prediction module: norms, projection and one layer."""
     blocks = _build_blocks(MTP_NORMS, shapes, hf=hf)
     for block in _build_layer_blocks(hf, config, shapes):
         inner = ("transformer_layer.", "mtp_model_layer.")
@@ -329,7 +335,7 @@ def _build_mtp_blocks(hf: str, config: DecoderConfig, shapes: Shapes) -> list[Me
 
 
 def optional_head(config: DecoderConfig, shapes: Shapes) -> MegatronBlock | None:
-    """Return the block of a head that is stored although the config ties it to the embedding."""
+    """Return the block of an output layer that is stored although the config ties it; or None."""
     if HEAD not in hf_copies(config) or OUTPUT not in shapes:
         return None
     shape = (config.vocab_size, config.dim)
