@@ -73,7 +73,7 @@ def measure(folder: Path, num_bytes: int, repeats: int) -> dict[str, float]:
     for repeat in range(repeats):
         ours, theirs = folder / f"ours-{repeat}", folder / f"dcp-{repeat}"
         saver.check()
-        saver._finish()
+        saver._wait_for_previous_save()
         actions: dict[str, Callable[[], object]] = {
             "dcp save": lambda p=theirs: dcp.save(tensors, checkpoint_id=p),
             "save": lambda p=ours: save(p, 1, model, optimizer),
@@ -87,7 +87,7 @@ def measure(folder: Path, num_bytes: int, repeats: int) -> dict[str, float]:
             action()
             best[name] = min(best[name], time.perf_counter() - start)
             if name.startswith("background"):
-                saver._finish()
+                saver._wait_for_previous_save()
         assert all(p.isfinite().all() for p in model.parameters())
         for path in (ours, theirs):
             shutil.rmtree(path)

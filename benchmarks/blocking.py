@@ -151,7 +151,7 @@ class Blocking:
                 paths.append(saver.save(step, wait=False))
 
             milliseconds = self.time(save)
-            saver._finish()
+            saver._wait_for_previous_save()
             shutil.rmtree(paths[0])
             step += 1
             yield milliseconds

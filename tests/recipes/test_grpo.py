@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from moecore.io import set_latest
-from moecore.io.checkpoint.directory import step_directory
+from moecore.io.checkpoint.directory import make_step_path
 from moecore.recipes import sums
 from moecore.recipes.rewards import RewardError, load_reward, rewards_of
 from moecore.recipes.tiny_model import make
@@ -52,7 +52,7 @@ def test_the_reward_rises_and_a_stopped_run_goes_on(grpo: ModuleType, tmp_path: 
     rewards = [line["reward"] for line in straight]
     # 128 completions of a random policy have 0.08, with a standard error of 0.02.
     assert mean(rewards[:3]) < 0.15 and min(rewards[-5:]) > 0.35
-    set_latest(step_directory(tmp_path / "run" / "checkpoints", SAVED))
+    set_latest(make_step_path(tmp_path / "run" / "checkpoints", SAVED))
     assert grpo.run_rank(args) == 0
     assert metrics(tmp_path / "run") == straight
 

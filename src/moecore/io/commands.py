@@ -16,7 +16,7 @@ from moecore.base.fields import UsageError
 from moecore.base.progress import show_progress
 from moecore.base.tables import escape_unprintable, format_bytes, format_error_line
 from moecore.io.checkpoint.directory import (
-    complete_checkpoints,
+    find_complete_checkpoints,
     find_prunable,
     find_root,
     latest,
@@ -33,25 +33,28 @@ FITTING = {"step": ("native",), "layout": ("hf",), "max_shard_size": ("native", 
 
 
 def run_inspect(args: Any) -> int:
-    """Print format, metadata and tensors of a checkpoint."""
-    path, kind = _find(args.path)
-    facts = {"native": _native_facts, "Hugging Face": _hf_facts, "DCP": _dcp_facts}[kind](path)
+    """Print the format, metadata and tensors of a checkpoint; return the exit code."""
+    path, kind = _find_checkpoint(args.path)
+    facts = {"native": _read_native_facts, "Hugging Face": _read_hf_facts, "DCP": _read_dcp_facts}[
+        kind
+    ](path)
     tensors = facts.pop("tensors")
-    facts |= _totals(tensors)
+    facts |= _count_totals(tensors)
     if path != args.path:
-        facts["steps"] = [p.name for p in complete_checkpoints(path.parent)]
+        facts["steps"] = [p.name for p in find_complete_checkpoints(path.parent)]
     if args.json:
         print(json.dumps(facts | {"tensors": tensors}))
         return 0
     for name, value in facts.items():
-        print(f"{name:<12} {_value_text(value)}")
+        print(f"{name:<12} {_format_value(value)}")
     if args.tensors:
         for name, entry in tensors.items():
-            print(f"  {entry['dtype']:<8} {entry['shape']!s:<24} {_cut(name)}")
+            print(f"  {entry['dtype']:<8} {entry['shape']!s:<24} {_truncate_text(name)}")
     return 0
 
 
-def _native_facts(path: Path) -> dict[str, Any]:
+def _read_native_facts(path: Path) -> dict[str, Any]:
+    """Return the metadata and tensors of a native checkpoint, for printing."""
     manifest = read_manifest(path)
     facts = manifest.facts
     return {
@@ -66,11 +69,12 @@ def _native_facts(path: Path) -> dict[str, Any]:
         "config": facts.config,
         "extra": facts.extra,
         "files": {name: file.size for name, file in manifest.files.items()},
-        "tensors": _entries(manifest.tensors),
+        "tensors": _describe_tensors(manifest.tensors),
     }
 
 
-def _hf_facts(path: Path) -> dict[str, Any]:
+def _read_hf_facts(path: Path) -> dict[str, Any]:
+    """Return the metadata and tensors of a Hugging Face directory, for printing."""
     from moecore.io.hf.config_fields import read_config
     from moecore.io.hf.files import HFFiles
     from moecore.io.hf.names import find_layout
@@ -89,11 +93,12 @@ def _hf_facts(path: Path) -> dict[str, Any]:
         "quantized": quantization and quantization.get("quant_method"),
         "versions": {"transformers": config.get("transformers_version")},
         "files": {f: (path / f).stat().st_size for f in sorted({t.file for t in tensors.values()})},
-        "tensors": _entries(tensors),
+        "tensors": _describe_tensors(tensors),
     }
 
 
-def _dcp_facts(path: Path) -> dict[str, Any]:
+def _read_dcp_facts(path: Path) -> dict[str, Any]:
+    """Return the files and tensors of a DCP checkpoint, for printing."""
     from moecore.io.interchange.convert import find_naming
     from moecore.io.interchange.dcp import DCPFiles
 
@@ -105,19 +110,20 @@ def _dcp_facts(path: Path) -> dict[str, Any]:
         "format": "DCP",
         "names": names,
         "files": {file: (path / file).stat().st_size for file in data_files},
-        "tensors": _entries(tensors),
+        "tensors": _describe_tensors(tensors),
     }
 
 
-def _entries(tensors: Mapping[str, Any]) -> dict[str, Any]:
+def _describe_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return name -> shape and dtype of stored tensors, as JSON values."""
     return {
         name: {"shape": list(tensor.shape), "dtype": DTYPE_NAMES[tensor.dtype]}
         for name, tensor in tensors.items()
     }
 
 
-def _totals(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Return the number of tensors, elements by dtype, and bytes."""
+def _count_totals(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Count tensors, bytes, and elements by dtype."""
     elements = Counter[str]()
     for entry in tensors.values():
         elements[entry["dtype"]] += math.prod(entry["shape"])
@@ -128,7 +134,7 @@ def _totals(tensors: dict[str, Any]) -> dict[str, Any]:
 
 def run_verify(args: Any) -> int:
     """Check a checkpoint; return 1 if it is damaged or incomplete."""
-    path, kind = _find(args.path)
+    path, kind = _find_checkpoint(args.path)
     if kind == "native":
         from moecore.io.checkpoint.store import verify
 
@@ -153,8 +159,8 @@ def run_verify(args: Any) -> int:
 
 
 def run_convert(args: Any) -> int:
-    """Write a checkpoint in another format."""
-    path, kind = _find(args.source)
+    """Convert a checkpoint into another format; return the exit code."""
+    path, kind = _find_checkpoint(args.source)
     to = args.to or ("hf" if kind == "native" else "native")
     if (kind == "native") == (to == "native"):
         ways = " or ".join(TARGETS[1:]) if kind == "native" else "native, and then on from there"
@@ -169,16 +175,19 @@ def run_convert(args: Any) -> int:
             flag = name.replace("_", "-")
             raise UsageError(f"--{flag} ({value}) must be left out for a target that is {to}")
     with show_progress("converting", unit="B") as progress:
-        target = (_to_native if to == "native" else _from_native)(args, path, kind, to, progress)
+        target = (_convert_to_native if to == "native" else _convert_from_native)(
+            args, path, kind, to, progress
+        )
     print(f"{path} -> {target}")
     return 0
 
 
-def _to_native(args: Any, path: Path, kind: str, _: str, progress: Progress | None) -> Path:
+def _convert_to_native(args: Any, path: Path, kind: str, _: str, progress: Progress | None) -> Path:
+    """Convert a Hugging Face directory or a DCP checkpoint; return the native checkpoint's path."""
     from moecore.io.hf.convert import hf_to_native
     from moecore.io.interchange.convert import dcp_to_native
 
-    dtype = _dtype(args)
+    dtype = _parse_dtype(args)
     options = _drop_none(step=args.step, max_file_bytes=args.max_shard_size)
     if kind == "DCP":
         return dcp_to_native(
@@ -187,12 +196,13 @@ def _to_native(args: Any, path: Path, kind: str, _: str, progress: Progress | No
     return hf_to_native(path, args.target, dtype=dtype, progress=progress, **options)
 
 
-def _from_native(args: Any, path: Path, _: str, to: str, progress: Progress | None) -> Path:
+def _convert_from_native(args: Any, path: Path, _: str, to: str, progress: Progress | None) -> Path:
+    """Convert a native checkpoint to the format `to`; return the path of the result."""
     from moecore.io.hf.convert import native_to_hf
     from moecore.io.interchange.convert import native_to_dcp
 
     target: Path = args.target
-    config, dtype = args.config, _dtype(args)
+    config, dtype = args.config, _parse_dtype(args)
     if to == "hf":
         options = _drop_none(max_shard_bytes=args.max_shard_size, layout=args.layout)
         native_to_hf(path, target, config=config, dtype=dtype, progress=progress, **options)
@@ -201,17 +211,18 @@ def _from_native(args: Any, path: Path, _: str, to: str, progress: Progress | No
     return target
 
 
-def _dtype(args: Any) -> torch.dtype | None:
+def _parse_dtype(args: Any) -> torch.dtype | None:
+    """Return the torch dtype of the --dtype flag; None without the flag."""
     return None if args.dtype is None else getattr(torch, args.dtype)
 
 
 def _drop_none(**options: Any) -> dict[str, Any]:
-    """Return the options that are not None; the called functions have the defaults."""
+    """Return the options that are not None, so that the called function uses its defaults."""
     return {name: value for name, value in options.items() if value is not None}
 
 
 def run_prune(args: Any) -> int:
-    """Remove the oldest checkpoints of a run."""
+    """Delete the oldest checkpoints of a run, or list them; return the exit code."""
     if args.keep < 1:
         raise UsageError(f"--keep ({args.keep}) must be >= 1: the newest must stay")
     if not args.path.is_dir():
@@ -227,8 +238,8 @@ def run_prune(args: Any) -> int:
     return 0
 
 
-def _find(path: Path) -> tuple[Path, str]:
-    """Return the checkpoint at a path or the latest of a run, and its format."""
+def _find_checkpoint(path: Path) -> tuple[Path, str]:
+    """Return path and format of the checkpoint at `path`; for a run, of its latest checkpoint."""
     if not path.is_dir():
         raise UsageError(f"path ({path}) must be a directory: it is not there")
     if (path / MANIFEST).is_file():
@@ -246,14 +257,18 @@ def _find(path: Path) -> tuple[Path, str]:
     return newest, "native"
 
 
-def _value_text(value: Any) -> str:
+def _format_value(value: Any) -> str:
+    """Return a metadata value as one line of text."""
     if isinstance(value, dict):
-        return ", ".join(f"{_cut(str(k))}={_value_text(v)}" for k, v in value.items()) or "-"
+        return (
+            ", ".join(f"{_truncate_text(str(k))}={_format_value(v)}" for k, v in value.items())
+            or "-"
+        )
     if isinstance(value, list):
-        return " ".join(map(_value_text, value)) or "-"
-    return "-" if value is None else _cut(str(value))
+        return " ".join(map(_format_value, value)) or "-"
+    return "-" if value is None else _truncate_text(str(value))
 
 
-def _cut(text: str) -> str:
-    """Return a string of a checkpoint, printable and truncated; `--json` prints it in full."""
+def _truncate_text(text: str) -> str:
+    """Return text without unprintable characters, cut to `MAX_CHARS`."""
     return escape_unprintable(text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}...")

@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from moecore.io import load, save
-from moecore.io.checkpoint.manifest import MANIFEST, _digest, _dump
+from moecore.io.checkpoint.manifest import MANIFEST, _compute_digest, _dump_json
 from moecore.io.checkpoint.shard_file import Meter, ShardWriter, compute_layout
 
 Model = tuple[nn.Module, torch.optim.Optimizer]
@@ -87,7 +87,7 @@ def in_two_files(path: Path) -> None:
 
 def write_signed(path: Path, values: dict[str, Any]) -> None:
     values = {key: value for key, value in values.items() if key != "sha256"}
-    (path / MANIFEST).write_text(_dump(values | {"sha256": _digest(values)}) + "\n")
+    (path / MANIFEST).write_text(_dump_json(values | {"sha256": _compute_digest(values)}) + "\n")
 
 
 def spoil(data: bytes, dice: random.Random) -> bytes:

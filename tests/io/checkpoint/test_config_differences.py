@@ -17,7 +17,7 @@ from moecore.io.checkpoint.config_differences import (
     Difference,
     differences,
     find_config,
-    hf_differences,
+    find_hf_differences,
 )
 from moecore.io.checkpoint.manifest import MANIFEST
 from moecore.models import Decoder, preset
@@ -268,8 +268,8 @@ SLIDING = dict(full_attention=dict(rope_theta=1.0), sliding_attention=dict(rope_
 def test_fields_that_differ(
     ours: dict[str, Any], theirs: dict[str, Any], wanted: list[tuple[str, str, str]]
 ) -> None:
-    assert hf_differences(ours, theirs) == [Difference(name, a, b) for name, a, b in wanted]
-    assert hf_differences(theirs, ours) == [Difference(name, b, a) for name, a, b in wanted]
+    assert find_hf_differences(ours, theirs) == [Difference(name, a, b) for name, a, b in wanted]
+    assert find_hf_differences(theirs, ours) == [Difference(name, b, a) for name, a, b in wanted]
 
 
 @pytest.mark.parametrize("name", ["tiny-deepseek-v3", "tiny-qwen3-next", "tiny-nemotron-h"])

@@ -19,8 +19,8 @@ from torch import nn
 
 from moecore.io import latest, load, read_manifest, save, set_latest, verify
 from moecore.io.checkpoint.directory import POINTER
-from moecore.io.checkpoint.manifest import MANIFEST, ManifestChunk, check_grid
-from moecore.io.checkpoint.shard_file import Meter, compute_layout, file_problem
+from moecore.io.checkpoint.manifest import MANIFEST, ManifestChunk, require_grid
+from moecore.io.checkpoint.shard_file import Meter, compute_layout, find_file_problem
 from tests.io.checkpoint.fuzz import build, fuzz, in_two_files, same, tensors_of, write_signed
 
 FIRST, SECOND = "rank-00000.safetensors", "rank-00001.safetensors"
@@ -187,7 +187,7 @@ def test_every_byte_of_the_manifest(root: Path) -> None:
 def test_every_byte_of_a_shard(root: Path, name: str) -> None:
     path = root / "step-000001"
     manifest, file = read_manifest(path), path / name
-    layout, stored = compute_layout(manifest.entries_of(name)), manifest.files[name]
+    layout, stored = compute_layout(manifest.list_file_entries(name)), manifest.files[name]
     data = file.read_bytes()
     assert len(layout.header) < len(data) == layout.size
     header = range(len(layout.header))
@@ -195,8 +195,8 @@ def test_every_byte_of_a_shard(root: Path, name: str) -> None:
         spoiled = bytearray(data)
         spoiled[position] ^= 1 << position % 8
         file.write_bytes(spoiled)
-        full = file_problem(file, layout, stored, full=True, meter=Meter())
-        sizes = file_problem(file, layout, stored, full=False, meter=Meter())
+        full = find_file_problem(file, layout, stored, full=True, meter=Meter())
+        sizes = find_file_problem(file, layout, stored, full=False, meter=Meter())
         if position < len(layout.header):
             assert full == sizes == "has a header that is not the manifest's"
         else:
@@ -316,12 +316,12 @@ def test_grid_of_the_docstring() -> None:
             for i, (o, s) in enumerate(blocks)
         ]
 
-    check_grid("x", (4, 6), chunks(((0, 0), (2, 6)), ((2, 0), (2, 6))))
+    require_grid("x", (4, 6), chunks(((0, 0), (2, 6)), ((2, 0), (2, 6))))
     with pytest.raises(ValueError, match="leave a gap or overlap"):
-        check_grid("x", (4, 6), chunks(((0, 0), (2, 6)), ((2, 0), (2, 3)), ((2, 3), (2, 3))))
+        require_grid("x", (4, 6), chunks(((0, 0), (2, 6)), ((2, 0), (2, 3)), ((2, 3), (2, 3))))
     with pytest.raises(ValueError, match="3 chunks must be the 4 cells of a grid"):
-        check_grid("x", (4, 6), chunks(((0, 0), (2, 3)), ((2, 0), (2, 3)), ((2, 3), (2, 3))))
+        require_grid("x", (4, 6), chunks(((0, 0), (2, 3)), ((2, 0), (2, 3)), ((2, 3), (2, 3))))
     with pytest.raises(ValueError, match="end at 4 of 6 in dim 1"):
-        check_grid("x", (4, 6), chunks(((0, 0), (4, 4))))
+        require_grid("x", (4, 6), chunks(((0, 0), (4, 4))))
     with pytest.raises(ValueError, match="empty and must have no chunks"):
-        check_grid("x", (0, 6), chunks(((0, 0), (0, 6))))
+        require_grid("x", (0, 6), chunks(((0, 0), (0, 6))))

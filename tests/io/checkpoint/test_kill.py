@@ -82,7 +82,7 @@ def test_crash_at_every_file_operation(tmp_path: Path, point: str, after: bool) 
         step, nth = left, nth + 1
     assert nth > 1 or point == "remove"
     assert loaded_step(tmp_path) == step + 1
-    assert len(directory.complete_checkpoints(tmp_path)) == 1
+    assert len(directory.find_complete_checkpoints(tmp_path)) == 1
     assert not list(tmp_path.glob(".*"))
 
 

@@ -111,7 +111,7 @@ def test_another_machine_s_lock_is_stale_without_a_heartbeat(
     tmp_path: Path, text: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(lock, "_machine", lambda: "another boot")
+        patch.setattr(lock, "_read_machine_id", lambda: "another boot")
         saver = Saver(tmp_path, *build(1.0))
     owner = tmp_path / LOCK / OWNER
     if text is not None:
@@ -264,7 +264,7 @@ def test_a_checkpoint_that_is_replaced_while_latest_looks(
         found = read(root)
         monkeypatch.setattr(directory, "_read_pointer", read)
         set_latest(tmp_path / "step-000001")
-        directory.remove(tmp_path / "step-000002")
+        directory.remove_checkpoint(tmp_path / "step-000002")
         return found
 
     monkeypatch.setattr(directory, "_read_pointer", slow)

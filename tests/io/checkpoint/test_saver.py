@@ -185,7 +185,7 @@ def test_an_error_after_the_publication_says_so(
         patch.setattr(store.dcp, "save", lost)
         with pytest.raises(OSError, match=r"; but step 2 is saved and `latest` names it: do not s"):
             saver.save(2, {"step": 2}, wait=not background)
-            saver._finish()
+            saver._wait_for_previous_save()
         assert latest(tmp_path) == tmp_path / "step-000002"
         patch.setattr(store.dcp, "save", _no_connection)
         with pytest.raises(OSError, match=r"one may have ended: gone$"):
@@ -241,7 +241,7 @@ def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
     with torch.no_grad():
         model.weight.to_local().fill_(-1.0)
     write = os.write
-    saver._finish()
+    saver._wait_for_previous_save()
     if rank == 1:
         os.write = _no_space  # type: ignore[assignment]
     saver.save(2, {"step": 2}, wait=False)

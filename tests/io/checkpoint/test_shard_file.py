@@ -124,8 +124,8 @@ def test_only_the_slice_is_read(tmp_path: Path) -> None:
     for rows, columns in ((32, 2**17), (64, 2**16), (64, 2**15)):
         read: list[int] = []
         with ShardReader(tmp_path / "file", layout, buffer, Meter()) as file:
-            fill = file._fill
-            file._fill = lambda t, *a, f=fill, r=read: (r.append(len(t)), f(t, *a))[1]  # type: ignore
+            fill = file._read_bytes
+            file._read_bytes = lambda t, *a, f=fill, r=read: (r.append(len(t)), f(t, *a))[1]  # type: ignore
             out = torch.empty(rows, columns)
             file.read("x", torch.float32, whole.shape, (0, 0), out)
         assert torch.equal(out, whole[:rows, :columns])

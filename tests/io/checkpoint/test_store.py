@@ -30,7 +30,12 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.io import latest, load, prune, read_manifest, save, set_latest
-from moecore.io.checkpoint.directory import POINTER, complete_checkpoints, new_draft, publish
+from moecore.io.checkpoint.directory import (
+    POINTER,
+    create_draft,
+    find_complete_checkpoints,
+    publish,
+)
 from moecore.io.checkpoint.manifest import MANIFEST
 from moecore.io.checkpoint.state import split_halves
 from moecore.moe.balance import BalanceGroups
@@ -172,7 +177,7 @@ def test_keep_and_leftovers(tmp_path: Path) -> None:
     (tmp_path / ".step-000001.tmp-dead").mkdir()
     for step in (1, 2, 3, 4):
         save(tmp_path, step, model, optimizer, keep=2)
-    assert [p.name for p in complete_checkpoints(tmp_path)] == ["step-000003", "step-000004"]
+    assert [p.name for p in find_complete_checkpoints(tmp_path)] == ["step-000003", "step-000004"]
     assert sorted(os.listdir(tmp_path)) == ["latest", "step-000003", "step-000004"]
 
 
@@ -192,7 +197,7 @@ def test_only_a_rolled_back_run_replaces_a_step(tmp_path: Path) -> None:
     for step, wrong in ((1, "must be > 3"), (2, "must be > 3"), (3, "must not be saved already")):
         with pytest.raises(ValueError, match=rf"step \({step}\) {wrong}"):
             save(tmp_path, step, model, optimizer)
-    draft = new_draft(tmp_path, 4)
+    draft = create_draft(tmp_path, 4)
     other = tmp_path / "step-000004"
     shutil.copytree(tmp_path / "step-000003", other)  # by another process, meanwhile
     manifest = read_manifest(other)
@@ -217,7 +222,7 @@ def test_prune_never_removes_the_newest(tmp_path: Path) -> None:
     (tmp_path / POINTER).write_text("step-000004 or so")
     with pytest.raises(ValueError, match=r"latest\) must be '<checkpoint> <sha256"):
         prune(tmp_path, 1)
-    assert len(complete_checkpoints(tmp_path)) == 1
+    assert len(find_complete_checkpoints(tmp_path)) == 1
 
 
 @pytest.mark.parametrize("by_save", [False, True])
@@ -235,7 +240,7 @@ def test_a_second_name_of_a_step_is_no_checkpoint_of_the_run(
         kept = [save(tmp_path, 4, model, optimizer, keep=1)]
     else:
         assert prune(f"{tmp_path}/", 1) == [tmp_path / f"step-00000{i}" for i in (1, 2)]
-    assert latest(tmp_path) == kept[0] and complete_checkpoints(tmp_path) == kept
+    assert latest(tmp_path) == kept[0] and find_complete_checkpoints(tmp_path) == kept
     assert read_manifest(kept[0]) and names[1].is_dir()
     with pytest.raises(ValueError, match=rf"{alias}\) must be a whole checkpoint"):
         set_latest(names[1])
@@ -293,9 +298,9 @@ def test_a_checkpoint_that_cannot_be_removed_stays(
     assert f"path ({first}) could not be removed: " in text
     assert f"(1 old checkpoints could not be removed, {1 + by_save} were removed)" in text
     if why != "some files":
-        assert read_manifest(first) and first in complete_checkpoints(tmp_path)
+        assert read_manifest(first) and first in find_complete_checkpoints(tmp_path)
         assert [path.name for path in prune(tmp_path, 1)] == [first.name]
-    assert len(complete_checkpoints(tmp_path)) == 1
+    assert len(find_complete_checkpoints(tmp_path)) == 1
 
 
 def test_steps_of_a_rolled_back_run_are_removed_first(tmp_path: Path) -> None:
@@ -308,7 +313,7 @@ def test_steps_of_a_rolled_back_run_are_removed_first(tmp_path: Path) -> None:
 
 
 def steps_of(root: Path) -> list[int]:
-    return [int(path.name.removeprefix("step-")) for path in complete_checkpoints(root)]
+    return [int(path.name.removeprefix("step-")) for path in find_complete_checkpoints(root)]
 
 
 def test_damaged_newest_does_not_stop_the_next_save(

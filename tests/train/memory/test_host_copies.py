@@ -112,7 +112,7 @@ def test_what_is_saved_is_what_was_there_at_the_call(tmp_path: Path, own_stream:
             assert not stream.query(), "the step must be on its way"
             saver.save(step, {"step": step}, wait=False)
             fill(model, optimizer, -7.0)
-            saver._finish()
+            saver._wait_for_previous_save()
             assert loaded_step(tmp_path, 2048) == step
 
 

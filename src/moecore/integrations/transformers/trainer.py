@@ -60,7 +60,7 @@ from moecore.integrations.transformers.run_state import (
 )
 from moecore.integrations.transformers.scheduled import ScheduledSteps, is_dynamic
 from moecore.io import Saver, export_hf, load, save_adapters
-from moecore.io.checkpoint.directory import CHECKPOINTS, step_directory
+from moecore.io.checkpoint.directory import CHECKPOINTS, make_step_path
 from moecore.io.checkpoint.ranks import on_first_rank
 from moecore.io.hf.lora import find_unmerged
 from moecore.packing import ScheduledBatch
@@ -249,7 +249,7 @@ class MoETrainer(Trainer):
         self.store_flos()
         step, state = self.state.global_step, self.state
         if state.best_global_step == step:
-            state.best_model_checkpoint = str(step_directory(self._root, step))
+            state.best_model_checkpoint = str(make_step_path(self._root, step))
         state.stateful_callbacks = _states([*self.callback_handler.callbacks, self.control])
         generators = gather(host_generators()[None].to(self.args.device))
         extra = {STATE: state_text(state), GENERATORS: generators.cpu()}

@@ -11,35 +11,35 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from moecore.io.checkpoint.config_differences import missing_fields, saved_differences
+from moecore.io.checkpoint.config_differences import find_missing_fields, find_saved_differences
 from moecore.io.checkpoint.files import refuse_problems
 from moecore.io.checkpoint.hyperparameters import (
     Scheduler,
     Schedulers,
-    all_groups,
-    group_classes,
-    group_problems,
+    concat_param_groups,
+    decode_scheduler_state,
+    find_group_mismatches,
+    find_option_mismatches,
     join_schedulers,
-    optimizer_class,
-    option_problems,
-    scheduler_state,
+    name_optimizer_classes,
+    split_class_names,
 )
 from moecore.io.checkpoint.manifest import Manifest, StoredTensor
 from moecore.io.checkpoint.snapshot import StagePart
 from moecore.io.checkpoint.state import (
     ModelView,
     Optimizers,
+    allocate_optimizer_state,
     amax_names,
+    copy_rng_states,
+    get_state_template,
     list_optimizers,
-    optimizer_state_to_fill,
-    rng_tensors,
-    state_like,
 )
 
 
 @dataclass(slots=True)
 class Comparison:
-    """The objects that a load sets, by the names of the checkpoint, and all differences."""
+    """The objects that a load sets, and the differences between checkpoint and these objects."""
 
     model: set[str] = field(default_factory=set)  # the model's tensors that are loaded
     optimizers: list[Optimizer] = field(default_factory=list)
@@ -62,19 +62,23 @@ def compare(
     *,
     cast: bool,
 ) -> Comparison:
-    """Compare a checkpoint with a model, optimizers and schedulers; `cast` allows other dtypes.
+    """Compare a checkpoint with a model, optimizers and schedulers; return all differences.
 
     If `optimizer` or `scheduler` is None, its state is not loaded.
+
+    Args:
+        union: names and groups of all pipeline stages.
+        cast: allow dtypes that differ from the saved dtypes.
     """
     fit = Comparison()
-    if missing := missing_fields(view.config, manifest.facts.config):
+    if missing := find_missing_fields(view.config, manifest.facts.config):
         fit.uncompared = (
             f"the model's config was not compared, because the checkpoint's config has no "
             f"{', '.join(missing)}: save without config=, and keep other facts in extra"
         )
     fit.left_out += [  # first, because it explains tensors that differ
         f"config.{d.name} ({d.value}) must be {d.reference} as in the checkpoint"
-        for d in saved_differences(view.config, manifest.facts.config)
+        for d in find_saved_differences(view.config, manifest.facts.config)
     ]
     _compare_model(fit, view, union, select_tensors("model.", manifest), cast=cast)
     fit.optimizers = list_optimizers(optimizer, view)
@@ -86,8 +90,8 @@ def compare(
     return fit
 
 
-def check_fit(fit: Comparison, path: Path, *, strict: bool) -> None:
-    """Raise one ValueError with every difference that the load does not accept."""
+def refuse_differences(fit: Comparison, path: Path, *, strict: bool) -> None:
+    """Raise one ValueError with all differences that a `strict` or other load does not allow."""
     problems = fit.refused + (fit.left_out if strict else [])
     fix = "build them as when it was saved"
     if strict and not fit.refused:
@@ -99,7 +103,7 @@ def check_fit(fit: Comparison, path: Path, *, strict: bool) -> None:
 
 
 def select_tensors(prefix: str, manifest: Manifest) -> dict[str, StoredTensor]:
-    """Return the manifest's tensors with this prefix, by their names without it."""
+    """Return the manifest's tensors whose names start with `prefix`, under names without it."""
     return {
         name.removeprefix(prefix): tensor
         for name, tensor in manifest.tensors.items()
@@ -107,11 +111,15 @@ def select_tensors(prefix: str, manifest: Manifest) -> dict[str, StoredTensor]:
     }
 
 
-def optimizer_target(
+def allocate_optimizer_target(
     fit: Comparison, view: ModelView
 ) -> tuple[list[dict[Tensor, dict[str, Tensor]]], dict[str, Tensor]]:
-    """Return each optimizer's state tensors to load into, and their stored views by stored name."""
-    states = [optimizer_state_to_fill(o, view, fit.matrices, fit.scalars) for o in fit.optimizers]
+    """Return the tensors into which a load reads optimizer state.
+
+    The first result has them by optimizer, parameter and slot. The second has their stored views by
+    the names of the checkpoint.
+    """
+    states = [allocate_optimizer_state(o, view, fit.matrices, fit.scalars) for o in fit.optimizers]
     target = {}
     for param, slots in (item for state in states for item in state.items()):
         name = view.name_of(param)
@@ -121,8 +129,8 @@ def optimizer_target(
     return states, target
 
 
-def amax_target(model: nn.Module, manifest: Manifest) -> dict[str, Tensor]:
-    """Return name -> empty tensor for each saved amax history of this rank's modules."""
+def allocate_amax_target(model: nn.Module, manifest: Manifest) -> dict[str, Tensor]:
+    """Return an empty tensor for each saved amax history that this rank's modules have."""
     tensors = select_tensors("amax.", manifest)
     shapes = {name: tensors[name] for name in amax_names(model) if name in tensors}
     return {
@@ -132,9 +140,9 @@ def amax_target(model: nn.Module, manifest: Manifest) -> dict[str, Tensor]:
     }
 
 
-def rng_target(manifest: Manifest) -> dict[str, Tensor]:
-    """Return this rank's generator states to load into, except states with a mismatch."""
-    states = rng_tensors()
+def select_rng_target(manifest: Manifest) -> dict[str, Tensor]:
+    """Return this rank's generator states that the checkpoint has with equal shape and dtype."""
+    states = copy_rng_states()
     return {
         name: tensor
         for name, tensor in states.items()
@@ -152,6 +160,7 @@ def _compare_model(
     *,
     cast: bool,
 ) -> None:
+    """Compare the model's tensors with the stored tensors; record differences in `fit`."""
     for name, tensor in sorted(view.stored_views.items()):
         if name not in stored_tensors:
             fit.left_out.append(f"{name} of the model is not in the checkpoint")
@@ -172,11 +181,15 @@ def _compare_model(
 def _compare_optimizers(
     fit: Comparison, view: ModelView, union: StagePart, manifest: Manifest, *, cast: bool
 ) -> None:
+    """Compare groups and state of the optimizers with the checkpoint; record results in `fit`."""
     groups, saved_class = manifest.facts.optimizer, manifest.facts.optimizer_class
     if groups is None or saved_class is None:
         fit.left_out.append("optimizer state is not in the checkpoint")
         return
-    current_class, present = optimizer_class(fit.optimizers), all_groups(fit.optimizers)
+    current_class, present = (
+        name_optimizer_classes(fit.optimizers),
+        concat_param_groups(fit.optimizers),
+    )
     if len(present) != len(union.groups):
         fit.refused.append(
             f"optimizer.param_groups ({len(present)}) must be as many on every pipeline stage "
@@ -184,17 +197,22 @@ def _compare_optimizers(
         )
         return
     named = [{**group, "params": names} for group, names in zip(present, union.groups, strict=True)]
-    owners, saved_owners = _owners(current_class, named), _owners(saved_class, groups)
+    owners, saved_owners = (
+        _map_params_to_groups(current_class, named),
+        _map_params_to_groups(saved_class, groups),
+    )
     common = [n for n in owners if n in saved_owners and saved_owners[n][0] == owners[n][0]]
-    options = {name: option_problems(owners[name][1], saved_owners[name][1]) for name in common}
+    options = {
+        name: find_option_mismatches(owners[name][1], saved_owners[name][1]) for name in common
+    }
     if current_class != saved_class:
         problems = [f"optimizer ({current_class}) is a {saved_class} in the checkpoint"]
     else:
-        problems = group_problems(named, groups)
+        problems = find_group_mismatches(named, groups)
     problems += dict.fromkeys(itertools.chain(*options.values()))
     fit.left_out += problems
     fit.groups = not problems
-    kinds = set(group_classes(current_class, len(named)))
+    kinds = set(split_class_names(current_class, len(named)))
     weights = select_tensors("model.", manifest)
     steps = {
         view.name_of(p): o for o in fit.optimizers for g in o.param_groups for p in g["params"]
@@ -215,34 +233,38 @@ def _compare_optimizers(
             fit.left_out.append(f"optimizer state of {name} belongs to a tensor that differs")
         elif options.get(name) or kind not in (None, owners[name][0]):
             pass  # likewise
-        elif wrong := _shape_problem(steps[name], view, name, stored_slots):
+        elif wrong := _find_shape_problem(steps[name], view, name, stored_slots):
             fit.left_out.append(f"optimizer state {wrong} or a scalar")
         else:
-            _take_slots(fit, stored_slots, weights[name], view.stored_views[name].dtype, cast=cast)
+            _record_slot_dtypes(
+                fit, stored_slots, weights[name], view.stored_views[name].dtype, cast=cast
+            )
 
 
-def _shape_problem(
+def _find_shape_problem(
     optimizer: Optimizer, view: ModelView, name: str, stored_slots: dict[str, StoredTensor]
 ) -> str | None:
-    """Return an error text for stored state with a wrong shape; None if all shapes fit."""
+    """Return an error text if stored optimizer state has a wrong shape; otherwise None."""
     for key, tensor in stored_slots.items():
-        like = state_like(optimizer, view.tensors[name], key.partition(".")[0])
+        like = get_state_template(optimizer, view.tensors[name], key.partition(".")[0])
         shape = tuple(view.view(name, like).shape)
         if tensor.shape not in ((), shape):
             return f"{key} {tensor.shape} must be {shape}"
     return None
 
 
-def _owners(classes: str, groups: list[dict[str, Any]]) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return parameter name -> class of its optimizer, and its group."""
+def _map_params_to_groups(
+    classes: str, groups: list[dict[str, Any]]
+) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Map each parameter name to the class of its optimizer and to its group."""
     return {
         name: (kind, group)
-        for kind, group in zip(group_classes(classes, len(groups)), groups, strict=True)
+        for kind, group in zip(split_class_names(classes, len(groups)), groups, strict=True)
         for name in group["params"]
     }
 
 
-def _take_slots(
+def _record_slot_dtypes(
     fit: Comparison,
     stored_slots: dict[str, StoredTensor],
     weight: StoredTensor,
@@ -250,6 +272,7 @@ def _take_slots(
     *,
     cast: bool,
 ) -> None:
+    """Record in `fit` the dtype in which each state tensor of one parameter is loaded."""
     for key, tensor in stored_slots.items():
         if not tensor.shape:
             fit.scalars[key] = tensor.dtype
@@ -259,12 +282,13 @@ def _take_slots(
 
 
 def _compare_scheduler(fit: Comparison, scheduler: Scheduler, manifest: Manifest) -> None:
+    """Compare the scheduler with the saved state; record the scheduler or the error in `fit`."""
     values = manifest.facts.scheduler
     if values is None:
         fit.left_out.append("scheduler state is not in the checkpoint")
         return
     try:
-        scheduler_state(scheduler, values)
+        decode_scheduler_state(scheduler, values)
         fit.scheduler = scheduler
     except ValueError as error:
         fit.left_out.append(str(error))

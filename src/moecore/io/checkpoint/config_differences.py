@@ -58,7 +58,7 @@ Config = DecoderConfig | dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One field in which two configs differ: its path (moe.top_k), and both values as text."""
+    """A field in which two configs differ: its path, such as moe.top_k, and both values as text."""
 
     name: str
     value: str
@@ -71,43 +71,50 @@ def differences(
     *,
     skipped_fields: Collection[str] = TRAINING,
 ) -> list[Difference]:
-    """Return the fields that differ; [] if `reference` does not describe a native decoder."""
+    """Compare a native decoder's config with another config; return the fields that differ.
+
+    Returns [] if `reference` does not describe a native decoder.
+    """
     values = asdict(reference) if isinstance(reference, DecoderConfig) else reference
     if values is None or not values.keys() >= _NO_DEFAULT:
         return []
     return list(_find_differences(config, values, "", skipped_fields))
 
 
-def training_fields(moe: MoEConfig | None) -> frozenset[str]:
-    """Return `TRAINING`, without moe.capacity if the layer also drops tokens in eval."""
+def list_training_fields(moe: MoEConfig | None) -> frozenset[str]:
+    """Return `TRAINING`, without moe.capacity if the MoE layer also drops tokens in eval."""
     drops = moe is not None and moe.capacity is not None and moe.capacity.eval_factor is not None
     return TRAINING - {"moe.capacity"} if drops else TRAINING
 
 
-def moe_differences(config: MoEConfig, reference: MoEConfig) -> list[Difference]:
-    """Return the fields in which a layer's eval computation differs; see `TRAINING`."""
-    return list(_find_differences(config, asdict(reference), "moe.", training_fields(config)))
+def find_moe_differences(config: MoEConfig, reference: MoEConfig) -> list[Difference]:
+    """Compare two MoE configs; return the differing fields that change a layer's eval output."""
+    return list(_find_differences(config, asdict(reference), "moe.", list_training_fields(config)))
 
 
-def hf_differences(config: Mapping[str, Any], reference: Mapping[str, Any]) -> list[Difference]:
-    """Return the fields in which two transformers configs (from `to_dict`) differ."""
+def find_hf_differences(
+    config: Mapping[str, Any], reference: Mapping[str, Any]
+) -> list[Difference]:
+    """Compare the `to_dict` values of two transformers configs; return the fields that differ."""
     kinds = [values.get("model_type") for values in (config, reference)]
     if kinds[0] != kinds[1]:  # then other fields mean other things
-        return [Difference("model_type", *map(_value_text, kinds))]
+        return [Difference("model_type", *map(_format_value, kinds))]
     return list(_find_hf_differences(config, reference, ""))
 
 
-def saved_differences(config: Config | None, values: Mapping[str, Any] | None) -> list[Difference]:
-    """Return the fields in which a model's config (`find_config`) differs from a saved one."""
-    if config is None or values is None or missing_fields(config, values):
+def find_saved_differences(
+    config: Config | None, values: Mapping[str, Any] | None
+) -> list[Difference]:
+    """Compare a model's config with the config in a checkpoint; return the fields that differ."""
+    if config is None or values is None or find_missing_fields(config, values):
         return []
     if isinstance(config, DecoderConfig):
         return differences(config, values)
-    return hf_differences(config, values)
+    return find_hf_differences(config, values)
 
 
-def missing_fields(config: Config | None, values: Mapping[str, Any] | None) -> list[str]:
-    """Return the fields that a saved config lacks for a comparison with a model's config."""
+def find_missing_fields(config: Config | None, values: Mapping[str, Any] | None) -> list[str]:
+    """Return the fields that a comparison needs and that the checkpoint's config does not have."""
     if config is None or values is None:
         return []
     names = _NO_DEFAULT if isinstance(config, DecoderConfig) else {"model_type"}
@@ -115,7 +122,7 @@ def missing_fields(config: Config | None, values: Mapping[str, Any] | None) -> l
 
 
 def config_values(config: object) -> dict[str, Any]:
-    """Return the nested fields of a mapping, a dataclass or a config of transformers.
+    """Convert a mapping, a dataclass or a transformers config to nested dicts.
 
     Raises:
         ValueError: for an object of another type.
@@ -133,13 +140,14 @@ def config_values(config: object) -> dict[str, Any]:
 
 
 def _read_values(value: object) -> Any:
+    """Convert a config to nested dicts and lists; return other values unchanged."""
     # Before `is_dataclass`: configs of transformers 5 are dataclasses, and `asdict` omits what is
     # no field of theirs, such as model_type.
     if callable(getattr(value, "to_dict", None)) and not isinstance(value, type):
         values = value.to_dict()  # type: ignore[attr-defined]
         if not isinstance(values, Mapping):
             return value
-        return _json_fields(values) if "model_type" in values else _read_values({**values})
+        return _select_json_fields(values) if "model_type" in values else _read_values({**values})
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: _read_values(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
@@ -149,22 +157,25 @@ def _read_values(value: object) -> Any:
     return value
 
 
-def _json_fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that JSON supports; users may set any object as a transformers field."""
-    return {str(name): json.loads(t) for name, v in values.items() if (t := _json(v))}
+def _select_json_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a transformers config whose values JSON supports."""
+    return {str(name): json.loads(t) for name, v in values.items() if (t := _dump_json_or_none(v))}
 
 
 def find_config(model: nn.Module) -> Config | None:
-    """Return the config of the only native decoder or transformers model in a module, or None."""
+    """Return the config of the native decoder or transformers model that a module contains.
+
+    Returns None if the module contains no such model or several.
+    """
     modules = {id(part): part for part in _find_models(model)}
     if len(modules) != 1:
         return None
     config: Any = next(iter(modules.values())).config
-    return config if isinstance(config, DecoderConfig) else _json_fields(config.to_dict())
+    return config if isinstance(config, DecoderConfig) else _select_json_fields(config.to_dict())
 
 
 def _find_models(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost modules that are a native decoder or a transformers model."""
+    """Yield the outermost native decoders and transformers models in a module."""
     if isinstance(module, Decoder) or (is_pretrained(module) and hasattr(module, "config")):
         yield module
         return
@@ -172,7 +183,8 @@ def _find_models(module: nn.Module) -> Iterator[nn.Module]:
         yield from _find_models(child)
 
 
-def _json(value: Any) -> str | None:
+def _dump_json_or_none(value: Any) -> str | None:
+    """Return the value as JSON text; None if JSON does not support the value."""
     try:
         return json.dumps(value)
     except (TypeError, ValueError, RecursionError):
@@ -182,23 +194,25 @@ def _json(value: Any) -> str | None:
 def _find_hf_differences(
     config: Mapping[str, Any], reference: Mapping[str, Any], prefix: str
 ) -> Iterator[Difference]:
+    """Yield the fields that both transformers configs have with different values."""
     # Only fields that both have. An unknown one is compared, too: a needless refusal names the
     # field, while a difference that nobody compared would change results silently.
-    values, other = _comparable(config), _comparable(reference)
+    values, other = _select_compared_fields(config), _select_compared_fields(reference)
     for name in sorted(values.keys() & other.keys()):
         a, b = values[name], other[name]
         if isinstance(a, Mapping) and isinstance(b, Mapping):
             yield from _find_hf_differences(a, b, f"{prefix}{name}.")
-        elif _as_list(a) != _as_list(b):
-            yield Difference(prefix + name, _value_text(a), _value_text(b))
+        elif _convert_tuple_to_list(a) != _convert_tuple_to_list(b):
+            yield Difference(prefix + name, _format_value(a), _format_value(b))
     yield from _find_rope_differences(config, reference, prefix)
 
 
 def _find_rope_differences(
     config: Mapping[str, Any], reference: Mapping[str, Any], prefix: str
 ) -> Iterator[Difference]:
+    """Yield the rotary embedding options in which two transformers configs differ."""
     # There are two spellings, and not every release writes the defaults out.
-    options, other = _rope(config), _rope(reference)
+    options, other = _read_rope_options(config), _read_rope_options(reference)
     for location in sorted(options.keys() & other.keys()):
         a, b = options[location], other[location]
         names = a.keys() | b.keys()
@@ -207,13 +221,15 @@ def _find_rope_differences(
         for name in sorted(names):
             # None is off; but a theta or a length that is not named has a default.
             is_named = name not in (THETA, LENGTH) or None not in (a.get(name), b.get(name))
-            if is_named and _as_list(a.get(name)) != _as_list(b.get(name)):
+            if is_named and _convert_tuple_to_list(a.get(name)) != _convert_tuple_to_list(
+                b.get(name)
+            ):
                 path = prefix + (name if name == LENGTH else location + name)
-                yield Difference(path, _value_text(a.get(name)), _value_text(b.get(name)))
+                yield Difference(path, _format_value(a.get(name)), _format_value(b.get(name)))
 
 
-def _comparable(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that affect outputs, without rotary fields; aliases get one name."""
+def _select_compared_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that change a model's output, without rotary fields and aliases."""
     result = {
         name: value
         for name, value in values.items()
@@ -232,8 +248,8 @@ def _comparable(values: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _rope(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return field prefix -> rotary options, one entry for each kind of layer; {} = no options."""
+def _read_rope_options(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return field prefix -> rotary options of a config, with one entry per kind of layer."""
     if all(values.get(name) is None for name in ROPE):
         return {}
     rope: dict[str, Any] = {}
@@ -241,11 +257,14 @@ def _rope(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         rope |= values[name] if isinstance(values.get(name), Mapping) else {}
     kinds = {kind: options for kind, options in rope.items() if isinstance(options, Mapping)}
     if not kinds:
-        return {"rope_parameters.": _rope_options(rope, values)}
-    return {f"rope_parameters.{k}.": _rope_options(o, values) for k, o in kinds.items()}
+        return {"rope_parameters.": _normalize_rope_options(rope, values)}
+    return {f"rope_parameters.{k}.": _normalize_rope_options(o, values) for k, o in kinds.items()}
 
 
-def _rope_options(options: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def _normalize_rope_options(
+    options: Mapping[str, Any], values: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return rotary options with transformers' defaults and without options that are not read."""
     result = {name: values.get(name) for name in (THETA, "partial_rotary_factor")}
     result |= {name: value for name, value in options.items() if value is not None}
     old = result.pop("type", None)
@@ -263,6 +282,7 @@ def _rope_options(options: Mapping[str, Any], values: Mapping[str, Any]) -> dict
 def _find_differences(
     config: Any, reference: Mapping[str, Any], prefix: str, skipped_fields: Collection[str]
 ) -> Iterator[Difference]:
+    """Yield the fields in which a config dataclass differs from nested saved values."""
     for field in fields(config):
         name = prefix + field.name
         value, other = getattr(config, field.name), reference.get(field.name, field.default)
@@ -277,13 +297,15 @@ def _find_differences(
             other = config.choices_per_token > 1 if other is None else other
         if is_dataclass(value) and isinstance(other, Mapping):
             yield from _find_differences(value, other, f"{name}.", skipped_fields)
-        elif _as_list(value) != _as_list(other):
-            yield Difference(name, _value_text(value), _value_text(other))
+        elif _convert_tuple_to_list(value) != _convert_tuple_to_list(other):
+            yield Difference(name, _format_value(value), _format_value(other))
 
 
-def _as_list(value: Any) -> Any:
+def _convert_tuple_to_list(value: Any) -> Any:
+    """Convert a tuple to a list, as JSON does, and return other values unchanged."""
     return list(value) if isinstance(value, tuple) else value
 
 
-def _value_text(value: Any) -> str:
+def _format_value(value: Any) -> str:
+    """Return a config value as short text; "given" for a nested config."""
     return "given" if is_dataclass(value) or isinstance(value, Mapping) else f"{value!r:.80}"

@@ -30,7 +30,7 @@ from moecore.io.checkpoint.files import (
     open_regular,
     read_beginning,
     read_regular,
-    remove,
+    remove_checkpoint,
     remove_leftovers,
     sync_directory,
     write_new,
@@ -40,7 +40,7 @@ from moecore.io.checkpoint.manifest import MANIFEST, Manifest
 
 POINTER = "latest"
 CHECKPOINTS = "checkpoints"  # the directory of a training run that `save` gets
-# Exactly the names that `step_directory` makes: step-0000006 would be a second name of step 6.
+# Exactly the names that `make_step_path` makes: step-0000006 would be a second name of step 6.
 _STEP = r"step-([0-9]{6}|[1-9][0-9]{6,17})"
 _STEP_NAME = re.compile(_STEP)
 _POINTER_TEXT = re.compile(rf"(?P<name>{_STEP}) (?P<digest>[0-9a-f]{{64}})\n")
@@ -63,12 +63,12 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
     """
     check_arguments(latest, locals())
     root = Path(root)
-    named = _pointer_target(root) or _pointer_target(
+    named = _resolve_pointer(root) or _resolve_pointer(
         root
     )  # again: a save may have replaced and pruned it
     if named is not None:
         return named
-    directories = complete_checkpoints(root)
+    directories = find_complete_checkpoints(root)
     pointer = _read_pointer(root)
     if pointer is not None and directories:
         logger.warning(
@@ -81,12 +81,12 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
 
 
 def find_root(path: Path) -> Path:
-    """Return the directory with the steps of a run: `path`, or its checkpoints directory.
+    """Return the directory that contains the steps of a run: `path` or its subdirectory.
 
     `moecore train`, similar commands and MoETrainer save below their run directory.
     """
     below = path / CHECKPOINTS
-    has_steps = (path / POINTER).exists() or bool(complete_checkpoints(path))
+    has_steps = (path / POINTER).exists() or bool(find_complete_checkpoints(path))
     return below if below.is_dir() and not has_steps else path
 
 
@@ -133,14 +133,18 @@ def prune(root: str | os.PathLike[str], keep: Keep) -> list[Path]:
     if not find_prunable(root, keep):
         return []
     with hold_lock(Path(root)):
-        return _prune(Path(root), keep)
+        return _remove_prunable(Path(root), keep)
 
 
-def _prune(root: Path, keep: int) -> list[Path]:
+def _remove_prunable(root: Path, keep: int) -> list[Path]:
+    """Delete the checkpoints that `find_prunable` returns; return the deleted ones.
+
+    The caller has the lock.
+    """
     removed, problems = [], []
     for path in find_prunable(root, keep):
         try:
-            remove(path)
+            remove_checkpoint(path)
         except OSError as error:
             problems.append(str(error))
         else:
@@ -154,14 +158,14 @@ def _prune(root: Path, keep: int) -> list[Path]:
 
 
 def find_prunable(root: str | os.PathLike[str], keep: Keep) -> list[Path]:
-    """Return the checkpoints that `prune` would remove."""
+    """Return the checkpoints that `prune` would delete, without deleting them."""
     check_arguments(find_prunable, locals())
     newest = latest(root)
     if newest is None:
         return []
     # Later steps are of a run that was rolled back: they go first.
     last = _parse_step(newest) or 0
-    candidates = [path for path in complete_checkpoints(Path(root)) if path != newest]
+    candidates = [path for path in find_complete_checkpoints(Path(root)) if path != newest]
     order = [path for path in candidates if (_parse_step(path) or 0) > last]
     order += [path for path in candidates if (_parse_step(path) or 0) <= last]
     num_old = max(0, len(order) - (keep - 1))
@@ -175,17 +179,17 @@ def find_prunable(root: str | os.PathLike[str], keep: Keep) -> list[Path]:
 
 
 def is_published(root: Path, step: int) -> bool:
-    """Whether `latest` names the checkpoint of this step, and the checkpoint is complete."""
+    """Whether the pointer file `latest` names this step and the checkpoint is complete."""
     try:
         named = _read_pointer(root)
     except (OSError, ValueError):
         return False
-    final = step_directory(root, step)
+    final = make_step_path(root, step)
     return named is not None and named[0] == final.name and is_complete(final)
 
 
-def check_unused(root: Path) -> None:
-    """Raise ValueError if a directory already has checkpoints or drafts of a run."""
+def refuse_used_directory(root: Path) -> None:
+    """Raise ValueError if a directory already has checkpoints or drafts."""
     if not root.is_dir():
         return
     for name in sorted(path.name for path in root.iterdir()):
@@ -195,7 +199,7 @@ def check_unused(root: Path) -> None:
             )
 
 
-def complete_checkpoints(root: Path) -> list[Path]:
+def find_complete_checkpoints(root: Path) -> list[Path]:
     """Return all complete checkpoints under `root`, sorted by step.
 
     Directories with other names, such as step-0000006 for step 6, are ignored.
@@ -207,20 +211,24 @@ def complete_checkpoints(root: Path) -> list[Path]:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether the checkpoint's manifest, which is written last, exists."""
+    """Whether a checkpoint directory has a manifest, which a save writes last."""
     return (path / MANIFEST).is_file()
 
 
-def step_directory(root: Path, step: int) -> Path:
-    """Return the directory of a step's checkpoint."""
+def make_step_path(root: Path, step: int) -> Path:
+    """Return the path of a step's checkpoint directory, such as root/step-000123."""
     return root / f"step-{step:06d}"
 
 
-def new_draft(root: Path, step: int) -> Path:
-    """Create an empty draft after removing old ones; refuse a step not after the newest."""
+def create_draft(root: Path, step: int) -> Path:
+    """Create an empty draft directory for a step and delete the files of killed saves.
+
+    Raises:
+        ValueError: if the run already has this step or a later one.
+    """
     root.mkdir(parents=True, exist_ok=True)
-    final = step_directory(root, step)
-    _check_free(final)
+    final = make_step_path(root, step)
+    _refuse_older_step(final)
     remove_leftovers(root)
     draft = root / f".{final.name}.tmp-{uuid.uuid4().hex[:8]}"
     draft.mkdir()
@@ -228,11 +236,14 @@ def new_draft(root: Path, step: int) -> Path:
 
 
 def publish(draft: Path, manifest: Manifest, *, keep: int) -> None:
-    """Rename a complete draft to the newest checkpoint; `keep` checkpoints stay (0 = all)."""
-    root, final = draft.parent, step_directory(draft.parent, manifest.facts.step)
+    """Write the manifest, rename the draft to its step directory and set `latest` to it.
+
+    `keep` is the number of checkpoints that stay; 0 deletes none.
+    """
+    root, final = draft.parent, make_step_path(draft.parent, manifest.facts.step)
     write_new(draft / MANIFEST, manifest.text)
     sync_directory(draft)
-    _check_free(final)
+    _refuse_older_step(final)
     _check_shard_files(draft, manifest)
     # All that needs room comes before the rename, so a full disk leaves nothing half announced.
     pointer = _write_pointer(root, final.name, manifest.text.encode("ascii"))
@@ -241,20 +252,20 @@ def publish(draft: Path, manifest: Manifest, *, keep: int) -> None:
             named = _read_pointer(root)
             if named is not None and named[0] == final.name:  # with the digest of what goes now
                 (root / POINTER).unlink()
-        remove(final)
+        remove_checkpoint(final)
     draft.rename(final)
     sync_directory(root)
     pointer.replace(root / POINTER)
     sync_directory(root)
     try:
         if keep:
-            _prune(root, keep)
+            _remove_prunable(root, keep)
     except OSError as error:  # the new one is safe, so the save has not failed
         logger.warning("old checkpoints under %s could not be removed: %s", root, error)
 
 
 def _check_shard_files(draft: Path, manifest: Manifest) -> None:
-    """Raise OSError if a shard file is missing or has the wrong size."""
+    """Raise OSError if a shard file of the manifest is missing or has the wrong size."""
     for name, file in manifest.files.items():
         try:
             descriptor = open_regular(draft / name)  # a network file system then asks its server
@@ -266,11 +277,11 @@ def _check_shard_files(draft: Path, manifest: Manifest) -> None:
             raise OSError(f"{name} must have the {file.size} bytes that were written, not {size}")
 
 
-def _check_free(final: Path) -> None:
-    """Raise ValueError unless this step is after the newest: no save moves `latest` back."""
+def _refuse_older_step(final: Path) -> None:
+    """Raise ValueError if the run already has this step or a later one."""
     step, newest = _parse_step(final) or 0, None
     try:
-        newest = _newest_step(final.parent)
+        newest = _find_newest_step(final.parent)
     except ValueError as error:  # a run must be able to save although an older save is damaged
         logger.warning("%s", error)
     if newest is not None and newest > step:
@@ -282,8 +293,12 @@ def _check_free(final: Path) -> None:
         raise ValueError(f"step ({step}) must not be saved already: delete {final} to save it anew")
 
 
-def _pointer_target(root: Path) -> Path | None:
-    """Return the checkpoint that the pointer file names; None if either is missing."""
+def _resolve_pointer(root: Path) -> Path | None:
+    """Return the checkpoint that the pointer file names; None if one of both is missing.
+
+    Raises:
+        ValueError: if the manifest's SHA-256 differs from the SHA-256 in the pointer file.
+    """
     named = _read_pointer(root)
     if named is None:
         return None
@@ -301,7 +316,7 @@ def _pointer_target(root: Path) -> Path | None:
 
 
 def _read_pointer(root: Path) -> tuple[str, str] | None:
-    """Return name and digest in the pointer file; None if it is missing."""
+    """Read the pointer file; return the name of a checkpoint and its manifest's SHA-256."""
     try:
         text = read_beginning(root / POINTER, 200).decode("ascii", errors="replace")
     except FileNotFoundError:
@@ -315,22 +330,23 @@ def _read_pointer(root: Path) -> tuple[str, str] | None:
     return match["name"], match["digest"]
 
 
-def _newest_step(root: Path) -> int | None:
-    """Return the step of the newest checkpoint without reading its manifest, which may be large."""
+def _find_newest_step(root: Path) -> int | None:
+    """Return the step of the newest checkpoint without reading its manifest; None without any."""
     named = _read_pointer(root)
     if named is not None and is_complete(root / named[0]):
         return _parse_step(root / named[0])
-    directories = complete_checkpoints(root)
+    directories = find_complete_checkpoints(root)
     return _parse_step(directories[-1]) if directories else None
 
 
 def _parse_step(path: Path) -> int | None:
+    """Return the step in a directory's name; None for any other name."""
     match = _STEP_NAME.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def _write_pointer(root: Path, name: str, manifest: bytes) -> Path:
-    """Write a pointer file under a temporary name and return its path, for a rename."""
+    """Write a pointer file under a temporary name and return its path."""
     pointer = root / f".{POINTER}-{uuid.uuid4().hex[:8]}"
     try:
         write_new(pointer, f"{name} {hashlib.sha256(manifest).hexdigest()}\n")

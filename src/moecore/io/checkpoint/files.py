@@ -27,7 +27,7 @@ _LEFTOVER = re.compile(r"\.step-[0-9]+\.tmp-\w+|\.step-[0-9a-f]{8}\.old|\.latest
 
 
 def open_regular(path: Path, *, follow: bool = False) -> int:
-    """Return a descriptor of a regular file; `follow` allows symlinks, as in download caches."""
+    """Open a regular file and return its descriptor; `follow` allows a symlink to a file."""
     # O_NONBLOCK: opening a FIFO without a writer would wait.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     if not follow and path.is_symlink():
@@ -40,7 +40,7 @@ def open_regular(path: Path, *, follow: bool = False) -> int:
 
 
 def read_regular(path: Path, *, max_bytes: int, follow: bool = False) -> bytes:
-    """Return the bytes of a regular file; see `open_regular`.
+    """Read a regular file and return its bytes; symlinks are followed only with `follow`.
 
     Raises:
         ValueError: if it has more than `max_bytes` bytes.
@@ -63,13 +63,13 @@ def check_size(path: Path, size: int, max_bytes: int) -> None:
 
 
 def read_beginning(path: Path, max_bytes: int) -> bytes:
-    """Return the first bytes of a regular file, at most `max_bytes`; see `open_regular`."""
+    """Return at most the first `max_bytes` bytes of a regular file."""
     with open(open_regular(path), "rb") as file:
         return file.read(max_bytes)
 
 
 def write_new(path: Path, text: str) -> None:
-    """Write and fsync an ASCII file that must not exist."""
+    """Create an ASCII file, write the text and fsync it; raise FileExistsError if it exists."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
     with open(descriptor, "w", encoding="ascii") as file:
         file.write(text)
@@ -86,40 +86,42 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def remove(path: Path) -> None:
-    """Delete a directory or a symlink to one; it is renamed first, so it never looks complete.
+def remove_checkpoint(path: Path) -> None:
+    """Delete a checkpoint directory, or the symlink to it, after renaming it to a hidden name.
 
     Raises:
         OSError: if an entry cannot be deleted; if all entries still exist, the old name is
             restored.
     """
-    hidden = _hidden_name(path)
-    entries = _entries(path)
+    hidden = _make_hidden_path(path)
+    entries = _list_deletable_entries(path)
     try:
         path.rename(hidden)
-        _delete(hidden)
+        _delete_path(hidden)
     except OSError as error:
         problem = f"path ({path}) could not be removed: {error.strerror or error}"
-        if hidden.is_dir() and _entries(hidden) == entries:
+        if hidden.is_dir() and _list_deletable_entries(hidden) == entries:
             hidden.rename(path)
         elif os.path.lexists(hidden):
             problem += f", and what is left of it is {hidden.name}"
         raise OSError(problem) from error
 
 
-def _hidden_name(path: Path) -> Path:
+def _make_hidden_path(path: Path) -> Path:
+    """Return an unused hidden path in the same directory, for a path that is to be deleted."""
     return path.with_name(f".step-{uuid.uuid4().hex[:8]}.old")
 
 
-def _delete(path: Path) -> None:
+def _delete_path(path: Path) -> None:
+    """Delete a directory with its content; of a symlink, delete only the link."""
     if path.is_symlink():
         path.unlink()
     else:
         shutil.rmtree(path)
 
 
-def _entries(path: Path) -> list[str]:
-    """Return the entries of a directory; raise OSError if one of them cannot be deleted."""
+def _list_deletable_entries(path: Path) -> list[str]:
+    """List the entries of a directory; raise OSError if an entry cannot be deleted."""
     if path.is_symlink():
         return []
     paths = []
@@ -131,31 +133,31 @@ def _entries(path: Path) -> list[str]:
 
 
 def find_leftovers(root: Path) -> list[Path]:
-    """Return the files of killed saves: drafts, half-deleted checkpoints, pointers."""
+    """Return the files that killed saves left: drafts, half-deleted checkpoints and pointers."""
     return [path for path in sorted(root.glob(".*")) if _LEFTOVER.fullmatch(path.name)]
 
 
 def remove_leftovers(root: Path) -> None:
-    """Delete the files of killed saves; renamed ones that cannot be deleted stay."""
+    """Delete the files that killed saves left under `root`, except files that cannot be deleted."""
     # Never under its own name: a stopped job could go on and publish its draft.
     for leftover in find_leftovers(root):
         with contextlib.suppress(OSError):
             if leftover.is_dir():
-                hidden = _hidden_name(leftover)
+                hidden = _make_hidden_path(leftover)
                 leftover.rename(hidden)
-                _delete(hidden)
+                _delete_path(hidden)
             else:
                 leftover.unlink()
 
 
 def join_problems(problems: Sequence[str]) -> str:
-    """Return the first problems in one line, and the number of the remaining problems."""
+    """Join the first error texts in one line, followed by the number of further error texts."""
     first = "; ".join(format_error_line(problem, MAX_CHARS) for problem in problems[:MAX_LINES])
     remaining = len(problems) - MAX_LINES
     return first if remaining <= 0 else f"{first} (and {remaining} more)"
 
 
 def refuse_problems(subject: str, problems: Sequence[str], fix: str) -> None:
-    """Raise one ValueError with the subject, the problems and the fix, if there are problems."""
+    """Raise one ValueError with the subject, all problems and the fix, if there are problems."""
     if problems:
         raise ValueError(f"{subject}: {join_problems(problems)}: {fix}")

@@ -31,13 +31,13 @@ WIDTH = "width_factor"  # of `WidthRates.regroup`; it is in the saved lr, weight
 MAX_NESTING = MAX_DEPTH - 10  # of a value, which lies in others
 
 
-def all_groups(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
-    """Return the parameter groups of all optimizers, concatenated."""
+def concat_param_groups(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
+    """Return the parameter groups of all optimizers in one list."""
     return [group for optimizer in optimizers for group in optimizer.param_groups]
 
 
-def optimizer_class(optimizers: Sequence[Optimizer]) -> str:
-    """Return the common class name, or the class of each group, such as "Muon, AdamW, AdamW"."""
+def name_optimizer_classes(optimizers: Sequence[Optimizer]) -> str:
+    """Return the optimizers' class name, or one class per group, such as "Muon, AdamW, AdamW"."""
     # An optimizer that only computes elsewhere declares the class whose state it has.
     names = [
         str(getattr(optimizer, "checkpoint_class", type(optimizer).__name__))
@@ -47,16 +47,21 @@ def optimizer_class(optimizers: Sequence[Optimizer]) -> str:
     return ", ".join(names) if len(set(names)) > 1 else names[0]
 
 
-def group_classes(name: str, num_groups: int) -> list[str]:
-    """Return the class of each group, from the result of `optimizer_class`."""
+def split_class_names(name: str, num_groups: int) -> list[str]:
+    """Return one class name per group from the text of `name_optimizer_classes`."""
     names = name.split(", ")
     return names * num_groups if len(names) == 1 else names
 
 
-def optimizer_groups(optimizers: Sequence[Optimizer], model: ModelView) -> list[dict[str, Any]]:
-    """Return each group's JSON-able hyperparameters, except `RUN_OPTIONS`, and parameter names."""
+def collect_hyperparameters(
+    optimizers: Sequence[Optimizer], model: ModelView
+) -> list[dict[str, Any]]:
+    """Return the parameter names and hyperparameters of each group as JSON values.
+
+    `RUN_OPTIONS`, such as fused, are left out.
+    """
     groups = []
-    for group in all_groups(optimizers):
+    for group in concat_param_groups(optimizers):
         values = {k: v for k, v in group.items() if k != "params" and k not in RUN_OPTIONS}
         values = {k: v.item() if isinstance(v, Tensor) else v for k, v in values.items()}
         check_json("optimizer hyperparameter", values)
@@ -64,8 +69,8 @@ def optimizer_groups(optimizers: Sequence[Optimizer], model: ModelView) -> list[
     return groups
 
 
-def group_problems(present: list[dict[str, Any]], groups: list[dict[str, Any]]) -> list[str]:
-    """Return the mismatches of saved hyperparameters; groups of `present` have parameter names."""
+def find_group_mismatches(present: list[dict[str, Any]], groups: list[dict[str, Any]]) -> list[str]:
+    """Compare the optimizers' groups with the saved groups; return one error text per mismatch."""
     # State goes by name, so the order within a group decides about nothing.
     if [sorted(group["params"]) for group in present] != [sorted(g["params"]) for g in groups]:
         return [
@@ -78,12 +83,12 @@ def group_problems(present: list[dict[str, Any]], groups: list[dict[str, Any]]) 
         for group, saved_group in zip(present, groups, strict=True)
         for key, value in saved_group.items()
         if (key in group or key in NUMERIC_OPTIONS)
-        and not _may_become(key, group.get(key, 0.0), value)
+        and not _can_change_to(key, group.get(key, 0.0), value)
     ]
 
 
-def option_problems(group: Mapping[str, Any], saved_group: Mapping[str, Any]) -> list[str]:
-    """Return the differences of two groups in options that affect the state of a parameter."""
+def find_option_mismatches(group: Mapping[str, Any], saved_group: Mapping[str, Any]) -> list[str]:
+    """Return an error text for each option of two groups that changes a parameter's state."""
     ignored = SCHEDULER_OPTIONS | RUN_OPTIONS | {"params"}
     odd = sorted((group.keys() - ignored) ^ (saved_group.keys() - SCHEDULER_OPTIONS - {"params"}))
     problems = []
@@ -102,9 +107,12 @@ def option_problems(group: Mapping[str, Any], saved_group: Mapping[str, Any]) ->
     ]
 
 
-def restore_groups(optimizers: Sequence[Optimizer], groups: list[dict[str, Any]]) -> None:
-    """Set the hyperparameters of each group, in place, after `group_problems` returned []."""
-    for group, saved_group in zip(all_groups(optimizers), groups, strict=True):
+def restore_hyperparameters(optimizers: Sequence[Optimizer], groups: list[dict[str, Any]]) -> None:
+    """Set the hyperparameters of each group to the saved values, in place.
+
+    `find_group_mismatches` must have returned [] for these groups.
+    """
+    for group, saved_group in zip(concat_param_groups(optimizers), groups, strict=True):
         for key, value in saved_group.items():
             current = group.get(key)
             if key == "params" or key in RUN_OPTIONS:
@@ -130,7 +138,7 @@ Schedulers = Scheduler | Sequence[Scheduler]
 
 
 class _JoinedScheduler:
-    """Several schedulers as one; the first one's last_epoch has the key "0.last_epoch"."""
+    """Joins several schedulers; the last_epoch of the first one has the key "0.last_epoch"."""
 
     def __init__(self, parts: Sequence[Scheduler]) -> None:
         self._parts = parts
@@ -154,7 +162,7 @@ class _JoinedScheduler:
 def join_schedulers(
     scheduler: Schedulers | None, optimizers: Sequence[Optimizer]
 ) -> Scheduler | None:
-    """Return a scheduler, or a list as one; the list must have the order of the optimizers."""
+    """Join a list of schedulers, in the order of the optimizers, and return one scheduler."""
     if not isinstance(scheduler, Sequence):
         return scheduler
     if not scheduler:
@@ -170,19 +178,24 @@ def join_schedulers(
     return scheduler[0] if len(scheduler) == 1 else _JoinedScheduler(scheduler)
 
 
-def _kind(scheduler: Scheduler) -> str:
+def _name_scheduler(scheduler: Scheduler) -> str:
+    """Return the class name of a scheduler, or the class names of joined schedulers."""
     return scheduler.kind if isinstance(scheduler, _JoinedScheduler) else type(scheduler).__name__
 
 
-def scheduler_state(scheduler: Scheduler, values: dict[str, Any]) -> dict[str, Any]:
-    """Return saved values with the types of this scheduler's state; refuse other keys."""
+def decode_scheduler_state(scheduler: Scheduler, values: dict[str, Any]) -> dict[str, Any]:
+    """Return a state dict for `load_state_dict` of this scheduler from the saved JSON values.
+
+    Raises:
+        ValueError: if the keys differ from the scheduler's, or a learning rate is not finite.
+    """
     state = scheduler.state_dict()
     if state.keys() != values.keys():
         raise ValueError(
-            f"scheduler ({_kind(scheduler)}) must have the state of the saved one, but "
+            f"scheduler ({_name_scheduler(scheduler)}) must have the state of the saved one, but "
             f"{', '.join(sorted(state.keys() ^ values.keys()))} differ"
         )
-    for name, rates in _find_rates(values):
+    for name, rates in _find_learning_rates(values):
         if not isinstance(rates, list) or not all(map(is_finite, rates)):
             raise ValueError(
                 f"scheduler {shown_name(name)} must be a list of finite numbers, but is "
@@ -192,21 +205,21 @@ def scheduler_state(scheduler: Scheduler, values: dict[str, Any]) -> dict[str, A
     return result
 
 
-def _find_rates(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the learning rate lists in a scheduler's state, also of nested schedulers."""
+def _find_learning_rates(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield name and value of each learning rate list in a scheduler's state, nested ones too."""
     for name, entry in value.items() if isinstance(value, dict) else ():
         if name.endswith(("base_lrs", "_last_lr")):
             yield name, entry
         else:
-            yield from _find_rates(entry)
+            yield from _find_learning_rates(entry)
     for entry in value if isinstance(value, list) else ():
-        yield from _find_rates(entry)
+        yield from _find_learning_rates(entry)
 
 
-def scheduler_values(scheduler: Scheduler) -> dict[str, Any]:
-    """Return a scheduler's state as JSON values, or raise ValueError."""
+def encode_scheduler_state(scheduler: Scheduler) -> dict[str, Any]:
+    """Return a scheduler's state as JSON values; raise ValueError if JSON cannot represent it."""
     state = scheduler.state_dict()
-    name = _kind(scheduler)
+    name = _name_scheduler(scheduler)
     numbers = _tensors_to_numbers(state)
     check_json(f"scheduler {name}", numbers)
     values: dict[str, Any] = copy_json(numbers)
@@ -218,7 +231,7 @@ def scheduler_values(scheduler: Scheduler) -> dict[str, Any]:
 
 
 def _tensors_to_numbers(value: Any) -> Any:
-    """Replace scalar tensors (of a tensor lr) by Python numbers; one host sync for each."""
+    """Replace scalar tensors by Python numbers, with one host synchronisation for each tensor."""
     if isinstance(value, Tensor) and value.ndim == 0:
         return value.item()
     if isinstance(value, dict):
@@ -229,7 +242,7 @@ def _tensors_to_numbers(value: Any) -> Any:
 
 
 def _restore_types(template: Any, value: Any) -> Any:
-    """Restore the types of a value that JSON changed: tuples, tensors, integer keys."""
+    """Convert JSON values to the types in `template`: tuples, tensors and integer keys."""
     if isinstance(template, Tensor) and isinstance(value, int | float):
         return torch.full_like(template, value)
     if isinstance(template, tuple) and isinstance(value, list):
@@ -244,13 +257,13 @@ def _restore_types(template: Any, value: Any) -> Any:
 
 
 def copy_json(values: T) -> T:
-    """Return a deep copy through JSON, so that later changes do not affect the save."""
+    """Return a deep copy of JSON values, which later changes of the originals do not affect."""
     result: T = json.loads(json.dumps(values))
     return result
 
 
 def check_json(label: str, values: Mapping[str, Any]) -> None:
-    """Raise ValueError for the first value that the manifest's JSON does not support."""
+    """Raise ValueError for the first of these values that the manifest's JSON does not support."""
     for name, value in values.items():
         try:
             json.dumps(value, sort_keys=True)
@@ -263,8 +276,8 @@ def check_json(label: str, values: Mapping[str, Any]) -> None:
             ) from None
 
 
-def _may_become(key: str, current: Any, value: Any) -> bool:
-    """Whether a hyperparameter may change to the saved value; None = "off" for most options."""
+def _can_change_to(key: str, current: Any, value: Any) -> bool:
+    """Whether a load may replace the current value of a hyperparameter by the saved value."""
     if key == WIDTH:
         return bool(current == value)
     if current is None or value is None:
@@ -275,7 +288,7 @@ def _may_become(key: str, current: Any, value: Any) -> bool:
         return (
             isinstance(value, list)
             and len(current) == len(value)
-            and all(_may_become(key, a, b) for a, b in zip(current, value, strict=True))
+            and all(_can_change_to(key, a, b) for a, b in zip(current, value, strict=True))
         )
     if isinstance(current, int | float | Tensor):
         return is_finite(value) or (key not in NUMERIC_OPTIONS and value in (math.inf, -math.inf))

@@ -41,7 +41,10 @@ _OWNER_BYTES = 4096
 
 
 class RunLock:
-    """The lock of a run. `release`, the end of the object or the end of the process releases it."""
+    """The lock of one run directory, which allows one job at a time to write checkpoints there.
+
+    `release`, garbage collection of this object or the end of the process releases the lock.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -49,21 +52,25 @@ class RunLock:
         self._end: weakref.finalize[..., RunLock] | None = None  # runs once, at exit at the latest
 
     def acquire(self) -> None:
-        """Take the lock, or check that this object still has it; an OSError names another owner."""
+        """Create the lock directory, or check that this object still owns it.
+
+        Raises:
+            OSError: if another live job owns the lock; the message names that job.
+        """
         if self._end is not None:
-            if not _has_lock(self.root, self._text):
+            if not _owner_has_text(self.root, self._text):
                 raise OSError(
                     f"root ({self.root}) must be written to by one job, but another one took it "
                     f"over while this one stood still for {STALE_SECONDS:.0f} s: end one of them"
                 )
             return
-        text = json.dumps(_this_process())
+        text = json.dumps(_describe_this_process())
         for _ in range(_ATTEMPTS):
             draft = self.root / f"{LOCK}-{uuid.uuid4().hex[:8]}"
             try:
                 draft_time = _write_draft(draft, text)
                 if _try_rename(draft, self.root / LOCK):
-                    self._keep(text.encode())
+                    self._start_heartbeat(text.encode())
                     return
                 _remove_dead_lock(self.root, draft_time)
             except FileNotFoundError:  # a release also removes the drafts of other locks
@@ -78,31 +85,37 @@ class RunLock:
             self._end()
             self._end = None
 
-    def _keep(self, text: bytes) -> None:
+    def _start_heartbeat(self, text: bytes) -> None:
+        """Store the text of the owner file, and start the thread that updates the file's time."""
         stop = threading.Event()
         self._text = text
-        self._end = weakref.finalize(self, _release, self.root, text, stop, os.getpid())
+        self._end = weakref.finalize(self, _release_lock, self.root, text, stop, os.getpid())
         args = (self.root, text, stop)  # not the object, which may end while the thread runs
-        threading.Thread(target=_beat, args=args, name="moecore-lock", daemon=True).start()
+        threading.Thread(
+            target=_touch_owner_regularly, args=args, name="moecore-lock", daemon=True
+        ).start()
 
 
-def _has_lock(root: Path, text: bytes) -> bool:
+def _owner_has_text(root: Path, text: bytes) -> bool:
+    """Whether the owner file of the lock has exactly this content."""
     return _read_owner(root)[1] == text
 
 
-def _beat(root: Path, text: bytes, stop: threading.Event) -> None:
+def _touch_owner_regularly(root: Path, text: bytes, stop: threading.Event) -> None:
+    """Update the owner file's modification time every `BEAT_SECONDS` until `stop` is set."""
     while not stop.wait(BEAT_SECONDS):
         with contextlib.suppress(OSError, ValueError):  # such as when the root was removed
-            if _has_lock(root, text):
+            if _owner_has_text(root, text):
                 os.utime(root / LOCK / OWNER)
 
 
-def _release(root: Path, text: bytes, stop: threading.Event, pid: int) -> None:
+def _release_lock(root: Path, text: bytes, stop: threading.Event, pid: int) -> None:
+    """Stop the heartbeat thread and delete the lock, unless another process owns it."""
     stop.set()
     if pid != os.getpid():  # of a process that was forked
         return
     with contextlib.suppress(OSError, ValueError):
-        if _has_lock(root, text):
+        if _owner_has_text(root, text):
             (root / LOCK).rename(root / f"{LOCK}-{uuid.uuid4().hex[:8]}")
             for path in root.glob(f"{LOCK}-*"):
                 if _LOCK_NAME.fullmatch(path.name):
@@ -111,9 +124,9 @@ def _release(root: Path, text: bytes, stop: threading.Event, pid: int) -> None:
 
 @contextlib.contextmanager
 def hold_lock(root: Path) -> Iterator[None]:
-    """Return a context with the lock of a run, unless this process already has it (`Saver`)."""
+    """Return a context that acquires the run's lock, unless this process already owns the lock."""
     owner = _read_owner(root)[0]
-    process = _this_process()
+    process = _describe_this_process()
     lock = RunLock(root)
     if not all(owner.get(name) == process[name] for name in ("machine", "pid", "started")):
         lock.acquire()
@@ -124,7 +137,7 @@ def hold_lock(root: Path) -> Iterator[None]:
 
 
 def _write_draft(draft: Path, text: str) -> float:
-    """Write a lock under a temporary name; return the file system's current time."""
+    """Write the owner file into a temporary lock directory; return the file's modification time."""
     try:
         draft.mkdir(parents=True)
         write_new(draft / OWNER, text)
@@ -136,12 +149,12 @@ def _write_draft(draft: Path, text: str) -> float:
 
 
 def _remove_dead_lock(root: Path, current_time: float) -> None:
-    """Rename the lock directory of a dead owner; raise OSError for a live owner."""
+    """Rename the lock directory if its owner is dead; raise OSError if its owner is alive."""
     owner, text, touched = _read_owner(root)
     if not text:
         return  # released meanwhile
     # Both times are the file system's, so clocks of hosts do not matter.
-    if not _is_dead(owner, current_time - touched):
+    if not _is_owner_dead(owner, current_time - touched):
         owner_text = f"pid {owner.get('pid')} on {owner.get('host')} since {owner.get('since')}"
         raise OSError(
             f"root ({root}) must be written to by one job, but {owner_text!r:.160} holds {LOCK}: "
@@ -155,17 +168,18 @@ def _remove_dead_lock(root: Path, current_time: float) -> None:
         remove_leftovers(root)  # so a stopped owner cannot publish the draft that it was writing
 
 
-def _is_dead(owner: dict[str, Any], idle_seconds: float) -> bool:
-    if owner.get("machine") and owner.get("machine") == _machine():
-        start_ticks = _start_ticks(owner.get("pid"))
+def _is_owner_dead(owner: dict[str, Any], idle_seconds: float) -> bool:
+    """Whether the owner process has ended; on another host, whether its heartbeat is too old."""
+    if owner.get("machine") and owner.get("machine") == _read_machine_id():
+        start_ticks = _read_start_ticks(owner.get("pid"))
         return start_ticks is None or start_ticks != owner.get("started")
     return idle_seconds > STALE_SECONDS
 
 
 def find_dead_drafts(root: Path) -> list[Path]:
-    """Return the drafts that the next job removes because their job died with the lock."""
+    """Return the incomplete checkpoints of a job that died with the lock; [] if no job died."""
     owner, text, touched = _read_owner(root)
-    return find_leftovers(root) if text and _is_dead(owner, time.time() - touched) else []
+    return find_leftovers(root) if text and _is_owner_dead(owner, time.time() - touched) else []
 
 
 def _try_rename(source: Path, target: Path) -> bool:
@@ -184,7 +198,10 @@ def _try_rename(source: Path, target: Path) -> bool:
 
 
 def _read_owner(root: Path) -> tuple[dict[str, Any], bytes, float]:
-    """Return the owner ({} = unreadable), its text (empty = no lock), and its last touch."""
+    """Read the owner file of the lock; return its JSON, its bytes and its modification time.
+
+    The JSON is {} if it cannot be parsed. The bytes are empty if no lock exists.
+    """
     path = root / LOCK / OWNER
     try:
         text = read_beginning(path, _OWNER_BYTES)
@@ -198,19 +215,20 @@ def _read_owner(root: Path) -> tuple[dict[str, Any], bytes, float]:
     return (owner if isinstance(owner, dict) else {}), text or b"\n", touched
 
 
-def _this_process() -> dict[str, Any]:
+def _describe_this_process() -> dict[str, Any]:
+    """Return the owner file's content for this process: host, machine, pid and start time."""
     return {
         "host": socket.gethostname(),
-        "machine": _machine(),
+        "machine": _read_machine_id(),
         "pid": os.getpid(),
-        "started": _start_ticks(os.getpid()),
+        "started": _read_start_ticks(os.getpid()),
         "since": datetime.now(UTC).isoformat(timespec="seconds"),
         "token": uuid.uuid4().hex,
     }
 
 
-def _machine() -> str:
-    """Return boot id and pid namespace, in which pids are unique; "" without /proc."""
+def _read_machine_id() -> str:
+    """Return the boot id and the pid namespace, which identify a machine; "" without /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -218,8 +236,8 @@ def _machine() -> str:
         return ""
 
 
-def _start_ticks(pid: object) -> str | None:
-    """Return the start time of a process in ticks since boot; None if it does not exist."""
+def _read_start_ticks(pid: object) -> str | None:
+    """Return the start time of process `pid` in ticks since boot; None if the process has ended."""
     if not isinstance(pid, int) or isinstance(pid, bool):
         return None
     try:

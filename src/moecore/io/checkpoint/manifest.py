@@ -3,7 +3,7 @@
 It is one line of JSON, written last. A manifest that deviates from
 the format is neither written nor read.
 
-    format, step, world_size    whole numbers
+    format, step, world_size    integers
     meshes                      [{mesh dim: size}] of the saved model's DTensors
     versions                    moecore, torch, python
     config, scheduler, extra    the caller's JSON, without tensors; config, scheduler may be null
@@ -57,7 +57,7 @@ _FIELDS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredFile:
-    """A shard file: its size in bytes and the hex SHA-256 of its content."""
+    """Size in bytes and SHA-256 (hex) of a shard file."""
 
     size: int
     sha256: str
@@ -65,7 +65,7 @@ class StoredFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ManifestChunk:
-    """A block of a tensor: `sizes` from `offsets` on, stored in `file` under `key`, row-major."""
+    """A block of a tensor in a shard file: its key there, and its offsets and sizes per dim."""
 
     file: str
     key: str
@@ -75,7 +75,7 @@ class ManifestChunk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
-    """A tensor of the checkpoint; its chunks are the cells of a grid, () if it has no elements."""
+    """Shape, dtype and chunks of a stored tensor. The chunks form a grid; () without elements."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -84,7 +84,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ManifestFacts:
-    """Metadata of the save other than tensors, as in the manifest; every value is JSON-able."""
+    """Metadata of a save without its tensors; every value is JSON-able."""
 
     step: int
     world_size: int
@@ -99,7 +99,7 @@ class ManifestFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """A checked manifest, from `make_manifest` or `read_manifest`; `text` is its line of JSON."""
+    """A validated manifest of a checkpoint; `text` is its line of JSON."""
 
     facts: ManifestFacts
     files: dict[str, StoredFile]
@@ -108,11 +108,11 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all shard files."""
+        """Total bytes of all shard files."""
         return sum(file.size for file in self.files.values())
 
-    def entries_of(self, file: str) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Return key -> (dtype, sizes) of the chunks in a file."""
+    def list_file_entries(self, file: str) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Return key -> (dtype, sizes) for each chunk that the shard file has."""
         return {
             chunk.key: (tensor.dtype, chunk.sizes)
             for tensor in self.tensors.values()
@@ -124,7 +124,7 @@ class Manifest:
 def make_manifest(
     facts: ManifestFacts, files: Mapping[str, StoredFile], tensors: Mapping[str, StoredTensor]
 ) -> Manifest:
-    """Return a manifest with its text; raise ValueError where `read_manifest` would."""
+    """Build a manifest and its JSON text; raise ValueError for values that are not valid."""
     values = asdict(facts) | {
         "format": FORMAT,
         "files": {name: asdict(file) for name, file in files.items()},
@@ -137,7 +137,7 @@ def make_manifest(
             for name, tensor in tensors.items()
         },
     }
-    return parse_manifest(_dump(values | {"sha256": _digest(values)}) + "\n")
+    return parse_manifest(_dump_json(values | {"sha256": _compute_digest(values)}) + "\n")
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
@@ -167,8 +167,8 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 
 
 def parse_manifest(text: str) -> Manifest:
-    """Parse and check a manifest's text; raise ValueError with the first problem."""
-    _must(
+    """Parse and validate a manifest's text; raise ValueError with the first problem."""
+    _require(
         len(text) <= MAX_TABLE,
         f"its size ({len(text)} bytes) must be <= {MAX_TABLE}: save on fewer ranks",
     )
@@ -176,28 +176,30 @@ def parse_manifest(text: str) -> Manifest:
         values = json.loads(text)
     except RecursionError:
         raise ValueError("it nests too deep") from None
-    _must(not nests_deeper(values, MAX_DEPTH), "it nests too deep")
-    _must(isinstance(values, dict), "it is no JSON object")
-    _must(
+    _require(not nests_deeper(values, MAX_DEPTH), "it nests too deep")
+    _require(isinstance(values, dict), "it is no JSON object")
+    _require(
         values.get("format") == FORMAT,
         f"format ({values.get('format')!r:.40}) must be {FORMAT}, or that of another moecore",
     )
-    _must(
+    _require(
         values.keys() == _FIELDS, f"its entries differ by {sorted(values.keys() ^ _FIELDS)!r:.200}"
     )
     digest = values.pop("sha256")
-    _must(digest == _digest(values), "its digest does not match, so it is damaged")
-    _must(text == _dump(values | {"sha256": digest}) + "\n", "its text is not what was written")
+    _require(digest == _compute_digest(values), "its digest does not match, so it is damaged")
+    _require(
+        text == _dump_json(values | {"sha256": digest}) + "\n", "its text is not what was written"
+    )
     return Manifest(
-        facts=_facts(values),
-        files=_files(values["files"]),
-        tensors=_tensors(values["tensors"], values["files"]),
+        facts=_parse_facts(values),
+        files=_parse_files(values["files"]),
+        tensors=_parse_tensors(values["tensors"], values["files"]),
         text=text,
     )
 
 
 def nests_deeper(value: Any, max_depth: int) -> bool:
-    """Whether lists and objects of JSON are nested more than `max_depth` times."""
+    """Whether lists and dicts of JSON are nested more than `max_depth` times."""
     level = [value]
     while level and max_depth >= 0:
         level = [v for v in level if isinstance(v, dict | list | tuple)]
@@ -206,33 +208,34 @@ def nests_deeper(value: Any, max_depth: int) -> bool:
     return bool(level)
 
 
-def _facts(values: dict[str, Any]) -> ManifestFacts:
-    _must(_is_count(values["step"]), "step must be a whole number >= 0")
-    _must(_is_count(values["world_size"], min_value=1), "world_size must be a whole number >= 1")
+def _parse_facts(values: dict[str, Any]) -> ManifestFacts:
+    """Validate the manifest's metadata and return it as `ManifestFacts`."""
+    _require(_is_count(values["step"]), "step must be a whole number >= 0")
+    _require(_is_count(values["world_size"], min_value=1), "world_size must be a whole number >= 1")
     meshes, groups = values["meshes"], values["optimizer"]
-    _must(
+    _require(
         isinstance(meshes, list)
         and all(isinstance(mesh, dict) and all(map(_is_count, mesh.values())) for mesh in meshes),
         "meshes must be a list of dims and sizes",
     )
     versions = values["versions"]
-    _must(
+    _require(
         isinstance(versions, dict) and all(isinstance(v, str) for v in versions.values()),
         "versions must be strings",
     )
     for name in ("config", "scheduler"):
-        _must(isinstance(values[name], dict | None), f"{name} must be an object or null")
-    _must(isinstance(values["extra"], dict), "extra must be an object")
-    _must(
+        _require(isinstance(values[name], dict | None), f"{name} must be an object or null")
+    _require(isinstance(values["extra"], dict), "extra must be an object")
+    _require(
         groups is None or (isinstance(groups, list) and all(map(_is_group, groups))),
         "optimizer must be null or a list of groups with the names of their parameters",
     )
     kind = values["optimizer_class"]
-    _must(
+    _require(
         isinstance(kind, str | None) and (kind is None) == (groups is None),
         "optimizer_class must be a string beside groups, and null without",
     )
-    _must(
+    _require(
         kind is None or len(kind.split(", ")) in (1, len(groups)),
         "optimizer_class must be one class, or one for each group",
     )
@@ -240,80 +243,84 @@ def _facts(values: dict[str, Any]) -> ManifestFacts:
 
 
 def _is_group(group: Any) -> bool:
+    """Whether a JSON value is an optimizer group with a list of parameter names."""
     names = group.get("params") if isinstance(group, dict) else None
     return isinstance(names, list) and all(isinstance(name, str) for name in names)
 
 
-def _files(values: Any) -> dict[str, StoredFile]:
-    _must(isinstance(values, dict), "files must be an object")
+def _parse_files(values: Any) -> dict[str, StoredFile]:
+    """Validate the manifest's "files" and return file name -> `StoredFile`."""
+    _require(isinstance(values, dict), "files must be an object")
     for name, file in values.items():
-        _must(
+        _require(
             FILE_NAME.fullmatch(name) is not None,
             f"files: {name!r:.80} must be rank-<number>.safetensors",
         )
-        _must_have(file, {"size", "sha256"}, f"files: {name}")
+        _require_keys(file, {"size", "sha256"}, f"files: {name}")
         digest = file["sha256"]
-        _must(_is_count(file["size"], min_value=1), f"files: the size of {name} must be >= 1")
-        _must(
+        _require(_is_count(file["size"], min_value=1), f"files: the size of {name} must be >= 1")
+        _require(
             isinstance(digest, str) and SHA256.fullmatch(digest) is not None,
             f"files: the sha256 of {name} must be 64 hex digits",
         )
     return {name: StoredFile(**file) for name, file in values.items()}
 
 
-def _tensors(values: Any, files: Mapping[str, Any]) -> dict[str, StoredTensor]:
-    _must(isinstance(values, dict), "tensors must be an object")
+def _parse_tensors(values: Any, files: Mapping[str, Any]) -> dict[str, StoredTensor]:
+    """Validate the manifest's "tensors" and return tensor name -> `StoredTensor`."""
+    _require(isinstance(values, dict), "tensors must be an object")
     seen: set[tuple[str, str]] = set()
     tensors = {}
     for name, value in values.items():
         label = f"tensor {name!r:.120}"
-        _must_have(value, {"shape", "dtype", "chunks"}, label)
-        _must(isinstance(value["dtype"], str) and value["dtype"] in DTYPES, f"{label}: dtype")
-        shape, dtype = _sizes(value["shape"], label), DTYPES[value["dtype"]]
+        _require_keys(value, {"shape", "dtype", "chunks"}, label)
+        _require(isinstance(value["dtype"], str) and value["dtype"] in DTYPES, f"{label}: dtype")
+        shape, dtype = _parse_sizes(value["shape"], label), DTYPES[value["dtype"]]
         # As if no dim were 0: strides of such a tensor must not overflow either.
         num_bytes = math.prod(max(1, n) for n in shape) * dtype.itemsize
-        _must(num_bytes < _MAX_BYTES, f"{label}: its shape is too large")
-        _must(isinstance(value["chunks"], list), f"{label}: chunks must be a list")
-        chunks = tuple(_chunk(chunk, len(shape), files, label) for chunk in value["chunks"])
-        check_grid(name, shape, chunks)
+        _require(num_bytes < _MAX_BYTES, f"{label}: its shape is too large")
+        _require(isinstance(value["chunks"], list), f"{label}: chunks must be a list")
+        chunks = tuple(_parse_chunk(chunk, len(shape), files, label) for chunk in value["chunks"])
+        require_grid(name, shape, chunks)
         for chunk in chunks:
             place = (chunk.file, chunk.key)
-            _must(place not in seen, f"{label}: {place!r:.200} is used twice")
+            _require(place not in seen, f"{label}: {place!r:.200} is used twice")
             seen.add(place)
         tensors[name] = StoredTensor(shape=shape, dtype=dtype, chunks=chunks)
-    _must({file for file, _ in seen} == files.keys(), "files: every one must hold some tensor")
+    _require({file for file, _ in seen} == files.keys(), "files: every one must hold some tensor")
     return tensors
 
 
-def _chunk(value: Any, num_dims: int, files: Mapping[str, Any], label: str) -> ManifestChunk:
-    _must_have(value, {"file", "key", "offsets", "sizes"}, f"{label}: a chunk")
+def _parse_chunk(value: Any, num_dims: int, files: Mapping[str, Any], label: str) -> ManifestChunk:
+    """Validate one chunk of a tensor with `num_dims` dims and return it."""
+    _require_keys(value, {"file", "key", "offsets", "sizes"}, f"{label}: a chunk")
     file, key = value["file"], value["key"]
-    _must(isinstance(file, str) and file in files, f"{label}: its file must be one of files")
-    _must(isinstance(key, str) and key != "__metadata__", f"{label}: a chunk's key")
-    offsets, sizes = _sizes(value["offsets"], label), _sizes(value["sizes"], label)
-    _must(len(offsets) == len(sizes) == num_dims, f"{label}: a chunk has another number of dims")
+    _require(isinstance(file, str) and file in files, f"{label}: its file must be one of files")
+    _require(isinstance(key, str) and key != "__metadata__", f"{label}: a chunk's key")
+    offsets, sizes = _parse_sizes(value["offsets"], label), _parse_sizes(value["sizes"], label)
+    _require(len(offsets) == len(sizes) == num_dims, f"{label}: a chunk has another number of dims")
     return ManifestChunk(file=file, key=key, offsets=offsets, sizes=sizes)
 
 
-def check_grid(name: str, shape: Sequence[int], chunks: Sequence[ManifestChunk]) -> None:
+def require_grid(name: str, shape: Sequence[int], chunks: Sequence[ManifestChunk]) -> None:
     """Raise ValueError unless the chunks form a grid that covers each element once."""
     # Example: shape (4, 6) with blocks (2, 6) at (0, 0), (2, 3) at (2, 0) and (2, 3) at (2, 3) is
     # refused: the cut of dim 1 at 3 must go through all rows. DTensor shards always are a grid.
     label = f"tensor {name!r:.120}"
     if math.prod(shape) == 0:
-        _must(not chunks, f"{label} is empty and must have no chunks")
+        _require(not chunks, f"{label} is empty and must have no chunks")
         return
     cells = 1
     for dim, size in enumerate(shape):
         spans = sorted({(chunk.offsets[dim], chunk.sizes[dim]) for chunk in chunks})
         end = 0
         for begin, length in spans:
-            _must(begin == end and length > 0, f"{label}: its chunks leave a gap or overlap")
+            _require(begin == end and length > 0, f"{label}: its chunks leave a gap or overlap")
             end = begin + length
-        _must(end == size, f"{label}: its chunks end at {end} of {size} in dim {dim}")
+        _require(end == size, f"{label}: its chunks end at {end} of {size} in dim {dim}")
         cells *= len(spans)
     distinct = len({chunk.offsets for chunk in chunks})
-    _must(
+    _require(
         cells == distinct == len(chunks),
         f"{label}: its {len(chunks)} chunks must be the {cells} cells of a grid",
     )
@@ -328,29 +335,38 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
         )
 
 
-def _dump(values: Mapping[str, Any]) -> str:
+def _dump_json(values: Mapping[str, Any]) -> str:
     return json.dumps(values, sort_keys=True)
 
 
-def _digest(values: Mapping[str, Any]) -> str:
-    return hashlib.sha256(_dump(values).encode()).hexdigest()
+def _compute_digest(values: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of the manifest's values as JSON."""
+    return hashlib.sha256(_dump_json(values).encode()).hexdigest()
 
 
-def _sizes(value: Any, label: str) -> tuple[int, ...]:
-    _must(isinstance(value, list) and all(map(_is_count, value)), f"{label}: sizes must be counts")
-    _must(len(value) <= 64, f"{label}: it has too many dims")
+def _parse_sizes(value: Any, label: str) -> tuple[int, ...]:
+    """Validate a JSON list of dim sizes or offsets and return it as a tuple."""
+    _require(
+        isinstance(value, list) and all(map(_is_count, value)), f"{label}: sizes must be counts"
+    )
+    _require(len(value) <= 64, f"{label}: it has too many dims")
     return tuple(value)
 
 
 def _is_count(value: Any, *, min_value: int = 0) -> bool:
+    """Whether a JSON value is an integer of at least `min_value` and below 2**62."""
     is_int = isinstance(value, int) and not isinstance(value, bool)
     return is_int and min_value <= value < _MAX_BYTES
 
 
-def _must_have(value: Any, keys: Iterable[str], label: str) -> None:
-    _must(isinstance(value, dict) and value.keys() == set(keys), f"{label} must have {list(keys)}")
+def _require_keys(value: Any, keys: Iterable[str], label: str) -> None:
+    """Raise ValueError unless a JSON value is an object with exactly these keys."""
+    _require(
+        isinstance(value, dict) and value.keys() == set(keys), f"{label} must have {list(keys)}"
+    )
 
 
-def _must(condition: bool, problem: str) -> None:
+def _require(condition: bool, problem: str) -> None:
+    """Raise ValueError with the problem if the condition is false."""
     if not condition:
         raise ValueError(problem)

@@ -46,11 +46,15 @@ Hashes = dict[Key, str]
 
 
 def check_rank_agreement(snapshot: Snapshot, group: Group = None) -> None:
-    """Raise ValueError on every rank if ranks differ, naming the first difference. Collective."""
+    """Compare the snapshots of all ranks before they are saved. Collective.
+
+    Raises:
+        ValueError: on every rank, if two ranks differ; the message names the first difference.
+    """
     if not dist.is_initialized():
         return
     local_hashes = on_every_rank(lambda: _hash_snapshot(snapshot), group)
-    digests = gather(_hash(local_hashes), group)
+    digests = gather(_hash_json(local_hashes), group)
     if len(set(digests)) == 1:
         return
     size = len(digests) // (1 if snapshot.stages is None else snapshot.stages.pp)
@@ -65,27 +69,28 @@ def check_rank_agreement(snapshot: Snapshot, group: Group = None) -> None:
             for key in hashes[first] | hashes[rank]:
                 if hashes[first].get(key) != hashes[rank].get(key):
                     is_present = key in hashes[first] and key in hashes[rank]
-                    _refuse(key, first, rank, is_present=is_present)
+                    _raise_disagreement(key, first, rank, is_present=is_present)
 
 
 def _compare_stages(hashes: list[tuple[int, Hashes]]) -> None:
-    """Raise for the first difference between stages, given (rank, hashes) of one rank per stage."""
+    """Compare the hashes of one rank per pipeline stage; raise for the first difference."""
     seen: dict[Key, tuple[int, str]] = {}
     for rank, rank_hashes in hashes:
         for key, value in rank_hashes.items():
             first, first_value = seen.setdefault(key, (rank, value))
             is_of_stage = key[0] == "param_groups" and key[1].endswith("['params']")
             if value != first_value and not is_of_stage:
-                _refuse(key, first, rank, is_present=True)
+                _raise_disagreement(key, first, rank, is_present=True)
     first = hashes[0][0]
     for rank, rank_hashes in hashes:
         for key in seen:
             if key not in rank_hashes and key[0] not in STAGE_KINDS:
                 at = seen[key][0]
-                _refuse(key, at if at != rank else first, rank, is_present=False)
+                _raise_disagreement(key, at if at != rank else first, rank, is_present=False)
 
 
-def _refuse(key: Key, first: int, rank: int, *, is_present: bool) -> None:
+def _raise_disagreement(key: Key, first: int, rank: int, *, is_present: bool) -> None:
+    """Raise the ValueError for a value that differs between two ranks or is on one of them only."""
     kind, name = key
     wrong = f"of rank {rank} must equal that of rank {first}, because only one is kept"
     if not is_present:
@@ -94,6 +99,7 @@ def _refuse(key: Key, first: int, rank: int, *, is_present: bool) -> None:
 
 
 def _hash_snapshot(snapshot: Snapshot) -> Hashes:
+    """Return a hash of each value and tensor of a snapshot that ranks must agree on."""
     facts = snapshot.facts
     values: dict[Key, Any] = {
         ("save", "step"): facts.step,
@@ -106,10 +112,13 @@ def _hash_snapshot(snapshot: Snapshot) -> Hashes:
         values["scheduler", f"scheduler {name}"] = value
     for name, value in facts.extra.items():
         values["extra", f"extra {name}"] = value
-    return {key: _hash(value) for key, value in values.items()} | _hash_tensors(snapshot.tensors)
+    return {key: _hash_json(value) for key, value in values.items()} | _hash_tensors(
+        snapshot.tensors
+    )
 
 
 def _hash_tensors(tensors: Mapping[str, Tensor]) -> Hashes:
+    """Return a hash of each tensor's dtype and shape, and of the first bytes of plain tensors."""
     hashes: Hashes = {}
     parts: dict[Key, Tensor] = {}
     for name, tensor in tensors.items():
@@ -119,14 +128,14 @@ def _hash_tensors(tensors: Mapping[str, Tensor]) -> Hashes:
         key = (kind, name.replace("extra.", "extra ", 1) if kind == "extra" else name)
         hashes[key] = f"{tensor.dtype} {tuple(tensor.shape)}"
         if not isinstance(tensor, DTensor):  # its shards differ, and each is kept
-            parts[key] = _first_bytes(tensor, None if kind == "extra" else HASHED_BYTES)
+            parts[key] = _view_first_bytes(tensor, None if kind == "extra" else HASHED_BYTES)
     for key, part in _copy_to_host(parts).items():
         hashes[key] += " " + hashlib.sha256(memory_view(part)).hexdigest()
     return hashes
 
 
-def _first_bytes(tensor: Tensor, limit: int | None) -> Tensor:
-    """Return the first bytes of a tensor, on its device."""
+def _view_first_bytes(tensor: Tensor, limit: int | None) -> Tensor:
+    """Return the first `limit` bytes of a tensor as uint8 on its device; None returns all bytes."""
     flat = tensor.detach().reshape(-1)
     flat = flat[: None if limit is None else limit // tensor.dtype.itemsize]
     if flat.stride(0) != 1:  # as of one that was expanded
@@ -135,7 +144,7 @@ def _first_bytes(tensor: Tensor, limit: int | None) -> Tensor:
 
 
 def _copy_to_host(parts: dict[Key, Tensor]) -> dict[Key, Tensor]:
-    """Copy the bytes to host memory. One host sync per device, because step counts are many."""
+    """Copy byte tensors to host memory, with one host synchronisation per device."""
     host_parts = {key: part for key, part in parts.items() if part.device.type == "cpu"}
     for device in {part.device for part in parts.values()} - {torch.device("cpu")}:
         group = {key: part for key, part in parts.items() if part.device == device}
@@ -144,7 +153,8 @@ def _copy_to_host(parts: dict[Key, Tensor]) -> dict[Key, Tensor]:
     return host_parts
 
 
-def _hash(value: Any) -> str:
+def _hash_json(value: Any) -> str:
+    """Return the SHA-256 of a value's JSON; the order of dict entries does not change it."""
     if isinstance(value, dict):
         value = sorted([str(key), entry] for key, entry in value.items())
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

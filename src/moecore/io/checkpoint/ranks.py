@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class ControlGroup:
-    """A gloo group of all ranks, destroyed with this object. Construction is collective.
+    """A gloo process group of all ranks, destroyed with this object. Construction is collective.
 
     Its collectives cannot be matched with the training's collectives on another rank. gloo aborts
     the process if matched collectives have different sizes.
@@ -34,7 +34,7 @@ class ControlGroup:
         self.group: Group = None
         if dist.is_initialized() and dist.get_backend() != "fake":
             self.group = dist.new_group(backend="gloo", timeout=default_timeout())
-        self._finalizer = weakref.finalize(self, _destroy, self.group)
+        self._finalizer = weakref.finalize(self, _destroy_group, self.group)
         self._finalizer.atexit = False
 
     def close(self) -> None:
@@ -42,7 +42,8 @@ class ControlGroup:
         self._finalizer()
 
 
-def _destroy(group: Group) -> None:
+def _destroy_group(group: Group) -> None:
+    """Destroy a process group, unless all groups are already destroyed."""
     if group is not None:
         with contextlib.suppress(ValueError, AssertionError):  # all groups have ended before
             dist.destroy_process_group(group)
@@ -76,7 +77,7 @@ def on_first_rank(action: Callable[[], T], group: Group = None) -> T:
 
 
 def check_same_path(path: Path) -> None:
-    """Raise ValueError on every rank if paths differ, or only some ranks see the path."""
+    """Raise ValueError on every rank if paths differ, or if only some ranks see the path."""
     answers = gather((path.name, path.is_dir()))
     if len({name for name, _ in answers}) > 1:
         raise ValueError(
@@ -92,7 +93,7 @@ def check_same_path(path: Path) -> None:
 
 
 def check_visible(draft: Path, group: Group = None) -> None:
-    """Raise ValueError on every rank if a rank does not see the draft directory of rank 0."""
+    """Raise ValueError on every rank if a rank does not see the draft that rank 0 created."""
     seen = gather(draft.is_dir(), group)
     if not all(seen):
         raise ValueError(

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from moecore.base.failures import share_call_errors, share_errors
 from moecore.base.fields import CountOrZero, check_arguments
-from moecore.io.checkpoint.directory import Step, step_directory
+from moecore.io.checkpoint.directory import Step, make_step_path
 from moecore.io.checkpoint.hyperparameters import Schedulers
 from moecore.io.checkpoint.lock import RunLock
 from moecore.io.checkpoint.rank_agreement import check_rank_agreement
@@ -41,9 +41,9 @@ from moecore.io.checkpoint.ranks import (
     on_first_rank,
 )
 from moecore.io.checkpoint.shard_file import Meter, Progress
-from moecore.io.checkpoint.snapshot import Snapshot, join_stages, local_tensors, take_snapshot
+from moecore.io.checkpoint.snapshot import Snapshot, get_local_tensors, join_stages, take_snapshot
 from moecore.io.checkpoint.state import Optimizers
-from moecore.io.checkpoint.store import start_draft, write
+from moecore.io.checkpoint.store import start_draft, write_checkpoint
 from moecore.parallel.model.parameter_guards import refuse_earlier_optimizer
 from moecore.train.memory.host import HostCopies
 
@@ -123,9 +123,10 @@ class Saver:
             OSError: of the previous save.
         """
         self._check_open()
-        self._finish()
+        self._wait_for_previous_save()
         on_every_rank(
-            lambda: self._copies.reserve(local_tensors(self._snapshot(0, extra=None))), self._group
+            lambda: self._copies.reserve(get_local_tensors(self._snapshot(0, extra=None))),
+            self._group,
         )
 
     @share_call_errors
@@ -151,20 +152,20 @@ class Saver:
         with share_errors():
             check_arguments(Saver.save, arguments)
             self._check_open()
-        self._finish()
+        self._wait_for_previous_save()
         snapshot = on_every_rank(lambda: self._snapshot(step, extra=extra), self._group)
         check_rank_agreement(snapshot, self._group)
         snapshot = join_stages(snapshot, self._group)
         draft = start_draft(self._lock, step, self._group)
         if wait:
-            self._write(draft, snapshot, local_tensors(snapshot))
+            self._write_checkpoint(draft, snapshot, get_local_tensors(snapshot))
         else:
             # The copy is waited for, and of the disk the empty draft alone. Returning earlier would
             # need a fence before what changes a tensor next: optimizer, expert bias, load, user.
             start = time.perf_counter()
             try:
                 copies = on_every_rank(
-                    lambda: self._copies.fill(local_tensors(snapshot)), self._group
+                    lambda: self._copies.fill(get_local_tensors(snapshot)), self._group
                 )
             except Exception:  # such as no host memory on one rank
                 if is_first_rank():
@@ -174,7 +175,7 @@ class Saver:
             if is_first_rank():
                 logger.info("step %d: copied to host memory in %.3f s", step, seconds)
             self._future = self._thread.submit(self._write_and_log, draft, snapshot, copies)
-        return step_directory(self._lock.root, step)
+        return make_step_path(self._lock.root, step)
 
     def check(self) -> None:
         """Raise the error of a failed background save. Call it every step: it does not communicate.
@@ -197,7 +198,7 @@ class Saver:
             return
         self._closed = True
         try:
-            self._finish()
+            self._wait_for_previous_save()
         finally:
             self._thread.shutdown()
             self._lock.release()
@@ -205,11 +206,12 @@ class Saver:
             self._control.close()
 
     def _check_open(self) -> None:
+        """Raise ValueError if the saver is closed."""
         if self._closed:
             raise ValueError("Saver (closed) must be open to save: make another one")
 
-    def _finish(self) -> None:
-        """Wait for the background save; if it failed on a rank, raise that error on every rank."""
+    def _wait_for_previous_save(self) -> None:
+        """Wait for the background save; raise its error on all ranks if one failed. Collective."""
         future, self._future = self._future, None
         error = future.exception() if future is not None else None
         try:
@@ -222,13 +224,17 @@ class Saver:
             if first is not None:
                 raise first
 
-    def _write(self, draft: Path, snapshot: Snapshot, locals_: Mapping[str, Tensor]) -> None:
+    def _write_checkpoint(
+        self, draft: Path, snapshot: Snapshot, locals_: Mapping[str, Tensor]
+    ) -> None:
+        """Write the local tensors into the draft and publish the checkpoint. Collective."""
         meter = Meter(self._progress)
-        write(draft, snapshot, locals_, keep=self._keep, meter=meter, group=self._group)
+        write_checkpoint(draft, snapshot, locals_, keep=self._keep, meter=meter, group=self._group)
 
     def _write_and_log(self, draft: Path, snapshot: Snapshot, copies: Mapping[str, Tensor]) -> None:
+        """Write the checkpoint in the background thread, and log an error before raising it."""
         try:
-            self._write(draft, snapshot, copies)
+            self._write_checkpoint(draft, snapshot, copies)
         except Exception as error:  # also now: the caller may be long in coming to `check`
             logger.error("background save of step %d failed: %s", snapshot.facts.step, error)
             raise

@@ -40,7 +40,7 @@ logger = logging.getLogger("moecore.io")
 
 
 class Meter:
-    """Counts bytes from any thread, and calls `progress` with (done, expected so far)."""
+    """Counts the bytes that all threads read or write, and calls `progress` (done, expected)."""
 
     def __init__(self, progress: Progress | None = None) -> None:
         self._progress, self._lock = progress, Lock()
@@ -48,19 +48,19 @@ class Meter:
         self.moved_bytes = self.total = 0
 
     def expect(self, num_bytes: int) -> None:
-        """Add bytes to the expected total."""
+        """Add a number of bytes to the expected total."""
         with self._lock:
             self.total += num_bytes
 
     def add(self, num_bytes: int) -> None:
-        """Add bytes that were read or written."""
+        """Add a number of read or written bytes, and report the progress."""
         with self._lock:
             self.moved_bytes += num_bytes
             if self._progress:
                 self._progress(self.moved_bytes, self.total)
 
     def log(self, message: str) -> None:
-        """Log a message on rank 0 with the bytes of this rank, seconds and GB/s."""
+        """Log a message on rank 0 with the bytes that it moved, the seconds and the GB/s."""
         if not is_first_rank():
             return
         seconds, size = time.perf_counter() - self._start, self.moved_bytes / 1e9
@@ -70,7 +70,7 @@ class Meter:
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """Header, positions and size of a file with given tensors."""
+    """The header of a safetensors file, the position of each tensor in it, and the file size."""
 
     header: bytes  # the first bytes of the file, its length field included
     begins: dict[str, int]  # key -> position of the first byte in the file
@@ -78,7 +78,10 @@ class FileLayout:
 
 
 def compute_layout(entries: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> FileLayout:
-    """Return the file layout of these tensors (key -> dtype and sizes); `begins` has file order."""
+    """Return the safetensors layout of these tensors, given key -> (dtype, sizes).
+
+    The entries of `begins` are in file order.
+    """
     order = sorted(entries, key=lambda key: (-entries[key][0].itemsize, key))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     spans, end = {}, 0
@@ -98,7 +101,7 @@ def compute_layout(entries: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> 
 
 
 class ShardWriter:
-    """Writes one new file sequentially; a second thread computes its hash."""
+    """Writes one new safetensors file sequentially; a second thread computes its SHA-256."""
 
     def __init__(self, path: Path, header: bytes, *, pinned: bool, meter: Meter) -> None:
         self._buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned)
@@ -107,7 +110,7 @@ class ShardWriter:
         self._hasher = ThreadPoolExecutor(1)
         self._filled = 0
         try:
-            self._write(memoryview(header))
+            self._write_and_hash(memoryview(header))
         except BaseException:  # no other code can: there is no object yet
             self.__exit__()
             raise
@@ -120,14 +123,14 @@ class ShardWriter:
         os.close(self._fd)
 
     def add(self, tensor: Tensor) -> None:
-        """Append a tensor's elements, row-major. Syncs with its device."""
+        """Append the elements of a tensor to the file, row-major. Synchronises with the device."""
         for piece in split_chunks(tensor.detach()):
             if piece.device.type == "cpu" and piece.is_contiguous() and piece.nbytes > DIRECT_BYTES:
-                self._flush()
-                self._write(memory_view(piece))
+                self._flush_buffer()
+                self._write_and_hash(memory_view(piece))
                 continue
             if self._filled + piece.nbytes > CHUNK_BYTES:
-                self._flush()
+                self._flush_buffer()
             # Aligned, because wider dtypes come first and a flush starts at 0.
             end = self._filled + piece.nbytes
             self._buffer[self._filled : end].view(piece.dtype).view(piece.shape).copy_(piece)
@@ -135,16 +138,18 @@ class ShardWriter:
 
     def finish(self) -> StoredFile:
         """Flush and fsync the file, and return its size and digest."""
-        self._flush()
+        self._flush_buffer()
         os.fsync(self._fd)
         return StoredFile(size=self._size, sha256=self._sha256.hexdigest())
 
-    def _flush(self) -> None:
+    def _flush_buffer(self) -> None:
+        """Write the buffered bytes to the file."""
         if self._filled:
-            self._write(memory_view(self._buffer[: self._filled]))
+            self._write_and_hash(memory_view(self._buffer[: self._filled]))
             self._filled = 0
 
-    def _write(self, data: memoryview) -> None:
+    def _write_and_hash(self, data: memoryview) -> None:
+        """Write bytes to the file while the second thread hashes them."""
         hashed = self._hasher.submit(self._sha256.update, data)
         try:
             remaining = data
@@ -157,7 +162,7 @@ class ShardWriter:
 
 
 def split_chunks(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield consecutive parts of a tensor, row-major, of at most `CHUNK_BYTES` each."""
+    """Split a tensor into consecutive row-major parts of at most `CHUNK_BYTES` each."""
     if tensor.nbytes <= CHUNK_BYTES:
         yield tensor
     elif tensor.is_contiguous():
@@ -169,7 +174,7 @@ def split_chunks(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def memory_view(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor as a memoryview."""
+    """Return a memoryview of a contiguous CPU tensor's memory, without a copy."""
     # Not by numpy(), after which torch lets nobody resize the storage: see `TrainingOffload`.
     data: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
     data.tensor = tensor  # lives as long as the view
@@ -177,7 +182,7 @@ def memory_view(tensor: Tensor) -> memoryview:
 
 
 class ShardReader:
-    """Reads slices of the tensors in one file; non-contiguous ones through `buffer` (uint8)."""
+    """Reads slices of the tensors in a shard file; `buffer` (uint8) is for strided slices."""
 
     def __init__(self, path: Path, layout: FileLayout, buffer: Tensor, meter: Meter) -> None:
         self._path, self._layout, self._buffer, self._meter = path, layout, buffer, meter
@@ -197,7 +202,13 @@ class ShardReader:
         offsets: Sequence[int],
         out: Tensor,
     ) -> None:
-        """Fill `out` (any device, layout and dtype) with a slice of a tensor from `offsets` on."""
+        """Read a slice of a stored tensor into `out`, which may have any device, strides and dtype.
+
+        Args:
+            key: the tensor's key in the file.
+            dtype, sizes: the dtype and shape of the stored tensor.
+            offsets: the first index of the slice in each dim; `out` has the slice's shape.
+        """
         if out.numel() == 0:
             return
         strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
@@ -207,15 +218,16 @@ class ShardReader:
         span, num_bytes = (reach + 1) * dtype.itemsize, out.numel() * dtype.itemsize
         is_plain = out.device.type == "cpu" and out.dtype == dtype and out.is_contiguous()
         if span == num_bytes and is_plain:
-            self._fill(memory_view(out), begin, self._meter)
+            self._read_bytes(memory_view(out), begin, self._meter)
             return
         # What lies between short runs is read along, since a disk reads ahead anyway.
         is_split = (
-            span > 2 * num_bytes and _run_length(sizes, out.shape) * dtype.itemsize >= RUN_BYTES
+            span > 2 * num_bytes
+            and _count_contiguous_elements(sizes, out.shape) * dtype.itemsize >= RUN_BYTES
         )
         if span <= self._buffer.numel() and not is_split:
             block = self._buffer[:span]
-            self._fill(memory_view(block), begin)
+            self._read_bytes(memory_view(block), begin)
             out.copy_(block.view(dtype).as_strided(out.shape, strides))
             self._meter.add(num_bytes)
             return
@@ -225,7 +237,8 @@ class ShardReader:
         self.read(key, dtype, sizes, offsets, out.narrow(dim, 0, half))
         self.read(key, dtype, sizes, after, out.narrow(dim, half, out.shape[dim] - half))
 
-    def _fill(self, target: memoryview, begin: int, meter: Meter | None = None) -> None:
+    def _read_bytes(self, target: memoryview, begin: int, meter: Meter | None = None) -> None:
+        """Read bytes of the file from position `begin` on, until `target` is full."""
         offset = 0
         while offset < len(target):
             count = os.preadv(self._fd, [target[offset : offset + CHUNK_BYTES]], begin + offset)
@@ -236,8 +249,8 @@ class ShardReader:
                 meter.add(count)
 
 
-def _run_length(sizes: Sequence[int], lengths: Sequence[int]) -> int:
-    """Return the number of contiguous elements in each run of a slice of a row-major tensor."""
+def _count_contiguous_elements(sizes: Sequence[int], lengths: Sequence[int]) -> int:
+    """Return the length of each contiguous run of a slice (shape `lengths`) of a tensor."""
     run = 1
     for size, length in zip(reversed(sizes), reversed(lengths), strict=True):
         run *= length
@@ -246,10 +259,13 @@ def _run_length(sizes: Sequence[int], lengths: Sequence[int]) -> int:
     return run
 
 
-def file_problem(
+def find_file_problem(
     path: Path, layout: FileLayout, stored_file: StoredFile, *, full: bool, meter: Meter
 ) -> str | None:
-    """Return the problem of a file, or None; without `full` only size and header are checked."""
+    """Check a shard file; return an error text, or None if the file is intact.
+
+    `full` also compares the SHA-256. Otherwise only size and header are checked.
+    """
     try:
         descriptor = open_regular(path)
     except FileNotFoundError:

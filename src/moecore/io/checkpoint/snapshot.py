@@ -31,13 +31,13 @@ from moecore.io.checkpoint.config_differences import config_values
 from moecore.io.checkpoint.hyperparameters import (
     Schedulers,
     check_json,
+    collect_hyperparameters,
     copy_json,
+    decode_scheduler_state,
+    encode_scheduler_state,
     join_schedulers,
-    optimizer_class,
-    optimizer_groups,
-    restore_groups,
-    scheduler_state,
-    scheduler_values,
+    name_optimizer_classes,
+    restore_hyperparameters,
 )
 from moecore.io.checkpoint.manifest import ManifestFacts, check_dtype
 from moecore.io.checkpoint.ranks import Group, gather, rank_and_world
@@ -45,14 +45,14 @@ from moecore.io.checkpoint.state import (
     STAGE_KINDS,
     ModelView,
     Optimizers,
-    amax_tensors,
+    allocate_optimizer_state,
+    collect_amax_tensors,
+    collect_optimizer_tensors,
+    copy_rng_states,
     list_optimizers,
-    optimizer_state_to_fill,
-    optimizer_tensors,
     restore_amax,
     restore_optimizer_state,
     restore_rng,
-    rng_tensors,
 )
 from moecore.moe.state import MoEState
 from moecore.parallel.model.parallel_state import find_stages
@@ -62,7 +62,7 @@ from moecore.train.rerun import drop_step
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Content of one save. The tensors share memory with the model and the optimizer."""
+    """The tensors and metadata of one save. The tensors share memory with model and optimizer."""
 
     tensors: dict[str, Tensor]
     facts: ManifestFacts
@@ -78,13 +78,17 @@ def take_snapshot(
     scheduler: Schedulers | None,
     config: object,
 ) -> Snapshot:
-    """Return the content of a save; raise as `save`, also for an unfinished step."""
+    """Collect the tensors and metadata that a save stores; raise the errors of `save`.
+
+    Raises:
+        ValueError: also if a training step is unfinished.
+    """
     _check_finished(model)
     view = ModelView(model)
     tensors = {f"model.{name}": tensor for name, tensor in view.stored_views.items()}
     optimizers = list_optimizers(optimizer, view)
-    tensors |= {f"optimizer.{k}": v for k, v in optimizer_tensors(optimizers, view).items()}
-    tensors |= {f"amax.{name}": steps for name, steps in amax_tensors(model).items()}
+    tensors |= {f"optimizer.{k}": v for k, v in collect_optimizer_tensors(optimizers, view).items()}
+    tensors |= {f"amax.{name}": steps for name, steps in collect_amax_tensors(model).items()}
     values = {}
     for name, value in (extra or {}).items():
         if isinstance(value, Tensor):
@@ -93,44 +97,45 @@ def take_snapshot(
             values[name] = value
     _check_extra(values)
     schedule = join_schedulers(scheduler, optimizers)
-    tensors |= rng_tensors()
+    tensors |= copy_rng_states()
     for name, tensor in tensors.items():
         check_dtype(name, tensor.dtype)
     facts = ManifestFacts(
         step=step,
         world_size=rank_and_world()[1],
-        meshes=_meshes(view),
-        versions=versions(),
-        config=_config_values(view.config if config is None else config),
-        optimizer_class=optimizer_class(optimizers) if optimizers else None,
-        optimizer=copy_json(optimizer_groups(optimizers, view)) if optimizers else None,
-        scheduler=None if schedule is None else scheduler_values(schedule),
+        meshes=_list_meshes(view),
+        versions=read_versions(),
+        config=_encode_config(view.config if config is None else config),
+        optimizer_class=name_optimizer_classes(optimizers) if optimizers else None,
+        optimizer=copy_json(collect_hyperparameters(optimizers, view)) if optimizers else None,
+        scheduler=None if schedule is None else encode_scheduler_state(schedule),
         extra=copy_json(values),
     )
     return Snapshot(tensors, facts, find_stages(model)[1])
 
 
 def _check_extra(values: Mapping[str, Any]) -> None:
-    """Raise ValueError for values that JSON does not support or would change."""
+    """Raise ValueError for a value of `extra` that JSON does not support or would change."""
     check_json("extra", values)
     for name, value in values.items():
-        if not _survives_json({name: value}):
+        if not _is_unchanged_by_json({name: value}):
             raise ValueError(
                 f"extra {shown_name(name)} ({type(value).__name__}) must be JSON-able or a "
                 "tensor: JSON has lists for tuples and strings for keys, so store it so"
             )
 
 
-def _survives_json(value: Any) -> bool:
+def _is_unchanged_by_json(value: Any) -> bool:
+    """Whether a value is equal after a round trip through JSON: no tuples, only string keys."""
     if isinstance(value, dict):
-        return all(isinstance(k, str) and _survives_json(v) for k, v in value.items())
+        return all(isinstance(k, str) and _is_unchanged_by_json(v) for k, v in value.items())
     if isinstance(value, list):
-        return all(map(_survives_json, value))
+        return all(map(_is_unchanged_by_json, value))
     return not isinstance(value, tuple)
 
 
 def _check_finished(model: nn.Module) -> None:
-    """Raise ValueError in an unfinished step, whose counts and gradients a save would lose."""
+    """Raise ValueError if a training step is unfinished: a save would lose its token counts."""
     for state in (v for m in model.modules() for v in vars(m).values()):
         if not isinstance(state, MoEState):
             continue
@@ -143,7 +148,8 @@ def _check_finished(model: nn.Module) -> None:
                 )
 
 
-def _meshes(view: ModelView) -> list[dict[str, int]]:
+def _list_meshes(view: ModelView) -> list[dict[str, int]]:
+    """Return {dim name: size} of each device mesh that the model's DTensors use."""
     meshes: dict[str, dict[str, int]] = {}
     for tensor in view.tensors.values():
         if isinstance(tensor, DTensor):
@@ -154,8 +160,8 @@ def _meshes(view: ModelView) -> list[dict[str, int]]:
     return [meshes[key] for key in sorted(meshes)]
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of moecore, torch and Python for a manifest."""
+def read_versions() -> dict[str, str]:
+    """Return the installed versions of moecore, torch and Python."""
     try:
         release = version("moecore")
     except PackageNotFoundError:  # run from a checkout
@@ -163,7 +169,8 @@ def versions() -> dict[str, str]:
     return {"moecore": release, "torch": torch.__version__, "python": platform.python_version()}
 
 
-def _config_values(config: object) -> dict[str, Any] | None:
+def _encode_config(config: object) -> dict[str, Any] | None:
+    """Convert a config to JSON values; None stays None."""
     if config is None:
         return None
     values = config_values(config)
@@ -173,7 +180,7 @@ def _config_values(config: object) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class StagePart:
-    """Names, groups and meshes of one pipeline stage, or of all stages."""
+    """Tensor names, optimizer groups and meshes of one pipeline stage, or of all stages."""
 
     names: frozenset[str]
     groups: list[list[str]]  # names of the parameters of each group of the optimizers
@@ -181,17 +188,17 @@ class StagePart:
 
 
 def is_first_of_stage(stages: AllStages) -> bool:
-    """Whether this rank is the first of its stage, which sends for the stage."""
+    """Whether this rank is the first rank of its pipeline stage."""
     return dist.get_rank() % (dist.get_world_size() // stages.pp) == 0
 
 
 def join_stage_parts(part: StagePart, stages: AllStages | None, group: Group = None) -> StagePart:
-    """Return the union of all stages' parts; collective if there are several stages."""
+    """Merge the `StagePart` of all pipeline stages. Collective if there are several stages."""
     return part if stages is None else _merge_parts(_gather_parts(part, stages, group))
 
 
 def join_stages(snapshot: Snapshot, group: Group = None) -> Snapshot:
-    """Return the tensors that this rank writes, with the facts of all stages; collective.
+    """Drop tensors that an earlier pipeline stage writes, and merge the facts. Collective.
 
     Without several stages, it returns the snapshot without communication.
     """
@@ -219,12 +226,13 @@ def join_stages(snapshot: Snapshot, group: Group = None) -> Snapshot:
 
 
 def _gather_parts(part: StagePart, stages: AllStages, group: Group) -> list[StagePart]:
-    """Return the `StagePart` of each pipeline stage."""
+    """Gather the `StagePart` of each pipeline stage from its first rank. Collective."""
     rank_parts = gather(part if is_first_of_stage(stages) else None, group)
     return [stage_part for stage_part in rank_parts if stage_part is not None]
 
 
 def _merge_parts(parts: list[StagePart]) -> StagePart:
+    """Return the union of the names, groups and meshes of several pipeline stages."""
     # A stage with fewer groups is refused where groups are compared.
     groups = [
         list(dict.fromkeys(chain.from_iterable(p.groups[i] for p in parts if i < len(p.groups))))
@@ -238,8 +246,8 @@ def _merge_parts(parts: list[StagePart]) -> StagePart:
     )
 
 
-def local_tensors(snapshot: Snapshot) -> dict[str, Tensor]:
-    """Return name -> this rank's part of each tensor, sharing its memory."""
+def get_local_tensors(snapshot: Snapshot) -> dict[str, Tensor]:
+    """Return name -> local tensor of this rank for each tensor of a snapshot, without a copy."""
     return {name: get_local_tensor(tensor) for name, tensor in snapshot.tensors.items()}
 
 
@@ -250,10 +258,13 @@ def rank_state(
     *,
     scheduler: Schedulers | None = None,
 ) -> dict[str, Any]:
-    """Return the input of `load_rank_state`; tensors share memory with model and optimizer."""
+    """Return this rank's state of model, optimizer and generators for `load_rank_state`.
+
+    The tensors share memory with model and optimizer.
+    """
     snapshot = take_snapshot(0, model, optimizer, extra, scheduler=scheduler, config=None)
     facts = {"optimizer": snapshot.facts.optimizer, "scheduler": snapshot.facts.scheduler}
-    return {"tensors": local_tensors(snapshot), **facts}
+    return {"tensors": get_local_tensors(snapshot), **facts}
 
 
 @torch.no_grad()
@@ -264,7 +275,7 @@ def load_rank_state(
     *,
     scheduler: Schedulers | None = None,
 ) -> dict[str, Tensor]:
-    """Set model, optimizer, scheduler and generators in place; return the tensors of `extra`.
+    """Restore this rank's state from `rank_state`, in place; return the tensors of `extra`.
 
     Gradients and counts of an unfinished step are dropped.
     """
@@ -283,17 +294,17 @@ def load_rank_state(
     matrices = {name: x.dtype for name, x in kinds["optimizer"].items() if x.ndim}
     for owner in optimizers:
         owner.state.clear()
-        slots = optimizer_state_to_fill(owner, view, matrices, scalars)
+        slots = allocate_optimizer_state(owner, view, matrices, scalars)
         for param, values in slots.items():
             name = view.name_of(param)
             for slot, value in values.items():
                 target = value if f"{slot}.{name}" in scalars else view.view(name, value)
                 get_local_tensor(target).copy_(kinds["optimizer"][f"{slot}.{name}"])
         restore_optimizer_state(owner, slots)
-    restore_groups(optimizers, state["optimizer"])
+    restore_hyperparameters(optimizers, state["optimizer"])
     schedule = join_schedulers(scheduler, optimizers)
     if schedule is not None:
-        schedule.load_state_dict(scheduler_state(schedule, state["scheduler"]))
+        schedule.load_state_dict(decode_scheduler_state(schedule, state["scheduler"]))
     restore_amax(model, kinds["amax"])
     restore_rng({f"rng.{name}": tensor for name, tensor in kinds["rng"].items()})
     return kinds["extra"]

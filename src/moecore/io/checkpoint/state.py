@@ -40,7 +40,7 @@ Optimizers = Optimizer | Sequence[Optimizer]
 
 
 class ModelView:
-    """A model's tensors by name, and their stored views, which share memory with the model."""
+    """Maps names to a model's tensors, and to the views of them that a checkpoint stores."""
 
     def __init__(self, model: nn.Module) -> None:
         refuse_fp8_storage(model, "saved or loaded")
@@ -63,12 +63,12 @@ class ModelView:
             if id(tensor) not in self._names:
                 self._names[id(tensor)] = name
                 self.tensors[name] = tensor
-        halves = _halved_dims(model)
+        halves = _find_gate_up_dims(model)
         self._halved_dims = {n: halves.get(id(t)) for n, t in self.tensors.items()}
         self.stored_views = {name: self.view(name, t.detach()) for name, t in self.tensors.items()}
 
     def view(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the stored view of a tensor with the layout of parameter `name`."""
+        """Return the view that a checkpoint stores of a tensor, given its parameter's `name`."""
         dim = self._halved_dims[name]
         return tensor if dim is None else split_halves(tensor, dim)
 
@@ -83,7 +83,11 @@ class ModelView:
 
 
 def list_optimizers(optimizer: Optimizers | None, model: ModelView) -> list[Optimizer]:
-    """Return the optimizers as a list, checked for disjoint parameters, with state on device."""
+    """Return one or several optimizers as a list, after moving offloaded state to the device.
+
+    Raises:
+        ValueError: if two optimizers have the same parameter.
+    """
     if optimizer is None:
         return []
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
@@ -106,8 +110,10 @@ def list_optimizers(optimizer: Optimizers | None, model: ModelView) -> list[Opti
     return optimizers
 
 
-def optimizer_tensors(optimizers: Sequence[Optimizer], model: ModelView) -> dict[str, Tensor]:
-    """Return "<slot>.<fqn>" -> stored view of the optimizers' state, sharing its memory."""
+def collect_optimizer_tensors(
+    optimizers: Sequence[Optimizer], model: ModelView
+) -> dict[str, Tensor]:
+    """Return "<slot>.<fqn>" -> stored view of each optimizer state tensor, sharing its memory."""
     tensors: dict[str, Tensor] = {}
     seen: set[str] = set()
     for owner, param in ((o, param) for o in optimizers for param in o.state):
@@ -123,8 +129,8 @@ def optimizer_tensors(optimizers: Sequence[Optimizer], model: ModelView) -> dict
             )
         seen.add(name)
         for slot, value in state.items():
-            like = state_like(owner, param, slot)
-            if not isinstance(value, Tensor) or not _storable(value, like):
+            like = get_state_template(owner, param, slot)
+            if not isinstance(value, Tensor) or not _is_storable(value, like):
                 raise NotImplementedError(
                     f"optimizer state {slot} of {shown_name(name)} must be a scalar tensor or "
                     f"have the shape and placements of the parameter, {tuple(like.shape)}"
@@ -133,13 +139,20 @@ def optimizer_tensors(optimizers: Sequence[Optimizer], model: ModelView) -> dict
     return tensors
 
 
-def optimizer_state_to_fill(
+def allocate_optimizer_state(
     optimizer: Optimizer,
     model: ModelView,
     matrices: Mapping[str, torch.dtype],
     scalars: Mapping[str, torch.dtype],
 ) -> dict[Tensor, dict[str, Tensor]]:
-    """Return state tensors to load into: param -> slot -> tensor."""
+    """Return param -> slot -> tensor into which a load reads the optimizer's saved state.
+
+    Existing state tensors with the right layout are reused.
+
+    Args:
+        matrices: "<slot>.<fqn>" -> saved dtype of state that has the parameter's layout.
+        scalars: "<slot>.<fqn>" -> saved dtype of scalar state.
+    """
     slots: dict[str, list[str]] = {}
     for key in (*matrices, *scalars):
         slot, name = key.split(".", 1)
@@ -152,21 +165,21 @@ def optimizer_state_to_fill(
             for slot in sorted(slots.get(name, ())):
                 key = f"{slot}.{name}"
                 if key in matrices:
-                    dtype = _moment_dtype(optimizer, param, matrices[key])
+                    dtype = _choose_moment_dtype(optimizer, param, matrices[key])
                     place = _call_optional(optimizer, "state_device_of", param.device, param)
-                    like = state_like(optimizer, param, slot)
-                    value = _moment_to_fill(current.get(slot), like, dtype, place)
+                    like = get_state_template(optimizer, param, slot)
+                    value = _reuse_or_allocate_moment(current.get(slot), like, dtype, place)
                 else:
                     # Moments of a parameter that is a scalar itself lie beside it.
                     is_moment = param.ndim == 0 and slot != "step"
-                    device = param.device if is_moment else _scalar_device(group, param)
-                    value = _scalar_to_fill(current.get(slot), scalars[key], device)
+                    device = param.device if is_moment else _choose_scalar_device(group, param)
+                    value = _reuse_or_allocate_scalar(current.get(slot), scalars[key], device)
                 state.setdefault(param, {})[slot] = value
     return state
 
 
 def restore_optimizer_state(optimizer: Optimizer, state: dict[Tensor, dict[str, Tensor]]) -> None:
-    """Set the state from `optimizer_state_to_fill` after a load has filled it; empties `state`."""
+    """Move the loaded tensors of `allocate_optimizer_state` into the optimizer; empties `state`."""
     restore = getattr(optimizer, "restore_state", None)
     while state:
         param, slots = state.popitem()
@@ -176,21 +189,23 @@ def restore_optimizer_state(optimizer: Optimizer, state: dict[Tensor, dict[str, 
             optimizer.state[param] = slots
 
 
-def state_like(optimizer: Optimizer, param: Tensor, slot: str) -> Tensor:
-    """Return a tensor with the layout of an optimizer's non-scalar state of a parameter."""
+def get_state_template(optimizer: Optimizer, param: Tensor, slot: str) -> Tensor:
+    """Return a tensor with the shape and placements of a parameter's optimizer state `slot`."""
     like: Tensor = _call_optional(optimizer, "state_like", param, param, slot)
     return like
 
 
 def _call_optional(optimizer: Optimizer, name: str, default: Any, *args: Any) -> Any:
-    """Call an optional method of moecore's optimizers; return the default if it is missing."""
+    """Call a method that only moecore's optimizers have; return `default` if it is missing."""
     # AdamW has stored_state, moment_dtype_of and state_device_of, Muon state_like.
     method = getattr(optimizer, name, None)
     return default if method is None else method(*args)
 
 
-def _moment_dtype(optimizer: Optimizer, param: Tensor, stored_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which an optimizer stores a moment, given the saved dtype."""
+def _choose_moment_dtype(
+    optimizer: Optimizer, param: Tensor, stored_dtype: torch.dtype
+) -> torch.dtype:
+    """Return the dtype in which the optimizer stores a moment that was saved in `stored_dtype`."""
     if not stored_dtype.is_floating_point:
         return stored_dtype
     default = stored_dtype
@@ -200,20 +215,22 @@ def _moment_dtype(optimizer: Optimizer, param: Tensor, stored_dtype: torch.dtype
     return dtype
 
 
-def _moment_to_fill(
+def _reuse_or_allocate_moment(
     current: object, like: Tensor, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
+    """Return the current moment if it has this layout, dtype and device; otherwise a new tensor."""
     if (
         isinstance(current, Tensor)
-        and _storable(current, like)
+        and _is_storable(current, like)
         and (current.dtype, current.device) == (dtype, device)
-        and _layout(current) == _layout(like)
+        and _get_dtensor_layout(current) == _get_dtensor_layout(like)
     ):
         return current
     return torch.empty_like(like, dtype=dtype, device=device, requires_grad=False)
 
 
-def _scalar_to_fill(current: object, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _reuse_or_allocate_scalar(current: object, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the current scalar if it has this dtype and device; otherwise a new tensor."""
     if (
         isinstance(current, Tensor)
         and not isinstance(current, DTensor)
@@ -223,12 +240,13 @@ def _scalar_to_fill(current: object, dtype: torch.dtype, device: torch.device) -
     return torch.empty((), dtype=dtype, device=device)
 
 
-def _layout(tensor: Tensor) -> object:
+def _get_dtensor_layout(tensor: Tensor) -> object:
+    """Return mesh and placements of a DTensor, and None for a plain tensor."""
     return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
 
 
 def amax_names(model: nn.Module) -> dict[str, tuple[AmaxHistory, str]]:
-    """Return "<fqn>.<operand>" -> (amax history, operand), for FP8 with delayed scaling."""
+    """Map "<fqn>.<operand>" to (amax history, operand) of the FP8 modules (delayed scaling)."""
     # The loss of a data rank is a mean over its tokens, so how large gradients are depends on who
     # has which tokens: their names have these degrees, and another folding finds none.
     degrees = "dp1.cp1.tp1"
@@ -246,15 +264,15 @@ def amax_names(model: nn.Module) -> dict[str, tuple[AmaxHistory, str]]:
     }
 
 
-def amax_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return "<fqn>.<operand>" -> amax history of delayed scaling, sharing its memory."""
+def collect_amax_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return "<fqn>.<operand>" -> recorded amax values of delayed scaling, sharing their memory."""
     owners = amax_names(model).items()
     return {name: h.steps[operand] for name, (h, operand) in owners if operand in h.steps}
 
 
 @torch.no_grad()
 def restore_amax(model: nn.Module, saved_histories: Mapping[str, Tensor]) -> None:
-    """Set histories from the result of `amax_tensors`; histories without a saved one restart."""
+    """Set the amax histories of a model to saved values; clear histories without a saved value."""
     steps_by_history: dict[AmaxHistory, dict[str, Tensor]] = {}
     for name, (history, operand) in amax_names(model).items():
         steps = steps_by_history.setdefault(history, {})
@@ -264,8 +282,8 @@ def restore_amax(model: nn.Module, saved_histories: Mapping[str, Tensor]) -> Non
         history.load(steps, next(model.parameters()).device)
 
 
-def rng_tensors() -> dict[str, Tensor]:
-    """Return "rng.<device>.<rank>" -> a copy of this rank's generator states."""
+def copy_rng_states() -> dict[str, Tensor]:
+    """Return "rng.<device>.<rank>" -> copy of the CPU and CUDA generator states of this rank."""
     rank, _ = rank_and_world()
     states = {f"rng.cpu.{rank}": torch.get_rng_state()}
     if torch.cuda.is_available():
@@ -274,25 +292,26 @@ def rng_tensors() -> dict[str, Tensor]:
 
 
 def restore_rng(states: Mapping[str, Tensor]) -> None:
-    """Set this rank's generators from the result of `rng_tensors`."""
+    """Set this rank's CPU and CUDA generators to states from `copy_rng_states`."""
     for name, state in states.items():
         set_state = torch.set_rng_state if name.startswith("rng.cpu.") else torch.cuda.set_rng_state
         set_state(state)
 
 
-def _storable(value: Tensor, like: Tensor) -> bool:
+def _is_storable(value: Tensor, like: Tensor) -> bool:
+    """Whether optimizer state is a scalar or has the shape of `like`: a checkpoint stores both."""
     if value.ndim == 0:
         return not isinstance(value, DTensor)
     return value.shape == like.shape and isinstance(value, DTensor) == isinstance(like, DTensor)
 
 
-def _scalar_device(group: Mapping[str, Any], param: Tensor) -> torch.device:
-    """Return the device on which torch's optimizers store their step counts."""
+def _choose_scalar_device(group: Mapping[str, Any], param: Tensor) -> torch.device:
+    """Return the device on which torch's optimizers store the step count of a parameter."""
     return param.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
 
 
-def _halved_dims(model: nn.Module) -> dict[int, int]:
-    """Return id -> dim of each parameter that stores gate, then up, in one dim."""
+def _find_gate_up_dims(model: nn.Module) -> dict[int, int]:
+    """Return id(parameter) -> dim for each parameter that stores gate, then up, in one dim."""
     dims: dict[int, int] = {}
     for module in model.modules():
         if isinstance(module, Experts) and module.is_strided:
@@ -306,7 +325,7 @@ def _halved_dims(model: nn.Module) -> dict[int, int]:
 
 
 def split_halves(tensor: Tensor, dim: int) -> Tensor:
-    """Return a view that splits `dim` (gate, then up) into (2, half)."""
+    """Return a view of a tensor in which `dim` (gate, then up) is split into two dims (2, half)."""
     # An expert tensor parallel rank has a piece of both halves, which is one block in the view
     # only. Whole tensors are split too, so that any folding loads what another saved. Example: [E,
     # 8, D] over etp=2, placed _StridedShard(1, split_factor=2): rank 1 holds rows 2 3 6 7. The view
@@ -327,7 +346,7 @@ def split_halves(tensor: Tensor, dim: int) -> Tensor:
 
 
 def _shift_placement(placement: Placement, dim: int) -> Placement:
-    """Return a tensor's DTensor placement on the view that splits `dim`."""
+    """Return the placement of a DTensor after `split_halves` has split its dim `dim`."""
     axis = getattr(placement, "dim", None)
     if axis is None or axis < dim:
         return placement
@@ -342,8 +361,14 @@ def _shift_placement(placement: Placement, dim: int) -> Placement:
     return Shard(dim + 1)
 
 
-def fresh_buffers(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Return (buffer, value) of each transformers buffer that checkpoints do not store."""
+def recompute_buffers(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Return (buffer, value) for each transformers buffer that no checkpoint stores.
+
+    The values, such as rotary frequencies, are computed from the module's config.
+
+    Raises:
+        NotImplementedError: if the values of a buffer cannot be computed.
+    """
     # Such buffers (rotary frequencies) follow from the config; `to_empty` leaves them undefined.
     pairs = []
     for path, module in model.named_modules():
@@ -355,7 +380,7 @@ def fresh_buffers(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
             with torch.device("cpu"):
                 fresh = type(module)(module.config)._buffers
         except (AttributeError, TypeError) as error:
-            fresh = _initialize_buffers(module, _owner(model, path))
+            fresh = _initialize_buffers(module, _find_owner_model(model, path))
             undefined = [n for n in names if fresh.get(n) is not None and fresh[n].isnan().any()]  # type: ignore[union-attr]
             if undefined:
                 raise NotImplementedError(
@@ -369,15 +394,15 @@ def fresh_buffers(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
     return pairs
 
 
-def _owner(model: nn.Module, path: str) -> Any:
-    """Return the innermost transformers model that contains a module, or None."""
+def _find_owner_model(model: nn.Module, path: str) -> Any:
+    """Return the innermost transformers model with the module at `path`; None without one."""
     names = path.split(".")
     around = [model, *(model.get_submodule(".".join(names[:i])) for i in range(1, len(names)))]
     return next((m for m in reversed(around) if hasattr(m, "_init_weights")), None)
 
 
 def _initialize_buffers(module: nn.Module, owner: Any) -> dict[str, Tensor | None]:
-    """Return a module's buffers as transformers initializes them; NaN if it does not."""
+    """Return a module's buffers as transformers initializes them, with NaN for other buffers."""
     shell = copy.copy(module)
     shell._parameters = {
         name: None if param is None else nn.Parameter(param.detach().to("meta"))

@@ -79,7 +79,7 @@ class _DCPStorage:
 
 
 class Writer(_DCPStorage, StorageWriter):
-    """Writes a save into a draft, one file per rank; the coordinator publishes the draft."""
+    """DCP storage writer: each rank writes one shard file; the coordinator publishes the draft."""
 
     def __init__(
         self, draft: Path, rank: int, facts: ManifestFacts, *, keep: int, meter: Meter
@@ -88,16 +88,19 @@ class Writer(_DCPStorage, StorageWriter):
         self._file, self._meter = f"rank-{rank:05d}.safetensors", meter
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing, because the draft exists."""
+        """Do nothing: DCP requires this method, and the draft directory already exists."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's blocks into its file."""
+        """Write the tensor blocks that DCP planned for this rank into this rank's shard file."""
         items = _group_by_key(plan.items)
         future: Future[list[WriteResult]] = Future()
-        future.set_result(self._write(items, planner) if items else [])
+        future.set_result(self._write_shard_file(items, planner) if items else [])
         return future
 
-    def _write(self, items: dict[str, WriteItem], planner: SavePlanner) -> list[WriteResult]:
+    def _write_shard_file(
+        self, items: dict[str, WriteItem], planner: SavePlanner
+    ) -> list[WriteResult]:
+        """Write these blocks into one safetensors file; return a DCP WriteResult for each block."""
         blocks, chunks = {}, {}
         for key, item in items.items():
             data = item.tensor_data
@@ -122,7 +125,7 @@ class Writer(_DCPStorage, StorageWriter):
         ]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Build the manifest and publish. DCP calls it on the coordinator after all ranks wrote."""
+        """Build the manifest and publish the checkpoint. DCP calls it on the coordinator."""
         chunks: dict[str, list[ManifestChunk]] = {}
         files: dict[str, StoredFile] = {}
         for result in itertools.chain.from_iterable(results):
@@ -142,7 +145,7 @@ class Writer(_DCPStorage, StorageWriter):
 
 
 def _group_by_key(items: list[WriteItem]) -> dict[str, WriteItem]:
-    """Return key in the file -> block: the tensor's name, with "#i" for a rank's further blocks."""
+    """Return key in the shard file -> block to write; a tensor's next blocks have key "name#i"."""
     blocks: dict[str, WriteItem] = {}
     for item in items:
         assert item.tensor_data is not None, "everything saved is a tensor"
@@ -159,7 +162,7 @@ Blocks = dict[torch.Size, tuple[slice, ...]]  # offset in the tensor -> place in
 
 
 def _find_blocks(tensor: Any) -> Blocks:
-    """Return the blocks of this rank's part of a tensor; {} if the part is one block."""
+    """Return the contiguous blocks of this rank's DTensor shard; {} if the shard is one block."""
     # Gate and up in one dim: DCP takes the part for one block. Example: [8] over tp=2, placed
     # _StridedShard(0, split_factor=2): rank 1 has rows 2 3 6 7, {2: [0:2], 6: [2:4]}.
     if not isinstance(tensor, DTensor):
@@ -177,12 +180,16 @@ def _find_blocks(tensor: Any) -> Blocks:
     }
 
 
-def _block_sizes(place: tuple[slice, ...]) -> torch.Size:
+def _compute_block_sizes(place: tuple[slice, ...]) -> torch.Size:
+    """Return the size of a block in each dim, given the block's slices of the local tensor."""
     return torch.Size(part.stop - part.start for part in place)
 
 
 class LocalSavePlanner(dcp.DefaultSavePlanner):
-    """The default save planner for DTensor layouts, which takes local values from `locals_`."""
+    """DCP save planner that supports shards with several blocks, and copies of local tensors.
+
+    `locals_` has the local tensors to write, such as the host copies of a background save.
+    """
 
     def __init__(self, locals_: Mapping[str, Tensor]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -190,65 +197,69 @@ class LocalSavePlanner(dcp.DefaultSavePlanner):
         self._blocks: dict[str, Blocks] = {}
 
     def create_local_plan(self) -> SavePlan:
-        """Return this rank's plan, block by block."""
+        """Return the blocks that this rank may write, several of them for a strided shard."""
         plan = super().create_local_plan()
         self._blocks = {name: _find_blocks(tensor) for name, tensor in self.state_dict.items()}
-        items = [block for item in plan.items for block in self._items(item)]
+        items = [block for item in plan.items for block in self._split_item(item)]
         self.plan: SavePlan = replace(plan, items=items)
         return self.plan
 
-    def _items(self, item: WriteItem) -> Iterator[WriteItem]:
+    def _split_item(self, item: WriteItem) -> Iterator[WriteItem]:
+        """Yield one DCP write item for each block of a shard."""
         blocks, data = self._blocks[item.index.fqn], item.tensor_data
         if not blocks or data is None:
             yield item
             return
         for offsets, place in blocks.items():
-            chunk = ChunkStorageMetadata(offsets, _block_sizes(place))
+            chunk = ChunkStorageMetadata(offsets, _compute_block_sizes(place))
             index = MetadataIndex(item.index.fqn, offsets)
             yield replace(item, index=index, tensor_data=replace(data, chunk=chunk))
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Return the local tensor of a block."""
+        """Return the values of a block from this rank's local tensors."""
         local, blocks = self._locals[index.fqn], self._blocks[index.fqn]
-        return local[blocks[_offset_of(index)]] if blocks else local
+        return local[blocks[_get_offset(index)]] if blocks else local
 
 
 class BlockLoadPlanner(dcp.DefaultLoadPlanner):
-    """The default load planner; a rank may have several separate blocks of one tensor."""
+    """DCP load planner that supports shards with several blocks of one tensor."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._blocks: dict[str, Blocks] = {}
 
     def create_local_plan(self) -> LoadPlan:
-        """Return this rank's plan, block by block."""
+        """Return the reads that fill this rank's shards, several of them for a strided shard."""
         plan = super().create_local_plan()
         all_blocks = {name: _find_blocks(tensor) for name, tensor in self.state_dict.items()}
         self._blocks = {name: blocks for name, blocks in all_blocks.items() if blocks}
         items = [item for item in plan.items if item.dest_index.fqn not in self._blocks]
         for name, blocks in self._blocks.items():
             assert self.metadata is not None, "what `super` has read"
-            chunks = [ChunkStorageMetadata(at, _block_sizes(place)) for at, place in blocks.items()]
+            chunks = [
+                ChunkStorageMetadata(at, _compute_block_sizes(place))
+                for at, place in blocks.items()
+            ]
             entry: Any = self.metadata.state_dict_metadata[name]
             items += create_read_items_for_chunk_list(name, entry, chunks)
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """Return the view of the local tensor into which a block is read."""
+        """Return the view of this rank's local tensor into which DCP reads a block."""
         if index.fqn not in self._blocks:
             return super().lookup_tensor(index)
         return get_local_tensor(self.state_dict[index.fqn])[
-            self._blocks[index.fqn][_offset_of(index)]
+            self._blocks[index.fqn][_get_offset(index)]
         ]
 
 
-def _offset_of(index: MetadataIndex) -> torch.Size:
+def _get_offset(index: MetadataIndex) -> torch.Size:
     assert index.offset is not None, "blocks have one"
     return index.offset
 
 
 class Reader(_DCPStorage, StorageReader):
-    """Reads slices of a checkpoint whose files have been verified."""
+    """DCP storage reader: reads slices of the shard files that a manifest lists."""
 
     def __init__(self, path: Path, manifest: Manifest, meter: Meter) -> None:
         self._path, self._manifest, self._meter = path, manifest, meter
@@ -259,7 +270,7 @@ class Reader(_DCPStorage, StorageReader):
         }
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the manifest's tensors as DCP metadata."""
+        """Return the shapes, dtypes and chunks of the manifest's tensors as DCP metadata."""
         entries: dict[str, Any] = {
             name: TensorStorageMetadata(
                 properties=TensorProperties(dtype=tensor.dtype),
@@ -276,10 +287,10 @@ class Reader(_DCPStorage, StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Do nothing."""
+        """Do nothing: DCP requires this method, and the manifest is already read."""
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the planned slices directly into the tensors to load, file by file."""
+        """Read the planned slices from the shard files directly into the tensors to load."""
         by_file: dict[str, list[Any]] = {}
         for item in plan.items:
             chunk, dtype = self._chunks[item.storage_index]
@@ -287,7 +298,7 @@ class Reader(_DCPStorage, StorageReader):
             self._meter.expect(math.prod(item.lengths) * dtype.itemsize)
         buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
         for file, requests in by_file.items():
-            layout = compute_layout(self._manifest.entries_of(file))
+            layout = compute_layout(self._manifest.list_file_entries(file))
             with ShardReader(self._path / file, layout, buffer, self._meter) as shard:
                 # In file order: one pass forward over the disk.
                 for item, chunk, dtype in sorted(requests, key=lambda r: layout.begins[r[1].key]):
@@ -299,8 +310,8 @@ class Reader(_DCPStorage, StorageReader):
         return future
 
 
-def checked_io(verb: str, path: Path, action: Callable[[], object]) -> None:
-    """Run a DCP call; raise an OSError of one line in place of DCP's CheckpointException."""
+def run_dcp_call(verb: str, path: Path, action: Callable[[], object]) -> None:
+    """Run a DCP call; replace DCP's CheckpointException by an OSError with a one-line message."""
     try:
         if not dist.is_initialized():
             # A plain model in one process is what the caller has, not an oversight. No

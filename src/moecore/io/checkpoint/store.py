@@ -23,20 +23,20 @@ from moecore.base.failures import share_call_errors, share_errors
 from moecore.base.fields import CountOrZero, check_arguments
 from moecore.io.checkpoint.comparison import (
     Comparison,
-    amax_target,
-    check_fit,
+    allocate_amax_target,
+    allocate_optimizer_target,
     compare,
-    optimizer_target,
-    rng_target,
+    refuse_differences,
+    select_rng_target,
     select_tensors,
 )
-from moecore.io.checkpoint.directory import Step, is_published, new_draft, step_directory
+from moecore.io.checkpoint.directory import Step, create_draft, is_published, make_step_path
 from moecore.io.checkpoint.files import join_problems
 from moecore.io.checkpoint.hyperparameters import (
     Schedulers,
-    all_groups,
-    restore_groups,
-    scheduler_state,
+    concat_param_groups,
+    decode_scheduler_state,
+    restore_hyperparameters,
 )
 from moecore.io.checkpoint.lock import RunLock
 from moecore.io.checkpoint.manifest import Manifest, read_manifest
@@ -51,20 +51,20 @@ from moecore.io.checkpoint.ranks import (
     on_first_rank,
     rank_and_world,
 )
-from moecore.io.checkpoint.shard_file import Meter, Progress, compute_layout, file_problem
+from moecore.io.checkpoint.shard_file import Meter, Progress, compute_layout, find_file_problem
 from moecore.io.checkpoint.snapshot import (
     Snapshot,
     StagePart,
+    get_local_tensors,
     join_stage_parts,
     join_stages,
-    local_tensors,
     take_snapshot,
 )
 from moecore.io.checkpoint.state import (
     ModelView,
     Optimizers,
-    fresh_buffers,
     list_optimizers,
+    recompute_buffers,
     restore_amax,
     restore_optimizer_state,
     restore_rng,
@@ -74,7 +74,7 @@ from moecore.io.checkpoint.storage import (
     LocalSavePlanner,
     Reader,
     Writer,
-    checked_io,
+    run_dcp_call,
 )
 from moecore.moe.layer import RoutedLayer
 from moecore.parallel.model.parallel_state import find_stages
@@ -137,10 +137,12 @@ def save(
     snapshot = join_stages(snapshot)
     lock = RunLock(Path(root))
     try:
-        write(start_draft(lock, step), snapshot, local_tensors(snapshot), keep=keep, meter=Meter())
+        write_checkpoint(
+            start_draft(lock, step), snapshot, get_local_tensors(snapshot), keep=keep, meter=Meter()
+        )
     finally:
         lock.release()
-    return step_directory(Path(root), step)
+    return make_step_path(Path(root), step)
 
 
 @share_call_errors
@@ -191,7 +193,7 @@ def load(
 
     def viewed() -> tuple[ModelView, StagePart]:
         view = ModelView(model)
-        listed = all_groups(list_optimizers(optimizer, view))
+        listed = concat_param_groups(list_optimizers(optimizer, view))
         names = [[view.name_of(param) for param in group["params"]] for group in listed]
         return view, StagePart(frozenset(view.stored_views), names, [])
 
@@ -204,7 +206,7 @@ def load(
         fit.left_out, fit.refused = (
             list(dict.fromkeys(chain.from_iterable(lines))) for lines in zip(*fits, strict=True)
         )
-    on_every_rank(lambda: check_fit(fit, path, strict=strict))
+    on_every_rank(lambda: refuse_differences(fit, path, strict=strict))
     if fit.uncompared and is_first_rank():
         warnings.warn(f"path ({path}): {fit.uncompared}", stacklevel=3)
     verify_files(path, manifest, verify, meter)
@@ -213,12 +215,14 @@ def load(
         if isinstance(layer, RoutedLayer) and layer.cloner is not None:
             layer.cloner.drop_plan()  # which no checkpoint holds
     _refresh_buffers(path, model)
-    amax = amax_target(model, manifest)
-    extra = _read(path, manifest, view, fit, amax, meter, strict=strict)
+    amax = allocate_amax_target(model, manifest)
+    extra = _read_into_objects(path, manifest, view, fit, amax, meter, strict=strict)
     restore_amax(model, amax)
     if fit.scheduler is not None:
         assert manifest.facts.scheduler is not None
-        fit.scheduler.load_state_dict(scheduler_state(fit.scheduler, manifest.facts.scheduler))
+        fit.scheduler.load_state_dict(
+            decode_scheduler_state(fit.scheduler, manifest.facts.scheduler)
+        )
     if fit.left_out and is_first_rank():
         differences = f"{len(fit.left_out)} differ: {join_problems(fit.left_out)}"
         warnings.warn(f"path ({path}): {differences}: left as it was", stacklevel=3)
@@ -228,27 +232,27 @@ def load(
 
 @torch.no_grad()
 def _refresh_buffers(path: Path, model: nn.Module) -> None:
-    """Recompute buffers that no checkpoint stores; warn if they cannot be recomputed."""
+    """Recompute the transformers buffers that no checkpoint stores; warn if that is impossible."""
     try:
-        for buffer, value in fresh_buffers(model):
+        for buffer, value in recompute_buffers(model):
             buffer.copy_(value)
     except NotImplementedError as error:
         warnings.warn(f"path ({path}): {error}: left as it was", stacklevel=4)
 
 
 def start_draft(lock: RunLock, step: int, group: Group = None) -> Path:
-    """Take the lock on rank 0, and return a draft directory that every rank sees."""
+    """Acquire the run's lock on rank 0 and create a draft directory that every rank sees."""
 
     def action() -> Path:
         lock.acquire()
-        return new_draft(lock.root, step)
+        return create_draft(lock.root, step)
 
     draft = on_first_rank(action, group)
     check_visible(draft, group)
     return draft
 
 
-def write(
+def write_checkpoint(
     draft: Path,
     snapshot: Snapshot,
     locals_: Mapping[str, Tensor],
@@ -257,12 +261,15 @@ def write(
     meter: Meter,
     group: Group = None,
 ) -> None:
-    """Write a snapshot into a draft and publish it, or remove it. Collective over `group`."""
+    """Write a snapshot into a draft directory and publish it. Collective over `group`.
+
+    If writing fails, the draft is removed.
+    """
     # Of the snapshot's tensors only the layout is read; `locals_` has their contents on this rank.
     writer = Writer(draft, rank_and_world()[0], snapshot.facts, keep=keep, meter=meter)
     planner = LocalSavePlanner(locals_)
     try:
-        checked_io(
+        run_dcp_call(
             "write",
             draft,
             lambda: dcp.save(
@@ -278,10 +285,10 @@ def write(
                 "save it again"
             ) from error
         raise
-    meter.log(f"saved {step_directory(draft.parent, snapshot.facts.step)}")
+    meter.log(f"saved {make_step_path(draft.parent, snapshot.facts.step)}")
 
 
-def _read(
+def _read_into_objects(
     path: Path,
     manifest: Manifest,
     view: ModelView,
@@ -299,17 +306,17 @@ def _read(
     }
     target |= {f"extra.{name}": tensor for name, tensor in extra.items()}
     target |= {f"amax.{name}": steps for name, steps in amax.items()}
-    states, optimizer_tensors = optimizer_target(fit, view)
-    rng = rng_target(manifest) if fit.optimizers else {}
+    states, optimizer_tensors = allocate_optimizer_target(fit, view)
+    rng = select_rng_target(manifest) if fit.optimizers else {}
     target |= optimizer_tensors | rng
     planner = BlockLoadPlanner()
     reader = Reader(path, manifest, meter)
-    checked_io("read", path, lambda: dcp.load(target, storage_reader=reader, planner=planner))
+    run_dcp_call("read", path, lambda: dcp.load(target, storage_reader=reader, planner=planner))
     target.clear()  # so that moments which an optimizer keeps in another form are freed
     optimizer_tensors.clear()
     if fit.groups:
         assert manifest.facts.optimizer is not None
-        restore_groups(fit.optimizers, manifest.facts.optimizer)
+        restore_hyperparameters(fit.optimizers, manifest.facts.optimizer)
     for optimizer, state in zip(fit.optimizers, states, strict=True):
         if strict:
             optimizer.state.clear()
@@ -342,16 +349,16 @@ def verify(
 
 
 def verify_files(path: Path, manifest: Manifest, mode: Verify, meter: Meter) -> None:
-    """Raise on every rank if a file is damaged; see `verify`."""
+    """Check the shard files, each on one rank; raise on every rank if a file is damaged."""
     rank, world = rank_and_world()
     names = sorted(manifest.files)[rank::world]
     if mode == "full":
         meter.expect(sum(manifest.files[name].size for name in names))
 
     def check(name: str) -> Exception | None:
-        layout = compute_layout(manifest.entries_of(name))
+        layout = compute_layout(manifest.list_file_entries(name))
         try:
-            problem = file_problem(
+            problem = find_file_problem(
                 path / name, layout, manifest.files[name], full=mode == "full", meter=meter
             )
         except OSError as error:

@@ -45,13 +45,13 @@ class WeightMeta(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WeightBucket:
-    """Tensors of a weight stream that share memory; `flat` is uint8 on the model's device."""
+    """Streamed tensors in one buffer: `flat` is uint8 on the model's device."""
 
     metas: tuple[WeightMeta, ...]
     flat: Tensor
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor); the tensors are views of `flat`."""
+        """Yield (name, tensor) for each tensor; the tensors are views of `flat`."""
         at = 0
         for meta in self.metas:
             part = self.flat[at : at + meta.nbytes]
@@ -60,7 +60,7 @@ class WeightBucket:
 
     @classmethod
     def empty(cls, metas: Sequence[WeightMeta], device: torch.device) -> WeightBucket:
-        """Return an uninitialized bucket for these tensors."""
+        """Allocate an uninitialized bucket for tensors with these names, dtypes and shapes."""
         size = sum(align(meta.nbytes) for meta in metas)
         return cls(tuple(metas), torch.empty(size, dtype=torch.uint8, device=device))
 
@@ -76,7 +76,7 @@ def make_meta(item: Item) -> WeightMeta:
 
 
 class _SentBox(NamedTuple):
-    """A box of a part of an item, and the ranks that have the box."""
+    """A box of one part of an item, and the ranks whose shards contain the box."""
 
     part: int  # which of the item's parts
     overlap: PieceOverlap
@@ -85,7 +85,7 @@ class _SentBox(NamedTuple):
     ranks: list[int]  # that have the box
 
     def sender(self, writer: int | None) -> int:
-        """Return the rank that sends the box; -1 if each rank that needs the box has it."""
+        """Return the rank that sends the box; -1 if every receiving rank already has the box."""
         _, world = rank_and_world()
         has_box = len(self.ranks) == world if writer is None else writer in self.ranks
         return -1 if has_box else self.ranks[0]
@@ -118,7 +118,7 @@ class BucketCollector(ErrorKeeper):
         self._owners, self.device, self._group = owners, device, group
         self._rank, _ = rank_and_world()
         # A box is split only along the first dim of its tensor.
-        rows = (self._row_bytes(item) for item in items)
+        rows = (self._count_row_bytes(item) for item in items)
         self.capacity = max(message_bytes, *rows, ALIGNMENT)  # bytes of a message
         self._boxes: dict[str, list[_SentBox]] = {}
         self._message: Tensor | None = None
@@ -126,7 +126,7 @@ class BucketCollector(ErrorKeeper):
 
     @contextmanager
     def open_pass(self) -> Iterator[None]:
-        """Return the context of one pass, which allocates the message buffer. Collective."""
+        """Return the context of one pass; it allocates and frees the message buffer. Collective."""
         size = self.capacity if self._owners.world > 1 else 0
 
         def allocate() -> Tensor:
@@ -147,7 +147,7 @@ class BucketCollector(ErrorKeeper):
     def collect(
         self, items: Sequence[Item], read: Read, writer: int | None = None
     ) -> WeightBucket | None:
-        """Return a new bucket of these items. Collective.
+        """Assemble the items in a new bucket from the shards of all ranks. Collective.
 
         It is on the device of the model on every rank, or on the CPU of the writer. The result is
         None on the other ranks and after an error of this rank.
@@ -170,15 +170,15 @@ class BucketCollector(ErrorKeeper):
         copies = [
             _SentCopy(item.parts[box.part][0], number, box)
             for number, item in enumerate(items)
-            for box in self._boxes_of(item, is_cached=writer is None)
+            for box in self._list_boxes(item, is_cached=writer is None)
         ]
         for sender in sorted({copy.box.sender(writer) for copy in copies}):
             group = [copy for copy in copies if copy.box.sender(writer) == sender]
             for message in by_size(group, lambda c: align(c.box.num_bytes), self.capacity):
                 if sender < 0:
-                    self._fill(message, parts, read)
+                    self._copy_local_boxes(message, parts, read)
                 else:
-                    self._send(sender, writer, message, items, parts, read)
+                    self._send_message(sender, writer, message, items, parts, read)
         with self._keep_error():
             tensors = () if bucket is None else (tensor for _, tensor in bucket.tensors())
             for item, of_item, tensor in zip(items, parts, tensors, strict=False):
@@ -187,13 +187,16 @@ class BucketCollector(ErrorKeeper):
                         write_piece(part, piece, tensor)
         return bucket
 
-    def _fill(self, copies: Sequence[_SentCopy], parts: list[list[Tensor]], read: Read) -> None:
+    def _copy_local_boxes(
+        self, copies: Sequence[_SentCopy], parts: list[list[Tensor]], read: Read
+    ) -> None:
+        """Copy boxes of this rank's shards into the bucket, without communication."""
         with self._keep_error():
             if parts:
                 sources = [read(copy.source, copy.box.overlap.target) for copy in copies]
-                foreach_copy_([_target(copy, parts) for copy in copies], sources)
+                foreach_copy_([_get_copy_target(copy, parts) for copy in copies], sources)
 
-    def _send(
+    def _send_message(
         self,
         sender: int,
         writer: int | None,
@@ -202,7 +205,7 @@ class BucketCollector(ErrorKeeper):
         parts: list[list[Tensor]],
         read: Read,
     ) -> None:
-        """Send boxes in one message to the writer, or to every rank."""
+        """Send several boxes in one message from `sender` to the writer, or to every rank."""
         assert self._message is not None, "a pass is open"
         pieces, at = list[Tensor](), 0
         for copy in copies:
@@ -222,9 +225,10 @@ class BucketCollector(ErrorKeeper):
             dist.recv(self._message[:at], sender, group=group)
         with self._keep_error():
             if parts:
-                foreach_copy_([_target(copy, parts) for copy in copies], pieces)
+                foreach_copy_([_get_copy_target(copy, parts) for copy in copies], pieces)
 
-    def _boxes_of(self, item: Item, *, is_cached: bool) -> list[_SentBox]:
+    def _list_boxes(self, item: Item, *, is_cached: bool) -> list[_SentBox]:
+        """Return the boxes of an item; `is_cached` stores them for the next pass."""
         if item.name in self._boxes:
             return self._boxes[item.name]
         boxes = list(self._find_boxes(item))
@@ -233,6 +237,7 @@ class BucketCollector(ErrorKeeper):
         return boxes
 
     def _find_boxes(self, item: Item) -> Iterator[_SentBox]:
+        """Yield each box of an item with the ranks whose shards contain it."""
         max_numel = self.capacity // item.dtype.itemsize
         for number, (source, piece) in enumerate(item.parts):
             for holding, ranks in self._owners.ranks_by_part(source).items():
@@ -241,8 +246,8 @@ class BucketCollector(ErrorKeeper):
                     size = math.prod(shape) * item.dtype.itemsize
                     yield _SentBox(number, overlap, shape, size, ranks)
 
-    def _row_bytes(self, item: Item) -> int:
-        """Return the bytes of the item's largest row; a box is not split further."""
+    def _count_row_bytes(self, item: Item) -> int:
+        """Return the bytes of an item's largest row, the smallest unit of a message."""
         sizes = []
         for source, piece in item.parts:
             rows = next(iter(piece.box_in(self._owners.shapes[source])), slice(0, 1))
@@ -251,7 +256,7 @@ class BucketCollector(ErrorKeeper):
 
 
 class RankCollector(BucketCollector):
-    """Assembles one tensor at a time on the rank that writes it; a `Collector`."""
+    """Assembles one tensor at a time on the rank that writes it; implements `Collector`."""
 
     def __init__(
         self,
@@ -265,7 +270,7 @@ class RankCollector(BucketCollector):
         self._tensors = tensors
 
     def collect_tensor(self, item: Item, writer: int) -> Tensor | None:
-        """Return the full tensor on the CPU of its writer; None elsewhere and after an error."""
+        """Assemble the full tensor on the CPU of rank `writer`; return None on other ranks."""
         bucket = self.collect([item], self._read, writer)
         return None if bucket is None else next(bucket.tensors())[1]
 
@@ -274,10 +279,10 @@ class RankCollector(BucketCollector):
 
 
 def size_in_bucket(item: Item) -> int:
-    """Return the bytes of an item, and of its parts that need a reordered copy."""
+    """Return the bytes that an item needs in a bucket, temporary reordered parts included."""
     numels = (math.prod(piece.shape) for _, piece in item.parts if piece.view is not None)
     return align(item.nbytes) + sum(numels) * item.dtype.itemsize
 
 
-def _target(copy: _SentCopy, parts: Sequence[Sequence[Tensor]]) -> Tensor:
+def _get_copy_target(copy: _SentCopy, parts: Sequence[Sequence[Tensor]]) -> Tensor:
     return parts[copy.item][copy.box.part][copy.box.overlap.source].view(copy.box.shape)

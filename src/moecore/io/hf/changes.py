@@ -38,17 +38,17 @@ class WeightsVersion:
 
 
 class Digests:
-    """Computes digests with the random factors of this object."""
+    """Computes digests of tensors; the random factors differ between objects."""
 
     def __init__(self) -> None:
         self._seed = int.from_bytes(os.urandom(7), "little")
         self._factors: dict[tuple[int, torch.device], Tensor] = {}
 
     def compute(self, sources: Mapping[str, Sequence[Tensor]]) -> dict[str, tuple[int, int]]:
-        """Return the digest of each name's tensors, of this rank's shards. Host sync."""
+        """Return name -> digest of this rank's shards. Synchronises with the device."""
         with torch.no_grad():
             digests = {
-                name: self._digest_parts(map(local_storage, ts)) for name, ts in sources.items()
+                name: self._hash_tensors(map(local_storage, ts)) for name, ts in sources.items()
             }
         self._factors.clear()
         by_device: dict[torch.device, list[str]] = {}
@@ -60,18 +60,28 @@ class Digests:
             values |= {name: (a, b) for name, (a, b) in zip(names, rows, strict=True)}
         return values
 
-    def _digest_parts(self, parts: Iterable[list[Tensor]]) -> Tensor:
-        digests = [self._digest(_bits(x)) for tensors in parts for x in tensors]
-        return digests[0] if len(digests) == 1 else self._digest(_bits(torch.stack(digests)), 2)
+    def _hash_tensors(self, parts: Iterable[list[Tensor]]) -> Tensor:
+        """Return the digest int64 [2] of several tensors."""
+        digests = [self._hash_bytes(_view_as_bytes(x)) for tensors in parts for x in tensors]
+        return (
+            digests[0]
+            if len(digests) == 1
+            else self._hash_bytes(_view_as_bytes(torch.stack(digests)), 2)
+        )
 
-    def _digest(self, bits: Tensor, level: int = 0) -> Tensor:
-        """Return the digest int64 [2] of uint8 [n]."""
+    def _hash_bytes(self, bits: Tensor, level: int = 0) -> Tensor:
+        """Return the digest int64 [2] of the bytes uint8 [n]."""
         words = torch.nn.functional.pad(bits, (0, -bits.numel() % 4)).view(torch.int32)
-        factors = self._factors_of(level, bits.device)
+        factors = self._get_factors(level, bits.device)
         sums = [(factors[:, : len(x)] * x).sum(1) for x in words.split(factors.shape[1])]
-        return sums[0] if len(sums) == 1 else self._digest(_bits(torch.stack(sums)), level + 1)
+        return (
+            sums[0]
+            if len(sums) == 1
+            else self._hash_bytes(_view_as_bytes(torch.stack(sums)), level + 1)
+        )
 
-    def _factors_of(self, level: int, device: torch.device) -> Tensor:
+    def _get_factors(self, level: int, device: torch.device) -> Tensor:
+        """Return the random factors int64 [2, chunk] of a hash level on a device."""
         key = (level, device)
         if key not in self._factors:
             generator = torch.Generator(device).manual_seed(self._seed + level)
@@ -82,11 +92,12 @@ class Digests:
 
 
 def local_storage(tensor: Tensor) -> list[Tensor]:
-    """Return this rank's storage of a tensor: its local values, or FP8 blocks and their scales."""
+    """Return the tensors that store this rank's shard: local values, or FP8 blocks and scales."""
     blocks = gathered_blocks(tensor)
     return [get_local_tensor(tensor).detach()] if blocks is None else blocks.tensors()
 
 
-def _bits(tensor: Tensor) -> Tensor:
+def _view_as_bytes(tensor: Tensor) -> Tensor:
+    """Return a tensor's bytes as uint8 [n], aligned to 4 bytes."""
     bits = tensor.contiguous().reshape(-1).view(torch.uint8)
     return bits if bits.storage_offset() % 4 == 0 else bits.clone()

@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One tensor of the directory, and its parts: (name of the model's tensor, piece)."""
+    """A Hugging Face tensor to assemble; each part is (name of a model tensor, piece)."""
 
     name: str
     shape: tuple[int, ...]
@@ -53,7 +53,10 @@ class Item:
 
 
 def by_size(things: Iterable[T], size_of: Callable[[T], int], max_size: int) -> Iterator[list[T]]:
-    """Yield groups of consecutive items of at most `max_size`; a larger item is a group."""
+    """Yield lists of consecutive things whose sizes sum to at most `max_size`.
+
+    A larger thing has a list without other things.
+    """
     group: list[T] = []
     total = 0
     for thing in things:
@@ -68,35 +71,36 @@ def by_size(things: Iterable[T], size_of: Callable[[T], int], max_size: int) -> 
 
 
 class Collector(Protocol):
-    """Source of complete tensors. Every rank requests the same tensors in the same order."""
+    """Protocol: assembles full tensors. Every rank requests the same tensors in the same order."""
 
     def collect_tensor(self, item: Item, writer: int) -> Tensor | None:
-        """Return the complete tensor on the CPU of its writer, and None on other ranks."""
+        """Return the full tensor on the CPU of rank `writer`, and None on other ranks."""
 
     def check(self) -> None:
-        """Raise the first error of this rank that `collect_tensor` has not raised."""
+        """Raise the first error of this rank that `collect_tensor` caught."""
 
 
 class ErrorKeeper:
-    """Stores the first error of this rank, because other ranks wait for its messages."""
+    """Stores the first error of this rank, so that the rank can still send and receive."""
 
     _error: Exception | None = None
 
     @contextmanager
     def _keep_error(self) -> Iterator[None]:
+        """Return a context that catches an exception and stores the first one."""
         try:
             yield
         except Exception as error:
             self._error = self._error or error
 
     def check(self) -> None:
-        """Raise the first error of this rank."""
+        """Raise the first stored error of this rank."""
         if self._error is not None:
             raise self._error
 
 
 class LocalPart(NamedTuple):
-    """The part of a tensor that one rank has; shape and dtype are of the full tensor."""
+    """Shape and dtype of the full tensor, and the index runs of this rank's shard."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -104,7 +108,7 @@ class LocalPart(NamedTuple):
 
 
 class PartOwners:
-    """For each tensor of all pipeline stages: the ranks that have each part. Collective."""
+    """Gathers which ranks have which shard of each tensor. Construction is collective."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         parts = on_every_rank(
@@ -121,31 +125,31 @@ class PartOwners:
                 self._ranks.setdefault(name, {}).setdefault(holding, []).append(rank)
 
     def merge(self, other: PartOwners) -> PartOwners:
-        """Return the union with the owners of other tensors."""
+        """Return the union of these owners and the owners of other tensors."""
         result = copy(self)
         result.shapes, result.dtypes = self.shapes | other.shapes, self.dtypes | other.dtypes
         result._ranks = self._ranks | other._ranks
         return result
 
     def ranks_by_part(self, name: str) -> dict[ShardRuns, list[int]]:
-        """Return the parts of a tensor, each with the ranks that have it."""
+        """Return the distinct shards of a tensor, each with the ranks that have it."""
         return self._ranks[name]
 
     def boxes(
         self, source: str, piece: TensorPiece, holding: ShardRuns, max_numel: int = 1 << 62
     ) -> list[PieceOverlap]:
-        """Return the boxes that a shard and a piece of a tensor have in common."""
+        """Return the boxes in which a shard of tensor `source` overlaps a piece."""
         return list(overlaps(holding, piece, self.shapes[source], max_numel=max_numel))
 
 
 def read_local(tensor: Tensor, box: tuple[slice, ...]) -> Tensor:
-    """Return a box of this rank's part of a tensor; a copy if the values are only stored in FP8."""
+    """Return a box of this rank's shard: a view, or a dequantised copy of FP8-only values."""
     local = local_part(tensor)
     return local[box] if gathered_blocks(tensor) is None else stored_values(tensor, box)
 
 
 class StoredCollector:
-    """Reads boxes or complete Hugging Face tensors from the model of a native checkpoint."""
+    """Reads boxes or full Hugging Face tensors from a native checkpoint's model."""
 
     def __init__(
         self, path: Path, manifest: Manifest, tensors: Mapping[str, StoredTensor], stack: ExitStack
@@ -155,19 +159,19 @@ class StoredCollector:
         self._buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Return a box of a stored tensor as a new CPU tensor."""
+        """Read a box of a stored tensor and return it as a new CPU tensor."""
         entry = self._tensors[name]
         out = torch.empty([s.stop - s.start for s in box], dtype=entry.dtype)
         for chunk in entry.chunks:
             common = common_part(box, chunk.offsets, chunk.sizes)
             if common is not None:
                 source, target = common
-                offsets, reader = [s.start for s in source], self._reader(chunk.file)
+                offsets, reader = [s.start for s in source], self._open_reader(chunk.file)
                 reader.read(chunk.key, entry.dtype, chunk.sizes, offsets, out[target])
         return out
 
     def collect_tensor(self, item: Item, writer: int) -> Tensor:
-        """Return the complete tensor."""
+        """Assemble the full Hugging Face tensor of an item; `writer` is not used."""
         tensor = torch.empty(item.shape, dtype=item.dtype)
         for source, piece in item.parts:
             part = self.read(source, piece.box_in(self._tensors[source].shape))
@@ -179,21 +183,22 @@ class StoredCollector:
     def check(self) -> None:
         """Do nothing, because `collect_tensor` raises errors itself and no other rank waits."""
 
-    def _reader(self, file: str) -> ShardReader:
+    def _open_reader(self, file: str) -> ShardReader:
+        """Return the reader of a shard file, which the exit stack closes."""
         if file not in self._readers:
-            layout = compute_layout(self._manifest.entries_of(file))
+            layout = compute_layout(self._manifest.list_file_entries(file))
             reader = ShardReader(self._path / file, layout, self._buffer, Meter())
             self._readers[file] = self._stack.enter_context(reader)
         return self._readers[file]
 
 
 def write_piece(part: Tensor, piece: TensorPiece, file_tensor: Tensor) -> None:
-    """Copy the values of a piece into its view of the file tensor."""
+    """Copy the values of a piece into the piece's view of the file tensor."""
     assert piece.view is not None, "other pieces are file tensors"
     target = piece.view.apply(file_tensor)
     target.copy_(part.view(target.shape))
 
 
 def describe_part(tensor: Tensor) -> LocalPart:
-    """Return the part of a tensor that this rank has."""
+    """Return the shape, dtype and index runs of this rank's shard of a tensor."""
     return LocalPart(tuple(tensor.shape), tensor.dtype, shard_runs(global_indices(tensor)))

@@ -18,7 +18,7 @@ from typing import Any
 
 from moecore.base.fields import check_arguments, quote
 from moecore.base.options.layer import BalanceConfig, MoEConfig
-from moecore.io.checkpoint.config_differences import TRAINING, differences, hf_differences
+from moecore.io.checkpoint.config_differences import TRAINING, differences, find_hf_differences
 from moecore.io.hf.config_fields import (
     Fields,
     HFConfig,
@@ -43,7 +43,7 @@ MTP_LOSS_COEF = 0.3  # DeepSeek-V3 (arXiv:2412.19437), section 4.2; GLM-4.5 (arX
 
 
 def decoder_config_from_hf(config: HFConfig) -> DecoderConfig:
-    """Return the native config of a Hugging Face one.
+    """Convert a Hugging Face config.json to the config of the native decoder.
 
     Args:
         config: a directory, a config.json, or its content as a mapping. For a directory with
@@ -66,7 +66,7 @@ def decoder_config_from_hf(config: HFConfig) -> DecoderConfig:
         )
     fields = Fields(values, family)
     if not isinstance(config, Mapping):
-        fields.values = {**fields.values, **_stored_mtp(Path(config), fields)}
+        fields.values = {**fields.values, **_count_stored_mtp(Path(config), fields)}
     for name in ("attention_dropout", "clip_qkv", "mlp_bias"):
         fields.refuse(name, bool(fields.get(name, None)))
     fields.refuse("hidden_act", fields.get("hidden_act", "silu") != "silu")
@@ -81,10 +81,13 @@ def decoder_config_from_hf(config: HFConfig) -> DecoderConfig:
         ) from None
 
 
-def _softmax_moe(
+def _read_softmax_moe(
     fields: Fields, hidden_dim: str, normalizes: bool, coef: float, *, shared_hidden_dim: int = 0
 ) -> MoEConfig:
-    """Return the MoEConfig of families with softmax routing; `coef` is transformers' default."""
+    """Build the MoEConfig of a family with softmax routing.
+
+    `coef` is transformers' default of the coefficient of the balance loss.
+    """
     return MoEConfig(
         dim=fields.need("hidden_size"),
         hidden_dim=fields.need(hidden_dim),
@@ -98,17 +101,17 @@ def _softmax_moe(
     )
 
 
-def _qwen3(fields: Fields) -> DecoderConfig:
-    _no_windows(fields)
-    return _qwen(fields, qk_norm="head")
+def _read_qwen3(fields: Fields) -> DecoderConfig:
+    _refuse_windows(fields)
+    return _read_qwen(fields, qk_norm="head")
 
 
-def _qwen2(fields: Fields) -> DecoderConfig:
-    _no_windows(fields)
-    return _qwen(fields, shared_hidden_dim=fields.need("shared_expert_intermediate_size"))
+def _read_qwen2(fields: Fields) -> DecoderConfig:
+    _refuse_windows(fields)
+    return _read_qwen(fields, shared_hidden_dim=fields.need("shared_expert_intermediate_size"))
 
 
-def _qwen3_next(fields: Fields) -> DecoderConfig:
+def _read_qwen3_next(fields: Fields) -> DecoderConfig:
     layers = range(fields.need("num_hidden_layers"))
     step = fields.get("full_attention_interval", 4)
     kinds = [("linear_attention", "full_attention")[(i + 1) % step == 0] for i in layers]
@@ -126,9 +129,9 @@ def _qwen3_next(fields: Fields) -> DecoderConfig:
         head_v_dim=fields.get("linear_value_head_dim", 128),
         conv_size=fields.get("linear_conv_kernel_dim", 4),
     )
-    return _qwen(
+    return _read_qwen(
         fields,
-        **_mtp(fields),
+        **_read_mtp(fields),
         shared_hidden_dim=fields.need("shared_expert_intermediate_size"),
         qk_norm="head",
         attention_gate=True,
@@ -138,7 +141,8 @@ def _qwen3_next(fields: Fields) -> DecoderConfig:
     )
 
 
-def _qwen(fields: Fields, *, shared_hidden_dim: int = 0, **overrides: Any) -> DecoderConfig:
+def _read_qwen(fields: Fields, *, shared_hidden_dim: int = 0, **overrides: Any) -> DecoderConfig:
+    """Build the DecoderConfig of a Qwen MoE config.json; `overrides` are further fields."""
     num_layers, step = fields.need("num_hidden_layers"), fields.get("decoder_sparse_step", 1)
     dense = set(fields.get("mlp_only_layers", []))
     dense |= {i for i in range(num_layers) if (i + 1) % step}
@@ -149,45 +153,47 @@ def _qwen(fields: Fields, *, shared_hidden_dim: int = 0, **overrides: Any) -> De
         return DecoderConfig(**common, mlp_hidden_dim=fields.need("intermediate_size"))
     dense_dim = fields.need("intermediate_size") if dense else 0
     normalizes = fields.get("norm_topk_prob", False)
-    moe = _softmax_moe(
+    moe = _read_softmax_moe(
         fields, "moe_intermediate_size", normalizes, 0.001, shared_hidden_dim=shared_hidden_dim
     )
     dense_layers = tuple(sorted(dense))
     return DecoderConfig(**common, dense_layers=dense_layers, mlp_hidden_dim=dense_dim, moe=moe)
 
 
-def _no_windows(fields: Fields) -> None:
+def _refuse_windows(fields: Fields) -> None:
+    """Raise NotImplementedError if the config.json uses sliding-window attention."""
     fields.refuse("use_sliding_window", fields.get("use_sliding_window", False))
     kinds = fields.get("layer_types", [])
     fields.refuse("layer_types", any(kind != "full_attention" for kind in kinds))
 
 
-def _dense(fields: Fields, *, qk_norm: Any = None) -> DecoderConfig:
-    _no_windows(fields)
+def _read_dense(fields: Fields, *, qk_norm: Any = None) -> DecoderConfig:
+    """Build the DecoderConfig of a dense Qwen or Llama model."""
+    _refuse_windows(fields)
     common = read_grouped_attention(fields) | dict(qk_norm=qk_norm)
     return DecoderConfig(**common, mlp_hidden_dim=fields.need("intermediate_size"))
 
 
-def _mistral(fields: Fields) -> DecoderConfig:
+def _read_mistral(fields: Fields) -> DecoderConfig:
     fields.values.setdefault("sliding_window", 4096)
     common = read_grouped_attention(fields) | dict(windows=find_windows(fields, [True]))
     return DecoderConfig(**common, mlp_hidden_dim=fields.need("intermediate_size"))
 
 
-def _mixtral(fields: Fields) -> DecoderConfig:
+def _read_mixtral(fields: Fields) -> DecoderConfig:
     fields.refuse("router_jitter_noise", fields.get("router_jitter_noise", 0) > 0)
     common = read_grouped_attention(fields) | dict(windows=find_windows(fields, [True]))
-    return DecoderConfig(**common, moe=_softmax_moe(fields, "intermediate_size", True, 0.001))
+    return DecoderConfig(**common, moe=_read_softmax_moe(fields, "intermediate_size", True, 0.001))
 
 
-def _olmoe(fields: Fields) -> DecoderConfig:
+def _read_olmoe(fields: Fields) -> DecoderConfig:
     common, normalizes = read_grouped_attention(fields), fields.get("norm_topk_prob", False)
-    moe = _softmax_moe(fields, "intermediate_size", normalizes, 0.01)
+    moe = _read_softmax_moe(fields, "intermediate_size", normalizes, 0.01)
     return DecoderConfig(**common, qk_norm="full", moe=moe)
 
 
-def _gpt_oss(fields: Fields) -> DecoderConfig:
-    """Return the config, without a balance loss: no training uses the published coefficient 0.9."""
+def _read_gpt_oss(fields: Fields) -> DecoderConfig:
+    """Build gpt-oss's DecoderConfig without a balance loss; no training uses the published 0.9."""
     fields.values.setdefault("sliding_window", 128)
     num_layers, kinds = fields.need("num_hidden_layers"), fields.get("layer_types", ())
     kinds = kinds or [("sliding_attention", "full_attention")[i % 2] for i in range(num_layers)]
@@ -212,15 +218,15 @@ def _gpt_oss(fields: Fields) -> DecoderConfig:
     )
 
 
-def _deepseek_v3(fields: Fields) -> DecoderConfig:
-    return _first_dense(fields, read_latent_attention(fields), _sigmoid_choice(fields))
+def _read_deepseek_v3(fields: Fields) -> DecoderConfig:
+    return _build_first_dense(fields, read_latent_attention(fields), _read_sigmoid_router(fields))
 
 
-def _deepseek_v32(fields: Fields) -> DecoderConfig:
-    """Return the config; missing fields of the indexer have the defaults of its class."""
+def _read_deepseek_v32(fields: Fields) -> DecoderConfig:
+    """Build DeepSeek-V3.2's DecoderConfig; missing indexer fields have the class's defaults."""
     kinds = fields.get("layer_types", [])
     fields.refuse("layer_types", any(kind != "indexed_attention" for kind in kinds))
-    config, first = _deepseek_v3(fields), fields.need("first_k_dense_replace")
+    config, first = _read_deepseek_v3(fields), fields.need("first_k_dense_replace")
     kinds = ["sparse" if i >= first else "dense" for i in range(config.num_layers)]
     fields.refuse("mlp_layer_types", list(fields.get("mlp_layer_types", kinds)) != kinds)
     sparse = SparseKeysConfig(
@@ -232,7 +238,7 @@ def _deepseek_v32(fields: Fields) -> DecoderConfig:
     return replace(config, mla=replace(config.mla, sparse=sparse))
 
 
-def _deepseek_v2(fields: Fields) -> DecoderConfig:
+def _read_deepseek_v2(fields: Fields) -> DecoderConfig:
     method = fields.get("topk_method", "greedy")
     fields.refuse("topk_method", method not in ("greedy", "group_limited_greedy"))
     groups: dict[str, Any] = {}
@@ -244,14 +250,14 @@ def _deepseek_v2(fields: Fields) -> DecoderConfig:
     coef = float(fields.get("aux_loss_alpha", 0.001))
     balance: Any = {scope: coef}
     choice = dict(normalize_weights=False, balance=BalanceConfig(**balance), **groups)
-    return _first_dense(fields, read_latent_attention(fields), choice)
+    return _build_first_dense(fields, read_latent_attention(fields), choice)
 
 
-def _glm4_moe(fields: Fields) -> DecoderConfig:
+def _read_glm4_moe(fields: Fields) -> DecoderConfig:
     attention = read_grouped_attention(fields) | dict(
         qk_norm="head" if fields.get("use_qk_norm", False) else None
     )
-    return _first_dense(fields, attention, _sigmoid_choice(fields))
+    return _build_first_dense(fields, attention, _read_sigmoid_router(fields))
 
 
 LAYER_LETTERS = {  # transformers' names, and those of older files
@@ -262,8 +268,8 @@ LAYER_LETTERS = {  # transformers' names, and those of older files
 }
 
 
-def _nemotron_h(fields: Fields) -> DecoderConfig:
-    """Return the config of Nemotron-H, whose attention has no rotary embedding."""
+def _read_nemotron_h(fields: Fields) -> DecoderConfig:
+    """Build Nemotron-H's DecoderConfig; its attention has no rotary embedding."""
     kinds = fields.get("layers_block_type", fields.get("layer_types", []))
     fields.refuse("layers_block_type", any(kind not in LAYER_LETTERS for kind in kinds))
     pattern = "".join(LAYER_LETTERS[kind] for kind in kinds)
@@ -289,7 +295,7 @@ def _nemotron_h(fields: Fields) -> DecoderConfig:
         activation="relu2",
         routed_scaling_factor=float(fields.get("routed_scaling_factor", 1.0)),
         shared_hidden_dim=fields.get("moe_shared_expert_intermediate_size", 7688),
-        **_sigmoid_choice(fields),
+        **_read_sigmoid_router(fields),
     )
     return DecoderConfig(
         **read_sizes(fields),
@@ -303,8 +309,8 @@ def _nemotron_h(fields: Fields) -> DecoderConfig:
     )
 
 
-def _sigmoid_choice(fields: Fields) -> dict[str, Any]:
-    """Return the arguments of MoEConfig for DeepSeek-V3's router."""
+def _read_sigmoid_router(fields: Fields) -> dict[str, Any]:
+    """Return the MoEConfig arguments of DeepSeek-V3's sigmoid router."""
     return dict(
         score_function="sigmoid",
         normalize_weights=fields.get("norm_topk_prob", True),
@@ -316,12 +322,12 @@ def _sigmoid_choice(fields: Fields) -> dict[str, Any]:
     )
 
 
-def _first_dense(
+def _build_first_dense(
     fields: Fields, attention: dict[str, Any], choice: dict[str, Any]
 ) -> DecoderConfig:
-    """Return a decoder with dense first layers, shared experts, and multi-token prediction."""
+    """Build a DecoderConfig whose first layers are dense, with shared experts and MTP modules."""
     num_layers, first = fields.need("num_hidden_layers"), fields.need("first_k_dense_replace")
-    attention |= _mtp(fields)
+    attention |= _read_mtp(fields)
     F_, shared = fields.need("moe_intermediate_size"), fields.get("n_shared_experts", 0)
     if first >= num_layers:
         return DecoderConfig(**attention, mlp_hidden_dim=fields.need("intermediate_size"))
@@ -341,14 +347,17 @@ def _first_dense(
     )
 
 
-def _mtp(fields: Fields) -> dict[str, Any]:
-    """Return the arguments of DecoderConfig for multi-token prediction."""
+def _read_mtp(fields: Fields) -> dict[str, Any]:
+    """Return the DecoderConfig arguments of the multi-token prediction (MTP) modules."""
     number = next((fields.need(k) for k in MTP_KEYS if fields.values.get(k) is not None), 0)
     return dict(num_mtp_layers=number, mtp_loss_coef=MTP_LOSS_COEF if number else 0.0)
 
 
-def _stored_mtp(path: Path, fields: Fields) -> dict[str, int]:
-    """Return the number of MTP modules in the files, as a config field; {} without weights."""
+def _count_stored_mtp(path: Path, fields: Fields) -> dict[str, int]:
+    """Count the MTP modules in the weight files; return the count as a config.json field.
+
+    Returns {} for a directory without weights.
+    """
     path = path if path.is_dir() else path.parent
     if not fields.family.has_mtp or not ((path / INDEX).is_file() or (path / SINGLE).is_file()):
         return {}
@@ -363,43 +372,45 @@ ATTENTION_BIAS: tuple[str, bool, AttentionBias] = ("attention_bias", False, "all
 _V3_VALUES = dict(
     moe_layer_freq=1, scoring_func="sigmoid", topk_method="noaux_tc", rope_interleave=True
 )
-_V3 = NativeFamily("DeepseekV3ForCausalLM", _deepseek_v3, known_values=_V3_VALUES, has_mtp=True)
+_V3 = NativeFamily(
+    "DeepseekV3ForCausalLM", _read_deepseek_v3, known_values=_V3_VALUES, has_mtp=True
+)
 FAMILIES = {
-    "qwen3_moe": NativeFamily("Qwen3MoeForCausalLM", _qwen3, ATTENTION_BIAS),
+    "qwen3_moe": NativeFamily("Qwen3MoeForCausalLM", _read_qwen3, ATTENTION_BIAS),
     "qwen3_next": NativeFamily(
         "Qwen3NextForCausalLM",
-        _qwen3_next,
+        _read_qwen3_next,
         ATTENTION_BIAS,
         dict(head_dim=256, partial_rotary_factor=0.25, norm_topk_prob=True),
         has_mtp=True,
     ),
-    "qwen2_moe": NativeFamily("Qwen2MoeForCausalLM", _qwen2, ("qkv_bias", True, "qkv")),
-    "mixtral": NativeFamily("MixtralForCausalLM", _mixtral),
-    "olmoe": NativeFamily("OlmoeForCausalLM", _olmoe, ATTENTION_BIAS),
+    "qwen2_moe": NativeFamily("Qwen2MoeForCausalLM", _read_qwen2, ("qkv_bias", True, "qkv")),
+    "mixtral": NativeFamily("MixtralForCausalLM", _read_mixtral),
+    "olmoe": NativeFamily("OlmoeForCausalLM", _read_olmoe, ATTENTION_BIAS),
     "deepseek_v3": _V3,
     "kimi_k2": _V3,
     "deepseek_v32": replace(
         _V3,
         architecture="DeepseekV32ForCausalLM",
-        read=_deepseek_v32,
+        read=_read_deepseek_v32,
         defaults=dict(q_lora_rank=1536),
     ),
     "deepseek_v2": NativeFamily(
         "DeepseekV2ForCausalLM",
-        _deepseek_v2,
+        _read_deepseek_v2,
         known_values=dict(moe_layer_freq=1, scoring_func="softmax", norm_topk_prob=False),
     ),
     "glm4_moe": NativeFamily(
         "Glm4MoeForCausalLM",
-        _glm4_moe,
+        _read_glm4_moe,
         ("attention_bias", False, "qkv"),
         dict(partial_rotary_factor=0.5),
         has_mtp=True,
     ),
-    "gpt_oss": NativeFamily("GptOssForCausalLM", _gpt_oss, ("attention_bias", True, "all")),
+    "gpt_oss": NativeFamily("GptOssForCausalLM", _read_gpt_oss, ("attention_bias", True, "all")),
     "nemotron_h": NativeFamily(
         "NemotronHForCausalLM",
-        _nemotron_h,
+        _read_nemotron_h,
         defaults=dict(head_dim=128),
         known_values=dict(
             moe_layer_freq=1,
@@ -414,11 +425,11 @@ FAMILIES = {
         ),
     ),
     "qwen3": NativeFamily(
-        "Qwen3ForCausalLM", partial(_dense, qk_norm="head"), ATTENTION_BIAS, dict(head_dim=128)
+        "Qwen3ForCausalLM", partial(_read_dense, qk_norm="head"), ATTENTION_BIAS, dict(head_dim=128)
     ),
-    "qwen2": NativeFamily("Qwen2ForCausalLM", _dense, ("", True, "qkv")),
-    "llama": NativeFamily("LlamaForCausalLM", _dense, ATTENTION_BIAS),
-    "mistral": NativeFamily("MistralForCausalLM", _mistral),
+    "qwen2": NativeFamily("Qwen2ForCausalLM", _read_dense, ("", True, "qkv")),
+    "llama": NativeFamily("LlamaForCausalLM", _read_dense, ATTENTION_BIAS),
+    "mistral": NativeFamily("MistralForCausalLM", _read_mistral),
 }
 
 
@@ -428,18 +439,21 @@ def config_problems(
     *,
     skipped_fields: Collection[str] = TRAINING,
 ) -> list[str]:
-    """Return the fields of a config.json that differ from the model's config, one line each."""
+    """Compare a config.json with the model's config; return an error text per differing field."""
     # Where the native decoder can be both models, their native configs are compared, however a
     # config.json spells them. Other models are compared where both name a field.
     if isinstance(model, Mapping) and "model_type" in model:
         kind, model_type = values.get("model_type"), model["model_type"]
         if kind != model_type:
-            return [_line("model_type", quote(kind), quote(model_type))]
+            return [_format_difference("model_type", quote(kind), quote(model_type))]
         hf_config = model
         try:
             model = decoder_config_from_hf(hf_config)
         except (NotImplementedError, ValueError):  # no native decoder
-            return [_line(d.name, d.value, d.reference) for d in hf_differences(values, hf_config)]
+            return [
+                _format_difference(d.name, d.value, d.reference)
+                for d in find_hf_differences(values, hf_config)
+            ]
     if model is None or str(values.get("model_type")) not in FAMILIES:
         return []
     try:
@@ -447,10 +461,11 @@ def config_problems(
     except (NotImplementedError, ValueError) as error:
         return [str(error)]
     return [
-        _line(d.name, d.value, d.reference)
+        _format_difference(d.name, d.value, d.reference)
         for d in differences(native, model, skipped_fields=skipped_fields)
     ]
 
 
-def _line(name: str, value: str, expected_value: str) -> str:
+def _format_difference(name: str, value: str, expected_value: str) -> str:
+    """Return the error text for a field of config.json that differs from the model."""
     return f"config.json {name} ({value}) must be that of the model ({expected_value})"

@@ -24,35 +24,38 @@ LAYER_COUNT = re.compile("(?<!per_)(layer|depth|block|group|stage)")
 MAX_COUNT, MAX_LAYERS = 2**31, 10**5  # above, a config is wrong, and lists would not end
 
 
-def _count(min_value: int, max_value: int = MAX_COUNT) -> Callable[[Any], bool]:
+def _make_count_check(min_value: int, max_value: int = MAX_COUNT) -> Callable[[Any], bool]:
+    """Return a predicate for integers from `min_value` to `max_value`."""
     return lambda v: isinstance(v, int) and not isinstance(v, bool) and min_value <= v <= max_value
 
 
-def _number(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
+    """Whether a value is a finite number of reasonable size."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and -1e30 < value < 1e30 and math.isfinite(value)
 
 
-def _counts(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(map(_count(0), value))
+def _is_count_list(value: Any) -> bool:
+    """Whether a value is a list of integers >= 0."""
+    return isinstance(value, list | tuple) and all(map(_make_count_check(0), value))
 
 
 KIND_TABLE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         f"a whole number from 1 to {MAX_LAYERS}",
-        _count(1, MAX_LAYERS),
+        _make_count_check(1, MAX_LAYERS),
         "num_hidden_layers decoder_sparse_step full_attention_interval",
     ),
     (
         f"a whole number from 0 to {MAX_LAYERS}",
-        _count(0, MAX_LAYERS),
+        _make_count_check(0, MAX_LAYERS),
         "num_experts n_routed_experts first_k_dense_replace n_shared_experts "
         "num_nextn_predict_layers num_mtp_layers",
     ),
-    ("a whole number >= 0", _count(0), "q_lora_rank sliding_window"),
+    ("a whole number >= 0", _make_count_check(0), "q_lora_rank sliding_window"),
     (
         "a whole number >= 1",
-        _count(1),
+        _make_count_check(1),
         "vocab_size hidden_size num_attention_heads num_key_value_heads head_dim "
         "max_position_embeddings intermediate_size moe_intermediate_size num_experts_per_tok "
         "shared_expert_intermediate_size kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim "
@@ -63,7 +66,7 @@ KIND_TABLE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     (
         "a number",
-        _number,
+        _is_number,
         "rms_norm_eps rope_theta router_aux_loss_coef router_jitter_noise routed_scaling_factor "
         "factor beta_fast beta_slow mscale mscale_all_dim partial_rotary_factor aux_loss_alpha "
         "swiglu_limit swiglu_alpha layer_norm_epsilon time_step_min",
@@ -79,7 +82,7 @@ KIND_TABLE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         lambda value: isinstance(value, Mapping),
         "rope_scaling rope_parameters quantization_config",
     ),
-    ("a list of whole numbers >= 0", _counts, "mlp_only_layers"),
+    ("a list of whole numbers >= 0", _is_count_list, "mlp_only_layers"),
     (
         "a list",
         lambda value: isinstance(value, list | tuple),
@@ -93,7 +96,7 @@ FIELD_KINDS = {
 
 
 def read_config(config: HFConfig) -> dict[str, Any]:
-    """Return the fields of a config.json, from its directory, its path, or a copy of a mapping.
+    """Read a config.json from a directory, a file or a mapping; return its fields.
 
     Raises:
         ValueError: if it is not a JSON object, or if model_type or quantization_config has a wrong
@@ -110,7 +113,7 @@ def read_config(config: HFConfig) -> dict[str, Any]:
 
 
 def _decode_floats(value: Any) -> Any:
-    """Replace each {"__float__": "Infinity"}, as transformers writes it, by its float."""
+    """Replace each {"__float__": "Infinity"}, which transformers writes, by the float."""
     if isinstance(value, Mapping):
         text = value.get("__float__")
         if isinstance(text, str) and len(value) == 1:
@@ -120,7 +123,7 @@ def _decode_floats(value: Any) -> Any:
 
 
 def check_kind(name: str, value: Any) -> Any:
-    """Return the value of a field; raise ValueError if its type does not fit the field's name."""
+    """Return `value`; raise ValueError if its type is wrong for the field `name`."""
     words, matches = FIELD_KINDS.get(name, ("", None))
     if matches is not None and not matches(value):
         raise ValueError(f"config.json {name} ({value!r:.40}) must be {words}: correct it")
@@ -128,7 +131,7 @@ def check_kind(name: str, value: Any) -> Any:
 
 
 def check_layers(values: Mapping[str, Any]) -> None:
-    """Raise ValueError if a config of any family has more than `MAX_LAYERS` layers."""
+    """Raise ValueError if a config.json has more than `MAX_LAYERS` layers."""
     # Classes of transformers make lists with an entry for each layer before they check anything.
     for name, value in values.items():
         if isinstance(value, Mapping):
@@ -143,7 +146,7 @@ def check_layers(values: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class NativeFamily:
-    """A family of transformers that the native decoder implements.
+    """A transformers model family that the native decoder implements.
 
     Attributes:
         architecture: name of its class in transformers.
@@ -164,7 +167,7 @@ class NativeFamily:
 
 
 class Fields:
-    """The fields of a config.json of a family, with checked access."""
+    """Gives checked access to the fields of a config.json."""
 
     def __init__(self, values: Mapping[str, Any], family: NativeFamily) -> None:
         self.values, self.family = dict(values), family
@@ -173,14 +176,14 @@ class Fields:
             self.values["num_experts"] = values.get("num_local_experts")
 
     def complete(self) -> DecoderConfig:
-        """Return the decoder's config, with the family's defaults; raise for unsupported values."""
+        """Build the DecoderConfig with the family's defaults; raise for unsupported values."""
         for name, only in self.family.known_values.items():
             self.refuse(name, self.get(name, only) != only)
         self.values |= {name: self.get(name, v) for name, v in self.family.defaults.items()}
         return self.family.read(self)
 
     def need(self, name: str) -> Any:
-        """Return the value of a required field."""
+        """Return the value of a required field; raise ValueError if it is missing."""
         if self.values.get(name) is None:
             raise ValueError(
                 f"config.json {name} (None) must be given for model_type "
@@ -194,7 +197,7 @@ class Fields:
         return default if value is None else check_kind(name, value)
 
     def refuse(self, name: str, wrong: bool, value: Any = None) -> None:
-        """Raise NotImplementedError if `wrong`: the native decoder lacks the field's option."""
+        """Raise NotImplementedError if `wrong`: the native decoder does not support the value."""
         if wrong:
             value = self.values.get(name) if value is None else value
             raise NotImplementedError(
@@ -218,18 +221,18 @@ class Fields:
 
 
 def read_grouped_attention(fields: Fields) -> dict[str, Any]:
-    """Return the arguments of DecoderConfig for grouped-query attention with rotary embeddings."""
+    """Return the DecoderConfig arguments of grouped-query attention with rotary embeddings."""
     heads, rope = read_sizes(fields), fields.rope()
     return heads | dict(
         rope_theta=float(rope["rope_theta"]),
-        rotary_dim=_rotary_dim(fields, heads["head_dim"], rope["partial_rotary_factor"]),
-        yarn=_yarn(fields),
+        rotary_dim=_read_rotary_dim(fields, heads["head_dim"], rope["partial_rotary_factor"]),
+        yarn=_read_yarn(fields),
         norm_eps=fields.need("rms_norm_eps"),
     )
 
 
 def read_sizes(fields: Fields) -> dict[str, Any]:
-    """Return the arguments of DecoderConfig that all families share."""
+    """Return the DecoderConfig arguments that all families share, such as dims and heads."""
     heads = fields.need("num_attention_heads")
     return dict(
         vocab_size=fields.need("vocab_size"),
@@ -238,21 +241,21 @@ def read_sizes(fields: Fields) -> dict[str, Any]:
         num_heads=heads,
         num_kv_heads=fields.get("num_key_value_heads", heads),
         head_dim=fields.get("head_dim", fields.need("hidden_size") // heads),
-        attention_bias=_attention_bias(fields),
+        attention_bias=_read_attention_bias(fields),
         tie_embeddings=fields.get("tie_word_embeddings", False),
         max_seq_len=fields.need("max_position_embeddings"),
     )
 
 
 def read_latent_attention(fields: Fields) -> dict[str, Any]:
-    """Return the arguments of DecoderConfig for multi-head latent attention."""
+    """Return the DecoderConfig arguments of multi-head latent attention (MLA)."""
     mla = MLAConfig(
         q_lora_rank=fields.get("q_lora_rank", 0),
         kv_lora_rank=fields.need("kv_lora_rank"),
         qk_nope_head_dim=fields.need("qk_nope_head_dim"),
         qk_rope_head_dim=fields.need("qk_rope_head_dim"),
         v_head_dim=fields.need("v_head_dim"),
-        yarn=_yarn(fields),
+        yarn=_read_yarn(fields),
     )
     common = read_grouped_attention(fields)
     heads = dict(head_dim=mla.qk_head_dim, num_kv_heads=common["num_heads"])
@@ -260,7 +263,7 @@ def read_latent_attention(fields: Fields) -> dict[str, Any]:
 
 
 def find_windows(fields: Fields, pattern: Sequence[bool]) -> tuple[int, ...]:
-    """Return the window of each layer of the shortest period; () if windows mask no token."""
+    """Return the attention window of each layer in the shortest period; () if none masks."""
     window, length = fields.get("sliding_window", None), fields.need("max_position_embeddings")
     if window is None or window >= length or not any(pattern):
         return ()
@@ -271,15 +274,16 @@ def find_windows(fields: Fields, pattern: Sequence[bool]) -> tuple[int, ...]:
     return tuple(window if is_windowed else 0 for is_windowed in pattern[:period])
 
 
-def _attention_bias(fields: Fields) -> AttentionBias | None:
+def _read_attention_bias(fields: Fields) -> AttentionBias | None:
+    """Return which attention projections have a bias; None if no projection has one."""
     name, is_on, kind = fields.family.bias
     if name != "attention_bias":
         fields.refuse("attention_bias", fields.get("attention_bias", False))
     return kind if (fields.get(name, is_on) if name else is_on) else None
 
 
-def _rotary_dim(fields: Fields, head_dim: int, part: float) -> int:
-    """Return the number of rotated dims of a head, 0 = all; refuse a field the class ignores."""
+def _read_rotary_dim(fields: Fields, head_dim: int, part: float) -> int:
+    """Return the number of head dims with rotary embedding; 0 means all dims."""
     turns_all = "partial_rotary_factor" not in fields.family.defaults
     fields.refuse("partial_rotary_factor", part != 1 and turns_all, part)
     turned = int(head_dim * part)
@@ -291,8 +295,8 @@ def _rotary_dim(fields: Fields, head_dim: int, part: float) -> int:
     return 0 if turned == head_dim else turned
 
 
-def _yarn(fields: Fields) -> YarnConfig | None:
-    """Return the YaRN config. Without both mscale fields, transformers uses 1 and 0."""
+def _read_yarn(fields: Fields) -> YarnConfig | None:
+    """Return the YaRN config of the rotary embedding; None without YaRN."""
     rope = fields.rope()
     kind = rope["rope_type"]
     fields.refuse("rope_type", kind not in (*PLAIN, "yarn"), kind)

@@ -23,10 +23,10 @@ from moecore.families.fp32_modules import is_selection_bias, keeps_fp32
 from moecore.io.checkpoint.comparison import select_tensors
 from moecore.io.checkpoint.directory import (
     Step,
-    check_unused,
-    new_draft,
+    create_draft,
+    make_step_path,
     publish,
-    step_directory,
+    refuse_used_directory,
 )
 from moecore.io.checkpoint.files import refuse_problems
 from moecore.io.checkpoint.lock import hold_lock
@@ -45,7 +45,7 @@ from moecore.io.checkpoint.shard_file import (
     Progress,
     ShardWriter,
 )
-from moecore.io.checkpoint.snapshot import versions
+from moecore.io.checkpoint.snapshot import read_versions
 from moecore.io.checkpoint.store import verify
 from moecore.io.hf.collect import Collector, Item, StoredCollector
 from moecore.io.hf.config import config_problems, decoder_config_from_hf
@@ -73,7 +73,7 @@ def native_to_hf(
     layout: ExportLayout = "per_expert",
     progress: Progress | None = None,
 ) -> int:
-    """Write the model of a native checkpoint as a Hugging Face directory; return its tensor count.
+    """Convert a native checkpoint to a Hugging Face directory; return the number of tensors.
 
     The checkpoint may have a native decoder or a transformers model. Its files are verified first.
 
@@ -103,7 +103,7 @@ def native_to_hf(
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """The model of a native checkpoint, with its Hugging Face tensors."""
+    """The model of a native checkpoint, described as Hugging Face tensors."""
 
     values: dict[str, Any]
     items: list[Item]
@@ -116,7 +116,7 @@ class StoredModel:
 def open_native(
     path: Path, stack: ExitStack, *, config: HFConfig, dtype: torch.dtype | None, layout: HFLayout
 ) -> StoredModel:
-    """Verify a native checkpoint, compare it with its config.json, and return its model."""
+    """Verify a native checkpoint, compare it with config.json, and return its model."""
     manifest = verify(path)
     tensors = select_tensors(PREFIX + _find_prefix(select_tensors(PREFIX, manifest)), manifest)
     num_mtp = len({name.split(".")[1] for name in tensors if name.startswith("mtp.")})
@@ -133,7 +133,7 @@ def open_native(
         problems += copy_problems(collector, sources, {HEAD: EMBEDDING})
     subject = f"path ({path}) must hold the model that config.json describes"
     refuse_problems(subject, problems, "pass the config of this model")
-    return StoredModel(values, items, collector, tensors, keeps, _is_decoder(tensors))
+    return StoredModel(values, items, collector, tensors, keeps, _has_decoder_names(tensors))
 
 
 def hf_to_native(
@@ -145,7 +145,7 @@ def hf_to_native(
     max_file_bytes: NumBytes = 5 * 10**9,
     progress: Progress | None = None,
 ) -> Path:
-    """Write a Hugging Face directory as a checkpoint of the native decoder; return its directory.
+    """Convert a Hugging Face directory to a native checkpoint; return the new directory.
 
     `load(path, model)` reads it. It has no optimizer state.
 
@@ -167,7 +167,7 @@ def hf_to_native(
     check_arguments(hf_to_native, locals())
     check_single_rank()
     path, root = Path(path), Path(root)
-    check_unused(root)
+    refuse_used_directory(root)
     config = decoder_config_from_hf(path)
     with HFFiles(path) as files:
         sources, problems = find_sources(files, read_config(path).get("quantization_config"))
@@ -179,14 +179,14 @@ def hf_to_native(
 
 
 def _find_prefix(names: Collection[str]) -> str:
-    """Return the common prefix of all names, such as "hf." of a wrapper module; "" = none."""
+    """Return the prefix that all tensor names share, such as "hf." of a wrapper; "" if none."""
     embedding = next((name for name in names if name.endswith(f".{EMBEDDING}")), EMBEDDING)
     prefix = embedding.removesuffix(EMBEDDING)
     return prefix if all(name.startswith(prefix) for name in names) else ""
 
 
-def _is_decoder(names: Collection[str]) -> bool:
-    """Whether names are of a native decoder; a dense decoder has transformers' names."""
+def _has_decoder_names(names: Collection[str]) -> bool:
+    """Whether tensor names are the native decoder's; a dense decoder has transformers' names."""
     suffixes = (".mlp.experts.w1", ".self_attn.o_bias")
     return any(name.endswith(suffixes) or name.startswith("mtp.") for name in names)
 
@@ -194,8 +194,8 @@ def _is_decoder(names: Collection[str]) -> bool:
 def _plan_files(
     tensors: Mapping[str, StoredTensor], values: dict[str, Any], layout: HFLayout
 ) -> tuple[dict[str, FileRecipe], dict[str, str], nn.Module | None]:
-    """Return recipes and copies of the files, and the transformers model on meta or None."""
-    if not _is_decoder(tensors):
+    """Return the recipes of the tensors, the file copies, and the transformers model on meta."""
+    if not _has_decoder_names(tensors):
         tied, reader = values.get("tie_word_embeddings", False), build_reader(values)
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         recipes = written_plan(reader, shapes, layout)
@@ -210,7 +210,7 @@ def _plan_files(
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """The files from which a native checkpoint is written, their plan, and the options."""
+    """The source files of a native checkpoint, the plan that reads them, and the options."""
 
     path: Path
     files: BoxReader
@@ -225,7 +225,7 @@ class Conversion:
 
 
 def check_single_rank() -> None:
-    """Raise ValueError in a job with several ranks, because a conversion runs in one process."""
+    """Raise ValueError if the job has several ranks: a conversion runs in one process."""
     _, world = rank_and_world()
     if world > 1:
         raise ValueError(
@@ -235,35 +235,35 @@ def check_single_rank() -> None:
 
 
 def write_native(root: Path, conversion: Conversion) -> Path:
-    """Write a native decoder's checkpoint as the first of a run; return its directory."""
+    """Write the converted tensors as the first checkpoint of a run; return its directory."""
     # After any error `latest` is as before: files and config differ, or the run has begun.
-    _check(conversion)
+    _require_matching_files(conversion)
     with hold_lock(root):
-        check_unused(root)  # reading took time
-        draft = new_draft(root, conversion.step)
+        refuse_used_directory(root)  # reading took time
+        draft = create_draft(root, conversion.step)
         try:
             publish(draft, _write_files(draft, conversion), keep=0)
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)
             raise
-    return step_directory(root, conversion.step)
+    return make_step_path(root, conversion.step)
 
 
-def _check(conversion: Conversion) -> None:
-    """Raise ValueError if the tensors of the files are not the tensors of the decoder."""
+def _require_matching_files(conversion: Conversion) -> None:
+    """Raise ValueError if the file tensors differ from the tensors of the decoder."""
     sources, plan, copies = conversion.sources, conversion.plan, hf_copies(conversion.config)
     problems = conversion.problems + shape_problems(sources, file_shapes(plan), copies)
     if not problems:
-        problems = _dtype_problems(sources, plan, conversion.dtype)
+        problems = _find_dtype_problems(sources, plan, conversion.dtype)
         problems += copy_problems(conversion.files, sources, copies)
     subject = f"path ({conversion.path}) must hold what its config.json says"
     refuse_problems(subject, problems, "correct one of them")
 
 
-def _dtype_problems(
+def _find_dtype_problems(
     sources: Mapping[str, TensorSource], plan: Mapping[str, FileRecipe], dtype: torch.dtype | None
 ) -> list[str]:
-    """Return the tensors that would be cast although no dtype was requested."""
+    """Return an error text for each tensor whose stored dtypes cannot be converted."""
     problems = []
     for name, recipe in plan.items():
         parts = [sources[piece.name] for piece in recipe.pieces]
@@ -276,7 +276,7 @@ def _dtype_problems(
                 for source in parts
                 if source.dtype.is_floating_point and source.dtype.itemsize > 4
             ]
-        dtypes = {str(_native_dtype(name, source, dtype)) for source in parts}
+        dtypes = {str(_choose_dtype(name, source, dtype)) for source in parts}
         if len(dtypes) > 1 and not odd:
             problems.append(
                 f"{shown_name(name)} has parts in {' and '.join(sorted(dtypes))}: dtype must name "
@@ -286,9 +286,10 @@ def _dtype_problems(
 
 
 def _write_files(draft: Path, conversion: Conversion) -> Manifest:
+    """Write all tensors into shard files of a draft; return the manifest."""
     items, plan, sources = list[Item](), conversion.plan, conversion.sources
     for name, recipe in plan.items():
-        dtype = _native_dtype(name, sources[recipe.pieces[0].name], conversion.dtype)
+        dtype = _choose_dtype(name, sources[recipe.pieces[0].name], conversion.dtype)
         items.append(Item(f"{PREFIX}{name}", recipe.shape, dtype, ()))
     meter = Meter(conversion.progress)
     meter.expect(sum(item.nbytes for item in items))
@@ -307,11 +308,14 @@ def _write_files(draft: Path, conversion: Conversion) -> Manifest:
             chunk = ManifestChunk(file=file, key=key, offsets=(0,) * len(shape), sizes=shape)
             tensors[key] = StoredTensor(shape=shape, dtype=item.dtype, chunks=(chunk,))
     config = asdict(conversion.config)
-    facts = ManifestFacts(step=conversion.step, world_size=1, versions=versions(), config=config)
+    facts = ManifestFacts(
+        step=conversion.step, world_size=1, versions=read_versions(), config=config
+    )
     return make_manifest(facts, stored_files, tensors)
 
 
-def _native_dtype(name: str, source: TensorSource, dtype: torch.dtype | None) -> torch.dtype:
+def _choose_dtype(name: str, source: TensorSource, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype of a tensor in the native checkpoint."""
     if is_selection_bias(name):
         return torch.float32
     if dtype is not None:
@@ -326,7 +330,7 @@ def _write_tensor(
     files: BoxReader,
     dtype: torch.dtype,
 ) -> None:
-    """Append a tensor to the file in chunks of its pieces, which are consecutive in the tensor."""
+    """Read a tensor's pieces in chunks and append them to the shard file."""
     for piece in recipe.pieces:
         rows = piece.shape[0] if piece.shape else 1
         step = max(1, CHUNK_BYTES // max(1, math.prod(piece.shape[1:]) * 4))

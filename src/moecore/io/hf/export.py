@@ -53,7 +53,7 @@ from moecore.io.hf.lora import refuse_unmerged
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """Sizes and time of an `export_hf`."""
+    """Sizes and duration of an `export_hf` call."""
 
     tensors: int
     shards: int
@@ -125,15 +125,15 @@ def export_hf(
 def write_directory(
     path: Path, shards: list[list[Item]], config: dict[str, Any], collector: Collector, meter: Meter
 ) -> None:
-    """Write files, index and config (with the tensors' dtype) into a new `path`. Collective."""
+    """Write the safetensors files, the index and config.json to a new directory. Collective."""
     with open_draft(path) as draft:
         _write_shards(draft, shards, collector, meter)
-        on_first_rank(lambda: _write_names(draft, shards, config))
+        on_first_rank(lambda: _write_config_and_index(draft, shards, config))
 
 
 @contextmanager
 def open_draft(path: Path) -> Iterator[Path]:
-    """Yield a directory, renamed to `path` on success and removed on an error. Collective."""
+    """Yield a temporary directory; rename it to `path` on success, or remove it. Collective."""
     draft = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex[:8]}")
 
     def make() -> Path:
@@ -159,14 +159,14 @@ def open_draft(path: Path) -> Iterator[Path]:
 
 
 def check_target(path: Path, dtype: torch.dtype | None) -> None:
-    """Raise ValueError for an existing directory, or a dtype below 16 bits."""
+    """Raise ValueError if the directory exists or the dtype has fewer than 16 bits."""
     if path.exists():
         raise ValueError(f"path ({path}) must not exist yet: choose another, or remove it")
     check_dtype(dtype)
 
 
 def check_dtype(dtype: torch.dtype | None) -> None:
-    """Raise ValueError for a dtype that is not a float of 16 bits or more."""
+    """Raise ValueError unless the dtype is None or a float of 16 bits or more."""
     if dtype is not None and not (dtype.is_floating_point and dtype.itemsize >= 2):
         raise ValueError(
             f"dtype ({dtype!r}) must be a float of 16 bits or more, a torch.dtype, or None: "
@@ -175,20 +175,20 @@ def check_dtype(dtype: torch.dtype | None) -> None:
 
 
 def fill_shards(items: Sequence[Item], max_shard_bytes: int) -> list[list[Item]]:
-    """Return the tensors of each file, in order."""
+    """Distribute the tensors to files of at most `max_shard_bytes`, in order."""
     return list(by_size(items, lambda item: item.nbytes, max_shard_bytes))
 
 
 def _write_shards(
     draft: Path, shards: list[list[Item]], collector: Collector, meter: Meter
 ) -> None:
-    """Write this rank's files, and send its parts to the writers of other files. Collective."""
+    """Write this rank's files; send parts to the ranks that write other files. Collective."""
     rank, world = rank_and_world()
     for first in range(0, len(shards), world):  # as many shards as ranks grow at once
         wave = [sort_for_file(shard) for shard in shards[first : first + world]]
         with _ExportOutput(meter) as output:
             if rank < len(wave):
-                output.open(draft / _file_name(first + rank, len(shards)), wave[rank][0])
+                output.open(draft / _make_file_name(first + rank, len(shards)), wave[rank][0])
             for turn in itertools.zip_longest(*(items for _, items in wave)):
                 for owner, item in enumerate(turn):
                     if item is not None:
@@ -198,7 +198,7 @@ def _write_shards(
 
 
 class _ExportOutput(ErrorKeeper):
-    """The file that this rank writes, if any. After an error, further tensors are ignored."""
+    """The safetensors file that this rank writes; after an error it ignores further tensors."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
@@ -226,14 +226,14 @@ class _ExportOutput(ErrorKeeper):
 
 
 def sort_for_file(shard: Sequence[Item]) -> tuple[FileLayout, list[Item]]:
-    """Return the layout of a file, and its tensors in the order of the file."""
+    """Return the layout of a file for these tensors, and the tensors in file order."""
     by_name = {item.name: item for item in shard}
     layout = compute_layout({name: (item.dtype, item.shape) for name, item in by_name.items()})
     return layout, [by_name[name] for name in layout.begins]
 
 
-def _write_names(draft: Path, shards: list[list[Item]], config: dict[str, Any]) -> None:
-    """Write the config, and the index if there are several files."""
+def _write_config_and_index(draft: Path, shards: list[list[Item]], config: dict[str, Any]) -> None:
+    """Write config.json, and the index if there are several files."""
     sizes: dict[torch.dtype, int] = {}
     for item in itertools.chain(*shards):
         sizes[item.dtype] = sizes.get(item.dtype, 0) + item.nbytes
@@ -244,7 +244,7 @@ def _write_names(draft: Path, shards: list[list[Item]], config: dict[str, Any]) 
     _write_json(draft / CONFIG, config)
     if len(shards) > 1:
         weight_map = {
-            item.name: _file_name(i, len(shards))
+            item.name: _make_file_name(i, len(shards))
             for i, shard in enumerate(shards)
             for item in shard
         }
@@ -252,7 +252,8 @@ def _write_names(draft: Path, shards: list[list[Item]], config: dict[str, Any]) 
         _write_json(draft / INDEX, {"metadata": metadata, "weight_map": weight_map})
 
 
-def _file_name(number: int, total: int) -> str:
+def _make_file_name(number: int, total: int) -> str:
+    """Return the name of file `number` among `total` safetensors files."""
     return SINGLE if total == 1 else f"model-{number + 1:05d}-of-{total:05d}.safetensors"
 
 

@@ -21,7 +21,11 @@ from moecore.base.params import clean_name
 from moecore.families.fp32_modules import keeps_fp32
 from moecore.families.transformers.blocks import find_hf_adapter
 from moecore.families.transformers.lora import trained_copies, unwrap_peft, without_adapters
-from moecore.io.checkpoint.config_differences import TRAINING, moe_differences, training_fields
+from moecore.io.checkpoint.config_differences import (
+    TRAINING,
+    find_moe_differences,
+    list_training_fields,
+)
 from moecore.io.checkpoint.ranks import on_every_rank
 from moecore.io.hf.collect import Item, PartOwners
 from moecore.io.hf.config import FAMILIES, MTP_KEYS, config_problems, decoder_config_from_hf
@@ -57,7 +61,7 @@ ADAPTERS = ("lora_", "base_layer.", "modules_to_save.", "original_module.")
 
 @dataclass(frozen=True, slots=True)
 class ExportPlan:
-    """The tensors to write, the model's tensors, and the config.json."""
+    """The Hugging Face tensors to write, the model's tensors, and the config.json to write."""
 
     items: list[Item]
     owners: PartOwners
@@ -74,7 +78,7 @@ def plan_export(
     *,
     needs_config: bool = True,
 ) -> ExportPlan:
-    """Return the plan for a model without its adapters. Collective.
+    """Plan the Hugging Face tensors of a model without its adapters. Collective.
 
     If `needs_config` is False, a native decoder may have config None. The tensors then have the
     names that all families except Mixtral use.
@@ -97,7 +101,7 @@ def plan_export(
     owners = PartOwners(tensors)
 
     def plan_items() -> list[Item]:
-        recipes = _recipes(base, values, owners.shapes, choose_names(layout, values))
+        recipes = _plan_recipes(base, values, owners.shapes, choose_names(layout, values))
         keeps = keeps_fp32(base, dtype)
         return list(make_items(owners.dtypes, recipes, model_copies(base), dtype, keeps))
 
@@ -107,16 +111,16 @@ def plan_export(
 
 
 def export_tensors(base: nn.Module, values: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return this rank's tensors to write, by their names in a model without adapters."""
+    """Return this rank's tensors to write, under the names of a model without adapters."""
     all_tensors = model_tensors(base)
     tensors = without_adapters(base, all_tensors) | trained_copies(base, all_tensors)
     return tensors | make_empty_shared_experts(base, values, tensors)
 
 
-def _recipes(
+def _plan_recipes(
     model: nn.Module, values: Mapping[str, Any], shapes: Shapes, layout: HFLayout
 ) -> dict[str, FileRecipe]:
-    """Return the recipes of a model's files; raise if the files could not restore the model."""
+    """Return the recipe of each tensor; raise if the written files could not restore the model."""
     if isinstance(model, Decoder):
         recipes = hf_plan(model.config, layout)
         for name in recipes.keys() - shapes.keys():
@@ -128,21 +132,24 @@ def _recipes(
     if reader is not None:  # stages hold layers in an order of their own
         places: dict[str, int] = {}
         for place, name in enumerate(reader.state_dict()):
-            places.setdefault(_list_entry(name), place)
+            places.setdefault(_cut_after_list_index(name), place)
         shapes = dict(
-            sorted(shapes.items(), key=lambda entry: places.get(_list_entry(entry[0]), len(places)))
+            sorted(
+                shapes.items(),
+                key=lambda entry: places.get(_cut_after_list_index(entry[0]), len(places)),
+            )
         )
     return written_plan(reader, shapes, layout)
 
 
-def _list_entry(name: str) -> str:
-    """Return a name up to its first list index, such as a layer; otherwise the full name."""
+def _cut_after_list_index(name: str) -> str:
+    """Cut a tensor name after its first list index, such as a layer; keep other names."""
     match = IN_LIST.match(name)
     return name if match is None else match[0]
 
 
 def choose_names(layout: ExportLayout, config: Mapping[str, Any]) -> HFLayout:
-    """Return the layout of a native decoder's names in files; Mixtral has its own names."""
+    """Return the layout of the file names: "mixtral" for Mixtral's per-expert names."""
     mixtral = config.get("model_type") == "mixtral"
     return "mixtral" if mixtral and layout == "per_expert" else layout
 
@@ -154,7 +161,10 @@ def make_items(
     dtype: torch.dtype | None,
     keeps: Callable[[str], bool],
 ) -> Iterator[Item]:
-    """Yield the items in model order, DeepSeek-V3's copies last, without a tied head."""
+    """Yield an item (Hugging Face tensor) for each piece of the recipes, in model order.
+
+    A tied head is left out. DeepSeek-V3's copies of the embedding follow at the end.
+    """
     items: dict[str, Item] = {}
     for name, recipe in recipes.items():
         if name == HEAD and HEAD in copies:
@@ -172,9 +182,9 @@ def make_items(
 
 
 def export_config(model: nn.Module, config: HFConfig | None) -> dict[str, Any]:
-    """Return the content of config.json without dtypes; raise for a config of another model."""
+    """Return the config.json to write, without dtypes; raise ValueError for another model's."""
     if isinstance(model, Decoder):
-        return _decoder_config(model, config)
+        return _check_decoder_config(model, config)
     model_config = getattr(model, "config", None)
     if not hasattr(model_config, "to_dict"):
         _refuse_wrapper(model)
@@ -188,8 +198,8 @@ def export_config(model: nn.Module, config: HFConfig | None) -> dict[str, Any]:
     return finish_config(values, 0, type(model) if upcycled is None else None)
 
 
-def _decoder_config(model: Decoder, config: HFConfig | None) -> dict[str, Any]:
-    """Return the config given for a native decoder after checking it against the decoder."""
+def _check_decoder_config(model: Decoder, config: HFConfig | None) -> dict[str, Any]:
+    """Return the config.json for a native decoder after comparing it with the decoder's config."""
     if config is None:
         raise ValueError(
             f"config (None) must be given for {type(model).__name__}: pass the config.json of "
@@ -198,12 +208,12 @@ def _decoder_config(model: Decoder, config: HFConfig | None) -> dict[str, Any]:
     values = read_config(config)
     values = finish_config(values, model.config.num_mtp_layers)
     decoder_config_from_hf(values)  # raises where it cannot be a native decoder
-    _check_values(values, model.config, skipped_fields=training_fields(model.config.moe))
+    _check_values(values, model.config, skipped_fields=list_training_fields(model.config.moe))
     return values
 
 
 def _refuse_wrapper(model: nn.Module) -> NoReturn:
-    """Raise ValueError for a wrapper module, naming the model inside it."""
+    """Raise ValueError for a module that wraps a model; the message names the wrapped model."""
     for path, module in model.named_modules():
         if isinstance(module, Decoder) or transformers_class(type(module)) is not None:
             raise ValueError(
@@ -216,7 +226,7 @@ def _refuse_wrapper(model: nn.Module) -> NoReturn:
 def finish_config(
     values: Mapping[str, Any], num_mtp: int, model_class: type | None = None
 ) -> dict[str, Any]:
-    """Return a config.json without quantisation, with `num_mtp` and a class that loads it."""
+    """Return the config.json without quantisation, with the MTP count and a class that loads it."""
     values = {k: v for k, v in values.items() if k != "quantization_config"}
     for key in MTP_KEYS:
         if key in values:
@@ -243,13 +253,16 @@ def _check_values(
     *,
     skipped_fields: Collection[str] = TRAINING,
 ) -> None:
-    """Raise ValueError for a field that differs, unless only training reads it."""
+    """Raise ValueError if a config.json differs from the model in a field that is not skipped."""
     for problem in config_problems(values, model, skipped_fields=skipped_fields):
         raise ValueError(f"{problem}: pass the config of this model")
 
 
 def checked_reader(model: nn.Module, values: Mapping[str, Any], shapes: Shapes) -> nn.Module | None:
-    """Return the model on meta that reads an export, after checks; None for an unknown class."""
+    """Build the class that reads the export on meta, and compare its tensors with the model's.
+
+    Returns None if transformers has no such class.
+    """
     is_part = getattr(model, "base_model", None) is model  # the whole reads it, if there is one
     full_reader = build_reader({**values, "architectures": None}) if is_part else None
     reader = full_reader or build_reader(values, model)
@@ -261,7 +274,7 @@ def checked_reader(model: nn.Module, values: Mapping[str, Any], shapes: Shapes) 
 
 
 def check_tied(tensors: Mapping[str, Tensor], copies: Mapping[str, str]) -> None:
-    """Raise ValueError if a tied head has values that differ from the embedding."""
+    """Raise ValueError if a head that the config ties to the embedding has other values."""
     if HEAD not in copies or not {HEAD, EMBEDDING} <= tensors.keys():
         return
     if tensors[HEAD] is tensors[EMBEDDING]:
@@ -276,11 +289,12 @@ def check_tied(tensors: Mapping[str, Tensor], copies: Mapping[str, str]) -> None
 
 
 def _check_names(model: nn.Module, kind: Any, class_shapes: Shapes, shapes: Shapes) -> None:
+    """Raise ValueError if the model's tensor names or shapes differ from the class's."""
     for name, shape in class_shapes.items():
         if name not in shapes:
             raise ValueError(
                 f"model ({type(model).__name__}) must hold {shown_name(name)} of {kind.__name__}, "
-                f"which reads the directory: {_fix(kind.__name__, name, class_shapes, shapes)}"
+                f"which reads the directory: {_get_fix(kind.__name__, name, class_shapes, shapes)}"
             )
         if shapes[name] != shape:
             raise ValueError(
@@ -296,12 +310,14 @@ def _check_names(model: nn.Module, kind: Any, class_shapes: Shapes, shapes: Shap
 
 
 def _check_layers(model: nn.Module, kind: Any, reader: nn.Module) -> None:
-    """Raise ValueError for an MoE layer whose routing rule differs from its class."""
+    """Raise ValueError if an MoE layer routes differently than the layer of its class."""
     layers = {clean_name(n): m for n, m in model.named_modules() if isinstance(m, MoELayer)}
     for path, layer in layers.items():
         block = reader.get_submodule(path)  # is there, as names and shapes agree
         adapter = find_hf_adapter(block)  # None: only the caller knew the rule
-        fields = moe_differences(layer.config, adapter(block, reader).config) if adapter else []
+        fields = (
+            find_moe_differences(layer.config, adapter(block, reader).config) if adapter else []
+        )
         for field in fields:
             raise ValueError(
                 f"{path}'s {field.name} ({field.value}) must be {field.reference} as in "
@@ -309,8 +325,8 @@ def _check_layers(model: nn.Module, kind: Any, reader: nn.Module) -> None:
             )
 
 
-def _fix(kind_name: str, missing: str, class_shapes: Shapes, shapes: Shapes) -> str:
-    """Return the fix, in an error text, for a model that lacks a tensor of its class."""
+def _get_fix(kind_name: str, missing: str, class_shapes: Shapes, shapes: Shapes) -> str:
+    """Return the fix for the error message about a tensor that the model lacks."""
     if any(part in name for name in shapes for part in ADAPTERS):
         return "merge adapters first, with peft's merge_and_unload(), and pass what it returns"
     for name in shapes:

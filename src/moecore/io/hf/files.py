@@ -50,9 +50,9 @@ class FileTensor:
 
 
 def common_part(box: Box, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[Box, Box] | None:
-    """Return the intersection of a box and a block, in coordinates of the block and the box.
+    """Return the intersection of a box and a block: its slices in the block and in the box.
 
-    If it is empty, return None.
+    If the intersection is empty, return None.
     """
     spans = [
         (max(s.start, o), min(s.stop, o + n)) for s, o, n in zip(box, offsets, sizes, strict=True)
@@ -72,7 +72,7 @@ class BoxReader(Protocol):
 
 
 class HFFiles:
-    """A reader of one directory that counts the bytes of data it copies. A context manager."""
+    """Reads tensors of a Hugging Face directory and counts the bytes. A context manager."""
 
     def __init__(
         self, path: str | os.PathLike[str], tensors: Mapping[str, FileTensor] | None = None
@@ -83,7 +83,7 @@ class HFFiles:
         self._open: dict[str, Any] = {}
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Return a box (slices with start and stop) of a tensor as a copy; reads only its bytes."""
+        """Read a box (slices with start and stop) of a tensor and return it as a new tensor."""
         entry = self.tensors[name]
         try:
             if entry.file not in self._open:
@@ -112,7 +112,7 @@ class HFFiles:
 
 
 def read_headers(path: Path) -> dict[str, FileTensor]:
-    """Return the tensors of a directory from its files' headers, checked against the index."""
+    """Read the headers of all safetensors files; return name -> tensor, checked with the index."""
     if not path.is_dir():
         raise ValueError(f"path ({path}) must be a Hugging Face directory: it is not there")
     weight_map = read_index(path)
@@ -121,7 +121,7 @@ def read_headers(path: Path) -> dict[str, FileTensor]:
     problems = [f"{shard} is missing" for shard in shards if not (path / shard).is_file()]
     refuse_problems(f"path ({path}) must hold every shard", problems, "copy it again")
     for shard in shards:
-        for name, entry in _header(path / shard).items():
+        for name, entry in _read_header(path / shard).items():
             if name in tensors:
                 problems.append(f"{name} is in {tensors[name].file} and in {shard}")
             tensors[name] = entry
@@ -135,7 +135,7 @@ def read_headers(path: Path) -> dict[str, FileTensor]:
 
 
 def read_index(path: Path) -> dict[str, str] | None:
-    """Return tensor -> file of the index, or None for a directory with one file."""
+    """Read the index file; return tensor name -> file name, or None for a single file."""
     if not (path / INDEX).is_file():
         if (path / SINGLE).is_file():
             return None
@@ -177,8 +177,8 @@ def read_json(file: Path, *, max_bytes: int = MAX_CONFIG) -> dict[str, Any]:
     return value
 
 
-def _header(file: Path) -> dict[str, FileTensor]:
-    """Return the tensors of one file; safetensors checks sizes and file length."""
+def _read_header(file: Path) -> dict[str, FileTensor]:
+    """Read the header of one safetensors file; return name -> file, dtype and shape."""
     try:
         shard = safe_open(file, framework="pt", device="cpu")
     except SafetensorError as error:
@@ -204,7 +204,7 @@ def one_line(error: BaseException) -> str:
 
 
 def shown_with_source(error: BaseException) -> str:
-    """Return an error of transformers' code in one line, with the source line that raised it."""
+    """Return the text of an error in transformers' code, with the line that raised it."""
     # Python's own errors name no field of a config, but the source line does.
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.line for frame in frames if "/transformers/models/" in frame.filename]

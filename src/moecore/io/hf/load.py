@@ -36,7 +36,7 @@ from moecore.io.checkpoint.config_differences import find_config
 from moecore.io.checkpoint.files import join_problems, refuse_problems
 from moecore.io.checkpoint.ranks import gather, is_first_rank, on_every_rank, on_first_rank
 from moecore.io.checkpoint.shard_file import Meter, Progress
-from moecore.io.checkpoint.state import fresh_buffers
+from moecore.io.checkpoint.state import recompute_buffers
 from moecore.io.hf.config import config_problems
 from moecore.io.hf.config_fields import read_config
 from moecore.io.hf.files import CONFIG, HFFiles, one_line, read_headers
@@ -64,7 +64,7 @@ EXPERT = re.compile(r"(.*\.experts)\.(\d+)\..*")
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """Sizes and mismatches of a `load_hf`.
+    """Sizes, mismatches and duration of a `load_hf` call.
 
     Attributes:
         bytes_read: of tensor data, by this rank, for its shards; quantised tensors as stored.
@@ -97,7 +97,7 @@ def load_hf(
     cast: bool = False,
     progress: Progress | None = None,
 ) -> LoadReport:
-    """Fill a model from a Hugging Face directory, in place. Collective.
+    """Load a Hugging Face directory into a model, in place. Collective.
 
     Experts in files may be stacked ("fused", as in transformers' memory) or separate (as
     published). Files may be in fp32, bf16, fp16, DeepSeek-V3's block-wise FP8 or gpt-oss's MXFP4;
@@ -144,7 +144,7 @@ def load_hf(
         compared_bytes = files.bytes_read
         drop_step(outer_model)
         meter = Meter(progress)
-        on_every_rank(lambda: _fill(model, plan, sources, files, meter))
+        on_every_rank(lambda: _fill_model(model, plan, sources, files, meter))
     piece_names = {p.name for recipe in plan.recipes.values() for p in recipe.pieces}
     return LoadReport(
         bytes_read=files.bytes_read - compared_bytes,
@@ -157,14 +157,14 @@ def load_hf(
     )
 
 
-def _fill(
+def _fill_model(
     model: nn.Module,
     plan: LoadPlan,
     sources: Mapping[str, TensorSource],
     files: HFFiles,
     meter: Meter,
 ) -> None:
-    """Copy this rank's part of every tensor into its shard, and fill tensors that no file has."""
+    """Read this rank's shards from the files, then fill tensors that no file contains."""
     dtypes = {name: source.dtype for name, source in sources.items()}
     meter.expect(sum(local_part(target).nbytes for target in plan.targets.values()))
     for piece, box, part in shard_boxes(plan.targets, plan.recipes, dtypes, CHUNK_BYTES):
@@ -180,7 +180,7 @@ def _fill(
 
 @dataclass(slots=True)
 class LoadPlan:
-    """Targets and recipes of a load, its mismatches, and (buffer, value) of recomputed buffers."""
+    """The tensors to fill, their recipes, and the mismatches between model and files."""
 
     tensors: dict[str, Tensor]  # of the model, with those of adapters
     targets: dict[str, Tensor]  # of the model that the files describe
@@ -195,7 +195,10 @@ class LoadPlan:
 def model_config_problems(
     path: Path, model: nn.Module, config: Mapping[str, Any], *, strict: bool
 ) -> list[str]:
-    """Return how config.json and the model's config differ; without `strict`, warn instead."""
+    """Compare config.json with the model's config; return one error text per difference.
+
+    Without `strict`, it warns and returns [].
+    """
     model_config = find_config(model) if "model_type" in config else None
     try:
         problems = config_problems(_normalize_config(config, model), model_config)
@@ -211,7 +214,7 @@ def model_config_problems(
 
 
 def _normalize_config(values: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
-    """Return a config.json as the config class of the transformers model would write it."""
+    """Return the fields of config.json as the model's transformers config class writes them."""
     config: Any = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
     if isinstance(model, Decoder) or kind is None or kind != values.get("model_type"):
@@ -227,11 +230,11 @@ def _normalize_config(values: Mapping[str, Any], model: nn.Module) -> Mapping[st
 def check_load_plan(path: Path, model: nn.Module, plan: LoadPlan, *, strict: bool) -> None:
     """Raise one ValueError with all mismatches; otherwise add recomputed buffers to the plan."""
     if strict:
-        objected = _unexpected_names(plan.left_over, first_ignored_layer(model))
+        objected = _select_unexpected(plan.left_over, first_ignored_layer(model))
         plan.problems += [f"{name} is no tensor of the model" for name in objected]
     fix = "correct the model's config or the files"
     refuse_problems(f"path ({path}) must fit the model", plan.problems, fix)
-    plan.buffers += fresh_buffers(model)
+    plan.buffers += recompute_buffers(model)
 
 
 def make_load_plan(
@@ -243,7 +246,7 @@ def make_load_plan(
     strict: bool,
     cast: bool,
 ) -> LoadPlan:
-    """Return the plan of a load with its mismatches."""
+    """Compare the model's tensors with the files; return the plan with all mismatches."""
     if not (files.path / CONFIG).is_file():
         raise ValueError(
             f"path ({files.path}) must be visible to every rank: use a shared file system"
@@ -252,7 +255,7 @@ def make_load_plan(
     tensors = model_tensors(model)
     targets = without_adapters(model, tensors)
     copies = model_copies(model)
-    recipes = _recipes(model, {name: tuple(t.shape) for name, t in targets.items()}, sources)
+    recipes = _plan_recipes(model, {name: tuple(t.shape) for name, t in targets.items()}, sources)
     if find_stages(model)[1] is not None:
         recipes = {name: recipe for name, recipe in recipes.items() if name in targets}
     ties_head = _drop_copies(targets, recipes, copies)
@@ -265,7 +268,7 @@ def make_load_plan(
             plan.missing.append(name)
             continue
         plan.problems += [f"{hf_name} is missing" for hf_name in absent]
-        plan.problems += _tensor_problems(targets[name], recipe, sources, cast)
+        plan.problems += _find_tensor_problems(targets[name], recipe, sources, cast)
         plan.recipes[name] = recipe
     if not plan.problems:
         plan.problems += copy_problems(files, sources, copies)
@@ -275,7 +278,7 @@ def make_load_plan(
 def _drop_zero_experts(
     model: nn.Module, sources: Mapping[str, TensorSource]
 ) -> dict[str, TensorSource]:
-    """Drop the tensors that LongCat-Flash stores for experts that return their input."""
+    """Return the sources without tensors of LongCat-Flash's zero-computation experts."""
     layers = {n: m for n, m in model.named_modules() if isinstance(m, RoutedExperts)}
     E = {clean_name(n): m.config.num_experts for n, m in layers.items() if m.config.zero_experts}
     matches = {name: EXPERT.fullmatch(name) for name in sources if E}
@@ -283,10 +286,10 @@ def _drop_zero_experts(
     return {name: source for name, source in sources.items() if name not in unused}
 
 
-def _recipes(
+def _plan_recipes(
     model: nn.Module, shapes: Mapping[str, tuple[int, ...]], sources: Mapping[str, TensorSource]
 ) -> dict[str, FileRecipe]:
-    """Return the recipe of each tensor of a model; it also names file tensors that are missing."""
+    """Return the recipe of each model tensor; a recipe may name missing file tensors."""
     if isinstance(model, Decoder):
         return hf_plan(model.config, find_layout(sources), shapes)
     reader = build_reader(upcycled_config(model) or as_type(Any, model).config.to_dict(), model)
@@ -297,7 +300,7 @@ def _recipes(
 def _drop_copies(
     targets: Mapping[str, Tensor], recipes: dict[str, FileRecipe], copies: Mapping[str, str]
 ) -> bool:
-    """Remove the recipe of a tied head; return whether head and embedding must be tied again."""
+    """Remove the recipe of a tied head; return whether the load must tie the weights again."""
     # `to_empty` makes two of them. In a sharded model the first forward, which sets all owners of
     # a parameter, makes the two one again, so the head is read from the embedding's tensor.
     if HEAD not in copies or HEAD not in targets:
@@ -311,8 +314,8 @@ def _drop_copies(
     return not is_tied and not is_sharded
 
 
-def _unexpected_names(left_over: list[str], first_ignored: int | None) -> list[str]:
-    """Return the file tensors without a model tensor that are an error with `strict`."""
+def _select_unexpected(left_over: list[str], first_ignored: int | None) -> list[str]:
+    """Return the unused file tensors that are an error with `strict`."""
     names = [n for n in left_over if not n.endswith("rotary_emb.inv_freq")]  # follows from config
     if first_ignored is None:
         return names
@@ -320,9 +323,10 @@ def _unexpected_names(left_over: list[str], first_ignored: int | None) -> list[s
     return [n for n in names if not (m := LAYER.match(n)) or int(m[1]) < first_ignored]
 
 
-def _tensor_problems(
+def _find_tensor_problems(
     target: Tensor, recipe: FileRecipe, sources: Mapping[str, TensorSource], cast: bool
 ) -> list[str]:
+    """Return an error text for each wrong shape or dtype of a tensor's pieces."""
     problems = []
     for piece in recipe.pieces:
         source = sources.get(piece.name)
@@ -330,7 +334,7 @@ def _tensor_problems(
             continue
         if source.shape != piece.file_shape:
             problems.append(f"{piece.name} {source.shape} must be {piece.file_shape}")
-        problem = _dtype_problem(source, target.dtype, cast)
+        problem = _find_dtype_problem(source, target.dtype, cast)
         if problem:
             problems.append(f"{piece.name} ({source.dtype}) {problem}")
     if target.is_meta:
@@ -338,7 +342,8 @@ def _tensor_problems(
     return problems
 
 
-def _dtype_problem(source: TensorSource, target_dtype: torch.dtype, cast: bool) -> str:
+def _find_dtype_problem(source: TensorSource, target_dtype: torch.dtype, cast: bool) -> str:
+    """Return why a file tensor cannot be loaded into `target_dtype`; "" if it can."""
     if source.dtype == target_dtype:
         return ""
     floats = source.dtype.is_floating_point and target_dtype.is_floating_point
@@ -351,7 +356,7 @@ def _dtype_problem(source: TensorSource, target_dtype: torch.dtype, cast: bool) 
 
 @torch.no_grad()
 def init_hf(model: nn.Module, seed: Seed = 0) -> None:
-    """Initialize all parameters and buffers of a transformers model, independent of the layout.
+    """Initialize a transformers model from a seed; values do not depend on the parallel layout.
 
     transformers' own initialisation does not support DTensors and MoELayers. Norms are 1 and biases
     0 (also gpt-oss's router bias and DeepSeek-V3's selection bias). Other parameters are N(0, s^2)
@@ -384,5 +389,5 @@ def init_hf(model: nn.Module, seed: Seed = 0) -> None:
     for name, buffer in model.named_buffers():
         if clean_name(name).endswith("bias"):
             buffer.zero_()
-    for buffer, value in fresh_buffers(model):
+    for buffer, value in recompute_buffers(model):
         buffer.copy_(value)

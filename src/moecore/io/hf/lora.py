@@ -44,13 +44,13 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class StoredAdapter:
-    """A tensor of an adapter, and the piece of peft's files that stores it."""
+    """An adapter tensor, and the piece of peft's files that stores it."""
 
     tensor: Tensor
     piece: TensorPiece
 
     def to_file(self, tensor: Tensor) -> Tensor:
-        """Return the file tensor for the adapter's unsharded tensor."""
+        """Convert the adapter's unsharded tensor to the file tensor."""
         if self.piece.view is None:
             return tensor.reshape(self.piece.file_shape)
         file_tensor = tensor.new_empty(self.piece.file_shape)
@@ -58,33 +58,35 @@ class StoredAdapter:
         return file_tensor
 
     def from_file(self, file_tensor: Tensor) -> Tensor:
-        """Return the adapter's unsharded tensor from the file tensor."""
+        """Convert the file tensor to the adapter's unsharded tensor."""
         view = self.piece.view
         return (file_tensor if view is None else view.apply(file_tensor)).reshape(self.tensor.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """The update of one weight by a layer's active adapters."""
+    """A weight, its peft layer, and the function that adds the layer's active adapters to it."""
 
     weight: Tensor
     layer: Any  # of peft
     add: Callable[[Tensor], None]  # to a tensor like this rank's part of the weight; collective
 
     def inputs(self) -> list[Tensor]:
-        """Return the A and B tensors of these adapters."""
+        """Return the A and B tensors of the layer's active adapters."""
         owners: list[Any] = [getattr(self.layer, kind) for kind in self.layer.adapter_layer_names]
-        parts = [owner[n] for n in _applied_adapters(self.layer) for owner in owners if n in owner]
+        parts = [
+            owner[n] for n in _list_applied_adapters(self.layer) for owner in owners if n in owner
+        ]
         return [part if isinstance(part, Tensor) else part.weight for part in parts]
 
     def factors(self) -> tuple[float, ...]:
-        """Return the scaling factor of each adapter's product."""
-        return tuple(self.layer.scaling[name] for name in _applied_adapters(self.layer))
+        """Return the scaling factor of each active adapter."""
+        return tuple(self.layer.scaling[name] for name in _list_applied_adapters(self.layer))
 
 
 @torch.no_grad()
 def init_adapters(model: nn.Module, seed: int = 0) -> None:
-    """Initialize A and B of all adapters as peft does, independent of the layout.
+    """Initialize A and B of all adapters as peft does; values do not depend on the layout.
 
     For a model that was built on meta. B is 0 and A uniform, or normal with
     `LoraConfig(init_lora_weights="gaussian")`; an embedding's A is 0 and its B normal. `load_hf`
@@ -99,7 +101,7 @@ def init_adapters(model: nn.Module, seed: int = 0) -> None:
             weights (pissa, eva), and for parameters other than A and B (DoRA).
     """
     check_arguments(init_adapters, locals())
-    for adapter, config in _configs(model).items():
+    for adapter, config in _get_lora_configs(model).items():
         if config.init_lora_weights not in (True, "gaussian"):
             raise ValueError(
                 f"LoraConfig.init_lora_weights ({config.init_lora_weights!r}) must be True or "
@@ -108,13 +110,13 @@ def init_adapters(model: nn.Module, seed: int = 0) -> None:
         for path, layer in model.named_modules():
             if is_tuner_layer(layer):
                 is_normal = config.init_lora_weights == "gaussian"
-                _fill_layer(clean_name(path), layer, adapter, seed, is_normal=is_normal)
+                _init_layer(clean_name(path), layer, adapter, seed, is_normal=is_normal)
 
 
 def save_adapters(
     model: nn.Module, path: str | os.PathLike[str], *, adapter: str = "default"
 ) -> None:
-    """Write an adapter in the format of peft's `save_pretrained`. Collective; rank 0 writes.
+    """Gather one adapter and write it in peft's format. Collective; rank 0 writes.
 
     All ranks gather one tensor at a time. Rank 0 has the complete adapter of all pipeline stages in
     host memory.
@@ -134,7 +136,7 @@ def save_adapters(
 
     def find_entries() -> dict[str, StoredAdapter]:
         entries = adapter_tensors(model, adapter)
-        _refuse_unwritten(model)
+        _refuse_unsaved_params(model)
         return entries
 
     entries = on_every_rank(find_entries)
@@ -142,14 +144,14 @@ def save_adapters(
     keeps = is_first_rank() if stages is None else is_first_of_stage(stages)
     file_tensors: dict[str, Tensor] = {}
     for name, entry in entries.items():
-        tensor = _gather(entry.tensor)
+        tensor = _unshard(entry.tensor)
         if keeps:
             file_tensors[name] = entry.to_file(tensor).contiguous().cpu()
     if stages is not None:
         of_ranks: list[Any] = [None] * dist.get_world_size()
         dist.gather_object(file_tensors, of_ranks if is_first_rank() else None)
         file_tensors = {name: x for entry in of_ranks if entry for name, x in entry.items()}
-    on_first_rank(lambda: _write(model, path, adapter, file_tensors))
+    on_first_rank(lambda: _write_adapter_files(model, path, adapter, file_tensors))
 
 
 def load_adapters(
@@ -177,7 +179,7 @@ def load_adapters(
     drop_step(model)
     with torch.no_grad():
         for name, entry in entries.items():
-            value = _select(entry.from_file(file_tensors[name]), global_indices(entry.tensor))
+            value = _select_shard(entry.from_file(file_tensors[name]), global_indices(entry.tensor))
             local_part(entry.tensor).copy_(value)
 
 
@@ -188,13 +190,16 @@ def _read_adapter(
     entries: dict[str, StoredAdapter],
     every: Set[str],
 ) -> dict[str, Tensor]:
-    """Return the file's tensors; raise ValueError for mismatches. `every` has all stages' names."""
+    """Read the adapter file of a directory; raise ValueError if it does not fit the model.
+
+    `every` has the tensor names of all pipeline stages.
+    """
     from safetensors.torch import load_file
 
     tensors: dict[str, Tensor] = load_file(path / WEIGHTS)
     problems = [f"{name} is missing" for name in entries if name not in tensors]
     problems += [f"{name} is no tensor of the adapter" for name in tensors if name not in every]
-    config = _configs(model)[adapter]
+    config = _get_lora_configs(model)[adapter]
     file_config = read_json(path / CONFIG)
     for key in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"):
         if key in file_config and file_config[key] != getattr(config, key):
@@ -210,8 +215,8 @@ def _read_adapter(
     return tensors
 
 
-def _configs(model: nn.Module) -> dict[str, Any]:
-    """Return the LoraConfig of each adapter."""
+def _get_lora_configs(model: nn.Module) -> dict[str, Any]:
+    """Return adapter name -> LoraConfig; raise ValueError for a model without LoRA."""
     configs: dict[str, Any] = getattr(model, "peft_config", None) or {}
     if unwrap_peft(model) is model or any(
         not hasattr(config, "lora_alpha") for config in configs.values()
@@ -224,17 +229,19 @@ def _configs(model: nn.Module) -> dict[str, Any]:
 
 
 def adapter_tensors(model: nn.Module, adapter: str) -> dict[str, StoredAdapter]:
-    """Return the tensors of an adapter by their names in peft's files."""
+    """Return the tensors of one adapter under their names in peft's files."""
     from peft import get_peft_model_state_dict
 
-    configs = _configs(model)
+    configs = _get_lora_configs(model)
     if adapter not in configs:
         raise ValueError(f"adapter ({adapter!r}) must be one of {sorted(configs)}: choose one")
     state_dict = model.state_dict(keep_vars=True)
     named: dict[str, Tensor] = get_peft_model_state_dict(
         model, state_dict=state_dict, adapter_name=adapter, save_embedding_layers=False
     )
-    entries = {clean_name(n): _entry(clean_name(n), t, t.shape) for n, t in named.items()}
+    entries = {
+        clean_name(n): _make_stored_adapter(clean_name(n), t, t.shape) for n, t in named.items()
+    }
     updates: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, LowRank)}
     for path, update in updates.items():
         path = clean_name(path)
@@ -242,20 +249,20 @@ def adapter_tensors(model: nn.Module, adapter: str) -> dict[str, StoredAdapter]:
         a, b = entries.pop(f"{path}.lora_A").tensor, entries.pop(f"{path}.lora_B").tensor
         (E, r, i), o = a.shape, b.shape[1]
         name = f"{home}.lora_A.weight"
-        entries[name] = _entry(name, a, (E * r, i))
+        entries[name] = _make_stored_adapter(name, a, (E * r, i))
         name, shape = f"{home}.lora_B.weight", (o, r * E)  # experts are the last dim
         view = FileView(shape, (0, 0), ((1, E, 1), (0, o, 1), (1, r, E)))
         entries[name] = StoredAdapter(b, TensorPiece(name, (), (E, o, r), view))
     return entries
 
 
-def _entry(name: str, tensor: Tensor, shape: Sequence[int]) -> StoredAdapter:
+def _make_stored_adapter(name: str, tensor: Tensor, shape: Sequence[int]) -> StoredAdapter:
     return StoredAdapter(tensor, TensorPiece(name, (), tuple(shape)))
 
 
-def _refuse_unwritten(model: nn.Module) -> None:
-    """Raise ValueError for a trainable parameter outside of adapters, which no file would have."""
-    adapters = (adapter_tensors(model, name) for name in _configs(model))
+def _refuse_unsaved_params(model: nn.Module) -> None:
+    """Raise ValueError if a trainable parameter is in no adapter: no file would contain it."""
+    adapters = (adapter_tensors(model, name) for name in _get_lora_configs(model))
     tensors = [entry.tensor for adapter in adapters for entry in adapter.values()]
     adapter_ids = set(map(id, tensors))
     names = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in adapter_ids]
@@ -268,10 +275,13 @@ def _refuse_unwritten(model: nn.Module) -> None:
         )
 
 
-def _write(model: nn.Module, path: Path, adapter: str, file_tensors: dict[str, Tensor]) -> None:
+def _write_adapter_files(
+    model: nn.Module, path: Path, adapter: str, file_tensors: dict[str, Tensor]
+) -> None:
+    """Write adapter_config.json and the adapter's safetensors file."""
     from safetensors.torch import save_file
 
-    config: Any = copy(_configs(model)[adapter])
+    config: Any = copy(_get_lora_configs(model)[adapter])
     base: Any = model.get_base_model()  # type: ignore[operator]
     config.inference_mode = True
     if config.base_model_name_or_path is None:
@@ -281,7 +291,8 @@ def _write(model: nn.Module, path: Path, adapter: str, file_tensors: dict[str, T
     save_file(file_tensors, path / WEIGHTS, metadata={"format": "pt"})
 
 
-def _fill_layer(path: str, layer: Any, adapter: str, seed: int, *, is_normal: bool) -> None:
+def _init_layer(path: str, layer: Any, adapter: str, seed: int, *, is_normal: bool) -> None:
+    """Initialize A and B of one adapter in one peft layer."""
     for kind in (*layer.adapter_layer_names, *layer.other_param_names):
         owners = getattr(layer, kind)  # of parameters, or plain values such as r
         if not isinstance(owners, nn.ModuleDict | nn.ParameterDict) or adapter not in owners:
@@ -307,7 +318,7 @@ def _fill_layer(path: str, layer: Any, adapter: str, seed: int, *, is_normal: bo
 
 @torch.no_grad()
 def merge_adapters(model: nn.Module) -> None:
-    """Add the active adapters to the weights, in place. Collective.
+    """Add the active adapters to the weights of a PeftModel, in place. Collective.
 
     As peft's `merge_adapter`, on shards. The sum of W and s B A of all active adapters is computed
     in fp32 and rounded to the weight's dtype once, so outputs change only by this rounding. Forward
@@ -323,12 +334,12 @@ def merge_adapters(model: nn.Module) -> None:
             before any weight changes.
     """
     check_arguments(merge_adapters, locals())
-    on_every_rank(lambda: _check(model))
+    on_every_rank(lambda: _require_mergeable(model))
     refuse_fp8_storage(model, "merged")
     drop_step(model)
     for merge in find_merges(model):
         merge.add(local_part(merge.weight))
-        merge.layer.merged_adapters += _applied_adapters(merge.layer)
+        merge.layer.merged_adapters += _list_applied_adapters(merge.layer)
     for module in model.modules():
         if isinstance(module, Experts):
             module.reader.drop_copies()
@@ -336,9 +347,9 @@ def merge_adapters(model: nn.Module) -> None:
 
 
 def find_merges(model: nn.Module) -> list[Merge]:
-    """Return the update of each weight by adapters; raise for kinds that cannot be merged."""
+    """Return a `Merge` for each weight with active adapters; raise for adapters other than LoRA."""
     for unmerged_layer in find_unmerged(model).values():
-        _check_kind(unmerged_layer)
+        _refuse_unmergeable_layer(unmerged_layer)
     items = []
     for module in model.modules():
         if isinstance(module, Experts):
@@ -348,11 +359,11 @@ def find_merges(model: nn.Module) -> list[Merge]:
         elif is_tuner_layer(module) and not isinstance(module, LowRank):
             layer: Any = module
             items.append(Merge(layer.get_base_layer().weight, layer, partial(_add_to_dense, layer)))
-    return [merge for merge in items if _applied_adapters(merge.layer)]
+    return [merge for merge in items if _list_applied_adapters(merge.layer)]
 
 
 def refuse_unmerged(model: nn.Module) -> None:
-    """Raise ValueError for a model with unmerged adapters."""
+    """Raise ValueError if a model has active adapters that are not merged into weights."""
     for name in find_unmerged(model):
         raise ValueError(
             f"adapters of {clean_name(name)} must be merged into the weights, which are all "
@@ -361,11 +372,14 @@ def refuse_unmerged(model: nn.Module) -> None:
 
 
 def find_unmerged(model: nn.Module) -> dict[str, nn.Module]:
-    """Return name -> layer, for each layer whose forward adds adapters to its weight."""
-    return {n: m for n, m in model.named_modules() if is_tuner_layer(m) and _applied_adapters(m)}
+    """Return name -> layer for each layer whose forward adds adapters to its weight's product."""
+    return {
+        n: m for n, m in model.named_modules() if is_tuner_layer(m) and _list_applied_adapters(m)
+    }
 
 
-def _check(model: nn.Module) -> None:
+def _require_mergeable(model: nn.Module) -> None:
+    """Raise an error unless the model has active adapters and all of them can be merged."""
     layers = find_unmerged(model).values()
     if not layers:
         raise ValueError(
@@ -373,13 +387,14 @@ def _check(model: nn.Module) -> None:
             "them by peft.get_peft_model before parallelize_moe"
         )
     for layer in layers:
-        _check_kind(layer)
+        _refuse_unmergeable_layer(layer)
 
 
-def _check_kind(layer: Any) -> None:
-    variants = any(getattr(layer, "lora_variant", {}).get(n) for n in _applied_adapters(layer))
-    biased = any(getattr(layer, "lora_bias", {}).get(n) for n in _applied_adapters(layer))
-    is_known = isinstance(layer, LowRank) or _weight_kind(layer) is not None
+def _refuse_unmergeable_layer(layer: Any) -> None:
+    """Raise NotImplementedError if a layer's adapters are not plain LoRA."""
+    variants = any(getattr(layer, "lora_variant", {}).get(n) for n in _list_applied_adapters(layer))
+    biased = any(getattr(layer, "lora_bias", {}).get(n) for n in _list_applied_adapters(layer))
+    is_known = isinstance(layer, LowRank) or _get_layer_kind(layer) is not None
     if variants or biased or not is_known:
         raise NotImplementedError(
             f"{type(layer).__name__} with LoraConfig.use_dora, lora_bias or another variant must "
@@ -387,14 +402,15 @@ def _check_kind(layer: Any) -> None:
         )
 
 
-def _weight_kind(layer: Any) -> str | None:
+def _get_layer_kind(layer: Any) -> str | None:
+    """Return "linear" or "embedding" for peft's layer classes; None for other classes."""
     from peft.tuners.lora import Embedding, Linear
 
     return "linear" if type(layer) is Linear else "embedding" if type(layer) is Embedding else None
 
 
-def _applied_adapters(layer: Any) -> list[str]:
-    """Return the names of the adapters that a layer's forward adds."""
+def _list_applied_adapters(layer: Any) -> list[str]:
+    """Return the names of the adapters that the layer's forward adds."""
     if isinstance(layer, LowRank):
         return layer.in_use
     if layer.disable_adapters or layer.merged:
@@ -404,56 +420,64 @@ def _applied_adapters(layer: Any) -> list[str]:
 
 
 def _add_to_dense(layer: Any, local: Tensor) -> None:
+    """Add a linear or embedding layer's adapters to this rank's shard. Collective."""
     indices = global_indices(layer.get_base_layer().weight)
     total = _widen(local)
-    for adapter in _applied_adapters(layer):
-        if _weight_kind(layer) == "linear":
+    for adapter in _list_applied_adapters(layer):
+        if _get_layer_kind(layer) == "linear":
             a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
         else:
             a, b = layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
-        delta = _product(_gather(b), _gather(a), layer.scaling[adapter])
-        if _weight_kind(layer) == "embedding" or layer.fan_in_fan_out:
+        delta = _compute_delta(_unshard(b), _unshard(a), layer.scaling[adapter])
+        if _get_layer_kind(layer) == "embedding" or layer.fan_in_fan_out:
             delta = delta.T
-        total += _select(delta, indices)
+        total += _select_shard(delta, indices)
     local.copy_(total)
 
 
 def _add_to_experts(experts: Experts, name: str, update: Any, local: Tensor) -> None:
+    """Add the adapters of an expert weight to this rank's shard, by expert. Collective."""
     weight = getattr(experts, name)
     indices, *rest = global_indices(weight)
     updates = [
-        (_gather(update.lora_A[adapter]), _gather(update.lora_B[adapter]), update.scaling[adapter])
-        for adapter in _applied_adapters(update)
+        (
+            _unshard(update.lora_A[adapter]),
+            _unshard(update.lora_B[adapter]),
+            update.scaling[adapter],
+        )
+        for adapter in _list_applied_adapters(update)
     ]
     for place, e in enumerate(indices.tolist()):  # one expert at a time: its matrix is formed
         total = _widen(local[place])
         for a_ErI, b_EOr, scaling in updates:
-            delta = _product(b_EOr[e], a_ErI[e], scaling)
+            delta = _compute_delta(b_EOr[e], a_ErI[e], scaling)
             delta = delta.T if experts.layout.transposed else delta
-            total += _select(delta.reshape(weight.shape[1:]), rest)
+            total += _select_shard(delta.reshape(weight.shape[1:]), rest)
         local[place].copy_(total)
 
 
-def _product(b: Tensor, a: Tensor, scaling: float) -> Tensor:
+def _compute_delta(b: Tensor, a: Tensor, scaling: float) -> Tensor:
+    """Return scaling * B A, in at least fp32."""
     return (_widen(b) @ _widen(a)) * scaling
 
 
 def _widen(tensor: Tensor) -> Tensor:
-    """Return a tensor in fp32, or in its own dtype if that has more bits.
+    """Convert a tensor to fp32; keep its dtype if that has more bits.
 
     Merging computes W + s B A in it, and rounds the sum to the weight's dtype once.
     """
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def _select(tensor: Tensor, indices: list[Tensor]) -> Tensor:
-    """Return the part of an unsharded tensor that a shard with these global indices has."""
+def _select_shard(tensor: Tensor, indices: list[Tensor]) -> Tensor:
+    """Return the elements of an unsharded tensor at a shard's global indices."""
     for dim, index in enumerate(indices):
         if index.numel() != tensor.shape[dim]:
             tensor = tensor.index_select(dim, index.to(tensor.device))
     return tensor
 
 
-def _gather(tensor: Tensor) -> Tensor:
+def _unshard(tensor: Tensor) -> Tensor:
+    """Return the unsharded tensor of a DTensor. Collective; a plain tensor is returned as it is."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

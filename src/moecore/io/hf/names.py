@@ -87,7 +87,7 @@ EXPERT_BIAS = ("router.expert_bias", "gate.e_score_correction_bias")  # DeepSeek
 def hf_plan(
     config: DecoderConfig, layout: HFLayout, shapes: Mapping[str, tuple[int, ...]] | None = None
 ) -> dict[str, FileRecipe]:
-    """Return name -> recipe of every tensor of `Decoder(config).state_dict()`, in model order.
+    """Map each tensor of `Decoder(config).state_dict()` to its Hugging Face tensors, in order.
 
     `shapes` are the shapes of a decoder's or a pipeline stage's tensors; None = of `config`.
     """
@@ -97,14 +97,14 @@ def hf_plan(
         shapes = {name: tuple(tensor.shape) for name, tensor in skeleton.items()}
     plan = dict[str, FileRecipe]()
     for name, shape in shapes.items():
-        native_pieces = _pieces(name, shape, config, layout)
-        pieces = (replace(p, name=_outer_name(p.name, config, layout)) for p in native_pieces)
+        native_pieces = _list_native_pieces(name, shape, config, layout)
+        pieces = (replace(p, name=_translate_name(p.name, config, layout)) for p in native_pieces)
         plan[name] = FileRecipe(shape, tuple(pieces))
     return plan
 
 
 def hf_copies(config: DecoderConfig) -> dict[str, str]:
-    """Return names of copies that files may have -> the name of the tensor with equal values."""
+    """Map the name of each copy that files may contain to the tensor with equal values."""
     head = EMBEDDING if config.tie_embeddings else HEAD
     copies = {HEAD: EMBEDDING} if config.tie_embeddings else {}
     for k in range(config.num_mtp_layers if not config.attention_gate else 0):
@@ -115,8 +115,8 @@ def hf_copies(config: DecoderConfig) -> dict[str, str]:
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name, tied ones under each of their names."""
-    if not isinstance(model, Decoder) and not hasattr(_config(model), "model_type"):
+    """Return parameters and persistent buffers by name; tied ones appear under every name."""
+    if not isinstance(model, Decoder) and not hasattr(_get_config(model), "model_type"):
         refuse_model(model)
     tensors: dict[str, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -139,10 +139,10 @@ def refuse_model(model: nn.Module) -> NoReturn:
 
 
 def model_copies(model: nn.Module) -> dict[str, str]:
-    """Return names of copies that a model's files may have -> the tensor with equal values."""
+    """Map the name of each copy that a model's files may contain to the copied tensor."""
     if isinstance(model, Decoder):
         return hf_copies(model.config)
-    if not getattr(_config(model), "tie_word_embeddings", False):
+    if not getattr(_get_config(model), "tie_word_embeddings", False):
         return {}
     table = getattr(model, "get_input_embeddings", lambda: None)()
     name = next((n for n, m in model.named_modules() if m is table), "")  # in a language model
@@ -150,16 +150,16 @@ def model_copies(model: nn.Module) -> dict[str, str]:
 
 
 def first_ignored_layer(model: nn.Module) -> int | None:
-    """Return the index from which the model ignores layers of files (MTP); None = no index."""
-    family = None if isinstance(model, Decoder) else FAMILIES.get(_config(model).model_type)
+    """Return the index of the first layer in files that the model ignores (MTP); None if none."""
+    family = None if isinstance(model, Decoder) else FAMILIES.get(_get_config(model).model_type)
     if family is None or not family.has_mtp:
         return None
-    num_layers: int = _config(model).num_hidden_layers
+    num_layers: int = _get_config(model).num_hidden_layers
     return num_layers  # then multi-token prediction, not in transformers
 
 
 def find_layout(names: Collection[str]) -> HFLayout:
-    """Return the layout of Hugging Face tensors with these names; "fused" without experts."""
+    """Infer the layout from Hugging Face tensor names; "fused" if there are no experts."""
     if any(".block_sparse_moe." in name for name in names):
         return "mixtral"
     published = re.compile(r"\.(mlp|mixer)\.experts\.\d+\.|^backbone\.")
@@ -168,18 +168,18 @@ def find_layout(names: Collection[str]) -> HFLayout:
     return "fused"
 
 
-def _pieces(
+def _list_native_pieces(
     name: str, shape: tuple[int, ...], config: DecoderConfig, layout: HFLayout
 ) -> tuple[TensorPiece, ...]:
-    """Return the pieces of one native tensor."""
+    """Return the pieces of one native tensor, under names that `_translate_name` completes."""
     prefix, _, part = name.partition(".mlp.")
     if name.endswith(".linear_attn.in_proj.weight"):
-        return _mamba2_pieces(name, shape, config)
+        return _list_mamba2_pieces(name, shape, config)
     if not part or part in DENSE_NAMES or (config.pattern and part in LATENT_NAMES):
         return (TensorPiece(name, (), shape),)
     assert config.moe is not None, "the tensor is part of an MoE layer"
     is_gpt_oss = config.moe.activation == "clamped_swiglu" and layout != "mixtral"
-    expert_pieces = (_gpt_oss_pieces if is_gpt_oss else routed_pieces)(name, shape, layout)
+    expert_pieces = (_list_gpt_oss_pieces if is_gpt_oss else routed_pieces)(name, shape, layout)
     is_known = config.moe.gated or bool(config.pattern) or not part.endswith(".w1")
     if expert_pieces and is_known:
         return expert_pieces
@@ -187,7 +187,7 @@ def _pieces(
     if layout != "mixtral" and part == EXPERT_BIAS[0]:
         return (TensorPiece(f"{mlp_path}.{EXPERT_BIAS[1]}", (), shape),)
     if layout != "mixtral" and part.startswith("shared.") and is_known:
-        pieces = _shared_pieces(mlp_path, part, shape, config)
+        pieces = _list_shared_pieces(mlp_path, part, shape, config)
         if pieces:
             return pieces
     raise NotImplementedError(
@@ -198,7 +198,7 @@ def _pieces(
 
 
 def routed_pieces(name: str, shape: tuple[int, ...], layout: HFLayout) -> tuple[TensorPiece, ...]:
-    """Return the pieces of a router, w1 [E, (2,) F, D] or w2 [E, D, F]; () for other names."""
+    """Return the pieces of a router, w1 [E, (2,) F, D] or w2 [E, D, F]; () for other tensors."""
     prefix, _, part = name.rpartition(".mlp.")
     mlp_path = f"{prefix}.{'block_sparse_moe' if layout == 'mixtral' else 'mlp'}"
     if part == "router.weight":
@@ -222,8 +222,10 @@ def routed_pieces(name: str, shape: tuple[int, ...], layout: HFLayout) -> tuple[
     )
 
 
-def _gpt_oss_pieces(name: str, shape: tuple[int, ...], layout: HFLayout) -> tuple[TensorPiece, ...]:
-    """Return the piece of a tensor of gpt-oss's routers and routed experts; () for other names."""
+def _list_gpt_oss_pieces(
+    name: str, shape: tuple[int, ...], layout: HFLayout
+) -> tuple[TensorPiece, ...]:
+    """Return the piece of a router or expert tensor of gpt-oss; () for other tensors."""
     layer_path, _, part = name.rpartition(".mlp.")
     if part in ("router.weight", "router.bias"):
         return (TensorPiece(name, (), shape),)
@@ -239,10 +241,10 @@ def _gpt_oss_pieces(name: str, shape: tuple[int, ...], layout: HFLayout) -> tupl
     return (TensorPiece(file_name, (), shape, None if is_equal else view),)
 
 
-def _mamba2_pieces(
+def _list_mamba2_pieces(
     name: str, shape: tuple[int, ...], config: DecoderConfig
 ) -> tuple[TensorPiece, ...]:
-    """Return the pieces of Mamba-2's in_proj: per group, its rows of z, x, B, C and time steps."""
+    """Return the pieces of Mamba-2's in_proj: the rows z, x, B, C and time steps of each group."""
     mamba = config.linear_attention
     assert mamba is not None, "the tensor is part of a linear layer"
     h, r = mamba.num_k_heads, mamba.num_v_heads // mamba.num_k_heads
@@ -258,8 +260,8 @@ def _mamba2_pieces(
     return tuple(pieces)
 
 
-def _outer_name(name: str, config: DecoderConfig, layout: HFLayout) -> str:
-    """Return the family's file name of a tensor; names in MoE layers are already final."""
+def _translate_name(name: str, config: DecoderConfig, layout: HFLayout) -> str:
+    """Translate a tensor name to the family's file name; names in MoE layers do not change."""
     if config.pattern:
         name = name if layout == "fused" else re.sub(r"^model\.", "backbone.", name)
         for native, hf_name in NEMOTRON_H:
@@ -282,10 +284,10 @@ def _outer_name(name: str, config: DecoderConfig, layout: HFLayout) -> str:
     return f"model.layers.{config.num_layers + int(k)}.{rest}"
 
 
-def _shared_pieces(
+def _list_shared_pieces(
     mlp_path: str, part: str, shape: tuple[int, ...], config: DecoderConfig
 ) -> tuple[TensorPiece, ...]:
-    """Return the pieces of a shared expert: Qwen2-MoE's with a gate, otherwise DeepSeek-V3's."""
+    """Return the pieces of a shared expert: Qwen2-MoE's if it has a gate, or DeepSeek-V3's."""
     moe = config.moe
     assert moe is not None, "as above"
     if moe.shared_gate and moe.num_shared_experts > 1:
@@ -301,5 +303,5 @@ def _shared_pieces(
     )
 
 
-def _config(model: nn.Module) -> Any:
+def _get_config(model: nn.Module) -> Any:
     return getattr(model, "config", None)

@@ -27,14 +27,14 @@ ShardRuns = tuple[Runs, ...]  # what a shard holds, per dim
 
 @dataclass(frozen=True, slots=True)
 class FileView:
-    """A strided view of a file tensor: its start, and (file dim, length, step) of each dim."""
+    """A strided view of a file tensor: start index, and (file dim, length, step) of each dim."""
 
     file_shape: tuple[int, ...]
     starts: tuple[int, ...]
     dims: tuple[ViewDim, ...]
 
     def apply(self, file_tensor: Tensor) -> Tensor:
-        """Return this view of the file tensor, which must be contiguous."""
+        """Return this view of a contiguous file tensor."""
         offset = sum(a * s for a, s in zip(self.starts, file_tensor.stride(), strict=True))
         offset += int(file_tensor.storage_offset())
         strides = [step * file_tensor.stride(d) for d, _, step in self.dims]
@@ -43,7 +43,7 @@ class FileView:
 
 @dataclass(frozen=True, slots=True)
 class TensorPiece:
-    """One Hugging Face tensor, or a view of it, and the region of the native tensor that it stores.
+    """A Hugging Face tensor, or a view of it, and the region of the model tensor that it stores.
 
     `region` indexes the native tensor, () = all of it. `shape` has the region's elements in the
     same order. `view` selects and orders the file tensor's elements, None = all in their order.
@@ -60,44 +60,44 @@ class TensorPiece:
         return self.shape if self.view is None else self.view.file_shape
 
     def box_in(self, shape: Sequence[int]) -> tuple[slice, ...]:
-        """Return the region as one slice per dim, for a native tensor of this shape."""
+        """Return the region as one slice per dim of a model tensor with this shape."""
         region = (slice(r, r + 1) if isinstance(r, int) else r for r in self.region)
         return (*region, *(slice(0, n) for n in shape[len(self.region) :]))
 
 
 @dataclass(frozen=True, slots=True)
 class FileRecipe:
-    """The pieces of one native tensor; their regions cover it without overlap."""
+    """The pieces of one model tensor; their regions cover the tensor without overlap."""
 
     shape: tuple[int, ...]
     pieces: tuple[TensorPiece, ...]
 
     @classmethod
     def of_tensor(cls, name: str, shape: tuple[int, ...]) -> FileRecipe:
-        """Return the recipe of a tensor that files store unchanged under this name."""
+        """Return the recipe of a tensor that files store unchanged under `name`."""
         return cls(shape, (TensorPiece(name, (), shape),))
 
 
 def file_shapes(plan: Mapping[str, FileRecipe]) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of the file tensors of a plan."""
+    """Return name -> shape of each file tensor in a plan."""
     return {p.name: p.file_shape for recipe in plan.values() for p in recipe.pieces}
 
 
 @dataclass(frozen=True, slots=True)
 class PieceOverlap:
-    """The intersection of a piece and a shard: a box of each, with the same elements in order."""
+    """Equal elements of a piece and a shard: a box of the piece and a box of the shard."""
 
     source: tuple[slice, ...]  # per dim of the piece
     target: tuple[slice, ...]  # per dim of the shard
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a parameter, sharing its memory."""
+    """Return this rank's local tensor of a parameter, detached, without a copy."""
     return get_local_tensor(tensor).detach()
 
 
 class ShardBox(NamedTuple):
-    """A box of a piece, and the part of the local shard with the same elements."""
+    """A box of a piece, and the view of the local shard into which its elements belong."""
 
     piece: TensorPiece
     box: tuple[slice, ...]
@@ -110,7 +110,7 @@ def shard_boxes(
     dtypes: Mapping[str, torch.dtype],
     max_bytes: int,
 ) -> list[ShardBox]:
-    """Return the boxes of pieces that this rank's shards have; `dtypes` are of the files."""
+    """Return the boxes of all pieces that this rank's shards need from the files."""
     boxes = []
     for name, recipe in recipes.items():
         local, holding = local_part(tensors[name]), shard_runs(global_indices(tensors[name]))
@@ -122,14 +122,14 @@ def shard_boxes(
 
 
 def shard_runs(indices: Sequence[Tensor]) -> ShardRuns:
-    """Return the runs of a shard's global indices, per dim."""
+    """Convert a shard's global indices to runs of consecutive indices, per dim."""
     return tuple(tuple(find_runs(index)) for index in indices)
 
 
 def overlaps(
     holding: ShardRuns, piece: TensorPiece, shape: Sequence[int], *, max_numel: int = 1 << 62
 ) -> Iterator[PieceOverlap]:
-    """Yield the boxes that a shard and a piece have in common, without overlap."""
+    """Yield the boxes in which a shard and a piece overlap; the boxes are disjoint."""
     # A box has at most `max_numel` elements, where its first dim allows it. Example: [E=4, 2, F=4,
     # D=1] cut over F, this rank has columns 2 and 3 (runs per dim: (0, 4), (0, 2), (2, 2), (0, 1));
     # the piece "fused" is [4, 8, 1]. The boxes are [0:4, 2:4, 0:1] -> [0:4, 0:1, 0:2, 0:1] and
@@ -137,17 +137,17 @@ def overlaps(
     per_dim: list[list[tuple[int, int, int]]] = []  # runs of (in the region, in the shard, length)
     sizes: list[int] = []
     for shard_runs, part in zip(holding, piece.box_in(shape), strict=True):
-        common = list(_common_runs(shard_runs, part))
+        common = list(_find_common_runs(shard_runs, part))
         if not common:
             return
         per_dim.append(common)
         sizes.append(part.stop - part.start)
-    groups = _groups(sizes, piece.shape)
+    groups = _group_region_dims(sizes, piece.shape)
     for d in {d for group in groups for d in group[:-1]}:
         per_dim[d] = [(a + i, b + i, 1) for a, b, n in per_dim[d] for i in range(n)]
     row = math.prod(sum(n for *_, n in runs) for runs in per_dim[1:])
     if per_dim and (not groups or groups[0][-1] == 0):
-        per_dim[0] = _split(per_dim[0], max(1, max_numel // max(row, 1)))
+        per_dim[0] = _split_runs(per_dim[0], max(1, max_numel // max(row, 1)))
     for runs in itertools.product(*per_dim):
         yield PieceOverlap(
             tuple(_merge_runs(runs, sizes, group) for group in groups),
@@ -155,8 +155,8 @@ def overlaps(
         )
 
 
-def _groups(sizes: list[int], shape: Sequence[int]) -> list[list[int]]:
-    """Return the region's dims in each dim of the piece; a dim of size 1 may be in no group."""
+def _group_region_dims(sizes: list[int], shape: Sequence[int]) -> list[list[int]]:
+    """Return for each dim of the piece the list of region dims that it flattens."""
     groups: list[list[int]] = []
     d = 0
     for size in shape:
@@ -174,14 +174,15 @@ def _groups(sizes: list[int], shape: Sequence[int]) -> list[list[int]]:
 
 
 def _merge_runs(runs: Sequence[tuple[int, int, int]], sizes: list[int], group: list[int]) -> slice:
+    """Return the slice of a piece's dim that flattens these dims of the region."""
     start = 0
     for d in group:
         start = start * sizes[d] + runs[d][0]
     return slice(start, start + runs[group[-1]][2])
 
 
-def _common_runs(runs: Runs, part: slice) -> Iterator[tuple[int, int, int]]:
-    """Yield the overlap of a shard's runs and a range: start in the range, in the shard, length."""
+def _find_common_runs(runs: Runs, part: slice) -> Iterator[tuple[int, int, int]]:
+    """Yield the overlaps of runs and a slice: (start in slice, start in shard, length)."""
     at = 0
     for first, length in runs:
         start, stop = max(first, part.start), min(first + length, part.stop)
@@ -190,5 +191,6 @@ def _common_runs(runs: Runs, part: slice) -> Iterator[tuple[int, int, int]]:
         at += length
 
 
-def _split(runs: list[tuple[int, int, int]], size: int) -> list[tuple[int, int, int]]:
+def _split_runs(runs: list[tuple[int, int, int]], size: int) -> list[tuple[int, int, int]]:
+    """Split runs into runs of at most `size` indices."""
     return [(a + i, b + i, min(size, n - i)) for a, b, n in runs for i in range(0, n, size)]

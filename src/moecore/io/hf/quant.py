@@ -34,7 +34,7 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """A logical tensor that is stored unchanged; the `read` of subclasses computes its values."""
+    """A logical tensor that files store unchanged; subclasses dequantise it in `read`."""
 
     name: str
     shape: tuple[int, ...]
@@ -43,11 +43,11 @@ class TensorSource:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of the stored tensors that `read` uses."""
+        """Names of the stored tensors that `read` reads."""
         return (self.name,)
 
     def read(self, files: BoxReader, box: Box) -> Tensor:
-        """Return a box as a new CPU tensor; slices have start and stop."""
+        """Read a box (slices with start and stop) and return it as a new CPU tensor."""
         return files.read(self.name, box)
 
 
@@ -65,7 +65,7 @@ class FP8Source(TensorSource):
         return self.name, self.name + SCALE
 
     def read(self, files: BoxReader, box: Box) -> Tensor:
-        """Return the box in fp32; scales are read for every block that intersects it."""
+        """Read a box and the scales of its blocks; return the dequantised fp32 values."""
         over = tuple(
             slice(s.start // b, -(-s.stop // b)) for s, b in zip(box, self.block, strict=True)
         )
@@ -87,7 +87,7 @@ class MXFP4Source(TensorSource):
         return f"{self.name}_blocks", f"{self.name}_scales"
 
     def read(self, files: BoxReader, box: Box) -> Tensor:
-        """Return the box in bf16; complete groups of 32 inputs are read."""
+        """Read a box in complete groups of 32 inputs; return the dequantised bf16 values."""
         experts, inputs, outputs = box
         first, last = inputs.start // MX_GROUP, -(-inputs.stop // MX_GROUP)
         groups = (experts, outputs, slice(first, last))
@@ -106,7 +106,7 @@ class ViewedSource(TensorSource):
     view: FileView = field(kw_only=True)
 
     def read(self, files: BoxReader, box: Box) -> Tensor:
-        """Return the box; reads the smallest box of the origin that contains it."""
+        """Read the smallest box of the origin that contains this box; return the box."""
         starts, dims, rest = list(self.view.starts), list[ViewDim](), list(self.view.dims)
         sizes, inner_box = list[int](), list[slice]()
         for part, n in zip(box, self.shape, strict=True):
@@ -133,7 +133,7 @@ class ViewedSource(TensorSource):
 def read_box(
     files: BoxReader, sources: Mapping[str, TensorSource], piece: TensorPiece, box: Box
 ) -> Tensor:
-    """Return a box of a piece as a new CPU tensor."""
+    """Read a box of a piece, dequantise it, and return it as a new CPU tensor."""
     source = sources[piece.name]
     if piece.view is not None:
         parts = (source.name, piece.shape, source.dtype, source.quantized)
@@ -142,7 +142,7 @@ def read_box(
 
 
 def stored_names(sources: Iterable[TensorSource]) -> list[str]:
-    """Return the names of the stored tensors of these logical tensors."""
+    """Return the names of the stored tensors that these logical tensors read."""
     return [name for source in sources for name in source.parts]
 
 
@@ -153,7 +153,10 @@ def dequantize_fp8(
     first_row: int = 0,
     first_col: int = 0,
 ) -> Tensor:
-    """Return fp32 [r, c]: a part of a matrix times the scales of its blocks."""
+    """Multiply FP8 values [r, c] by the scales of their blocks; return fp32 [r, c].
+
+    `first_row` and `first_col` are the position of the values in the full matrix.
+    """
     # Example, block (2, 2): a matrix that starts at row 1 has its rows 0 | 1 2 in blocks 0 | 1.
     rows = torch.arange(first_row, first_row + values_rc.shape[0]) // block[0]
     cols = torch.arange(first_col, first_col + values_rc.shape[1]) // block[1]
@@ -179,7 +182,7 @@ def dequantize_mxfp4(blocks_ogb: Tensor, scales_og: Tensor) -> Tensor:
 def find_sources(
     files: HFFiles, quantization: Mapping[str, Any] | None
 ) -> tuple[dict[str, TensorSource], list[str]]:
-    """Return logical name -> source, and the problems of files or `quantization_config`."""
+    """Return logical name -> source for all tensors of a directory, and the problems found."""
     entries, problems = files.tensors, list[str]()
     sources: dict[str, TensorSource] = {}
     size = (quantization or {}).get("weight_block_size") or (128, 128)
@@ -192,19 +195,20 @@ def find_sources(
             if values not in entries:
                 problems.append(f"{name} has no {values}")
         elif name.endswith("_blocks"):
-            problems += _mx_problems(files, name)
+            problems += _find_mxfp4_problems(files, name)
             E, out_dim, groups = (*entry.shape, 0, 0, 0)[:3]
             name = name.removesuffix("_blocks")
             sources[name] = MXFP4Source(name, (E, groups * MX_GROUP, out_dim))
         elif entry.dtype in FP8:
-            problems += _fp8_problems(files, name, block)
+            problems += _find_fp8_problems(files, name, block)
             sources[name] = FP8Source(name, entry.shape, block=(block[0], block[-1]))
         else:
             sources[name] = TensorSource(name, entry.shape, entry.dtype)
     return sources, problems
 
 
-def _fp8_problems(files: HFFiles, name: str, block: tuple[Any, ...]) -> list[str]:
+def _find_fp8_problems(files: HFFiles, name: str, block: tuple[Any, ...]) -> list[str]:
+    """Return an error text if an FP8 tensor has no scales or scales of a wrong shape."""
     shape, scales = files.tensors[name].shape, files.tensors.get(name + SCALE)
     if scales is None:
         return [f"{name} (fp8) has no {name}{SCALE}"]
@@ -216,7 +220,8 @@ def _fp8_problems(files: HFFiles, name: str, block: tuple[Any, ...]) -> list[str
     return []
 
 
-def _mx_problems(files: HFFiles, name: str) -> list[str]:
+def _find_mxfp4_problems(files: HFFiles, name: str) -> list[str]:
+    """Return an error text if an MXFP4 tensor has no scales or a wrong shape or dtype."""
     entry, other = files.tensors[name], name.removesuffix("blocks") + "scales"
     scales = files.tensors.get(other)
     if scales is None:

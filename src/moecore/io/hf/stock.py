@@ -39,7 +39,7 @@ FIRST_ADDRESS = 1 << 40  # addresses below are those of tensors that no rule rec
 
 
 def transformers_class(model_class: type) -> Any:
-    """Return the transformers class that a class is or extends, or None."""
+    """Return the transformers class that `model_class` is or extends; None if there is none."""
     for cls in model_class.__mro__:
         if cls.__module__.startswith("transformers.models.") and hasattr(cls, "base_model_prefix"):
             return cls
@@ -51,7 +51,7 @@ def build_reader(
     model: nn.Module | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> nn.Module | None:
-    """Return the transformers model of a config on meta; None if transformers has no class."""
+    """Build the transformers model of a config.json on meta; None for an unknown class."""
     # config.json names the class, unless `model` has the same model_type: then its class is used.
     import transformers
 
@@ -85,7 +85,7 @@ def build_reader(
 
 @contextmanager
 def _limit_modules() -> Iterator[None]:
-    """Return a context in which a class may register at most `MOST_MODULES` modules."""
+    """Return a context in which at most `MOST_MODULES` modules can be registered."""
     # A config may ask for any number of layers or experts, under any name, and transformers builds
     # them one by one.
     number = itertools.count(1)
@@ -102,19 +102,19 @@ def _limit_modules() -> Iterator[None]:
 
 
 def shapes_of(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of these tensors."""
+    """Return name -> shape of each tensor in a state dict."""
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
 def published_shapes(reader: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of the tensors that transformers would save for a model on meta."""
+    """Return name -> shape of the tensors that `save_pretrained` would write for this model."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return shapes_of(revert_weight_conversion(reader, reader.state_dict()))
 
 
 def rename_shapes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
-    """Return transformers' name -> shape of each tensor of a model."""
+    """Return the shapes under transformers' names instead of moecore's names."""
     hf_shapes = dict[str, tuple[int, ...]]()
     for name, shape in shapes.items():
         prefix, _, _ = name.rpartition(".mlp.")
@@ -125,7 +125,7 @@ def rename_shapes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
 
 
 def stock_plan(reader: nn.Module | None, shapes: Shapes, *files: Shapes) -> dict[str, FileRecipe]:
-    """Return the recipe of each tensor of a model; raise if loading would compute values."""
+    """Return each model tensor's recipe; raise if transformers computes values while loading."""
     # If `reader` is None, files have the model's names. Earlier entries of `files` have priority.
     names = dict(zip(shapes, rename_shapes(shapes), strict=True))
     targets = {} if reader is None else shapes_of(reader.state_dict())
@@ -156,7 +156,7 @@ def stock_plan(reader: nn.Module | None, shapes: Shapes, *files: Shapes) -> dict
 
 
 def written_plan(reader: nn.Module | None, shapes: Shapes, layout: str) -> dict[str, FileRecipe]:
-    """Return the recipes of files: transformers' in-memory names ("fused"), or published ones."""
+    """Return the recipes for writing: transformers' in-memory ("fused") or published names."""
     if reader is None:
         return stock_plan(None, shapes)
     files = shapes_of(reader.state_dict()) if layout == "fused" else published_shapes(reader)
@@ -166,7 +166,10 @@ def written_plan(reader: nn.Module | None, shapes: Shapes, layout: str) -> dict[
 def trace(
     reader: nn.Module, files: Shapes, names: Collection[str]
 ) -> dict[str, tuple[TensorPiece, ...] | str]:
-    """Return name -> pieces of file tensors, or the reason why no pieces exist."""
+    """Run transformers' conversion rules on meta; return the pieces of each tensor.
+
+    A text instead of pieces is the reason why a tensor has none.
+    """
     # The result has no entry for a tensor that transformers would not find in the files.
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
@@ -202,19 +205,20 @@ def trace(
         for name, value in values.items():
             outcomes.setdefault(name, value[0] if isinstance(value, list) else value)
     return {
-        name: _pieces(arena, outcomes[name], state[name].shape, files)
+        name: _read_pieces(arena, outcomes[name], state[name].shape, files)
         for name in names & outcomes.keys()
     }
 
 
-def _pieces(
+def _read_pieces(
     arena: _Arena, outcome: Tensor | str, shape: Sequence[int], files: Shapes
 ) -> tuple[TensorPiece, ...] | str:
+    """Return the pieces of one traced tensor, or the reason why it has none."""
     if isinstance(outcome, str):
         return outcome
     try:
         if outcome.shape == shape:
-            return tuple(_piece(link, files) for link in arena.links(outcome))
+            return tuple(_make_piece(link, files) for link in arena.links(outcome))
         if name := arena.range_of(outcome).file:  # the loader compares the shapes
             return (TensorPiece(name, (), tuple(shape)),)
         return f"{tuple(outcome.shape)} must be {tuple(shape)}"
@@ -222,20 +226,21 @@ def _pieces(
         return str(error)
 
 
-def _piece(link: _Link, files: Shapes) -> TensorPiece:
+def _make_piece(link: _Link, files: Shapes) -> TensorPiece:
+    """Return the piece for one box of a traced tensor."""
     box, name, view, offset = link
     region, file = tuple(slice(start, start + length) for start, length in box), files[name]
     if not offset and view.is_contiguous() and view.numel() == math.prod(file):
         return TensorPiece(name, region, file)
-    starts, dims = _coordinates(view, offset, file)
+    starts, dims = _locate_view(view, offset, file)
     file_view = FileView(file, tuple(starts), tuple(dims))
     return TensorPiece(name, region, tuple(length for _, length in box), file_view)
 
 
-def _coordinates(
+def _locate_view(
     view: Tensor, offset: int, shape: Sequence[int]
 ) -> tuple[list[int], list[ViewDim]]:
-    """Return start and dims of a view, in coordinates of the contiguous tensor that it views."""
+    """Return start and dims of a strided view, as coordinates of the tensor with this shape."""
     # Example: [3, 4] transposed has sizes (4, 3), strides (1, 4): [0, 0], [(1, 4, 1), (0, 3, 1)].
     rows = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     starts = [offset // row % max(1, n) for row, n in zip(rows, shape, strict=True)]
@@ -259,7 +264,7 @@ def _coordinates(
 def _split_gate_up(
     piece: TensorPiece, shape: Sequence[int], split_shape: Sequence[int]
 ) -> TensorPiece:
-    """Return a piece of [E, 2F, D] as a piece of [E, 2, F, D], which splits gate and up."""
+    """Convert a piece of [E, 2F, D] to a piece of [E, 2, F, D], which separates gate and up."""
     if len(split_shape) == len(shape) or not piece.region:
         return piece
     d = next(d for d in range(len(shape)) if shape[d] != split_shape[d])
@@ -275,11 +280,11 @@ def _split_gate_up(
 
 
 class _Untraceable(ValueError):
-    """Raised for values that are computed, or that no strided view describes."""
+    """Raised if values are computed or no strided view describes them."""
 
 
 class _Link(NamedTuple):
-    """A box of a tensor, and the view of a file tensor, from `offset` on, with its elements."""
+    """A box of a traced tensor, and the view of a file tensor that has its elements."""
 
     box: Box
     file: str
@@ -289,7 +294,7 @@ class _Link(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    """Addresses of a file tensor, or of a copy of other tensors: (start per dim, tensor)."""
+    """The address range of a file tensor, or of a copy with its input tensors."""
 
     first: int
     shape: tuple[int, ...]
@@ -298,7 +303,7 @@ class _Range:
 
 
 class _Arena(DispatchMode):
-    """Assigns addresses to tensors without data, and records the inputs of copies."""
+    """Assigns address ranges to meta tensors and records which tensors were copied."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -306,7 +311,7 @@ class _Arena(DispatchMode):
         self._ranges, self._firsts, self._next = list[_Range](), list[int](), FIRST_ADDRESS
 
     def place(self, shape: Sequence[int], file: str = "", parts: Any = ()) -> Tensor:
-        """Return a tensor of this shape at new addresses, and record its file or its inputs."""
+        """Return a meta tensor at new addresses; record its file or the inputs of the copy."""
         self._ranges.append(_Range(self._next, tuple(shape), file, tuple(parts)))
         self._firsts.append(self._next)
         strides = torch.empty(shape, dtype=torch.uint8, device="meta").stride()
@@ -328,14 +333,14 @@ class _Arena(DispatchMode):
         return self.place(out.shape, parts=zip(at, tensors, strict=True))
 
     def range_of(self, view: Tensor) -> _Range:
-        """Return the address range of a tensor."""
+        """Return the address range in which a tensor starts."""
         i = bisect.bisect_right(self._firsts, view.storage_offset()) - 1
         if i < 0:
             raise _Untraceable("transformers computes its values")
         return self._ranges[i]
 
     def links(self, view: Tensor) -> Iterator[_Link]:
-        """Yield boxes that cover a tensor, each with its elements of a file."""
+        """Yield boxes that cover a tensor, each with the file view of its elements."""
         owner, full_box = self.range_of(view), tuple((0, n) for n in view.shape)
         offset = int(view.storage_offset()) - owner.first
         if owner.file:

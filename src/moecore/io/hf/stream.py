@@ -71,26 +71,26 @@ def stream_weights(
         dtype: as in `export_hf`.
         layout: as in `export_hf`.
         lora: "merged" streams the base weights with the active adapters added, rounded as in
-            `merge_adapters`. "apart" streams the base weights, and then the active adapter with
+            `merge_adapters`. `"apart"` streams the base weights, and then the active adapter with
             peft's names. Both are equal without adapters.
         config: as in `export_hf`; None for a native decoder uses the names of all families except
             Mixtral.
 
     Raises:
-        ValueError: on every rank, as `export_hf`; with "apart", unless exactly one adapter is
+        ValueError: on every rank, as `export_hf`; with `"apart"`, unless exactly one adapter is
             active.
         NotImplementedError: as `export_hf`; for adapters that `merge_adapters` does not merge.
     """
     check_arguments(stream_weights, locals())
     on_every_rank(lambda: check_dtype(dtype))
     plan = plan_export(model, config, dtype, layout, needs_config=False)
-    return WeightStream(model, _with_adapter(model, plan, dtype, lora), bucket_bytes, lora)
+    return WeightStream(model, _add_adapter_items(model, plan, dtype, lora), bucket_bytes, lora)
 
 
-def _with_adapter(
+def _add_adapter_items(
     model: nn.Module, plan: ExportPlan, dtype: torch.dtype | None, lora: LoRA
 ) -> ExportPlan:
-    """Return a plan with the active adapter's tensors after the others. Collective."""
+    """Append the active adapter's tensors to the plan (lora="apart"). Collective."""
     local_tensors = on_every_rank(lambda: _find_adapter(model, lora))
     pieces: dict[str, TensorPiece] = {}
     for of_rank in gather({name: piece for name, (_, piece) in local_tensors.items()}):
@@ -104,7 +104,7 @@ def _with_adapter(
 
 
 def _find_adapter(model: nn.Module, lora: LoRA) -> dict[str, tuple[Tensor, TensorPiece]]:
-    """Return the active adapter's tensors by peft's names, for lora="apart"; otherwise {}."""
+    """Return the active adapter's tensors by peft's names if lora="apart"; otherwise {}."""
     if lora == "merged" or unwrap_peft(model) is model:
         return {}
     names: list[str] = cast(Any, model).active_adapters
@@ -117,7 +117,7 @@ def _find_adapter(model: nn.Module, lora: LoRA) -> dict[str, tuple[Tensor, Tenso
 
 
 class WeightStream:
-    """The weights of a model, for any number of passes: see `stream_weights`.
+    """Streams the Hugging Face tensors of a model in any number of passes.
 
     Every rank iterates to the end, or no rank does. It implements vLLM's `WeightSource`.
 
@@ -148,7 +148,7 @@ class WeightStream:
 
     @property
     def version(self) -> WeightsVersion:
-        """The weights of the last pass that all ranks finished."""
+        """The version (digests) of the weights in the last pass that all ranks finished."""
         if self._version is None:
             raise ValueError("version (None) must be of a pass to its end: iterate first")
         return self._version
@@ -159,11 +159,11 @@ class WeightStream:
         return self._plan.device
 
     def metadata(self) -> list[WeightMeta]:
-        """Return name, dtype and shape of each tensor, in order. No communication."""
+        """Return name, dtype and shape of each streamed tensor, in order, without communication."""
         return [make_meta(item) for item in self._items]
 
     def changed_since(self, version: WeightsVersion) -> WeightStream:
-        """Return a stream of the tensors whose bits may have changed since a pass. Collective.
+        """Return a stream of the tensors that may have changed since `version`. Collective.
 
         It streams the current weights: if they change before one of its passes, that pass raises.
         Its own `version` covers all weights.
@@ -222,6 +222,7 @@ class WeightStream:
 
     @contextmanager
     def _run_pass(self) -> Iterator[_StreamPass]:
+        """Return the context of one pass; it compares digests at the end. Collective."""
         with explain_transport_errors(PASS):
             run = on_every_rank(self._begin, self._control.group)
         with self._collector.open_pass():
@@ -235,7 +236,7 @@ class WeightStream:
         self._version = WeightsVersion(run.digests, self._digests)
 
     def _begin(self) -> _StreamPass:
-        """Return a pass over the current weights; no communication."""
+        """Compute the digests of the current weights and return a pass, without communication."""
         base = unwrap_peft(self._model)
         tensors = export_tensors(base, self._plan.values)
         tensors |= {n: t for n, (t, _) in _find_adapter(self._model, self._lora).items()}
@@ -256,7 +257,7 @@ class WeightStream:
             source.check(name)
         buckets = by_size(self._items, size_in_bucket, self._max_bytes)
         run = _StreamPass(sources, buckets, self._collector, self._control.group)
-        run.digests = self._digests_of(sources)
+        run.digests = self._compute_digests(sources)
         if self._expected_digests not in (None, run.digests):
             raise ValueError(
                 "weights (changed) must be those of the call of changed_since: call it again"
@@ -264,17 +265,20 @@ class WeightStream:
         return run
 
     def _check_end(self, run: _StreamPass) -> None:
-        """Raise RuntimeError if tensors changed during the pass. Host sync."""
+        """Raise RuntimeError if tensors changed during the pass. Synchronises with the device."""
         self._collector.check()
         read = {name for item in self._items for name, _ in item.parts}
-        digests = self._digests_of({n: source for n, source in run.sources.items() if n in read})
+        digests = self._compute_digests(
+            {n: source for n, source in run.sources.items() if n in read}
+        )
         if any(run.digests[name] != digest for name, digest in digests.items()):
             raise RuntimeError(
                 "weights (changed) must stay as they are while a stream of them is open: end the "
                 "stream before the optimizer's step, and begin a new one"
             )
 
-    def _digests_of(self, sources: Mapping[str, _StreamSource]) -> dict[str, Any]:
+    def _compute_digests(self, sources: Mapping[str, _StreamSource]) -> dict[str, Any]:
+        """Return name -> digest of each tensor's local values and adapter scaling factors."""
         digests = self._digests.compute({n: source.inputs() for n, source in sources.items()})
         return {n: (*digest, sources[n].factors()) for n, digest in digests.items()}
 
@@ -287,7 +291,7 @@ class _PassExit(RuntimeError):
 
 
 class _StreamPass:
-    """One pass over the weights of a model."""
+    """The state of one pass: remaining buckets, merged weights and digests."""
 
     def __init__(
         self,
@@ -304,18 +308,20 @@ class _StreamPass:
         self._next_bucket: tuple[WeightBucket | None, Any] | None = None
 
     def start(self) -> None:
-        """Start the collectives of the next bucket, if there is one."""
+        """Launch the collectives of the next bucket on the copy stream, if a bucket remains."""
         items = next(self._remaining, None)
         if items is None:
             return
         self._copies.wait_for_current_stream()
         with torch.no_grad(), self._copies.as_current(), explain_transport_errors(PASS):
-            self._merge(dict.fromkeys(source for item in items for source, _ in item.parts))
+            self._update_merged_weights(
+                dict.fromkeys(source for item in items for source, _ in item.parts)
+            )
             bucket = self._collector.collect(items, self._read)
         self._next_bucket = bucket, self._copies.mark()
 
     def take(self) -> WeightBucket | None:
-        """Return the bucket that `start` began, after all ranks agree; None = no bucket."""
+        """Return the bucket that `start` launched after all ranks agree; None if none remains."""
         if self._next_bucket is None:
             return None
         with explain_transport_errors(PASS):
@@ -325,7 +331,7 @@ class _StreamPass:
         return bucket
 
     def leave(self) -> None:
-        """Raise an error on the other ranks, in their next comparison of errors."""
+        """End the pass early: make the other ranks raise an error at their next agreement."""
         rank, _ = rank_and_world()
 
         def fail() -> None:
@@ -338,8 +344,8 @@ class _StreamPass:
             self._copies.synchronize()
             on_every_rank(fail, self._group)
 
-    def _merge(self, names: Iterable[str]) -> None:
-        """Compute the merged weights of these names, reuse existing ones, and free all others."""
+    def _update_merged_weights(self, names: Iterable[str]) -> None:
+        """Merge adapters into the weights of these names; free merged weights of other names."""
         before, self._merged_weights = self._merged_weights, {}
         for name in names:
             source = self.sources.get(name)  # None = of another stage
@@ -349,13 +355,14 @@ class _StreamPass:
                 self._merged_weights[name] = source.merge_adapters()
 
     def _read(self, name: str, box: tuple[slice, ...]) -> Tensor:
+        """Return a box of this rank's shard, with adapters added if the weight was merged."""
         weight = self._merged_weights.get(name)
         return read_local(self.sources[name].tensor, box) if weight is None else weight[box]
 
 
 @dataclass(frozen=True, slots=True)
 class _StreamSource:
-    """A tensor of the model, and the update by its adapters."""
+    """A tensor of the model and the adapters that are added to it."""
 
     tensor: Tensor
     merge: Merge | None
@@ -369,7 +376,7 @@ class _StreamSource:
         return () if self.merge is None else self.merge.factors()
 
     def check(self, name: str) -> None:
-        """Raise ValueError if memory of the inputs was freed."""
+        """Raise ValueError if the memory of an input tensor was freed."""
         for x in self.inputs():
             if any(
                 part.numel() and not part.untyped_storage().nbytes() for part in local_storage(x)
@@ -380,7 +387,7 @@ class _StreamSource:
                 )
 
     def merge_adapters(self) -> Tensor:
-        """Return this rank's shard with the adapters added; collective over its mesh."""
+        """Return a copy of this rank's shard with adapters added. Collective over its mesh."""
         assert self.merge is not None, "asked for those that adapters are added to"
         local = read_local(self.tensor, (slice(None),) * self.tensor.ndim).clone()
         self.merge.add(local)

@@ -34,17 +34,17 @@ DEVICE_PLACE = 6  # of the device's index among the arguments that torch rebuild
 
 @runtime_checkable
 class BroadcastGroup(Protocol):
-    """Methods required of a process group, such as `dist.ProcessGroupNCCL(store, rank, size)`."""
+    """Protocol of a process group such as `dist.ProcessGroupNCCL(store, rank, size)`."""
 
     def broadcast(self, tensor: Tensor, root: int) -> Any:
-        """Start the broadcast of rank `root`'s tensor; the result has `wait()`."""
+        """Start a broadcast of rank `root`'s tensor; the returned work has `wait()`."""
 
     def size(self) -> int:
-        """Return the number of ranks."""
+        """Return the number of ranks in the group."""
 
 
 def send_weights(stream: WeightStream, group: BroadcastGroup | None) -> None:
-    """Broadcast a pass of a stream to the ranks of a group. Collective over the training's ranks.
+    """Broadcast all buckets of a stream to a group. Collective over the training's ranks.
 
     Args:
         stream: from `stream_weights`; every training rank passes its own.
@@ -60,15 +60,15 @@ def send_weights(stream: WeightStream, group: BroadcastGroup | None) -> None:
     with closing(stream.buckets()) as buckets:
         while (bucket := next(buckets, None)) is not None:
             if group is not None:
-                _send(group, bucket.metas, bucket.flat.device)
-                _reach(group, bucket.flat)
+                _send_metas(group, bucket.metas, bucket.flat.device)
+                _broadcast(group, bucket.flat)
             del bucket
     if group is not None:
-        _send(group, (), stream.device)
+        _send_metas(group, (), stream.device)
 
 
 def receive_weights(group: BroadcastGroup, device: Device) -> Iterator[tuple[str, Tensor]]:
-    """Return an iterator of the (name, tensor) of a pass that rank 0 of a group sends.
+    """Receive a pass that rank 0 of a group sends; return an iterator of (name, tensor).
 
     Args:
         group: a group in which this rank is not rank 0 and not a training rank.
@@ -80,17 +80,19 @@ def receive_weights(group: BroadcastGroup, device: Device) -> Iterator[tuple[str
         ValueError: in iteration, in one line, for a header that `send_weights` does not write.
     """
     check_arguments(receive_weights, locals())
-    return _passed(group, torch.device(device))
+    return _receive_tensors(group, torch.device(device))
 
 
-def _passed(group: BroadcastGroup, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+def _receive_tensors(group: BroadcastGroup, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """Receive buckets until an empty header arrives; yield (name, tensor)."""
     while metas := _receive_metas(group, device):
-        bucket = _new_bucket(metas, device)
-        _reach(group, bucket.flat)
+        bucket = _allocate_bucket(metas, device)
+        _broadcast(group, bucket.flat)
         yield from bucket.tensors()
 
 
-def _new_bucket(metas: tuple[WeightMeta, ...], device: torch.device) -> WeightBucket:
+def _allocate_bucket(metas: tuple[WeightMeta, ...], device: torch.device) -> WeightBucket:
+    """Allocate a bucket; raise a one-line RuntimeError if the device has not enough memory."""
     try:
         return WeightBucket.empty(metas, device)
     except (RuntimeError, MemoryError):  # of CUDA and of the CPU's allocator
@@ -101,32 +103,34 @@ def _new_bucket(metas: tuple[WeightMeta, ...], device: torch.device) -> WeightBu
         ) from None
 
 
-def _send(group: BroadcastGroup, metas: tuple[WeightMeta, ...], device: torch.device) -> None:
+def _send_metas(group: BroadcastGroup, metas: tuple[WeightMeta, ...], device: torch.device) -> None:
+    """Broadcast a bucket's header: name, dtype and shape of each tensor, as JSON."""
     header = [(meta.name, str(meta.dtype).removeprefix("torch."), meta.shape) for meta in metas]
     text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8).to(device)
-    _reach(group, torch.tensor([text.numel()], device=device))
-    _reach(group, text)
+    _broadcast(group, torch.tensor([text.numel()], device=device))
+    _broadcast(group, text)
 
 
 def _receive_metas(group: BroadcastGroup, device: torch.device) -> tuple[WeightMeta, ...]:
+    """Receive and parse a bucket's header; () ends the pass."""
     size = torch.zeros(1, dtype=torch.int64, device=device)
-    _reach(group, size)
+    _broadcast(group, size)
     num_bytes = int(size.item())
     if not 0 < num_bytes <= MAX_HEADER:
-        raise _wrong_header(f"its size ({num_bytes}) must be 1 to {MAX_HEADER} bytes")
+        raise _make_header_error(f"its size ({num_bytes}) must be 1 to {MAX_HEADER} bytes")
     text = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    _reach(group, text)
+    _broadcast(group, text)
     return _metas_in(text.cpu().numpy().tobytes())
 
 
 def _metas_in(text: bytes) -> tuple[WeightMeta, ...]:
-    """Parse the header of a bucket; raise a ValueError of one line for an invalid header."""
+    """Parse a bucket's header; raise a one-line ValueError if the header is invalid."""
     try:
         header = json.loads(text)
     except (ValueError, RecursionError):  # of Unicode, too
-        raise _wrong_header(f"its text ({quote(text[:100])}) must be JSON") from None
+        raise _make_header_error(f"its text ({quote(text[:100])}) must be JSON") from None
     if not isinstance(header, list):
-        raise _wrong_header(f"its text ({quote(header)}) must be a list")
+        raise _make_header_error(f"its text ({quote(header)}) must be a list")
     metas, total = dict[str, WeightMeta](), 0
     for entry in header:
         match entry:
@@ -138,23 +142,28 @@ def _metas_in(text: bytes) -> tuple[WeightMeta, ...]:
             ):
                 metas[name] = WeightMeta(name, SENT_DTYPES[dtype], tuple(shape))
             case _:
-                raise _wrong_header(f"its entry ({quote(entry)}) must be a [name, dtype, shape]")
+                raise _make_header_error(
+                    f"its entry ({quote(entry)}) must be a [name, dtype, shape]"
+                )
         # The strides of a tensor with a dim of 0 must not overflow either.
         total += align(math.prod(max(1, n) for n in shape) * metas[name].dtype.itemsize)
         if total > MAX_BUCKET:
-            raise _wrong_header(f"the tensors up to {quote(name)} must have <= {MAX_BUCKET} bytes")
+            raise _make_header_error(
+                f"the tensors up to {quote(name)} must have <= {MAX_BUCKET} bytes"
+            )
     return tuple(metas.values())
 
 
-def _wrong_header(problem: str) -> ValueError:
+def _make_header_error(problem: str) -> ValueError:
+    """Return the ValueError for an invalid bucket header."""
     return ValueError(
         f"the header of a bucket of weights must be one of send_weights, but {problem}: call "
         "send_weights of the same moecore on rank 0 of this group"
     )
 
 
-def _reach(group: BroadcastGroup, tensor: Tensor) -> None:
-    """Broadcast a tensor from rank 0; raise a RuntimeError of one line if a rank is gone."""
+def _broadcast(group: BroadcastGroup, tensor: Tensor) -> None:
+    """Broadcast a tensor from rank 0; raise a one-line RuntimeError if a rank has ended."""
     try:
         group.broadcast(tensor, 0).wait()
     except RuntimeError as error:
@@ -167,7 +176,7 @@ def _reach(group: BroadcastGroup, tensor: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BucketHandle:
-    """A picklable handle of a bucket for another process on the same GPU."""
+    """A picklable handle with which another process on the same GPU opens a bucket."""
 
     metas: tuple[WeightMeta, ...]
     rebuild: Callable[..., Tensor]
@@ -175,7 +184,7 @@ class BucketHandle:
 
 
 def share_bucket(bucket: WeightBucket) -> BucketHandle:
-    """Return a handle of a bucket on a GPU, for processes that use the same GPU. No copy.
+    """Return a handle with which other processes on the same GPU open the bucket. No copy.
 
     The memory is freed when the bucket is deleted here and in all processes that opened it. Call
     `torch.cuda.synchronize` before sending the handle.
@@ -194,7 +203,7 @@ def share_bucket(bucket: WeightBucket) -> BucketHandle:
 
 
 def open_bucket(handle: BucketHandle, device_index: CountOrZero | None = None) -> WeightBucket:
-    """Return the bucket of a handle, in the memory of the process that shared it.
+    """Map the memory of a bucket that another process shared, and return the bucket.
 
     `device_index` is the GPU's index in this process if it differs (CUDA_VISIBLE_DEVICES).
     """

@@ -21,14 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from moecore.base.options.layer import MoEConfig
-from moecore.io.checkpoint.config_differences import moe_differences
+from moecore.io.checkpoint.config_differences import find_moe_differences
 from moecore.models.decoder import Decoder
 from moecore.moe.layer import LayerLayout, MoELayer
 
 
 @dataclass(frozen=True, slots=True)
 class UpcycledFamily:
-    """The class with experts for an upcycled dense family."""
+    """The transformers MoE family in which an upcycled dense family is written."""
 
     model_type: str
     some_dense: bool  # whether layers may stay dense
@@ -51,28 +51,28 @@ FAMILIES = {"qwen3": _QWEN3, "qwen2": _QWEN2, "llama": _MIXTRAL, "mistral": _MIX
 
 
 def upcycled_config(model: nn.Module) -> dict[str, Any] | None:
-    """Return the config.json of an upcycled model's class with experts; None if not upcycled."""
-    layers = _find_layers(model)
+    """Return the MoE class's config.json for an upcycled model; None for any other model."""
+    layers = _find_moe_layers(model)
     config = getattr(model, "config", None)
     if not layers or isinstance(model, Decoder) or not hasattr(config, "to_dict"):
         return None
     values: dict[str, Any] = config.to_dict()  # type: ignore[union-attr]
     family = FAMILIES.get(str(values.get("model_type")))
     if family is None:
-        _refuse_dense(values, layers)
+        _refuse_unknown_family(values, layers)
         return None
     if model.base_model is model:
         raise ValueError(
             f"model ({type(model).__name__.removeprefix('FSDP')}) must have a head to be written: "
             "pass the ...ForCausalLM that holds it"
         )
-    return _moe_values(values, family, layers)
+    return _build_moe_config(values, family, layers)
 
 
 def make_empty_shared_experts(
     model: nn.Module, values: Mapping[str, Any], like: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return shared experts of hidden dim 0 for Qwen2-MoE's class; {} for other classes."""
+    """Return Qwen2-MoE's shared experts, with hidden dim 0; {} for other classes."""
     if isinstance(model, Decoder) or values.get("model_type") != "qwen2_moe":
         return {}
     if values["shared_expert_intermediate_size"] != 0:
@@ -92,8 +92,8 @@ def make_empty_shared_experts(
     return tensors
 
 
-def _find_layers(model: nn.Module) -> dict[int, MoEConfig]:
-    """Return layer index -> config of the MoE layers that have moecore's own names."""
+def _find_moe_layers(model: nn.Module) -> dict[int, MoEConfig]:
+    """Return layer index -> config for each MoE layer that has moecore's tensor names."""
     layers = {}
     for name, module in model.named_modules():
         prefix, _, number = name.removesuffix(".mlp").rpartition(".")
@@ -103,8 +103,8 @@ def _find_layers(model: nn.Module) -> dict[int, MoEConfig]:
     return layers
 
 
-def _refuse_dense(values: Mapping[str, Any], layers: Mapping[int, MoEConfig]) -> None:
-    """Raise ValueError for a dense family without a class with experts."""
+def _refuse_unknown_family(values: Mapping[str, Any], layers: Mapping[int, MoEConfig]) -> None:
+    """Raise ValueError if transformers has no MoE class for the dense family."""
     if any("expert" in name for name in values):
         return
     activation = next(iter(layers.values())).activation
@@ -116,17 +116,17 @@ def _refuse_dense(values: Mapping[str, Any], layers: Mapping[int, MoEConfig]) ->
     )
 
 
-def _moe_values(
+def _build_moe_config(
     values: Mapping[str, Any], family: UpcycledFamily, layers: Mapping[int, MoEConfig]
 ) -> dict[str, Any]:
-    """Return the dense model's fields that the MoE class has, and the fields of its experts."""
+    """Build the MoE class's config.json from the dense config and the layers' configs."""
     from transformers import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[family.model_type]
     dense = [i for i in range(values["num_hidden_layers"]) if i not in layers]
     moe = next(iter(layers.values()))
     for i, config in layers.items():
-        _check_rule(i, config, moe, family)
+        _require_routing_rule(i, config, moe, family)
     if values.get("use_sliding_window") and family is _QWEN3:
         raise ValueError(
             "config.use_sliding_window (True) must be False, because Qwen3MoeForCausalLM has one "
@@ -148,8 +148,10 @@ def _moe_values(
     return moe_values
 
 
-def _check_rule(i: int, config: MoEConfig, first: MoEConfig, family: UpcycledFamily) -> None:
-    """Raise ValueError unless layer i follows the family's rule and has the first layer's sizes."""
+def _require_routing_rule(
+    i: int, config: MoEConfig, first: MoEConfig, family: UpcycledFamily
+) -> None:
+    """Raise ValueError unless layer i routes as the family does and has the first layer's sizes."""
     normalizes = family.always_normalizes or first.normalizes
     expected_config = MoEConfig(
         dim=first.dim,
@@ -160,7 +162,7 @@ def _check_rule(i: int, config: MoEConfig, first: MoEConfig, family: UpcycledFam
     )
     if config.score_order == "post":  # the same numbers
         config = replace(config, score_order="pre", normalize_weights=True)
-    for difference in moe_differences(config, expected_config):
+    for difference in find_moe_differences(config, expected_config):
         raise ValueError(
             f"layer {i}'s {difference.name} ({difference.value}) must be {difference.reference} in "
             f"{family.model_type!r}, the closest class with experts: upcycle with it, or keep "

@@ -32,7 +32,7 @@ LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.")
 
 
 class Shaped(Protocol):
-    """A tensor of a directory, written or planned."""
+    """Protocol of a stored or planned tensor that has a shape."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -40,16 +40,17 @@ class Shaped(Protocol):
 
 
 def verify_hf(path: str | os.PathLike[str]) -> list[str]:
-    """Return the problems of a directory, one line each; [] for a complete directory."""
-    return [format_error_line(problem, MAX_CHARS) for problem in _problems(Path(path))]
+    """Check a Hugging Face directory; return one line per problem, [] if it is complete."""
+    return [format_error_line(problem, MAX_CHARS) for problem in _find_problems(Path(path))]
 
 
-def _problems(path: Path) -> list[str]:
+def _find_problems(path: Path) -> list[str]:
+    """Return the problems of a directory's config, headers and shards."""
     try:
         config = read_config(path)
         with HFFiles(path) as files:
             sources, problems = find_sources(files, config.get("quantization_config"))
-            problems += _stray_shards(path, files)
+            problems += _find_stray_shards(path, files)
     except ValueError as error:
         return [str(error)]
     return problems + content_problems(sources, config, path)
@@ -58,12 +59,12 @@ def _problems(path: Path) -> list[str]:
 def content_problems(
     sources: Mapping[str, Shaped], config: Mapping[str, Any], described: HFConfig
 ) -> list[str]:
-    """Return the differences between tensors and the model that a config.json describes."""
+    """Compare tensors with the model that a config.json describes; return the differences."""
     try:
         native = decoder_config_from_hf(described)
         plan = hf_plan(native, find_layout(sources))
     except NotImplementedError:  # an option that the native decoder lacks
-        return _stock_problems(sources, config)
+        return _compare_with_transformers(sources, config)
     except ValueError as error:
         return [str(error)]
     return shape_problems(sources, file_shapes(plan), hf_copies(native))
@@ -72,7 +73,10 @@ def content_problems(
 def shape_problems(
     files: Mapping[str, Shaped], shapes: Mapping[str, tuple[int, ...]], copies: Collection[str] = ()
 ) -> list[str]:
-    """Return the differences in names and shapes; `copies` are optional names."""
+    """Compare the names and shapes of files with `shapes`; return one error text per difference.
+
+    Names in `copies` are optional.
+    """
     problems = [f"{name} is missing" for name in shapes if name not in files]
     problems += [
         f"{name} is not in the model that {CONFIG} describes"
@@ -90,7 +94,10 @@ def shape_problems(
 def copy_problems(
     files: BoxReader, sources: Mapping[str, TensorSource], copies: Mapping[str, str]
 ) -> list[str]:
-    """Return an error text for each copy that differs; each rank compares some of the rows."""
+    """Compare each copy with its original; return an error text for each copy that differs.
+
+    Each rank compares a range of the rows.
+    """
     rank, world = rank_and_world()
     problems = []
     for copy, original in copies.items():
@@ -113,8 +120,8 @@ def copy_problems(
     return problems
 
 
-def _stray_shards(path: Path, files: HFFiles) -> list[str]:
-    """Return files that no index names, and a wrong total size."""
+def _find_stray_shards(path: Path, files: HFFiles) -> list[str]:
+    """Return an error text for each unlisted shard file and for a wrong total size in the index."""
     problems = []
     shards = {entry.file for entry in files.tensors.values()}
     names = {p.name for p in path.glob("model*.safetensors")}
@@ -130,8 +137,13 @@ def _stray_shards(path: Path, files: HFFiles) -> list[str]:
     return problems
 
 
-def _stock_problems(sources: Mapping[str, Shaped], config: Mapping[str, Any]) -> list[str]:
-    """Return differences from transformers' model; for an unknown class, missing experts."""
+def _compare_with_transformers(
+    sources: Mapping[str, Shaped], config: Mapping[str, Any]
+) -> list[str]:
+    """Compare tensors with the transformers model of config.json; return the differences.
+
+    For a class that transformers does not have, only missing experts are found.
+    """
     try:
         for key in ("num_hidden_layers", *MTP_KEYS):  # which `_is_behind` reads
             check_kind(key, config.get(key) or 1)
@@ -139,7 +151,7 @@ def _stock_problems(sources: Mapping[str, Shaped], config: Mapping[str, Any]) ->
     except ValueError as error:
         return [str(error)]
     if reader is None:
-        return _missing_experts(sources, config)
+        return _find_missing_experts(sources, config)
     copies, shapes = model_copies(reader), {n: source.shape for n, source in sources.items()}
     plan = stock_plan(reader, shapes_of(reader.state_dict()), shapes, published_shapes(reader))
     plan = {name: recipe for name, recipe in plan.items() if name not in copies}
@@ -147,8 +159,8 @@ def _stock_problems(sources: Mapping[str, Shaped], config: Mapping[str, Any]) ->
     return shape_problems(sources, file_shapes(plan), mtp_names | copies.keys())
 
 
-def _missing_experts(sources: Mapping[str, Shaped], config: Mapping[str, Any]) -> list[str]:
-    """Return the experts that a layer lacks, compared with its other matrices or the config."""
+def _find_missing_experts(sources: Mapping[str, Shaped], config: Mapping[str, Any]) -> list[str]:
+    """Return an error text for each missing or additional expert of a layer."""
     counts = (config[key] for key in EXPERT_KEYS if FIELD_KINDS["num_experts"][1](config.get(key)))
     want, problems = next(counts, 0), list[str]()
     experts_by_role: dict[tuple[str, str], set[int]] = {}
@@ -166,6 +178,6 @@ def _missing_experts(sources: Mapping[str, Shaped], config: Mapping[str, Any]) -
 
 
 def _is_mtp_layer(layer: int, config: Mapping[str, Any]) -> bool:
-    """Whether a layer index is a multi-token prediction layer, after the last layer."""
+    """Whether `layer` is the index of a multi-token prediction layer, after the last layer."""
     first = config.get("num_hidden_layers") or layer + 1
     return first <= layer < first + max((config.get(key) or 0 for key in MTP_KEYS), default=0)

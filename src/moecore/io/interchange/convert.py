@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moecore.base.fields import NumBytes, check_arguments, quote, shown_name
-from moecore.io.checkpoint.directory import Step, check_unused
+from moecore.io.checkpoint.directory import Step, refuse_used_directory
 from moecore.io.checkpoint.files import join_problems, write_new
 from moecore.io.checkpoint.shard_file import Meter, Progress
 from moecore.io.hf.collect import Collector, Item
@@ -76,7 +76,7 @@ def dcp_to_native(
     max_file_bytes: NumBytes = 5 * 10**9,
     progress: Progress | None = None,
 ) -> Path:
-    """Write a DCP directory as a checkpoint of the native decoder; return its directory.
+    """Convert a DCP directory to a native checkpoint; return the new directory.
 
     Optimizer state and other objects in it are ignored.
 
@@ -93,7 +93,7 @@ def dcp_to_native(
     check_arguments(dcp_to_native, locals())
     check_single_rank()
     path, root = Path(path), Path(root)
-    check_unused(root)
+    refuse_used_directory(root)
     decoder = decoder_config_from_hf(config)
     with DCPFiles(path) as files:
         sources, plan, problems = _find_sources(files, decoder)
@@ -112,7 +112,7 @@ def native_to_dcp(
     dtype: torch.dtype | None = None,
     progress: Progress | None = None,
 ) -> int:
-    """Write the model of a native checkpoint as a DCP directory; return its tensor count.
+    """Convert a native checkpoint's model to a DCP directory; return the number of tensors.
 
     Args:
         path, out, config, dtype, progress: as in `native_to_hf`.
@@ -131,11 +131,13 @@ def native_to_dcp(
     with ExitStack() as stack:
         model = open_native(path, stack, config=config, dtype=dtype, layout=layout)
         if names == "megatron":
-            tensors = _megatron_tensors(model)
+            tensors = _plan_megatron_tensors(model)
         elif names == "dcp":
-            tensors = _native_tensors(model, dtype)
+            tensors = _plan_native_tensors(model, dtype)
         else:
-            tensors = {item.name: _one_chunk(item, model.collector) for item in model.items}
+            tensors = {
+                item.name: _make_one_chunk_tensor(item, model.collector) for item in model.items
+            }
         with open_draft(out) as draft:
             write_dcp(draft, tensors, Meter(progress))
             if names == "megatron":
@@ -145,7 +147,7 @@ def native_to_dcp(
 
 
 def find_naming(files: DCPFiles) -> str:
-    """Return the `DCPNames` entry of a directory, found from its tensor names."""
+    """Infer from its tensor names which `DCPNames` a directory uses."""
     if find_prefixes(files, WORDS):
         return "megatron"
     is_native = any(".mlp.experts.w1" in n or ".mlp.router.weight" in n for n in files.tensors)
@@ -154,13 +156,13 @@ def find_naming(files: DCPFiles) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SplicedSource(TensorSource):
-    """A Hugging Face tensor that consists of rows of stored tensors."""
+    """A Hugging Face tensor that is concatenated from rows of stored tensors."""
 
     # Stored tensor, index into its first dims, first row and row behind the last.
     spans: tuple[tuple[str, tuple[int, ...], int, int], ...] = ()
 
     def read(self, files: BoxReader, box: Box) -> Tensor:
-        """Return the box as a new CPU tensor."""
+        """Read a box from the stored tensors and return it as a new CPU tensor."""
         pieces, at = [], 0
         for key, index, start, stop in self.spans:
             first, last = max(box[0].start, at), min(box[0].stop, at + stop - start)
@@ -175,10 +177,10 @@ class SplicedSource(TensorSource):
 def _find_sources(
     files: DCPFiles, config: DecoderConfig
 ) -> tuple[dict[str, TensorSource], dict[str, FileRecipe], list[str]]:
-    """Return the tensors of a directory, the plan that reads them, and the problems."""
+    """Return the Hugging Face tensors of a DCP directory, their plan, and the problems."""
     kind = find_naming(files)
     if kind == "megatron":
-        spliced_sources, problems = _megatron_sources(files, config)
+        spliced_sources, problems = _find_megatron_sources(files, config)
         return spliced_sources, hf_plan(config, "per_expert"), problems
     prefix = _find_prefix(files, EMBEDDING)
     sources: dict[str, TensorSource] = {
@@ -194,7 +196,7 @@ def _find_sources(
 
 
 def _find_prefix(files: DCPFiles, ending: str) -> str:
-    """Return the common prefix of the model's names; raise ValueError for several models."""
+    """Return the prefix of the model's tensor names; raise ValueError for several models."""
     candidates = find_prefixes(files, ending) or [""]
     if len(candidates) > 1 and "" not in candidates:
         raise ValueError(
@@ -204,9 +206,10 @@ def _find_prefix(files: DCPFiles, ending: str) -> str:
     return "" if "" in candidates else candidates[0]
 
 
-def _megatron_sources(
+def _find_megatron_sources(
     files: DCPFiles, config: DecoderConfig
 ) -> tuple[dict[str, TensorSource], list[str]]:
+    """Return the Hugging Face tensors of a Megatron-Core directory, and the problems found."""
     for option, value in read_options(files.path / "common.pt", OTHER_FUNCTIONS).items():
         if value:
             raise NotImplementedError(
@@ -226,7 +229,7 @@ def _megatron_sources(
         places, wrong = find_places(block, shapes, config)
         problems += wrong
         used_keys |= {place.key for place in places}
-        for part, (place, first) in _pair_parts(block, places):
+        for part, (place, first) in _pair_parts_with_places(block, places):
             span = (f"{prefix}{place.key}", place.index, first, first + part.stop - part.start)
             spans.setdefault(part.name, {})[part.start] = span
             rows = max(part.stop, shape_of.get(part.name, (0,))[0])
@@ -242,10 +245,10 @@ def _megatron_sources(
     return sources, []
 
 
-def _pair_parts(
+def _pair_parts_with_places(
     block: MegatronBlock, places: tuple[LayerPlace, ...]
 ) -> Iterator[tuple[TensorPart, tuple[LayerPlace, int]]]:
-    """Yield each part of a block with (its place, its first row in the place)."""
+    """Yield each part of a block with its stored place and its first row there."""
     at = 0
     for part in block.parts if places else ():
         row, begin = at, 0
@@ -257,8 +260,8 @@ def _pair_parts(
         at += part.stop - part.start
 
 
-def _megatron_tensors(model: StoredModel) -> dict[str, NewTensor]:
-    """Return the tensors of Megatron-Core, with one chunk per layer and expert."""
+def _plan_megatron_tensors(model: StoredModel) -> dict[str, NewTensor]:
+    """Return the Megatron-Core tensors to write, with one chunk per layer and expert."""
     config = decoder_config_from_hf(model.values)
     items_by_name = {item.name: item for item in model.items}
     plans = (hf_plan(config, layout) for layout in ("per_expert", find_layout(items_by_name)))
@@ -270,7 +273,7 @@ def _megatron_tensors(model: StoredModel) -> dict[str, NewTensor]:
         place = written_place(block, config)
         sizes = (*(1 for _ in place.index), *block.shape)
         offsets = (*place.index, *(0 for _ in block.shape))
-        make = partial(_join, block, items, model.collector)
+        make = partial(_concat_parts, block, items, model.collector)
         chunks.setdefault(place.key, []).append(NewChunk(offsets, sizes, make))
         shapes[place.key] = (*place.dims, *block.shape)
         for part in block.parts:
@@ -283,15 +286,15 @@ def _megatron_tensors(model: StoredModel) -> dict[str, NewTensor]:
     return {key: NewTensor(shapes[key], dtypes[key], chunks[key]) for key in chunks}
 
 
-def _join(block: MegatronBlock, items: Mapping[str, Item], collector: Collector) -> Tensor:
-    """Return a block, concatenated from the rows of its parts."""
+def _concat_parts(block: MegatronBlock, items: Mapping[str, Item], collector: Collector) -> Tensor:
+    """Concatenate the rows of a block's parts from the Hugging Face tensors."""
     names = dict.fromkeys(part.name for part in block.parts)
     tensors = {name: _collect_tensor(collector, items[name]) for name in names}
     return torch.cat([tensors[part.name][part.start : part.stop] for part in block.parts])
 
 
-def _native_tensors(model: StoredModel, dtype: torch.dtype | None) -> dict[str, NewTensor]:
-    """Return the native decoder's tensors, with one chunk each."""
+def _plan_native_tensors(model: StoredModel, dtype: torch.dtype | None) -> dict[str, NewTensor]:
+    """Return the native decoder's tensors to write, with one chunk per tensor."""
     if not model.is_decoder and any(".experts." in name for name in model.tensors):
         raise ValueError(
             "names ('dcp') must be those of the checkpoint, which is a transformers model's: use "
@@ -302,16 +305,18 @@ def _native_tensors(model: StoredModel, dtype: torch.dtype | None) -> dict[str, 
     }
     dtypes = {name: tensor.dtype for name, tensor in model.tensors.items()}
     items = make_items(dtypes, plan, {}, dtype, model.keeps)
-    return {item.name: _one_chunk(item, model.collector) for item in items}
+    return {item.name: _make_one_chunk_tensor(item, model.collector) for item in items}
 
 
-def _one_chunk(item: Item, collector: Collector) -> NewTensor:
+def _make_one_chunk_tensor(item: Item, collector: Collector) -> NewTensor:
+    """Return a tensor to write whose only chunk is the full tensor."""
     shape = item.shape
     chunk = NewChunk((0,) * len(shape), shape, lambda: _collect_tensor(collector, item))
     return NewTensor(shape, item.dtype, [chunk])
 
 
 def _collect_tensor(collector: Collector, item: Item) -> Tensor:
+    """Read the full Hugging Face tensor of an item."""
     tensor = collector.collect_tensor(item, 0)
     assert tensor is not None, "one process has every tensor"
     return tensor

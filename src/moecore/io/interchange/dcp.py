@@ -44,7 +44,7 @@ from moecore.io.interchange.dcp_metadata import DCPChunk, read_metadata
 
 
 class DCPFiles:
-    """A reader of one directory, a context manager; it caches the last chunk."""
+    """Reads tensors of a DCP directory and caches the last chunk. A context manager."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -52,14 +52,14 @@ class DCPFiles:
         self._last: tuple[DCPChunk, Tensor] | None = None
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Return a box (slices with start and stop) of a stored tensor as a new CPU tensor."""
+        """Read a box (slices with start and stop) of a tensor; return it as a new CPU tensor."""
         entry = self.tensors[name]
         out = torch.empty([s.stop - s.start for s in box], dtype=entry.dtype)
         for chunk in entry.chunks:
             common = common_part(box, chunk.offsets, chunk.sizes)
             if common is not None:
                 source, target = common
-                out[target] = self._load(name, chunk, entry.dtype)[source]
+                out[target] = self._load_chunk(name, chunk, entry.dtype)[source]
         return out
 
     def __enter__(self) -> DCPFiles:
@@ -68,7 +68,8 @@ class DCPFiles:
     def __exit__(self, *error: object) -> None:
         self._last = None
 
-    def _load(self, name: str, chunk: DCPChunk, dtype: torch.dtype) -> Tensor:
+    def _load_chunk(self, name: str, chunk: DCPChunk, dtype: torch.dtype) -> Tensor:
+        """Load one chunk of a tensor and check its dtype and shape."""
         if self._last is not None and self._last[0] is chunk:
             return self._last[1]
         self._last = None
@@ -101,7 +102,7 @@ class DCPFiles:
 
 
 def _check_entry_sizes(part: IO[bytes], length: int) -> None:
-    """Raise ValueError for zip entries that would decompress to more than the chunk's bytes."""
+    """Raise ValueError if the chunk's zip entries would decompress to more bytes."""
     if zipfile.is_zipfile(part):
         part.seek(0)
         with zipfile.ZipFile(part) as entries:
@@ -111,7 +112,7 @@ def _check_entry_sizes(part: IO[bytes], length: int) -> None:
 
 
 class _ChunkPart(io.RawIOBase):
-    """A byte range of a file, with the interface of a file."""
+    """Read-only file object over a byte range of a file."""
 
     def __init__(self, stream: Any, start: int, length: int) -> None:
         self._stream, self._start, self._length, self._at = stream, start, length, 0
@@ -137,7 +138,7 @@ class _ChunkPart(io.RawIOBase):
 
 @dataclass(frozen=True, slots=True)
 class NewChunk:
-    """A block of a tensor to write: offsets, sizes, and the function that computes its values."""
+    """A block of a tensor to write, and the function that computes its values."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -146,7 +147,7 @@ class NewChunk:
 
 @dataclass(frozen=True, slots=True)
 class NewTensor:
-    """A tensor to write; its chunks cover it."""
+    """Shape, dtype and chunks of a tensor to write; the chunks cover the tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -169,7 +170,7 @@ def write_dcp(path: Path, tensors: Mapping[str, NewTensor], meter: Meter) -> Non
 
 
 class _Planner(SavePlanner):
-    """Plans all chunks first, and computes each chunk when it is written."""
+    """DCP save planner that computes each chunk only when DCP writes it."""
 
     def __init__(self, tensors: Mapping[str, NewTensor], meter: Meter) -> None:
         self._meter = meter
@@ -193,14 +194,14 @@ class _Planner(SavePlanner):
     def set_up_planner(
         self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
     ) -> None:
-        """Do nothing, because the plan exists."""
+        """Do nothing: DCP requires this method."""
 
     def create_local_plan(self) -> SavePlan:
         """Return the plan of all chunks, in order."""
         return SavePlan(self._items)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Return the plan of the only process, and the content of `.metadata`."""
+        """Return the plan of the only process, and the metadata of all tensors."""
         return all_plans, Metadata(self._metadata)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
@@ -208,7 +209,7 @@ class _Planner(SavePlanner):
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """Compute a chunk."""
+        """Compute the values of a chunk."""
         chunk = self._chunks[write_item.index]
         value = chunk.make().reshape(chunk.sizes).contiguous()
         self._meter.add(value.nbytes)
@@ -216,7 +217,9 @@ class _Planner(SavePlanner):
 
 
 def find_prefixes(files: DCPFiles, ending: str) -> list[str]:
-    """Return the prefixes before `ending`, such as "" or "model.", except of optimizer state.
+    """Return each prefix with which the tensor name `ending` occurs, such as "" or "model.".
+
+    Prefixes of optimizer state are left out.
 
     `ending` is a tensor name that every model has.
     """

@@ -46,7 +46,7 @@ Block = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
 @dataclass(frozen=True, slots=True)
 class DCPChunk:
-    """A non-empty block of a tensor, and the position of its bytes, as `torch.save` writes them."""
+    """A block of a tensor, and the byte range of a file in which `torch.save` wrote it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -57,7 +57,7 @@ class DCPChunk:
 
 @dataclass(frozen=True, slots=True)
 class DCPTensor:
-    """A tensor of the directory; its chunks cover each element once."""
+    """Shape, dtype and chunks of a stored tensor; the chunks cover each element once."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -65,7 +65,7 @@ class DCPTensor:
 
 
 class _MetadataRecord:
-    """Placeholder for an object of a class that is not imported; stores its arguments and state."""
+    """Replaces an object whose class is not imported; stores constructor arguments and state."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
@@ -75,7 +75,7 @@ class _MetadataRecord:
         self.state = state
 
     def get(self, name: str) -> Any:
-        """Return a stored attribute, or None."""
+        """Return a stored attribute; None if it is missing."""
         return self.state.get(name) if isinstance(self.state, dict) else None
 
 
@@ -83,6 +83,7 @@ class _Unpickler(pickle.Unpickler):
     """Unpickler that builds only records, sizes and dtypes; any other name raises."""
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return the class for a name of the pickle; raise UnpicklingError for other names."""
         if name in RECORDS and module.startswith(HOMES):
             return type(name, (_MetadataRecord,), {})
         if module == "torch":
@@ -96,22 +97,22 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} is no class of a DCP directory")
 
 
-def _check_memo(raw: bytes) -> None:
-    """Raise for a memo index above the pickle's size, which would allocate too much memory."""
+def _refuse_large_memo(raw: bytes) -> None:
+    """Raise an error if a memo index exceeds the pickle's size: it would allocate much memory."""
     for opcode, number, _ in genops(raw):
         if opcode.name.endswith("PUT") and isinstance(number, int) and number >= len(raw):
             raise _WrongError(f"its memo has {number} entries, more than it has bytes")
 
 
 def read_metadata(path: Path) -> dict[str, DCPTensor]:
-    """Return the tensors of a complete DCP directory by name; other objects are ignored."""
+    """Parse `.metadata` of a complete DCP directory; return name -> tensor."""
     try:
         raw = read_regular(path / METADATA, follow=True, max_bytes=MAX_TABLE)
     except FileNotFoundError:
         raise ValueError(f"path ({path / METADATA}) must exist: it is not there") from None
     try:
-        _check_memo(raw)
-        return _tensors(path, _Unpickler(io.BytesIO(raw)).load())
+        _refuse_large_memo(raw)
+        return _parse_tensors(path, _Unpickler(io.BytesIO(raw)).load())
     except _WrongError as error:
         message = str(error)
     except Exception as error:  # of any kind: bytes that are no pickle raise what they like
@@ -124,7 +125,7 @@ def read_metadata(path: Path) -> dict[str, DCPTensor]:
 
 
 def read_options(path: Path, names: Collection[str]) -> dict[str, Any]:
-    """Return the values after these names in a `torch.save` file, such as a trainer's arguments.
+    """Read values from a `torch.save` file, such as a trainer's arguments, by their names.
 
     Only numbers, strings, None, True and False are returned. Nothing is unpickled. For a missing
     file or another format it returns {}.
@@ -152,7 +153,7 @@ def read_options(path: Path, names: Collection[str]) -> dict[str, Any]:
 
 
 def _read_pickles(path: Path, stream: BinaryIO) -> list[bytes]:
-    """Return the pickles in a `torch.save` file; [] for another format."""
+    """Return the bytes of each pickle in a `torch.save` file; [] for another format."""
     try:
         with zipfile.ZipFile(stream) as file:
             pickles = [info for info in file.infolist() if info.filename.endswith("/data.pkl")]
@@ -169,10 +170,11 @@ class _WrongError(Exception):
     """Raised for invalid metadata; the text is the reason."""
 
 
-def _tensors(path: Path, metadata: Any) -> dict[str, DCPTensor]:
-    entries = _expect(metadata, "state_dict_metadata", dict)
+def _parse_tensors(path: Path, metadata: Any) -> dict[str, DCPTensor]:
+    """Validate the unpickled metadata and return name -> tensor."""
+    entries = _require_attribute(metadata, "state_dict_metadata", dict)
     places: dict[tuple[str, tuple[int, ...]], Any] = {}
-    for index, info in _expect(metadata, "storage_data", dict).items():
+    for index, info in _require_attribute(metadata, "storage_data", dict).items():
         name, offset = index.get("fqn"), index.get("offset")
         key = name, () if offset is None else tuple(offset)
         if key in places:
@@ -181,18 +183,19 @@ def _tensors(path: Path, metadata: Any) -> dict[str, DCPTensor]:
     tensors = {}
     for name, entry in entries.items():
         if type(entry).__name__ == "TensorStorageMetadata":
-            tensors[name] = _tensor(path, name, entry, places)
+            tensors[name] = _parse_tensor(path, name, entry, places)
     return tensors
 
 
-def _tensor(path: Path, name: str, entry: Any, places: dict[Any, Any]) -> DCPTensor:
-    shape = _counts(name, entry.get("size"))
-    dtype = _expect(entry, "properties", _MetadataRecord).state[0]
+def _parse_tensor(path: Path, name: str, entry: Any, places: dict[Any, Any]) -> DCPTensor:
+    """Validate one tensor's metadata and return the tensor with its chunks."""
+    shape = _require_counts(name, entry.get("size"))
+    dtype = _require_attribute(entry, "properties", _MetadataRecord).state[0]
     if not isinstance(name, str) or dtype not in DTYPE_NAMES:
         raise _WrongError(f"{reprlib.repr(name)} has the dtype {reprlib.repr(dtype)}")
     chunks = []
-    for chunk in _expect(entry, "chunks", list):
-        offsets, sizes = (_counts(name, chunk.get(n)) for n in ("offsets", "sizes"))
+    for chunk in _require_attribute(entry, "chunks", list):
+        offsets, sizes = (_require_counts(name, chunk.get(n)) for n in ("offsets", "sizes"))
         ends = [o + n for o, n in zip(offsets, sizes, strict=True)]
         if len(offsets) != len(shape) or any(a > b for a, b in zip(ends, shape, strict=True)):
             raise _WrongError(f"{name} {shape} has a chunk {sizes} at {offsets}")
@@ -200,16 +203,18 @@ def _tensor(path: Path, name: str, entry: Any, places: dict[Any, Any]) -> DCPTen
             info = places.get((name, offsets))
             if not isinstance(info, _MetadataRecord):
                 raise _WrongError(f"the chunk of {name} at {offsets} is in no file")
-            chunks.append(DCPChunk(offsets, sizes, *_place(path, name, info)))
+            chunks.append(DCPChunk(offsets, sizes, *_locate_chunk(path, name, info)))
     blocks = [(chunk.offsets, chunk.sizes) for chunk in chunks]
     count = sum(math.prod(sizes) for _, sizes in blocks)
-    if count != math.prod(shape) or (count and not _tiles(blocks, shape)):
+    if count != math.prod(shape) or (count and not _covers_each_element_once(blocks, shape)):
         raise _WrongError(f"{name} {shape} has chunks that are not all of it, each element once")
     return DCPTensor(shape, dtype, tuple(chunks))
 
 
-def _tiles(blocks: Sequence[Block], shape: tuple[int, ...], dim: int = 0) -> bool:
-    """Whether blocks cover each element of a box once, by recursion over slabs between edges."""
+def _covers_each_element_once(
+    blocks: Sequence[Block], shape: tuple[int, ...], dim: int = 0
+) -> bool:
+    """Whether blocks cover each element of a box once; recurses over slabs between edges."""
     # Example: [0:2, 0:1], [0:1, 1:3] and [1:2, 1:3] in (2, 3): dim 0 has the slabs 0:1 and 1:2, and
     # the first block is in both; in each slab dim 1 has the edges 0, 1 and 3 and one block between.
     if dim == len(shape):
@@ -221,17 +226,17 @@ def _tiles(blocks: Sequence[Block], shape: tuple[int, ...], dim: int = 0) -> boo
     for block, (start, stop) in zip(blocks, spans, strict=True):
         for slab in slabs[number[start] : number[stop]]:
             slab.append(block)
-    return all(_tiles(slab, shape, dim + 1) for slab in slabs)
+    return all(_covers_each_element_once(slab, shape, dim + 1) for slab in slabs)
 
 
-def _place(path: Path, name: str, info: _MetadataRecord) -> tuple[str, int, int]:
-    """Return the file, first byte and length of a chunk, after checking that they exist."""
+def _locate_chunk(path: Path, name: str, info: _MetadataRecord) -> tuple[str, int, int]:
+    """Return file, first byte and length of a chunk; raise an error if the bytes do not exist."""
     file, start, length = (info.get(n) for n in ("relative_path", "offset", "length"))
     if not isinstance(file, str) or Path(file).name != file:
         raise _WrongError(f"{name} is in {reprlib.repr(file)}, which is no file of the directory")
     if not (path / file).is_file():
         raise _WrongError(f"{file} is missing")
-    start, length = _counts(name, (start, length))
+    start, length = _require_counts(name, (start, length))
     if start + length > (path / file).stat().st_size:
         raise _WrongError(f"{file} ends before {name}")
     if info.get("transform_descriptors"):
@@ -240,14 +245,16 @@ def _place(path: Path, name: str, info: _MetadataRecord) -> tuple[str, int, int]
     return file, start, length
 
 
-def _expect(record: Any, name: str, kind: type) -> Any:
+def _require_attribute(record: Any, name: str, kind: type) -> Any:
+    """Return a record's attribute; raise an error if its type is not `kind`."""
     value = record.get(name) if isinstance(record, _MetadataRecord) else None
     if not isinstance(value, kind):
         raise _WrongError(f"{name} ({type(value).__name__}) must be a {kind.__name__}")
     return value
 
 
-def _counts(name: str, values: Any) -> tuple[int, ...]:
+def _require_counts(name: str, values: Any) -> tuple[int, ...]:
+    """Return a tuple of sizes; raise an error unless all values are integers >= 0."""
     if not isinstance(values, tuple) or not all(type(n) is int and n >= 0 for n in values):
         raise _WrongError(f"{name} has the sizes {reprlib.repr(values)}")
     return tuple(values)

@@ -108,7 +108,7 @@ class TensorPart:
 
 @dataclass(frozen=True, slots=True)
 class MegatronBlock:
-    """One matrix or vector of one layer and expert of Megatron-Core."""
+    """A matrix or vector of one layer and expert in Megatron-Core, and its Hugging Face rows."""
 
     names: tuple[str, ...]  # in its layer; the first is written, all are read
     parts: tuple[TensorPart, ...]
@@ -120,7 +120,7 @@ class MegatronBlock:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """The stored tensor and index at which rows of a block are stored."""
+    """The stored tensor, and the index into its first dims, where a block's rows are stored."""
 
     key: str
     index: tuple[int, ...]  # into its first dims, which are layers, experts, both or none
@@ -129,7 +129,7 @@ class LayerPlace:
 
 
 def megatron_blocks(config: DecoderConfig) -> list[MegatronBlock]:
-    """Return the blocks of a decoder in model order; raise for tensors without a Megatron name."""
+    """Return the decoder's blocks in model order; raise for tensors that Megatron-Core lacks."""
     shapes = file_shapes(hf_plan(config, "per_expert"))
     unnamed = ["proj.bias", "proj_bias", "router.bias", "sinks", "conv1d.weight"]
     unnamed += ["q_proj.weight"] if config.attention_gate else []
@@ -137,20 +137,20 @@ def megatron_blocks(config: DecoderConfig) -> list[MegatronBlock]:
     unnamed += ["mlp.up_proj.weight"] if config.mlp_activation == "relu2" else []
     for name in shapes:
         if name.endswith(tuple(unnamed)):
-            _refuse(name, shapes)
-    blocks = _blocks(((WORDS, EMBEDDING),), shapes)
+            _refuse_unnamed(name, shapes)
+    blocks = _build_blocks(((WORDS, EMBEDDING),), shapes)
     for i in range(config.num_layers):
-        layer_blocks = _layer(f"model.layers.{i}.", config, shapes)
+        layer_blocks = _build_layer_blocks(f"model.layers.{i}.", config, shapes)
         blocks += [replace(block, layers=LAYERS, layer=i) for block in layer_blocks]
     last = (("decoder.final_layernorm.weight", "model.norm.weight"), (OUTPUT, HEAD))
-    blocks += _blocks(last, shapes)
+    blocks += _build_blocks(last, shapes)
     for k in range(config.num_mtp_layers):
-        layer_blocks = _mtp(f"model.layers.{config.num_layers + k}.", config, shapes)
+        layer_blocks = _build_mtp_blocks(f"model.layers.{config.num_layers + k}.", config, shapes)
         blocks += [replace(block, layers=MTP, layer=k) for block in layer_blocks]
     covered = {part.name for block in blocks for part in block.parts}
     for name in shapes:
         if name not in covered:
-            _refuse(name, shapes)
+            _refuse_unnamed(name, shapes)
     problem = next(_unsupported_fields(config), None)
     if problem is not None:
         raise NotImplementedError(
@@ -161,7 +161,7 @@ def megatron_blocks(config: DecoderConfig) -> list[MegatronBlock]:
 
 
 def _unsupported_fields(config: DecoderConfig) -> Iterator[str]:
-    """Yield the config fields that Megatron-Core does not support, and their required values."""
+    """Yield an error text for each config field that Megatron-Core does not support."""
     parts: list[tuple[str, Any]] = [("", config), ("moe.", config.moe), ("mla.", config.mla)]
     for prefix, part in parts:
         for field in fields(part) if part is not None else ():
@@ -182,7 +182,8 @@ def _unsupported_fields(config: DecoderConfig) -> Iterator[str]:
         yield f"moe.normalize_weights ({moe.normalizes}) must be {moe.top_k > 1}"
 
 
-def _refuse(name: str, shapes: Shapes) -> NoReturn:
+def _refuse_unnamed(name: str, shapes: Shapes) -> NoReturn:
+    """Raise NotImplementedError for a tensor that has no name in Megatron-Core."""
     raise NotImplementedError(
         f"{shown_name(name)} {shapes[name]} must have a name in Megatron-Core, which has none "
         "that is known: go by way of a Hugging Face directory and Megatron Bridge"
@@ -190,34 +191,36 @@ def _refuse(name: str, shapes: Shapes) -> NoReturn:
 
 
 def written_place(block: MegatronBlock, config: DecoderConfig) -> LayerPlace:
-    """Return the place at which Megatron-Core writes a block."""
+    """Return the stored tensor and index to which Megatron-Core writes a block."""
     is_stacked = not config.dense_layers  # all layers are alike
-    return next(_candidates(block, config, stacked=is_stacked))[0]
+    return next(_list_candidate_places(block, config, stacked=is_stacked))[0]
 
 
 def find_places(
     block: MegatronBlock, shapes: Shapes, config: DecoderConfig
 ) -> tuple[tuple[LayerPlace, ...], list[str]]:
-    """Return the places of a block's rows, in order, and the problems with their shapes."""
+    """Find where a directory stores a block's rows; return the places and shape problems."""
     for stacked in (True, False):
-        for places in _candidates(block, config, stacked=stacked):
+        for places in _list_candidate_places(block, config, stacked=stacked):
             if all(_has_dims(place, shapes, block) for place in places):
-                return places, [p for place in places for p in _shape_problem(place, block, shapes)]
+                return places, [
+                    p for place in places for p in _find_shape_problem(place, block, shapes)
+                ]
     place = written_place(block, config)
     return (), [f"{place.key}{list(place.index) or ''} is missing"]
 
 
 def find_unused(shapes: Shapes, used_keys: set[str]) -> Iterator[str]:
-    """Yield names of the model's tensors that belong to no block."""
+    """Yield the names of stored model tensors that no block reads."""
     for name in shapes:
         if name.startswith(ROOTS) and name not in used_keys and "_extra_state" not in name:
             yield name
 
 
-def _candidates(
+def _list_candidate_places(
     block: MegatronBlock, config: DecoderConfig, *, stacked: bool
 ) -> Iterator[tuple[LayerPlace, ...]]:
-    """Yield the possible places of a block, the written one first, each with consecutive rows."""
+    """Yield the places at which Megatron-Core may store a block; the first one is written."""
     prefix = f"{block.layers}." if block.layers else ""
     index, dims = [block.layer], [config.num_layers]
     if not stacked or block.layers != LAYERS:
@@ -225,7 +228,7 @@ def _candidates(
         index, dims = [], []
     num_experts = config.moe.num_experts if config.moe else 0
     for name in block.names:
-        for form, expert in _expert_forms(name, block.expert):
+        for form, expert in _list_expert_names(name, block.expert):
             index_and_dims = (*index, *expert), (*dims, *(num_experts for _ in expert))
             yield (LayerPlace(f"{prefix}{form}", *index_and_dims, block.shape[0]),)
             if "linear_fc1.weight" in form:
@@ -235,8 +238,8 @@ def _candidates(
                 )
 
 
-def _expert_forms(name: str, expert: int | None) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield possible names of an expert's matrix, each with its index if experts are stacked."""
+def _list_expert_names(name: str, expert: int | None) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield each possible tensor name of an expert's matrix, with the index if it is stacked."""
     if expert is None:
         yield name, ()
         return
@@ -249,11 +252,13 @@ def _expert_forms(name: str, expert: int | None) -> Iterator[tuple[str, tuple[in
 
 
 def _has_dims(place: LayerPlace, shapes: Shapes, block: MegatronBlock) -> bool:
+    """Whether the stored tensor exists and has as many dims as the place expects."""
     shape = shapes.get(place.key)
     return shape is not None and len(shape) == len(place.index) + len(block.shape)
 
 
-def _shape_problem(place: LayerPlace, block: MegatronBlock, shapes: Shapes) -> Iterator[str]:
+def _find_shape_problem(place: LayerPlace, block: MegatronBlock, shapes: Shapes) -> Iterator[str]:
+    """Yield an error text if the stored tensor has a wrong shape."""
     shape, depth = shapes[place.key], len(place.index)
     expected_shape = (*place.dims, place.rows, *block.shape[1:])
     is_padded = block.names[0] in (WORDS, OUTPUT) and shape[depth] >= place.rows
@@ -262,8 +267,13 @@ def _shape_problem(place: LayerPlace, block: MegatronBlock, shapes: Shapes) -> I
         yield f"{place.key} {shape} must be {expected_shape}"
 
 
-def _blocks(table: Table, shapes: Shapes, prefix: str = "", hf: str = "") -> list[MegatronBlock]:
-    """Return the blocks of a table; `prefix` and `hf` precede the names of the two formats."""
+def _build_blocks(
+    table: Table, shapes: Shapes, prefix: str = "", hf: str = ""
+) -> list[MegatronBlock]:
+    """Build the blocks of a name table.
+
+    `prefix` precedes Megatron-Core's names, and `hf` precedes the Hugging Face names.
+    """
     blocks = []
     for names, hf_names in table:
         parts = [f"{hf}{name}" for name in hf_names.split()]
@@ -275,8 +285,8 @@ def _blocks(table: Table, shapes: Shapes, prefix: str = "", hf: str = "") -> lis
     return blocks
 
 
-def _layer(hf: str, config: DecoderConfig, shapes: Shapes) -> list[MegatronBlock]:
-    """Return the blocks of one transformer layer; `hf` is its Hugging Face name prefix."""
+def _build_layer_blocks(hf: str, config: DecoderConfig, shapes: Shapes) -> list[MegatronBlock]:
+    """Build the blocks of one transformer layer; `hf` is its Hugging Face name prefix."""
     is_moe = f"{hf}mlp.gate.weight" in shapes
     norm, q_or_qkv = "input_layernorm.weight", "linear_q_proj" if config.mla else "linear_qkv"
     norms = [norm, f"self_attention.{q_or_qkv}.layer_norm_weight"]
@@ -286,23 +296,23 @@ def _layer(hf: str, config: DecoderConfig, shapes: Shapes) -> list[MegatronBlock
         (" ".join(mlp_norms if is_moe else mlp_norms[::-1]), "post_attention_layernorm.weight"),
     )
     attention = MLA if config.mla else GROUPED
-    blocks = _blocks(table, shapes, hf=hf)
-    blocks += _blocks(attention, shapes, "self_attention.", f"{hf}self_attn.")
-    blocks += [] if config.mla else [_fused_qkv(hf, config, shapes)]
+    blocks = _build_blocks(table, shapes, hf=hf)
+    blocks += _build_blocks(attention, shapes, "self_attention.", f"{hf}self_attn.")
+    blocks += [] if config.mla else [_build_qkv_block(hf, config, shapes)]
     if not is_moe:
-        return blocks + _blocks(MLP, shapes, "mlp.", f"{hf}mlp.")
+        return blocks + _build_blocks(MLP, shapes, "mlp.", f"{hf}mlp.")
     assert config.moe is not None, "the layer has a router"
-    blocks += _blocks(ROUTER, shapes, "mlp.", f"{hf}mlp.")
+    blocks += _build_blocks(ROUTER, shapes, "mlp.", f"{hf}mlp.")
     for shared in ("shared_expert", "shared_experts"):
-        blocks += _blocks(MLP, shapes, "mlp.shared_experts.", f"{hf}mlp.{shared}.")
+        blocks += _build_blocks(MLP, shapes, "mlp.shared_experts.", f"{hf}mlp.{shared}.")
     for e in range(config.moe.num_experts):
-        expert_blocks = _blocks(MLP, shapes, "mlp.experts.", f"{hf}mlp.experts.{e}.")
+        expert_blocks = _build_blocks(MLP, shapes, "mlp.experts.", f"{hf}mlp.experts.{e}.")
         blocks += [replace(block, expert=e) for block in expert_blocks]
     return blocks
 
 
-def _fused_qkv(hf: str, config: DecoderConfig, shapes: Shapes) -> MegatronBlock:
-    """Return the block of the fused QKV projection of grouped-query attention."""
+def _build_qkv_block(hf: str, config: DecoderConfig, shapes: Shapes) -> MegatronBlock:
+    """Build the block of the fused QKV projection in grouped-query attention."""
     q, k, v = (f"{hf}self_attn.{name}_proj.weight" for name in "qkv")
     d, groups = config.head_dim, config.num_kv_heads
     per_group = config.num_heads // groups * d
@@ -314,10 +324,10 @@ def _fused_qkv(hf: str, config: DecoderConfig, shapes: Shapes) -> MegatronBlock:
     return MegatronBlock(("self_attention.linear_qkv.weight",), tuple(parts), (rows, shapes[q][1]))
 
 
-def _mtp(hf: str, config: DecoderConfig, shapes: Shapes) -> list[MegatronBlock]:
-    """Return the blocks of a multi-token prediction module: norms, projection and one layer."""
-    blocks = _blocks(MTP_NORMS, shapes, hf=hf)
-    for block in _layer(hf, config, shapes):
+def _build_mtp_blocks(hf: str, config: DecoderConfig, shapes: Shapes) -> list[MegatronBlock]:
+    """Build the blocks of a multi-token prediction module: norms, projection and one layer."""
+    blocks = _build_blocks(MTP_NORMS, shapes, hf=hf)
+    for block in _build_layer_blocks(hf, config, shapes):
         inner = ("transformer_layer.", "mtp_model_layer.")
         names = tuple(f"{outer}{name}" for outer in inner for name in block.names)
         blocks.append(replace(block, names=names))
@@ -325,7 +335,7 @@ def _mtp(hf: str, config: DecoderConfig, shapes: Shapes) -> list[MegatronBlock]:
 
 
 def optional_head(config: DecoderConfig, shapes: Shapes) -> MegatronBlock | None:
-    """Return the block of a head that is stored although the config ties it to the embedding."""
+    """Return the block of an output layer that is stored although the config ties it; or None."""
     if HEAD not in hf_copies(config) or OUTPUT not in shapes:
         return None
     shape = (config.vocab_size, config.dim)

@@ -34,7 +34,7 @@ def upcycle_config(
     layers: Iterable[int] | None = None,
     **moe_fields: Any,
 ) -> DecoderConfig:
-    """Return the config of the MoE decoder into which a dense decoder is converted.
+    """Convert a dense decoder's config to the config of the upcycled MoE decoder.
 
     Args:
         config: a dense decoder, `moe` None.
@@ -77,7 +77,7 @@ def upcycle_config(
 def upcycle_state_dict(
     state: Mapping[str, Tensor], *, config: DecoderConfig, options: UpcycleOptions
 ) -> dict[str, Tensor]:
-    """Return the state dict of the MoE decoder from the state dict of the dense decoder.
+    """Convert a dense decoder's state dict to the state dict of the upcycled MoE decoder.
 
     Args:
         state: of the dense decoder, unsharded tensors; not modified.
@@ -96,13 +96,16 @@ def upcycle_state_dict(
     tensors = dict(state)
     for name, module in skeleton.named_modules():
         if isinstance(module, MoELayer):
-            weights = [_take(tensors, f"{name}.{c}.weight") for c in ("gate_proj", "up_proj")]
-            dense = {"w1": torch.stack(weights), "w2": _take(tensors, f"{name}.down_proj.weight")}
+            weights = [_pop_tensor(tensors, f"{name}.{c}.weight") for c in ("gate_proj", "up_proj")]
+            dense = {
+                "w1": torch.stack(weights),
+                "w2": _pop_tensor(tensors, f"{name}.down_proj.weight"),
+            }
             moe_tensors = upcycle_mlp(dense, config=module.config, options=options, key=name)
             tensors.update({f"{name}.{part}": tensor for part, tensor in moe_tensors.items()})
     result = {}
     for name, expected_tensor in skeleton.state_dict().items():
-        result[name] = _take(tensors, name)
+        result[name] = _pop_tensor(tensors, name)
         if result[name].shape != expected_tensor.shape:
             raise ValueError(
                 f"state dict {shown_name(name)} {tuple(result[name].shape)} must have the shape "
@@ -116,7 +119,8 @@ def upcycle_state_dict(
     return result
 
 
-def _take(state: dict[str, Tensor], name: str) -> Tensor:
+def _pop_tensor(state: dict[str, Tensor], name: str) -> Tensor:
+    """Remove a tensor from the state dict and return it; raise ValueError if it is missing."""
     if name not in state:
         raise ValueError(
             f"state dict must hold {name}: pass the whole state dict of the dense decoder"
@@ -131,7 +135,7 @@ def upcycle_decoder(
     layers: Iterable[int] | None = None,
     **moe_fields: Any,
 ) -> Decoder:
-    """Return an MoE decoder with the outputs of a dense one. Call it before tp and sharding.
+    """Convert a dense decoder to an MoE decoder with equal outputs. Call it before sharding.
 
     Args:
         model: a dense decoder with values. The result shares the memory of layers that are not
@@ -151,7 +155,7 @@ def upcycle_decoder(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MLPNames(CheckedRecord):
-    """Names of the child `nn.Linear`s of a dense MLP; the default fits most gated MLPs.
+    """Names of the `nn.Linear` children of a dense MLP; the default fits most gated MLPs.
 
     Attributes:
         up: first matrix.
@@ -173,7 +177,7 @@ def upcycle_modules(
     names: MLPNames | None = None,
     **moe_fields: Any,
 ) -> nn.Module:
-    """Replace dense MLPs of any model, which is returned, by MoE layers with the same output.
+    """Replace dense MLPs of a model by MoE layers with the same output; return the model.
 
     Each MLP is first run on random tokens and compared with `names` and the activation. A wrong
     activation, a missing matrix or an additional factor in its forward is an error. An MLP that two
@@ -189,14 +193,14 @@ def upcycle_modules(
         experts, which follow the MLP.
 
     Raises:
-        ValueError: if an MLP is not found, does not compute what `names` and the activation imply,
-            or cannot be upcycled. The model is then unchanged.
+        ValueError: if an MLP is not found, its output differs from `names` and the
+            activation, or it cannot be upcycled. The model is then unchanged.
     """
     check_arguments(upcycle_modules, locals())
     names = names or MLPNames()
     layers: dict[nn.Module, MoELayer] = {}
-    for name, block in _find(model, mlps).items():
-        dense = _read(name, block, names, moe_fields.get("activation", "swiglu"))
+    for name, block in _find_mlps(model, mlps).items():
+        dense = _read_mlp(name, block, names, moe_fields.get("activation", "swiglu"))
         config = options.moe_config(
             dim=dense["w2"].shape[0],
             hidden_dim=dense["w2"].shape[1],
@@ -206,7 +210,9 @@ def upcycle_modules(
         )
         moe_tensors = upcycle_mlp(dense, config=config, options=options, key=name)
         _check_same_output(name, block, dense, config)
-        router, experts = (_part(moe_tensors, role) for role in ("router", "experts"))
+        router, experts = (
+            _select_child_tensors(moe_tensors, role) for role in ("router", "experts")
+        )
         layers[block] = adopt(config, LayerLayout(), router=router, experts=experts)
         layers[block].train(block.training)
     for parent in list(model.modules()):
@@ -216,14 +222,15 @@ def upcycle_modules(
     return model
 
 
-def _part(tensors: Mapping[str, Tensor], role: str) -> dict[str, Tensor]:
-    """Return the tensors of one child of the layer, by their names in the child."""
+def _select_child_tensors(tensors: Mapping[str, Tensor], role: str) -> dict[str, Tensor]:
+    """Return the tensors of one child module, with the child's name removed."""
     return {n.removeprefix(f"{role}."): t for n, t in tensors.items() if n.startswith(f"{role}.")}
 
 
-def _find(
+def _find_mlps(
     model: nn.Module, mlps: Collection[str] | Callable[[str, nn.Module], bool]
 ) -> dict[str, nn.Module]:
+    """Return name -> module for each MLP that `mlps` selects."""
     modules = dict(model.named_modules())
     mlp_names = [n for n, m in modules.items() if mlps(n, m)] if callable(mlps) else list(mlps)
     if not mlp_names:
@@ -239,22 +246,27 @@ def _find(
     return {name: modules[name] for name in mlp_names}
 
 
-def _read(name: str, block: nn.Module, names: MLPNames, activation: str) -> dict[str, Tensor]:
-    """Return the dense tensors of an MLP in the format of `upcycle_mlp`."""
+def _read_mlp(name: str, block: nn.Module, names: MLPNames, activation: str) -> dict[str, Tensor]:
+    """Return the weights and biases of a dense MLP in the format of `upcycle_mlp`."""
     gated = activation in GATED_ACTIVATIONS
     if names.gate is not None and not gated:
         raise ValueError(
             f"MLPNames.gate ({names.gate!r}) must be None with MoEConfig.activation "
             f'("{activation}"), which has no gate: set gate=None or a gated activation'
         )
-    first = [_linear(name, block, child) for child in (names.gate, names.up) if child is not None]
-    down = _linear(name, block, names.down)
-    dense = {"w1": _stack(name, [m.weight for m in first], gated), "w2": down.weight.detach()}
+    first = [
+        _get_linear(name, block, child) for child in (names.gate, names.up) if child is not None
+    ]
+    down = _get_linear(name, block, names.down)
+    dense = {
+        "w1": _stack_gate_up(name, [m.weight for m in first], gated),
+        "w2": down.weight.detach(),
+    }
     biases = [m.bias for m in first if m.bias is not None]
     if len(biases) not in (0, len(first)):
         raise ValueError(f"{name}.{names.gate} and {names.up} must both have a bias or none: add 0")
     if biases:
-        dense["b1"] = _stack(name, biases, gated)
+        dense["b1"] = _stack_gate_up(name, biases, gated)
     if down.bias is not None:
         dense["b2"] = down.bias.detach()
     for path, child in block.named_modules():
@@ -265,7 +277,8 @@ def _read(name: str, block: nn.Module, names: MLPNames, activation: str) -> dict
     return dense
 
 
-def _linear(name: str, block: nn.Module, child: str) -> nn.Linear:
+def _get_linear(name: str, block: nn.Module, child: str) -> nn.Linear:
+    """Return the `nn.Linear` named `child` of an MLP; raise ValueError if it is missing."""
     module = dict(block.named_modules()).get(child)
     if not isinstance(module, nn.Linear):
         raise ValueError(
@@ -275,8 +288,8 @@ def _linear(name: str, block: nn.Module, child: str) -> nn.Linear:
     return module
 
 
-def _stack(name: str, parts: Sequence[Tensor], gated: bool) -> Tensor:
-    """Return gate and up as [2, F, ...], or the only matrix if there is no gate."""
+def _stack_gate_up(name: str, parts: Sequence[Tensor], gated: bool) -> Tensor:
+    """Stack gate and up as [2, F, ...]; return the only matrix if there is no gate."""
     parts = [part.detach() for part in parts]
     if not gated:
         return parts[0]
@@ -295,7 +308,7 @@ def _stack(name: str, parts: Sequence[Tensor], gated: bool) -> Tensor:
 def _check_same_output(
     name: str, block: nn.Module, dense: Mapping[str, Tensor], config: MoEConfig
 ) -> None:
-    """Raise ValueError unless the MLP's output follows from its tensors and the activation."""
+    """Run the MLP on random tokens; raise ValueError if its output is not the expected one."""
     w1, w2_DF = dense["w1"].flatten(0, -2), dense["w2"]
     b1 = dense["b1"].flatten() if "b1" in dense else None
     x_TD = torch.randn(PROBE_TOKENS, config.dim, generator=torch.Generator().manual_seed(0)).to(w1)

@@ -19,7 +19,7 @@ iterations keep equal columns equal.
 Note [scale]. The members of group j have equal weights w_j, and the group's shards sum to the
 dense output y, so the layer gives sum_j w_j * y over the T / G chosen groups. The weights of all T
 sum to S = G * sum_j w_j, so FC2 is multiplied by G / S. FC2 and later operations are linear: this
-is exact for every activation, and in any dtype if G / S is a power of two (else FC2 is rounded
+is exact for every activation, and in any dtype if G / S is a power of two (otherwise FC2 is rounded
 once). S with s = routed_scaling_factor:
 
     normalised or "post", any scores        s
@@ -92,7 +92,7 @@ class UpcycleOptions(CheckedRecord):
 
     @classmethod
     def parse(cls, name: str, *, router_std: float | None = None, seed: int = 0) -> UpcycleOptions:
-        """Return the options of a name such as "E8G2T4"; raise ValueError for other names."""
+        """Parse a name such as "E8G2T4"; raise ValueError for other names."""
         match = NAME.fullmatch(name)
         if match is None:
             raise ValueError(f'upcycling name ({name!r}) must have the form "E8G2T4": write it so')
@@ -107,11 +107,11 @@ class UpcycleOptions(CheckedRecord):
 
     @property
     def num_experts(self) -> int:
-        """Number of experts of a layer."""
+        """Number of experts in a layer."""
         return self.expansion * self.granularity
 
     def moe_config(self, *, dim: Count, hidden_dim: Count, **moe_fields: Any) -> MoEConfig:
-        """Return the config of the MoE layer for a dense MLP [F, D], with these additional fields.
+        """Return the MoE layer's config for a dense MLP with these dims; `moe_fields` are added.
 
         Raises:
             ValueError: if the layer cannot reproduce the dense output.
@@ -134,7 +134,7 @@ class UpcycleOptions(CheckedRecord):
 
 
 def check_upcycle(config: MoEConfig, options: UpcycleOptions) -> None:
-    """Raise ValueError if a layer with this config cannot reproduce the dense output at step 0."""
+    """Raise ValueError if an MoE layer with this config cannot reproduce the dense MLP's output."""
     for name, expected_value in (("num_experts", options.num_experts), ("top_k", options.top_k)):
         if getattr(config, name) != expected_value:
             raise ValueError(
@@ -173,11 +173,11 @@ def check_upcycle(config: MoEConfig, options: UpcycleOptions) -> None:
             f"{weight_sum(config):g}, because the activation is not linear: use "
             "normalize_weights=True and routed_scaling_factor=1"
         )
-    _router_std(config, options)
+    _choose_router_std(config, options)
 
 
 def weight_sum(config: MoEConfig) -> float:
-    """Return S, the sum of a token's routing weights at step 0: see Note [scale]."""
+    """Return S, the sum of a token's routing weights at step 0 (Note [scale])."""
     K, s = config.top_k, config.routed_scaling_factor
     if config.normalizes:
         return s
@@ -192,7 +192,7 @@ def weight_sum(config: MoEConfig) -> float:
 def upcycle_mlp(
     dense: Mapping[str, Tensor], *, config: MoEConfig, options: UpcycleOptions, key: str
 ) -> dict[str, Tensor]:
-    """Return the tensors of an MoE layer that reproduces the dense MLP's output at step 0.
+    """Convert a dense MLP's tensors to the tensors of an MoE layer with the same output at step 0.
 
     Args:
         dense: "w1" [2, F, D] (gate, then up), or [F, D] without a gate; "w2" [D, F]; and "b1" [2,
@@ -218,14 +218,16 @@ def upcycle_mlp(
     scale = G / weight_sum(config)  # a Python number: torch multiplies in fp32 and rounds once
     w2_GDf = w2_DF.unflatten(1, (G, -1)).movedim(1, 0)
     tensors = {
-        "router.weight": _router_rows(config, options, key, like=w1),
-        "experts.w1": _copies(_shards(w1, w1.ndim - 2, G), X),
-        "experts.w2": _copies(w2_GDf, X) * scale,
+        "router.weight": _sample_router_rows(config, options, key, like=w1),
+        "experts.w1": _repeat_shards(_split_shards(w1, w1.ndim - 2, G), X),
+        "experts.w2": _repeat_shards(w2_GDf, X) * scale,
     }
     if config.fc1_bias:
-        tensors["experts.b1"] = _copies(_shards(dense["b1"], dense["b1"].ndim - 1, G), X)
+        tensors["experts.b1"] = _repeat_shards(
+            _split_shards(dense["b1"], dense["b1"].ndim - 1, G), X
+        )
     if config.fc2_bias:
-        tensors["experts.b2"] = _copies(dense["b2"].expand(G, -1), X) * (scale / G)
+        tensors["experts.b2"] = _repeat_shards(dense["b2"].expand(G, -1), X) * (scale / G)
     if config.router_bias:
         tensors["router.bias"] = w1.new_zeros(config.num_experts)
     if config.expert_bias:
@@ -233,20 +235,22 @@ def upcycle_mlp(
     return tensors
 
 
-def _shards(w: Tensor, dim: int, G: int) -> Tensor:
+def _split_shards(w: Tensor, dim: int, G: int) -> Tensor:
     """Split the hidden dim and move the shards first: [2, F, D] -> [G, 2, f, D]."""
     shards_G: Tensor = w.unflatten(dim, (G, -1)).movedim(dim, 0)
     return shards_G
 
 
-def _copies(w_Gx: Tensor, X: int) -> Tensor:
+def _repeat_shards(w_Gx: Tensor, X: int) -> Tensor:
     """Repeat all shards X times: expert j * G + g is shard g."""
     return w_Gx.detach().repeat(X, *([1] * (w_Gx.ndim - 1)))
 
 
-def _router_rows(config: MoEConfig, options: UpcycleOptions, key: str, *, like: Tensor) -> Tensor:
-    """Return [E, D], equal in a virtual group; sampled on the CPU, so that all devices agree."""
-    std = _router_std(config, options)
+def _sample_router_rows(
+    config: MoEConfig, options: UpcycleOptions, key: str, *, like: Tensor
+) -> Tensor:
+    """Sample router rows [E, D] on the CPU; rows of one virtual group are equal."""
+    std = _choose_router_std(config, options)
     if std < torch.finfo(like.dtype).tiny:
         raise ValueError(
             f"router std ({std:.1e}) of {key} must be a normal number of its dtype ({like.dtype}): "
@@ -257,8 +261,8 @@ def _router_rows(config: MoEConfig, options: UpcycleOptions, key: str, *, like: 
     return rows_XD.to(like).repeat_interleave(options.granularity, dim=0)
 
 
-def _router_std(config: MoEConfig, options: UpcycleOptions) -> float:
-    """Return the std of the router's weights; raise if the requested std would change step 0."""
+def _choose_router_std(config: MoEConfig, options: UpcycleOptions) -> float:
+    """Return the std of the router's weights; raise ValueError if it would change the output."""
     everyone = config.score_function == "softmax" and config.top_k == config.num_experts
     if config.normalizes or everyone:
         return ROUTER_STD if options.router_std is None else options.router_std
@@ -275,6 +279,7 @@ def _router_std(config: MoEConfig, options: UpcycleOptions) -> float:
 def _check_dense(
     dense: Mapping[str, Tensor], config: MoEConfig, options: UpcycleOptions, key: str
 ) -> None:
+    """Raise ValueError if the dense tensors have wrong names or shapes, or are sharded."""
     D, F = config.dim, config.hidden_dim * options.granularity
     columns = (2, F) if config.gated else (F,)
     shapes: dict[str, tuple[int, ...]] = {"w1": (*columns, D), "w2": (D, F)}
