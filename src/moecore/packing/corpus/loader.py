@@ -47,10 +47,7 @@ PARTITIONS_PER_ROW = 8  # with up to 8 workers per rank, no two workers read one
 
 
 class RankBatches(IterableDataset[Any]):
-    """Yields (batch, cursors after it, lengths of sources) for a data rank or one of its workers.
-
-    `collate` makes a batch from rows of pieces.
-    """
+    """Yields (batch, cursors after it, lengths of sources) for a data rank or one of its workers."""
 
     def __init__(
         self,
@@ -59,7 +56,7 @@ class RankBatches(IterableDataset[Any]):
         rows: int,
         data_rank: int,
         data_ranks: int,
-        collate: Callable[[Rows], Any],
+        collate: Callable[[Rows], Any],  # makes a batch from rows of pieces
     ) -> None:
         self.sources, self._options, self._collate = sources, options, collate
         self.rows = rows
@@ -148,9 +145,7 @@ class RankBatches(IterableDataset[Any]):
         period = self.partitions // math.gcd(self.partitions, workers * self.data_ranks * self.rows)
         numbers = range(worker, worker + period * workers, workers)
         return frozenset(
-            self._find_row_index(number, b) % self.partitions
-            for number in numbers
-            for b in range(self.rows)
+            self._find_row_index(n, b) % self.partitions for n in numbers for b in range(self.rows)
         )
 
     def _order_documents(

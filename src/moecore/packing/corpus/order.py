@@ -154,10 +154,10 @@ class StreamedDocuments:
     def _read_epoch(self, begin: int, count: int) -> Iterator[Any]:
         """Yield the documents of the epoch from ordinal `begin` on, without the first `count`."""
         first = self._find_epoch_start(begin)
-        num_skipped = max(0, count - (self.length or 0) + first) if first else 0  # of 0 .. first
-        if not num_skipped:
+        skip_count = max(0, count - (self.length or 0) + first) if first else 0  # of 0 .. first
+        if not skip_count:
             yield from self._skip_documents(first + count)
-        yield from islice(self._skip_documents(num_skipped), first - num_skipped)
+        yield from islice(self._skip_documents(skip_count), first - skip_count)
 
     def _skip_documents(self, count: int) -> Iterable[Any]:
         """Iterate over the stream from its start, and skip the first `count` documents."""

@@ -287,7 +287,8 @@ def _check_row_tokens(options: CorpusOptions, collator: ScheduledCollator) -> No
     if options.row_tokens % get_length_multiple(largest):
         raise ValueError(
             f"row_tokens ({options.row_tokens}) must be a multiple of "
-            f"{get_length_multiple(largest)}, two chunks of each of {largest} ranks, the most of a group: round it up"
+            f"{get_length_multiple(largest)}, two chunks of each of {largest} ranks, "
+            "the most of a group: round it up"
         )
     rank_tokens = options.row_tokens // largest
     if rank_tokens > max_tokens:
