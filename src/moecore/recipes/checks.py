@@ -54,8 +54,8 @@ def check_dynamic_cp(args: RunConfig, max_tokens: int, parallel: ParallelConfig)
     largest = ranks & -ranks
     if args.seq_len % get_length_multiple(largest):
         raise ValueError(
-            f"--seq-len ({args.seq_len}) must be a multiple of {get_length_multiple(largest)}, two chunks "
-            f"of each of {largest} data ranks, with {name}: round it up"
+            f"--seq-len ({args.seq_len}) must be a multiple of {get_length_multiple(largest)}, two "
+            f"chunks of each of {largest} data ranks, with {name}: round it up"
         )
     if args.seq_len > largest * max_tokens:
         raise ValueError(

@@ -47,7 +47,7 @@ PARTITIONS_PER_ROW = 8  # with up to 8 workers per rank, no two workers read one
 
 
 class RankBatches(IterableDataset[Any]):
-    """Yields (batch, cursors after it, lengths of sources) for a data rank or one of its workers."""
+    """Yields (batch, cursors after it, lengths of sources) for a rank or one of its workers."""
 
     def __init__(
         self,
