@@ -55,7 +55,7 @@ from moecore.packing import (
     PackedBatch,
     ScheduledLoader,
 )
-from moecore.packing.collate import multiple_of
+from moecore.packing.collate import get_length_multiple
 from moecore.train import AdamW
 
 Row = dict[str, Any]
@@ -174,7 +174,7 @@ class Variant(ABC):
             CorpusOptions(
                 row_tokens=args.row_tokens,
                 documents=args.documents,
-                multiple=multiple_of(parallel.cp),
+                multiple=get_length_multiple(parallel.cp),
             ),
         )
 

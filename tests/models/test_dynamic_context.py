@@ -237,7 +237,7 @@ def train(case: Case, model: Decoder, meshes: Meshes) -> tuple[Tensor, Any]:
     """Return the loss of the global batch and what a step counted."""
     plan, total = plan_of(meshes.data_ranks), torch.zeros(())
     owner = TrainStep(model, num_micro_batches=len(plan.rounds))
-    for group in plan.of_rank(meshes.data_rank):
+    for group in plan.select_rank_groups(meshes.data_rank):
         divisor = group.labels if case.tamper == "divisor" else plan.num_labels
         with owner.micro_batch():
             batch = batch_of(case.config, group, meshes.data_ranks)

@@ -15,7 +15,7 @@ import torch
 from moecore.packing import CorpusError, CorpusLoader, CorpusOptions, CorpusSource
 from moecore.packing.corpus.documents import EMPTY_IN_TURN
 from moecore.packing.corpus.loader import merge_positions
-from moecore.packing.corpus.order import permuted
+from moecore.packing.corpus.order import permute_index
 
 BY_HAND = [[1, 2, 3], [4, 5, 6, 7, 8]]
 
@@ -223,11 +223,11 @@ def test_each_partition_reads_all_documents_in_order(
 
 def test_a_permutation_has_each_place_once_and_looks_random() -> None:
     for count in (1, 2, 3, 5, 64, 1000):
-        assert sorted(permuted(i, count, 7) for i in range(count)) == list(range(count))
-    order = np.array([permuted(i, 1000, 7) for i in range(1000)])
+        assert sorted(permute_index(i, count, 7) for i in range(count)) == list(range(count))
+    order = np.array([permute_index(i, 1000, 7) for i in range(1000)])
     assert abs(np.abs(order - np.arange(1000)).mean() - 1000 / 3) < 30
     assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.1
-    orders = {tuple(permuted(i, 4, key) for i in range(4)) for key in range(500)}
+    orders = {tuple(permute_index(i, 4, key) for i in range(4)) for key in range(500)}
     assert len(orders) == 24
 
 

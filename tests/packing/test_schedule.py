@@ -90,7 +90,7 @@ def test_documents_fewer_than_groups_leave_empty_ones() -> None:
     ((*_, last),) = made.rounds
     assert [g.cp for g in made.rounds[0]] == [4, 4, 4]
     assert last.documents == () and last.tokens == 0
-    assert made.of_rank(11) == (last,)
+    assert made.select_rank_groups(11) == (last,)
 
 
 def test_the_published_example() -> None:
@@ -183,7 +183,7 @@ def test_gradients_are_those_of_the_whole_batch() -> None:
     (loss_of(whole) / whole["num_tokens"]).backward()
     expected, weight.grad = weight.grad, None
     for rank in range(8):
-        for group in made.of_rank(rank):
+        for group in made.select_rank_groups(rank):
             collator = PackedCollator(row_tokens=256 * group.cp, multiple=2 * group.cp)
             batch = collator([documents[i] for i in group.documents])
             assert batch["num_tokens"] == group.labels
@@ -220,7 +220,7 @@ def test_serpentine() -> None:
             r"^num_labels \(-1 of document 0\) must be >= 0 and < 2\*\*31",
         ),
         (
-            lambda: schedule_documents([1], ranks=4, max_tokens=4).of_rank(4),
+            lambda: schedule_documents([1], ranks=4, max_tokens=4).select_rank_groups(4),
             r"^rank \(4\) must be < the ranks of the schedule \(4\): count dp x cp",
         ),
         (lambda: DocumentCost(quadratic=0.0, linear=0.0), r"^DocumentCost.quadratic \(0.0\) must"),

@@ -38,7 +38,7 @@ from moecore.planning import (
     time_step,
 )
 from moecore.planning.estimate import saved_bytes_of
-from moecore.planning.run import _rank_size, sizes_of
+from moecore.planning.run import _compute_rank_size, sizes_of
 from moecore.planning.search import refuse
 from moecore.planning.segments import SmallRun
 from moecore.train.memory.saved_bytes import count_saved_bytes
@@ -112,7 +112,7 @@ def test_stages_store_what_their_layers_store(model: DecoderConfig, layers: int)
         pipeline=PipelineConfig(),
         seq_len=64,
     )
-    assert sizes_of(run) == tuple(_rank_size(run, rank) for rank in range(2))
+    assert sizes_of(run) == tuple(_compute_rank_size(run, rank) for rank in range(2))
 
 
 @pytest.mark.parametrize("model", [of_layers(8), of_pattern("MEMEM*E" * 2)])

@@ -167,7 +167,11 @@ def test_kinds_are_positive_and_add_up(
 
 def test_bytes_that_a_kind_lacks_are_taken_from_others() -> None:
     sizes = {"parameters": 50, "other": 3, "backward": 9, "attention": 20, "counts": -25, "none": 0}
-    assert memory._positive(sizes, {"parameters"}) == {"parameters": 50, "other": 3, "backward": 4}
+    assert memory._remove_negative_bytes(sizes, {"parameters"}) == {
+        "parameters": 50,
+        "other": 3,
+        "backward": 4,
+    }
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ from moecore.planning.run import MAX_IN_FLIGHT, MAX_LAYERS, MAX_STAGES, stages_o
 from moecore.planning.search import (
     MAX_DIVISORS,
     Fitting,
-    _changes,
+    _list_changes,
     explained,
     fit,
     plan_layout,
@@ -230,12 +230,15 @@ def test_fp8_moments_and_remainders_fit_what_needed_another_gpu() -> None:
 def test_advice_does_not_lead_in_circles() -> None:
     """More of the GPUs that were asked for, then GPUs that have more memory."""
     for gpu in GPUS:
-        changes = [r for _, r in _changes(replace(SMALL, gpu=gpu))]
+        changes = [r for _, r in _list_changes(replace(SMALL, gpu=gpu))]
         sizes = [(r.gpu == gpu, GPUS[r.gpu].memory, r.num_gpus) for r in changes]
         own = [size for size in sizes if size[0]]
         assert sizes[: len(own)] == own and own == sorted(own) and own[0][2] == 32
         assert all(memory > GPUS[gpu].memory for _, memory, _ in sizes[len(own) :])
-    assert max(changed.num_gpus for _, changed in _changes(replace(SMALL, num_gpus=2**15))) == 2**16
+    assert (
+        max(changed.num_gpus for _, changed in _list_changes(replace(SMALL, num_gpus=2**15)))
+        == 2**16
+    )
 
 
 def test_a_search_ranks_what_fits() -> None:

@@ -32,7 +32,7 @@ from moecore.packing.documents import (
     as_lengths,
     check_fits,
     cut_document,
-    key_of,
+    hash_parts,
     length_of,
 )
 
@@ -83,9 +83,9 @@ def pack_lengths(lengths: Lengths, bin_tokens: Count) -> Bins:
     numbers: list[int] = []
     for length, count in zip((-values).tolist(), counts.tolist(), strict=True):
         while count:
-            index, capacity = opened.find_first(length)
+            index, capacity = opened.find_first_bin(length)
             number = min(count, capacity // length)
-            opened.set(index, capacity - number * length)
+            opened.set_capacity(index, capacity - number * length)
             bins.append(index)
             numbers.append(number)
             count -= number
@@ -105,7 +105,7 @@ class _Capacities:
         self._leaves = 1 << max(max_bins, 1).bit_length()
         self._largest = [bin_tokens] * (2 * self._leaves)  # of a node; children 2i and 2i + 1
 
-    def find_first(self, tokens: int) -> tuple[int, int]:
+    def find_first_bin(self, tokens: int) -> tuple[int, int]:
         """Return the first bin that can take `tokens` tokens, and its remaining capacity."""
         largest, node = self._largest, 1
         while node < self._leaves:
@@ -114,7 +114,7 @@ class _Capacities:
                 node += 1
         return node - self._leaves, largest[node]
 
-    def set(self, index: int, capacity: int) -> None:
+    def set_capacity(self, index: int, capacity: int) -> None:
         largest, node = self._largest, index + self._leaves
         largest[node] = capacity
         while node > 1:
@@ -150,10 +150,10 @@ def pack_documents(
             a document that is too long.
     """
     check_arguments(pack_documents, locals())
-    return _pack(_pieces(documents, bin_tokens, too_long), bin_tokens, window)
+    return _pack_windows(_cut_long_documents(documents, bin_tokens, too_long), bin_tokens, window)
 
 
-def _pieces(
+def _cut_long_documents(
     documents: Iterable[Document], bin_tokens: int, too_long: TooLong
 ) -> Iterator[tuple[Document, int]]:
     """Yield each document or its pieces of at most `bin_tokens` tokens, with their lengths."""
@@ -172,7 +172,7 @@ def _pieces(
             yield cut_document(document, start, stop), stop - start
 
 
-def _pack(
+def _pack_windows(
     pieces: Iterator[tuple[Document, int]], bin_tokens: int, window: int
 ) -> Iterator[list[Document]]:
     window_pieces = list(islice(pieces, window))
@@ -182,7 +182,7 @@ def _pack(
             bins, key=lambda bin_: int(bin_[0])
         )  # by the document that waits longest
         if len(window_pieces) == window:
-            full_bins = _fullest_half(full_bins, [length for _, length in window_pieces])
+            full_bins = _select_fullest_bins(full_bins, [length for _, length in window_pieces])
         for bin_ in full_bins:
             yield [window_pieces[i][0] for i in bin_]
         indices = {int(i) for bin_ in full_bins for i in bin_}
@@ -190,8 +190,8 @@ def _pack(
         window_pieces.extend(islice(pieces, window - len(window_pieces)))
 
 
-def _fullest_half(bins: list[Integers], lengths: list[int]) -> list[Integers]:
-    """Return the first bin and the fullest other bins, half of all bins, in their order."""
+def _select_fullest_bins(bins: list[Integers], lengths: list[int]) -> list[Integers]:
+    """Return the first bin and the fullest of the other bins: half of `bins`, in their order."""
     tokens = [sum(lengths[i] for i in bin_) for bin_ in bins]
     fullest = sorted(range(1, len(bins)), key=lambda b: (-tokens[b], b))
     return [bins[b] for b in sorted([0, *fullest[: (len(bins) - 1) // 2]])]
@@ -347,5 +347,5 @@ class PackedBatchSampler:
     def _order(self, label: str, epoch: int, count: int) -> Integers:
         if not self._shuffle:
             return np.arange(count)
-        generator = torch.Generator().manual_seed(key_of(self._seed, label, epoch) >> 1)
+        generator = torch.Generator().manual_seed(hash_parts(self._seed, label, epoch) >> 1)
         return torch.randperm(count, generator=generator).numpy()

@@ -109,7 +109,7 @@ class PackedCollator(CheckedRecord):
         """
         check_arguments(PackedCollator.__call__, locals())
         return build_batch(
-            self._place(documents),
+            self._assign_to_rows(documents),
             row_tokens=self.row_tokens,
             multiple=self.multiple,
             shift_labels=self.shift_labels,
@@ -117,8 +117,8 @@ class PackedCollator(CheckedRecord):
             max_documents=self.max_documents,
         )
 
-    def _place(self, documents: Sequence[Document]) -> Rows:
-        """Return the documents of each row."""
+    def _assign_to_rows(self, documents: Sequence[Document]) -> Rows:
+        """Assign documents to rows in their order, and return the pieces of each row."""
         rows, row, row_length = [list[Piece]() for _ in range(self.rows)], 0, 0
         for number, document in enumerate(documents):
             piece = read_document(document, number)
@@ -196,18 +196,18 @@ def read_document(document: Document, number: int) -> Piece:
     if not length:
         raise ValueError(f"{name} (0 tokens) must have >= 1 token: leave it out")
     if not isinstance(document, Mapping):
-        return Piece(_integers(document, name), IGNORE_INDEX)
-    ids = labels = _integers(document["input_ids"], f"{name}['input_ids']")
+        return Piece(_convert_to_int64(document, name), IGNORE_INDEX)
+    ids = labels = _convert_to_int64(document["input_ids"], f"{name}['input_ids']")
     if "labels" in document:
-        labels = _one_per_token(document, "labels", name, length)
+        labels = _read_token_values(document, "labels", name, length)
     if "assistant_masks" in document:
-        mask = _one_per_token(document, "assistant_masks", name, length)
+        mask = _read_token_values(document, "assistant_masks", name, length)
         labels = np.where(mask != 0, labels, IGNORE_INDEX)
     return Piece(ids, IGNORE_INDEX, labels)
 
 
-def _one_per_token(document: Mapping[str, Any], key: str, name: str, length: int) -> Integers:
-    numbers = _integers(document[key], f"{name}[{key!r}]")
+def _read_token_values(document: Mapping[str, Any], key: str, name: str, length: int) -> Integers:
+    numbers = _convert_to_int64(document[key], f"{name}[{key!r}]")
     if len(numbers) != length:
         raise ValueError(
             f"{name}[{key!r}] ({len(numbers)} numbers) must have one per token ({length}): "
@@ -216,7 +216,7 @@ def _one_per_token(document: Mapping[str, Any], key: str, name: str, length: int
     return numbers
 
 
-def _integers(numbers: Any, name: str) -> Integers:
+def _convert_to_int64(numbers: Any, name: str) -> Integers:
     """Return a list, array or tensor of integers as an int64 array."""
     try:
         tensor = torch.as_tensor(np.asarray(numbers) if isinstance(numbers, list) else numbers)
@@ -232,11 +232,11 @@ def _integers(numbers: Any, name: str) -> Integers:
 def padded_lengths(lengths: Lengths, cp: Count) -> Integers:
     """Return int64 [n]: lengths rounded up to multiples of 2 * cp; unchanged if cp is 1."""
     check_arguments(padded_lengths, locals())
-    multiple = multiple_of(cp)
+    multiple = get_length_multiple(cp)
     return -(-as_lengths(lengths) // multiple) * multiple
 
 
-def multiple_of(cp: int) -> int:
+def get_length_multiple(cp: int) -> int:
     """Return the number that must divide every document's length: 2 * cp, or 1 if cp is 1."""
     return 2 * cp if cp > 1 else 1
 
@@ -258,7 +258,7 @@ def indices_of(cu_seqlens: Tensor, cp: Count, rank: CountOrZero) -> Tensor:
     check_arguments(indices_of, locals())
     if rank >= cp:
         raise ValueError(f"rank ({rank}) must be < cp ({cp}): count from 0")
-    return _rank_tokens(cu_seqlens, cp)[rank]
+    return _split_tokens_over_ranks(cu_seqlens, cp)[rank]
 
 
 def inverse_of(cu_seqlens: Tensor, cp: Count) -> Tensor:
@@ -268,7 +268,7 @@ def inverse_of(cu_seqlens: Tensor, cp: Count) -> Tensor:
     and errors: see `indices_of`.
     """
     check_arguments(inverse_of, locals())
-    tokens = _rank_tokens(cu_seqlens, cp).flatten()
+    tokens = _split_tokens_over_ranks(cu_seqlens, cp).flatten()
     inverse = torch.empty_like(tokens)
     inverse[tokens] = torch.arange(len(tokens), device=tokens.device)
     return inverse
@@ -310,7 +310,7 @@ def split_batch(batch: PackedBatch, cp: Count, rank: CountOrZero) -> PackedBatch
     )
 
 
-def _rank_tokens(cu_seqlens: Tensor, cp: int) -> Tensor:
+def _split_tokens_over_ranks(cu_seqlens: Tensor, cp: int) -> Tensor:
     """Check `cu_seqlens`; return the token indices of each rank, int64 [cp, t / cp]."""
     lengths_n = cu_seqlens.long().diff() if cu_seqlens.ndim == 1 else None
     if lengths_n is None or cu_seqlens.is_floating_point() or not len(lengths_n):
@@ -322,7 +322,7 @@ def _rank_tokens(cu_seqlens: Tensor, cp: int) -> Tensor:
         raise ValueError(
             f"cu_seqlens ({quote(cu_seqlens)}) must ascend from 0: pass that of a PackedBatch"
         )
-    uneven = (lengths_n % multiple_of(cp)).nonzero()
+    uneven = (lengths_n % get_length_multiple(cp)).nonzero()
     if len(uneven):
         raise ValueError(
             f"cu_seqlens (document {int(uneven[0])} of {int(lengths_n[uneven[0]])} tokens) must "

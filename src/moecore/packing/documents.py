@@ -36,7 +36,7 @@ Lengths = Annotated[Any, "one whole number >= 1 per document: a list, numpy arra
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 
-def key_of(*parts: object) -> int:
+def hash_parts(*parts: object) -> int:
     """Return a 64-bit hash of the parts, equal in all processes."""
     text = "/".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "little")

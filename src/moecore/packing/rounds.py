@@ -69,7 +69,7 @@ class Documents:
             [np.where(tokens[cp] <= max_tokens, costs[cp], np.inf) for cp in self.cps]
         )  # time on each rank; inf = exceeds max_tokens
         self.min_costs: list[float] = self._rank_costs.min(axis=0).tolist()
-        work = self._work_below(np.inf)
+        work = self._find_least_work(np.inf)
         self.work: list[float] = work.tolist()  # per document: least sum of its times over ranks
         self.all_work, self.all_tokens = float(work.sum()), int(lengths_N.sum())
         # cp -> time and tokens of each document on each of its cp ranks.
@@ -82,51 +82,51 @@ class Documents:
     def __len__(self) -> int:
         return len(self.work)
 
-    def fewest_rounds(self, tokens: int) -> int:
-        """Return the least number of rounds for this number of tokens."""
+    def count_min_rounds(self, tokens: int) -> int:
+        """Return the least number of rounds in which the ranks can process `tokens` tokens."""
         return -(-tokens // (self.ranks * self.max_tokens))
 
-    def bound(self, longest: int, work: float, tokens: int) -> float:
+    def bound_remaining_time(self, longest: int, work: float, tokens: int) -> float:
         """Return a lower bound of the time of the remaining documents.
 
         `longest` is the index of the longest remaining document, `work` and `tokens` are sums.
         """
         if longest == len(self):
             return 0.0
-        fixed = self.fewest_rounds(tokens) * self.fixed
+        fixed = self.count_min_rounds(tokens) * self.fixed
         return max(work / self.ranks, self.min_costs[longest]) + fixed
 
-    def lower_bound(self) -> float:
+    def bound_step_time(self) -> float:
         """Return a lower bound of the step time of every schedule."""
-        fixed = self.fewest_rounds(self.all_tokens) * self.fixed
+        fixed = self.count_min_rounds(self.all_tokens) * self.fixed
         # In a step of time t, each document is on enough ranks to take at most t, and the work of
         # all documents is at most t * ranks. The bisection finds the least such t.
         low, high = float(self._rank_costs.min(axis=0).max()), float(self._rank_costs[-1].sum())
         for _ in range(50):
             middle = (low + high) / 2
-            if self._work_below(middle).sum() > middle * self.ranks:
+            if self._find_least_work(middle).sum() > middle * self.ranks:
                 low = middle
             else:
                 high = middle
         return low + fixed
 
-    def _work_below(self, time: float) -> Costs:
-        """Return each document's least work over the cp on which it takes at most `time`."""
+    def _find_least_work(self, time: float) -> Costs:
+        """Return each document's least cp * time over all cp for which its time is <= `time`."""
         ranks_1 = np.array(self.cps)[:, None]
         costs = np.where(self._rank_costs <= time, self._rank_costs * ranks_1, np.inf)
         min_costs: Costs = costs.min(axis=0)
         return min_costs
 
-    def sums(self, indices: list[int]) -> tuple[float, int]:
-        """Return the sums of the work and of the tokens of documents."""
+    def sum_work_and_tokens(self, indices: list[int]) -> tuple[float, int]:
+        """Return the total work (rank seconds) and the total tokens of the documents `indices`."""
         return sum(self.work[i] for i in indices), sum(self.lengths[i] for i in indices)
 
-    def loads(self, index: int) -> list[float]:
+    def list_times(self, index: int) -> list[float]:
         """Return the times of a document for each cp on which it fits `max_tokens`."""
         fitting = (cp for cp in self.cps if self.tokens[cp][index] <= self.max_tokens)
         return [self.cost[cp][index] for cp in fitting]
 
-    def first_fitting(self, cp: int, load: float, tokens: int) -> int:
+    def find_first_fitting(self, cp: int, load: float, tokens: int) -> int:
         """Return the first document, longest first, within `load` and `tokens` on cp ranks."""
         return max(bisect_left(self._cost_up[cp], -load), bisect_left(self._tokens_up[cp], -tokens))
 
@@ -138,7 +138,7 @@ class RemainingDocuments:
         self._next = list(range(count + 1))
         self.trial: dict[int, int] = {}
 
-    def first(self, index: int) -> int:
+    def find_first(self, index: int) -> int:
         """Return the first remaining document with an index >= `index`; N = no document."""
         chain, trial = self._next, self.trial
         passed = []
@@ -157,11 +157,11 @@ class RemainingDocuments:
         return end
 
     def take(self, index: int) -> None:
-        """Take a document for the current trial. Clearing `trial` undoes this."""
+        """Mark a document as taken by the current trial. Clearing `trial` undoes the mark."""
         self.trial[index] = index + 1
 
-    def keep(self) -> None:
-        """Take the documents of the current trial permanently."""
+    def commit_trial(self) -> None:
+        """Remove the documents that the current trial has taken from the remaining documents."""
         for index in self.trial:
             self._next[index] = index + 1
         self.trial.clear()
@@ -171,7 +171,7 @@ def make_rounds(documents: Documents) -> list[Blocks]:
     """Return all rounds. A round is a list of blocks with all ranks, in descending cp."""
     search = _Search(documents)
     rounds = []
-    while search.remaining.first(0) < len(documents):
+    while search.remaining.find_first(0) < len(documents):
         rounds.append(sorted(search.next_round(), key=lambda block: -block.cp))
     return rounds
 
@@ -186,50 +186,52 @@ class _Search:
     def next_round(self) -> Blocks:
         """Return the round with the best score, and take its documents."""
         best: tuple[float, Blocks] = (-np.inf, [])
-        bound = self._bound(0.0, 0)
-        for blocks in self._trials():
-            work, tokens = self.documents.sums([i for block in blocks for i in block.documents])
+        bound = self._bound_remaining_time(0.0, 0)
+        for blocks in self._try_limits():
+            work, tokens = self.documents.sum_work_and_tokens(
+                [i for block in blocks for i in block.documents]
+            )
             time = max(block.load for block in blocks) + self.documents.fixed
-            share = (bound - self._bound(work, tokens)) / time
+            share = (bound - self._bound_remaining_time(work, tokens)) / time
             self.remaining.trial.clear()
             if share > best[0]:
                 best = (share, blocks)
             if share > GOOD_SCORE:
                 break
-        self._take([i for block in best[1] for i in block.documents])
+        self._take_documents([i for block in best[1] for i in block.documents])
         return best[1]
 
-    def _trials(self) -> Iterator[Blocks]:
+    def _try_limits(self) -> Iterator[Blocks]:
         """Yield the blocks of each trial, few ranks and high limits first.
 
         The method skips a limit that would give the same blocks as the previous limit.
         """
-        limits = self._limits()
+        limits = self._list_time_limits()
         for fewest in self.documents.cps:
             min_limit = np.inf
             for limit in limits:
                 if limit <= min_limit:
-                    blocks, min_limit = _fill(self.documents, self.remaining, limit, fewest)
+                    blocks, min_limit = _fill_blocks(self.documents, self.remaining, limit, fewest)
                     yield blocks
 
-    def _take(self, indices: list[int]) -> None:
+    def _take_documents(self, indices: list[int]) -> None:
         for index in indices:
             self.remaining.take(index)
-        self.remaining.keep()
-        work, tokens = self.documents.sums(indices)
+        self.remaining.commit_trial()
+        work, tokens = self.documents.sum_work_and_tokens(indices)
         self._work, self._tokens = self._work - work, self._tokens - tokens
 
-    def _bound(self, work: float, tokens: int) -> float:
+    def _bound_remaining_time(self, work: float, tokens: int) -> float:
         """Return a lower bound of the remaining time after `work` and `tokens` are removed."""
-        return self.documents.bound(
-            self.remaining.first(0), self._work - work, self._tokens - tokens
+        return self.documents.bound_remaining_time(
+            self.remaining.find_first(0), self._work - work, self._tokens - tokens
         )
 
-    def _limits(self) -> list[float]:
+    def _list_time_limits(self) -> list[float]:
         """Return time limits in descending order, for the longest remaining document."""
-        documents, longest = self.documents, self.remaining.first(0)
-        mean = self._work / (documents.ranks * documents.fewest_rounds(max(self._tokens, 1)))
-        loads = documents.loads(longest)
+        documents, longest = self.documents, self.remaining.find_first(0)
+        mean = self._work / (documents.ranks * documents.count_min_rounds(max(self._tokens, 1)))
+        loads = documents.list_times(longest)
         # The limits include the mean round time of the remaining work, and a quarter of this time.
         low, high = max(mean / 4, min(loads)), max(*loads, mean) * 1.01
         limits = [high]
@@ -238,7 +240,7 @@ class _Search:
         return [*limits, low * 1.0001]
 
 
-def _fill(
+def _fill_blocks(
     documents: Documents, remaining: RemainingDocuments, limit: float, fewest: int
 ) -> tuple[Blocks, float]:
     """Return the blocks of a trial, and the least time limit that gives the same blocks.
@@ -253,13 +255,13 @@ def _fill(
         load, i = heapq.heappop(heap)
         block = blocks[i]
         room = documents.max_tokens - block.tokens
-        index = remaining.first(documents.first_fitting(block.cp, limit - load, room))
+        index = remaining.find_first(documents.find_first_fitting(block.cp, limit - load, room))
         if index < len(documents):
             remaining.take(index)
-            _add(documents, block, index)
+            _add_document(documents, block, index)
             heapq.heappush(heap, (block.load, i))
     min_limit = max([min_limit, *(block.load for block in blocks)]) * (1 + ROUNDING)
-    _join_idle(documents, blocks)
+    _assign_idle_ranks(documents, blocks)
     return blocks, min_limit
 
 
@@ -276,7 +278,9 @@ def _open_blocks(
     free = documents.ranks
     while free:
         widest = min(documents.cps[-1], 1 << (free.bit_length() - 1))
-        index = remaining.first(documents.first_fitting(widest, limit, documents.max_tokens))
+        index = remaining.find_first(
+            documents.find_first_fitting(widest, limit, documents.max_tokens)
+        )
         if index == len(documents):
             break
         cp = next(
@@ -289,19 +293,19 @@ def _open_blocks(
         min_limit = max(min_limit, documents.cost[widest][index])
         remaining.take(index)
         blocks.append(RankBlock(cp))
-        _add(documents, blocks[-1], index)
+        _add_document(documents, blocks[-1], index)
         free -= cp
     return blocks, min_limit
 
 
-def _add(documents: Documents, block: RankBlock, index: int) -> None:
+def _add_document(documents: Documents, block: RankBlock, index: int) -> None:
     block.documents.append(index)
     block.load += documents.cost[block.cp][index]
     block.tokens += documents.tokens[block.cp][index]
 
 
-def _join_idle(documents: Documents, blocks: Blocks) -> None:
-    """Double the slowest blocks until no rank is idle; otherwise add empty blocks."""
+def _assign_idle_ranks(documents: Documents, blocks: Blocks) -> None:
+    """Give idle ranks to the slowest blocks, which double their cp; otherwise add empty blocks."""
     free = documents.ranks - sum(block.cp for block in blocks)
     max_cp = documents.cps[-1]
     while free:
@@ -314,4 +318,4 @@ def _join_idle(documents: Documents, blocks: Blocks) -> None:
         indices, block.cp = block.documents, 2 * block.cp
         block.documents, block.load, block.tokens = [], 0.0, 0
         for index in indices:
-            _add(documents, block, index)
+            _add_document(documents, block, index)

@@ -45,7 +45,7 @@ class DocumentSchedule:
         rounds: for each round, the groups in the order of their ranks.
         num_labels: number of labels in the loss of the global batch.
         time: time of the step: the sum over rounds of the slowest group's time and `fixed`.
-        lower_bound: a time that no schedule can go below, see `rounds.Documents.lower_bound`.
+        lower_bound: a time that no schedule can go below, see `rounds.Documents.bound_step_time`.
     """
 
     rounds: tuple[tuple[DocumentGroup, ...], ...]
@@ -53,9 +53,9 @@ class DocumentSchedule:
     time: float
     lower_bound: float
 
-    def of_rank(self, rank: CountOrZero) -> tuple[DocumentGroup, ...]:
+    def select_rank_groups(self, rank: CountOrZero) -> tuple[DocumentGroup, ...]:
         """Return the group that contains a rank, for each round."""
-        check_arguments(DocumentSchedule.of_rank, locals())
+        check_arguments(DocumentSchedule.select_rank_groups, locals())
         last = self.rounds[0][-1]
         if rank >= last.first_rank + last.cp:
             raise ValueError(
@@ -108,10 +108,10 @@ def schedule_documents(
     rounds = make_rounds(documents)
     times = [max(block.load for block in blocks) + cost.fixed for blocks in rounds]
     return DocumentSchedule(
-        rounds=tuple(_groups(rounds[i], documents.order, labels) for i in serpentine(times)),
+        rounds=tuple(_make_groups(rounds[i], documents.order, labels) for i in serpentine(times)),
         num_labels=int(labels_N.sum()),
         time=sum(times),
-        lower_bound=documents.lower_bound(),
+        lower_bound=documents.bound_step_time(),
     )
 
 
@@ -127,7 +127,7 @@ def serpentine(costs: Sequence[float]) -> list[int]:
     return rising[0::2] + rising[1::2][::-1]
 
 
-def _groups(blocks: Blocks, order: list[int], labels: list[int]) -> tuple[DocumentGroup, ...]:
+def _make_groups(blocks: Blocks, order: list[int], labels: list[int]) -> tuple[DocumentGroup, ...]:
     groups, first = [], 0
     for block in blocks:
         numbers = tuple(order[i] for i in block.documents)

@@ -122,7 +122,7 @@ class CostTable(CheckedRecord):
     def of(cls, gpu: GpuName | Gpu) -> CostTable:
         """Return moecore's measured table, converted to a GPU by `on`."""
         check_arguments(CostTable.of, locals())
-        return _shipped().on(gpu)
+        return _read_shipped_table().on(gpu)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> CostTable:
@@ -130,7 +130,7 @@ class CostTable(CheckedRecord):
         check_arguments(CostTable.read, locals())
         name = f"table ({quote(os.fspath(path))})"
         text = read_bytes(path, name, MAX_TABLE_BYTES, "`moecore measure` writes one")
-        return _parsed(text, os.fspath(path))
+        return _parse_table(text, os.fspath(path))
 
     def on(self, gpu: GpuName | Gpu) -> CostTable:
         """Return this table with the data-sheet rates of another GPU."""
@@ -204,8 +204,8 @@ class CostTable(CheckedRecord):
         return longest if rates[longest] > launch else "launch"
 
     def _parts(self, work: Work, node_ranks: int) -> tuple[float, dict[Wall, float]]:
-        """Return the fixed seconds of an operation, and its seconds by rate."""
-        rates = self._roofline(work, self.gpu, _in_node(work, node_ranks, self.gpu))
+        """Return an operation's fixed launch seconds, and its seconds at each achieved rate."""
+        rates = self._roofline(work, self.gpu, _count_domain_ranks(work, node_ranks, self.gpu))
         reached, launch = self._efficiency(work), self.launch_seconds
         if "network" in rates:
             launch += self.network_seconds
@@ -220,7 +220,7 @@ class CostTable(CheckedRecord):
         if work.kind == "copy":
             return {"pcie": work.num_bytes / gpu.pcie}
         if work.kind == "collective":
-            return _links(work, inside, gpu.nvlink, gpu.network)
+            return _time_links(work, inside, gpu.nvlink, gpu.network)
         peak = gpu.fp32_flops if work.dtype in ("float32", "float64") else gpu.bf16_flops
         if work.dtype.startswith("float8") and work.flops:
             if gpu.fp8_flops is None:
@@ -232,10 +232,11 @@ class CostTable(CheckedRecord):
 
     def _efficiency(self, work: Work) -> float:
         """Return the interpolated efficiency of an operation."""
-        key, sizes = (work.kind, work.name, work.dtype), _log_sizes(work)
+        key, sizes = (work.kind, work.name, work.dtype), _compute_log_sizes(work)
         if key not in self._efficiencies:
             self._efficiencies[key] = [
-                (_log_sizes(p.work), self._log_efficiency(p)) for p in self._points_for(work)
+                (_compute_log_sizes(p.work), self._log_efficiency(p))
+                for p in self._points_for(work)
             ]
         near = [(math.dist(sizes, other), log) for other, log in self._efficiencies[key]]
         if not near:
@@ -253,7 +254,7 @@ class CostTable(CheckedRecord):
 
     def _log_efficiency(self, point: Point) -> float:
         """Return the logarithm of a point's efficiency."""
-        inside = _in_node(point.work, 0, self.measured_on)
+        inside = _count_domain_ranks(point.work, 0, self.measured_on)
         rates = self._roofline(point.work, self.measured_on, inside)
         return math.log(max(rates.values()) / (point.seconds - self.launch_seconds))
 
@@ -266,9 +267,11 @@ class CostTable(CheckedRecord):
         other = self.stands_for.get(work.kind, "")
         backward = "backward" if BACKWARD.search(work.name) else ""
         for name in (work.name, other + backward):
-            matches = [p for p in kind_points if _plain(p.work.name) in _plain(name)]
-            longest = max((len(_plain(p.work.name)) for p in matches), default=0)
-            name_points = [p for p in matches if len(_plain(p.work.name)) == longest]
+            matches = [
+                p for p in kind_points if _normalise_name(p.work.name) in _normalise_name(name)
+            ]
+            longest = max((len(_normalise_name(p.work.name)) for p in matches), default=0)
+            name_points = [p for p in matches if len(_normalise_name(p.work.name)) == longest]
             dtype_points = [point for point in name_points if point.work.dtype == work.dtype]
             if name_points:
                 return dtype_points or name_points
@@ -276,11 +279,11 @@ class CostTable(CheckedRecord):
 
 
 @cache
-def _plain(name: str) -> str:
+def _normalise_name(name: str) -> str:
     return re.sub("[^a-z0-9]", "", name.lower())
 
 
-def _log_sizes(work: Work) -> tuple[float, ...]:
+def _compute_log_sizes(work: Work) -> tuple[float, ...]:
     """Return the logarithms of an operation's sizes (the table of this file)."""
     sizes: tuple[float, ...] = (work.num_bytes,)
     if work.kind == "product":
@@ -296,7 +299,7 @@ def _log_sizes(work: Work) -> tuple[float, ...]:
     return tuple(math.log(max(size, 1)) for size in sizes)
 
 
-def _in_node(work: Work, node_ranks: int, gpu: GpuName | Gpu) -> int:
+def _count_domain_ranks(work: Work, node_ranks: int, gpu: GpuName | Gpu) -> int:
     """Return the number of a collective's ranks in one domain; 0 for other operations."""
     if work.kind != "collective":
         return 0
@@ -309,8 +312,8 @@ def _in_node(work: Work, node_ranks: int, gpu: GpuName | Gpu) -> int:
     return node_ranks or min(ranks, domain)
 
 
-def _links(work: Work, inside: int, nvlink: float, network: float) -> dict[Wall, float]:
-    """Return the seconds of a collective's bytes on each link."""
+def _time_links(work: Work, inside: int, nvlink: float, network: float) -> dict[Wall, float]:
+    """Return the seconds in which NVLink and the network transfer a collective's bytes."""
     ranks = work.shape[0]
     if inside == ranks:
         return {"nvlink": work.num_bytes / nvlink}
@@ -325,15 +328,15 @@ def _links(work: Work, inside: int, nvlink: float, network: float) -> dict[Wall,
 
 
 @cache
-def _shipped() -> CostTable:
+def _read_shipped_table() -> CostTable:
     file = files("moecore.planning") / "tables" / f"{SHIPPED}.json"
-    return _parsed(file.read_bytes(), SHIPPED)
+    return _parse_table(file.read_bytes(), SHIPPED)
 
 
-def _parsed(text: bytes, path: str) -> CostTable:
+def _parse_table(text: bytes, path: str) -> CostTable:
     try:
         fields: dict[str, Any] = json.loads(text)
-        fields["points"] = tuple(_points(fields["points"]))
+        fields["points"] = tuple(_parse_points(fields["points"]))
         fields["assumed"] = tuple(fields["assumed"])
         if (slices := fields.get("slices")) is not None:
             fields["slices"] = Exposed(**slices)
@@ -345,7 +348,7 @@ def _parsed(text: bytes, path: str) -> CostTable:
         ) from error
 
 
-def _points(points: list[dict[str, Any]]) -> Iterator[Point]:
+def _parse_points(points: list[dict[str, Any]]) -> Iterator[Point]:
     for fields in points:
         work = fields["work"]
         yield Point(**fields | {"work": Work(**work | {"shape": tuple(work["shape"])})})

@@ -73,15 +73,15 @@ class DryRun:
     @property
     def forward_backward(self) -> tuple[Work, ...]:
         """The work of forward and backward."""
-        return _works(self.queued[: self.starts[-1].first])
+        return _list_works(self.queued[: self.starts[-1].first])
 
     @property
     def optimizer(self) -> tuple[Work, ...]:
         """The work of clipping and the optimizer."""
-        return _works(self.queued[self.starts[-1].first :])
+        return _list_works(self.queued[self.starts[-1].first :])
 
 
-def _works(queued: Iterable[Queued]) -> tuple[Work, ...]:
+def _list_works(queued: Iterable[Queued]) -> tuple[Work, ...]:
     return tuple(operation.work for operation in queued for _ in range(operation.times))
 
 
@@ -141,20 +141,23 @@ def dry_run_of_capacity(run: TrainingRun, rank: int = 0) -> DryRun:
         record = parallel_state(model)
         assert record is not None
         exchanges, stash = record.exchanges, record.stash
-        optimizer_bytes = sum(_optimizer_bytes(optimizer, param) for param in model.parameters())
+        optimizer_bytes = sum(
+            _count_optimizer_bytes(optimizer, param) for param in model.parameters()
+        )
         return DryRun(
             rank=rank,
             resident_bytes=recorder.level,
             peak=recorder.peak,
-            buffers=(0 if exchanges is None else exchanges.planned_bytes) + _workspace(recorder),
+            buffers=(0 if exchanges is None else exchanges.planned_bytes)
+            + _compute_workspace_bytes(recorder),
             pages=stash.pages.num_bytes if isinstance(stash, Stash) else 0,
-            queued=tuple(_with_bytes(recorder.queued, optimizer_bytes)),
+            queued=tuple(_set_adamw_bytes(recorder.queued, optimizer_bytes)),
             starts=tuple(recorder.starts),
             precision=run.precision,
         )
 
 
-def _workspace(recorder: WorkRecorder) -> int:
+def _compute_workspace_bytes(recorder: WorkRecorder) -> int:
     """Return the bytes of torch's workspace for exchanges of tp slices."""
     works = (operation.work for operation in recorder.queued if operation.work.name in SLICES)
     sizes = (workspace_bytes(work.name, work.shape[0], work.num_bytes) for work in works)
@@ -192,23 +195,23 @@ def register_hooks(model: nn.Module, parts: ModuleParts, recorder: WorkRecorder)
     for layer in (*parts.layers, *parts.mtp):
         for _, kind, module in [*find_parts(layer), BlockPart("", "moe", layer)]:
             name = "rest" if module is layer else NAMES.get(kind, kind)
-            module.forward = partial(_run_part, recorder, name, module.forward)
+            module.forward = partial(_run_in_scope, recorder, name, module.forward)
 
 
-def _run_part(
+def _run_in_scope(
     recorder: WorkRecorder, part: str, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     with recorder.scope(part):
         return forward(*args, **kwargs)
 
 
-def _optimizer_bytes(optimizer: AdamW, param: Tensor) -> int:
+def _count_optimizer_bytes(optimizer: AdamW, param: Tensor) -> int:
     """Return the bytes of a parameter, its gradient and state that a step reads and writes."""
     state = [x for x in optimizer.prepare_state(param).values() if x.numel() > 1]
     return 3 * get_local_tensor(param).nbytes + 2 * sum(get_local_tensor(x).nbytes for x in state)
 
 
-def _with_bytes(queued: list[Queued], num_bytes: int) -> Iterator[Queued]:
+def _set_adamw_bytes(queued: list[Queued], num_bytes: int) -> Iterator[Queued]:
     """Yield launches; those of AdamW, which gets addresses, with the bytes of their tensors."""
     number = sum(operation.work.name == ADAMW for operation in queued)
     for operation in queued:

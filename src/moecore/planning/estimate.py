@@ -135,7 +135,7 @@ class Estimate:
         # tp * cp, times the micro-batches in flight on the first pipeline rank.
         options, num_gpus = options or self._last, self._request.num_gpus
         layers = self._model.num_layers / layout.pp
-        share = min(1.0, LAYERS / layers) if _gathers(options) else 1.0
+        share = min(1.0, LAYERS / layers) if _has_sharded_weights(options) else 1.0
         weights = self._weights(layout)
         num_weights = share * sum(weight.copies * weight.size for weight in weights)
         num_grads = share * sum(w.copies * w.size for w in weights if w.ranks > 1)
@@ -153,7 +153,7 @@ class Estimate:
         return (
             unsharded_bytes
             + sharded_bytes / num_gpus
-            + _in_flight(layout) * saved_bytes * _rows(layout)
+            + _count_in_flight(layout) * saved_bytes * _count_rank_rows(layout)
         )
 
     def host_bytes(self, layout: Folding, options: OptionSet) -> float:
@@ -162,7 +162,9 @@ class Estimate:
         num_gpus = self._request.num_gpus
         state = options.optimizer.offload_fraction * state_bytes(options.optimizer) * self._params
         ranks = min(gpu_of(self._request.gpu).server, num_gpus)
-        return ranks * (_in_flight(layout) * offloaded_bytes * _rows(layout) + state / num_gpus)
+        return ranks * (
+            _count_in_flight(layout) * offloaded_bytes * _count_rank_rows(layout) + state / num_gpus
+        )
 
     def _seconds_of_step(self, layout: Folding, options: OptionSet) -> float:
         """Return the estimated seconds of a step without clipping and the optimizer."""
@@ -181,7 +183,7 @@ class Estimate:
         stage_seconds = [c + network - min(c, hides * network) for c, network in passes]
         busiest = max(sum(stage_seconds[rank::pp]) for rank in range(pp))
         busiest = max(busiest, self._offload_seconds(layout, options))
-        if _gathers(options):
+        if _has_sharded_weights(options):
             network = max(sum(stage.network for stage in passes[rank::pp]) for rank in range(pp))
             busiest = max(busiest, self._gather_seconds(layout, options) + across * network)
         # The copies of the optimizer state overlap with the first forward and the last backward.
@@ -220,7 +222,9 @@ class Estimate:
     def _offload_seconds(self, layout: Folding, options: OptionSet) -> float:
         """Return the seconds of the offload of a micro-batch's activations, out and back."""
         _, offloaded_bytes = self._saved_bytes(options)
-        return self._copy_seconds(2 * offloaded_bytes * _rows(layout) / layout.pp, "bfloat16")
+        return self._copy_seconds(
+            2 * offloaded_bytes * _count_rank_rows(layout) / layout.pp, "bfloat16"
+        )
 
     def _state_seconds(self, options: OptionSet) -> float:
         """Return the seconds of the copies of the optimizer state, out and back."""
@@ -232,7 +236,7 @@ class Estimate:
         return self._table.seconds(copy) if copy.num_bytes else 0.0
 
     def _parts_of(self, layout: Folding, options: OptionSet) -> list[tuple[tuple[str, Pass], ...]]:
-        """Return the parts of each stage's passes."""
+        """Return, for each pipeline stage, the (part, pass) pairs of a micro-batch."""
         segments = self._segments(options)
         stages = stages_of(run_of(self._request, layout, options))
         return [tuple((p, of) for of in PASSES for p in segments.parts(s, of)) for s in stages]
@@ -344,15 +348,15 @@ def _choices(request: SearchRequest, sets: Sequence[OptionSet]) -> list[OptionSe
     return [sets[0], *(option_set(request, choice) for choice in choices)]
 
 
-def _rows(layout: Folding) -> float:
-    """Return a rank's share of rows in a micro-batch."""
+def _count_rank_rows(layout: Folding) -> float:
+    """Return the rows of a micro-batch per rank: batch_size / (tp * cp)."""
     return layout.batch_size / (layout.tp * layout.cp)
 
 
-def _in_flight(layout: Folding) -> float:
+def _count_in_flight(layout: Folding) -> float:
     """Return the micro-batches in flight on the first pipeline rank, over pp."""
     return 1 + 1 / layout.chunks if layout.chunks > 1 else 1
 
 
-def _gathers(options: OptionSet) -> bool:
+def _has_sharded_weights(options: OptionSet) -> bool:
     return options.fsdp.dense_strategy == "optim_grads_params"

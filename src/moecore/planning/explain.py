@@ -73,7 +73,9 @@ def explain(model: nn.Module | ShardPlan, *, batch: Batch | None = None) -> str:
             raise ValueError(
                 f"batch ({batch}) must be None for a plan, which has no forward: explain the model"
             )
-        return "\n".join([*_lines(model, None, _degrees(model), []), _buffers(model)])
+        return "\n".join(
+            [*_describe_plan(model, None, _describe_degrees(model), []), _describe_buffers(model)]
+        )
     attachment = parallel_state(model)
     if attachment is not None:
         model = attachment.request.family.unwrap(model)
@@ -81,10 +83,10 @@ def explain(model: nn.Module | ShardPlan, *, batch: Batch | None = None) -> str:
     compute_args = compute_args_of(model)
     plan, coordinate = current_plan(model)
     layers = [module for module in model.modules() if isinstance(module, RoutedLayer)]
-    products = [_products(layer, request, compute_args) for layer in layers]
+    products = [_describe_products(layer, request, compute_args) for layer in layers]
     saved_lines = [] if batch is None else batch_lines(model, batch)
-    meshes = _meshes(model, request, coordinate)
-    return "\n".join([*_lines(plan, coordinate, meshes, products), *saved_lines])
+    meshes = _describe_meshes(model, request, coordinate)
+    return "\n".join([*_describe_plan(plan, coordinate, meshes, products), *saved_lines])
 
 
 def current_plan(model: nn.Module) -> tuple[ShardPlan, Coordinate]:
@@ -106,7 +108,7 @@ def current_plan(model: nn.Module) -> tuple[ShardPlan, Coordinate]:
             itemsize=param.element_size(),
             trainable=param.requires_grad,
             mesh="expert" if param in experts else "dense",
-            placements=tuple(_placements(param, coordinate)),
+            placements=tuple(_list_placements(param, coordinate)),
         )
         for name, param in named
     )
@@ -121,7 +123,7 @@ def current_plan(model: nn.Module) -> tuple[ShardPlan, Coordinate]:
         model=type(model).__name__,
         device_type="",
         parallel=ParallelConfig(),
-        layers=tuple(_layer(name, layer) for name, layer in layers.items()),
+        layers=tuple(_make_layer_plan(name, layer) for name, layer in layers.items()),
         linears=tuple(linears),
         params=params,
         units=(),
@@ -132,7 +134,7 @@ def current_plan(model: nn.Module) -> tuple[ShardPlan, Coordinate]:
     return plan, coordinate
 
 
-def _placements(param: nn.Parameter, coordinate: dict[str, int]) -> Iterator[AxisPlacement]:
+def _list_placements(param: nn.Parameter, coordinate: dict[str, int]) -> Iterator[AxisPlacement]:
     """Yield the axes of a parameter's mesh, and add this rank's index on them to `coordinate`."""
     if isinstance(param, DTensor):
         mesh = param.device_mesh
@@ -142,7 +144,7 @@ def _placements(param: nn.Parameter, coordinate: dict[str, int]) -> Iterator[Axi
             yield AxisPlacement(axis=axis, size=mesh.size(i), dim=getattr(placement, "dim", None))
 
 
-def _layer(name: str, layer: RoutedLayer) -> LayerPlan:
+def _make_layer_plan(name: str, layer: RoutedLayer) -> LayerPlan:
     config = layer.config
     return LayerPlan(
         name=name,
@@ -156,18 +158,18 @@ def _layer(name: str, layer: RoutedLayer) -> LayerPlan:
     )
 
 
-def _lines(
+def _describe_plan(
     plan: ShardPlan, coordinate: Coordinate | None, meshes: Iterable[str], products: Iterable[str]
 ) -> Iterator[str]:
     """Yield the lines of a plan for a rank; coordinate None = the first rank."""
     rows = rows_of(plan, coordinate)
     size = format_bytes(sum(row.num_bytes for row in rows))
     holder = "this rank" if coordinate is not None else f"the first rank of {plan.world_size}"
-    yield f"{plan.model}: {_numbers(plan)}, {size} on {holder}"
+    yield f"{plan.model}: {_describe_param_counts(plan)}, {size} on {holder}"
     yield from meshes
     yield from [f"degrees chosen: {plan.parallel_reason}"] if plan.parallel_reason else ()
     yield from format_columns([HEADER, *(row.cells() for row in merge_rows(rows))])
-    experts = (_rank_experts(plan, layer, coordinate) for layer in plan.layers)
+    experts = (_describe_rank_experts(plan, layer, coordinate) for layer in plan.layers)
     for (experts_line, products_line), n in Counter(zip_longest(experts, products)).items():
         yield f"{n} MoE layer{'s' * (n > 1)} {experts_line}"
         yield from [products_line] if products_line else ()
@@ -175,20 +177,22 @@ def _lines(
         yield f"dispatcher {plan.dispatcher}: {plan.dispatcher_reason}"
     dtypes = f"parameters {', '.join(dict.fromkeys(param.dtype for param in plan.params))}"
     if plan.units:
-        yield _units(plan)
-        dtypes += f", all-gathered in {_gathered_in(plan)}, gradients reduced in "
+        yield _describe_units(plan)
+        dtypes += f", all-gathered in {_describe_gather_dtypes(plan)}, gradients reduced in "
         sums = dict.fromkeys(layout.reduces for unit in plan.units for layout in unit.layouts)
         dtypes += f"{' or '.join(sums)} and divided by {plan.units[0].divisor:g}"
-    yield f"{dtypes}; {_fp8(plan)}"
+    yield f"{dtypes}; {_describe_fp8(plan)}"
 
 
-def _degrees(plan: ShardPlan) -> Iterator[str]:
+def _describe_degrees(plan: ShardPlan) -> Iterator[str]:
     for view, dims in (("dense ", DENSE_DIMS), ("expert", EXPERT_DIMS)):
         degrees = ((dim, getattr(plan.parallel, dim)) for dim in dims)
         yield f"  {view} {' '.join(f'{dim}={n}' for dim, n in degrees if n > 1) or 'one rank'}"
 
 
-def _meshes(model: nn.Module, request: Request | None, coordinate: Coordinate) -> Iterator[str]:
+def _describe_meshes(
+    model: nn.Module, request: Request | None, coordinate: Coordinate
+) -> Iterator[str]:
     """Yield the meshes of a model, and the exchange of attention over cp."""
     if request is None and coordinate:
         yield "sharded, but not what parallelize_moe returned: meshes are not known here"
@@ -220,7 +224,7 @@ def rows_of(plan: ShardPlan, coordinate: Coordinate | None) -> list[TableRow]:
     return list(rows.values())
 
 
-def _numbers(plan: ShardPlan) -> str:
+def _describe_param_counts(plan: ShardPlan) -> str:
     """Return the number of parameters, and the number that are active per token."""
     total = sum(param.numel for param in plan.params)
     if not plan.layers:
@@ -228,12 +232,12 @@ def _numbers(plan: ShardPlan) -> str:
     idle = sum(
         param.numel * (1 - layer.top_k / (layer.num_experts + layer.zero_experts))
         for layer in plan.layers
-        for param in _experts(plan, layer)
+        for param in _list_expert_params(plan, layer)
     )
     return f"{format_count(total)} parameters, {format_count(total - idle)} active per token"
 
 
-def _experts(plan: ShardPlan, layer: LayerPlan) -> Iterator[ParamPlan]:
+def _list_expert_params(plan: ShardPlan, layer: LayerPlan) -> Iterator[ParamPlan]:
     """Yield the parameters of a layer's experts."""
     prefix = f"{clean_name(layer.experts)}."
     for param in plan.params:
@@ -241,9 +245,9 @@ def _experts(plan: ShardPlan, layer: LayerPlan) -> Iterator[ParamPlan]:
             yield param
 
 
-def _rank_experts(plan: ShardPlan, layer: LayerPlan, coordinate: Coordinate | None) -> str:
+def _describe_rank_experts(plan: ShardPlan, layer: LayerPlan, coordinate: Coordinate | None) -> str:
     """Return a layer's number of experts, and the experts of a rank."""
-    ranks = {axis.axis: axis.size for axis in next(_experts(plan, layer)).placements}
+    ranks = {axis.axis: axis.size for axis in next(_list_expert_params(plan, layer)).placements}
     num_local, etp = layer.num_experts // ranks.get("ep", 1), ranks.get("etp", 1)
     share = f"all {layer.num_experts}"
     if num_local < layer.num_experts:
@@ -254,7 +258,9 @@ def _rank_experts(plan: ShardPlan, layer: LayerPlan, coordinate: Coordinate | No
     return f"of {layer.num_experts} experts, top {layer.top_k}; {subject} rank has {share}"
 
 
-def _products(layer: RoutedLayer, request: Request | None, compute_args: ComputeArgs) -> str:
+def _describe_products(
+    layer: RoutedLayer, request: Request | None, compute_args: ComputeArgs
+) -> str:
     """Return the products of a layer's experts, and the bytes that the layer saves for backward."""
     config, experts = layer.config, layer.part("experts")
     backend, weight = experts.backend, next(experts.parameters())
@@ -272,7 +278,7 @@ def _products(layer: RoutedLayer, request: Request | None, compute_args: Compute
     return f"expert_backend {backend}; saved for backward {layer_line(layer, compute_args)}"
 
 
-def _units(plan: ShardPlan) -> str:
+def _describe_units(plan: ShardPlan) -> str:
     units = [unit for unit in plan.units if unit.role != "root"]
     number = Counter(UNITS[unit.role] for unit in units)
     counts = ", ".join(f"{number[kind]} of {kind}" for kind in UNITS.values() if number[kind])
@@ -282,7 +288,7 @@ def _units(plan: ShardPlan) -> str:
     return f"units: {len(units) + 1}: {counts or 'none'}, the root; {after}"
 
 
-def _gathered_in(plan: ShardPlan) -> str:
+def _describe_gather_dtypes(plan: ShardPlan) -> str:
     """Return the all-gather dtype of the root, and the numbers of quantised parameters."""
     wide = plan.units[0].gather_dtype or "their own dtype"
     numbers = Counter[str]()
@@ -292,8 +298,8 @@ def _gathered_in(plan: ShardPlan) -> str:
     return ", ".join([wide, *(f"{number} of them in {name}" for name, number in numbers.items())])
 
 
-def _fp8(plan: ShardPlan) -> str:
-    """Return the modules with FP8 recipes."""
+def _describe_fp8(plan: ShardPlan) -> str:
+    """Count a plan's modules by FP8 recipe, and return the counts as text, or "no FP8"."""
     numbers = Counter[str]()
     for layer in plan.layers:
         for role, recipe in layer.recipes:
@@ -303,7 +309,7 @@ def _fp8(plan: ShardPlan) -> str:
     return "; ".join(f"{n} {text}" for text, n in numbers.items()) or "no FP8"
 
 
-def _buffers(plan: ShardPlan) -> str:
+def _describe_buffers(plan: ShardPlan) -> str:
     size = rank_bytes(plan)
     return (
         f"on the first rank: gradients {format_bytes(size.gradients)}, buffers of whole parameters "
@@ -395,7 +401,7 @@ def batch_lines(model: nn.Module, batch: Batch) -> list[str]:
     table = [("layers", *(name.replace("_", " ") for name in names))]
     for row, layers in rows.items():
         cells = {name: format_bytes(n / tokens_BT.numel()) for name, n in row}
-        table.append((_ranges(layers), *(cells.get(name, "-") for name in names)))
+        table.append((_format_ranges(layers), *(cells.get(name, "-") for name in names)))
     device_size = format_bytes(sum(count.num_bytes for count in counts))
     host = sum(sum(count.host.values()) for count in counts)
     return [
@@ -405,7 +411,7 @@ def batch_lines(model: nn.Module, batch: Batch) -> list[str]:
     ]
 
 
-def _ranges(numbers: list[int]) -> str:
+def _format_ranges(numbers: list[int]) -> str:
     """Return ascending numbers as text, such as "0, 2 to 5"."""
     ranges: list[list[int]] = []
     for n in numbers:

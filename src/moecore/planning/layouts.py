@@ -174,8 +174,10 @@ def enumerate_layouts(num_gpus: int) -> Iterator[Folding]:
 
 
 def refuse(request: SearchRequest, folding: Folding) -> Refusal | None:
-    """Return the first rule that refuses a layout; None = no rule refuses it."""
-    return next(chain(_illegal(request, folding), _unwise(request, folding)), None)
+    """Check a layout against all rules; return the first violated rule, or None."""
+    return next(
+        chain(_find_illegal_values(request, folding), _find_slow_choices(request, folding)), None
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,7 +219,7 @@ def option_sets_of(request: SearchRequest) -> tuple[OptionSet, ...]:
     sets = [option_set(request, ())]
     for option in OPTIONS:
         larger = option_set(request, (*sets[-1].options, option))
-        changes = _changes(larger, sets[-1])
+        changes = _list_changed_fields(larger, sets[-1])
         if option.overhead and changes and all(getattr(request, name) == ANY for name in changes):
             sets.append(larger)
     return tuple(sets[sum(option.gains for option in sets[-1].options) :])
@@ -234,12 +236,12 @@ def smaller_sets(
     for removal in (o for o in reversed(option_set_.options) if gains or not o.gains):
         options = tuple(option for option in option_set_.options if option is not removal)
         smaller = option_set(request, options)
-        if _changes(smaller, option_set_):
+        if _list_changed_fields(smaller, option_set_):
             yield smaller
 
 
-def _changes(first: OptionSet, second: OptionSet) -> list[str]:
-    """Return the names of the fields of a run in which two sets differ."""
+def _list_changed_fields(first: OptionSet, second: OptionSet) -> list[str]:
+    """Compare two option sets, and return the names of the run's fields that differ."""
     return [name for name in DEFAULTS if getattr(first, name) != getattr(second, name)]
 
 
@@ -294,8 +296,8 @@ def num_micro_batches(request: SearchRequest, folding: Folding) -> int:
     return request.rows // (data_ranks(request, folding) * folding.batch_size)
 
 
-def _illegal(request: SearchRequest, folding: Folding) -> Iterator[Refusal]:
-    """Yield the reasons for which `parallelize_moe` refuses a layout."""
+def _find_illegal_values(request: SearchRequest, folding: Folding) -> Iterator[Refusal]:
+    """Check a layout as `parallelize_moe` does, and yield a Refusal for each violated rule."""
     model, (pp, tp, cp, ep, etp, chunks, batch_size) = request.planned_model, folding
     for view, size in (("dense", pp * tp * cp), ("expert", pp * ep * etp)):
         if request.num_gpus % size:
@@ -332,8 +334,8 @@ def _illegal(request: SearchRequest, folding: Folding) -> Iterator[Refusal]:
         yield Refusal("rows for all data ranks", reason)
 
 
-def _unwise(request: SearchRequest, folding: Folding) -> Iterator[Refusal]:
-    """Yield the reasons for which the guidelines advise against a layout."""
+def _find_slow_choices(request: SearchRequest, folding: Folding) -> Iterator[Refusal]:
+    """Check a layout against the guidelines, and yield a Refusal for each violated guideline."""
     pp, tp, cp, _, etp, chunks, _ = folding
     node, stage = request.domain, request.num_gpus // pp
     if etp > 1:

@@ -90,7 +90,7 @@ QUEUED = TrainingRun(model=SMALL_MODEL, num_gpus=1, seq_len=256)
 
 def run_measure(args: Any) -> int:
     """Measure and write the table; under torchrun the first rank writes it."""
-    device = _device()
+    device = _find_device()
     gpu = gpu_name(torch.cuda.get_device_name(device))
     host = host_seconds(QUEUED, device)
     calls = [gpu_calls(device, FULL)]
@@ -109,7 +109,7 @@ def run_measure(args: Any) -> int:
 
 
 def host_seconds(run: TrainingRun, device: torch.device) -> float:
-    """Return how long an idle host takes for a piece of work of a step on one GPU."""
+    """Run training steps of a small model; return the host's median seconds per launch."""
     times = []
     with fake_world(run.num_gpus), quiet():
         model = model_of(run, device.type)
@@ -131,7 +131,7 @@ def host_seconds(run: TrainingRun, device: torch.device) -> float:
 
 
 def gpu_name(device_name: str) -> GpuName:
-    """Return the name under which plans know a GPU."""
+    """Return the key of `GPUS` that matches a GPU's name in torch."""
     for name in GPUS:
         if name.split("-")[0] in device_name.lower():
             return name
@@ -139,29 +139,29 @@ def gpu_name(device_name: str) -> GpuName:
 
 
 def measured(calls: Iterable[tuple[Work, Call]], device: torch.device) -> Iterator[Point]:
-    """Yield the median time of each call, that of the slowest rank if there are several."""
+    """Time each call, and yield its median seconds on the slowest rank as a `Point`."""
     flush = torch.ones(FLUSH_BYTES // 4 if device.type == "cuda" else 1, device=device)
     date = datetime.now(UTC).strftime("%Y-%m-%d")
     for work, call in calls:
         # The slowest rank's, so that ranks warm up alike.
-        first_seconds = _slowest(_median_seconds(call, flush, 3), device)
-        _median_seconds(call, flush, min(MAX_CALLS, int(WARM_UP_S / first_seconds)))
-        seconds = _slowest(_median_seconds(call, flush, ROUNDS), device)
+        first_seconds = _max_over_ranks(_time_call(call, flush, 3), device)
+        _time_call(call, flush, min(MAX_CALLS, int(WARM_UP_S / first_seconds)))
+        seconds = _max_over_ranks(_time_call(call, flush, ROUNDS), device)
         yield Point(work=work, seconds=float(f"{seconds:.6g}"), date=date)
 
 
 def gpu_calls(device: torch.device, sizes: Sizes) -> Iterator[tuple[Work, Call]]:
     """Yield operations of one GPU; tensors of one are gone when the next is asked for."""
     for M, N, K in sizes.products:
-        a, b = _random(device, M, K), _random(device, K, N)
+        a, b = _make_random_tensor(device, M, K), _make_random_tensor(device, K, N)
         num_bytes = 2 * (M * K + K * N + M * N)
         work = Work("aten.mm", "product", 2 * M * N * K, num_bytes, (M, N, K), "bfloat16")
         yield work, lambda a=a, b=b: a @ b  # type: ignore[misc]
     for E, R, D, F in sizes.grouped:
-        yield from _grouped(device, E, R, D, F)
+        yield from _make_grouped_calls(device, E, R, D, F)
     for B, H, T, d, v in sizes.attention:
-        yield from _attention(device, B, H, T, d, v)
-    yield from _rows(device, sizes)
+        yield from _make_attention_calls(device, B, H, T, d, v)
+    yield from _make_memory_bound_calls(device, sizes)
     device_bytes = torch.empty(sizes.num_bytes, dtype=torch.uint8, device=device)
     host_bytes = torch.empty(sizes.num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     for name, target, source in (
@@ -179,7 +179,7 @@ def collective_calls(device: torch.device, num_bytes: int) -> Iterator[tuple[Wor
         raise ValueError(f"ranks ({ranks}) must be 2 to {NODE} of one node: start as many there")
     for shift in (10, 6, 2, 0):
         numel = (num_bytes >> shift) // (2 * ranks) * ranks
-        full, part = _random(device, numel), _random(device, numel // ranks)
+        full, part = _make_random_tensor(device, numel), _make_random_tensor(device, numel // ranks)
         other = torch.empty_like(full)
         traffic = 2 * (full.nbytes - part.nbytes)  # sent and received
 
@@ -199,11 +199,13 @@ def collective_calls(device: torch.device, num_bytes: int) -> Iterator[tuple[Wor
         yield Work("send", "collective", 0, 2 * full.nbytes, (ranks,), "bfloat16"), shift_on
 
 
-def _grouped(device: torch.device, E: int, R: int, D: int, F: int) -> Iterator[tuple[Work, Call]]:
+def _make_grouped_calls(
+    device: torch.device, E: int, R: int, D: int, F: int
+) -> Iterator[tuple[Work, Call]]:
     """Yield the products of a layer with even loads: torch's, on Hopper moecore's too."""
     ends = (torch.arange(1, E + 1, device=device) * (R // E)).int()
-    x_RD, h_RC, a_RF = (_random(device, R, n) for n in (D, 2 * F, F))
-    w1_ECD, w2_EDF = _random(device, E, 2 * F, D), _random(device, E, D, F)
+    x_RD, h_RC, a_RF = (_make_random_tensor(device, R, n) for n in (D, 2 * F, F))
+    w1_ECD, w2_EDF = _make_random_tensor(device, E, 2 * F, D), _make_random_tensor(device, E, D, F)
 
     def work(name: str, N: int, K: int) -> Work:
         num_bytes, shape = 2 * (R * (N + K) + E * N * K), (E, R, N, K)
@@ -246,11 +248,11 @@ def _grouped(device: torch.device, E: int, R: int, D: int, F: int) -> Iterator[t
         yield sums_work, lambda a=lhs, b=rhs, out=out: wgrad.grouped_wgrad(a, b, ends, out=out)  # type: ignore[misc]
 
 
-def _attention(
+def _make_attention_calls(
     device: torch.device, B: int, H: int, T: int, d: int, v: int
 ) -> Iterator[tuple[Work, Call]]:
     """Yield causal attention and its backward: 2 (d + v) FLOP per head and unmasked pair."""
-    q, k, do, values = (_random(device, B, T, H, n) for n in (d, d, v, v))
+    q, k, do, values = (_make_random_tensor(device, B, T, H, n) for n in (d, d, v, v))
     mask, scale = AttentionMask(causal=True), d**-0.5
     name = CUDNN if cudnn.supports(q, k, values, mask) is None else FLASH  # as on meta
     shape = (B, H, T, d, v)
@@ -263,18 +265,20 @@ def _attention(
     yield backward, lambda: attention_backward(do, q, k, values, o, lse, mask, scale)
 
 
-def _rows(device: torch.device, sizes: Sizes) -> Iterator[tuple[Work, Call]]:
+def _make_memory_bound_calls(device: torch.device, sizes: Sizes) -> Iterator[tuple[Work, Call]]:
     """Yield memory-bound operations: copies, moves of expert rows, activation, optimizer."""
 
     def work(name: str, num_bytes: int, dtype: str = "bfloat16") -> Work:
         return Work(name, "rows", 0, num_bytes, (), dtype)
 
-    source, K, F = _random(device, sizes.num_bytes // 2), 8, 768
+    source, K, F = _make_random_tensor(device, sizes.num_bytes // 2), 8, 768
     target = torch.empty_like(source)
     yield work("aten.copy_", 2 * source.nbytes), lambda: target.copy_(source)
     D = 2048
     S = max(1, sizes.num_bytes // (2 * K * D))
-    x_SD, y_RD, h_RC = (_random(device, n, m) for n, m in ((S, D), (S * K, D), (S * K, 2 * F)))
+    x_SD, y_RD, h_RC = (
+        _make_random_tensor(device, n, m) for n, m in ((S, D), (S * K, D), (S * K, 2 * F))
+    )
     order_R = torch.randperm(S * K, device=device).int()
     slots_SK = torch.empty_like(order_R)
     slots_SK[order_R.long()] = torch.arange(S * K, device=device, dtype=torch.int32)
@@ -304,7 +308,7 @@ def _rows(device: torch.device, sizes: Sizes) -> Iterator[tuple[Work, Call]]:
     yield work("adamw", 7 * param.nbytes, "float32"), optimizer.step
 
 
-def _random(device: torch.device, *shape: int) -> Tensor:
+def _make_random_tensor(device: torch.device, *shape: int) -> Tensor:
     """Return bf16 values about 0: a GPU takes longer for them than for zeros."""
     if prod(shape) > 1 << 24:  # large ones by repetition, to save the time that randn takes
         return (
@@ -316,7 +320,7 @@ def _random(device: torch.device, *shape: int) -> Tensor:
     return torch.randn(shape, device=device).bfloat16()
 
 
-def _median_seconds(call: Call, flush: Tensor, rounds: int) -> float:
+def _time_call(call: Call, flush: Tensor, rounds: int) -> float:
     """Return the median seconds of `rounds` calls; 0 if `rounds` is 0."""
     times, spans = [], []
     for _ in range(rounds):
@@ -337,8 +341,8 @@ def _median_seconds(call: Call, flush: Tensor, rounds: int) -> float:
     return median(times) if times else 0.0
 
 
-def _slowest(seconds: float, device: torch.device) -> float:
-    """Return the longest time of all ranks."""
+def _max_over_ranks(seconds: float, device: torch.device) -> float:
+    """All-reduce `seconds` with MAX, and return the longest time of all ranks."""
     if not dist.is_initialized():
         return seconds
     longest = torch.tensor(seconds, dtype=torch.float64, device=device)
@@ -346,8 +350,8 @@ def _slowest(seconds: float, device: torch.device) -> float:
     return float(longest)
 
 
-def _device() -> torch.device:
-    """Return this rank's GPU."""
+def _find_device() -> torch.device:
+    """Select the GPU of LOCAL_RANK as the current device, and return it."""
     if not torch.cuda.is_available():
         raise ValueError("device (cpu) must be a GPU: run `moecore measure` where torch sees one")
     device = torch.device("cuda", read_launcher_number("LOCAL_RANK", 0, min_value=0))

@@ -156,7 +156,7 @@ def plan_peak(run: TrainingRun) -> tuple[int, ...]:
         ValueError, NotImplementedError: as `parallelize_moe`, for options that the model refuses.
     """
     check_arguments(plan_peak, locals())
-    return tuple(rank.peak().num_bytes for rank in _ranks(run))
+    return tuple(rank.peak().num_bytes for rank in _make_ranks(run))
 
 
 def plan_memory(run: TrainingRun) -> MemoryPlan:
@@ -169,15 +169,15 @@ def plan_memory(run: TrainingRun) -> MemoryPlan:
     with fake_world(1):
         pass  # refuses a call inside another fake world, even if all dry runs are cached
     segments = segments_of(run)
-    pairs = enumerate(zip(_ranks(run), stages_by_rank(run), strict=True))
-    ranks = [_rank_memory(run, i, rank, stages, segments) for i, (rank, stages) in pairs]
+    pairs = enumerate(zip(_make_ranks(run), stages_by_rank(run), strict=True))
+    ranks = [_make_rank_memory(run, i, rank, stages, segments) for i, (rank, stages) in pairs]
     return MemoryPlan(run=run, ranks=tuple(ranks))
 
 
-def _rank_memory(
+def _make_rank_memory(
     run: TrainingRun, pp_rank: int, rank: _Rank, stages: Sequence[Stage], segments: Segments
 ) -> RankMemory:
-    """Return the memory of a rank at its peak."""
+    """Sum a rank's bytes by kind at the peak of its step, and return them as `RankMemory`."""
     peak = rank.peak()
     device, in_flight = Counter(rank.resident), Counter[int]()
     for number, (stage, of, passed) in enumerate(rank.passes[: peak.passed + 1]):
@@ -189,18 +189,20 @@ def _rank_memory(
     device["optimizer state"] -= peak.offloaded_state
     device["other"] += device.pop(RESIDENT, 0)
     device["other"] += peak.num_bytes - sum(device.values())
-    host = {"activations": _host_peak(rank, segments), "optimizer state": rank.offloaded_state}
+    host = {"activations": _find_host_peak(rank, segments), "optimizer state": rank.offloaded_state}
     return RankMemory(
         pp_rank=pp_rank,
         stages=("all",) if run.pipeline is None else tuple(stage.letters for stage in stages),
-        device=_positive(device, rank.resident.keys() - {"other"}),
+        device=_remove_negative_bytes(device, rank.resident.keys() - {"other"}),
         host={kind: n for kind, n in host.items() if n},
         in_flight=tuple(in_flight[stage.index] for stage in stages),
     )
 
 
-def _positive(sizes: Mapping[str, int], resident_kinds: Collection[str]) -> dict[str, int]:
-    """Return bytes by kind with the same sum, each of them positive."""
+def _remove_negative_bytes(
+    sizes: Mapping[str, int], resident_kinds: Collection[str]
+) -> dict[str, int]:
+    """Subtract negative bytes from the largest kinds, so that all kinds are positive."""
     # A tensor that is allocated once per step may be freed in a layer that stands for several
     # layers, so that its kind becomes negative. These bytes are subtracted from the largest kinds,
     # and from stored kinds last.
@@ -212,7 +214,7 @@ def _positive(sizes: Mapping[str, int], resident_kinds: Collection[str]) -> dict
     return {kind: n for kind, n in positive.items() if n}
 
 
-def _host_peak(rank: _Rank, segments: Segments) -> int:
+def _find_host_peak(rank: _Rank, segments: Segments) -> int:
     """Return the peak bytes of activations that are offloaded to the host."""
     level, peak, copies = 0, 0, dict[int, int]()
     for stage, of, passed in rank.passes:
@@ -234,7 +236,7 @@ def until_steady(run: TrainingRun) -> int:
     return min(number, 4 * pp + number % pp)
 
 
-def _ranks(run: TrainingRun) -> Iterator[_Rank]:
+def _make_ranks(run: TrainingRun) -> Iterator[_Rank]:
     """Yield the pipeline ranks of a run."""
     small, model = SmallRun.of(run), run.planned_model
     step, segments = small.step, small.memory_segments
@@ -243,7 +245,9 @@ def _ranks(run: TrainingRun) -> Iterator[_Rank]:
     other = segments.resident_bytes - max(rank_bytes) - step.pages
     pages_per_run = step.pages / max(1, small.run.planned_model.num_moe_runs)
     per_element = run.optimizer.offload_fraction * state_bytes(run.optimizer)
-    ranks = zip(sizes_of(run), _passes(run, small, segments), stages_by_rank(run), strict=True)
+    ranks = zip(
+        sizes_of(run), _order_passes(run, small, segments), stages_by_rank(run), strict=True
+    )
     for size, passes, stages in ranks:
         moe_runs = sum(i not in model.dense for stage in stages for i in stage.layers)
         moe_runs += model.mtp_runs * sum(len(stage.mtp) for stage in stages)
@@ -257,7 +261,7 @@ def _ranks(run: TrainingRun) -> Iterator[_Rank]:
         )
 
 
-def _passes(run: TrainingRun, small: SmallRun, segments: Segments) -> Iterator[list[_Pass]]:
+def _order_passes(run: TrainingRun, small: SmallRun, segments: Segments) -> Iterator[list[_Pass]]:
     """Yield each pipeline rank's passes, in the order of its schedule."""
     stages, number, pp = stages_of(run), until_steady(run), run.resolved.pp
     like = like_micro_batches(number, segments.num_micro_batches)
@@ -276,14 +280,18 @@ def _passes(run: TrainingRun, small: SmallRun, segments: Segments) -> Iterator[l
         share = (size.accumulated / sums if sums else 1 / pp) / len(ends)
         yield [
             _Pass(
-                stage, of, _of_stage(stages[stage], of, like[i], segments, share * (stage in ends))
+                stage,
+                of,
+                _correct_stage_segments(
+                    stages[stage], of, like[i], segments, share * (stage in ends)
+                ),
             )
             for kind, stage, i in actions
             for of in passes.get(kind, ())
         ]
 
 
-def _of_stage(
+def _correct_stage_segments(
     stage: Stage, of: Pass, micro_batch: int, segments: Segments, share: float
 ) -> list[Segment]:
     """Return the segments of a stage's pass, with the net bytes at the end of a backward.
@@ -300,16 +308,20 @@ def _of_stage(
     layers = replace(stage, embedding=False, loss=False)
     ends = replace(stage, embedding=True, layers=(), mtp=(), loss=True)
     net_bytes = sum(
-        part_share * (_net(part, micro_batch, segments) - _net(part, MIDDLE // 2, segments))
+        part_share
+        * (
+            _sum_net_bytes(part, micro_batch, segments)
+            - _sum_net_bytes(part, MIDDLE // 2, segments)
+        )
         for part, part_share in ((layers, 1.0), (ends, share))
     )
-    surplus = round(net_bytes) - _net(stage, micro_batch, segments)
+    surplus = round(net_bytes) - _sum_net_bytes(stage, micro_batch, segments)
     *first, last = stage_segments or [Segment(range(0), 0, 0, {}, {})]
     peak, kinds = max(0, last.peak + min(0, surplus)), dict(last.net_kinds)
     kinds["backward"] = kinds.get("backward", 0) + surplus
     return [*first, last._replace(net=last.net + surplus, peak=peak, net_kinds=kinds)]
 
 
-def _net(stage: Stage, micro_batch: int, segments: Segments) -> int:
+def _sum_net_bytes(stage: Stage, micro_batch: int, segments: Segments) -> int:
     """Return the net bytes of a stage's forward and backward of a micro-batch."""
     return sum(s.net for of in PASSES for s in segments.of_stage(stage, of, micro_batch))

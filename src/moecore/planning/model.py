@@ -117,7 +117,7 @@ class PlannedModel(ABC):
 
     @abstractmethod
     def sizes(self) -> ModelSizes:
-        """Return the numbers of parameters."""
+        """Count all parameters, the routed experts' parameters and the tp-sharded parameters."""
 
     @abstractmethod
     def check(self, *, pp: int, tp: int, cp: int) -> None:
@@ -194,7 +194,7 @@ class NativeModel(PlannedModel):
 
     @override
     def source(self, dtype: torch.dtype) -> ModelSource:
-        config = _config_source(self.config)
+        config = _write_config(self.config)
         return ModelSource(
             ["from moecore.models import *"],
             [f"config = {config}", f'model = Decoder(config, device="meta", dtype={dtype})'],
@@ -219,7 +219,7 @@ HALVES: Mapping[tuple[Mixer | None, Feedforward | None], str] = {
 
 
 def kind_of(config: DecoderConfig, layer: int) -> LayerKind:
-    """Return the kind of a layer."""
+    """Return the mixer, feed-forward and window of layer `layer` of a decoder config."""
     mixer = config.mixer_of(layer)
     window = config.window_of(layer) if mixer == "attention" else None
     return LayerKind(mixer, config.feedforward_of(layer), window)
@@ -257,7 +257,7 @@ def preset_of(config: DecoderConfig) -> tuple[str, dict[str, int]] | None:
     return None
 
 
-def _config_source(config: DecoderConfig) -> str:
+def _write_config(config: DecoderConfig) -> str:
     match = preset_of(config)
     if match is None:
         return repr(config)

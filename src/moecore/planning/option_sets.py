@@ -39,30 +39,30 @@ MIN_GAIN = 0.01  # the least gain, as a share of the tokens per second, that is 
 NO_TIME = 1e-12
 
 
-def _fsdp(run: TrainingRun, **changes: Any) -> TrainingRun:
+def _change_fsdp(run: TrainingRun, **changes: Any) -> TrainingRun:
     return replace(run, fsdp=replace(run.fsdp, **changes))
 
 
-def _memory(run: TrainingRun, **changes: Any) -> TrainingRun:
+def _change_memory(run: TrainingRun, **changes: Any) -> TrainingRun:
     return replace(run, memory=replace(run.memory, **changes))
 
 
-def _optimizer(run: TrainingRun, **changes: Any) -> TrainingRun:
+def _change_optimizer(run: TrainingRun, **changes: Any) -> TrainingRun:
     return replace(run, optimizer=replace(run.optimizer, **changes))
 
 
-def _recompute(run: TrainingRun, *parts: Recomputed) -> TrainingRun:
+def _recompute_parts(run: TrainingRun, *parts: Recomputed) -> TrainingRun:
     up: Recomputed = "mla_up_proj" if run.planned_model.has_latents else "qkv_proj"
-    return _memory(run, recompute=(*CHAIN, up, *parts))
+    return _change_memory(run, recompute=(*CHAIN, up, *parts))
 
 
-def _offloaded(run: TrainingRun) -> tuple[Offloaded, ...]:
-    """Return the parts of the model that can be offloaded."""
+def _list_offloadable_parts(run: TrainingRun) -> tuple[Offloaded, ...]:
+    """Return the parts of a run's model whose saved activations can be offloaded."""
     experts: tuple[Offloaded, ...] = ("experts",) if run.planned_model.num_moe_runs else ()
     return ("attention", *experts, *(("mlp",) if run.planned_model.dense else ()))
 
 
-def _fp8(run: TrainingRun) -> TrainingRun:
+def _use_fp8(run: TrainingRun) -> TrainingRun:
     moe = run.planned_model.moe
     has_products = moe is None or not (moe.expert_dim % 128 or moe.hidden_dim % 128)
     if run.precision is not None or not has_products:
@@ -70,12 +70,12 @@ def _fp8(run: TrainingRun) -> TrainingRun:
     return replace(run, precision=Precision.of("blockwise"))
 
 
-def _fp8_gather(run: TrainingRun) -> TrainingRun:
+def _gather_in_fp8(run: TrainingRun) -> TrainingRun:
     is_blockwise = run.precision is not None and run.precision.recipe.scaling == "blockwise"
-    return _fsdp(run, fp8_param_gather=True) if is_blockwise else run
+    return _change_fsdp(run, fp8_param_gather=True) if is_blockwise else run
 
 
-def _more_chunks(run: TrainingRun) -> TrainingRun:
+def _double_chunks(run: TrainingRun) -> TrainingRun:
     if run.pipeline is None or run.pipeline.layout is not None:
         return run
     chunks = 2 * (run.pipeline.chunks or 1)
@@ -132,7 +132,7 @@ OPTIONS = (
     Option(
         'precision="blockwise"',
         "precision.md#recipes",
-        _fp8,
+        _use_fp8,
         overhead="low",
         gains=True,
         takes_from=("experts", "dense products"),
@@ -142,21 +142,21 @@ OPTIONS = (
     Option(
         "FSDPOptions(fp8_param_gather=True)",
         "sharding.md#fp8",
-        _fp8_gather,
+        _gather_in_fp8,
         overhead="low",
         gains=True,
     ),
     Option(
         'MemoryOptions(recompute="gemm_last")',
         "memory.md#recompute",
-        lambda run: _memory(run, recompute="gemm_last"),
+        lambda run: _change_memory(run, recompute="gemm_last"),
         overhead="low",
     ),
-    Option("recompute of up-projections", "memory.md#recompute", _recompute, overhead="low"),
+    Option("recompute of up-projections", "memory.md#recompute", _recompute_parts, overhead="low"),
     Option(
         "moecore.train.AdamW(moment_dtype=torch.bfloat16)",
         "performance.md#adamw",
-        lambda run: _optimizer(run, moment_dtype="bfloat16"),
+        lambda run: _change_optimizer(run, moment_dtype="bfloat16"),
         overhead="low",
         takes_from=("optimizer",),
         max_share=3 / 8,  # 20 bytes per parameter in place of the 32 of torch's with clipping
@@ -164,55 +164,55 @@ OPTIONS = (
     Option(
         "moecore.train.AdamW(moment_dtype=torch.float8_e4m3fn)",
         "memory.md#optimizer-state",
-        lambda run: _optimizer(run, moment_dtype="float8_e4m3fn"),
+        lambda run: _change_optimizer(run, moment_dtype="float8_e4m3fn"),
         overhead="low",
     ),
     Option(
         "moecore.train.AdamW(master_remainder=True)",
         "memory.md#optimizer-state",
-        lambda run: _optimizer(run, master_remainder=True),
+        lambda run: _change_optimizer(run, master_remainder=True),
         overhead="low",
     ),
     Option(
         "recompute of FC1",
         "memory.md#recompute",
-        lambda run: _recompute(run, "expert_fc1" if run.planned_model.moe else "mlp"),
+        lambda run: _recompute_parts(run, "expert_fc1" if run.planned_model.moe else "mlp"),
         overhead="medium",
     ),
     Option(
         'FSDPOptions(dense_strategy="optim_grads_params")',
         "sharding.md#strategies",
-        lambda run: _fsdp(run, dense_strategy="optim_grads_params"),
+        lambda run: _change_fsdp(run, dense_strategy="optim_grads_params"),
         overhead="medium",
     ),
     Option(
         'MemoryOptions(offload=("attention", "experts", "mlp"))',
         "memory.md#offload",
-        lambda run: _memory(run, offload=_offloaded(run)),
+        lambda run: _change_memory(run, offload=_list_offloadable_parts(run)),
         overhead="medium",
     ),
     Option(
         "StateOffload(optimizer, model)",
         "memory.md#optimizer-state",
-        lambda run: _optimizer(run, offload_fraction=1.0),
+        lambda run: _change_optimizer(run, offload_fraction=1.0),
         overhead="medium",
     ),
     Option(
         "recompute of MoE layers",
         "memory.md#recompute",
-        lambda run: _recompute(run, "moe") if run.planned_model.moe else run,
+        lambda run: _recompute_parts(run, "moe") if run.planned_model.moe else run,
         overhead="high",
     ),
     Option(
         "nothing computed again",
         "memory.md#recompute",
-        lambda run: _memory(run, recompute=()),
+        lambda run: _change_memory(run, recompute=()),
         gains=True,
     ),
     Option(
         'recompute="gemm_last" alone',
         "memory.md#recompute",
-        lambda run: _memory(run, recompute="gemm_last") if run.memory.parts else run,
+        lambda run: _change_memory(run, recompute="gemm_last") if run.memory.parts else run,
         gains=True,
     ),
     Option(
@@ -231,7 +231,7 @@ OPTIONS = (
     Option(
         "twice PipelineConfig.chunks",
         "pipeline.md#schedules",
-        _more_chunks,
+        _double_chunks,
         gains=True,
         takes_from=("pipeline",),
     ),

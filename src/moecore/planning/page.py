@@ -33,45 +33,45 @@ def page_of(plan: MemoryPlan, time: TimePlan | str, title: str, memory: NumBytes
     """
     check_arguments(page_of, locals())
     kinds = list(dict.fromkeys(kind for rank in plan.ranks for kind in rank.device))
-    colours = _colours(kinds)
+    colours = _assign_colours(kinds)
     rows = [
-        (f"pp rank {rank.pp_rank}", _stacked(rank.device, colours, format_bytes))
+        (f"pp rank {rank.pp_rank}", _stack_parts(rank.device, colours, format_bytes))
         for rank in plan.ranks
     ]
     line = time if isinstance(time, str) else time.line
     body = [
         f"<h1>{escape(title)}</h1><p>{escape(line)}</p>",
         f"<h2>Memory of a GPU, of {format_bytes(memory)}</h2>",
-        _bars(rows, max(memory, *(rank.num_bytes for rank in plan.ranks)), line=memory),
-        _legend(colours),
-        *([] if isinstance(time, str) else _pictures(time, len(plan.ranks))),
+        _draw_bars(rows, max(memory, *(rank.num_bytes for rank in plan.ranks)), line=memory),
+        _draw_legend(colours),
+        *([] if isinstance(time, str) else _draw_step(time, len(plan.ranks))),
     ]
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
     return f"<!doctype html><html><head>{head}</head><body>{''.join(body)}</body></html>\n"
 
 
-def _pictures(time: TimePlan, num_ranks: int) -> list[str]:
+def _draw_step(time: TimePlan, num_ranks: int) -> list[str]:
     """Return the HTML of a step's parts, and of the timeline of stages."""
     parts: dict[str, float] = {part: s for part, s in time.parts.items() if s}
-    colours = _colours(parts)
-    step = [("step", _stacked(parts, colours, lambda s: f"{s * 1e3:.1f} ms"))]
+    colours = _assign_colours(parts)
+    step = [("step", _stack_parts(parts, colours, lambda s: f"{s * 1e3:.1f} ms"))]
     html = ["<h2>A step of the rank that works longest</h2>"]
-    html += [_bars(step, sum(parts.values())), _legend(colours)]
+    html += [_draw_bars(step, sum(parts.values())), _draw_legend(colours)]
     if time.timeline is not None:
-        rows = [(f"pp rank {i}", _spans(time.timeline, i)) for i in range(num_ranks)]
+        rows = [(f"pp rank {i}", _list_action_parts(time.timeline, i)) for i in range(num_ranks)]
         named = {NAMES[kind]: colour for kind, colour in COLOURS.items()}
-        html += ["<h2>Stages</h2>", _bars(rows, time.timeline.makespan), _legend(named)]
+        html += ["<h2>Stages</h2>", _draw_bars(rows, time.timeline.makespan), _draw_legend(named)]
     return html
 
 
-def _colours(names: Iterable[str]) -> dict[str, str]:
+def _assign_colours(names: Iterable[str]) -> dict[str, str]:
     return {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(names)}
 
 
-def _stacked(
+def _stack_parts(
     sizes: Mapping[str, Any], colours: Mapping[str, str], text_of: Callable[[Any], str]
 ) -> list[Part]:
-    """Return sizes above 0 as consecutive parts."""
+    """Place sizes above 0 next to each other, and return one coloured part for each size."""
     parts, start = list[Part](), 0.0
     for name, size in ((name, size) for name, size in sizes.items() if size > 0):
         parts.append((start, size, colours[name], f"{name}: {text_of(size)}"))
@@ -79,7 +79,7 @@ def _stacked(
     return parts
 
 
-def _spans(timeline: Timeline, rank: int) -> list[Part]:
+def _list_action_parts(timeline: Timeline, rank: int) -> list[Part]:
     """Return the actions of a rank; two concurrent actions have half of their time each."""
     parts = list[Part]()
     for start, end, item in timeline.spans[rank]:
@@ -93,7 +93,9 @@ def _spans(timeline: Timeline, rank: int) -> list[Part]:
     return parts
 
 
-def _bars(rows: Sequence[tuple[str, list[Part]]], longest: float, line: float | None = None) -> str:
+def _draw_bars(
+    rows: Sequence[tuple[str, list[Part]]], longest: float, line: float | None = None
+) -> str:
     """Return an SVG of rows; a part of length `longest` has the full width."""
     height = ROW * len(rows)
     svg = [f'<svg width="{LABEL + WIDTH}" height="{height}" role="img">']
@@ -112,6 +114,6 @@ def _bars(rows: Sequence[tuple[str, list[Part]]], longest: float, line: float | 
     return "".join((*svg, "</svg>"))
 
 
-def _legend(colours: Mapping[str, str]) -> str:
+def _draw_legend(colours: Mapping[str, str]) -> str:
     marks = (f'<i style="background:{c}"></i> {escape(name)}' for name, c in colours.items())
     return f"<p>{' &nbsp; '.join(marks)}</p>"

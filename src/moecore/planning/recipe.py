@@ -38,7 +38,7 @@ def option_flags(run: TrainingRun) -> list[str]:
     parts: tuple[str, ...] = tuple(part for part in memory.parts if part not in GEMM_LAST)
     has_gemm_last = len(parts) + len(GEMM_LAST) == len(memory.parts)
     values: dict[str, Any] = {
-        "precision": None if run.precision is None else _precision(run.precision).strip("'"),
+        "precision": None if run.precision is None else _format_precision(run.precision).strip("'"),
         "recompute": ("gemm_last", *parts) if has_gemm_last else memory.parts,
         "offload": memory.offload,
         "stash": memory.stash is not None,
@@ -51,7 +51,7 @@ def option_flags(run: TrainingRun) -> list[str]:
         "master-remainder": options.master_remainder,
         "state-offload": fraction or None,
     }
-    return _flags(values)
+    return _format_flags(values)
 
 
 def flags_of(run: TrainingRun) -> list[str]:
@@ -65,10 +65,10 @@ def flags_of(run: TrainingRun) -> list[str]:
     if pipeline is not None:
         values |= {"schedule": pipeline.schedule, "layout": pipeline.layout}
         values["chunks"] = None if pipeline.layout else pipeline.chunks
-    return _flags(values) + option_flags(run)
+    return _format_flags(values) + option_flags(run)
 
 
-def _flags(values: Mapping[str, Any]) -> list[str]:
+def _format_flags(values: Mapping[str, Any]) -> list[str]:
     """Return values as flags; None, False and () have no flag, and True has no value."""
     flags = list[str]()
     for name, value in values.items():
@@ -83,17 +83,17 @@ def call_of(run: TrainingRun) -> str:
     """Return the source of a run's calls: meshes, model, `parallelize_moe`, optimizer, step."""
     check_arguments(call_of, locals())
     sizes = f"{run.num_micro_batches}, {run.batch_size}, {run.seq_len}"
-    arguments = {"fsdp": _record_source(run.fsdp), "loss": "'mean'"}
+    arguments = {"fsdp": _write_record(run.fsdp), "loss": "'mean'"}
     if run.memory.parts or run.memory.offload or run.memory.stash:
-        arguments["memory"] = _record_source(run.memory)
+        arguments["memory"] = _write_record(run.memory)
     if run.precision is not None:
-        arguments["precision"] = _precision(run.precision)
+        arguments["precision"] = _format_precision(run.precision)
     if run.resolved.ep * run.resolved.etp > 1 or run.nvlink is not None or run.fp8_dispatch:
         dispatch = dispatch_of(run)
         is_name = dispatch == DispatchOptions.of(dispatch.name)
-        arguments["dispatch"] = repr(dispatch.name) if is_name else _record_source(dispatch)
+        arguments["dispatch"] = repr(dispatch.name) if is_name else _write_record(dispatch)
     if run.pipeline is not None:
-        arguments["pipeline"] = _record_source(run.pipeline)
+        arguments["pipeline"] = _write_record(run.pipeline)
     options = run.optimizer
     moments = (
         "" if options.moment_dtype == "float32" else f", moment_dtype=torch.{options.moment_dtype}"
@@ -113,7 +113,7 @@ def call_of(run: TrainingRun) -> str:
         f"from moecore.train import AdamW{', StateOffload' if fraction else ''}",
         *(["from moecore.precision import *"] if "Precision(" in str(arguments) else []),
         "",
-        f"meshes = build_meshes({_record_source(run.parallel)}{domain})",
+        f"meshes = build_meshes({_write_record(run.parallel)}{domain})",
         *source.build,
         "parallelize_moe(",
         "    model,",
@@ -132,16 +132,16 @@ def call_of(run: TrainingRun) -> str:
     return "\n".join(lines)
 
 
-def _record_source(record: Any) -> str:
+def _write_record(record: Any) -> str:
     """Return the source of a record, with the fields that differ from their defaults."""
     arguments = (
-        f"{name}={_record_source(value) if is_dataclass(value) else repr(value)}"
-        for name, value in _changed_fields(record).items()
+        f"{name}={_write_record(value) if is_dataclass(value) else repr(value)}"
+        for name, value in _find_changed_fields(record).items()
     )
     return f"{type(record).__name__}({', '.join(arguments)})"
 
 
-def _changed_fields(record: Any) -> dict[str, Any]:
+def _find_changed_fields(record: Any) -> dict[str, Any]:
     """Return the fields of a record whose values are not their defaults; {} of None."""
     if record is None:
         return {}
@@ -156,7 +156,7 @@ def precision_name(precision: Precision) -> str | None:
     return next((name for name in names if Precision.of(name) == precision), None)
 
 
-def _precision(precision: Precision) -> str:
+def _format_precision(precision: Precision) -> str:
     return repr(precision_name(precision) or precision)
 
 
@@ -211,37 +211,37 @@ def recipe_of(run: TrainingRun, config: Path | None = None) -> str:
         },
         "model": changes,
         "sharding": {
-            "dispatcher": _dispatcher(run) if is_sent else None,
+            "dispatcher": _choose_dispatcher_name(run) if is_sent else None,
             "fp8_dispatch": run.fp8_dispatch or None,
             "stash": None if run.memory.stash is None else True,
         },
-        "fsdp": _table(run.fsdp),
-        "memory": _table(run.memory),
-        "stash": _table(run.memory.stash),
-        "nvlink": _table(run.nvlink),
-        "pipeline": _table(run.pipeline),
+        "fsdp": _make_table(run.fsdp),
+        "memory": _make_table(run.memory),
+        "stash": _make_table(run.memory.stash),
+        "nvlink": _make_table(run.nvlink),
+        "pipeline": _make_table(run.pipeline),
     }
     text = list[str]()
     for table, values in tables.items():
-        lines = [f"{name} = {_toml(v)}" for name, v in values.items() if v is not None]
+        lines = [f"{name} = {_format_toml(v)}" for name, v in values.items() if v is not None]
         text += [*([f"[{table}]"] if table and lines else []), *lines]
     return "\n".join(text) + "\n"
 
 
-def _dispatcher(run: TrainingRun) -> str:
+def _choose_dispatcher_name(run: TrainingRun) -> str:
     """Return the dispatcher of the file: "auto" where that is "nvlink" on the planned GPUs."""
     # CPU ranks refuse "nvlink". There "auto" is "alltoall", so the file trains on them too.
     name = dispatch_of(run).name
     return "auto" if name == "nvlink" and run.memory.stash is None else name
 
 
-def _table(record: Any) -> dict[str, Any]:
+def _make_table(record: Any) -> dict[str, Any]:
     """Return the changed fields of a record that no other line of a TOML stands for."""
-    return {n: v for n, v in _changed_fields(record).items() if n not in OTHER_LINES}
+    return {n: v for n, v in _find_changed_fields(record).items() if n not in OTHER_LINES}
 
 
-def _toml(value: Any) -> str:
+def _format_toml(value: Any) -> str:
     """Return a value as TOML."""
     if isinstance(value, tuple):
-        return f"[{', '.join(map(_toml, value))}]"
+        return f"[{', '.join(map(_format_toml, value))}]"
     return json.dumps(value if isinstance(value, VALUES) else str(value).removeprefix("torch."))

@@ -141,20 +141,20 @@ def work_of_operation(
     if not changes or name in WITHOUT_WORK or not (tensors := list_tensors(args, kwargs, out)):
         return None
     if name in PRODUCTS:
-        return _product(name, args, tensors)
+        return _make_product_work(name, args, tensors)
     if name == GROUPED_PRODUCT:
         (R, K), (*_, N) = args[0].shape, args[1].shape
         e = args[1].shape[0]
         if out.ndim == 3:  # of weights' gradients: [N, R] times [R, K] of each expert's rows
             (N, R), (e, _, K) = args[0].shape, out.shape
-        return _grouped(name, (e, R, N, K), tensors)
+        return _make_grouped_work(name, (e, R, N, K), tensors)
     if "attention" in name:
         heads = [t for t in tensors if t.ndim == 4]
         if name.startswith("flash_attention"):  # [B, T, H, d]
             heads = [t.transpose(1, 2) for t in heads]
         lookback = kwargs.get("window_size_left", -1)
-        return _attention(name, heads, "backward" in name, window=lookback + 1)
-    return Work(name, "rows", 0, _bytes(tensors), (), _dtype(tensors[0]))
+        return _make_attention_work(name, heads, "backward" in name, window=lookback + 1)
+    return Work(name, "rows", 0, _count_bytes(tensors), (), _name_dtype(tensors[0]))
 
 
 def work_of_kernel(name: str, args: Args) -> Work:
@@ -165,24 +165,31 @@ def work_of_kernel(name: str, args: Args) -> Work:
     tensors = [t for t in (getattr(arg, "base", arg) for arg in args) if isinstance(t, Tensor)]
     if args and isinstance(args[0], ScanSize):
         scan = args[0]
-        return Work(name, "attention", scan.flops, _bytes(tensors), scan.shape, _dtype(tensors[0]))
+        return Work(
+            name,
+            "attention",
+            scan.flops,
+            _count_bytes(tensors),
+            scan.shape,
+            _name_dtype(tensors[0]),
+        )
     if name == INDEX_SCORES:
-        return _product("mm", (args[0], args[1].mT), tensors, name)
+        return _make_product_work("mm", (args[0], args[1].mT), tensors, name)
     if name.startswith("attention"):
-        return _attention(name, tensors, name.endswith("bwd"))
+        return _make_attention_work(name, tensors, name.endswith("bwd"))
     if name in PRODUCTS:
-        return _product(name, args, tensors)
-    if (shape := _grouped_shape(name, args)) is not None:
-        return _grouped(name, shape, tensors)
-    dtype = _dtype(tensors[0]) if tensors else "uint8"
+        return _make_product_work(name, args, tensors)
+    if (shape := _find_grouped_shape(name, args)) is not None:
+        return _make_grouped_work(name, shape, tensors)
+    dtype = _name_dtype(tensors[0]) if tensors else "uint8"
     kind: Kind = "copy" if name in HOST_COPIES else "rows"
-    return Work(name, kind, 0, _bytes(tensors), (), dtype)
+    return Work(name, kind, 0, _count_bytes(tensors), (), dtype)
 
 
 def work_of_collective(name: str, args: Args, num_ranks: int) -> Work:
     """Return the work of a collective: the bytes that this rank sends and receives."""
     tensors, n = list_tensors(args), num_ranks
-    dtype = _dtype(tensors[0]) if tensors else "uint8"
+    dtype = _name_dtype(tensors[0]) if tensors else "uint8"
     tensor_bytes = sum(t.nbytes for t in tensors)
     if "send" in name or "recv" in name:  # it uses one of a link's two directions
         num_bytes = 2 * tensor_bytes
@@ -195,31 +202,37 @@ def work_of_collective(name: str, args: Args, num_ranks: int) -> Work:
     return Work(name, "collective", 0, num_bytes, (n,), dtype)
 
 
-def _product(name: str, args: Args, tensors: Sequence[Tensor], kernel: str = "") -> Work:
+def _make_product_work(name: str, args: Args, tensors: Sequence[Tensor], kernel: str = "") -> Work:
     a, b = args[PRODUCTS[name] :][:2]
     M, N, K = prod(a.shape[:-1]), b.shape[-1], a.shape[-1]
-    return Work(kernel or name, "product", 2 * M * N * K, _bytes(tensors), (M, N, K), _dtype(a))
+    return Work(
+        kernel or name, "product", 2 * M * N * K, _count_bytes(tensors), (M, N, K), _name_dtype(a)
+    )
 
 
-def _attention(name: str, tensors: Sequence[Tensor], is_backward: bool, *, window: int = 0) -> Work:
+def _make_attention_work(
+    name: str, tensors: Sequence[Tensor], is_backward: bool, *, window: int = 0
+) -> Work:
     """Return the work of causal attention; a backward has five products where a forward has two."""
     heads = tensors[1:] if name.endswith("backward") else tensors  # torch's begins with dO
     (B, H, T, d), v = heads[0].shape, heads[2].shape[-1]
     seen = min(T, window or T)
     flops = B * H * seen * (2 * T - seen) * (d + v) * (5 if is_backward else 2) // 2
     shape = (B, H, T, d, v)
-    return Work(name, "attention", flops, _bytes(tensors), shape, _dtype(heads[0]))
+    return Work(name, "attention", flops, _count_bytes(tensors), shape, _name_dtype(heads[0]))
 
 
-def _grouped(name: str, shape: tuple[int, int, int, int], tensors: Sequence[Tensor]) -> Work:
+def _make_grouped_work(
+    name: str, shape: tuple[int, int, int, int], tensors: Sequence[Tensor]
+) -> Work:
     """Return the work of a grouped product of (e, R, N, K); fp32 sums add a suffix to its name."""
-    flops, dtype = 2 * prod(shape[1:]), _dtype(tensors[0])
+    flops, dtype = 2 * prod(shape[1:]), _name_dtype(tensors[0])
     if any(t.dtype == torch.float32 and t.ndim == 3 for t in tensors):
         name += SUMS
-    return Work(name, "grouped product", flops, _bytes(tensors), shape, dtype)
+    return Work(name, "grouped product", flops, _count_bytes(tensors), shape, dtype)
 
 
-def _grouped_shape(name: str, args: Args) -> tuple[int, int, int, int] | None:
+def _find_grouped_shape(name: str, args: Args) -> tuple[int, int, int, int] | None:
     """Return (e, R, N, K) of the launch arguments of a grouped kernel; None for other kernels."""
     match name:
         case "sm90_bf16_grouped_kernel":
@@ -257,13 +270,13 @@ def _grouped_shape(name: str, args: Args) -> tuple[int, int, int, int] | None:
     return None
 
 
-def _bytes(tensors: Sequence[Tensor]) -> int:
+def _count_bytes(tensors: Sequence[Tensor]) -> int:
     """Return the bytes of tensors; views of the same elements count once."""
     sizes = {(storage_key(t), t.storage_offset(), t.shape): t.nbytes for t in tensors}
     return sum(sizes.values())
 
 
-def _dtype(x: Tensor) -> str:
+def _name_dtype(x: Tensor) -> str:
     return str(x.dtype).removeprefix("torch.")
 
 
@@ -338,7 +351,7 @@ class WorkRecorder(DispatchMode):
 
     @contextmanager
     def scope(self, part: str) -> Iterator[None]:
-        """Count allocations as a part of the model; of nested parts the outer one counts."""
+        """Attribute allocations inside the context to a part of the model (the outermost part)."""
         kind = self._open_kinds[-1]
         if len(self._open_kinds) == 1 or kind in OUTER:
             kind = f"activations: {part}"
@@ -395,10 +408,10 @@ class WorkRecorder(DispatchMode):
             return self._record(func, args, kwargs or {})
 
     def _record(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Call an operation, and record it."""
+        """Call a torch operation on meta, and record its allocations and its launch."""
         if func.is_view:  # half of a step's operations
             return func(*args, **kwargs)
-        namespace, name, changes = _called(func)
+        namespace, name, changes = _parse_operation(func)
         if namespace == "c10d":
             return self._communicate(func, name, args, kwargs)
         if name == "local_scalar_dense" and args[0].is_meta:
@@ -406,7 +419,7 @@ class WorkRecorder(DispatchMode):
             return 0  # a flag that the host reads: no gradient overflows
         is_foreach = changes and name.startswith(FOREACH)  # whose form on meta reads values
         try:
-            memo = _known_of(func, _form([*args, *kwargs.items()], {}))
+            memo = _get_memo(func, _make_argument_key([*args, *kwargs.items()], {}))
         except TypeError:  # of arguments that are no plain tensors and numbers
             memo = []
         makes, work = memo or (None, None)
@@ -416,16 +429,16 @@ class WorkRecorder(DispatchMode):
                 changes |= self.take(tensor)
         if makes is None:
             work = work_of_operation(name, args, kwargs, out, changes=changes)
-            if changes and (makes := _makes(func, args, out)) is not None:
+            if changes and (makes := _make_result_factory(func, args, out)) is not None:
                 memo += makes, work
         if work is not None and changes:
             self._queue(work)
         return out
 
     def _communicate(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Record a collective; nothing is sent."""
+        """Record the work of a collective, and return a finished result without communication."""
         groups = [x for x in args if isinstance(x, torch.ScriptObject)]
-        ranks = max((_ranks(x) for x in groups), key=len, default=[dist.get_rank()])
+        ranks = max((_list_group_ranks(x) for x in groups), key=len, default=[dist.get_rank()])
         domain = dist.get_rank() // self._domain
         neighbours = [rank for rank in ranks if rank // self._domain == domain]
         self._queue(work_of_collective(name, args, len(ranks)), len(neighbours))
@@ -436,7 +449,7 @@ class WorkRecorder(DispatchMode):
         return self._ended[func]
 
 
-def _makes(func: Any, args: Args, out: Any) -> Callable[[Args], Any] | None:
+def _make_result_factory(func: Any, args: Args, out: Any) -> Callable[[Args], Any] | None:
     """Return a function that makes an operation's result again; None = it must run again."""
     if torch.Tag.inplace_view in func.tags:
         return None
@@ -451,10 +464,10 @@ def _makes(func: Any, args: Args, out: Any) -> Callable[[Args], Any] | None:
 
 
 VALUES = PLAIN_VALUES | {torch.memory_format, torch.layout}
-_known_of = lru_cache(maxsize=1 << 14)(lambda *_: list[Any]())  # by operation and form
+_get_memo = lru_cache(maxsize=1 << 14)(lambda *_: list[Any]())  # by operation and form
 
 
-def _form(value: Any, storages: dict[int, int]) -> tuple[Any, ...]:
+def _make_argument_key(value: Any, storages: dict[int, int]) -> tuple[Any, ...]:
     """Return the key of an argument: an operation on meta with equal keys has an equal result."""
     kind = type(value)
     if kind in PLAIN_TYPES:
@@ -462,22 +475,22 @@ def _form(value: Any, storages: dict[int, int]) -> tuple[Any, ...]:
         place = value.storage_offset(), number, value.device
         return value.shape, value.stride(), value.dtype, place
     if kind in (list, tuple):
-        return kind, tuple([_form(item, storages) for item in value])
+        return kind, tuple([_make_argument_key(item, storages) for item in value])
     if kind not in VALUES:  # a key would keep what is no value, such as a storage
         raise TypeError(f"an argument of type {kind}")
     return kind, value
 
 
 @cache
-def _called(func: Any) -> tuple[str, str, bool]:
+def _parse_operation(func: Any) -> tuple[str, str, bool]:
     """Return an operation's namespace, its name without underscores, whether it changes memory."""
     namespace, name = func.name().split("::")
     name, _, overload = name.lstrip("_").partition(".")
     return namespace, name, name.endswith("_") or overload.endswith("out")
 
 
-def _ranks(value: Any) -> list[int]:
-    """Return the ranks of a process group; none of anything else."""
+def _list_group_ranks(value: Any) -> list[int]:
+    """Return the ranks of a process group; an empty list if `value` is no process group."""
     try:
         return dist.get_process_group_ranks(dist.ProcessGroup.unbox(value))
     except RuntimeError:

@@ -173,7 +173,7 @@ def report_trace(path: str | Path, *, num_steps: Count | None = None) -> Report:
     """
     check_arguments(report_trace, locals())
     try:
-        trace = _trace(_events(Path(path)))
+        trace = _make_trace(_read_events(Path(path)))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         relation = error if isinstance(error, ValueError) else LACKS
         raise ValueError(f"path ({path!s:.200}) must {relation}") from None
@@ -181,9 +181,9 @@ def report_trace(path: str | Path, *, num_steps: Count | None = None) -> Report:
 
 
 def report(trace: Trace, num_steps: int = 1) -> Report:
-    """Return the report of a trace."""
+    """Attribute the time of a trace to parts, and rank the options that shorten these parts."""
     parts: dict[str, float] = {}
-    for part, us in [*_busy(trace), *_idle(trace)]:
+    for part, us in [*_attribute_busy_time(trace), *_attribute_idle_time(trace)]:
         parts[part] = parts.get(part, 0.0) + us * 1e-3 / num_steps
     wall, names = sum(parts.values()), {k.name for k in trace.kernels} | {*trace.launches}
     levers = [
@@ -199,7 +199,7 @@ def report(trace: Trace, num_steps: int = 1) -> Report:
 
 @cache
 def category_of(name: str) -> str:
-    """Return the category of a kernel."""
+    """Return the first of `CATEGORIES` whose pattern matches a kernel's name, or "other"."""
     return next((c for c, pattern in CATEGORIES.items() if re.search(pattern, name)), OTHER)
 
 
@@ -214,7 +214,7 @@ def classify_kernel(kernel: Kernel) -> str:
     return next(parts, "other collectives") if category == "nccl" else category
 
 
-def _busy(trace: Trace) -> Iterator[tuple[str, float]]:
+def _attribute_busy_time(trace: Trace) -> Iterator[tuple[str, float]]:
     """Yield (part, microseconds) of the time in which a kernel runs."""
     order = list(LIMIT_OF)
     edges = sorted(
@@ -231,16 +231,16 @@ def _busy(trace: Trace) -> Iterator[tuple[str, float]]:
         since = time
 
 
-def _idle(trace: Trace) -> Iterator[tuple[str, float]]:
+def _attribute_idle_time(trace: Trace) -> Iterator[tuple[str, float]]:
     """Yield (cause, microseconds) of the gaps in which no kernel runs."""
     reached = trace.kernels[0].start
     for k in trace.kernels:
         if k.start > reached:
-            yield _cause(trace, reached, k), k.start - reached
+            yield _find_gap_cause(trace, reached, k), k.start - reached
         reached = max(reached, k.end)
 
 
-def _cause(trace: Trace, since: float, kernel: Kernel) -> str:
+def _find_gap_cause(trace: Trace, since: float, kernel: Kernel) -> str:
     """Return the cause of the gap from `since` to the start of a kernel."""
     i = bisect_right(trace.allocations, since, key=itemgetter(1))
     if i < len(trace.allocations) and trace.allocations[i][0] < kernel.start:
@@ -252,8 +252,8 @@ def _cause(trace: Trace, since: float, kernel: Kernel) -> str:
     return "waits of the host" if waited else "late launches"
 
 
-def _events(path: Path) -> list[Event]:
-    raw = _read(path)
+def _read_events(path: Path) -> list[Event]:
+    raw = _read_file(path)
     if len(raw) > MAX_BYTES:
         raise ValueError(f"have at most {MAX_BYTES} bytes unpacked: trace fewer steps")
     if raw.count(b"[") + raw.count(b"{") > MAX_CONTAINERS:  # an empty one takes 64 bytes and more
@@ -267,13 +267,13 @@ def _events(path: Path) -> list[Event]:
     events: list[Event] = [
         e for e in trace["traceEvents"] if isinstance(e, dict) and e.get("ph") == "X"
     ]
-    wrong = next((event for event in events if not _is_sound(event)), None)
+    wrong = next((event for event in events if not _is_valid_event(event)), None)
     if wrong is not None:
         raise ValueError(f"have a name, finite ts and dur in each event, not {quote(wrong)}; {FIX}")
     return events
 
 
-def _read(path: Path) -> bytes:
+def _read_file(path: Path) -> bytes:
     """Return the unpacked bytes of a file, at most one more than `MAX_BYTES`."""
     try:
         is_directory = path.is_dir()
@@ -296,13 +296,13 @@ def _read(path: Path) -> bytes:
         raise ValueError(f"be a Chrome trace: it is no whole JSON; {FIX}") from None
 
 
-def _is_sound(event: Event) -> bool:
+def _is_valid_event(event: Event) -> bool:
     numbers: list[Any] = [event.get("ts"), event.get("dur")]
     are_finite = all(type(n) in (int, float) and abs(n) < MAX_TIME for n in numbers)
     return are_finite and isinstance(event.get("name"), str)
 
 
-def _trace(events: list[Event]) -> Trace:
+def _make_trace(events: list[Event]) -> Trace:
     # A start may be so large that start + duration == start in floating point.
     on_device = [
         e
@@ -318,7 +318,7 @@ def _trace(events: list[Event]) -> Trace:
         raise ValueError(f"hold one GPU, not {len(devices)}: export a trace on each rank")
     host = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
     calls = {e["args"].get("correlation"): e for e in host if LAUNCH.search(e["name"])}
-    phases = _phases(events, calls)
+    phases = _find_phases(events, calls)
 
     def kernel(event: Event) -> Kernel:
         number = event["args"].get("correlation")
@@ -337,7 +337,7 @@ def _trace(events: list[Event]) -> Trace:
     return Trace(kernels, names, ranges(WAIT), ranges(ALLOCATION), len(steps) or 1)
 
 
-def _phases(events: list[Event], calls: Mapping[Any, Event]) -> dict[Any, str]:
+def _find_phases(events: list[Event], calls: Mapping[Any, Event]) -> dict[Any, str]:
     """Return the innermost mark of moecore around each launch, by its correlation number."""
     queues: dict[Any, list[Event]] = {}
     for e in events:

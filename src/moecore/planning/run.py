@@ -167,7 +167,7 @@ class TrainingRun(CheckedRecord):
         fewer choices, rounded to an integer.
         """
         nvlink = None if self.nvlink is None else replace(self.nvlink, row_factor=1.0)
-        return replace(self, nvlink=nvlink, model=_with_used_choices(self.model))
+        return replace(self, nvlink=nvlink, model=_remove_zero_experts(self.model))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -179,7 +179,7 @@ class TrainingRun(CheckedRecord):
         return torch.empty(self.batch_size, self.seq_len, dtype=torch.int64, device="meta")
 
 
-def _with_used_choices(model: AnyModel) -> AnyModel:
+def _remove_zero_experts(model: AnyModel) -> AnyModel:
     if not isinstance(model, DecoderConfig) or model.moe is None or not model.moe.zero_experts:
         return model
     moe = model.moe
@@ -189,7 +189,7 @@ def _with_used_choices(model: AnyModel) -> AnyModel:
 
 @lru_cache(maxsize=64)
 def planned_model_of(model: AnyModel) -> PlannedModel:
-    """Return the sizes and layers of a model."""
+    """Return the `PlannedModel` of a decoder config or a transformers model (cached)."""
     if isinstance(model, DecoderConfig):
         return NativeModel.of(model)
     return StockModel.of(model)
@@ -213,7 +213,7 @@ def model_of(run: TrainingRun, device_type: str) -> Any:
 
 
 def dispatch_of(run: TrainingRun) -> DispatchOptions:
-    """Return the dispatch options of a run."""
+    """Return the `DispatchOptions` that a run passes to `parallelize_moe`."""
     name = "alltoall" if run.nvlink is None else "nvlink"
     name = "hierarchical" if run.dispatcher == "hierarchical" else name
     return DispatchOptions(name=name, nvlink=run.nvlink, fp8=run.fp8_dispatch)
@@ -264,7 +264,7 @@ def fake_world(world_size: Count, rank: CountOrZero = 0) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Return a context without warnings, which would be about the planned run."""
+    """Return a context manager that ignores Python warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -273,7 +273,7 @@ def quiet() -> Iterator[None]:
 @contextmanager
 def new_garbage() -> Iterator[None]:
     """Return a context in which only `gc.collect` collects garbage, of objects made inside."""
-    is_frozen, is_on = _is_frozen(), gc.isenabled()
+    is_frozen, is_on = _has_frozen_objects(), gc.isenabled()
     if is_frozen:
         gc.collect()  # objects of earlier dry runs, before they are frozen too
     gc.freeze()
@@ -287,7 +287,7 @@ def new_garbage() -> Iterator[None]:
 
 
 @cache
-def _is_frozen() -> bool:
+def _has_frozen_objects() -> bool:
     """Return whether the caller has frozen objects; cached, because the count walks them all."""
     return gc.get_freeze_count() > 0
 
@@ -350,7 +350,7 @@ def state_bytes(options: OptimizerOptions) -> float:
 
 
 def sizes_of(run: TrainingRun) -> tuple[RankBytes, ...]:
-    """Return the stored bytes of each pipeline rank."""
+    """Return the bytes of parameters, gradients and buffers that each pipeline rank stores."""
     is_fc1 = "expert_fc1" in run.memory.parts  # which experts may refuse
     run = replace(  # without options that change no parameter, so that equal ranks are planned once
         run,
@@ -363,7 +363,7 @@ def sizes_of(run: TrainingRun) -> tuple[RankBytes, ...]:
         dispatcher="auto",
     )
     if run.pipeline is None or _needs_all_layers(run):
-        return tuple(_rank_size(run, rank) for rank in range(run.resolved.pp))
+        return tuple(_compute_rank_size(run, rank) for rank in range(run.resolved.pp))
     config: Any = run.model
     one_stage = replace(run, parallel=run.resolved, pipeline=PipelineConfig(layout="EL"))
     sizes = []
@@ -371,7 +371,7 @@ def sizes_of(run: TrainingRun) -> tuple[RankBytes, ...]:
         kinds = tuple(kind_of(config, i) for stage in stages for i in stage.layers)
         has_embedding = any(stage.embedding for stage in stages)
         has_loss, mtp = any(stage.loss for stage in stages), sum(len(stage.mtp) for stage in stages)
-        sizes.append(_size_of_parts(one_stage, has_embedding, has_loss, kinds, mtp))
+        sizes.append(_compute_size_of_parts(one_stage, has_embedding, has_loss, kinds, mtp))
     return tuple(sizes)
 
 
@@ -388,7 +388,7 @@ def _needs_all_layers(run: TrainingRun) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _size_of_parts(
+def _compute_size_of_parts(
     run: TrainingRun, embedding: bool, loss: bool, kinds: tuple[LayerKind, ...], mtp: int
 ) -> RankBytes:
     """Return the stored bytes of a pipeline rank with these parts, from a model of few layers."""
@@ -409,11 +409,11 @@ def _size_of_parts(
         parallel=replace(run.parallel, pp=pp),
         pipeline=PipelineConfig(layout="|".join(stages)) if pp > 1 else None,
     )
-    return _rank_size(small, int(not embedding))
+    return _compute_rank_size(small, int(not embedding))
 
 
 @lru_cache(maxsize=1024)
-def _rank_size(run: TrainingRun, pp_rank: int) -> RankBytes:
+def _compute_rank_size(run: TrainingRun, pp_rank: int) -> RankBytes:
     rank = pp_rank * run.num_gpus // run.resolved.pp
     with refusing(run.model), fake_world(run.num_gpus, rank), quiet():
         model = run.planned_model.build(run.dtype)

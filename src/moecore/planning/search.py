@@ -139,14 +139,14 @@ class SearchResult:
         return "\n".join(format_columns(lines))
 
 
-def _seconds_of(candidate: Fitting) -> float:
+def _get_step_seconds(candidate: Fitting) -> float:
     return candidate.time.seconds
 
 
 def search(
     request: SearchRequest,
     *,
-    rank_by: Callable[[Fitting], Any] = _seconds_of,
+    rank_by: Callable[[Fitting], Any] = _get_step_seconds,
     table: CostTable | None = None,
     num_results: Count = 3,
     max_plans: Count | None = None,
@@ -169,7 +169,7 @@ def search(
     check_arguments(search, locals())
     _refuse_untimed(request)
     table = request.costs if table is None else table
-    layouts, refused = _open_layouts(request)
+    layouts, refused = _list_allowed_layouts(request)
     max_plans = PLANS_PER_RESULT * num_results if max_plans is None else max_plans
     estimate = Estimate(request, table)
     queue = [(estimate.key(layout), layout) for layout in layouts]
@@ -181,7 +181,7 @@ def search(
             heapreplace(queue, (new_key, layout))
             continue
         fitting = [c for c in candidates if isinstance(c, Fitting)]
-        best_seconds = min(map(_seconds_of, fitting), default=math.inf)
+        best_seconds = min(map(_get_step_seconds, fitting), default=math.inf)
         if len(fitting) >= num_results and key >= (False, best_seconds):  # no estimate is faster
             break
         best = f", the best one takes {best_seconds:.3g} s" if fitting else ""
@@ -192,7 +192,7 @@ def search(
                 continue
             heappop(queue)
             if candidate.fits:
-                candidate = _fastest_schedule(request, candidate, table)
+                candidate = _find_fastest_schedule(request, candidate, table)
                 estimate.learn_seconds(layout, candidate.options, candidate.time.seconds)
             candidates.append(candidate)
         except (ValueError, NotImplementedError):
@@ -215,7 +215,7 @@ def search(
     )
 
 
-def _open_layouts(request: SearchRequest) -> tuple[list[Folding], Counter[str]]:
+def _list_allowed_layouts(request: SearchRequest) -> tuple[list[Folding], Counter[str]]:
     """Return the layouts that no rule refuses, and how many layouts each rule refuses."""
     if (number := len(divisors(request.num_gpus))) > MAX_DIVISORS:
         raise ValueError(
@@ -244,7 +244,7 @@ def ease(request: SearchRequest, best: Fitting, table: CostTable, estimate: Esti
         for run in balanced_stages(best.run, table)[1:]
     )
     balanced = (timed(candidate, table) for candidate in stage_layouts if candidate.fits)
-    best = min((best, *balanced), key=_seconds_of)
+    best = min((best, *balanced), key=_get_step_seconds)
     best_seconds, tried = best.time.seconds, set[OptionSet]()
 
     def next_smaller() -> OptionSet | None:
@@ -268,7 +268,9 @@ def ease(request: SearchRequest, best: Fitting, table: CostTable, estimate: Esti
     return best
 
 
-def _fastest_schedule(request: SearchRequest, candidate: Candidate, table: CostTable) -> Fitting:
+def _find_fastest_schedule(
+    request: SearchRequest, candidate: Candidate, table: CostTable
+) -> Fitting:
     """Return a candidate with the fastest schedule of its stages, with options that let it fit."""
     larger_sets = (
         options
@@ -284,11 +286,11 @@ def _fastest_schedule(request: SearchRequest, candidate: Candidate, table: CostT
         runs = ((s, schedules_of(run_of(request, candidate.layout, s))[i]) for s in sets)
         candidates = (plan_options(request, candidate.layout, *pair) for pair in runs)
         plans += [timed(fitting, table) for fitting in islice((c for c in candidates if c.fits), 1)]
-    return min(plans, key=_seconds_of)
+    return min(plans, key=_get_step_seconds)
 
 
 def timed(candidate: Candidate, table: CostTable) -> Fitting:
-    """Return a candidate with the time of its step."""
+    """Plan the step time of a candidate, and return the candidate as a `Fitting`."""
     values = {field.name: getattr(candidate, field.name) for field in fields(candidate)}
     return Fitting(**values, time=plan_time(candidate.run, table))
 
@@ -313,11 +315,11 @@ def plan_layout(request: SearchRequest, layout: Folding, table: CostTable) -> Re
     candidate = fit(request, layout, estimate)
     if not candidate.fits:
         return candidate
-    return ease(request, _fastest_schedule(request, candidate, table), table, estimate)
+    return ease(request, _find_fastest_schedule(request, candidate, table), table, estimate)
 
 
 def explained(request: SearchRequest, layout: Folding, outcome: Refusal | Candidate) -> str:
-    """Return the outcome of `plan_layout` in one line."""
+    """Describe a refusal, a fitting layout or a too large layout in one line."""
     if isinstance(outcome, Refusal):
         return f"{layout}: refused ({outcome.rule}): {outcome.reason}"
     usage = f"{format_bytes(max(outcome.peaks))} of {format_bytes(request.limit)}"
@@ -375,7 +377,7 @@ def plan_options(
 
 def smallest_change(request: SearchRequest, table: CostTable) -> str | None:
     """Return the cheapest change of a request with which a layout fits; None = none was found."""
-    for text, changed in _changes(request):
+    for text, changed in _list_changes(request):
         layouts = (x for x in enumerate_layouts(changed.num_gpus) if refuse(changed, x) is None)
         estimate, options = Estimate(changed, table).num_bytes, option_sets_of(changed)[-1]
         for layout in sorted(layouts, key=estimate)[:2]:
@@ -384,7 +386,7 @@ def smallest_change(request: SearchRequest, table: CostTable) -> str | None:
     return None
 
 
-def _changes(request: SearchRequest) -> Iterator[tuple[str, SearchRequest]]:
+def _list_changes(request: SearchRequest) -> Iterator[tuple[str, SearchRequest]]:
     """Yield changes of a request, the cheapest first: free ones, more GPUs, larger GPUs."""
     open_fields: dict[str, Any] = dict.fromkeys(("memory", "optimizer", "fsdp", "precision"), ANY)
     if any(getattr(request, name) != ANY for name in open_fields):

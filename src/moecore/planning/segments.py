@@ -71,7 +71,7 @@ class Segment(NamedTuple):
     peak_kinds: Mapping[str, int]  # `peak` by kind
 
 
-def _segment(launches: range, start: Start, level: int, kinds: Mapping[str, int]) -> Segment:
+def _make_segment(launches: range, start: Start, level: int, kinds: Mapping[str, int]) -> Segment:
     """Return the segment from a start to a number of allocated bytes."""
     net_kinds, peak_kinds = (
         {kind: values.get(kind, 0) - start.kinds.get(kind, 0) for kind in {**values, **start.kinds}}
@@ -111,9 +111,9 @@ class Segments:
             micro_batch += (before, start.of) == ("B", "F")
             before = start.of
             launches = range(start.first if i else 0, next_start.first)
-            segment = _segment(launches, start, next_start.level, next_start.kinds)
+            segment = _make_segment(launches, start, next_start.level, next_start.kinds)
             passes.setdefault((micro_batch, start.of, start.part), []).append(segment)
-        end = _segment(range(last.first, len(queued)), last, resident_bytes, starts[0].kinds)
+        end = _make_segment(range(last.first, len(queued)), last, resident_bytes, starts[0].kinds)
         return cls(queued=queued, resident_bytes=resident_bytes, like=like, passes=passes, end=end)
 
     @property
@@ -131,14 +131,14 @@ class Segments:
         return self.passes.get((micro_batch, of, part), ())
 
     def parts(self, stage: Stage, of: Pass) -> list[str]:
-        """Return the recorded parts that stand for those of a stage's pass, in order."""
+        """Return the names of the recorded parts that stand for a stage's parts, in pass order."""
         parts = ["embedding"] * stage.embedding
         parts += [f"layer {self.like[of][layer]}" for layer in stage.layers]
         parts += ["predictions"] * bool(stage.mtp) + ["head"] * stage.loss
         return parts[::-1] if of == "B" else parts
 
     def join(self, segments: Iterable[Segment]) -> list[Placed]:
-        """Return the queue of segments one after the other."""
+        """Concatenate segments into one launch queue, with dependencies as distances."""
         queue: list[Placed] = []
         newest: dict[int, int] = {}  # first launch of a segment -> index of its newest copy
         lengths: tuple[int, ...] = ()
@@ -228,7 +228,7 @@ class SmallRun(NamedTuple):
     @property
     def step(self) -> DryRun:
         """The dry run with the memory and the work of the full capacity."""
-        return _dry_run(self.run)
+        return _run_dry_cached(self.run)
 
     @property
     def memory_segments(self) -> Segments:
@@ -238,7 +238,7 @@ class SmallRun(NamedTuple):
     @property
     def segments(self) -> Segments:
         """The segments with the work of the rows in use; the optimizer's work is of few layers."""
-        step = add_even_work(self.run, _dry_run)
+        step = add_even_work(self.run, _run_dry_cached)
         return Segments.of(step.queued, step.starts, self.like)
 
 
@@ -246,7 +246,7 @@ def segments_of(run: TrainingRun) -> Segments:
     """Return the segments of a run's step, whose optimizer state stays on the device."""
     small = SmallRun.of(run)
     segments, share = small.segments, stored_bytes(run) / stored_bytes(small.run)
-    # As `dry_run._optimizer_bytes`.
+    # As `dry_run._count_optimizer_bytes`.
     traffic, small_traffic = (
         3 * run.dtype.itemsize + 2 * state_bytes(of.optimizer) for of in (run, small.run)
     )
@@ -262,7 +262,7 @@ def segments_of(run: TrainingRun) -> Segments:
 
 
 @lru_cache(maxsize=64)
-def _dry_run(run: TrainingRun) -> DryRun:
+def _run_dry_cached(run: TrainingRun) -> DryRun:
     return dry_run_of_capacity(run)
 
 

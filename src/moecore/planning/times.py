@@ -122,7 +122,7 @@ class Spans(NamedTuple):
     parts: list[Part]
 
     def end(self, number: int) -> float:
-        """Return when the first launches of a number have finished."""
+        """Return the time at which the first `number` launches of the queue have finished."""
         return max(self.ends[:number], default=0.0)
 
     def network(self, first: int, last: int) -> float:
@@ -193,7 +193,7 @@ def _refuse_untimed(precision: Precision | None, table: CostTable) -> None:
 
 def run_queue(queue: Sequence[Placed], table: CostTable, steps: int = 1) -> Spans:
     """Return the spans of consecutive steps. The host queues the launches of a step in order."""
-    costs = _costs(queue, table)
+    costs = _compute_launch_costs(queue, table)
     starts, ends = list[float](), list[float]()
     host = step_start = 0.0
     for _ in range(steps):
@@ -214,7 +214,7 @@ def run_queue(queue: Sequence[Placed], table: CostTable, steps: int = 1) -> Span
     return Spans(starts, ends, steps * [part for _, part in costs])
 
 
-def _costs(queue: Sequence[Placed], table: CostTable) -> list[tuple[float, Part]]:
+def _compute_launch_costs(queue: Sequence[Placed], table: CostTable) -> list[tuple[float, Part]]:
     """Return (seconds, limit) of each launch, computed once for equal work."""
 
     @cache
@@ -243,8 +243,8 @@ def plan_time(run: TrainingRun, table: CostTable) -> TimePlan:
     else:
         seconds, parts, timeline = _time_staged(run, segments, table, memo)
     if run.optimizer.offload_fraction:
-        waits = _state_waits(run, segments, table, memo)
-        seconds, parts = seconds + waits, _sum((parts, {"pcie": waits}))
+        waits = _time_state_waits(run, segments, table, memo)
+        seconds, parts = seconds + waits, _sum_parts((parts, {"pcie": waits}))
     return TimePlan(run=run, gpu=table.gpu, seconds=seconds, parts=parts, timeline=timeline)
 
 
@@ -290,7 +290,7 @@ def _time_unstaged(run: TrainingRun, segments: Segments, table: CostTable) -> tu
     for i in like_micro_batches(number, segments.num_micro_batches):
         for of in PASSES:
             queue += segments.of_stage(stage, of, i)
-        lengths.append(_length(queue))
+        lengths.append(_count_launches(queue))
     placed_queue = segments.join([*queue, segments.end])
     before, length = (STEPS - 1) * len(placed_queue), len(placed_queue)
     spans = run_queue(placed_queue, table, STEPS)
@@ -299,13 +299,13 @@ def _time_unstaged(run: TrainingRun, segments: Segments, table: CostTable) -> tu
     if number < run.num_micro_batches:
         first, last = before + lengths[1], before + lengths[2]
         times, extra = run.num_micro_batches - number, spans.exposed(*map(spans.end, (first, last)))
-        parts = _sum((parts, {part: times * seconds for part, seconds in extra.items()}))
+        parts = _sum_parts((parts, {part: times * seconds for part, seconds in extra.items()}))
         network += times * spans.network(first, last)
     parts = _add_network(parts, network)
     return sum(parts.values()), parts
 
 
-def _state_waits(run: TrainingRun, segments: Segments, table: CostTable, memo: Memo) -> float:
+def _time_state_waits(run: TrainingRun, segments: Segments, table: CostTable, memo: Memo) -> float:
     """Return the seconds in which a step waits for the offload of its optimizer's state."""
     # The copy to the host overlaps with the blocks of the first forward. The copy back overlaps
     # with the blocks of the last backward, except the first of them. In a pipeline these are the
@@ -314,7 +314,7 @@ def _state_waits(run: TrainingRun, segments: Segments, table: CostTable, memo: M
     num_bytes = int(run.optimizer.offload_fraction * numel * state_bytes(run.optimizer))
     copy = table.seconds(Work("copy to host", "copy", 0, num_bytes, (), "uint8"))
     blocks = [replace(stage, embedding=False, loss=False) for stage in stages_by_rank(run)[0]]
-    passes = [_passes_of(stage, segments, table, memo) for stage in blocks]
+    passes = [_time_passes_cached(stage, segments, table, memo) for stage in blocks]
     out, back = (
         sum(sum(of_stage[end].parts.values()) for of_stage in passes)
         for end in (("F", 0), ("B", segments.num_micro_batches - 1))
@@ -341,12 +341,12 @@ def _time_staged(
     """Return seconds, parts and timeline of a step with stages."""
     assert run.pipeline is not None, "checked by the caller"
     name, pp, stages = run.pipeline.schedule, run.resolved.pp, stages_of(run)
-    passes = [_passes_of(stage, segments, table, memo) for stage in stages]
+    passes = [_time_passes_cached(stage, segments, table, memo) for stage in stages]
     # Clipping and the optimizer follow the slowest pipeline rank.
     end_spans = run_queue(segments.join([segments.end]), table)
     end_seconds = max(end_spans.ends, default=0.0)
     end_parts = end_spans.exposed(0.0, end_seconds)
-    send, hides = _send_seconds(run, table), hidden_share(run, table)
+    send, hides = _time_send(run, table), hidden_share(run, table)
     timelines: dict[int, Timeline] = {}
 
     def step(number: int) -> tuple[float, Parts]:
@@ -361,19 +361,19 @@ def _time_staged(
                 parts, pass_network = passes[stage]["F" if kind == "F" else "B", like[i]]
                 sums.append({part: share * seconds for part, seconds in parts.items()})
                 network += share * pass_network
-            total = _sum(sums)
+            total = _sum_parts(sums)
             # A pair never takes less than the network seconds of both passes. Dispatcher "nvlink"
             # does not overlap its exchanges with a pair.
             if isinstance(item, Overlap) and hides:
-                return _add_network(_hide(total, hides), network)
+                return _add_network(_hide_network(total, hides), network)
             return total
 
         spans = spans_of(schedule, lambda item: sum(parts_of(item).values()), send)
         timelines[number] = timeline = Timeline(spans=spans)
         busiest = max(range(pp), key=lambda rank: timeline.busy[rank])
-        parts = _sum(parts_of(span.item) for span in timeline.spans[busiest])
+        parts = _sum_parts(parts_of(span.item) for span in timeline.spans[busiest])
         bubble = timeline.makespan - sum(parts.values())
-        return timeline.makespan + end_seconds, _sum((parts, end_parts, {"bubble": bubble}))
+        return timeline.makespan + end_seconds, _sum_parts((parts, end_parts, {"bubble": bubble}))
 
     seconds, parts = _extrapolate(step, run.num_micro_batches, (ROUNDS - 1) * pp, ROUNDS * pp)
     return seconds, parts, timelines[max(timelines)]
@@ -385,14 +385,14 @@ def _add_network(parts: Parts, network: float) -> dict[Part, float]:
     return {**parts, "network": parts.get("network", 0.0) + missing}
 
 
-def _hide(parts: Parts, share: float) -> Parts:
+def _hide_network(parts: Parts, share: float) -> Parts:
     """Return parts without the share of the network that the other parts of a pair hide."""
     network = parts.get("network", 0.0)
     other_seconds = sum(parts.values()) - network
     return {**parts, "network": network - min(other_seconds, share * network)}
 
 
-def _sum(all_parts: Iterable[Parts]) -> dict[Part, float]:
+def _sum_parts(all_parts: Iterable[Parts]) -> dict[Part, float]:
     sums: dict[Part, float] = {}
     for parts in all_parts:
         for part, seconds in parts.items():
@@ -400,7 +400,9 @@ def _sum(all_parts: Iterable[Parts]) -> dict[Part, float]:
     return sums
 
 
-def _passes_of(stage: Stage, segments: Segments, table: CostTable, memo: Memo) -> StagePasses:
+def _time_passes_cached(
+    stage: Stage, segments: Segments, table: CostTable, memo: Memo
+) -> StagePasses:
     """Return `_time_passes` of a stage, computed once for stages with equal segments."""
     key = tuple(segment.launches.start for segment in segments.of_stage(stage, "F", 0))
     if key not in memo:
@@ -416,7 +418,7 @@ def _time_passes(stage: Stage, segments: Segments, table: CostTable) -> StagePas
     for i in like_micro_batches(segments.num_micro_batches + 1, segments.num_micro_batches):
         for of in PASSES:
             queue += segments.of_stage(stage, of, i)
-            lengths.append(((of, i), _length(queue)))
+            lengths.append(((of, i), _count_launches(queue)))
     spans = run_queue(segments.join(queue), table)
     start, before = 0.0, 0
     for key, number in lengths:
@@ -426,7 +428,7 @@ def _time_passes(stage: Stage, segments: Segments, table: CostTable) -> StagePas
     return passes
 
 
-def _length(queue: Iterable[Segment]) -> int:
+def _count_launches(queue: Iterable[Segment]) -> int:
     return sum(len(segment.launches) for segment in queue)
 
 
@@ -442,8 +444,8 @@ def _extrapolate(
     return seconds + times * (seconds - before), grown
 
 
-def _send_seconds(run: TrainingRun, table: CostTable) -> float:
-    """Return the seconds of a message between stages."""
+def _time_send(run: TrainingRun, table: CostTable) -> float:
+    """Return the seconds in which a pipeline stage sends activations to the next stage."""
     p = run.resolved
     # The values are bf16, and one direction of two is used.
     num_bytes = 2 * 2 * run.batch_size * run.seq_len // (p.cp * p.tp) * run.planned_model.dim

@@ -70,7 +70,7 @@ class TransformersModel(CheckedRecord):
         path = "DIR" if isinstance(config, Mapping) else os.fspath(config)
         model = cls(values=json.dumps(values, sort_keys=True), source=path)
         with refusing(model):
-            _structure(model)
+            _build_structure(model)
         return model
 
 
@@ -118,7 +118,7 @@ class StockModel(PlannedModel):
 
     @classmethod
     def _of(cls, model: TransformersModel) -> StockModel:
-        hf, blocks, experts = _structure(model)
+        hf, blocks, experts = _build_structure(model)
         config = hf.config.get_text_config()
         with_experts = [any(isinstance(m, RoutedLayer) for m in b.modules()) for b in blocks]
         names = (n for block in blocks for m in block.modules() for n in m._modules)
@@ -126,7 +126,7 @@ class StockModel(PlannedModel):
             dim=config.hidden_size,
             vocab_size=config.vocab_size,
             max_seq_len=None,
-            layers=tuple(_kinds(hf, blocks)),
+            layers=tuple(_find_block_kinds(hf, blocks)),
             dense=frozenset(i for i, has in enumerate(with_experts) if not has),
             num_mtp_layers=0,
             moe=experts[0].config if experts else None,
@@ -136,7 +136,7 @@ class StockModel(PlannedModel):
 
     @override
     def bound(self) -> frozenset[int]:
-        hf = _structure(self.model).model
+        hf = _build_structure(self.model).model
         return family_of(hf).staged(hf).stage_parts().bound
 
     @override
@@ -146,7 +146,7 @@ class StockModel(PlannedModel):
 
     @override
     def build(self, dtype: torch.dtype) -> nn.Module:
-        model: nn.Module = _built(self.model, dtype)
+        model: nn.Module = _build_model(self.model, dtype)
         if packing_problem(model) is None:
             use_causal_attention(model)
         return model.train()
@@ -158,7 +158,7 @@ class StockModel(PlannedModel):
 
     @override
     def inputs(self, tokens_BT: Tensor) -> Mapping[str, Any]:
-        hf = _structure(self.model).model
+        hf = _build_structure(self.model).model
         scan = next((m for m in hf.modules() if getattr(m, "A_log", WIDTHS).ndim == 2), None)
         if scan is not None and tokens_BT.shape[1] > MAX_SCAN:
             raise ValueError(
@@ -173,7 +173,7 @@ class StockModel(PlannedModel):
 
     @override
     def sizes(self) -> ModelSizes:
-        hf, _, layers = _structure(self.model)
+        hf, _, layers = _build_structure(self.model)
         experts = {p for layer in layers for p in layer.part("experts").parameters()}
         cuts = ((m, (*split.columns, split.row)) for m, split in find_cuts(hf, 1)[0].items())
         tp_params = {p for m, names in cuts for n in names for p in m.get_submodule(n).parameters()}
@@ -181,7 +181,7 @@ class StockModel(PlannedModel):
 
     @override
     def check(self, *, pp: int, tp: int, cp: int) -> None:
-        hf, _, _ = _structure(self.model)
+        hf, _, _ = _build_structure(self.model)
         family = family_of(hf)
         if tp > 1:
             family.check_tensor_parallel(hf, tp)
@@ -192,7 +192,7 @@ class StockModel(PlannedModel):
 
     @override
     def source(self, dtype: torch.dtype) -> ModelSource:
-        hf, path = _structure(self.model).model, self.model.source
+        hf, path = _build_structure(self.model).model, self.model.source
         packs = packing_problem(hf) is None
         imports = ["from transformers import AutoConfig, " + type(hf).__name__]
         imports += ["from moecore.families import use_causal_attention"] if packs else []
@@ -211,16 +211,16 @@ class StockModel(PlannedModel):
 
 
 @lru_cache(maxsize=8)
-def _structure(model: TransformersModel) -> Structure:
-    """Return the structure of a model; callers do not change it."""
-    hf = _built(model, torch.float32)
+def _build_structure(model: TransformersModel) -> Structure:
+    """Build a model on meta with moecore's MoE layers (cached: callers must not change it)."""
+    hf = _build_model(model, torch.float32)
     swap_blocks(hf, {})
     layers = [m for m in hf.modules() if isinstance(m, RoutedLayer)]
     return Structure(hf, find_blocks(hf), layers)
 
 
-def _built(model: TransformersModel, dtype: torch.dtype) -> Any:
-    """Return a model on meta."""
+def _build_model(model: TransformersModel, dtype: torch.dtype) -> Any:
+    """Build the class of transformers from its config on meta, with the selected layers."""
     values = json.loads(model.values)
     if find_spec("transformers") is None:
         raise ValueError(
@@ -235,13 +235,13 @@ def _built(model: TransformersModel, dtype: torch.dtype) -> Any:
             "transformers that has it"
         )
     if model.layers is not None:
-        full = _structure(replace(model, layers=None))
+        full = _build_structure(replace(model, layers=None))
         names = {module: name for name, module in full.model.named_modules()}
-        _keep(hf, [names[block] for block in full.blocks], model.layers)
+        _keep_layers(hf, [names[block] for block in full.blocks], model.layers)
     return hf
 
 
-def _keep(hf: Any, names: Sequence[str], layers: Sequence[int]) -> None:
+def _keep_layers(hf: Any, names: Sequence[str], layers: Sequence[int]) -> None:
     """Remove all layers of a model, whose layers have these names, except `layers`."""
     blocks = [hf.get_submodule(names[i]) for i in layers]
     holders = dict.fromkeys(hf.get_submodule(name.rpartition(".")[0]) for name in names)
@@ -249,12 +249,12 @@ def _keep(hf: Any, names: Sequence[str], layers: Sequence[int]) -> None:
         members = [module for module in blocks if module in holder.children()]
         holder._modules.clear()
         holder.extend(members)
-    _shorten(hf.config.get_text_config(), len(names), layers)
+    _shorten_config(hf.config.get_text_config(), len(names), layers)
 
 
-def _shorten(config: Any, number: int, layers: Sequence[int]) -> None:
-    """Remove all of a config's `number` layers except `layers`."""
-    lists = {name: [value[i] for i in layers] for name, value in _lists(config, number)}
+def _shorten_config(config: Any, number: int, layers: Sequence[int]) -> None:
+    """Reduce a config with `number` layers to `layers`: its layer count and per-layer lists."""
+    lists = {name: [value[i] for i in layers] for name, value in _find_layer_lists(config, number)}
     # The config may count attentions, of which a layer has several.
     config.num_hidden_layers = config.num_hidden_layers * len(layers) // max(1, number)
     if (spec := vars(config).get("_heterogeneity_spec")) is not None:  # fields by layer index
@@ -268,7 +268,7 @@ def _shorten(config: Any, number: int, layers: Sequence[int]) -> None:
         config.__class__ = type(kind.__name__, (kind,), properties)
 
 
-def _lists(config: Any, number: int) -> Iterator[tuple[str, Sequence[Any]]]:
+def _find_layer_lists(config: Any, number: int) -> Iterator[tuple[str, Sequence[Any]]]:
     """Yield fields of a config with a value for each layer, except lists of layer indices."""
     names = (n for n, x in inspect.getmembers(type(config)) if isinstance(x, property))
     for name, value in {**{n: getattr(config, n, None) for n in names}, **vars(config)}.items():
@@ -277,31 +277,31 @@ def _lists(config: Any, number: int) -> Iterator[tuple[str, Sequence[Any]]]:
             yield name, value
 
 
-def _kinds(hf: Any, blocks: Sequence[nn.Module]) -> Iterator[Hashable]:
+def _find_block_kinds(hf: Any, blocks: Sequence[nn.Module]) -> Iterator[Hashable]:
     """Yield the kind of each block: its modules' classes, numbers and shapes, and list entries."""
     config = hf.config.get_text_config()
-    lists = list(_lists(config, len(blocks)))
-    is_distinct = not _is_of_layers(hf, blocks)
+    lists = list(_find_layer_lists(config, len(blocks)))
+    is_distinct = not _has_independent_outer_params(hf, blocks)
     for i, block in enumerate(blocks):
         listed = tuple((name, str(value[i])) for name, value in lists)
         yield (
             i
             if is_distinct
-            else (listed, tuple(_described(*named) for named in block.named_modules()))
+            else (listed, tuple(_describe_module(*named) for named in block.named_modules()))
         )
 
 
-def _described(name: str, module: nn.Module) -> Hashable:
+def _describe_module(name: str, module: nn.Module) -> Hashable:
     values = ((n, v) for n, v in sorted(vars(module).items()) if type(v) in VALUES and n != PLACE)
     shapes = ((n, tuple(p.shape)) for n, p in module.named_parameters(recurse=False))
     return name, type(module).__name__, tuple(values), tuple(shapes)
 
 
-def _is_of_layers(hf: Any, blocks: Sequence[nn.Module]) -> bool:
+def _has_independent_outer_params(hf: Any, blocks: Sequence[nn.Module]) -> bool:
     """Return whether a model of fewer layers has the same parameters outside its layers."""
     config = copy.deepcopy(hf.config)
     inner = {p for block in blocks for p in block.parameters()}
-    _shorten(config.get_text_config(), len(blocks), range(len(blocks) - 1))
+    _shorten_config(config.get_text_config(), len(blocks), range(len(blocks) - 1))
     try:
         with torch.device("meta"):
             fewer = type(hf)._from_config(config)

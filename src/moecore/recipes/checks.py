@@ -7,7 +7,7 @@ import math
 import torch
 
 from moecore.models import DecoderConfig
-from moecore.packing.collate import multiple_of
+from moecore.packing.collate import get_length_multiple
 from moecore.packing.corpus.scheduled_batch import TILE
 from moecore.parallel.mesh import ParallelConfig
 from moecore.recipes.files import host_bytes
@@ -52,10 +52,10 @@ def check_dynamic_cp(args: RunConfig, max_tokens: int, parallel: ParallelConfig)
             f"{name} must be a multiple of {multiple} with --tp ({p.tp}), a power of two: round it"
         )
     largest = ranks & -ranks
-    if args.seq_len % multiple_of(largest):
+    if args.seq_len % get_length_multiple(largest):
         raise ValueError(
-            f"--seq-len ({args.seq_len}) must be a multiple of {multiple_of(largest)}, two chunks "
-            f"of each of {largest} data ranks, with {name}: round it up"
+            f"--seq-len ({args.seq_len}) must be a multiple of {get_length_multiple(largest)}, two "
+            f"chunks of each of {largest} data ranks, with {name}: round it up"
         )
     if args.seq_len > largest * max_tokens:
         raise ValueError(

@@ -23,7 +23,7 @@ from moecore.packing import (
     ScheduledBatch,
     ScheduledLoader,
 )
-from moecore.packing.corpus.files import cut
+from moecore.packing.corpus.files import shorten_text
 from moecore.recipes.borders import Borders, borders_of
 from moecore.recipes.data import BatchShape, StepBatch, standard_library, with_borders
 from moecore.recipes.files import check_directory, named
@@ -231,7 +231,7 @@ def _load(name: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(name)
     except Exception as error:  # of any kind: transformers reads what the files have
-        raise ValueError(f"{label} must be a tokenizer that loads: {cut(error)}") from None
+        raise ValueError(f"{label} must be a tokenizer that loads: {shorten_text(error)}") from None
 
 
 @dataclass(frozen=True)

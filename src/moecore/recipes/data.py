@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moecore.packing import CutDocuments, PackedBatchSampler, PackedCollator
-from moecore.packing.collate import multiple_of
+from moecore.packing.collate import get_length_multiple
 from moecore.packing.corpus.files import strip_line
 from moecore.recipes.files import named, read_file
 
@@ -203,7 +203,7 @@ class PackedSteps:
     ) -> None:
         self._shape, self._documents = shape, documents
         rows, T = shape.grad_accum * shape.batch_size, shape.seq_len
-        multiple = multiple_of(shape.cp) if packs else T
+        multiple = get_length_multiple(shape.cp) if packs else T
         self._lengths = -(-torch.as_tensor(lengths) // multiple) * multiple
         self.sampler = PackedBatchSampler(
             self._lengths,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from moecore.packing.corpus.files import cut
+from moecore.packing.corpus.files import shorten_text
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 UNUSED_FILES = ("original/*", "metal/*", "*.pth", "*.gguf", "*.onnx")  # weights in other formats
@@ -38,6 +38,6 @@ def model_directory(path: Path, option: str = "--model") -> Path:
     except Exception as error:  # of any kind, of networks and of the hub
         raise ValueError(
             f"{option} ({name}) must be a directory, or a model of the hub that is in the cache "
-            f"({cache}) or can be downloaded: {cut(error)}"
+            f"({cache}) or can be downloaded: {shorten_text(error)}"
         ) from None
     return Path(location)

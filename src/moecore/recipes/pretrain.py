@@ -36,7 +36,7 @@ from moecore.base.fields import Count, CountOrZero, Positive
 from moecore.io.checkpoint.config_differences import differences
 from moecore.models import Decoder, DecoderConfig, at_width, document_cost
 from moecore.packing import CorpusOptions
-from moecore.packing.collate import multiple_of
+from moecore.packing.collate import get_length_multiple
 from moecore.parallel.mesh import Meshes, build_meshes
 from moecore.recipes.checks import (
     check_dynamic_cp,
@@ -188,7 +188,7 @@ def eval_shape_of(args: PretrainConfig, shape: BatchShape) -> BatchShape:
 def corpus_options(args: PretrainConfig, config: DecoderConfig, cp: int) -> CorpusOptions:
     """Return the options of [corpus], completed by the options of the run."""
     of_run: Any = {"row_tokens": args.seq_len, "vocab_size": config.vocab_size, "seed": args.seed}
-    return CorpusOptions(**of_run, multiple=multiple_of(cp), **args.corpus)
+    return CorpusOptions(**of_run, multiple=get_length_multiple(cp), **args.corpus)
 
 
 def rates_of(args: PretrainConfig, config: DecoderConfig) -> WidthRates | None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from moecore.packing.corpus.files import cut
+from moecore.packing.corpus.files import shorten_text
 from moecore.recipes.files import check_directory, named
 
 HUB = "hf:"
@@ -59,4 +59,4 @@ def _loading(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise ValueError(f"{name} must be a data set that loads: {cut(error)}") from None
+        raise ValueError(f"{name} must be a data set that loads: {shorten_text(error)}") from None

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from moecore.kernels.cross_entropy import IGNORE_INDEX
 from moecore.packing.bins import pack_lengths
-from moecore.packing.collate import PackedBatch, PackedCollator, multiple_of
+from moecore.packing.collate import PackedBatch, PackedCollator, get_length_multiple
 from moecore.parallel.mesh import ParallelConfig
 from moecore.rl.rollouts import PER_TOKEN, Rollouts
 
@@ -47,7 +47,7 @@ class RowLimits:
     @classmethod
     def of(cls, max_tokens: int, parallel: ParallelConfig) -> RowLimits:
         """Return the limits of a parallel layout."""
-        of_document = multiple_of(parallel.cp)
+        of_document = get_length_multiple(parallel.cp)
         limits = cls(
             max_tokens=max_tokens, of_document=of_document, of_row=of_document * parallel.tp
         )

@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from moecore.base.fields import Bound, CheckedRecord, Count, Positive, Rules, Seed, quote
-from moecore.packing.corpus.files import cut
+from moecore.packing.corpus.files import shorten_text
 from moecore.packing.corpus.order import IndexedDocuments, StreamedDocuments
 from moecore.packing.corpus.partitions import Rule
 from moecore.packing.documents import Integers
@@ -120,26 +120,26 @@ class DocumentReader:
             self._number, read = self.documents.take(ordinal)
             ids = self._shared.get(self._number)
             if ids is None:
-                ids = tokens_of(self._source, read(), self._vocab_size)
+                ids = tokenize_document(self._source, read(), self._vocab_size)
                 self._shared[self._number] = ids
             self._empty = 0 if len(ids) else self._empty + 1
             if self._empty > EMPTY_IN_TURN:
                 raise ValueError(f"must have tokens: {self._empty} documents in turn have none")
             return ids
         except Exception as error:  # files, networks and users' tokenizers raise any class
-            raise self._error(error) from error
+            raise self._make_error(error) from error
 
     def refuse(self, problem: str) -> NoReturn:
         """Raise a CorpusError that names the last read document."""
-        raise self._error(problem)
+        raise self._make_error(problem)
 
-    def _error(self, problem: object) -> CorpusError:
-        name, line = cut(self._source.name), cut(problem)
+    def _make_error(self, problem: object) -> CorpusError:
+        name, line = shorten_text(self._source.name), shorten_text(problem)
         if not isinstance(problem, str | ValueError):  # a KeyError's text is the key
             line = f"{type(problem).__name__}: {line}"
         if self._number is None:
             return CorpusError(f"{name}: {line}")
-        place = location_of(self._source.documents, self._number)
+        place = describe_location(self._source.documents, self._number)
         if not place.startswith(name):  # a source is often named by its file
             name = f"{name}, {place}" if place not in line else name
         elif place in line:
@@ -149,13 +149,13 @@ class DocumentReader:
         return CorpusError(f"{name}: {line}")
 
 
-def location_of(documents: Any, number: int) -> str:
+def describe_location(documents: Any, number: int) -> str:
     """Return the text by which errors name a document: `documents.location`, or its number."""
     location = getattr(documents, "location", None)
     return location(number) if callable(location) else f"document {number}"
 
 
-def tokens_of(source: CorpusSource, document: Any, vocab_size: int | None) -> Integers:
+def tokenize_document(source: CorpusSource, document: Any, vocab_size: int | None) -> Integers:
     """Return the token ids of a document, in the smallest dtype that holds them."""
     ids = document if source.tokenize is None else source.tokenize(document)
     array = np.asarray(ids)

@@ -29,7 +29,7 @@ from moecore.packing.documents import Integers
 MAX_CHARS = 300  # characters of a path, a name or another library's error in a message
 
 
-def cut(text: object, max_chars: int = MAX_CHARS) -> str:
+def shorten_text(text: object, max_chars: int = MAX_CHARS) -> str:
     """Return a text as one line of at most `max_chars` characters, without its middle."""
     line = " ".join(str(text).split())
     half = (max_chars - 3) // 2
@@ -50,7 +50,7 @@ class SizedFile:
     """
 
     def __init__(self, path: str | os.PathLike[str], size: int | None = None) -> None:
-        self.path, self.short_path = os.fspath(path), cut(os.fspath(path))
+        self.path, self.short_path = os.fspath(path), shorten_text(os.fspath(path))
         try:
             # O_NONBLOCK: opening a FIFO without a writer would wait.
             self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -70,7 +70,7 @@ class SizedFile:
             )
 
     def read(self, start: int, count: int) -> bytes:
-        """Return the bytes [start, start + count)."""
+        """Read and return the bytes [start, start + count) of the file."""
         parts: list[bytes] = []
         try:
             while count > 0 and (part := os.pread(self._descriptor, count, start)):
@@ -86,7 +86,7 @@ class SizedFile:
             )
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def blocks(self, start: int, stop: int, size: int) -> Iterator[bytes]:
+    def read_blocks(self, start: int, stop: int, size: int) -> Iterator[bytes]:
         """Yield the bytes [start, stop) in blocks of `size`."""
         for first in range(start, stop, size):
             yield self.read(first, min(size, stop - first))
@@ -144,11 +144,11 @@ class JsonLines:
         firsts = np.cumsum([0, *counts])[:-1].tolist()
         starts = [np.frombuffer(part.starts, np.int64) for part in parts]
         self._starts = np.concatenate([*starts, np.array([self._file.size])])
-        empty = _concatenate([part.empty for part in parts], firsts)
-        invalid = _concatenate([part.invalid for part in parts], firsts)
+        empty = _concatenate_line_numbers([part.empty for part in parts], firsts)
+        invalid = _concatenate_line_numbers([part.invalid for part in parts], firsts)
         self.num_empty, self.num_invalid = len(empty), len(invalid)
         if self.num_invalid and not skip_invalid:
-            self._refuse(int(invalid[0]), field)
+            self._raise_invalid_line(int(invalid[0]), field)
         skipped_lines = np.sort(np.concatenate([empty, invalid]))
         # The number of documents before each skipped line.
         self._before = skipped_lines - np.arange(len(skipped_lines))
@@ -167,11 +167,11 @@ class JsonLines:
     def __getitem__(self, index: int) -> dict[str, Any]:
         if not 0 <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
-        line = self._line(index)
+        line = self._find_line(index)
         start, stop = self._starts[line : line + 2].tolist()
         content = self._file.read(start, stop - start)
         try:
-            document = _parse(content)
+            document = _parse_line(content)
         except (ValueError, RecursionError):
             document = None
         if not isinstance(document, dict):
@@ -183,12 +183,12 @@ class JsonLines:
 
     def location(self, index: int) -> str:
         """Return the file and the line of a document, for error messages."""
-        return f"{self._file.short_path} line {self._line(index) + 1}"
+        return f"{self._file.short_path} line {self._find_line(index) + 1}"
 
-    def _line(self, index: int) -> int:
+    def _find_line(self, index: int) -> int:
         return index + int(np.searchsorted(self._before, index, side="right"))
 
-    def _refuse(self, line: int, field: str | None) -> None:
+    def _raise_invalid_line(self, line: int, field: str | None) -> None:
         start, stop = self._starts[line : line + 2].tolist()
         text = self._file.read(start, min(stop - start, 200)).decode(errors="replace")
         expected_form = "a JSON object" if field is None else f"a JSON object with {quote(field)}"
@@ -209,14 +209,14 @@ class _LineRange(NamedTuple):
     checksums: array[int]  # CRC-32 of each document's line
 
 
-def _concatenate(numbers: list[array[int]], firsts: list[int]) -> Integers:
+def _concatenate_line_numbers(numbers: list[array[int]], firsts: list[int]) -> Integers:
     """Return the line numbers of all parts, counted from the start of the file."""
     pairs = zip(numbers, firsts, strict=True)
     return np.concatenate([np.frombuffer(part, np.int64) + first for part, first in pairs])
 
 
 def _parse_file(file: SizedFile, field: str | None) -> list[_LineRange]:
-    """Return the lines of each `PART` bytes of a file."""
+    """Parse a file in parts of `PART` bytes, in parallel processes; return each part's lines."""
     tasks = [(file, start, field) for start in range(0, file.size, PART)] or [(file, 0, field)]
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     cores = len(os.sched_getaffinity(0)) // max(1, int(ranks) if ranks.isdecimal() else 1)
@@ -239,10 +239,10 @@ def _parse_part(task: tuple[SizedFile, int, str | None]) -> _LineRange:
     """Return the lines of (file, first byte, field) that begin in `PART` bytes from that byte."""
     file, first, field = task
     part = _LineRange(array("q"), array("q"), array("q"), array("I"))
-    for number, (start, line) in enumerate(_lines(file, first, min(first + PART, file.size))):
+    for number, (start, line) in enumerate(_read_lines(file, first, min(first + PART, file.size))):
         part.starts.append(start)
         try:
-            content = _parse(line)
+            content = _parse_line(line)
         except (ValueError, RecursionError):  # UTF-8, JSON, integers of more than 4,300 digits
             content = None
         if content is _EMPTY:
@@ -256,11 +256,11 @@ def _parse_part(task: tuple[SizedFile, int, str | None]) -> _LineRange:
     return part
 
 
-def _lines(file: SizedFile, first: int, stop: int) -> Iterator[tuple[int, bytes]]:
+def _read_lines(file: SizedFile, first: int, stop: int) -> Iterator[tuple[int, bytes]]:
     """Yield the start and the bytes without line end of each line that begins in a range."""
     start, fragments = first, list[bytes]()  # the incomplete line
     is_inside = first > 0 and file.read(first - 1, 1) != b"\n"  # a line of the previous part
-    for block in file.blocks(first, file.size, CHUNK):
+    for block in file.read_blocks(first, file.size, CHUNK):
         if start >= stop:
             return
         *ends, rest = block.split(b"\n")
@@ -280,7 +280,7 @@ def _lines(file: SizedFile, first: int, stop: int) -> Iterator[tuple[int, bytes]
 _EMPTY = object()
 
 
-def _parse(line: bytes) -> Any:
+def _parse_line(line: bytes) -> Any:
     """Return the JSON value of a line, or `_EMPTY`."""
     text = strip_line(line.decode())
     return json.loads(text) if text else _EMPTY

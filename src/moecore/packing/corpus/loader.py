@@ -31,20 +31,23 @@ from moecore.packing.corpus.documents import (
     CorpusSource,
     DocumentReader,
 )
-from moecore.packing.corpus.files import cut
+from moecore.packing.corpus.files import shorten_text
 from moecore.packing.corpus.order import IndexedDocuments, StreamedDocuments
 from moecore.packing.corpus.partitions import Partition, RowShape
-from moecore.packing.corpus.position import Cursors, check_ranks, check_state, facts_of, position_of
-from moecore.packing.documents import key_of
+from moecore.packing.corpus.position import (
+    Cursors,
+    check_ranks,
+    check_state,
+    collect_facts,
+    hash_position,
+)
+from moecore.packing.documents import hash_parts
 
 PARTITIONS_PER_ROW = 8  # with up to 8 workers per rank, no two workers read one partition
 
 
 class RankBatches(IterableDataset[Any]):
-    """Yields (batch, cursors after it, lengths of sources) for a data rank or one of its workers.
-
-    `collate` makes a batch from rows of pieces.
-    """
+    """Yields (batch, cursors after it, lengths of sources) for a rank or one of its workers."""
 
     def __init__(
         self,
@@ -53,7 +56,7 @@ class RankBatches(IterableDataset[Any]):
         rows: int,
         data_rank: int,
         data_ranks: int,
-        collate: Callable[[Rows], Any],
+        collate: Callable[[Rows], Any],  # makes a batch from rows of pieces
     ) -> None:
         self.sources, self._options, self._collate = sources, options, collate
         self.rows = rows
@@ -61,55 +64,55 @@ class RankBatches(IterableDataset[Any]):
         self.data_rank, self.data_ranks = data_rank, data_ranks
         self.names = [source.name for source in sources]
         self._facts: dict[str, Any] | None = None
-        self.begin_at(0, {}, {})
+        self.set_start(0, {}, {})
 
-    def begin_at(self, row: int, cursors: Cursors, lengths: Mapping[str, int | None]) -> None:
-        """Let the next iteration begin at a row of the run."""
+    def set_start(self, row: int, cursors: Cursors, lengths: Mapping[str, int | None]) -> None:
+        """Set the row, cursors and source lengths at which the next iteration begins."""
         self._first, self._cursors, self._lengths = row, dict(cursors), dict(lengths)
 
-    def facts(self) -> dict[str, Any]:
+    def get_facts(self) -> dict[str, Any]:
         """Return `facts_of` the sources, computed once."""
         if self._facts is None:
-            self._facts = facts_of(self.sources, self._options)
+            self._facts = collect_facts(self.sources, self._options)
         return self._facts
 
-    def facts_of_ranks(self) -> dict[str, Any]:
-        """Return facts that must be equal on all data ranks of a run."""
+    def collect_rank_facts(self) -> dict[str, Any]:
+        """Return the sources, options and position, which must be equal on all data ranks."""
         return {
-            **self.facts(),
+            **self.get_facts(),
             **{f"weight of {s.name}": s.weight for s in self.sources},
             "vocab_size": self._options.vocab_size,
             "partitions": self.partitions,
             "rows of a batch": self.rows,
             "data_ranks": self.data_ranks,
             "rows before this batch": self._first,
-            "position": position_of(self._cursors, self._lengths),
+            "position": hash_position(self._cursors, self._lengths),
         }
 
     def __iter__(self) -> Iterator[Any]:
         try:
-            yield from self._all()
+            yield from self._read_batches()
         except CorpusError as error:  # DataLoader would add a worker's traceback to a raised error
             yield error, {}, {}
 
-    def _all(self) -> Iterator[Any]:
+    def _read_batches(self) -> Iterator[Any]:
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        partition_ids = self._partitions_of(worker, workers)
+        partition_ids = self._find_worker_partitions(worker, workers)
         readers = {
             s.name: DocumentReader(
-                s, self._documents(i, s, partition_ids), self._options.vocab_size
+                s, self._order_documents(i, s, partition_ids), self._options.vocab_size
             )
             for i, s in enumerate(self.sources)
         }
         partitions: dict[int, Partition] = {}
         for number in range(worker, 2**62, workers):
-            row_ids = [self._row(number, b) for b in range(self.rows)]
+            row_ids = [self._find_row_index(number, b) for b in range(self.rows)]
             rows = []
             for row in row_ids:
                 partition_id = row % self.partitions
                 if partition_id not in partitions:
-                    partitions[partition_id] = self._partition(partition_id, readers)
+                    partitions[partition_id] = self._make_partition(partition_id, readers)
                 while partitions[partition_id].rows < row // self.partitions:
                     partitions[partition_id].next()  # another rank's or worker's row
                 rows.append(partitions[partition_id].next())
@@ -120,7 +123,7 @@ class RankBatches(IterableDataset[Any]):
             lengths = {name: reader.documents.length for name, reader in readers.items()}
             yield self._collate(rows), cursors, lengths
 
-    def _partition(self, number: int, readers: Mapping[str, DocumentReader]) -> Partition:
+    def _make_partition(self, number: int, readers: Mapping[str, DocumentReader]) -> Partition:
         options = self._options
         return Partition(
             number,
@@ -133,24 +136,24 @@ class RankBatches(IterableDataset[Any]):
             seed=options.seed,
         )
 
-    def _row(self, number: int, place: int) -> int:
+    def _find_row_index(self, number: int, place: int) -> int:
         """Return the index in the run of row `place` of this rank's batch `number`."""
         return self._first + (number * self.data_ranks + self.data_rank) * self.rows + place
 
-    def _partitions_of(self, worker: int, workers: int) -> frozenset[int]:
-        """Return the partitions that a worker reads."""
+    def _find_worker_partitions(self, worker: int, workers: int) -> frozenset[int]:
+        """Return the indices of the partitions from which a worker reads rows."""
         period = self.partitions // math.gcd(self.partitions, workers * self.data_ranks * self.rows)
         numbers = range(worker, worker + period * workers, workers)
         return frozenset(
-            self._row(number, b) % self.partitions for number in numbers for b in range(self.rows)
+            self._find_row_index(n, b) % self.partitions for n in numbers for b in range(self.rows)
         )
 
-    def _documents(
+    def _order_documents(
         self, place: int, source: CorpusSource, partition_ids: frozenset[int]
     ) -> IndexedDocuments | StreamedDocuments:
         """Return a reader of a source's documents by ordinal, for these partitions."""
         options = self._options
-        key = key_of(options.seed, "order", source.name) if options.shuffle else None
+        key = hash_parts(options.seed, "order", source.name) if options.shuffle else None
         if source.is_indexed:
             return IndexedDocuments(source.documents, key, partitions=self.partitions)
         starts = (
@@ -192,10 +195,10 @@ class PositionedLoader(Generic[Batch]):
         return self
 
     def __next__(self) -> Batch:
-        self._compare()
+        self._compare_ranks()
         if self._batch_iterator is None:
-            self._batch_iterator = self._start()
-        batch, cursors, lengths = self._receive(self._batch_iterator)
+            self._batch_iterator = self._start_workers()
+        batch, cursors, lengths = self._receive_batch(self._batch_iterator)
         if isinstance(batch, CorpusError):
             self.close()
             raise batch
@@ -206,12 +209,12 @@ class PositionedLoader(Generic[Batch]):
         result: Batch = batch
         return result
 
-    def _compare(self) -> None:
+    def _compare_ranks(self) -> None:
         """Raise if sources, options or positions differ between data ranks. Collective, once."""
         if self._has_checked_ranks:
             return
         if self._data_ranks > 1:
-            local_facts = self._batches.facts_of_ranks(), self._batches.data_rank
+            local_facts = self._batches.collect_rank_facts(), self._batches.data_rank
             facts, numbers = zip(*gather(local_facts, self._group), strict=True)
             check_ranks(facts)
             missing = set(range(self._batches.data_ranks)) - set(numbers)
@@ -223,7 +226,7 @@ class PositionedLoader(Generic[Batch]):
                 )
         self._has_checked_ranks = True
 
-    def _start(self) -> Iterator[Any]:
+    def _start_workers(self) -> Iterator[Any]:
         loader = DataLoader(
             self._batches,
             batch_size=None,
@@ -232,15 +235,15 @@ class PositionedLoader(Generic[Batch]):
             generator=torch.Generator(),  # torch's default generator is part of a run's state
             prefetch_factor=2 if self._workers else None,
         )
-        with _same_handler():
+        with _restore_sigchld_handler():
             return iter(loader)
 
-    def _receive(self, batches: Iterator[Any]) -> Any:
+    def _receive_batch(self, batches: Iterator[Any]) -> Any:
         """Return the next worker's batch. Raise CorpusError if the worker has ended."""
         try:
             return next(batches)
         except (RuntimeError, OSError, EOFError) as error:
-            text = cut(error)
+            text = shorten_text(error)
             if not self._workers or text.startswith("Caught "):  # an error that a worker raised
                 raise
             self.close()
@@ -251,7 +254,7 @@ class PositionedLoader(Generic[Batch]):
 
     def close(self) -> None:
         """End the workers. The next `next` starts new workers at the current position."""
-        self._batches.begin_at(self._rows, self._loaded | self._cursors, self._lengths)
+        self._batches.set_start(self._rows, self._loaded | self._cursors, self._lengths)
         self._batch_iterator = None
 
     def epochs(self) -> dict[str, int]:
@@ -267,10 +270,10 @@ class PositionedLoader(Generic[Batch]):
 
         Collective if there are several data ranks and torch.distributed is initialized.
         """
-        local_state = self._state(self._cursors)
+        local_state = self._make_state(self._cursors)
         states = gather(local_state) if self._batches.data_ranks > 1 else [local_state]
         check_ranks([{**state["facts"], "rows taken": state["rows"]} for state in states])
-        return merge_positions([self._state(self._loaded), *states])
+        return merge_positions([self._make_state(self._loaded), *states])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of a loader with the same sources and options.
@@ -282,20 +285,20 @@ class PositionedLoader(Generic[Batch]):
             ValueError: if the state has other sources or options, or is no `state_dict()`.
         """
         check_arguments(PositionedLoader.load_state_dict, locals())
-        position = check_state(state, self._batches.facts(), self._batches.sources)
+        position = check_state(state, self._batches.get_facts(), self._batches.sources)
         self._batches.partitions = position.partitions
         self._rows, self._lengths = position.rows, position.lengths
         self._cursors, self._last, self._loaded = {}, {}, position.cursors
         self._has_checked_ranks = False
         self.close()
 
-    def _state(self, cursors: Cursors) -> dict[str, Any]:
+    def _make_state(self, cursors: Cursors) -> dict[str, Any]:
         return {
             "rows": self._rows,
             "partitions": self._batches.partitions,
             "cursors": [[n, [list(cursor) for cursor in cursors[n]]] for n in sorted(cursors)],
             "lengths": self._lengths,
-            "facts": self._batches.facts(),
+            "facts": self._batches.get_facts(),
         }
 
 
@@ -347,7 +350,7 @@ class CorpusLoader(PositionedLoader[PackedBatch]):
 
 
 def check_sources(sources: Sequence[CorpusSource], data_rank: int, data_ranks: int) -> None:
-    """Raise a ValueError as `CorpusLoader` describes."""
+    """Raise a ValueError if source names are not unique or `data_rank` >= `data_ranks`."""
     names = [source.name for source in sources]
     if not names or len(set(names)) < len(names):
         raise ValueError(
@@ -360,8 +363,8 @@ def check_sources(sources: Sequence[CorpusSource], data_rank: int, data_ranks: i
 
 
 @contextmanager
-def _same_handler() -> Iterator[None]:
-    """Return a context at whose end the handler of SIGCHLD is restored."""
+def _restore_sigchld_handler() -> Iterator[None]:
+    """Return a context manager that restores the handler of SIGCHLD on exit."""
     # torch's handler raises the death of a worker wherever the main thread is at that moment.
     # Without the handler, the next batch raises it.
     before = signal.getsignal(signal.SIGCHLD)
@@ -382,7 +385,7 @@ def merge_positions(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     lengths: dict[str, int | None] = {}
     for state in states:
         for partition, cursors in state["cursors"]:
-            if partition not in furthest or _rows_of(cursors) > _rows_of(furthest[partition]):
+            if partition not in furthest or _count_rows(cursors) > _count_rows(furthest[partition]):
                 furthest[partition] = cursors
         lengths |= {name: n for name, n in state["lengths"].items() if n or name not in lengths}
     return {
@@ -392,5 +395,5 @@ def merge_positions(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _rows_of(cursors: Sequence[Sequence[float]]) -> float:
+def _count_rows(cursors: Sequence[Sequence[float]]) -> float:
     return sum(cursor[0] for cursor in cursors)

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from moecore.base.fields import check_arguments
-from moecore.packing.corpus.files import SizedFile, cut
+from moecore.packing.corpus.files import SizedFile, shorten_text
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -54,7 +54,7 @@ class MegatronDocuments:
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
         check_arguments(MegatronDocuments.__init__, locals())
-        self._prefix = cut(os.fspath(prefix))
+        self._prefix = shorten_text(os.fspath(prefix))
         self._index, self._ids = SizedFile(f"{prefix}.idx"), SizedFile(f"{prefix}.bin")
         header = self._index.read(0, min(HEADER.size, self._index.size))
         magic, version, code, sequences, borders = HEADER.unpack(header.ljust(HEADER.size, b"\0"))
@@ -76,7 +76,7 @@ class MegatronDocuments:
             )
         self._count: int = borders - 1
         digest = hashlib.blake2b(header, digest_size=8)
-        self._check_borders(sequences, borders, digest)
+        self._check_document_starts(sequences, borders, digest)
         self._check_sequences(sequences, digest)
         for start in np.linspace(0, self._ids.size, SAMPLES, endpoint=False).astype(int).tolist():
             digest.update(self._ids.read(start, min(SAMPLE_BYTES, self._ids.size - start)))
@@ -88,9 +88,9 @@ class MegatronDocuments:
     def __getitem__(self, document: int) -> np.ndarray[Any, Any]:
         if not 0 <= document < len(self):
             raise IndexError(f"document {document} of {len(self)}")
-        first, stop = self._entries(self._borders, "<i8", document, 2).tolist()
-        sizes = self._entries(self._sizes, "<i4", first, stop - first).tolist()
-        starts = self._entries(self._starts, "<i8", first, stop - first).tolist()
+        first, stop = self._read_entries(self._borders, "<i8", document, 2).tolist()
+        sizes = self._read_entries(self._sizes, "<i4", first, stop - first).tolist()
+        starts = self._read_entries(self._starts, "<i8", first, stop - first).tolist()
         parts = [
             np.frombuffer(self._ids.read(start, size * self._dtype.itemsize), self._dtype)
             for start, size in zip(starts, sizes, strict=True)
@@ -101,16 +101,16 @@ class MegatronDocuments:
         """Return the file and the number of a document, for error messages."""
         return f"{self._prefix}.bin document {document}"
 
-    def _entries(self, start: int, dtype: str, first: int, count: int) -> np.ndarray[Any, Any]:
-        """Return entries of one of the three arrays of the index."""
+    def _read_entries(self, start: int, dtype: str, first: int, count: int) -> np.ndarray[Any, Any]:
+        """Read `count` entries from entry `first` on, of the index array at byte `start`."""
         width = np.dtype(dtype).itemsize
         return np.frombuffer(self._index.read(start + first * width, count * width), dtype)
 
-    def _check_borders(self, sequences: int, borders: int, digest: Any) -> None:
+    def _check_document_starts(self, sequences: int, borders: int, digest: Any) -> None:
         """Raise unless the first sequences of documents ascend from 0 to `sequences`."""
         last = 0
-        for first, count in _blocks(borders):
-            block = self._entries(self._borders, "<i8", first, count)
+        for first, count in _split_into_blocks(borders):
+            block = self._read_entries(self._borders, "<i8", first, count)
             digest.update(block)
             if (not first and block[0]) or block[0] < last or (block[1:] < block[:-1]).any():
                 last = -1
@@ -125,9 +125,9 @@ class MegatronDocuments:
     def _check_sequences(self, sequences: int, digest: Any) -> None:
         """Raise unless each sequence is inside PREFIX.bin."""
         stop = 0
-        for first, count in _blocks(sequences):
-            sizes = self._entries(self._sizes, "<i4", first, count)
-            starts = self._entries(self._starts, "<i8", first, count)
+        for first, count in _split_into_blocks(sequences):
+            sizes = self._read_entries(self._sizes, "<i4", first, count)
+            starts = self._read_entries(self._starts, "<i8", first, count)
             digest.update(sizes)
             digest.update(starts)
             minimum = min(sizes.min(), starts.min())
@@ -146,7 +146,7 @@ class MegatronDocuments:
             )
 
 
-def _blocks(count: int) -> Iterator[tuple[int, int]]:
+def _split_into_blocks(count: int) -> Iterator[tuple[int, int]]:
     """Yield the first entry and the number of entries of each block of an array."""
     for first in range(0, count, BLOCK):
         yield first, min(BLOCK, count - first)

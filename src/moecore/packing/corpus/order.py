@@ -1,16 +1,16 @@
 """The order in which documents are read: IndexedDocuments for datasets, StreamedDocuments.
 
 An ordinal counts documents over all epochs: 0, 1, 2, ... Ordinal q of n documents is in epoch
-q // n. Each epoch has another permutation, which `permuted` computes entry by entry without an
+q // n. Each epoch has another permutation, which `permute_index` computes entry by entry without an
 array.
 
-    permuted(i, 5, key) for i in 0 .. 4: each of 0 .. 4 once
+    permute_index(i, 5, key) for i in 0 .. 4: each of 0 .. 4 once
 
 Without a key each epoch has the order of the documents. If n and the number of partitions L had a
 common divisor, a partition would read the same documents in every epoch. So after every lcm(n, L)
 ordinals, epochs begin one document later. Example, 2 documents, 2 partitions: 0 1 | 1 0 | 0 1.
 
-Source of `permuted`: a Feistel network whose result is permuted again while it is out of range
+Source of `permute_index`: a Feistel network whose result is permuted again while it is out of range
 ("cycle walking"; Black and Rogaway, Ciphers with arbitrary finite domains, 2002).
 """
 
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
-from moecore.packing.documents import key_of
+from moecore.packing.documents import hash_parts
 
 ROUNDS = 6
 READ_BATCH = 64  # rows of a streaming dataset
@@ -30,7 +30,7 @@ BITS_64 = 2**64 - 1
 DocumentRead = tuple[int, Callable[[], Any]]  # a document's index, and a function that reads it
 
 
-def permuted(index: int, count: int, key: int) -> int:
+def permute_index(index: int, count: int, key: int) -> int:
     """Return entry `index` of a pseudo-random permutation of 0 .. count - 1 with this key."""
     half = max(1, -(-(count - 1).bit_length() // 2))
     mask = (1 << half) - 1
@@ -39,14 +39,14 @@ def permuted(index: int, count: int, key: int) -> int:
         for number in range(ROUNDS):
             high_bits, low_bits = (
                 low_bits,
-                high_bits ^ (_mix(key + number * BITS_64 // ROUNDS + low_bits) & mask),
+                high_bits ^ (_hash_integer(key + number * BITS_64 // ROUNDS + low_bits) & mask),
             )
         index = high_bits << half | low_bits
         if index < count:
             return index
 
 
-def _mix(number: int) -> int:
+def _hash_integer(number: int) -> int:
     """Return a 64-bit hash of a number (the finalizer of splitmix64)."""
     number &= BITS_64
     number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & BITS_64
@@ -54,7 +54,7 @@ def _mix(number: int) -> int:
     return number ^ number >> 31
 
 
-def first_document(ordinal: int, count: int, partitions: int) -> int:
+def find_first_document(ordinal: int, count: int, partitions: int) -> int:
     """Return the document, of `count`, with which an ordinal's epoch begins without a key."""
     return ordinal // math.lcm(count, partitions) % math.gcd(count, partitions)
 
@@ -67,12 +67,14 @@ class IndexedDocuments:
         self._partitions = partitions
 
     def take(self, ordinal: int) -> DocumentRead:
-        """Return an ordinal's document."""
+        """Return the index of an ordinal's document, and a function that reads the document."""
         epoch, index = divmod(ordinal, self.length)
         if self._key is None:
-            index = (index + first_document(ordinal, self.length, self._partitions)) % self.length
+            index = (
+                index + find_first_document(ordinal, self.length, self._partitions)
+            ) % self.length
         else:
-            index = permuted(index, self.length, key_of(self._key, epoch))
+            index = permute_index(index, self.length, hash_parts(self._key, epoch))
         return index, lambda: self._documents[index]
 
 
@@ -100,10 +102,10 @@ class StreamedDocuments:
         self._partitions, self._partition_ids = partitions, partition_ids
         self._last, self.length = last, length
         self._buffer: dict[int, tuple[int, Any]] = {}
-        self._stream = self._read(first)
+        self._stream = self._read_from(first)
 
     def take(self, ordinal: int) -> DocumentRead:
-        """Return an ordinal's document."""
+        """Return the index of an ordinal's document, and a function that reads the document."""
         while ordinal not in self._buffer:
             stream_ordinal, number, document = next(self._stream)
             if stream_ordinal % self._partitions in self._partition_ids:
@@ -111,66 +113,70 @@ class StreamedDocuments:
         number, document = self._buffer.pop(ordinal)
         return number, lambda: document
 
-    def _read(self, ordinal: int) -> Iterator[tuple[int, int, Any]]:
+    def _read_from(self, ordinal: int) -> Iterator[tuple[int, int, Any]]:
         """Yield the ordinal, the index in the stream and the document, from an ordinal on."""
         while True:
             epoch, inside = divmod(ordinal, self.length) if self.length else (0, ordinal)
             begin, read = ordinal - inside, inside - inside % self._block
-            first, stream = read, self._epoch(begin, read)
-            offset = self._first(begin)
+            first, stream = read, self._read_epoch(begin, read)
+            offset = self._find_epoch_start(begin)
             while block := list(islice(stream, self._block)):
                 if self.length and read + len(block) > self.length:
-                    raise _length_error(self.length, "more")
-                key = key_of(self._key, epoch, read)
+                    raise _make_length_error(self.length, "more")
+                key = hash_parts(self._key, epoch, read)
                 for i in range(len(block)):
                     if begin + read + i >= ordinal:
-                        place = permuted(i, len(block), key)
-                        yield begin + read + i, self._wrap(offset + read + place), block[place]
+                        place = permute_index(i, len(block), key)
+                        yield (
+                            begin + read + i,
+                            self._wrap_index(offset + read + place),
+                            block[place],
+                        )
                 read += len(block)
             if read == first:  # the stream is not longer than the skipped documents
-                read = sum(1 for _ in self._documents_from(0))
+                read = sum(1 for _ in self._skip_documents(0))
             if not read:
                 raise ValueError("must have at least one document: it ended at once")
             expected_length = self.length or max(read, self._last + 1)
             if read != expected_length:
-                raise _length_error(expected_length, str(read))
+                raise _make_length_error(expected_length, str(read))
             self.length, ordinal = read, max(ordinal, begin + read)
 
-    def _wrap(self, index: int) -> int:
+    def _wrap_index(self, index: int) -> int:
         return index % self.length if self.length else index
 
-    def _first(self, begin: int) -> int:
+    def _find_epoch_start(self, begin: int) -> int:
         """Return the document with which the epoch from ordinal `begin` on begins."""
         if self.length and self._key is None:
-            return first_document(begin, self.length, self._partitions)
+            return find_first_document(begin, self.length, self._partitions)
         return 0
 
-    def _epoch(self, begin: int, count: int) -> Iterator[Any]:
+    def _read_epoch(self, begin: int, count: int) -> Iterator[Any]:
         """Yield the documents of the epoch from ordinal `begin` on, without the first `count`."""
-        first = self._first(begin)
-        start = max(0, count - (self.length or 0) + first) if first else 0  # of 0 .. first
-        if not start:
-            yield from self._documents_from(first + count)
-        yield from islice(self._documents_from(start), first - start)
+        first = self._find_epoch_start(begin)
+        skip_count = max(0, count - (self.length or 0) + first) if first else 0  # of 0 .. first
+        if not skip_count:
+            yield from self._skip_documents(first + count)
+        yield from islice(self._skip_documents(skip_count), first - skip_count)
 
-    def _documents_from(self, count: int) -> Iterable[Any]:
-        """Return the documents without the first `count`."""
+    def _skip_documents(self, count: int) -> Iterable[Any]:
+        """Iterate over the stream from its start, and skip the first `count` documents."""
         documents: Any = self._documents
         if hasattr(documents, "skip"):
             count, documents = 0, documents.skip(count) if count else documents
         if hasattr(documents, "iter"):
-            documents = _examples(documents)
+            documents = _read_examples(documents)
         return islice(iter(documents), count, None)
 
 
-def _length_error(expected_length: int, count: str) -> ValueError:
+def _make_length_error(expected_length: int, count: str) -> ValueError:
     return ValueError(
         f"the stream ({count} documents) must have {expected_length}, as when it was read before: "
         "do not change the data of a run"
     )
 
 
-def _examples(dataset: Any) -> Iterator[dict[str, Any]]:
+def _read_examples(dataset: Any) -> Iterator[dict[str, Any]]:
     """Yield all rows of a streaming dataset, whose `__iter__` would yield a worker's part."""
     if "fsspec.asyn" in sys.modules:  # its lock does not survive a fork, see datasets
         sys.modules["fsspec.asyn"].reset_lock()

@@ -26,7 +26,7 @@ from moecore.kernels.cross_entropy import IGNORE_INDEX
 from moecore.packing.bins import pack_lengths
 from moecore.packing.collate import Piece
 from moecore.packing.corpus.order import BITS_64
-from moecore.packing.documents import Integers, key_of
+from moecore.packing.documents import Integers, hash_parts
 
 Rule = Literal["split", "whole"]
 
@@ -112,17 +112,17 @@ class WholePacker(RowPacker):
         rows, ordinal, offset, credit, _ = self.cursor
         window = self._window
         if window is None:
-            window = self._read(ordinal)
+            window = self._read_window(ordinal)
             self._check_unchanged(window.tokens, len(window))
         while offset == len(window):
             ordinal, offset = ordinal + self._partitions * self._shape.window, 0
             self._window = None  # frees the window before the next window is read
-            window = self._read(ordinal)
+            window = self._read_window(ordinal)
         self._window = window
         self.cursor = Cursor(rows + 1, ordinal, offset + 1, credit, window.tokens)
-        return window.row(offset)
+        return window.get_row(offset)
 
-    def _read(self, first: int) -> _Window:
+    def _read_window(self, first: int) -> _Window:
         ordinals = range(first, first + self._partitions * self._shape.window, self._partitions)
         return _Window([self._documents(ordinal) for ordinal in ordinals], self._shape)
 
@@ -147,8 +147,8 @@ class _Window:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def row(self, number: int) -> list[Piece]:
-        """Return the pieces of a row."""
+    def get_row(self, number: int) -> list[Piece]:
+        """Return the document pieces that are packed into row `number` of the window."""
         pieces = self._rows[int(self._order[number])]
         numbers, starts = self._document[pieces].tolist(), self._start[pieces].tolist()
         return [
@@ -170,7 +170,7 @@ class RowShape(NamedTuple):
 
 
 def cut_piece(document: Integers, start: int, stop: int) -> Piece:
-    """Return the tokens [start, stop) of a document."""
+    """Return the tokens [start, stop) of a document, and the next token as the last label."""
     after = int(document[stop]) if stop < len(document) else IGNORE_INDEX
     return Piece(document[start:stop], after)
 
@@ -196,7 +196,7 @@ class Partition:
         seed: int,
     ) -> None:
         packer: type[RowPacker] = SplitPacker if rule == "split" else WholePacker
-        phases = [key_of(seed, "phase", name, number) / BITS_64 for name in documents]
+        phases = [hash_parts(seed, "phase", name, number) / BITS_64 for name in documents]
         mean, total = sum(phases) / len(phases), sum(weights.values())
         starts = cursors or [Cursor(0, number, 0, phase - mean, 0) for phase in phases]
         self._sources = [

@@ -22,9 +22,9 @@ from moecore.packing.corpus.documents import (
     CorpusOptions,
     CorpusSource,
     Partitions,
-    tokens_of,
+    tokenize_document,
 )
-from moecore.packing.corpus.files import cut
+from moecore.packing.corpus.files import shorten_text
 from moecore.packing.corpus.partitions import Cursor
 
 SAMPLED = 16  # documents of a source whose tokens are a fact
@@ -41,7 +41,7 @@ FIELDS: dict[str, Any] = {
 
 
 class Position(NamedTuple):
-    """A checked state."""
+    """The position of a loader, from a `state_dict` that `check_state` has validated."""
 
     rows: int
     partitions: int
@@ -49,7 +49,7 @@ class Position(NamedTuple):
     lengths: dict[str, int | None]
 
 
-def facts_of(sources: Sequence[CorpusSource], options: CorpusOptions) -> dict[str, Any]:
+def collect_facts(sources: Sequence[CorpusSource], options: CorpusOptions) -> dict[str, Any]:
     """Return the facts that decide a loader's rows, as JSON."""
     facts: dict[str, Any] = {"number of sources": len(sources)}
     facts |= {f"name of source {i}": source.name for i, source in enumerate(sources)}
@@ -57,28 +57,31 @@ def facts_of(sources: Sequence[CorpusSource], options: CorpusOptions) -> dict[st
     for name in (*options_of_rows, "seed", "shuffle", "shuffle_buffer"):
         facts[name] = getattr(options, name)
     for source in sources:
-        facts |= {f"{fact} of {source.name}": value for fact, value in _facts_of(source).items()}
+        facts |= {
+            f"{fact} of {source.name}": value
+            for fact, value in _collect_source_facts(source).items()
+        }
     return facts
 
 
-def _facts_of(source: CorpusSource) -> dict[str, Any]:
+def _collect_source_facts(source: CorpusSource) -> dict[str, Any]:
     """Return a source's number of documents, its fingerprint and a digest of sampled tokens."""
     documents = source.documents
     # Not `_fingerprint` of Hugging Face data sets: it is random where a `map` cannot be hashed.
     fingerprint = getattr(documents, "fingerprint", None)
     return {
         "number of documents": len(documents) if source.is_indexed else None,
-        "fingerprint": None if fingerprint is None else cut(fingerprint),
-        "tokens of sampled documents": _sampled(source) if source.is_indexed else None,
+        "fingerprint": None if fingerprint is None else shorten_text(fingerprint),
+        "tokens of sampled documents": _hash_sampled_tokens(source) if source.is_indexed else None,
     }
 
 
-def _sampled(source: CorpusSource) -> str:
+def _hash_sampled_tokens(source: CorpusSource) -> str:
     digest, count = hashlib.sha256(), 0
     numbers = np.linspace(0, len(source.documents) - 1, SAMPLED).astype(int)
     for number in np.unique(numbers).tolist():
         try:
-            ids = tokens_of(source, source.documents[number], None)
+            ids = tokenize_document(source, source.documents[number], None)
         except Exception:  # the loader raises the error when it reads the document
             digest.update(b"error/")
             continue
@@ -89,8 +92,8 @@ def _sampled(source: CorpusSource) -> str:
     return digest.hexdigest()[:16]
 
 
-def position_of(cursors: Cursors, lengths: Mapping[str, int | None]) -> str:
-    """Return a digest of a position."""
+def hash_position(cursors: Cursors, lengths: Mapping[str, int | None]) -> str:
+    """Return a SHA-256 digest (16 hex digits) of cursors and source lengths."""
     text = repr((sorted((n, list(map(tuple, c))) for n, c in cursors.items()), dict(lengths)))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -102,7 +105,8 @@ def check_ranks(facts_of_ranks: Sequence[Mapping[str, Any]]) -> None:
         for rank, value in enumerate(values):
             if repr(value) != repr(values[0]):
                 raise CorpusError(
-                    f"{cut(name)} ({quote(values[0])} on rank 0, {quote(value)} on rank {rank}) "
+                    f"{shorten_text(name)} ({quote(values[0])} on rank 0, {quote(value)} on rank "
+                    f"{rank}) "
                     "must be the same on all data ranks: give every rank the same sources, files, "
                     "tokenizer, options and position"
                 )
@@ -112,7 +116,7 @@ def check_state(
     state: Mapping[str, Any], facts: Mapping[str, Any], sources: Sequence[CorpusSource]
 ) -> Position:
     """Return the position of a state. Raise ValueError if no loader with these facts made it."""
-    values = _as_json(state)
+    values = _convert_to_json(state)
     for name, annotation in FIELDS.items():
         check_value(f"state[{name!r}]", values[name], annotation)
     _check_facts(values["facts"], facts)
@@ -120,7 +124,7 @@ def check_state(
     step = partitions * (facts["window"] if facts["documents"] == "whole" else 1)
     cursors: Cursors = {}
     for entry in values["cursors"]:
-        number, of_sources = _cursors_of(entry, partitions, step, len(sources))
+        number, of_sources = _parse_cursors(entry, partitions, step, len(sources))
         if number in cursors:
             raise ValueError(f"state['cursors'] (two of partition {number}) {_NO_STATE}")
         cursors[number] = of_sources
@@ -132,8 +136,8 @@ def check_state(
 _NO_STATE = "must be that of a state_dict(): pass one, of all data ranks"
 
 
-def _as_json(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a state with the types of JSON."""
+def _convert_to_json(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert a state to JSON types (tuples to lists); raise ValueError for other fields."""
     try:
         values = json.loads(json.dumps(dict(state), allow_nan=False))
     except (TypeError, ValueError, RecursionError):
@@ -155,16 +159,16 @@ def _check_facts(state_facts: Mapping[str, Any], facts: Mapping[str, Any]) -> No
             or repr(state_facts[name]) != repr(loader_facts[name])
         ):
             raise ValueError(
-                f"{cut(name)} of the state ({quote(state_facts.get(name))}) must be that of this "
-                f"loader ({quote(loader_facts.get(name))}): make it as it was, with the same "
-                "sources, files, tokenizer and options"
+                f"{shorten_text(name)} of the state ({quote(state_facts.get(name))}) must be "
+                f"that of this loader ({quote(loader_facts.get(name))}): make it as it was, with "
+                "the same sources, files, tokenizer and options"
             )
 
 
-def _cursors_of(
+def _parse_cursors(
     entry: Any, partitions: int, step: int, num_sources: int
 ) -> tuple[int, list[Cursor]]:
-    """Return a partition's number and its cursors."""
+    """Parse and validate an entry of state["cursors"]; return the partition and its cursors."""
     credit = Annotated[float, Bound(">=", -num_sources - 1), Bound("<=", num_sources + 1)]
     kinds: tuple[Any, ...] = (Number, Number, Number, credit, Number)
     try:

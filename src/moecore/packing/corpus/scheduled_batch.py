@@ -31,7 +31,7 @@ from moecore.packing.collate import (
     Piece,
     Rows,
     build_batch,
-    multiple_of,
+    get_length_multiple,
     read_document,
 )
 from moecore.packing.corpus.documents import CorpusError, CorpusOptions, CorpusSource
@@ -170,10 +170,12 @@ class ScheduledCollator(CheckedRecord):
                 per rank of the largest group.
         """
         check_arguments(ScheduledCollator.__call__, locals())
-        return self.of_pieces([read_document(d, number) for number, d in enumerate(documents)])
+        return self.schedule_pieces(
+            [read_document(d, number) for number, d in enumerate(documents)]
+        )
 
-    def of_pieces(self, pieces: Sequence[Piece]) -> ScheduledBatch:
-        """Return this rank's batch of a step of a corpus."""
+    def schedule_pieces(self, pieces: Sequence[Piece]) -> ScheduledBatch:
+        """Schedule the documents of a step over all ranks, and return this rank's micro-batches."""
         lengths = [len(piece.ids) for piece in pieces]
         plan = schedule_documents(
             lengths,
@@ -182,16 +184,16 @@ class ScheduledCollator(CheckedRecord):
             cost=self.cost,
             num_labels=[piece.num_labels for piece in pieces],
         )
-        groups = plan.of_rank(self.data_rank)
+        groups = plan.select_rank_groups(self.data_rank)
         shares = [(g.first_rank, g.cp, g.documents) for groups in plan.rounds for g in groups]
         digest = hashlib.sha256(repr(shares).encode())
         for piece in pieces:
             digest.update(piece.ids.tobytes())
             digest.update(b"" if piece.labels is None else piece.labels.tobytes())
-        multiple = multiple_of(self.largest)
+        multiple = get_length_multiple(self.largest)
         longest = -(-max(lengths) // multiple) * multiple
         return ScheduledBatch(
-            micro_batches=tuple(self._batch(group, pieces, longest) for group in groups),
+            micro_batches=tuple(self._make_micro_batch(group, pieces, longest) for group in groups),
             cps=tuple(group.cp for group in groups),
             is_first=tuple(group.first_rank == self.data_rank for group in groups),
             num_labels=plan.num_labels,
@@ -199,12 +201,14 @@ class ScheduledCollator(CheckedRecord):
             digest=digest.hexdigest(),
         )
 
-    def _batch(self, group: DocumentGroup, pieces: Sequence[Piece], longest: int) -> PackedBatch:
+    def _make_micro_batch(
+        self, group: DocumentGroup, pieces: Sequence[Piece], longest: int
+    ) -> PackedBatch:
         tokens = min(self.max_tokens, max(1, -(-group.tokens // TILE)) * TILE)
         return build_batch(
             [[pieces[i] for i in group.documents]],
             row_tokens=tokens * group.cp,
-            multiple=multiple_of(group.cp),
+            multiple=get_length_multiple(group.cp),
             longest=longest,  # a longer padding document could exceed the model's positions
         )
 
@@ -254,8 +258,8 @@ class ScheduledLoader(PositionedLoader[ScheduledBatch]):
         collator = ScheduledCollator(
             max_tokens=max_tokens, cost=cost, data_rank=data_rank, data_ranks=data_ranks
         )
-        _check_shape(options, collator)
-        share = partial(_of_rows, collator)
+        _check_row_tokens(options, collator)
+        share = partial(_schedule_rows, collator)
         batches = RankBatches(sources, options, rows, 0, 1, share)
         super().__init__(batches, workers, data_ranks=data_ranks)
         if data_ranks > 1 and dist.is_initialized():
@@ -274,16 +278,17 @@ class ScheduledLoader(PositionedLoader[ScheduledBatch]):
         return batch
 
 
-def _check_shape(options: CorpusOptions, collator: ScheduledCollator) -> None:
+def _check_row_tokens(options: CorpusOptions, collator: ScheduledCollator) -> None:
     largest, max_tokens = collator.largest, collator.max_tokens
     if options.multiple > 1:
         raise ValueError(
             f"CorpusOptions.multiple ({options.multiple}) must be 1: groups pad to their own cp"
         )
-    if options.row_tokens % multiple_of(largest):
+    if options.row_tokens % get_length_multiple(largest):
         raise ValueError(
-            f"row_tokens ({options.row_tokens}) must be a multiple of {multiple_of(largest)}, two "
-            f"chunks of each of {largest} ranks, the most of a group: round it up"
+            f"row_tokens ({options.row_tokens}) must be a multiple of "
+            f"{get_length_multiple(largest)}, two chunks of each of {largest} ranks, "
+            "the most of a group: round it up"
         )
     rank_tokens = options.row_tokens // largest
     if rank_tokens > max_tokens:
@@ -294,5 +299,5 @@ def _check_shape(options: CorpusOptions, collator: ScheduledCollator) -> None:
         )
 
 
-def _of_rows(collator: ScheduledCollator, rows: Rows) -> ScheduledBatch:
-    return collator.of_pieces([piece for row in rows for piece in row])
+def _schedule_rows(collator: ScheduledCollator, rows: Rows) -> ScheduledBatch:
+    return collator.schedule_pieces([piece for row in rows for piece in row])
