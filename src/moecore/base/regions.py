@@ -40,14 +40,14 @@ class Region(Protocol):
         """Record that the region draws random numbers from this generator."""
 
 
-class _ThisThread(threading.local):
+class _RegionState(threading.local):
     """The region that runs in this thread, and whether its products are recomputed."""
 
     region: Region | None = None
     is_recomputing: bool = False  # inside `recompute_products`
 
 
-_state = _ThisThread()
+_state = _RegionState()
 
 
 def is_in_region() -> bool:
@@ -63,13 +63,13 @@ def intercept_products(region: Region, *, has_products: bool) -> Iterator[None]:
     """
     _state.region = region
     try:
-        with _FindProducts() if has_products else nullcontext():
+        with _InterceptProducts() if has_products else nullcontext():
             yield
     finally:
         _state.region = None
 
 
-class _FindProducts(TorchFunctionMode):
+class _InterceptProducts(TorchFunctionMode):
     """Passes calls of torch's matrix products and attention to the region."""
 
     def __torch_function__(
