@@ -99,7 +99,7 @@ def parallelize_moe(
         arguments["meshes"] = _choose_meshes(arguments)
     with share_errors():
         check_arguments(parallelize_moe, arguments)
-        request = _request(arguments)
+        request = _make_request(arguments)
         root = request.family.unwrap(model)
         replaced = list(model.parameters())
         check_request(root, request)
@@ -107,18 +107,18 @@ def parallelize_moe(
         fp32 = _set_dtypes(root, layers, request)
     compare_models(root, layers, request)
     with share_errors():
-        state = _plan(root, layers, fp32, request)
+        state = _make_state(root, layers, fp32, request)
         request.family.prepare(root)
     compare_stages(root, state.plan, request)
     with publish_errors("parallelize_moe()"):
         for phase in PHASES:
             phase(root, state)
-    _finish(model, root, state)
+    _attach_state(model, root, state)
     mark_replaced(replaced)
     return model
 
 
-def _finish(model: nn.Module, root: nn.Module, state: ParallelState) -> None:
+def _attach_state(model: nn.Module, root: nn.Module, state: ParallelState) -> None:
     """Store the `ParallelState` on the root module and restore `nn.Module` methods of `model`."""
     setattr(root, PARALLEL_STATE, state)
     memory = state.request.memory
@@ -159,11 +159,11 @@ def plan_sharding(arguments: Mapping[str, Any]) -> ShardPlan:
     if arguments["meshes"] is None:
         arguments = {**arguments, "meshes": _choose_meshes(arguments)}
     check_arguments(parallelize_moe, arguments)
-    request = _request(arguments)
+    request = _make_request(arguments)
     root = request.family.unwrap(arguments["model"])
     check_request(root, request)
     twin, layers = request.family.copy_with_layers(root, arguments["adapters"] or {})
-    return _plan(twin, layers, _set_dtypes(twin, layers, request), request).plan
+    return _make_state(twin, layers, _set_dtypes(twin, layers, request), request).plan
 
 
 def _choose_meshes(arguments: Mapping[str, Any]) -> Meshes:
@@ -177,7 +177,7 @@ def _choose_meshes(arguments: Mapping[str, Any]) -> Meshes:
     return choose_meshes(layer.config.num_experts for layer in layers.values())
 
 
-def _request(arguments: Mapping[str, Any]) -> Request:
+def _make_request(arguments: Mapping[str, Any]) -> Request:
     """Return a call's arguments as a `Request`, with default options in place of None."""
     return Request(
         family=family_of(arguments["model"]),
@@ -203,7 +203,7 @@ def _set_dtypes(model: nn.Module, layers: Layers, request: Request) -> frozenset
     return fp32
 
 
-def _plan(
+def _make_state(
     model: nn.Module, layers: Layers, fp32: frozenset[str], request: Request
 ) -> ParallelState:
     """Remove other ranks' pipeline stages, plan the sharding and return the `ParallelState`."""
@@ -220,7 +220,7 @@ def _plan(
     return ParallelState(request=request, layout=layout, stages=stages, **known)
 
 
-def _cut(model: nn.Module, state: ParallelState) -> None:
+def _shard_over_tp_and_ep(model: nn.Module, state: ParallelState) -> None:
     """Replace parameters by this rank's shards over ep, etp and tp."""
     cut_model(model, state.layers, state.request)
 
@@ -237,14 +237,14 @@ def _train_indexers(model: nn.Module, state: ParallelState) -> None:
         state.request.family.train_indexers(model, state.request.indexer)
 
 
-def _defer(model: nn.Module, state: ParallelState) -> None:
+def _defer_weight_gradients(model: nn.Module, state: ParallelState) -> None:
     """Let linears defer weight gradients, if the pipeline schedule computes them later."""
     pipeline = state.request.pipeline
     if state.layout is not None and pipeline is not None and pipeline.defers:
         defer_linears(model)
 
 
-def _shard(model: nn.Module, state: ParallelState) -> None:
+def _shard_over_data_ranks(model: nn.Module, state: ParallelState) -> None:
     """Shard the parameters over data ranks, and store the engine that unshards them."""
     state.engine = shard_model(model, state.plan, state.request.meshes)
 
@@ -259,13 +259,13 @@ def _fuse_loss(model: nn.Module, state: ParallelState) -> None:
 
 PHASES: tuple[Callable[[nn.Module, ParallelState], None], ...] = (
     resolve_dispatcher,  # completes the plan
-    _cut,  # ep, etp and tp: layers and units read the local shapes
+    _shard_over_tp_and_ep,  # ep, etp and tp: layers and units read the local shapes
     apply_context,  # before balance, whose groups it makes
     _train_indexers,  # before balance, which sets the factors of their losses
-    _quantise,  # before `_defer`, which looks for linears in FP8
-    apply_layers,  # after `_cut`, because products are chosen by local shapes
-    _defer,  # before sharding, because units look for linears that defer
-    _shard,  # after changes of classes and parameters, before wrappers of forwards
+    _quantise,  # before `_defer_weight_gradients`, which looks for linears in FP8
+    apply_layers,  # after `_shard_over_tp_and_ep`, because products are chosen by local shapes
+    _defer_weight_gradients,  # before sharding, because units look for linears that defer
+    _shard_over_data_ranks,  # after changes of classes and parameters, before wrappers of forwards
     compile_dense,  # inside the hooks of units
     reduce_saved_memory,  # around compiled modules
     graph_dense,  # around recomputation and offload

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 import moecore
 from moecore import ParallelConfig, build_meshes
 from moecore.base import torch_private as _torch
-from moecore.parallel.mesh import concatenate
+from moecore.parallel.mesh import concatenate_meshes
 
 SRC = Path(moecore.__file__).parent
 MOST = 21
@@ -408,7 +408,7 @@ def test_groups_and_meshes() -> None:
     strided = _torch.StridedShard(0, split_factor=2)
     assert (strided.dim, strided.split_factor) == (0, 2)
     a, b = (init_device_mesh("cpu", (1, 1), mesh_dim_names=n) for n in (("w", "x"), ("y", "z")))
-    both = concatenate(a, b["z"])
+    both = concatenate_meshes(a, b["z"])
     assert both.mesh_dim_names == ("w", "x", "z") and both.mesh.tolist() == [[[0]]]
     assert both.get_group("z") is b.get_group("z")
     local = torch.ones(2, 2)

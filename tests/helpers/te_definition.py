@@ -274,7 +274,7 @@ def te_defined(**changes: Any) -> Iterator[None]:
     """Let `te_names` find these definitions, on CPUs."""
     module: Any = __import__(__name__, fromlist=["*"])
     found = te_names.Names("2.12.0", module, module, module, device_type="cpu")
-    te_names._by_blocks.cache_clear()
+    te_names._make_block_quantizer.cache_clear()
     with patch.object(te_names, "load_names", lambda: found._replace(**changes)):
         yield
-    te_names._by_blocks.cache_clear()
+    te_names._make_block_quantizer.cache_clear()

@@ -102,7 +102,7 @@ def test_names_without_signatures() -> None:
 
 def defined(compute: Callable[[str], Any]) -> Any:
     """Return what the definitions compute on the CPU."""
-    te_names._by_blocks.cache_clear()
+    te_names._make_block_quantizer.cache_clear()
     with te_defined():
         return compute("cpu")
 

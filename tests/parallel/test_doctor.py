@@ -13,7 +13,7 @@ from moecore import cli
 from moecore.base.fields import quote
 from moecore.base.rank_checks import gather
 from moecore.parallel import doctor
-from moecore.parallel.doctor import RankFacts, _collect_facts, problems
+from moecore.parallel.doctor import RankFacts, _collect_facts, find_problems
 from tests.helpers.ranks import run_ranks
 
 GIB = 2**30
@@ -40,7 +40,7 @@ def changed(rank: int, **fields: Any) -> list[RankFacts]:
 
 
 def test_a_healthy_job_has_no_problem() -> None:
-    assert problems(JOB) == problems([replace(ONE, ranks_per_host=None)]) == []
+    assert find_problems(JOB) == find_problems([replace(ONE, ranks_per_host=None)]) == []
 
 
 @pytest.mark.parametrize(
@@ -129,13 +129,13 @@ def test_a_healthy_job_has_no_problem() -> None:
     ],
 )
 def test_what_is_wrong_is_one_line(facts: list[RankFacts], line: str) -> None:
-    assert line in problems(facts)
-    assert len(problems(facts)) <= 2  # some facts are wrong in two ways
+    assert line in find_problems(facts)
+    assert len(find_problems(facts)) <= 2  # some facts are wrong in two ways
 
 
 def test_errors_that_nobody_raises_are_named() -> None:
     variables = {"NCCL_DEBUG": "WARN", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
-    found = problems([replace(one, environment=variables) for one in JOB])
+    found = find_problems([replace(one, environment=variables) for one in JOB])
     assert len(found) == 4
     assert found[0].startswith("TORCH_NCCL_ASYNC_ERROR_HANDLING (0) of rank 0 must be 1, else")
 
@@ -148,7 +148,7 @@ def test_ranks_of_one_host_are_alike(tmp_path: Path) -> None:
     found = run_ranks(3, collect, str(tmp_path), over_gloo=True)
     # What depends on the machine, and on what else runs there, is left out.
     plain = dict(open_files=-1, shared_memory=None, disk=None, rates={})
-    assert problems([replace(one, **plain) for one in found]) == []
+    assert find_problems([replace(one, **plain) for one in found]) == []
     assert len({one.host for one in found}) == 1 and all(one.sees_checkpoints for one in found)
     assert all(set(one.rates) == {"inside a host"} for one in found)
     assert list((tmp_path / "runs").iterdir()) == []
@@ -174,7 +174,7 @@ def collect_apart(rank: int, device: torch.device, folder: str) -> dict[str, lis
                 patch.setenv(key, value)
             found = gather(_collect_facts("cpu", directories[rank]))
         plain = dict(open_files=-1, shared_memory=None, disk=None, rates={}, name="node")
-        lines[name] = problems([replace(one, **plain) for one in found])
+        lines[name] = find_problems([replace(one, **plain) for one in found])
     return lines
 
 

@@ -2,7 +2,7 @@
 
 Models with equal parameter names and shapes can still compute different numbers, because a dropout
 rate, an epsilon, a rotary base or an activation function is not a parameter.
-`attribute_entries` returns every such value of a model by its path:
+`list_attribute_entries` returns every such value of a model by its path:
 
     {"__class__": my.Model, "config.rope_theta": 10000.0, "layers.0.norm.eps": 1e-06, ...}
 
@@ -49,7 +49,7 @@ RECORD_NAMES = ("config", "namespace", "args", "arguments", "options", "hparams"
 ATOMS: tuple[Any, ...] = (bool, int, float, complex, str, bytes)
 
 
-def attribute_entries(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Any]:
+def list_attribute_entries(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Any]:
     """Return the description of each non-parameter attribute of the named modules, by its path.
 
     A config object or dataclass has one entry per field.
@@ -58,15 +58,15 @@ def attribute_entries(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Any
     records: dict[int, dict[str, Any]] = {}  # modules of one model share their config
     for path, module in modules:
         prefix = f"{path}." if path else ""
-        entries[prefix + CLASS] = _name_of(type(module))
+        entries[prefix + CLASS] = _get_class_name(type(module))
         for name, value in vars(module).items():
             if name in INTERNAL or not _decides_numbers(name, value):
                 continue
-            if _fields_of(value) is None:
-                entries |= _flat(prefix + name, value, 0)
+            if _read_fields(value) is None:
+                entries |= _flatten(prefix + name, value, 0)
                 continue
             if id(value) not in records:
-                records[id(value)] = dict(_flat("", value, 0))
+                records[id(value)] = dict(_flatten("", value, 0))
             entries |= {f"{prefix}{name}{rest}": v for rest, v in records[id(value)].items()}
     return entries
 
@@ -76,23 +76,23 @@ def _decides_numbers(name: str, value: Any) -> bool:
     if name in UNCOMPARED or OF_ONE_RANK.search(name):
         return False
     is_plain = isinstance(value, (*ATOMS, tuple, Enum, torch.dtype, partial)) or callable(value)
-    return not name.startswith("_") or is_plain or _fields_of(value) is not None
+    return not name.startswith("_") or is_plain or _read_fields(value) is not None
 
 
-def _flat(path: str, value: Any, depth: int) -> dict[str, Any]:
+def _flatten(path: str, value: Any, depth: int) -> dict[str, Any]:
     """Return {path: description} of a value; a mapping or config object has a path per field."""
-    values = value if isinstance(value, Mapping) else _fields_of(value)
+    values = value if isinstance(value, Mapping) else _read_fields(value)
     if values is None or depth > MAX_DEPTH:
-        return {path: _described(value, depth)}
-    descriptions = {f"{path}.{CLASS}": _name_of(type(value))}
+        return {path: _describe(value, depth)}
+    descriptions = {f"{path}.{CLASS}": _get_class_name(type(value))}
     for key, item in values.items():
-        name = key if isinstance(key, str) else repr(_described(key, depth + 1))
+        name = key if isinstance(key, str) else repr(_describe(key, depth + 1))
         if _decides_numbers(name, item):
-            descriptions |= _flat(f"{path}.{name}", item, depth + 1)
+            descriptions |= _flatten(f"{path}.{name}", item, depth + 1)
     return descriptions
 
 
-def _fields_of(value: Any) -> dict[str, Any] | None:
+def _read_fields(value: Any) -> dict[str, Any] | None:
     """Return the fields of a dataclass or config object, or None for any other value."""
     if isinstance(value, type | nn.Module | Enum):
         return None
@@ -103,12 +103,12 @@ def _fields_of(value: Any) -> dict[str, Any] | None:
     values = dict(getattr(value, "__dict__", {}))
     if is_dataclass(value):
         return {
-            f.name: _field(value, f.name) for f in fields(value) if f.name not in values
+            f.name: _read_field(value, f.name) for f in fields(value) if f.name not in values
         } | values
-    return values or {name: _field(value, name) for name in getattr(cls, "__slots__", ())}
+    return values or {name: _read_field(value, name) for name in getattr(cls, "__slots__", ())}
 
 
-def _field(record: Any, name: str) -> Any:
+def _read_field(record: Any, name: str) -> Any:
     """Return the value of a record's field, or None if reading the field raises an error."""
     # A config of transformers whose layers differ raises an error of its own for such a field.
     try:
@@ -117,7 +117,7 @@ def _field(record: Any, name: str) -> Any:
         return None
 
 
-def _described(value: Any, depth: int = 0) -> Any:
+def _describe(value: Any, depth: int = 0) -> Any:
     """Return a description of the value whose `repr` is equal on all ranks that have that value."""
     if isinstance(value, str) and DEVICE.fullmatch(value):
         return Verbatim("a device")
@@ -129,62 +129,62 @@ def _described(value: Any, depth: int = 0) -> Any:
         if isinstance(value, atom):
             return cast(type, atom)(value)
     if depth > MAX_DEPTH or isinstance(value, torch.device):
-        return _name_of(type(value))
+        return _get_class_name(type(value))
     if isinstance(value, Tensor):
         return make_comparable(value)
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
-        return _described(value.tolist(), depth + 1)
+        return _describe(value.tolist(), depth + 1)
     if isinstance(value, list | tuple):
-        items = [_described(item, depth + 1) for item in value]
+        items = [_describe(item, depth + 1) for item in value]
         return items if isinstance(value, list) else tuple(items)
     if isinstance(value, AbstractSet):
-        return Verbatim(f"{{{', '.join(sorted(repr(_described(x, depth + 1)) for x in value))}}}")
-    if isinstance(value, Mapping) or _fields_of(value) is not None:
-        return dict(sorted(_flat("", value, depth + 1).items()))
+        return Verbatim(f"{{{', '.join(sorted(repr(_describe(x, depth + 1)) for x in value))}}}")
+    if isinstance(value, Mapping) or _read_fields(value) is not None:
+        return dict(sorted(_flatten("", value, depth + 1).items()))
     if isinstance(value, partial):
-        return tuple(_described(x, depth + 1) for x in (value.func, value.args, value.keywords))
-    return _name_of_function(value, depth) if callable(value) else _name_of(type(value))
+        return tuple(_describe(x, depth + 1) for x in (value.func, value.args, value.keywords))
+    return _describe_function(value, depth) if callable(value) else _get_class_name(type(value))
 
 
-def _name_of(cls: type) -> Verbatim:
+def _get_class_name(cls: type) -> Verbatim:
     """Return the module and qualified name of a class."""
     return Verbatim(f"{cls.__module__}.{cls.__qualname__}")
 
 
-def _name_of_function(value: Callable[..., Any], depth: int) -> Verbatim:
+def _describe_function(value: Callable[..., Any], depth: int) -> Verbatim:
     """Return a callable's qualified name, with a hash of its code if it is a nested function.
 
     A callable object without a name is described by the name of its class.
     """
     name = getattr(value, "__qualname__", None)
     if not isinstance(name, str):
-        return _name_of(type(value))
+        return _get_class_name(type(value))
     module = getattr(value, "__module__", None)
     description = f"{module}.{name}" if isinstance(module, str) else name
     function = value.__func__ if isinstance(value, MethodType) else value
     if isinstance(function, FunctionType) and "<" in name:
         # Lambdas and functions in functions: a name stands for code with other constants.
-        text = repr([*_code_of(function.__code__), *_constants_of(function, depth)])
+        text = repr([*_list_code(function.__code__), *_list_constants(function, depth)])
         description += f" {sha256(text.encode(errors='backslashreplace')).hexdigest()[:8]}"
     return Verbatim(description)
 
 
-def _constants_of(function: FunctionType, depth: int) -> Iterator[Any]:
+def _list_constants(function: FunctionType, depth: int) -> Iterator[Any]:
     """Yield descriptions of a function's default arguments and its closure variables."""
-    yield _described([function.__defaults__, function.__kwdefaults__], depth + 1)
+    yield _describe([function.__defaults__, function.__kwdefaults__], depth + 1)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             value = cell.cell_contents
         except ValueError:  # a variable that has no value yet
             continue
         if _decides_numbers(name, value):
-            yield _described(value, depth + 1)
+            yield _describe(value, depth + 1)
 
 
-def _code_of(code: CodeType) -> Iterator[Any]:
+def _list_code(code: CodeType) -> Iterator[Any]:
     """Yield the bytecode, names and constants of a code object and of its nested functions."""
     yield code.co_code
     yield code.co_names
     for constant in code.co_consts:
         is_code = isinstance(constant, CodeType)
-        yield list(_code_of(constant)) if is_code else _described(constant)
+        yield list(_list_code(constant)) if is_code else _describe(constant)

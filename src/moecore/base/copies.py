@@ -36,7 +36,7 @@ def copy_modules(
     for module, twin in twins.items():
         state = dict(vars(module))
         for name, value in vars(module).items():
-            is_left_out = unwrapped and _shadows(module, name)
+            is_left_out = unwrapped and _overrides_method(module, name)
             method = unwrap(value) if is_left_out else value
             if isinstance(method, MethodType) and method.__self__ is module:
                 state[name] = MethodType(method.__func__, twin)
@@ -69,6 +69,6 @@ def make_dtensor(
     return DTensor.from_local(local, mesh, placements, run_check=False, **sizes)
 
 
-def _shadows(module: Any, name: str) -> bool:
+def _overrides_method(module: Any, name: str) -> bool:
     """Whether an attribute of the module overrides a method of its class."""
     return callable(vars(module)[name]) and callable(getattr(type(module), name, None))

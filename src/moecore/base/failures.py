@@ -54,13 +54,13 @@ def publish_errors(activity: str, *, is_written: bool = True) -> Iterator[None]:
     except RankError:
         raise
     except Exception as error:
-        if _store() is None:
+        if _get_store() is None:
             raise
         if _is_transport_error(error):
             raise RankError(explain_transport_error(activity, error)) from error
         if is_written and not hasattr(error, "is_published"):  # else an inner context wrote it
             error.is_published = True  # type: ignore[attr-defined]
-            _write(activity, error, waits=False)
+            _write_record(activity, error, waits=False)
         raise
 
 
@@ -154,14 +154,14 @@ def explain_transport_error(activity: str, error: Exception) -> str:
 
     Waits at most `GRACE_S` seconds for the records that other ranks write to the store.
     """
-    if _store() is None:
+    if _get_store() is None:
         return str(error)
-    _write(activity, error, waits=True)
+    _write_record(activity, error, waits=True)
     deadline, records = time.monotonic() + GRACE_S, list[dict[str, Any]]()
     with suppress(dist.DistError):  # the rank of the store may be the one that has ended
         while time.monotonic() < deadline and not (records and not records[0]["waits"]):
             time.sleep(0.05)
-            records = _read()
+            records = _read_records()
     status, cause = f"rank {dist.get_rank()} runs {activity}", " ".join(str(error).split())[:SHORT]
     fix = "give every rank the same forwards, micro-batches and steps"
     recorded_ranks = {dist.get_rank(), *(record["rank"] for record in records)}
@@ -192,7 +192,7 @@ def withdraw_records() -> None:
             store.set(f"{KEY}/{number}", "")
 
 
-def _store() -> dist.Store | None:
+def _get_store() -> dist.Store | None:
     """Return the store of the default process group, or None if no other rank reads it."""
     if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return None
@@ -212,11 +212,11 @@ def _is_transport_error(error: BaseException | None) -> bool:
     return False
 
 
-def _write(activity: str, error: Exception, *, waits: bool) -> None:
+def _write_record(activity: str, error: Exception, *, waits: bool) -> None:
     """Write this rank's error to the store; `waits` = it is a transport error, not the cause."""
     text = " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST]
     record = dict(rank=dist.get_rank(), activity=activity, error=text, waits=waits)
-    store = _store()
+    store = _get_store()
     assert store is not None, "callers have asked"
     with suppress(dist.DistError):  # the rank of the store may be the one that has ended
         number = store.add(KEY, 1)
@@ -224,9 +224,9 @@ def _write(activity: str, error: Exception, *, waits: bool) -> None:
         store.set(f"{KEY}/{number}", json.dumps(record))
 
 
-def _read() -> list[dict[str, Any]]:
+def _read_records() -> list[dict[str, Any]]:
     """Return the error records of other ranks, with the records of transport errors last."""
-    store = _store()
+    store = _get_store()
     assert store is not None, "callers have asked"
     texts = [store.get(f"{KEY}/{n}") for n in range(1, store.add(KEY, 0) + 1)]
     records = [json.loads(record) for record in texts if record]

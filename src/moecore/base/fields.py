@@ -109,8 +109,8 @@ FloatDtype = Annotated[
 MaxNorm = Annotated[float, Bound(">", 0), Bound("<=", math.inf), "use None to only measure"]
 
 
-class _Kind(NamedTuple):
-    """The check for one annotation: a predicate, the expected type in the error, and the fix."""
+class _ValueCheck(NamedTuple):
+    """The check for one annotation: a predicate, the error's noun for valid values, and the fix."""
 
     takes: Callable[[Any], bool]
     name: Callable[[Any], str]
@@ -127,15 +127,15 @@ class CheckedRecord:
         if torch.compiler.is_compiling():
             return
         record_class: Any = type(self)
-        for name, kind in _kinds(record_class):
+        for name, kind in _list_field_checks(record_class):
             value = getattr(self, name)
             if not kind.takes(value):
-                _refuse(self, name, f"be {kind.name(value)}: {kind.fix}")
+                _raise_field_error(self, name, f"be {kind.name(value)}: {kind.fix}")
             converted = kind.convert(value)
             if converted is not value:
                 object.__setattr__(self, name, converted)  # records are frozen
         for name, relation in self._rules():
-            _refuse(self, name, relation)
+            _raise_field_error(self, name, relation)
 
     def _rules(self) -> Rules:
         return iter(())
@@ -145,14 +145,14 @@ def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) 
     """Raise a ValueError for the first of a function's arguments (`locals()`) that is invalid."""
     if torch.compiler.is_compiling():
         return
-    for name, kind in _argument_kinds(function):
-        _check(name, arguments[name], kind)
+    for name, kind in _list_argument_checks(function):
+        _raise_if_invalid(name, arguments[name], kind)
 
 
 def check_value(name: str, value: object, annotation: Any) -> None:
     """Raise a one-line ValueError if an argument's value does not match its annotation."""
     if not torch.compiler.is_compiling():
-        _check(name, value, _kind(annotation))
+        _raise_if_invalid(name, value, _make_check(annotation))
 
 
 def quote(value: object) -> str:
@@ -170,97 +170,102 @@ def shown_name(name: object) -> str:
     return text if len(text) <= 200 and text.isprintable() else quote(text)
 
 
-def _check(name: str, value: object, kind: _Kind) -> None:
+def _raise_if_invalid(name: str, value: object, kind: _ValueCheck) -> None:
+    """Raise a ValueError if an argument's value does not pass the check."""
     if not kind.takes(value):
         raise ValueError(f"{name} ({quote(value)}) must be {kind.name(value)}: {kind.fix}")
 
 
-def _refuse(record: Any, name: str, relation: str) -> None:
+def _raise_field_error(record: Any, name: str, relation: str) -> None:
+    """Raise the ValueError for a record's field; `relation` says the condition that it breaks."""
     value = reduce(getattr, name.split("."), record)
     raise ValueError(f"{type(record).__name__}.{name} ({quote(value)}) must {relation}")
 
 
 @cache
-def _kinds(record: Any) -> list[tuple[str, _Kind]]:
+def _list_field_checks(record: Any) -> list[tuple[str, _ValueCheck]]:
+    """Return name and check of each field of a record class."""
     hints = get_type_hints(record, include_extras=True)
-    return [(field.name, _kind(hints[field.name])) for field in fields(record)]
+    return [(field.name, _make_check(hints[field.name])) for field in fields(record)]
 
 
 @cache
-def _argument_kinds(function: Callable[..., Any]) -> list[tuple[str, _Kind]]:
+def _list_argument_checks(function: Callable[..., Any]) -> list[tuple[str, _ValueCheck]]:
+    """Return name and check of each annotated argument of a function."""
     hints = get_type_hints(function, include_extras=True)
-    return [(n, _kind(h)) for n, h in hints.items() if n != "return" and h is not Any]
+    return [(n, _make_check(h)) for n, h in hints.items() if n != "return" and h is not Any]
 
 
 @cache
-def _kind(hint: Any) -> _Kind:
-    """Return the check for an annotation."""
+def _make_check(hint: Any) -> _ValueCheck:
+    """Return the check for an annotation, including the markers of `Annotated`."""
     notes: list[Any] = []
     if get_origin(hint) is Annotated:
         hint, *notes = get_args(hint)
-    kind = _plain_kind(hint, [note for note in notes if isinstance(note, Bound)])
+    kind = _make_plain_check(hint, [note for note in notes if isinstance(note, Bound)])
     for note in notes:
         if isinstance(note, OneOf):
-            kind = _one_of(note.choices)
+            kind = _make_choice_check(note.choices)
         if isinstance(note, Passes):
-            kind = kind._replace(takes=note.check, name=_constant(note.noun))
+            kind = kind._replace(takes=note.check, name=lambda _, noun=note.noun: noun)
     for note in notes:
         if isinstance(note, str):
             kind = kind._replace(fix=note)
     return kind
 
 
-def _constant(name: str) -> Callable[[Any], str]:
-    return lambda value: name
-
-
-def _plain_kind(hint: Any, bounds: list[Bound]) -> _Kind:
+def _make_plain_check(hint: Any, bounds: list[Bound]) -> _ValueCheck:
+    """Return the check for an annotation without `Annotated`; `bounds` limit a number."""
     origin, args = get_origin(hint), get_args(hint)
     if hint in MAX_ABS:
-        return _number(hint, bounds)
+        return _make_number_check(hint, bounds)
     if origin is Literal:
-        return _one_of(args)
+        return _make_choice_check(args)
     if origin in (Union, types.UnionType):
-        kind = _any_of([_kind(arg) for arg in args])
-        return _in_one_line(kind) if any(get_origin(arg) is os.PathLike for arg in args) else kind
+        kind = _make_union_check([_make_check(arg) for arg in args])
+        has_path = any(get_origin(arg) is os.PathLike for arg in args)
+        return _refuse_line_breaks(kind) if has_path else kind
     if origin is Callable:
-        return _Kind(callable, lambda value: "a function", "pass a function")
+        return _ValueCheck(callable, lambda value: "a function", "pass a function")
     if origin is tuple:
-        return _tuple_of(args)
+        return _make_tuple_check(args)
     if hint in (Any, object):
-        return _Kind(lambda value: True, lambda value: "anything", "pass one")
+        return _ValueCheck(lambda value: True, lambda value: "anything", "pass one")
     if isinstance(origin, type):
-        return _generic(origin, args)
+        return _make_generic_check(origin, args)
     if is_typeddict(hint):  # the caller checks its keys and values
-        return _generic(Mapping, (str, Any))
+        return _make_generic_check(Mapping, (str, Any))
     if not isinstance(hint, type):
         raise TypeError(f"annotation {hint!r} must be one that base/fields.py knows")
     if hint is type(None):
-        return _Kind(lambda value: value is None, lambda value: "None", "pass None")
-    return _Kind(
-        lambda value: isinstance(value, hint), lambda value: _names(hint)[0], _names(hint)[1]
+        return _ValueCheck(lambda value: value is None, lambda value: "None", "pass None")
+    return _ValueCheck(
+        lambda value: isinstance(value, hint),
+        lambda value: _name_class(hint)[0],
+        _name_class(hint)[1],
     )
 
 
-def _names(cls: type) -> tuple[str, str]:
+def _name_class(cls: type) -> tuple[str, str]:
+    """Return a noun and a fix for the error that requires an instance of a class."""
     article = "an" if cls.__name__[0] in "AEIOU" else "a"
     return NAMES.get(cls, (f"{article} {cls.__name__}", f"pass {article} {cls.__name__}"))
 
 
-def _generic(origin: type, args: tuple[Any, ...]) -> _Kind:
-    """Return the check for a class with type arguments; an iterator is not consumed."""
+def _make_generic_check(origin: type, args: tuple[Any, ...]) -> _ValueCheck:
+    """Return the check for a generic type such as `list[int]`; an iterator is not consumed."""
     if origin is type:
         (base,) = args
         name = f"a subclass of {base.__name__}"
-        return _Kind(
+        return _ValueCheck(
             lambda value: isinstance(value, type) and issubclass(value, base),
             lambda value: name,
             "pass a class",
         )
-    name, fix = _names(origin)
+    name, fix = _name_class(origin)
     if issubclass(origin, Mapping):
-        keys, values = (_kind(arg) for arg in args)
-        return _Kind(
+        keys, values = (_make_check(arg) for arg in args)
+        return _ValueCheck(
             lambda value: (
                 isinstance(value, origin)
                 and all(keys.takes(k) and values.takes(v) for k, v in value.items())
@@ -269,8 +274,8 @@ def _generic(origin: type, args: tuple[Any, ...]) -> _Kind:
             fix,
         )
     if issubclass(origin, Iterable):
-        (items,) = (_kind(arg) for arg in args)
-        return _Kind(
+        (items,) = (_make_check(arg) for arg in args)
+        return _ValueCheck(
             lambda value: (
                 isinstance(value, origin)
                 and not isinstance(value, str | bytes | torch.Tensor)
@@ -279,10 +284,11 @@ def _generic(origin: type, args: tuple[Any, ...]) -> _Kind:
             lambda value: f"a list, each {items.name(None)}",
             "pass a list",
         )
-    return _Kind(lambda value: isinstance(value, origin), lambda value: name, fix)
+    return _ValueCheck(lambda value: isinstance(value, origin), lambda value: name, fix)
 
 
-def _number(base: type, bounds: list[Bound]) -> _Kind:
+def _make_number_check(base: type, bounds: list[Bound]) -> _ValueCheck:
+    """Return the check for an int or float field with bounds; the type's limits also apply."""
     classes = (int, float) if base is float else (int,)
     signs = {bound.sign[0] for bound in bounds}
     implied = [
@@ -290,8 +296,8 @@ def _number(base: type, bounds: list[Bound]) -> _Kind:
         for b in (Bound(">=", -MAX_ABS[base]), Bound("<=", MAX_ABS[base]))
         if b.sign[0] not in signs
     ]
-    low = max(_inclusive(b, base) for b in bounds + implied if b.sign[0] == ">")
-    high = min(_inclusive(b, base) for b in bounds + implied if b.sign[0] == "<")
+    low = max(_find_inclusive_limit(b, base) for b in bounds + implied if b.sign[0] == ">")
+    high = min(_find_inclusive_limit(b, base) for b in bounds + implied if b.sign[0] == "<")
 
     noun = "a whole number" if base is int else "a finite number"
     if high == math.inf:
@@ -316,12 +322,12 @@ def _number(base: type, bounds: list[Bound]) -> _Kind:
         return f"{noun} {limits}".rstrip()
 
     if base is float:
-        return _Kind(takes, name, "pass a float", float)  # a float is returned unchanged
-    return _Kind(takes, name, "pass an int")
+        return _ValueCheck(takes, name, "pass a float", float)  # a float is returned unchanged
+    return _ValueCheck(takes, name, "pass an int")
 
 
-def _inclusive(bound: Bound, base: type) -> float:
-    """Return the smallest (or largest) number that a bound allows."""
+def _find_inclusive_limit(bound: Bound, base: type) -> float:
+    """Return the smallest number that a lower bound allows, or the largest of an upper bound."""
     if bound.sign.endswith("="):
         return bound.limit
     direction = 1 if bound.sign == ">" else -1
@@ -330,21 +336,25 @@ def _inclusive(bound: Bound, base: type) -> float:
     return math.nextafter(bound.limit, direction * math.inf)
 
 
-def _one_of(choices: Collection[Any]) -> _Kind:
+def _make_choice_check(choices: Collection[Any]) -> _ValueCheck:
+    """Return the check that a value is one of the choices and has the type of a choice."""
+
     def name(_: object) -> str:
         listed = ", ".join(repr(choice) for choice in choices)
         return f"one of {listed}" if len(choices) > 1 else listed
 
     types_ = {type(choice) for choice in choices}  # an array has no truth, and True is no 1
     fix = "choose one" if len(choices) > 1 else "use it"
-    return _Kind(lambda value: type(value) in types_ and value in choices, name, fix)
+    return _ValueCheck(lambda value: type(value) in types_ and value in choices, name, fix)
 
 
-def _any_of(kinds: list[_Kind]) -> _Kind:
+def _make_union_check(kinds: list[_ValueCheck]) -> _ValueCheck:
+    """Return the check for a union: a value must pass one of the checks."""
+
     def convert(value: Any) -> Any:
         return next(kind for kind in kinds if kind.takes(value)).convert(value)
 
-    return _Kind(
+    return _ValueCheck(
         lambda value: any(kind.takes(value) for kind in kinds),
         lambda value: " or ".join(kind.name(value) for kind in kinds),
         kinds[0].fix,
@@ -352,17 +362,18 @@ def _any_of(kinds: list[_Kind]) -> _Kind:
     )
 
 
-def _in_one_line(kind: _Kind) -> _Kind:
-    """Return a check that also rejects paths with a line break, because errors show paths."""
-    return _Kind(
+def _refuse_line_breaks(kind: _ValueCheck) -> _ValueCheck:
+    """Return the check for a path, which also rejects line breaks, because errors show paths."""
+    return _ValueCheck(
         lambda value: kind.takes(value) and (value is None or not set("\r\n") & set(str(value))),
         lambda value: f"{kind.name(value)}, without line breaks",
         kind.fix,
     )
 
 
-def _tuple_of(args: tuple[Any, ...]) -> _Kind:
-    kinds = [_kind(arg) for arg in args if arg is not Ellipsis]
+def _make_tuple_check(args: tuple[Any, ...]) -> _ValueCheck:
+    """Return the check for a tuple with these type arguments; `...` allows any length."""
+    kinds = [_make_check(arg) for arg in args if arg is not Ellipsis]
     is_open = Ellipsis in args
 
     def takes(value: Any) -> bool:
@@ -380,7 +391,7 @@ def _tuple_of(args: tuple[Any, ...]) -> _Kind:
         pairs = [(item, kind.convert(item)) for kind, item in zip(item_kinds, value, strict=True)]
         return value if all(a is b for a, b in pairs) else tuple(b for _, b in pairs)
 
-    return _Kind(takes, name, "pass a tuple", convert)
+    return _ValueCheck(takes, name, "pass a tuple", convert)
 
 
 class UsageError(Exception):

@@ -42,13 +42,13 @@ def local_param(param: Tensor, *, reads: bool = True) -> Tensor:
     if isinstance(param, DTensor) and torch.compiler.is_compiling():
         local = param.to_local(grad_placements=grad_placements(param.placements))
     elif isinstance(param, DTensor):
-        local = _Local.apply(param)
+        local = _ToLocal.apply(param)
     if reads:
         check_values(local)
     return local
 
 
-class _Local(torch.autograd.Function):
+class _ToLocal(torch.autograd.Function):
     """`DTensor.to_local` whose backward accepts None, if a `GradSink` received the gradient."""
 
     @staticmethod
@@ -96,16 +96,16 @@ def init_normal_(param: Tensor, *, std: float, key: str, seed: int = 0) -> None:
     # The global tensor is split along dim 0 into blocks of about `BLOCK_NUMEL` values. A generator
     # seeded by (seed, key, block) draws each block, and a rank draws only the blocks of its shard.
     # So a model larger than one rank's memory can be initialised. CPU and CUDA values differ.
-    _draw(param, key, seed, lambda values, g: values.normal_(0.0, std, generator=g))
+    _fill_shard(param, key, seed, lambda values, g: values.normal_(0.0, std, generator=g))
 
 
 def init_uniform_(param: Tensor, *, bound: float, key: str, seed: int = 0) -> None:
     """Fill a parameter in place with U(-bound, bound) values, see `init_normal_`."""
-    _draw(param, key, seed, lambda values, g: values.uniform_(-bound, bound, generator=g))
+    _fill_shard(param, key, seed, lambda values, g: values.uniform_(-bound, bound, generator=g))
 
 
 @torch.no_grad()
-def _draw(
+def _fill_shard(
     param: Tensor, key: str, seed: int, fill_: Callable[[Tensor, torch.Generator], Tensor]
 ) -> None:
     """Fill this rank's shard with its part of the global random values that `fill_` draws."""
@@ -158,25 +158,25 @@ def global_indices(param: Tensor, coordinate: Sequence[int] | None = None) -> li
             parts = getattr(placement, "split_factor", 1)
             size, rank = mesh.size(mesh_dim), coordinate[mesh_dim]
             if parts > 1 and parts != inner:
-                index = _interleaved(index, parts, size, rank)
+                index = _take_interleaved_chunks(index, parts, size, rank)
             elif parts > 1:
                 strided.append((size, rank))
             else:
-                index = _chunk(index, size, rank)
+                index = _take_chunk(index, size, rank)
             inner *= size
         for size, rank in strided:
-            index = _chunk(index, size, rank)
+            index = _take_chunk(index, size, rank)
         indices[dim] = index
     return indices
 
 
-def _chunk(index: Tensor, size: int, rank: int) -> Tensor:
+def _take_chunk(index: Tensor, size: int, rank: int) -> Tensor:
     """Return the chunk of an index for one of `size` ranks, as `torch.chunk` splits it."""
     step = -(-index.numel() // size)
     return index[rank * step : (rank + 1) * step]
 
 
-def _interleaved(index: Tensor, parts: int, size: int, rank: int) -> Tensor:
+def _take_interleaved_chunks(index: Tensor, parts: int, size: int, rank: int) -> Tensor:
     """Return the concatenation of a rank's chunks of `parts` equal sections of an index."""
     return index.view(parts, size, -1)[:, rank].reshape(-1)
 

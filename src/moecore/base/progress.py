@@ -49,12 +49,12 @@ class ProgressLines:
         if seconds < self._next:
             return
         self._next = seconds + INTERVAL_S
-        numbers = self._text(count)
+        numbers = self._format_number(count)
         if total:
-            numbers += f" of {self._text(total)} ({count / total:.0%})"
+            numbers += f" of {self._format_number(total)} ({count / total:.0%})"
         print_line(f"{self._label}: {numbers}, {seconds - self._start:.0f} s")
 
-    def _text(self, number: int) -> str:
+    def _format_number(self, number: int) -> str:
         """Return a number with its unit."""
         if self._unit == "B":
             return format_bytes(number)

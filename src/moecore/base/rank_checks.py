@@ -43,14 +43,18 @@ def check_equal(entries: Mapping[str, Any], device_type: str, *, group: Group = 
     Collective. Values are equal if their `repr` is equal. Mappings are compared entry by entry, in
     any order. An entry that a rank does not have is a difference.
     """
-    problem = difference(entries, device_type, group=group)
+    problem = find_difference(entries, device_type, group=group)
     if problem is not None:
-        problem += f" on every rank{_of_stage(group)}: build the model and call moecore alike "
+        problem += (
+            f" on every rank{_format_stage_suffix(group)}: build the model and call moecore alike "
+        )
         problem += "everywhere"
     raise_on_all(problem, device_type, group=group)
 
 
-def difference(entries: Mapping[str, Any], device_type: str, *, group: Groups = None) -> str | None:
+def find_difference(
+    entries: Mapping[str, Any], device_type: str, *, group: Groups = None
+) -> str | None:
     """Compare entries between ranks and return an error text for the first difference, or None.
 
     The text has the value of this rank and of the first rank with a different value.
@@ -58,29 +62,33 @@ def difference(entries: Mapping[str, Any], device_type: str, *, group: Groups = 
     its groups returns the text of another rank.
     """
     if not isinstance(group, tuple):
-        return _difference(entries, device_type, group)
+        return _find_group_difference(entries, device_type, group)
     problem: str | None = None
     for subgroup in group:
-        problem = _difference(entries, device_type, subgroup) or problem
+        problem = _find_group_difference(entries, device_type, subgroup) or problem
         problem = next((text for text in gather(problem, subgroup) if text is not None), None)
     return problem
 
 
-def _difference(entries: Mapping[str, Any], device_type: str, group: Group) -> str | None:
-    """Compare entries in one group and return the error text, see `difference`. Collective."""
+def _find_group_difference(
+    entries: Mapping[str, Any], device_type: str, group: Group
+) -> str | None:
+    """Compare entries in one group and return the error text, see `find_difference`. Collective."""
     prefix, num_further = "", 0
-    while names := _differing(entries, device_type, group):
+    while names := _find_differing_names(entries, device_type, group):
         value, num_further = entries.get(names[0], MISSING), num_further + len(names) - 1
         if not all(gather(isinstance(value, Mapping), group)):
             suffix = f" and {num_further} more" if num_further else ""
-            return f"{prefix}{names[0]} ({_both_values(value, group)}){suffix} must be the same"
+            return (
+                f"{prefix}{names[0]} ({_format_both_values(value, group)}){suffix} must be the same"
+            )
         prefix, entries = f"{prefix}{names[0]} of ", value
     return None
 
 
-def _both_values(value: Any, group: Group) -> str:
+def _format_both_values(value: Any, group: Group) -> str:
     """Return text with this rank's value and the first different value of a rank. Collective."""
-    texts = gather(" ".join(_text(value).split())[:MAX_TEXT], group)
+    texts = gather(" ".join(_format_value(value).split())[:MAX_TEXT], group)
     ranks, local = dist.get_process_group_ranks(group or dist.group.WORLD), dist.get_rank(group)
     other = next((i for i, text in enumerate(texts) if text != texts[local]), local)
     pairs = zip(texts[local], texts[other], strict=False)
@@ -178,17 +186,18 @@ def check_equal_weights(
     """Raise a ValueError on every rank if weights differ between ranks. Collective."""
     # DTensors are left out: each tp rank has a different shard.
     plain_tensors = {n: t for n, t in tensors.items() if not isinstance(t, DTensor)}
-    different, problem = differing_tensors(plain_tensors, device_type, group=group), None
+    different, problem = find_differing_tensors(plain_tensors, device_type, group=group), None
     if different:
         problem = (
             f"weights of {different[0]} (and {len(different) - 1} more) must be equal on every "
-            f"rank{_of_stage(group)} before sharding: seed every rank alike or load one checkpoint"
+            f"rank{_format_stage_suffix(group)} before sharding: seed every rank alike or load one "
+            "checkpoint"
         )
     raise_on_all(problem, device_type, group=group)
 
 
 @torch.no_grad()
-def differing_tensors(
+def find_differing_tensors(
     tensors: Mapping[str, Tensor], device_type: str, *, group: Group = None
 ) -> list[str]:
     """Return the names of tensors whose values differ between the ranks of a group. Collective."""
@@ -197,7 +206,7 @@ def differing_tensors(
     real = {n: t for n, t in tensors.items() if not t.is_meta and t.numel()}
     sums = [checksum(t).to(device_type) for t in real.values()]
     values = torch.stack(sums).tolist() if sums else []
-    return _differing(dict(zip(real, values, strict=True)), device_type, group)
+    return _find_differing_names(dict(zip(real, values, strict=True)), device_type, group)
 
 
 def raise_on_all(problem: str | None, device_type: str, *, group: Group = None) -> None:
@@ -224,13 +233,13 @@ def raise_on_world(problem: str | None, device_type: str) -> None:
         raise ValueError(problem or first)
 
 
-def _of_stage(group: Group) -> str:
+def _format_stage_suffix(group: Group) -> str:
     """Return " of a pipeline stage" for errors of a group smaller than the world, otherwise ""."""
     is_part = group is not None and dist.get_world_size(group) < dist.get_world_size()
     return " of a pipeline stage" if is_part else ""
 
 
-def _differing(entries: Mapping[str, Any], device_type: str, group: Group) -> list[str]:
+def _find_differing_names(entries: Mapping[str, Any], device_type: str, group: Group) -> list[str]:
     """Return the names of the entries that differ between a group's ranks. Collective.
 
     All ranks return the same list.
@@ -238,9 +247,9 @@ def _differing(entries: Mapping[str, Any], device_type: str, group: Group) -> li
     if not _has_peers(group):
         return []
     names = sorted(entries)
-    digests = [_digest(_text(entries[name])) for name in names]
+    digests = [_hash_text(_format_value(entries[name])) for name in names]
     # Ranks may have different numbers of entries, so the first all-reduce has a fixed size.
-    summary = torch.tensor([_digest(repr(names)), _digest(repr(digests))], device=device_type)
+    summary = torch.tensor([_hash_text(repr(names)), _hash_text(repr(digests))], device=device_type)
     unequal = find_differences(summary, group)
     if not unequal:
         return []
@@ -248,7 +257,7 @@ def _differing(entries: Mapping[str, Any], device_type: str, group: Group) -> li
     if unequal[0] == 0:
         order, missing = _merge_names(order, group)
         names = [name for name in names if name not in missing]
-        digests = [_digest(_text(entries[name])) for name in names]
+        digests = [_hash_text(_format_value(entries[name])) for name in names]
     positions = find_differences(torch.tensor(digests, device=device_type), group) if names else []
     different = {names[i] for i in positions} | missing
     return gather([name for name in order if name in different], group)[0]
@@ -265,15 +274,15 @@ def _merge_names(names: list[str], group: Group) -> tuple[list[str], set[str]]:
     return [*of_first, *extra_names], {*extra_names}.union(*(absent for _, absent in differences))
 
 
-def _text(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """Return the `repr` of a value; the items of a mapping are sorted by name."""
     if not isinstance(value, Mapping):
         return repr(value)
-    pairs = sorted((str(name), _text(item)) for name, item in value.items())
+    pairs = sorted((str(name), _format_value(item)) for name, item in value.items())
     return "{" + ", ".join(f"{name}: {text}" for name, text in pairs) + "}"
 
 
-def _digest(text: str) -> int:
+def _hash_text(text: str) -> int:
     """Return a 56-bit SHA-256 hash of a text."""
     return int.from_bytes(
         hashlib.sha256(text.encode(errors="backslashreplace")).digest()[:7], "little"

@@ -36,18 +36,18 @@ class Region(Protocol):
     def multiply(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a function and save its result; in recomputation, return the saved result."""
 
-    def draw(self, generator: torch.Generator) -> None:
+    def save_generator(self, generator: torch.Generator) -> None:
         """Record that the region draws random numbers from this generator."""
 
 
-class _ThisThread(threading.local):
+class _RegionState(threading.local):
     """The region that runs in this thread, and whether its products are recomputed."""
 
     region: Region | None = None
     is_recomputing: bool = False  # inside `recompute_products`
 
 
-_state = _ThisThread()
+_state = _RegionState()
 
 
 def is_in_region() -> bool:
@@ -63,13 +63,13 @@ def intercept_products(region: Region, *, has_products: bool) -> Iterator[None]:
     """
     _state.region = region
     try:
-        with _FindProducts() if has_products else nullcontext():
+        with _InterceptProducts() if has_products else nullcontext():
             yield
     finally:
         _state.region = None
 
 
-class _FindProducts(TorchFunctionMode):
+class _InterceptProducts(TorchFunctionMode):
     """Passes calls of torch's matrix products and attention to the region."""
 
     def __torch_function__(
@@ -78,7 +78,7 @@ class _FindProducts(TorchFunctionMode):
         """Call `func` through the region if it is a product; report generators to the region."""
         kwargs = kwargs or {}
         if kwargs.get("generator") is not None and _state.region is not None:
-            _state.region.draw(kwargs["generator"])
+            _state.region.save_generator(kwargs["generator"])
         return run_product(func, *args, **kwargs) if func in PRODUCTS else func(*args, **kwargs)
 
 

@@ -70,7 +70,7 @@ class UsedRows:
     balanced: int | None = None  # number of used rows with balanced routing; None = not known
     storage: int | None = None  # `storage_key` of the matrix; None = every matrix of this length
 
-    def is_of(self, tensor: Tensor) -> bool:
+    def matches(self, tensor: Tensor) -> bool:
         """Whether a tensor is the matrix that this record describes, or a column slice of it."""
         if tensor.ndim != 2 or not tensor.dtype.is_floating_point:
             return False
@@ -114,7 +114,7 @@ def use_packer(
     else:
         _packers.inner = (packer, *_packers.inner)
     try:
-        with nullcontext() if only_rows else _asking():
+        with nullcontext() if only_rows else _install_pack_hook():
             yield
     finally:
         _packers.first, _packers.inner = before
@@ -128,13 +128,13 @@ def mark_used_rows(*rows: UsedRows) -> Iterator[None]:
     """
     before, _packers.rows = _packers.rows, rows
     try:
-        with _asking():
+        with _install_pack_hook():
             yield
     finally:
         _packers.rows = before
 
 
-def _asking() -> AbstractContextManager[Any]:
+def _install_pack_hook() -> AbstractContextManager[Any]:
     """Return a context that installs `pack_tensor` as autograd's pack hook.
 
     The context does nothing if no packer is active or hooks are already installed.
@@ -147,7 +147,7 @@ def _asking() -> AbstractContextManager[Any]:
 def used_rows(tensor: Tensor) -> UsedRows | None:
     """Return the record of a saved tensor's used rows (`mark_used_rows`); None = all rows."""
     for rows in _packers.rows:
-        if rows.is_of(tensor):
+        if rows.matches(tensor):
             return rows
     return None
 

@@ -104,13 +104,13 @@ class DryQueues:
 Event = torch.Event | DryEvent
 
 
-class _Dry(threading.local):
+class _DryState(threading.local):
     """The dry run of this thread."""
 
     queues: DryQueues | None = None
 
 
-_dry = _Dry()
+_dry = _DryState()
 
 
 def dry_streams(queues: DryQueues) -> AbstractContextManager[None]:
@@ -141,11 +141,11 @@ def current_stream(device: torch.device | str) -> Stream | None:
     if device.type != "cuda":
         return None
     stream = torch.accelerator.current_stream(device.index)
-    return _as_cuda(stream.stream_id, stream.device_index, stream.device_type)
+    return _get_cuda_stream(stream.stream_id, stream.device_index, stream.device_type)
 
 
 @cache
-def _as_cuda(stream_id: int, device_index: int, device_type: int) -> torch.cuda.Stream:
+def _get_cuda_stream(stream_id: int, device_index: int, device_type: int) -> torch.cuda.Stream:
     """Return the `torch.cuda.Stream` for the ids of a `torch.Stream`."""
     # A `torch.Stream` ignores `wait` of a `torch.cuda.Event` without an error, and does not equal a
     # `torch.cuda.Stream`. `torch.cuda.current_stream` makes the same object at each call.

@@ -112,13 +112,13 @@ def quantise(
     """Quantise an operand of a product that sums over its rows (`over_rows`) or its columns."""
     with torch.no_grad():
         if scale is not None:
-            dtype = _fp8(recipe, operand)
+            dtype = _get_fp8_dtype(recipe, operand)
             seen = torch.zeros_like(scale) if seen is None else seen
             usage: Any = dict(rowwise=True, columnwise=over_rows)
-            return _internal(load_names().pytorch.Float8Quantizer(scale, seen, dtype, **usage))(
-                x_RK
-            )
-        (quantizer,) = _quantizers(recipe, operand, over_rows, 1, x_RK.device)
+            return _make_internal(
+                load_names().pytorch.Float8Quantizer(scale, seen, dtype, **usage)
+            )(x_RK)
+        (quantizer,) = _make_quantizers(recipe, operand, over_rows, 1, x_RK.device)
         return quantizer(_cast_for_quantizer(x_RK, recipe))
 
 
@@ -129,7 +129,7 @@ def quantise_experts(
 
     `splits` has the number of rows of each expert.
     """
-    quantizers = _quantizers(recipe, operand, over_rows, len(splits), x_RK.device)
+    quantizers = _make_quantizers(recipe, operand, over_rows, len(splits), x_RK.device)
     with torch.no_grad():
         x_RK = _cast_for_quantizer(x_RK, recipe)
         if operand == "weight" and recipe.scaling == "nvfp4":  # as its own layers quantise matrices
@@ -178,49 +178,54 @@ def _cast_for_quantizer(x_RK: Tensor, recipe: Recipe) -> Tensor:
     return x_RK.bfloat16() if recipe.scaling == "nvfp4" else x_RK
 
 
-def _quantizers(
+def _make_quantizers(
     recipe: Recipe, operand: Operand, over_rows: bool, num: int, device: torch.device
 ) -> list[Any]:
     """Return `num` quantizers for an operand; only "tensorwise" quantizers have their own state."""
     if recipe.scaling != "tensorwise":
-        return [_by_blocks(recipe, operand, over_rows, device)] * num
+        return [_make_block_quantizer(recipe, operand, over_rows, device)] * num
     # Each quantizer has its own buffers for scale and amax.
     buffers = torch.empty(2, num, device=device)
-    make, dtype = load_names().pytorch.Float8CurrentScalingQuantizer, _fp8(recipe, operand)
+    make, dtype = (
+        load_names().pytorch.Float8CurrentScalingQuantizer,
+        _get_fp8_dtype(recipe, operand),
+    )
     options: Any = dict(columnwise=over_rows, force_pow_2_scales=recipe.power_of_two)
     return [
-        _internal(make(dtype, device, scale=scale, amax=amax, **options))
+        _make_internal(make(dtype, device, scale=scale, amax=amax, **options))
         for scale, amax in zip(buffers[0].split(1), buffers[1].split(1), strict=True)
     ]
 
 
 @cache
-def _by_blocks(recipe: Recipe, operand: Operand, over_rows: bool, device: torch.device) -> Any:
+def _make_block_quantizer(
+    recipe: Recipe, operand: Operand, over_rows: bool, device: torch.device
+) -> Any:
     """Return Transformer Engine's block quantizer for an operand; the quantizer has no state."""
     te, is_weight = load_names().pytorch, operand == "weight"
     # Weights have square blocks, whose rowwise operand is always needed.
     usage: Any = dict(rowwise=is_weight or not over_rows, columnwise=over_rows)
     if recipe.scaling == "blockwise":
         usage |= dict(force_pow_2_scales=recipe.power_of_two, block_scaling_dim=1 + is_weight)
-        return _internal(te.Float8BlockQuantizer(_fp8(recipe, operand), **usage))
+        return _make_internal(te.Float8BlockQuantizer(_get_fp8_dtype(recipe, operand), **usage))
     if recipe.scaling == "mxfp8":
-        return _internal(te.MXFP8Quantizer(_fp8(recipe, operand), **usage))
+        return _make_internal(te.MXFP8Quantizer(_get_fp8_dtype(recipe, operand), **usage))
     transforms = recipe.hadamard and not is_weight
     usage |= dict(
         with_rht=transforms, with_post_rht_amax=transforms, with_2d_quantization=is_weight
     )
     rounds = recipe.stochastic_rounding and operand == "gradient"
-    return _internal(te.NVFP4Quantizer(stochastic_rounding=rounds, **usage))
+    return _make_internal(te.NVFP4Quantizer(stochastic_rounding=rounds, **usage))
 
 
-def _fp8(recipe: Recipe, operand: Operand) -> Any:
+def _get_fp8_dtype(recipe: Recipe, operand: Operand) -> Any:
     """Return Transformer Engine's FP8 dtype for an operand: e4m3, or e5m2 for gradients."""
     dtypes = load_names().extension.DType
     is_e5m2 = operand == "gradient" and recipe.grad_format == "e5m2"
     return dtypes.kFloat8E5M2 if is_e5m2 else dtypes.kFloat8E4M3
 
 
-def _internal(quantizer: Any) -> Any:
+def _make_internal(quantizer: Any) -> Any:
     """Set a quantizer to return plain records instead of tensor subclasses, and return it."""
     quantizer.internal = True
     return quantizer

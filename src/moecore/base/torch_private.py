@@ -100,7 +100,7 @@ _keys = torch._C._dispatch_tls_local_include_set  # looked up once: every kernel
 _unpack = forward_ad.unpack_dual
 
 
-def _plain_keys() -> frozenset[int]:
+def _collect_plain_keys() -> frozenset[int]:
     """Return the dispatch key sets of this thread without modes, transforms and tracers.
 
     There are two sets: with and without inference mode.
@@ -113,12 +113,12 @@ def _plain_keys() -> frozenset[int]:
     return frozenset(key_sets)
 
 
-_PLAIN_KEYS = _plain_keys()
+_PLAIN_KEYS = _collect_plain_keys()
 _UNTRACKED = torch.zeros(())  # a tensor without a derivative
 NOTHING = nullcontext()  # one object for all calls, which saves host time
 
 
-class _Seen(threading.local):
+class _DryRunState(threading.local):
     """Thread-local flags that the dispatch modes of a dry run read."""
 
     inside = False
@@ -126,7 +126,7 @@ class _Seen(threading.local):
     phases: tuple[str, ...] = ()
 
 
-_seen = _Seen()
+_seen = _DryRunState()
 
 
 @contextmanager
@@ -273,7 +273,7 @@ def hooks_around(module: nn.Module) -> list[Callable[..., Any]]:
 
 def num_gradient_hooks(param: Tensor) -> int:
     """Return the number of a parameter's hooks, before and after gradient accumulation."""
-    return len(param._backward_hooks or ()) + len(_accumulate_hooks(param))
+    return len(param._backward_hooks or ()) + len(_get_accumulate_hooks(param))
 
 
 def has_gradient_hooks(param: Tensor) -> bool:
@@ -283,7 +283,7 @@ def has_gradient_hooks(param: Tensor) -> bool:
 
 def has_accumulate_hooks(param: Tensor) -> bool:
     """Whether a parameter has hooks of `register_post_accumulate_grad_hook`."""
-    return bool(_accumulate_hooks(param))
+    return bool(_get_accumulate_hooks(param))
 
 
 def has_value_hooks(param: Tensor) -> bool:
@@ -306,7 +306,7 @@ def call_accumulate_hooks(param: Tensor) -> None:
         hook(param)
 
 
-def _accumulate_hooks(param: Tensor) -> dict[int, Callable[[Tensor], None]]:
+def _get_accumulate_hooks(param: Tensor) -> dict[int, Callable[[Tensor], None]]:
     """Return the parameter's hooks of `register_post_accumulate_grad_hook`."""
     return param._post_accumulate_grad_hooks or {}
 
@@ -336,7 +336,7 @@ def default_timeout() -> timedelta | None:
     """Return the timeout of the default process group; None = a fake group has no timeout."""
     group = dist.group.WORLD
     assert group is not None, "the default process group must exist"
-    options = group._get_backend(torch.device(next(iter(_backends(group))))).options
+    options = group._get_backend(torch.device(next(iter(_get_backends(group))))).options
     return None if options is None else options._timeout
 
 
@@ -349,21 +349,21 @@ def inherit_timeout(group: dist.ProcessGroup) -> None:
 
 def is_gloo(group: dist.ProcessGroup, device_type: str) -> bool:
     """Whether gloo is the group's backend for tensors of a device type."""
-    return _backends(group)[device_type] == "gloo"
+    return _get_backends(group)[device_type] == "gloo"
 
 
 def object_device_type(group: dist.ProcessGroup | None) -> str:
     """Return the device type for a group's small tensors: "cpu" if it has a CPU backend."""
-    names = _backends(group or dist.group.WORLD)  # type: ignore[arg-type]
+    names = _get_backends(group or dist.group.WORLD)  # type: ignore[arg-type]
     return "cpu" if "cpu" in names else next(iter(names))
 
 
 def has_cpu_backend(group: dist.ProcessGroup) -> bool:
     """Whether a group has a backend for CPU tensors."""
-    return "cpu" in _backends(group)
+    return "cpu" in _get_backends(group)
 
 
-def _backends(group: dist.ProcessGroup) -> dict[str, str]:
+def _get_backends(group: dist.ProcessGroup) -> dict[str, str]:
     """Return {device type: backend name} of a process group."""
     config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
     return dict(pair.split(":") for pair in config.split(","))

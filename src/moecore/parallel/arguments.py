@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from moecore.base.failures import publish_errors
 from moecore.base.rank_checks import (
     checksum,
-    difference,
+    find_difference,
     find_differences,
     make_comparable,
     raise_on_world,
@@ -58,7 +58,7 @@ class _ContentsCheck:
             self.work.wait()
             self.work, self.copy = None, ToHost(self.bounds)
 
-    def problem(self) -> str | None:
+    def find_problem(self) -> str | None:
         """Return the start of an error text if contents differ, otherwise None. Host sync."""
         self.start_copy()
         assert self.copy is not None, "it was started"
@@ -111,7 +111,7 @@ class Contents:
             copy = self._unread[0].copy
             if copy is None or not copy.has_arrived():
                 return False
-            if self._unread[0].problem() is not None:
+            if self._unread[0].find_problem() is not None:
                 return True
             self._unread.pop(0)
         return False
@@ -119,7 +119,7 @@ class Contents:
     def wait(self) -> str | None:
         """Read all pending results; return the start of an error text, or None. Host sync."""
         comparisons, self._unread = self._unread, []
-        problems = [check.problem() for check in comparisons]
+        problems = [check.find_problem() for check in comparisons]
         problem = next((check for check in problems if check is not None), None)
         if problem is not None:
             self._of_step = []  # the caller drops this step
@@ -184,13 +184,13 @@ class SharedArguments:
         place = cp if isinstance(cp, int) and cp in self._groups else 0
         names = sorted(name for name in arguments if name != LOCAL_ARGUMENT)
         device_tensors: dict[str, Tensor] = {}
-        facts = {name: _facts(arguments[name], name, device_tensors) for name in names}
+        facts = {name: _describe_value(arguments[name], name, device_tensors) for name in names}
         on_device = {
             n: x for n, x in sorted(device_tensors.items()) if x.device.type == self._device_type
         }
         is_first = self._is_first and torch.is_grad_enabled()
         with publish_errors(ROW_COMPARISON):
-            problem = self._difference({"names of arguments": names, "value": facts}, place)
+            problem = self._find_difference({"names of arguments": names, "value": facts}, place)
             if problem is None and on_device:
                 self._contents.compare(on_device, self._groups[place])
                 problem = self._contents.wait() if is_first else None
@@ -233,7 +233,7 @@ class SharedArguments:
         if problem is not None:
             raise ValueError(problem + ADVICE)
 
-    def _difference(self, entries: Mapping[str, Any], place: int) -> str | None:
+    def _find_difference(self, entries: Mapping[str, Any], place: int) -> str | None:
         """Compare host values, and results of earlier forwards, over the groups of `place`.
 
         Return the start of an error text, or None. Collective.
@@ -251,32 +251,35 @@ class SharedArguments:
             return self._contents.wait() or "arguments of an earlier forward must be the same"
         if not differing:
             return None
-        return difference(entries, "cpu", group=groups)
+        return find_difference(entries, "cpu", group=groups)
 
 
-def _facts(value: Any, name: str, on_device: dict[str, Tensor]) -> Any:
+def _describe_value(value: Any, name: str, on_device: dict[str, Tensor]) -> Any:
     """Return a description of an argument's value whose `repr` ranks compare.
 
     Device tensors are added to `on_device` under their name.
     """
     if isinstance(value, Mapping):
         items = ((make_comparable(key), entry) for key, entry in value.items())
-        return {key: _facts(entry, f"{name}[{key!r}]", on_device) for key, entry in items}
+        return {key: _describe_value(entry, f"{name}[{key!r}]", on_device) for key, entry in items}
     if is_dataclass(value) and not isinstance(value, type):
         entries = {field.name: getattr(value, field.name, None) for field in fields(value)}
-        return type(value).__name__, _facts(entries, name, on_device)
+        return type(value).__name__, _describe_value(entries, name, on_device)
     if isinstance(value, list | tuple):
-        return [_facts(entry, f"{name}[{i}]", on_device) for i, entry in enumerate(value)]
+        return [_describe_value(entry, f"{name}[{i}]", on_device) for i, entry in enumerate(value)]
     if isinstance(value, Tensor):
-        return _tensor_facts(value, name, on_device)
+        return _describe_tensor(value, name, on_device)
     leaves = tree_leaves(value)
     if len(leaves) == 1 and leaves[0] is value:
         return make_comparable(value)
     places = enumerate(leaves)
-    return [type(value).__name__, [_facts(x, f"{name}[{i}]", on_device) for i, x in places]]
+    return [
+        type(value).__name__,
+        [_describe_value(x, f"{name}[{i}]", on_device) for i, x in places],
+    ]
 
 
-def _tensor_facts(x: Tensor, name: str, on_device: dict[str, Tensor]) -> str:
+def _describe_tensor(x: Tensor, name: str, on_device: dict[str, Tensor]) -> str:
     """Describe a tensor by dtype and shape, with a digest of a CPU tensor's values."""
     facts = f"{x.dtype} {tuple(x.shape)} on {x.device.type}"
     if type(x) not in (Tensor, nn.Parameter) or x.layout != torch.strided or x.is_meta:

@@ -26,7 +26,7 @@ from moecore.parallel.mesh import (
 def start_default_group() -> None:
     """Initialise the default process group if it does not exist."""
     if not dist.is_initialized():
-        start_process_group(_device_type())
+        start_process_group(_get_device_type())
 
 
 def choose_meshes(expert_counts: Iterable[int]) -> Meshes:
@@ -47,7 +47,7 @@ def choose_meshes(expert_counts: Iterable[int]) -> Meshes:
     return replace(build_meshes(ParallelConfig(ep=ep)), reason=reason)
 
 
-def _device_type() -> str:
+def _get_device_type() -> str:
     """Return "cuda" if a GPU is available, otherwise "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -62,7 +62,7 @@ def _find_domain() -> tuple[int, str]:
         return world_size, "the world"
     with share_errors():
         local_size = read_launcher_number("LOCAL_WORLD_SIZE", world_size)
-    fabrics = count_ranks_per_fabric(read_local_fabric()) if _device_type() == "cuda" else None
+    fabrics = count_ranks_per_fabric(read_local_fabric()) if _get_device_type() == "cuda" else None
     if fabrics is not None:
         return fabrics, "an NVLink domain"
     # Hosts of 8 and of 4 ranks have neighbours by 4: then no group crosses from host to host.

@@ -2,7 +2,7 @@
 
 Every rank collects facts about its host, its GPU and its environment, and measures its links. A
 fact that a rank cannot read is reported in `RankFacts.failures`, so that the rank still takes part
-in every collective. The facts are all-gathered. `problems` derives its lines from the facts only.
+in every collective. The facts are all-gathered. `find_problems` reads only these facts.
 """
 
 from __future__ import annotations
@@ -76,20 +76,20 @@ class RankFacts:
     rates: Mapping[str, float] = field(default_factory=dict)
 
 
-def problems(facts: Sequence[RankFacts]) -> list[str]:
+def find_problems(facts: Sequence[RankFacts]) -> list[str]:
     """Return one line of text per problem that the facts of all ranks show.
 
     `facts[i]` has the measurements of rank i.
     """
     return [
-        *_differences(facts),
-        *_host_problems(facts),
-        *_rank_problems(facts),
-        *_link_problems(facts),
+        *_find_differences(facts),
+        *_find_host_problems(facts),
+        *_find_rank_problems(facts),
+        *_find_link_problems(facts),
     ]
 
 
-def _differences(facts: Sequence[RankFacts]) -> Iterator[str]:
+def _find_differences(facts: Sequence[RankFacts]) -> Iterator[str]:
     """Yield versions, environment variables and arguments that differ between ranks."""
     for kind in ("versions", "environment"):
         names = sorted({name for rank_facts in facts for name in getattr(rank_facts, kind)})
@@ -98,26 +98,26 @@ def _differences(facts: Sequence[RankFacts]) -> Iterator[str]:
             for rank, rank_facts in enumerate(facts):
                 values[getattr(rank_facts, kind).get(name, "not set")].append(rank)
             if len(values) > 1:
-                texts = (f"{_shorten(v)} on {_ranks(r)}" for v, r in values.items())
+                texts = (f"{_shorten(v)} on {_format_ranks(r)}" for v, r in values.items())
                 yield f"{name} ({', '.join(texts)}) must be the same on all ranks: set one"
     without = [rank for rank, rank_facts in enumerate(facts) if not rank_facts.has_checkpoints]
     if 0 < len(without) < len(facts):
         yield (
-            f"--checkpoints (not given on {_ranks(without)}) must be given on all ranks: start "
-            "every rank with the same command"
+            f"--checkpoints (not given on {_format_ranks(without)}) must be given on all ranks: "
+            "start every rank with the same command"
         )
 
 
-def _host_problems(facts: Sequence[RankFacts]) -> Iterator[str]:
+def _find_host_problems(facts: Sequence[RankFacts]) -> Iterator[str]:
     """Yield the problems of hosts and NVLink domains, such as unequal numbers of ranks."""
     by_host = defaultdict[str, list[int]](list)
     for rank, rank_facts in enumerate(facts):
         by_host[rank_facts.host].append(rank)
-    for fabric in dict.fromkeys(_present(facts, "fabric")):
+    for fabric in dict.fromkeys(_list_present_values(facts, "fabric")):
         ranks = [rank for rank, rank_facts in enumerate(facts) if rank_facts.fabric == fabric]
         if ranks[-1] - ranks[0] >= len(ranks):
             yield (
-                f"ranks of one NVLink domain ({_ranks(ranks)}) must be neighbours, on which "
+                f"ranks of one NVLink domain ({_format_ranks(ranks)}) must be neighbours, on which "
                 "dispatcher 'hierarchical' counts: number hosts by rack"
             )
     sizes = {len(ranks) for ranks in by_host.values()}
@@ -125,10 +125,10 @@ def _host_problems(facts: Sequence[RankFacts]) -> Iterator[str]:
         counts = ", ".join(f"{facts[r[0]].name}: {len(r)}" for r in by_host.values())
         yield f"ranks of a host ({counts}) must be equally many: start as many on each"
     for ranks in by_host.values():
-        yield from _single_host_problems([facts[rank] for rank in ranks], ranks, facts[0])
+        yield from _find_single_host_problems([facts[rank] for rank in ranks], ranks, facts[0])
 
 
-def _single_host_problems(
+def _find_single_host_problems(
     facts: Sequence[RankFacts], ranks: Sequence[int], first: RankFacts
 ) -> Iterator[str]:
     """Yield the problems of one host: rank numbers, clock, shared memory, disk and GPU access.
@@ -138,10 +138,10 @@ def _single_host_problems(
     name = facts[0].name
     if list(ranks) != list(range(ranks[0], ranks[0] + len(ranks))):
         yield (
-            f"ranks of {name} ({_ranks(ranks)}) must be neighbours, on which tp and ep count: "
-            "number them by host"
+            f"ranks of {name} ({_format_ranks(ranks)}) must be neighbours, on which tp and ep "
+            "count: number them by host"
         )
-    for number in sorted({*_present(facts, "ranks_per_host")} - {len(ranks)}):
+    for number in sorted({*_list_present_values(facts, "ranks_per_host")} - {len(ranks)}):
         yield (
             f"LOCAL_WORLD_SIZE ({number}) of {name} must be its number of ranks ({len(ranks)}): "
             "start them by one torchrun, or pass ranks_per_domain"
@@ -154,17 +154,19 @@ def _single_host_problems(
         )
     # Ranks of one host may run in different containers, so the smallest number counts.
     memory, disk = (
-        min(_present(facts, field), default=None) for field in ("shared_memory", "disk")
+        min(_list_present_values(facts, field), default=None) for field in ("shared_memory", "disk")
     )
     if memory is not None and memory < SHARED_MEMORY:
         yield (
-            f"/dev/shm of {name} ({_gib(memory)} free) must have {_gib(SHARED_MEMORY)}, for NCCL "
-            "and data loaders: --shm-size of its container"
+            f"/dev/shm of {name} ({_format_gib(memory)} free) must have "
+            f"{_format_gib(SHARED_MEMORY)}, "
+            "for NCCL and data loaders: --shm-size of its container"
         )
     if disk is not None and disk < DISK:
         yield (
-            f"disk of checkpoints on {name} ({_gib(disk)} free) must have {_gib(DISK)}: remove old "
-            "ones by moecore checkpoint prune"
+            f"disk of checkpoints on {name} ({_format_gib(disk)} free) must have "
+            f"{_format_gib(DISK)}: "
+            "remove old ones by moecore checkpoint prune"
         )
     blind = [
         rank
@@ -173,14 +175,14 @@ def _single_host_problems(
     ]
     if blind:
         yield (
-            f"directory of checkpoints on {name} (of {_ranks(blind)}) must be that of rank 0, "
-            "which all ranks write: give one on shared storage"
+            f"directory of checkpoints on {name} (of {_format_ranks(blind)}) must be that of rank "
+            "0, which all ranks write: give one on shared storage"
         )
-    for peers in dict.fromkeys(_present(facts, "peers")):
+    for peers in dict.fromkeys(_list_present_values(facts, "peers")):
         yield f"dispatcher 'nvlink' on {name} {peers}"
 
 
-def _rank_problems(facts: Sequence[RankFacts]) -> Iterator[str]:
+def _find_rank_problems(facts: Sequence[RankFacts]) -> Iterator[str]:
     """Yield the problems of each rank: unreadable facts, limits, GPU memory, NCCL variables."""
     for rank, rank_facts in enumerate(facts):
         yield from (
@@ -194,12 +196,12 @@ def _rank_problems(facts: Sequence[RankFacts]) -> Iterator[str]:
         has_network = len({other.host for other in facts}) > 1 and rank_facts.gpu_memory is not None
         if has_network and rank_facts.locked_memory >= 0:
             yield (
-                f"locked memory of rank {rank} ({_gib(rank_facts.locked_memory)}) must be "
+                f"locked memory of rank {rank} ({_format_gib(rank_facts.locked_memory)}) must be "
                 "unlimited, for transfers between hosts: ulimit -l unlimited"
             )
         free_bytes, total_bytes = rank_facts.gpu_memory or (0, 0)
         if free_bytes < 0.9 * total_bytes:
-            free, total = _gib(free_bytes), _gib(total_bytes)
+            free, total = _format_gib(free_bytes), _format_gib(total_bytes)
             yield (
                 f"GPU of rank {rank} ({free} of {total} free on {rank_facts.name}) must be empty: "
                 "end what else runs there (nvidia-smi shows it)"
@@ -211,7 +213,7 @@ def _rank_problems(facts: Sequence[RankFacts]) -> Iterator[str]:
             )
 
 
-def _link_problems(facts: Sequence[RankFacts]) -> Iterator[str]:
+def _find_link_problems(facts: Sequence[RankFacts]) -> Iterator[str]:
     """Yield the ranks that receive messages at less than half of the median rate."""
     for link in ("inside a host", "between hosts"):
         rates = {
@@ -228,7 +230,7 @@ def _link_problems(facts: Sequence[RankFacts]) -> Iterator[str]:
                 )
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int]) -> str:
     """Format sorted rank numbers as text, such as "ranks 0-3, 6"."""
     starts = [r for i, r in enumerate(ranks) if i == 0 or ranks[i - 1] != r - 1]
     ends = [r for i, r in enumerate(ranks) if i + 1 == len(ranks) or ranks[i + 1] != r + 1]
@@ -236,12 +238,12 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(parts)}"
 
 
-def _present(facts: Sequence[RankFacts], field: str) -> list[Any]:
+def _list_present_values(facts: Sequence[RankFacts], field: str) -> list[Any]:
     """Return a field's values of all ranks, without None."""
     return [value for row in facts if (value := getattr(row, field)) is not None]
 
 
-def _one_line(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     """Return an error's text as one line of at most `MAX_ERROR_CHARS` characters."""
     return " ".join(str(error).split())[:MAX_ERROR_CHARS] or type(error).__name__
 
@@ -251,7 +253,7 @@ def _shorten(text: str) -> str:
     return text if len(text) <= 40 and text.isprintable() else quote(text)
 
 
-def _gib(num_bytes: int) -> str:
+def _format_gib(num_bytes: int) -> str:
     """Format a number of bytes in GiB."""
     return f"{num_bytes / 2**30:.3g} GiB"
 
@@ -263,23 +265,26 @@ def run_doctor(args: Any) -> int:
     """
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     timeout = timedelta(seconds=args.timeout)
-    with _all_take_part(f"ranks must find each other within {args.timeout} s"), _quiet_stderr():
+    with (
+        _convert_errors(f"ranks must find each other within {args.timeout} s"),
+        _discard_stderr_on_error(),
+    ):
         start_process_group(device_type, timeout)
     rule = "ranks must all take part until the end"
     try:
-        with _all_take_part(rule):
+        with _convert_errors(rule):
             facts = gather(_collect_facts(device_type, args.checkpoints))
-        lines = problems(facts)
+        lines = find_problems(facts)
         if dist.get_rank() == 0:
-            _print(facts, lines)
-        with _all_take_part(rule):
+            _print_report(facts, lines)
+        with _convert_errors(rule):
             dist.barrier()
     finally:
         dist.destroy_process_group()
     return int(bool(lines))  # equal on all ranks, because torchrun waits for ranks of other hosts
 
 
-def _print(facts: Sequence[RankFacts], lines: Sequence[str]) -> None:
+def _print_report(facts: Sequence[RankFacts], lines: Sequence[str]) -> None:
     """Print the problems to stderr, and a summary of hosts and versions to stdout."""
     for line in lines:
         print(escape_unprintable(line), file=sys.stderr)
@@ -290,19 +295,19 @@ def _print(facts: Sequence[RankFacts], lines: Sequence[str]) -> None:
 
 
 @contextmanager
-def _all_take_part(rule: str) -> Iterator[None]:
+def _convert_errors(rule: str) -> Iterator[None]:
     """Return a context that raises a collective's error as a one-line ValueError with `rule`."""
     try:
         yield
     except (dist.DistError, RuntimeError) as error:
         raise ValueError(
             f"{rule}: check that all have started and still run, MASTER_ADDR and ports "
-            f"({_one_line(error)})"
+            f"({_format_error(error)})"
         ) from None
 
 
 @contextmanager
-def _quiet_stderr() -> Iterator[None]:
+def _discard_stderr_on_error() -> Iterator[None]:
     """Return a context that delays output to stderr, and discards it if the body raises."""
     # c10d logs each failed attempt to connect, and these lines would hide the error's one line.
     # An environment variable sets the level of this log, but only before torch is imported.
@@ -336,7 +341,7 @@ class _FactReader:
             if isinstance(error, OSError) and error.strerror:
                 self.failures.append(f"{name} must be {rule}, which failed: {error.strerror}")
             else:
-                self.failures.append(_one_line(error))
+                self.failures.append(_format_error(error))
             return default
 
 
@@ -365,7 +370,7 @@ def _collect_facts(device_type: str, checkpoints: Path | None) -> RankFacts:
         gpu_memory=reader.read("GPU memory", torch.cuda.mem_get_info, None) if is_gpu else None,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         locked_memory=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-        shared_memory=reader.read("/dev/shm", _shared_memory, None),
+        shared_memory=reader.read("/dev/shm", _measure_shared_memory, None),
         has_checkpoints=checkpoints is not None,
         disk=disk,
         sees_checkpoints=sees,
@@ -375,7 +380,7 @@ def _collect_facts(device_type: str, checkpoints: Path | None) -> RankFacts:
     )
 
 
-def _shared_memory() -> int | None:
+def _measure_shared_memory() -> int | None:
     """Return the free bytes in /dev/shm, or None if it does not exist."""
     return shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None
 

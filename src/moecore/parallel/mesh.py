@@ -218,7 +218,7 @@ def build_meshes(
             raise ValueError("device_type ('cuda') must be 'cpu' on this host: torch sees no GPU")
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         p = parallel.resolve(world_size)
-        domain = _ranks_per_domain(ranks_per_domain, world_size)
+        domain = _resolve_ranks_per_domain(ranks_per_domain, world_size)
     if not dist.is_initialized():
         start_process_group(device_type)
 
@@ -253,7 +253,7 @@ def build_meshes(
     )
 
 
-def _ranks_per_domain(ranks_per_domain: int | None, world_size: int) -> int:
+def _resolve_ranks_per_domain(ranks_per_domain: int | None, world_size: int) -> int:
     """Check `ranks_per_domain`, or derive it from the ranks per host if it is None."""
     if ranks_per_domain is None:
         of_host = read_launcher_number("LOCAL_WORLD_SIZE", world_size)
@@ -356,7 +356,7 @@ def make_host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return result
 
 
-def concatenate(*meshes: DeviceMesh) -> DeviceMesh:
+def concatenate_meshes(*meshes: DeviceMesh) -> DeviceMesh:
     """Join the axes of several device meshes into one mesh. No communication."""
     ranks, local_rank = torch.zeros((), dtype=torch.int), dist.get_rank()
     for mesh in meshes:  # the steps along the dims of one view are the same everywhere
@@ -379,10 +379,10 @@ def _make_mesh(device_type: str, sizes: tuple[int, ...], names: tuple[str, ...])
 
 def _format_mesh(mesh: DeviceMesh) -> str:
     """Return text with the axes of a mesh whose size is not 1, and this rank's coordinates."""
-    names = [name for name in mesh.mesh_dim_names or () if _size(mesh, name) > 1]
+    names = [name for name in mesh.mesh_dim_names or () if _get_axis_size(mesh, name) > 1]
     if not names:
         return "one rank"
-    sizes = " ".join(f"{name}={_size(mesh, name)}" for name in names)
+    sizes = " ".join(f"{name}={_get_axis_size(mesh, name)}" for name in names)
     return f"{sizes}, this rank {' '.join(f'{n}={mesh.get_local_rank(n)}' for n in names)}"
 
 
@@ -427,7 +427,7 @@ def read_launcher_number(
 
 def _drop_unit_replicate(mesh: DeviceMesh, replicate: str, shard: str) -> DeviceMesh:
     """Return the submesh (replicate, shard), or (shard,) if the replicate axis has size 1."""
-    return mesh[(replicate, shard) if _size(mesh, replicate) > 1 else (shard,)]
+    return mesh[(replicate, shard) if _get_axis_size(mesh, replicate) > 1 else (shard,)]
 
 
 def _make_dense_fsdp(dense: DeviceMesh, p: ParallelConfig) -> DeviceMesh:
@@ -443,7 +443,7 @@ def _make_dense_fsdp(dense: DeviceMesh, p: ParallelConfig) -> DeviceMesh:
 
 def _flatten_group(view: DeviceMesh, names: tuple[str, str]) -> dist.ProcessGroup | None:
     """Return one process group over a mesh's two innermost axes; None if it has one rank."""
-    sizes = [_size(view, name) for name in names]
+    sizes = [_get_axis_size(view, name) for name in names]
     if sizes == [1, 1]:
         return None
     if 1 in sizes:
@@ -467,6 +467,6 @@ def _make_stage_groups(
     return view.get_group("stage"), (up, down)
 
 
-def _size(mesh: DeviceMesh, name: str) -> int:
+def _get_axis_size(mesh: DeviceMesh, name: str) -> int:
     """Return the size of a mesh axis."""
     return mesh.size((mesh.mesh_dim_names or ()).index(name))

@@ -34,7 +34,7 @@ import torch
 
 from moecore.base.options.layer import BalanceConfig, MoEOverrides
 from moecore.base.progress import show_progress
-from moecore.base.rank_checks import difference
+from moecore.base.rank_checks import find_difference
 from moecore.families.transformers.packing import packing_problem
 from moecore.io import init_adapters, load_hf
 from moecore.parallel.mesh import Meshes, build_meshes
@@ -95,7 +95,7 @@ def build_job(args: FinetuneConfig) -> FineTuning:
             references = {"reference": build_reference(args, config, meshes, shape)}
     data_facts = f"{len(examples)} examples, digest {digest_of(examples)}"
     facts = {"--model": args.model.resolve().name, "--data": data_facts}
-    if (problem := difference(facts, meshes.device_type)) is not None:
+    if (problem := find_difference(facts, meshes.device_type)) is not None:
         raise ValueError(f"{problem} on every rank: give all hosts the same files")
     decoder = decoder_of(args.model)
     read = reader_of(args, meshes, decoder, packs=packed_rows)

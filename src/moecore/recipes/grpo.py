@@ -37,7 +37,7 @@ from moecore.base.command_options import Fields, Table, internal
 from moecore.base.fields import CheckedRecord, Count, Positive
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.layer import BalanceConfig, MoEOverrides
-from moecore.base.rank_checks import difference
+from moecore.base.rank_checks import find_difference
 from moecore.io import WeightStream, load_hf
 from moecore.parallel.mesh import Meshes, ParallelConfig, build_meshes
 from moecore.parallelize import parallelize_moe
@@ -320,7 +320,7 @@ def build_job(args: GRPOConfig) -> Reinforcement:
     )
     meshes = build_meshes(args.parallel_config(world_size, num_experts=num_experts(config)))
     facts = {"--model": args.model.resolve().name, "prompts": len(prompts)}
-    if (problem := difference(facts, meshes.device_type)) is not None:
+    if (problem := find_difference(facts, meshes.device_type)) is not None:
         raise ValueError(f"{problem} on every rank: give all hosts the same files")
     policy = read_model(args, config, meshes)
     reference = None

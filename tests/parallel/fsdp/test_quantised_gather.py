@@ -201,8 +201,8 @@ def test_a_linear_that_no_step_has_run_is_scaled_by_its_own_magnitudes(past: flo
     part: Any = SimpleNamespace(first=0, of_matrices=amax, scales=scales, history=history)
     values = torch.empty(shard.numel(), dtype=torch.uint8)
     matrices = MatrixFormat(torch.float32, recipe, None)
-    matrices._measure(shard, part)
-    matrices._quantise(shard, part, values)
+    matrices._write_amax(shard, part)
+    matrices._quantise_shard(shard, part, values)
     found = values.view(torch.float8_e4m3fn).float().view_as(shard) * scales
     # E4M3 has 3 bits behind the first one, and 448 as its largest value.
     torch.testing.assert_close(scales, torch.tensor([(past or 3.0) / 448]))

@@ -48,11 +48,11 @@ class ContextOptions(CheckedRecord):
         if way == "auto" and has_latents:
             way = "allgather"
         elif way == "auto":
-            ranks = _fewest(cp, num_heads, kv_heads)
+            ranks = _choose_a2a_ranks(cp, num_heads, kv_heads)
             way = "p2p" if ranks == 1 else "a2a" if ranks == cp else "a2a+p2p"
         if way == "a2a+p2p":
             ranks = math.gcd(cp, kv_heads) if ranks is None else ranks
-            for problem in _ring_a2a_problems(cp, kv_heads, ranks):
+            for problem in _find_ring_a2a_problems(cp, kv_heads, ranks):
                 raise ValueError(f"ContextOptions.a2a_ranks ({ranks}) must {problem}")
             return ContextOptions(way=way, a2a_ranks=ranks)
         if way == "a2a" and kv_heads % cp:
@@ -63,7 +63,7 @@ class ContextOptions(CheckedRecord):
         return ContextOptions(way=way)
 
 
-def _fewest(cp: int, num_heads: int, kv_heads: int) -> int:
+def _choose_a2a_ranks(cp: int, num_heads: int, kv_heads: int) -> int:
     """Return the number of all-to-all ranks with the least communication.
 
     The number divides cp and `kv_heads`; the remaining factor of cp is a ring.
@@ -80,7 +80,7 @@ def _fewest(cp: int, num_heads: int, kv_heads: int) -> int:
     return min((A for A in range(1, max_ranks + 1) if max_ranks % A == 0), key=numbers)
 
 
-def _ring_a2a_problems(cp: int, kv_heads: int, ranks: int) -> Iterator[str]:
+def _find_ring_a2a_problems(cp: int, kv_heads: int, ranks: int) -> Iterator[str]:
     """Yield the conditions that an all-to-all over `ranks` ranks inside a ring breaks."""
     if ranks in (1, cp):
         yield f"be more than 1 and less than cp ({cp}): use 'p2p' or 'a2a', or another cp"

@@ -113,9 +113,9 @@ class Recipe(CheckedRecord):
                 "it, or use scaling='blockwise'",
             )
         if self.backend == "te":
-            yield from self._rules_of_te(rule)
+            yield from self._te_rules(rule)
 
-    def _rules_of_te(self, rule: str) -> Rules:
+    def _te_rules(self, rule: str) -> Rules:
         """Yield the fields that Transformer Engine does not support; `rule` names the scaling."""
         if self.scaling not in TE_ROWS:
             yield "backend", f"be 'moecore' with {rule}, which Transformer Engine has not: drop it"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 
-from moecore.base.rank_checks import difference
+from moecore.base.rank_checks import find_difference
 from moecore.families.family import TransformersFamily
 from moecore.packing import ScheduledBatch, ScheduledCollator
 from moecore.parallel.model.parallel_state import get_request
@@ -74,7 +74,7 @@ class ScheduledSteps:
     def _compare(self, batch: ScheduledBatch) -> None:
         if self._group is None:
             return
-        problem = difference({"documents or plan": batch.digest}, "cpu", group=self._group)
+        problem = find_difference({"documents or plan": batch.digest}, "cpu", group=self._group)
         if problem is not None:
             raise ValueError(
                 f"{problem} on every rank: give all ranks the same dataset, seed and "

@@ -186,7 +186,7 @@ def has_kernel(x: Tensor) -> bool:
 
 
 def _cast_ref(x: Tensor, amax: Tensor | None, seen: Tensor | None, options: _CastOptions) -> Parts:
-    """Compute `_cast` in plain PyTorch."""
+    """Compute `_cast_floats` in plain PyTorch."""
     kind, fmt, power_of_two, rows, columns = options
     x_TD = x.detach().reshape(-1, x.shape[-1])
     if seen is not None:
@@ -211,7 +211,7 @@ def _cast_fake(
 
 
 def _cast_without_none(x: Tensor, amax: Tensor | None, seen: Tensor | None, *options: Any) -> Any:
-    """Return the outputs of `_cast` with empty tensors for None, as custom ops require."""
+    """Return the outputs of `_cast_floats` with empty tensors for None, as custom ops require."""
     of_none = (DTYPES[options[1]], torch.float32)
     parts = enumerate(_cast(x, amax, seen, _CastOptions(*options)))
     return tuple(x.new_empty(0, dtype=of_none[i % 2]) if t is None else t for i, t in parts)

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moecore.base.fields import CheckedRecord, Count, CountOrZero, Rules, check_arguments
-from moecore.base.rank_checks import difference
+from moecore.base.rank_checks import find_difference
 from moecore.base.streams import to_device
 from moecore.packing.collate import (
     PackedBatch,
@@ -269,7 +269,7 @@ class ScheduledLoader(PositionedLoader[ScheduledBatch]):
         batch = super().__next__()
         if self._group is not None:
             description = f"documents or plan of the step up to row {self._rows}"
-            problem = difference({description: batch.digest}, "cpu", group=self._group)
+            problem = find_difference({description: batch.digest}, "cpu", group=self._group)
             if problem is not None:
                 raise CorpusError(
                     f"{problem} on every rank: give all ranks the same files, tokenizer, options "

@@ -142,7 +142,7 @@ class UnitEngine:
         """End the micro-batches of a step: run deferred products, reduce and reshard all units."""
         self._pending_forwards, self._in_parts = 0, False
         for deferred in self._deferred.copy():
-            self._run(deferred)
+            self._compute_deferred(deferred)
         self._in_step = False
         for unit in reversed(self.units):
             self._reduce_grads(unit)
@@ -182,7 +182,7 @@ class UnitEngine:
         The backwards must be called without `inputs`, because gradients go to parameters. Use
         `deferred` with this engine only.
         """
-        deferred.bind(partial(self._run_within_step, deferred))
+        deferred.bind(partial(self._compute_deferred_in_step, deferred))
         if deferred not in self._deferred:
             self._deferred.append(deferred)
         for unit in self.units:
@@ -193,13 +193,14 @@ class UnitEngine:
             for unit in self.units:
                 unit.gradients.deferred = None
 
-    def _run_within_step(self, deferred: WeightGradients) -> None:
+    def _compute_deferred_in_step(self, deferred: WeightGradients) -> None:
+        """Run deferred products; raise a ValueError outside of a step's micro-batches."""
         if deferred in self._deferred:
             self._check_open("WeightGradients.run()")
-            self._run(deferred)
+            self._compute_deferred(deferred)
 
-    def _run(self, deferred: WeightGradients) -> None:
-        """Compute the products in `deferred`, and reduce their units."""
+    def _compute_deferred(self, deferred: WeightGradients) -> None:
+        """Compute the products in `deferred` unit by unit, and reduce each unit's gradients."""
         self._check_consistent()
         self._in_backward = True
         for unit in reversed(self.units):
@@ -260,18 +261,17 @@ class UnitEngine:
         if waits is not None:
             waits.expect_in(unit)
         if run is None and visit is not None:
-            visit.has_inputs = any(_has_grad(leaf) for leaf in _leaves((args, kwargs)))
+            visit.has_inputs = any(_requires_grad(leaf) for leaf in _list_leaves((args, kwargs)))
         if run is not None:
             run.versions = unit.versions()
-            for leaf in _leaves((args, kwargs)):
-                if _has_grad(leaf) and not isinstance(
-                    leaf, nn.Parameter
-                ):  # parameters outlive steps
-                    self._grad_boundary(leaf).ends.append(run)
+            for leaf in _list_leaves((args, kwargs)):
+                # A parameter outlives a step.
+                if _requires_grad(leaf) and not isinstance(leaf, nn.Parameter):
+                    self._get_grad_boundary(leaf).ends.append(run)
                     run.inputs += 1
             if visit is not None and visit.is_cut and not is_recompute:
                 args, kwargs = visit.cut_inputs((args, kwargs))
-        return _cast((args, kwargs), unit.options.cast_inputs)
+        return _cast_floats((args, kwargs), unit.options.cast_inputs)
 
     @torch.compiler.disable
     def _post_forward(self, unit: Unit, module: nn.Module, _args: Any, output: Any) -> Any:
@@ -286,9 +286,9 @@ class UnitEngine:
         run = unit.runs[is_recompute].pop()
         if run is not None:
             output = self._separate_outputs(output, run)
-            for leaf in _leaves(output):
-                if _has_grad(leaf):
-                    self._grad_boundary(leaf).begins.append(run)
+            for leaf in _list_leaves(output):
+                if _requires_grad(leaf):
+                    self._get_grad_boundary(leaf).begins.append(run)
                     if run.visit is not None and not is_recompute:
                         run.visit.keep_output(leaf)
         if is_recompute:  # the backward of a recomputed forward follows and reshards the unit
@@ -341,7 +341,7 @@ class UnitEngine:
             return
         for unit in self.units:
             unit.register_params(unsharded=False)
-            if unit.state is State.UNSHARDING and not self._shares(unit):
+            if unit.state is State.UNSHARDING and not self._is_shared(unit):
                 unit.reshard()  # prefetched for a module that did not run
 
     def _unshard_for_use(self, unit: Unit, prefetch: Sequence[Unit]) -> None:
@@ -352,8 +352,8 @@ class UnitEngine:
             if other.can_unshard():
                 other.unshard()
 
-    def _grad_boundary(self, leaf: Tensor) -> GradBoundary:
-        """Return the boundary of an activation, whose hook runs when its gradient is computed."""
+    def _get_grad_boundary(self, leaf: Tensor) -> GradBoundary:
+        """Return an activation's `GradBoundary`; create and register it if there is none."""
         boundary: GradBoundary | None = getattr(leaf, GRAD_BOUNDARY, None)
         if boundary is None or boundary.version != version(leaf) or boundary.engine is not self:
             boundary = GradBoundary(self, version(leaf), is_leaf=leaf.is_leaf)
@@ -368,7 +368,7 @@ class UnitEngine:
             boundary: GradBoundary | None = getattr(leaf, GRAD_BOUNDARY, None)
             return leaf if boundary is None or run not in boundary.ends else leaf.view_as(leaf)
 
-        leaves = _leaves(output)
+        leaves = _list_leaves(output)
         if all(not isinstance(leaf, Tensor) or as_output(leaf) is leaf for leaf in leaves):
             return output
         return tree_map_only(Tensor, as_output, output)
@@ -461,7 +461,7 @@ class UnitEngine:
 
     def _reduce_grads(self, unit: Unit) -> None:
         """Reduce a unit's gradients, or accumulate them if later backwards will add gradients."""
-        accumulates = unit.options.accumulates and self._shares(unit)
+        accumulates = unit.options.accumulates and self._is_shared(unit)
         unit.gradients.reduces = not (
             accumulates
             and (self._expects_grads(unit) or any(d.holds(unit.gradients) for d in self._deferred))
@@ -471,27 +471,30 @@ class UnitEngine:
 
     def _expects_grads(self, unit: Unit) -> bool:
         """Whether later backwards of the step add gradients to a resident unit."""
-        return self._shares(unit) and bool(unit.pending_backwards or self._pending_forwards)
+        return self._is_shared(unit) and bool(unit.pending_backwards or self._pending_forwards)
 
-    def _shares(self, unit: Unit) -> bool:
+    def _is_shared(self, unit: Unit) -> bool:
         """Whether the micro-batches of the step share a unit: a resident unit in a step."""
         return self._in_step and unit.options.is_resident
 
 
-def _has_grad(leaf: Any) -> bool:
+def _requires_grad(leaf: Any) -> bool:
+    """Whether a value is a tensor that requires a gradient."""
     return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
-def _leaves(value: Any) -> list[Any]:
+def _list_leaves(value: Any) -> list[Any]:
+    """Return the leaves of nested containers."""
     return [value] if isinstance(value, Tensor) else tree_leaves(value)
 
 
-def _cast(value: Any, dtype: torch.dtype | None) -> Any:
-    """Return the value with its floating tensors cast."""
-    if dtype is None or not any(_differs(leaf, dtype) for leaf in _leaves(value)):
+def _cast_floats(value: Any, dtype: torch.dtype | None) -> Any:
+    """Cast the floating point tensors in nested containers to a dtype; None = no cast."""
+    if dtype is None or not any(_needs_cast(leaf, dtype) for leaf in _list_leaves(value)):
         return value
-    return tree_map_only(Tensor, lambda x: x.to(dtype) if _differs(x, dtype) else x, value)
+    return tree_map_only(Tensor, lambda x: x.to(dtype) if _needs_cast(x, dtype) else x, value)
 
 
-def _differs(leaf: Any, dtype: torch.dtype) -> bool:
+def _needs_cast(leaf: Any, dtype: torch.dtype) -> bool:
+    """Whether a value is a floating point tensor of a different dtype."""
     return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != dtype

@@ -105,7 +105,7 @@ class QuantisedFormat(ABC):
         for param, memory, part in zip(params, data, self._parts, strict=True):
             nothing = torch.full((), torch.nan, dtype=self._dtype, device=memory.device)
             counting += param.make_unsharded(nothing.expand(param.shape))
-            blocks = self._gathered_blocks(memory.data, part)
+            blocks = self._make_blocks(memory.data, part)
             setattr(param.unsharded, GATHERED_BLOCKS, blocks)
             counting += blocks.tensors()
         return counting
@@ -117,18 +117,18 @@ class QuantisedFormat(ABC):
         """
         shards = [param.shard.contiguous() for param in params]
         for shard, part in zip(shards, self._parts, strict=True):
-            self._measure(shard, part)
+            self._write_amax(shard, part)
         for amax, group in ((self._amax, self._group), (self._of_matrices, self._cuts)):
             if group is not None and amax.numel():
                 dist.all_reduce(amax, dist.ReduceOp.MAX, group)
         for shard, part, values in zip(shards, self._parts, local_views, strict=True):
-            self._quantise(shard, part, values)
+            self._quantise_shard(shard, part, values)
 
     def _make_parts(self, params: Sequence[UnitParam]) -> list[_ShardPart]:
         """Allocate amax and scales of all parameters, and return a `_ShardPart` for each."""
-        places = [_find_place(param) for param in params]
-        shapes = [self._blocks_shape(place) for place in places]
-        numbers = [self._num_matrices(param.shape) for param in params]
+        places = [_find_shard(param) for param in params]
+        shapes = [self._get_blocks_shape(place) for place in places]
+        numbers = [self._count_matrices(param.shape) for param in params]
         sizes = [*map(math.prod, shapes), *numbers]
         self._amax = torch.zeros(sum(sizes), device=params[0].shard.device)
         self._of_matrices = self._amax[sum(sizes[: len(params)]) :]
@@ -139,24 +139,24 @@ class QuantisedFormat(ABC):
             parts.append(_ShardPart(param, place, blocks, matrices, scales.to(self._scales)))
         return parts
 
-    def _num_matrices(self, shape: torch.Size) -> int:
+    def _count_matrices(self, shape: torch.Size) -> int:
         """Return the number of matrices in a parameter, each of which has a scale."""
         return num_matrices(shape)
 
     @abstractmethod
-    def _blocks_shape(self, place: MatrixShard) -> tuple[int, int]:
+    def _get_blocks_shape(self, place: MatrixShard) -> tuple[int, int]:
         """Return the number of block rows and block columns of the unsharded parameter."""
 
     @abstractmethod
-    def _gathered_blocks(self, memory: Tensor, part: _ShardPart) -> Blocks:
+    def _make_blocks(self, memory: Tensor, part: _ShardPart) -> Blocks:
         """Return the `Blocks` that products read from the buffer and the scales."""
 
     @abstractmethod
-    def _measure(self, shard: Tensor, part: _ShardPart) -> None:
+    def _write_amax(self, shard: Tensor, part: _ShardPart) -> None:
         """Write the maximum magnitude of each block (or matrix) of a shard to `part`."""
 
     @abstractmethod
-    def _quantise(self, shard: Tensor, part: _ShardPart, values: Tensor) -> None:
+    def _quantise_shard(self, shard: Tensor, part: _ShardPart, values: Tensor) -> None:
         """Compute all scales from the ranks' amax; write the quantised shard to `values`."""
 
 
@@ -164,23 +164,23 @@ class BlockFormat(QuantisedFormat):
     """FP8 with a scale per block of 128 x 128; columns are the last dim of a parameter."""
 
     @override
-    def _num_matrices(self, shape: torch.Size) -> int:
+    def _count_matrices(self, shape: torch.Size) -> int:
         return 0
 
     @override
-    def _blocks_shape(self, place: MatrixShard) -> tuple[int, int]:
+    def _get_blocks_shape(self, place: MatrixShard) -> tuple[int, int]:
         return place.scales_shape
 
     @override
-    def _gathered_blocks(self, memory: Tensor, part: _ShardPart) -> Blocks:
+    def _make_blocks(self, memory: Tensor, part: _ShardPart) -> Blocks:
         return Blocks(memory.view(FP8), part.scales.data, "block")
 
     @override
-    def _measure(self, shard: Tensor, part: _ShardPart) -> None:
+    def _write_amax(self, shard: Tensor, part: _ShardPart) -> None:
         block_amax_(shard, part.place, part.of_blocks)
 
     @override
-    def _quantise(self, shard: Tensor, part: _ShardPart, values: Tensor) -> None:
+    def _quantise_shard(self, shard: Tensor, part: _ShardPart, values: Tensor) -> None:
         power_of_two = self._recipe.power_of_two
         quantise_blocks_(
             shard, part.place, part.of_blocks, part.scales, values, power_of_two=power_of_two
@@ -191,20 +191,20 @@ class MatrixFormat(QuantisedFormat):
     """FP8 with a scale per matrix, from its amax or its amax history."""
 
     @override
-    def _blocks_shape(self, place: MatrixShard) -> tuple[int, int]:
+    def _get_blocks_shape(self, place: MatrixShard) -> tuple[int, int]:
         return (0, 0)
 
     @override
-    def _gathered_blocks(self, memory: Tensor, part: _ShardPart) -> Blocks:
+    def _make_blocks(self, memory: Tensor, part: _ShardPart) -> Blocks:
         seen = None if part.history is None else part.of_matrices.data
         return Blocks(memory.view(FP8), part.scales.data, "tensor", seen)
 
     @override
-    def _measure(self, shard: Tensor, part: _ShardPart) -> None:
+    def _write_amax(self, shard: Tensor, part: _ShardPart) -> None:
         amax_of_matrices_(shard, part.first, part.of_matrices)
 
     @override
-    def _quantise(self, shard: Tensor, part: _ShardPart, values: Tensor) -> None:
+    def _quantise_shard(self, shard: Tensor, part: _ShardPart, values: Tensor) -> None:
         past = None if part.history is None else part.history.amax("weight")
         amax = part.of_matrices
         if past is not None:  # all ranks must use the same scale, also if one skipped the linear
@@ -219,20 +219,20 @@ class PackedFormat(QuantisedFormat):
     _scales = FP8
 
     @override
-    def _blocks_shape(self, place: MatrixShard) -> tuple[int, int]:
+    def _get_blocks_shape(self, place: MatrixShard) -> tuple[int, int]:
         return place.rows // SQUARE, place.columns // SQUARE
 
     @override
-    def _gathered_blocks(self, memory: Tensor, part: _ShardPart) -> Blocks:
+    def _make_blocks(self, memory: Tensor, part: _ShardPart) -> Blocks:
         return Blocks(memory, part.scales.data, "packed", part.of_matrices.data)
 
     @override
-    def _measure(self, shard: Tensor, part: _ShardPart) -> None:
+    def _write_amax(self, shard: Tensor, part: _ShardPart) -> None:
         amax_of_squares_(shard, part.place, part.of_blocks)
         finite_amax_(shard, part.first, part.of_matrices)
 
     @override
-    def _quantise(self, shard: Tensor, part: _ShardPart, values: Tensor) -> None:
+    def _quantise_shard(self, shard: Tensor, part: _ShardPart, values: Tensor) -> None:
         pack_part_(
             shard, part.place, part.of_blocks, part.of_matrices, part.scales, values, self._recipe
         )
@@ -258,17 +258,17 @@ class _ShardPart:
     ) -> None:
         self.place, self.of_blocks, self.of_matrices, self.scales = place, blocks, matrices, scales
         self.first = (
-            _shard_start(param) if param.slot.dim == 0 and len(param.shape) > 2 else 0
+            _find_shard_start(param) if param.slot.dim == 0 and len(param.shape) > 2 else 0
         )  # matrix
         self.history = history_of(param.owners[0][0])
 
 
-def _shard_start(param: UnitParam) -> int:
+def _find_shard_start(param: UnitParam) -> int:
     """Return the index in the sharded dim at which this rank's shard begins."""
     return min(param.rank * param.slot.rows, param.shape[param.slot.dim])
 
 
-def _find_place(param: UnitParam) -> MatrixShard:
+def _find_shard(param: UnitParam) -> MatrixShard:
     """Return the position of this rank's shard in the unsharded parameter."""
     dim = param.slot.dim
-    return MatrixShard.of(param.shape, dim, _shard_start(param), param.shard.shape[dim])
+    return MatrixShard.of(param.shape, dim, _find_shard_start(param), param.shard.shape[dim])

@@ -106,7 +106,7 @@ class Gradients:
         """
         if self.defer(index, shape, compute, *operands):
             return None
-        target = self._target(index, shape)
+        target = self._choose_target(index, shape)
         if target is None:
             return compute(*operands, GradTarget())
         if target.out is not None:
@@ -126,7 +126,7 @@ class Gradients:
     def compute(self, products: deque[WeightProduct]) -> None:
         """Compute the gradients of deferred products and free their operands. May communicate."""
         if not self._accumulates:
-            self._deferred_grads = self._trained().difference(
+            self._deferred_grads = self._list_trained().difference(
                 product.number for product in products
             )
         while products:
@@ -142,10 +142,10 @@ class Gradients:
             if grad is not None:
                 param.add_grad(grad)
 
-    def _target(self, index: int, shape: torch.Size) -> GradTarget | None:
+    def _choose_target(self, index: int, shape: torch.Size) -> GradTarget | None:
         """Return the memory into which a kernel writes a gradient; None = autograd gets it."""
         if self._is_direct:
-            return self._shard_target(self._params[index], shape)
+            return self._make_shard_target(self._params[index], shape)
         sums = self._acquire_sums()
         if sums is None:
             return None
@@ -195,21 +195,21 @@ class Gradients:
             self.is_expected = False
             self._accumulate_local(grads, kernel_grads)
             return
-        trained = self._trained()
+        trained = self._list_trained()
         is_changed = self._trained_before not in (None, trained)  # other ranks may differ
         self.is_expected &= self.spans_ranks and bool(trained - deferred_grads)
         if not (grads or self._filled or is_changed or self.is_expected):
             return
         if not (grads or self.reduces):
             return
-        sums = self._acquire_sums() or self._new_sums()
+        sums = self._acquire_sums() or self._allocate_sums()
         self._add_to_sums(sums, grads)
         if self.reduces:
             self._trained_before = trained
-            self._reduce(sums, trained.difference(deferred_grads, self._filled))
-            self._release()
+            self._reduce_sums(sums, trained.difference(deferred_grads, self._filled))
+            self._release_sums()
 
-    def _trained(self) -> set[int]:
+    def _list_trained(self) -> set[int]:
         """Return the indices of parameters that require a gradient."""
         return {i for i, param in enumerate(self._params) if param.sharded.requires_grad}
 
@@ -219,14 +219,14 @@ class Gradients:
         for param in self._params:
             if param.unsharded is not None:
                 param.unsharded.grad = None
-        self._release()
+        self._release_sums()
 
     def drop_marks(self) -> None:
         """Clear the buffer's mark of finished work, for which a CUDA graph must not wait."""
         if self.buffer is not None:
             self.buffer.mark.clear()
 
-    def _shard_target(self, param: UnitParam, shape: torch.Size) -> GradTarget | None:
+    def _make_shard_target(self, param: UnitParam, shape: torch.Size) -> GradTarget | None:
         """Return the target for a kernel that writes `.grad` of a shard, or None if it cannot."""
         scale, grad = 1.0 / self.divisor, param.sharded.grad
         if grad is None or has_value_hooks(param.sharded):
@@ -241,21 +241,21 @@ class Gradients:
         """Return memory for the sums; None while another unit uses the shared buffer."""
         if self._sums is None:
             if self.buffer is None:
-                self._sums = self._new_sums()
+                self._sums = self._allocate_sums()
             elif self.buffer.holder is None:
                 self.buffer.holder = self
                 self.buffer.mark.wait()
                 if self._buffer_views is None:
-                    self._buffer_views = self._cut(self.buffer.flat(self._device))
+                    self._buffer_views = self._make_sum_views(self.buffer.flat(self._device))
                 self._sums = self._buffer_views
         return self._sums
 
-    def _new_sums(self) -> UnitViews:
+    def _allocate_sums(self) -> UnitViews:
         """Allocate memory for the sums and return its views."""
         numel = self._layout.buffer_numel + self._num_flags
-        return self._cut(torch.empty(numel, dtype=self.dtype, device=self._device))
+        return self._make_sum_views(torch.empty(numel, dtype=self.dtype, device=self._device))
 
-    def _cut(self, flat: Tensor) -> UnitViews:
+    def _make_sum_views(self, flat: Tensor) -> UnitViews:
         """Return each parameter's views of a flat tensor of sums."""
         return make_views(self._params, flat, self._layout.whole_numel)
 
@@ -273,7 +273,7 @@ class Gradients:
         self._filled.update(grads)
         grads.clear()
 
-    def _reduce(self, sums: UnitViews, missing: set[int]) -> None:
+    def _reduce_sums(self, sums: UnitViews, missing: set[int]) -> None:
         """Reduce-scatter and all-reduce the sums, and accumulate into `.grad` of the shards.
 
         Collective. This rank sends zeros for the parameters in `missing`, because other ranks may
@@ -297,7 +297,7 @@ class Gradients:
             flat[-self._num_flags :].copy_(flags)
         else:  # allocated on the current stream, which frees it
             flat = flags.new_empty(sum(self._sizes))
-            shards = self._shards(flat, indices)
+            shards = self._list_shards(flat, indices)
         all_flags = flat[-self._num_flags :]
         with streams.reducing():
             if self._transport is not None:
@@ -327,7 +327,7 @@ class Gradients:
             streams.keep(flat)
             if flat.dtype != self._params[0].dtype:
                 indices = [i for i, _ in local_grads]
-                cast = self._shards(flat.to(self._params[0].dtype), indices)
+                cast = self._list_shards(flat.to(self._params[0].dtype), indices)
                 local_grads = list(zip(indices, cast, strict=True))
             for i, shard in local_grads:
                 param = self._params[i]
@@ -351,7 +351,7 @@ class Gradients:
 
     def _make_flags(self) -> Tensor:
         """Return this rank's flags, repeated for each rank of the reduce-scatter."""
-        key = frozenset(self._filled), frozenset(self._divided), frozenset(self._trained())
+        key = frozenset(self._filled), frozenset(self._divided), frozenset(self._list_trained())
         if key not in self._flags:
             ranks = 1 if self._transport is None else self._layout.ranks
             flags = [float(i in has) for has in key for i in range(len(self._params))]
@@ -359,12 +359,12 @@ class Gradients:
             self._flags = {key: flag_values}
         return self._flags[key]
 
-    def _shards(self, flat_sums: Tensor, indices: Sequence[int]) -> list[Tensor]:
+    def _list_shards(self, flat_sums: Tensor, indices: Sequence[int]) -> list[Tensor]:
         """Return the views of the parameters' padded shards in the reduced flat tensor."""
         pieces = flat_sums.split(self._sizes)
         return [pieces[2 * i + 1] for i in indices]
 
-    def _release(self) -> None:
+    def _release_sums(self) -> None:
         """Forget the sums, and let other units use the shared buffer."""
         self.is_expected = False
         self._filled.clear()
@@ -403,17 +403,17 @@ class _Sink:
 
     def put(self, compute: ComputeGrad, *operands: Any) -> Tensor | None:
         """Let a kernel write the gradient into the sums; return it if autograd needs it."""
-        if not self._may_take():
+        if not self._may_take_gradient():
             return compute(*operands, GradTarget())
         return self._gradients.put(self._index, self._shape, compute, *operands)
 
     def defer(self, compute: ComputeGrad, *operands: Any) -> bool:
         """Store the product for a later computation; return False if autograd needs the result."""
-        if not self._may_take():
+        if not self._may_take_gradient():
             return False
         return self._gradients.defer(self._index, self._shape, compute, *operands)
 
-    def _may_take(self) -> bool:
+    def _may_take_gradient(self) -> bool:
         """Whether the sink can take the gradient from autograd.
 
         It cannot if a hook, a second derivative or `autograd.grad` reads the gradient.

@@ -139,7 +139,7 @@ class UnitParam:
         if self._inner is None:
             return grad
         if self._is_plain:
-            grad = self._as_dtensor(grad)
+            grad = self._wrap_as_dtensor(grad)
         # If the parameter is replicated over tp, this sums the gradient over tp ranks.
         if grad.placements != self._inner[1]:  # type: ignore[attr-defined]
             grad = grad.redistribute(placements=self._inner[1])  # type: ignore[attr-defined]
@@ -151,10 +151,10 @@ class UnitParam:
         assert unsharded is not None, "a forward has made it"
         grad = grad.view(self.shape)
         if not self._is_plain:
-            grad = self._as_dtensor(grad)
+            grad = self._wrap_as_dtensor(grad)
         unsharded.grad = grad if unsharded.grad is None else unsharded.grad + grad
 
-    def _as_dtensor(self, grad: Tensor) -> DTensor:
+    def _wrap_as_dtensor(self, grad: Tensor) -> DTensor:
         """Wrap a local gradient as a DTensor over the mesh of tp, ep or etp ranks."""
         assert self._inner is not None, "the parameter has no inner mesh"
         mesh, placements = self._inner

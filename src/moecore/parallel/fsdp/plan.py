@@ -73,11 +73,13 @@ class ParamPlan:
 
     def local_shape(self, coordinate: Coordinate | None = None) -> tuple[int, ...]:
         """Return the shape of the shard of the rank at a coordinate; None = rank 0."""
-        return _local_shape(self.shape, self.placements, coordinate or {})
+        return _compute_local_shape(self.shape, self.placements, coordinate or {})
 
     def computed_shape(self) -> tuple[int, ...]:
         """Return the shape with which a rank computes, after the all-gather over data ranks."""
-        return _local_shape(self.shape, [p for p in self.placements if p.axis not in DATA_AXES], {})
+        return _compute_local_shape(
+            self.shape, [p for p in self.placements if p.axis not in DATA_AXES], {}
+        )
 
     def num_bytes(self, coordinate: Coordinate | None = None) -> int:
         """Return the bytes of the shard of the rank at a coordinate; None = rank 0."""
@@ -236,11 +238,11 @@ class ShardPlan:
 
     def param(self, name: str) -> ParamPlan:
         """Return the plan of the parameter with this name; raise a ValueError if none has it."""
-        return _first_match((param for param in self.params if param.name == name), name)
+        return _get_first_match((param for param in self.params if param.name == name), name)
 
     def unit_of(self, param: str) -> UnitPlan:
         """Return the unit that contains a parameter; raise a ValueError for an unknown name."""
-        return _first_match((unit for unit in self.units if param in unit.params), param)
+        return _get_first_match((unit for unit in self.units if param in unit.params), param)
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Return a rank's index on each axis of both meshes and of their data meshes.
@@ -261,7 +263,7 @@ class ShardPlan:
         return coordinates
 
 
-def _first_match(matches: Iterator[T], param: str) -> T:
+def _get_first_match(matches: Iterator[T], param: str) -> T:
     """Return the first match, or raise a ValueError that names the unknown parameter."""
     first = next(matches, None)
     if first is None:
@@ -271,7 +273,7 @@ def _first_match(matches: Iterator[T], param: str) -> T:
     return first
 
 
-def _local_shape(
+def _compute_local_shape(
     shape: Sequence[int], placements: Sequence[AxisPlacement], coordinate: Coordinate
 ) -> tuple[int, ...]:
     """Return the shape of a shard after all placements, for a rank's coordinate."""

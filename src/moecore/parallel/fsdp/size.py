@@ -62,7 +62,7 @@ def rank_bytes(plan: ShardPlan, rank: CountOrZero = 0) -> RankBytes:
                 role=role,
                 parameters=sum(p.num_bytes(coordinate) for p in resident_params),
                 gradients=sum(p.num_bytes(coordinate) for p in resident_params if p.trainable),
-                unsharded=sum(_unsharded_bytes(unit) for unit in units),
+                unsharded=sum(_count_unsharded_bytes(unit) for unit in units),
             )
         )
     buffers = list(plan_buffers(plan))
@@ -72,31 +72,33 @@ def rank_bytes(plan: ShardPlan, rank: CountOrZero = 0) -> RankBytes:
         weights=weights,
         sums=sum(buffer.num_bytes for buffer in buffers) - weights,
         accumulated=sum(
-            _sum_bytes(unit, params_of_unit[unit.name]) for unit in plan.units if unit.accumulates
+            _count_sum_bytes(unit, params_of_unit[unit.name])
+            for unit in plan.units
+            if unit.accumulates
         ),
     )
 
 
-def _unsharded_bytes(unit: UnitPlan) -> int:
+def _count_unsharded_bytes(unit: UnitPlan) -> int:
     """Return the bytes of a unit's unsharded parameters, padding included."""
     layouts = (layout for layout in unit.layouts if layout.has_buffer)
     return sum(
-        layout.whole_numel // layout.values_per_byte * _itemsize(layout.gathers)
+        layout.whole_numel // layout.values_per_byte * _get_itemsize(layout.gathers)
         for layout in layouts
     )
 
 
-def _sum_bytes(unit: UnitPlan, params: Iterable[ParamPlan]) -> int:
+def _count_sum_bytes(unit: UnitPlan, params: Iterable[ParamPlan]) -> int:
     """Return the bytes of a unit's gradient sums, without sums that `.grad` uses directly."""
     trained = {param.name for param in params if param.trainable}
     return sum(
-        layout.buffer_numel * _itemsize(layout.reduces)
+        layout.buffer_numel * _get_itemsize(layout.reduces)
         for layout in unit.layouts
         if any(slot.param in trained for slot in layout.slots)
         and (layout.ranks > 1 or layout.dtype != layout.reduces)
     )
 
 
-def _itemsize(dtype: str) -> int:
+def _get_itemsize(dtype: str) -> int:
     """Return the bytes per element of a dtype's name."""
     return int(getattr(torch, dtype).itemsize)

@@ -149,7 +149,7 @@ class UnitStreams:
     def join(self) -> None:
         """Make the current stream wait for all launched communication."""
         for stream in self._queued:  # other streams may not belong to a CUDA graph
-            self._current().wait_stream(stream)
+            self._get_current_stream().wait_stream(stream)
         self._queued.clear()
 
     def keep(self, tensor: Tensor) -> None:
@@ -160,7 +160,7 @@ class UnitStreams:
     def start(self) -> None:
         """Make later all-gathers wait for the current stream, which has written the shards."""
         if self._gather is not None:
-            self._follow(self._gather)
+            self._order_after_current(self._gather)
 
     def gathering(self) -> AbstractContextManager[Any]:
         """Return a context whose operations run on the all-gather stream."""
@@ -172,18 +172,18 @@ class UnitStreams:
         The reduction stream first waits for the current stream.
         """
         if self._reduce is not None:
-            self._follow(self._reduce)
+            self._order_after_current(self._reduce)
         return on_stream(self._reduce)
 
-    def _current(self) -> Stream:
+    def _get_current_stream(self) -> Stream:
         """Return the GPU's current stream."""
         stream = current_stream(self.device_type)
         assert stream is not None, "only a GPU has streams"
         return stream
 
-    def _follow(self, stream: Stream) -> None:
+    def _order_after_current(self, stream: Stream) -> None:
         """Make `stream` wait for the current stream, and `join` wait for `stream`."""
-        stream.wait_stream(self._current())
+        stream.wait_stream(self._get_current_stream())
         if stream not in self._queued:
             self._queued.append(stream)
 

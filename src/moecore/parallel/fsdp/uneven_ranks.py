@@ -113,7 +113,7 @@ class UnevenRanks:
             if outer is not None and outer.node is not node.parent:
                 outer = None
             if is_recompute and outer is None:
-                resumed_visit = self._resume(node)
+                resumed_visit = self._find_recomputed_visit(node)
                 if resumed_visit is not None:
                     opened.append(resumed_visit)
                 return resumed_visit
@@ -122,7 +122,7 @@ class UnevenRanks:
                 self._outermost_visits.append(new_visit)
             opened.append(new_visit)
             if outer is not None:
-                self._join_modules(outer, node.index)
+                self._join_skipped_modules(outer, node.index)
                 outer.next = max(outer.next, node.index + 1)
                 if new_visit.joins:
                     outer.children.append(new_visit)
@@ -139,13 +139,13 @@ class UnevenRanks:
         if unit is opened[-1].node.units[0]:  # whose hook runs first: all units are in use
             visit = opened.pop()
             if not has_failed:
-                self._join_modules(visit, len(visit.node.children))
+                self._join_skipped_modules(visit, len(visit.node.children))
 
     def pre_backward(self, visit: ForwardVisit) -> None:
         """Record that a visit's backward begins; first end the backward of all later visits."""
         if visit.is_in_backward:
             return
-        self._begin(visit)
+        self._mark_in_backward(visit)
         if visit.outer is None:
             if visit in self._outermost_visits:
                 self._outermost_visits.remove(visit)
@@ -170,20 +170,20 @@ class UnevenRanks:
         """Return the runs of outermost forwards whose backward has not begun."""
         return [run for visit in self._outermost_visits for run in visit.runs]
 
-    def _begin(self, visit: ForwardVisit) -> None:
+    def _mark_in_backward(self, visit: ForwardVisit) -> None:
         """Mark a visit as in backward and drop its graph edges."""
         visit.is_in_backward = True
         visit.inputs.clear()
         visit.outputs.clear()
 
-    def _join_modules(self, outer: ForwardVisit, number: int) -> None:
+    def _join_skipped_modules(self, outer: ForwardVisit, number: int) -> None:
         """Issue the forward collectives of submodules that `outer` skipped before `number`."""
         if outer.joins:
             for node in outer.node.children[outer.next : number]:
-                self._join_forward(node, outer)
+                self._join_skipped_forward(node, outer)
             outer.next = max(outer.next, number)
 
-    def _join_forward(self, node: ModuleNode, outer: ForwardVisit) -> None:
+    def _join_skipped_forward(self, node: ModuleNode, outer: ForwardVisit) -> None:
         """Issue the forward collectives of a skipped module and of its submodules."""
         visit = ForwardVisit(node, outer, outer.forward, is_skipped=True)
         outer.children.append(visit)
@@ -195,7 +195,7 @@ class UnevenRanks:
             )
             visit.expect_in(unit)
         for child in node.children:
-            self._join_forward(child, visit)
+            self._join_skipped_forward(child, visit)
         if node.layer is not None:
             visit.empty = self._run_empty(node.layer, node.units[0])
         for unit in reversed(units):
@@ -203,7 +203,7 @@ class UnevenRanks:
             if not (unit.is_in_use or unit.options.is_resident):
                 unit.reshard()
 
-    def _resume(self, node: ModuleNode) -> ForwardVisit | None:
+    def _find_recomputed_visit(self, node: ModuleNode) -> ForwardVisit | None:
         """Return the visit whose forward a reentrant checkpoint recomputes now, or None."""
         visits = [run.visit for run in reversed(self._active) if run.visit is not None]
         if visits and visits[0].node is node:  # its backward has begun: no reentrant checkpoint
@@ -218,7 +218,7 @@ class UnevenRanks:
                 for sibling in reversed(successors):
                     if sibling.is_skipped or sibling.is_in_backward or sibling not in inside:
                         siblings.remove(sibling)
-                        self._end(sibling)
+                        self._end_backward(sibling)
                 self._drop_children(visit)
                 visit.next, visit.is_in_backward = 0, True
                 return visit
@@ -228,9 +228,9 @@ class UnevenRanks:
         """End the backward of the children of `outer` that follow `until`; None = all children."""
         while outer.children and (visit := outer.children[-1]) is not until:
             outer.children.pop()
-            self._end(visit)
+            self._end_backward(visit)
 
-    def _end(self, visit: ForwardVisit) -> None:
+    def _end_backward(self, visit: ForwardVisit) -> None:
         """End a visit's backward; if it has not begun, issue its collectives or drop the visit."""
         if not visit.is_in_backward:
             trains = any(unit.trains for node in visit.node.walk() for unit in node.units)
@@ -238,9 +238,9 @@ class UnevenRanks:
             if is_trained or (
                 visit.is_skipped and self._has_trained_predecessor(visit.node.module)
             ):
-                self._join(visit)
+                self._join_backward(visit)
             else:
-                self._drop(visit)
+                self._drop_visit(visit)
             return
         for run in visit.runs.copy():
             self._finish(run)
@@ -253,38 +253,38 @@ class UnevenRanks:
         before = takewhile(lambda other: other is not module, self._root.modules())
         return any(p.requires_grad for m in before for p in m.parameters(recurse=False))
 
-    def _drop(self, visit: ForwardVisit) -> None:
+    def _drop_visit(self, visit: ForwardVisit) -> None:
         """Stop expecting the backward of a visit and of its children."""
         self._drop_children(visit)
         for run in visit.runs:
             run.expect_none()
         for unit in visit.node.units:
             unit.pending_backwards.discard(visit)
-        self._begin(visit)
+        self._mark_in_backward(visit)
 
     def _drop_children(self, visit: ForwardVisit) -> None:
         """Stop expecting the backward of a visit's children, and forget them."""
         for child in visit.children:
-            self._drop(child)
+            self._drop_visit(child)
         visit.children.clear()
 
-    def _join(self, visit: ForwardVisit) -> None:
+    def _join_backward(self, visit: ForwardVisit) -> None:
         """Issue the collectives of a visit's backward that this rank does not run.
 
         Its gradients are zero.
         """
         node, units = visit.node, _list_units(visit.node)
         outputs, inputs = visit.outputs.copy(), visit.inputs.copy()
-        self._begin(visit)
+        self._mark_in_backward(visit)
         for unit in units:
             unit.backwards += 1
             self._unshard_for_use(
                 unit, unit.prefetch_backward if node.module is unit.modules[-1] else ()
             )
         if visit.empty is not None:
-            self._end_empty(node, visit.empty, visit.forward)
+            self._run_empty_backward(node, visit.empty, visit.forward)
         elif outputs:
-            self._end_with_zeros(node, outputs, inputs)
+            self._run_zero_backward(node, outputs, inputs)
         self._end_children(visit, None)
         for run in visit.runs.copy():
             self._finish(run)
@@ -310,7 +310,7 @@ class UnevenRanks:
             attendance.joins = False
         return EmptyRun(x_0D, y_0D, attendance.is_skipped)
 
-    def _end_empty(self, node: ModuleNode, run: EmptyRun, forward: int) -> None:
+    def _run_empty_backward(self, node: ModuleNode, run: EmptyRun, forward: int) -> None:
         """Run the backward of an MoE layer with zero tokens, where only experts get gradients."""
         assert node.layer is not None, "it has run"
         inputs = [run.x_0D] if run.x_0D.requires_grad else []
@@ -332,7 +332,7 @@ class UnevenRanks:
                 unit.gradients.is_expected = True
                 self._reshard_if_unused(unit, forward)
 
-    def _end_with_zeros(
+    def _run_zero_backward(
         self, node: ModuleNode, outputs: Sequence[Output], inputs: Sequence[GradientEdge]
     ) -> None:
         """Run a module's backward with zero gradients, so that its experts serve other ranks."""

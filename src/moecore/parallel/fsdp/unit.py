@@ -194,7 +194,7 @@ class Unit:
         if self.buffer is not None and self._views is not None:
             with self._streams.gathering() if self.is_sharded else nullcontext():
                 self.buffer.mark.wait()
-                self._fill(self._views)
+                self._fill_buffer(self._views)
                 self._unshard_mark.set()
         set_versions(self._counting, self._current)
 
@@ -277,7 +277,7 @@ class Unit:
         self._current = [version(tensor) for tensor in self._counting]
         self._overwritten = [n + 1 for n in self._current]
 
-    def _fill(self, views: UnitViews) -> None:
+    def _fill_buffer(self, views: UnitViews) -> None:
         """Convert this rank's shards and all-gather them into the buffer, on the current stream."""
         params = self.params
         self._format.fill(params, views.local)

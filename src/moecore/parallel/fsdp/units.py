@@ -125,12 +125,12 @@ def find_ties(model: nn.Module) -> Callable[[nn.Module], bool]:
         inner = (module for module in block.modules() if module is not block)
         has_ties = any(holders[id(p)] > 1 for p in block.parameters())
         has_ties |= any(parents[module] > 1 for module in inner)
-        return has_ties and _is_reached_without(block, model)
+        return has_ties and _is_shared_outside(block, model)
 
     return is_tied
 
 
-def _is_reached_without(block: nn.Module, model: nn.Module) -> bool:
+def _is_shared_outside(block: nn.Module, model: nn.Module) -> bool:
     """Whether a module of the model outside of `block` has one of the block's parameters."""
     block_params = {id(p) for p in block.parameters()}
     reached: set[nn.Module] = set()

@@ -139,7 +139,7 @@ def unscale_and_clip_(
     owner, stages = find_stages(model)
     params = _list_trained(owner)
     norm = _measure_norm(params, stages, loss_scale, is_wrong)
-    _scale(params, norm, max_norm, loss_scale)
+    _scale_gradients(params, norm, max_norm, loss_scale)
     return norm
 
 
@@ -160,7 +160,7 @@ def step_clipped(
     with mark("moecore::clip"):
         owner, stages = find_stages(model)
         params = _list_trained(owner)
-        _check_holds(optimizers, params)
+        _check_optimizers(optimizers, params)
         norm = _measure_norm(params, stages, loss_scale, is_wrong)
         if all(map(_can_skip, optimizers)):
             signals["found_inf"] = norm.skipped.float()  # 1 = the optimizers skip the step
@@ -170,7 +170,7 @@ def step_clipped(
             if divisors:
                 signals["grad_scale"] = torch.stack(divisors).prod()
         else:
-            _scale(params, norm, max_norm, loss_scale)
+            _scale_gradients(params, norm, max_norm, loss_scale)
     with mark("moecore::optimizer"):
         for optimizer in optimizers:
             vars(optimizer).update(signals)  # as GradScaler does
@@ -189,7 +189,7 @@ def _can_skip(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-def _check_holds(
+def _check_optimizers(
     optimizers: Sequence[torch.optim.Optimizer], params: list[tuple[str, nn.Parameter]]
 ) -> None:
     """Raise a ValueError if a parameter with a gradient is in no optimizer."""
@@ -238,7 +238,7 @@ def _sum_squares(
     if stages is None and not params:
         return torch.zeros(0, dtype=torch.float64)
     if params:
-        squares = torch.stack(_local_norms(params)).double().square_()
+        squares = torch.stack(_compute_local_norms(params)).double().square_()
     else:  # a stage without trained parameters
         assert stages is not None
         squares = torch.zeros(0, dtype=torch.float64, device=stages.device)
@@ -259,7 +259,7 @@ def _sum_squares(
     return squares
 
 
-def _local_norms(params: list[nn.Parameter]) -> list[Tensor]:
+def _compute_local_norms(params: list[nn.Parameter]) -> list[Tensor]:
     """Return the L2 norm of each local gradient in at least fp32; 0 without a gradient."""
     zero = torch.zeros((), dtype=torch.float32, device=get_local_tensor(params[0]).device)
     norms = [zero] * len(params)
@@ -287,7 +287,7 @@ def _count_shards(param: Tensor) -> int:
     return shards
 
 
-def _scale(
+def _scale_gradients(
     params: list[tuple[str, nn.Parameter]],
     norm: GradientNorm,
     max_norm: float,

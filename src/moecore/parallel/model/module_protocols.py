@@ -30,7 +30,7 @@ def act_as_modules(model: nn.Module) -> None:
     # accepts unsharded tensors, of which each rank copies its shard. `pickle` raises an error.
     for module in model.modules():  # every module, because wrappers read attributes of submodules
         vars(module)["__deepcopy__"] = partial(_deepcopy, module)
-        vars(module)["__reduce_ex__"] = partial(_reduce, module)
+        vars(module)["__reduce_ex__"] = partial(_reduce_for_copy, module)
         module.register_load_state_dict_pre_hook(_take_shards)
 
 
@@ -69,7 +69,7 @@ def _copy_param(param: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
 
 
-class _New:
+class _ShallowConstructor:
     """Constructs an object for `copy.copy`; `pickle` of this constructor raises an error."""
 
     def __call__(self, kind: type, *args: Any) -> Any:
@@ -82,11 +82,11 @@ class _New:
         )
 
 
-def _reduce(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
+def _reduce_for_copy(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
     """Return a module's `__reduce_ex__` result, which `copy.copy` accepts and `pickle` refuses."""
     reduction: Any = type(module).__reduce_ex__(module, max(protocol, 2))
     module_state = {name: value for name, value in reduction[2].items() if name != "__reduce_ex__"}
-    return _New(), reduction[1], module_state
+    return _ShallowConstructor(), reduction[1], module_state
 
 
 def _refuse_forward(module: nn.Module, _args: Any) -> None:
@@ -173,12 +173,12 @@ def init_modules(model: nn.Module, *, seed: Seed = 0, std: PositiveOrZero = 0.02
         if isinstance(module, SELF_FILLING):
             module.init_weights(std=std, key=clean_name(name), seed=seed)
         else:
-            _reset(module, name, seed, std)
+            _reset_module(module, name, seed, std)
 
 
-def _reset(module: nn.Module, name: str, seed: int, std: float) -> None:
+def _reset_module(module: nn.Module, name: str, seed: int, std: float) -> None:
     """Initialise an unsharded copy of a module, submodules first, and copy the local shards."""
-    copies: Any = copy_modules(module, _empty_parameter, unwrapped=True)
+    copies: Any = copy_modules(module, _make_empty_parameter, unwrapped=True)
     for inner, path in reversed([(m, n) for n, m in module.named_modules()]):
         twin, key = copies[inner], clean_name(f"{name}.{path}".strip("."))
         reset = _find_reset(twin)
@@ -198,7 +198,7 @@ def _find_reset(module: nn.Module) -> Callable[[], None] | None:
     return reset or getattr(module, "_reset_parameters", None)  # of nn.MultiheadAttention
 
 
-def _empty_parameter(param: nn.Parameter) -> nn.Parameter:
+def _make_empty_parameter(param: nn.Parameter) -> nn.Parameter:
     """Return an uninitialised, unsharded parameter of equal global shape."""
     return nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device=param.device))
 

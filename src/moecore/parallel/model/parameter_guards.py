@@ -68,7 +68,7 @@ def refuse_earlier_optimizer(
     missing = {p for p in model_params if p.requires_grad}.difference(*params_of)
     for earlier, params in zip(optimizers, params_of, strict=True):
         if missing and params and model_params.isdisjoint(params):
-            raise _replaced_error(earlier)
+            raise _make_replaced_error(earlier)
 
 
 def mark_replaced(params: Iterable[nn.Parameter]) -> None:
@@ -82,7 +82,7 @@ def mark_replaced(params: Iterable[nn.Parameter]) -> None:
 def _watch_optimizers() -> None:
     """Register the hooks of this file on the steps of all optimizers, once."""
     register_optimizer_step_pre_hook(_refuse_replaced)
-    register_optimizer_step_post_hook(_count_changes)
+    register_optimizer_step_post_hook(_increment_versions)
 
 
 def _refuse_replaced(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -91,10 +91,10 @@ def _refuse_replaced(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.grad is None and param.requires_grad and hasattr(param, REPLACED):
-                raise _replaced_error(optimizer)
+                raise _make_replaced_error(optimizer)
 
 
-def _count_changes(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+def _increment_versions(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     """Increment the version counters of sharded parameters after an optimizer step."""
     # Fused and foreach steps, and kernels, do not increment versions.
     params = (p for group in optimizer.param_groups for p in group["params"])
@@ -103,7 +103,7 @@ def _count_changes(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         increment_version(changed)
 
 
-def _replaced_error(optimizer: Optimizer) -> ValueError:
+def _make_replaced_error(optimizer: Optimizer) -> ValueError:
     """Return the error for an optimizer that was made before `parallelize_moe`."""
     return ValueError(
         f"optimizer ({type(optimizer).__name__}) must hold parameters of the model, which "

@@ -59,7 +59,9 @@ def make_plan(model: nn.Module, layers: Layers, request: Request, fp32: Set[str]
     cut_model(twin, twins, request)
     recipes = {} if request.precision is None else check_precision(twin, request.precision)
     linears = {name: linear.recipe for name, linear in recipes.items() if linear.recipe}
-    maker = _Maker(twin, twins, request, find_gather_recipes(twin, twins, linears, request), fp32)
+    maker = _PlanBuilder(
+        twin, twins, request, find_gather_recipes(twin, twins, linears, request), fp32
+    )
     dispatcher, reason = choose_dispatcher(request)
     return ShardPlan(
         model=type(model).__name__,
@@ -107,7 +109,7 @@ def _make_layer_plan(name: str, layer: RoutedLayer, request: Request) -> LayerPl
     )
 
 
-class _Maker:
+class _PlanBuilder:
     """Builds the `UnitPlan`s and `ParamPlan`s from a model that is sharded over tp, ep and etp."""
 
     def __init__(
@@ -137,12 +139,14 @@ class _Maker:
             for name, layer in layers.items()
             if request.recipe_of(name, layer, "experts") is not None
         }
-        self.owned = self._owned()
+        self.owned = self._assign_parameters()
         self.role_of = {p: role for role, _, params in self.owned.values() for p in params}
         check_parameters(self.name_of)
-        self.params = self._params()
+        self.params = self._plan_parameters()
 
-    def _owned(self) -> dict[nn.Module, tuple[UnitRole, Sequence[nn.Module], list[nn.Parameter]]]:
+    def _assign_parameters(
+        self,
+    ) -> dict[nn.Module, tuple[UnitRole, Sequence[nn.Module], list[nn.Parameter]]]:
         """Assign each parameter to one unit; return {first module: (role, modules, parameters)}."""
         units, model = self.model_units, self.model
         blocks = [group for group in units.groups if group != [model]]
@@ -160,7 +164,7 @@ class _Maker:
             seen.update(params)
         return owned
 
-    def _params(self) -> dict[str, ParamPlan]:
+    def _plan_parameters(self) -> dict[str, ParamPlan]:
         """Return {name: plan} for all parameters of the model."""
         layers = {n: m for n, m in self.model.named_modules() if isinstance(m, RoutedLayer)}
         kind_of = make_kind_lookup(
@@ -178,12 +182,12 @@ class _Maker:
                 itemsize=param.element_size(),
                 trainable=param.requires_grad,
                 mesh="expert" if param in experts else "dense",
-                placements=self._placements(param, experts.get(param)),
+                placements=self._plan_placements(param, experts.get(param)),
             )
             for param, name in self.name_of.items()
         }
 
-    def _placements(
+    def _plan_placements(
         self, param: nn.Parameter, experts: Experts | None
     ) -> tuple[AxisPlacement, ...]:
         """Return a parameter's placements over data axes, followed by ep, etp and tp.
@@ -231,11 +235,11 @@ class _Maker:
         unsharded_experts = set(model_units.experts) if is_unsharded(self.meshes) else set()
         forward, backward = _plan_prefetch(self.model, model_units, self.options, unsharded_experts)
         return [
-            self._unit(first, forward.get(first, ()), backward.get(first, ()))
-            for first in sorted(self.owned, key=self._first_use)
+            self._plan_unit(first, forward.get(first, ()), backward.get(first, ()))
+            for first in sorted(self.owned, key=self._get_first_use)
         ]
 
-    def _first_use(self, unit: nn.Module) -> tuple[int, int]:
+    def _get_first_use(self, unit: nn.Module) -> tuple[int, int]:
         """Return the sort key that orders units by their first use in forward."""
         places = self.places
         for group in self.model_units.first_use:
@@ -243,7 +247,7 @@ class _Maker:
                 return places[group[0]], group.index(unit)
         return places[unit], 0
 
-    def _unit(
+    def _plan_unit(
         self, first: nn.Module, forward: Iterable[nn.Module], backward: Iterable[nn.Module]
     ) -> UnitPlan:
         """Return the plan of the unit whose first module is `first`, with its prefetches."""
@@ -366,7 +370,7 @@ def find_gather_recipes(
             "as by 'blockwise', 'tensorwise' and 'nvfp4' (others quantise rows and columns apart, "
             "as many bytes as bf16), and there are none: set precision='blockwise', or drop it"
         )
-    if request.dense.compile and any(map(_gatherable_recipe, linears.values())):
+    if request.dense.compile and any(map(_select_gatherable, linears.values())):
         raise ValueError(
             f"{GATHER} must go with DenseOptions.compile (True) = False where linears are in FP8, "
             "which torch.compile would read: use roles=('experts', 'shared_experts'), or drop one "
@@ -388,7 +392,7 @@ def _find_fp8_parameters(
     """Yield (parameter, recipe) for parameters that all products can read in FP8."""
     p = request.meshes.parallel
     for name, layer in layers.items():
-        recipe = _gatherable_recipe(request.recipe_of(name, layer, "experts"))
+        recipe = _select_gatherable(request.recipe_of(name, layer, "experts"))
         if recipe is not None and p.edp_replicate * p.edp_shard > 1:
             experts = layer.part("experts")
             if experts.is_separate:
@@ -401,11 +405,11 @@ def _find_fp8_parameters(
                 _check_pairs(name, experts, param, recipe, request.meshes)
                 yield param, recipe
         shared = layer.part("shared")
-        recipe = _gatherable_recipe(request.recipe_of(name, layer, "shared_experts"))
+        recipe = _select_gatherable(request.recipe_of(name, layer, "shared_experts"))
         if isinstance(shared, SharedExpert) and recipe is not None:
             yield from ((param, recipe) for param in (shared.w1, shared.w2))
     for name, module in model.named_modules():
-        recipe = _gatherable_recipe(linears.get(clean_name(name)))
+        recipe = _select_gatherable(linears.get(clean_name(name)))
         if isinstance(module, nn.Linear) and recipe is not None:
             yield cast(nn.Parameter, module.weight), recipe
 
@@ -423,7 +427,7 @@ def _check_pairs(
         )
 
 
-def _gatherable_recipe(recipe: Recipe | None) -> Recipe | None:
+def _select_gatherable(recipe: Recipe | None) -> Recipe | None:
     """Return the recipe if weights can be all-gathered in its FP8 format, otherwise None."""
     return recipe if recipe is not None and recipe.gathers else None
 

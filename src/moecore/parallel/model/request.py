@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from moecore.base import __version__
-from moecore.base.attributes import attribute_entries
+from moecore.base.attributes import list_attribute_entries
 from moecore.base.options.context import ContextOptions
 from moecore.base.options.dense import DenseOptions
 from moecore.base.options.dispatch import DispatchOptions, NVLinkOptions
@@ -62,16 +62,18 @@ class Request:
         """Return the FP8 recipe for a layer's "experts" or "shared_experts"; None = no FP8."""
         if role == "experts" and self.find_fp8_problem(layer_name, layer) is not None:
             return None
-        return self._requested_recipe(layer_name, layer, role)
+        return self._find_requested_recipe(layer_name, layer, role)
 
     def find_fp8_problem(self, layer_name: str, layer: RoutedLayer) -> str | None:
         """Return why `Precision.only_faster` excludes a layer's experts from FP8, or None."""
-        recipe = self._requested_recipe(layer_name, layer, "experts")
+        recipe = self._find_requested_recipe(layer_name, layer, "experts")
         if recipe is None or self.precision is None or not self.precision.only_faster:
             return None
         return fp8_speed_problem(self.spec_of(layer, recipe))
 
-    def _requested_recipe(self, layer_name: str, layer: RoutedLayer, role: Role) -> Recipe | None:
+    def _find_requested_recipe(
+        self, layer_name: str, layer: RoutedLayer, role: Role
+    ) -> Recipe | None:
         """Return the recipe that the argument `precision` selects, or None."""
         if self.precision is None:
             return None
@@ -137,7 +139,7 @@ def compare_models(model: nn.Module, layers: Mapping[str, RoutedLayer], request:
     Collective over the world.
     """
     versions = {"torch.__version__": str(torch.__version__), "moecore.__version__": __version__}
-    entries = {**versions, **request.entries(), **_model_entries(model, layers)}
+    entries = {**versions, **request.entries(), **_list_model_entries(model, layers)}
     check_equal(entries, request.meshes.device_type)
 
 
@@ -160,7 +162,7 @@ def compare_stages(model: nn.Module, plan: ShardPlan, request: Request) -> None:
     check_equal_weights(tensors, device_type, group=group)
 
 
-def _model_entries(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> dict[str, Any]:
+def _list_model_entries(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> dict[str, Any]:
     """Return names, shapes, dtypes and attributes of a model as entries that ranks compare."""
     params = dict(model.named_parameters())
     tensors = params | dict(model.named_buffers())
@@ -172,7 +174,7 @@ def _model_entries(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> dict[
         "is_meta": {n: t.is_meta for n, t in tensors.items()},
         "is a DTensor": {n: isinstance(t, DTensor) for n, t in tensors.items()},
         "requires_grad": {n: p.requires_grad for n, p in params.items()},
-        "value": attribute_entries(model.named_modules()),
+        "value": list_attribute_entries(model.named_modules()),
     }
 
 

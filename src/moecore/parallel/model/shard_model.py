@@ -26,7 +26,7 @@ from moecore.parallel.fsdp.params import Owners, UnitParam
 from moecore.parallel.fsdp.plan import FlatLayout, ShardPlan, UnitPlan, make_flat_layout
 from moecore.parallel.fsdp.transport import UnitStreams
 from moecore.parallel.fsdp.unit import Unit, UnitOptions
-from moecore.parallel.mesh import Meshes, concatenate
+from moecore.parallel.mesh import Meshes, concatenate_meshes
 from moecore.parallel.model.plan import is_unsharded
 
 # Layout of a root without parameters: its unit only casts inputs.
@@ -39,7 +39,7 @@ def shard_model(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> UnitEngine
     The parameters must already be sharded over tp, ep and etp.
     """
     streams, owners = UnitStreams(meshes.device_type), _find_owners(model)
-    join = cache(concatenate)  # a mesh takes milliseconds; parameters share a few meshes
+    join = cache(concatenate_meshes)  # a mesh takes milliseconds; parameters share a few meshes
     units_of: dict[str, list[Unit]] = {}
     for unit_plan in plan.units:
         modules: list[Any] = [model.get_submodule(name) for name in unit_plan.modules]
@@ -91,7 +91,7 @@ def _make_unit(
 ) -> Unit:
     """Create a unit and shard its parameters for one layout of the unit's plan."""
     mesh = get_data_mesh(unit_plan, meshes)
-    gather_dtype = _dtype(unit_plan.gather_dtype)
+    gather_dtype = _get_dtype(unit_plan.gather_dtype)
     is_cut = unit_plan.strategy != "no_shard"
     groups = [] if mesh is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
     group = groups.pop() if groups and is_cut else None
@@ -142,7 +142,7 @@ def _make_format(
     """
     if layout.recipe is None:
         return CastFormat(getattr(torch, layout.gathers))
-    dtype = _dtype(unit_plan.gather_dtype or layout.dtype)
+    dtype = _get_dtype(unit_plan.gather_dtype or layout.dtype)
     assert dtype is not None
     recipe, cuts = layout.recipe, None
     # tp ranks share the scale of a linear. For "nvfp4" a power of two changes only exponents.
@@ -176,7 +176,7 @@ def _move_buffers(model: nn.Module, device_type: str) -> None:
                 module._buffers[name] = buffer.to(device_type)
 
 
-def _dtype(name: str | None) -> torch.dtype | None:
+def _get_dtype(name: str | None) -> torch.dtype | None:
     """Return the torch dtype with a name such as "float32"; None for None."""
     dtype: torch.dtype | None = None if name is None else getattr(torch, name)
     return dtype

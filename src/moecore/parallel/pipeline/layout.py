@@ -81,7 +81,7 @@ class PipelineLayout:
     @property
     def text(self) -> str:
         """The shortest layout string, which `parse_layout` can read."""
-        return _shorten([stage.letters for stage in self.stages])
+        return _shorten_text([stage.letters for stage in self.stages])
 
     def picture(self, pp: NumStages, rank_of: Sequence[int] | None = None) -> str:
         """Return a table of layer indices with a row per pp rank and a column per chunk.
@@ -135,7 +135,7 @@ def parse_layout(
         ValueError: if the string is malformed, or does not have the model's numbers of layers.
     """
     check_arguments(parse_layout, locals())
-    letters = _expand(text)
+    letters = _expand_text(text)
     counts = {letter: letters.count(letter) for letter in "tm"}
     order = "".join(letter for letter, _ in groupby(letters.replace("|", "")))
     problem = ""
@@ -189,20 +189,22 @@ def balanced_layout(costs: LayoutCosts, *, num_stages: NumStages) -> PipelineLay
         i for i in range(len(parts)) if i - 1 not in costs.bound
     ]  # possible first parts of a stage
     sums = [parts[place] for place in places]
-    max_cost = _min_bottleneck(sums, num_stages) * (
+    max_cost = _find_min_bottleneck(sums, num_stages) * (
         1 + 1e-9
     )  # sums of equal costs differ in the last bit
     borders = [places[i] for i in _find_borders(sums, num_stages, max_cost)]
     return _make_layout([letters[i:j] for i, j in pairwise(borders)])
 
 
-def _expand(text: str) -> str:
+def _expand_text(text: str) -> str:
     """Expand the groups and repetitions of a layout string; remove its spaces."""
     plain = re.sub(r"\s", "", text)
     tokens = TOKEN.findall(plain)
     if "".join(tokens) != plain:
         wrong = TOKEN.sub(" ", plain).split()[0]
-        _refuse(text, f"be of E, t, m, L, |, ( ) and *n, found {quote(wrong)}", "remove it")
+        _raise_layout_error(
+            text, f"be of E, t, m, L, |, ( ) and *n, found {quote(wrong)}", "remove it"
+        )
     groups: list[list[str]] = [[]]  # open groups, with the expanded items of each
     sizes = [0]  # number of letters in each open group
     for token in tokens:
@@ -211,31 +213,33 @@ def _expand(text: str) -> str:
             sizes.append(0)
         elif token == ")":
             if len(groups) == 1:
-                _refuse(text, "have a ( for each )", "remove the )")
+                _raise_layout_error(text, "have a ( for each )", "remove the )")
             inner = "".join(groups.pop())
             groups[-1].append(inner)
             sizes.pop()
             sizes[-1] += len(inner)
         elif token[0] == "*":
             if not groups[-1]:
-                _refuse(text, f"have a letter or a group before {token}", "remove it")
+                _raise_layout_error(text, f"have a letter or a group before {token}", "remove it")
             times = int(token[1:6]) if len(token) <= 6 else MAX_LETTERS + 1
             letters = len(groups[-1][-1])
             if letters * times > MAX_LETTERS:
-                _refuse(text, f"have at most {MAX_LETTERS} letters", f"lower {token[:9]}")
+                _raise_layout_error(
+                    text, f"have at most {MAX_LETTERS} letters", f"lower {token[:9]}"
+                )
             groups[-1][-1] *= times
             sizes[-1] += letters * (times - 1)
         else:
             groups[-1].append(token)
             sizes[-1] += 1
         if sizes[-1] > MAX_LETTERS:
-            _refuse(text, f"have at most {MAX_LETTERS} letters", "lower a repetition")
+            _raise_layout_error(text, f"have at most {MAX_LETTERS} letters", "lower a repetition")
     if len(groups) > 1:
-        _refuse(text, "have a ) for each (", "close the group")
+        _raise_layout_error(text, "have a ) for each (", "close the group")
     return "".join(groups[0])
 
 
-def _refuse(text: str, relation: str, fix: str) -> None:
+def _raise_layout_error(text: str, relation: str, fix: str) -> None:
     """Raise the ValueError for a malformed layout string."""
     raise ValueError(f"layout ({quote(text)}) must {relation}: {fix}")
 
@@ -252,10 +256,10 @@ def _make_even_text(
     stages = ["t" * (j - i) for i, j in pairwise(first)]
     stages[0] = "E" + stages[0]
     stages[-1] += "m" * num_mtp_layers + "L"
-    return _shorten(stages)
+    return _shorten_text(stages)
 
 
-def _shorten(stages: Sequence[str]) -> str:
+def _shorten_text(stages: Sequence[str]) -> str:
     """Join the stages' letters into a short layout string with repetitions."""
     short = [re.sub(r"(.)\1{2,}", lambda run: f"{run[1]}*{len(run[0])}", s) for s in stages]
     text = ""
@@ -295,7 +299,7 @@ def _format_cell(stage: Stage) -> str:
     return f"{stage.letters} {first}" + f"-{last}" * (last > first)
 
 
-def _min_bottleneck(sums: Sequence[float], num_stages: int) -> float:
+def _find_min_bottleneck(sums: Sequence[float], num_stages: int) -> float:
     """Return the least possible cost of the slowest stage; `sums` are cumulative costs."""
     last = len(sums)
     candidates = sorted({sums[j] - sums[i] for i in range(last) for j in range(i + 1, last)})
@@ -323,7 +327,7 @@ def _find_borders(sums: Sequence[float], num_stages: int, max_cost: float) -> li
     for stage in range(num_stages):
         ends: dict[int, tuple[float, int]] = {}
         for start, (squares, _) in best[-1].items():
-            for end in _ends(sums, start, max_cost):
+            for end in _list_ends(sums, start, max_cost):
                 is_open = (stage == 0 and end == 0) or (stage < num_stages - 1 and end == last)
                 candidate = (squares + (sums[end] - sums[start]) ** 2, start)
                 if not is_open and (end not in ends or candidate < ends[end]):
@@ -337,7 +341,7 @@ def _find_borders(sums: Sequence[float], num_stages: int, max_cost: float) -> li
     return borders[::-1]
 
 
-def _ends(sums: Sequence[float], start: int, max_cost: float) -> Iterator[int]:
+def _list_ends(sums: Sequence[float], start: int, max_cost: float) -> Iterator[int]:
     """Yield the ends of stages that begin at `start` and cost at most `max_cost`."""
     for end in range(start, len(sums)):
         if sums[end] - sums[start] > max_cost:

@@ -90,14 +90,16 @@ def offload_fractions(
     seconds = [size / bytes_per_second for size in sizes]
     fractions = [0.0] * schedule.num_stages
     for rank, spans in enumerate(simulate(schedule, costs).spans):
-        live_stages = _live_stages(schedule.orders[rank])
+        live_stages = _find_live_stages(schedule.orders[rank])
         stages = [s for s, r in enumerate(schedule.rank_of) if r == rank and s not in live_stages]
         for candidates in (stages, *([stage] for stage in stages)):
-            _maximise(fractions, candidates, partial(_fits, spans, fractions, seconds))
+            _maximise_fractions(
+                fractions, candidates, partial(_fits_timeline, spans, fractions, seconds)
+            )
     return tuple(fractions)
 
 
-def _live_stages(order: Sequence[Item]) -> set[int]:
+def _find_live_stages(order: Sequence[Item]) -> set[int]:
     """Return the stages that run a backward directly after the forward of its micro-batch."""
     return {
         action.stage
@@ -107,7 +109,9 @@ def _live_stages(order: Sequence[Item]) -> set[int]:
     }
 
 
-def _maximise(fractions: list[float], stages: Sequence[int], fits: Callable[[], bool]) -> None:
+def _maximise_fractions(
+    fractions: list[float], stages: Sequence[int], fits: Callable[[], bool]
+) -> None:
     """Set the stages' fractions, in place, to the largest common value for which `fits()` is True.
 
     The value is found by bisection.
@@ -127,7 +131,9 @@ def _maximise(fractions: list[float], stages: Sequence[int], fits: Callable[[], 
     tried(low)
 
 
-def _fits(spans: Sequence[Span], fractions: Sequence[float], seconds: Sequence[float]) -> bool:
+def _fits_timeline(
+    spans: Sequence[Span], fractions: Sequence[float], seconds: Sequence[float]
+) -> bool:
     """Whether no item of a rank's timeline waits for copies with these offload fractions.
 
     `seconds` has the time to copy all saved bytes of each stage.

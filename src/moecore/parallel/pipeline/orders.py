@@ -100,7 +100,7 @@ def make_order(turns: Turns) -> Iterator[Item]:
     yield from (Action("W", *pass_) for pass_ in weight_grads)
 
 
-def _loop(shape: Shape, *, sizes: Sequence[int], warm_up: int, **options: Any) -> Turns:
+def _make_loop_turns(shape: Shape, *, sizes: Sequence[int], warm_up: int, **options: Any) -> Turns:
     """Return the turns that run rounds of `sizes` micro-batches, each round chunk after chunk."""
 
     def passes(chunks: Sequence[int]) -> list[Pass]:
@@ -115,13 +115,13 @@ def _loop(shape: Shape, *, sizes: Sequence[int], warm_up: int, **options: Any) -
     return Turns(passes(order), passes(order[::-1]), warm_up, **options)
 
 
-def _gpipe(shape: Shape) -> Turns:
+def _make_gpipe_turns(shape: Shape) -> Turns:
     """Return the turns of GPipe: all forwards, followed by all backwards."""
     number = shape.num_micro_batches
-    return _loop(shape, sizes=[number], warm_up=number * shape.chunks)
+    return _make_loop_turns(shape, sizes=[number], warm_up=number * shape.chunks)
 
 
-def _interleaved(shape: Shape, *, hop: int, num_extra: int = 0, **options: Any) -> Turns:
+def _make_interleaved_turns(shape: Shape, *, hop: int, num_extra: int = 0, **options: Any) -> Turns:
     """Return the turns of 1F1B in rounds of at least pp micro-batches.
 
     Each rank runs `hop` more warm-up forwards than the next rank.
@@ -134,10 +134,10 @@ def _interleaved(shape: Shape, *, hop: int, num_extra: int = 0, **options: Any) 
     size, longer = divmod(shape.num_micro_batches, rounds)
     sizes = [size + (i < longer) for i in range(rounds)]
     warm_up = (shape.chunks - 1) * sizes[0] + hop * (shape.pp - 1 - shape.rank) + num_extra
-    return _loop(shape, sizes=sizes, warm_up=warm_up, **options)
+    return _make_loop_turns(shape, sizes=sizes, warm_up=warm_up, **options)
 
 
-def _v(shape: Shape, *, num_extra: int = 0, **options: Any) -> Turns:
+def _make_v_turns(shape: Shape, *, num_extra: int = 0, **options: Any) -> Turns:
     """Return the turns of 1F1B for a V: rank r has the stages r and 2 pp - 1 - r.
 
     Stage s runs 2 pp - s forwards before its first backward.
@@ -164,20 +164,24 @@ class Rule(NamedTuple):
 
 
 RULES: dict[str, Rule] = {
-    "gpipe": Rule(None, False, _gpipe),
-    "1f1b": Rule(1, False, lambda shape: _interleaved(shape, hop=1)),
-    "interleaved": Rule(None, False, lambda shape: _interleaved(shape, hop=min(shape.chunks, 2))),
+    "gpipe": Rule(None, False, _make_gpipe_turns),
+    "1f1b": Rule(1, False, lambda shape: _make_interleaved_turns(shape, hop=1)),
+    "interleaved": Rule(
+        None, False, lambda shape: _make_interleaved_turns(shape, hop=min(shape.chunks, 2))
+    ),
     "overlapped": Rule(
-        None, False, lambda shape: _interleaved(shape, hop=2, num_extra=1, first_pair=0)
+        None, False, lambda shape: _make_interleaved_turns(shape, hop=2, num_extra=1, first_pair=0)
     ),
     "zero-bubble": Rule(
-        1, False, lambda shape: _interleaved(shape, hop=1, lag=shape.rank, last_lag=shape.rank)
+        1,
+        False,
+        lambda shape: _make_interleaved_turns(shape, hop=1, lag=shape.rank, last_lag=shape.rank),
     ),
-    "zbv": Rule(2, True, lambda shape: _v(shape, lag=0, last_lag=2 * shape.rank)),
+    "zbv": Rule(2, True, lambda shape: _make_v_turns(shape, lag=0, last_lag=2 * shape.rank)),
     "dualpipe-v": Rule(
         2,
         True,
-        lambda shape: _v(
+        lambda shape: _make_v_turns(
             shape,
             num_extra=1,
             lag=0,

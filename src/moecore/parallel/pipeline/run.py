@@ -160,7 +160,7 @@ class _ScheduleRun:
             schedule,
             pipeline.rank,
             pipeline.groups,
-            shape_of=self._shape_of,
+            shape_of=self._get_input_shape,
             dtype=pipeline.dtype,
             device=pipeline.device,
         )
@@ -172,8 +172,8 @@ class _ScheduleRun:
         self._offloads_last = False  # whether that chunk's last block is offloaded too
         self._losses = torch.zeros(len(micro_batches), dtype=torch.float32, device=pipeline.device)
         self._do: dict[str, Callable[[Action], Tensor | None]] = {
-            "F": self._forward,
-            "B": self._backward,
+            "F": self._run_forward,
+            "B": self._run_backward,
             "D": self._backward_of_inputs,
             "W": lambda action: self._deferred.pop((action.stage, action.micro_batch)).run(),
         }
@@ -187,7 +187,7 @@ class _ScheduleRun:
             self._offloads_last = offloads_last
             self._bring_back(backward)
             with mark(name_item(item)):
-                for action, result in self._run(item):
+                for action, result in self._run_item(item):
                     if result is not None:
                         self._transport.send(action, result)
             if self._offload is not None and chunk is not None:
@@ -202,14 +202,14 @@ class _ScheduleRun:
         if self._offload is not None and forward is not None:
             self._offload.bring_back(forward.chunk)
 
-    def _run(self, item: Item) -> list[tuple[Action, Tensor | None]]:
+    def _run_item(self, item: Item) -> list[tuple[Action, Tensor | None]]:
         """Run an item; return each action with the tensor to send, None = nothing to send."""
         if not isinstance(item, Overlap):
             return [(item, self._do[item.kind](item))]
         gradient: list[Tensor | None] = []
         assert self._side_by_side is not None, "forwards alone are beside nothing"
         output = self._side_by_side(
-            lambda: self._forward(item.forward),
+            lambda: self._run_forward(item.forward),
             lambda: gradient.append(self._do[item.backward.kind](item.backward)),
         )
         # Both are sent after the pair, the output first: messages have the order of the schedule.
@@ -220,15 +220,15 @@ class _ScheduleRun:
         dist.all_reduce(self._losses, group=self._pipeline.groups[0])  # zeros on other ranks
         return self._losses
 
-    def _forward(self, action: Action) -> Tensor | None:
+    def _run_forward(self, action: Action) -> Tensor | None:
         """Receive a stage's input, run its forward and return the output; None = the loss."""
         stage, inputs = self._stages[action.stage], self._micro_batches[action.micro_batch]
         hidden = self._transport.receive(action)
         if hidden is not None and torch.is_grad_enabled():
             hidden.requires_grad_()
-        with self._chunk(hidden) as chunk:
+        with self._make_offload_context(hidden) as chunk:
             out = self._pipeline.model(hidden=hidden, stage=stage, **inputs)
-        output = None if stage.loss else self._checked(out.detach(), action)
+        output = None if stage.loss else self._check_output(out.detach(), action)
         if stage.loss:
             self._losses[action.micro_batch] = out.detach()
             out = self._scale(out)
@@ -239,15 +239,15 @@ class _ScheduleRun:
             self._forward_chunk = chunk
         return output
 
-    def _chunk(self, hidden: Tensor | None) -> AbstractContextManager[Any]:
+    def _make_offload_context(self, hidden: Tensor | None) -> AbstractContextManager[Any]:
         """Return the offload context for a stage's forward, which keeps the input on the device."""
         if self._offload is None or not torch.is_grad_enabled():
             return nullcontext()
         return self._offload.chunk(offloads_last=self._offloads_last, resident_input=hidden)
 
-    def _checked(self, out: Tensor, action: Action) -> Tensor:
+    def _check_output(self, out: Tensor, action: Action) -> Tensor:
         """Check that hidden states have the shape and dtype of the next stage; return them."""
-        shape = self._shape_of(action.stage + 1, action.micro_batch)
+        shape = self._get_input_shape(action.stage + 1, action.micro_batch)
         if out.dtype != self._pipeline.dtype or tuple(out.shape) != shape:
             raise ValueError(
                 f"hidden states of stage {action.stage} ({out.dtype} {tuple(out.shape)}) must be "
@@ -256,7 +256,7 @@ class _ScheduleRun:
             )
         return out
 
-    def _backward(self, action: Action) -> Tensor | None:
+    def _run_backward(self, action: Action) -> Tensor | None:
         """Receive a stage's output gradient, run its backward and return the input gradient."""
         grad = self._transport.receive(action)
         forward = self._forwards.pop((action.stage, action.micro_batch))
@@ -268,9 +268,9 @@ class _ScheduleRun:
         """Run a stage's backward with deferred weight gradients; return the input gradient."""
         deferred = self._deferred[action.stage, action.micro_batch] = WeightGradients()
         with self._engine.deferring(deferred):
-            return self._backward(action)
+            return self._run_backward(action)
 
-    def _shape_of(self, stage: int, micro_batch: int) -> tuple[int, ...]:
+    def _get_input_shape(self, stage: int, micro_batch: int) -> tuple[int, ...]:
         """Return the shape of a stage's input; an empty stage passes it to the next stage."""
         next_stage = next(s for s in self._stages[stage:] if s.layers or s.mtp or s.loss)
         return hidden_shape(self._pipeline.model, next_stage, self._micro_batches[micro_batch])

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moecore.base.params import clean_name
-from moecore.base.rank_checks import differing_tensors, gather, raise_on_all
+from moecore.base.rank_checks import find_differing_tensors, gather, raise_on_all
 from moecore.base.streams import to_device
 from moecore.base.torch_private import default_timeout, get_local_tensor
 from moecore.parallel.mesh import Meshes
@@ -62,7 +62,7 @@ def make_all_stages(model: nn.Module, meshes: Meshes) -> AllStages:
     """
     peers, device_type = meshes.dense.get_group("pp"), meshes.device_type
     named = {clean_name(name): param for name, param in model.named_parameters()}
-    forms = gather({name: _describe(p) for name, p in named.items()}, peers)
+    forms = gather({name: _describe_parameter(p) for name, p in named.items()}, peers)
     raise_on_all(_find_odd_copy(forms), device_type, group=peers)
     stages_of: dict[str, list[int]] = {}
     for pp_rank, forms_of_rank in enumerate(forms):
@@ -77,7 +77,7 @@ def make_all_stages(model: nn.Module, meshes: Meshes) -> AllStages:
     different = [
         name
         for stages, group in groups.items()
-        for name in differing_tensors(
+        for name in find_differing_tensors(
             {
                 n: get_local_tensor(named[n].detach())
                 for n in shared
@@ -126,7 +126,7 @@ def lay_out_as_parameter(param: nn.Parameter) -> None:
         param.grad = grad.redistribute(placements=param.placements)
 
 
-def _describe(param: nn.Parameter) -> str:
+def _describe_parameter(param: nn.Parameter) -> str:
     """Return text with the properties that must be equal for all copies of a parameter."""
     kind = "trained" if param.requires_grad else "frozen"
     memory = "on meta" if param.is_meta else "real"

@@ -262,10 +262,10 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
             f"schedule ({schedule.num_stages}): pass as many"
         )
     exposed = [0.0] * schedule.pp
-    spans = spans_of(schedule, lambda item: _duration(item, costs)[1], costs.transfer)
+    spans = spans_of(schedule, lambda item: _compute_duration(item, costs)[1], costs.transfer)
     for rank, items in enumerate(spans):
         for _, _, item in items:
-            compute, seconds = _duration(item, costs)
+            compute, seconds = _compute_duration(item, costs)
             exposed[rank] += seconds - compute
     return Timeline(spans=spans, exposed_exchange=tuple(exposed))
 
@@ -298,7 +298,7 @@ def spans_of(
     return tuple(map(tuple, spans))
 
 
-def _duration(item: Item, costs: Costs) -> tuple[float, float]:
+def _compute_duration(item: Item, costs: Costs) -> tuple[float, float]:
     """Return an item's compute time, and its duration with exposed communication."""
     parts = [costs.of(action) for action in list_actions(item)]
     computes, exchanges = zip(*parts, strict=True)

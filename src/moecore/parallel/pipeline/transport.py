@@ -96,7 +96,7 @@ class StageTransport:
         self._shape_of, self._dtype, self._device = shape_of, dtype, device
         self._pending_receives = {
             source: deque(
-                m for m in _outgoing_messages(schedule, source) if self._target(m) == rank
+                m for m in _list_outgoing_messages(schedule, source) if self._find_target(m) == rank
             )
             for source in set(schedule.rank_of) - {rank}
         }
@@ -112,7 +112,7 @@ class StageTransport:
 
         None = the action has no input from another stage. The current stream waits for the message.
         """
-        message = _needed_message(action, self._schedule.num_stages)
+        message = _get_needed_message(action, self._schedule.num_stages)
         if message is None:
             return None
         source = self._schedule.rank_of[message.stage]
@@ -123,17 +123,17 @@ class StageTransport:
         # receive is posted before all work that its sender may wait for has been launched. The host
         # runs ahead of the GPU, so late posts cost no time.
         while message not in self._inbox:
-            self._post(self._pending_receives[source].popleft(), source)
+            self._post_receive(self._pending_receives[source].popleft(), source)
         received_message = self._inbox.pop(message)
         with _explain_errors(f"{message} from", source):
             received_message.work.wait()
-        self._free(source, self._items[source].sent_at[message])
+        self._free_read_messages(source, self._items[source].sent_at[message])
         return received_message.tensor
 
     def send(self, action: Action, tensor: Tensor) -> None:
         """Send the result of an action to the rank of the next (or previous) stage."""
-        message = _sent_message(action)
-        target = self._target(message)
+        message = _get_sent_message(action)
+        target = self._find_target(message)
         assert target is not None, "the loss and the gradient of the tokens stay"
         if target == self._rank:
             self._local_messages[message] = tensor
@@ -150,7 +150,7 @@ class StageTransport:
         """Make the current stream wait for all sends, and free the sent tensors."""
         self._wait_for(lambda message: True)
 
-    def _free(self, target: int, item: int) -> None:
+    def _free_read_messages(self, target: int, item: int) -> None:
         """Free the sent tensors that rank `target` has read in its items up to `item`."""
         # When a message from a rank has arrived, that rank has read the messages of all its items,
         # up to the item that sent it. Without this a host far ahead of the GPU would hold sent
@@ -165,7 +165,7 @@ class StageTransport:
                 message.work.wait()
         self._sends = [message for message in self._sends if not is_due(message)]
 
-    def _post(self, message: _Message, source: int) -> None:
+    def _post_receive(self, message: _Message, source: int) -> None:
         """Post the receive of a message from a rank."""
         stage = message.stage + 1 if message.is_forward else message.stage
         shape = self._shape_of(stage, message.micro_batch)
@@ -176,7 +176,7 @@ class StageTransport:
         assert work is not None
         self._inbox[message] = _ReceivedMessage(tensor, work)
 
-    def _target(self, message: _Message) -> int | None:
+    def _find_target(self, message: _Message) -> int | None:
         """Return the rank that receives a message; None = no rank receives it."""
         stage = message.stage + (1 if message.is_forward else -1)
         return self._schedule.rank_of[stage] if 0 <= stage < self._schedule.num_stages else None
@@ -219,18 +219,18 @@ def _index_messages(schedule: Schedule, rank: int) -> _Items:
     for i, item in enumerate(schedule.orders[rank]):
         for action in list_actions(item):
             if action.kind != "W":
-                sent_at[_sent_message(action)] = i
-            if (message := _needed_message(action, schedule.num_stages)) is not None:
+                sent_at[_get_sent_message(action)] = i
+            if (message := _get_needed_message(action, schedule.num_stages)) is not None:
                 read_at[message] = i
     return _Items(sent_at, read_at)
 
 
-def _sent_message(action: Action) -> _Message:
+def _get_sent_message(action: Action) -> _Message:
     """Return the message that has the result of an action."""
     return _Message(action.kind == "F", action.stage, action.micro_batch)
 
 
-def _needed_message(action: Action, num_stages: int) -> _Message | None:
+def _get_needed_message(action: Action, num_stages: int) -> _Message | None:
     """Return the message that an action reads from another stage; None = no message."""
     is_forward = action.kind == "F"
     stage = action.stage + (-1 if is_forward else 1)
@@ -239,7 +239,7 @@ def _needed_message(action: Action, num_stages: int) -> _Message | None:
     return _Message(is_forward, stage, action.micro_batch)
 
 
-def _outgoing_messages(schedule: Schedule, rank: int) -> list[_Message]:
+def _list_outgoing_messages(schedule: Schedule, rank: int) -> list[_Message]:
     """Return the messages of a rank's stages in the order in which they are sent."""
     actions = [action for item in schedule.orders[rank] for action in list_actions(item)]
-    return [_sent_message(action) for action in actions if action.kind != "W"]
+    return [_get_sent_message(action) for action in actions if action.kind != "W"]

@@ -389,7 +389,7 @@ def _drop_copies(state: MoEState) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphFacts:
-    """Facts on which a graph relies, compared before a replay, in the order of `_names`."""
+    """Facts on which a graph relies, compared before a replay, in the order of `_name_class`."""
 
     values: list[Any]
     owners: list[Any]  # owners of addresses in `values`, so that no other object gets them

@@ -128,7 +128,7 @@ class HostAdamW(AdamW):
         values: dict[Any, Any] = {n: getattr(self, n, None) for n in ("found_inf", "grad_scale")}
         values |= {number: group["lr"] for number, group in enumerate(self.param_groups)}
         read_signals = start_reads(values)
-        slots.stream.link_to_previous()
+        slots.stream.wait_for_current_stream()
         host_copies = slots.start(parts)
         try:
             inspect.unwrap(AdamW.step)(self)  # torch's hooks run around `step`, once

@@ -137,7 +137,7 @@ class Muon(torch.optim.Optimizer):
         self._step_supports_amp_scaling = True
 
     def _drop_plans(self) -> None:
-        """Drop plans and process groups; `_plan` and `_group_of` create them again."""
+        """Drop plans and process groups; `_make_state` and `_group_of` create them again."""
         self._plans: dict[tuple[int, ...], MatrixPlan] = {}
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
