@@ -35,7 +35,7 @@ import os
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import fields
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from typing import (
     Annotated,
     Any,
@@ -207,7 +207,7 @@ def _make_check(hint: Any) -> _ValueCheck:
         if isinstance(note, OneOf):
             kind = _make_choice_check(note.choices)
         if isinstance(note, Passes):
-            kind = kind._replace(takes=note.check, name=lambda _, noun=note.noun: noun)
+            kind = kind._replace(takes=note.check, name=partial(lambda noun, _: noun, note.noun))
     for note in notes:
         if isinstance(note, str):
             kind = kind._replace(fix=note)
