@@ -19,7 +19,7 @@ CLOSED = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer"
 def store() -> Iterator[dist.Store]:
     """One store, and no wait for records."""
     one = dist.HashStore()
-    with patch.multiple(failures, _store=lambda: one, GRACE_S=0.06):
+    with patch.multiple(failures, _get_store=lambda: one, GRACE_S=0.06):
         yield one
         withdraw_records()
 

@@ -310,9 +310,7 @@ class TrainStep:
             return torch.stack([self._run_micro_batch(inputs) for inputs in micro_batches])
         forwards = pipeline.num_chunks * self.num_micro_batches
         with self.micro_batches(forwards=forwards, pairs=pipeline.config.schedule in PAIRING):
-            losses = run_pipeline(
-                pipeline, micro_batches, self._divide_and_scale, self.side_by_side
-            )
+            losses = run_pipeline(pipeline, micro_batches, self._scale_loss, self.side_by_side)
         sum_copies(self.model)
         return losses
 
@@ -335,7 +333,7 @@ class TrainStep:
         def forward(inputs: Mapping[str, Any]) -> Tensor:
             loss = get_loss(self.model(**inputs))
             losses.append(loss.detach().float())
-            return self._divide_and_scale(loss)
+            return self._scale_loss(loss)
 
         with self.micro_batches():
             loss = forward(micro_batches[0])
@@ -350,10 +348,10 @@ class TrainStep:
             loss = get_loss(self.model(**inputs))
             if self._progress.is_last:
                 self._reruns.end_forwards()
-            self._divide_and_scale(loss).backward()
+            self._scale_loss(loss).backward()
         return loss.detach().float()
 
-    def _divide_and_scale(self, loss: Tensor) -> Tensor:
+    def _scale_loss(self, loss: Tensor) -> Tensor:
         """Divide a "mean" loss by num_micro_batches, multiply by the loss scale, and return it."""
         check_trains(loss)
         is_mean = self._states[0].loss == "mean"

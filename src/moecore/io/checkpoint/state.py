@@ -15,7 +15,6 @@ a view (`split_halves`).
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -359,59 +358,3 @@ def _shift_placement(placement: Placement, dim: int) -> Placement:
             "be cut as gate and up, _StridedShard(dim, split_factor=2)"
         )
     return Shard(dim + 1)
-
-
-def recompute_buffers(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Return (buffer, value) for each transformers buffer that no checkpoint stores.
-
-    The values, such as rotary frequencies, are computed from the module's config.
-
-    Raises:
-        NotImplementedError: if the values of a buffer cannot be computed.
-    """
-    # Such buffers (rotary frequencies) follow from the config; `to_empty` leaves them undefined.
-    pairs = []
-    for path, module in model.named_modules():
-        if not module._buffers or not type(module).__module__.startswith("transformers."):
-            continue
-        state_dict = module.state_dict()
-        names = [name for name in module._buffers if name not in state_dict]
-        try:
-            with torch.device("cpu"):
-                fresh = type(module)(module.config)._buffers
-        except (AttributeError, TypeError) as error:
-            fresh = _initialize_buffers(module, _find_owner_model(model, path))
-            undefined = [n for n in names if fresh.get(n) is not None and fresh[n].isnan().any()]  # type: ignore[union-attr]
-            if undefined:
-                raise NotImplementedError(
-                    f"{path} ({type(module).__name__}) has buffers {undefined} that no file holds, "
-                    f"and must be built from its config or filled by its model: {error}"
-                ) from None
-        for name in names:
-            buffer, value = module._buffers[name], fresh[name]
-            if buffer is not None and value is not None:
-                pairs.append((buffer, value))
-    return pairs
-
-
-def _find_owner_model(model: nn.Module, path: str) -> Any:
-    """Return the innermost transformers model with the module at `path`; None without one."""
-    names = path.split(".")
-    around = [model, *(model.get_submodule(".".join(names[:i])) for i in range(1, len(names)))]
-    return next((m for m in reversed(around) if hasattr(m, "_init_weights")), None)
-
-
-def _initialize_buffers(module: nn.Module, owner: Any) -> dict[str, Tensor | None]:
-    """Return a module's buffers as transformers initializes them, with NaN for other buffers."""
-    shell = copy.copy(module)
-    shell._parameters = {
-        name: None if param is None else nn.Parameter(param.detach().to("meta"))
-        for name, param in module._parameters.items()
-    }
-    shell._buffers = {
-        name: None if b is None else torch.full(b.shape, torch.nan, dtype=torch.float32)
-        for name, b in module._buffers.items()
-    }
-    if owner is not None:
-        owner._init_weights(shell)
-    return shell._buffers

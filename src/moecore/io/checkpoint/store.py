@@ -64,7 +64,6 @@ from moecore.io.checkpoint.state import (
     ModelView,
     Optimizers,
     list_optimizers,
-    recompute_buffers,
     restore_amax,
     restore_optimizer_state,
     restore_rng,
@@ -76,6 +75,7 @@ from moecore.io.checkpoint.storage import (
     Writer,
     run_dcp_call,
 )
+from moecore.io.checkpoint.transformers_buffers import recompute_buffers
 from moecore.moe.layer import RoutedLayer
 from moecore.parallel.model.parallel_state import find_stages
 from moecore.train.rerun import drop_step

@@ -36,7 +36,7 @@ from moecore.io.checkpoint.config_differences import find_config
 from moecore.io.checkpoint.files import join_problems, refuse_problems
 from moecore.io.checkpoint.ranks import gather, is_first_rank, on_every_rank, on_first_rank
 from moecore.io.checkpoint.shard_file import Meter, Progress
-from moecore.io.checkpoint.state import recompute_buffers
+from moecore.io.checkpoint.transformers_buffers import recompute_buffers
 from moecore.io.hf.config import config_problems
 from moecore.io.hf.config_fields import read_config
 from moecore.io.hf.files import CONFIG, HFFiles, one_line, read_headers

@@ -206,14 +206,12 @@ def _parse_tensor(path: Path, name: str, entry: Any, places: dict[Any, Any]) -> 
             chunks.append(DCPChunk(offsets, sizes, *_locate_chunk(path, name, info)))
     blocks = [(chunk.offsets, chunk.sizes) for chunk in chunks]
     count = sum(math.prod(sizes) for _, sizes in blocks)
-    if count != math.prod(shape) or (count and not _covers_each_element_once(blocks, shape)):
+    if count != math.prod(shape) or (count and not _is_partition(blocks, shape)):
         raise _WrongError(f"{name} {shape} has chunks that are not all of it, each element once")
     return DCPTensor(shape, dtype, tuple(chunks))
 
 
-def _covers_each_element_once(
-    blocks: Sequence[Block], shape: tuple[int, ...], dim: int = 0
-) -> bool:
+def _is_partition(blocks: Sequence[Block], shape: tuple[int, ...], dim: int = 0) -> bool:
     """Whether blocks cover each element of a box once; recurses over slabs between edges."""
     # Example: [0:2, 0:1], [0:1, 1:3] and [1:2, 1:3] in (2, 3): dim 0 has the slabs 0:1 and 1:2, and
     # the first block is in both; in each slab dim 1 has the edges 0, 1 and 3 and one block between.
@@ -226,7 +224,7 @@ def _covers_each_element_once(
     for block, (start, stop) in zip(blocks, spans, strict=True):
         for slab in slabs[number[start] : number[stop]]:
             slab.append(block)
-    return all(_covers_each_element_once(slab, shape, dim + 1) for slab in slabs)
+    return all(_is_partition(slab, shape, dim + 1) for slab in slabs)
 
 
 def _locate_chunk(path: Path, name: str, info: _MetadataRecord) -> tuple[str, int, int]:
