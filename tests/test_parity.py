@@ -397,7 +397,11 @@ def batches(cases: list[Case]) -> list[list[Case]]:
 
 def asked_for(request: pytest.FixtureRequest, cases: list[Case]) -> list[Case]:
     """Return the cases whose tests are selected, by -k or otherwise."""
-    tests = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    tests = [
+        item
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.path == request.path
+    ]
     names = {t.callspec.params["c"].name for t in tests if request.fixturename in t.fixturenames}
     return [c for c in cases if c.name in names]
 
