@@ -63,7 +63,7 @@ RECIPES: dict[str, Variant] = {
     "sign-0.001": Variant(moe=BIAS, balance={"bias_update_rate": 1e-3}),
     "sign-0.01": Variant(moe=BIAS, balance={"bias_update_rate": 1e-2}),
     "router-rate-1": Variant(optimizer={}),
-    "loss-0.01": Variant(balance={"global_batch_coef": 0.01}),
+    **{f"loss-{c}": Variant(balance={"global_batch_coef": c}) for c in (0.01, 0.1, 0.2)},
     "embedding-0.02": Variant(embedding_std=0.02),
     "rate-6e-4": Variant(optimizer={"lr": 6e-4, "router_lr_factor": 0.1}),
     "warmup-15": Variant(schedule={"warmup_steps": 15}),
