@@ -32,6 +32,7 @@ from moecore.io import Saver
 from moecore.io.checkpoint.ranks import on_first_rank
 from moecore.parallel.mesh import ParallelConfig, start_process_group
 from moecore.recipes.data import BatchShape, to_device
+from moecore.recipes.determinism import check_deterministic, use_deterministic_algorithms
 from moecore.recipes.errors import (
     ARGUMENT_ERRORS,
     RUN_ERRORS,
@@ -141,6 +142,8 @@ def run(
     except ARGUMENT_ERRORS as error:
         return print_error(error)
     try:
+        if args.deterministic:
+            use_deterministic_algorithms()
         check_ranks(args)
         stages = remaining_stages(plan(args))
     except ARGUMENT_ERRORS as error:
@@ -173,6 +176,8 @@ def run_stage(
     try:
         job = build_job(args)
         args = job.args  # with the number of steps, which may depend on the data
+        if args.deterministic:
+            check_deterministic(job.model, job.device)
         check_profile(args, job.start)
         if not args.plain_host:
             bind_to_gpu()

@@ -49,6 +49,7 @@ class RunConfig:
         peak_tflops: peak of one device for MFU; None = the bfloat16 peak of a known GPU.
         ranks: processes; None = one per GPU, two on CPU, or those that torchrun has started.
         plain_host: leave CPU affinity and garbage collection to the system.
+        deterministic: compute the same bits in every run of the command on the same machine.
         parallel: degrees; ep not set = the largest of 1, 2, 4 and 8 that fits.
         optimizer: the optimizers.
         schedule: the learning rate over the steps.
@@ -75,6 +76,7 @@ class RunConfig:
     peak_tflops: Positive | None = None
     ranks: Count | None = None
     plain_host: bool = False
+    deterministic: bool = False
     parallel: Annotated[Fields, Table(record=ParallelConfig)] = field(default_factory=dict)
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: LearningRateSchedule = LearningRateSchedule()

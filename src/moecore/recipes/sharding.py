@@ -154,6 +154,11 @@ class ShardedConfig(RunConfig):
         """Raise ValueError for options of records that do not fit together."""
         self.memory_options(), self.pipeline_options(), self.context_options()
         self.precision_options(), self.dispatch_options()
+        if self.deterministic and self.sharding.dispatcher == "nccl_ep":
+            raise ValueError(
+                "--dispatcher (nccl_ep) must be another one with --deterministic, because NCCL EP "
+                "promises no order of its sums: use nvlink or alltoall"
+            )
 
 
 def parallelize(

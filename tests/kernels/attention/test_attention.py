@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -22,6 +23,7 @@ from moecore.kernels.attention import (
 )
 from moecore.kernels.attention import attention as rule
 from moecore.kernels.attention.contract import AttentionBlock, AttentionKernel
+from moecore.kernels.common import meta_as
 from moecore.kernels.invariant import batch_invariant
 
 SCALE = 0.3
@@ -268,6 +270,7 @@ def test_flash4_passes_on_heads_and_masks(monkeypatch: pytest.MonkeyPatch, case:
         return (o, lse) if mask.cu_seqlens_q is None else (o[0], lse[0])
 
     def backward(*heads: Tensor, deterministic: bool, **how: Any) -> tuple[Tensor, ...]:
+        assert deterministic == torch.are_deterministic_algorithms_enabled()
         assert not heads[-1].isneginf().any()  # of rows that see nothing
         (q, k, v, o, do), mask = whole(how, *heads[:-1])
         lse = heads[-1].masked_fill(heads[-1].isinf(), -math.inf)
@@ -394,6 +397,55 @@ def test_a_fused_kernel_is_the_reference(case: str, dtype: torch.dtype) -> None:
         for got, exact in zip(grads, want, strict=True):
             bound = dict(rtol=0.02, atol=0.02 * exact.abs().max())
             torch.testing.assert_close(got.double(), exact, **bound)
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_deterministic_algorithms_exclude_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch has no such backward of cuDNN, and FlashAttention 4 has none for SM 12."""
+    q, k, v, _ = block((2, 8, 8, 4, 2, 64, 64), torch.bfloat16, "meta")
+    with meta_as("cuda"):
+        assert rule.choose_kernel(q, k, v, AttentionMask()) is flash
+        torch.use_deterministic_algorithms(True, warn_only=True)  # what torch excludes cuDNN by
+        assert rule.choose_kernel(q, k, v, AttentionMask()) is cudnn
+    monkeypatch.setattr(flash4, "refuse_half", lambda *_: None)
+    monkeypatch.setattr(flash4, "_why_not", lambda: None)
+    q, k, v, _ = block((2, 8, 8, 4, 2, 64, 64), torch.bfloat16)
+    for major, is_supported in ((9, True), (10, True), (12, False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, major=major: (major, 0))
+        assert (flash4.supports(q, k, v, AttentionMask()) is None) == is_supported
+
+
+DETERMINISTIC = {
+    "causal": ((2, 2048, 2048, 16, 4, 128, 128), AttentionMask()),
+    "window": ((2, 2048, 2048, 16, 4, 128, 128), AttentionMask(window=700)),
+    "documents": ((1, 4096, 4096, 16, 4, 128, 128), ([100, 1900, 2096], None, {})),
+    "latent": ((1, 4096, 4096, 16, 16, 192, 128), ([100, 1900, 2096], None, {})),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("kernel", [flash, flash4], ids=["flash", "flash4"])
+@pytest.mark.parametrize("case", DETERMINISTIC)
+def test_a_backward_has_the_same_bits(case: str, kernel: AttentionKernel) -> None:
+    if kernel is flash4:
+        pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
+    shape, mask = DETERMINISTIC[case]
+    if not isinstance(mask, AttentionMask):
+        mask = packed(mask[0], mask[0], "cuda")
+    q, k, v, do = block(shape, torch.bfloat16, "cuda")
+    o, lse = forward_of(kernel, q, k, v, mask, SCALE)
+    want = backward_of(kernel, do, q, k, v, o, lse, mask, SCALE)
+    for _ in range(20):
+        assert all(map(torch.equal, forward_of(kernel, q, k, v, mask, SCALE), (o, lse)))
+        assert all(map(torch.equal, backward_of(kernel, do, q, k, v, o, lse, mask, SCALE), want))
 
 
 @pytest.mark.gpu

@@ -17,6 +17,8 @@ def supports(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | None
     """Return why cuDNN cannot compute such a block, one line; None = it can."""
     if mask.is_packed:
         return "cu_seqlens_q must be None for cuDNN, whose rows are one document each"
+    if torch.get_deterministic_debug_mode() > 1:  # errors, not warnings: as in torch's own choice
+        return "deterministic algorithms must be off for cuDNN, whose backward torch runs without"
     if mask.window is not None:
         return f"window ({mask.window}) must be None for cuDNN, whose attention reads all keys"
     T, S = q.shape[1], k.shape[1]

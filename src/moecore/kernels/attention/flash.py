@@ -2,9 +2,10 @@
 
 Values of another head dim than queries and keys are padded with zeros, and so are their gradients.
 A row that sees no key has lse = inf there, not -inf: exp(s - lse) is then 0 in the backward, too.
-The backward adds up dq with atomics: bits differ from run to run. The forward's tiles begin with
-each document, have sizes by head dim, and no two programs share a sum of keys: a document's bits do
-not depend on others. The operators are private: their arguments are those of torch 2.13, called as
+The backward adds up dq with atomics, so bits differ from run to run, except under torch's
+deterministic algorithms without `warn_only`. The forward's tiles begin with each document, have
+sizes by head dim, and no two programs share a sum of keys: a document's bits do not depend on
+others. The operators are private: their arguments are those of torch 2.13, called as
 `torch.nn.attention.varlen` does.
 
 Source: arXiv:2307.08691.

@@ -1,8 +1,9 @@
 """Attention by FlashAttention 4, of the package flash-attn-4: documents, windows, dims up to 256.
 
 It compiles a kernel when a process first needs it, of a pair of head dims and a kind of mask. The
-backward adds up dq with atomics: bits differ from run to run. The functions are private: their
-arguments are those of 4.0.0b36, and a release without them is not used.
+backward adds up dq with atomics, whose order is fixed under torch's deterministic algorithms. The
+functions are private: their arguments are those of 4.0.0b36, and a release without them is not
+used.
 
 Source: arXiv:2407.08608, the algorithm on Hopper.
 """
@@ -37,6 +38,9 @@ def supports(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | None
     reason = refuse_half(q, k, v, (9, 0))
     if reason is None and q.is_meta:
         reason = f"device ({q.device.type}) must be cuda for {PACKAGE}: it has no shapes alone"
+    is_exact = torch.are_deterministic_algorithms_enabled()
+    if reason is None and is_exact and torch.cuda.get_device_capability(q.device)[0] == 12:
+        reason = f"deterministic algorithms must be off for {PACKAGE}, which has none for SM 12"
     if reason is None and is_batch_invariant():
         reason = f"batch invariance must be off for {PACKAGE}, whose tiles follow from lengths"
     return reason or _why_not()

@@ -61,7 +61,7 @@ class SelectedKeys:
         return product(p_CxK, rows)
 
     def add(self, total_ND: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
-        """Add [C, K, D] by atomics on GPUs, so in no fixed order there."""
+        """Add [C, K, D]; on GPUs in a fixed order only under torch's deterministic algorithms."""
         rows = None
         for p_CxK, q_CxD in pairs:
             part = product(p_CxK.transpose(1, 2), q_CxD)

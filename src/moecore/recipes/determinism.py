@@ -1,0 +1,45 @@
+"""--deterministic: a command computes the same bits in every run on the same machine.
+
+moecore's kernels add in an order that depends on shapes only. The option selects such algorithms of
+other libraries: cuBLAS, NCCL and Transformer Engine read the environment, and torch, Inductor and
+FlashAttention read torch's setting.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from moecore.families.transformers.linear_attention import linear_layers
+
+ENVIRONMENT = {  # variable -> the values that the option accepts; the first is the default
+    "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
+    "NCCL_NVLS_ENABLE": ("0",),  # switches add in the order of arrival (NVIDIA/nccl#1497)
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),
+}
+
+
+def use_deterministic_algorithms() -> None:
+    """Select deterministic algorithms in this process, before it uses a GPU.
+
+    Raises:
+        ValueError: for a variable of the environment with another value.
+    """
+    for name, values in ENVIRONMENT.items():
+        value = os.environ.setdefault(name, values[0])
+        if value not in values:
+            raise ValueError(f"{name} ({value}) must be {values[0]} with --deterministic: unset it")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def check_deterministic(model: Any, device: torch.device) -> None:
+    """Raise ValueError for a model whose kernels have no deterministic algorithm on the device."""
+    is_linear = getattr(model.config, "linear_attention", None) or linear_layers(model)
+    if device.type == "cuda" and is_linear:
+        raise ValueError(
+            "--deterministic must not go with linear attention on GPUs, whose kernels are selected "
+            "by their measured times: drop it"
+        )
