@@ -50,21 +50,18 @@ def register_experts() -> None:
     process, before either of them. It changes no model.
 
     Raises:
-        RuntimeError: if the installed transformers accepts only its own implementations.
+        RuntimeError: if transformers is older than 5.17.
     """
     import transformers
     from transformers.integrations import finegrained_fp8, moe, mxfp4
 
-    moe.ExpertsInterface.register(NAME, experts_forward)
-    try:
-        check: Any = transformers.PreTrainedModel.get_correct_experts_implementation
-        check(None, NAME)
-    except ValueError:
+    if not hasattr(finegrained_fp8, "FP8ExpertsInterface"):
         raise RuntimeError(
-            f"transformers ({transformers.__version__}) must accept registered experts "
-            "implementations: upgrade it to 5.17"
-        ) from None
-    finegrained_fp8.FP8ExpertsInterface.register(NAME, experts_forward)
+            f"transformers ({transformers.__version__}) must be >= 5.17 for experts_implementation "
+            f"({NAME!r}), because older releases refuse registered names: upgrade it"
+        )
+    for interface in (moe.ExpertsInterface, finegrained_fp8.FP8ExpertsInterface):
+        interface.register(NAME, experts_forward)
     _refuse_construction(mxfp4.Mxfp4GptOssExperts)
 
 
@@ -83,9 +80,8 @@ def experts_forward(
         [T, D] in the dtype of `hidden_states`, summed in fp32 and rounded once. No host sync in
         bf16 on Hopper.
     """
-    plan = getattr(experts, PLAN, None)
-    if plan is None:
-        plan = _make_plan(experts)
+    _ensure_plan(experts)
+    plan: ExpertsPlan = getattr(experts, PLAN)
     x_TD, weights = _operands(experts, plan.layout, hidden_states)
     if not getattr(experts, "has_post_expert_norm", False):
         y_TD = _compute(x_TD, top_k_index, top_k_weights, weights, plan.activation)
@@ -99,19 +95,19 @@ def experts_forward(
     )
     is_local_TK = (ids_TK >= 0) & (ids_TK < weights.w2_eDF.shape[0])
     weights_TK1 = top_k_weights.masked_fill(~is_local_TK, 0).unsqueeze(-1)
-    return (y_ND.unflatten(0, (-1, K)) * weights_TK1).sum(1).to(hidden_states.dtype)
+    y_TD = (y_ND.unflatten(0, (-1, K)) * weights_TK1).sum(1)
+    return y_TD.to(hidden_states.dtype)
 
 
-@torch.compiler.disable
-def _make_plan(experts: Any) -> ExpertsPlan:
-    """Read layout and activation of an experts module, once, and store them in the module."""
+@torch.compiler.assume_constant_result  # runs while torch.compile traces
+def _ensure_plan(experts: Any) -> None:
+    """Read layout and activation of an experts module once, and store them in the module."""
+    if PLAN in vars(experts):
+        return
     layout = read_layout(experts)
-    dtype = getattr(experts, layout.w2).dtype
-    if dtype not in DTYPES:
+    if getattr(experts, layout.w2).dtype not in DTYPES:
         raise NotImplementedError(_quantised_error(type(experts)))
-    plan = ExpertsPlan(layout, read_activation(experts, layout))
-    setattr(experts, PLAN, plan)
-    return plan
+    setattr(experts, PLAN, ExpertsPlan(layout, read_activation(experts, layout)))
 
 
 def _operands(experts: Any, layout: ExpertLayout, x_TD: Tensor) -> tuple[Tensor, ExpertWeights]:
@@ -144,12 +140,21 @@ def _compute(
         num_local=weights.w2_eDF.shape[0],
     )
     spec = ExpertSpec.of(rows, weights, activation)
-    computation = (_choose.__wrapped__ if torch.compiler.is_compiling() else _choose)(
-        spec, activation
-    )
+    is_compiling = torch.compiler.is_compiling()
+    choose = _choose.__wrapped__ if is_compiling else _choose
+    computation = choose(spec, activation)
     if isinstance(computation, ExpertMLPOptions):
         return expert_mlp(rows, weights, index, computation)
-    return computation(ExpertInput(rows, index, None), weights, activation)
+    # In other dtypes a compiler cannot trace torch's grouped_mm.
+    run = _run_eager if is_compiling and x_SD.dtype != torch.bfloat16 else _run
+    return run(computation, ExpertInput(rows, index, None), weights, activation)
+
+
+def _run(computation: Computation, *arguments: Any) -> Tensor:
+    return computation(*arguments)
+
+
+_run_eager = torch.compiler.disable(_run)
 
 
 @lru_cache
