@@ -12,7 +12,6 @@ Legend: E experts, D model dim, F hidden dim of an expert, C columns of FC1 (2F 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -56,10 +55,17 @@ def find_experts_adapter(module: nn.Module) -> Callable[[Any, nn.Module], Routed
 def route_experts(experts: Any, model: nn.Module) -> RoutedExperts:
     """Return moecore's routed experts with the parameters of a transformers experts module."""
     refuse_customised_experts(experts, children=(ACTIVATION, "identity_expert"))
-    gated = getattr(experts, "has_gate", True)
+    layout = read_layout(experts)
+    read = read_experts(experts, layout)
+    config = MoEConfig(**read.fields, top_k=1)  # not used: the model's router chooses
+    return adopt_experts(config, layout, used_tensors(experts), own_activation=read.own_activation)
+
+
+def read_layout(experts: Any) -> ExpertLayout:
+    """Return names and orders of the parameters of an experts module with the interface."""
+    w1 = "gate_up_proj" if getattr(experts, "has_gate", True) else "up_proj"
     concatenated = getattr(experts, "is_concatenated", True)
-    w1 = "gate_up_proj" if gated else "up_proj"
-    layout = ExpertLayout(
+    return ExpertLayout(
         w1=w1,
         w2="down_proj",
         b1=f"{w1}_bias",
@@ -67,9 +73,6 @@ def route_experts(experts: Any, model: nn.Module) -> RoutedExperts:
         transposed=getattr(experts, "is_transposed", False),
         gate_up="concatenated" if concatenated else "interleaved",
     )
-    read = read_experts(experts, layout)
-    config = MoEConfig(**read.fields, top_k=1)  # not used: the model's router chooses
-    return adopt_experts(config, layout, used_tensors(experts), own_activation=read.own_activation)
 
 
 def used_tensors(experts: Any) -> dict[str, nn.Parameter]:
@@ -87,19 +90,14 @@ def read_experts(experts: Any, layout: ExpertLayout) -> ReadExperts:
     """Return sizes, activation and biases of an experts module; see `route_experts`."""
     num_experts, sizes = len(getattr(experts, layout.w2)), getattr(experts, layout.w1).shape[1:]
     fc1_dim, dim = reversed(sizes) if layout.transposed else sizes
-    gated = getattr(experts, "has_gate", True)
-    interleaved = layout.gate_up == "interleaved"
-    activation = _activation_of(experts, gated=gated)
-    options = _known_options(activation, experts, gated, interleaved)
-    if options is None:
-        if not _is_elementwise(activation, gated, interleaved):
-            raise NotImplementedError(
-                f"activation of {type(experts).__name__} must compute each column from its own "
-                "gate and up columns, along which experts may be cut: pass an adapter of yours, "
-                "see docs/extending.md"
-            )
-        kind = "swiglu" if gated else "silu"  # has or has no gate, like the module's own
-        options = ActivationOptions(kind=kind, function=activation)
+    options = read_activation(experts, layout)
+    gated, interleaved = options.gated, layout.gate_up == "interleaved"
+    if options.function is not None and not _is_elementwise(options.function, gated, interleaved):
+        raise NotImplementedError(
+            f"activation of {type(experts).__name__} must compute each column from its own "
+            "gate and up columns, along which experts may be cut: pass an adapter of yours, "
+            "see docs/extending.md"
+        )
     fields: dict[str, Any] = {
         "dim": dim,
         "hidden_dim": fc1_dim // 2 if gated else fc1_dim,
@@ -114,11 +112,24 @@ def read_experts(experts: Any, layout: ExpertLayout) -> ReadExperts:
     return ReadExperts(fields, options.function)
 
 
+def read_activation(experts: Any, layout: ExpertLayout) -> ActivationOptions:
+    """Return the activation of an experts module: moecore's if the values are equal."""
+    gated, interleaved = getattr(experts, "has_gate", True), layout.gate_up == "interleaved"
+    activation = _activation_of(experts, gated=gated)
+    options = _known_options(activation, experts, gated, interleaved)
+    if options is not None:
+        return options
+    kind = "swiglu" if gated else "silu"  # has or has no gate, like the module's own
+    return ActivationOptions(kind=kind, function=activation)
+
+
 def _activation_of(experts: Any, *, gated: bool) -> Callable[[Tensor], Tensor]:
     """Return the module's own activation, [R, C] -> [R, F], without a reference to its matrices."""
-    shell = copy.copy(experts)
-    shell._parameters = {}
-    act = shell._modules.get(ACTIVATION)
+    # `copy.copy` calls constructors of FSDP2's classes, and fails for parametrized classes.
+    shell: Any = object.__new__(type(experts))
+    act = experts._modules.get(ACTIVATION)
+    modules = {} if act is None else {ACTIVATION: act}
+    shell.__dict__.update(vars(experts) | {"_parameters": {}, "_modules": modules})
     if act is not None and [*act.parameters(), *act.buffers()]:
         raise NotImplementedError(
             f"{ACTIVATION} ({type(act).__name__}) of {type(experts).__name__} must have no "

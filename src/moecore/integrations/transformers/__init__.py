@@ -1,5 +1,6 @@
-"""transformers' Trainer, and TRL's, for models of `parallelize_moe`: see docs/trainer.md."""
+"""transformers' Trainer and TRL's (docs/trainer.md), and experts by name (docs/transformers.md)."""
 
+from moecore.integrations.transformers.experts import register_experts
 from moecore.integrations.transformers.trainer import MoETrainer
 
-__all__ = ["MoETrainer"]
+__all__ = ["MoETrainer", "register_experts"]

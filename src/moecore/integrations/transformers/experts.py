@@ -1,0 +1,189 @@
+"""moecore's experts as an experts implementation of transformers.
+
+    register_experts    registers "moecore" in transformers' `ExpertsInterface`
+
+transformers' experts modules then call `experts_forward` in place of their own forward. Parameters
+stay in the module, in transformers' names, shapes and order, and the kernels read views of them.
+The router, its auxiliary loss and the shared experts do not change.
+
+Legend: T tokens, K experts per token, D model dim, E local experts.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache, wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from moecore.base.params import local_param
+from moecore.base.torch_private import autocast_dtype
+from moecore.families.transformers.experts import read_activation, read_layout
+from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertSpec, ExpertWeights
+from moecore.kernels.experts.expert_mlp import expert_mlp
+from moecore.kernels.experts.products import choose_products
+from moecore.kernels.rows.activation import ActivationOptions
+from moecore.kernels.rows.index import build_index
+from moecore.kernels.rows.record import Rows
+from moecore.moe.backends import Computation, separate_computation
+from moecore.moe.expert_layout import ExpertLayout
+from moecore.moe.records import ExpertInput
+
+NAME = "moecore"
+PLAN = "_moecore_plan"  # attribute of an experts module
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class ExpertsPlan(NamedTuple):
+    """What a module's first forward reads from the module."""
+
+    layout: ExpertLayout
+    activation: ActivationOptions
+
+
+def register_experts() -> None:
+    """Register "moecore" as a value of transformers' `experts_implementation`.
+
+    `from_pretrained(..., experts_implementation="moecore")` and
+    `model.set_experts_implementation("moecore")` then run moecore's experts. Call it once per
+    process, before either of them. It changes no model.
+
+    Raises:
+        RuntimeError: if transformers is older than 5.17.
+    """
+    import transformers
+    from transformers.integrations import finegrained_fp8, moe, mxfp4
+
+    if not hasattr(finegrained_fp8, "FP8ExpertsInterface"):
+        raise RuntimeError(
+            f"transformers ({transformers.__version__}) must be >= 5.17 for experts_implementation "
+            f"({NAME!r}), because older releases refuse registered names: upgrade it"
+        )
+    for interface in (moe.ExpertsInterface, finegrained_fp8.FP8ExpertsInterface):
+        interface.register(NAME, experts_forward)
+    _refuse_construction(mxfp4.Mxfp4GptOssExperts)
+
+
+def experts_forward(
+    experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Return the weighted sum over each token's experts. Arguments have transformers' names.
+
+    Args:
+        experts: an experts module with transformers' interface.
+        hidden_states: [T, D].
+        top_k_index: integer [T, K]; ids outside of [0, E) are ignored, as in expert parallelism.
+        top_k_weights: float [T, K]; differentiable.
+
+    Returns:
+        [T, D] in the dtype of `hidden_states`, summed in fp32 and rounded once. No host sync in
+        bf16 on Hopper.
+    """
+    _ensure_plan(experts)
+    plan: ExpertsPlan = getattr(experts, PLAN)
+    x_TD, weights = _operands(experts, plan.layout, hidden_states)
+    if not getattr(experts, "has_post_expert_norm", False):
+        y_TD = _compute(x_TD, top_k_index, top_k_weights, weights, plan.activation)
+        return y_TD.to(hidden_states.dtype)
+    # The norm precedes the weights, so each choice is a row, as if it were a token.
+    ids_TK, K = top_k_index, top_k_index.shape[1]
+    ones = torch.ones_like(top_k_weights).view(-1, 1)
+    rows = x_TD.repeat_interleave(K, dim=0)
+    y_ND = experts.post_expert_norm(
+        _compute(rows, ids_TK.view(-1, 1), ones, weights, plan.activation)
+    )
+    is_local_TK = (ids_TK >= 0) & (ids_TK < weights.w2_eDF.shape[0])
+    weights_TK1 = top_k_weights.masked_fill(~is_local_TK, 0).unsqueeze(-1)
+    y_TD = (y_ND.unflatten(0, (-1, K)) * weights_TK1).sum(1)
+    return y_TD.to(hidden_states.dtype)
+
+
+@torch.compiler.assume_constant_result  # runs while torch.compile traces
+def _ensure_plan(experts: Any) -> None:
+    """Read layout and activation of an experts module once, and store them in the module."""
+    if PLAN in vars(experts):
+        return
+    layout = read_layout(experts)
+    if getattr(experts, layout.w2).dtype not in DTYPES:
+        raise NotImplementedError(_quantised_error(type(experts)))
+    setattr(experts, PLAN, ExpertsPlan(layout, read_activation(experts, layout)))
+
+
+def _operands(experts: Any, layout: ExpertLayout, x_TD: Tensor) -> tuple[Tensor, ExpertWeights]:
+    """Return rows and views of the parameters, in autocast's dtype or that of the parameters."""
+    w1, w2 = (local_param(getattr(experts, name)) for name in (layout.w1, layout.w2))
+    dtype = autocast_dtype(x_TD) or w2.dtype
+    b1, b2 = (getattr(experts, name, None) for name in (layout.b1, layout.b2))
+    weights = ExpertWeights(
+        w1_eCD=(w1.transpose(1, 2) if layout.transposed else w1).to(dtype),
+        w2_eDF=(w2.transpose(1, 2) if layout.transposed else w2).to(dtype),
+        b1_eC=None if b1 is None else local_param(b1).to(dtype),
+        b2_eD=None if b2 is None else local_param(b2).to(dtype),
+    )
+    return x_TD.to(dtype), weights
+
+
+def _compute(
+    x_SD: Tensor,
+    ids_SK: Tensor,
+    weights_SK: Tensor,
+    weights: ExpertWeights,
+    activation: ActivationOptions,
+) -> Tensor:
+    """Return the weighted sum over the experts of each row."""
+    rows = Rows(x_SD)
+    index = build_index(
+        ids_SK.to(torch.int32),
+        weights_SK.to(torch.promote_types(weights_SK.dtype, torch.float32)),
+        first=0,
+        num_local=weights.w2_eDF.shape[0],
+    )
+    spec = ExpertSpec.of(rows, weights, activation)
+    is_compiling = torch.compiler.is_compiling()
+    choose = _choose.__wrapped__ if is_compiling else _choose
+    computation = choose(spec, activation)
+    if isinstance(computation, ExpertMLPOptions):
+        return expert_mlp(rows, weights, index, computation)
+    # In other dtypes a compiler cannot trace torch's grouped_mm.
+    run = _run_eager if is_compiling and x_SD.dtype != torch.bfloat16 else _run
+    return run(computation, ExpertInput(rows, index, None), weights, activation)
+
+
+def _run(computation: Computation, *arguments: Any) -> Tensor:
+    return computation(*arguments)
+
+
+_run_eager = torch.compiler.disable(_run)
+
+
+@lru_cache
+def _choose(spec: ExpertSpec, activation: ActivationOptions) -> ExpertMLPOptions | Computation:
+    """Return the options of `expert_mlp`, or the computation that replaces it."""
+    has_extras = spec.fc1_bias or spec.fc2_bias or spec.own_activation
+    computation = separate_computation("auto", spec, has_extras=has_extras)
+    if computation is not None:
+        return computation
+    return ExpertMLPOptions(activation=activation, products=choose_products("auto", spec))
+
+
+def _refuse_construction(cls: type[nn.Module]) -> None:
+    """Make the constructor of quantised experts without the interface refuse "moecore"."""
+    construct: Any = cls.__init__
+    if hasattr(construct, "__wrapped__"):
+        return
+
+    @wraps(construct)
+    def refuse_or_construct(self: nn.Module, config: Any) -> None:
+        if getattr(config, "_experts_implementation", None) == NAME:
+            raise NotImplementedError(_quantised_error(cls))
+        construct(self, config)
+
+    cls.__init__ = refuse_or_construct  # type: ignore[method-assign]
+
+
+def _quantised_error(cls: type) -> str:
+    return (
+        f"experts_implementation ({NAME!r}) must not go with quantised experts ({cls.__name__}): "
+        "load the model with dequantize=True in its quantization config"
+    )
