@@ -23,7 +23,7 @@ RUN = (
 
 @pytest.fixture
 def alarms(train: ModuleType) -> ModuleType:
-    from moecore.recipes import alarms
+    from moecore.recipes import report as alarms
 
     return alarms
 
@@ -154,7 +154,8 @@ def test_a_run_is_traced_and_warned_of(
     train: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """A learning rate that breaks the model, and experts that are idle after one step."""
-    from moecore.recipes import alarms, profiling
+    from moecore.recipes import host as profiling
+    from moecore.recipes import report as alarms
     from moecore.recipes.metrics import expert_loads
 
     monkeypatch.setattr(alarms, "IDLE_STEPS", 1)

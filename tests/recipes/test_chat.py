@@ -43,7 +43,8 @@ LAST_FIRST = """\
 
 @pytest.fixture(scope="module")
 def modules() -> Iterator[SimpleNamespace]:
-    from moecore.recipes import batches, chat, examples, tiny_model
+    from moecore.recipes import chat, examples, tiny_model
+    from moecore.recipes import examples as batches
     from moecore.recipes.data import BatchShape
 
     yield SimpleNamespace(

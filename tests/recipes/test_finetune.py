@@ -125,7 +125,7 @@ def on_two_ranks(rank: int, device: torch.device, folder: Path) -> list[str]:
     script.digest_of = digest_of
     start("dynamic", f"{TWO_RANKS} --checkpoint-every 0 --dynamic-cp {TOKENS // 2}")
     with patch.object(
-        importlib.import_module("moecore.recipes.graphs"), "GraphedForwardBackward", GraphStandIn
+        importlib.import_module("moecore.recipes.data"), "GraphedForwardBackward", GraphStandIn
     ):
         start("graphs", f"{TWO_RANKS} --checkpoint-every 0 --cuda-graph")
     assert len(GraphStandIn.captures) == 1, "all steps have the same shapes"
@@ -480,9 +480,9 @@ def test_padding_is_routed_in_no_kind_of_layer(family: str, finetune: ModuleType
 
     Documents meet in rows of the first two. Attention of the third has chunks.
     """
-    from moecore.recipes.batches import packed_examples
     from moecore.recipes.chat import Example
     from moecore.recipes.data import BatchShape
+    from moecore.recipes.examples import packed_examples
 
     model = tiny_model(family)
     packs = finetune.packs(model)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from moecore.io import set_latest
 from moecore.io.checkpoint.directory import make_step_path
 from moecore.recipes import sums
-from moecore.recipes.rewards import RewardError, load_reward, rewards_of
+from moecore.recipes.grpo_job import RewardError, load_reward, rewards_of
 from moecore.recipes.tiny_model import make
 from tests.recipes.test_train import metrics
 

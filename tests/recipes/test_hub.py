@@ -18,7 +18,7 @@ import huggingface_hub
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 import moecore
-from moecore.recipes.hub import model_directory
+from moecore.recipes.files import model_directory
 from moecore.recipes.tiny_model import make
 
 COMMIT = "0123456789" * 4

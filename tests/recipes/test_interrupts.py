@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 
 from moecore.io import latest
-from moecore.recipes.interrupts import StopRequest, noting_signals
-from moecore.recipes.launch import launch
-from moecore.recipes.resume import continuation
+from moecore.recipes.job import continuation
+from moecore.recipes.launch import StopRequest, launch, noting_signals
 from tests.recipes.launched import forked_ranks, launched
 from tests.recipes.test_train import MEASURED
 

@@ -58,7 +58,8 @@ def test_documents_are_padded_for_the_ranks_that_share_rows(train: ModuleType) -
 def test_the_loss_of_packed_rows_is_that_of_documents(train: ModuleType) -> None:
     """Through what a step runs, against one forward per document."""
     from moecore.models import Decoder, flops_per_token
-    from moecore.recipes import metrics, native
+    from moecore.recipes import corpus_training as native
+    from moecore.recipes import metrics
 
     corpus = corpus_of(train, 5, 40, 9, 3, 16, 7, 33, 2)
     batch = packed(train, corpus, ranks=1, accum=2).next()

@@ -94,7 +94,7 @@ def rank_with_graphs(
 ) -> tuple[tuple[int, str], list[list[tuple[int, ...]]]]:
     """Be a rank of the script with a graph's stand-in; return what it captured, too."""
     with patch.object(
-        importlib.import_module("moecore.recipes.graphs"), "GraphedForwardBackward", GraphStandIn
+        importlib.import_module("moecore.recipes.data"), "GraphedForwardBackward", GraphStandIn
     ):
         return rank_of_script(rank, device, 2, words), GraphStandIn.captures
 
@@ -151,7 +151,7 @@ def test_steps_of_any_number_of_documents_are_graphs(
 
 
 def test_other_shapes_are_a_graph_of_their_own(pretrain: ModuleType) -> None:
-    graphs, GraphStandIn.captures = importlib.import_module("moecore.recipes.graphs"), []
+    graphs, GraphStandIn.captures = importlib.import_module("moecore.recipes.data"), []
     with patch.object(graphs, "GraphedForwardBackward", GraphStandIn):
         graphed = graphs.Graphed(torch.sum, torch.nn.Linear(1, 1))
     for number in (2, 2, 2, 2, 3, 3, 3, 3):

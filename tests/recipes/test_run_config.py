@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from moecore.io import set_latest
-from moecore.recipes.run_config import changes
+from moecore.recipes.job import changes
 from tests.recipes.test_train import metrics
 
 BEFORE = """

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from moecore.recipes.samples import read_samples
+from moecore.recipes.generate import read_samples
 from tests.recipes import test_pretrain
 
 pytest.importorskip("transformers", reason="it generates from the export")

@@ -20,11 +20,19 @@ import torch
 from moecore.io import decoder_config_from_hf, set_latest
 from moecore.io.checkpoint.manifest import read_manifest
 from moecore.models import preset
+from moecore.recipes.decoder_config import RotaryOptions, with_rotary, write_rotary
 from moecore.recipes.pretrain import PretrainConfig
-from moecore.recipes.rotary import RotaryOptions, with_rotary, write_rotary
-from moecore.recipes.schedule import LearningRateSchedule
-from moecore.recipes.stages import length_of, options_of, plan_stages, split_stages
-from moecore.recipes.steps import BatchRamp, EqualSteps, StepSizes, equal_steps
+from moecore.recipes.schedule import (
+    BatchRamp,
+    EqualSteps,
+    LearningRateSchedule,
+    StepSizes,
+    equal_steps,
+    length_of,
+    options_of,
+    plan_stages,
+    split_stages,
+)
 from tests.helpers.ranks import run_ranks
 from tests.recipes import test_pretrain
 

@@ -24,11 +24,10 @@ from moecore.packing import (
     ScheduledLoader,
 )
 from moecore.packing.corpus.files import shorten_text
-from moecore.recipes.borders import Borders, borders_of
+from moecore.recipes.chat import Borders, borders_of
 from moecore.recipes.data import BatchShape, StepBatch, standard_library, with_borders
-from moecore.recipes.files import check_directory, named
+from moecore.recipes.files import HUB, check_directory, is_table, load_table, named
 from moecore.recipes.hf_model import TOKENIZER_FILES
-from moecore.recipes.tables import HUB, is_table, load_table
 
 BYTES = "bytes"
 STDLIB = "python:"  # sources of the Python standard library

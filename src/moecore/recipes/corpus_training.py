@@ -1,30 +1,95 @@
-"""CorpusTraining: the decoder of `moecore pretrain` on a corpus, and its export."""
+"""The native decoder on the ranks, and its training on a corpus.
+
+Legend: B rows, T tokens of a row.
+"""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from moecore.base.progress import show_progress, track
 from moecore.io import export_hf
 from moecore.io.checkpoint.ranks import on_first_rank
 from moecore.models import Decoder
+from moecore.moe.layer import MoELayer
 from moecore.packing import ScheduledBatch
 from moecore.recipes.corpora import CorpusSteps, ScheduledCorpusSteps, Tokenizer
-from moecore.recipes.data import StepBatch, to_device
+from moecore.recipes.data import Graphed, StepBatch, pad_borders, to_device
 from moecore.recipes.decoder_config import export_config
-from moecore.recipes.graphs import pad_borders
+from moecore.recipes.generate import write_samples
+from moecore.recipes.job import TrainingJob
 from moecore.recipes.loop import begins, ranks_of, say
-from moecore.recipes.metrics import Metrics
-from moecore.recipes.native import DecoderJob, dispatcher_of, inputs_of
+from moecore.recipes.metrics import Metrics, usage
+from moecore.recipes.options import RunConfig
 from moecore.recipes.report import EXPORT, SAMPLES
-from moecore.recipes.samples import write_samples
 from moecore.recipes.schedule import is_due
+from moecore.train.step import TrainStep
+
+ForwardBackward = Callable[..., Tensor]
+
+
+@dataclass(kw_only=True)
+class DecoderJob(TrainingJob[StepBatch | ScheduledBatch]):
+    """A `Decoder` on rows of text; of a `ScheduledBatch` each micro-batch has its own cp.
+
+    Attributes:
+        run_micro_batches: see `make_forward_backward`.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.run_micro_batches = make_forward_backward(self.model, self.owner, self.args)
+
+    def forward_backward(self, num_labels: Tensor, batch: StepBatch | ScheduledBatch) -> Tensor:
+        """Run the micro-batches and return this rank's part of the mean loss."""
+        if isinstance(batch, ScheduledBatch):
+            self.owner.num_micro_batches = len(batch.cps)
+            return batch.loss_of(self.owner.forward_backward(batch.inputs(self.device)))
+        if self.owner.num_micro_batches != len(batch.tokens_ABT):
+            self.owner.num_micro_batches = len(batch.tokens_ABT)
+        tensors = (to_device(tensor, self.device) for tensor in batch.tensors())
+        return self.run_micro_batches(num_labels, *tensors)
+
+    def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
+        """Return the share of padding and MFU."""
+        return usage(counts, seconds, self.model.config, self.peak_tflops)
+
+
+def make_forward_backward(model: Decoder, owner: TrainStep, args: RunConfig) -> ForwardBackward:
+    """Return what runs a step's micro-batches: its part of the mean loss over all labels.
+
+    It takes the number of labels of all ranks and the tensors of a `StepBatch`.
+    """
+
+    def forward_backward(num_labels: Tensor, *tensors: Tensor) -> Tensor:
+        return owner.forward_backward(inputs_of(num_labels, tensors, args.seq_len)).sum()
+
+    return Graphed(forward_backward, model) if args.cuda_graph else forward_backward
+
+
+def inputs_of(num_labels: Tensor, tensors: Iterable[Tensor], seq_len: int) -> list[dict[str, Any]]:
+    """Return the decoder's inputs of each micro-batch of a `StepBatch`'s tensors."""
+    tensors = tuple(tensors)
+    names = ["tokens_BT", "labels_BT"]
+    of_all: dict[str, Any] = {"num_tokens": num_labels}
+    if len(tensors) > len(names):
+        names += ["padding_mask_BT", "cu_seqlens"]
+        of_all["max_seqlen"] = seq_len
+    return [dict(zip(names, row, strict=True)) | of_all for row in zip(*tensors, strict=True)]
+
+
+def dispatcher_of(model: Decoder) -> str:
+    """Return the dispatcher in use: "auto" has chosen by now."""
+    names = {type(m.dispatcher).__name__ for m in model.modules() if isinstance(m, MoELayer)}
+    return "".join(names).removesuffix("Dispatcher").lower() or "dense"
 
 
 @dataclass(kw_only=True)

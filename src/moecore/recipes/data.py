@@ -15,19 +15,21 @@ import hashlib
 import json
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from moecore.packing import CutDocuments, PackedBatchSampler, PackedCollator
 from moecore.packing.collate import get_length_multiple
 from moecore.packing.corpus.files import strip_line
 from moecore.recipes.files import named, read_file
+from moecore.train import GraphedForwardBackward
 
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 VOCAB_SIZE = 256
@@ -331,3 +333,29 @@ def _texts(path: Path, content: bytes) -> list[bytes]:
                 f'{named("--data", path)} line {number} must be a JSON object with a string "text"'
             ) from None
     return texts
+
+
+class Graphed:
+    """Replays a graph; where a step has other shapes, on every rank, it is captured anew."""
+
+    def __init__(self, forward_backward: Callable[..., Tensor], model: nn.Module) -> None:
+        self._graph = GraphedForwardBackward(forward_backward, model)
+        self._shapes: list[torch.Size] = []
+
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        """Return the loss of a step."""
+        shapes = [tensor.shape for tensor in tensors]
+        if shapes != self._shapes:
+            self._graph.close()
+            self._shapes = shapes
+        loss: Tensor = self._graph(*tensors)
+        return loss
+
+
+def pad_borders(batch: StepBatch) -> StepBatch:
+    """Return the batch with as many borders as that of any rank. Collective, waits on the host."""
+    if batch.cu_seqlens_An is None:
+        return batch
+    num_borders = torch.tensor(batch.cu_seqlens_An.shape[1])
+    dist.all_reduce(num_borders, op=dist.ReduceOp.MAX)
+    return replace(batch, cu_seqlens_An=with_borders(batch.cu_seqlens_An, int(num_borders)))

@@ -2,19 +2,89 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Self
 
 from moecore.base.command_options import Fields, Table
+from moecore.base.fields import Bound, CheckedRecord, Count, Positive, Rules
 from moecore.base.options.layer import BalanceConfig, CapacityConfig, MoEConfig
 from moecore.io import decoder_config_from_hf
 from moecore.io.hf.config_fields import read_config
-from moecore.models import DecoderConfig, preset
+from moecore.models import DecoderConfig, YarnConfig, preset
 from moecore.recipes.files import check_directory, naming
-from moecore.recipes.options import moe_of
-from moecore.recipes.rotary import RotaryOptions, write_rotary
-from moecore.recipes.sharding import ShardedConfig
+from moecore.recipes.options import ShardedConfig, moe_of
+
+Factor = Annotated[float, Bound(">=", 1)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RotaryOptions(CheckedRecord):
+    """Rotary embedding for longer sequences; what is None stays as the model's config has it.
+
+    Attributes:
+        theta: the base of the rotary frequencies.
+        yarn_factor: YaRN: how many times longer sequences are than `yarn_length`.
+        yarn_length: YaRN: the longest sequence before this change, in tokens.
+        max_length: the longest sequence of the model, in tokens.
+    """
+
+    theta: Positive | None = None
+    yarn_factor: Factor | None = None
+    yarn_length: Count | None = None
+    max_length: Count | None = None
+
+    def _rules(self) -> Rules:
+        if (self.yarn_factor is None) != (self.yarn_length is None):
+            yield "yarn_factor", f"be given with yarn_length ({self.yarn_length}): give both"
+
+    def apply(self, config: DecoderConfig) -> DecoderConfig:
+        """Return the config with these positions."""
+        values: dict[str, Any] = {}
+        if self.theta is not None:
+            values["rope_theta"] = self.theta
+        if self.max_length is not None:
+            values["max_seq_len"] = self.max_length
+        if self.yarn_factor is not None and self.yarn_length is not None:
+            yarn = YarnConfig(factor=self.yarn_factor, original_max_seq_len=self.yarn_length)
+            mla = config.mla
+            values |= {"yarn": yarn} if mla is None else {"mla": replace(mla, yarn=yarn)}
+        return replace(config, **values) if values else config
+
+
+def with_rotary(config: DecoderConfig, values: Mapping[str, Any]) -> DecoderConfig:
+    """Return a config with the rotary embedding of another, which is a record as a dict."""
+    changes: dict[str, Any] = {
+        name: values[name] for name in ("rope_theta", "max_seq_len") if name in values
+    }
+    if config.mla is None:
+        changes["yarn"] = _yarn_of(values.get("yarn"))
+    else:
+        changes["mla"] = replace(config.mla, yarn=_yarn_of((values.get("mla") or {}).get("yarn")))
+    return replace(config, **changes)
+
+
+def _yarn_of(values: Mapping[str, Any] | None) -> YarnConfig | None:
+    return None if values is None else YarnConfig(**values)
+
+
+def write_rotary(values: Mapping[str, Any], config: DecoderConfig) -> dict[str, Any]:
+    """Return the content of a config.json with the rotary embedding of a decoder's config."""
+    result = {**values, "max_position_embeddings": config.max_seq_len}
+    rope = dict(result.pop("rope_parameters", None) or result.pop("rope_scaling", None) or {})
+    result["rope_theta"] = rope["rope_theta"] = config.rope_theta
+    yarn = config.yarn if config.mla is None else config.mla.yarn
+    rope = {k: v for k, v in rope.items() if k in ("rope_theta", "partial_rotary_factor")}
+    if yarn is None:
+        return {**result, "rope_parameters": {"rope_type": "default", **rope}}
+    values_of_yarn = asdict(yarn)
+    rope |= {"rope_type": "yarn", "factor": yarn.factor, "truncate": yarn.truncate}
+    rope |= {name: values_of_yarn[name] for name in ("beta_fast", "beta_slow")}
+    rope["original_max_position_embeddings"] = yarn.original_max_seq_len
+    if yarn.mscale_all_dim:
+        rope |= {"mscale": yarn.mscale, "mscale_all_dim": yarn.mscale_all_dim}
+    return {**result, "rope_parameters": rope}
 
 
 @dataclass(frozen=True, kw_only=True)

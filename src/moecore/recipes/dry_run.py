@@ -21,8 +21,8 @@ from moecore.planning.costs import CostTable
 from moecore.planning.flags import planned_nvlink
 from moecore.planning.gpus import domain_of, gpu_of, peers_of, time_refusal
 from moecore.recipes.data import StepBatch
+from moecore.recipes.options import ShardedConfig
 from moecore.recipes.parser import to_toml
-from moecore.recipes.sharding import ShardedConfig
 
 MAX_TOKENS = 64  # of the first row that are printed
 

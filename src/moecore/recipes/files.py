@@ -1,14 +1,17 @@
-"""Files that a user names: regular, readable and small enough, or one line with option and path."""
+"""Files, models of the hub and data sets that a user names: each error has option and path."""
 
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from moecore.io.checkpoint.files import open_regular
+from moecore.packing.corpus.files import shorten_text
 
 MAX_TEXT_BYTES = 1 << 30  # of a config, a template or a vocabulary
 # Libraries map files of these kinds or read parts of them, so their size has no limit.
@@ -117,3 +120,90 @@ def shown_path(path: str | Path) -> str:
 def host_bytes() -> int:
     """Return the memory of this host."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+UNUSED_FILES = ("original/*", "metal/*", "*.pth", "*.gguf", "*.onnx")  # weights in other formats
+
+
+def model_directory(path: Path, option: str = "--model") -> Path:
+    """Return a directory as it is, and of a name of the hub the directory in the cache.
+
+    The first process of a host downloads what the cache lacks. Other processes wait for it.
+
+    Raises:
+        ValueError: for a name that is neither in the cache nor can be downloaded.
+    """
+    if path.exists() or not HUB_ID.fullmatch(str(path)):
+        return path
+    import huggingface_hub as hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.utils import WeakFileLock
+
+    name, cache = str(path), Path(hub.constants.HF_HUB_CACHE)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with WeakFileLock(cache / f".{name.replace('/', '--')}.lock"):
+            try:
+                location = hub.snapshot_download(
+                    name, local_files_only=True, ignore_patterns=[*UNUSED_FILES]
+                )
+            except LocalEntryNotFoundError:
+                location = hub.snapshot_download(name, ignore_patterns=[*UNUSED_FILES])
+    except Exception as error:  # of any kind, of networks and of the hub
+        raise ValueError(
+            f"{option} ({name}) must be a directory, or a model of the hub that is in the cache "
+            f"({cache}) or can be downloaded: {shorten_text(error)}"
+        ) from None
+    return Path(location)
+
+
+HUB = "hf:"
+DIRECTORY_FILES = ("state.json", "dataset_dict.json")  # of save_to_disk
+
+
+def is_table(path: str) -> bool:
+    """Return whether the package `datasets` reads the path."""
+    is_directory = any(os.path.lexists(Path(path) / file) for file in DIRECTORY_FILES)
+    return path.startswith(HUB) or path.endswith(".parquet") or is_directory
+
+
+def load_table(
+    path: str, option: str, *, split: str = "train", config: str = "", stream: bool = False
+) -> Any:
+    """Return a data set of `datasets`.
+
+    Args:
+        path: hf:NAME with a hub name or directory, a `save_to_disk` directory, or a .parquet file.
+        option: the option with the path, for error messages.
+        split: the split to read, if the data set has splits.
+        config: the configuration to read; "" = the only one.
+        stream: read hf:NAME without storing it.
+
+    Raises:
+        ValueError: without the package, or for a data set that does not load.
+    """
+    name = named(option, path)
+    try:
+        import datasets
+    except ImportError:
+        raise ValueError(f"{name} must have datasets installed: pip install datasets") from None
+    location = path.removeprefix(HUB)
+    if os.path.isdir(location):
+        check_directory(Path(location), option)
+    with _loading(name):
+        if path.startswith(HUB):
+            return datasets.load_dataset(location, config or None, split=split, streaming=stream)
+        if path.endswith(".parquet"):
+            return datasets.load_dataset("parquet", data_files=path, split="train")
+        dataset = datasets.load_from_disk(path)
+        return dataset[split] if isinstance(dataset, datasets.DatasetDict) else dataset
+
+
+@contextmanager
+def _loading(name: str) -> Iterator[None]:
+    """Turn an error of any kind, of files, networks and builders, into one line."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{name} must be a data set that loads: {shorten_text(error)}") from None

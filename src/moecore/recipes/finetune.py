@@ -26,27 +26,42 @@ Legend: A micro-batches of a step, B rows, T tokens of a row.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import torch
 
+from moecore.base.command_options import Spelling, Table, internal
+from moecore.base.fields import Bound, Count, CountOrZero
 from moecore.base.options.layer import BalanceConfig, MoEOverrides
 from moecore.base.progress import show_progress
 from moecore.base.rank_checks import find_difference
 from moecore.families.transformers.packing import packing_problem
 from moecore.io import init_adapters, load_hf
+from moecore.models import DecoderConfig, document_cost
+from moecore.packing import DocumentCost, ScheduledCollator
 from moecore.parallel.mesh import Meshes, build_meshes
 from moecore.planning import TransformersModel
-from moecore.recipes.batches import digest_of, packed_examples
-from moecore.recipes.checks import check_dynamic_cp, check_graph, check_rows
 from moecore.recipes.data import BatchShape, StepBatch
 from moecore.recipes.dry_run import planned_run, print_dry_run
-from moecore.recipes.files import naming
-from moecore.recipes.finetune_data import FinetuneConfig, check_objective, read_data, reader_of
-from moecore.recipes.finetuning import FineTuning
+from moecore.recipes.errors import check_dynamic_cp, check_graph, check_rows
+from moecore.recipes.examples import (
+    Examples,
+    ScheduledExamples,
+    digest_of,
+    encode_row,
+    packed_examples,
+    read_examples,
+    split_examples,
+)
+from moecore.recipes.files import model_directory, naming
+from moecore.recipes.finetuning import FineTuning, PreferenceTuning
 from moecore.recipes.hf_model import (
+    LoRAOptions,
+    add_adapters,
     build_hf,
     decoder_of,
     num_experts,
@@ -55,13 +70,115 @@ from moecore.recipes.hf_model import (
     read_tokenizer,
     recompute,
 )
-from moecore.recipes.hub import model_directory
 from moecore.recipes.loop import batch_shape, ranks_to_start, run, run_command
-from moecore.recipes.lora import add_adapters
+from moecore.recipes.optimizer import OptimizerConfig
+from moecore.recipes.options import ShardedConfig, parallelize
 from moecore.recipes.parser import parse
-from moecore.recipes.preference_tuning import PreferenceTuning
+from moecore.recipes.preferences import PreferenceSteps, encode_preference
 from moecore.recipes.report import make_run_dir
-from moecore.recipes.sharding import parallelize
+from moecore.recipes.rows import ColumnNames, DatasetOptions
+from moecore.rl import DPO
+
+PREFIX = Table(prefix=True)
+FINETUNING = OptimizerConfig(lr=1e-5, weight_decay=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneConfig(ShardedConfig):
+    """Fine-tune a Hugging Face Mixture-of-Experts model on chats, prompts or text.
+
+    Attributes:
+        model: a directory of config, tokenizer and weights, or a name of the hub.
+        data: .jsonl and .parquet files, directories of save_to_disk, hf:NAME, or plain text.
+        objective: "sft" learns answers; "dpo" prefers chosen to rejected answers.
+        eval_data: files of the evaluation.
+        eval_share: share of `data` that is evaluated and not trained, without `eval_data`.
+        epochs: times that all of `data` is read.
+        max_steps: optimizer steps of the run; None = the steps of `epochs`.
+        recompute: recompute each decoder layer in backward.
+        lora: adapters in place of a change of all weights.
+        dataset: the format of the data.
+        columns: the names of the columns of the data.
+        dpo: objective "dpo".
+    """
+
+    model: Annotated[Path, Spelling(alias="hf_config")]  # as `moecore plan --write` names it
+    data: tuple[Path, ...]
+    objective: Literal["sft", "dpo"] = "sft"
+    eval_data: tuple[Path, ...] = ()
+    eval_share: Annotated[float, Bound(">=", 0), Bound("<", 1)] = 0.05
+    epochs: Count = 1
+    max_steps: Count | None = None
+    recompute: bool = False
+    run_dir: Path = Path("runs/tuned")
+    steps: int = internal(0)
+    batch_size: Count = 4
+    seq_len: Count = 1024
+    eval_every: CountOrZero = 50
+    optimizer: OptimizerConfig = FINETUNING
+    lora: Annotated[LoRAOptions | None, PREFIX] = None
+    dataset: Annotated[DatasetOptions, PREFIX] = DatasetOptions()
+    columns: Annotated[ColumnNames, PREFIX] = ColumnNames()
+    dpo: Annotated[DPO | None, PREFIX] = None
+
+
+def check_objective(args: FinetuneConfig) -> None:
+    """Raise ValueError for options that the objective does not take."""
+    if args.objective == "sft":
+        if args.dpo is not None:
+            raise ValueError(f"--objective (sft) must be dpo with options of [dpo]: {args.dpo}")
+        return
+    for option, is_given in (
+        ("--dynamic-cp", args.sharding.dynamic_cp is not None),
+        ("--cuda-graph", args.cuda_graph),
+    ):
+        if is_given:
+            raise ValueError(f"{option} must not go with --objective dpo: drop it")
+
+
+def reader_of(
+    args: FinetuneConfig, meshes: Meshes, decoder: DecoderConfig | None, *, packs: bool
+) -> Callable[..., Any]:
+    """Return a function (examples, shape, seed) -> the batches of this data rank."""
+    if args.objective == "dpo":
+        return partial(PreferenceSteps, data_rank=meshes.data_rank)
+    if args.sharding.dynamic_cp is None:
+        return partial(packed_examples, data_rank=meshes.data_rank, packs=packs)
+    collator = ScheduledCollator(
+        max_tokens=args.sharding.dynamic_cp,
+        cost=DocumentCost() if decoder is None else document_cost(decoder),
+        data_rank=meshes.data_rank,
+        data_ranks=meshes.data_ranks,
+    )
+    return partial(ScheduledExamples, collator=collator)
+
+
+def read_data(
+    args: FinetuneConfig, *, vocab_size: int
+) -> tuple[Examples[Any], list[Any], list[Any]]:
+    """Return the records of the files, the training examples and the held-out examples."""
+    read = partial(
+        read_examples,
+        encode=encode_row if args.objective == "sft" else encode_preference,
+        tokenizer=read_tokenizer(args.model),
+        seq_len=args.seq_len,
+        options=args.dataset,
+        columns=args.columns,
+    )
+    data = read(args.data)
+    examples, held_out = data.examples, []
+    if args.eval_data and args.eval_every:
+        held_out = read(args.eval_data, option="--eval-data").examples
+    elif args.eval_share and args.eval_every and len(examples) > 1:
+        examples, held_out = split_examples(examples, share=args.eval_share, seed=args.seed)
+    parts = (part for example in (*examples, *held_out) for part in example.parts)
+    largest = max(int(part.tokens_T.max()) for part in parts)
+    if largest >= vocab_size:
+        raise ValueError(
+            f"tokens ({largest}) of --model's tokenizer must be < vocab_size ({vocab_size}) of its "
+            "config.json: take both from the same model"
+        )
+    return data, examples, held_out
 
 
 def build_job(args: FinetuneConfig) -> FineTuning:

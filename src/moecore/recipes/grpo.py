@@ -41,7 +41,15 @@ from moecore.base.rank_checks import find_difference
 from moecore.io import WeightStream, load_hf
 from moecore.parallel.mesh import Meshes, ParallelConfig, build_meshes
 from moecore.parallelize import parallelize_moe
-from moecore.recipes.files import naming
+from moecore.recipes.files import model_directory, naming
+from moecore.recipes.grpo_job import (
+    Prompt,
+    PromptSteps,
+    Reward,
+    load_reward,
+    read_prompts,
+    rewards_of,
+)
 from moecore.recipes.hf_model import (
     build_hf,
     export,
@@ -50,16 +58,13 @@ from moecore.recipes.hf_model import (
     read_config,
     read_tokenizer,
 )
-from moecore.recipes.hub import model_directory
 from moecore.recipes.job import TrainingJob
 from moecore.recipes.loop import batch_shape, begins, ranks_of, run, run_command, say
 from moecore.recipes.metrics import Metrics
 from moecore.recipes.optimizer import OptimizerConfig
 from moecore.recipes.options import RunConfig
 from moecore.recipes.parser import parse
-from moecore.recipes.prompts import Prompt, PromptSteps, read_prompts
 from moecore.recipes.report import EXPORT, make_run_dir
-from moecore.recipes.rewards import Reward, load_reward, rewards_of
 from moecore.recipes.rows import ColumnNames, DatasetOptions
 from moecore.rl import GRPO, Engine, Rollouts, group_advantages
 

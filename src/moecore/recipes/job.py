@@ -1,27 +1,203 @@
-"""TrainingJob: a recipe's model, data, loss and results, which the loop runs."""
+"""TrainingJob: model, data, loss and results of a recipe, which continues from a checkpoint."""
 
 from __future__ import annotations
 
+import shlex
+import sys
+import tomllib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
+from moecore.base.progress import show_progress
+from moecore.io import latest, load
+from moecore.io.checkpoint.directory import CHECKPOINTS
+from moecore.io.checkpoint.manifest import read_manifest
+from moecore.io.checkpoint.ranks import on_first_rank
+from moecore.models import Decoder
 from moecore.parallel.mesh import Meshes
 from moecore.recipes.data import BatchShape
+from moecore.recipes.decoder_config import with_rotary
 from moecore.recipes.errors import SAVES_MEMORY
 from moecore.recipes.metrics import Metrics, peak_tflops
-from moecore.recipes.options import RunConfig
-from moecore.recipes.parser import to_toml
-from moecore.recipes.resume import resume
-from moecore.recipes.run_config import print_changes
-from moecore.recipes.stages import TrainingStage, plan_stage
-from moecore.recipes.steps import StepSizes
+from moecore.recipes.options import DEGREES, RunConfig
+from moecore.recipes.parser import flatten, read_toml, to_toml
+from moecore.recipes.report import CONFIG
+from moecore.recipes.schedule import StepSizes, TrainingStage, plan_stage
 from moecore.train.step import TrainStep
+
+KEPT_CHECKPOINTS = 2
+
+
+def resume(
+    args: RunConfig,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | list[torch.optim.Optimizer],
+    facts: Mapping[str, object],
+    owner: TrainStep | None = None,
+    sampler: Stateful | None = None,
+    stage: TrainingStage | None = None,
+    chosen_by: str = "--data",
+) -> int:
+    """Load the newest checkpoint of the run and return how many steps it has done; 0 = none.
+
+    Args:
+        args: of the run.
+        model: to fill.
+        optimizer: to fill.
+        facts: name -> what the run that saved must have had in common with this one, or it would
+            go on with other data, or at another place in it; a checkpoint has them.
+        owner: of the steps, which goes on with the loss scale of the checkpoint.
+        sampler: of the data, which goes on behind the checkpoint's, its `extra["data"]`.
+        stage: of the run; a checkpoint of the stage before it may have other data and positions of
+            rotary embedding. Data that are the same continue.
+        chosen_by: the options that rows depend on.
+
+    Raises:
+        ValueError: for a checkpoint of another script, for a fact or data that differ, and where a
+            loss scale is wanted, for a checkpoint without.
+    """
+    # On one rank: a slow file system may show another one, or none, to another rank.
+    newest = on_first_rank(lambda: latest(checkpoint_dir(args)))
+    if newest is None:
+        return 0
+    saved_facts = on_first_rank(lambda: read_manifest(newest).facts)
+    begins_stage = stage is not None and stage.begins_at(
+        saved_facts.step, saved_facts.extra.get("stage")
+    )
+    with (
+        rotary_of(saved_facts.config, model) if begins_stage else nullcontext(),
+        show_progress(f"loading {newest.name}", unit="B") as report,
+    ):
+        extra = load(newest, model, optimizer, progress=report)
+    if not {"step", *facts} <= extra.keys():
+        raise ValueError(f"--run-dir ({newest}) must be this script's: use another one")
+    for name, value in facts.items():
+        if value != extra[name]:
+            raise ValueError(
+                f"{name} ({value}) must be {extra[name]} as in {newest}, which this run would "
+                "continue: use that, or another --run-dir"
+            )
+    if owner is not None:
+        owner.load_state_dict(extra)
+    if sampler is not None:
+        try:
+            sampler.load_state_dict(extra.get("data", {}))
+        except ValueError as error:
+            if begins_stage:  # with data or rows of another length, which begin at the beginning
+                return int(extra["step"])
+            raise ValueError(
+                f"{chosen_by} must be as in {newest}, which this run would continue ({error}): use "
+                "those, or another --run-dir"
+            ) from None
+    return int(extra["step"])
+
+
+@contextmanager
+def rotary_of(values: Mapping[str, object] | None, model: torch.nn.Module) -> Iterator[None]:
+    """Give a decoder the rotary embedding of a saved config while it loads, which compares it."""
+    if values is None or not isinstance(model, Decoder):
+        yield
+        return
+    config = model.config
+    model.config = with_rotary(config, values)
+    try:
+        yield
+    finally:
+        model.config = config
+
+
+def latest_step(args: RunConfig) -> int:
+    """Return the step of the newest checkpoint of a run; 0 = it has none."""
+    newest = latest(checkpoint_dir(args))
+    return 0 if newest is None else read_manifest(newest).facts.step
+
+
+def continuation(args: RunConfig) -> str:
+    """Return from where the same command would go on, for the user who has stopped a run."""
+    try:
+        newest = latest(checkpoint_dir(args))
+    except (OSError, ValueError) as error:
+        return str(error)
+    if newest is None:
+        return f"there is no checkpoint yet, so {command_line()} starts from the beginning"
+    return f"{command_line()} continues from {newest}"
+
+
+def command_line() -> str:
+    """Return the command of this process as a shell reads it."""
+    program, *words = sys.argv
+    is_moecore = program.endswith(("moecore", "moecore/__main__.py")) and words
+    return shlex.join(["moecore", *words]) if is_moecore else "the same command"
+
+
+def checkpoint_dir(args: RunConfig) -> Path:
+    """Return the directory of the checkpoints of a run."""
+    return Path(args.run_dir, CHECKPOINTS)
+
+
+# Keys and tables that change no numbers, except that a layout has other sums in another order.
+LAYOUT = {*DEGREES, "parallel", "ranks", "layout", "pipeline"}
+SAME_NUMBERS = LAYOUT | {
+    *("run_dir", "checkpoint_every", "expert_loads_every", "profile", "peak_tflops", "logging"),
+    *("plain_host", "workers", "sample_bytes", "prompt", "samples"),
+    *("memory", "recompute", "offload", "offload_fraction"),
+}
+
+
+def print_changes(args: RunConfig, toml: str) -> None:
+    """Print the options that a run continues with other values. Collective."""
+    path = args.run_dir / CONFIG
+
+    def compare() -> None:
+        if not path.exists() or latest(checkpoint_dir(args)) is None:
+            return
+        try:
+            lines = changes(read_toml(path, "--run-dir"), tomllib.loads(toml))
+        except ValueError as error:
+            lines = [f"changes since the last start are unknown: {error}"]
+        for line in lines:
+            print(line, flush=True)
+
+    on_first_rank(compare)
+
+
+def save_config(args: RunConfig, toml: str) -> None:
+    """Write the options of a run to its directory, as --config reads them. Collective."""
+    on_first_rank(lambda: (args.run_dir / CONFIG).write_text(toml, errors="surrogateescape"))
+
+
+def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Return a line for each key whose value differs between two config.toml."""
+    old, new = (dict(flatten(by_stage(content))) for content in (before, after))
+    return [
+        f"{key}: {old.get(key)!r} -> {new.get(key)!r} ({effect_of(key)})"
+        for key in old | new
+        if old.get(key) != new.get(key)
+    ]
+
+
+def by_stage(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of a file in which each of [[stages]] is a table by its name."""
+    stages = {f"stages.{stage['name']}": stage for stage in content.get("stages", [])}
+    return {name: value for name, value in content.items() if name != "stages"} | stages
+
+
+def effect_of(key: str) -> str:
+    """Return whether another value of an option changes the numbers of a run."""
+    table, _, field = key.rpartition(".")
+    name = field.replace("-", "_") if table.startswith("stages.") else table or field
+    if name not in SAME_NUMBERS:
+        return "changes the numbers"
+    note = " if a step has as many rows" if name in LAYOUT else ""
+    return f"does not change the numbers{note}"
 
 
 class StepData(Protocol):

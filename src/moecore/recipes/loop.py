@@ -41,21 +41,25 @@ from moecore.recipes.errors import (
     print_run_error,
     silence_background_errors,
 )
-from moecore.recipes.host import bind_to_gpu, collect, collecting_by_hand
-from moecore.recipes.interrupts import exit_at_interrupt, noting_signals
-from moecore.recipes.job import TrainingJob
-from moecore.recipes.launch import check_environment, launch, leave
-from moecore.recipes.metrics import Launched, Moment, memory_gib
-from moecore.recipes.options import DEGREES, RunConfig
-from moecore.recipes.profiling import check_profile, traced
-from moecore.recipes.report import RunReport, make_run_dir
-from moecore.recipes.resume import (
+from moecore.recipes.host import bind_to_gpu, check_profile, collect, collecting_by_hand, traced
+from moecore.recipes.job import (
     KEPT_CHECKPOINTS,
+    TrainingJob,
     checkpoint_dir,
     continuation,
     latest_step,
+    save_config,
 )
-from moecore.recipes.run_config import save_config
+from moecore.recipes.launch import (
+    check_environment,
+    exit_at_interrupt,
+    launch,
+    leave,
+    noting_signals,
+)
+from moecore.recipes.metrics import Launched, Moment, memory_gib
+from moecore.recipes.options import DEGREES, RunConfig
+from moecore.recipes.report import RunReport, make_run_dir
 from moecore.recipes.schedule import is_due
 
 CPU_RANKS = 2

@@ -50,7 +50,7 @@ from moecore.base.command_options import (
 )
 from moecore.base.fields import check_value, quote
 from moecore.recipes.files import named, read_text, shown_path
-from moecore.recipes.stages import options_of, split_stages
+from moecore.recipes.schedule import options_of, split_stages
 
 MAX_CONFIG_BYTES = 1 << 24
 FILE = "config"  # the field with the path of the TOML file; `unsaved` in such a command

@@ -38,12 +38,6 @@ from moecore.models import Decoder, DecoderConfig, at_width, document_cost
 from moecore.packing import CorpusOptions
 from moecore.packing.collate import get_length_multiple
 from moecore.parallel.mesh import Meshes, build_meshes
-from moecore.recipes.checks import (
-    check_dynamic_cp,
-    check_graph,
-    check_memory,
-    check_rows,
-)
 from moecore.recipes.corpora import (
     BYTES,
     CorpusSteps,
@@ -55,19 +49,27 @@ from moecore.recipes.corpora import (
 )
 from moecore.recipes.corpus_training import CorpusTraining
 from moecore.recipes.data import BatchShape, StepBatch
-from moecore.recipes.decoder_config import DecoderRunConfig, default_balance, read_decoder_config
+from moecore.recipes.decoder_config import (
+    DecoderRunConfig,
+    RotaryOptions,
+    default_balance,
+    read_decoder_config,
+    with_rotary,
+)
 from moecore.recipes.dry_run import planned_run, print_dry_run
+from moecore.recipes.errors import (
+    check_dynamic_cp,
+    check_graph,
+    check_memory,
+    check_rows,
+)
+from moecore.recipes.generate import SampleOptions
 from moecore.recipes.loop import batch_shape, ranks_to_start, run, run_command
 from moecore.recipes.optimizer import OptimizerConfig
-from moecore.recipes.options import moe_of
+from moecore.recipes.options import moe_of, parallelize
 from moecore.recipes.parser import parse
 from moecore.recipes.report import make_run_dir
-from moecore.recipes.rotary import RotaryOptions, with_rotary
-from moecore.recipes.samples import SampleOptions
-from moecore.recipes.schedule import LearningRateSchedule
-from moecore.recipes.sharding import parallelize
-from moecore.recipes.stages import plan_stages
-from moecore.recipes.steps import BatchRamp
+from moecore.recipes.schedule import BatchRamp, LearningRateSchedule, plan_stages
 from moecore.train import WidthRates, width_rates
 
 FIELDS_OF_RUN = "row_tokens", "multiple", "vocab_size", "seed"  # of [corpus], which the run sets

@@ -20,8 +20,7 @@ from typing import Any, Literal
 
 from moecore.base.fields import CheckedRecord
 from moecore.packing.corpus.files import strip_line
-from moecore.recipes.files import named, read_text
-from moecore.recipes.tables import is_table, load_table
+from moecore.recipes.files import is_table, load_table, named, read_text
 
 RowFormat = Literal["auto", "messages", "sharegpt", "alpaca", "completion", "text"]
 # What a row of each format must have; the first one that a row has is its format.

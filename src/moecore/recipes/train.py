@@ -49,7 +49,7 @@ from torch import Tensor
 from moecore.base.fields import Count, CountOrZero
 from moecore.models import Decoder, DecoderConfig
 from moecore.parallel.mesh import Meshes, ParallelConfig, build_meshes
-from moecore.recipes.checks import check_graph, check_memory, check_rows
+from moecore.recipes.corpus_training import DecoderJob, dispatcher_of
 from moecore.recipes.data import (
     VOCAB_SIZE,
     BatchShape,
@@ -65,6 +65,7 @@ from moecore.recipes.data import (
 )
 from moecore.recipes.decoder_config import DecoderRunConfig
 from moecore.recipes.dry_run import planned_run, print_dry_run
+from moecore.recipes.errors import check_graph, check_memory, check_rows
 from moecore.recipes.loop import (
     batch_shape,
     begins,
@@ -75,12 +76,10 @@ from moecore.recipes.loop import (
     say,
 )
 from moecore.recipes.metrics import Metrics
-from moecore.recipes.native import DecoderJob, dispatcher_of
 from moecore.recipes.optimizer import OptimizerConfig
-from moecore.recipes.options import moe_of
+from moecore.recipes.options import moe_of, parallelize
 from moecore.recipes.parser import parse
 from moecore.recipes.report import make_run_dir
-from moecore.recipes.sharding import parallelize
 
 EVAL_BATCHES = 8  # of each data rank
 
