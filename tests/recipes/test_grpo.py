@@ -15,11 +15,12 @@ from safetensors.torch import load_file
 from moecore.io import set_latest
 from moecore.io.checkpoint.directory import make_step_path
 from moecore.recipes import sums
-from moecore.recipes.grpo_job import RewardError, load_reward, rewards_of
+from moecore.recipes.errors import RewardError
+from moecore.recipes.grpo_job import load_reward, rewards_of
 from moecore.recipes.tiny_model import make
 from tests.recipes.test_train import metrics
 
-pytest.importorskip("transformers", minversion="5")
+transformers = pytest.importorskip("transformers", minversion="5")
 STEPS, SAVED = 30, 24
 REWARD = """
 calls = []
@@ -92,6 +93,32 @@ def test_a_reward_of_a_module_of_the_user(
     assert "kl_coef = 0.1\n" in (tmp_path / "run" / "config.toml").read_text()
     assert grpo.run_rank(grpo.parse_arguments(["run/config.toml"])) == 0
     assert metrics(tmp_path / "run") == lines
+
+
+def test_adapters_are_trained_by_reward(
+    grpo: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A dry run trains nothing; a run exports what peft has of the directory and its adapters."""
+    peft = pytest.importorskip("peft", reason="adapters are those of peft")
+    model, run_dir = tmp_path / "sums", tmp_path / "run"
+    sums.make(model)
+    words = f"--model {model} --data {model / sums.PROMPTS} --run-dir {run_dir} --steps 2 --lr 1e-2"
+    words += " --batch-size 4 --group 4 --seq-len 64 --reward moecore.recipes.sums:reward"
+    words += " --max-new-tokens 2 --checkpoint-every 0"
+    assert grpo.dry_run(grpo.parse_arguments([*words.split(), "--gpus", "1"])) == 0
+    printed = capsys.readouterr().out
+    assert "peak memory" in printed and "first prompt: '0+0=', tokens [0, 10, 0, 11]" in printed
+    assert "200 prompts; a step has 4 x 4 completions per rank" in printed
+    assert not run_dir.exists()
+    adapters = ["--lora-rank", "4", "--grpo-kl-coef", "0.1"]
+    assert grpo.run_rank(grpo.parse_arguments([*words.split(), *adapters])) == 0
+    ids = torch.tensor([[3, 10, 4, 11]])
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    with torch.no_grad():
+        before = load(model)(ids).logits
+        adapted = peft.PeftModel.from_pretrained(load(model), run_dir / "adapters").eval()
+        merged, expected = load(run_dir / "export")(ids).logits, adapted(ids).logits
+    assert (merged - expected).abs().max() < 1e-5 < 1e-3 < (merged - before).abs().max()
 
 
 def test_points_of_sums() -> None:

@@ -24,7 +24,7 @@ from tests.recipes.test_train import MEASURED
 
 RUN = (
     "--preset tiny-qwen3 --tokens random --num-layers 1 --batch-size 1 --seq-len 16 "
-    "--sample-bytes 0 "
+    "--sample-every 0 "
     "--checkpoint-every 100000 --lr-schedule constant --warmup-steps 0"
 )
 

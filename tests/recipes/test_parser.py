@@ -190,14 +190,10 @@ def test_a_special_file_is_one_line_for_each_reader(
     name: str, pretrain: ModuleType, special: Path
 ) -> None:
     """A reader that opened the FIFO would wait for ever."""
-    examples, data = (
-        importlib.import_module("moecore.recipes.examples"),
-        importlib.import_module("moecore.recipes.data"),
-    )
+    examples = importlib.import_module("moecore.recipes.examples")
     path = special / name
     for option, read_path in (
         ("--config", lambda: pretrain.parse_arguments(["--config", str(path)])),
-        ("--data", lambda: data.read_corpus([path], seq_len=1)),
         (
             "--eval-data",
             lambda: examples.read_examples([path], None, seq_len=9, option="--eval-data"),

@@ -209,9 +209,8 @@ def test_transformers_has_the_loss_of_the_export(corpus: Path, straight: Path) -
 
 ERRORS = {
     "--data": "--data ([]) must have at least one source",
-    "--eval-every 2": "--eval-every (2) must go with --validation",
     "--data missing.jsonl": "missing.jsonl must be a readable file: No such file",
-    "--data missing": "--data (missing) must be a .jsonl or .parquet file, the prefix of a .bin",
+    "--data missing": "--data (missing) must be a .jsonl, .parquet or text file, the pre",
     "--data a.csv,skip_invalid=true": "--data (a.csv) must be a .jsonl file to have broken lines",
     "--data a.jsonl,size=2": "must have keys of path, weight, name, field",
     "--data a.jsonl,weight=x": "SourceOptions.weight ('x') must be a",
@@ -224,7 +223,7 @@ ERRORS = {
     "--precision blockwise --scaling tensorwise": "--precision (blockwise) must not go with",
     "--layout Et|tL": "--pp (None) must be > 1 with options of [pipeline]",
     "--drop position": "[capacity] ({'drop': 'position'}) must have factor",
-    "--hf-config missing": "--hf-config (missing) must be a config.json or its directory",
+    "--hf-config missing": "--hf-config (missing) must be a config.json, its directory or",
     "--config missing.toml": "--config (missing.toml) must be a readable file",
     "--cuda-graph --pp 2": "--cuda-graph must not go with --pp 2, whose micro-batches wait",
     "--cuda-graph --dynamic-cp 512": "--cuda-graph must not go with --dynamic-cp 512, whose",
@@ -260,7 +259,11 @@ def test_the_command_ends_with_one_line(
     pretrain: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.delenv("RANK")
-    for arguments in ("--config missing.toml", f"--run-dir {tmp_path}", "--data a --eval-every 1"):
+    for arguments in (
+        "--config missing.toml",
+        f"--run-dir {tmp_path}",
+        "--data a --tokens random --eval-every 1",
+    ):
         monkeypatch.setattr(sys, "argv", ["moecore", *arguments.split()])
         assert pretrain.main() == 2
         (line,) = capsys.readouterr().err.splitlines()

@@ -53,8 +53,8 @@ def test_samples_of_later_steps_are_dropped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--sample-every 2", "SampleOptions.sample_every (2) must be > 0 with sample_prompts ()"),
-        ("--sample-every 2 --sample-prompts", "SampleOptions.sample_every (2) must be > 0 with"),
+        ("--sample-every 2", "SampleOptions.sample_every (2) must be 0 without sample_prompts"),
+        ("--sample-every 2 --sample-prompts", "SampleOptions.sample_every (2) must be 0 without"),
         (
             "--sample-every 2 --sample-prompts ab --sample-tokens 511",
             "sample_tokens (511) and the 2 of prompt 'ab' must be <= max_seq_len (512)",

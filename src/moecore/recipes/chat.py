@@ -26,7 +26,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import Any
 
 import torch
@@ -293,8 +293,8 @@ def _by_prefixes(
             text, prompt = render(i + 1), render(i, prompt=True)
             start = len(prompt)
             if not text.startswith(prompt):
-                lengths = [_shared(text, render_answer(i, letter)) for letter in "AB"]
-                start = min(_shared(text, prompt), *lengths)
+                lengths = [count_shared(text, render_answer(i, letter)) for letter in "AB"]
+                start = min(count_shared(text, prompt), *lengths)
                 if not text.startswith(render(i)):
                     raise ValueError(
                         "an assistant's message must be added behind those before it: mark it in "
@@ -309,10 +309,10 @@ def _by_prefixes(
     return [_spanned(tokenizer, text, [span]) for text, span in turns]
 
 
-def _shared(text: str, other: str) -> int:
-    """Return how many characters two texts begin with alike."""
-    pairs = enumerate(zip(text, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(text), len(other)))
+def count_shared(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Return the number of items with which both sequences begin."""
+    pairs = zip(first, second, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _spanned(tokenizer: Any, text: str, spans: list[Span]) -> Example:

@@ -23,14 +23,23 @@ from moecore.packing import (
     ScheduledBatch,
     ScheduledLoader,
 )
+from moecore.packing.corpus.documents import describe_location
 from moecore.packing.corpus.files import shorten_text
 from moecore.recipes.chat import Borders, borders_of
-from moecore.recipes.data import BatchShape, StepBatch, standard_library, with_borders
-from moecore.recipes.files import HUB, check_directory, is_table, load_table, named
+from moecore.recipes.data import BatchShape, StepBatch, Steps, standard_library, with_borders
+from moecore.recipes.files import (
+    HUB,
+    check_directory,
+    is_table,
+    load_table,
+    named,
+    read_text,
+)
 from moecore.recipes.hf_model import TOKENIZER_FILES
 
 BYTES = "bytes"
 STDLIB = "python:"  # sources of the Python standard library
+HELD_OUT = 20  # one of so many documents
 PARTITIONS_PER_ROW = 8  # so many workers of a rank tokenize documents of their own
 
 
@@ -40,8 +49,9 @@ class SourceOptions(CheckedRecord):
 
     Attributes:
         path: a .jsonl file; the prefix of Megatron's .bin and .idx; a .parquet file; a directory of
-            `save_to_disk`; hf:NAME, a data set of the Hugging Face hub or of another directory; or
-            python:, the sources of the Python standard library, to try a command.
+            `save_to_disk`; hf:NAME, a data set of the Hugging Face hub or of another directory;
+            python:, the sources of the Python standard library, to try a command; or any other
+            file, which is one document.
         weight: of the rows, over the sum of all weights.
         name: in metrics, errors and positions; "" = see `with_names`.
         field: of a row or line, which has the text or the token ids.
@@ -164,10 +174,55 @@ def _documents(options: SourceOptions, option: str) -> Any:
         path = path.with_suffix("")
     if os.path.exists(f"{path}.idx"):
         return MegatronDocuments(path)
+    if os.path.lexists(path) and not path.is_dir():
+        return [read_text(path, option)]
     raise ValueError(
-        f"{name} must be a .jsonl or .parquet file, the prefix of a .bin and a .idx, or a "
+        f"{name} must be a .jsonl, .parquet or text file, the prefix of a .bin and a .idx, or a "
         f"directory of save_to_disk: others, and data sets of the hub, are {HUB}NAME"
     )
+
+
+@dataclass(frozen=True)
+class DocumentRange:
+    """The documents of a data set with the indices of a range."""
+
+    documents: Any
+    indices: range
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.documents[self.indices[index]]
+
+    def location(self, index: int) -> str:
+        """Return the text by which errors name a document."""
+        return describe_location(self.documents, self.indices[index])
+
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint of the data set, with the range."""
+        return f"{getattr(self.documents, 'fingerprint', '')}{self.indices}"
+
+
+def hold_out(sources: Sequence[CorpusSource]) -> tuple[list[CorpusSource], list[CorpusSource]]:
+    """Return the sources without the last twentieth of each one's documents, and these documents.
+
+    Raises:
+        ValueError: for a source of one document, and for a stream.
+    """
+    parts: tuple[list[CorpusSource], list[CorpusSource]] = ([], [])
+    for source in sources:
+        number = len(source.documents) if source.is_indexed else 0
+        if number < 2:
+            raise ValueError(
+                f"--data ({source.name}) must have a number of documents >= 2 with --eval-every, "
+                "which holds out the last ones: name --validation, or use --eval-every 0"
+            )
+        border = number - max(1, number // HELD_OUT)
+        for part, indices in zip(parts, (range(border), range(border, number)), strict=True):
+            part.append(replace(source, documents=DocumentRange(source.documents, indices)))
+    return parts
 
 
 class Tokenizer:
@@ -257,38 +312,28 @@ class Tokens:
         return self.tokenizer(document)
 
 
-class ScheduledCorpusSteps:
-    """Reads the next step of this data rank: the documents of `CorpusSteps`' rows, by plan.
-
-    Attributes:
-        sampler: its state is the position in the data, the same on every rank.
-    """
-
-    def __init__(
-        self,
-        sources: Sequence[CorpusSource],
-        options: CorpusOptions,
-        shape: BatchShape,
-        *,
-        max_tokens: int,
-        cost: DocumentCost,
-        data_rank: int,
-        workers: int,
-    ) -> None:
-        self.sampler = ScheduledLoader(
-            sources,
-            options,
-            rows=shape.data_ranks * shape.grad_accum * shape.batch_size,
-            max_tokens=max_tokens,
-            cost=cost,
-            data_rank=data_rank,
-            data_ranks=shape.data_ranks,
-            workers=workers,
-        )
-
-    def next(self) -> ScheduledBatch:
-        """Return the step behind the one before."""
-        return next(self.sampler)
+def scheduled_corpus_steps(
+    sources: Sequence[CorpusSource],
+    options: CorpusOptions,
+    shape: BatchShape,
+    *,
+    max_tokens: int,
+    cost: DocumentCost,
+    data_rank: int,
+    workers: int,
+) -> Steps[ScheduledBatch]:
+    """Return the steps of this data rank: the documents of `CorpusSteps`' rows, by plan."""
+    loader = ScheduledLoader(
+        sources,
+        options,
+        rows=shape.rows,
+        max_tokens=max_tokens,
+        cost=cost,
+        data_rank=data_rank,
+        data_ranks=shape.data_ranks,
+        workers=workers,
+    )
+    return Steps(loader, lambda batch: batch)
 
 
 class CorpusSteps:
@@ -310,9 +355,8 @@ class CorpusSteps:
         workers: int,
     ) -> None:
         self._shape = shape
-        # A function of the rows of a step: ranks and micro-batches share them as they like.
-        rows = shape.data_ranks * shape.grad_accum * shape.batch_size
-        options = replace(options, partitions=options.partitions or PARTITIONS_PER_ROW * rows)
+        partitions = options.partitions or PARTITIONS_PER_ROW * shape.rows
+        options = replace(options, partitions=partitions)
         self.sampler = CorpusLoader(
             sources,
             options,

@@ -21,32 +21,60 @@ from moecore.io.checkpoint.ranks import on_first_rank
 from moecore.models import Decoder
 from moecore.moe.layer import MoELayer
 from moecore.packing import ScheduledBatch
-from moecore.recipes.corpora import CorpusSteps, ScheduledCorpusSteps, Tokenizer
-from moecore.recipes.data import Graphed, StepBatch, pad_borders, to_device
+from moecore.recipes.corpora import CorpusSteps, Tokenizer
+from moecore.recipes.data import Graphed, RandomSteps, StepBatch, Steps, pad_borders, to_device
 from moecore.recipes.decoder_config import export_config
 from moecore.recipes.generate import write_samples
 from moecore.recipes.job import TrainingJob
 from moecore.recipes.loop import begins, ranks_of, say
 from moecore.recipes.metrics import Metrics, usage
-from moecore.recipes.options import RunConfig
 from moecore.recipes.report import EXPORT, SAMPLES
 from moecore.recipes.schedule import is_due
-from moecore.train.step import TrainStep
-
-ForwardBackward = Callable[..., Tensor]
 
 
 @dataclass(kw_only=True)
-class DecoderJob(TrainingJob[StepBatch | ScheduledBatch]):
-    """A `Decoder` on rows of text; of a `ScheduledBatch` each micro-batch has its own cp.
+class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
+    """A `Decoder` on a corpus; with --dynamic-cp each micro-batch has its own cp.
 
     Attributes:
-        run_micro_batches: see `make_forward_backward`.
+        batches: steps of the corpus.
+        tokenizer: of its text.
+        validation: this rank's rows of each set.
+        bad_lines: lines of the sources that are left out because they are broken.
     """
+
+    batches: CorpusSteps | RandomSteps | Steps[ScheduledBatch]
+    tokenizer: Tokenizer
+    validation: dict[str, StepBatch | ScheduledBatch]
+    bad_lines: int
+
+    chosen_by = "--data, --seq-len, --seed, --cp and the options of [corpus]"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.run_micro_batches = make_forward_backward(self.model, self.owner, self.args)
+
+        def run_micro_batches(num_labels: Tensor, *tensors: Tensor) -> Tensor:
+            inputs = inputs_of(num_labels, tensors, self.args.seq_len)
+            return self.owner.forward_backward(inputs).sum()
+
+        self.run_micro_batches: Callable[..., Tensor] = run_micro_batches
+        if self.args.cuda_graph:
+            self.run_micro_batches = Graphed(run_micro_batches, self.model)
+
+    def begin(self) -> None:
+        """Print model, data and ranks."""
+        args, ranks = self.args, ranks_of(self, dispatcher_of(self.model))
+        begin, name = begins(self, "from scratch"), args.hf_config or args.preset
+        data = "random tokens" if args.tokens == "random" else f"{len(args.data)} source(s)"
+        say(f"training {name} {begin} to step {args.steps} on {ranks}: {data}")
+
+    def next_batch(self, step: int) -> StepBatch | ScheduledBatch:
+        """Return the batch of this data rank."""
+        if isinstance(self.batches, Steps):
+            return self.batches.next()
+        rows = self.stage.sizes.rows(step)
+        batch = self.batches.next(rows // (self.shape.data_ranks * self.shape.batch_size))
+        return pad_borders(batch) if self.args.cuda_graph else batch
 
     def forward_backward(self, num_labels: Tensor, batch: StepBatch | ScheduledBatch) -> Tensor:
         """Run the micro-batches and return this rank's part of the mean loss."""
@@ -61,68 +89,6 @@ class DecoderJob(TrainingJob[StepBatch | ScheduledBatch]):
     def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
         """Return the share of padding and MFU."""
         return usage(counts, seconds, self.model.config, self.peak_tflops)
-
-
-def make_forward_backward(model: Decoder, owner: TrainStep, args: RunConfig) -> ForwardBackward:
-    """Return what runs a step's micro-batches: its part of the mean loss over all labels.
-
-    It takes the number of labels of all ranks and the tensors of a `StepBatch`.
-    """
-
-    def forward_backward(num_labels: Tensor, *tensors: Tensor) -> Tensor:
-        return owner.forward_backward(inputs_of(num_labels, tensors, args.seq_len)).sum()
-
-    return Graphed(forward_backward, model) if args.cuda_graph else forward_backward
-
-
-def inputs_of(num_labels: Tensor, tensors: Iterable[Tensor], seq_len: int) -> list[dict[str, Any]]:
-    """Return the decoder's inputs of each micro-batch of a `StepBatch`'s tensors."""
-    tensors = tuple(tensors)
-    names = ["tokens_BT", "labels_BT"]
-    of_all: dict[str, Any] = {"num_tokens": num_labels}
-    if len(tensors) > len(names):
-        names += ["padding_mask_BT", "cu_seqlens"]
-        of_all["max_seqlen"] = seq_len
-    return [dict(zip(names, row, strict=True)) | of_all for row in zip(*tensors, strict=True)]
-
-
-def dispatcher_of(model: Decoder) -> str:
-    """Return the dispatcher in use: "auto" has chosen by now."""
-    names = {type(m.dispatcher).__name__ for m in model.modules() if isinstance(m, MoELayer)}
-    return "".join(names).removesuffix("Dispatcher").lower() or "dense"
-
-
-@dataclass(kw_only=True)
-class CorpusTraining(DecoderJob):
-    """A decoder on a corpus; with --dynamic-cp on `ScheduledBatch`.
-
-    Attributes:
-        batches: steps of the corpus.
-        tokenizer: of its text.
-        validation: this rank's rows of each set.
-        bad_lines: lines of the sources that are left out because they are broken.
-    """
-
-    batches: CorpusSteps | ScheduledCorpusSteps
-    tokenizer: Tokenizer
-    validation: dict[str, StepBatch | ScheduledBatch]
-    bad_lines: int
-
-    chosen_by = "--data, --seq-len, --seed, --cp and the options of [corpus]"
-
-    def begin(self) -> None:
-        """Print model, data and ranks."""
-        args, ranks = self.args, ranks_of(self, dispatcher_of(self.model))
-        begin, name = begins(self, "from scratch"), args.hf_config or args.preset
-        say(f"training {name} {begin} to step {args.steps} on {ranks}: {len(args.data)} source(s)")
-
-    def next_batch(self, step: int) -> StepBatch | ScheduledBatch:
-        """Return the batch of this data rank."""
-        if isinstance(self.batches, ScheduledCorpusSteps):
-            return self.batches.next()
-        rows = self.stage.sizes.rows(step)
-        batch = self.batches.next(rows // (self.shape.data_ranks * self.shape.batch_size))
-        return pad_borders(batch) if self.args.cuda_graph else batch
 
     @torch.no_grad()
     def evaluate(self) -> Metrics:
@@ -153,14 +119,16 @@ class CorpusTraining(DecoderJob):
         """Continue the prompts of [samples], if it is due."""
         options = self.args.samples
         if is_due(step, every=options.sample_every, steps=self.args.steps):
-            write_samples(
+            texts = write_samples(
                 self.model,
-                options.prompts(self.tokenizer, max_seq_len=self.model.config.max_seq_len),
+                options.prompts(self.tokenizer, self.model.config),
                 self.tokenizer,
                 self.args.run_dir / SAMPLES,
                 step=step,
                 num_tokens=options.sample_tokens,
             )
+            for text in texts:
+                say(f"sample of step {step}: {text!r}")
 
     def position(self) -> Metrics:
         """Return the epoch of each source, the number of broken lines."""
@@ -184,6 +152,23 @@ class CorpusTraining(DecoderJob):
             config = export_config(self.args.hf_config, self.args.rotary, self.model.config)
             export(self.model, config, dtype, self.tokenizer, target)
         say(f"{target} is ready for from_pretrained")
+
+
+def inputs_of(num_labels: Tensor, tensors: Iterable[Tensor], seq_len: int) -> list[dict[str, Any]]:
+    """Return the decoder's inputs of each micro-batch of a `StepBatch`'s tensors."""
+    tensors = tuple(tensors)
+    names = ["tokens_BT", "labels_BT"]
+    of_all: dict[str, Any] = {"num_tokens": num_labels}
+    if len(tensors) > len(names):
+        names += ["padding_mask_BT", "cu_seqlens"]
+        of_all["max_seqlen"] = seq_len
+    return [dict(zip(names, row, strict=True)) | of_all for row in zip(*tensors, strict=True)]
+
+
+def dispatcher_of(model: Decoder) -> str:
+    """Return the dispatcher in use: "auto" has chosen by now."""
+    names = {type(m.dispatcher).__name__ for m in model.modules() if isinstance(m, MoELayer)}
+    return "".join(names).removesuffix("Dispatcher").lower() or "dense"
 
 
 def export(

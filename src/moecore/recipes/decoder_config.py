@@ -13,7 +13,7 @@ from moecore.base.options.layer import BalanceConfig, CapacityConfig, MoEConfig
 from moecore.io import decoder_config_from_hf
 from moecore.io.hf.config_fields import read_config
 from moecore.models import DecoderConfig, YarnConfig, preset
-from moecore.recipes.files import check_directory, naming
+from moecore.recipes.files import check_directory, find_config, naming
 from moecore.recipes.options import ShardedConfig, moe_of
 
 Factor = Annotated[float, Bound(">=", 1)]
@@ -148,13 +148,12 @@ def _values_of(record: Any) -> dict[str, Any]:
 
 
 def read_decoder_config(path: Path) -> DecoderConfig:
-    """Return the decoder of --hf-config.
-
-    Raises:
-        ValueError: for a path that is no config.json or its directory.
-    """
+    """Return the decoder of --hf-config."""
+    path = find_config(path)
     if not path.exists():
-        raise ValueError(f"--hf-config ({path}) must be a config.json or its directory")
+        raise ValueError(
+            f"--hf-config ({path}) must be a config.json, its directory or a name of the hub"
+        )
     if path.is_dir():
         check_directory(path, "--hf-config")
     with naming("--hf-config"):
@@ -163,7 +162,7 @@ def read_decoder_config(path: Path) -> DecoderConfig:
 
 def export_config(hf_config: Path, rotary: RotaryOptions, config: DecoderConfig) -> dict[str, Any]:
     """Return the config.json of an export: --hf-config with the options of [rotary]."""
-    values = read_config(hf_config)
+    values = read_config(find_config(hf_config))
     return dict(values) if rotary == RotaryOptions() else write_rotary(values, config)
 
 

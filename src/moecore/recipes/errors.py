@@ -21,7 +21,6 @@ from moecore.packing.collate import get_length_multiple
 from moecore.packing.corpus.scheduled_batch import TILE
 from moecore.parallel.mesh import ParallelConfig
 from moecore.recipes.files import host_bytes
-from moecore.recipes.grpo_job import RewardError
 from moecore.recipes.options import RunConfig
 
 ARGUMENT_ERRORS = (ValueError, NotImplementedError, OSError)
@@ -31,15 +30,19 @@ class DivergedError(RuntimeError):
     """Losses that are not finite, on every rank."""
 
 
+class RewardError(RuntimeError):
+    """A reward function failed, or did not return a finite number for each completion."""
+
+
 RUN_ERRORS = (
-    *(torch.OutOfMemoryError, ExchangeError, OSError, CorpusError, DivergedError),
-    RewardError,
+    *(torch.OutOfMemoryError, ExchangeError, OSError),
+    *(CorpusError, DivergedError, RewardError),
 )
 RANK_0_PRINTS_S = 10
 SAVES_MEMORY = "add --recompute, shard by optim_grads_params, lower --row-factor"
 
 
-def print_error(error: Exception, code: int = 2) -> int:
+def print_error(error: Exception | str, code: int = 2) -> int:
     """Print an error in one line and return the exit code."""
     print(f"moecore: error: {error}", file=sys.stderr, flush=True)
     return code
@@ -65,65 +68,35 @@ def leave_to_rank_0(rank: int) -> None:
         time.sleep(RANK_0_PRINTS_S)
 
 
-def print_run_error(
-    error: Exception,
-    args: Any,
-    *,
-    saves_memory: str = SAVES_MEMORY,
-) -> int:
+def print_run_error(error: Exception, args: Any, *, saves_memory: str = SAVES_MEMORY) -> int:
     """Print in one line what ended a run on this rank and what helps; return the exit code.
 
-    Every rank has the OSError of a failed save and losses that are not finite, and rank 0 those of
-    its report: rank 0 prints.
+    Every rank has the OSError of a failed save and losses that are not finite: rank 0 prints.
     """
-    rank = int(os.environ["RANK"])
-    if isinstance(error, CorpusError | RewardError):  # of this rank alone
-        return print_error(error, code=1)
-    if isinstance(error, ExchangeError):
-        return print_error(exchange_advice(error, args, rank), code=1)
+    rank, line = int(os.environ["RANK"]), str(error)
+    again = "start again" + (" from the last checkpoint" if args.checkpoint_every else "")
     if isinstance(error, OSError | DivergedError):
         leave_to_rank_0(rank)
-        advice = disk_advice(error, args) if isinstance(error, OSError) else error
-        return print_error(advice, code=1)
-    if isinstance(error, torch.OutOfMemoryError):
-        error = memory_advice(error, rank, saves_memory)
-    return print_error(error)
-
-
-def memory_advice(
-    error: torch.OutOfMemoryError, rank: int, saves_memory: str = SAVES_MEMORY
-) -> RuntimeError:
-    """Return the error as one line with what helps."""
-    reason = str(error).partition(". ")[0]
-    return RuntimeError(
-        f"rank {rank}: {reason}: lower --batch-size (and raise --grad-accum), {saves_memory}, or "
-        "use more GPUs"
-    )
-
-
-def exchange_advice(error: ExchangeError, args: Any, rank: int) -> RuntimeError:
-    """Return the error as one line with what helps."""
-    if error.row_factor is None:
-        return RuntimeError(f"rank {rank}: {error}: {restart_advice(args)}")
-    enough = math.ceil(100 * error.row_factor) / 100
-    row_factor = None if args.nvlink is None else args.nvlink.row_factor
-    return RuntimeError(
-        f"rank {rank}: --row-factor ({row_factor}) must be >= {enough} for its "
-        f"expert rows of one layer: {restart_advice(args)} with --row-factor {enough} or more"
-    )
-
-
-def disk_advice(error: OSError, args: Any) -> RuntimeError:
-    """Return the error as one line with what helps."""
-    return RuntimeError(
-        f"--run-dir ({args.run_dir}) must be writable, with space for checkpoints: {error}: "
-        f"mend it and {restart_advice(args)}"
-    )
-
-
-def restart_advice(args: Any) -> str:
-    """Return from where to start again."""
-    return "start again" + (" from the last checkpoint" if args.checkpoint_every else "")
+    if isinstance(error, OSError):
+        line = (
+            f"--run-dir ({args.run_dir}) must be writable, with space for checkpoints: {error}: "
+            f"mend it and {again}"
+        )
+    elif isinstance(error, ExchangeError) and error.row_factor is None:
+        line = f"rank {rank}: {error}: {again}"
+    elif isinstance(error, ExchangeError) and error.row_factor is not None:
+        needed = math.ceil(100 * error.row_factor) / 100
+        row_factor = None if args.nvlink is None else args.nvlink.row_factor
+        line = (
+            f"rank {rank}: --row-factor ({row_factor}) must be >= {needed} for its expert rows of "
+            f"one layer: {again} with --row-factor {needed} or more"
+        )
+    elif isinstance(error, torch.OutOfMemoryError):
+        line = (
+            f"rank {rank}: {line.partition('. ')[0]}: lower --batch-size (and raise --grad-accum), "
+            f"{saves_memory}, or use more GPUs"
+        )
+    return print_error(line, 2 if isinstance(error, torch.OutOfMemoryError) else 1)
 
 
 @contextmanager

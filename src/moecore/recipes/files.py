@@ -126,6 +126,24 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 UNUSED_FILES = ("original/*", "metal/*", "*.pth", "*.gguf", "*.onnx")  # weights in other formats
 
 
+def find_config(path: Path, option: str = "--hf-config") -> Path:
+    """Return a path as it is, and of a name of the hub the config.json in the cache.
+
+    transformers downloads the file if the cache lacks it.
+    """
+    if path.exists() or not HUB_ID.fullmatch(str(path)):
+        return path
+    from transformers.utils import cached_file
+
+    try:
+        return Path(str(cached_file(str(path), "config.json")))
+    except Exception as error:  # of any kind, of networks and of the hub
+        raise ValueError(
+            f"{option} ({path}) must be a config.json, its directory, or a model of the hub that "
+            f"is in the cache or can be downloaded: {shorten_text(error)}"
+        ) from None
+
+
 def model_directory(path: Path, option: str = "--model") -> Path:
     """Return a directory as it is, and of a name of the hub the directory in the cache.
 

@@ -45,16 +45,16 @@ from moecore.models import DecoderConfig, document_cost
 from moecore.packing import DocumentCost, ScheduledCollator
 from moecore.parallel.mesh import Meshes, build_meshes
 from moecore.planning import TransformersModel
-from moecore.recipes.data import BatchShape, StepBatch
-from moecore.recipes.dry_run import planned_run, print_dry_run
+from moecore.recipes.data import BatchShape
+from moecore.recipes.dry_run import planned_run, print_batch, print_dry_run
 from moecore.recipes.errors import check_dynamic_cp, check_graph, check_rows
 from moecore.recipes.examples import (
     Examples,
-    ScheduledExamples,
     digest_of,
     encode_row,
     packed_examples,
     read_examples,
+    scheduled_examples,
     split_examples,
 )
 from moecore.recipes.files import model_directory, naming
@@ -74,7 +74,7 @@ from moecore.recipes.loop import batch_shape, ranks_to_start, run, run_command
 from moecore.recipes.optimizer import OptimizerConfig
 from moecore.recipes.options import ShardedConfig, parallelize
 from moecore.recipes.parser import parse
-from moecore.recipes.preferences import PreferenceSteps, encode_preference
+from moecore.recipes.preferences import encode_preference, preference_steps
 from moecore.recipes.report import make_run_dir
 from moecore.recipes.rows import ColumnNames, DatasetOptions
 from moecore.rl import DPO
@@ -141,7 +141,7 @@ def reader_of(
 ) -> Callable[..., Any]:
     """Return a function (examples, shape, seed) -> the batches of this data rank."""
     if args.objective == "dpo":
-        return partial(PreferenceSteps, data_rank=meshes.data_rank)
+        return partial(preference_steps, data_rank=meshes.data_rank)
     if args.sharding.dynamic_cp is None:
         return partial(packed_examples, data_rank=meshes.data_rank, packs=packs)
     collator = ScheduledCollator(
@@ -150,12 +150,10 @@ def reader_of(
         data_rank=meshes.data_rank,
         data_ranks=meshes.data_ranks,
     )
-    return partial(ScheduledExamples, collator=collator)
+    return partial(scheduled_examples, collator=collator)
 
 
-def read_data(
-    args: FinetuneConfig, *, vocab_size: int
-) -> tuple[Examples[Any], list[Any], list[Any]]:
+def read_data(args: FinetuneConfig, *, vocab_size: int) -> tuple[Examples, list[Any], list[Any]]:
     """Return the records of the files, the training examples and the held-out examples."""
     read = partial(
         read_examples,
@@ -325,14 +323,15 @@ def dry_run(args: FinetuneConfig) -> int:
         model = TransformersModel.of(args.model)
         training_run = planned_run(args, model, parallel, world_size)
 
-    def read_batch() -> StepBatch:
+    def print_first_batch() -> None:
         data, examples, _ = read_data(args, vocab_size=config.get_text_config().vocab_size)
         print(f"data: {data.report}")
         packed_rows, shape = packs(build_hf(config, args.model)), batch_shape(args, parallel)
         parts = [part for example in examples for part in example.parts]
-        return packed_examples(parts, shape, seed=args.seed, data_rank=0, packs=packed_rows).next()
+        steps = packed_examples(parts, shape, seed=args.seed, data_rank=0, packs=packed_rows)
+        print_batch(steps.next(), read_tokenizer(args.model).decode)
 
-    return print_dry_run(args, training_run, read_batch, read_tokenizer(args.model).decode)
+    return print_dry_run(args, training_run, print_first_batch)
 
 
 def run_rank(args: FinetuneConfig) -> int:

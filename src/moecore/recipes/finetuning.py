@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moecore.base.progress import track
 from moecore.models import DecoderConfig
 from moecore.packing import ScheduledBatch
-from moecore.recipes.data import Graphed, PackedSteps, StepBatch, to_device
-from moecore.recipes.examples import Examples, ScheduledExamples
+from moecore.recipes.data import Graphed, StepBatch, Steps, to_device
+from moecore.recipes.examples import Examples
 from moecore.recipes.hf_model import (
     export,
     finish_adapters,
@@ -45,13 +46,13 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
         read: see `reader_of`.
     """
 
-    batches: PackedSteps | ScheduledExamples
+    batches: Steps[StepBatch | ScheduledBatch]
     examples: list[Any]
     held_out: list[Any]
-    data: Examples[Any]
+    data: Examples
     packs: bool
     decoder: DecoderConfig | None
-    read: Callable[..., PackedSteps | ScheduledExamples]
+    read: Callable[..., Steps[Any]]
 
     saves_memory = "add --recompute, lower --seq-len"
     chosen_by = "--data, --seq-len, --eval-every and --cp"
@@ -107,7 +108,8 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         steps = self.read(self.held_out, replace(self.shape, grad_accum=1), seed=None)
         self.model.eval()
-        for _ in range(len(steps.sampler)):
+        numbers = range(len(steps.sampler))
+        for _ in track(numbers, "evaluating", unit="batches", lines=True):
             batch = steps.next()
             sums[0] += self.sum_of_losses(batch)
             sums[1] += to_device(batch.counts()[0], self.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,12 +28,11 @@ from moecore.io import latest, native_to_hf
 from moecore.io.checkpoint.directory import find_root
 from moecore.io.checkpoint.manifest import MANIFEST
 from moecore.io.checkpoint.ranks import is_first_rank
-from moecore.models import Decoder
+from moecore.models import Decoder, DecoderConfig
 from moecore.recipes.corpora import BYTES, SourceOptions, Tokenizer, read_source
-from moecore.recipes.errors import ARGUMENT_ERRORS, print_error
-from moecore.recipes.files import check_directory
+from moecore.recipes.files import check_directory, find_config
 from moecore.recipes.hf_model import TOKENIZER_FILES, copy_files
-from moecore.recipes.parser import parse, read_toml
+from moecore.recipes.parser import read_toml
 from moecore.recipes.report import CONFIG, EXPORT
 
 
@@ -75,14 +74,10 @@ class EvaluateConfig:
     max_documents: Count | None = None
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def run_generate(args: GenerateConfig) -> int:
     """Print a prompt and its continuation."""
-    try:
-        args = parse(GenerateConfig, words, prog="moecore generate")
-        model, tokenizer = load_model(args.path)
-        ids = prompt_ids(tokenizer, args.prompt, is_chat=args.chat)
-    except ARGUMENT_ERRORS as error:
-        return print_error(error)
+    model, tokenizer = load_model(args.path)
+    ids = prompt_ids(tokenizer, args.prompt, is_chat=args.chat)
     torch.manual_seed(args.seed)
     options: dict[str, Any] = {"do_sample": False}
     if args.temperature > 0:
@@ -99,24 +94,18 @@ def main(words: Sequence[str] | None = None) -> int:
     return 0
 
 
-def evaluate(words: Sequence[str] | None = None) -> int:
+def run_evaluate(args: EvaluateConfig) -> int:
     """Print the mean loss per token of documents, one document per forward."""
-    try:
-        args = parse(EvaluateConfig, words, prog="moecore evaluate")
-        model, tokenizer = load_model(args.path)
-        for source in [read_source(options, tokenizer) for options in args.data]:
-            total, count = 0.0, 0
-            for ids_1T in documents(source, args.seq_len, args.max_documents):
-                total += sum_of_losses(model, ids_1T.to(model.device))
-                count += ids_1T.shape[1] - 1
-            if not count:
-                raise ValueError(f"--data ({source.name}) must have a document of 2 tokens: add it")
-            mean = total / count
-            print(
-                f"{source.name}: loss {mean:.4f}, perplexity {math.exp(mean):.2f}, {count} tokens"
-            )
-    except ARGUMENT_ERRORS as error:
-        return print_error(error)
+    model, tokenizer = load_model(args.path)
+    for source in [read_source(options, tokenizer) for options in args.data]:
+        total, count = 0.0, 0
+        for ids_1T in documents(source, args.seq_len, args.max_documents):
+            total += sum_of_losses(model, ids_1T.to(model.device))
+            count += ids_1T.shape[1] - 1
+        if not count:
+            raise ValueError(f"--data ({source.name}) must have a document of 2 tokens: add it")
+        mean = total / count
+        print(f"{source.name}: loss {mean:.4f}, perplexity {math.exp(mean):.2f}, {count} tokens")
     return 0
 
 
@@ -167,7 +156,7 @@ def find_directory(path: Path, target: Path) -> Path:
             "checkpoint of a model with config.json: moecore checkpoint convert makes one"
         )
     with show_progress("converting", unit="B") as report:
-        native_to_hf(checkpoint, target, config=source, progress=report)
+        native_to_hf(checkpoint, target, config=find_config(Path(source)), progress=report)
     copy_files(Path(options.get("tokenizer", source)), target)
     return target
 
@@ -227,21 +216,24 @@ class SampleOptions(CheckedRecord):
     sample_tokens: Count = 32
 
     def _rules(self) -> Rules:
-        if bool(self.sample_prompts) != bool(self.sample_every):
-            yield "sample_every", f"be > 0 with sample_prompts {self.sample_prompts} and 0 without"
+        if self.sample_every and not self.sample_prompts:
+            yield "sample_every", "be 0 without sample_prompts: give a prompt"
 
-    def prompts(self, tokenizer: Tokenizer, *, max_seq_len: int) -> dict[str, list[int]]:
-        """Return the token ids of each prompt.
-
-        Raises:
-            ValueError: for a prompt without tokens, or one that is too long for the model.
-        """
+    def prompts(self, tokenizer: Tokenizer, config: DecoderConfig) -> dict[str, list[int]]:
+        """Return the token ids of each prompt; raise ValueError if the model cannot take them."""
+        if not self.sample_every:
+            return {}
         prompts = {text: prompt_ids(tokenizer, text, is_chat=False) for text in self.sample_prompts}
         for text, ids in prompts.items():
-            if len(ids) + self.sample_tokens > max_seq_len:
+            if len(ids) + self.sample_tokens > config.max_seq_len:
                 raise ValueError(
                     f"sample_tokens ({self.sample_tokens}) and the {len(ids)} of prompt {text!r} "
-                    f"must be <= max_seq_len ({max_seq_len}) of the model together: lower it"
+                    f"must be <= max_seq_len ({config.max_seq_len}) of the model together: lower it"
+                )
+            if max(ids) >= config.vocab_size:
+                raise ValueError(
+                    f"sample_prompts ({text!r}) must have ids < vocab_size ({config.vocab_size}) "
+                    "of the model: change it"
                 )
         return prompts
 
@@ -255,8 +247,9 @@ def write_samples(
     *,
     step: int,
     num_tokens: int,
-) -> None:
+) -> list[str]:
     """Continue each prompt and append the texts to a file; rank 0 writes. Collective."""
+    texts = []
     device = next(model.parameters()).device
     end = None if tokenizer.hf is None else tokenizer.hf.eos_token_id
     lines = read_samples(file, before=step) if is_first_rank() else []
@@ -267,12 +260,14 @@ def write_samples(
         if end in tokens:
             tokens = tokens[: tokens.index(end) + 1]
         sample = {"step": step, "prompt": text, "text": tokenizer.decode(tokens), "tokens": tokens}
+        texts.append(f"{text}{sample['text']}")
         lines.append(json.dumps(sample))
     model.train()
     if is_first_rank():
         draft = file.with_suffix(".tmp")
         draft.write_text("".join(f"{line}\n" for line in lines))
         draft.replace(file)
+    return texts
 
 
 def read_samples(file: Path, *, before: int) -> list[str]:

@@ -21,6 +21,7 @@ from moecore.families.transformers.packing import packing_problem
 from moecore.io import decoder_config_from_hf, export_hf, merge_adapters, save_adapters
 from moecore.io.checkpoint.ranks import on_first_rank
 from moecore.models import DecoderConfig
+from moecore.packing.corpus.files import shorten_text
 from moecore.recipes.files import check_directory
 from moecore.train.optim.matrices import HEADS, ROUTERS
 
@@ -81,7 +82,7 @@ def read_config(path: Path) -> Any:
         config = AutoConfig.from_pretrained(path)
     except Exception as error:  # of any kind: transformers reads what the file has
         raise ValueError(
-            f"--model ({path}) must have a config.json of transformers: {_line(error)}"
+            f"--model ({path}) must have a config.json of transformers: {shorten_text(error)}"
         ) from None
     if num_experts(config) == 0:
         raise ValueError(
@@ -104,7 +105,8 @@ def build_hf(config: Any, path: Path, dtype: torch.dtype = torch.float32) -> nn.
             hf: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
     except ValueError as error:
         raise ValueError(
-            f"--model ({path}) must be a causal language model of transformers: {_line(error)}"
+            f"--model ({path}) must be a causal language model of transformers: "
+            f"{shorten_text(error)}"
         ) from None
     if packs(hf):
         use_causal_attention(hf)
@@ -153,7 +155,7 @@ def read_tokenizer(path: Path) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except Exception as error:  # of any kind: transformers reads what the files have
         raise ValueError(
-            f"--model ({path}) must have a tokenizer that loads: {_line(error)}"
+            f"--model ({path}) must have a tokenizer that loads: {shorten_text(error)}"
         ) from None
     if not tokenizer.is_fast:
         raise ValueError(
@@ -161,10 +163,6 @@ def read_tokenizer(path: Path) -> Any:
             "answers are found by their place in the text: add its tokenizer.json"
         )
     return tokenizer
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
 
 
 def export(hf: Any, source: Path, target: Path) -> None:

@@ -48,21 +48,8 @@ def resume(
 ) -> int:
     """Load the newest checkpoint of the run and return how many steps it has done; 0 = none.
 
-    Args:
-        args: of the run.
-        model: to fill.
-        optimizer: to fill.
-        facts: name -> what the run that saved must have had in common with this one, or it would
-            go on with other data, or at another place in it; a checkpoint has them.
-        owner: of the steps, which goes on with the loss scale of the checkpoint.
-        sampler: of the data, which goes on behind the checkpoint's, its `extra["data"]`.
-        stage: of the run; a checkpoint of the stage before it may have other data and positions of
-            rotary embedding. Data that are the same continue.
-        chosen_by: the options that rows depend on.
-
-    Raises:
-        ValueError: for a checkpoint of another script, for a fact or data that differ, and where a
-            loss scale is wanted, for a checkpoint without.
+    `facts` are values that a continued run must have in common, and `chosen_by` names the options
+    that its rows depend on. A checkpoint of the stage before may have other data and positions.
     """
     # On one rank: a slow file system may show another one, or none, to another rank.
     newest = on_first_rank(lambda: latest(checkpoint_dir(args)))
@@ -210,14 +197,6 @@ class StepData(Protocol):
 BatchT = TypeVar("BatchT", bound=StepData)
 
 
-class BatchReader(Protocol):
-    """The reader of a job's batches; the sampler's state is the position in the data."""
-
-    @property
-    def sampler(self) -> Stateful:
-        """The order of the documents."""
-
-
 @dataclass(kw_only=True)
 class TrainingJob(ABC, Generic[BatchT]):
     """One rank's part of a run that is ready to train; loads the last checkpoint, if there is one.
@@ -245,7 +224,7 @@ class TrainingJob(ABC, Generic[BatchT]):
     shape: BatchShape
     config: Any
     facts: Mapping[str, object]
-    batches: BatchReader | None
+    batches: Any
 
     unit = "token"  # of text, which the mean loss is of
     saves_memory = SAVES_MEMORY  # options that lower the memory of a step

@@ -188,6 +188,8 @@ def run_stage(
             if job.stage.name:
                 say(f"stage {job.stage.name}: steps {job.start + 1} to {args.steps}")
             job.begin()
+            if job.device.type == "cuda":
+                say("the first step compiles kernels, which takes up to a minute")
             with silence_background_errors():
                 code = train(job)
             if code:

@@ -46,6 +46,9 @@ class RunConfig:
 
     Attributes:
         config: a TOML file of options; flags win over the file.
+        dry_run: print options, plan and first batch; train nothing.
+        gpus: ranks of the plan of a dry run; None = the ranks that would start.
+        gpu: the GPU of the plan of a dry run.
         run_dir: the directory of checkpoints, metrics and results.
         steps: optimizer steps of the run.
         batch_size: rows per data rank and micro-batch.
@@ -72,6 +75,9 @@ class RunConfig:
     """
 
     config: Path | None = unsaved(None)
+    dry_run: bool = unsaved(False)
+    gpus: Count | None = unsaved(None)
+    gpu: GpuName = unsaved("h100-80")
     run_dir: Path
     steps: Count = 400
     batch_size: Count
@@ -170,9 +176,6 @@ class ShardedConfig(RunConfig):
     """Options of a training whose model `parallelize_moe` shards as the options say.
 
     Attributes:
-        dry_run: print options, plan and first batch; train nothing.
-        gpus: ranks of the plan of a dry run; None = the ranks that would start.
-        gpu: the GPU of the plan of a dry run.
         sharding: options outside the records of `parallelize_moe`.
         fsdp: parameter sharding.
         memory: recomputation and offload.
@@ -185,9 +188,6 @@ class ShardedConfig(RunConfig):
         recipe: a recipe of FP8 products, in place of --precision.
     """
 
-    dry_run: bool = unsaved(False)
-    gpus: Count | None = unsaved(None)
-    gpu: GpuName = unsaved("h100-80")
     sharding: Sharding = Sharding()  # frozen
     fsdp: Annotated[FSDPOptions, Table(without=("param_dtype",))] = FSDPOptions()
     memory: MemoryOptions = MemoryOptions()

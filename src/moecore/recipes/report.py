@@ -230,7 +230,7 @@ class RunReport:
         for line in self.alarms.of(step, metrics):
             print(line, flush=True) if self.bar is None else self.bar.write(line)
         metrics = metrics if expert_loads else without_experts(metrics)
-        self.file.write(json.dumps({"step": step, **metrics}).encode() + b"\n")
+        self.file.write(json.dumps({"step": step, **pack_loads(metrics)}).encode() + b"\n")
         for logger in self.loggers:
             logger.log(step, metrics)
         postfix = {
@@ -267,6 +267,15 @@ class RunReport:
             logger.close()
         if self.figure:
             draw_curves(self.figure, self.path, self.unit)
+
+
+def pack_loads(metrics: Metrics) -> dict[str, Any]:
+    """Return metrics with the loads of a layer's experts as one list, of three decimals."""
+    loads = {
+        f"expert_loads/{layer}": expert_loads(metrics, layer) for layer in layer_names(metrics)
+    }
+    lists = {name: [round(load, 3) for load in of_E] for name, of_E in loads.items() if of_E}
+    return without_experts(metrics) | lists
 
 
 def make_run_dir(path: Path) -> None:
@@ -370,8 +379,9 @@ def _draw_maps(canvas: Any, layers: Any, experts: Any, lines: list[dict[str, Any
     least_even = max(range(len(names)), key=lambda i: sum(rows[i]), default=None)
     if least_even is None:
         return
-    expert_lines = [line for line in full_lines if expert_loads(line, names[least_even])]
-    loads = [expert_loads(line, names[least_even]) for line in expert_lines]
+    key = f"expert_loads/{names[least_even]}"
+    expert_lines = [line for line in full_lines if key in line]
+    loads = [line[key] for line in expert_lines]
     by_expert = list(map(list, zip(*loads, strict=True)))
     _draw_map(canvas, experts, expert_lines, by_expert, vmin=0.0, vmax=2.0, cmap="RdBu_r")
     experts.set(ylabel="expert", title=f"load of each expert / mean, layer {short[least_even]}")

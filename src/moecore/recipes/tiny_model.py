@@ -10,21 +10,21 @@ question with its answer, chosen, and the reversed words of the answer, rejected
 
 from __future__ import annotations
 
-import argparse
 import ast
 import json
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 
+from moecore.base.command_options import POSITIONAL
 from moecore.recipes import sums
 from moecore.recipes.data import standard_library
-from moecore.recipes.errors import ARGUMENT_ERRORS, print_error
 
 CHATS, PAIRS = "chats.jsonl", "pairs.jsonl"
 END, PAD = "<|im_end|>", "<|endoftext|>"
@@ -154,24 +154,27 @@ def make_model(tokenizer: Any, **sizes: int) -> Any:
     )
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Make the directory that the command line names."""
-    parser = argparse.ArgumentParser(
-        prog="moecore tiny-model", description="Make a tiny Hugging Face MoE model and chats."
-    )
-    parser.add_argument("out", type=Path, metavar="OUT", help="directory to make")
-    task_help = "sums: a model, a tokenizer and prompts for moecore grpo"
-    parser.add_argument("--task", choices=("chats", "sums"), default="chats", help=task_help)
-    args = parser.parse_args(words)
+@dataclass(frozen=True, kw_only=True)
+class TinyModelConfig:
+    """Make a tiny Hugging Face MoE model and data to train it on.
+
+    Attributes:
+        out: the directory to make.
+        task: "sums" makes a model, a tokenizer and prompts for moecore grpo.
+    """
+
+    out: Annotated[Path, POSITIONAL]
+    task: Literal["chats", "sums"] = "chats"
+
+
+def run_tiny_model(args: TinyModelConfig) -> int:
+    """Make the directory."""
     out = args.out
-    try:
-        if args.task == "sums":
-            check_new(out)
-            sums.make(out)
-            print(f"{out} has a tiny Qwen3-MoE, {out / sums.PROMPTS} sums to train it on")
-            return 0
+    check_new(out)
+    if args.task == "sums":
+        sums.make(out)
+        print(f"{out} has a tiny Qwen3-MoE, {out / sums.PROMPTS} sums to train it on")
+    else:
         make(out)
-    except ARGUMENT_ERRORS as error:
-        return print_error(error)
-    print(f"{out} has a tiny Qwen3-MoE with its tokenizer, {out / CHATS} chats to train it on")
+        print(f"{out} has a tiny Qwen3-MoE with its tokenizer, {out / CHATS} chats to train it on")
     return 0
