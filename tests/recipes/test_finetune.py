@@ -42,7 +42,6 @@ from moecore.planning.recipe import recipe_of
 from moecore.planning.run import OptimizerOptions, TrainingRun
 from moecore.planning.transformers import TransformersModel
 from moecore.recipes import finetuning, hf_model, optimizer
-from moecore.recipes.parser import to_toml
 from tests.families.transformers.family_models import tiny_model
 from tests.helpers.ranks import run_ranks
 from tests.recipes.graph_stand_in import GraphStandIn
@@ -637,18 +636,6 @@ def test_arguments_are_checked(finetune: ModuleType) -> None:
     with pytest.raises(ValueError, match=r"--eval-share \(1.0\) must be .* >= 0 and < 1"):
         finetune.parse_arguments([*words, "1.0"])
     assert math.isclose(finetune.parse_arguments([*words, "0.2"]).eval_share, 0.2)
-
-
-def test_resolved_options_start_the_same_run(finetune: ModuleType, tmp_path: Path) -> None:
-    file = tmp_path / "config.toml"
-
-    def toml(*words: str) -> str:
-        return to_toml(finetune.parse_arguments(words))
-
-    wanted = toml("--model", "m", "--data", "a.jsonl", "--lr", "2e-5", "--epochs", "3")
-    file.write_text(wanted)
-    assert "epochs = 3\n" in wanted and "lr = 2e-05\n" in wanted
-    assert toml("--config", str(file)) == wanted
 
 
 def test_the_tiny_directory_is_made_once(

@@ -204,37 +204,6 @@ def test_a_special_file_is_one_line_for_each_reader(
         assert "\n" not in str(error.value) and len(str(error.value)) < 500
 
 
-@pytest.mark.parametrize("kind", ["fifo", "socket", "large"])
-@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja", "added/a.jinja"])
-def test_a_special_file_of_a_directory_is_one_line(
-    kind: str, name: str, pretrain: ModuleType, special: Path
-) -> None:
-    """transformers opens the files by itself, without a check."""
-    hf_model = importlib.import_module("moecore.recipes.hf_model")
-    folder = special / "folder"
-    (folder / "added").mkdir()
-    for plain in ("config.json", "tokenizer.json", "state.json"):
-        (folder / plain).write_text("{}")
-    (special / kind).rename(folder / name)
-    for option, read in (
-        ("--model", lambda: hf_model.read_config(folder)),
-        ("--tokenizer", lambda: pretrain.Tokenizer(str(folder))),
-        (
-            "--validation",
-            lambda: pretrain.read_source(
-                pretrain.SourceOptions.from_word(str(folder)), None, option="--validation"
-            ),
-        ),
-        (
-            "--hf-config",
-            lambda: pretrain.parse_arguments(["--hf-config", str(folder)]).model_config(),
-        ),
-    ):
-        with pytest.raises(ValueError, match=rf"^{option} \(.*\) must have .*{name}") as error:
-            read()
-        assert "\n" not in str(error.value)
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -1,8 +1,4 @@
-"""moecore train as a user runs it: resumed runs equal straight ones, errors are one line.
-
-A start by command is three interpreters that import, ten times the work of a run. It is made where
-it proves something: `run`. Else ranks fork, and do what the command's do: `run_in_forks`.
-"""
+"""moecore train: ranks that fork do what the ranks of the command do; errors are one line."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ import importlib
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -40,46 +35,11 @@ MICRO = (
 )
 WHOLE = f"--steps {STEPS} --eval-every 3 --expert-loads-every 2"
 MEASURED = ("tokens_per_second", "memory_rss_gib", "data_wait_share")  # other numbers in every run
-DAMAGE = b'{"step": 7, "lo\n\n\0\0\0\n\xff\xfe\n{"step": 1}\n[1]\n' + b"[" * 100_000  # in 7 lines
-KILL_AT = 6  # past the first checkpoint and before the second: steps 5 and 6 are lost
-KILLING_LOGGER = f"""
-import os, pathlib, signal, time
-
-saved = pathlib.Path(__file__).parents[1] / "run" / "checkpoints" / "latest"
-
-def init(**options): return Run()
-
-class Run:
-    def log(self, metrics, step):
-        if step == {KILL_AT}:
-            while not saved.exists(): time.sleep(0.01)  # it is written in the background
-            os.killpg(0, signal.SIGKILL)
-"""
 
 
-def run(
-    run_dir: Path,
-    arguments: str,
-    *,
-    code: int = 0,
-    modules: Path | None = None,
-) -> subprocess.CompletedProcess[str]:
-    """Run the script on CPU ranks; `modules` is a folder whose modules shadow installed ones."""
-    done = subprocess.run(
-        [sys.executable, *COMMAND, "--run-dir", str(run_dir), *f"{MICRO} {arguments}".split()],
-        env=environment(modules),
-        capture_output=True,
-        text=True,
-        start_new_session=True,
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done
-
-
-def environment(modules: Path | None = None) -> dict[str, str]:
-    paths = [str(REPO / "src")] if modules is None else [str(modules), str(REPO / "src")]
+def environment() -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    return {**kept, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}
+    return {**kept, "PYTHONPATH": str(REPO / "src"), "CUDA_VISIBLE_DEVICES": ""}
 
 
 def run_in_forks(
@@ -214,24 +174,6 @@ def test_what_must_survive_a_resume_is_saved(straight: tuple[Path, str]) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.nightly  # test_pretrain.py kills a run, and this one is continued below
-def test_killed_run_goes_on_as_if_nothing_happened(
-    straight: tuple[Path, str], tmp_path: Path
-) -> None:
-    modules, run_dir = tmp_path / "modules", tmp_path / "run"
-    modules.mkdir()
-    (modules / "wandb.py").write_text(KILLING_LOGGER)
-    shorter = WHOLE.replace(f"--steps {STEPS}", f"--steps {STEPS - 1} --schedule-steps {STEPS}")
-    run(run_dir, f"{shorter} --wandb x", modules=modules, code=-signal.SIGKILL)
-    with (run_dir / "metrics.jsonl").open("ab") as file:
-        file.write(DAMAGE)
-    resumed = run_in_forks(run_dir, WHOLE)
-    assert "from step 4" in resumed
-    assert f"{run_dir}/metrics.jsonl: dropped 7 damaged line(s)" in resumed
-    assert_same_run(run_dir, straight[0])
-
-
-@pytest.mark.slow
 def test_a_finished_run_stays_as_it_is(straight: tuple[Path, str]) -> None:
     before = (straight[0] / "metrics.jsonl").read_text()
     assert f"is finished at step {STEPS}" in run_in_forks(straight[0], WHOLE)
@@ -266,26 +208,6 @@ def test_a_run_for_speed_leaves_only_metrics(tmp_path: Path) -> None:
     lines = metrics(tmp_path)
     assert len(lines) == 2
     assert not (tmp_path / "checkpoints").exists() or not list((tmp_path / "checkpoints").iterdir())
-
-
-@pytest.mark.slow
-@pytest.mark.nightly  # tests/models trains the same rows over cp
-def test_context_parallel_ranks_share_rows(tmp_path: Path) -> None:
-    """Halves of the same rows have the losses of the rows, on two ranks and on one."""
-    model = "--preset tiny-qwen3 --num-layers 1 --tokens random --steps 2 --checkpoint-every 0"
-    words = f"{model} --sample-every 0"
-    assert "2 cpu ranks (cp=2 ep=2," in run_in_forks(tmp_path / "two", f"{words} --cp 2")
-    run_in_forks(tmp_path / "one", words, num_ranks=1)
-    halves, whole = (metrics(tmp_path / name) for name in ("two", "one"))
-    for name in ("loss", "grad_norm"):
-        found = [line[name] for line in halves]
-        assert found == pytest.approx([line[name] for line in whole], rel=1e-4), name
-    printed = run_in_forks(
-        tmp_path / "text", "--num-layers 2 --cp 2 --steps 1 --eval-every 1 --lr 1e-9"
-    )
-    assert "sample of step 1" in printed
-    (line,) = metrics(tmp_path / "text")
-    assert line["eval_loss"] == pytest.approx(line["loss"], abs=0.2)
 
 
 ERRORS = {
@@ -349,13 +271,6 @@ def test_wrong_arguments_are_one_line(
     printed = error_of(script, tmp_path, arguments, monkeypatch, capsys)
     assert ERRORS[arguments] in printed
     assert re.match("moecore: error: ", printed.strip().splitlines()[-1])
-
-
-@pytest.mark.slow
-@pytest.mark.nightly  # below the error is found on ranks, above by the parser
-def test_a_wrong_argument_ends_the_process(tmp_path: Path) -> None:
-    done = run(tmp_path, "--preset huge", code=2)
-    assert "preset ('huge') must be one of" in done.stderr and "Traceback" not in done.stderr
 
 
 def rank_without_agent(
@@ -424,21 +339,6 @@ def test_a_folding_that_does_not_fit_is_one_line(tmp_path: Path) -> None:
     said = run_in_forks(tmp_path, "--ep 3", num_ranks=3, code=2)
     assert "MoEConfig.num_experts (8) must be divisible by ParallelConfig.ep (3)" in said
     assert len(said.strip().splitlines()) == 1
-
-
-def test_a_rank_prints_itself_what_rank_0_did_not_find(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from moecore.recipes.errors import print_rank_error
-
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    waited: list[float] = []
-    monkeypatch.setattr("time.sleep", waited.append)
-    for error, waits in ((ValueError("of all ranks"), 1), (FileNotFoundError("of this one"), 0)):
-        waited.clear()
-        assert print_rank_error(error, rank=1) == 2
-        assert len(waited) == waits
-        assert capsys.readouterr().err == f"moecore: error: {error}\n"
 
 
 def test_too_little_memory_gives_advice(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

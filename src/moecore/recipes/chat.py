@@ -67,11 +67,7 @@ class Borders:
 
 
 def borders_of(tokenizer: Any) -> Borders:
-    """Return the borders that a tokenizer of transformers gives a document.
-
-    Raises:
-        ValueError: when the tokenizer changes the ids of a text to which it adds borders.
-    """
+    """Return the borders that a tokenizer of transformers gives a document."""
     last = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     for probe in PROBES:
         plain, full = (
@@ -116,11 +112,7 @@ class Example:
 
 
 def encode(record: Any, tokenizer: Any, *, seq_len: int, place: str) -> list[Example]:
-    """Return the examples that a record makes, as long as they are.
-
-    Raises:
-        ValueError: names `place`, when the record has none of the three forms.
-    """
+    """Return the examples that a record makes, as long as they are."""
     fields = record if isinstance(record, dict) else {}
     if is_chat(fields.get("messages")):
         return _chat(tokenizer, fields["messages"], fields.get("tools"), place)
@@ -335,11 +327,6 @@ def _tokens(tokenizer: Any, text: str, spans: list[Span]) -> tuple[list[int], li
     """Return the tokens of a text, and which of them hold a character of a span.
 
     The tokenizer adds no begin and end of its own: templates have theirs.
-
-    Args:
-        tokenizer: fast.
-        text: to encode.
-        spans: of characters, sorted.
     """
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = encoding["input_ids"], encoding["offset_mapping"]

@@ -29,7 +29,6 @@ from moecore.recipes.chat import Borders, borders_of
 from moecore.recipes.data import BatchShape, StepBatch, Steps, standard_library, with_borders
 from moecore.recipes.files import (
     HUB,
-    check_directory,
     is_table,
     load_table,
     named,
@@ -73,11 +72,7 @@ class SourceOptions(CheckedRecord):
 
     @classmethod
     def from_word(cls, word: str) -> SourceOptions:
-        """Return the options of PATH,key=value,...
-
-        Raises:
-            ValueError: for an unknown key, or a value of another type.
-        """
+        """Return the options of PATH,key=value,..."""
         path, *pairs = word.split(",")
         values: dict[str, Any] = {}
         for key, _, text in (pair.partition("=") for pair in pairs):
@@ -91,11 +86,7 @@ class SourceOptions(CheckedRecord):
 
     @classmethod
     def from_table(cls, values: Mapping[str, Any]) -> SourceOptions:
-        """Return the options of a table of a TOML file.
-
-        Raises:
-            ValueError: for an unknown key, a missing path, or a value of another type.
-        """
+        """Return the options of a table of a TOML file."""
         names = [field.name for field in fields(cls)]
         for key in values:
             if key not in names:
@@ -134,16 +125,7 @@ def _tails(path: str) -> list[str]:
 def read_source(
     options: SourceOptions, tokenizer: Tokenizer, *, option: str = "--data"
 ) -> CorpusSource:
-    """Return a source of rows.
-
-    Args:
-        options: of the source.
-        tokenizer: of its texts.
-        option: that names the source, for errors.
-
-    Raises:
-        ValueError: for files that are missing or broken.
-    """
+    """Return a source of rows."""
     try:
         documents = _documents(options, option)
     except ValueError as error:
@@ -206,11 +188,7 @@ class DocumentRange:
 
 
 def hold_out(sources: Sequence[CorpusSource]) -> tuple[list[CorpusSource], list[CorpusSource]]:
-    """Return the sources without the last twentieth of each one's documents, and these documents.
-
-    Raises:
-        ValueError: for a source of one document, and for a stream.
-    """
+    """Return the sources without the last twentieth of their documents, and these documents."""
     parts: tuple[list[CorpusSource], list[CorpusSource]] = ([], [])
     for source in sources:
         number = len(source.documents) if source.is_indexed else 0
@@ -228,16 +206,10 @@ def hold_out(sources: Sequence[CorpusSource]) -> tuple[list[CorpusSource], list[
 class Tokenizer:
     """Makes token ids of text: that of a model, or bytes.
 
-    Args:
-        name: a directory, a name of the hub, or "bytes".
-
     Attributes:
         size: ids are below it.
         hf: the tokenizer of transformers; None = bytes.
         borders: with which a document begins and ends; None = bytes, which have none.
-
-    Raises:
-        ValueError: when there is none.
     """
 
     def __init__(self, name: str) -> None:
@@ -277,7 +249,6 @@ def _load(name: str) -> Any:
 
     label, path = named("--tokenizer", name), Path(name)
     if path.is_dir():
-        check_directory(path, "--tokenizer")
         if not any(file.is_file() for pattern in TOKENIZER_FILES for file in path.glob(pattern)):
             raise ValueError(f"{label} must have a tokenizer: copy tokenizer.json there")
     elif path.exists():
@@ -296,11 +267,7 @@ class Tokens:
     field: str
 
     def __call__(self, document: Any) -> Any:
-        """Return the ids of a document.
-
-        Raises:
-            ValueError: for a row without the field.
-        """
+        """Return the ids of a document."""
         if isinstance(document, Mapping):
             if self.field not in document:
                 raise ValueError(

@@ -13,7 +13,7 @@ from moecore.base.options.layer import BalanceConfig, CapacityConfig, MoEConfig
 from moecore.io import decoder_config_from_hf
 from moecore.io.hf.config_fields import read_config
 from moecore.models import DecoderConfig, YarnConfig, preset
-from moecore.recipes.files import check_directory, find_config, naming
+from moecore.recipes.files import find_config, naming
 from moecore.recipes.options import ShardedConfig, moe_of
 
 Factor = Annotated[float, Bound(">=", 1)]
@@ -154,8 +154,6 @@ def read_decoder_config(path: Path) -> DecoderConfig:
         raise ValueError(
             f"--hf-config ({path}) must be a config.json, its directory or a name of the hub"
         )
-    if path.is_dir():
-        check_directory(path, "--hf-config")
     with naming("--hf-config"):
         return decoder_config_from_hf(path)
 

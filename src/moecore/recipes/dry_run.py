@@ -65,13 +65,7 @@ def planned_run(
 def print_dry_run(
     args: RunConfig, run: TrainingRun | None, print_first_batch: Callable[[], None]
 ) -> int:
-    """Print options, plan and first batch; return 0, or 1 if the plan does not fit the GPU.
-
-    Args:
-        args: of the command, resolved.
-        run: to plan; None = there are no plans of such a run.
-        print_first_batch: reads and prints the first batch, after the plan is printed.
-    """
+    """Print options, plan and first batch; return 0, or 1 if the plan does not fit the GPU."""
     print(to_toml(args))
     fits = True
     if run is None:

@@ -78,20 +78,7 @@ def read_examples(
     columns: ColumnNames | None = None,
     encode: RowEncoder = encode_row,
 ) -> Examples:
-    """Return all examples of the files, in order.
-
-    Args:
-        files: .jsonl, plain text, or data sets of `datasets`.
-        tokenizer: a fast one of transformers.
-        seq_len: most tokens that a model reads at once.
-        option: that names the files, for errors.
-        options: the format of rows; None = the defaults.
-        columns: the names of columns; None = the defaults.
-        encode: makes examples of a row, such as `encode_preference`.
-
-    Raises:
-        ValueError: for a file or row that is none, and where no example is left.
-    """
+    """Return all examples of the files, in order."""
     options, names = options or DatasetOptions(), columns or ColumnNames()
     examples, problems, invalid = list[Any](), list[str](), list[str]()
     num_rows = num_cut = num_empty = 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,24 +12,11 @@ from typing import Any
 from moecore.io.checkpoint.files import open_regular
 from moecore.packing.corpus.files import shorten_text
 
-MAX_TEXT_BYTES = 1 << 30  # of a config, a template or a vocabulary
-# Libraries map files of these kinds or read parts of them, so their size has no limit.
-DATA_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".idx", ".arrow", ".jsonl")
 SIZELESS_BYTES = 1 << 20  # read of a file that reports a size of 0, such as those of /proc
 
 
 def read_file(path: Path, option: str, *, max_bytes: int | None = None) -> bytes:
-    """Return the bytes of a regular file.
-
-    Args:
-        path: of the file. Symbolic links are followed.
-        option: the command-line option that names the path, for errors.
-        max_bytes: limit of the size; None = the memory of this host.
-
-    Raises:
-        ValueError: names option and path, for a file that is missing, too large or not readable,
-            and for a directory, FIFO, socket or device. The call waits for none of them.
-    """
+    """Return the bytes of a regular file; errors name `option`. Waits for no FIFO or device."""
     name = named(option, path)
     limit = host_bytes() if max_bytes is None else max_bytes
     try:
@@ -55,39 +41,6 @@ def read_text(path: Path, option: str, *, max_bytes: int | None = None) -> str:
         raise ValueError(
             f"{named(option, path)} must be UTF-8: {error.reason} at byte {error.start}: convert it"
         ) from None
-
-
-def check_directory(path: Path, option: str) -> None:
-    """Raise ValueError for a file on which a library that reads the directory would wait.
-
-    transformers and datasets open the files of a directory by themselves. Opening a FIFO waits for
-    a writer, and a text file is read into memory as a whole.
-    """
-    try:
-        entries = [Path(entry) for entry in os.scandir(path)]
-        for folder in [entry for entry in entries if entry.is_dir()]:
-            entries += [Path(entry) for entry in os.scandir(folder)]
-        for file in entries:
-            _check_entry(file, f"{named(option, path)} must have", file.relative_to(path))
-    except OSError as error:
-        raise ValueError(
-            f"{named(option, path)} must be a readable directory: {error.strerror}"
-        ) from None
-
-
-def _check_entry(file: Path, must_have: str, inner: Path) -> None:
-    if not file.exists():  # a link to nothing, which is as if it were not there
-        return
-    status = file.stat()
-    if stat.S_ISDIR(status.st_mode):
-        return
-    if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"{must_have} a plain file as {shown_path(inner)}: move it away")
-    if status.st_size > MAX_TEXT_BYTES and file.suffix not in DATA_SUFFIXES:
-        raise ValueError(
-            f"{must_have} {shown_path(inner)} of <= {MAX_TEXT_BYTES} bytes, not {status.st_size}: "
-            "move it away"
-        )
 
 
 @contextmanager
@@ -148,9 +101,6 @@ def model_directory(path: Path, option: str = "--model") -> Path:
     """Return a directory as it is, and of a name of the hub the directory in the cache.
 
     The first process of a host downloads what the cache lacks. Other processes wait for it.
-
-    Raises:
-        ValueError: for a name that is neither in the cache nor can be downloaded.
     """
     if path.exists() or not HUB_ID.fullmatch(str(path)):
         return path
@@ -189,26 +139,13 @@ def is_table(path: str) -> bool:
 def load_table(
     path: str, option: str, *, split: str = "train", config: str = "", stream: bool = False
 ) -> Any:
-    """Return a data set of `datasets`.
-
-    Args:
-        path: hf:NAME with a hub name or directory, a `save_to_disk` directory, or a .parquet file.
-        option: the option with the path, for error messages.
-        split: the split to read, if the data set has splits.
-        config: the configuration to read; "" = the only one.
-        stream: read hf:NAME without storing it.
-
-    Raises:
-        ValueError: without the package, or for a data set that does not load.
-    """
+    """Return a data set of `datasets`."""
     name = named(option, path)
     try:
         import datasets
     except ImportError:
         raise ValueError(f"{name} must have datasets installed: pip install datasets") from None
     location = path.removeprefix(HUB)
-    if os.path.isdir(location):
-        check_directory(Path(location), option)
     with _loading(name):
         if path.startswith(HUB):
             return datasets.load_dataset(location, config or None, split=split, streaming=stream)

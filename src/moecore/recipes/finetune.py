@@ -280,11 +280,7 @@ def build_model(
 
 
 def check(args: FinetuneConfig, world_size: int) -> tuple[FinetuneConfig, Any]:
-    """Return the options, with a directory as `model`, and the config of the model.
-
-    Raises:
-        ValueError: for options that do not fit the model, and a model that does not exist.
-    """
+    """Return the options, with a directory as `model`, and the config of the model."""
     args = replace(args, model=model_directory(args.model))
     config = read_config(args.model)
     parallel = args.parallel_config(world_size, num_experts=num_experts(config))

@@ -30,7 +30,7 @@ from moecore.io.checkpoint.manifest import MANIFEST
 from moecore.io.checkpoint.ranks import is_first_rank
 from moecore.models import Decoder, DecoderConfig
 from moecore.recipes.corpora import BYTES, SourceOptions, Tokenizer, read_source
-from moecore.recipes.files import check_directory, find_config
+from moecore.recipes.files import find_config
 from moecore.recipes.hf_model import TOKENIZER_FILES, copy_files
 from moecore.recipes.parser import read_toml
 from moecore.recipes.report import CONFIG, EXPORT
@@ -110,16 +110,11 @@ def run_evaluate(args: EvaluateConfig) -> int:
 
 
 def load_model(path: Path) -> tuple[Any, Tokenizer]:
-    """Return the model of a path, on the GPU if the host has one, and its tokenizer.
-
-    Raises:
-        ValueError: for a path without a model that transformers loads.
-    """
+    """Return the model of a path, on the GPU if the host has one, and its tokenizer."""
     from transformers import AutoModelForCausalLM
 
     with TemporaryDirectory() as folder:
         directory = find_directory(path, Path(folder) / EXPORT)
-        check_directory(directory, "PATH")
         has_tokenizer = any(True for name in TOKENIZER_FILES for _ in directory.glob(name))
         tokenizer = Tokenizer(str(directory) if has_tokenizer else BYTES)
         try:
@@ -136,9 +131,6 @@ def find_directory(path: Path, target: Path) -> Path:
 
     A run without an export, its checkpoints, or one checkpoint are converted into `target`, with
     the config.json and the tokenizer that the run's options name.
-
-    Raises:
-        ValueError: for a path that is none of these.
     """
     for directory in (path, path / EXPORT):
         if (directory / "config.json").is_file():
@@ -162,11 +154,7 @@ def find_directory(path: Path, target: Path) -> Path:
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str, *, is_chat: bool) -> list[int]:
-    """Return the token ids of a prompt.
-
-    Raises:
-        ValueError: for a prompt without tokens, or a chat without a template.
-    """
+    """Return the token ids of a prompt."""
     ids: list[int]
     if is_chat:
         if tokenizer.hf is None or not tokenizer.hf.chat_template:

@@ -22,7 +22,6 @@ from moecore.io import decoder_config_from_hf, export_hf, merge_adapters, save_a
 from moecore.io.checkpoint.ranks import on_first_rank
 from moecore.models import DecoderConfig
 from moecore.packing.corpus.files import shorten_text
-from moecore.recipes.files import check_directory
 from moecore.train.optim.matrices import HEADS, ROUTERS
 
 EXPERT_COUNT = re.compile(r"(moe_)?(n|num)_(local_|routed_)?experts")  # its names in configs
@@ -64,15 +63,9 @@ def inputs_of(
 
 
 def read_config(path: Path) -> Any:
-    """Return the config of a directory.
-
-    Raises:
-        ValueError: when it has none that transformers reads, or one of a model without experts.
-    """
+    """Return the config of a directory."""
     from transformers import AutoConfig
 
-    if path.is_dir():
-        check_directory(path, "--model")
     if not (path / "config.json").is_file():
         raise ValueError(
             f"--model ({path}) must be a Hugging Face directory with config.json, weights and "
@@ -93,11 +86,7 @@ def read_config(path: Path) -> Any:
 
 
 def build_hf(config: Any, path: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Return the model of a config on meta, with parameters to train in a dtype.
-
-    Raises:
-        ValueError: when transformers has no causal language model of it.
-    """
+    """Return the model of a config on meta, with parameters to train in a dtype."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -139,11 +128,7 @@ def num_experts(config: Any) -> int:
 
 
 def read_tokenizer(path: Path) -> Any:
-    """Return the tokenizer of a directory.
-
-    Raises:
-        ValueError: when it has none, or one that does not tell where tokens lie in a text.
-    """
+    """Return the tokenizer of a directory."""
     from transformers import AutoTokenizer
 
     if not any(file.is_file() for name in TOKENIZER_FILES for file in path.glob(name)):
@@ -224,11 +209,7 @@ class LoRAOptions(CheckedRecord):
 
 
 def add_adapters(model: nn.Module, options: LoRAOptions) -> Any:
-    """Return the PeftModel of a transformers model, before `parallelize_moe`.
-
-    Raises:
-        ValueError: without peft, or for a layer that the model does not have.
-    """
+    """Return the PeftModel of a transformers model, before `parallelize_moe`."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError:

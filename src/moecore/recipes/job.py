@@ -266,12 +266,7 @@ class TrainingJob(ABC, Generic[BatchT]):
 
     @abstractmethod
     def forward_backward(self, num_labels: Tensor, batch: BatchT) -> Tensor:
-        """Run backward and return this rank's part of the mean loss.
-
-        Args:
-            num_labels: int64 scalar, the labels of all data ranks.
-            batch: of this data rank.
-        """
+        """Run backward and return this rank's part of the mean loss."""
 
     def evaluate(self) -> Metrics:
         """Return metrics of held-out data, such as "eval_loss". Waits for the device."""

@@ -84,9 +84,6 @@ def launch(run_rank: Callable[[Any], int], args: Any, world_size: int) -> int:
 
     Returns:
         0, the exit code of a rank that left by itself with one other than 0, or 128 + the signal.
-
-    Raises:
-        ProcessRaisedException: with the traceback of a rank that raised, when none has left.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     os.environ.update(

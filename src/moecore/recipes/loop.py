@@ -75,15 +75,7 @@ def run_command(
     check: Callable[[ConfigT, int], object],
     dry_run: Callable[[ConfigT], int] | None = None,
 ) -> int:
-    """Run a command that trains and return its exit code.
-
-    Args:
-        parse_arguments: returns the options of the command.
-        words: the words of the command line; None = sys.argv.
-        run_rank: a function at the top of a module, which calls `run`.
-        check: raises for options that do not fit so many ranks.
-        dry_run: the command with --dry-run; None = the command has no such flag.
-    """
+    """Run a command that trains and return its exit code."""
     try:
         args = parse_arguments(words)
         if dry_run is not None and getattr(args, "dry_run", False):
@@ -98,13 +90,7 @@ def start(
     args: ConfigT,
     check: Callable[[int], object],
 ) -> int:
-    """Start the ranks and return the exit code, or be one of them under torchrun.
-
-    Args:
-        run_rank: a function at the top of a recipe, which calls `run`.
-        args: the options of the command.
-        check: raises for options that the number of ranks cannot run, before any rank starts.
-    """
+    """Start the ranks and return the exit code, or be one of them under torchrun."""
     if "RANK" in os.environ:
         exit_at_interrupt()
         leave(run_rank(args))
@@ -133,13 +119,7 @@ def run(
     build_job: Callable[[ConfigT], TrainingJob[Any]],
     plan: Callable[[ConfigT], list[ConfigT]] = lambda args: [args],
 ) -> int:
-    """Build, train and finish a job on this rank, or one for each stage; return the exit code.
-
-    Args:
-        args: the options of the command.
-        build_job: makes the job of a stage.
-        plan: returns the options of each stage, see `plan_stages`.
-    """
+    """Build, train and finish a job on this rank, or one for each stage; return the exit code."""
     try:
         check_environment()
     except ARGUMENT_ERRORS as error:

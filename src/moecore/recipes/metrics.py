@@ -10,12 +10,11 @@ import resource
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,11 +29,7 @@ Metrics = dict[str, float]
 
 
 class Moment:
-    """A point of this rank's work: on a GPU in its stream, else in time.
-
-    Args:
-        device: of the rank.
-    """
+    """A point of this rank's work: on a GPU in its stream, else in time."""
 
     def __init__(self, device: torch.device) -> None:
         self.time = time.perf_counter()
@@ -209,98 +204,65 @@ class LoggerOptions(CheckedRecord):
                 )
 
 
-class Logger(Protocol):
-    """A place that metrics go to."""
+class Logger(NamedTuple):
+    """Where metrics are logged: `log(metrics, step)` for each step, then `close()`."""
 
-    def log(self, step: int, metrics: Metrics) -> None:
-        """Log the metrics of a step."""
-
-    def close(self) -> None:
-        """End the log."""
+    log: Callable[[Metrics, int], object]
+    close: Callable[[], object]
 
 
-class TensorBoardLogger:
-    """Writes the directory `tensorboard` of a run; drops the steps after `start`."""
-
-    def __init__(self, module: ModuleType, run_dir: Path, *, start: int) -> None:
-        folder = str(run_dir / "tensorboard")
-        self._writer = module.SummaryWriter(folder, purge_step=start + 1)
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        """Log the metrics of a step."""
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        """End the log."""
-        self._writer.close()
-
-
-class WandbLogger:
-    """Logs to the run of W&B whose id is in the run directory."""
-
-    def __init__(self, project: str, run_dir: Path, config: Any) -> None:
-        file = run_dir / WANDB_ID
-        if not file.exists():
-            file.write_text(uuid.uuid4().hex)
-        self._run = importlib.import_module("wandb").init(
-            project=project,
-            name=run_dir.name,
-            dir=run_dir,
-            id=file.read_text(),
-            resume="allow",
-            config=json_of(config),
-        )
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        """Log the metrics of a step."""
-        self._run.log(metrics, step=step)
-
-    def close(self) -> None:
-        """End the log."""
-        self._run.finish()
-
-
-class MLflowLogger:
-    """Logs to the run of MLflow whose id is in the run directory."""
-
-    def __init__(self, experiment: str, run_dir: Path, config: Any) -> None:
-        self._mlflow = importlib.import_module("mlflow")
-        self._mlflow.set_experiment(experiment)
-        file = run_dir / MLFLOW_ID
-        if file.exists():
-            self._mlflow.start_run(run_id=file.read_text())
-            return
-        run = self._mlflow.start_run(run_name=run_dir.name)
-        file.write_text(run.info.run_id)
-        self._mlflow.log_params(json_of(config))  # a parameter of MLflow cannot change later
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        """Log the metrics of a step."""
-        self._mlflow.log_metrics(metrics, step=step)
-
-    def close(self) -> None:
-        """End the log."""
-        self._mlflow.end_run()
-
-
-def loggers_of(config: Any, tensorboard: ModuleType | None, *, start: int) -> list[Logger]:
-    """Return the loggers of a run.
-
-    Args:
-        config: the options of the run, with `run_dir` and `logging`.
-        tensorboard: the module with `SummaryWriter`; None = TensorBoard is not installed.
-        start: steps that the run has done.
-    """
+def open_loggers(config: Any, tensorboard: ModuleType | None, *, start: int) -> list[Logger]:
+    """Return the loggers of a run that has done `start` steps; None = no TensorBoard."""
     options: LoggerOptions = config.logging
     loggers: list[Logger] = []
     if tensorboard is not None:
-        loggers.append(TensorBoardLogger(tensorboard, config.run_dir, start=start))
+        folder = str(config.run_dir / "tensorboard")
+        loggers.append(_open_tensorboard(tensorboard, folder, start))
     if options.wandb:
-        loggers.append(WandbLogger(options.wandb, config.run_dir, config))
+        loggers.append(_open_wandb(options.wandb, config))
     if options.mlflow:
-        loggers.append(MLflowLogger(options.mlflow, config.run_dir, config))
+        loggers.append(_open_mlflow(options.mlflow, config))
     return loggers
+
+
+def _open_tensorboard(module: ModuleType, folder: str, start: int) -> Logger:
+    writer = module.SummaryWriter(folder, purge_step=start + 1)
+
+    def log(metrics: Metrics, step: int) -> None:
+        for name, value in metrics.items():
+            writer.add_scalar(name, value, step)
+
+    return Logger(log, writer.close)
+
+
+def _open_wandb(project: str, config: Any) -> Logger:
+    """Continue the run of W&B whose id is in the run directory."""
+    file = config.run_dir / WANDB_ID
+    if not file.exists():
+        file.write_text(uuid.uuid4().hex)
+    run = importlib.import_module("wandb").init(
+        project=project,
+        name=config.run_dir.name,
+        dir=config.run_dir,
+        id=file.read_text(),
+        resume="allow",
+        config=json_of(config),
+    )
+    return Logger(run.log, run.finish)
+
+
+def _open_mlflow(experiment: str, config: Any) -> Logger:
+    """Continue the run of MLflow whose id is in the run directory."""
+    mlflow: Any = importlib.import_module("mlflow")
+    mlflow.set_experiment(experiment)
+    file = config.run_dir / MLFLOW_ID
+    if file.exists():
+        mlflow.start_run(run_id=file.read_text())
+    else:
+        run = mlflow.start_run(run_name=config.run_dir.name)
+        file.write_text(run.info.run_id)
+        mlflow.log_params(json_of(config))  # a parameter of MLflow cannot change later
+    return Logger(mlflow.log_metrics, mlflow.end_run)
 
 
 def json_of(config: Any) -> dict[str, Any]:

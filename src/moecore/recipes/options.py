@@ -111,11 +111,7 @@ class RunConfig:
         return max(1, int(self.parallel.get(name, 1)))
 
     def parallel_config(self, world_size: int, *, num_experts: int) -> ParallelConfig:
-        """Return the degrees for a number of ranks.
-
-        Raises:
-            ValueError: for degrees whose product is not the number of ranks.
-        """
+        """Return the degrees for a number of ranks."""
         degrees: dict[str, Any] = dict(self.parallel)
         if "ep" not in degrees:
             product = math.prod(map(self.degree, ("pp", "etp", "edp_shard", "edp_replicate")))
@@ -133,11 +129,7 @@ class RunConfig:
 
 
 def moe_of(config: DecoderConfig) -> MoEConfig:
-    """Return the config of the MoE layers.
-
-    Raises:
-        ValueError: for a dense model.
-    """
+    """Return the config of the MoE layers."""
     if config.moe is None:
         raise ValueError("the model must have MoE layers: choose another --preset or --hf-config")
     return config.moe
@@ -205,11 +197,7 @@ class ShardedConfig(RunConfig):
         return replace(self.memory, stash=stash)
 
     def pipeline_options(self) -> PipelineConfig | None:
-        """Return the pipeline stages; None = --pp is 1.
-
-        Raises:
-            ValueError: for options of [pipeline] without stages.
-        """
+        """Return the pipeline stages; None = --pp is 1."""
         pp = self.parallel.get("pp")
         if self.degree("pp") > 1:
             return self.pipeline or PipelineConfig()
@@ -224,11 +212,7 @@ class ShardedConfig(RunConfig):
         return replace(self.context or ContextOptions(), dynamic=True)
 
     def precision_options(self) -> Precision | None:
-        """Return which products are in FP8; None = no product is.
-
-        Raises:
-            ValueError: for --precision with options of [recipe].
-        """
+        """Return which products are in FP8; None = no product is."""
         if self.recipe is not None and self.precision is not None:
             raise ValueError(
                 f"--precision ({self.precision}) must not go with options of [recipe], which is "
@@ -244,11 +228,7 @@ class ShardedConfig(RunConfig):
         return replace(self.fsdp, param_dtype=dtype)
 
     def dispatch_options(self, max_tokens: int | None = None) -> DispatchOptions:
-        """Return the options of dispatch.
-
-        Args:
-            max_tokens: maximum tokens of a rank in a micro-batch; None = those of the first one.
-        """
+        """Return the options of dispatch."""
         nvlink, name = self.nvlink, self.sharding.dispatcher
         if max_tokens is not None and (nvlink or name in ("auto", "nvlink", "hierarchical")):
             nvlink = nvlink or NVLinkOptions()
@@ -272,15 +252,7 @@ def parallelize(
     max_tokens: int | None = None,
     **options: Any,
 ) -> None:
-    """Shard a model over the ranks.
-
-    Args:
-        model: on the meta device.
-        meshes: of the ranks.
-        config: the options of the run.
-        max_tokens: see `ShardedConfig.dispatch_options`.
-        options: further arguments of `parallelize_moe`.
-    """
+    """Shard a model over the ranks."""
     sharding = config.sharding
     parallelize_moe(
         model,

@@ -69,10 +69,6 @@ def parse(command: type[ConfigT], words: Sequence[str] | None = None, *, prog: s
             instance per stage, whose values are the table's and otherwise those of the run.
         words: of the command line; None = sys.argv. A first word that is no flag is the TOML file.
         prog: the command, for help.
-
-    Raises:
-        ValueError: for flags, keys or values that the command does not have.
-        SystemExit: with code 0, after the help is printed.
     """
     command_class: Any = command
     options = list_options(command_class)

@@ -93,11 +93,7 @@ def preference_steps(
 def encode_preference(
     row: Row, tokenizer: Any, seq_len: int, options: DatasetOptions, names: ColumnNames
 ) -> list[Preference]:
-    """Return the pair of a row.
-
-    Raises:
-        ValueError: for a row that has none.
-    """
+    """Return the pair of a row."""
     columns = row.columns(names)
     prompt, *completions = (_messages(columns.get(n)) for n in ("prompt", "preferred", "rejected"))
     is_text = all(isinstance(completion, str) for completion in completions)

@@ -27,7 +27,7 @@ from moecore.recipes.metrics import (
     Metrics,
     expert_loads,
     layer_names,
-    loggers_of,
+    open_loggers,
     without_experts,
 )
 from moecore.recipes.options import RunConfig
@@ -183,6 +183,15 @@ FOLDERS = (CHECKPOINTS, EXPORT, f".{EXPORT}.draft", "tensorboard")
 LOAD = "expert_load_max_over_mean"  # of models, and stages, with MoE layers
 LINES_S = 5.0  # between lines where stderr is no terminal
 MOST_TICKS = 16  # layers that are named beside the map
+# Metrics of the bar and of lines: name, label, format.
+SHOWN = (
+    ("reward", "reward", ".3f"),
+    ("loss", "loss", ".3f"),
+    ("tokens_per_second", "tok/s", ".0f"),
+    (LOAD, "load", ".2f"),
+    ("eval_loss", "eval", ".3f"),
+    ("mfu", "mfu", ".1%"),
+)
 NAMES = {
     "tqdm": "tqdm",
     "torch.utils.tensorboard": "tensorboard",
@@ -191,13 +200,7 @@ NAMES = {
 
 
 class RunReport:
-    """The record of one run, kept by rank 0.
-
-    Args:
-        args: of the run; its directory is where metrics.jsonl, tensorboard/ and curves.png go.
-        start: steps that the checkpoint has done; later lines of an earlier run are cut off.
-        unit: of text, whose mean loss is drawn, where metrics have no reward.
-    """
+    """The record of one run, kept by rank 0."""
 
     def __init__(self, args: RunConfig, *, start: int, unit: str = "byte") -> None:
         modules = {name: _import(name) for name in NAMES}
@@ -211,7 +214,7 @@ class RunReport:
         self.file = self.path.open("ab", buffering=0)
         tqdm, tensorboard = modules["tqdm"], modules["torch.utils.tensorboard"]
         self.figure = modules["matplotlib.figure"]
-        self.loggers = loggers_of(args, tensorboard, start=start)
+        self.loggers = open_loggers(args, tensorboard, start=start)
         if tqdm:  # its default lock is a semaphore between processes, which a rank would leave
             tqdm.tqdm.set_lock(threading.RLock())
         self.bar = None
@@ -220,31 +223,16 @@ class RunReport:
         self.alarms = Alarms()
 
     def log(self, step: int, metrics: Metrics, *, expert_loads: bool = True) -> None:
-        """Add one step. Its line is out of this process before a checkpoint of the step begins.
-
-        Args:
-            step: its number.
-            metrics: of the step, with the load of each expert, for alarms.
-            expert_loads: whether these loads are logged.
-        """
+        """Add one step. Its line is out of this process before a checkpoint of the step begins."""
         for line in self.alarms.of(step, metrics):
             print(line, flush=True) if self.bar is None else self.bar.write(line)
         metrics = metrics if expert_loads else without_experts(metrics)
         self.file.write(json.dumps({"step": step, **pack_loads(metrics)}).encode() + b"\n")
         for logger in self.loggers:
-            logger.log(step, metrics)
+            logger.log(metrics, step)
         postfix = {
-            "loss": f"{metrics['loss']:.3f}",
-            "tok/s": f"{metrics['tokens_per_second']:.0f}",
+            label: format(metrics[name], spec) for name, label, spec in SHOWN if name in metrics
         }
-        if LOAD in metrics:
-            postfix["load"] = f"{metrics[LOAD]:.2f}"
-        if "reward" in metrics:
-            postfix = {"reward": f"{metrics['reward']:.3f}", **postfix}
-        if "eval_loss" in metrics:
-            postfix["eval"] = f"{metrics['eval_loss']:.3f}"
-        if "mfu" in metrics:
-            postfix["mfu"] = f"{metrics['mfu']:.1%}"
         if self.bar is not None:
             self.bar.set_postfix(postfix, refresh=False)
             self.bar.update()
@@ -279,12 +267,7 @@ def pack_loads(metrics: Metrics) -> dict[str, Any]:
 
 
 def make_run_dir(path: Path) -> None:
-    """Make the directory of a run, and check all that a run writes there before it trains.
-
-    Raises:
-        ValueError: names --run-dir, for a directory that cannot be made or written, and for a part
-            of another kind: a FIFO would be waited for, a link or a file would fail at the end.
-    """
+    """Make the directory of a run, and check all that a run writes there before it trains."""
     name = named("--run-dir", path)
     try:
         path.mkdir(parents=True, exist_ok=True)

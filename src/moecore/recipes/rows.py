@@ -106,11 +106,7 @@ class Row:
     content: Mapping[str, Any] | str
 
     def parse(self) -> Mapping[str, Any]:
-        """Return the columns.
-
-        Raises:
-            ValueError: for a line that is not a JSON object.
-        """
+        """Return the columns."""
         content: Any = self.content
         if isinstance(content, str):
             try:
@@ -147,11 +143,7 @@ def read_rows(files: Sequence[Path], option: str, options: DatasetOptions) -> It
 
 
 def in_form(columns: dict[str, Any], row_format: RowFormat, place: str) -> dict[str, Any]:
-    """Return columns in a form of chat.py: messages, prompt and completion, or text.
-
-    Raises:
-        ValueError: for a row without the columns of the format.
-    """
+    """Return columns in a form of chat.py: messages, prompt and completion, or text."""
     formats = FORMATS if row_format == "auto" else {row_format: FORMATS[row_format]}
     kind = next((kind for kind, names in formats.items() if {*names} <= columns.keys()), None)
     if kind is None and row_format != "auto":

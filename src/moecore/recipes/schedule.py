@@ -54,13 +54,7 @@ class LearningRateSchedule(CheckedRecord):
             yield "decay_steps", f"be None with lr_schedule ({self.lr_schedule!r}): use 'wsd'"
 
     def factor(self, step: int, *, steps: int, steps_of: Callable[[int], int]) -> float:
-        """Return the learning rate of a step as a share of the peak.
-
-        Args:
-            step: the optimizer step, from 1.
-            steps: optimizer steps of the run.
-            steps_of: returns the fewest steps that read so many tokens over all ranks.
-        """
+        """Return the learning rate of a step as a share of the peak."""
         total = self.schedule_steps or steps
         warmup = self._warmup(total, steps_of)
         if step <= warmup:
@@ -116,12 +110,7 @@ class BatchRamp(CheckedRecord):
             )
 
     def check(self, *, rows: int, micro_batch_rows: int) -> None:
-        """Raise ValueError unless micro-batches divide the ramp, whose end is all rows.
-
-        Args:
-            rows: of a step after the ramp.
-            micro_batch_rows: rows of one micro-batch over all data ranks.
-        """
+        """Raise ValueError unless micro-batches divide the ramp, whose end is all rows."""
         if self.ramp_start is None or self.ramp_increment is None:
             return
         for name in ("ramp_start", "ramp_increment"):
@@ -180,15 +169,7 @@ class StepSizes:
 def equal_steps(
     ramp: BatchRamp, *, first: int, rows: int, seq_len: int, tokens: int
 ) -> Iterator[EqualSteps]:
-    """Yield the parts of steps whose rows grow, from step `first` on.
-
-    Args:
-        ramp: the growth.
-        first: the first step.
-        rows: of a step after the ramp.
-        seq_len: tokens of a row.
-        tokens: that the run has read before the first step.
-    """
+    """Yield the parts of steps whose rows grow, from step `first` on."""
     if ramp.ramp_start is None or ramp.ramp_increment is None or ramp.ramp_tokens is None:
         yield EqualSteps(first, rows, seq_len)
         return
@@ -272,11 +253,7 @@ class TrainingStage:
         }
 
     def begins_at(self, step: int, saved_name: str | None) -> bool:
-        """Return whether a checkpoint of a step is from the previous stage.
-
-        Raises:
-            ValueError: for a checkpoint within a stage of another name.
-        """
+        """Return whether a checkpoint of a step is from the previous stage."""
         if (saved_name or "") == self.name:
             return False
         if step != self.begin:
@@ -289,11 +266,7 @@ class TrainingStage:
 
 
 def split_stages(content: Options) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the options of a TOML file without its stages, and the tables of the stages.
-
-    Raises:
-        ValueError: for a stage without a name or a length, or with an option that stages share.
-    """
+    """Return the options of a TOML file without its stages, and the tables of the stages."""
     options, tables = dict(content), content.get("stages")
     options.pop("stages", None)
     if tables is None:
@@ -342,9 +315,6 @@ def plan_stages(args: Any, batch_of: Callable[[Any], tuple[int, int, BatchRamp]]
         args: the `StagedConfig` of the run.
         batch_of: returns for the options of a stage the rows of a step after the ramp, the rows of
             a micro-batch of all data ranks, and the ramp.
-
-    Raises:
-        ValueError: for a ramp that micro-batches do not divide, or stages without checkpoints.
     """
     tables: Sequence[Options] = args.stage_tables or [{}]
     plans: list[Any] = []
@@ -372,16 +342,7 @@ def plan_stage(
     rows: int,
     ramp: BatchRamp = NO_RAMP,
 ) -> TrainingStage:
-    """Return a stage behind the step `begin`, whose steps and those before it have these sizes.
-
-    Args:
-        args: of the stage.
-        table: of [[stages]]; {} = the run has no stages.
-        sizes: of the steps before.
-        begin: the number of the last step before.
-        rows: of a step after the ramp.
-        ramp: of the rows.
-    """
+    """Return a stage behind the step `begin`, whose steps and those before it have these sizes."""
     tokens = sizes.tokens_through(begin)
     parts = equal_steps(ramp, first=begin + 1, rows=rows, seq_len=args.seq_len, tokens=tokens)
     before = (part for part in sizes.parts if part.first <= begin)

@@ -47,15 +47,7 @@ TEMPLATE = """\
 
 
 def make(out: Path, **sizes: int) -> None:
-    """Write the directory.
-
-    Args:
-        out: must not exist.
-        sizes: fields of Qwen3MoeConfig in place of the tiny ones.
-
-    Raises:
-        ValueError: when the directory is there.
-    """
+    """Write the directory."""
     check_new(out)
     pairs = list(islice(questions(), NUM_QUESTIONS))
     tokenizer = make_tokenizer(pairs)
