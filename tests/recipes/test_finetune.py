@@ -45,7 +45,8 @@ from moecore.recipes import finetuning, hf_model, optimizer
 from tests.families.transformers.family_models import tiny_model
 from tests.helpers.ranks import run_ranks
 from tests.recipes.graph_stand_in import GraphStandIn
-from tests.recipes.test_train import metrics, tensors
+from tests.recipes.launched import metrics
+from tests.recipes.test_train import tensors
 
 transformers = pytest.importorskip("transformers", minversion="5")
 STEPS, STOP_AT = 6, 5
@@ -106,9 +107,8 @@ def on_two_ranks(rank: int, device: torch.device, folder: Path) -> list[str]:
         importlib.import_module("moecore.recipes.finetune"),
         importlib.import_module("moecore.recipes.loop"),
     )
-    importlib.import_module(
-        "moecore.recipes.errors"
-    ).RANK_0_PRINTS_S = 0  # no rank takes another one with it
+    errors = importlib.import_module("moecore.recipes.errors")
+    errors.RANK_0_PRINTS_S = 0  # no rank takes another one with it
 
     def start(run: str, words: str = f"{TWO_RANKS} {SAVING}", wanted: int = 0) -> str:
         printed = StringIO()

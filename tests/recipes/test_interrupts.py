@@ -19,8 +19,7 @@ import pytest
 from moecore.io import latest
 from moecore.recipes.job import continuation
 from moecore.recipes.launch import StopRequest, launch, noting_signals
-from tests.recipes.launched import forked_ranks, launched
-from tests.recipes.test_train import MEASURED
+from tests.recipes.launched import MEASURED, forked_ranks, launched
 
 RUN = (
     "--preset tiny-qwen3 --tokens random --num-layers 1 --batch-size 1 --seq-len 16 "

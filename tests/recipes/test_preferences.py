@@ -21,7 +21,7 @@ from moecore.recipes.preferences import encode_preference
 from moecore.recipes.rows import ColumnNames
 from moecore.recipes.tiny_model import make, make_tokenizer
 from tests.helpers.ranks import run_ranks
-from tests.recipes.test_train import metrics
+from tests.recipes.launched import metrics
 
 transformers = pytest.importorskip("transformers", minversion="5")
 trl = pytest.importorskip("trl")

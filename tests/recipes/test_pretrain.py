@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import shutil
 import sys
-from contextlib import redirect_stderr, redirect_stdout
-from io import StringIO
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,10 +20,12 @@ import torch
 from moecore.io import set_latest
 from tests.helpers.ranks import run_ranks
 from tests.recipes.graph_stand_in import GraphStandIn
-from tests.recipes.test_train import MEASURED
+from tests.recipes.launched import metrics, rank_of_command
+from tests.recipes.launched import run_in_forks as launched_forks
 
 pytest.importorskip("transformers", reason="it reads what a run has exported")
 STEPS, SEQ_LEN, EVAL_ROWS = 8, 16, 4
+DEAR = ("torch.utils.tensorboard", "matplotlib.figure")  # packages that take seconds to import
 SIZES = {
     "hidden_size": 32,
     "num_hidden_layers": 1,
@@ -66,27 +65,9 @@ def words(corpus: Path, run_dir: Path, more: str = "") -> list[str]:
     return f"{shape} --data {data} --validation {held_out} {model} {more}".split()
 
 
-def run_in_forks(words: list[str], *, num_ranks: int = 2, code: int = 0) -> str:
-    """Run the script's ranks, not what starts them; return what rank 0 prints."""
-    found, said = run_ranks(num_ranks, rank_of_script, num_ranks, words)
-    assert found == code, said
-    return said
-
-
-def rank_of_script(
-    rank: int, device: torch.device, num_ranks: int, words: list[str]
-) -> tuple[int, str]:
-    """Be a rank of the script; return its exit code and what it prints."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
-    dear: Any = {"torch.utils.tensorboard": None, "matplotlib.figure": None}
-    sys.modules.update(dear)  # as if they were not installed: they take seconds to import
-    script, said = importlib.import_module("moecore.recipes.pretrain"), StringIO()
-    importlib.import_module(
-        "moecore.recipes.errors"
-    ).RANK_0_PRINTS_S = 0  # no rank's end ends the others here
-    with redirect_stdout(said), redirect_stderr(said):
-        code = script.run_rank(script.parse_arguments(words))
-    return code, said.getvalue()
+def run_in_forks(words: list[str], **options: Any) -> str:
+    """Run the ranks of the command; return what rank 0 prints."""
+    return launched_forks("pretrain", words, without=DEAR, **options)
 
 
 def rank_with_graphs(
@@ -96,13 +77,7 @@ def rank_with_graphs(
     with patch.object(
         importlib.import_module("moecore.recipes.data"), "GraphedForwardBackward", GraphStandIn
     ):
-        return rank_of_script(rank, device, 2, words), GraphStandIn.captures
-
-
-def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert all(0 <= line["data_wait_share"] <= 1 for line in lines)
-    return [{k: v for k, v in line.items() if k not in MEASURED} for line in lines]
+        return rank_of_command(rank, device, "pretrain", 2, words, DEAR), GraphStandIn.captures
 
 
 @pytest.fixture(scope="module")

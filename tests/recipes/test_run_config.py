@@ -11,7 +11,7 @@ import pytest
 
 from moecore.io import set_latest
 from moecore.recipes.job import changes
-from tests.recipes.test_train import metrics
+from tests.recipes.launched import metrics
 
 BEFORE = """
 seed = 0

@@ -35,6 +35,7 @@ from moecore.recipes.schedule import (
 )
 from tests.helpers.ranks import run_ranks
 from tests.recipes import test_pretrain
+from tests.recipes.launched import rank_of_command
 
 corpus = test_pretrain.corpus
 RAMP = BatchRamp(ramp_start=2, ramp_increment=2, ramp_tokens=80)
@@ -258,7 +259,7 @@ def rank_with_signal(rank: int, device: torch.device, words: list[str]) -> tuple
             os.kill(os.getpid(), signal.SIGTERM)
 
     with patch.object(loop, "save", save_and_kill):
-        return test_pretrain.rank_of_script(rank, device, 2, words)
+        return rank_of_command(rank, device, "pretrain", 2, words)
 
 
 @pytest.mark.slow

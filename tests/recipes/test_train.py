@@ -24,7 +24,8 @@ from safetensors.torch import load_file
 from tests.helpers.grids import beside
 from tests.helpers.ranks import run_ranks
 from tests.recipes import late_word
-from tests.recipes.launched import launched
+from tests.recipes.launched import launched, metrics
+from tests.recipes.launched import run_in_forks as launched_forks
 
 REPO = Path(__file__).parents[2]
 COMMAND = "-m", "moecore", "train"
@@ -34,7 +35,6 @@ MICRO = (
     " --bias-update-rate 0.01 --sample-tokens 8 --workers 0"
 )
 WHOLE = f"--steps {STEPS} --eval-every 3 --expert-loads-every 2"
-MEASURED = ("tokens_per_second", "memory_rss_gib", "data_wait_share")  # other numbers in every run
 
 
 def environment() -> dict[str, str]:
@@ -42,42 +42,10 @@ def environment() -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(REPO / "src"), "CUDA_VISIBLE_DEVICES": ""}
 
 
-def run_in_forks(
-    run_dir: Path,
-    arguments: str,
-    *,
-    num_ranks: int = 2,
-    code: int = 0,
-    without: tuple[str, ...] = (),
-) -> str:
-    """Run the script's ranks, not what starts them; return what rank 0 prints.
-
-    To them the packages `without` are not installed.
-    """
+def run_in_forks(run_dir: Path, arguments: str, **options: Any) -> str:
+    """Run the ranks of the command; return what rank 0 prints."""
     words = ["--run-dir", str(run_dir), *f"{MICRO} {arguments}".split()]
-    found, said = run_ranks(num_ranks, rank_of_script, num_ranks, words, without)
-    assert found == code, said
-    return said
-
-
-def rank_of_script(
-    rank: int, device: torch.device, num_ranks: int, words: list[str], without: tuple[str, ...]
-) -> tuple[int, str]:
-    """Be a rank of the script; return its exit code and what it prints."""
-    sys.modules.update(dict.fromkeys(without))  # type: ignore[arg-type]  # then imports fail
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
-    script, said = importlib.import_module("moecore.recipes.train"), StringIO()
-    importlib.import_module(
-        "moecore.recipes.errors"
-    ).RANK_0_PRINTS_S = 0  # no rank's end ends the others here
-    with redirect_stdout(said), redirect_stderr(said):
-        code = script.run_rank(script.parse_arguments(words))
-    return code, said.getvalue()
-
-
-def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in MEASURED} for line in lines]
+    return launched_forks("train", words, **options)
 
 
 def tensors(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
@@ -228,8 +196,6 @@ ERRORS = {
     "--sample-prompts": "SampleOptions.sample_every (1000) must be 0 without",
     "--seed -1": "--seed (-1) must be a whole number >= 0",
     "--seed 18446744073709551616": "--seed (18446744073709551616) must be a whole",
-    "--batch-size 1000000000": "--batch-size (1000000000) x --seq-len (32) x --grad-accum (2) must",
-    "--grad-accum 2000000000": "x --grad-accum (2000000000) must fit into memory",
     "--sample-tokens 509": "(509) and the 4 of prompt 'def ' must be <= max_seq_len (512)",
     "--preset tiny-qwen3 --tokens random --sample-prompts é": "must have ids < vocab_size (128)",
     "--eval-every 2 --tokens random": "--tokens (random) must be text with --eval-every",

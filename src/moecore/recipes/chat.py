@@ -86,12 +86,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A sequence to learn from.
-
-    Attributes:
-        tokens_T: int32.
-        is_answer_T: bool, the tokens that are learned.
-    """
+    """A sequence: tokens, int32, and which of them are learned, bool."""
 
     tokens_T: Tensor
     is_answer_T: Tensor

@@ -24,7 +24,6 @@ from moecore.packing import (
     ScheduledLoader,
 )
 from moecore.packing.corpus.documents import describe_location
-from moecore.packing.corpus.files import shorten_text
 from moecore.recipes.chat import Borders, borders_of
 from moecore.recipes.data import BatchShape, StepBatch, Steps, standard_library, with_borders
 from moecore.recipes.files import (
@@ -34,7 +33,7 @@ from moecore.recipes.files import (
     named,
     read_text,
 )
-from moecore.recipes.hf_model import TOKENIZER_FILES
+from moecore.recipes.hf_model import load_tokenizer
 
 BYTES = "bytes"
 STDLIB = "python:"  # sources of the Python standard library
@@ -204,17 +203,11 @@ def hold_out(sources: Sequence[CorpusSource]) -> tuple[list[CorpusSource], list[
 
 
 class Tokenizer:
-    """Makes token ids of text: that of a model, or bytes.
-
-    Attributes:
-        size: ids are below it.
-        hf: the tokenizer of transformers; None = bytes.
-        borders: with which a document begins and ends; None = bytes, which have none.
-    """
+    """Makes token ids of text: that of a model, or bytes."""
 
     def __init__(self, name: str) -> None:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # loaders have workers instead
-        self.hf: Any = None if name == BYTES else _load(name)
+        self.hf: Any = None if name == BYTES else load_tokenizer(name, "--tokenizer")
         self.size = 256 if self.hf is None else len(self.hf)
         self.borders: Borders | None = None
         if self.hf is not None:
@@ -242,21 +235,6 @@ class Tokenizer:
         if not ids:
             return []
         return [*self.borders.begin, *ids[self.borders.content(ids)], *self.borders.end]
-
-
-def _load(name: str) -> Any:
-    from transformers import AutoTokenizer
-
-    label, path = named("--tokenizer", name), Path(name)
-    if path.is_dir():
-        if not any(file.is_file() for pattern in TOKENIZER_FILES for file in path.glob(pattern)):
-            raise ValueError(f"{label} must have a tokenizer: copy tokenizer.json there")
-    elif path.exists():
-        raise ValueError(f"{label} must be a directory, or a name of the hub: name its directory")
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # of any kind: transformers reads what the files have
-        raise ValueError(f"{label} must be a tokenizer that loads: {shorten_text(error)}") from None
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ Legend: B rows, T tokens of a row.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.base.progress import show_progress, track
+from moecore.base.progress import track
 from moecore.io import export_hf
-from moecore.io.checkpoint.ranks import on_first_rank
 from moecore.models import Decoder
 from moecore.moe.layer import MoELayer
 from moecore.packing import ScheduledBatch
@@ -25,6 +23,7 @@ from moecore.recipes.corpora import CorpusSteps, Tokenizer
 from moecore.recipes.data import Graphed, RandomSteps, StepBatch, Steps, pad_borders, to_device
 from moecore.recipes.decoder_config import export_config
 from moecore.recipes.generate import write_samples
+from moecore.recipes.hf_model import write_export
 from moecore.recipes.job import TrainingJob
 from moecore.recipes.loop import begins, ranks_of, say
 from moecore.recipes.metrics import Metrics, usage
@@ -34,14 +33,7 @@ from moecore.recipes.schedule import is_due
 
 @dataclass(kw_only=True)
 class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
-    """A `Decoder` on a corpus; with --dynamic-cp each micro-batch has its own cp.
-
-    Attributes:
-        batches: steps of the corpus.
-        tokenizer: of its text.
-        validation: this rank's rows of each set.
-        bad_lines: lines of the sources that are left out because they are broken.
-    """
+    """A `Decoder` on a corpus; with --dynamic-cp each micro-batch has its own cp."""
 
     batches: CorpusSteps | RandomSteps | Steps[ScheduledBatch]
     tokenizer: Tokenizer
@@ -148,9 +140,20 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
         if not self.args.hf_config:
             return
         if self.start < self.args.steps or not target.exists():
-            dtype = self.args.compute_dtype(self.device)
-            config = export_config(self.args.hf_config, self.args.rotary, self.model.config)
-            export(self.model, config, dtype, self.tokenizer, target)
+            options: Any = {"dtype": self.args.compute_dtype(self.device)}
+            options["config"] = export_config(
+                self.args.hf_config, self.args.rotary, self.model.config
+            )
+
+            def complete(draft: Path) -> None:
+                if self.tokenizer.hf is not None:
+                    self.tokenizer.hf.save_pretrained(draft)
+
+            write_export(
+                target,
+                lambda draft, report: export_hf(self.model, draft, progress=report, **options),
+                complete,
+            )
         say(f"{target} is ready for from_pretrained")
 
 
@@ -169,21 +172,3 @@ def dispatcher_of(model: Decoder) -> str:
     """Return the dispatcher in use: "auto" has chosen by now."""
     names = {type(m.dispatcher).__name__ for m in model.modules() if isinstance(m, MoELayer)}
     return "".join(names).removesuffix("Dispatcher").lower() or "dense"
-
-
-def export(
-    model: Decoder, config: Any, dtype: torch.dtype, tokenizer: Tokenizer, target: Path
-) -> None:
-    """Write a directory that transformers loads; a draft until all of it is there. Collective."""
-    draft = target.with_name(f".{target.name}.draft")
-    on_first_rank(lambda: shutil.rmtree(draft, ignore_errors=True))
-    with show_progress("exporting", unit="B") as report:
-        export_hf(model, draft, config=config, dtype=dtype, progress=report)
-
-    def complete() -> None:
-        if tokenizer.hf is not None:
-            tokenizer.hf.save_pretrained(draft)
-        shutil.rmtree(target, ignore_errors=True)
-        draft.rename(target)
-
-    on_first_rank(complete)

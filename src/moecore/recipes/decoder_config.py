@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
-from moecore.base.command_options import Fields, Table
 from moecore.base.fields import Bound, CheckedRecord, Count, Positive, Rules
-from moecore.base.options.layer import BalanceConfig, CapacityConfig, MoEConfig
+from moecore.base.options.layer import MoEConfig
 from moecore.io import decoder_config_from_hf
 from moecore.io.hf.config_fields import read_config
-from moecore.models import DecoderConfig, YarnConfig, preset
+from moecore.models import DecoderConfig, YarnConfig
 from moecore.recipes.files import find_config, naming
-from moecore.recipes.options import ShardedConfig, moe_of
 
 Factor = Annotated[float, Bound(">=", 1)]
 
@@ -87,63 +85,8 @@ def write_rotary(values: Mapping[str, Any], config: DecoderConfig) -> dict[str, 
     return {**result, "rope_parameters": rope}
 
 
-@dataclass(frozen=True, kw_only=True)
-class DecoderRunConfig(ShardedConfig):
-    """Options of a training of a native decoder.
-
-    Attributes:
-        preset: the model, see moecore.models.PRESETS.
-        model: fields of the decoder that differ from the preset.
-        moe: fields of its MoE layers that differ from the preset.
-        capacity: token dropping.
-        balance: load balancing.
-    """
-
-    preset: str = "tiny"
-    model: Annotated[Fields, Table(record=DecoderConfig)] = field(default_factory=dict)
-    moe: Annotated[Fields, Table(record=MoEConfig, without=("dim",))] = field(default_factory=dict)
-    capacity: CapacityConfig | None = None
-    balance: Annotated[Fields, Table(record=BalanceConfig, without=("micro_batch_coef",))] = field(
-        default_factory=dict
-    )
-
-    def model_config(self) -> DecoderConfig:
-        """Return the preset with the fields that are set."""
-        return self.with_balance(self.preset_config(), self.set_balance())
-
-    def resolve(self) -> Self:
-        """Return the options with all fields of the model, as RUN_DIR/config.toml has them."""
-        config = self.model_config()
-        moe = moe_of(config)
-        return replace(
-            self,
-            aux_loss=moe.balance.micro_batch_coef,
-            model=_values_of(config),
-            moe=_values_of(moe),
-            capacity=moe.capacity,
-            balance=_values_of(moe.balance),
-        )
-
-    def preset_config(self) -> DecoderConfig:
-        """Return the preset with the fields of [model], [moe] and [capacity]."""
-        config = replace(preset(self.preset), **self.model)
-        moe = moe_of(config)
-        capacity = self.capacity or moe.capacity
-        moe = replace(moe, **self.moe, dim=config.dim, capacity=capacity)
-        return replace(config, moe=moe)
-
-    def set_balance(self) -> dict[str, Any]:
-        """Return the fields of the balance that are set."""
-        coef = {} if self.aux_loss is None else {"micro_batch_coef": self.aux_loss}
-        return {**self.balance, **coef}
-
-    def with_balance(self, config: DecoderConfig, balance: dict[str, Any]) -> DecoderConfig:
-        """Return the config with fields of its balance."""
-        moe = moe_of(config)
-        return replace(config, moe=replace(moe, balance=replace(moe.balance, **balance)))
-
-
-def _values_of(record: Any) -> dict[str, Any]:
+def values_of(record: Any) -> dict[str, Any]:
+    """Return the fields of a record by name."""
     return {item.name: getattr(record, item.name) for item in fields(record)}
 
 

@@ -14,13 +14,11 @@ from typing import Any
 
 import torch
 
-from moecore.models import DecoderConfig
 from moecore.moe.dispatch.exchange import ExchangeError
 from moecore.packing import CorpusError
 from moecore.packing.collate import get_length_multiple
 from moecore.packing.corpus.scheduled_batch import TILE
 from moecore.parallel.mesh import ParallelConfig
-from moecore.recipes.files import host_bytes
 from moecore.recipes.options import RunConfig
 
 ARGUMENT_ERRORS = (ValueError, NotImplementedError, OSError)
@@ -74,22 +72,22 @@ def print_run_error(error: Exception, args: Any, *, saves_memory: str = SAVES_ME
     Every rank has the OSError of a failed save and losses that are not finite: rank 0 prints.
     """
     rank, line = int(os.environ["RANK"]), str(error)
-    again = "start again" + (" from the last checkpoint" if args.checkpoint_every else "")
+    restart = "start again" + (" from the last checkpoint" if args.checkpoint_every else "")
     if isinstance(error, OSError | DivergedError):
         leave_to_rank_0(rank)
     if isinstance(error, OSError):
         line = (
             f"--run-dir ({args.run_dir}) must be writable, with space for checkpoints: {error}: "
-            f"mend it and {again}"
+            f"mend it and {restart}"
         )
     elif isinstance(error, ExchangeError) and error.row_factor is None:
-        line = f"rank {rank}: {error}: {again}"
+        line = f"rank {rank}: {error}: {restart}"
     elif isinstance(error, ExchangeError) and error.row_factor is not None:
-        needed = math.ceil(100 * error.row_factor) / 100
+        min_factor = math.ceil(100 * error.row_factor) / 100
         row_factor = None if args.nvlink is None else args.nvlink.row_factor
         line = (
-            f"rank {rank}: --row-factor ({row_factor}) must be >= {needed} for its expert rows of "
-            f"one layer: {again} with --row-factor {needed} or more"
+            f"rank {rank}: --row-factor ({row_factor}) must be >= {min_factor} for its expert rows "
+            f"of one layer: {restart} with --row-factor {min_factor} or more"
         )
     elif isinstance(error, torch.OutOfMemoryError):
         line = (
@@ -164,34 +162,3 @@ def check_dynamic_cp(args: RunConfig, max_tokens: int, parallel: ParallelConfig)
             f"{name} must be >= what each of {largest} data ranks holds of --seq-len "
             f"({args.seq_len}): raise it, or lower --seq-len"
         )
-
-
-def check_memory(args: RunConfig, config: DecoderConfig, device: torch.device) -> None:
-    """Raise ValueError for a step that cannot fit: a host would fill its memory for minutes."""
-    need, memory = least_bytes(args, config, device), memory_bytes(device)
-    if need > memory:
-        raise ValueError(
-            f"--batch-size ({args.batch_size}) x --seq-len ({args.seq_len}) x --grad-accum "
-            f"({args.grad_accum}) must fit into memory ({memory / 2**30:.0f} GiB), but a step "
-            f"needs more than {need / 2**30:.0f} GiB: lower --batch-size"
-        )
-
-
-def least_bytes(args: RunConfig, config: DecoderConfig, device: torch.device) -> int:
-    """Return the memory that a step takes at least, however it is computed.
-
-    A step's tokens and labels are int64, and each layer keeps its input for backward.
-    """
-    tokens = args.batch_size * args.seq_len
-    rows = tokens // args.degree("tp") // args.degree("cp")
-    layers = config.num_layers // args.degree("pp")
-    activations: int = rows * layers * config.dim * args.compute_dtype(device).itemsize
-    inputs: int = 2 * 8 * args.grad_accum * tokens
-    return inputs + activations
-
-
-def memory_bytes(device: torch.device) -> int:
-    """Return the memory of a GPU, or of this host."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return host_bytes()

@@ -34,17 +34,7 @@ from moecore.rl import DPO, Engine, Rollouts
 
 @dataclass(kw_only=True)
 class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
-    """A model of a Hugging Face directory on chats; with --dynamic-cp on `ScheduledBatch`.
-
-    Attributes:
-        batches: steps of the examples.
-        examples: the training examples of all ranks.
-        held_out: the evaluation examples of all ranks.
-        data: the records that were read, and counts of cut and empty examples.
-        packs: whether a row has several documents, between which the model masks attention.
-        decoder: the native config of the model, for FLOPs; None = there is none.
-        read: see `reader_of`.
-    """
+    """A model of a Hugging Face directory on chats; with --dynamic-cp on `ScheduledBatch`."""
 
     batches: Steps[StepBatch | ScheduledBatch]
     examples: list[Any]
@@ -153,11 +143,7 @@ def micro_batches(job: FineTuning, batch: StepBatch) -> Iterator[list[Tensor]]:
 
 @dataclass(kw_only=True)
 class PreferenceTuning(FineTuning):
-    """A model of a Hugging Face directory on pairs of completions.
-
-    Attributes:
-        reference: parallelized and frozen; None = the model without its adapters.
-    """
+    """A model of a Hugging Face directory on pairs; `reference` None = it without its adapters."""
 
     reference: Any
 

@@ -31,7 +31,7 @@ from moecore.io.checkpoint.ranks import is_first_rank
 from moecore.models import Decoder, DecoderConfig
 from moecore.recipes.corpora import BYTES, SourceOptions, Tokenizer, read_source
 from moecore.recipes.files import find_config
-from moecore.recipes.hf_model import TOKENIZER_FILES, copy_files
+from moecore.recipes.hf_model import copy_files, has_tokenizer
 from moecore.recipes.parser import read_toml
 from moecore.recipes.report import CONFIG, EXPORT
 
@@ -115,8 +115,7 @@ def load_model(path: Path) -> tuple[Any, Tokenizer]:
 
     with TemporaryDirectory() as folder:
         directory = find_directory(path, Path(folder) / EXPORT)
-        has_tokenizer = any(True for name in TOKENIZER_FILES for _ in directory.glob(name))
-        tokenizer = Tokenizer(str(directory) if has_tokenizer else BYTES)
+        tokenizer = Tokenizer(str(directory) if has_tokenizer(directory) else BYTES)
         try:
             model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
         except Exception as error:  # of any kind: transformers reads what the files have

@@ -2,7 +2,7 @@ r"""Train a transformers model by a reward function: sample, score, train, sync.
 
     moecore tiny-model runs/sums --task sums
     moecore grpo --model runs/sums --data runs/sums/prompts.jsonl --max-new-tokens 3 \
-        --reward moecore.recipes.sums:reward --lr 4e-3 --seq-len 256
+        --reward moecore.recipes.tiny_model:reward_sum --lr 4e-3 --seq-len 256
     torchrun --nproc-per-node 8 -m moecore grpo --config grpo.toml --ep 8
 
 See docs/rl.md. grpo_job.py has the job, and loop.py the steps. A run that is started again with the

@@ -93,13 +93,7 @@ def rewards_of(
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt and the columns that a reward function reads.
-
-    Attributes:
-        content: a text, or a list of messages.
-        ids: the tokens.
-        columns: all other columns of the row.
-    """
+    """A prompt and the columns that a reward function reads."""
 
     content: Any
     ids: list[int]
@@ -177,12 +171,7 @@ class SamplingOptions(CheckedRecord):
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The completions that a rank has sampled in a step.
-
-    Attributes:
-        rollouts: with advantages.
-        rewards_n: fp32.
-    """
+    """The completions that a rank has sampled in a step."""
 
     rollouts: Rollouts
     rewards_n: Tensor
@@ -195,16 +184,7 @@ class Samples:
 
 @dataclass(kw_only=True)
 class Reinforcement(TrainingJob[Samples]):
-    """A policy on prompts.
-
-    Attributes:
-        batches: the prompts.
-        sampler: transformers' own model.
-        tokenizer: of the policy.
-        reward: of completions.
-        sampling: how completions are sampled.
-        reference: the model of the directory, for the KL penalty; None = there is no penalty.
-    """
+    """A policy on prompts; `reference` None = no penalty, or the policy without its adapters."""
 
     batches: Steps[list[Prompt]]
     sampler: Any
@@ -303,7 +283,7 @@ class Reinforcement(TrainingJob[Samples]):
     def forward_backward(self, num_labels: Tensor, batch: Samples) -> Tensor:
         """Train on the rollouts as the policy that has sampled them: ratios are 1."""
         rollouts = batch.rollouts
-        if self.reference is not None:
+        if self.objective.kl_coef:
             scores = self.engine.reference_log_probs(rollouts)
             rollouts = rollouts.replace(ref_log_probs_N=scores.log_probs_N)
         loss = self.engine.forward_backward(rollouts, self.objective).loss

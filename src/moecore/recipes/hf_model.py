@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from moecore.base.fields import CheckedRecord, Count
-from moecore.base.progress import show_progress
+from moecore.base.progress import Report, show_progress
 from moecore.families import use_causal_attention
 from moecore.families.transformers.packing import packing_problem
 from moecore.io import decoder_config_from_hf, export_hf, merge_adapters, save_adapters
 from moecore.io.checkpoint.ranks import on_first_rank
 from moecore.models import DecoderConfig
 from moecore.packing.corpus.files import shorten_text
+from moecore.recipes.files import named
 from moecore.train.optim.matrices import HEADS, ROUTERS
 
 EXPERT_COUNT = re.compile(r"(moe_)?(n|num)_(local_|routed_)?experts")  # its names in configs
@@ -127,21 +129,32 @@ def num_experts(config: Any) -> int:
     return next((n for name, n in fields if EXPERT_COUNT.fullmatch(name) and n), 0)
 
 
-def read_tokenizer(path: Path) -> Any:
-    """Return the tokenizer of a directory."""
+def load_tokenizer(name: str | Path, option: str) -> Any:
+    """Return the tokenizer of a directory or a name of the hub."""
     from transformers import AutoTokenizer
 
-    if not any(file.is_file() for name in TOKENIZER_FILES for file in path.glob(name)):
+    label, path = named(option, name), Path(name)
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{label} must be a directory, or a name of the hub: name its directory")
+    if path.is_dir() and not has_tokenizer(path):
         raise ValueError(
-            f"--model ({path}) must have a tokenizer: copy tokenizer.json and "
-            "tokenizer_config.json of the published model there"
+            f"{label} must have a tokenizer: copy tokenizer.json and tokenizer_config.json of the "
+            "published model there"
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(name)
     except Exception as error:  # of any kind: transformers reads what the files have
-        raise ValueError(
-            f"--model ({path}) must have a tokenizer that loads: {shorten_text(error)}"
-        ) from None
+        raise ValueError(f"{label} must be a tokenizer that loads: {shorten_text(error)}") from None
+
+
+def has_tokenizer(path: Path) -> bool:
+    """Return whether a directory has one of the files of a tokenizer."""
+    return any(file.is_file() for name in TOKENIZER_FILES for file in path.glob(name))
+
+
+def read_tokenizer(path: Path) -> Any:
+    """Return the tokenizer of --model, which tells where tokens are in a text."""
+    tokenizer = load_tokenizer(path, "--model")
     if not tokenizer.is_fast:
         raise ValueError(
             f"--model ({path}) must have a fast tokenizer, not {type(tokenizer).__name__}, because "
@@ -153,30 +166,43 @@ def read_tokenizer(path: Path) -> Any:
 def export(hf: Any, source: Path, target: Path) -> None:
     """Write a directory that transformers loads: weights, config, tokenizer. Collective.
 
-    Experts lie one by one under published names, in the dtype of the source, whose config.json
-    stays: transformers would write fields under names that older loaders do not know. The
-    directory is a draft until all of it is there; then it takes the place of an earlier one.
+    Experts have published names one by one, in the dtype of the source, whose config.json stays:
+    transformers would write fields under names that older loaders do not know.
+    """
+    options = {"config": source, "dtype": read_config(source).dtype}
+
+    def write(draft: Path, report: Report) -> None:
+        try:
+            export_hf(hf, draft, progress=report, **options)
+        except NotImplementedError:  # nothing is written then: gpt-oss is only published stacked
+            export_hf(hf, draft, progress=report, layout="fused", **options)
+
+    def complete(draft: Path) -> None:
+        if not (source / "generation_config.json").is_file():
+            hf.generation_config.save_pretrained(draft)
+        copy_files(source, draft)
+
+    write_export(target, write, complete)
+
+
+def write_export(
+    target: Path, write: Callable[[Path, Report], object], complete: Callable[[Path], None]
+) -> None:
+    """Write a draft, which takes the place of `target` when all files are there. Collective.
+
+    All ranks call `write`, and rank 0 calls `complete`.
     """
     draft = target.with_name(f".{target.name}.draft")
-    options = {"config": source, "dtype": read_config(source).dtype}
     on_first_rank(lambda: shutil.rmtree(draft, ignore_errors=True))
     with show_progress("exporting", unit="B") as report:
-        options["progress"] = report
-        try:
-            export_hf(hf, draft, **options)
-        except NotImplementedError:  # nothing is written then: gpt-oss is only published stacked
-            export_hf(hf, draft, layout="fused", **options)
-    on_first_rank(lambda: _complete(hf, source, draft, target))
+        write(draft, report)
 
+    def replace_target() -> None:
+        complete(draft)
+        shutil.rmtree(target, ignore_errors=True)
+        draft.rename(target)
 
-def _complete(hf: Any, source: Path, draft: Path, target: Path) -> None:
-    """Add what is not the model's, and give the directory its name."""
-    if not (source / "generation_config.json").is_file():
-        hf.generation_config.save_pretrained(draft)
-    copy_files(source, draft)
-    if target.exists():
-        shutil.rmtree(target)
-    draft.rename(target)
+    on_first_rank(replace_target)
 
 
 def copy_files(source: Path, target: Path) -> None:

@@ -22,11 +22,7 @@ def exit_at_interrupt() -> None:
 
 
 class StopRequest:
-    """Notes SIGINT and SIGTERM, so that the rank stops between steps; a second SIGINT exits.
-
-    Attributes:
-        number: of the first signal; 0 = none has come.
-    """
+    """Notes SIGINT and SIGTERM, so that the rank stops between steps; a second SIGINT exits."""
 
     def __init__(self) -> None:
         self.number = 0

@@ -20,13 +20,7 @@ CONFIGS = Path(__file__).parent / "configs"
 
 @dataclass(frozen=True, slots=True)
 class ShippedRecipe:
-    """A config that ships with moecore, and what its comments say.
-
-    Attributes:
-        name: of the file, without the suffix.
-        title: one line.
-        facts: command, machine, data, result and others, by key.
-    """
+    """A config that ships with moecore, and what its comments say."""
 
     name: str
     title: str

@@ -1,6 +1,6 @@
 """The loop of all recipes: ranks, steps, metrics, checkpoints and errors.
 
-`start` starts the ranks. Each rank executes `run`, which calls the loop `train`, which calls
+`run_command` starts the ranks. Each rank executes `run`, which calls the loop `train`, which calls
 `train_step` for each optimizer step. A recipe's `TrainingJob` has its data, loss and results.
 
 Note "a step ahead": a GPU stays busy over the end of a step when the next one is launched already.
@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -73,36 +72,29 @@ def run_command(
     *,
     run_rank: Callable[[ConfigT], int],
     check: Callable[[ConfigT, int], object],
-    dry_run: Callable[[ConfigT], int] | None = None,
+    dry_run: Callable[[ConfigT], int],
 ) -> int:
-    """Run a command that trains and return its exit code."""
+    """Start the ranks of a command and return the exit code, or be one of them under torchrun.
+
+    `run_rank` is a function at the top of a module, which calls `run`. `check` raises ValueError
+    for options that a number of ranks cannot run, before any rank starts.
+    """
+    is_rank = "RANK" in os.environ
     try:
         args = parse_arguments(words)
-        if dry_run is not None and getattr(args, "dry_run", False):
+        if args.dry_run:
             return dry_run(args)
+        gpus, world_size = torch.cuda.device_count(), ranks_to_start(args)
+        if not is_rank:
+            if gpus and world_size > gpus:
+                raise ValueError(f"--ranks ({world_size}) must be <= the number of GPUs ({gpus})")
+            check(args, world_size)
+            make_run_dir(args.run_dir)
     except ARGUMENT_ERRORS as error:
         return print_error(error)
-    return start(run_rank, args, partial(check, args))
-
-
-def start(
-    run_rank: Callable[[ConfigT], int],
-    args: ConfigT,
-    check: Callable[[int], object],
-) -> int:
-    """Start the ranks and return the exit code, or be one of them under torchrun."""
-    if "RANK" in os.environ:
+    if is_rank:
         exit_at_interrupt()
         leave(run_rank(args))
-    gpus = torch.cuda.device_count()
-    world_size = ranks_to_start(args)
-    try:
-        if gpus and world_size > gpus:
-            raise ValueError(f"--ranks ({world_size}) must be <= the number of GPUs ({gpus})")
-        check(world_size)
-        make_run_dir(args.run_dir)
-    except ARGUMENT_ERRORS as error:
-        return print_error(error)
     code = launch(run_rank, args, world_size)
     if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
         print(f"moecore: stopped: {continuation(args)}", file=sys.stderr, flush=True)

@@ -25,12 +25,7 @@ from moecore.rl import Rollouts
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """Two sequences with the same prompt; their completions are learned.
-
-    Attributes:
-        preferred: with the better completion.
-        rejected: with the worse one.
-    """
+    """Two sequences with the same prompt; their completions are learned."""
 
     preferred: Example
     rejected: Example

@@ -16,14 +16,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import torch
 
 from moecore.base.command_options import Fields, Table, internal
 from moecore.base.fields import Count, CountOrZero, Positive
+from moecore.base.options.layer import BalanceConfig, CapacityConfig, MoEConfig
 from moecore.io.checkpoint.config_differences import differences
-from moecore.models import Decoder, DecoderConfig, at_width, document_cost
+from moecore.models import Decoder, DecoderConfig, at_width, document_cost, preset
 from moecore.packing import CorpusOptions, CorpusSource
 from moecore.packing.collate import get_length_multiple
 from moecore.parallel.mesh import Meshes, build_meshes
@@ -40,23 +41,22 @@ from moecore.recipes.corpora import (
 from moecore.recipes.corpus_training import CorpusTraining
 from moecore.recipes.data import BatchShape, RandomSteps
 from moecore.recipes.decoder_config import (
-    DecoderRunConfig,
     RotaryOptions,
     default_balance,
     read_decoder_config,
+    values_of,
     with_rotary,
 )
 from moecore.recipes.dry_run import planned_run, print_batch, print_dry_run
 from moecore.recipes.errors import (
     check_dynamic_cp,
     check_graph,
-    check_memory,
     check_rows,
 )
 from moecore.recipes.generate import SampleOptions
 from moecore.recipes.loop import batch_shape, ranks_to_start, run, run_command
 from moecore.recipes.optimizer import OptimizerConfig
-from moecore.recipes.options import moe_of, parallelize
+from moecore.recipes.options import ShardedConfig, moe_of, parallelize
 from moecore.recipes.parser import parse
 from moecore.recipes.report import make_run_dir
 from moecore.recipes.schedule import BatchRamp, LearningRateSchedule, plan_stages
@@ -66,10 +66,15 @@ FIELDS_OF_RUN = "row_tokens", "multiple", "vocab_size", "seed"  # of [corpus], w
 
 
 @dataclass(frozen=True, kw_only=True)
-class PretrainConfig(DecoderRunConfig):
+class PretrainConfig(ShardedConfig):
     """Pre-train a Mixture-of-Experts decoder on a corpus.
 
     Attributes:
+        preset: the model, see moecore.models.PRESETS.
+        model: fields of the decoder that differ from the preset.
+        moe: fields of its MoE layers that differ from the preset.
+        capacity: token dropping.
+        balance: load balancing.
         data: sources: PATH,weight=1,field=text,name=NAME,split=train,config=NAME,stream=true.
         tokens: "random" draws tokens of the vocabulary in place of `data`, to measure speed.
         validation: sources of the evaluation, like `data`; () = the last documents of `data`.
@@ -87,6 +92,13 @@ class PretrainConfig(DecoderRunConfig):
         stage_tables: the tables of [[stages]].
     """
 
+    preset: str = "tiny"
+    model: Annotated[Fields, Table(record=DecoderConfig)] = field(default_factory=dict)
+    moe: Annotated[Fields, Table(record=MoEConfig, without=("dim",))] = field(default_factory=dict)
+    capacity: CapacityConfig | None = None
+    balance: Annotated[Fields, Table(record=BalanceConfig, without=("micro_batch_coef",))] = field(
+        default_factory=dict
+    )
     data: tuple[SourceOptions, ...] = ()
     tokens: Literal["text", "random"] = "text"
     validation: tuple[SourceOptions, ...] = ()
@@ -115,29 +127,43 @@ class PretrainConfig(DecoderRunConfig):
 
     def model_config(self) -> DecoderConfig:
         """Return the decoder of config.json, or the preset with the fields that are set."""
-        if self.hf_config is None:
-            config = self.preset_config()
-        else:
-            tables = {"model": self.model, "moe": self.moe, "capacity": self.capacity}
-            for table, values in tables.items():
-                if values:
-                    raise ValueError(
-                        f"options of [{table}] must be left out with --hf-config "
-                        f"({self.hf_config}): set them there"
-                    )
+        tables = {"model": self.model, "moe": self.moe, "capacity": self.capacity}
+        set_tables = [table for table, values in tables.items() if values]
+        if self.hf_config is not None and set_tables:
+            raise ValueError(
+                f"options of [{set_tables[0]}] must be left out with --hf-config ({self.hf_config}): "
+                "set them there"
+            )
+        if self.hf_config is not None:
             config = read_decoder_config(self.hf_config)
-        balance = self.set_balance() or self.default_balance(config)
-        return self.rotary.apply(self.with_balance(config, balance))
+        else:
+            config = replace(preset(self.preset), **self.model)
+            capacity = self.capacity or moe_of(config).capacity
+            moe = replace(moe_of(config), **self.moe, dim=config.dim, capacity=capacity)
+            config = replace(config, moe=moe)
+        coef = {} if self.aux_loss is None else {"micro_batch_coef": self.aux_loss}
+        moe, values = moe_of(config), {**self.balance, **coef} or self.default_balance(config)
+        config = replace(config, moe=replace(moe, balance=replace(moe.balance, **values)))
+        return self.rotary.apply(config)
 
     def default_balance(self, config: DecoderConfig) -> dict[str, Any]:
         """Return the fields of [balance] of a run that sets none."""
         return default_balance(moe_of(config))
 
-    def resolve(self) -> PretrainConfig:
-        """Return the options with all fields of a model without config.json."""
-        run = self if self.hf_config else super().resolve()
-        rows = corpus_options(self, self.model_config(), 1)
-        return replace(run, corpus=asdict(rows))
+    def resolve(self) -> Self:
+        """Return the options with all fields of [corpus] and of a model without config.json."""
+        config = self.model_config()
+        moe, run = moe_of(config), replace(self, corpus=asdict(corpus_options(self, config, 1)))
+        if self.hf_config:
+            return run
+        return replace(
+            run,
+            aux_loss=moe.balance.micro_batch_coef,
+            model=values_of(config),
+            moe=values_of(moe),
+            capacity=moe.capacity,
+            balance=values_of(moe.balance),
+        )
 
 
 def build_job(args: PretrainConfig) -> CorpusTraining:
@@ -149,8 +175,6 @@ def build_job(args: PretrainConfig) -> CorpusTraining:
     meshes = build_meshes(args.parallel_config(world_size, num_experts=moe_of(config).num_experts))
     rows = corpus_options(args, config, meshes.parallel.cp)
     max_tokens = args.sharding.dynamic_cp
-    if max_tokens is None:
-        check_memory(args, config, torch.device(meshes.device_type))
     rates = rates_of(args, config)
     model = build_model(args, config, meshes, rates)
     shape = batch_shape(args, meshes.parallel)
@@ -303,8 +327,6 @@ def resolve_stages(args: PretrainConfig, world_size: int | None = None) -> list[
 def check_stages(args: PretrainConfig, world_size: int) -> None:
     """Raise ValueError for options that do not fit together, or stages of different models."""
     configs = [check(options, world_size)[0] for options in args.stages or [args]]
-    if not torch.cuda.is_available() and args.sharding.dynamic_cp is None:
-        check_memory(args, configs[0], torch.device("cpu"))
     for config, table in zip(configs, args.stage_tables, strict=False):
         if changes := differences(with_rotary(config, asdict(configs[0])), configs[0]):
             raise ValueError(

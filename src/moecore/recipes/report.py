@@ -184,7 +184,7 @@ LOAD = "expert_load_max_over_mean"  # of models, and stages, with MoE layers
 LINES_S = 5.0  # between lines where stderr is no terminal
 MOST_TICKS = 16  # layers that are named beside the map
 # Metrics of the bar and of lines: name, label, format.
-SHOWN = (
+BAR_METRICS = (
     ("reward", "reward", ".3f"),
     ("loss", "loss", ".3f"),
     ("tokens_per_second", "tok/s", ".0f"),
@@ -231,7 +231,9 @@ class RunReport:
         for logger in self.loggers:
             logger.log(metrics, step)
         postfix = {
-            label: format(metrics[name], spec) for name, label, spec in SHOWN if name in metrics
+            label: format(metrics[name], spec)
+            for name, label, spec in BAR_METRICS
+            if name in metrics
         }
         if self.bar is not None:
             self.bar.set_postfix(postfix, refresh=False)

@@ -95,12 +95,7 @@ class ColumnNames(CheckedRecord):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row as it is read.
-
-    Attributes:
-        place: file and line, for errors.
-        content: the columns, or the line of JSON that has them.
-    """
+    """A row as it is read."""
 
     place: str
     content: Mapping[str, Any] | str
