@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -544,25 +545,9 @@ def test_a_run_goes_on_with_its_own_data_and_model(
     assert OTHER_RUNS[more] in error and len(error.splitlines()) == 1, error
 
 
-def without_tokenizer(model: Path) -> None:
-    for file in model.glob("tokenizer*"):
-        file.unlink()
-
-
-def without_template(model: Path) -> None:
-    (model / "chat_template.jinja").unlink()
-
-
-def without_experts(model: Path) -> None:
-    transformers.LlamaConfig().save_pretrained(model)
-
-
-def with_small_vocabulary(model: Path) -> None:
-    edit(model, vocab_size=99)
-
-
-def with_experts_in_attention(model: Path) -> None:
-    transformers.JetMoeConfig(vocab_size=3000, num_hidden_layers=1).save_pretrained(model)
+def edit(model: Path, **fields: Any) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | fields))
 
 
 def chunked(model: Path) -> None:
@@ -571,26 +556,41 @@ def chunked(model: Path) -> None:
     config.save_pretrained(model)
 
 
-def of_no_family(model: Path) -> None:
-    edit(model, model_type="unheard")
-
-
-def edit(model: Path, **fields: Any) -> None:
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | fields))
-
-
 def as_it_is(model: Path) -> None:
     pass
 
 
+def with_experts_in_attention(model: Path) -> None:
+    transformers.JetMoeConfig(vocab_size=3000, num_hidden_layers=1).save_pretrained(model)
+
+
+def without(pattern: str) -> Callable[[Path], None]:
+    return lambda model: [file.unlink() for file in model.glob(pattern)] and None
+
+
 REFUSED: dict[str, tuple[Callable[[Path], None], str, str]] = {
-    "no tokenizer": (without_tokenizer, "", "must have a tokenizer: copy tokenizer.json"),
-    "no template": (without_template, "", "some.jsonl) line 1 must have no messages, because the"),
-    "dense": (without_experts, "", "must have routed experts: llama has none"),
-    "vocabulary": (with_small_vocabulary, "", "must be < vocab_size (99) of its config.json"),
+    "no tokenizer": (without("tokenizer*"), "", "must have a tokenizer: copy tokenizer.json"),
+    "no template": (
+        without("chat_template.jinja"),
+        "",
+        "some.jsonl) line 1 must have no messages, because the",
+    ),
+    "dense": (
+        transformers.LlamaConfig().save_pretrained,
+        "",
+        "must have routed experts: llama has none",
+    ),
+    "vocabulary": (
+        partial(edit, vocab_size=99),
+        "",
+        "must be < vocab_size (99) of its config.json",
+    ),
     "refused block": (with_experts_in_attention, "", "its model has experts in attention"),
-    "no family": (of_no_family, "", "must have a config.json of transformers"),
+    "no family": (
+        partial(edit, model_type="unheard"),
+        "",
+        "must have a config.json of transformers",
+    ),
     "no directory": (shutil.rmtree, "", "must be a Hugging Face directory with config.json"),
     "no answers": (
         as_it_is,

@@ -6,8 +6,6 @@ import importlib
 import json
 import os
 import re
-import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
@@ -27,19 +25,12 @@ from tests.recipes import late_word
 from tests.recipes.launched import launched, metrics
 from tests.recipes.launched import run_in_forks as launched_forks
 
-REPO = Path(__file__).parents[2]
-COMMAND = "-m", "moecore", "train"
 STEPS = 8
 MICRO = (
     "--batch-size 1 --seq-len 32 --grad-accum 2 --checkpoint-every 4 --expert-bias"
     " --bias-update-rate 0.01 --sample-tokens 8 --workers 0"
 )
 WHOLE = f"--steps {STEPS} --eval-every 3 --expert-loads-every 2"
-
-
-def environment() -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    return {**kept, "PYTHONPATH": str(REPO / "src"), "CUDA_VISIBLE_DEVICES": ""}
 
 
 def run_in_forks(run_dir: Path, arguments: str, **options: Any) -> str:
@@ -56,48 +47,11 @@ def tensors(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
     return found
 
 
-def assert_same_run(run_dir: Path, straight: Path) -> None:
-    assert metrics(run_dir) == metrics(straight)
-    mine, theirs = tensors(run_dir, STEPS), tensors(straight, STEPS)
-    assert mine.keys() == theirs.keys()
-    assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == []
-    markers = [
-        d / "checkpoints" / f"step-{STEPS:06d}" / "moecore.json" for d in (run_dir, straight)
-    ]
-    assert markers[0].read_text() == markers[1].read_text()
-
-
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """One run that never stops, and what rank 0 prints."""
     run_dir = tmp_path_factory.mktemp("straight")
     return run_dir, run_in_forks(run_dir, WHOLE)
-
-
-@pytest.mark.slow
-@pytest.mark.nightly  # test_cluster.py starts two hosts, and test_bench_train.py ranks by torchrun
-def test_two_hosts_train_as_one(straight: tuple[Path, str], tmp_path: Path) -> None:
-    """They are torchrun agents of this host."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    words = "--nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --local-addr 127.0.0.1"
-    agent = [sys.executable, "-m", "torch.distributed.run", *words.split()]
-    agent += ["--rdzv-endpoint", f"127.0.0.1:{port}", *COMMAND, "--run-dir", str(tmp_path)]
-    hosts = [
-        subprocess.Popen(
-            [*agent, *f"{MICRO} {WHOLE}".split()],
-            env=environment() | {"OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,  # apart: torch's store may complain there while it ends
-            text=True,
-        )
-        for _ in range(2)
-    ]
-    said = [host.communicate(timeout=300) for host in hosts]
-    assert [host.returncode for host in hosts] == [0, 0], said
-    assert_same_run(tmp_path, straight[0])
-    assert any("sample of step" in out for out, _ in said)
 
 
 @pytest.mark.slow

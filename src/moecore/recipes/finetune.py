@@ -6,21 +6,9 @@ r"""Fine-tune a Hugging Face Mixture-of-Experts model: one command to a director
     torchrun --nproc-per-node 8 -m moecore finetune --model hf/Qwen3-30B-A3B --ep 8 \
         --data chats.jsonl --run-dir runs/mine --recompute
 
-The model's own tokenizer and chat template make the tokens, and answers alone are learned: see
-chat.py for the forms of data. Examples are packed into rows, without attention across them, where
-the model keeps documents apart; else each has a row of its own. Started again with the same
-arguments, a run continues from its last whole checkpoint, on CPU ranks with the bits of a run that
-never stopped. Its result is RUN_DIR/export, which `AutoModelForCausalLM.from_pretrained` loads. A
-TOML file stands for options (--config), such as that of `moecore plan --write`. docs/finetuning.md
-has all of it.
-
-The loss of a step is the mean over the answers' tokens of all ranks and micro-batches: each
-micro-batch gives a sum, divided by the step's number of tokens. So a run computes the same on any
-number of ranks that divides its batch. Padding reaches neither experts nor their counts.
-
-loop.py has the steps, which all recipes share, sharding.py how a model is put onto the ranks.
-
-Legend: A micro-batches of a step, B rows, T tokens of a row.
+See docs/finetuning.md. The loss of a step is the mean over the answers' tokens of all ranks and
+micro-batches: each micro-batch gives a sum, divided by the step's number of tokens. examples.py and
+chat.py make the examples, finetuning.py has the job, and loop.py the steps.
 """
 
 from __future__ import annotations
@@ -128,12 +116,9 @@ def check_objective(args: FinetuneConfig) -> None:
         if args.dpo is not None:
             raise ValueError(f"--objective (sft) must be dpo with options of [dpo]: {args.dpo}")
         return
-    for option, is_given in (
-        ("--dynamic-cp", args.sharding.dynamic_cp is not None),
-        ("--cuda-graph", args.cuda_graph),
-    ):
-        if is_given:
-            raise ValueError(f"{option} must not go with --objective dpo: drop it")
+    if args.sharding.dynamic_cp is not None or args.cuda_graph:
+        option = "--cuda-graph" if args.cuda_graph else "--dynamic-cp"
+        raise ValueError(f"{option} must not go with --objective dpo: drop it")
 
 
 def reader_of(
@@ -256,15 +241,13 @@ def build_model(
     """Return this rank's shards of a model on meta, with the weights of the directory."""
     device = torch.device(meshes.device_type)
     has_adapters, longest = args.lora is not None, args.sharding.dynamic_cp
-    for option, is_given in (
-        (f"--dynamic-cp ({longest})", longest is not None),
-        ("--cuda-graph", args.cuda_graph),
-    ):
-        if is_given and (other := packing_problem(model)) is not None:
-            raise ValueError(
-                f"{option} must be left out for {type(model).__name__}, because {other} needs rows "
-                "of one example each"
-            )
+    needs_packing = longest is not None or args.cuda_graph
+    if needs_packing and (other := packing_problem(model)) is not None:
+        option = "--cuda-graph" if longest is None else f"--dynamic-cp ({longest})"
+        raise ValueError(
+            f"{option} must be left out for {type(model).__name__}, because {other} needs rows of "
+            "one example each"
+        )
     num_rows = shape.batch_size * (2 if args.objective == "dpo" else 1)
     max_tokens = (longest or num_rows * shape.seq_len // shape.cp) // meshes.parallel.tp
     moe = MoEOverrides()

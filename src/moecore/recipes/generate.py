@@ -189,8 +189,8 @@ def sum_of_losses(model: Any, ids_1T: Tensor) -> float:
 class SampleOptions(CheckedRecord):
     """Samples of the model during the training, written to RUN_DIR/samples.jsonl.
 
-    All ranks generate together, token by token and without a cache, so the model stays sharded. The
-    tokens are the most likely ones: those of transformers' greedy `generate` on the export.
+    All ranks generate together, token by token, so the model stays sharded. The tokens are the most
+    likely ones: those of transformers' greedy `generate` on the export.
 
     Attributes:
         sample_prompts: the texts that the model continues.

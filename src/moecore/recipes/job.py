@@ -134,7 +134,7 @@ def checkpoint_dir(args: RunConfig) -> Path:
 LAYOUT = {*DEGREES, "parallel", "ranks", "layout", "pipeline"}
 SAME_NUMBERS = LAYOUT | {
     *("run_dir", "checkpoint_every", "expert_loads_every", "profile", "peak_tflops", "logging"),
-    *("plain_host", "workers", "sample_bytes", "prompt", "samples"),
+    *("plain_host", "workers", "samples"),
     *("memory", "recompute", "offload", "offload_fraction"),
 }
 

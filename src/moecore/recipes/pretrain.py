@@ -131,8 +131,8 @@ class PretrainConfig(ShardedConfig):
         set_tables = [table for table, values in tables.items() if values]
         if self.hf_config is not None and set_tables:
             raise ValueError(
-                f"options of [{set_tables[0]}] must be left out with --hf-config ({self.hf_config}): "
-                "set them there"
+                f"options of [{set_tables[0]}] must be left out with --hf-config "
+                f"({self.hf_config}): set them there"
             )
         if self.hf_config is not None:
             config = read_decoder_config(self.hf_config)
