@@ -48,12 +48,13 @@ from moecore.models import DecoderConfig
 from moecore.models.size import active_params, flops_per_token, num_params
 from moecore.moe.forced import force_even_load, force_load
 from moecore.recipes import train
+from moecore.recipes.corpus_training import CorpusTraining
 from moecore.recipes.data import BatchShape
 from moecore.recipes.errors import ARGUMENT_ERRORS, RUN_ERRORS, print_rank_error, print_run_error
 from moecore.recipes.host import bind_to_gpu
 from moecore.recipes.loop import train_step
 from moecore.recipes.metrics import Launched, Metrics, Moment
-from moecore.recipes.train import ByteTraining, TrainConfig
+from moecore.recipes.train import TrainConfig
 
 CEILING_SIDE = 8192
 CEILING_SECONDS = 2.0
@@ -115,7 +116,7 @@ def main() -> int:
         print("bench_train: error: start it with torchrun --nproc-per-node N -m", file=sys.stderr)
         return 2
     try:
-        args = train.parse_arguments([*rest, "--checkpoint-every", "0", "--sample-bytes", "0"])
+        args = train.parse_arguments([*rest, "--checkpoint-every", "0", "--sample-every", "0"])
     except ARGUMENT_ERRORS as error:
         return print_rank_error(error, int(os.environ["RANK"]))
     args = dataclasses.replace(args, steps=max(args.steps, own.warm_up + own.timed))
@@ -204,7 +205,7 @@ def parse_own(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args(arguments)
 
 
-def measure(job: ByteTraining, own: argparse.Namespace) -> Row:
+def measure(job: CorpusTraining, own: argparse.Namespace) -> Row:
     """Return the row of one run, without the ceiling; collective."""
     seconds, metrics, power = time_steps(job, warm_up=own.warm_up, timed=own.timed)
     row = describe_run(job, seconds, metrics, own.routing) | power
@@ -215,7 +216,7 @@ def measure(job: ByteTraining, own: argparse.Namespace) -> Row:
 
 
 def time_steps(
-    job: ByteTraining, *, warm_up: int, timed: int
+    job: CorpusTraining, *, warm_up: int, timed: int
 ) -> tuple[list[float], list[Metrics], dict[str, float]]:
     """Return seconds and power of the timed steps on this rank, and the metrics of all steps."""
     _, warm = run_steps(job, range(1, warm_up + 1))
@@ -235,7 +236,7 @@ def time_steps(
     return seconds, warm + metrics, power.summary()
 
 
-def run_steps(job: ByteTraining, steps: range) -> tuple[list[Moment], list[Metrics]]:
+def run_steps(job: CorpusTraining, steps: range) -> tuple[list[Moment], list[Metrics]]:
     """Return the end of each step and its metrics; all have ended."""
     launched: list[Launched] = []
     metrics = []
@@ -247,7 +248,7 @@ def run_steps(job: ByteTraining, steps: range) -> tuple[list[Moment], list[Metri
 
 
 def describe_run(
-    job: ByteTraining, seconds: list[float], metrics: list[Metrics], routing: str
+    job: CorpusTraining, seconds: list[float], metrics: list[Metrics], routing: str
 ) -> Row:
     """Return the row of one run; collective."""
     config, world = job.model.config, dist.get_world_size()
@@ -319,7 +320,7 @@ def shown_options(args: TrainConfig, config: DecoderConfig, routing: str) -> Row
     return {name: values[name] for name in SHOWN}
 
 
-def traced(job: ByteTraining, *, first_step: int) -> Row:
+def traced(job: CorpusTraining, *, first_step: int) -> Row:
     """Return the breakdown of one more step on rank 0; every rank steps."""
     dist.barrier()
     found = trace(lambda: train_step(job, first_step).metrics())

@@ -17,9 +17,9 @@ import torch
 
 from moecore import BalanceConfig, ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.models import Decoder, DecoderConfig, preset
-from moecore.recipes.data import BatchShape, read_batches, read_corpus
+from moecore.recipes.data import generator_of, standard_library
 
-SHAPE = BatchShape(data_ranks=1, grad_accum=1, batch_size=8, seq_len=64)
+BATCH_SIZE, SEQ_LEN = 8, 64
 LAST = 50  # steps that the table's means are over
 EVAL_BATCHES = 50
 
@@ -99,8 +99,23 @@ def model_config(way: Way) -> DecoderConfig:
     )
 
 
+def read_corpus() -> torch.Tensor:
+    """Return the bytes of the sources of Python's standard library."""
+    text = b"\n".join(path.read_bytes() for path in standard_library())
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def read_batch(
+    corpus_N: torch.Tensor, key: str, batch_size: int = BATCH_SIZE
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tokens and labels, [B, T], of windows that a key draws from the corpus."""
+    starts_B = torch.randint(len(corpus_N) - SEQ_LEN, (batch_size,), generator=generator_of(key))
+    rows_BT = corpus_N[starts_B[:, None] + torch.arange(SEQ_LEN + 1)].long()
+    return rows_BT[:, :-1], rows_BT[:, 1:]
+
+
 def train(
-    way: Way, corpus: torch.Tensor, *, steps: int, seed: int, shape: BatchShape = SHAPE
+    way: Way, corpus: torch.Tensor, *, steps: int, seed: int, batch_size: int = BATCH_SIZE
 ) -> Curve:
     """Return the curves of one run; every way starts from the same weights and reads the same."""
     model = Decoder(model_config(way))
@@ -110,7 +125,7 @@ def train(
     owner = TrainStep(model, optimizer)
     curve = Curve()
     for step in range(steps):
-        ((tokens, labels),) = read_batches(corpus, shape, seed=seed, step=step, data_rank=0)
+        tokens, labels = read_batch(corpus, f"{seed}/{step}", batch_size)
         with owner.micro_batch():
             loss = model(tokens, labels)
             loss.backward()
@@ -127,7 +142,7 @@ def eval_loss(model: Decoder, corpus: torch.Tensor, *, seed: int) -> float:
     model.eval()
     total = 0.0
     for step in range(EVAL_BATCHES):
-        ((tokens, labels),) = read_batches(corpus, SHAPE, seed=seed, step=step, data_rank=0)
+        tokens, labels = read_batch(corpus, f"{seed}/{step}")
         total += float(model(tokens, labels))
     return total / EVAL_BATCHES
 
@@ -183,15 +198,17 @@ def main() -> None:
     """Train with every way, print the table, and draw the plot if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps of each run")
-    parser.add_argument("--batch-size", type=int, default=SHAPE.batch_size, help="of 64 bytes each")
+    parser.add_argument("--batch-size", type=int, default=BATCH_SIZE, help="of 64 bytes each")
     parser.add_argument("--seed", type=int, default=0, help="of weights and data")
     parser.add_argument("--plot", type=Path, help="file to draw the curves into")
     args = parser.parse_args()
     if args.plot and (problem := plot_problem(args.plot)):
         parser.error(f"--plot ({args.plot}) must {problem}")
-    corpus = read_corpus([], seq_len=SHAPE.seq_len).text_N
-    shape = replace(SHAPE, batch_size=args.batch_size)
-    curves = {w.name: train(w, corpus, steps=args.steps, seed=args.seed, shape=shape) for w in WAYS}
+    corpus = read_corpus()
+    size = args.batch_size
+    curves = {
+        w.name: train(w, corpus, steps=args.steps, seed=args.seed, batch_size=size) for w in WAYS
+    }
     print(table(curves))
     if args.plot:
         plot(curves, args.plot)

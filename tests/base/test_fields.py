@@ -83,16 +83,14 @@ from moecore.planning import (
 from moecore.planning.costs import Exposed, Point
 from moecore.planning.gpus import GPUS
 from moecore.recipes.corpora import SourceOptions
+from moecore.recipes.decoder_config import RotaryOptions
+from moecore.recipes.generate import SampleOptions
 from moecore.recipes.grpo import SamplingOptions
-from moecore.recipes.loggers import LoggerOptions
-from moecore.recipes.lora import LoRAOptions
+from moecore.recipes.hf_model import LoRAOptions
+from moecore.recipes.metrics import LoggerOptions
 from moecore.recipes.optimizer import OptimizerConfig, ParamGroup
-from moecore.recipes.rotary import RotaryOptions
 from moecore.recipes.rows import ColumnNames, DatasetOptions
-from moecore.recipes.samples import SampleOptions
-from moecore.recipes.schedule import LearningRateSchedule
-from moecore.recipes.stages import StageLength
-from moecore.recipes.steps import BatchRamp
+from moecore.recipes.schedule import BatchRamp, LearningRateSchedule, StageLength
 from moecore.rl import DPO, GRPO, GSPO, PPO, OwnObjective, Rollouts
 from moecore.train import MatrixCut
 from moecore.train.optim.matrices import MatrixLayout

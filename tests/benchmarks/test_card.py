@@ -24,7 +24,7 @@ ROW = {
 def test_a_card_runs_a_step_that_exists(name: str) -> None:
     card = tomllib.loads((cards.CARDS / f"{name}.toml").read_text())
     own, rest = parse_own(shlex.split(card["arguments"]))
-    args = parse_arguments([*rest, "--checkpoint-every", "0", "--sample-bytes", "0"])
+    args = parse_arguments([*rest, "--checkpoint-every", "0", "--sample-every", "0"])
     assert (own.routing == "balanced") == (card["routing"] == "forced balance")
     assert f"{args.model['num_layers']} of " in card["what"] and card["published"]
     ran = cards.command(card, "folder")

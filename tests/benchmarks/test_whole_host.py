@@ -23,7 +23,7 @@ def test_a_call_fits_its_time_and_its_steps_exist(name: str) -> None:
         typed = typed_for(run, 8, Path("records"), tiny=tiny)
         if typed is not None and TRAIN in typed:
             _, rest = parse_own(typed[typed.index(TRAIN) + 1 :])
-            parse_arguments([*rest, "--checkpoint-every", "0", "--sample-bytes", "0"])
+            parse_arguments([*rest, "--checkpoint-every", "0", "--sample-every", "0"])
 
 
 def test_what_takes_more_gpus_is_left_out() -> None:

@@ -36,7 +36,7 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.nightly  # each rule has its numbers in tests/moe/test_balance.py
 @pytest.mark.usefixtures("no_group_left", "one_thread")
 def test_every_way_evens_the_load(balancing: ModuleType, tmp_path: Path) -> None:
-    corpus = balancing.read_corpus([], seq_len=balancing.SHAPE.seq_len).text_N
+    corpus = balancing.read_corpus()
     early, late = "the same per micro-batch", "bias, quantile"
     names = ("none", "micro-batch loss", "bias, sign", late, early)
     ways = [w for w in balancing.WAYS if w.name in names]

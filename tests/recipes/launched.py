@@ -1,14 +1,17 @@
-"""`launch` of the scripts in this process, whose ranks fork: Note "starts" of helpers/ranks.py.
+"""Ranks of the commands that fork from this process: Note "starts" of helpers/ranks.py.
 
-A start of moecore train by command is three interpreters that import; test_train.py kills one.
+A start by command is three interpreters that import, ten times the work of a run.
 """
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +20,9 @@ import torch
 import torch.multiprocessing as mp
 
 from moecore.recipes.launch import launch
-from tests.helpers.ranks import forks
+from tests.helpers.ranks import forks, run_ranks
+
+MEASURED = ("tokens_per_second", "memory_rss_gib", "data_wait_share")  # other numbers in every run
 
 
 @contextmanager
@@ -54,3 +59,45 @@ def _start(rank: int, environ: dict[str, str], run: Callable[..., None], args: A
     os.environ.clear()  # a fork has the server's, which is older
     os.environ.update(environ)
     run(rank, *args)
+
+
+def run_in_forks(
+    command: str,
+    words: list[str],
+    *,
+    num_ranks: int = 2,
+    code: int = 0,
+    without: tuple[str, ...] = (),
+) -> str:
+    """Run the ranks of a command, not what starts them; return what rank 0 prints.
+
+    To them the packages `without` are not installed.
+    """
+    found, said = run_ranks(num_ranks, rank_of_command, command, num_ranks, words, without)
+    assert found == code, said
+    return said
+
+
+def rank_of_command(
+    rank: int,
+    device: torch.device,
+    command: str,
+    num_ranks: int,
+    words: list[str],
+    without: tuple[str, ...] = (),
+) -> tuple[int, str]:
+    """Be a rank of a command; return its exit code and what it prints."""
+    sys.modules.update(dict.fromkeys(without))  # type: ignore[arg-type]  # then imports fail
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
+    script, said = importlib.import_module(f"moecore.recipes.{command}"), StringIO()
+    errors = importlib.import_module("moecore.recipes.errors")
+    errors.RANK_0_PRINTS_S = 0  # no rank's end ends the others here
+    with redirect_stdout(said), redirect_stderr(said):
+        code = script.run_rank(script.parse_arguments(words))
+    return code, said.getvalue()
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert all(0 <= line["data_wait_share"] <= 1 for line in lines)
+    return [{k: v for k, v in line.items() if k not in MEASURED} for line in lines]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from moecore.moe.dispatch.exchange import ExchangeError
 from moecore.parallel.model.parallel_state import get_capacity
 from moecore.recipes import train
+from moecore.recipes.corpus_training import CorpusTraining
 
 
 class Overflowing:
@@ -35,7 +36,7 @@ def too_many_rows() -> ExchangeError:
 def run_rank(args: object) -> int:
     build = train.build_job
 
-    def build_job(args: object) -> train.ByteTraining:
+    def build_job(args: object) -> CorpusTraining:
         job = build(args)
         if dist.get_rank() == 1:
             get_capacity(job.model).holders = (Overflowing(too_many_rows()),)

@@ -17,13 +17,13 @@ from moecore.planning import report_trace
 LAYER = "model.layers.0.mlp"
 RUN = (
     "--preset tiny-qwen3 --tokens random --num-layers 1 --batch-size 1 --seq-len 16"
-    " --sample-bytes 0"
+    " --sample-every 0"
 )
 
 
 @pytest.fixture
 def alarms(train: ModuleType) -> ModuleType:
-    from moecore.recipes import alarms
+    from moecore.recipes import report as alarms
 
     return alarms
 
@@ -154,8 +154,8 @@ def test_a_run_is_traced_and_warned_of(
     train: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """A learning rate that breaks the model, and experts that are idle after one step."""
-    from moecore.recipes import alarms, profiling
-    from moecore.recipes.metrics import expert_loads
+    from moecore.recipes import host as profiling
+    from moecore.recipes import report as alarms
 
     monkeypatch.setattr(alarms, "IDLE_STEPS", 1)
     monkeypatch.setattr(profiling, "SETTLING", 2)
@@ -163,7 +163,7 @@ def test_a_run_is_traced_and_warned_of(
     assert train.run_rank(train.parse_arguments([*words.split(), "--run-dir", str(tmp_path)])) == 0
     said = capsys.readouterr()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    idle = [e for e, load in enumerate(expert_loads(lines[1], LAYER)) if not load]
+    idle = [e for e, load in enumerate(lines[1][f"expert_loads/{LAYER}"]) if not load]
     said_of = [line for line in (said.out + said.err).splitlines() if line.startswith("alarm")]
     assert all(line["skipped"] for line in lines[1:]) and len(idle) > 1  # of a router of nan
     experts = ", ".join(map(str, idle))

@@ -68,15 +68,33 @@ def test_broken_lines_are_counted_and_left_out(pretrain: ModuleType, tmp_path: P
 def test_each_reader_leaves_out_lines_without_content(
     blank: str, pretrain: ModuleType, tmp_path: Path
 ) -> None:
-    from moecore.recipes.data import read_corpus
     from moecore.recipes.rows import ColumnNames, DatasetOptions, read_rows
 
     path = tmp_path / "a.jsonl"
     text = f'\ufeff{{"text": "a\u2028"}}\r\n{blank}\n{{"text": "b"}}{blank}\n{blank}'
     path.write_bytes(text.encode())
-    assert bytes(read_corpus([path], seq_len=1).text_N.tolist()).decode() == "a\u2028\nb"
+    source = pretrain.read_source(source_of(f"{path}"), pretrain.Tokenizer("bytes"))
+    texts = [bytes(source.tokenize(document)).decode() for document in source.documents]
+    assert texts == ["a\u2028", "b"]
     rows = read_rows([path], "--data", DatasetOptions())
     assert [row.columns(ColumnNames())["text"] for row in rows] == ["a\u2028", "b"]
+
+
+def test_the_last_documents_are_held_out(pretrain: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "plain").write_text("one document")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS * 2))
+    lines, plain = (
+        pretrain.read_source(source_of(f"{tmp_path / name}"), pretrain.Tokenizer("bytes"))
+        for name in ("a.jsonl", "plain")
+    )
+    (kept,), (held,) = pretrain.hold_out([lines])
+    found = [[bytes(of.tokenize(d)).decode() for d in of.documents] for of in (kept, held)]
+    assert found == [(TEXTS * 2)[:57], (TEXTS * 2)[57:]] and held.name == lines.name
+    assert held.documents.location(0) == lines.documents.location(57)
+    assert kept.documents.fingerprint != held.documents.fingerprint
+    assert list(plain.documents) == ["one document"]
+    with pytest.raises(ValueError, match=r"plain\) must have a number of documents >= 2 with --ev"):
+        pretrain.hold_out([plain])
 
 
 def test_errors_of_sources_are_short(pretrain: ModuleType) -> None:

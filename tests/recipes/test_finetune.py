@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -33,6 +34,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.base.options.precision import Precision
+from moecore.cli import main
 from moecore.families import use_causal_attention
 from moecore.models import flops_per_token
 from moecore.packing import PackedBatchSampler
@@ -41,11 +43,11 @@ from moecore.planning.recipe import recipe_of
 from moecore.planning.run import OptimizerOptions, TrainingRun
 from moecore.planning.transformers import TransformersModel
 from moecore.recipes import finetuning, hf_model, optimizer
-from moecore.recipes.parser import to_toml
 from tests.families.transformers.family_models import tiny_model
 from tests.helpers.ranks import run_ranks
 from tests.recipes.graph_stand_in import GraphStandIn
-from tests.recipes.test_train import metrics, tensors
+from tests.recipes.launched import metrics
+from tests.recipes.test_train import tensors
 
 transformers = pytest.importorskip("transformers", minversion="5")
 STEPS, STOP_AT = 6, 5
@@ -106,9 +108,8 @@ def on_two_ranks(rank: int, device: torch.device, folder: Path) -> list[str]:
         importlib.import_module("moecore.recipes.finetune"),
         importlib.import_module("moecore.recipes.loop"),
     )
-    importlib.import_module(
-        "moecore.recipes.errors"
-    ).RANK_0_PRINTS_S = 0  # no rank takes another one with it
+    errors = importlib.import_module("moecore.recipes.errors")
+    errors.RANK_0_PRINTS_S = 0  # no rank takes another one with it
 
     def start(run: str, words: str = f"{TWO_RANKS} {SAVING}", wanted: int = 0) -> str:
         printed = StringIO()
@@ -125,7 +126,7 @@ def on_two_ranks(rank: int, device: torch.device, folder: Path) -> list[str]:
     script.digest_of = digest_of
     start("dynamic", f"{TWO_RANKS} --checkpoint-every 0 --dynamic-cp {TOKENS // 2}")
     with patch.object(
-        importlib.import_module("moecore.recipes.graphs"), "GraphedForwardBackward", GraphStandIn
+        importlib.import_module("moecore.recipes.data"), "GraphedForwardBackward", GraphStandIn
     ):
         start("graphs", f"{TWO_RANKS} --checkpoint-every 0 --cuda-graph")
     assert len(GraphStandIn.captures) == 1, "all steps have the same shapes"
@@ -480,9 +481,9 @@ def test_padding_is_routed_in_no_kind_of_layer(family: str, finetune: ModuleType
 
     Documents meet in rows of the first two. Attention of the third has chunks.
     """
-    from moecore.recipes.batches import packed_examples
     from moecore.recipes.chat import Example
     from moecore.recipes.data import BatchShape
+    from moecore.recipes.examples import packed_examples
 
     model = tiny_model(family)
     packs = finetune.packs(model)
@@ -544,25 +545,9 @@ def test_a_run_goes_on_with_its_own_data_and_model(
     assert OTHER_RUNS[more] in error and len(error.splitlines()) == 1, error
 
 
-def without_tokenizer(model: Path) -> None:
-    for file in model.glob("tokenizer*"):
-        file.unlink()
-
-
-def without_template(model: Path) -> None:
-    (model / "chat_template.jinja").unlink()
-
-
-def without_experts(model: Path) -> None:
-    transformers.LlamaConfig().save_pretrained(model)
-
-
-def with_small_vocabulary(model: Path) -> None:
-    edit(model, vocab_size=99)
-
-
-def with_experts_in_attention(model: Path) -> None:
-    transformers.JetMoeConfig(vocab_size=3000, num_hidden_layers=1).save_pretrained(model)
+def edit(model: Path, **fields: Any) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | fields))
 
 
 def chunked(model: Path) -> None:
@@ -571,26 +556,41 @@ def chunked(model: Path) -> None:
     config.save_pretrained(model)
 
 
-def of_no_family(model: Path) -> None:
-    edit(model, model_type="unheard")
-
-
-def edit(model: Path, **fields: Any) -> None:
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | fields))
-
-
 def as_it_is(model: Path) -> None:
     pass
 
 
+def with_experts_in_attention(model: Path) -> None:
+    transformers.JetMoeConfig(vocab_size=3000, num_hidden_layers=1).save_pretrained(model)
+
+
+def without(pattern: str) -> Callable[[Path], None]:
+    return lambda model: [file.unlink() for file in model.glob(pattern)] and None
+
+
 REFUSED: dict[str, tuple[Callable[[Path], None], str, str]] = {
-    "no tokenizer": (without_tokenizer, "", "must have a tokenizer: copy tokenizer.json"),
-    "no template": (without_template, "", "some.jsonl) line 1 must have no messages, because the"),
-    "dense": (without_experts, "", "must have routed experts: llama has none"),
-    "vocabulary": (with_small_vocabulary, "", "must be < vocab_size (99) of its config.json"),
+    "no tokenizer": (without("tokenizer*"), "", "must have a tokenizer: copy tokenizer.json"),
+    "no template": (
+        without("chat_template.jinja"),
+        "",
+        "some.jsonl) line 1 must have no messages, because the",
+    ),
+    "dense": (
+        transformers.LlamaConfig().save_pretrained,
+        "",
+        "must have routed experts: llama has none",
+    ),
+    "vocabulary": (
+        partial(edit, vocab_size=99),
+        "",
+        "must be < vocab_size (99) of its config.json",
+    ),
     "refused block": (with_experts_in_attention, "", "its model has experts in attention"),
-    "no family": (of_no_family, "", "must have a config.json of transformers"),
+    "no family": (
+        partial(edit, model_type="unheard"),
+        "",
+        "must have a config.json of transformers",
+    ),
     "no directory": (shutil.rmtree, "", "must be a Hugging Face directory with config.json"),
     "no answers": (
         as_it_is,
@@ -638,24 +638,11 @@ def test_arguments_are_checked(finetune: ModuleType) -> None:
     assert math.isclose(finetune.parse_arguments([*words, "0.2"]).eval_share, 0.2)
 
 
-def test_resolved_options_start_the_same_run(finetune: ModuleType, tmp_path: Path) -> None:
-    file = tmp_path / "config.toml"
-
-    def toml(*words: str) -> str:
-        return to_toml(finetune.parse_arguments(words))
-
-    wanted = toml("--model", "m", "--data", "a.jsonl", "--lr", "2e-5", "--epochs", "3")
-    file.write_text(wanted)
-    assert "epochs = 3\n" in wanted and "lr = 2e-05\n" in wanted
-    assert toml("--config", str(file)) == wanted
-
-
 def test_the_tiny_directory_is_made_once(
     runs: tuple[Path, list[str]], one_rank: None, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    tiny_hf = importlib.import_module("moecore.recipes.tiny_model")
-    assert tiny_hf.main([str(runs[0] / "tiny")]) == 2
-    assert "moecore: error: OUT (" in capsys.readouterr().err
+    assert main(["tiny-model", str(runs[0] / "tiny")]) == 1
+    assert "moecore: OUT (" in capsys.readouterr().err
 
 
 def test_a_run_in_the_least_memory_learns_the_same(runs: tuple[Path, list[str]]) -> None:

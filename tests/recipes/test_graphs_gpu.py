@@ -14,7 +14,7 @@ import torch
 
 from tests.helpers.ranks import run_ranks
 from tests.helpers.waits import asleep, launched
-from tests.recipes.test_train import metrics
+from tests.recipes.launched import metrics
 
 STEPS = "--max-steps 8 --seq-len 128 --batch-size 2 --grad-accum 2 --checkpoint-every 0"
 CORPUS = "--preset tiny --steps 8 --seq-len 128 --batch-size 2 --grad-accum 2 --checkpoint-every 0"

@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 
 from moecore.io import set_latest
 from moecore.io.checkpoint.directory import make_step_path
-from moecore.recipes import sums
-from moecore.recipes.rewards import RewardError, load_reward, rewards_of
-from moecore.recipes.tiny_model import make
-from tests.recipes.test_train import metrics
+from moecore.recipes.errors import RewardError
+from moecore.recipes.grpo_job import load_reward, rewards_of, until_end
+from moecore.recipes.tiny_model import PROMPTS, make, make_digit_tokenizer, make_sums, reward_sum
+from tests.recipes.launched import metrics
 
-pytest.importorskip("transformers", minversion="5")
+transformers = pytest.importorskip("transformers", minversion="5")
 STEPS, SAVED = 30, 24
 REWARD = """
 calls = []
@@ -42,10 +42,10 @@ def grpo(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.slow
 @pytest.mark.nightly  # the engine has its numbers in tests/rl
 def test_the_reward_rises_and_a_stopped_run_goes_on(grpo: ModuleType, tmp_path: Path) -> None:
-    sums.make(tmp_path / "sums")
-    words = f"--model {tmp_path / 'sums'} --data {tmp_path / 'sums' / sums.PROMPTS}"
+    make_sums(tmp_path / "sums")
+    words = f"--model {tmp_path / 'sums'} --data {tmp_path / 'sums' / PROMPTS}"
     words += f" --steps {STEPS} --batch-size 8 --seq-len 128 --checkpoint-every {SAVED} --lr 4e-3"
-    words += " --reward moecore.recipes.sums:reward --max-new-tokens 3 --aux-loss 0.01"
+    words += " --reward moecore.recipes.tiny_model:reward_sum --max-new-tokens 3 --aux-loss 0.01"
     args = grpo.parse_arguments([*words.split(), "--run-dir", str(tmp_path / "run")])
     assert grpo.run_rank(args) == 0
     straight = metrics(tmp_path / "run")
@@ -94,11 +94,37 @@ def test_a_reward_of_a_module_of_the_user(
     assert metrics(tmp_path / "run") == lines
 
 
+def test_adapters_are_trained_by_reward(
+    grpo: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A dry run trains nothing; a run exports what peft has of the directory and its adapters."""
+    peft = pytest.importorskip("peft", reason="adapters are those of peft")
+    model, run_dir = tmp_path / "sums", tmp_path / "run"
+    make_sums(model)
+    words = f"--model {model} --data {model / PROMPTS} --run-dir {run_dir} --steps 2 --lr 1e-2"
+    words += " --batch-size 4 --group 4 --seq-len 64 --reward moecore.recipes.tiny_model:reward_sum"
+    words += " --max-new-tokens 2 --checkpoint-every 0"
+    assert grpo.dry_run(grpo.parse_arguments([*words.split(), "--gpus", "1"])) == 0
+    printed = capsys.readouterr().out
+    assert "peak memory" in printed and "first prompt: '0+0=', tokens [0, 10, 0, 11]" in printed
+    assert "200 prompts; a step has 4 x 4 completions per rank" in printed
+    assert not run_dir.exists()
+    adapters = ["--lora-rank", "4", "--grpo-kl-coef", "0.1"]
+    assert grpo.run_rank(grpo.parse_arguments([*words.split(), *adapters])) == 0
+    ids = torch.tensor([[3, 10, 4, 11]])
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    with torch.no_grad():
+        before = load(model)(ids).logits
+        adapted = peft.PeftModel.from_pretrained(load(model), run_dir / "adapters").eval()
+        merged, expected = load(run_dir / "export")(ids).logits, adapted(ids).logits
+    assert (merged - expected).abs().max() < 1e-5 < 1e-3 < (merged - before).abs().max()
+
+
 def test_points_of_sums() -> None:
     completions = ["7", "71", "6", "", "67", "+"]
-    points = sums.reward(["3+4="] * 6, completions, sum=[7] * 6, completion_ids=[])
+    points = reward_sum(["3+4="] * 6, completions, sum=[7] * 6, completion_ids=[])
     assert points == [1, 0.5, 0.5, 0, 0, 0]
-    tokenizer = sums.make_tokenizer()
+    tokenizer = make_digit_tokenizer()
     ids = tokenizer("3+4=")["input_ids"]
     assert ids == [3, 10, 4, 11] and tokenizer.decode([7, 12], skip_special_tokens=True) == "7"
 
@@ -107,8 +133,8 @@ def test_points_of_sums() -> None:
     "path, wanted",
     {
         "no_module_x:reward": "--reward (no_module_x:reward) must be MODULE:FUNCTION that imports:",
-        "moecore.recipes.sums": "must be MODULE:FUNCTION that imports:",
-        "moecore.recipes.sums:WORDS": "must name a function: correct it",
+        "moecore.recipes.tiny_model": "must be MODULE:FUNCTION that imports:",
+        "moecore.recipes.tiny_model:WORDS": "must name a function: correct it",
     }.items(),
 )
 def test_rewards_that_do_not_import(path: str, wanted: str) -> None:
@@ -132,5 +158,5 @@ def test_rewards_that_are_no_numbers(wanted: str) -> None:
     assert wanted in str(error.value) and "\n" not in str(error.value)
 
 
-def test_ends_of_responses(grpo: ModuleType) -> None:
-    assert grpo.until_end([7, 2, 3], {2, 9}) == [7, 2] and grpo.until_end([1, 2], {9}) == [1, 2]
+def test_ends_of_responses() -> None:
+    assert until_end([7, 2, 3], {2, 9}) == [7, 2] and until_end([1, 2], {9}) == [1, 2]

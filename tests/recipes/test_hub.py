@@ -18,7 +18,7 @@ import huggingface_hub
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 import moecore
-from moecore.recipes.hub import model_directory
+from moecore.recipes.files import find_config, model_directory
 from moecore.recipes.tiny_model import make
 
 COMMIT = "0123456789" * 4
@@ -26,7 +26,7 @@ COMMIT = "0123456789" * 4
 
 def test_directories_and_paths_are_no_names(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "missing", Path("missing"), Path("a/b/c")):
-        assert model_directory(path) == path
+        assert model_directory(path) == path == find_config(path)
 
 
 def test_one_process_of_a_host_downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,11 +59,14 @@ def test_two_ranks_train_a_model_of_the_cache(tmp_path: Path) -> None:
     environ = os.environ | {"HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
     environ["PYTHONPATH"] = str(Path(moecore.__file__).parents[1])
 
-    def finetune(model: str) -> subprocess.CompletedProcess[str]:
-        words = f"--model {model} --data {snapshot / 'chats.jsonl'} --run-dir run --max-steps 2"
-        words += " --seq-len 128 --batch-size 1 --checkpoint-every 0 --eval-every 0"
-        command = [sys.executable, "-m", "moecore", "finetune", *words.split()]
+    def moecore_of(words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "moecore", *words.split()]
         return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
+
+    def finetune(model: str) -> subprocess.CompletedProcess[str]:
+        words = f"finetune --model {model} --data {snapshot / 'chats.jsonl'} --run-dir run"
+        words += " --max-steps 2 --seq-len 128 --batch-size 1 --checkpoint-every 0 --eval-every 0"
+        return moecore_of(words)
 
     run = finetune("org/tiny")
     assert run.returncode == 0, run.stderr
@@ -73,3 +76,9 @@ def test_two_ranks_train_a_model_of_the_cache(tmp_path: Path) -> None:
     refused = finetune("org/other")
     assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1
     assert "--model (org/other) must be a directory, or a model of the hub" in refused.stderr
+    words = "--tokenizer bytes --data python: --seq-len 64 --dry-run"
+    planned = moecore_of(f"pretrain --hf-config org/tiny {words}")
+    assert 'hf_config = "org/tiny"' in planned.stdout and "peak memory" in planned.stdout
+    refused = moecore_of(f"pretrain --hf-config org/other {words}")
+    assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1
+    assert "--hf-config (org/other) must be a config.json, its directory, or" in refused.stderr

@@ -17,15 +17,13 @@ from typing import Any
 import pytest
 
 from moecore.io import latest
-from moecore.recipes.interrupts import StopRequest, noting_signals
-from moecore.recipes.launch import launch
-from moecore.recipes.resume import continuation
-from tests.recipes.launched import forked_ranks, launched
-from tests.recipes.test_train import MEASURED
+from moecore.recipes.job import continuation
+from moecore.recipes.launch import StopRequest, launch, noting_signals
+from tests.recipes.launched import MEASURED, forked_ranks, launched
 
 RUN = (
     "--preset tiny-qwen3 --tokens random --num-layers 1 --batch-size 1 --seq-len 16 "
-    "--sample-bytes 0 "
+    "--sample-every 0 "
     "--checkpoint-every 100000 --lr-schedule constant --warmup-steps 0"
 )
 

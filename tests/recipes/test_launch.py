@@ -134,7 +134,8 @@ def test_a_stopped_run_says_where_it_continues(
     model, root = torch.nn.Linear(2, 2), tmp_path / "checkpoints"
 
     def said() -> str:
-        assert loop.start(train.run_rank, args, lambda world_size: None) == 128 + number
+        options = {"run_rank": train.run_rank, "check": lambda *_: None, "dry_run": None}
+        assert loop.run_command(lambda _: args, None, **options) == 128 + number
         return capsys.readouterr().err
 
     anew = "there is no checkpoint yet, so the same command starts from the beginning"

@@ -80,7 +80,7 @@ def test_a_copy_trains_and_replaces_nothing(
     assert main(["recipes", "copy", "tiny"]) == 0
     assert capsys.readouterr().out == "run it with: moecore pretrain tiny.toml\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny.json", "tiny.toml"]
-    assert main(["recipes", "copy", "tiny"]) == 2
+    assert main(["recipes", "copy", "tiny"]) == 1
     assert "must not exist yet" in capsys.readouterr().err
     assert main(["recipes", "show", "tiny"]) == 0
     assert capsys.readouterr().out == (tmp_path / "tiny.toml").read_text()

@@ -19,8 +19,8 @@ from moecore.io import save_adapters
 from moecore.packing import PackedBatchSampler
 from moecore.recipes.tiny_model import make
 from tests.helpers.ranks import run_ranks
+from tests.recipes.launched import metrics
 from tests.recipes.test_finetune import loss_of
-from tests.recipes.test_train import metrics
 
 transformers = pytest.importorskip("transformers", minversion="5")
 peft = pytest.importorskip("peft")

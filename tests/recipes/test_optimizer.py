@@ -9,8 +9,7 @@ import torch
 
 from moecore.models import Decoder, preset
 from moecore.recipes.optimizer import OptimizerConfig
-from moecore.recipes.schedule import LearningRateSchedule
-from moecore.recipes.steps import EqualSteps, StepSizes
+from moecore.recipes.schedule import EqualSteps, LearningRateSchedule, StepSizes
 from moecore.train import Muon
 
 

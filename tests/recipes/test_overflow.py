@@ -17,7 +17,7 @@ from tests.recipes.overflowing import Overflowing, run_rank, too_many_rows
 
 ARGUMENTS = (
     "--preset tiny-qwen3 --tokens random --num-layers 1 --batch-size 1 --seq-len 16 --steps 3"
-    " --row-factor 1.05 --sample-bytes 0"
+    " --row-factor 1.05 --sample-every 0"
 )
 NEEDED = r"--row-factor \(1.05\) must be >= 1.37 for its expert rows of one layer: start again"
 

@@ -190,14 +190,10 @@ def test_a_special_file_is_one_line_for_each_reader(
     name: str, pretrain: ModuleType, special: Path
 ) -> None:
     """A reader that opened the FIFO would wait for ever."""
-    examples, data = (
-        importlib.import_module("moecore.recipes.examples"),
-        importlib.import_module("moecore.recipes.data"),
-    )
+    examples = importlib.import_module("moecore.recipes.examples")
     path = special / name
     for option, read_path in (
         ("--config", lambda: pretrain.parse_arguments(["--config", str(path)])),
-        ("--data", lambda: data.read_corpus([path], seq_len=1)),
         (
             "--eval-data",
             lambda: examples.read_examples([path], None, seq_len=9, option="--eval-data"),
@@ -206,37 +202,6 @@ def test_a_special_file_is_one_line_for_each_reader(
         with pytest.raises(ValueError, match=rf"^{option} \(.*{SPECIAL_FILES[name]}") as error:
             read_path()
         assert "\n" not in str(error.value) and len(str(error.value)) < 500
-
-
-@pytest.mark.parametrize("kind", ["fifo", "socket", "large"])
-@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja", "added/a.jinja"])
-def test_a_special_file_of_a_directory_is_one_line(
-    kind: str, name: str, pretrain: ModuleType, special: Path
-) -> None:
-    """transformers opens the files by itself, without a check."""
-    hf_model = importlib.import_module("moecore.recipes.hf_model")
-    folder = special / "folder"
-    (folder / "added").mkdir()
-    for plain in ("config.json", "tokenizer.json", "state.json"):
-        (folder / plain).write_text("{}")
-    (special / kind).rename(folder / name)
-    for option, read in (
-        ("--model", lambda: hf_model.read_config(folder)),
-        ("--tokenizer", lambda: pretrain.Tokenizer(str(folder))),
-        (
-            "--validation",
-            lambda: pretrain.read_source(
-                pretrain.SourceOptions.from_word(str(folder)), None, option="--validation"
-            ),
-        ),
-        (
-            "--hf-config",
-            lambda: pretrain.parse_arguments(["--hf-config", str(folder)]).model_config(),
-        ),
-    ):
-        with pytest.raises(ValueError, match=rf"^{option} \(.*\) must have .*{name}") as error:
-            read()
-        assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

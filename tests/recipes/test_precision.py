@@ -14,7 +14,7 @@ from moecore.base.options.precision import Recipe
 from moecore.precision.apply import fp8_linears
 
 ARGUMENTS = (
-    "--preset tiny --tokens random --num-layers 2 --batch-size 1 --seq-len 16 --sample-bytes 0"
+    "--preset tiny --tokens random --num-layers 2 --batch-size 1 --seq-len 16 --sample-every 0"
     " --checkpoint-every 0 --grad-accum 2"
 )
 

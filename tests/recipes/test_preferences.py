@@ -21,7 +21,7 @@ from moecore.recipes.preferences import encode_preference
 from moecore.recipes.rows import ColumnNames
 from moecore.recipes.tiny_model import make, make_tokenizer
 from tests.helpers.ranks import run_ranks
-from tests.recipes.test_train import metrics
+from tests.recipes.launched import metrics
 
 transformers = pytest.importorskip("transformers", minversion="5")
 trl = pytest.importorskip("trl")
@@ -145,7 +145,7 @@ def stock(folder: Path, run: str, train: list[Any], held_out: list[Any]) -> Reco
 def order_of(folder: Path) -> tuple[list[Any], list[Any]]:
     """Return the rows as the run trains on them, and those that are held out."""
     from moecore.packing import PackedBatchSampler
-    from moecore.recipes.batches import split_examples
+    from moecore.recipes.examples import split_examples
 
     rows = rows_of(folder)
     train, held_out = split_examples(rows, share=0.2, seed=0)
@@ -251,7 +251,7 @@ def test_other_columns_and_one_message(tmp_path: Path) -> None:
 )
 def test_options_that_do_not_fit(words: str, wanted: str) -> None:
     from moecore.recipes import finetune
-    from moecore.recipes.finetune_data import check_objective
+    from moecore.recipes.finetune import check_objective
 
     args = finetune.parse_arguments(["--model", "a", "--data", "b", *words.split()])
     with pytest.raises(ValueError) as error:

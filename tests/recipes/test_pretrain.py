@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import shutil
 import sys
-from contextlib import redirect_stderr, redirect_stdout
-from io import StringIO
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,10 +20,12 @@ import torch
 from moecore.io import set_latest
 from tests.helpers.ranks import run_ranks
 from tests.recipes.graph_stand_in import GraphStandIn
-from tests.recipes.test_train import MEASURED
+from tests.recipes.launched import metrics, rank_of_command
+from tests.recipes.launched import run_in_forks as launched_forks
 
 pytest.importorskip("transformers", reason="it reads what a run has exported")
 STEPS, SEQ_LEN, EVAL_ROWS = 8, 16, 4
+DEAR = ("torch.utils.tensorboard", "matplotlib.figure")  # packages that take seconds to import
 SIZES = {
     "hidden_size": 32,
     "num_hidden_layers": 1,
@@ -66,27 +65,9 @@ def words(corpus: Path, run_dir: Path, more: str = "") -> list[str]:
     return f"{shape} --data {data} --validation {held_out} {model} {more}".split()
 
 
-def run_in_forks(words: list[str], *, num_ranks: int = 2, code: int = 0) -> str:
-    """Run the script's ranks, not what starts them; return what rank 0 prints."""
-    found, said = run_ranks(num_ranks, rank_of_script, num_ranks, words)
-    assert found == code, said
-    return said
-
-
-def rank_of_script(
-    rank: int, device: torch.device, num_ranks: int, words: list[str]
-) -> tuple[int, str]:
-    """Be a rank of the script; return its exit code and what it prints."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
-    dear: Any = {"torch.utils.tensorboard": None, "matplotlib.figure": None}
-    sys.modules.update(dear)  # as if they were not installed: they take seconds to import
-    script, said = importlib.import_module("moecore.recipes.pretrain"), StringIO()
-    importlib.import_module(
-        "moecore.recipes.errors"
-    ).RANK_0_PRINTS_S = 0  # no rank's end ends the others here
-    with redirect_stdout(said), redirect_stderr(said):
-        code = script.run_rank(script.parse_arguments(words))
-    return code, said.getvalue()
+def run_in_forks(words: list[str], **options: Any) -> str:
+    """Run the ranks of the command; return what rank 0 prints."""
+    return launched_forks("pretrain", words, without=DEAR, **options)
 
 
 def rank_with_graphs(
@@ -94,15 +75,9 @@ def rank_with_graphs(
 ) -> tuple[tuple[int, str], list[list[tuple[int, ...]]]]:
     """Be a rank of the script with a graph's stand-in; return what it captured, too."""
     with patch.object(
-        importlib.import_module("moecore.recipes.graphs"), "GraphedForwardBackward", GraphStandIn
+        importlib.import_module("moecore.recipes.data"), "GraphedForwardBackward", GraphStandIn
     ):
-        return rank_of_script(rank, device, 2, words), GraphStandIn.captures
-
-
-def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert all(0 <= line["data_wait_share"] <= 1 for line in lines)
-    return [{k: v for k, v in line.items() if k not in MEASURED} for line in lines]
+        return rank_of_command(rank, device, "pretrain", 2, words, DEAR), GraphStandIn.captures
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +126,7 @@ def test_steps_of_any_number_of_documents_are_graphs(
 
 
 def test_other_shapes_are_a_graph_of_their_own(pretrain: ModuleType) -> None:
-    graphs, GraphStandIn.captures = importlib.import_module("moecore.recipes.graphs"), []
+    graphs, GraphStandIn.captures = importlib.import_module("moecore.recipes.data"), []
     with patch.object(graphs, "GraphedForwardBackward", GraphStandIn):
         graphed = graphs.Graphed(torch.sum, torch.nn.Linear(1, 1))
     for number in (2, 2, 2, 2, 3, 3, 3, 3):
@@ -209,9 +184,8 @@ def test_transformers_has_the_loss_of_the_export(corpus: Path, straight: Path) -
 
 ERRORS = {
     "--data": "--data ([]) must have at least one source",
-    "--eval-every 2": "--eval-every (2) must go with --validation",
     "--data missing.jsonl": "missing.jsonl must be a readable file: No such file",
-    "--data missing": "--data (missing) must be a .jsonl or .parquet file, the prefix of a .bin",
+    "--data missing": "--data (missing) must be a .jsonl, .parquet or text file, the pre",
     "--data a.csv,skip_invalid=true": "--data (a.csv) must be a .jsonl file to have broken lines",
     "--data a.jsonl,size=2": "must have keys of path, weight, name, field",
     "--data a.jsonl,weight=x": "SourceOptions.weight ('x') must be a",
@@ -224,7 +198,7 @@ ERRORS = {
     "--precision blockwise --scaling tensorwise": "--precision (blockwise) must not go with",
     "--layout Et|tL": "--pp (None) must be > 1 with options of [pipeline]",
     "--drop position": "[capacity] ({'drop': 'position'}) must have factor",
-    "--hf-config missing": "--hf-config (missing) must be a config.json or its directory",
+    "--hf-config missing": "--hf-config (missing) must be a config.json, its directory or",
     "--config missing.toml": "--config (missing.toml) must be a readable file",
     "--cuda-graph --pp 2": "--cuda-graph must not go with --pp 2, whose micro-batches wait",
     "--cuda-graph --dynamic-cp 512": "--cuda-graph must not go with --dynamic-cp 512, whose",
@@ -260,7 +234,11 @@ def test_the_command_ends_with_one_line(
     pretrain: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.delenv("RANK")
-    for arguments in ("--config missing.toml", f"--run-dir {tmp_path}", "--data a --eval-every 1"):
+    for arguments in (
+        "--config missing.toml",
+        f"--run-dir {tmp_path}",
+        "--data a --tokens random --eval-every 1",
+    ):
         monkeypatch.setattr(sys, "argv", ["moecore", *arguments.split()])
         assert pretrain.main() == 2
         (line,) = capsys.readouterr().err.splitlines()

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from moecore.models import flops_per_token
+from moecore.recipes.report import pack_loads
 from moecore.recipes.train import TrainConfig
 
 ARGUMENTS = (
@@ -48,7 +49,7 @@ def end_run(): calls.append("end")
 
 
 def run(train: ModuleType, run_dir: Path, arguments: str) -> int:
-    words = f"{ARGUMENTS} --sample-bytes 0 --checkpoint-every 1 {arguments}"
+    words = f"{ARGUMENTS} --sample-every 0 --checkpoint-every 1 {arguments}"
     return train.run_rank(train.parse_arguments([*words.split(), "--run-dir", str(run_dir)]))
 
 
@@ -67,15 +68,17 @@ def test_loads_of_layers_and_mfu_reach_every_log(
         loads = [line[f"expert_load/model.layers.{n}.mlp"] for n in range(2)]
         assert max(loads) == line["expert_load_max_over_mean"] and min(loads) >= 1
         assert line["memory_rss_gib"] > 0.1 and line["skipped"] == 0
-    of_experts = {f"expert_load/model.layers.{n}.mlp/{e}" for n in range(2) for e in range(8)}
+    of_experts = {f"expert_loads/model.layers.{n}.mlp" for n in range(2)}
     assert of_experts <= lines[1].keys() and not of_experts & lines[0].keys()
     assert lines[1]["rank_load_max_over_mean"] == pytest.approx(1)  # of one rank
     start, *logged, end = sys.modules["wandb"].calls
     assert start["project"] == "mine" and start["config"]["preset"] == "tiny-qwen3"
-    assert [{"step": step, **metrics} for step, metrics in logged] == lines and end == "finish"
+    assert [
+        {"step": step, **pack_loads(metrics)} for step, metrics in logged
+    ] == lines and end == "finish"
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     found = events.EventAccumulator(str(run_dir / "tensorboard")).Reload()
-    assert set(found.Tags()["scalars"]) == lines[1].keys() - {"step"}
+    assert set(found.Tags()["scalars"]) == logged[1][1].keys()
 
 
 def test_a_run_that_is_started_again_is_one_run_of_each_logger(
@@ -93,7 +96,9 @@ def test_a_run_that_is_started_again_is_one_run_of_each_logger(
     assert first["id"] == second["id"] == (run_dir / "wandb.id").read_text()
     assert len(first["id"]) == 32 and first["resume"] == second["resume"] == "allow"
     logged = [call for call in sys.modules["wandb"].calls if isinstance(call, tuple)]
-    assert [{"step": step, **metrics} for step, metrics in logged] == lines and len(lines) == 4
+    assert [{"step": step, **pack_loads(metrics)} for step, metrics in logged] == lines and len(
+        lines
+    ) == 4
     assert sys.modules["mlflow"].calls == [
         ("experiment", "tries"), ("start", None, "run"), ("params", "tiny-qwen3"),
         *logged[:2], "end",
@@ -143,8 +148,7 @@ def test_maps_have_the_loads_of_layers_and_of_the_least_even(
         for n, worst in ((1, 1.25), (3, 1.5)):
             line |= {f"expert_load/model.layers.{n}.mlp": worst + step}
             if every and step % every == 0:
-                loads = {0: worst + step, 1: 0.0, 2: 2.0 - step}
-                line |= {f"expert_load/model.layers.{n}.mlp/{e}": v for e, v in loads.items()}
+                line |= {f"expert_loads/model.layers.{n}.mlp": [worst + step, 0.0, 2.0 - step]}
         lines.append(json.dumps(line | ({"eval_loss": 2.0} if step % 3 == 0 else {})))
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     drawn: list[Any] = []
@@ -189,18 +193,8 @@ def test_a_logger_that_is_not_installed_is_refused(
     ("name", "dtype", "peak"),
     [
         ("NVIDIA H200", torch.bfloat16, 989.4),
-        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989.4),
-        ("NVIDIA H20", torch.bfloat16, 148),
-        ("NVIDIA B200", torch.bfloat16, 2250),
-        ("NVIDIA B300 SXM6 AC", torch.bfloat16, 2250),
-        ("NVIDIA GB200", torch.bfloat16, 2500),
-        ("NVIDIA GB300", torch.bfloat16, 2500),
         ("NVIDIA L40S", torch.bfloat16, 362),
-        ("NVIDIA L40", torch.bfloat16, None),
-        ("NVIDIA GH200 480GB", torch.bfloat16, None),
-        ("NVIDIA GeForce RTX 4090", torch.bfloat16, 165.2),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", torch.bfloat16, None),
-        ("NVIDIA GeForce RTX 5090", torch.bfloat16, 209.5),
         ("NVIDIA GeForce RTX 5090 D", torch.bfloat16, None),
         ("NVIDIA H100 80GB HBM3", torch.float32, None),
         ("NVIDIA H100 PCIe", torch.bfloat16, 756),
@@ -223,37 +217,20 @@ def test_peaks_are_known_by_name(
     assert peak_tflops(torch.device("cpu"), dtype) is None
 
 
-def test_a_draft_is_not_written_through_a_link(train: ModuleType, tmp_path: Path) -> None:
+def test_damaged_lines_go_and_no_draft_is_written_through_a_link(
+    train: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     precious, path = tmp_path / "precious", tmp_path / "metrics.jsonl"
     precious.write_text("mine")
     (tmp_path / "metrics.tmp").symlink_to(precious)
-    path.write_text('{"step": 1, "loss": 2.0, "expert_load_max_over_mean": 1.0}\n')
+    damage = b'{"step": 7, "lo\n\n\0\0\0\n\xff\xfe\n{"step": 1}\n[1]\n' + b"[" * 100_000  # 7 lines
+    path.write_bytes(b'{"step": 1, "loss": 2.0, "expert_load_max_over_mean": 1.0}\n' + damage)
     from moecore.recipes import report
 
     report.cut_metrics(path, 1)
+    assert capsys.readouterr().out == f"{path}: dropped 7 damaged line(s)\n"
     assert precious.read_text() == "mine" and not path.is_symlink()
     assert [line["step"] for line in report.read_metrics(path)[0]] == [1]
-
-
-KINDS: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "a directory": ("metrics.jsonl", Path.mkdir),
-    "a pipe": ("metrics.jsonl", os.mkfifo),
-    "a link to nothing": ("metrics.jsonl", lambda path: path.symlink_to("nothing")),
-    "a file": ("checkpoints", Path.touch),
-    "a folder": ("curves.png", Path.mkdir),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_parts_of_the_wrong_kind_are_refused(
-    kind: str, train: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    name, make = KINDS[kind]
-    make(tmp_path / name)
-    assert run(train, tmp_path, "") == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"moecore: error: --run-dir ({tmp_path}) must have a ")
-    assert error.endswith(f" as {name}: move it away\n") and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(

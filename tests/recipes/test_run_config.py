@@ -10,8 +10,8 @@ from types import ModuleType
 import pytest
 
 from moecore.io import set_latest
-from moecore.recipes.run_config import changes
-from tests.recipes.test_train import metrics
+from moecore.recipes.job import changes
+from tests.recipes.launched import metrics
 
 BEFORE = """
 seed = 0
@@ -62,7 +62,7 @@ def test_a_training_continues_by_its_own_file(
 ) -> None:
     run_dir = tmp_path / "run"
     file, steps = run_dir / "config.toml", run_dir / "checkpoints"
-    words = "--num-layers 2 --batch-size 1 --seq-len 64 --steps 2 --sample-bytes 0 --tokens random"
+    words = "--num-layers 2 --batch-size 1 --seq-len 64 --steps 2 --sample-every 0 --tokens random"
 
     def start(more: str, code: int = 0) -> list[str]:
         """Start from step 1 if it is there; return the lines of changes."""

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from moecore.recipes.samples import read_samples
+from moecore.recipes.generate import read_samples
 from tests.recipes import test_pretrain
 
 pytest.importorskip("transformers", reason="it generates from the export")
@@ -18,7 +18,7 @@ PROMPTS = ("one two", "three")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("degrees", ["--ep 2", "--cp 2 --batch-size 6"])
+@pytest.mark.parametrize("degrees", ["--ep 2", "--tp 2 --etp 2", "--cp 2 --batch-size 6"])
 def test_two_ranks_generate_what_transformers_does(
     degrees: str, corpus: Path, tmp_path: Path
 ) -> None:
@@ -53,8 +53,8 @@ def test_samples_of_later_steps_are_dropped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--sample-every 2", "SampleOptions.sample_every (2) must be > 0 with sample_prompts ()"),
-        ("--sample-every 2 --sample-prompts", "SampleOptions.sample_every (2) must be > 0 with"),
+        ("--sample-every 2", "SampleOptions.sample_every (2) must be 0 without sample_prompts"),
+        ("--sample-every 2 --sample-prompts", "SampleOptions.sample_every (2) must be 0 without"),
         (
             "--sample-every 2 --sample-prompts ab --sample-tokens 511",
             "sample_tokens (511) and the 2 of prompt 'ab' must be <= max_seq_len (512)",

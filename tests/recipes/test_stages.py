@@ -20,13 +20,22 @@ import torch
 from moecore.io import decoder_config_from_hf, set_latest
 from moecore.io.checkpoint.manifest import read_manifest
 from moecore.models import preset
+from moecore.recipes.decoder_config import RotaryOptions, with_rotary, write_rotary
 from moecore.recipes.pretrain import PretrainConfig
-from moecore.recipes.rotary import RotaryOptions, with_rotary, write_rotary
-from moecore.recipes.schedule import LearningRateSchedule
-from moecore.recipes.stages import length_of, options_of, plan_stages, split_stages
-from moecore.recipes.steps import BatchRamp, EqualSteps, StepSizes, equal_steps
+from moecore.recipes.schedule import (
+    BatchRamp,
+    EqualSteps,
+    LearningRateSchedule,
+    StepSizes,
+    equal_steps,
+    length_of,
+    options_of,
+    plan_stages,
+    split_stages,
+)
 from tests.helpers.ranks import run_ranks
 from tests.recipes import test_pretrain
+from tests.recipes.launched import rank_of_command
 
 corpus = test_pretrain.corpus
 RAMP = BatchRamp(ramp_start=2, ramp_increment=2, ramp_tokens=80)
@@ -250,7 +259,7 @@ def rank_with_signal(rank: int, device: torch.device, words: list[str]) -> tuple
             os.kill(os.getpid(), signal.SIGTERM)
 
     with patch.object(loop, "save", save_and_kill):
-        return test_pretrain.rank_of_script(rank, device, 2, words)
+        return rank_of_command(rank, device, "pretrain", 2, words)
 
 
 @pytest.mark.slow

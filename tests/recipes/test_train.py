@@ -1,8 +1,4 @@
-"""moecore train as a user runs it: resumed runs equal straight ones, errors are one line.
-
-A start by command is three interpreters that import, ten times the work of a run. It is made where
-it proves something: `run`. Else ranks fork, and do what the command's do: `run_in_forks`.
-"""
+"""moecore train: ranks that fork do what the ranks of the command do; errors are one line."""
 
 from __future__ import annotations
 
@@ -10,15 +6,12 @@ import importlib
 import json
 import os
 import re
-import signal
-import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -29,95 +22,21 @@ from safetensors.torch import load_file
 from tests.helpers.grids import beside
 from tests.helpers.ranks import run_ranks
 from tests.recipes import late_word
-from tests.recipes.launched import launched
+from tests.recipes.launched import launched, metrics
+from tests.recipes.launched import run_in_forks as launched_forks
 
-REPO = Path(__file__).parents[2]
-COMMAND = "-m", "moecore", "train"
 STEPS = 8
 MICRO = (
     "--batch-size 1 --seq-len 32 --grad-accum 2 --checkpoint-every 4 --expert-bias"
-    " --bias-update-rate 0.01 --sample-bytes 8"
+    " --bias-update-rate 0.01 --sample-tokens 8 --workers 0"
 )
 WHOLE = f"--steps {STEPS} --eval-every 3 --expert-loads-every 2"
-MEASURED = ("tokens_per_second", "memory_rss_gib", "data_wait_share")  # other numbers in every run
-DAMAGE = b'{"step": 7, "lo\n\n\0\0\0\n\xff\xfe\n{"step": 1}\n[1]\n' + b"[" * 100_000  # in 7 lines
-KILL_AT = 6  # past the first checkpoint and before the second: steps 5 and 6 are lost
-KILLING_LOGGER = f"""
-import os, pathlib, signal, time
-
-saved = pathlib.Path(__file__).parents[1] / "run" / "checkpoints" / "latest"
-
-def init(**options): return Run()
-
-class Run:
-    def log(self, metrics, step):
-        if step == {KILL_AT}:
-            while not saved.exists(): time.sleep(0.01)  # it is written in the background
-            os.killpg(0, signal.SIGKILL)
-"""
 
 
-def run(
-    run_dir: Path,
-    arguments: str,
-    *,
-    code: int = 0,
-    modules: Path | None = None,
-) -> subprocess.CompletedProcess[str]:
-    """Run the script on CPU ranks; `modules` is a folder whose modules shadow installed ones."""
-    done = subprocess.run(
-        [sys.executable, *COMMAND, "--run-dir", str(run_dir), *f"{MICRO} {arguments}".split()],
-        env=environment(modules),
-        capture_output=True,
-        text=True,
-        start_new_session=True,
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done
-
-
-def environment(modules: Path | None = None) -> dict[str, str]:
-    paths = [str(REPO / "src")] if modules is None else [str(modules), str(REPO / "src")]
-    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    return {**kept, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}
-
-
-def run_in_forks(
-    run_dir: Path,
-    arguments: str,
-    *,
-    num_ranks: int = 2,
-    code: int = 0,
-    without: tuple[str, ...] = (),
-) -> str:
-    """Run the script's ranks, not what starts them; return what rank 0 prints.
-
-    To them the packages `without` are not installed.
-    """
+def run_in_forks(run_dir: Path, arguments: str, **options: Any) -> str:
+    """Run the ranks of the command; return what rank 0 prints."""
     words = ["--run-dir", str(run_dir), *f"{MICRO} {arguments}".split()]
-    found, said = run_ranks(num_ranks, rank_of_script, num_ranks, words, without)
-    assert found == code, said
-    return said
-
-
-def rank_of_script(
-    rank: int, device: torch.device, num_ranks: int, words: list[str], without: tuple[str, ...]
-) -> tuple[int, str]:
-    """Be a rank of the script; return its exit code and what it prints."""
-    sys.modules.update(dict.fromkeys(without))  # type: ignore[arg-type]  # then imports fail
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
-    script, said = importlib.import_module("moecore.recipes.train"), StringIO()
-    importlib.import_module(
-        "moecore.recipes.errors"
-    ).RANK_0_PRINTS_S = 0  # no rank's end ends the others here
-    with redirect_stdout(said), redirect_stderr(said):
-        code = script.run_rank(script.parse_arguments(words))
-    return code, said.getvalue()
-
-
-def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in MEASURED} for line in lines]
+    return launched_forks("train", words, **options)
 
 
 def tensors(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
@@ -128,48 +47,11 @@ def tensors(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
     return found
 
 
-def assert_same_run(run_dir: Path, straight: Path) -> None:
-    assert metrics(run_dir) == metrics(straight)
-    mine, theirs = tensors(run_dir, STEPS), tensors(straight, STEPS)
-    assert mine.keys() == theirs.keys()
-    assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == []
-    markers = [
-        d / "checkpoints" / f"step-{STEPS:06d}" / "moecore.json" for d in (run_dir, straight)
-    ]
-    assert markers[0].read_text() == markers[1].read_text()
-
-
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """One run that never stops, and what rank 0 prints."""
     run_dir = tmp_path_factory.mktemp("straight")
     return run_dir, run_in_forks(run_dir, WHOLE)
-
-
-@pytest.mark.slow
-@pytest.mark.nightly  # test_cluster.py starts two hosts, and test_bench_train.py ranks by torchrun
-def test_two_hosts_train_as_one(straight: tuple[Path, str], tmp_path: Path) -> None:
-    """They are torchrun agents of this host."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    words = "--nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --local-addr 127.0.0.1"
-    agent = [sys.executable, "-m", "torch.distributed.run", *words.split()]
-    agent += ["--rdzv-endpoint", f"127.0.0.1:{port}", *COMMAND, "--run-dir", str(tmp_path)]
-    hosts = [
-        subprocess.Popen(
-            [*agent, *f"{MICRO} {WHOLE}".split()],
-            env=environment() | {"OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,  # apart: torch's store may complain there while it ends
-            text=True,
-        )
-        for _ in range(2)
-    ]
-    said = [host.communicate(timeout=300) for host in hosts]
-    assert [host.returncode for host in hosts] == [0, 0], said
-    assert_same_run(tmp_path, straight[0])
-    assert any("--- sample" in out for out, _ in said)
 
 
 @pytest.mark.slow
@@ -183,15 +65,16 @@ def test_a_run_leaves_its_files_and_a_sample(straight: tuple[Path, str]) -> None
     layers = {f"expert_load/{name}" for name in names}
     assert all(wanted | layers <= line.keys() for line in lines)
     assert not any(name.startswith("z_loss") for line in lines for name in line)  # not in use
-    of_experts = {f"expert_load/{name}/{e}" for name in names for e in range(8)}
+    of_experts = {f"expert_loads/{name}" for name in names}
     for line in lines:
         assert of_experts & line.keys() == (set() if line["step"] % 2 else of_experts)
+        assert all(sum(line[name]) == pytest.approx(8, abs=0.01) for name in of_experts & {*line})
     evaluated = {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line}
     assert list(evaluated) == [3, 6, 8]
     assert all(abs(loss - lines[step - 1]["loss"]) < 0.5 for step, loss in evaluated.items())
     assert all(max(line[n] for n in layers) == line["expert_load_max_over_mean"] for line in lines)
     assert lines[0]["loss"] == pytest.approx(5.6, abs=0.3) and lines[-1]["loss"] < 5.0
-    assert f"--- sample after {STEPS} steps ---\ndef " in printed
+    assert f"sample of step {STEPS}: 'def " in printed
     saved = {p.name for p in (run_dir / "checkpoints").iterdir()}
     assert saved == {"latest", "step-000004", "step-000008"}
     pytest.importorskip("matplotlib")
@@ -213,31 +96,10 @@ def test_what_must_survive_a_resume_is_saved(straight: tuple[Path, str]) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.nightly  # test_pretrain.py kills a run, and this one is continued below
-def test_killed_run_goes_on_as_if_nothing_happened(
-    straight: tuple[Path, str], tmp_path: Path
-) -> None:
-    modules, run_dir = tmp_path / "modules", tmp_path / "run"
-    modules.mkdir()
-    (modules / "wandb.py").write_text(KILLING_LOGGER)
-    shorter = WHOLE.replace(f"--steps {STEPS}", f"--steps {STEPS - 1} --schedule-steps {STEPS}")
-    run(run_dir, f"{shorter} --wandb x", modules=modules, code=-signal.SIGKILL)
-    with (run_dir / "metrics.jsonl").open("ab") as file:
-        file.write(DAMAGE)
-    resumed = run_in_forks(run_dir, WHOLE)
-    assert "from step 4" in resumed
-    assert f"{run_dir}/metrics.jsonl: dropped 7 damaged line(s)" in resumed
-    assert_same_run(run_dir, straight[0])
-
-
-@pytest.mark.slow
-def test_finished_run_only_samples(straight: tuple[Path, str]) -> None:
-    run_dir, printed = straight
-    before = (run_dir / "metrics.jsonl").read_text()
-    again = run_in_forks(run_dir, WHOLE)
-    assert f"is finished at step {STEPS}: only sampling" in again
-    assert again.split("--- sample")[1] == printed.split("--- sample")[1]
-    assert (run_dir / "metrics.jsonl").read_text() == before
+def test_a_finished_run_stays_as_it_is(straight: tuple[Path, str]) -> None:
+    before = (straight[0] / "metrics.jsonl").read_text()
+    assert f"is finished at step {STEPS}" in run_in_forks(straight[0], WHOLE)
+    assert (straight[0] / "metrics.jsonl").read_text() == before
 
 
 @pytest.mark.slow
@@ -254,41 +116,20 @@ def test_own_data_and_another_folding_with_torch_alone(tmp_path: Path) -> None:
     assert printed.count("going on without tqdm, tensorboard, matplotlib (pip install") == 1
     assert "balance_loss" not in metrics(run_dir)[0]
     assert not (run_dir / "curves.png").exists()
-    changed = run_in_forks(run_dir, "--steps 2 --seed 1", num_ranks=1, code=2)
-    assert "--seed (1) must be 0 as in" in changed
-    changed = run_in_forks(run_dir, f"--steps 2 {data} {data[7:]}", num_ranks=1, code=2)
-    assert "--data, --seq-len, --eval-every and --tokens must be as in" in changed
+    for more in (f"{data} --seed 1", f"--data {plain}"):
+        changed = run_in_forks(run_dir, f"--steps 2 {more}", num_ranks=1, code=2)
+        assert "--data, --seq-len, --seed, --cp and the options of [corpus] must be as" in changed
 
 
 @pytest.mark.slow
 def test_a_run_for_speed_leaves_only_metrics(tmp_path: Path) -> None:
     model = "--preset tiny-qwen3 --num-layers 1 --tokens random --ep 2"
-    printed = run_in_forks(tmp_path, f"{model} --checkpoint-every 0 --sample-bytes 0 --steps 2")
+    printed = run_in_forks(tmp_path, f"{model} --checkpoint-every 0 --sample-every 0 --steps 2")
     assert "2 cpu ranks (dp_shard=2 ep=2, alltoall)" in printed
-    assert "random tokens" in printed and "sample after" not in printed
+    assert "random tokens" in printed and "sample of" not in printed
     lines = metrics(tmp_path)
     assert len(lines) == 2
     assert not (tmp_path / "checkpoints").exists() or not list((tmp_path / "checkpoints").iterdir())
-
-
-@pytest.mark.slow
-@pytest.mark.nightly  # tests/models trains the same rows over cp
-def test_context_parallel_ranks_share_rows(tmp_path: Path) -> None:
-    """Halves of the same rows have the losses of the rows, on two ranks and on one."""
-    model = "--preset tiny-qwen3 --num-layers 1 --tokens random --steps 2 --checkpoint-every 0"
-    words = f"{model} --sample-bytes 0"
-    assert "2 cpu ranks (cp=2 ep=2," in run_in_forks(tmp_path / "two", f"{words} --cp 2")
-    run_in_forks(tmp_path / "one", words, num_ranks=1)
-    halves, whole = (metrics(tmp_path / name) for name in ("two", "one"))
-    for name in ("loss", "grad_norm"):
-        found = [line[name] for line in halves]
-        assert found == pytest.approx([line[name] for line in whole], rel=1e-4), name
-    printed = run_in_forks(
-        tmp_path / "text", "--num-layers 2 --cp 2 --steps 1 --eval-every 1 --lr 1e-9"
-    )
-    assert "sample after 1 steps" in printed
-    (line,) = metrics(tmp_path / "text")
-    assert line["eval_loss"] == pytest.approx(line["loss"], abs=0.2)
 
 
 ERRORS = {
@@ -300,25 +141,21 @@ ERRORS = {
     "--dtype int8": "invalid choice 'int8' for argument '--dtype'",
     "--precision fp4": "invalid choice 'fp4' for argument '--precision'",
     "--preset huge": "preset ('huge') must be one of",
-    "--preset tiny-qwen3": "--preset (tiny-qwen3) must have vocab_size (128) >= 256",
+    "--preset tiny-qwen3": "--tokenizer (bytes, 256 ids) must have <= vocab_size (128)",
     "--seq-len 4096": "--seq-len (4096) must be <= max_seq_len (512)",
     "--aux-loss -1": "--aux-loss (-1.0) must be a finite number >= 0",
     "--ep 3": "must divide the world size (2)",
     "--tp 0": "--tp (0) must be a whole number >= 1",
     "--run-dir /dev/null/run": "--run-dir (/dev/null/run) must be a directory to write: Not a dir",
-    "--prompt=": "--prompt must not be empty",
+    "--sample-prompts": "SampleOptions.sample_every (1000) must be 0 without",
     "--seed -1": "--seed (-1) must be a whole number >= 0",
     "--seed 18446744073709551616": "--seed (18446744073709551616) must be a whole",
-    "--batch-size 1000000000": "--batch-size (1000000000) x --seq-len (32) x --grad-accum (2) must",
-    "--grad-accum 2000000000": "x --grad-accum (2000000000) must fit into memory",
-    "--sample-bytes 509": "(509) and the 4 of --prompt must be <= max_seq_len (512)",
-    "--preset tiny-qwen3 --tokens random --prompt \udcff": "must have bytes < vocab_size (128)",
-    "--data /dev/zero": "--data (/dev/zero) must be a plain file",
-    "--eval-every 2 --tokens random": "--eval-every (2) must be 0 with --tokens random",
+    "--sample-tokens 509": "(509) and the 4 of prompt 'def ' must be <= max_seq_len (512)",
+    "--preset tiny-qwen3 --tokens random --sample-prompts é": "must have ids < vocab_size (128)",
+    "--eval-every 2 --tokens random": "--tokens (random) must be text with --eval-every",
     "--cp 2 --seq-len 34": "--seq-len (34) must be a multiple of 4 with --cp 2 and --tp 1: use 36",
-    "--recompute gemm_last norm": "--recompute",
+    "--recompute gemm_last norm": "MemoryOptions.recompute (",
     "--offload-fraction 0.5": "MemoryOptions.offload_fraction (0.5) must go with offload",
-    "--data missing.txt": "--data (missing.txt) must be a readable file: No such file",
 }
 
 
@@ -354,13 +191,6 @@ def test_wrong_arguments_are_one_line(
     printed = error_of(script, tmp_path, arguments, monkeypatch, capsys)
     assert ERRORS[arguments] in printed
     assert re.match("moecore: error: ", printed.strip().splitlines()[-1])
-
-
-@pytest.mark.slow
-@pytest.mark.nightly  # below the error is found on ranks, above by the parser
-def test_a_wrong_argument_ends_the_process(tmp_path: Path) -> None:
-    done = run(tmp_path, "--preset huge", code=2)
-    assert "preset ('huge') must be one of" in done.stderr and "Traceback" not in done.stderr
 
 
 def rank_without_agent(
@@ -431,56 +261,11 @@ def test_a_folding_that_does_not_fit_is_one_line(tmp_path: Path) -> None:
     assert len(said.strip().splitlines()) == 1
 
 
-def test_a_rank_prints_itself_what_rank_0_did_not_find(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from moecore.recipes.errors import print_rank_error
+def test_too_little_memory_gives_advice(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    from moecore.recipes.errors import print_run_error
 
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    waited: list[float] = []
-    monkeypatch.setattr("time.sleep", waited.append)
-    for error, waits in ((ValueError("of all ranks"), 1), (FileNotFoundError("of this one"), 0)):
-        waited.clear()
-        assert print_rank_error(error, rank=1) == 2
-        assert len(waited) == waits
-        assert capsys.readouterr().err == f"moecore: error: {error}\n"
-
-
-def test_too_little_memory_gives_advice(script: ModuleType) -> None:
-    from moecore.recipes.errors import memory_advice
-
+    monkeypatch.setenv("RANK", "3")
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has")
-    advice = str(memory_advice(error, 3))
-    assert advice.startswith("rank 3: CUDA out of memory: lower --batch-size")
-
-
-@pytest.mark.parametrize(
-    "line", ["not json", '{"title": "x"}', '{"text": 3}', '["text"]', "[" * 100_000]
-)
-def test_wrong_jsonl_names_the_line(
-    line: str,
-    script: ModuleType,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    path = tmp_path / "texts.jsonl"
-    path.write_text('{"text": "fine"}\n' + line + "\n")
-    printed = error_of(script, tmp_path, f"--data {path}", monkeypatch, capsys)
-    assert f'--data ({path}) line 2 must be a JSON object with a string "text"' in printed
-
-
-def corpus_of(script: ModuleType, *lengths: int) -> Any:
-    borders = torch.tensor([0, *lengths]).cumsum(0)
-    return script.Corpus(torch.arange(int(borders[-1])).remainder(251).byte(), borders)
-
-
-def test_the_end_of_the_text_is_held_out(script: ModuleType) -> None:
-    corpus = corpus_of(script, 30, 60, 10)
-    kept, held = script.hold_out(corpus, seq_len=4)
-    assert torch.equal(torch.cat([kept.text_N, held]), corpus.text_N) and len(held) == 5
-    assert [len(document) for document in kept] == [30, 60, 5]
-    kept, held = script.hold_out(corpus, seq_len=49)
-    assert ([len(document) for document in kept], len(held)) == ([30, 20], 50)
-    with pytest.raises(ValueError, match=r"--data \(100 bytes\) must be longer than two of"):
-        script.hold_out(corpus, seq_len=50)
+    assert print_run_error(error, SimpleNamespace(checkpoint_every=0)) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("moecore: error: rank 3: CUDA out of memory: lower --batch-size")

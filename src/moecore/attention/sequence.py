@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from moecore.attention.context_parallel.local_tokens import LocalTokens
+from moecore.attention.kv_cache import KVCache
 from moecore.kernels.attention import AttentionMask
 from moecore.kernels.rows.rotary import rotary
 from moecore.kernels.zigzag import find_positions
@@ -91,6 +92,8 @@ class Sequence:
     # the tokens that this cp rank's attention receives; None = all. The first three fields describe
     # the full rows in both cases
     local_tokens: LocalTokens | None = None
+    # keys and values of earlier tokens, in generation; None = attention reads this forward's tokens
+    cache: KVCache | None = None
 
     def mask(self, window: int | None = None) -> AttentionMask:
         """Return a causal mask per document. `window` limits the keys per token."""

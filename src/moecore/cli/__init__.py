@@ -6,20 +6,24 @@ interrupted.
 
 from __future__ import annotations
 
-import argparse
+import difflib
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, NoReturn
 
 from moecore.base import __version__
 from moecore.base.tables import format_error_line
-from moecore.cli.checkpoints import add_checkpoint
 
+USAGE = """\
+usage: moecore [-h] [--version] COMMAND ...
+
+Train Mixture-of-Experts models.
+"""
 # The commands by group, with their help texts.
 GROUPS = {
     "training": {
@@ -45,19 +49,39 @@ GROUPS = {
         "doctor": "what is wrong with the machines of a job, one line each",
     },
 }
-# The commands that parse their own options.
-TRAINING = (*GROUPS["training"], "generate", "evaluate")
-# Where those are whose module has another name.
-MODULES = {"evaluate": "generate:evaluate", "recipes": "library", "tiny-model": "tiny_model"}
-# The commands with a dataclass of options: the dataclass, and the function that runs with it.
+SUBCOMMANDS = {
+    "recipes": {
+        "list": "print all recipes, a line each",
+        "show": "print one recipe",
+        "copy": "write one recipe into a directory, to change it there",
+    },
+    "checkpoint": {
+        "inspect": "print what a checkpoint holds",
+        "verify": "check that nothing is missing or damaged",
+        "convert": "native <-> Hugging Face, Megatron-Core (torch_dist) or plain DCP",
+        "prune": "remove old checkpoints of a run",
+    },
+}
+# The commands that parse their own options: they start ranks, which end with code 2 at an error.
+TRAINING = ("train", "pretrain", "finetune", "grpo")
+# The dataclass of the options of each other command, and the function that runs with it.
 CONFIGS = {
+    "recipes list": ("recipes.library:ListConfig", "recipes.library:run_list"),
+    "recipes show": ("recipes.library:ShowConfig", "recipes.library:run_show"),
+    "recipes copy": ("recipes.library:CopyConfig", "recipes.library:run_copy"),
+    "tiny-model": ("recipes.tiny_model:TinyModelConfig", "recipes.tiny_model:run_tiny_model"),
+    "generate": ("recipes.generate:GenerateConfig", "recipes.generate:run_generate"),
+    "evaluate": ("recipes.generate:EvaluateConfig", "recipes.generate:run_evaluate"),
+    "checkpoint inspect": ("cli.options:InspectConfig", "io.commands:run_inspect"),
+    "checkpoint verify": ("cli.options:VerifyConfig", "io.commands:run_verify"),
+    "checkpoint convert": ("cli.options:ConvertConfig", "io.commands:run_convert"),
+    "checkpoint prune": ("cli.options:PruneConfig", "io.commands:run_prune"),
     "plan": ("planning.flags:PlanConfig", "planning.commands:run_plan"),
     "dry-run": ("planning.flags:DryRunConfig", "planning.commands:run_dry_run"),
-    "measure": ("cli.plans:MeasureConfig", "planning.measure:run_measure"),
-    "report": ("cli.plans:ReportConfig", "planning.commands:run_report"),
-    "doctor": ("cli.plans:DoctorConfig", "parallel.doctor:run_doctor"),
+    "measure": ("cli.options:MeasureConfig", "planning.measure:run_measure"),
+    "report": ("cli.options:ReportConfig", "planning.commands:run_report"),
+    "doctor": ("cli.options:DoctorConfig", "parallel.doctor:run_doctor"),
 }
-MAX_ERROR_LENGTH = 400  # characters of a usage error
 USER_ERRORS = (
     ValueError,
     NotImplementedError,
@@ -70,18 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code; argv None = sys.argv[1:]."""
     words = sys.argv[1:] if argv is None else list(argv)
     try:
-        if words and words[0] in TRAINING:
-            with _interrupts_end_the_process():
-                run = _training_command(words[0])
-            return run(words[1:])
-        if words and words[0] in CONFIGS:
-            return _run_with_options(words[0], words[1:])
-        args = _parser().parse_args(words)
-        with _interrupts_end_the_process():
-            run = _import(args.run)
-        result: int = run(args)
-        return result
-    except SystemExit as stop:  # --help, or an error that argparse has printed
+        return _run(words)
+    except SystemExit as stop:  # --help
         return int(stop.code or 0)
     except KeyboardInterrupt:
         return 130  # as shells have it
@@ -96,17 +110,54 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
 
 
-def _training_command(name: str) -> Callable[[Sequence[str]], int]:
-    """Return the function of a command of `TRAINING`."""
-    module, _, function = MODULES.get(name, name).partition(":")
-    command: Callable[[Sequence[str]], int]
-    command = getattr(import_module(f"moecore.recipes.{module}"), function or "main")
-    return command
+def _run(words: Sequence[str]) -> int:
+    """Run the command that the first words name."""
+    name, has_help = (words[0] if words else ""), bool({*words[:2]} & {"-h", "--help"})
+    commands = {name: text for group in GROUPS.values() for name, text in group.items()}
+    if name in ("-h", "--help"):
+        print(USAGE)
+        for group, texts in GROUPS.items():
+            print(f"{group}:\n{_list_commands(texts)}\n")
+        print("moecore COMMAND --help prints the options of a command.")
+        return 0
+    if name == "--version":
+        print(f"moecore {__version__}")
+        return 0
+    if name in TRAINING:
+        with _exit_at_interrupt():
+            run = _import(f"recipes.{name}:main")
+        result: int = run(words[1:])
+        return result
+    if name not in commands:
+        _raise_usage_error("COMMAND", name, commands)
+    if name not in SUBCOMMANDS:
+        return _run_with_options(name, words[1:])
+    if has_help:
+        print(
+            f"usage: moecore {name} [-h] COMMAND ...\n\n{_list_commands(SUBCOMMANDS[name], name)}"
+        )
+        return 0
+    if "".join(words[1:2]) not in SUBCOMMANDS[name]:
+        _raise_usage_error(f"COMMAND of moecore {name}", "".join(words[1:2]), SUBCOMMANDS[name])
+    return _run_with_options(f"{name} {words[1]}", words[2:])
+
+
+def _list_commands(texts: dict[str, str], group: str = "") -> str:
+    prefix = f"moecore {group} " if group else ""
+    return "\n".join(f"  {prefix}{name:<11} {text}" for name, text in texts.items())
+
+
+def _raise_usage_error(label: str, name: str, names: dict[str, str]) -> NoReturn:
+    close = difflib.get_close_matches(name[:80], names, n=1)
+    hint = f"did you mean {close[0]}?" if close else "see --help"
+    raise _import("base.fields:UsageError")(
+        f"{label} ({name[:80]!r}) must be one of {', '.join(names)}: {hint}"
+    )
 
 
 def _run_with_options(name: str, words: Sequence[str]) -> int:
     """Run a command of `CONFIGS` and return its exit code."""
-    with _interrupts_end_the_process():
+    with _exit_at_interrupt():
         options, run = map(_import, CONFIGS[name])
         parse, usage_error = map(_import, ("recipes.parser:parse", "base.fields:UsageError"))
     try:
@@ -124,7 +175,7 @@ def _import(path: str) -> Any:
 
 
 @contextmanager
-def _interrupts_end_the_process() -> Iterator[None]:
+def _exit_at_interrupt() -> Iterator[None]:
     """Context in which Ctrl-C exits at once: some packages swallow exceptions of imports."""
     if threading.current_thread() is not threading.main_thread():
         yield  # other threads get no signals
@@ -134,38 +185,3 @@ def _interrupts_end_the_process() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser that shortens long error messages."""
-
-    def error(self, message: str) -> NoReturn:
-        super().error(
-            message if len(message) <= MAX_ERROR_LENGTH else f"{message[:MAX_ERROR_LENGTH]}..."
-        )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="moecore",
-        usage="moecore [-h] [--version] COMMAND ...",
-        description="Train Mixture-of-Experts models.",
-        epilog=_commands_text(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"moecore {__version__}")
-    rooms = parser.add_subparsers(
-        prog="moecore", required=True, metavar="COMMAND", help=argparse.SUPPRESS
-    )
-    for name in (*TRAINING, *CONFIGS):
-        rooms.add_parser(name, add_help=False)
-    add_checkpoint(rooms)
-    return parser
-
-
-def _commands_text() -> str:
-    """Return the commands in groups, one a line."""
-    lines = []
-    for group, commands in GROUPS.items():
-        lines += [f"{group}:", *(f"  {name:<11} {text}" for name, text in commands.items()), ""]
-    return "\n".join([*lines, "moecore COMMAND --help prints the options of a command."])

@@ -18,6 +18,7 @@ from moecore.attention.context_parallel.local_tokens import (
     check_documents,
     select_cp_ranks,
 )
+from moecore.attention.kv_cache import KVCache
 from moecore.attention.sequence import Sequence, packed_sequence
 from moecore.base.params import local_param
 from moecore.models.block import Block
@@ -57,6 +58,7 @@ class Backbone(nn.Module):
         self.tp: TensorParallel | None = None
         self.cp: ContextParallel | None = None
         self.context_groups: Mapping[int, ContextParallel] = {}  # by the cp of a forward
+        self.cache: KVCache | None = None  # in `Decoder.generate`
         self.embed_tokens = Embedding(config, dtype=dtype)
         self.layers = nn.ModuleList(Block(config, i, dtype=dtype) for i in range(config.num_layers))
         self.norm = RMSNorm.from_config(config, dtype=dtype)
@@ -111,6 +113,9 @@ class Backbone(nn.Module):
                 )
             sequence, longest = Sequence(), T
             positions = torch.arange(T, device=device)
+            if self.cache is not None:
+                positions += self.cache.length
+                sequence = Sequence(cache=self.cache)
         else:
             sequence = packed_sequence(cu_seqlens, max_seqlen, (B, T), device)
             assert sequence.positions_BT is not None
@@ -134,6 +139,16 @@ class Backbone(nn.Module):
             sequence = replace(sequence, token_ids_BT=self.slice_local_tokens(tokens_BT, sequence))
         rotary = build_rotary_table(self.config, positions)
         return replace(sequence, padding_mask_BT=padding_mask_BT, rotary=rotary)
+
+    @property
+    def can_cache(self) -> bool:
+        """Whether all layers can use a `KVCache`: plain attention, not compiled, without cp."""
+        config = self.config
+        if self.cp is not None or self.context_groups or config.mla or config.attention_sinks:
+            return False
+        blocks = [block for block in self.layers if isinstance(block, Block)]
+        is_compiled = any({"forward", *b.compile_regions} & vars(b).keys() for b in blocks)
+        return not is_compiled and all(block.mixer != "linear" for block in blocks)
 
     def select_cp_ranks(self, cp: int | None) -> ContextParallel | None:
         """Return the context-parallel group of a forward with this `cp`; None = no group."""

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from moecore.attention.context_parallel.local_tokens import ContextParallel
+from moecore.attention.kv_cache import KVCache
 from moecore.attention.sequence import Sequence
 from moecore.base.fields import (
     Count,
@@ -404,10 +405,12 @@ class Decoder(nn.Module):
         temperature: PositiveOrZero = 1.0,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Return the prompt followed by sampled tokens; each new token costs a full forward.
+        """Return the prompt followed by sampled tokens.
 
         Under FSDP, EP, CP or TP every rank passes the same tokens and a generator of the same
-        seed. There is no key/value cache, so this is for trials and not for serving.
+        seed. Layers of `Attention` keep keys and values, so a new token costs a forward of one
+        token. Under cp, and for other layers, sinks, compiled layers and sequences that are longer
+        than `max_seq_len`, each new token costs a full forward.
 
         Args:
             tokens_BT: the prompt, int64, at least one token.
@@ -416,8 +419,12 @@ class Decoder(nn.Module):
             generator: random generator on the device of the prompt.
         """
         check_arguments(Decoder.generate, locals())
+        max_length = self.config.max_seq_len
+        fits = tokens_BT.shape[1] + max_new_tokens <= max_length
+        cache = KVCache() if fits and self.model.can_cache else None
         for _ in range(max_new_tokens):
-            logits_BV = self._compute_last_logits(tokens_BT[:, -self.config.max_seq_len :]).float()
+            window_BT = tokens_BT[:, -max_length if cache is None else cache.length :]
+            logits_BV = self._compute_last_logits(window_BT, cache).float()
             if temperature == 0:
                 next_B1 = logits_BV.argmax(-1, keepdim=True)
             else:
@@ -426,14 +433,22 @@ class Decoder(nn.Module):
             tokens_BT = torch.cat([tokens_BT, next_B1], dim=1)
         return tokens_BT
 
-    def _compute_last_logits(self, window_BT: Tensor) -> Tensor:
+    def _compute_last_logits(self, window_BT: Tensor, cache: KVCache | None) -> Tensor:
         """Pad the rows to a length that cp and tp divide; return the last token's logits [B, V]."""
         T, tp, cp = window_BT.shape[1], self.model.tp, self.model.cp
         multiple = (1 if tp is None else tp.size) * (1 if cp is None else 2 * cp.size)
         padding = -T % multiple
         mask_BT = torch.arange(T + padding, device=window_BT.device).expand(len(window_BT), -1) >= T
         tokens_BT = F.pad(window_BT, (0, padding))
-        logits_BTV: Tensor = self(tokens_BT, padding_mask_BT=mask_BT if padding else None)
+        self.model.cache = cache
+        if cache is not None:
+            cache.num_tokens = T
+        try:
+            logits_BTV: Tensor = self(tokens_BT, padding_mask_BT=mask_BT if padding else None)
+        finally:
+            self.model.cache = None
+        if cache is not None:
+            cache.end_forward()
         return logits_BTV[:, T - 1]
 
     def _check_shapes(

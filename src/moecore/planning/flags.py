@@ -16,7 +16,6 @@ from moecore.base.fields import UsageError, quote
 from moecore.base.options.dispatch import DispatchOptions, NVLinkOptions
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.memory import (
-    GEMM_LAST,
     MemoryOptions,
     Offloaded,
     Recomputed,
@@ -297,10 +296,8 @@ def _precision(args: Any) -> Precision | None:
 
 
 def _memory(args: Any) -> MemoryOptions:
-    named = {"gemm_last": GEMM_LAST}
-    parts: Any = tuple(name for part in args.recompute for name in named.get(part, (part,)))
     return MemoryOptions(
-        recompute="gemm_last" if args.recompute == ("gemm_last",) else parts,
+        recompute="gemm_last" if args.recompute == ("gemm_last",) else args.recompute,
         offload=args.offload,
         stash=StashOptions() if args.stash else None,
     )

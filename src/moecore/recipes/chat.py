@@ -26,15 +26,59 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moecore.recipes.borders import Borders, borders_of
 from moecore.recipes.files import shown_path
 from moecore.recipes.rows import FORMS
+
+PROBES = ("a", "0", ".")  # a vocabulary of text has an id for one of them
+
+
+@dataclass(frozen=True, slots=True)
+class Borders:
+    """What stands before and after the tokens of a document.
+
+    Attributes:
+        begin: what the tokenizer adds before a text, such as `<s>` of Llama and Gemma.
+        end: what the tokenizer adds after a text, and the end-of-sequence token.
+    """
+
+    begin: tuple[int, ...]
+    end: tuple[int, ...]
+
+    def content(self, ids: Sequence[int]) -> slice:
+        """Return where the ids of a text lie without the borders that the text itself spells.
+
+        `Borders((1,), (2,)).content([1, 3, 4, 2, 2])` is `slice(1, 3)`.
+        """
+        start, stop = 0, len(ids)
+        n = len(self.begin)
+        while n and tuple(ids[start : start + n]) == self.begin:
+            start += n
+        for end in (self.end, self.end[-1:]):
+            n = len(end)
+            while n and stop - n >= start and tuple(ids[stop - n : stop]) == end:
+                stop -= n
+        return slice(start, stop)
+
+
+def borders_of(tokenizer: Any) -> Borders:
+    """Return the borders that a tokenizer of transformers gives a document."""
+    last = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    for probe in PROBES:
+        plain, full = (
+            tokenizer(probe, add_special_tokens=special)["input_ids"] for special in (False, True)
+        )
+        for i in range(len(full) - len(plain) + 1):
+            if plain and full[i : i + len(plain)] == plain:
+                end = tuple(full[i + len(plain) :])
+                return Borders(tuple(full[:i]), end if end[-1:] == last else (*end, *last))
+    raise ValueError("must add special tokens before and after a text, not change its own tokens")
+
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Span = tuple[int, int]
@@ -42,12 +86,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A sequence to learn from.
-
-    Attributes:
-        tokens_T: int32.
-        is_answer_T: bool, the tokens that are learned.
-    """
+    """A sequence: tokens, int32, and which of them are learned, bool."""
 
     tokens_T: Tensor
     is_answer_T: Tensor
@@ -68,11 +107,7 @@ class Example:
 
 
 def encode(record: Any, tokenizer: Any, *, seq_len: int, place: str) -> list[Example]:
-    """Return the examples that a record makes, as long as they are.
-
-    Raises:
-        ValueError: names `place`, when the record has none of the three forms.
-    """
+    """Return the examples that a record makes, as long as they are."""
     fields = record if isinstance(record, dict) else {}
     if is_chat(fields.get("messages")):
         return _chat(tokenizer, fields["messages"], fields.get("tools"), place)
@@ -245,8 +280,8 @@ def _by_prefixes(
             text, prompt = render(i + 1), render(i, prompt=True)
             start = len(prompt)
             if not text.startswith(prompt):
-                lengths = [_shared(text, render_answer(i, letter)) for letter in "AB"]
-                start = min(_shared(text, prompt), *lengths)
+                lengths = [count_shared(text, render_answer(i, letter)) for letter in "AB"]
+                start = min(count_shared(text, prompt), *lengths)
                 if not text.startswith(render(i)):
                     raise ValueError(
                         "an assistant's message must be added behind those before it: mark it in "
@@ -261,10 +296,10 @@ def _by_prefixes(
     return [_spanned(tokenizer, text, [span]) for text, span in turns]
 
 
-def _shared(text: str, other: str) -> int:
-    """Return how many characters two texts begin with alike."""
-    pairs = enumerate(zip(text, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(text), len(other)))
+def count_shared(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Return the number of items with which both sequences begin."""
+    pairs = zip(first, second, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _spanned(tokenizer: Any, text: str, spans: list[Span]) -> Example:
@@ -287,11 +322,6 @@ def _tokens(tokenizer: Any, text: str, spans: list[Span]) -> tuple[list[int], li
     """Return the tokens of a text, and which of them hold a character of a span.
 
     The tokenizer adds no begin and end of its own: templates have theirs.
-
-    Args:
-        tokenizer: fast.
-        text: to encode.
-        spans: of characters, sorted.
     """
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = encoding["input_ids"], encoding["offset_mapping"]

@@ -23,15 +23,21 @@ from moecore.packing import (
     ScheduledBatch,
     ScheduledLoader,
 )
-from moecore.packing.corpus.files import shorten_text
-from moecore.recipes.borders import Borders, borders_of
-from moecore.recipes.data import BatchShape, StepBatch, standard_library, with_borders
-from moecore.recipes.files import check_directory, named
-from moecore.recipes.hf_model import TOKENIZER_FILES
-from moecore.recipes.tables import HUB, is_table, load_table
+from moecore.packing.corpus.documents import describe_location
+from moecore.recipes.chat import Borders, borders_of
+from moecore.recipes.data import BatchShape, StepBatch, Steps, standard_library, with_borders
+from moecore.recipes.files import (
+    HUB,
+    is_table,
+    load_table,
+    named,
+    read_text,
+)
+from moecore.recipes.hf_model import load_tokenizer
 
 BYTES = "bytes"
 STDLIB = "python:"  # sources of the Python standard library
+HELD_OUT = 20  # one of so many documents
 PARTITIONS_PER_ROW = 8  # so many workers of a rank tokenize documents of their own
 
 
@@ -41,8 +47,9 @@ class SourceOptions(CheckedRecord):
 
     Attributes:
         path: a .jsonl file; the prefix of Megatron's .bin and .idx; a .parquet file; a directory of
-            `save_to_disk`; hf:NAME, a data set of the Hugging Face hub or of another directory; or
-            python:, the sources of the Python standard library, to try a command.
+            `save_to_disk`; hf:NAME, a data set of the Hugging Face hub or of another directory;
+            python:, the sources of the Python standard library, to try a command; or any other
+            file, which is one document.
         weight: of the rows, over the sum of all weights.
         name: in metrics, errors and positions; "" = see `with_names`.
         field: of a row or line, which has the text or the token ids.
@@ -64,11 +71,7 @@ class SourceOptions(CheckedRecord):
 
     @classmethod
     def from_word(cls, word: str) -> SourceOptions:
-        """Return the options of PATH,key=value,...
-
-        Raises:
-            ValueError: for an unknown key, or a value of another type.
-        """
+        """Return the options of PATH,key=value,..."""
         path, *pairs = word.split(",")
         values: dict[str, Any] = {}
         for key, _, text in (pair.partition("=") for pair in pairs):
@@ -82,11 +85,7 @@ class SourceOptions(CheckedRecord):
 
     @classmethod
     def from_table(cls, values: Mapping[str, Any]) -> SourceOptions:
-        """Return the options of a table of a TOML file.
-
-        Raises:
-            ValueError: for an unknown key, a missing path, or a value of another type.
-        """
+        """Return the options of a table of a TOML file."""
         names = [field.name for field in fields(cls)]
         for key in values:
             if key not in names:
@@ -125,16 +124,7 @@ def _tails(path: str) -> list[str]:
 def read_source(
     options: SourceOptions, tokenizer: Tokenizer, *, option: str = "--data"
 ) -> CorpusSource:
-    """Return a source of rows.
-
-    Args:
-        options: of the source.
-        tokenizer: of its texts.
-        option: that names the source, for errors.
-
-    Raises:
-        ValueError: for files that are missing or broken.
-    """
+    """Return a source of rows."""
     try:
         documents = _documents(options, option)
     except ValueError as error:
@@ -165,30 +155,59 @@ def _documents(options: SourceOptions, option: str) -> Any:
         path = path.with_suffix("")
     if os.path.exists(f"{path}.idx"):
         return MegatronDocuments(path)
+    if os.path.lexists(path) and not path.is_dir():
+        return [read_text(path, option)]
     raise ValueError(
-        f"{name} must be a .jsonl or .parquet file, the prefix of a .bin and a .idx, or a "
+        f"{name} must be a .jsonl, .parquet or text file, the prefix of a .bin and a .idx, or a "
         f"directory of save_to_disk: others, and data sets of the hub, are {HUB}NAME"
     )
 
 
+@dataclass(frozen=True)
+class DocumentRange:
+    """The documents of a data set with the indices of a range."""
+
+    documents: Any
+    indices: range
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.documents[self.indices[index]]
+
+    def location(self, index: int) -> str:
+        """Return the text by which errors name a document."""
+        return describe_location(self.documents, self.indices[index])
+
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint of the data set, with the range."""
+        return f"{getattr(self.documents, 'fingerprint', '')}{self.indices}"
+
+
+def hold_out(sources: Sequence[CorpusSource]) -> tuple[list[CorpusSource], list[CorpusSource]]:
+    """Return the sources without the last twentieth of their documents, and these documents."""
+    parts: tuple[list[CorpusSource], list[CorpusSource]] = ([], [])
+    for source in sources:
+        number = len(source.documents) if source.is_indexed else 0
+        if number < 2:
+            raise ValueError(
+                f"--data ({source.name}) must have a number of documents >= 2 with --eval-every, "
+                "which holds out the last ones: name --validation, or use --eval-every 0"
+            )
+        border = number - max(1, number // HELD_OUT)
+        for part, indices in zip(parts, (range(border), range(border, number)), strict=True):
+            part.append(replace(source, documents=DocumentRange(source.documents, indices)))
+    return parts
+
+
 class Tokenizer:
-    """Makes token ids of text: that of a model, or bytes.
-
-    Args:
-        name: a directory, a name of the hub, or "bytes".
-
-    Attributes:
-        size: ids are below it.
-        hf: the tokenizer of transformers; None = bytes.
-        borders: with which a document begins and ends; None = bytes, which have none.
-
-    Raises:
-        ValueError: when there is none.
-    """
+    """Makes token ids of text: that of a model, or bytes."""
 
     def __init__(self, name: str) -> None:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # loaders have workers instead
-        self.hf: Any = None if name == BYTES else _load(name)
+        self.hf: Any = None if name == BYTES else load_tokenizer(name, "--tokenizer")
         self.size = 256 if self.hf is None else len(self.hf)
         self.borders: Borders | None = None
         if self.hf is not None:
@@ -218,22 +237,6 @@ class Tokenizer:
         return [*self.borders.begin, *ids[self.borders.content(ids)], *self.borders.end]
 
 
-def _load(name: str) -> Any:
-    from transformers import AutoTokenizer
-
-    label, path = named("--tokenizer", name), Path(name)
-    if path.is_dir():
-        check_directory(path, "--tokenizer")
-        if not any(file.is_file() for pattern in TOKENIZER_FILES for file in path.glob(pattern)):
-            raise ValueError(f"{label} must have a tokenizer: copy tokenizer.json there")
-    elif path.exists():
-        raise ValueError(f"{label} must be a directory, or a name of the hub: name its directory")
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # of any kind: transformers reads what the files have
-        raise ValueError(f"{label} must be a tokenizer that loads: {shorten_text(error)}") from None
-
-
 @dataclass(frozen=True)
 class Tokens:
     """Makes token ids of a document: a row with a field, text, or ids, which stay as they are."""
@@ -242,11 +245,7 @@ class Tokens:
     field: str
 
     def __call__(self, document: Any) -> Any:
-        """Return the ids of a document.
-
-        Raises:
-            ValueError: for a row without the field.
-        """
+        """Return the ids of a document."""
         if isinstance(document, Mapping):
             if self.field not in document:
                 raise ValueError(
@@ -258,38 +257,28 @@ class Tokens:
         return self.tokenizer(document)
 
 
-class ScheduledCorpusSteps:
-    """Reads the next step of this data rank: the documents of `CorpusSteps`' rows, by plan.
-
-    Attributes:
-        sampler: its state is the position in the data, the same on every rank.
-    """
-
-    def __init__(
-        self,
-        sources: Sequence[CorpusSource],
-        options: CorpusOptions,
-        shape: BatchShape,
-        *,
-        max_tokens: int,
-        cost: DocumentCost,
-        data_rank: int,
-        workers: int,
-    ) -> None:
-        self.sampler = ScheduledLoader(
-            sources,
-            options,
-            rows=shape.data_ranks * shape.grad_accum * shape.batch_size,
-            max_tokens=max_tokens,
-            cost=cost,
-            data_rank=data_rank,
-            data_ranks=shape.data_ranks,
-            workers=workers,
-        )
-
-    def next(self) -> ScheduledBatch:
-        """Return the step behind the one before."""
-        return next(self.sampler)
+def scheduled_corpus_steps(
+    sources: Sequence[CorpusSource],
+    options: CorpusOptions,
+    shape: BatchShape,
+    *,
+    max_tokens: int,
+    cost: DocumentCost,
+    data_rank: int,
+    workers: int,
+) -> Steps[ScheduledBatch]:
+    """Return the steps of this data rank: the documents of `CorpusSteps`' rows, by plan."""
+    loader = ScheduledLoader(
+        sources,
+        options,
+        rows=shape.rows,
+        max_tokens=max_tokens,
+        cost=cost,
+        data_rank=data_rank,
+        data_ranks=shape.data_ranks,
+        workers=workers,
+    )
+    return Steps(loader, lambda batch: batch)
 
 
 class CorpusSteps:
@@ -311,9 +300,8 @@ class CorpusSteps:
         workers: int,
     ) -> None:
         self._shape = shape
-        # A function of the rows of a step: ranks and micro-batches share them as they like.
-        rows = shape.data_ranks * shape.grad_accum * shape.batch_size
-        options = replace(options, partitions=options.partitions or PARTITIONS_PER_ROW * rows)
+        partitions = options.partitions or PARTITIONS_PER_ROW * shape.rows
+        options = replace(options, partitions=partitions)
         self.sampler = CorpusLoader(
             sources,
             options,

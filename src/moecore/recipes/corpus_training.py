@@ -1,63 +1,86 @@
-"""CorpusTraining: the decoder of `moecore pretrain` on a corpus, and its export."""
+"""The native decoder on the ranks, and its training on a corpus.
+
+Legend: B rows, T tokens of a row.
+"""
 
 from __future__ import annotations
 
-import shutil
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from moecore.base.progress import show_progress, track
+from moecore.base.progress import track
 from moecore.io import export_hf
-from moecore.io.checkpoint.ranks import on_first_rank
 from moecore.models import Decoder
+from moecore.moe.layer import MoELayer
 from moecore.packing import ScheduledBatch
-from moecore.recipes.corpora import CorpusSteps, ScheduledCorpusSteps, Tokenizer
-from moecore.recipes.data import StepBatch, to_device
+from moecore.recipes.corpora import CorpusSteps, Tokenizer
+from moecore.recipes.data import Graphed, RandomSteps, StepBatch, Steps, pad_borders, to_device
 from moecore.recipes.decoder_config import export_config
-from moecore.recipes.graphs import pad_borders
+from moecore.recipes.generate import write_samples
+from moecore.recipes.hf_model import write_export
+from moecore.recipes.job import TrainingJob
 from moecore.recipes.loop import begins, ranks_of, say
-from moecore.recipes.metrics import Metrics
-from moecore.recipes.native import DecoderJob, dispatcher_of, inputs_of
+from moecore.recipes.metrics import Metrics, usage
 from moecore.recipes.report import EXPORT, SAMPLES
-from moecore.recipes.samples import write_samples
 from moecore.recipes.schedule import is_due
 
 
 @dataclass(kw_only=True)
-class CorpusTraining(DecoderJob):
-    """A decoder on a corpus; with --dynamic-cp on `ScheduledBatch`.
+class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
+    """A `Decoder` on a corpus; with --dynamic-cp each micro-batch has its own cp."""
 
-    Attributes:
-        batches: steps of the corpus.
-        tokenizer: of its text.
-        validation: this rank's rows of each set.
-        bad_lines: lines of the sources that are left out because they are broken.
-    """
-
-    batches: CorpusSteps | ScheduledCorpusSteps
+    batches: CorpusSteps | RandomSteps | Steps[ScheduledBatch]
     tokenizer: Tokenizer
     validation: dict[str, StepBatch | ScheduledBatch]
     bad_lines: int
 
     chosen_by = "--data, --seq-len, --seed, --cp and the options of [corpus]"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+
+        def run_micro_batches(num_labels: Tensor, *tensors: Tensor) -> Tensor:
+            inputs = inputs_of(num_labels, tensors, self.args.seq_len)
+            return self.owner.forward_backward(inputs).sum()
+
+        self.run_micro_batches: Callable[..., Tensor] = run_micro_batches
+        if self.args.cuda_graph:
+            self.run_micro_batches = Graphed(run_micro_batches, self.model)
+
     def begin(self) -> None:
         """Print model, data and ranks."""
         args, ranks = self.args, ranks_of(self, dispatcher_of(self.model))
         begin, name = begins(self, "from scratch"), args.hf_config or args.preset
-        say(f"training {name} {begin} to step {args.steps} on {ranks}: {len(args.data)} source(s)")
+        data = "random tokens" if args.tokens == "random" else f"{len(args.data)} source(s)"
+        say(f"training {name} {begin} to step {args.steps} on {ranks}: {data}")
 
     def next_batch(self, step: int) -> StepBatch | ScheduledBatch:
         """Return the batch of this data rank."""
-        if isinstance(self.batches, ScheduledCorpusSteps):
+        if isinstance(self.batches, Steps):
             return self.batches.next()
         rows = self.stage.sizes.rows(step)
         batch = self.batches.next(rows // (self.shape.data_ranks * self.shape.batch_size))
         return pad_borders(batch) if self.args.cuda_graph else batch
+
+    def forward_backward(self, num_labels: Tensor, batch: StepBatch | ScheduledBatch) -> Tensor:
+        """Run the micro-batches and return this rank's part of the mean loss."""
+        if isinstance(batch, ScheduledBatch):
+            self.owner.num_micro_batches = len(batch.cps)
+            return batch.loss_of(self.owner.forward_backward(batch.inputs(self.device)))
+        if self.owner.num_micro_batches != len(batch.tokens_ABT):
+            self.owner.num_micro_batches = len(batch.tokens_ABT)
+        tensors = (to_device(tensor, self.device) for tensor in batch.tensors())
+        return self.run_micro_batches(num_labels, *tensors)
+
+    def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
+        """Return the share of padding and MFU."""
+        return usage(counts, seconds, self.model.config, self.peak_tflops)
 
     @torch.no_grad()
     def evaluate(self) -> Metrics:
@@ -88,14 +111,16 @@ class CorpusTraining(DecoderJob):
         """Continue the prompts of [samples], if it is due."""
         options = self.args.samples
         if is_due(step, every=options.sample_every, steps=self.args.steps):
-            write_samples(
+            texts = write_samples(
                 self.model,
-                options.prompts(self.tokenizer, max_seq_len=self.model.config.max_seq_len),
+                options.prompts(self.tokenizer, self.model.config),
                 self.tokenizer,
                 self.args.run_dir / SAMPLES,
                 step=step,
                 num_tokens=options.sample_tokens,
             )
+            for text in texts:
+                say(f"sample of step {step}: {text!r}")
 
     def position(self) -> Metrics:
         """Return the epoch of each source, the number of broken lines."""
@@ -115,25 +140,35 @@ class CorpusTraining(DecoderJob):
         if not self.args.hf_config:
             return
         if self.start < self.args.steps or not target.exists():
-            dtype = self.args.compute_dtype(self.device)
-            config = export_config(self.args.hf_config, self.args.rotary, self.model.config)
-            export(self.model, config, dtype, self.tokenizer, target)
+            options: Any = {"dtype": self.args.compute_dtype(self.device)}
+            options["config"] = export_config(
+                self.args.hf_config, self.args.rotary, self.model.config
+            )
+
+            def complete(draft: Path) -> None:
+                if self.tokenizer.hf is not None:
+                    self.tokenizer.hf.save_pretrained(draft)
+
+            write_export(
+                target,
+                lambda draft, report: export_hf(self.model, draft, progress=report, **options),
+                complete,
+            )
         say(f"{target} is ready for from_pretrained")
 
 
-def export(
-    model: Decoder, config: Any, dtype: torch.dtype, tokenizer: Tokenizer, target: Path
-) -> None:
-    """Write a directory that transformers loads; a draft until all of it is there. Collective."""
-    draft = target.with_name(f".{target.name}.draft")
-    on_first_rank(lambda: shutil.rmtree(draft, ignore_errors=True))
-    with show_progress("exporting", unit="B") as report:
-        export_hf(model, draft, config=config, dtype=dtype, progress=report)
+def inputs_of(num_labels: Tensor, tensors: Iterable[Tensor], seq_len: int) -> list[dict[str, Any]]:
+    """Return the decoder's inputs of each micro-batch of a `StepBatch`'s tensors."""
+    tensors = tuple(tensors)
+    names = ["tokens_BT", "labels_BT"]
+    of_all: dict[str, Any] = {"num_tokens": num_labels}
+    if len(tensors) > len(names):
+        names += ["padding_mask_BT", "cu_seqlens"]
+        of_all["max_seqlen"] = seq_len
+    return [dict(zip(names, row, strict=True)) | of_all for row in zip(*tensors, strict=True)]
 
-    def complete() -> None:
-        if tokenizer.hf is not None:
-            tokenizer.hf.save_pretrained(draft)
-        shutil.rmtree(target, ignore_errors=True)
-        draft.rename(target)
 
-    on_first_rank(complete)
+def dispatcher_of(model: Decoder) -> str:
+    """Return the dispatcher in use: "auto" has chosen by now."""
+    names = {type(m.dispatcher).__name__ for m in model.modules() if isinstance(m, MoELayer)}
+    return "".join(names).removesuffix("Dispatcher").lower() or "dense"

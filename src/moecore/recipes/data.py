@@ -1,37 +1,30 @@
-"""Text as bytes, and which of them a step reads.
+"""What a step reads: packed rows of documents, or random tokens; and its CUDA graph.
 
-Training reads documents, which are packed into rows: `PackedSteps`, of `finetune` too. In a
-text a file is a document, and so is each text of a jsonl file; one longer than a row is cut into
-pieces. `read_batches` reads windows of the text instead, whatever borders are inside: a pure
-function of seed, step and data rank.
-
-Legend: N bytes of the corpus, n documents, A micro-batches of a step, B rows of one micro-batch,
-T tokens of a row.
+Legend: n documents, A micro-batches of a step, B rows of one micro-batch, T tokens of a row.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, repeat
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Generic, TypeVar
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from moecore.packing import CutDocuments, PackedBatchSampler, PackedCollator
+from moecore.packing import PackedBatchSampler, PackedCollator
 from moecore.packing.collate import get_length_multiple
-from moecore.packing.corpus.files import strip_line
-from moecore.recipes.files import named, read_file
+from moecore.train import GraphedForwardBackward
 
+StepT = TypeVar("StepT")
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
-VOCAB_SIZE = 256
-HELD_OUT = 20  # one part of so many of the text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,66 +49,6 @@ class BatchShape:
     def rows(self) -> int:
         """Rows of a step over all data ranks."""
         return self.data_ranks * self.grad_accum * self.batch_size
-
-
-@dataclass(frozen=True, slots=True)
-class Corpus:
-    """Documents, laid end to end.
-
-    Attributes:
-        text_N: uint8 bytes.
-        borders: int64 [n + 1], where documents begin in the text, and N.
-    """
-
-    text_N: Tensor
-    borders: Tensor
-
-    def __len__(self) -> int:
-        return len(self.borders) - 1
-
-    def __getitem__(self, document: int) -> Tensor:
-        return self.text_N[int(self.borders[document]) : int(self.borders[document + 1])]
-
-    def split(self, start: int) -> tuple[Corpus, Corpus]:
-        """Return the text before byte `start` and that from it on, 0 < start < N."""
-        borders = self.borders
-        inner = torch.tensor([start])
-        before = torch.cat([borders[borders < start], inner])
-        after = torch.cat([inner, borders[borders > start]]) - start
-        return Corpus(self.text_N[:start], before), Corpus(self.text_N[start:], after)
-
-
-def read_corpus(files: Sequence[Path], *, seq_len: int) -> Corpus:
-    """Return the files, or without any the Python standard library. Documents end with a newline.
-
-    Raises:
-        ValueError: for a file that cannot be read, or too little text for one row.
-    """
-    texts = [text for path in files or standard_library() for text in _read(path)]
-    text = b"\n".join(texts)
-    if len(text) <= seq_len:
-        raise ValueError(f"--data ({len(text)} bytes) must be longer than --seq-len ({seq_len})")
-    ends = torch.tensor([len(document) + 1 for document in texts]).cumsum(0)
-    ends[-1] -= 1  # no newline follows the last
-    borders = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).unique()  # the last may be empty
-    return Corpus(torch.frombuffer(bytearray(text), dtype=torch.uint8), borders)
-
-
-def hold_out(corpus: Corpus, *, seq_len: int) -> tuple[Corpus, Tensor]:
-    """Return the text to train on, and the bytes of its end, a twentieth, to evaluate on.
-
-    Raises:
-        ValueError: for too little text for one row of each.
-    """
-    num_bytes = corpus.text_N.numel()
-    size = max(num_bytes // HELD_OUT, seq_len + 1)
-    if num_bytes - size <= seq_len:
-        raise ValueError(
-            f"--data ({num_bytes} bytes) must be longer than two of --seq-len ({seq_len}) "
-            "with --eval-every, which holds its end out: use more text, or --eval-every 0"
-        )
-    training, held_out = corpus.split(num_bytes - size)
-    return training, held_out.text_N
 
 
 def standard_library() -> list[Path]:
@@ -166,21 +99,27 @@ class StepBatch:
         return torch.stack([self.num_labels, lengths.sum(), lengths.square().sum(), size])
 
 
-class DocumentSequence(Protocol):
-    """Documents by index: a list, a data set or `CutDocuments`."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, item: int, /) -> Any: ...
-
-
-class PackedSteps:
-    """Reads the next step of this data rank: each document once per epoch, over all of them.
+class Steps(Generic[StepT]):
+    """Reads the next step of this data rank, epoch after epoch.
 
     The rows of a step are the same however ranks and micro-batches share them.
 
     Attributes:
-        sampler: its state is the position in the data, the same on every rank.
+        sampler: yields the argument of `collate`. Its state is the position in the data, which is
+            the same on every rank.
+    """
+
+    def __init__(self, sampler: Any, collate: Callable[[Any], StepT]) -> None:
+        self.sampler, self._collate = sampler, collate
+        self._items = chain.from_iterable(repeat(sampler))
+
+    def next(self) -> StepT:
+        """Return the step after the last one."""
+        return self._collate(next(self._items))
+
+
+class PackedSteps(Steps[StepBatch]):
+    """Steps of packed documents, each document once per epoch over all data ranks.
 
     Args:
         documents: of all ranks, as `PackedCollator` reads them.
@@ -193,7 +132,7 @@ class PackedSteps:
 
     def __init__(
         self,
-        documents: DocumentSequence,
+        documents: Any,
         lengths: Sequence[int] | Tensor,
         shape: BatchShape,
         *,
@@ -205,7 +144,7 @@ class PackedSteps:
         rows, T = shape.grad_accum * shape.batch_size, shape.seq_len
         multiple = get_length_multiple(shape.cp) if packs else T
         self._lengths = -(-torch.as_tensor(lengths) // multiple) * multiple
-        self.sampler = PackedBatchSampler(
+        sampler = PackedBatchSampler(
             self._lengths,
             T,
             rows=rows,
@@ -215,12 +154,11 @@ class PackedSteps:
             shuffle=seed is not None,
         )
         self._collator = PackedCollator(row_tokens=T, rows=rows, multiple=multiple)
-        self._batches = self._all_batches()
-        self._max_documents = self._most_documents()
+        self._max_documents = self._count_max_documents()
+        super().__init__(sampler, self._build_batch)
 
-    def next(self) -> StepBatch:
-        """Return the step behind the one before, in the next epoch after the last of one."""
-        rows = self._collator([self._documents[number] for number in next(self._batches)])
+    def _build_batch(self, numbers: list[int]) -> StepBatch:
+        rows = self._collator([self._documents[number] for number in numbers])
         size = (self._shape.grad_accum, self._shape.batch_size, self._shape.seq_len)
         return StepBatch(
             tokens_ABT=rows["input_ids"].view(size),
@@ -230,11 +168,7 @@ class PackedSteps:
             num_labels=rows["num_tokens"],
         )
 
-    def _all_batches(self) -> Iterator[list[int]]:
-        while True:
-            yield from self.sampler
-
-    def _most_documents(self) -> int:
+    def _count_max_documents(self) -> int:
         """Return the most documents that rows of a micro-batch hold, those of padding included."""
         B, tokens = self._shape.batch_size, self._shape.batch_size * self._shape.seq_len
         shortest = self._lengths.sort().values[:tokens]
@@ -259,46 +193,44 @@ def with_borders(cu_seqlens_n: Tensor, number: int) -> Tensor:
     )
 
 
-def packed_corpus(corpus: Corpus, shape: BatchShape, *, seed: int, data_rank: int) -> PackedSteps:
-    """Return the steps of a text, whose documents are cut into pieces that fit a row."""
-    pieces = CutDocuments(corpus, corpus.borders.diff(), shape.seq_len)
-    return PackedSteps(
-        pieces, torch.from_numpy(pieces.lengths), shape, seed=seed, data_rank=data_rank
-    )
+class RandomSteps:
+    """Full rows of uniformly random tokens, which measure speed; the object is its own sampler."""
 
+    def __init__(self, vocab_size: int, shape: BatchShape, *, seed: int, data_rank: int) -> None:
+        self._vocab_size, self._shape = vocab_size, shape
+        self._seed, self._data_rank = seed, data_rank
+        self._step = 0
+        self.sampler = self
 
-def read_batches(
-    corpus_N: Tensor, shape: BatchShape, *, seed: int, step: int | Literal["eval"], data_rank: int
-) -> list[tuple[Tensor, Tensor]]:
-    """Return one (tokens_BT, labels_BT) per micro-batch, int64 on the CPU.
+    def next(self, num_micro_batches: int | None = None) -> StepBatch:
+        """Return the next step; None = `grad_accum` micro-batches."""
+        self._step += 1
+        generator = generator_of(f"{self._seed}/{self._step}/{self._data_rank}")
+        count = num_micro_batches or self._shape.grad_accum
+        size = (count, self._shape.batch_size, self._shape.seq_len + 1)
+        rows_ABT = torch.randint(self._vocab_size, size, generator=generator)
+        labels_ABT = rows_ABT[..., 1:]
+        num_labels = torch.tensor(labels_ABT.numel())
+        return StepBatch(
+            tokens_ABT=rows_ABT[..., :-1], labels_ABT=labels_ABT, num_labels=num_labels
+        )
 
-    All sequences of a step are drawn together and dealt out, so that the same global batch is read
-    however many data ranks share it. Nothing is kept between steps: the data position is the step.
-    """
-    generator = generator_of(f"{seed}/{step}")
-    num = shape.grad_accum * shape.data_ranks * shape.batch_size
-    starts = torch.randint(corpus_N.numel() - shape.seq_len, (num,), generator=generator)
-    starts_AB = starts.view(shape.grad_accum, shape.data_ranks, shape.batch_size)[:, data_rank]
-    batches = []
-    for starts_B in starts_AB:
-        rows_BT = corpus_N[starts_B[:, None] + torch.arange(shape.seq_len + 1)].long()
-        batches.append((rows_BT[:, :-1], rows_BT[:, 1:]))
-    return batches
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of steps and the seed."""
+        return {"step": self._step, "seed": self._seed}
 
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after the steps of `state`; raise ValueError for another seed."""
+        if state.get("seed") != self._seed:
+            raise ValueError(f"random tokens of seed {state.get('seed')}, not {self._seed}")
+        self._step = state["step"]
 
-def random_step(
-    vocab_size: int, shape: BatchShape, *, seed: int, step: int, data_rank: int
-) -> StepBatch:
-    """Return full rows of uniformly random tokens: for measuring speed."""
-    generator = generator_of(f"{seed}/{step}/{data_rank}")
-    size = (shape.grad_accum, shape.batch_size, shape.seq_len + 1)
-    rows_ABT = torch.randint(vocab_size, size, generator=generator)
-    labels_ABT = rows_ABT[..., 1:]
-    return StepBatch(
-        tokens_ABT=rows_ABT[..., :-1],
-        labels_ABT=labels_ABT,
-        num_labels=torch.tensor(labels_ABT.numel()),
-    )
+    def epochs(self) -> dict[str, float]:
+        """Return {}: there are no sources."""
+        return {}
+
+    def close(self) -> None:
+        """Do nothing: there are no workers."""
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
@@ -314,20 +246,27 @@ def generator_of(key: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
-def _read(path: Path) -> list[bytes]:
-    """Return the documents of a file."""
-    content = read_file(path, "--data")
-    return _texts(path, content) if path.suffix == ".jsonl" else [content]
+class Graphed:
+    """Replays a graph; where a step has other shapes, on every rank, it is captured anew."""
+
+    def __init__(self, forward_backward: Callable[..., Tensor], model: nn.Module) -> None:
+        self._graph = GraphedForwardBackward(forward_backward, model)
+        self._shapes: list[torch.Size] = []
+
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        """Return the loss of a step."""
+        shapes = [tensor.shape for tensor in tensors]
+        if shapes != self._shapes:
+            self._graph.close()
+            self._shapes = shapes
+        loss: Tensor = self._graph(*tensors)
+        return loss
 
 
-def _texts(path: Path, content: bytes) -> list[bytes]:
-    texts = []
-    for number, line in enumerate(content.split(b"\n"), start=1):
-        try:
-            if text := strip_line(line.decode()):
-                texts.append(json.loads(text)["text"].encode())
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise ValueError(
-                f'{named("--data", path)} line {number} must be a JSON object with a string "text"'
-            ) from None
-    return texts
+def pad_borders(batch: StepBatch) -> StepBatch:
+    """Return the batch with as many borders as that of any rank. Collective, waits on the host."""
+    if batch.cu_seqlens_An is None:
+        return batch
+    num_borders = torch.tensor(batch.cu_seqlens_An.shape[1])
+    dist.all_reduce(num_borders, op=dist.ReduceOp.MAX)
+    return replace(batch, cu_seqlens_An=with_borders(batch.cu_seqlens_An, int(num_borders)))

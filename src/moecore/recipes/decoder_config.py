@@ -2,98 +2,108 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
-from moecore.base.command_options import Fields, Table
-from moecore.base.options.layer import BalanceConfig, CapacityConfig, MoEConfig
+from moecore.base.fields import Bound, CheckedRecord, Count, Positive, Rules
+from moecore.base.options.layer import MoEConfig
 from moecore.io import decoder_config_from_hf
 from moecore.io.hf.config_fields import read_config
-from moecore.models import DecoderConfig, preset
-from moecore.recipes.files import check_directory, naming
-from moecore.recipes.options import moe_of
-from moecore.recipes.rotary import RotaryOptions, write_rotary
-from moecore.recipes.sharding import ShardedConfig
+from moecore.models import DecoderConfig, YarnConfig
+from moecore.recipes.files import find_config, naming
+
+Factor = Annotated[float, Bound(">=", 1)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class DecoderRunConfig(ShardedConfig):
-    """Options of a training of a native decoder.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RotaryOptions(CheckedRecord):
+    """Rotary embedding for longer sequences; what is None stays as the model's config has it.
 
     Attributes:
-        preset: the model, see moecore.models.PRESETS.
-        model: fields of the decoder that differ from the preset.
-        moe: fields of its MoE layers that differ from the preset.
-        capacity: token dropping.
-        balance: load balancing.
+        theta: the base of the rotary frequencies.
+        yarn_factor: YaRN: how many times longer sequences are than `yarn_length`.
+        yarn_length: YaRN: the longest sequence before this change, in tokens.
+        max_length: the longest sequence of the model, in tokens.
     """
 
-    preset: str = "tiny"
-    model: Annotated[Fields, Table(record=DecoderConfig)] = field(default_factory=dict)
-    moe: Annotated[Fields, Table(record=MoEConfig, without=("dim",))] = field(default_factory=dict)
-    capacity: CapacityConfig | None = None
-    balance: Annotated[Fields, Table(record=BalanceConfig, without=("micro_batch_coef",))] = field(
-        default_factory=dict
-    )
+    theta: Positive | None = None
+    yarn_factor: Factor | None = None
+    yarn_length: Count | None = None
+    max_length: Count | None = None
 
-    def model_config(self) -> DecoderConfig:
-        """Return the preset with the fields that are set."""
-        return self.with_balance(self.preset_config(), self.set_balance())
+    def _rules(self) -> Rules:
+        if (self.yarn_factor is None) != (self.yarn_length is None):
+            yield "yarn_factor", f"be given with yarn_length ({self.yarn_length}): give both"
 
-    def resolve(self) -> Self:
-        """Return the options with all fields of the model, as RUN_DIR/config.toml has them."""
-        config = self.model_config()
-        moe = moe_of(config)
-        return replace(
-            self,
-            aux_loss=moe.balance.micro_batch_coef,
-            model=_values_of(config),
-            moe=_values_of(moe),
-            capacity=moe.capacity,
-            balance=_values_of(moe.balance),
-        )
-
-    def preset_config(self) -> DecoderConfig:
-        """Return the preset with the fields of [model], [moe] and [capacity]."""
-        config = replace(preset(self.preset), **self.model)
-        moe = moe_of(config)
-        capacity = self.capacity or moe.capacity
-        moe = replace(moe, **self.moe, dim=config.dim, capacity=capacity)
-        return replace(config, moe=moe)
-
-    def set_balance(self) -> dict[str, Any]:
-        """Return the fields of the balance that are set."""
-        coef = {} if self.aux_loss is None else {"micro_batch_coef": self.aux_loss}
-        return {**self.balance, **coef}
-
-    def with_balance(self, config: DecoderConfig, balance: dict[str, Any]) -> DecoderConfig:
-        """Return the config with fields of its balance."""
-        moe = moe_of(config)
-        return replace(config, moe=replace(moe, balance=replace(moe.balance, **balance)))
+    def apply(self, config: DecoderConfig) -> DecoderConfig:
+        """Return the config with these positions."""
+        values: dict[str, Any] = {}
+        if self.theta is not None:
+            values["rope_theta"] = self.theta
+        if self.max_length is not None:
+            values["max_seq_len"] = self.max_length
+        if self.yarn_factor is not None and self.yarn_length is not None:
+            yarn = YarnConfig(factor=self.yarn_factor, original_max_seq_len=self.yarn_length)
+            mla = config.mla
+            values |= {"yarn": yarn} if mla is None else {"mla": replace(mla, yarn=yarn)}
+        return replace(config, **values) if values else config
 
 
-def _values_of(record: Any) -> dict[str, Any]:
+def with_rotary(config: DecoderConfig, values: Mapping[str, Any]) -> DecoderConfig:
+    """Return a config with the rotary embedding of another, which is a record as a dict."""
+    changes: dict[str, Any] = {
+        name: values[name] for name in ("rope_theta", "max_seq_len") if name in values
+    }
+    if config.mla is None:
+        changes["yarn"] = _yarn_of(values.get("yarn"))
+    else:
+        changes["mla"] = replace(config.mla, yarn=_yarn_of((values.get("mla") or {}).get("yarn")))
+    return replace(config, **changes)
+
+
+def _yarn_of(values: Mapping[str, Any] | None) -> YarnConfig | None:
+    return None if values is None else YarnConfig(**values)
+
+
+def write_rotary(values: Mapping[str, Any], config: DecoderConfig) -> dict[str, Any]:
+    """Return the content of a config.json with the rotary embedding of a decoder's config."""
+    result = {**values, "max_position_embeddings": config.max_seq_len}
+    rope = dict(result.pop("rope_parameters", None) or result.pop("rope_scaling", None) or {})
+    result["rope_theta"] = rope["rope_theta"] = config.rope_theta
+    yarn = config.yarn if config.mla is None else config.mla.yarn
+    rope = {k: v for k, v in rope.items() if k in ("rope_theta", "partial_rotary_factor")}
+    if yarn is None:
+        return {**result, "rope_parameters": {"rope_type": "default", **rope}}
+    values_of_yarn = asdict(yarn)
+    rope |= {"rope_type": "yarn", "factor": yarn.factor, "truncate": yarn.truncate}
+    rope |= {name: values_of_yarn[name] for name in ("beta_fast", "beta_slow")}
+    rope["original_max_position_embeddings"] = yarn.original_max_seq_len
+    if yarn.mscale_all_dim:
+        rope |= {"mscale": yarn.mscale, "mscale_all_dim": yarn.mscale_all_dim}
+    return {**result, "rope_parameters": rope}
+
+
+def values_of(record: Any) -> dict[str, Any]:
+    """Return the fields of a record by name."""
     return {item.name: getattr(record, item.name) for item in fields(record)}
 
 
 def read_decoder_config(path: Path) -> DecoderConfig:
-    """Return the decoder of --hf-config.
-
-    Raises:
-        ValueError: for a path that is no config.json or its directory.
-    """
+    """Return the decoder of --hf-config."""
+    path = find_config(path)
     if not path.exists():
-        raise ValueError(f"--hf-config ({path}) must be a config.json or its directory")
-    if path.is_dir():
-        check_directory(path, "--hf-config")
+        raise ValueError(
+            f"--hf-config ({path}) must be a config.json, its directory or a name of the hub"
+        )
     with naming("--hf-config"):
         return decoder_config_from_hf(path)
 
 
 def export_config(hf_config: Path, rotary: RotaryOptions, config: DecoderConfig) -> dict[str, Any]:
     """Return the config.json of an export: --hf-config with the options of [rotary]."""
-    values = read_config(hf_config)
+    values = read_config(find_config(hf_config))
     return dict(values) if rotary == RotaryOptions() else write_rotary(values, config)
 
 

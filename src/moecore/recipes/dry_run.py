@@ -21,8 +21,8 @@ from moecore.planning.costs import CostTable
 from moecore.planning.flags import planned_nvlink
 from moecore.planning.gpus import domain_of, gpu_of, peers_of, time_refusal
 from moecore.recipes.data import StepBatch
+from moecore.recipes.options import RunConfig, ShardedConfig
 from moecore.recipes.parser import to_toml
-from moecore.recipes.sharding import ShardedConfig
 
 MAX_TOKENS = 64  # of the first row that are printed
 
@@ -63,33 +63,20 @@ def planned_run(
 
 
 def print_dry_run(
-    args: ShardedConfig,
-    run: TrainingRun | None,
-    read_batch: Callable[[], StepBatch],
-    decode: Callable[[list[int]], str],
+    args: RunConfig, run: TrainingRun | None, print_first_batch: Callable[[], None]
 ) -> int:
-    """Print options, plan and first batch; return 0, or 1 if the plan does not fit the GPU.
-
-    Args:
-        args: of the command, resolved.
-        run: to plan; None = there are no plans of such a run.
-        read_batch: reads the first batch, after the plan is printed.
-        decode: makes text of token ids.
-
-    Raises:
-        ValueError, NotImplementedError: for a model that is not planned or data that are missing.
-    """
+    """Print options, plan and first batch; return 0, or 1 if the plan does not fit the GPU."""
     print(to_toml(args))
     fits = True
     if run is None:
         print("no plan: moecore.planning does not model adapters and reference models yet")
     else:
         fits = print_plan(args, run)
-    print_batch(read_batch(), decode)
+    print_first_batch()
     return 0 if fits else 1
 
 
-def print_plan(args: ShardedConfig, run: TrainingRun) -> bool:
+def print_plan(args: RunConfig, run: TrainingRun) -> bool:
     """Print memory by kind and the time of a step; return whether the run fits the GPU."""
     plan, gpu = plan_memory(run), gpu_of(args.gpu)
     peak, memory = plan.largest.num_bytes, gpu.memory

@@ -1,4 +1,4 @@
-"""One line per failed run: what is wrong, and what helps."""
+"""Errors of a run in one line each, and checks of options before a run starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ import torch
 
 from moecore.moe.dispatch.exchange import ExchangeError
 from moecore.packing import CorpusError
-from moecore.recipes.rewards import RewardError
+from moecore.packing.collate import get_length_multiple
+from moecore.packing.corpus.scheduled_batch import TILE
+from moecore.parallel.mesh import ParallelConfig
+from moecore.recipes.options import RunConfig
 
 ARGUMENT_ERRORS = (ValueError, NotImplementedError, OSError)
 
@@ -25,15 +28,19 @@ class DivergedError(RuntimeError):
     """Losses that are not finite, on every rank."""
 
 
+class RewardError(RuntimeError):
+    """A reward function failed, or did not return a finite number for each completion."""
+
+
 RUN_ERRORS = (
-    *(torch.OutOfMemoryError, ExchangeError, OSError, CorpusError, DivergedError),
-    RewardError,
+    *(torch.OutOfMemoryError, ExchangeError, OSError),
+    *(CorpusError, DivergedError, RewardError),
 )
 RANK_0_PRINTS_S = 10
 SAVES_MEMORY = "add --recompute, shard by optim_grads_params, lower --row-factor"
 
 
-def print_error(error: Exception, code: int = 2) -> int:
+def print_error(error: Exception | str, code: int = 2) -> int:
     """Print an error in one line and return the exit code."""
     print(f"moecore: error: {error}", file=sys.stderr, flush=True)
     return code
@@ -59,65 +66,35 @@ def leave_to_rank_0(rank: int) -> None:
         time.sleep(RANK_0_PRINTS_S)
 
 
-def print_run_error(
-    error: Exception,
-    args: Any,
-    *,
-    saves_memory: str = SAVES_MEMORY,
-) -> int:
+def print_run_error(error: Exception, args: Any, *, saves_memory: str = SAVES_MEMORY) -> int:
     """Print in one line what ended a run on this rank and what helps; return the exit code.
 
-    Every rank has the OSError of a failed save and losses that are not finite, and rank 0 those of
-    its report: rank 0 prints.
+    Every rank has the OSError of a failed save and losses that are not finite: rank 0 prints.
     """
-    rank = int(os.environ["RANK"])
-    if isinstance(error, CorpusError | RewardError):  # of this rank alone
-        return print_error(error, code=1)
-    if isinstance(error, ExchangeError):
-        return print_error(exchange_advice(error, args, rank), code=1)
+    rank, line = int(os.environ["RANK"]), str(error)
+    restart = "start again" + (" from the last checkpoint" if args.checkpoint_every else "")
     if isinstance(error, OSError | DivergedError):
         leave_to_rank_0(rank)
-        advice = disk_advice(error, args) if isinstance(error, OSError) else error
-        return print_error(advice, code=1)
-    if isinstance(error, torch.OutOfMemoryError):
-        error = memory_advice(error, rank, saves_memory)
-    return print_error(error)
-
-
-def memory_advice(
-    error: torch.OutOfMemoryError, rank: int, saves_memory: str = SAVES_MEMORY
-) -> RuntimeError:
-    """Return the error as one line with what helps."""
-    reason = str(error).partition(". ")[0]
-    return RuntimeError(
-        f"rank {rank}: {reason}: lower --batch-size (and raise --grad-accum), {saves_memory}, or "
-        "use more GPUs"
-    )
-
-
-def exchange_advice(error: ExchangeError, args: Any, rank: int) -> RuntimeError:
-    """Return the error as one line with what helps."""
-    if error.row_factor is None:
-        return RuntimeError(f"rank {rank}: {error}: {restart_advice(args)}")
-    enough = math.ceil(100 * error.row_factor) / 100
-    row_factor = None if args.nvlink is None else args.nvlink.row_factor
-    return RuntimeError(
-        f"rank {rank}: --row-factor ({row_factor}) must be >= {enough} for its "
-        f"expert rows of one layer: {restart_advice(args)} with --row-factor {enough} or more"
-    )
-
-
-def disk_advice(error: OSError, args: Any) -> RuntimeError:
-    """Return the error as one line with what helps."""
-    return RuntimeError(
-        f"--run-dir ({args.run_dir}) must be writable, with space for checkpoints: {error}: "
-        f"mend it and {restart_advice(args)}"
-    )
-
-
-def restart_advice(args: Any) -> str:
-    """Return from where to start again."""
-    return "start again" + (" from the last checkpoint" if args.checkpoint_every else "")
+    if isinstance(error, OSError):
+        line = (
+            f"--run-dir ({args.run_dir}) must be writable, with space for checkpoints: {error}: "
+            f"mend it and {restart}"
+        )
+    elif isinstance(error, ExchangeError) and error.row_factor is None:
+        line = f"rank {rank}: {error}: {restart}"
+    elif isinstance(error, ExchangeError) and error.row_factor is not None:
+        min_factor = math.ceil(100 * error.row_factor) / 100
+        row_factor = None if args.nvlink is None else args.nvlink.row_factor
+        line = (
+            f"rank {rank}: --row-factor ({row_factor}) must be >= {min_factor} for its expert rows "
+            f"of one layer: {restart} with --row-factor {min_factor} or more"
+        )
+    elif isinstance(error, torch.OutOfMemoryError):
+        line = (
+            f"rank {rank}: {line.partition('. ')[0]}: lower --batch-size (and raise --grad-accum), "
+            f"{saves_memory}, or use more GPUs"
+        )
+    return print_error(line, 2 if isinstance(error, torch.OutOfMemoryError) else 1)
 
 
 @contextmanager
@@ -135,3 +112,53 @@ def silence_background_errors() -> Iterator[None]:
     finally:
         logger.removeFilter(is_no_error)
         threading.excepthook = hook
+
+
+def check_rows(args: RunConfig, parallel: ParallelConfig) -> None:
+    """Raise ValueError for rows that cp and tp ranks cannot share."""
+    cp, tp = parallel.cp, parallel.tp
+    multiple = cp * math.lcm(2, tp) if cp > 1 else tp
+    if args.seq_len % multiple:
+        raise ValueError(
+            f"--seq-len ({args.seq_len}) must be a multiple of {multiple} with --cp {cp} and "
+            f"--tp {tp}: use {-(-args.seq_len // multiple) * multiple}"
+        )
+
+
+def check_graph(args: RunConfig, dynamic_cp: int | None = None) -> None:
+    """Raise ValueError for options whose steps no graph holds."""
+    pp = args.degree("pp")
+    for name, other, reason in (
+        (f"--pp {pp}", pp > 1, "wait for other ranks"),
+        (f"--dynamic-cp {dynamic_cp}", dynamic_cp is not None, "have shapes of their own"),
+    ):
+        if args.cuda_graph and other:
+            raise ValueError(
+                f"--cuda-graph must not go with {name}, whose micro-batches {reason}: drop it"
+            )
+
+
+def check_dynamic_cp(args: RunConfig, max_tokens: int, parallel: ParallelConfig) -> None:
+    """Raise ValueError for what other options do not fit."""
+    name, p = f"--dynamic-cp ({max_tokens})", parallel
+    if p.cp > 1:
+        raise ValueError(
+            f"{name} must go with --cp ({p.cp}) = 1, because each micro-batch has its own cp: drop "
+            "one of them"
+        )
+    multiple, ranks = math.lcm(2, p.tp), p.dp_replicate * p.dp_shard
+    if TILE % p.tp or max_tokens < 1 or max_tokens % multiple:
+        raise ValueError(
+            f"{name} must be a multiple of {multiple} with --tp ({p.tp}), a power of two: round it"
+        )
+    largest = ranks & -ranks
+    if args.seq_len % get_length_multiple(largest):
+        raise ValueError(
+            f"--seq-len ({args.seq_len}) must be a multiple of {get_length_multiple(largest)}, two "
+            f"chunks of each of {largest} data ranks, with {name}: round it up"
+        )
+    if args.seq_len > largest * max_tokens:
+        raise ValueError(
+            f"{name} must be >= what each of {largest} data ranks holds of --seq-len "
+            f"({args.seq_len}): raise it, or lower --seq-len"
+        )

@@ -2,40 +2,32 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from moecore.base.progress import track
+from moecore.packing import PackedBatchSampler, ScheduledBatch, ScheduledCollator
 from moecore.recipes import chat
 from moecore.recipes.chat import Example
+from moecore.recipes.data import BatchShape, PackedSteps, Steps, generator_of
 from moecore.recipes.files import named
 from moecore.recipes.rows import ColumnNames, DatasetOptions, Row, in_form, read_rows
 
 MAX_PLACES = 5  # of rows that are left out, in the first lines of a run
 
 
-class LearnedExample(Protocol):
-    """One sequence, or several that belong together."""
-
-    @property
-    def parts(self) -> tuple[Example, ...]:
-        """The sequences of the example."""
-
-    @property
-    def num_answers(self) -> int:
-        """Tokens that are learned; 0 = the example is left out."""
-
-    def cut(self, seq_len: int) -> Any:
-        """Return the first tokens of each sequence."""
-
-
-ExampleT = TypeVar("ExampleT", bound=LearnedExample)
-RowEncoder = Callable[[Row, Any, int, DatasetOptions, ColumnNames], Sequence[ExampleT]]
+# Makes an `Example` or `Preference` of a row.
+RowEncoder = Callable[[Row, Any, int, DatasetOptions, ColumnNames], Sequence[Any]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Examples(Generic[ExampleT]):
+class Examples:
     """What files hold.
 
     Attributes:
@@ -46,7 +38,7 @@ class Examples(Generic[ExampleT]):
         problems: why rows or examples are left out, each with its place.
     """
 
-    examples: list[ExampleT]
+    examples: list[Any]
     num_rows: int
     num_cut: int
     num_empty: int
@@ -63,7 +55,7 @@ class Examples(Generic[ExampleT]):
         return "\n".join(lines)
 
 
-def num_tokens_of(example: LearnedExample) -> int:
+def num_tokens_of(example: Any) -> int:
     """Return the tokens of all sequences of an example."""
     return sum(len(part.tokens_T) for part in example.parts)
 
@@ -84,26 +76,13 @@ def read_examples(
     option: str = "--data",
     options: DatasetOptions | None = None,
     columns: ColumnNames | None = None,
-    encode: RowEncoder[Any] = encode_row,
-) -> Examples[Any]:
-    """Return all examples of the files, in order.
-
-    Args:
-        files: .jsonl, plain text, or data sets of `datasets`.
-        tokenizer: a fast one of transformers.
-        seq_len: most tokens that a model reads at once.
-        option: that names the files, for errors.
-        options: the format of rows; None = the defaults.
-        columns: the names of columns; None = the defaults.
-        encode: makes examples of a row, such as `encode_preference`.
-
-    Raises:
-        ValueError: for a file or row that is none, and where no example is left.
-    """
+    encode: RowEncoder = encode_row,
+) -> Examples:
+    """Return all examples of the files, in order."""
     options, names = options or DatasetOptions(), columns or ColumnNames()
     examples, problems, invalid = list[Any](), list[str](), list[str]()
     num_rows = num_cut = num_empty = 0
-    for row in read_rows(files, option, options):
+    for row in track(read_rows(files, option, options), "tokenizing", unit="rows"):
         num_rows += 1
         try:
             row_examples = encode(row, tokenizer, seq_len, options, names)
@@ -141,3 +120,61 @@ def check_rows(invalid: Sequence[str], num_rows: int, options: DatasetOptions) -
             f"{invalid[0]} (broken rows: {len(invalid)} of {num_rows}): mend them, or leave them "
             "out with --dataset-skip-invalid"
         )
+
+
+IGNORED = -100  # label of a token that is not learned
+
+
+def packed_examples(
+    examples: Sequence[Example],
+    shape: BatchShape,
+    *,
+    seed: int | None,
+    data_rank: int,
+    packs: bool,
+) -> PackedSteps:
+    """Return the steps of examples, whose answers are learned; see `PackedSteps`."""
+    documents = [_document(example) for example in examples]
+    lengths = [len(example.tokens_T) for example in examples]
+    return PackedSteps(documents, lengths, shape, seed=seed, data_rank=data_rank, packs=packs)
+
+
+def scheduled_examples(
+    examples: Sequence[Example],
+    shape: BatchShape,
+    *,
+    seed: int | None,
+    collator: ScheduledCollator,
+) -> Steps[ScheduledBatch]:
+    """Return the steps of `packed_examples` with a cp for each micro-batch."""
+    documents = [_document(example) for example in examples]
+    lengths = [len(example.tokens_T) for example in examples]
+    sampler = PackedBatchSampler(
+        lengths, shape.seq_len, rows=shape.rows, seed=seed or 0, shuffle=seed is not None
+    )
+    return Steps(sampler, lambda numbers: collator([documents[number] for number in numbers]))
+
+
+def _document(example: Example) -> dict[str, Tensor]:
+    ids_T = example.tokens_T.long()
+    return {"input_ids": ids_T, "labels": ids_T.where(example.is_answer_T, IGNORED)}
+
+
+def split_examples(examples: list[Any], *, share: float, seed: int) -> tuple[list[Any], list[Any]]:
+    """Return what is trained on and what is held out: at least one example of each."""
+    order = torch.randperm(len(examples), generator=generator_of(f"{seed}/held out")).tolist()
+    count = min(max(1, round(share * len(examples))), len(examples) - 1)
+    held_out = set(order[:count])
+    return [e for i, e in enumerate(examples) if i not in held_out], [
+        examples[i] for i in sorted(held_out)
+    ]
+
+
+def digest_of(examples: Sequence[Any]) -> str:
+    """Return what other tokens, answers or another order of examples change."""
+    digest = hashlib.sha256()
+    for part in (part for example in examples for part in example.parts):
+        digest.update(len(part.tokens_T).to_bytes(8, "little"))
+        digest.update(part.tokens_T.numpy().data)
+        digest.update(part.is_answer_T.numpy().data)
+    return digest.hexdigest()[:12]

@@ -1,33 +1,22 @@
-"""Files that a user names: regular, readable and small enough, or one line with option and path."""
+"""Files, models of the hub and data sets that a user names: each error has option and path."""
 
 from __future__ import annotations
 
 import os
-import stat
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from moecore.io.checkpoint.files import open_regular
+from moecore.packing.corpus.files import shorten_text
 
-MAX_TEXT_BYTES = 1 << 30  # of a config, a template or a vocabulary
-# Libraries map files of these kinds or read parts of them, so their size has no limit.
-DATA_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".idx", ".arrow", ".jsonl")
 SIZELESS_BYTES = 1 << 20  # read of a file that reports a size of 0, such as those of /proc
 
 
 def read_file(path: Path, option: str, *, max_bytes: int | None = None) -> bytes:
-    """Return the bytes of a regular file.
-
-    Args:
-        path: of the file. Symbolic links are followed.
-        option: the command-line option that names the path, for errors.
-        max_bytes: limit of the size; None = the memory of this host.
-
-    Raises:
-        ValueError: names option and path, for a file that is missing, too large or not readable,
-            and for a directory, FIFO, socket or device. The call waits for none of them.
-    """
+    """Return the bytes of a regular file; errors name `option`. Waits for no FIFO or device."""
     name = named(option, path)
     limit = host_bytes() if max_bytes is None else max_bytes
     try:
@@ -52,39 +41,6 @@ def read_text(path: Path, option: str, *, max_bytes: int | None = None) -> str:
         raise ValueError(
             f"{named(option, path)} must be UTF-8: {error.reason} at byte {error.start}: convert it"
         ) from None
-
-
-def check_directory(path: Path, option: str) -> None:
-    """Raise ValueError for a file on which a library that reads the directory would wait.
-
-    transformers and datasets open the files of a directory by themselves. Opening a FIFO waits for
-    a writer, and a text file is read into memory as a whole.
-    """
-    try:
-        entries = [Path(entry) for entry in os.scandir(path)]
-        for folder in [entry for entry in entries if entry.is_dir()]:
-            entries += [Path(entry) for entry in os.scandir(folder)]
-        for file in entries:
-            _check_entry(file, f"{named(option, path)} must have", file.relative_to(path))
-    except OSError as error:
-        raise ValueError(
-            f"{named(option, path)} must be a readable directory: {error.strerror}"
-        ) from None
-
-
-def _check_entry(file: Path, must_have: str, inner: Path) -> None:
-    if not file.exists():  # a link to nothing, which is as if it were not there
-        return
-    status = file.stat()
-    if stat.S_ISDIR(status.st_mode):
-        return
-    if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"{must_have} a plain file as {shown_path(inner)}: move it away")
-    if status.st_size > MAX_TEXT_BYTES and file.suffix not in DATA_SUFFIXES:
-        raise ValueError(
-            f"{must_have} {shown_path(inner)} of <= {MAX_TEXT_BYTES} bytes, not {status.st_size}: "
-            "move it away"
-        )
 
 
 @contextmanager
@@ -117,3 +73,92 @@ def shown_path(path: str | Path) -> str:
 def host_bytes() -> int:
     """Return the memory of this host."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+UNUSED_FILES = ("original/*", "metal/*", "*.pth", "*.gguf", "*.onnx")  # weights in other formats
+
+
+def find_config(path: Path, option: str = "--hf-config") -> Path:
+    """Return a path as it is, and of a name of the hub the config.json in the cache.
+
+    transformers downloads the file if the cache lacks it.
+    """
+    if path.exists() or not HUB_ID.fullmatch(str(path)):
+        return path
+    from transformers.utils import cached_file
+
+    try:
+        return Path(str(cached_file(str(path), "config.json")))
+    except Exception as error:  # of any kind, of networks and of the hub
+        raise ValueError(
+            f"{option} ({path}) must be a config.json, its directory, or a model of the hub that "
+            f"is in the cache or can be downloaded: {shorten_text(error)}"
+        ) from None
+
+
+def model_directory(path: Path, option: str = "--model") -> Path:
+    """Return a directory as it is, and of a name of the hub the directory in the cache.
+
+    The first process of a host downloads what the cache lacks. Other processes wait for it.
+    """
+    if path.exists() or not HUB_ID.fullmatch(str(path)):
+        return path
+    import huggingface_hub as hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.utils import WeakFileLock
+
+    name, cache = str(path), Path(hub.constants.HF_HUB_CACHE)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with WeakFileLock(cache / f".{name.replace('/', '--')}.lock"):
+            try:
+                location = hub.snapshot_download(
+                    name, local_files_only=True, ignore_patterns=[*UNUSED_FILES]
+                )
+            except LocalEntryNotFoundError:
+                location = hub.snapshot_download(name, ignore_patterns=[*UNUSED_FILES])
+    except Exception as error:  # of any kind, of networks and of the hub
+        raise ValueError(
+            f"{option} ({name}) must be a directory, or a model of the hub that is in the cache "
+            f"({cache}) or can be downloaded: {shorten_text(error)}"
+        ) from None
+    return Path(location)
+
+
+HUB = "hf:"
+DIRECTORY_FILES = ("state.json", "dataset_dict.json")  # of save_to_disk
+
+
+def is_table(path: str) -> bool:
+    """Return whether the package `datasets` reads the path."""
+    is_directory = any(os.path.lexists(Path(path) / file) for file in DIRECTORY_FILES)
+    return path.startswith(HUB) or path.endswith(".parquet") or is_directory
+
+
+def load_table(
+    path: str, option: str, *, split: str = "train", config: str = "", stream: bool = False
+) -> Any:
+    """Return a data set of `datasets`."""
+    name = named(option, path)
+    try:
+        import datasets
+    except ImportError:
+        raise ValueError(f"{name} must have datasets installed: pip install datasets") from None
+    location = path.removeprefix(HUB)
+    with _loading(name):
+        if path.startswith(HUB):
+            return datasets.load_dataset(location, config or None, split=split, streaming=stream)
+        if path.endswith(".parquet"):
+            return datasets.load_dataset("parquet", data_files=path, split="train")
+        dataset = datasets.load_from_disk(path)
+        return dataset[split] if isinstance(dataset, datasets.DatasetDict) else dataset
+
+
+@contextmanager
+def _loading(name: str) -> Iterator[None]:
+    """Turn an error of any kind, of files, networks and builders, into one line."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{name} must be a data set that loads: {shorten_text(error)}") from None

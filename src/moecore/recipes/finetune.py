@@ -6,47 +6,50 @@ r"""Fine-tune a Hugging Face Mixture-of-Experts model: one command to a director
     torchrun --nproc-per-node 8 -m moecore finetune --model hf/Qwen3-30B-A3B --ep 8 \
         --data chats.jsonl --run-dir runs/mine --recompute
 
-The model's own tokenizer and chat template make the tokens, and answers alone are learned: see
-chat.py for the forms of data. Examples are packed into rows, without attention across them, where
-the model keeps documents apart; else each has a row of its own. Started again with the same
-arguments, a run continues from its last whole checkpoint, on CPU ranks with the bits of a run that
-never stopped. Its result is RUN_DIR/export, which `AutoModelForCausalLM.from_pretrained` loads. A
-TOML file stands for options (--config), such as that of `moecore plan --write`. docs/finetuning.md
-has all of it.
-
-The loss of a step is the mean over the answers' tokens of all ranks and micro-batches: each
-micro-batch gives a sum, divided by the step's number of tokens. So a run computes the same on any
-number of ranks that divides its batch. Padding reaches neither experts nor their counts.
-
-loop.py has the steps, which all recipes share, sharding.py how a model is put onto the ranks.
-
-Legend: A micro-batches of a step, B rows, T tokens of a row.
+See docs/finetuning.md. The loss of a step is the mean over the answers' tokens of all ranks and
+micro-batches: each micro-batch gives a sum, divided by the step's number of tokens. examples.py and
+chat.py make the examples, finetuning.py has the job, and loop.py the steps.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import torch
 
+from moecore.base.command_options import Spelling, Table, internal
+from moecore.base.fields import Bound, Count, CountOrZero
 from moecore.base.options.layer import BalanceConfig, MoEOverrides
 from moecore.base.progress import show_progress
 from moecore.base.rank_checks import find_difference
 from moecore.families.transformers.packing import packing_problem
 from moecore.io import init_adapters, load_hf
+from moecore.models import DecoderConfig, document_cost
+from moecore.packing import DocumentCost, ScheduledCollator
 from moecore.parallel.mesh import Meshes, build_meshes
 from moecore.planning import TransformersModel
-from moecore.recipes.batches import digest_of, packed_examples
-from moecore.recipes.checks import check_dynamic_cp, check_graph, check_rows
-from moecore.recipes.data import BatchShape, StepBatch
-from moecore.recipes.dry_run import planned_run, print_dry_run
-from moecore.recipes.files import naming
-from moecore.recipes.finetune_data import FinetuneConfig, check_objective, read_data, reader_of
-from moecore.recipes.finetuning import FineTuning
+from moecore.recipes.data import BatchShape
+from moecore.recipes.dry_run import planned_run, print_batch, print_dry_run
+from moecore.recipes.errors import check_dynamic_cp, check_graph, check_rows
+from moecore.recipes.examples import (
+    Examples,
+    digest_of,
+    encode_row,
+    packed_examples,
+    read_examples,
+    scheduled_examples,
+    split_examples,
+)
+from moecore.recipes.files import model_directory, naming
+from moecore.recipes.finetuning import FineTuning, PreferenceTuning
 from moecore.recipes.hf_model import (
+    LoRAOptions,
+    add_adapters,
     build_hf,
     decoder_of,
     num_experts,
@@ -55,13 +58,110 @@ from moecore.recipes.hf_model import (
     read_tokenizer,
     recompute,
 )
-from moecore.recipes.hub import model_directory
 from moecore.recipes.loop import batch_shape, ranks_to_start, run, run_command
-from moecore.recipes.lora import add_adapters
+from moecore.recipes.optimizer import OptimizerConfig
+from moecore.recipes.options import ShardedConfig, parallelize
 from moecore.recipes.parser import parse
-from moecore.recipes.preference_tuning import PreferenceTuning
+from moecore.recipes.preferences import encode_preference, preference_steps
 from moecore.recipes.report import make_run_dir
-from moecore.recipes.sharding import parallelize
+from moecore.recipes.rows import ColumnNames, DatasetOptions
+from moecore.rl import DPO
+
+PREFIX = Table(prefix=True)
+FINETUNING = OptimizerConfig(lr=1e-5, weight_decay=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneConfig(ShardedConfig):
+    """Fine-tune a Hugging Face Mixture-of-Experts model on chats, prompts or text.
+
+    Attributes:
+        model: a directory of config, tokenizer and weights, or a name of the hub.
+        data: .jsonl and .parquet files, directories of save_to_disk, hf:NAME, or plain text.
+        objective: "sft" learns answers; "dpo" prefers chosen to rejected answers.
+        eval_data: files of the evaluation.
+        eval_share: share of `data` that is evaluated and not trained, without `eval_data`.
+        epochs: times that all of `data` is read.
+        max_steps: optimizer steps of the run; None = the steps of `epochs`.
+        recompute: recompute each decoder layer in backward.
+        lora: adapters in place of a change of all weights.
+        dataset: the format of the data.
+        columns: the names of the columns of the data.
+        dpo: objective "dpo".
+    """
+
+    model: Annotated[Path, Spelling(alias="hf_config")]  # as `moecore plan --write` names it
+    data: tuple[Path, ...]
+    objective: Literal["sft", "dpo"] = "sft"
+    eval_data: tuple[Path, ...] = ()
+    eval_share: Annotated[float, Bound(">=", 0), Bound("<", 1)] = 0.05
+    epochs: Count = 1
+    max_steps: Count | None = None
+    recompute: bool = False
+    run_dir: Path = Path("runs/tuned")
+    steps: int = internal(0)
+    batch_size: Count = 4
+    seq_len: Count = 1024
+    eval_every: CountOrZero = 50
+    optimizer: OptimizerConfig = FINETUNING
+    lora: Annotated[LoRAOptions | None, PREFIX] = None
+    dataset: Annotated[DatasetOptions, PREFIX] = DatasetOptions()
+    columns: Annotated[ColumnNames, PREFIX] = ColumnNames()
+    dpo: Annotated[DPO | None, PREFIX] = None
+
+
+def check_objective(args: FinetuneConfig) -> None:
+    """Raise ValueError for options that the objective does not take."""
+    if args.objective == "sft":
+        if args.dpo is not None:
+            raise ValueError(f"--objective (sft) must be dpo with options of [dpo]: {args.dpo}")
+        return
+    if args.sharding.dynamic_cp is not None or args.cuda_graph:
+        option = "--cuda-graph" if args.cuda_graph else "--dynamic-cp"
+        raise ValueError(f"{option} must not go with --objective dpo: drop it")
+
+
+def reader_of(
+    args: FinetuneConfig, meshes: Meshes, decoder: DecoderConfig | None, *, packs: bool
+) -> Callable[..., Any]:
+    """Return a function (examples, shape, seed) -> the batches of this data rank."""
+    if args.objective == "dpo":
+        return partial(preference_steps, data_rank=meshes.data_rank)
+    if args.sharding.dynamic_cp is None:
+        return partial(packed_examples, data_rank=meshes.data_rank, packs=packs)
+    collator = ScheduledCollator(
+        max_tokens=args.sharding.dynamic_cp,
+        cost=DocumentCost() if decoder is None else document_cost(decoder),
+        data_rank=meshes.data_rank,
+        data_ranks=meshes.data_ranks,
+    )
+    return partial(scheduled_examples, collator=collator)
+
+
+def read_data(args: FinetuneConfig, *, vocab_size: int) -> tuple[Examples, list[Any], list[Any]]:
+    """Return the records of the files, the training examples and the held-out examples."""
+    read = partial(
+        read_examples,
+        encode=encode_row if args.objective == "sft" else encode_preference,
+        tokenizer=read_tokenizer(args.model),
+        seq_len=args.seq_len,
+        options=args.dataset,
+        columns=args.columns,
+    )
+    data = read(args.data)
+    examples, held_out = data.examples, []
+    if args.eval_data and args.eval_every:
+        held_out = read(args.eval_data, option="--eval-data").examples
+    elif args.eval_share and args.eval_every and len(examples) > 1:
+        examples, held_out = split_examples(examples, share=args.eval_share, seed=args.seed)
+    parts = (part for example in (*examples, *held_out) for part in example.parts)
+    largest = max(int(part.tokens_T.max()) for part in parts)
+    if largest >= vocab_size:
+        raise ValueError(
+            f"tokens ({largest}) of --model's tokenizer must be < vocab_size ({vocab_size}) of its "
+            "config.json: take both from the same model"
+        )
+    return data, examples, held_out
 
 
 def build_job(args: FinetuneConfig) -> FineTuning:
@@ -141,15 +241,13 @@ def build_model(
     """Return this rank's shards of a model on meta, with the weights of the directory."""
     device = torch.device(meshes.device_type)
     has_adapters, longest = args.lora is not None, args.sharding.dynamic_cp
-    for option, is_given in (
-        (f"--dynamic-cp ({longest})", longest is not None),
-        ("--cuda-graph", args.cuda_graph),
-    ):
-        if is_given and (other := packing_problem(model)) is not None:
-            raise ValueError(
-                f"{option} must be left out for {type(model).__name__}, because {other} needs rows "
-                "of one example each"
-            )
+    needs_packing = longest is not None or args.cuda_graph
+    if needs_packing and (other := packing_problem(model)) is not None:
+        option = "--cuda-graph" if longest is None else f"--dynamic-cp ({longest})"
+        raise ValueError(
+            f"{option} must be left out for {type(model).__name__}, because {other} needs rows of "
+            "one example each"
+        )
     num_rows = shape.batch_size * (2 if args.objective == "dpo" else 1)
     max_tokens = (longest or num_rows * shape.seq_len // shape.cp) // meshes.parallel.tp
     moe = MoEOverrides()
@@ -165,11 +263,7 @@ def build_model(
 
 
 def check(args: FinetuneConfig, world_size: int) -> tuple[FinetuneConfig, Any]:
-    """Return the options, with a directory as `model`, and the config of the model.
-
-    Raises:
-        ValueError: for options that do not fit the model, and a model that does not exist.
-    """
+    """Return the options, with a directory as `model`, and the config of the model."""
     args = replace(args, model=model_directory(args.model))
     config = read_config(args.model)
     parallel = args.parallel_config(world_size, num_experts=num_experts(config))
@@ -208,14 +302,15 @@ def dry_run(args: FinetuneConfig) -> int:
         model = TransformersModel.of(args.model)
         training_run = planned_run(args, model, parallel, world_size)
 
-    def read_batch() -> StepBatch:
+    def print_first_batch() -> None:
         data, examples, _ = read_data(args, vocab_size=config.get_text_config().vocab_size)
         print(f"data: {data.report}")
         packed_rows, shape = packs(build_hf(config, args.model)), batch_shape(args, parallel)
         parts = [part for example in examples for part in example.parts]
-        return packed_examples(parts, shape, seed=args.seed, data_rank=0, packs=packed_rows).next()
+        steps = packed_examples(parts, shape, seed=args.seed, data_rank=0, packs=packed_rows)
+        print_batch(steps.next(), read_tokenizer(args.model).decode)
 
-    return print_dry_run(args, training_run, read_batch, read_tokenizer(args.model).decode)
+    return print_dry_run(args, training_run, print_first_batch)
 
 
 def run_rank(args: FinetuneConfig) -> int:

@@ -1,4 +1,4 @@
-"""FineTuning: one rank's part of `moecore finetune`."""
+"""FineTuning: one rank's part of `moecore finetune`, and of its objective "dpo"."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moecore.base.progress import track
 from moecore.models import DecoderConfig
 from moecore.packing import ScheduledBatch
-from moecore.recipes.batches import ScheduledExamples
-from moecore.recipes.data import PackedSteps, StepBatch, to_device
+from moecore.recipes.data import Graphed, StepBatch, Steps, to_device
 from moecore.recipes.examples import Examples
-from moecore.recipes.graphs import Graphed
 from moecore.recipes.hf_model import (
     export,
+    finish_adapters,
     inputs_of,
 )
 from moecore.recipes.job import TrainingJob
@@ -26,32 +26,23 @@ from moecore.recipes.loop import (
     ranks_of,
     say,
 )
-from moecore.recipes.lora import finish_adapters
 from moecore.recipes.metrics import Metrics, usage
+from moecore.recipes.preferences import PreferenceBatch
 from moecore.recipes.report import EXPORT
+from moecore.rl import DPO, Engine, Rollouts
 
 
 @dataclass(kw_only=True)
 class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
-    """A model of a Hugging Face directory on chats; with --dynamic-cp on `ScheduledBatch`.
+    """A model of a Hugging Face directory on chats; with --dynamic-cp on `ScheduledBatch`."""
 
-    Attributes:
-        batches: steps of the examples.
-        examples: the training examples of all ranks.
-        held_out: the evaluation examples of all ranks.
-        data: the records that were read, and counts of cut and empty examples.
-        packs: whether a row has several documents, between which the model masks attention.
-        decoder: the native config of the model, for FLOPs; None = there is none.
-        read: see `reader_of`.
-    """
-
-    batches: PackedSteps | ScheduledExamples
+    batches: Steps[StepBatch | ScheduledBatch]
     examples: list[Any]
     held_out: list[Any]
-    data: Examples[Any]
+    data: Examples
     packs: bool
     decoder: DecoderConfig | None
-    read: Callable[..., PackedSteps | ScheduledExamples]
+    read: Callable[..., Steps[Any]]
 
     saves_memory = "add --recompute, lower --seq-len"
     chosen_by = "--data, --seq-len, --eval-every and --cp"
@@ -107,7 +98,8 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         steps = self.read(self.held_out, replace(self.shape, grad_accum=1), seed=None)
         self.model.eval()
-        for _ in range(len(steps.sampler)):
+        numbers = range(len(steps.sampler))
+        for _ in track(numbers, "evaluating", unit="batches", lines=True):
             batch = steps.next()
             sums[0] += self.sum_of_losses(batch)
             sums[1] += to_device(batch.counts()[0], self.device)
@@ -147,3 +139,64 @@ def micro_batches(job: FineTuning, batch: StepBatch) -> Iterator[list[Tensor]]:
             T = int((~parts[2]).sum(1).max().clamp(min=1))
             parts = tuple(part[:, :T].contiguous() for part in parts[:3])
         yield [to_device(part, job.device) for part in parts]
+
+
+@dataclass(kw_only=True)
+class PreferenceTuning(FineTuning):
+    """A model of a Hugging Face directory on pairs; `reference` None = it without its adapters."""
+
+    reference: Any
+
+    unit = "pair"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.objective: DPO = self.args.dpo or DPO()
+        # A micro-batch has room for `batch_size` pairs of the greatest length.
+        max_tokens = 2 * self.shape.batch_size * self.shape.seq_len
+        self.engine = Engine(
+            self.model, self.owner, max_tokens=max_tokens, reference=self.reference
+        )
+        self._metrics: Metrics = {}
+
+    def forward_backward(self, num_labels: Tensor, batch: Any) -> Tensor:
+        """Run forward and backward of the mean over pairs; return this rank's part of it."""
+        rollouts = self.with_reference(batch)
+        result = self.engine.forward_backward(rollouts, self.objective)
+        self._metrics = self.rewards(rollouts, result.scores.log_probs_N)
+        return result.loss / self.meshes.data_ranks  # every rank has the mean
+
+    def with_reference(self, batch: PreferenceBatch) -> Rollouts:
+        """Return the pairs with the log-probabilities of the reference, on the device."""
+        scores = self.engine.reference_log_probs(batch.rollouts)
+        return batch.rollouts.replace(
+            ref_log_probs_N=scores.log_probs_N,
+            response_mask_N=batch.rollouts.response_mask_N.to(self.device),
+        )
+
+    def rewards(self, rollouts: Rollouts, log_probs_N: Tensor) -> Metrics:
+        """Return the means over the pairs of all data ranks, by the names of TRL. Collective."""
+        rewards_i2 = self.objective.beta * self.objective.log_ratios(log_probs_N, rollouts)
+        margins_i = rewards_i2[:, 0] - rewards_i2[:, 1]
+        sums = torch.stack([*rewards_i2.sum(0), margins_i.sum(), (margins_i > 0).sum()])
+        sums = torch.cat([sums, sums.new_full((1,), len(margins_i))])
+        dist.all_reduce(sums)
+        *totals, num_pairs = sums.tolist()
+        names = ("chosen", "rejected", "margins", "accuracies")
+        pairs = zip(names, totals, strict=True)
+        return {f"rewards/{name}": total / num_pairs for name, total in pairs}
+
+    def position(self) -> Metrics:
+        """Return the rewards of the step."""
+        return self._metrics
+
+    def sum_of_losses(self, batch: Any) -> Tensor:
+        """Return the sum of the losses of this data rank's pairs."""
+        rollouts = self.with_reference(batch)
+        log_probs_N = self.engine.log_probs(rollouts).log_probs_N
+        log_ratios_i2 = self.objective.log_ratios(log_probs_N, rollouts)
+        return self.objective.pair_losses(log_ratios_i2).sum()
+
+    def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
+        """Return the tokens of completions."""
+        return {"answer_tokens": counts[2]}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,16 +14,25 @@ import torch
 from torch import Tensor
 
 from moecore.base.command_options import POSITIONAL
-from moecore.base.fields import Count, PositiveOrZero, Seed, quote
+from moecore.base.fields import (
+    CheckedRecord,
+    Count,
+    CountOrZero,
+    PositiveOrZero,
+    Rules,
+    Seed,
+    quote,
+)
 from moecore.base.progress import show_progress, track
 from moecore.io import latest, native_to_hf
 from moecore.io.checkpoint.directory import find_root
 from moecore.io.checkpoint.manifest import MANIFEST
+from moecore.io.checkpoint.ranks import is_first_rank
+from moecore.models import Decoder, DecoderConfig
 from moecore.recipes.corpora import BYTES, SourceOptions, Tokenizer, read_source
-from moecore.recipes.errors import ARGUMENT_ERRORS, print_error
-from moecore.recipes.files import check_directory
-from moecore.recipes.hf_model import TOKENIZER_FILES, copy_files
-from moecore.recipes.parser import parse, read_toml
+from moecore.recipes.files import find_config
+from moecore.recipes.hf_model import copy_files, has_tokenizer
+from moecore.recipes.parser import read_toml
 from moecore.recipes.report import CONFIG, EXPORT
 
 
@@ -64,14 +74,10 @@ class EvaluateConfig:
     max_documents: Count | None = None
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def run_generate(args: GenerateConfig) -> int:
     """Print a prompt and its continuation."""
-    try:
-        args = parse(GenerateConfig, words, prog="moecore generate")
-        model, tokenizer = load_model(args.path)
-        ids = prompt_ids(tokenizer, args.prompt, is_chat=args.chat)
-    except ARGUMENT_ERRORS as error:
-        return print_error(error)
+    model, tokenizer = load_model(args.path)
+    ids = prompt_ids(tokenizer, args.prompt, is_chat=args.chat)
     torch.manual_seed(args.seed)
     options: dict[str, Any] = {"do_sample": False}
     if args.temperature > 0:
@@ -88,40 +94,28 @@ def main(words: Sequence[str] | None = None) -> int:
     return 0
 
 
-def evaluate(words: Sequence[str] | None = None) -> int:
+def run_evaluate(args: EvaluateConfig) -> int:
     """Print the mean loss per token of documents, one document per forward."""
-    try:
-        args = parse(EvaluateConfig, words, prog="moecore evaluate")
-        model, tokenizer = load_model(args.path)
-        for source in [read_source(options, tokenizer) for options in args.data]:
-            total, count = 0.0, 0
-            for ids_1T in documents(source, args.seq_len, args.max_documents):
-                total += sum_of_losses(model, ids_1T.to(model.device))
-                count += ids_1T.shape[1] - 1
-            if not count:
-                raise ValueError(f"--data ({source.name}) must have a document of 2 tokens: add it")
-            mean = total / count
-            print(
-                f"{source.name}: loss {mean:.4f}, perplexity {math.exp(mean):.2f}, {count} tokens"
-            )
-    except ARGUMENT_ERRORS as error:
-        return print_error(error)
+    model, tokenizer = load_model(args.path)
+    for source in [read_source(options, tokenizer) for options in args.data]:
+        total, count = 0.0, 0
+        for ids_1T in documents(source, args.seq_len, args.max_documents):
+            total += sum_of_losses(model, ids_1T.to(model.device))
+            count += ids_1T.shape[1] - 1
+        if not count:
+            raise ValueError(f"--data ({source.name}) must have a document of 2 tokens: add it")
+        mean = total / count
+        print(f"{source.name}: loss {mean:.4f}, perplexity {math.exp(mean):.2f}, {count} tokens")
     return 0
 
 
 def load_model(path: Path) -> tuple[Any, Tokenizer]:
-    """Return the model of a path, on the GPU if the host has one, and its tokenizer.
-
-    Raises:
-        ValueError: for a path without a model that transformers loads.
-    """
+    """Return the model of a path, on the GPU if the host has one, and its tokenizer."""
     from transformers import AutoModelForCausalLM
 
     with TemporaryDirectory() as folder:
         directory = find_directory(path, Path(folder) / EXPORT)
-        check_directory(directory, "PATH")
-        has_tokenizer = any(True for name in TOKENIZER_FILES for _ in directory.glob(name))
-        tokenizer = Tokenizer(str(directory) if has_tokenizer else BYTES)
+        tokenizer = Tokenizer(str(directory) if has_tokenizer(directory) else BYTES)
         try:
             model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
         except Exception as error:  # of any kind: transformers reads what the files have
@@ -136,9 +130,6 @@ def find_directory(path: Path, target: Path) -> Path:
 
     A run without an export, its checkpoints, or one checkpoint are converted into `target`, with
     the config.json and the tokenizer that the run's options name.
-
-    Raises:
-        ValueError: for a path that is none of these.
     """
     for directory in (path, path / EXPORT):
         if (directory / "config.json").is_file():
@@ -156,17 +147,13 @@ def find_directory(path: Path, target: Path) -> Path:
             "checkpoint of a model with config.json: moecore checkpoint convert makes one"
         )
     with show_progress("converting", unit="B") as report:
-        native_to_hf(checkpoint, target, config=source, progress=report)
+        native_to_hf(checkpoint, target, config=find_config(Path(source)), progress=report)
     copy_files(Path(options.get("tokenizer", source)), target)
     return target
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str, *, is_chat: bool) -> list[int]:
-    """Return the token ids of a prompt.
-
-    Raises:
-        ValueError: for a prompt without tokens, or a chat without a template.
-    """
+    """Return the token ids of a prompt."""
     ids: list[int]
     if is_chat:
         if tokenizer.hf is None or not tokenizer.hf.chat_template:
@@ -196,3 +183,81 @@ def sum_of_losses(model: Any, ids_1T: Tensor) -> float:
     """Return the sum of a document's losses in nats."""
     logits_TV = model(input_ids=ids_1T, use_cache=False).logits[0, :-1].float()
     return float(torch.nn.functional.cross_entropy(logits_TV, ids_1T[0, 1:], reduction="sum"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleOptions(CheckedRecord):
+    """Samples of the model during the training, written to RUN_DIR/samples.jsonl.
+
+    All ranks generate together, token by token, so the model stays sharded. The tokens are the most
+    likely ones: those of transformers' greedy `generate` on the export.
+
+    Attributes:
+        sample_prompts: the texts that the model continues.
+        sample_every: steps between samples; 0 = none. The last step has samples too.
+        sample_tokens: tokens of a continuation at most; it ends with the end-of-sequence token.
+    """
+
+    sample_prompts: tuple[str, ...] = ()
+    sample_every: CountOrZero = 0
+    sample_tokens: Count = 32
+
+    def _rules(self) -> Rules:
+        if self.sample_every and not self.sample_prompts:
+            yield "sample_every", "be 0 without sample_prompts: give a prompt"
+
+    def prompts(self, tokenizer: Tokenizer, config: DecoderConfig) -> dict[str, list[int]]:
+        """Return the token ids of each prompt; raise ValueError if the model cannot take them."""
+        if not self.sample_every:
+            return {}
+        prompts = {text: prompt_ids(tokenizer, text, is_chat=False) for text in self.sample_prompts}
+        for text, ids in prompts.items():
+            if len(ids) + self.sample_tokens > config.max_seq_len:
+                raise ValueError(
+                    f"sample_tokens ({self.sample_tokens}) and the {len(ids)} of prompt {text!r} "
+                    f"must be <= max_seq_len ({config.max_seq_len}) of the model together: lower it"
+                )
+            if max(ids) >= config.vocab_size:
+                raise ValueError(
+                    f"sample_prompts ({text!r}) must have ids < vocab_size ({config.vocab_size}) "
+                    "of the model: change it"
+                )
+        return prompts
+
+
+@torch.no_grad()
+def write_samples(
+    model: Decoder,
+    prompts: dict[str, list[int]],
+    tokenizer: Tokenizer,
+    file: Path,
+    *,
+    step: int,
+    num_tokens: int,
+) -> list[str]:
+    """Continue each prompt and append the texts to a file; rank 0 writes. Collective."""
+    texts = []
+    device = next(model.parameters()).device
+    end = None if tokenizer.hf is None else tokenizer.hf.eos_token_id
+    lines = read_samples(file, before=step) if is_first_rank() else []
+    model.eval()
+    for text, ids in track(prompts.items(), "sampling", unit="prompts", lines=True):
+        prompt_1T = torch.tensor([ids], device=device)
+        tokens = model.generate(prompt_1T, num_tokens, temperature=0.0)[0, len(ids) :].tolist()
+        if end in tokens:
+            tokens = tokens[: tokens.index(end) + 1]
+        sample = {"step": step, "prompt": text, "text": tokenizer.decode(tokens), "tokens": tokens}
+        texts.append(f"{text}{sample['text']}")
+        lines.append(json.dumps(sample))
+    model.train()
+    if is_first_rank():
+        draft = file.with_suffix(".tmp")
+        draft.write_text("".join(f"{line}\n" for line in lines))
+        draft.replace(file)
+    return texts
+
+
+def read_samples(file: Path, *, before: int) -> list[str]:
+    """Return the lines of a file of samples of earlier steps; a run may have gone back."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [line for line in lines if json.loads(line)["step"] < before]

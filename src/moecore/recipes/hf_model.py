@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from moecore.base.progress import show_progress
+from moecore.base.fields import CheckedRecord, Count
+from moecore.base.progress import Report, show_progress
 from moecore.families import use_causal_attention
 from moecore.families.transformers.packing import packing_problem
-from moecore.io import decoder_config_from_hf, export_hf
+from moecore.io import decoder_config_from_hf, export_hf, merge_adapters, save_adapters
 from moecore.io.checkpoint.ranks import on_first_rank
 from moecore.models import DecoderConfig
-from moecore.recipes.files import check_directory
+from moecore.packing.corpus.files import shorten_text
+from moecore.recipes.files import named
+from moecore.train.optim.matrices import HEADS, ROUTERS
 
 EXPERT_COUNT = re.compile(r"(moe_)?(n|num)_(local_|routed_)?experts")  # its names in configs
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model")  # one of these at least
@@ -60,15 +65,9 @@ def inputs_of(
 
 
 def read_config(path: Path) -> Any:
-    """Return the config of a directory.
-
-    Raises:
-        ValueError: when it has none that transformers reads, or one of a model without experts.
-    """
+    """Return the config of a directory."""
     from transformers import AutoConfig
 
-    if path.is_dir():
-        check_directory(path, "--model")
     if not (path / "config.json").is_file():
         raise ValueError(
             f"--model ({path}) must be a Hugging Face directory with config.json, weights and "
@@ -78,7 +77,7 @@ def read_config(path: Path) -> Any:
         config = AutoConfig.from_pretrained(path)
     except Exception as error:  # of any kind: transformers reads what the file has
         raise ValueError(
-            f"--model ({path}) must have a config.json of transformers: {_line(error)}"
+            f"--model ({path}) must have a config.json of transformers: {shorten_text(error)}"
         ) from None
     if num_experts(config) == 0:
         raise ValueError(
@@ -89,11 +88,7 @@ def read_config(path: Path) -> Any:
 
 
 def build_hf(config: Any, path: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Return the model of a config on meta, with parameters to train in a dtype.
-
-    Raises:
-        ValueError: when transformers has no causal language model of it.
-    """
+    """Return the model of a config on meta, with parameters to train in a dtype."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -101,7 +96,8 @@ def build_hf(config: Any, path: Path, dtype: torch.dtype = torch.float32) -> nn.
             hf: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
     except ValueError as error:
         raise ValueError(
-            f"--model ({path}) must be a causal language model of transformers: {_line(error)}"
+            f"--model ({path}) must be a causal language model of transformers: "
+            f"{shorten_text(error)}"
         ) from None
     if packs(hf):
         use_causal_attention(hf)
@@ -133,25 +129,32 @@ def num_experts(config: Any) -> int:
     return next((n for name, n in fields if EXPERT_COUNT.fullmatch(name) and n), 0)
 
 
-def read_tokenizer(path: Path) -> Any:
-    """Return the tokenizer of a directory.
-
-    Raises:
-        ValueError: when it has none, or one that does not tell where tokens lie in a text.
-    """
+def load_tokenizer(name: str | Path, option: str) -> Any:
+    """Return the tokenizer of a directory or a name of the hub."""
     from transformers import AutoTokenizer
 
-    if not any(file.is_file() for name in TOKENIZER_FILES for file in path.glob(name)):
+    label, path = named(option, name), Path(name)
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{label} must be a directory, or a name of the hub: name its directory")
+    if path.is_dir() and not has_tokenizer(path):
         raise ValueError(
-            f"--model ({path}) must have a tokenizer: copy tokenizer.json and "
-            "tokenizer_config.json of the published model there"
+            f"{label} must have a tokenizer: copy tokenizer.json and tokenizer_config.json of the "
+            "published model there"
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(name)
     except Exception as error:  # of any kind: transformers reads what the files have
-        raise ValueError(
-            f"--model ({path}) must have a tokenizer that loads: {_line(error)}"
-        ) from None
+        raise ValueError(f"{label} must be a tokenizer that loads: {shorten_text(error)}") from None
+
+
+def has_tokenizer(path: Path) -> bool:
+    """Return whether a directory has one of the files of a tokenizer."""
+    return any(file.is_file() for name in TOKENIZER_FILES for file in path.glob(name))
+
+
+def read_tokenizer(path: Path) -> Any:
+    """Return the tokenizer of --model, which tells where tokens are in a text."""
+    tokenizer = load_tokenizer(path, "--model")
     if not tokenizer.is_fast:
         raise ValueError(
             f"--model ({path}) must have a fast tokenizer, not {type(tokenizer).__name__}, because "
@@ -160,37 +163,46 @@ def read_tokenizer(path: Path) -> Any:
     return tokenizer
 
 
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
-
-
 def export(hf: Any, source: Path, target: Path) -> None:
     """Write a directory that transformers loads: weights, config, tokenizer. Collective.
 
-    Experts lie one by one under published names, in the dtype of the source, whose config.json
-    stays: transformers would write fields under names that older loaders do not know. The
-    directory is a draft until all of it is there; then it takes the place of an earlier one.
+    Experts have published names one by one, in the dtype of the source, whose config.json stays:
+    transformers would write fields under names that older loaders do not know.
+    """
+    options = {"config": source, "dtype": read_config(source).dtype}
+
+    def write(draft: Path, report: Report) -> None:
+        try:
+            export_hf(hf, draft, progress=report, **options)
+        except NotImplementedError:  # nothing is written then: gpt-oss is only published stacked
+            export_hf(hf, draft, progress=report, layout="fused", **options)
+
+    def complete(draft: Path) -> None:
+        if not (source / "generation_config.json").is_file():
+            hf.generation_config.save_pretrained(draft)
+        copy_files(source, draft)
+
+    write_export(target, write, complete)
+
+
+def write_export(
+    target: Path, write: Callable[[Path, Report], object], complete: Callable[[Path], None]
+) -> None:
+    """Write a draft, which takes the place of `target` when all files are there. Collective.
+
+    All ranks call `write`, and rank 0 calls `complete`.
     """
     draft = target.with_name(f".{target.name}.draft")
-    options = {"config": source, "dtype": read_config(source).dtype}
     on_first_rank(lambda: shutil.rmtree(draft, ignore_errors=True))
     with show_progress("exporting", unit="B") as report:
-        options["progress"] = report
-        try:
-            export_hf(hf, draft, **options)
-        except NotImplementedError:  # nothing is written then: gpt-oss is only published stacked
-            export_hf(hf, draft, layout="fused", **options)
-    on_first_rank(lambda: _complete(hf, source, draft, target))
+        write(draft, report)
 
+    def replace_target() -> None:
+        complete(draft)
+        shutil.rmtree(target, ignore_errors=True)
+        draft.rename(target)
 
-def _complete(hf: Any, source: Path, draft: Path, target: Path) -> None:
-    """Add what is not the model's, and give the directory its name."""
-    if not (source / "generation_config.json").is_file():
-        hf.generation_config.save_pretrained(draft)
-    copy_files(source, draft)
-    if target.exists():
-        shutil.rmtree(target)
-    draft.rename(target)
+    on_first_rank(replace_target)
 
 
 def copy_files(source: Path, target: Path) -> None:
@@ -199,3 +211,62 @@ def copy_files(source: Path, target: Path) -> None:
         for path in source.glob(name):
             copy = shutil.copytree if path.is_dir() else shutil.copy2
             copy(path, target / path.name)
+
+
+ADAPTERS = "adapters"  # folder of a run
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoRAOptions(CheckedRecord):
+    """Low-rank adapters of peft in place of a change of all weights.
+
+    Attributes:
+        rank: columns of A and rows of B.
+        alpha: the update B A is multiplied by alpha / rank.
+        target_modules: last parts of the names of linear layers with adapters; () = all linear
+            layers except the head and routers.
+        experts: whether the stacked matrices of experts have adapters.
+    """
+
+    rank: Count = 16
+    alpha: Count = 32
+    target_modules: tuple[str, ...] = ()
+    experts: bool = True
+
+
+def add_adapters(model: nn.Module, options: LoRAOptions) -> Any:
+    """Return the PeftModel of a transformers model, before `parallelize_moe`."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError:
+        raise ValueError("[lora] must have peft installed: pip install peft") from None
+    linears = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+    } - (HEADS | ROUTERS)
+    for name in options.target_modules:
+        if name not in linears:
+            raise ValueError(
+                f"LoRAOptions.target_modules ({name!r}) must be linear layers of the model "
+                f"({', '.join(sorted(linears))}): correct it"
+            )
+    experts = {
+        ".".join(name.split(".")[-3:])
+        for name, param in model.named_parameters()
+        if param.ndim == 3 and ".experts." in name
+    }
+    config = LoraConfig(
+        r=options.rank,
+        lora_alpha=options.alpha,
+        target_modules=sorted(options.target_modules or linears),
+        target_parameters=sorted(experts) if options.experts else None,
+        task_type="CAUSAL_LM",
+    )
+    return get_peft_model(model, config)
+
+
+def finish_adapters(model: nn.Module, run_dir: Path) -> None:
+    """Write the adapters of a trained model and add them to its weights. Collective."""
+    save_adapters(model, run_dir / ADAPTERS)
+    merge_adapters(model)

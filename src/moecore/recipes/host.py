@@ -1,20 +1,19 @@
-"""What a rank asks of its host: CPUs beside its GPU, and no garbage collection within a step.
-
-Ranks wait for each other in every exchange, so a step takes as long as the latest host. Python's
-collector stops a host for milliseconds, at another place on each rank; by hand all of them collect
-at the end of the same steps. Memory of the host on another NUMA node is farther for each launch.
-"""
+"""What a rank asks of its host: CPUs beside its GPU, garbage collection between steps, a trace."""
 
 from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from moecore.recipes.options import RunConfig
 
 COLLECT_EVERY = 100  # steps
 SYSTEM = Path("/sys")
@@ -64,3 +63,34 @@ def collect(step: int) -> None:
     """Collect garbage at the end of a step, if it is due and the collector is off."""
     if step % COLLECT_EVERY == 0 and not gc.isenabled():
         gc.collect()
+
+
+TRACE = "trace.json.gz"
+SETTLING = 10  # steps of a start that compile, allocate and warm caches
+
+
+def check_profile(args: RunConfig, start: int) -> None:
+    """Raise ValueError where a start has too few steps to trace."""
+    num_steps = args.steps - start - SETTLING
+    if args.profile and start < args.steps and args.profile > num_steps:
+        raise ValueError(
+            f"--profile ({args.profile}) must be <= {max(num_steps, 0)}, the steps that this start "
+            f"has after its first {SETTLING}: raise the number of steps, or drop it"
+        )
+
+
+@contextmanager
+def traced(args: RunConfig) -> Iterator[Callable[[], None]]:
+    """Give what is called at the end of each step; it writes the trace behind the last of them."""
+    if not args.profile or dist.get_rank() > 0:
+        yield lambda: None
+        return
+    kinds = [ProfilerActivity.CPU]
+    kinds += [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    steps = schedule(wait=SETTLING - 1, warmup=1, active=args.profile, repeat=1)
+
+    def write(profiler: profile) -> None:
+        profiler.export_chrome_trace(str(args.run_dir / TRACE))
+
+    with profile(activities=kinds, schedule=steps, on_trace_ready=write) as profiler:
+        yield profiler.step

@@ -1,27 +1,190 @@
-"""TrainingJob: a recipe's model, data, loss and results, which the loop runs."""
+"""TrainingJob: model, data, loss and results of a recipe, which continues from a checkpoint."""
 
 from __future__ import annotations
 
+import shlex
+import sys
+import tomllib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
+from moecore.base.progress import show_progress
+from moecore.io import latest, load
+from moecore.io.checkpoint.directory import CHECKPOINTS
+from moecore.io.checkpoint.manifest import read_manifest
+from moecore.io.checkpoint.ranks import on_first_rank
+from moecore.models import Decoder
 from moecore.parallel.mesh import Meshes
 from moecore.recipes.data import BatchShape
+from moecore.recipes.decoder_config import with_rotary
 from moecore.recipes.errors import SAVES_MEMORY
 from moecore.recipes.metrics import Metrics, peak_tflops
-from moecore.recipes.options import RunConfig
-from moecore.recipes.parser import to_toml
-from moecore.recipes.resume import resume
-from moecore.recipes.run_config import print_changes
-from moecore.recipes.stages import TrainingStage, plan_stage
-from moecore.recipes.steps import StepSizes
+from moecore.recipes.options import DEGREES, RunConfig
+from moecore.recipes.parser import flatten, read_toml, to_toml
+from moecore.recipes.report import CONFIG
+from moecore.recipes.schedule import StepSizes, TrainingStage, plan_stage
 from moecore.train.step import TrainStep
+
+KEPT_CHECKPOINTS = 2
+
+
+def resume(
+    args: RunConfig,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | list[torch.optim.Optimizer],
+    facts: Mapping[str, object],
+    owner: TrainStep | None = None,
+    sampler: Stateful | None = None,
+    stage: TrainingStage | None = None,
+    chosen_by: str = "--data",
+) -> int:
+    """Load the newest checkpoint of the run and return how many steps it has done; 0 = none.
+
+    `facts` are values that a continued run must have in common, and `chosen_by` names the options
+    that its rows depend on. A checkpoint of the stage before may have other data and positions.
+    """
+    # On one rank: a slow file system may show another one, or none, to another rank.
+    newest = on_first_rank(lambda: latest(checkpoint_dir(args)))
+    if newest is None:
+        return 0
+    saved_facts = on_first_rank(lambda: read_manifest(newest).facts)
+    begins_stage = stage is not None and stage.begins_at(
+        saved_facts.step, saved_facts.extra.get("stage")
+    )
+    with (
+        rotary_of(saved_facts.config, model) if begins_stage else nullcontext(),
+        show_progress(f"loading {newest.name}", unit="B") as report,
+    ):
+        extra = load(newest, model, optimizer, progress=report)
+    if not {"step", *facts} <= extra.keys():
+        raise ValueError(f"--run-dir ({newest}) must be this script's: use another one")
+    for name, value in facts.items():
+        if value != extra[name]:
+            raise ValueError(
+                f"{name} ({value}) must be {extra[name]} as in {newest}, which this run would "
+                "continue: use that, or another --run-dir"
+            )
+    if owner is not None:
+        owner.load_state_dict(extra)
+    if sampler is not None:
+        try:
+            sampler.load_state_dict(extra.get("data", {}))
+        except ValueError as error:
+            if begins_stage:  # with data or rows of another length, which begin at the beginning
+                return int(extra["step"])
+            raise ValueError(
+                f"{chosen_by} must be as in {newest}, which this run would continue ({error}): use "
+                "those, or another --run-dir"
+            ) from None
+    return int(extra["step"])
+
+
+@contextmanager
+def rotary_of(values: Mapping[str, object] | None, model: torch.nn.Module) -> Iterator[None]:
+    """Give a decoder the rotary embedding of a saved config while it loads, which compares it."""
+    if values is None or not isinstance(model, Decoder):
+        yield
+        return
+    config = model.config
+    model.config = with_rotary(config, values)
+    try:
+        yield
+    finally:
+        model.config = config
+
+
+def latest_step(args: RunConfig) -> int:
+    """Return the step of the newest checkpoint of a run; 0 = it has none."""
+    newest = latest(checkpoint_dir(args))
+    return 0 if newest is None else read_manifest(newest).facts.step
+
+
+def continuation(args: RunConfig) -> str:
+    """Return from where the same command would go on, for the user who has stopped a run."""
+    try:
+        newest = latest(checkpoint_dir(args))
+    except (OSError, ValueError) as error:
+        return str(error)
+    if newest is None:
+        return f"there is no checkpoint yet, so {command_line()} starts from the beginning"
+    return f"{command_line()} continues from {newest}"
+
+
+def command_line() -> str:
+    """Return the command of this process as a shell reads it."""
+    program, *words = sys.argv
+    is_moecore = program.endswith(("moecore", "moecore/__main__.py")) and words
+    return shlex.join(["moecore", *words]) if is_moecore else "the same command"
+
+
+def checkpoint_dir(args: RunConfig) -> Path:
+    """Return the directory of the checkpoints of a run."""
+    return Path(args.run_dir, CHECKPOINTS)
+
+
+# Keys and tables that change no numbers, except that a layout has other sums in another order.
+LAYOUT = {*DEGREES, "parallel", "ranks", "layout", "pipeline"}
+SAME_NUMBERS = LAYOUT | {
+    *("run_dir", "checkpoint_every", "expert_loads_every", "profile", "peak_tflops", "logging"),
+    *("plain_host", "workers", "samples"),
+    *("memory", "recompute", "offload", "offload_fraction"),
+}
+
+
+def print_changes(args: RunConfig, toml: str) -> None:
+    """Print the options that a run continues with other values. Collective."""
+    path = args.run_dir / CONFIG
+
+    def compare() -> None:
+        if not path.exists() or latest(checkpoint_dir(args)) is None:
+            return
+        try:
+            lines = changes(read_toml(path, "--run-dir"), tomllib.loads(toml))
+        except ValueError as error:
+            lines = [f"changes since the last start are unknown: {error}"]
+        for line in lines:
+            print(line, flush=True)
+
+    on_first_rank(compare)
+
+
+def save_config(args: RunConfig, toml: str) -> None:
+    """Write the options of a run to its directory, as --config reads them. Collective."""
+    on_first_rank(lambda: (args.run_dir / CONFIG).write_text(toml, errors="surrogateescape"))
+
+
+def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Return a line for each key whose value differs between two config.toml."""
+    old, new = (dict(flatten(by_stage(content))) for content in (before, after))
+    return [
+        f"{key}: {old.get(key)!r} -> {new.get(key)!r} ({effect_of(key)})"
+        for key in old | new
+        if old.get(key) != new.get(key)
+    ]
+
+
+def by_stage(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of a file in which each of [[stages]] is a table by its name."""
+    stages = {f"stages.{stage['name']}": stage for stage in content.get("stages", [])}
+    return {name: value for name, value in content.items() if name != "stages"} | stages
+
+
+def effect_of(key: str) -> str:
+    """Return whether another value of an option changes the numbers of a run."""
+    table, _, field = key.rpartition(".")
+    name = field.replace("-", "_") if table.startswith("stages.") else table or field
+    if name not in SAME_NUMBERS:
+        return "changes the numbers"
+    note = " if a step has as many rows" if name in LAYOUT else ""
+    return f"does not change the numbers{note}"
 
 
 class StepData(Protocol):
@@ -32,14 +195,6 @@ class StepData(Protocol):
 
 
 BatchT = TypeVar("BatchT", bound=StepData)
-
-
-class BatchReader(Protocol):
-    """The reader of a job's batches; the sampler's state is the position in the data."""
-
-    @property
-    def sampler(self) -> Stateful:
-        """The order of the documents."""
 
 
 @dataclass(kw_only=True)
@@ -69,7 +224,7 @@ class TrainingJob(ABC, Generic[BatchT]):
     shape: BatchShape
     config: Any
     facts: Mapping[str, object]
-    batches: BatchReader | None
+    batches: Any
 
     unit = "token"  # of text, which the mean loss is of
     saves_memory = SAVES_MEMORY  # options that lower the memory of a step
@@ -111,12 +266,7 @@ class TrainingJob(ABC, Generic[BatchT]):
 
     @abstractmethod
     def forward_backward(self, num_labels: Tensor, batch: BatchT) -> Tensor:
-        """Run backward and return this rank's part of the mean loss.
-
-        Args:
-            num_labels: int64 scalar, the labels of all data ranks.
-            batch: of this data rank.
-        """
+        """Run backward and return this rank's part of the mean loss."""
 
     def evaluate(self) -> Metrics:
         """Return metrics of held-out data, such as "eval_loss". Waits for the device."""

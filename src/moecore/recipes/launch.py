@@ -1,4 +1,4 @@
-"""Start the ranks of a job on this host, as torchrun would."""
+"""Start the ranks of a job on this host, as torchrun would, and end them by signals."""
 
 from __future__ import annotations
 
@@ -8,19 +8,56 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing import connection
 from types import FrameType
 from typing import Any, NoReturn
 
-from moecore.recipes.interrupts import exit_at_interrupt
+
+def exit_at_interrupt() -> None:
+    """End this process at SIGINT from now on, unless it is ignored, as in a shell's background."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
+
+
+class StopRequest:
+    """Notes SIGINT and SIGTERM, so that the rank stops between steps; a second SIGINT exits."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def note(self, number: int, _: FrameType | None = None) -> None:
+        """Handle a signal."""
+        if self.number and number == signal.SIGINT:
+            os._exit(128 + number)
+        self.number = self.number or number
+
+
+@contextmanager
+def noting_signals() -> Iterator[StopRequest]:
+    """Within, SIGINT and SIGTERM are noted; only the main thread gets signals."""
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a background job
+        numbers.remove(signal.SIGINT)
+    before = {number: signal.signal(number, request.note) for number in numbers}
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
 
 if multiprocessing.parent_process() is not None:
     exit_at_interrupt()  # a rank; torch takes seconds to import
 
-import torch
-import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessContext
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch.multiprocessing.spawn import ProcessContext  # noqa: E402
 
 END_S = 10  # for a rank to end after SIGTERM
 STOP_CODES = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)  # of ranks that end by themselves
@@ -43,9 +80,6 @@ def launch(run_rank: Callable[[Any], int], args: Any, world_size: int) -> int:
 
     Returns:
         0, the exit code of a rank that left by itself with one other than 0, or 128 + the signal.
-
-    Raises:
-        ProcessRaisedException: with the traceback of a rank that raised, when none has left.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     os.environ.update(

@@ -1,6 +1,6 @@
 """The loop of all recipes: ranks, steps, metrics, checkpoints and errors.
 
-`start` starts the ranks. Each rank executes `run`, which calls the loop `train`, which calls
+`run_command` starts the ranks. Each rank executes `run`, which calls the loop `train`, which calls
 `train_step` for each optimizer step. A recipe's `TrainingJob` has its data, loss and results.
 
 Note "a step ahead": a GPU stays busy over the end of a step when the next one is launched already.
@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -42,21 +41,25 @@ from moecore.recipes.errors import (
     print_run_error,
     silence_background_errors,
 )
-from moecore.recipes.host import bind_to_gpu, collect, collecting_by_hand
-from moecore.recipes.interrupts import exit_at_interrupt, noting_signals
-from moecore.recipes.job import TrainingJob
-from moecore.recipes.launch import check_environment, launch, leave
-from moecore.recipes.metrics import Launched, Moment, memory_gib
-from moecore.recipes.options import DEGREES, RunConfig
-from moecore.recipes.profiling import check_profile, traced
-from moecore.recipes.report import RunReport, make_run_dir
-from moecore.recipes.resume import (
+from moecore.recipes.host import bind_to_gpu, check_profile, collect, collecting_by_hand, traced
+from moecore.recipes.job import (
     KEPT_CHECKPOINTS,
+    TrainingJob,
     checkpoint_dir,
     continuation,
     latest_step,
+    save_config,
 )
-from moecore.recipes.run_config import save_config
+from moecore.recipes.launch import (
+    check_environment,
+    exit_at_interrupt,
+    launch,
+    leave,
+    noting_signals,
+)
+from moecore.recipes.metrics import Launched, Moment, memory_gib
+from moecore.recipes.options import DEGREES, RunConfig
+from moecore.recipes.report import RunReport, make_run_dir
 from moecore.recipes.schedule import is_due
 
 CPU_RANKS = 2
@@ -70,50 +73,29 @@ def run_command(
     *,
     run_rank: Callable[[ConfigT], int],
     check: Callable[[ConfigT, int], object],
-    dry_run: Callable[[ConfigT], int] | None = None,
+    dry_run: Callable[[ConfigT], int],
 ) -> int:
-    """Run a command that trains and return its exit code.
+    """Start the ranks of a command and return the exit code, or be one of them under torchrun.
 
-    Args:
-        parse_arguments: returns the options of the command.
-        words: the words of the command line; None = sys.argv.
-        run_rank: a function at the top of a module, which calls `run`.
-        check: raises for options that do not fit so many ranks.
-        dry_run: the command with --dry-run; None = the command has no such flag.
+    `run_rank` is a function at the top of a module, which calls `run`. `check` raises ValueError
+    for options that a number of ranks cannot run, before any rank starts.
     """
+    is_rank = "RANK" in os.environ
     try:
         args = parse_arguments(words)
-        if dry_run is not None and getattr(args, "dry_run", False):
+        if args.dry_run:
             return dry_run(args)
+        gpus, world_size = torch.cuda.device_count(), ranks_to_start(args)
+        if not is_rank:
+            if gpus and world_size > gpus:
+                raise ValueError(f"--ranks ({world_size}) must be <= the number of GPUs ({gpus})")
+            check(args, world_size)
+            make_run_dir(args.run_dir)
     except ARGUMENT_ERRORS as error:
         return print_error(error)
-    return start(run_rank, args, partial(check, args))
-
-
-def start(
-    run_rank: Callable[[ConfigT], int],
-    args: ConfigT,
-    check: Callable[[int], object],
-) -> int:
-    """Start the ranks and return the exit code, or be one of them under torchrun.
-
-    Args:
-        run_rank: a function at the top of a recipe, which calls `run`.
-        args: the options of the command.
-        check: raises for options that the number of ranks cannot run, before any rank starts.
-    """
-    if "RANK" in os.environ:
+    if is_rank:
         exit_at_interrupt()
         leave(run_rank(args))
-    gpus = torch.cuda.device_count()
-    world_size = ranks_to_start(args)
-    try:
-        if gpus and world_size > gpus:
-            raise ValueError(f"--ranks ({world_size}) must be <= the number of GPUs ({gpus})")
-        check(world_size)
-        make_run_dir(args.run_dir)
-    except ARGUMENT_ERRORS as error:
-        return print_error(error)
     code = launch(run_rank, args, world_size)
     if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
         print(f"moecore: stopped: {continuation(args)}", file=sys.stderr, flush=True)
@@ -130,13 +112,7 @@ def run(
     build_job: Callable[[ConfigT], TrainingJob[Any]],
     plan: Callable[[ConfigT], list[ConfigT]] = lambda args: [args],
 ) -> int:
-    """Build, train and finish a job on this rank, or one for each stage; return the exit code.
-
-    Args:
-        args: the options of the command.
-        build_job: makes the job of a stage.
-        plan: returns the options of each stage, see `plan_stages`.
-    """
+    """Build, train and finish a job on this rank, or one for each stage; return the exit code."""
     try:
         check_environment()
     except ARGUMENT_ERRORS as error:
@@ -189,6 +165,8 @@ def run_stage(
             if job.stage.name:
                 say(f"stage {job.stage.name}: steps {job.start + 1} to {args.steps}")
             job.begin()
+            if job.device.type == "cuda":
+                say("the first step compiles kernels, which takes up to a minute")
             with silence_background_errors():
                 code = train(job)
             if code:

@@ -1,19 +1,26 @@
-"""What a step measured: losses, what the layers routed, learning rate, time, memory, peak FLOPs."""
+"""What a step measured, and the loggers of it: TensorBoard, Weights & Biases and MLflow."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import itertools
+import json
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moecore.base.fields import CheckedRecord
 from moecore.models import DecoderConfig, flops_per_token
 from moecore.planning.gpus import TERA, bf16_flops_of
 from moecore.train.step_result import StepResult
@@ -22,11 +29,7 @@ Metrics = dict[str, float]
 
 
 class Moment:
-    """A point of this rank's work: on a GPU in its stream, else in time.
-
-    Args:
-        device: of the rank.
-    """
+    """A point of this rank's work: on a GPU in its stream, else in time."""
 
     def __init__(self, device: torch.device) -> None:
         self.time = time.perf_counter()
@@ -174,3 +177,101 @@ def peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:
         return None
     flops = bf16_flops_of(torch.cuda.get_device_name(device))
     return None if flops is None else flops / TERA
+
+
+WANDB_ID, MLFLOW_ID = "wandb.id", "mlflow.id"  # files of a run directory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoggerOptions(CheckedRecord):
+    """Where metrics are logged, besides metrics.jsonl and TensorBoard.
+
+    Attributes:
+        wandb: the project of Weights & Biases; None = off.
+        mlflow: the experiment of MLflow, whose server MLFLOW_TRACKING_URI names; None = off.
+    """
+
+    wandb: str | None = None
+    mlflow: str | None = None
+
+    def check(self) -> None:
+        """Raise ValueError for a logger whose package is missing."""
+        for name in ("wandb", "mlflow"):
+            value = getattr(self, name)
+            if value and importlib.util.find_spec(name) is None:
+                raise ValueError(
+                    f"--{name} ({value}) must have {name} installed: pip install {name}"
+                )
+
+
+class Logger(NamedTuple):
+    """Where metrics are logged: `log(metrics, step)` for each step, then `close()`."""
+
+    log: Callable[[Metrics, int], object]
+    close: Callable[[], object]
+
+
+def open_loggers(config: Any, tensorboard: ModuleType | None, *, start: int) -> list[Logger]:
+    """Return the loggers of a run that has done `start` steps; None = no TensorBoard."""
+    options: LoggerOptions = config.logging
+    loggers: list[Logger] = []
+    if tensorboard is not None:
+        folder = str(config.run_dir / "tensorboard")
+        loggers.append(_open_tensorboard(tensorboard, folder, start))
+    if options.wandb:
+        loggers.append(_open_wandb(options.wandb, config))
+    if options.mlflow:
+        loggers.append(_open_mlflow(options.mlflow, config))
+    return loggers
+
+
+def _open_tensorboard(module: ModuleType, folder: str, start: int) -> Logger:
+    writer = module.SummaryWriter(folder, purge_step=start + 1)
+
+    def log(metrics: Metrics, step: int) -> None:
+        for name, value in metrics.items():
+            writer.add_scalar(name, value, step)
+
+    return Logger(log, writer.close)
+
+
+def _open_wandb(project: str, config: Any) -> Logger:
+    """Continue the run of W&B whose id is in the run directory."""
+    file = config.run_dir / WANDB_ID
+    if not file.exists():
+        file.write_text(uuid.uuid4().hex)
+    run = importlib.import_module("wandb").init(
+        project=project,
+        name=config.run_dir.name,
+        dir=config.run_dir,
+        id=file.read_text(),
+        resume="allow",
+        config=json_of(config),
+    )
+    return Logger(run.log, run.finish)
+
+
+def _open_mlflow(experiment: str, config: Any) -> Logger:
+    """Continue the run of MLflow whose id is in the run directory."""
+    mlflow: Any = importlib.import_module("mlflow")
+    mlflow.set_experiment(experiment)
+    file = config.run_dir / MLFLOW_ID
+    if file.exists():
+        mlflow.start_run(run_id=file.read_text())
+    else:
+        run = mlflow.start_run(run_name=config.run_dir.name)
+        file.write_text(run.info.run_id)
+        mlflow.log_params(json_of(config))  # a parameter of MLflow cannot change later
+    return Logger(mlflow.log_metrics, mlflow.end_run)
+
+
+def json_of(config: Any) -> dict[str, Any]:
+    """Return the options of a run as JSON values."""
+    items = [field for field in fields(config) if field.metadata.get("is_option", True)]
+    options = {field.name: getattr(config, field.name) for field in items}
+    values: dict[str, Any] = json.loads(json.dumps(options, default=_json_value))
+    return values
+
+
+def _json_value(value: Any) -> Any:
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)

@@ -50,7 +50,7 @@ from moecore.base.command_options import (
 )
 from moecore.base.fields import check_value, quote
 from moecore.recipes.files import named, read_text, shown_path
-from moecore.recipes.stages import options_of, split_stages
+from moecore.recipes.schedule import options_of, split_stages
 
 MAX_CONFIG_BYTES = 1 << 24
 FILE = "config"  # the field with the path of the TOML file; `unsaved` in such a command
@@ -69,10 +69,6 @@ def parse(command: type[ConfigT], words: Sequence[str] | None = None, *, prog: s
             instance per stage, whose values are the table's and otherwise those of the run.
         words: of the command line; None = sys.argv. A first word that is no flag is the TOML file.
         prog: the command, for help.
-
-    Raises:
-        ValueError: for flags, keys or values that the command does not have.
-        SystemExit: with code 0, after the help is printed.
     """
     command_class: Any = command
     options = list_options(command_class)

@@ -10,27 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moecore.packing import PackedBatchSampler
-from moecore.recipes.chat import Example, is_chat
-from moecore.recipes.data import BatchShape
+from moecore.packing.corpus.files import shorten_text
+from moecore.recipes.chat import Example, count_shared, is_chat
+from moecore.recipes.data import BatchShape, Steps
 from moecore.recipes.rows import ColumnNames, DatasetOptions, Row, as_message, parse_tools
 from moecore.rl import Rollouts
 
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """Two sequences with the same prompt; their completions are learned.
-
-    Attributes:
-        preferred: with the better completion.
-        rejected: with the worse one.
-    """
+    """Two sequences with the same prompt; their completions are learned."""
 
     preferred: Example
     rejected: Example
@@ -63,37 +58,22 @@ class PreferenceBatch:
         return torch.tensor([num_pairs, len(rollouts.tokens_N), num_answers, 0])
 
 
-class PreferenceSteps:
-    """Reads the next pairs of this data rank: each pair once per epoch, over all data ranks.
+def preference_steps(
+    pairs: Sequence[Preference], shape: BatchShape, *, seed: int | None, data_rank: int
+) -> Steps[PreferenceBatch]:
+    """Return the steps of this data rank: each pair once per epoch, over all data ranks."""
+    sampler = PackedBatchSampler(
+        [1] * len(pairs),
+        1,
+        rows=shape.grad_accum * shape.batch_size,
+        data_rank=data_rank,
+        data_ranks=shape.data_ranks,
+        seed=seed or 0,
+        shuffle=seed is not None,
+    )
 
-    Attributes:
-        sampler: its state is the position in the data, the same on every rank.
-    """
-
-    def __init__(
-        self,
-        pairs: Sequence[Preference],
-        shape: BatchShape,
-        *,
-        seed: int | None,
-        data_rank: int,
-    ) -> None:
-        self._pairs = pairs
-        self.sampler = PackedBatchSampler(
-            [1] * len(pairs),
-            1,
-            rows=shape.grad_accum * shape.batch_size,
-            data_rank=data_rank,
-            data_ranks=shape.data_ranks,
-            seed=seed or 0,
-            shuffle=seed is not None,
-        )
-        self._batches = self._all_batches()
-
-    def next(self) -> PreferenceBatch:
-        """Return the step after the last one, in the next epoch after the last step of one."""
-        pairs = [self._pairs[number] for number in next(self._batches)]
-        parts = [part for pair in pairs for part in pair.parts]
+    def build_batch(numbers: list[int]) -> PreferenceBatch:
+        parts = [part for number in numbers for part in pairs[number].parts]
         lengths = torch.tensor([0, *(len(part.tokens_T) for part in parts)])
         rollouts = Rollouts(
             tokens_N=torch.cat([torch.empty(0), *(part.tokens_T for part in parts)]).long(),
@@ -102,19 +82,13 @@ class PreferenceSteps:
         )
         return PreferenceBatch(rollouts)
 
-    def _all_batches(self) -> Iterator[list[int]]:
-        while True:
-            yield from self.sampler
+    return Steps(sampler, build_batch)
 
 
 def encode_preference(
     row: Row, tokenizer: Any, seq_len: int, options: DatasetOptions, names: ColumnNames
 ) -> list[Preference]:
-    """Return the pair of a row.
-
-    Raises:
-        ValueError: for a row that has none.
-    """
+    """Return the pair of a row."""
     columns = row.columns(names)
     prompt, *completions = (_messages(columns.get(n)) for n in ("prompt", "preferred", "rejected"))
     is_text = all(isinstance(completion, str) for completion in completions)
@@ -131,9 +105,10 @@ def encode_preference(
         else:
             prompt_ids, *ids = _chat_ids(tokenizer, prompt, completions, parse_tools(columns))
     except Exception as error:  # of any kind: a template is code
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"{row.place} must fit the chat template of --model: {reason}") from None
-    num_prompt = min(_num_shared(prompt_ids, tokens) for tokens in ids)
+        raise ValueError(
+            f"{row.place} must fit the chat template of --model: {shorten_text(error)}"
+        ) from None
+    num_prompt = min(count_shared(prompt_ids, tokens) for tokens in ids)
     if not num_prompt:
         raise ValueError(f"{row.place} must have a prompt before both completions: add one")
     preferred, rejected = (
@@ -151,15 +126,9 @@ def _messages(value: Any) -> Any:
 
 def _without_shared_prompt(preferred: Any, rejected: Any) -> tuple[Any, Any, Any]:
     """Return the prompt that both begin with, and what follows it. A space begins an answer."""
-    count = _num_shared(preferred, rejected)
+    count = count_shared(preferred, rejected)
     count -= count > 0 and preferred[count - 1] == " "
     return preferred[:count], preferred[count:], rejected[count:]
-
-
-def _num_shared(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """Return how many items two sequences begin with alike."""
-    pairs = zip(first, second, strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _text_ids(tokenizer: Any, prompt: str, completions: Sequence[str]) -> Iterator[list[int]]:

@@ -4,20 +4,9 @@ r"""Pre-train a Mixture-of-Experts decoder on a corpus: one command to a directo
         --data web_text_document,weight=0.7 code.jsonl,weight=0.3,field=content \
         --validation held_out.jsonl,name=web --eval-every 500 --run-dir runs/mine
     torchrun --nproc-per-node 8 -m moecore pretrain --config runs/mine/config.toml --ep 4 --cp 2
-    torchrun --nproc-per-node 8 -m moecore pretrain --config ... --seq-len 65536 --dynamic-cp 8192
 
-Documents are text or token ids from JSONL files, Megatron's .bin and .idx, and Hugging Face data
-sets on disk or streamed. Worker processes tokenize and pack them into rows ahead of the step,
-without attention across documents. Sources are mixed by their weights. See docs/pretraining.md.
-
-The model is a decoder with the sizes of a config.json (--hf-config) and new weights, or a preset
-(--preset) with changed fields (--num-layers, ...). Each option is a flag and a key of a TOML file.
-RUN_DIR/config.toml has the options of the run. `moecore plan --write FILE` writes a planned run.
-
-The same command continues a run from its last complete checkpoint, on any number of ranks. The run
-reads each remaining token once (docs/checkpointing.md). Its result is RUN_DIR/export with the
-tokenizer, if --hf-config is set. loop.py has the steps, sharding.py shards the model, and native.py
-runs it.
+See docs/pretraining.md. The same command continues a run from its last complete checkpoint, on any
+number of ranks. corpus_training.py has the job, loop.py the steps, and corpora.py the data.
 """
 
 from __future__ import annotations
@@ -27,63 +16,73 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, Self
 
 import torch
 
 from moecore.base.command_options import Fields, Table, internal
 from moecore.base.fields import Count, CountOrZero, Positive
+from moecore.base.options.layer import BalanceConfig, CapacityConfig, MoEConfig
 from moecore.io.checkpoint.config_differences import differences
-from moecore.models import Decoder, DecoderConfig, at_width, document_cost
-from moecore.packing import CorpusOptions
+from moecore.models import Decoder, DecoderConfig, at_width, document_cost, preset
+from moecore.packing import CorpusOptions, CorpusSource
 from moecore.packing.collate import get_length_multiple
 from moecore.parallel.mesh import Meshes, build_meshes
-from moecore.recipes.checks import (
-    check_dynamic_cp,
-    check_graph,
-    check_memory,
-    check_rows,
-)
 from moecore.recipes.corpora import (
     BYTES,
     CorpusSteps,
-    ScheduledCorpusSteps,
     SourceOptions,
     Tokenizer,
+    hold_out,
     read_source,
+    scheduled_corpus_steps,
     with_names,
 )
 from moecore.recipes.corpus_training import CorpusTraining
-from moecore.recipes.data import BatchShape, StepBatch
-from moecore.recipes.decoder_config import DecoderRunConfig, default_balance, read_decoder_config
-from moecore.recipes.dry_run import planned_run, print_dry_run
+from moecore.recipes.data import BatchShape, RandomSteps
+from moecore.recipes.decoder_config import (
+    RotaryOptions,
+    default_balance,
+    read_decoder_config,
+    values_of,
+    with_rotary,
+)
+from moecore.recipes.dry_run import planned_run, print_batch, print_dry_run
+from moecore.recipes.errors import (
+    check_dynamic_cp,
+    check_graph,
+    check_rows,
+)
+from moecore.recipes.generate import SampleOptions
 from moecore.recipes.loop import batch_shape, ranks_to_start, run, run_command
 from moecore.recipes.optimizer import OptimizerConfig
-from moecore.recipes.options import moe_of
+from moecore.recipes.options import ShardedConfig, moe_of, parallelize
 from moecore.recipes.parser import parse
 from moecore.recipes.report import make_run_dir
-from moecore.recipes.rotary import RotaryOptions, with_rotary
-from moecore.recipes.samples import SampleOptions
-from moecore.recipes.schedule import LearningRateSchedule
-from moecore.recipes.sharding import parallelize
-from moecore.recipes.stages import plan_stages
-from moecore.recipes.steps import BatchRamp
+from moecore.recipes.schedule import BatchRamp, LearningRateSchedule, plan_stages
 from moecore.train import WidthRates, width_rates
 
 FIELDS_OF_RUN = "row_tokens", "multiple", "vocab_size", "seed"  # of [corpus], which the run sets
 
 
 @dataclass(frozen=True, kw_only=True)
-class PretrainConfig(DecoderRunConfig):
+class PretrainConfig(ShardedConfig):
     """Pre-train a Mixture-of-Experts decoder on a corpus.
 
     Attributes:
+        preset: the model, see moecore.models.PRESETS.
+        model: fields of the decoder that differ from the preset.
+        moe: fields of its MoE layers that differ from the preset.
+        capacity: token dropping.
+        balance: load balancing.
         data: sources: PATH,weight=1,field=text,name=NAME,split=train,config=NAME,stream=true.
-        validation: sources of the evaluation, like `data`.
+        tokens: "random" draws tokens of the vocabulary in place of `data`, to measure speed.
+        validation: sources of the evaluation, like `data`; () = the last documents of `data`.
         tokenizer: directory or name on the hub, or "bytes".
         workers: processes of a rank that read ahead; 0 = none.
         eval_rows: rows of each validation set over all ranks.
-        hf_config: config.json of the model or its directory, in place of a preset.
+        hf_config: config.json of the model, its directory or a name of the hub, in place of a
+            preset.
         embedding_std: standard deviation of new embeddings that are not tied.
         corpus: how documents become rows.
         rotary: positions for sequences of another length.
@@ -93,7 +92,15 @@ class PretrainConfig(DecoderRunConfig):
         stage_tables: the tables of [[stages]].
     """
 
+    preset: str = "tiny"
+    model: Annotated[Fields, Table(record=DecoderConfig)] = field(default_factory=dict)
+    moe: Annotated[Fields, Table(record=MoEConfig, without=("dim",))] = field(default_factory=dict)
+    capacity: CapacityConfig | None = None
+    balance: Annotated[Fields, Table(record=BalanceConfig, without=("micro_batch_coef",))] = field(
+        default_factory=dict
+    )
     data: tuple[SourceOptions, ...] = ()
+    tokens: Literal["text", "random"] = "text"
     validation: tuple[SourceOptions, ...] = ()
     tokenizer: str = BYTES
     workers: CountOrZero = 2
@@ -120,25 +127,43 @@ class PretrainConfig(DecoderRunConfig):
 
     def model_config(self) -> DecoderConfig:
         """Return the decoder of config.json, or the preset with the fields that are set."""
-        if self.hf_config is None:
-            config = self.preset_config()
-        else:
-            tables = {"model": self.model, "moe": self.moe, "capacity": self.capacity}
-            for table, values in tables.items():
-                if values:
-                    raise ValueError(
-                        f"options of [{table}] must be left out with --hf-config "
-                        f"({self.hf_config}): set them there"
-                    )
+        tables = {"model": self.model, "moe": self.moe, "capacity": self.capacity}
+        set_tables = [table for table, values in tables.items() if values]
+        if self.hf_config is not None and set_tables:
+            raise ValueError(
+                f"options of [{set_tables[0]}] must be left out with --hf-config "
+                f"({self.hf_config}): set them there"
+            )
+        if self.hf_config is not None:
             config = read_decoder_config(self.hf_config)
-        balance = self.set_balance() or default_balance(moe_of(config))
-        return self.rotary.apply(self.with_balance(config, balance))
+        else:
+            config = replace(preset(self.preset), **self.model)
+            capacity = self.capacity or moe_of(config).capacity
+            moe = replace(moe_of(config), **self.moe, dim=config.dim, capacity=capacity)
+            config = replace(config, moe=moe)
+        coef = {} if self.aux_loss is None else {"micro_batch_coef": self.aux_loss}
+        moe, values = moe_of(config), {**self.balance, **coef} or self.default_balance(config)
+        config = replace(config, moe=replace(moe, balance=replace(moe.balance, **values)))
+        return self.rotary.apply(config)
 
-    def resolve(self) -> PretrainConfig:
-        """Return the options with all fields of a model without config.json."""
-        run = self if self.hf_config else super().resolve()
-        rows = corpus_options(self, self.model_config(), 1)
-        return replace(run, corpus=asdict(rows))
+    def default_balance(self, config: DecoderConfig) -> dict[str, Any]:
+        """Return the fields of [balance] of a run that sets none."""
+        return default_balance(moe_of(config))
+
+    def resolve(self) -> Self:
+        """Return the options with all fields of [corpus] and of a model without config.json."""
+        config = self.model_config()
+        moe, run = moe_of(config), replace(self, corpus=asdict(corpus_options(self, config, 1)))
+        if self.hf_config:
+            return run
+        return replace(
+            run,
+            aux_loss=moe.balance.micro_batch_coef,
+            model=values_of(config),
+            moe=values_of(moe),
+            capacity=moe.capacity,
+            balance=values_of(moe.balance),
+        )
 
 
 def build_job(args: PretrainConfig) -> CorpusTraining:
@@ -146,22 +171,22 @@ def build_job(args: PretrainConfig) -> CorpusTraining:
     world_size = int(os.environ["WORLD_SIZE"])
     config, tokenizer = check(args, world_size)
     make_run_dir(args.run_dir)
-    sources = [read_source(options, tokenizer) for options in args.data]
-    held_out = [
-        read_source(options, tokenizer, option="--validation") for options in args.validation
-    ]
+    sources, held_out = read_sources(args, tokenizer)
     meshes = build_meshes(args.parallel_config(world_size, num_experts=moe_of(config).num_experts))
     rows = corpus_options(args, config, meshes.parallel.cp)
     max_tokens = args.sharding.dynamic_cp
-    if max_tokens is None:
-        check_memory(args, config, torch.device(meshes.device_type))
     rates = rates_of(args, config)
     model = build_model(args, config, meshes, rates)
     shape = batch_shape(args, meshes.parallel)
-    steps: Any = partial(CorpusSteps, data_rank=meshes.data_rank)
+    data_rank = meshes.data_rank
+    steps: Any = partial(CorpusSteps, data_rank=data_rank)
     if max_tokens is not None:
         plan: Any = {"max_tokens": max_tokens, "cost": document_cost(config)}
-        steps = partial(ScheduledCorpusSteps, data_rank=meshes.data_rank, **plan)
+        steps = partial(scheduled_corpus_steps, data_rank=data_rank, **plan)
+    if args.tokens == "random":
+        batches = RandomSteps(config.vocab_size, shape, seed=args.seed, data_rank=data_rank)
+    else:
+        batches = steps(sources, rows, shape, workers=args.workers)
     eval_shape, fixed = eval_shape_of(args, shape), replace(rows, shuffle=False, partitions=1)
     return CorpusTraining(
         args=args,
@@ -171,13 +196,26 @@ def build_job(args: PretrainConfig) -> CorpusTraining:
         shape=shape,
         config=config,
         facts={"--tokenizer": args.tokenizer},
-        batches=steps(sources, rows, shape, workers=args.workers),
+        batches=batches,
         tokenizer=tokenizer,
         bad_lines=sum(getattr(source.documents, "num_invalid", 0) for source in sources),
         validation={
             source.name: steps([source], fixed, eval_shape, workers=0).next() for source in held_out
         },
     )
+
+
+def read_sources(
+    args: PretrainConfig, tokenizer: Tokenizer
+) -> tuple[list[CorpusSource], list[CorpusSource]]:
+    """Return the sources to train on and those to evaluate on."""
+    if args.tokens == "random":
+        return [], []
+    sources = [read_source(options, tokenizer) for options in args.data]
+    if args.eval_every and not args.validation:
+        return hold_out(sources)
+    held_out = (read_source(of, tokenizer, option="--validation") for of in args.validation)
+    return sources, list(held_out)
 
 
 def eval_shape_of(args: PretrainConfig, shape: BatchShape) -> BatchShape:
@@ -219,11 +257,14 @@ def build_model(
 
 def check(args: PretrainConfig, world_size: int) -> tuple[DecoderConfig, Tokenizer]:
     """Return config and tokenizer; raise ValueError for arguments that do not fit together."""
-    if not args.data:
+    is_random, max_tokens = args.tokens == "random", args.sharding.dynamic_cp
+    if not (args.data or is_random):
         raise ValueError("--data ([]) must have at least one source: name a file")
-    if args.eval_every and not args.validation:
-        raise ValueError(f"--eval-every ({args.eval_every}) must go with --validation: name a file")
-    max_tokens = args.sharding.dynamic_cp
+    if is_random and (args.eval_every or max_tokens is not None):
+        raise ValueError(
+            "--tokens (random) must be text with --eval-every and --dynamic-cp, which need "
+            "documents: drop them"
+        )
     args.check_sharding()
     check_graph(args, max_tokens)
     config, tokenizer = args.model_config(), Tokenizer(args.tokenizer)
@@ -233,10 +274,11 @@ def check(args: PretrainConfig, world_size: int) -> tuple[DecoderConfig, Tokeniz
         raise ValueError(
             f"--seq-len ({args.seq_len}) must be <= max_seq_len ({config.max_seq_len}) of the model"
         )
-    if tokenizer.size > config.vocab_size:
+    if tokenizer.size > config.vocab_size and not is_random:
         raise ValueError(
             f"--tokenizer ({args.tokenizer}, {tokenizer.size} ids) must have <= vocab_size "
-            f"({config.vocab_size}) of the model: take the model's own, or raise vocab_size"
+            f"({config.vocab_size}) of the model: take the model's own, raise vocab_size, or "
+            "use --tokens random"
         )
     parallel = args.parallel_config(world_size, num_experts=moe_of(config).num_experts)
     check_rows(args, parallel)
@@ -249,7 +291,7 @@ def check(args: PretrainConfig, world_size: int) -> tuple[DecoderConfig, Tokeniz
         check_dynamic_cp(args, max_tokens, parallel)
     args.logging.check()
     samples, pp = args.samples, args.degree("pp")
-    samples.prompts(tokenizer, max_seq_len=config.max_seq_len)
+    samples.prompts(tokenizer, config)
     if samples.sample_every and pp > 1:
         raise ValueError(
             f"sample_every ({samples.sample_every}) must be 0 with --pp {pp}: sample from the "
@@ -305,13 +347,17 @@ def dry_run(args: PretrainConfig) -> int:
     config, tokenizer = check(args, world_size)
     parallel = args.parallel_config(world_size, num_experts=moe_of(config).num_experts)
 
-    def read_batch() -> StepBatch:
-        sources = [read_source(options, tokenizer) for options in args.data]
+    def print_first_batch() -> None:
         rows, shape = corpus_options(args, config, parallel.cp), batch_shape(args, parallel)
-        return CorpusSteps(sources, rows, shape, data_rank=0, workers=0).next()
+        if args.tokens == "random":
+            batch = RandomSteps(config.vocab_size, shape, seed=args.seed, data_rank=0).next()
+        else:
+            sources, _ = read_sources(args, tokenizer)
+            batch = CorpusSteps(sources, rows, shape, data_rank=0, workers=0).next()
+        print_batch(batch, tokenizer.decode)
 
     training_run = planned_run(args, config, parallel, world_size)
-    return print_dry_run(args.resolve(), training_run, read_batch, tokenizer.decode)
+    return print_dry_run(args.resolve(), training_run, print_first_batch)
 
 
 def run_rank(args: PretrainConfig) -> int:

@@ -13,16 +13,166 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from pathlib import Path
+from statistics import median
 from types import ModuleType
 from typing import Any
 
 from moecore.io.checkpoint.directory import CHECKPOINTS
-from moecore.recipes.alarms import Alarms
 from moecore.recipes.files import named
-from moecore.recipes.loggers import MLFLOW_ID, WANDB_ID, loggers_of
-from moecore.recipes.metrics import Metrics, expert_loads, layer_names, without_experts
+from moecore.recipes.metrics import (
+    MLFLOW_ID,
+    WANDB_ID,
+    Metrics,
+    expert_loads,
+    layer_names,
+    open_loggers,
+    without_experts,
+)
 from moecore.recipes.options import RunConfig
+
+WINDOW, FEWEST = 128, 32  # losses before a step: the most that count, and the least
+FACTOR = 10.0  # 6.7 standard deviations of normal noise
+IDLE_STEPS = 100
+MOST_NAMED = 8  # experts of a line
+BLOCK_STEPS = 20  # steps whose loads are averaged: few tokens of one step are uneven by chance
+COLLAPSED_SHARE = 0.5  # of the experts, as the effective number of experts has it
+FIRST_STEPS = 20  # of a run
+FIRST_NORM = 100.0  # decoders with matrices of N(0, 0.02^2) begin at 1 to 20
+NORM_GROWTH, LOSS_GROWTH = 3.0, 0.3  # a factor, and nats above the lowest loss before
+
+
+class Alarms:
+    """Looks at each step of a start.
+
+    loss      it is above the median of the `WINDOW` losses before it by `FACTOR` times their median
+              absolute deviation, and the loss before it was not. Neither number moves with a few
+              spikes. Without a reward alone: losses of a policy measure nothing.
+    experts   no token has chosen them for `IDLE_STEPS` steps; once until one does.
+    collapse  over `BLOCK_STEPS` steps the loads of a layer are as uneven as if at most half of its
+              experts shared all tokens: 1 / sum(share^2) <= E / 2. Once until no layer is.
+    gradient  its norm is nan or inf, so the step was skipped. Not with a loss scale, which finds
+              its value by such steps.
+    first steps  the norm of the first gradient is above `FIRST_NORM`; or two of the first steps in
+              turn have losses that have risen by `LOSS_GROWTH`, and one of them has a norm that is
+              `NORM_GROWTH` times the first. Each once. Without a reward only.
+    """
+
+    def __init__(self) -> None:
+        self._block: dict[str, list[float]] = {}  # layer -> sum of the loads of a block
+        self._block_steps = 0
+        self._has_collapsed = False
+        self._first_norm, self._lowest_loss = math.inf, math.inf
+        self._rising_norms: list[float] = []  # of the steps in turn whose losses have risen
+        self._has_grown = False
+        self._losses = deque[float](maxlen=WINDOW)
+        self._is_high = False
+        self._idle: dict[tuple[str, int], int] = {}  # layer and expert -> steps without a token
+
+    def of(self, step: int, metrics: Metrics) -> list[str]:
+        """Return the lines of a step; of its metrics, with the load of each expert."""
+        lines = [*self._loss(metrics), *self._experts(metrics), *self._collapse(metrics)]
+        lines += [*self._gradient(metrics), *self._first_steps(step, metrics)]
+        return [f"alarm at step {step}: {line}" for line in lines]
+
+    def _loss(self, metrics: Metrics) -> list[str]:
+        loss, before, was_high = metrics["loss"], [*self._losses], self._is_high
+        if not math.isfinite(loss) or "reward" in metrics:
+            return []
+        self._losses.append(loss)
+        if len(before) < FEWEST:
+            return []
+        middle = median(before)
+        spread = median(abs(value - middle) for value in before)
+        self._is_high = loss > middle + FACTOR * spread
+        if not self._is_high or was_high:
+            return []
+        return [
+            f"loss ({loss:.4g}) is more than {FACTOR:g} median absolute deviations ({spread:.2g}) "
+            f"above {middle:.4g}, the median of the {len(before)} before it"
+        ]
+
+    def _experts(self, metrics: Metrics) -> list[str]:
+        lines = []
+        for layer in layer_names(metrics):
+            new = []
+            for e, load in enumerate(expert_loads(metrics, layer)):
+                idle = self._idle[layer, e] = 0 if load else self._idle.get((layer, e), 0) + 1
+                new += [e] if idle == IDLE_STEPS else []
+            if new:
+                names = ", ".join(map(str, new[:MOST_NAMED]))
+                names += f" and {len(new) - MOST_NAMED} more" if len(new) > MOST_NAMED else ""
+                lines.append(
+                    f"no token of {IDLE_STEPS} steps has chosen experts {names} of {layer}"
+                )
+        return lines
+
+    def _gradient(self, metrics: Metrics) -> list[str]:
+        norm = metrics.get("grad_norm", 0.0)
+        if math.isfinite(norm) or "loss_scale" in metrics:
+            return []
+        return [f"grad_norm ({norm}) is not finite, so the step was skipped"]
+
+    def _collapse(self, metrics: Metrics) -> list[str]:
+        for layer in layer_names(metrics):
+            loads_E = expert_loads(metrics, layer)
+            if not loads_E:
+                continue
+            sums_E = self._block.setdefault(layer, [0.0] * len(loads_E))
+            self._block[layer] = [a + b for a, b in zip(sums_E, loads_E, strict=True)]
+        self._block_steps += 1
+        if self._block_steps < BLOCK_STEPS:
+            return []
+        uneven = {layer: _share_of_experts(sums_E) for layer, sums_E in self._block.items()}
+        uneven = {layer: share for layer, share in uneven.items() if share <= COLLAPSED_SHARE}
+        block, self._block, self._block_steps = self._block, {}, 0
+        is_new, self._has_collapsed = bool(uneven) and not self._has_collapsed, bool(uneven)
+        if not is_new:
+            return []
+        layer = min(uneven, key=lambda name: uneven[name])
+        sums_E = block[layer]
+        busiest = max(range(len(sums_E)), key=lambda e: sums_E[e])
+        share = sums_E[busiest] / sum(sums_E)
+        layers = layer if len(uneven) == 1 else f"{len(uneven)} layers, most of all {layer},"
+        return [
+            f"loads of {layers} have collapsed: expert {busiest} has {share:.1%} of the "
+            f"choices of {BLOCK_STEPS} steps, {share * len(sums_E):.1f} times the mean: raise "
+            "[balance] global_batch_coef, lower --lr or lengthen the warm-up"
+        ]
+
+    def _first_steps(self, step: int, metrics: Metrics) -> list[str]:
+        norm, loss = metrics.get("grad_norm", math.nan), metrics["loss"]
+        if step > FIRST_STEPS or "reward" in metrics or not math.isfinite(norm + loss):
+            return []
+        rise, self._lowest_loss = loss - self._lowest_loss, min(loss, self._lowest_loss)
+        norms = self._rising_norms = [*self._rising_norms, norm] if rise > LOSS_GROWTH else []
+        if step == 1:
+            self._first_norm = norm
+            if norm <= FIRST_NORM:
+                return []
+            return [
+                f"grad_norm ({norm:.4g}) of the first step is above {FIRST_NORM:g}: check the "
+                "initialisation of the weights, or the weights that the run starts from"
+            ]
+        growth = max(norms, default=0.0) / max(self._first_norm, 1e-30)
+        if len(norms) < 2 or growth < NORM_GROWTH or self._has_grown:
+            return []
+        self._has_grown = True
+        return [
+            f"grad_norm ({max(norms):.4g}) is {growth:.1f} times that of the first step and the "
+            f"loss ({loss:.4g}) has risen by {rise:.2g}: lower --lr or lengthen the warm-up"
+        ]
+
+
+def _share_of_experts(loads_E: list[float]) -> float:
+    """Return the effective number of experts over all: 1 for even loads, 1/E for one expert.
+
+    `_share_of_experts([2, 2, 0, 0])` is 0.5. Without tokens it is 1.
+    """
+    squares = sum(load * load for load in loads_E)
+    return sum(loads_E) ** 2 / squares / len(loads_E) if squares else 1.0
+
 
 METRICS, CURVES = "metrics.jsonl", "curves.png"
 SAMPLES = "samples.jsonl"
@@ -33,6 +183,15 @@ FOLDERS = (CHECKPOINTS, EXPORT, f".{EXPORT}.draft", "tensorboard")
 LOAD = "expert_load_max_over_mean"  # of models, and stages, with MoE layers
 LINES_S = 5.0  # between lines where stderr is no terminal
 MOST_TICKS = 16  # layers that are named beside the map
+# Metrics of the bar and of lines: name, label, format.
+BAR_METRICS = (
+    ("reward", "reward", ".3f"),
+    ("loss", "loss", ".3f"),
+    ("tokens_per_second", "tok/s", ".0f"),
+    (LOAD, "load", ".2f"),
+    ("eval_loss", "eval", ".3f"),
+    ("mfu", "mfu", ".1%"),
+)
 NAMES = {
     "tqdm": "tqdm",
     "torch.utils.tensorboard": "tensorboard",
@@ -41,13 +200,7 @@ NAMES = {
 
 
 class RunReport:
-    """The record of one run, kept by rank 0.
-
-    Args:
-        args: of the run; its directory is where metrics.jsonl, tensorboard/ and curves.png go.
-        start: steps that the checkpoint has done; later lines of an earlier run are cut off.
-        unit: of text, whose mean loss is drawn, where metrics have no reward.
-    """
+    """The record of one run, kept by rank 0."""
 
     def __init__(self, args: RunConfig, *, start: int, unit: str = "byte") -> None:
         modules = {name: _import(name) for name in NAMES}
@@ -61,7 +214,7 @@ class RunReport:
         self.file = self.path.open("ab", buffering=0)
         tqdm, tensorboard = modules["tqdm"], modules["torch.utils.tensorboard"]
         self.figure = modules["matplotlib.figure"]
-        self.loggers = loggers_of(args, tensorboard, start=start)
+        self.loggers = open_loggers(args, tensorboard, start=start)
         if tqdm:  # its default lock is a semaphore between processes, which a rank would leave
             tqdm.tqdm.set_lock(threading.RLock())
         self.bar = None
@@ -70,31 +223,18 @@ class RunReport:
         self.alarms = Alarms()
 
     def log(self, step: int, metrics: Metrics, *, expert_loads: bool = True) -> None:
-        """Add one step. Its line is out of this process before a checkpoint of the step begins.
-
-        Args:
-            step: its number.
-            metrics: of the step, with the load of each expert, for alarms.
-            expert_loads: whether these loads are logged.
-        """
+        """Add one step. Its line is out of this process before a checkpoint of the step begins."""
         for line in self.alarms.of(step, metrics):
             print(line, flush=True) if self.bar is None else self.bar.write(line)
         metrics = metrics if expert_loads else without_experts(metrics)
-        self.file.write(json.dumps({"step": step, **metrics}).encode() + b"\n")
+        self.file.write(json.dumps({"step": step, **pack_loads(metrics)}).encode() + b"\n")
         for logger in self.loggers:
-            logger.log(step, metrics)
+            logger.log(metrics, step)
         postfix = {
-            "loss": f"{metrics['loss']:.3f}",
-            "tok/s": f"{metrics['tokens_per_second']:.0f}",
+            label: format(metrics[name], spec)
+            for name, label, spec in BAR_METRICS
+            if name in metrics
         }
-        if LOAD in metrics:
-            postfix["load"] = f"{metrics[LOAD]:.2f}"
-        if "reward" in metrics:
-            postfix = {"reward": f"{metrics['reward']:.3f}", **postfix}
-        if "eval_loss" in metrics:
-            postfix["eval"] = f"{metrics['eval_loss']:.3f}"
-        if "mfu" in metrics:
-            postfix["mfu"] = f"{metrics['mfu']:.1%}"
         if self.bar is not None:
             self.bar.set_postfix(postfix, refresh=False)
             self.bar.update()
@@ -119,13 +259,17 @@ class RunReport:
             draw_curves(self.figure, self.path, self.unit)
 
 
-def make_run_dir(path: Path) -> None:
-    """Make the directory of a run, and check all that a run writes there before it trains.
+def pack_loads(metrics: Metrics) -> dict[str, Any]:
+    """Return metrics with the loads of a layer's experts as one list, of three decimals."""
+    loads = {
+        f"expert_loads/{layer}": expert_loads(metrics, layer) for layer in layer_names(metrics)
+    }
+    lists = {name: [round(load, 3) for load in of_E] for name, of_E in loads.items() if of_E}
+    return without_experts(metrics) | lists
 
-    Raises:
-        ValueError: names --run-dir, for a directory that cannot be made or written, and for a part
-            of another kind: a FIFO would be waited for, a link or a file would fail at the end.
-    """
+
+def make_run_dir(path: Path) -> None:
+    """Make the directory of a run, and check all that a run writes there before it trains."""
     name = named("--run-dir", path)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -220,8 +364,9 @@ def _draw_maps(canvas: Any, layers: Any, experts: Any, lines: list[dict[str, Any
     least_even = max(range(len(names)), key=lambda i: sum(rows[i]), default=None)
     if least_even is None:
         return
-    expert_lines = [line for line in full_lines if expert_loads(line, names[least_even])]
-    loads = [expert_loads(line, names[least_even]) for line in expert_lines]
+    key = f"expert_loads/{names[least_even]}"
+    expert_lines = [line for line in full_lines if key in line]
+    loads = [line[key] for line in expert_lines]
     by_expert = list(map(list, zip(*loads, strict=True)))
     _draw_map(canvas, experts, expert_lines, by_expert, vmin=0.0, vmax=2.0, cmap="RdBu_r")
     experts.set(ylabel="expert", title=f"load of each expert / mean, layer {short[least_even]}")

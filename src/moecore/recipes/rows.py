@@ -20,8 +20,7 @@ from typing import Any, Literal
 
 from moecore.base.fields import CheckedRecord
 from moecore.packing.corpus.files import strip_line
-from moecore.recipes.files import named, read_text
-from moecore.recipes.tables import is_table, load_table
+from moecore.recipes.files import is_table, load_table, named, read_text
 
 RowFormat = Literal["auto", "messages", "sharegpt", "alpaca", "completion", "text"]
 # What a row of each format must have; the first one that a row has is its format.
@@ -96,22 +95,13 @@ class ColumnNames(CheckedRecord):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row as it is read.
-
-    Attributes:
-        place: file and line, for errors.
-        content: the columns, or the line of JSON that has them.
-    """
+    """A row as it is read."""
 
     place: str
     content: Mapping[str, Any] | str
 
     def parse(self) -> Mapping[str, Any]:
-        """Return the columns.
-
-        Raises:
-            ValueError: for a line that is not a JSON object.
-        """
+        """Return the columns."""
         content: Any = self.content
         if isinstance(content, str):
             try:
@@ -148,11 +138,7 @@ def read_rows(files: Sequence[Path], option: str, options: DatasetOptions) -> It
 
 
 def in_form(columns: dict[str, Any], row_format: RowFormat, place: str) -> dict[str, Any]:
-    """Return columns in a form of chat.py: messages, prompt and completion, or text.
-
-    Raises:
-        ValueError: for a row without the columns of the format.
-    """
+    """Return columns in a form of chat.py: messages, prompt and completion, or text."""
     formats = FORMATS if row_format == "auto" else {row_format: FORMATS[row_format]}
     kind = next((kind for kind, names in formats.items() if {*names} <= columns.keys()), None)
     if kind is None and row_format != "auto":

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, Literal, NamedTuple
 
-from moecore.base.fields import Bound, CheckedRecord, Count, CountOrZero, Rules
+from moecore.base.fields import Bound, CheckedRecord, Count, CountOrZero, Rules, quote
 
 Share = Annotated[float, Bound(">=", 0), Bound("<=", 1)]
 NumTokens = Annotated[int, Bound(">=", 1), Bound("<", 2**62)]
@@ -54,13 +54,7 @@ class LearningRateSchedule(CheckedRecord):
             yield "decay_steps", f"be None with lr_schedule ({self.lr_schedule!r}): use 'wsd'"
 
     def factor(self, step: int, *, steps: int, steps_of: Callable[[int], int]) -> float:
-        """Return the learning rate of a step as a share of the peak.
-
-        Args:
-            step: the optimizer step, from 1.
-            steps: optimizer steps of the run.
-            steps_of: returns the fewest steps that read so many tokens over all ranks.
-        """
+        """Return the learning rate of a step as a share of the peak."""
         total = self.schedule_steps or steps
         warmup = self._warmup(total, steps_of)
         if step <= warmup:
@@ -85,3 +79,284 @@ class LearningRateSchedule(CheckedRecord):
 def is_due(step: int, *, every: int, steps: int) -> bool:
     """Whether an event of every `every` steps and of the last step is due; every 0 = never."""
     return every > 0 and (step % every == 0 or step == steps)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchRamp(CheckedRecord):
+    """The growth of the batch at the beginning of a run.
+
+    The first steps have `ramp_start` rows. Each equal part of `ramp_tokens` adds `ramp_increment`
+    rows, until a step has all rows: batch_size x grad_accum x data ranks. The number of rows is a
+    function of the tokens that the run has read, padding included.
+
+    Attributes:
+        ramp_start: rows of the first step over all ranks; None = all steps have all rows.
+        ramp_increment: rows that are added at once: whole micro-batches of all data ranks.
+        ramp_tokens: tokens after which a step has all rows.
+    """
+
+    ramp_start: Count | None = None
+    ramp_increment: Count | None = None
+    ramp_tokens: NumTokens | None = None
+
+    def _rules(self) -> Rules:
+        names = ("ramp_start", "ramp_increment", "ramp_tokens")
+        missing = [name for name in names if getattr(self, name) is None]
+        names_set = ", ".join(name for name in names if name not in missing)
+        if missing and names_set:
+            yield (
+                missing[0],
+                f"be given with {names_set}: give all three options of [batch] or none",
+            )
+
+    def check(self, *, rows: int, micro_batch_rows: int) -> None:
+        """Raise ValueError unless micro-batches divide the ramp, whose end is all rows."""
+        if self.ramp_start is None or self.ramp_increment is None:
+            return
+        for name in ("ramp_start", "ramp_increment"):
+            if (value := getattr(self, name)) % micro_batch_rows:
+                raise ValueError(
+                    f"{name} ({value}) must be a multiple of {micro_batch_rows}, the rows of a "
+                    "micro-batch of all data ranks: round it"
+                )
+        if self.ramp_start > rows or (rows - self.ramp_start) % self.ramp_increment:
+            raise ValueError(
+                f"ramp_start ({self.ramp_start}) plus a multiple of ramp_increment "
+                f"({self.ramp_increment}) must be {rows}, the rows of a step: change one of them"
+            )
+
+
+class EqualSteps(NamedTuple):
+    """Neighbouring steps of one size: the first of them, and rows and tokens of a row."""
+
+    first: int
+    rows: int
+    seq_len: int
+
+
+class StepSizes:
+    """The rows and tokens of each step; steps count from 1.
+
+    `StepSizes([EqualSteps(1, 2, 8), EqualSteps(4, 4, 8)])` has 16 tokens in steps 1, 2 and 3, and
+    32 in each later one: `tokens_through(5)` is 112, and `steps_of(49)` is 4.
+    """
+
+    def __init__(self, parts: Sequence[EqualSteps]) -> None:
+        self.parts = tuple(parts)
+
+    def rows(self, step: int) -> int:
+        """Return the rows of a step over all data ranks."""
+        return max(part for part in self.parts if part.first <= max(step, 1)).rows
+
+    def tokens_through(self, step: int) -> int:
+        """Return the tokens of a step and of all before it, padding included."""
+        ends = [*(part.first for part in self.parts), step + 1][1:]
+        return sum(
+            max(0, min(end, step + 1) - part.first) * part.rows * part.seq_len
+            for part, end in zip(self.parts, ends, strict=True)
+        )
+
+    def steps_of(self, tokens: int) -> int:
+        """Return the fewest steps that read so many tokens."""
+        for number, part in enumerate(self.parts):
+            remaining = tokens - self.tokens_through(part.first - 1)
+            step = part.first - 1 + -(-remaining // (part.rows * part.seq_len))
+            if number + 1 == len(self.parts) or step < self.parts[number + 1].first:
+                return max(step, 0)
+        raise AssertionError("the last part has no end")
+
+
+def equal_steps(
+    ramp: BatchRamp, *, first: int, rows: int, seq_len: int, tokens: int
+) -> Iterator[EqualSteps]:
+    """Yield the parts of steps whose rows grow, from step `first` on."""
+    if ramp.ramp_start is None or ramp.ramp_increment is None or ramp.ramp_tokens is None:
+        yield EqualSteps(first, rows, seq_len)
+        return
+    num_increments = (rows - ramp.ramp_start) // ramp.ramp_increment
+    while True:
+        number = min(num_increments, tokens * num_increments // ramp.ramp_tokens)
+        step_rows = ramp.ramp_start + number * ramp.ramp_increment
+        yield EqualSteps(first, step_rows, seq_len)
+        if number == num_increments:
+            return
+        end = -(-(number + 1) * ramp.ramp_tokens // num_increments)  # tokens of the next increment
+        num_steps = -(-(end - tokens) // (step_rows * seq_len))
+        first, tokens = first + num_steps, tokens + num_steps * step_rows * seq_len
+
+
+# Options that all stages of a run share.
+SHARED = ("run_dir", "ranks", "tokenizer", "preset", "hf_config", "logging", "wandb", "mlflow")
+SCHEDULE = {"schedule", *(field.name for field in fields(LearningRateSchedule))}
+NO_RAMP = BatchRamp()
+Options = Mapping[str, Any]  # of a TOML file
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageLength(CheckedRecord):
+    """The name and the length of a stage.
+
+    Attributes:
+        name: in checkpoints and messages.
+        steps: optimizer steps; None = `tokens`.
+        tokens: tokens of all ranks, padding included, rounded up to full steps.
+    """
+
+    name: str
+    steps: Count | None = None
+    tokens: NumTokens | None = None
+
+    def _rules(self) -> Rules:
+        if (self.steps is None) == (self.tokens is None):
+            yield "steps", f"be given without tokens ({self.tokens}), or tokens alone: give one"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingStage:
+    """A stage whose steps are known.
+
+    Attributes:
+        name: of the stage; "" = the run has no stages.
+        begin: steps of the stages before it.
+        end: the number of its last step.
+        last: the number of the run's last step.
+        has_schedule: whether the learning rate follows a schedule over the steps of this stage; if
+            not, the run's schedule covers all steps of the run.
+        sizes: rows and tokens of the steps of the run up to this stage's end.
+    """
+
+    name: str
+    begin: int
+    end: int
+    last: int
+    has_schedule: bool
+    sizes: StepSizes
+
+    def rate_factor(self, schedule: LearningRateSchedule, step: int) -> float:
+        """Return the learning rate of a step as a share of the peak."""
+        if not self.has_schedule:
+            return schedule.factor(step, steps=self.last, steps_of=self.sizes.steps_of)
+        before = self.sizes.tokens_through(self.begin)
+        return schedule.factor(
+            step - self.begin,
+            steps=self.end - self.begin,
+            steps_of=lambda tokens: self.sizes.steps_of(before + tokens) - self.begin,
+        )
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """Return the rows of a step and the tokens of the run up to it, where steps differ."""
+        if len(self.sizes.parts) == 1:
+            return {}
+        return {
+            "rows": float(self.sizes.rows(step)),
+            "tokens": float(self.sizes.tokens_through(step)),
+        }
+
+    def begins_at(self, step: int, saved_name: str | None) -> bool:
+        """Return whether a checkpoint of a step is from the previous stage."""
+        if (saved_name or "") == self.name:
+            return False
+        if step != self.begin:
+            raise ValueError(
+                f"[[stages]] must have stage {quote(saved_name or '')} end at or after step {step} "
+                f"of its checkpoint, where stage {quote(self.name)} begins at {self.begin}: "
+                "correct the stages, or use another --run-dir"
+            )
+        return True
+
+
+def split_stages(content: Options) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the options of a TOML file without its stages, and the tables of the stages."""
+    options, tables = dict(content), content.get("stages")
+    options.pop("stages", None)
+    if tables is None:
+        return options, []
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise ValueError("stages must be tables: write [[stages]] above each of them")
+    lengths = [length_of(table) for table in tables]
+    names = [length.name for length in lengths]
+    if len(set(names)) < len(names) or "" in names:
+        raise ValueError(f"stages ({quote(names)}) must have names that differ: rename one")
+    for name in ("steps", "tokens"):
+        if name in options:
+            raise ValueError(
+                f"{name} ({quote(options[name])}) must be in each of [[stages]]: move it"
+            )
+    for table in tables:
+        for name in SHARED:
+            if name in {key.replace("-", "_") for key in table}:
+                raise ValueError(
+                    f"stage {quote(table['name'])} must not have {name}, which all stages share: "
+                    "move it out of [[stages]]"
+                )
+    return options, tables
+
+
+def length_of(table: Options) -> StageLength:
+    """Return the name and the length of a stage's table."""
+    names = {field.name for field in fields(StageLength)} & table.keys()
+    if "name" not in names:
+        raise ValueError(f"stages ({quote(dict(table))}) must have a name: give one")
+    return StageLength(**{name: table[name] for name in names})
+
+
+def options_of(table: Options) -> dict[str, Any]:
+    """Return the options of a stage's table without its name and length."""
+    names = {field.name for field in fields(StageLength)}
+    return {key: value for key, value in table.items() if key not in names}
+
+
+def plan_stages(args: Any, batch_of: Callable[[Any], tuple[int, int, BatchRamp]]) -> list[Any]:
+    """Return the options of each stage, or the run's options if it has no stages.
+
+    The fields `stage` and `run` are set, and `steps` is the number of the stage's last step.
+
+    Args:
+        args: the `StagedConfig` of the run.
+        batch_of: returns for the options of a stage the rows of a step after the ramp, the rows of
+            a micro-batch of all data ranks, and the ramp.
+    """
+    tables: Sequence[Options] = args.stage_tables or [{}]
+    plans: list[Any] = []
+    sizes, begin = StepSizes([]), 0
+    for options, table in zip(args.stages or [args], tables, strict=True):
+        if table and not options.checkpoint_every:
+            raise ValueError(
+                "--checkpoint-every (0) must be > 0 with [[stages]], which begin with the "
+                "checkpoint of the stage before them: raise it"
+            )
+        rows, micro_batch_rows, ramp = batch_of(options)
+        ramp.check(rows=rows, micro_batch_rows=micro_batch_rows)
+        stage = plan_stage(options, table, sizes, begin, rows=rows, ramp=ramp)
+        sizes, begin = stage.sizes, stage.end
+        plans.append(replace(options, steps=begin, stage=stage, run=args))
+    return [replace(options, stage=replace(options.stage, last=begin)) for options in plans]
+
+
+def plan_stage(
+    args: Any,
+    table: Options,
+    sizes: StepSizes,
+    begin: int,
+    *,
+    rows: int,
+    ramp: BatchRamp = NO_RAMP,
+) -> TrainingStage:
+    """Return a stage behind the step `begin`, whose steps and those before it have these sizes."""
+    tokens = sizes.tokens_through(begin)
+    parts = equal_steps(ramp, first=begin + 1, rows=rows, seq_len=args.seq_len, tokens=tokens)
+    before = (part for part in sizes.parts if part.first <= begin)
+    sizes, name, end = StepSizes([*before, *parts]), "", args.steps
+    if table:
+        length = length_of(table)
+        name, end = length.name, begin + (length.steps or 0)
+        if length.tokens is not None:
+            end = sizes.steps_of(tokens + length.tokens)
+    return TrainingStage(
+        name=name,
+        begin=begin,
+        end=end,
+        last=end,
+        has_schedule=bool({key.replace("-", "_") for key in table} & SCHEDULE),
+        sizes=sizes,
+    )

@@ -1,32 +1,31 @@
-r"""Make a tiny Qwen3-MoE with random weights, a tokenizer of its own and chats to train it on.
+"""Make a tiny Qwen3-MoE with random weights, a tokenizer of its own and data to train it on.
 
-    moecore tiny-model runs/tiny
-
-The directory is one of Hugging Face's: config.json, generation_config.json, model.safetensors and
-the tokenizer, whose chat template marks answers with {% generation %}. In chats.jsonl are questions
-about functions of Python's standard library, and what their docstrings answer. pairs.jsonl has each
-question with its answer, chosen, and the reversed words of the answer, rejected.
+The chat template marks answers with {% generation %}. In chats.jsonl are questions about functions
+of Python's standard library, and what their docstrings answer. pairs.jsonl has each question with
+its answer, chosen, and the reversed words of the answer, rejected. `--task sums` is for
+`moecore grpo`: sums of two digits, learned by reward.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import json
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 
-from moecore.recipes import sums
+from moecore.base.command_options import POSITIONAL
 from moecore.recipes.data import standard_library
-from moecore.recipes.errors import ARGUMENT_ERRORS, print_error
 
-CHATS, PAIRS = "chats.jsonl", "pairs.jsonl"
+CHATS, PAIRS, PROMPTS = "chats.jsonl", "pairs.jsonl", "prompts.jsonl"
+WORDS = [*"0123456789+=", "<end>"]
+COPIES = 8  # of each prompt, so that the steps of an epoch have equally many
 END, PAD = "<|im_end|>", "<|endoftext|>"
 VOCAB_SIZE = 2048
 NUM_QUESTIONS = 200  # few enough to be learned by heart in minutes
@@ -47,15 +46,7 @@ TEMPLATE = """\
 
 
 def make(out: Path, **sizes: int) -> None:
-    """Write the directory.
-
-    Args:
-        out: must not exist.
-        sizes: fields of Qwen3MoeConfig in place of the tiny ones.
-
-    Raises:
-        ValueError: when the directory is there.
-    """
+    """Write the directory."""
     check_new(out)
     pairs = list(islice(questions(), NUM_QUESTIONS))
     tokenizer = make_tokenizer(pairs)
@@ -154,24 +145,64 @@ def make_model(tokenizer: Any, **sizes: int) -> Any:
     )
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Make the directory that the command line names."""
-    parser = argparse.ArgumentParser(
-        prog="moecore tiny-model", description="Make a tiny Hugging Face MoE model and chats."
-    )
-    parser.add_argument("out", type=Path, metavar="OUT", help="directory to make")
-    task_help = "sums: a model, a tokenizer and prompts for moecore grpo"
-    parser.add_argument("--task", choices=("chats", "sums"), default="chats", help=task_help)
-    args = parser.parse_args(words)
+def make_sums(out: Path) -> None:
+    """Write a model, a tokenizer and prompts of sums of two digits, such as "3+4="."""
+    tokenizer = make_digit_tokenizer()
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_key_value_heads": 4, "head_dim": 16}
+    make_model(tokenizer, **sizes, max_position_embeddings=256).save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    rows = [{"prompt": f"{a}+{b}=", "sum": a + b} for a in range(5) for b in range(5)]
+    text = "".join(f"{json.dumps(row)}\n" for row in rows * COPIES)
+    (out / PROMPTS).write_text(text)
+
+
+def make_digit_tokenizer() -> Any:
+    """Return a tokenizer whose tokens are digits, signs and the end."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, WORDS[-1]))
+    words.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    words.decoder = decoders.Fuse()
+    special = dict.fromkeys(("eos_token", "pad_token", "unk_token"), WORDS[-1])
+    return PreTrainedTokenizerFast(tokenizer_object=words, **special)
+
+
+def reward_sum(
+    prompts: Sequence[str], completions: Sequence[str], sum: Sequence[int], **_: Any
+) -> list[float]:
+    """Return the points of each completion, whose best is "7" for "3+4=".
+
+    A correct digit is worth half a point, and so is to end after the first digit.
+    """
+    pairs = zip(completions, sum, strict=True)
+    return [
+        ((text[:1] == str(right)) + (len(text) == 1 and text.isdigit())) / 2
+        for text, right in pairs
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyModelConfig:
+    """Make a tiny Hugging Face MoE model and data to train it on.
+
+    Attributes:
+        out: the directory to make.
+        task: "sums" makes a model, a tokenizer and prompts for moecore grpo.
+    """
+
+    out: Annotated[Path, POSITIONAL]
+    task: Literal["chats", "sums"] = "chats"
+
+
+def run_tiny_model(args: TinyModelConfig) -> int:
+    """Make the directory."""
     out = args.out
-    try:
-        if args.task == "sums":
-            check_new(out)
-            sums.make(out)
-            print(f"{out} has a tiny Qwen3-MoE, {out / sums.PROMPTS} sums to train it on")
-            return 0
+    check_new(out)
+    if args.task == "sums":
+        make_sums(out)
+        print(f"{out} has a tiny Qwen3-MoE, {out / PROMPTS} sums to train it on")
+    else:
         make(out)
-    except ARGUMENT_ERRORS as error:
-        return print_error(error)
-    print(f"{out} has a tiny Qwen3-MoE with its tokenizer, {out / CHATS} chats to train it on")
+        print(f"{out} has a tiny Qwen3-MoE with its tokenizer, {out / CHATS} chats to train it on")
     return 0

@@ -20,7 +20,8 @@ OffloadedParts = Annotated[tuple[Offloaded, ...], 'pass ("experts",)']
 Fraction = Annotated[float, Bound(">=", 0), Bound("<=", 1)]
 Fractions = Annotated[Fraction | tuple[Fraction, ...], "pass a float, or one per pipeline stage"]
 HostBytes = Annotated[int, Bound(">=", 0), Bound("<", 2**63)]
-Parts = Annotated[tuple[Recomputed, ...] | Literal["gemm_last"], "pass 'gemm_last'"]
+Part = Recomputed | Literal["gemm_last"]
+Parts = Annotated[tuple[Part, ...] | Literal["gemm_last"], "pass 'gemm_last'"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,4 +95,7 @@ class MemoryOptions(CheckedRecord):
     @property
     def parts(self) -> tuple[Recomputed, ...]:
         """The recomputed parts; "gemm_last" is replaced by its three parts."""
-        return GEMM_LAST if self.recompute == "gemm_last" else self.recompute
+        names = (self.recompute,) if self.recompute == "gemm_last" else self.recompute
+        return tuple(
+            part for name in names for part in (GEMM_LAST if name == "gemm_last" else (name,))
+        )

@@ -1,0 +1,60 @@
+"""KVCache: keys and values of the tokens that a decoder has read, for generation.
+
+Legend: B rows, T tokens of a forward with padding, N of them without padding, S tokens so far, H
+query heads, d dims of a head.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class KVCache:
+    """Keys and values by attention layer; each row is one document.
+
+    The class is plain because FSDP's mixed precision casts the tensors of tuples and dataclasses.
+
+    Attributes:
+        length: tokens of earlier forwards.
+        num_tokens: tokens of the running forward, without padding at the end.
+    """
+
+    def __init__(self) -> None:
+        self.length = self.num_tokens = 0
+        self._layers: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+
+    def attend(
+        self,
+        layer: nn.Module,
+        q_BTHd: Tensor,
+        k_BThd: Tensor,
+        v_BThd: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        """Add the keys and values of this forward; return the causal attention to all tokens."""
+        T, N = q_BTHd.shape[1], self.num_tokens
+        k_BShd, v_BShd = k_BThd[:, :N], v_BThd[:, :N]
+        if layer in self._layers:
+            k_BShd, v_BShd = (
+                torch.cat(pair, dim=1)
+                for pair in zip(self._layers[layer], (k_BShd, v_BShd), strict=True)
+            )
+        self._layers[layer] = k_BShd, v_BShd
+        keys_S = torch.arange(k_BShd.shape[1], device=q_BTHd.device)
+        queries_N1 = keys_S[-N:, None]
+        mask_NS = keys_S <= queries_N1
+        if window is not None:
+            mask_NS &= keys_S > queries_N1 - window
+        q_BHNd, k_BhSd, v_BhSd = (x.transpose(1, 2) for x in (q_BTHd[:, :N], k_BShd, v_BShd))
+        y_BHNd = F.scaled_dot_product_attention(
+            q_BHNd, k_BhSd, v_BhSd, attn_mask=mask_NS, scale=scale, enable_gqa=True
+        )
+        return F.pad(y_BHNd.transpose(1, 2), (0, 0, 0, 0, 0, T - N))
+
+    def end_forward(self) -> None:
+        """Count the tokens of the forward that has ended."""
+        self.length += self.num_tokens

@@ -1,0 +1,313 @@
+"""Reinforcement: the job of `moecore grpo`, its reward functions and its prompts.
+
+    def reward(prompts, completions, **columns) -> list[float]
+
+`prompts` has the prompt of each completion, a text or a list of messages. `completions` has texts,
+or for prompts of messages lists of one assistant's message. `columns` has a list for each other
+column of --data, and completion_ids, the tokens. The result is one number per completion.
+
+Two models share each device. `parallelize_moe` has sharded the policy over all ranks. The sampler
+is transformers' own model, whole on each rank, with its `generate`. A step is
+
+    sync      `Engine.weights` streams the policy's weights into the sampler
+    sample    a group of completions of each of the rank's prompts, the training off the device
+    score     the reward function; advantages are those within a group
+    train     forward and backward of GRPO's loss, and `TrainStep.finish`
+
+Legend: P prompts of a rank, G completions of each, n = P * G.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moecore.base.fields import CheckedRecord, Count, Positive
+from moecore.base.progress import track
+from moecore.io import WeightStream
+from moecore.packing import PackedBatchSampler
+from moecore.packing.corpus.files import shorten_text
+from moecore.recipes.chat import is_chat
+from moecore.recipes.data import Steps
+from moecore.recipes.errors import RewardError
+from moecore.recipes.hf_model import export, finish_adapters
+from moecore.recipes.job import TrainingJob
+from moecore.recipes.loop import begins, ranks_of, say
+from moecore.recipes.metrics import Metrics
+from moecore.recipes.report import EXPORT
+from moecore.recipes.rows import ColumnNames, DatasetOptions, parse_tools, read_rows
+from moecore.rl import GRPO, Engine, Rollouts, group_advantages
+
+Reward = Callable[..., Sequence[float]]
+
+
+def load_reward(path: str) -> Reward:
+    """Return the function of MODULE:FUNCTION; modules of the working directory are found too."""
+    module_name, _, name = path.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        function: Reward = getattr(importlib.import_module(module_name), name)
+    except Exception as error:  # of any kind: a module is code
+        raise ValueError(
+            f"--reward ({path}) must be MODULE:FUNCTION that imports: {shorten_text(error)}"
+        ) from None
+    if not callable(function):
+        raise ValueError(f"--reward ({path}) must name a function: correct it")
+    return function
+
+
+def rewards_of(
+    reward: Reward,
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    columns: Mapping[str, Sequence[Any]],
+) -> Tensor:
+    """Return the reward of each completion, fp32 [n]."""
+    if not completions:
+        return torch.zeros(0)
+    try:
+        values = [float(v) for v in reward(prompts=prompts, completions=completions, **columns)]
+    except Exception as error:  # of any kind: it is code of the user's own
+        line = f"{type(error).__name__}: {error}"
+        raise RewardError(
+            f"--reward must return numbers: {' '.join(line.split())[:300]}"
+        ) from error
+    if len(values) != len(completions) or not all(map(math.isfinite, values)):
+        raise RewardError(
+            f"--reward returned {len(values)} values, which must be one finite number for each of "
+            f"{len(completions)} completions: correct it"
+        )
+    return torch.tensor(values)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt and the columns that a reward function reads."""
+
+    content: Any
+    ids: list[int]
+    columns: Mapping[str, Any]
+
+
+def read_prompts(
+    files: Sequence[Path],
+    tokenizer: Any,
+    *,
+    options: DatasetOptions | None,
+    columns: ColumnNames | None,
+    max_tokens: int,
+) -> list[Prompt]:
+    """Return the prompts of the files, in order; messages are rendered for an answer."""
+    names, prompts = columns or ColumnNames(), list[Prompt]()
+    rows = read_rows(files, "--data", options or DatasetOptions())
+    for row in track(rows, "tokenizing", unit="prompts"):
+        content = dict(row.parse())
+        prompt = content.pop(names.prompt, None)
+        if not isinstance(prompt, str) and not is_chat(prompt):
+            raise ValueError(
+                f"{row.place} must have {names.prompt}, a text or messages: correct the row or "
+                "columns.prompt"
+            )
+        try:
+            if isinstance(prompt, str):
+                ids = tokenizer(prompt)["input_ids"]
+            else:
+                tools = parse_tools(names.rename(content))
+                ids = tokenizer.apply_chat_template(
+                    prompt, tools=tools, add_generation_prompt=True, return_dict=True
+                )["input_ids"]
+        except Exception as error:  # of any kind: a template is code
+            raise ValueError(
+                f"{row.place} must fit the tokenizer of --model: {shorten_text(error)}"
+            ) from None
+        if not 0 < len(ids) <= max_tokens:
+            raise ValueError(
+                f"{row.place} ({len(ids)} tokens) must have 1 to {max_tokens} tokens, --seq-len "
+                "without --max-new-tokens: raise --seq-len, or leave the row out"
+            )
+        prompts.append(Prompt(prompt, ids, content))
+    if not prompts:
+        raise ValueError(f"--data ({' '.join(map(str, files))}) must have a prompt: add rows")
+    return prompts
+
+
+def prompt_steps(
+    prompts: Sequence[Prompt], *, rows: int, data_rank: int, data_ranks: int, seed: int
+) -> Steps[list[Prompt]]:
+    """Return the steps of this data rank: each prompt once per epoch, over all data ranks."""
+    sampler = PackedBatchSampler(
+        [1] * len(prompts), 1, rows=rows, data_rank=data_rank, data_ranks=data_ranks, seed=seed
+    )
+    return Steps(sampler, lambda numbers: [prompts[number] for number in numbers])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingOptions(CheckedRecord):
+    """Completions of prompts, and their rewards.
+
+    Attributes:
+        reward: MODULE:FUNCTION of (prompts, completions, **columns) -> list of numbers, as TRL's.
+        group: completions of a prompt.
+        max_new_tokens: tokens of a completion.
+        temperature: logits are divided by it.
+    """
+
+    reward: str
+    group: Count = 16
+    max_new_tokens: Count = 256
+    temperature: Positive = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """The completions that a rank has sampled in a step."""
+
+    rollouts: Rollouts
+    rewards_n: Tensor
+
+    def counts(self) -> Tensor:
+        """Return tokens of completions, tokens, completions and 0: int64 [4]."""
+        num_new = int(self.rollouts.response_mask_N.sum())
+        return torch.tensor([num_new, len(self.rollouts.tokens_N), len(self.rewards_n), 0])
+
+
+@dataclass(kw_only=True)
+class Reinforcement(TrainingJob[Samples]):
+    """A policy on prompts; `reference` None = no penalty, or the policy without its adapters."""
+
+    batches: Steps[list[Prompt]]
+    sampler: Any
+    tokenizer: Any
+    reward: Reward
+    sampling: SamplingOptions
+    reference: Any
+
+    unit = "token"
+    chosen_by = "--data and --batch-size"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.objective: GRPO = self.args.grpo
+        self.engine = Engine(
+            self.model, self.owner, max_tokens=self.args.seq_len, reference=self.reference
+        )
+        self.weights: WeightStream = self.engine.weights(bucket_bytes=1 << 24, layout="fused")
+        self._metrics: Metrics = {}
+        end = self.sampler.generation_config.eos_token_id
+        end = self.tokenizer.eos_token_id if end is None else end
+        self._ends = set(end if isinstance(end, list) else [end])
+
+    def begin(self) -> None:
+        """Print what is trained."""
+        prompts, group = self.args.batch_size, self.sampling.group
+        progress = f"{begins(self, 'from its weights')} to step {self.args.steps}"
+        say(
+            f"GRPO of {self.args.model} {progress} on {ranks_of(self)}: {group} completions of "
+            f"each of {prompts} prompts per data rank"
+        )
+
+    def next_batch(self, step: int) -> Samples:
+        """Sample and score. A step's random numbers depend only on its number, seed and rank."""
+        data_ranks = self.meshes.data_ranks
+        torch.manual_seed((self.args.seed + step) * data_ranks + self.meshes.data_rank)
+        prompts = [p for p in self.batches.next() for _ in range(self.sampling.group)]
+        self.sync()
+        self.engine.offload("all")
+        responses = self.generate([prompt.ids for prompt in prompts]) if prompts else []
+        self.engine.onload("all")
+        rewards_n = self.score(prompts, responses)
+        rollouts = Rollouts.of(
+            [p.ids for p in prompts], responses, temperature=self.sampling.temperature
+        )
+        groups_n = torch.arange(len(prompts)) // self.sampling.group
+        advantages_N = rollouts.spread(group_advantages(rewards_n, groups_n))
+        return Samples(rollouts.replace(advantages_N=advantages_N), rewards_n)
+
+    def score(self, prompts: Sequence[Prompt], responses: Sequence[list[int]]) -> Tensor:
+        """Return the reward of each completion, and note the mean of all ranks. Collective."""
+        texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
+        completions = [
+            text if isinstance(prompt.content, str) else [{"role": "assistant", "content": text}]
+            for prompt, text in zip(prompts, texts, strict=True)
+        ]
+        names = {name for prompt in prompts for name in prompt.columns}
+        columns = {name: [p.columns.get(name) for p in prompts] for name in sorted(names)}
+        columns["completion_ids"] = list(responses)
+        rewards_n = rewards_of(self.reward, [p.content for p in prompts], completions, columns)
+        moments = torch.stack([rewards_n.sum(), rewards_n.square().sum()]).double()
+        moments = torch.cat([moments, moments.new_full((1,), len(rewards_n))]).to(self.device)
+        dist.all_reduce(moments)
+        total, squares, number = moments.tolist()
+        mean = total / number
+        self._metrics = {"reward": mean, "reward_std": max(squares / number - mean**2, 0.0) ** 0.5}
+        return rewards_n
+
+    @torch.no_grad()
+    def sync(self) -> None:
+        """Give the sampler the policy's weights, with its adapters added. Collective."""
+        state = self.sampler.state_dict()
+        for name, tensor in self.weights:
+            state[name].copy_(tensor)
+
+    def generate(self, prompts: Sequence[list[int]]) -> list[list[int]]:
+        """Return a completion of each prompt, with its end if it has one."""
+        T = max(map(len, prompts))
+        pad_id = self.tokenizer.pad_token_id
+        pad_id = min(self._ends) if pad_id is None else pad_id
+        ids_nT = torch.tensor([[pad_id] * (T - len(ids)) + ids for ids in prompts])
+        mask_nT = torch.tensor([[0] * (T - len(ids)) + [1] * len(ids) for ids in prompts])
+        output_nT = self.sampler.generate(
+            ids_nT.to(self.device),
+            attention_mask=mask_nT.to(self.device),
+            do_sample=True,
+            temperature=self.sampling.temperature,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=self.sampling.max_new_tokens,
+            eos_token_id=sorted(self._ends),
+            pad_token_id=pad_id,
+        )
+        return [until_end(response, self._ends) for response in output_nT[:, T:].tolist()]
+
+    def forward_backward(self, num_labels: Tensor, batch: Samples) -> Tensor:
+        """Train on the rollouts as the policy that has sampled them: ratios are 1."""
+        rollouts = batch.rollouts
+        if self.objective.kl_coef:
+            scores = self.engine.reference_log_probs(rollouts)
+            rollouts = rollouts.replace(ref_log_probs_N=scores.log_probs_N)
+        loss = self.engine.forward_backward(rollouts, self.objective).loss
+        return loss / self.meshes.data_ranks  # of the mean, which every rank has
+
+    def position(self) -> Metrics:
+        """Return the mean and the deviation of the rewards of the step."""
+        return self._metrics
+
+    def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
+        """Return the mean length of completions."""
+        return {"response_tokens": counts[0] / counts[2]}
+
+    def finish(self) -> None:
+        """Export a directory that `from_pretrained` loads."""
+        target = self.args.run_dir / EXPORT
+        if self.start < self.args.steps or not target.exists():
+            if self.args.lora is not None:
+                finish_adapters(self.model, self.args.run_dir)
+            export(self.model, self.args.model, target)
+        say(f"{target} is ready for from_pretrained")
+
+
+def until_end(response: list[int], ends: set[int]) -> list[int]:
+    """Return the tokens of a response up to its first end."""
+    place = next((i for i, token in enumerate(response) if token in ends), len(response))
+    return response[: place + 1]
