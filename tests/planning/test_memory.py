@@ -31,7 +31,7 @@ from moecore.planning import (
     plan_peak,
 )
 from moecore.planning.gpus import GPUS
-from moecore.planning.run import sizes_of
+from moecore.planning.run import list_rank_bytes
 from moecore.train import AdamW
 from tests.helpers.ranks import run_ranks
 
@@ -123,7 +123,7 @@ def test_ranks_hold_what_is_planned(name: str, found: dict[str, Any]) -> None:
     pp = run.resolved.pp
     for rank in plan.ranks:
         real = found[name][rank.pp_rank * WORLD // pp]
-        assert sizes_of(run)[rank.pp_rank].gradients == real["gradients"]
+        assert list_rank_bytes(run)[rank.pp_rank].gradients == real["gradients"]
         assert rank.device["optimizer state"] == real["optimizer state"]
         kinds = [kind for kind in rank.device if kind.startswith("parameters")]
         assert sum(rank.device[kind] for kind in kinds) == real["parameters"]
@@ -201,7 +201,7 @@ def test_many_micro_batches_hold_what_a_few_do(
     few = [plan_memory(replace(run, num_micro_batches=n)).ranks for n in numbers]
     many = plan_memory(replace(run, num_micro_batches=2**31 - 2)).ranks
     assert many == few[list(numbers).index(10 if schedule else 8)]
-    monkeypatch.setattr(memory, "until_steady", lambda run: run.num_micro_batches)
+    monkeypatch.setattr(memory, "count_steady_micro_batches", lambda run: run.num_micro_batches)
     assert few == [plan_memory(replace(run, num_micro_batches=n)).ranks for n in numbers]
 
 

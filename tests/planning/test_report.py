@@ -25,7 +25,7 @@ from moecore.planning.report import (
     Kernel,
     Trace,
     classify_kernel,
-    report,
+    make_report,
 )
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -249,9 +249,11 @@ def trace_of(part: str, *, with_graph: bool = False) -> Trace:
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name[:30])
 def test_each_option_is_reached_by_its_parts(option: Option) -> None:
     for part in option.takes_from:
-        found = {lever.lever: lever for lever in report(trace_of(part)).levers}
-        lever, ms = found[option.name], report(trace_of(part)).parts[part]
-        assert lever.share == pytest.approx(option.max_share * ms / report(trace_of(part)).wall)
+        found = {lever.lever: lever for lever in make_report(trace_of(part)).levers}
+        lever, ms = found[option.name], make_report(trace_of(part)).parts[part]
+        assert lever.share == pytest.approx(
+            option.max_share * ms / make_report(trace_of(part)).wall
+        )
         assert lever.limit == LIMIT_OF[option.takes_from[0]]
     page, _, anchor = option.page.partition("#")
     titles = (
@@ -268,13 +270,13 @@ def test_each_option_stands_once_and_names_parts() -> None:
 
 
 def test_a_lever_that_is_pulled_is_not_named() -> None:
-    assert "GraphedForwardBackward" in report(trace_of("late launches")).levers[0].lever
-    after = report(trace_of("late launches", with_graph=True)).levers
+    assert "GraphedForwardBackward" in make_report(trace_of("late launches")).levers[0].lever
+    after = make_report(trace_of("late launches", with_graph=True)).levers
     assert [lever.lever[:14] for lever in after] == ["fewer launches"]
 
 
 def test_nothing_is_advised_for_what_no_lever_reaches() -> None:
-    found = report(trace_of("routing"))
+    found = make_report(trace_of("routing"))
     assert found.levers == () and found.table().endswith("next: no lever of the table reaches 1%")
 
 

@@ -11,7 +11,7 @@ from moecore import FSDPOptions, ParallelConfig, PipelineConfig
 from moecore.base.options.precision import Precision
 from moecore.models import preset
 from moecore.planning import OptimizerOptions, TrainingRun
-from moecore.planning.run import _compute_rank_size, sizes_of
+from moecore.planning.run import _compute_rank_size, list_rank_bytes
 
 DEEP = replace(preset("tiny-deepseek-v3"), num_layers=7, dense_layers=(0, 1))
 TIED = replace(preset("tiny-shared"), num_layers=6)
@@ -56,4 +56,6 @@ RUNS: dict[str, TrainingRun] = {
 @pytest.mark.parametrize("name", RUNS)
 def test_each_rank_stores_what_its_own_plan_has(name: str) -> None:
     run = RUNS[name]
-    assert list(sizes_of(run)) == [_compute_rank_size(run, rank) for rank in range(run.resolved.pp)]
+    assert list(list_rank_bytes(run)) == [
+        _compute_rank_size(run, rank) for rank in range(run.resolved.pp)
+    ]

@@ -24,7 +24,7 @@ from moecore.planning import (
     time_step,
 )
 from moecore.planning.record import place_launches
-from moecore.planning.segments import Segments, segments_of
+from moecore.planning.segments import Segments, make_segments
 from moecore.planning.times import run_queue
 from tests.helpers.grids import beside
 
@@ -148,10 +148,10 @@ def test_the_network_carries_one_collective_at_a_time() -> None:
 
 
 def test_which_layer_is_like_which() -> None:
-    segments = segments_of(STAGED)
+    segments = make_segments(STAGED)
     assert segments.num_micro_batches == 3
     assert segments.like == {"F": (0, 1, 1, 1, 1, 1, 2, 3), "B": (0, 1, 2, 2, 2, 2, 2, 3)}
-    dense = segments_of(replace(STAGED, model=replace(DEEPSEEK, num_layers=8)))
+    dense = make_segments(replace(STAGED, model=replace(DEEPSEEK, num_layers=8)))
     assert dense.like == {"F": (0, 0, 0, 1, 2, 2, 3, 4), "B": (0, 0, 0, 1, 2, 3, 3, 4)}
 
 

@@ -66,8 +66,8 @@ def test_two_ranks_by_hand() -> None:
 
 def test_each_action_has_its_own_time() -> None:
     schedule = make_schedule("1f1b", pp=1, chunks=1, num_micro_batches=3)
-    seconds = lambda item: 1.0 + list_actions(item)[0].micro_batch  # noqa: E731
-    timeline = Timeline(spans=spans_of(schedule, seconds, 0.0))
+    spans = spans_of(schedule, lambda item: 1.0 + list_actions(item)[0].micro_batch, 0.0)
+    timeline = Timeline(spans=spans)
     assert timeline.makespan == 2 * (1 + 2 + 3)
 
 

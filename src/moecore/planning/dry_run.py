@@ -32,8 +32,15 @@ from moecore.models.tp_products import workspace_bytes
 from moecore.parallel.model.parallel_state import parallel_state
 from moecore.planning.model import ModuleParts
 from moecore.planning.record import END, SLICES, Queued, Start, Work, WorkRecorder
-from moecore.planning.run import TrainingRun, fake_world, model_of, new_garbage, optimizer_of, quiet
-from moecore.planning.transformers import refusing
+from moecore.planning.run import (
+    TrainingRun,
+    build_model,
+    build_optimizer,
+    collect_by_hand,
+    fake_world,
+    ignore_warnings,
+)
+from moecore.planning.transformers import raise_one_line
 from moecore.train.memory.on_meta import OnMeta, list_tensors
 from moecore.train.memory.parts import BlockPart, find_parts
 from moecore.train.memory.saved_bytes import NAMES
@@ -115,16 +122,21 @@ def add_even_work(run: TrainingRun, dry: Callable[[TrainingRun], DryRun]) -> Dry
 def dry_run_of_capacity(run: TrainingRun, rank: int = 0) -> DryRun:
     """Return a dry run with the work of the full capacity, in half the time of `dry_run`."""
     recorder = WorkRecorder(run.ranks_per_domain)
-    dry = launches_on_meta(recorder.launched, run.num_peers), dry_streams(recorder.queues)
-    contexts = refusing(run.model), fake_world(run.num_gpus, rank), quiet(), new_garbage()
+    dry = launches_on_meta(recorder.record_kernel, run.num_peers), dry_streams(recorder.queues)
+    contexts = (
+        raise_one_line(run.model),
+        fake_world(run.num_gpus, rank),
+        ignore_warnings(),
+        collect_by_hand(),
+    )
     with contexts[0], contexts[1], contexts[2], contexts[3], dry[0], dry[1]:
-        model = model_of(run, "cpu")
+        model = build_model(run, "cpu")
         for tensor in (*model.parameters(), *model.buffers()):
-            recorder.take(get_local_tensor(tensor))
+            recorder.count_storage(get_local_tensor(tensor))
         recorder.params = list(model.parameters())
         tokens_BT = run.tokens()  # which the caller of a step has allocated
         with OnMeta("cuda"), recorder, torch.enable_grad():
-            optimizer = optimizer_of(run, model)
+            optimizer = build_optimizer(run, model)
             if run.pipeline is None:
                 register_hooks(model, run.planned_model.parts(model), recorder)
             step = TrainStep(model, optimizer, max_norm=1.0)
@@ -133,11 +145,11 @@ def dry_run_of_capacity(run: TrainingRun, rank: int = 0) -> DryRun:
             for number in (first, run.num_micro_batches):  # the first makes buffers and state
                 step.num_micro_batches = number
                 gc.collect()
-                recorder.mark()
+                recorder.start_recording()
                 step.forward_backward([inputs] * number)
-                recorder.begin("B", END)
+                recorder.begin_part("B", END)
                 step.finish()
-                recorder.end()
+                recorder.end_part()
         record = parallel_state(model)
         assert record is not None
         exchanges, stash = record.exchanges, record.stash
@@ -171,13 +183,13 @@ def register_hooks(model: nn.Module, parts: ModuleParts, recorder: WorkRecorder)
     def watch(module: nn.Module, part: str, last: nn.Module | None = None) -> None:
         def begin_forward(*_: Any) -> None:
             calls[part] = calls.get(part, 0) + 1
-            recorder.begin("F", name())
+            recorder.begin_part("F", name())
 
         def watch_output(_module: nn.Module, _inputs: Any, output: Any) -> None:
             tensor = list_tensors(getattr(output, "loss", output))[0]
             if tensor.requires_grad:
                 part_name = name()
-                tensor.register_hook(lambda _: recorder.begin("B", part_name))
+                tensor.register_hook(lambda _: recorder.begin_part("B", part_name))
 
         def name() -> str:  # predictions call the embedding again
             return "predictions" if part == "embedding" and calls[part] > 1 else part

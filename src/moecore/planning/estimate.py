@@ -25,27 +25,27 @@ from moecore.models.tp_products import GATHER_SLICES, is_long
 from moecore.parallel.mesh import build_meshes
 from moecore.parallelize import parallelize_moe
 from moecore.planning.costs import CostTable
-from moecore.planning.explain import compute_args_of
-from moecore.planning.gpus import gpu_of
+from moecore.planning.explain import list_compute_args
+from moecore.planning.gpus import get_gpu
 from moecore.planning.layouts import (
     Folding,
     OptionSet,
     SearchRequest,
-    option_set,
-    option_sets_of,
-    run_of,
+    list_option_sets,
+    make_option_set,
+    make_run,
 )
 from moecore.planning.record import PASSES, Pass, Work
 from moecore.planning.run import (
     OptimizerOptions,
     TrainingRun,
+    count_state_bytes,
     fake_world,
-    quiet,
-    stages_of,
-    state_bytes,
+    ignore_warnings,
+    list_stages,
 )
 from moecore.planning.segments import MIDDLE, SmallRun, sample_layers
-from moecore.planning.transformers import refusing
+from moecore.planning.transformers import raise_one_line
 from moecore.train.memory.saved_bytes import ModelSavedBytes, count_saved_bytes
 
 MESSAGES = 2  # messages of a layer's tokens in each pass, among the ranks of tp and of cp
@@ -80,7 +80,7 @@ class Estimate:
         self._model = model = request.planned_model
         self._params, self._experts, self._tp_params = model.sizes()
         self._ep = 1 if model.moe is None else gcd(model.moe.num_experts, request.domain)
-        sets = option_sets_of(request)
+        sets = list_option_sets(request)
         self._base, self._last = sets[0], sets[-1]
         self._choices = _choices(request, sets)
         # Planned bytes over estimated bytes by pp, on the device and on the host.
@@ -95,14 +95,14 @@ class Estimate:
         self._saved_bytes = cache(self._count_saved_bytes)
         self.seconds, self.num_bytes = cache(self._seconds_of_step), cache(self._bytes_of)
 
-    def key(self, layout: Folding) -> tuple[float, ...]:
+    def sort_key(self, layout: Folding) -> tuple[float, ...]:
         """Return the sort key: layouts estimated to fit are first, by seconds; others by bytes."""
-        options = self.options(layout)
+        options = self.choose_options(layout)
         if options is None:
             return True, self.num_bytes(layout)
         return False, self._time_ratios[layout.pp, layout.ep] * self.seconds(layout, options)
 
-    def options(self, layout: Folding) -> OptionSet | None:
+    def choose_options(self, layout: Folding) -> OptionSet | None:
         """Return the fastest of a few sets with which a layout is estimated to fit, or None."""
         byte_ratio, host_ratio = self._byte_ratios[layout.pp], self._host_ratios[layout.pp]
         fitting = (
@@ -113,7 +113,7 @@ class Estimate:
         )
         return min(fitting, key=lambda choice: self.seconds(layout, choice), default=None)
 
-    def learn(self, layout: Folding, options: OptionSet, num_bytes: int, host: int) -> None:
+    def raise_bytes(self, layout: Folding, options: OptionSet, num_bytes: int, host: int) -> None:
         """Raise the estimated bytes of all layouts with the same pp after a plan did not fit."""
         pp, ratio = layout.pp, num_bytes / self.num_bytes(layout, options)
         self._byte_ratios[pp] = max(ratio, self._byte_ratios[pp])
@@ -121,7 +121,7 @@ class Estimate:
             ratio = host / self.host_bytes(layout, options)
             self._host_ratios[pp] = max(ratio, self._host_ratios[pp])
 
-    def learn_seconds(self, layout: Folding, options: OptionSet, seconds: float) -> None:
+    def correct_seconds(self, layout: Folding, options: OptionSet, seconds: float) -> None:
         """Correct the estimated seconds of all layouts with the same pp and ep by a plan."""
         key, estimate = (layout.pp, layout.ep), self.seconds(layout, options)
         self._time_ratios[key] = min(
@@ -146,7 +146,7 @@ class Estimate:
         fp8_gather = options.fsdp.fp8_param_gather
         weight_bytes = 1 if fp8_gather else 2 if options.precision is None else 3
         param_bytes = options.optimizer.param_dtype.itemsize
-        state = (1 - options.optimizer.offload_fraction) * state_bytes(options.optimizer)
+        state = (1 - options.optimizer.offload_fraction) * count_state_bytes(options.optimizer)
         sharded_bytes = (2 * param_bytes + state) * self._params
         saved_bytes, _ = self._saved_bytes(options)
         unsharded_bytes = weight_bytes * num_weights + 4 * num_grads
@@ -160,8 +160,10 @@ class Estimate:
         """Return the estimated bytes of host memory that the ranks of a server pin."""
         _, offloaded_bytes = self._saved_bytes(options)
         num_gpus = self._request.num_gpus
-        state = options.optimizer.offload_fraction * state_bytes(options.optimizer) * self._params
-        ranks = min(gpu_of(self._request.gpu).server, num_gpus)
+        state = (
+            options.optimizer.offload_fraction * count_state_bytes(options.optimizer) * self._params
+        )
+        ranks = min(get_gpu(self._request.gpu).server, num_gpus)
         return ranks * (
             _count_in_flight(layout) * offloaded_bytes * _count_rank_rows(layout) + state / num_gpus
         )
@@ -172,7 +174,7 @@ class Estimate:
         # fills. All-gathers and reductions of weights and offload overlap with that work. In pairs
         # of a forward and a backward, computation overlaps with exchanges. Tokens and weights
         # share the network.
-        run = run_of(self._request, layout, options)
+        run = make_run(self._request, layout, options)
         like, pp = self._choices[options is not self._base], layout.pp
         degrees = layout._replace(pp=1, chunks=1)
         stages = self._parts(layout._replace(ep=1, etp=1), like)
@@ -228,7 +230,7 @@ class Estimate:
 
     def _state_seconds(self, options: OptionSet) -> float:
         """Return the seconds of the copies of the optimizer state, out and back."""
-        per_param = 2 * options.optimizer.offload_fraction * state_bytes(options.optimizer)
+        per_param = 2 * options.optimizer.offload_fraction * count_state_bytes(options.optimizer)
         return self._copy_seconds(per_param * self._params / self._request.num_gpus, "uint8")
 
     def _copy_seconds(self, num_bytes: float, dtype: str) -> float:
@@ -238,8 +240,8 @@ class Estimate:
     def _parts_of(self, layout: Folding, options: OptionSet) -> list[tuple[tuple[str, Pass], ...]]:
         """Return, for each pipeline stage, the (part, pass) pairs of a micro-batch."""
         segments = self._segments(options)
-        stages = stages_of(run_of(self._request, layout, options))
-        return [tuple((p, of) for of in PASSES for p in segments.parts(s, of)) for s in stages]
+        stages = list_stages(make_run(self._request, layout, options))
+        return [tuple((p, of) for of in PASSES for p in segments.list_parts(s, of)) for s in stages]
 
     def _seconds_of_stage(
         self, parts: Iterable[tuple[str, Pass]], layout: Folding, options: OptionSet
@@ -254,7 +256,7 @@ class Estimate:
         experts = layout.ep * layout.etp
         rows = Fraction(layout.batch_size, layout.tp * layout.cp)
         compute, network = list[float](), list[float]()
-        for segment in segments.of_part(part, of, MIDDLE // 2):
+        for segment in segments.list_part_segments(part, of, MIDDLE // 2):
             for launch in (segments.queued[i] for i in segment.launches):
                 work = launch.work
                 seconds = self._share(work, rows, experts * (work.kind in BY_EXPERTS))
@@ -306,7 +308,7 @@ class Estimate:
         """Return the bytes that a micro-batch saves for backward: on the device, on the host."""
         small, like = sample_layers(self._node(options, 1), 1)
         fsdp = FSDPOptions(param_dtype=options.fsdp.param_dtype)  # sharding saves no activations
-        counts = saved_bytes_of(replace(small, optimizer=OptimizerOptions(), fsdp=fsdp))
+        counts = count_saved_bytes_of_run(replace(small, optimizer=OptimizerOptions(), fsdp=fsdp))
         blocks = [counts.blocks[i] for i in like["F"]]
         blocks += counts.blocks[small.planned_model.num_layers :]
         offloaded_bytes = sum(sum(block.host.values()) for block in blocks)
@@ -316,15 +318,15 @@ class Estimate:
         """Return a run on one node, whose number of ranks divides the number of experts."""
         rows = num_micro_batches * self._ep
         request = replace(self._request, num_gpus=self._ep, global_batch=rows, nvlink=None)
-        return run_of(request, Folding(ep=self._ep), options)
+        return make_run(request, Folding(ep=self._ep), options)
 
 
 @lru_cache(maxsize=256)
-def saved_bytes_of(run: TrainingRun) -> ModelSavedBytes:
+def count_saved_bytes_of_run(run: TrainingRun) -> ModelSavedBytes:
     """Return the bytes that a forward of one micro-batch saves, in a tenth of a dry run's time."""
     model = run.planned_model.build(run.dtype)
     inputs = run.planned_model.inputs(run.tokens())
-    with refusing(run.model), fake_world(run.num_gpus), quiet(), meta_as("cuda"):
+    with raise_one_line(run.model), fake_world(run.num_gpus), ignore_warnings(), meta_as("cuda"):
         meshes = build_meshes(run.parallel, "cpu")
         parallelize_moe(model, meshes, dispatch="alltoall", precision=run.precision, fsdp=run.fsdp)
         parts = run.planned_model.parts(model)
@@ -333,7 +335,7 @@ def saved_bytes_of(run: TrainingRun) -> ModelSavedBytes:
             [*parts.layers, *parts.mtp],
             lambda copy: copy(**inputs),
             options=run.memory,
-            **compute_args_of(model) | {"device_type": "cuda"},
+            **list_compute_args(model) | {"device_type": "cuda"},
         )
 
 
@@ -345,7 +347,7 @@ def _choices(request: SearchRequest, sets: Sequence[OptionSet]) -> list[OptionSe
     choices = (
         tuple(o for o in options if o.overhead == "low" or o in subset) for subset in subsets
     )
-    return [sets[0], *(option_set(request, choice) for choice in choices)]
+    return [sets[0], *(make_option_set(request, choice) for choice in choices)]
 
 
 def _count_rank_rows(layout: Folding) -> float:

@@ -37,9 +37,9 @@ from moecore.io.hf.config_fields import read_config
 from moecore.models import PRESETS
 from moecore.parallel.mesh import ParallelConfig
 from moecore.parallel.pipeline.schedule import PipelineConfig
-from moecore.planning.gpus import Gpu, are_peers, domain_of, peers_of, read_gpu
+from moecore.planning.gpus import Gpu, are_peers, count_peers, find_domain, read_gpu
 from moecore.planning.layouts import ANY, FOLDING, Folding, SearchRequest
-from moecore.planning.run import AnyModel, OptimizerOptions, TrainingRun, stages_of
+from moecore.planning.run import AnyModel, OptimizerOptions, TrainingRun, list_stages
 from moecore.planning.transformers import TransformersModel
 
 DEGREES = tuple(item.name for item in fields(ParallelConfig))
@@ -177,12 +177,12 @@ class DryRunConfig(PlannedConfig):
 DEFAULT_GPU: GpuName = "h100-80"
 
 
-def kind_of(args: PlannedConfig) -> GpuName | Gpu:
+def select_gpu(args: PlannedConfig) -> GpuName | Gpu:
     """Return the GPU of the options."""
     return (args.gpu or DEFAULT_GPU) if args.gpu_spec is None else read_gpu(args.gpu_spec)
 
 
-def shown_gpu(args: PlannedConfig) -> str:
+def format_gpu_name(args: PlannedConfig) -> str:
     """Return the name of the GPU, or of its file."""
     return str(args.gpu_spec or args.gpu or DEFAULT_GPU)
 
@@ -226,16 +226,16 @@ def _refuse(args: Any, unread: Sequence[str], reason: str) -> None:
             )
 
 
-def as_folding(run: TrainingRun) -> str:
+def format_layout(run: TrainingRun) -> str:
     """Return the layout of a run, as `--explain` reads it."""
     p = run.resolved
     named = {name: getattr(p, name) for name in FOLDING[:5]}
     if run.pipeline is not None:
-        named["chunks"] = len(stages_of(run)) // p.pp
+        named["chunks"] = len(list_stages(run)) // p.pp
     return ",".join(f"{k}={v}" for k, v in (named | {"batch_size": run.batch_size}).items())
 
 
-def folding_of(text: str) -> Folding:
+def parse_layout(text: str) -> Folding:
     """Return the layout of a text such as "pp=8,ep=8"."""
     degrees: dict[str, int] = {}
     for part in text.split(","):
@@ -273,7 +273,7 @@ def _model_of(config: Path) -> AnyModel:
         raise
 
 
-def request_of_options(args: PlanConfig) -> SearchRequest:
+def parse_request(args: PlanConfig) -> SearchRequest:
     """Return the search of the options."""
     options, memory = _optimizer(args), _memory(args)
     is_plain = options == OptimizerOptions()
@@ -281,7 +281,7 @@ def request_of_options(args: PlanConfig) -> SearchRequest:
     return SearchRequest(
         model=_model(args),
         num_gpus=args.gpus,
-        gpu=kind_of(args),
+        gpu=select_gpu(args),
         gpus_per_node=args.gpus_per_node,
         seq_len=args.seq_len,
         global_batch=args.global_batch,
@@ -319,15 +319,15 @@ def _optimizer(args: Any) -> OptimizerOptions:
     )
 
 
-def run_of_options(args: PlannedConfig) -> TrainingRun:
+def parse_run(args: PlannedConfig) -> TrainingRun:
     """Return the run of the options."""
     parallel, pipeline = ParallelConfig(**args.parallel), None
     if args.parallel.get("pp", 1) > 1:
         pipeline = PipelineConfig(
             layout=args.layout, chunks=args.chunks, schedule=args.schedule or "1f1b"
         )
-    domain = domain_of(kind_of(args), args.gpus)
-    num_peers = peers_of(kind_of(args), domain)
+    domain = find_domain(select_gpu(args), args.gpus)
+    num_peers = count_peers(select_gpu(args), domain)
     return TrainingRun(
         model=_model(args),
         num_gpus=args.gpus,
@@ -358,10 +358,10 @@ def _nvlink(args: Any, parallel: ParallelConfig, num_peers: int) -> NVLinkOption
     if _has_room(args):
         return NVLinkOptions(row_factor=args.row_factor)
     dispatch = DispatchOptions(name=args.dispatcher or "auto")
-    return planned_nvlink(dispatch, parallel.resolve(args.gpus), num_peers)
+    return choose_nvlink(dispatch, parallel.resolve(args.gpus), num_peers)
 
 
-def planned_nvlink(
+def choose_nvlink(
     dispatch: DispatchOptions, parallel: ParallelConfig, num_peers: int
 ) -> NVLinkOptions | None:
     """Return the options of dispatcher nvlink in a planned run; None = all-to-all.

@@ -1,4 +1,4 @@
-"""page_of: a plan as an HTML page with memory of ranks, parts of the step, and stages as bars.
+"""format_page: a plan as an HTML page with memory of ranks, parts of the step, and stages as bars.
 
 The page has no script and loads no files. Bars are SVG, and their titles are shown on hover.
 """
@@ -22,7 +22,7 @@ STYLE = "body{font:14px sans-serif;margin:2em}i{display:inline-block;width:1em;h
 Part = tuple[float, float, str, str]  # start, length, colour, title
 
 
-def page_of(plan: MemoryPlan, time: TimePlan | str, title: str, memory: NumBytes) -> str:
+def format_page(plan: MemoryPlan, time: TimePlan | str, title: str, memory: NumBytes) -> str:
     """Return the HTML of a plan.
 
     Args:
@@ -31,7 +31,7 @@ def page_of(plan: MemoryPlan, time: TimePlan | str, title: str, memory: NumBytes
         title: the title of the page.
         memory: bytes of a GPU's memory, drawn as a line.
     """
-    check_arguments(page_of, locals())
+    check_arguments(format_page, locals())
     kinds = list(dict.fromkeys(kind for rank in plan.ranks for kind in rank.device))
     colours = _assign_colours(kinds)
     rows = [

@@ -1,8 +1,8 @@
 """A planned run as text: flags of `moecore plan`, Python calls, and TOML for recipes.
 
-    flags_of    -> the command that plans the run
-    call_of     -> the Python that builds the run on GPUs
-    recipe_of   -> TOML for `moecore pretrain` and `moecore finetune`
+    format_flags   -> the command that plans the run
+    call_of        -> the Python that builds the run on GPUs
+    format_recipe  -> TOML for `moecore pretrain` and `moecore finetune`
 
 A TOML has the names of the commands' flags and of the fields of option records. Fields with default
 values are left out. Data, tokenizer, steps and learning rate are flags of the command, because they
@@ -23,8 +23,8 @@ from moecore.base.options.memory import GEMM_LAST
 from moecore.base.options.names import PrecisionName
 from moecore.base.options.precision import Precision
 from moecore.models.config import DecoderConfig
-from moecore.planning.model import preset_of
-from moecore.planning.run import TrainingRun, dispatch_of
+from moecore.planning.model import find_preset
+from moecore.planning.run import TrainingRun, make_dispatch_options
 
 OTHER_LINES = ("param_dtype", "stash")  # fields that another line of a TOML stands for
 REMAINING_DEGREES = ("dp_shard", "edp_shard")  # degrees that the other degrees determine
@@ -32,7 +32,7 @@ OPTIONAL_DEGREES = ("pp", "tp", "cp")  # degrees of 1 unless given
 VALUES = (bool, int, float, str)
 
 
-def option_flags(run: TrainingRun) -> list[str]:
+def format_option_flags(run: TrainingRun) -> list[str]:
     """Return the options of a run that decide its memory as flags of `moecore plan`."""
     memory, options, fraction = run.memory, run.optimizer, run.optimizer.offload_fraction
     parts: tuple[str, ...] = tuple(part for part in memory.parts if part not in GEMM_LAST)
@@ -54,7 +54,7 @@ def option_flags(run: TrainingRun) -> list[str]:
     return _format_flags(values)
 
 
-def flags_of(run: TrainingRun) -> list[str]:
+def format_flags(run: TrainingRun) -> list[str]:
     """Return the degrees and options of a run as flags of `moecore plan`."""
     p, pipeline = run.resolved, run.pipeline
     values: dict[str, Any] = {"seq-len": run.seq_len}
@@ -65,7 +65,7 @@ def flags_of(run: TrainingRun) -> list[str]:
     if pipeline is not None:
         values |= {"schedule": pipeline.schedule, "layout": pipeline.layout}
         values["chunks"] = None if pipeline.layout else pipeline.chunks
-    return _format_flags(values) + option_flags(run)
+    return _format_flags(values) + format_option_flags(run)
 
 
 def _format_flags(values: Mapping[str, Any]) -> list[str]:
@@ -89,7 +89,7 @@ def call_of(run: TrainingRun) -> str:
     if run.precision is not None:
         arguments["precision"] = _format_precision(run.precision)
     if run.resolved.ep * run.resolved.etp > 1 or run.nvlink is not None or run.fp8_dispatch:
-        dispatch = dispatch_of(run)
+        dispatch = make_dispatch_options(run)
         is_name = dispatch == DispatchOptions.of(dispatch.name)
         arguments["dispatch"] = repr(dispatch.name) if is_name else _write_record(dispatch)
     if run.pipeline is not None:
@@ -150,17 +150,17 @@ def _find_changed_fields(record: Any) -> dict[str, Any]:
     return {name: value for name, (value, plain) in values.items() if value != plain}
 
 
-def precision_name(precision: Precision) -> str | None:
+def find_precision_name(precision: Precision) -> str | None:
     """Return the name that stands for a precision, if one does."""
     names = get_args(PrecisionName)
     return next((name for name in names if Precision.of(name) == precision), None)
 
 
 def _format_precision(precision: Precision) -> str:
-    return repr(precision_name(precision) or precision)
+    return repr(find_precision_name(precision) or precision)
 
 
-def recipe_of(run: TrainingRun, config: Path | None = None) -> str:
+def format_recipe(run: TrainingRun, config: Path | None = None) -> str:
     """Return the TOML of a run.
 
     Args:
@@ -171,8 +171,8 @@ def recipe_of(run: TrainingRun, config: Path | None = None) -> str:
         ValueError: for a model that is neither a preset nor read from a config.json, and options
             without a name.
     """
-    check_arguments(recipe_of, locals())
-    precision = None if run.precision is None else precision_name(run.precision)
+    check_arguments(format_recipe, locals())
+    precision = None if run.precision is None else find_precision_name(run.precision)
     if run.precision is not None and precision is None:
         raise ValueError("precision must be one that has a name for a recipe: print its --call")
     if run.nvlink is not None and run.nvlink.row_factor is None:
@@ -182,7 +182,7 @@ def recipe_of(run: TrainingRun, config: Path | None = None) -> str:
         )
     model, changes = {"hf_config": str(config)}, dict[str, int]()
     if config is None:
-        preset = preset_of(run.model) if isinstance(run.model, DecoderConfig) else None
+        preset = find_preset(run.model) if isinstance(run.model, DecoderConfig) else None
         if preset is None:
             raise ValueError(
                 "model must be a preset, or be read from a config.json, for a recipe: write one "
@@ -231,7 +231,7 @@ def recipe_of(run: TrainingRun, config: Path | None = None) -> str:
 def _choose_dispatcher_name(run: TrainingRun) -> str:
     """Return the dispatcher of the file: "auto" where that is "nvlink" on the planned GPUs."""
     # CPU ranks refuse "nvlink". There "auto" is "alltoall", so the file trains on them too.
-    name = dispatch_of(run).name
+    name = make_dispatch_options(run).name
     return "auto" if name == "nvlink" and run.memory.stash is None else name
 
 
