@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections import defaultdict
 from dataclasses import asdict, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from moecore.base import install_command
 from moecore.base.fields import NumBytes, UsageError, check_arguments
@@ -40,28 +40,15 @@ from moecore.planning.run import TrainingRun, collect_by_hand
 from moecore.planning.search import Fitting, describe_outcome, plan_layout, search
 from moecore.planning.times import TimePlan, find_hidden_share, has_slices, plan_time, time_step
 
-
-class MeasuredStep(NamedTuple):
-    """A recorded complete step, and its tokens per second of a GPU."""
-
-    preset: str
-    gpu: str
-    num_gpus: int
-    layout: Folding
-    tokens_per_second: int
-    record: str  # under benchmarks/results
-
-
-MEASURED = (
-    MeasuredStep(
-        preset="qwen3-30b-a3b",
-        gpu="h200-141",
-        num_gpus=8,
-        layout=Folding(ep=8, batch_size=4),
-        tokens_per_second=16_159,
-        record="train/2026-11-20-nvidia-h200.jsonl",
+# Recorded complete steps: (preset, GPU, number of GPUs) -> layout, tokens per second of a GPU, and
+# the record under benchmarks/results.
+MEASURED: dict[tuple[str, str, int], tuple[Folding, int, str]] = {
+    ("qwen3-30b-a3b", "h200-141", 8): (
+        Folding(ep=8, batch_size=4),
+        16_159,
+        "train/2026-11-20-nvidia-h200.jsonl",
     ),
-)
+}
 
 
 @collect_by_hand()
@@ -132,15 +119,13 @@ def _explain(args: PlanConfig, folding: str) -> int:
 
 def _support(args: Any, first: Folding) -> str:
     """Return the recorded tokens per second of complete steps of a model on GPUs, as text."""
-    request = args.preset, format_gpu_name(args), args.gpus
-    steps = [step for step in MEASURED if (step.preset, step.gpu, step.num_gpus) == request]
-    measured = "; ".join(
-        f"{step.layout} in bf16 has {step.tokens_per_second:,} tokens/s ({step.record})"
-        for step in steps
-    )
-    if any(step.layout == first for step in steps):
-        return f"measured: {measured}"
-    return f"no record has a step of the first one: {measured or 'it is planned only'}"
+    step = MEASURED.get((args.preset, format_gpu_name(args), args.gpus))
+    if step is None:
+        return "no record has a step of the first one: it is planned only"
+    layout, tokens_per_second, record = step
+    measured = f"{layout} in bf16 has {tokens_per_second:,} tokens/s ({record})"
+    prefix = "measured" if layout == first else "no record has a step of the first one"
+    return f"{prefix}: {measured}"
 
 
 def _command(args: Any, run: TrainingRun) -> str:
@@ -151,15 +136,15 @@ def _command(args: Any, run: TrainingRun) -> str:
     return shlex.join(["moecore", "plan", *model, *gpus, *format_flags(run)])
 
 
-def _tell(line: str) -> None:
-    print(f"moecore: {line}", file=sys.stderr, flush=True)
-
-
 def _search(args: Any) -> int:
     """Print the layouts that fit, best first; return 1 if none fits."""
     request = parse_request(args)
-    top = 3 if args.top is None else args.top
-    result = search(request, table=_table(args), num_results=top, progress=_tell)
+    result = search(
+        request,
+        table=_table(args),
+        num_results=3 if args.top is None else args.top,
+        progress=lambda line: print(f"moecore: {line}", file=sys.stderr, flush=True),
+    )
     fitting = result.fitting
     if fitting:
         _write(args, fitting[0].plan, fitting[0].time)
@@ -297,10 +282,8 @@ def run_dry_run(args: DryRunConfig) -> int:
         sizes = {"held": step.resident_bytes, "peak": step.peak, "buffers": step.buffers}
         sizes |= {"plan": plan, "memory": memory}
         summary = {"rank": step.rank, "gpu": format_gpu_name(args), **sizes, "fits": fits}
-        numbers = (None, None) if time is None else (time.seconds, time.parts)
-        summary |= dict(zip(("seconds", "parts"), numbers, strict=True))
-        summary |= {"works": rows, "time_refusal": refusal}
-        print(json.dumps(summary))
+        summary |= {name: getattr(time, name, None) for name in ("seconds", "parts")}
+        print(json.dumps(summary | {"works": rows, "time_refusal": refusal}))
         return 0 if fits else 1
     print(
         f"rank {step.rank} of {args.gpus} holds {format_bytes(step.resident_bytes)} between steps"
@@ -309,12 +292,11 @@ def run_dry_run(args: DryRunConfig) -> int:
     peak_line = f"{peak} at most in a step, of {format_bytes(memory)} ({format_gpu_name(args)})"
     print(f"{peak_line}{'' if fits else ': does not fit'}")
     print(f"{format_bytes(plan)} by the plan, from few layers")
-    if time is None:
-        print(refusal)
-    else:
+    line = refusal
+    if time is not None:
         parts = [f"{part} {s * 1e3:.1f}" for part, s in time.parts.items() if s > 1e-4]
-        line = f"{time.seconds * 1e3:.1f} ms a step, of which ms by what limits"
-        print(f"{line}: {', '.join(parts)}")
+        line = f"{time.seconds * 1e3:.1f} ms a step, of which ms by what limits: {', '.join(parts)}"
+    print(line)
     lines: list[tuple[str, ...]] = [("what runs", "times", "TFLOP", "GB moved", "ms alone")]
     for kind, (times, flops, num_bytes, seconds) in rows.items():
         milliseconds = "-" if seconds is None else f"{seconds * 1e3:.1f}"
