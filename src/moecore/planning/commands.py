@@ -33,8 +33,7 @@ from moecore.planning.gpus import find_time_refusal, get_gpu
 from moecore.planning.layouts import Folding
 from moecore.planning.memory import MemoryPlan, plan_memory, plan_peak
 from moecore.planning.option_sets import next_change
-from moecore.planning.page import format_page
-from moecore.planning.recipe import call_of, format_flags, format_recipe
+from moecore.planning.recipe import call_of, format_flags, format_page, format_recipe
 from moecore.planning.report import report_trace
 from moecore.planning.run import TrainingRun, collect_by_hand
 from moecore.planning.search import Fitting, describe_outcome, plan_layout, search
