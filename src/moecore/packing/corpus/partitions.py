@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 from typing_extensions import override
@@ -25,10 +25,8 @@ from typing_extensions import override
 from moecore.kernels.cross_entropy import IGNORE_INDEX
 from moecore.packing.bins import pack_lengths
 from moecore.packing.collate import Piece
-from moecore.packing.corpus.order import BITS_64
+from moecore.packing.corpus.documents import BITS_64, Rule
 from moecore.packing.documents import Integers, hash_parts
-
-Rule = Literal["split", "whole"]
 
 
 class Cursor(NamedTuple):
