@@ -74,13 +74,13 @@ class Recipe:
     without: tuple[str, ...] = ()
 
 
-def run_of(recipe: Recipe) -> TrainingRun:
+def make_run(recipe: Recipe) -> TrainingRun:
     """Return the run of a recipe here; `Recipe.without` has what differs.
 
     Stages without a printed layout are as even as layers divide, fewer chunks where there are not
     as many layers as stages. Weights stay whole in a step, as with a distributed optimizer.
     """
-    check_arguments(run_of, locals())
+    check_arguments(make_run, locals())
     tp, pp, cp, ep = recipe.degrees
     model = PRESETS[recipe.preset]
     chunks = None if recipe.layout else recipe.chunks

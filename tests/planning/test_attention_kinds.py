@@ -38,7 +38,6 @@ from moecore.planning import (
     time_step,
 )
 from moecore.planning.estimate import count_saved_bytes_of_run
-from moecore.planning.run import _compute_rank_size, list_rank_bytes
 from moecore.planning.search import find_refusal
 from moecore.planning.segments import SmallRun
 from moecore.train.memory.saved_bytes import count_saved_bytes
@@ -97,22 +96,6 @@ def test_few_layers_stand_for_all(case: str) -> None:
     assert plan_peak(run) == pytest.approx((step.peak,), rel=error)
     exact, found = time_step(step, TABLE), plan_time(run, TABLE)
     assert found.seconds == pytest.approx(exact.seconds, rel=0.04)
-
-
-@pytest.mark.parametrize(
-    ("model", "layers"),
-    [(of_layers(24), 24), (of_layers(12, "linear"), 12), (replace(V32, num_layers=12), 12)],
-)
-def test_stages_store_what_their_layers_store(model: DecoderConfig, layers: int) -> None:
-    """Put together from few layers of each kind, to the byte."""
-    run = TrainingRun(
-        model=model,
-        num_gpus=16,
-        parallel=ParallelConfig(pp=2, ep=8),
-        pipeline=PipelineConfig(),
-        seq_len=64,
-    )
-    assert list_rank_bytes(run) == tuple(_compute_rank_size(run, rank) for rank in range(2))
 
 
 @pytest.mark.parametrize("model", [of_layers(8), of_pattern("MEMEM*E" * 2)])

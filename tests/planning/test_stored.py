@@ -1,32 +1,29 @@
-"""Ranks whose stages have the same parts are planned once: that equals a plan of each rank."""
+"""Ranks with equal stages are planned once, which equals a plan of each rank."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
-import torch
 
-from moecore import FSDPOptions, ParallelConfig, PipelineConfig
+from moecore import ParallelConfig, PipelineConfig
 from moecore.base.options.precision import Precision
 from moecore.models import preset
-from moecore.planning import OptimizerOptions, TrainingRun
+from moecore.planning import TrainingRun
 from moecore.planning.run import _compute_rank_size, list_rank_bytes
 
 DEEP = replace(preset("tiny-deepseek-v3"), num_layers=7, dense_layers=(0, 1))
 TIED = replace(preset("tiny-shared"), num_layers=6)
 BASE = TrainingRun(model=DEEP, num_gpus=16, seq_len=64, batch_size=32, num_micro_batches=4)
-OPTIM = FSDPOptions(param_dtype=torch.bfloat16, dense_strategy="optim", blocks_per_unit=2)
 INTERLEAVED = PipelineConfig(schedule="interleaved", chunks=2)
 TENSORWISE = Precision.of("tensorwise")
 RUNS: dict[str, TrainingRun] = {
     "stages": replace(BASE, parallel=ParallelConfig(pp=2, tp=2, ep=4), pipeline=INTERLEAVED),
-    "units of two blocks, bf16": replace(
+    "linear attention": replace(
         BASE,
-        parallel=ParallelConfig(pp=4, ep=2),
+        model=replace(preset("tiny-qwen3-next"), num_layers=8, linear_layers=(0, 1, 2, 4, 5, 6)),
+        parallel=ParallelConfig(pp=4, ep=4),
         pipeline=PipelineConfig(),
-        fsdp=OPTIM,
-        optimizer=OptimizerOptions(master_remainder=True),
     ),
     "a V, tied": replace(
         BASE,
@@ -36,13 +33,6 @@ RUNS: dict[str, TrainingRun] = {
     ),
     "predictions alone": replace(
         BASE, parallel=ParallelConfig(pp=4, ep=4), pipeline=PipelineConfig(layout="Ettt|tttt|m|L")
-    ),
-    "more layers than are planned, gathered ahead": replace(
-        BASE,
-        model=replace(DEEP, num_layers=23),
-        parallel=ParallelConfig(pp=2, ep=4),
-        pipeline=PipelineConfig(layout="Et*9|t*3|t*4|t*7mL", schedule="interleaved"),
-        fsdp=replace(OPTIM, dense_strategy="optim_grads_params", blocks_per_unit=1),
     ),
     "layers by name": replace(
         BASE,

@@ -13,6 +13,8 @@ from moecore import MemoryOptions, NVLinkOptions, ParallelConfig, PipelineConfig
 from moecore.base.options.precision import Precision
 from moecore.cli import main
 from moecore.models import preset
+from moecore.parallel import Timeline, make_schedule
+from moecore.parallel.pipeline.timeline import spans_of
 from moecore.planning import (
     CostTable,
     OptimizerOptions,
@@ -55,6 +57,18 @@ STAGED = TrainingRun(
     pipeline=PipelineConfig(schedule="1f1b"),
     num_micro_batches=16,
 )
+
+
+def test_the_stages_of_two_ranks_by_hand() -> None:
+    # rank 0:  F0 F1 ........ B0      B1          a message takes 0.5
+    # rank 1:     F0 B0    F1 B1
+    schedule = make_schedule("1f1b", pp=2, chunks=1, num_micro_batches=2)
+    spans = spans_of(schedule, lambda item: {"F": 1.0, "B": 2.0}[str(item.kind)], 0.5)  # type: ignore[union-attr]
+    assert [[(s.start, s.end) for s in of_rank] for of_rank in spans] == [
+        [(0.0, 1.0), (1.0, 2.0), (5.0, 7.0), (8.0, 10.0)],
+        [(1.5, 2.5), (2.5, 4.5), (4.5, 5.5), (5.5, 7.5)],
+    ]
+    assert Timeline(spans=spans).busy == (6.0, 6.0)
 
 
 @pytest.mark.parametrize("case", beside(CASES, ["qwen3", "a dear host", "offloaded"]))

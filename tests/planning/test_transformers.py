@@ -126,7 +126,6 @@ def test_a_family_that_is_not_trained_says_why(family: str, tmp_path: Path, caps
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("granitemoe", {"model_type": []}, r"config.json model_type \(\[\]\) must be a string"),
-    ("granitemoe", {"model_type": {}}, r"config.json model_type \(\{\}\) must be a string"),
     ("granitemoe", {"model_type": "x" * 10**5}, r"config.json model_type \('xxx.*\) must be of a"),
     ("granitemoe", {"return_dict": False}, "must have values with which a step runs, not Attri"),
     ("longcat_flash", {"qk_head_dim": 576}, "must have values with which a step runs, not Runtime"),
@@ -134,11 +133,9 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("granitemoe", {"num_hidden_layers": 10**5}, "it has more than 1000 modules"),
     ("qwen3_next", {"num_hidden_layers": 10**20}, r"num_hidden_layers.* must be "),
     ("afmoe", {"moe_intermediate_size": 10**20}, "config.json must be one that transformers reads"),
-    ("afmoe", {"vocab_size": 10**20}, "config.json must be one that transformers reads"),
     # Python's errors name no field, so the line of transformers is shown.
     ("dots1", {"n_routed_experts": None}, r"in `.*num_experts.*`"),
     ("gemma4", {"vocab_size_per_layer_input": 10**6, "hidden_size": -1}, "transformers reads: "),
-    ("afmoe", {"hidden_size": -1}, "config.json must be one that transformers reads"),
 ]
 
 

@@ -21,7 +21,6 @@ from moecore.planning.flags import (
     PlanConfig,
     format_gpu_name,
     format_layout,
-    has_degrees,
     parse_layout,
     parse_request,
     parse_run,
@@ -56,7 +55,7 @@ def run_plan(args: PlanConfig) -> int:
     refuse_unread(args)
     if args.explain is not None:
         return _explain(args, args.explain)
-    if not has_degrees(args):
+    if not args.parallel:  # no degree
         return _search(args)
     run = parse_run(args)
     _write_recipe(args, run)
@@ -64,10 +63,8 @@ def run_plan(args: PlanConfig) -> int:
         print(call_of(run))
         return 0
     table, gpu, name = _table(args), get_gpu(select_gpu(args)), format_gpu_name(args)
-    plan, time = (
-        plan_memory(run),
-        find_time_refusal(run.precision, table.gpu) or plan_time(run, table),
-    )
+    plan = plan_memory(run)
+    time = find_time_refusal(run.precision, table.gpu) or plan_time(run, table)
     _write(args, plan, time)
     largest, pinned, host = plan.largest, plan.pinned_bytes(gpu), gpu.host_memory
     peak, fits = largest.num_bytes, largest.num_bytes <= gpu.memory and pinned <= host
@@ -99,10 +96,8 @@ def _explain(args: PlanConfig, folding: str) -> int:
     """Print the plan of one layout; return 1 if it is refused or too large."""
     request, layout = parse_request(args), parse_layout(folding)
     plan = plan_layout(request, layout, _table(args))
-    text, fitting = (
-        describe_outcome(request, layout, plan),
-        plan if isinstance(plan, Fitting) else None,
-    )
+    text = describe_outcome(request, layout, plan)
+    fitting = plan if isinstance(plan, Fitting) else None
     if fitting is not None:
         _write_recipe(args, fitting.run)
     if args.json:

@@ -91,10 +91,8 @@ def explain(model: nn.Module | ShardPlan, *, batch: Batch | None = None) -> str:
 
 def make_current_plan(model: nn.Module) -> tuple[ShardPlan, Coordinate]:
     """Return a model's plan with its present parameters, and this rank's coordinate."""
-    attachment, modules = (
-        parallel_state(model),
-        {clean_name(n): m for n, m in model.named_modules()},
-    )
+    attachment = parallel_state(model)
+    modules = {clean_name(n): m for n, m in model.named_modules()}
     layers = {name: m for name, m in modules.items() if isinstance(m, RoutedLayer)}
     kind_of, coordinate = make_kind_lookup(model, layers), dict[str, int]()
     experts = {p for layer in layers.values() for p in layer.part("experts").parameters()}

@@ -187,27 +187,17 @@ def format_gpu_name(args: PlannedConfig) -> str:
     return str(args.gpu_spec or args.gpu or DEFAULT_GPU)
 
 
-def has_degrees(args: PlannedConfig) -> bool:
-    """Return whether a degree is set, so that one run is planned."""
-    return bool(args.parallel)
-
-
 def refuse_unread(args: PlanConfig) -> None:
     """Raise a UsageError for the first option that is given and that would not be read."""
     if args.explain is not None:
-        unread, reason = (
-            (*DEGREES, *OF_RUNS, "top", "png", "timeline", "html"),
-            "--explain has all degrees",
-        )
-    elif not has_degrees(args):
-        unread, reason = OF_RUNS, "a search has its own: give degrees, such as --ep 8, or drop it"
-    else:
-        unread, reason = (*OF_SEARCHES, "top"), "degrees are given, so nothing is searched"
-        if args.parallel.get("pp", 1) == 1:
-            unread, reason = (
-                (*unread, *OF_STAGES),
-                f"{reason}, and there are no stages without --pp",
-            )
+        unread = (*DEGREES, *OF_RUNS, "top", "png", "timeline", "html")
+        return _refuse(args, unread, "--explain has all degrees")
+    if not args.parallel:
+        reason = "a search has its own: give degrees, such as --ep 8, or drop it"
+        return _refuse(args, OF_RUNS, reason)
+    unread, reason = (*OF_SEARCHES, "top"), "degrees are given, so nothing is searched"
+    if args.parallel.get("pp", 1) == 1:
+        unread, reason = (*unread, *OF_STAGES), f"{reason}, and there are no stages without --pp"
     _refuse(args, unread, reason)
 
 

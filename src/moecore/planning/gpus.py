@@ -182,6 +182,15 @@ OTHER_BF16_FLOPS: Mapping[str, float | None] = MappingProxyType(
 )
 
 
+def find_gpu_name(device_name: str) -> GpuName | None:
+    """Return the key of `GPUS` that matches a GPU's name in torch; None = no key matches."""
+    for name in GPUS:
+        model = name.partition("-")[0].replace("rtx", "rtx ")
+        if re.search(rf"\b{model}\b", device_name, re.IGNORECASE):
+            return name
+    return None
+
+
 def find_bf16_flops(device_name: str) -> float | None:
     """Return the dense bf16 FLOP/s of a GPU by its name in torch; None = it is not known.
 
@@ -190,11 +199,8 @@ def find_bf16_flops(device_name: str) -> float | None:
     for pattern, flops in OTHER_BF16_FLOPS.items():
         if re.search(rf"\b({pattern})\b", device_name):
             return flops
-    for name, gpu in GPUS.items():
-        model = name.partition("-")[0].replace("rtx", "rtx ")
-        if re.search(rf"\b{model}\b", device_name, re.IGNORECASE):
-            return gpu.bf16_flops
-    return None
+    name = find_gpu_name(device_name)
+    return None if name is None else GPUS[name].bf16_flops
 
 
 def read_bytes(path: str | os.PathLike[str], name: str, max_bytes: int, fix: str) -> bytes:

@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from torch.autograd import grad
 from torch.nn.functional import grouped_mm, rms_norm
 
-from moecore.base.options.names import GpuName
 from moecore.base.torch_private import foreach_norm
 from moecore.kernels.attention import AttentionMask, attention_backward, attention_forward, cudnn
 from moecore.kernels.common import has_hopper_kernels
@@ -41,7 +40,7 @@ from moecore.models import preset
 from moecore.parallel.mesh import read_launcher_number
 from moecore.planning.costs import CostTable, Point
 from moecore.planning.dry_run import dry_run
-from moecore.planning.gpus import GPUS, NODE
+from moecore.planning.gpus import GPUS, NODE, find_gpu_name
 from moecore.planning.record import SUMS, Work
 from moecore.planning.run import (
     TrainingRun,
@@ -97,7 +96,10 @@ QUEUED = TrainingRun(model=SMALL_MODEL, num_gpus=1, seq_len=256)
 def run_measure(args: Any) -> int:
     """Measure and write the table; under torchrun the first rank writes it."""
     device = _find_device()
-    gpu = find_gpu_name(torch.cuda.get_device_name(device))
+    name = torch.cuda.get_device_name(device)
+    gpu = find_gpu_name(name)
+    if gpu is None:
+        raise ValueError(f"device ({name}) must be one of {', '.join(GPUS)}: use one of these")
     host = measure_host_seconds(QUEUED, device)
     calls = [list_gpu_calls(device, FULL)]
     if "WORLD_SIZE" in os.environ:
@@ -107,8 +109,7 @@ def run_measure(args: Any) -> int:
         )  # first: it refuses several nodes
     points = [point for operations in calls for point in measure_calls(operations, device)]
     if not dist.is_initialized() or dist.get_rank() == 0:
-        origin = f"measured on {torch.cuda.get_device_name(device)}, torch {torch.__version__}"
-        table = CostTable.of(gpu).extend(points, origin)
+        table = CostTable.of(gpu).extend(points, f"measured on {name}, torch {torch.__version__}")
         replace(table, host_seconds=host).write(args.out)
         print(f"{len(points)} operations of {gpu} -> {args.out}")
     if dist.is_initialized():
@@ -136,14 +137,6 @@ def measure_host_seconds(run: TrainingRun, device: torch.device) -> float:
             step.finish()
             times.append(time.perf_counter() - start)
     return float(f"{median(times[STEPS:]) / len(dry_run(run).queued):.6g}")
-
-
-def find_gpu_name(device_name: str) -> GpuName:
-    """Return the key of `GPUS` that matches a GPU's name in torch."""
-    for name in GPUS:
-        if name.split("-")[0] in device_name.lower():
-            return name
-    raise ValueError(f"device ({device_name}) must be one of {', '.join(GPUS)}: use one of these")
 
 
 def measure_calls(calls: Iterable[tuple[Work, Call]], device: torch.device) -> Iterator[Point]:

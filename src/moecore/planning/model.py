@@ -157,8 +157,21 @@ class NativeModel(PlannedModel):
 
     @override
     def select_layers(self, layers: Sequence[int]) -> DecoderConfig:
-        kinds = [find_layer_kind(self.config, i) for i in layers]
-        return make_small_config(self.config, kinds, self.config.num_mtp_layers)
+        config, kinds = self.config, [find_layer_kind(self.config, i) for i in layers]
+        linear = tuple(i for i, kind in enumerate(kinds) if kind.mixer == "linear")
+        dense = tuple(i for i, kind in enumerate(kinds) if kind.feedforward == "dense")
+        is_named = not config.pattern
+        return replace(
+            config,
+            num_layers=len(kinds),
+            hash_layers=0,  # tables of a few megabytes are not counted
+            pattern="" if is_named else "".join(HALVES[kind[:2]] for kind in kinds),
+            dense_layers=dense if is_named and config.moe is not None else (),
+            linear_attention=config.linear_attention if linear else None,
+            linear_layers=linear if is_named else (),
+            windows=tuple(kind.window or 0 for kind in kinds) if config.windows else (),
+            mlp_hidden_dim=config.mlp_hidden_dim if dense else 0,
+        )
 
     @override
     def build(self, dtype: torch.dtype) -> nn.Module:
@@ -223,28 +236,6 @@ def find_layer_kind(config: DecoderConfig, layer: int) -> LayerKind:
     mixer = config.mixer_of(layer)
     window = config.window_of(layer) if mixer == "attention" else None
     return LayerKind(mixer, config.feedforward_of(layer), window)
-
-
-def make_small_config(model: DecoderConfig, kinds: Sequence[LayerKind], mtp: int) -> DecoderConfig:
-    """Return the config of a model with layers of these kinds and `mtp` prediction modules."""
-    linear = tuple(i for i, kind in enumerate(kinds) if kind.mixer == "linear")
-    dense = tuple(i for i, kind in enumerate(kinds) if kind.feedforward == "dense")
-    is_named = not model.pattern
-    return replace(
-        model,
-        num_layers=len(kinds),
-        hash_layers=0,  # tables of a few megabytes are not counted
-        pattern="" if is_named else "".join(HALVES[kind[:2]] for kind in kinds),
-        dense_layers=dense if is_named and model.moe is not None else (),
-        linear_attention=model.linear_attention if linear else None,
-        linear_layers=linear if is_named else (),
-        windows=tuple(kind.window or 0 for kind in kinds) if model.windows else (),
-        mlp_hidden_dim=model.mlp_hidden_dim if dense else 0,
-        num_mtp_layers=mtp,
-        mtp_repeats=model.mtp_repeats if mtp else 1,
-        mtp_loss_coef=model.mtp_loss_coef if mtp else 0.0,
-        mtp_detached=model.mtp_detached and mtp > 0,
-    )
 
 
 def find_preset(config: DecoderConfig) -> tuple[str, dict[str, int]] | None:

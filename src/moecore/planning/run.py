@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
@@ -35,13 +35,7 @@ from moecore.parallel.pipeline.layout import Stage
 from moecore.parallel.pipeline.schedule import PipelineConfig, make_schedule
 from moecore.parallelize import parallelize_moe, plan_sharding
 from moecore.planning.gpus import NODE, are_peers
-from moecore.planning.model import (
-    LayerKind,
-    NativeModel,
-    PlannedModel,
-    find_layer_kind,
-    make_small_config,
-)
+from moecore.planning.model import NativeModel, PlannedModel
 from moecore.planning.transformers import StockModel, TransformersModel, raise_one_line
 from moecore.train.optim.adamw import AdamW
 from moecore.train.optim.state_offload import StateOffload
@@ -368,65 +362,36 @@ def list_rank_bytes(run: TrainingRun) -> tuple[RankBytes, ...]:
         nvlink=None,
         dispatcher="auto",
     )
-    if run.pipeline is None or _needs_all_layers(run):
-        return tuple(_compute_rank_size(run, rank) for rank in range(run.resolved.pp))
-    config: Any = run.model
-    one_stage = replace(run, parallel=run.resolved, pipeline=PipelineConfig(layout="EL"))
-    sizes = []
-    for stages in list_rank_stages(run):
-        kinds = tuple(find_layer_kind(config, i) for stage in stages for i in stage.layers)
-        has_embedding = any(stage.embedding for stage in stages)
-        has_loss, mtp = any(stage.loss for stage in stages), sum(len(stage.mtp) for stage in stages)
-        sizes.append(_compute_size_of_parts(one_stage, has_embedding, has_loss, kinds, mtp))
-    return tuple(sizes)
-
-
-def _needs_all_layers(run: TrainingRun) -> bool:
-    """Return whether the plan of a rank depends on layers of other ranks."""
-    config = run.model
-    # Names of layers decide their precision, and units may have blocks of two ranks.
+    # Ranks with equal parts store as much, unless names of layers decide their precision, or units
+    # have blocks of two ranks.
     has_overrides = run.precision is not None and bool(run.precision.overrides)
-    if not isinstance(config, DecoderConfig) or has_overrides or run.fsdp.blocks_per_unit > 1:
-        return True
-    # The last layer fills the stages of other ranks, so a model of this layer must be valid.
-    last = find_layer_kind(config, config.num_layers - 1)
-    return last[:2] != ("attention", "dense" if config.moe is None else "moe")
+    is_distinct = has_overrides or run.fsdp.blocks_per_unit > 1
+    layers = run.planned_model.layers
+    parts: list[Hashable] = [
+        rank
+        if is_distinct
+        else tuple(
+            (s.embedding, tuple(layers[i] for i in s.layers), len(s.mtp), s.loss) for s in stages
+        )
+        for rank, stages in enumerate(list_rank_stages(run))
+    ]
+    return tuple(_compute_rank_size(run, parts.index(of_rank)) for of_rank in parts)
 
 
-@lru_cache(maxsize=1024)
-def _compute_size_of_parts(
-    run: TrainingRun, embedding: bool, loss: bool, kinds: tuple[LayerKind, ...], mtp: int
-) -> RankBytes:
-    """Return the stored bytes of a pipeline rank with these parts, from a model of few layers."""
-    config: Any = run.model
-    kind = find_layer_kind(config, config.num_layers - 1)
-    # The previous and the next rank have a layer each, or the other parts of the model.
-    letters = "E" * embedding + "t" * len(kinds) + "m" * mtp + "L" * loss
-    before, after = "Et" * (not embedding), "" if loss else "t" * (not mtp) + "L"
-    if loss and not letters.strip("L"):  # the final norm is with the predictions
-        before += "m" * (surplus := config.num_mtp_layers)
-        mtp += surplus
-    stages = [part for part in (before, letters, after) if part]
-    pp, kinds = len(stages), (kind,) * before.count("t") + kinds + (kind,) * after.count("t")
-    small = replace(
-        run,
-        model=make_small_config(config, kinds, mtp),
-        num_gpus=run.num_gpus // run.parallel.pp * pp,
-        parallel=replace(run.parallel, pp=pp),
-        pipeline=PipelineConfig(layout="|".join(stages)) if pp > 1 else None,
-    )
-    return _compute_rank_size(small, int(not embedding))
+@lru_cache(maxsize=2)
+def _build_with_frozen(model: PlannedModel, dtype: torch.dtype) -> tuple[nn.Module, frozenset[str]]:
+    """Return a model on meta, and the names of its indexers' parameters, which no run trains."""
+    module = model.build(dtype)
+    layers: Any = family_of(module).indexers(module)
+    indexers = {param for layer in layers for param in layer.indexer.parameters()}
+    return module, frozenset(n for n, param in module.named_parameters() if param in indexers)
 
 
 @lru_cache(maxsize=1024)
 def _compute_rank_size(run: TrainingRun, pp_rank: int) -> RankBytes:
     rank = pp_rank * run.num_gpus // run.resolved.pp
     with raise_one_line(run.model), fake_world(run.num_gpus, rank), ignore_warnings():
-        model = run.planned_model.build(run.dtype)
-        # No run trains the indexers of sparse attention, so their parameters have no gradients.
-        layers: Any = family_of(model).indexers(model)
-        indexers = {param for layer in layers for param in layer.indexer.parameters()}
-        frozen = {name for name, param in model.named_parameters() if param in indexers}
+        model, frozen = _build_with_frozen(run.planned_model, run.dtype)
         plan = plan_sharding(
             model,
             build_meshes(run.parallel, "cpu"),

@@ -66,7 +66,7 @@ class StepTime:
     """
 
     seconds: float
-    parts: dict[Part, float]
+    parts: Parts
 
     @property
     def wall(self) -> Part:
@@ -75,29 +75,22 @@ class StepTime:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TimePlan:
+class TimePlan(StepTime):
     """The planned time of a run's step.
+
+    `parts` are the seconds of the pipeline rank that works longest. "bubble" is the time in which
+    that rank waits for other ranks.
 
     Attributes:
         run: the planned run.
-        gpu: as the table's.
-        seconds: the seconds of a step.
-        parts: the seconds by limit, as in `StepTime`, on the pipeline rank that works longest;
-            "bubble" is the time in which that rank waits for others.
+        gpu: the GPU of the cost table.
         timeline: the pipeline's timeline in seconds, of the simulated micro-batches; None without a
             pipeline.
     """
 
     run: TrainingRun
     gpu: GpuName | Gpu
-    seconds: float
-    parts: Parts
     timeline: Timeline | None
-
-    @property
-    def wall(self) -> Part:
-        """The limit of the largest part."""
-        return max(self.parts, key=lambda part: self.parts[part])
 
     @property
     def tokens_per_second(self) -> float:
@@ -182,12 +175,10 @@ def time_step(step: DryRun, table: CostTable) -> StepTime:
     """
     check_arguments(time_step, locals())
     _refuse_untimed(step.precision, table)
-    spans, before = (
-        run_queue(place_launches(step.queued), table, STEPS),
-        (STEPS - 1) * len(step.queued),
-    )
-    start, end = (max(spans.ends[:number]) for number in (before, len(spans.ends)))
-    parts = _add_network(spans.exposed(start, end), spans.network(before, len(spans.ends)))
+    spans = run_queue(place_launches(step.queued), table, STEPS)
+    before, number = (STEPS - 1) * len(step.queued), STEPS * len(step.queued)
+    start, end = spans.end(before), spans.end(number)
+    parts = _add_network(spans.exposed(start, end), spans.network(before, number))
     return StepTime(max(end - start, sum(parts.values())), parts)
 
 
