@@ -124,10 +124,8 @@ def permute_index(index: int, count: int, key: int) -> int:
     while True:
         high_bits, low_bits = index >> half, index & mask
         for number in range(ROUNDS):
-            high_bits, low_bits = (
-                low_bits,
-                high_bits ^ (_hash_integer(key + number * BITS_64 // ROUNDS + low_bits) & mask),
-            )
+            hashed = _hash_integer(key + number * BITS_64 // ROUNDS + low_bits)
+            high_bits, low_bits = low_bits, high_bits ^ (hashed & mask)
         index = high_bits << half | low_bits
         if index < count:
             return index
@@ -157,9 +155,8 @@ class IndexedDocuments:
         """Return the index of an ordinal's document, and a function that reads the document."""
         epoch, index = divmod(ordinal, self.length)
         if self._key is None:
-            index = (
-                index + find_first_document(ordinal, self.length, self._partitions)
-            ) % self.length
+            index += find_first_document(ordinal, self.length, self._partitions)
+            index %= self.length
         else:
             index = permute_index(index, self.length, hash_parts(self._key, epoch))
         return index, lambda: self._documents[index]
@@ -214,11 +211,8 @@ class StreamedDocuments:
                 for i in range(len(block)):
                     if begin + read + i >= ordinal:
                         place = permute_index(i, len(block), key)
-                        yield (
-                            begin + read + i,
-                            self._wrap_index(offset + read + place),
-                            block[place],
-                        )
+                        index = self._wrap_index(offset + read + place)
+                        yield begin + read + i, index, block[place]
                 read += len(block)
             if read == first:  # the stream is not longer than the skipped documents
                 read = sum(1 for _ in self._skip_documents(0))
