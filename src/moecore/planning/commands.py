@@ -220,7 +220,7 @@ def _print_time(args: Any, time: TimePlan | str, limit: int | None = None) -> No
 
 
 def _slices(table: CostTable, kind: str) -> str:
-    """Return the share of exchanges concurrent with products that a plan counts, as text."""
+    """Return a line about the share of sliced tp exchanges that a plan counts."""
     slices = table.slices
     if slices is None:
         return "exchanges of tp beside products count whole: the table has no share of them"

@@ -37,10 +37,8 @@ from moecore.planning.run import (
     build_model,
     build_optimizer,
     collect_by_hand,
-    fake_world,
-    ignore_warnings,
+    enter_world,
 )
-from moecore.planning.transformers import raise_one_line
 from moecore.train.memory.on_meta import OnMeta, list_tensors
 from moecore.train.memory.parts import BlockPart, find_parts
 from moecore.train.memory.saved_bytes import NAMES
@@ -54,7 +52,7 @@ MAX_MICRO_BATCHES = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DryRun:
-    """A step of one rank, the second of its run.
+    """The memory and launches of a rank's training step, recorded in the second step of a run.
 
     Attributes:
         rank: the rank in the world.
@@ -105,11 +103,11 @@ def dry_run(run: TrainingRun, rank: CountOrZero = 0) -> DryRun:
             f"{MAX_MICRO_BATCHES} for a dry run, which runs each of them: pass fewer, or use "
             "plan_memory and plan_time (moecore plan), which take any number"
         )
-    return add_even_work(run, partial(dry_run_of_capacity, rank=rank))
+    return add_even_work(run, partial(record_step, rank=rank))
 
 
 def add_even_work(run: TrainingRun, dry: Callable[[TrainingRun], DryRun]) -> DryRun:
-    """Return the dry run with the memory of the capacity, and the work of the rows in use."""
+    """Return a dry run with the memory of nvlink's full capacity and the launches of even loads."""
     capacity_step = dry(run)
     if run.even == run:
         return capacity_step
@@ -119,17 +117,11 @@ def add_even_work(run: TrainingRun, dry: Callable[[TrainingRun], DryRun]) -> Dry
     return replace(capacity_step, queued=even_step.queued, starts=starts)
 
 
-def dry_run_of_capacity(run: TrainingRun, rank: int = 0) -> DryRun:
-    """Return a dry run with the work of the full capacity, in half the time of `dry_run`."""
+def record_step(run: TrainingRun, rank: int = 0) -> DryRun:
+    """Run two steps on meta, and return the second one, with the work of the full capacity."""
     recorder = WorkRecorder(run.ranks_per_domain)
-    dry = launches_on_meta(recorder.record_kernel, run.num_peers), dry_streams(recorder.queues)
-    contexts = (
-        raise_one_line(run.model),
-        fake_world(run.num_gpus, rank),
-        ignore_warnings(),
-        collect_by_hand(),
-    )
-    with contexts[0], contexts[1], contexts[2], contexts[3], dry[0], dry[1]:
+    launches = launches_on_meta(recorder.record_kernel, run.num_peers)
+    with enter_world(run, rank), collect_by_hand(), launches, dry_streams(recorder.queues):
         model = build_model(run, "cpu")
         for tensor in (*model.parameters(), *model.buffers()):
             recorder.count_storage(get_local_tensor(tensor))
@@ -153,9 +145,7 @@ def dry_run_of_capacity(run: TrainingRun, rank: int = 0) -> DryRun:
         record = parallel_state(model)
         assert record is not None
         exchanges, stash = record.exchanges, record.stash
-        optimizer_bytes = sum(
-            _count_optimizer_bytes(optimizer, param) for param in model.parameters()
-        )
+        optimizer_bytes = sum(_count_optimizer_bytes(optimizer, p) for p in model.parameters())
         return DryRun(
             rank=rank,
             resident_bytes=recorder.level,

@@ -178,7 +178,7 @@ DEFAULT_GPU: GpuName = "h100-80"
 
 
 def select_gpu(args: PlannedConfig) -> GpuName | Gpu:
-    """Return the GPU of the options."""
+    """Return the name of the selected GPU, or the record of a `--gpu-spec` file."""
     return (args.gpu or DEFAULT_GPU) if args.gpu_spec is None else read_gpu(args.gpu_spec)
 
 
@@ -188,7 +188,7 @@ def format_gpu_name(args: PlannedConfig) -> str:
 
 
 def refuse_unread(args: PlanConfig) -> None:
-    """Raise a UsageError for the first option that is given and that would not be read."""
+    """Raise a UsageError for the first given option that this mode of the command ignores."""
     if args.explain is not None:
         unread = (*DEGREES, *OF_RUNS, "top", "png", "timeline", "html")
         return _refuse(args, unread, "--explain has all degrees")
@@ -264,7 +264,7 @@ def _model_of(config: Path) -> AnyModel:
 
 
 def parse_request(args: PlanConfig) -> SearchRequest:
-    """Return the search of the options."""
+    """Return the `SearchRequest` that the command's options describe."""
     options, memory = _optimizer(args), _memory(args)
     is_plain = options == OptimizerOptions()
     precision: Any = ANY if args.precision is None else _precision(args)
@@ -297,7 +297,7 @@ def _memory(args: Any) -> MemoryOptions:
 
 
 def _has_room(args: Any) -> bool:
-    """Whether dispatcher nvlink has a room, so that it is chosen."""
+    """Return whether options set the capacity of dispatcher nvlink, which selects it."""
     return args.stash or args.row_factor is not None
 
 
@@ -310,7 +310,7 @@ def _optimizer(args: Any) -> OptimizerOptions:
 
 
 def parse_run(args: PlannedConfig) -> TrainingRun:
-    """Return the run of the options."""
+    """Return the `TrainingRun` that the command's options describe."""
     parallel, pipeline = ParallelConfig(**args.parallel), None
     if args.parallel.get("pp", 1) > 1:
         pipeline = PipelineConfig(

@@ -42,13 +42,7 @@ from moecore.planning.costs import CostTable, Point
 from moecore.planning.dry_run import dry_run
 from moecore.planning.gpus import GPUS, NODE, find_gpu_name
 from moecore.planning.record import SUMS, Work
-from moecore.planning.run import (
-    TrainingRun,
-    build_model,
-    build_optimizer,
-    fake_world,
-    ignore_warnings,
-)
+from moecore.planning.run import TrainingRun, build_model, build_optimizer, enter_world
 from moecore.train.optim.adamw import AdamW
 from moecore.train.step import TrainStep
 
@@ -104,9 +98,8 @@ def run_measure(args: Any) -> int:
     calls = [list_gpu_calls(device, FULL)]
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group("nccl", device_id=device)
-        calls.insert(
-            0, list_collective_calls(device, FULL.num_bytes)
-        )  # first: it refuses several nodes
+        # First, because it refuses several nodes.
+        calls.insert(0, list_collective_calls(device, FULL.num_bytes))
     points = [point for operations in calls for point in measure_calls(operations, device)]
     if not dist.is_initialized() or dist.get_rank() == 0:
         table = CostTable.of(gpu).extend(points, f"measured on {name}, torch {torch.__version__}")
@@ -120,7 +113,7 @@ def run_measure(args: Any) -> int:
 def measure_host_seconds(run: TrainingRun, device: torch.device) -> float:
     """Run training steps of a small model; return the host's median seconds per launch."""
     times = []
-    with fake_world(run.num_gpus), ignore_warnings():
+    with enter_world(run):
         model = build_model(run, device.type)
         model.to_empty(device=device)
         model.init_weights()
@@ -144,7 +137,7 @@ def measure_calls(calls: Iterable[tuple[Work, Call]], device: torch.device) -> I
     flush = torch.ones(FLUSH_BYTES // 4 if device.type == "cuda" else 1, device=device)
     date = datetime.now(UTC).strftime("%Y-%m-%d")
     for work, call in calls:
-        # The slowest rank's, so that ranks warm up alike.
+        # The time of the slowest rank gives all ranks the same number of warm-up calls.
         first_seconds = _max_over_ranks(_time_call(call, flush, 3), device)
         _time_call(call, flush, min(MAX_CALLS, int(WARM_UP_S / first_seconds)))
         seconds = _max_over_ranks(_time_call(call, flush, ROUNDS), device)
@@ -152,7 +145,7 @@ def measure_calls(calls: Iterable[tuple[Work, Call]], device: torch.device) -> I
 
 
 def list_gpu_calls(device: torch.device, sizes: Sizes) -> Iterator[tuple[Work, Call]]:
-    """Yield operations of one GPU; tensors of one are gone when the next is asked for."""
+    """Yield operations of one GPU; tensors of an operation are freed before the next one."""
     for M, N, K in sizes.products:
         a, b = _make_random_tensor(device, M, K), _make_random_tensor(device, K, N)
         num_bytes = 2 * (M * K + K * N + M * N)
@@ -174,7 +167,7 @@ def list_gpu_calls(device: torch.device, sizes: Sizes) -> Iterator[tuple[Work, C
 
 
 def list_collective_calls(device: torch.device, num_bytes: int) -> Iterator[tuple[Work, Call]]:
-    """Yield collectives over all ranks, of one node, from a small part of the bytes to all."""
+    """Yield collectives over all ranks of one node, in four sizes of at most `num_bytes`."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     if not 2 <= ranks <= NODE or read_launcher_number("LOCAL_WORLD_SIZE", ranks) != ranks:
         raise ValueError(f"ranks ({ranks}) must be 2 to {NODE} of one node: start as many there")
@@ -203,7 +196,7 @@ def list_collective_calls(device: torch.device, num_bytes: int) -> Iterator[tupl
 def _make_grouped_calls(
     device: torch.device, E: int, R: int, D: int, F: int
 ) -> Iterator[tuple[Work, Call]]:
-    """Yield the products of a layer with even loads: torch's, on Hopper moecore's too."""
+    """Yield grouped products of a layer with even loads, by torch and on Hopper by moecore."""
     ends = (torch.arange(1, E + 1, device=device) * (R // E)).int()
     x_RD, h_RC, a_RF = (_make_random_tensor(device, R, n) for n in (D, 2 * F, F))
     w1_ECD, w2_EDF = _make_random_tensor(device, E, 2 * F, D), _make_random_tensor(device, E, D, F)

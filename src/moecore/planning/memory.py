@@ -240,9 +240,8 @@ def _make_ranks(run: TrainingRun) -> Iterator[_Rank]:
     """Yield the pipeline ranks of a run."""
     small, model = SmallRun.of(run), run.planned_model
     step, segments = small.step, small.memory_segments
-    rank_bytes = (
-        sum(count_resident_bytes(small.run, size).values()) for size in list_rank_bytes(small.run)
-    )
+    sizes = list_rank_bytes(small.run)
+    rank_bytes = (sum(count_resident_bytes(small.run, size).values()) for size in sizes)
     # Resident bytes besides stored tensors. Pages are counted for each layer.
     other = segments.resident_bytes - max(rank_bytes) - step.pages
     pages_per_run = step.pages / max(1, small.run.planned_model.num_moe_runs)

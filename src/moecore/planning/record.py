@@ -164,15 +164,8 @@ def compute_kernel_work(name: str, args: Args) -> Work:
         return Work(name, "collective", 0, num_bytes, (ranks,), "bfloat16")
     tensors = [t for t in (getattr(arg, "base", arg) for arg in args) if isinstance(t, Tensor)]
     if args and isinstance(args[0], ScanSize):
-        scan = args[0]
-        return Work(
-            name,
-            "attention",
-            scan.flops,
-            _count_bytes(tensors),
-            scan.shape,
-            _name_dtype(tensors[0]),
-        )
+        scan, num_bytes = args[0], _count_bytes(tensors)
+        return Work(name, "attention", scan.flops, num_bytes, scan.shape, _name_dtype(tensors[0]))
     if name == INDEX_SCORES:
         return _make_product_work("mm", (args[0], args[1].mT), tensors, name)
     if name.startswith("attention"):
@@ -204,10 +197,9 @@ def compute_collective_work(name: str, args: Args, num_ranks: int) -> Work:
 
 def _make_product_work(name: str, args: Args, tensors: Sequence[Tensor], kernel: str = "") -> Work:
     a, b = args[PRODUCTS[name] :][:2]
-    M, N, K = prod(a.shape[:-1]), b.shape[-1], a.shape[-1]
-    return Work(
-        kernel or name, "product", 2 * M * N * K, _count_bytes(tensors), (M, N, K), _name_dtype(a)
-    )
+    M, N, K = shape = prod(a.shape[:-1]), b.shape[-1], a.shape[-1]
+    num_bytes, dtype = _count_bytes(tensors), _name_dtype(a)
+    return Work(kernel or name, "product", 2 * M * N * K, num_bytes, shape, dtype)
 
 
 def _make_attention_work(

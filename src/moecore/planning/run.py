@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import sys
 import warnings
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
@@ -263,10 +263,13 @@ def fake_world(world_size: Count, rank: CountOrZero = 0) -> Iterator[None]:
 
 
 @contextmanager
-def ignore_warnings() -> Iterator[None]:
-    """Return a context manager that ignores Python warnings."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+def enter_world(run: TrainingRun, rank: int = 0) -> Iterator[None]:
+    """Return a context in a run's fake world, without warnings and with one-line errors."""
+    with (
+        raise_one_line(run.model),
+        fake_world(run.num_gpus, rank),
+        warnings.catch_warnings(action="ignore"),
+    ):
         yield
 
 
@@ -367,15 +370,12 @@ def list_rank_bytes(run: TrainingRun) -> tuple[RankBytes, ...]:
     has_overrides = run.precision is not None and bool(run.precision.overrides)
     is_distinct = has_overrides or run.fsdp.blocks_per_unit > 1
     layers = run.planned_model.layers
-    parts: list[Hashable] = [
-        rank
-        if is_distinct
-        else tuple(
-            (s.embedding, tuple(layers[i] for i in s.layers), len(s.mtp), s.loss) for s in stages
-        )
-        for rank, stages in enumerate(list_rank_stages(run))
+    parts = [
+        [(s.embedding, [layers[i] for i in s.layers], len(s.mtp), s.loss) for s in stages]
+        for stages in list_rank_stages(run)
     ]
-    return tuple(_compute_rank_size(run, parts.index(of_rank)) for of_rank in parts)
+    ranks = range(len(parts)) if is_distinct else map(parts.index, parts)
+    return tuple(_compute_rank_size(run, rank) for rank in ranks)
 
 
 @lru_cache(maxsize=2)
@@ -390,7 +390,7 @@ def _build_with_frozen(model: PlannedModel, dtype: torch.dtype) -> tuple[nn.Modu
 @lru_cache(maxsize=1024)
 def _compute_rank_size(run: TrainingRun, pp_rank: int) -> RankBytes:
     rank = pp_rank * run.num_gpus // run.resolved.pp
-    with raise_one_line(run.model), fake_world(run.num_gpus, rank), ignore_warnings():
+    with enter_world(run, rank):
         model, frozen = _build_with_frozen(run.planned_model, run.dtype)
         plan = plan_sharding(
             model,

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from heapq import heapify, heappop, heapreplace
-from itertools import islice
+from operator import attrgetter
 from typing import Any
 
 from moecore.base.fields import Count, check_arguments
@@ -139,8 +139,7 @@ class SearchResult:
         return "\n".join(format_columns(lines))
 
 
-def _get_step_seconds(candidate: Fitting) -> float:
-    return candidate.time.seconds
+_get_step_seconds: Callable[[Fitting], float] = attrgetter("time.seconds")
 
 
 def search(
@@ -222,9 +221,7 @@ def _list_allowed_layouts(request: SearchRequest) -> tuple[list[Folding], Counte
             f"num_gpus ({request.num_gpus}) must have at most {MAX_DIVISORS} divisors to be "
             f"searched, not {number}: take a multiple of a higher power of 2, or give degrees"
         )
-    refusals = {
-        layout: find_refusal(request, layout) for layout in enumerate_layouts(request.num_gpus)
-    }
+    refusals = {x: find_refusal(request, x) for x in enumerate_layouts(request.num_gpus)}
     layouts = [layout for layout, refusal in refusals.items() if refusal is None]
     return layouts, Counter(refusal.rule for refusal in refusals.values() if refusal is not None)
 
@@ -289,9 +286,8 @@ def _find_fastest_schedule(
             continue
         runs = ((s, list_schedules(make_run(request, candidate.layout, s))[i]) for s in sets)
         candidates = (plan_options(request, candidate.layout, *pair) for pair in runs)
-        plans += [
-            add_time(fitting, table) for fitting in islice((c for c in candidates if c.fits), 1)
-        ]
+        fitting = next((c for c in candidates if c.fits), None)
+        plans += [] if fitting is None else [add_time(fitting, table)]
     return min(plans, key=_get_step_seconds)
 
 
@@ -314,16 +310,14 @@ def plan_layout(request: SearchRequest, layout: Folding, table: CostTable) -> Re
         NotImplementedError: for a precision whose time on the GPU is not modelled.
     """
     _refuse_untimed(request)
-    refusal = find_refusal(request, layout)
-    if refusal is not None:
+    if (refusal := find_refusal(request, layout)) is not None:
         return refusal
     estimate = Estimate(request, table)
     candidate = plan_fitting_layout(request, layout, estimate)
     if not candidate.fits:
         return candidate
-    return find_faster_options(
-        request, _find_fastest_schedule(request, candidate, table), table, estimate
-    )
+    fitting = _find_fastest_schedule(request, candidate, table)
+    return find_faster_options(request, fitting, table, estimate)
 
 
 def describe_outcome(request: SearchRequest, layout: Folding, outcome: Refusal | Candidate) -> str:
@@ -346,7 +340,7 @@ def describe_outcome(request: SearchRequest, layout: Folding, outcome: Refusal |
 
 
 def plan_fitting_layout(request: SearchRequest, layout: Folding, estimate: Estimate) -> Candidate:
-    """Plan a layout with the options whose estimate is fastest and that fit, or with all."""
+    """Plan a layout with the fastest options that fit; if none fit, with all options."""
     while (candidate := _plan_estimated(request, layout, estimate)) is None:
         pass
     return candidate
@@ -355,7 +349,7 @@ def plan_fitting_layout(request: SearchRequest, layout: Folding, estimate: Estim
 def _plan_estimated(
     request: SearchRequest, layout: Folding, estimate: Estimate
 ) -> Candidate | None:
-    """Plan a layout with its estimated options; if it is too large, correct the estimate: None."""
+    """Plan a layout with the estimated options; if it does not fit, raise the estimate: None."""
     options = estimate.choose_options(layout)
     candidate = plan_options(request, layout, options or list_option_sets(request)[-1])
     if options is None or candidate.fits:
@@ -367,7 +361,7 @@ def _plan_estimated(
 def plan_options(
     request: SearchRequest, layout: Folding, options: OptionSet, run: TrainingRun | None = None
 ) -> Candidate:
-    """Plan the memory of a layout with a set of options; run None = `make_run` their run."""
+    """Plan the memory of a layout with a set of options; run None = the run of `make_run`."""
     run = make_run(request, layout, options) if run is None else run
     pins = run.memory.offload or run.optimizer.offload_fraction
     host = plan_memory(run).pinned_bytes(get_gpu(request.gpu)) if pins else 0
@@ -386,9 +380,7 @@ def plan_options(
 def find_smallest_change(request: SearchRequest, table: CostTable) -> str | None:
     """Return the cheapest change of a request with which a layout fits; None = none was found."""
     for text, changed in _list_changes(request):
-        layouts = (
-            x for x in enumerate_layouts(changed.num_gpus) if find_refusal(changed, x) is None
-        )
+        layouts, _ = _list_allowed_layouts(changed)
         estimate, options = Estimate(changed, table).num_bytes, list_option_sets(changed)[-1]
         for layout in sorted(layouts, key=estimate)[:2]:
             if estimate(layout) <= changed.limit and plan_options(changed, layout, options).fits:

@@ -21,7 +21,7 @@ from operator import add, attrgetter
 from typing import Literal, NamedTuple
 
 from moecore.parallel.pipeline.layout import Stage
-from moecore.planning.dry_run import ADAMW, DryRun, add_even_work, dry_run_of_capacity
+from moecore.planning.dry_run import ADAMW, DryRun, add_even_work, record_step
 from moecore.planning.record import Pass, Placed, Queued, Start
 from moecore.planning.run import (
     OptimizerOptions,
@@ -31,7 +31,7 @@ from moecore.planning.run import (
 )
 
 MIDDLE = 3  # micro-batches of a dry run: the first, one between, the last
-Likes = Mapping[Literal["F", "B"], Sequence[int]]  # of forward and backward: the sample of a layer
+Likes = Mapping[Literal["F", "B"], Sequence[int]]  # by pass: the sampled layer for each layer
 
 
 def sample_layers(run: TrainingRun, num_micro_batches: int) -> tuple[TrainingRun, Likes]:
@@ -77,7 +77,7 @@ class Segment(NamedTuple):
 
 
 def _make_segment(launches: range, start: Start, level: int, kinds: Mapping[str, int]) -> Segment:
-    """Return the segment from a start to a number of allocated bytes."""
+    """Return the segment between `start` and the next start, with `level` allocated bytes."""
     net_kinds, peak_kinds = (
         {kind: values.get(kind, 0) - start.kinds.get(kind, 0) for kind in {**values, **start.kinds}}
         for values in (kinds, start.top_kinds)
@@ -86,7 +86,7 @@ def _make_segment(launches: range, start: Start, level: int, kinds: Mapping[str,
 
 
 class _Early(NamedTuple):
-    """The place of a launch in its segment, and its dependencies on segments far before it."""
+    """A launch's index in its segment, and its dependencies on launches far before it."""
 
     at: int
     dependencies: list[int]
@@ -129,9 +129,7 @@ class Segments:
     def list_stage_segments(self, stage: Stage, of: Pass, micro_batch: int) -> list[Segment]:
         """Return the segments of a stage's pass in a recorded micro-batch, in order."""
         parts = self.list_parts(stage, of)
-        return [
-            segment for part in parts for segment in self.list_part_segments(part, of, micro_batch)
-        ]
+        return [s for part in parts for s in self.list_part_segments(part, of, micro_batch)]
 
     def list_part_segments(self, part: str, of: Pass, micro_batch: int) -> Sequence[Segment]:
         """Return the segments of a part's pass, in order."""
@@ -270,7 +268,7 @@ def make_segments(run: TrainingRun) -> Segments:
 
 @lru_cache(maxsize=64)
 def _run_dry_cached(run: TrainingRun) -> DryRun:
-    return dry_run_of_capacity(run)
+    return record_step(run)
 
 
 def map_micro_batches(number: int, num_recorded: int) -> list[int]:
