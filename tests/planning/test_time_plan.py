@@ -8,8 +8,9 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
-from moecore import MemoryOptions, NVLinkOptions, ParallelConfig, PipelineConfig
+from moecore import FSDPOptions, MemoryOptions, NVLinkOptions, ParallelConfig, PipelineConfig
 from moecore.base.options.precision import Precision
 from moecore.cli import main
 from moecore.models import preset
@@ -220,3 +221,54 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert found["wall"] in found["parts"] and set(found["next"]) == {"text", "gain"}
     assert main([*call[:5], "--seq-len", "64", "--ep", "2", "--timeline", str(picture)]) == 1
     assert "must be left out without stages" in capsys.readouterr().err
+
+
+WHOLE = FSDPOptions(param_dtype=torch.bfloat16, dense_strategy="optim")
+SHORT = TrainingRun(
+    model=DEEP.model, num_gpus=8, parallel=ParallelConfig(ep=8), seq_len=2048, num_micro_batches=4
+)
+PEAK_CASES = {
+    "weights whole": (replace(SHORT, fsdp=WHOLE), 0.002),
+    "MoE layers again": (replace(SHORT, memory=MemoryOptions(recompute=("moe",))), 0.002),
+    "deepseek, offloaded": (
+        replace(
+            SHORT,
+            model=DEEPSEEK,
+            num_gpus=16,
+            parallel=ParallelConfig(ep=16),
+            memory=MemoryOptions(offload=("attention", "experts")),
+        ),
+        0.04,
+    ),
+}
+STAGES = dict(parallel=ParallelConfig(pp=2, ep=4), num_micro_batches=6)
+SCHEDULES = {
+    "1f1b": (PipelineConfig(schedule="1f1b"), 0.002),
+    "interleaved": (PipelineConfig(schedule="interleaved", chunks=2), 0.002),
+    "overlapped": (PipelineConfig(schedule="overlapped", chunks=2), 0.002),
+    # A gradient of the input frees all in a plan that the weights' products have not read.
+    "zero-bubble": (PipelineConfig(schedule="zero-bubble"), 0.061),
+}
+
+
+@pytest.mark.parametrize("case", PEAK_CASES)
+def test_peaks_of_few_layers_stand_for_all(case: str) -> None:
+    run, error = PEAK_CASES[case]
+    (found,) = plan_peak(run)
+    assert found == pytest.approx(dry_run(run).peak, rel=error)
+
+
+@pytest.mark.parametrize("name", beside(SCHEDULES, ["interleaved", "zero-bubble"]))
+def test_ranks_of_a_pipeline(name: str) -> None:
+    pipeline, error = SCHEDULES[name]
+    run = replace(SHORT, **STAGES, pipeline=pipeline)
+    exact = [dry_run(run, rank).peak for rank in (0, 4)]
+    assert plan_peak(run) == pytest.approx(exact, rel=error)
+    assert plan_peak(replace(run, num_micro_batches=16)) == plan_peak(run)
+
+
+@pytest.mark.parametrize("name", beside(SCHEDULES, ["interleaved", "zero-bubble"]))
+def test_what_has_been_sent_is_freed_within_a_step(name: str) -> None:
+    run = replace(SHORT, **STAGES, pipeline=SCHEDULES[name][0])
+    few, more = (dry_run(replace(run, num_micro_batches=n)).peak for n in (6, 8))
+    assert few == more
