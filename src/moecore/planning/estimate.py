@@ -240,7 +240,10 @@ class Estimate:
         """Return, for each pipeline stage, the (part, pass) pairs of a micro-batch."""
         segments = self._segments(options)
         stages = list_stages(make_run(self._request, layout, options))
-        return [tuple((p, of) for of in PASSES for p in segments.list_parts(s, of)) for s in stages]
+        return [
+            tuple((p, pass_) for pass_ in PASSES for p in segments.list_parts(s, pass_))
+            for s in stages
+        ]
 
     def _time_stage(
         self, parts: Iterable[tuple[str, Pass]], layout: Folding, options: OptionSet
@@ -249,13 +252,13 @@ class Estimate:
         seconds = [self._part(*part, layout, options) for part in parts]
         return _Seconds(*map(sum, zip(*seconds, strict=True)))
 
-    def _time_part(self, part: str, of: Pass, layout: Folding, options: OptionSet) -> _Seconds:
+    def _time_part(self, part: str, pass_: Pass, layout: Folding, options: OptionSet) -> _Seconds:
         """Return the seconds of a part's pass: the larger of the host's and the device's."""
         segments = self._segments(options)
         experts = layout.ep * layout.etp
         rows = Fraction(layout.batch_size, layout.tp * layout.cp)
         compute, network = list[float](), list[float]()
-        for segment in segments.list_part_segments(part, of, MIDDLE // 2):
+        for segment in segments.list_part_segments(part, pass_, MIDDLE // 2):
             for launch in (segments.queued[i] for i in segment.launches):
                 work = launch.work
                 seconds = self._share(work, rows, experts * (work.kind in BY_EXPERTS))

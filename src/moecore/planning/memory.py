@@ -44,7 +44,7 @@ class _Pass(NamedTuple):
     """A pass of a stage in the order of a rank's schedule."""
 
     stage: int
-    of: Pass
+    pass_: Pass
     segments: list[Segment]
 
 
@@ -180,11 +180,11 @@ def _make_rank_memory(
     """Sum a rank's bytes by kind at the peak of its step, and return them as `RankMemory`."""
     peak = rank.peak()
     device, in_flight = Counter(rank.resident), Counter[int]()
-    for number, (stage, of, passed) in enumerate(rank.passes[: peak.passed + 1]):
+    for number, (stage, pass_, passed) in enumerate(rank.passes[: peak.passed + 1]):
         is_last = number == peak.passed
         for segment in passed[: peak.at] if is_last else passed:
             device.update(segment.net_kinds)
-        in_flight[stage] += 1 if of == "F" else -(not is_last)
+        in_flight[stage] += 1 if pass_ == "F" else -(not is_last)
     device.update(peak.segment.peak_kinds)
     device["optimizer state"] -= peak.offloaded_state
     device["other"] += device.pop(RESIDENT, 0)
@@ -217,11 +217,11 @@ def _remove_negative_bytes(
 def _find_host_peak(rank: _Rank, segments: Segments) -> int:
     """Return the peak bytes of activations that are offloaded to the host."""
     level, peak, copies = 0, 0, dict[int, int]()
-    for stage, of, passed in rank.passes:
-        if of == "F":
+    for stage, pass_, passed in rank.passes:
+        if pass_ == "F":
             works = (segments.queued[i].work for segment in passed for i in segment.launches)
             copies[stage] = sum(work.num_bytes for work in works if work.name == HOST_COPIES[0])
-        level += copies[stage] if of == "F" else -copies[stage]
+        level += copies[stage] if pass_ == "F" else -copies[stage]
         peak = max(peak, level)
     return peak
 
@@ -285,26 +285,26 @@ def _order_passes(run: TrainingRun, small: SmallRun, segments: Segments) -> Iter
         yield [
             _Pass(
                 stage,
-                of,
+                pass_,
                 _correct_stage_segments(
-                    stages[stage], of, like[i], segments, share * (stage in ends)
+                    stages[stage], pass_, like[i], segments, share * (stage in ends)
                 ),
             )
             for kind, stage, i in actions
-            for of in passes.get(kind, ())
+            for pass_ in passes.get(kind, ())
         ]
 
 
 def _correct_stage_segments(
-    stage: Stage, of: Pass, micro_batch: int, segments: Segments, share: float
+    stage: Stage, pass_: Pass, micro_batch: int, segments: Segments, share: float
 ) -> list[Segment]:
     """Return the segments of a stage's pass, with the net bytes at the end of a backward.
 
     Args:
         share: the stage's share of the gradient sums that the recorded step keeps at its ends.
     """
-    stage_segments = segments.list_stage_segments(stage, of, micro_batch)
-    if of == "F" or segments.num_micro_batches < MIDDLE:
+    stage_segments = segments.list_stage_segments(stage, pass_, micro_batch)
+    if pass_ == "F" or segments.num_micro_batches < MIDDLE:
         return stage_segments
     # In the recorded step, the segment of the embedding frees or keeps the gradients of all layers
     # at the end of a backward. A middle micro-batch keeps nothing. Another one keeps the difference
@@ -328,4 +328,6 @@ def _correct_stage_segments(
 
 def _sum_net_bytes(stage: Stage, micro_batch: int, segments: Segments) -> int:
     """Return the net bytes of a stage's forward and backward of a micro-batch."""
-    return sum(s.net for of in PASSES for s in segments.list_stage_segments(stage, of, micro_batch))
+    return sum(
+        s.net for pass_ in PASSES for s in segments.list_stage_segments(stage, pass_, micro_batch)
+    )

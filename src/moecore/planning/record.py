@@ -285,7 +285,7 @@ PASSES: tuple[Pass, ...] = get_args(Pass)
 class Start(NamedTuple):
     """The state of a recording when the host begins a module's pass."""
 
-    of: Pass
+    pass_: Pass
     part: str  # "embedding", "layer 3", "predictions" (all MTP modules), "head"; END at the end
     first: int  # the number of launches before it
     level: int  # the allocated bytes
@@ -320,7 +320,7 @@ class WorkRecorder(DispatchMode):
         self._sizes = {key: (size, RESIDENT) for key, (size, _) in self._sizes.items()}
         self.kinds, self._top_kinds = (Counter({RESIDENT: self.level}) for _ in range(2))
 
-    def begin_part(self, of: Pass, part: str) -> None:
+    def begin_part(self, pass_: Pass, part: str) -> None:
         """Record that a part of the model begins a pass."""
         with torch.DisableTorchFunction():  # gradients of parameters are a kind of their own
             for grad in (param.grad for param in self.params if param.grad is not None):
@@ -332,8 +332,8 @@ class WorkRecorder(DispatchMode):
         level = self.level if self.starts else self._resident_bytes
         kinds = self.kinds if self.starts else Counter({RESIDENT: self._resident_bytes})
         self.end_part()
-        self.starts.append(Start(of, part, len(self.queued), level, level, kinds.copy(), kinds))
-        self._open_kinds = [OPTIMIZER if part == END else KINDS[of]]
+        self.starts.append(Start(pass_, part, len(self.queued), level, level, kinds.copy(), kinds))
+        self._open_kinds = [OPTIMIZER if part == END else KINDS[pass_]]
 
     def end_part(self) -> None:
         """Record the peak since the last start."""

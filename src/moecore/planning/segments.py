@@ -113,11 +113,11 @@ class Segments:
         resident_bytes, last = starts[0].level, starts[-1]
         micro_batch, before = -1, "B"
         for i, (start, next_start) in enumerate(pairwise(starts)):
-            micro_batch += (before, start.of) == ("B", "F")
-            before = start.of
+            micro_batch += (before, start.pass_) == ("B", "F")
+            before = start.pass_
             launches = range(start.first if i else 0, next_start.first)
             segment = _make_segment(launches, start, next_start.level, next_start.kinds)
-            passes.setdefault((micro_batch, start.of, start.part), []).append(segment)
+            passes.setdefault((micro_batch, start.pass_, start.part), []).append(segment)
         end = _make_segment(range(last.first, len(queued)), last, resident_bytes, starts[0].kinds)
         return cls(queued=queued, resident_bytes=resident_bytes, like=like, passes=passes, end=end)
 
@@ -126,21 +126,21 @@ class Segments:
         """The number of micro-batches of the recorded step."""
         return 1 + max(micro_batch for micro_batch, _, _ in self.passes)
 
-    def list_stage_segments(self, stage: Stage, of: Pass, micro_batch: int) -> list[Segment]:
+    def list_stage_segments(self, stage: Stage, pass_: Pass, micro_batch: int) -> list[Segment]:
         """Return the segments of a stage's pass in a recorded micro-batch, in order."""
-        parts = self.list_parts(stage, of)
-        return [s for part in parts for s in self.list_part_segments(part, of, micro_batch)]
+        parts = self.list_parts(stage, pass_)
+        return [s for part in parts for s in self.list_part_segments(part, pass_, micro_batch)]
 
-    def list_part_segments(self, part: str, of: Pass, micro_batch: int) -> Sequence[Segment]:
+    def list_part_segments(self, part: str, pass_: Pass, micro_batch: int) -> Sequence[Segment]:
         """Return the segments of a part's pass, in order."""
-        return self.passes.get((micro_batch, of, part), ())
+        return self.passes.get((micro_batch, pass_, part), ())
 
-    def list_parts(self, stage: Stage, of: Pass) -> list[str]:
+    def list_parts(self, stage: Stage, pass_: Pass) -> list[str]:
         """Return the names of the recorded parts that stand for a stage's parts, in pass order."""
         parts = ["embedding"] * stage.embedding
-        parts += [f"layer {self.like[of][layer]}" for layer in stage.layers]
+        parts += [f"layer {self.like[pass_][layer]}" for layer in stage.layers]
         parts += ["predictions"] * bool(stage.mtp) + ["head"] * stage.loss
-        return parts[::-1] if of == "B" else parts
+        return parts[::-1] if pass_ == "B" else parts
 
     def join(self, segments: Iterable[Segment]) -> list[Placed]:
         """Concatenate segments into one launch queue, with dependencies as distances."""
@@ -253,7 +253,7 @@ def make_segments(run: TrainingRun) -> Segments:
     segments, share = small.segments, count_stored_bytes(run) / count_stored_bytes(small.run)
     # As `dry_run._count_optimizer_bytes`.
     traffic, small_traffic = (
-        3 * run.dtype.itemsize + 2 * count_state_bytes(of.optimizer) for of in (run, small.run)
+        3 * run.dtype.itemsize + 2 * count_state_bytes(r.optimizer) for r in (run, small.run)
     )
     shares, first = {ADAMW: share * traffic / small_traffic}, segments.end.launches.start
     end = (

@@ -152,14 +152,14 @@ class Spans(NamedTuple):
         return sums
 
 
-class Passed(NamedTuple):
+class PassSeconds(NamedTuple):
     """The exposed seconds of a pass by limit, and the sum of its network seconds."""
 
     parts: Parts
     network: float
 
 
-StagePasses = dict[tuple[Pass, int], Passed]  # by pass and micro-batch of the dry run
+StagePasses = dict[tuple[Pass, int], PassSeconds]  # by pass and micro-batch of the dry run
 Memo = dict[object, StagePasses]  # by the starts of a stage's segments
 
 
@@ -255,11 +255,13 @@ def balance_stages(run: TrainingRun, table: CostTable) -> list[TrainingRun]:
     @cache
     def cost(**parts: Any) -> float:
         passes = _time_passes(replace(none, **parts), segments, table)
-        return sum(sum(passes[of, segments.num_micro_batches // 2].parts.values()) for of in PASSES)
+        return sum(
+            sum(passes[pass_, segments.num_micro_batches // 2].parts.values()) for pass_ in PASSES
+        )
 
     # All layers of a kind between the ends of a model have equal costs.
     kinds = model.layers
-    middle = {kind: sorted(i for i, of in enumerate(kinds) if of == kind) for kind in kinds}
+    middle = {kind: sorted(i for i, other in enumerate(kinds) if other == kind) for kind in kinds}
     kind_costs = {kind: cost(layers=(ids[len(ids) // 2],)) for kind, ids in middle.items()}
     mtp = tuple(range(model.num_mtp_layers))
     # Pairs of passes hide a part of the ends' seconds, which the plan of each layout shows.
@@ -285,8 +287,8 @@ def _time_unstaged(run: TrainingRun, segments: Segments, table: CostTable) -> tu
     number = min(run.num_micro_batches, MIDDLE + 1)
     queue, lengths = list[Segment](), list[int]()
     for i in map_micro_batches(number, segments.num_micro_batches):
-        for of in PASSES:
-            queue += segments.list_stage_segments(stage, of, i)
+        for pass_ in PASSES:
+            queue += segments.list_stage_segments(stage, pass_, i)
         lengths.append(_count_launches(queue))
     placed_queue = segments.join([*queue, segments.end])
     before, length = (STEPS - 1) * len(placed_queue), len(placed_queue)
@@ -413,14 +415,14 @@ def _time_passes(stage: Stage, segments: Segments, table: CostTable) -> StagePas
     queue: list[Segment] = []
     lengths: list[tuple[tuple[Pass, int], int]] = []
     for i in map_micro_batches(segments.num_micro_batches + 1, segments.num_micro_batches):
-        for of in PASSES:
-            queue += segments.list_stage_segments(stage, of, i)
-            lengths.append(((of, i), _count_launches(queue)))
+        for pass_ in PASSES:
+            queue += segments.list_stage_segments(stage, pass_, i)
+            lengths.append(((pass_, i), _count_launches(queue)))
     spans = run_queue(segments.join(queue), table)
     start, before = 0.0, 0
     for key, number in lengths:
         end, network = spans.end(number), spans.network(before, number)
-        passes[key] = Passed(_add_network(spans.exposed(start, end), network), network)
+        passes[key] = PassSeconds(_add_network(spans.exposed(start, end), network), network)
         start, before = end, number
     return passes
 
