@@ -249,12 +249,11 @@ def test_a_search_ranks_what_fits() -> None:
     assert seconds == sorted(seconds) and len(set(seconds)) > 1
     every = len(list(enumerate_layouts(16)))
     assert sum(found.refused.values()) + found.num_unplanned + 3 == every
-    other = search(SMALL, rank_by=lambda c: -c.time.seconds, max_plans=3)
-    assert [c.time.seconds for c in other.fitting] == seconds[::-1]
     given = MemoryOptions(recompute="gemm_last")
     given_all = replace(SMALL, memory=given, precision=None, optimizer=OptimizerOptions())
-    kept = search(given_all, num_results=1, max_plans=1)
-    assert {c.run.memory for c in kept.fitting} == {given}
+    slowest = search(given_all, num_results=2, max_plans=2, rank_by=lambda c: -c.time.seconds)
+    assert {c.run.memory for c in slowest.fitting} == {given}
+    assert slowest.fitting[0].time.seconds > slowest.fitting[1].time.seconds
 
 
 def test_tokens_travel_by_stores_where_a_node_has_the_experts() -> None:
@@ -332,9 +331,8 @@ def test_the_command_searches(capsys: pytest.CaptureFixture[str], tmp_path: Path
     plan = ["plan", "--preset", "tiny-deepseek-v3", "--gpus", "16", "--seq-len", "32"]
     call = [*plan, "--top", "1"]
     file = tmp_path / "memory.png"
-    assert main([*call, "--png", str(file)]) == 0
-    table = capsys.readouterr().out
-    assert table.splitlines()[1].startswith("1") and "foldings refused by rules" in table
+    assert main([*call, "--png", str(file), "--call"]) == 0
+    assert "parallelize_moe(" in capsys.readouterr().out
     assert file.read_bytes().startswith(b"\x89PNG")
     assert main([*call, "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["fitting"]) == 1
@@ -344,8 +342,6 @@ def test_the_command_searches(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert "fits, " in capsys.readouterr().out
     assert main([*plan, "--explain", "pp"]) == 1
     assert "must be NAME=NUMBER" in capsys.readouterr().err
-    assert main([*call, "--call"]) == 0
-    assert "parallelize_moe(" in capsys.readouterr().out
 
 
 def test_what_is_printed_is_read_back(capsys: pytest.CaptureFixture[str]) -> None:
@@ -368,6 +364,7 @@ def test_what_is_printed_is_read_back(capsys: pytest.CaptureFixture[str]) -> Non
     assert main([*small, "--top", "1"]) == 0
     out, err = capsys.readouterr()
     assert err.startswith("moecore: planning ") and "host of a node" in out
+    assert out.splitlines()[1].startswith("1") and "foldings refused by rules" in out
     command = shlex.split(out.splitlines()[-1].partition(": ")[2])
     assert command[0] == "moecore" and main(command[1:]) == 0
     assert "tokens/s of a GPU" in capsys.readouterr().out

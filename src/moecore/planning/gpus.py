@@ -257,6 +257,12 @@ def find_time_refusal(precision: Precision | None, gpu: GpuName | Gpu) -> str | 
     return None
 
 
+def refuse_untimed(precision: Precision | None, gpu: GpuName | Gpu, fix: str) -> None:
+    """Raise a NotImplementedError that ends with `fix` if a precision's time is not modelled."""
+    if (refusal := find_time_refusal(precision, gpu)) is not None:
+        raise NotImplementedError(f"{refusal}{fix}")
+
+
 def find_domain(gpu: GpuName | Gpu, num_gpus: int) -> int:
     """Return the largest number of a domain's ranks that divides the number of GPUs."""
     # A job of 256 GPUs uses 64 GPUs of each rack of 72.

@@ -102,7 +102,7 @@ class SearchRequest(CheckedRecord):
 
     @property
     def rows(self) -> int:
-        """Rows of a step."""
+        """The rows of a step over all data ranks."""
         return self.global_batch or ROWS_PER_GPU * self.num_gpus
 
     @property
@@ -122,12 +122,12 @@ class SearchRequest(CheckedRecord):
 
     @property
     def limit(self) -> int:
-        """Bytes that a plan may use."""
+        """The bytes of a GPU's memory that a plan may use."""
         return int((1 - self.reserve) * get_gpu(self.gpu).memory)
 
     @property
     def host_limit(self) -> int:
-        """Bytes of a server's host memory that a plan may pin."""
+        """The bytes of a server's host memory that a plan may pin."""
         return int((1 - self.reserve) * get_gpu(self.gpu).host_memory)
 
 

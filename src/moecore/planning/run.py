@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
@@ -143,11 +143,8 @@ class TrainingRun(CheckedRecord):
             yield "parallel.pp", f"be <= {MAX_STAGES}: plan a pipeline of so many ranks"
         is_gpipe = self.pipeline is not None and self.pipeline.schedule == "gpipe"
         if is_gpipe and self.num_micro_batches > MAX_IN_FLIGHT:
-            yield (
-                "num_micro_batches",
-                f"be <= {MAX_IN_FLIGHT} with schedule 'gpipe', which holds the activations of all "
-                "micro-batches: use '1f1b'",
-            )
+            reason = "which holds the activations of all micro-batches: use '1f1b'"
+            yield "num_micro_batches", f"be <= {MAX_IN_FLIGHT} with schedule 'gpipe', {reason}"
 
     @property
     def planned_model(self) -> PlannedModel:
@@ -221,16 +218,15 @@ def make_dispatch_options(run: TrainingRun) -> DispatchOptions:
 
 def build_optimizer(run: TrainingRun, model: nn.Module) -> AdamW:
     """Return the AdamW of a run's model, with a `StateOffload` if the run has one."""
-    options = run.optimizer
-    optimizer = AdamW(
-        model.parameters(),
-        lr=1e-6,
-        moment_dtype=getattr(torch, options.moment_dtype),
-        master_remainder=options.master_remainder,
-    )
-    if options.offload_fraction:
-        StateOffload(optimizer, model, fraction=options.offload_fraction)
+    optimizer = _make_adamw(model.parameters(), run.optimizer)
+    if run.optimizer.offload_fraction:
+        StateOffload(optimizer, model, fraction=run.optimizer.offload_fraction)
     return optimizer
+
+
+def _make_adamw(params: Iterable[nn.Parameter], options: OptimizerOptions) -> AdamW:
+    dtype = getattr(torch, options.moment_dtype)
+    return AdamW(params, lr=1e-6, moment_dtype=dtype, master_remainder=options.master_remainder)
 
 
 @contextmanager
@@ -265,11 +261,8 @@ def fake_world(world_size: Count, rank: CountOrZero = 0) -> Iterator[None]:
 @contextmanager
 def enter_world(run: TrainingRun, rank: int = 0) -> Iterator[None]:
     """Return a context in a run's fake world, without warnings and with one-line errors."""
-    with (
-        raise_one_line(run.model),
-        fake_world(run.num_gpus, rank),
-        warnings.catch_warnings(action="ignore"),
-    ):
+    quiet = warnings.catch_warnings(action="ignore")
+    with raise_one_line(run.model), fake_world(run.num_gpus, rank), quiet:
         yield
 
 
@@ -314,9 +307,9 @@ def list_stage_ranks(run: TrainingRun) -> Sequence[int]:
     """Return the pipeline rank of each stage."""
     if run.pipeline is None:
         return (0,)
-    pp = run.resolved.pp
+    name, pp = run.pipeline.schedule, run.resolved.pp
     chunks = len(list_stages(run)) // pp
-    return make_schedule(run.pipeline.schedule, pp=pp, chunks=chunks, num_micro_batches=1).rank_of
+    return make_schedule(name, pp=pp, chunks=chunks, num_micro_batches=1).rank_of
 
 
 def list_rank_stages(run: TrainingRun) -> list[list[Stage]]:
@@ -346,12 +339,7 @@ def count_resident_bytes(run: TrainingRun, size: RankBytes) -> dict[str, int]:
 def count_state_bytes(options: OptimizerOptions) -> float:
     """Return the bytes of AdamW's state per element of a parameter."""
     param = nn.Parameter(torch.empty(SAMPLE, dtype=options.param_dtype, device="meta"))
-    optimizer = AdamW(
-        [param],
-        moment_dtype=getattr(torch, options.moment_dtype),
-        master_remainder=options.master_remainder,
-    )
-    state = optimizer.prepare_state(param)
+    state = _make_adamw([param], options).prepare_state(param)
     return sum(t.nbytes for name, t in state.items() if name != "step") / SAMPLE
 
 

@@ -23,7 +23,7 @@ from moecore.base.options.precision import Precision
 from moecore.base.tables import format_bytes, format_columns
 from moecore.planning.costs import CostTable
 from moecore.planning.estimate import Estimate
-from moecore.planning.gpus import GPUS, Gpu, find_time_refusal, get_gpu
+from moecore.planning.gpus import GPUS, Gpu, get_gpu, refuse_untimed
 from moecore.planning.layouts import (
     ANY,
     Folding,
@@ -229,11 +229,8 @@ def _list_allowed_layouts(request: SearchRequest) -> tuple[list[Folding], Counte
 def _refuse_untimed(request: SearchRequest) -> None:
     """Raise a NotImplementedError for a precision whose time is not modelled."""
     precision = request.precision if isinstance(request.precision, Precision) else None
-    if (refusal := find_time_refusal(precision, request.gpu)) is not None:
-        raise NotImplementedError(
-            f"{refusal}, so foldings cannot be ranked: plan the memory of one, with degrees "
-            "such as --ep 8, or search without this precision"
-        )
+    fix = "plan the memory of one, with degrees such as --ep 8, or search without this precision"
+    refuse_untimed(precision, request.gpu, f", so foldings cannot be ranked: {fix}")
 
 
 def find_faster_options(

@@ -21,14 +21,13 @@ from typing import Any, Literal, NamedTuple
 
 from moecore.base.fields import check_arguments
 from moecore.base.options.names import GpuName
-from moecore.base.options.precision import Precision
 from moecore.parallel.pipeline.layout import LayoutCosts, Stage, balanced_layout
 from moecore.parallel.pipeline.orders import PAIRING, Item, Overlap, list_actions
 from moecore.parallel.pipeline.schedule import make_schedule
 from moecore.parallel.pipeline.timeline import Timeline, spans_of
 from moecore.planning.costs import CostTable, Wall
 from moecore.planning.dry_run import DryRun
-from moecore.planning.gpus import Gpu, find_time_refusal
+from moecore.planning.gpus import Gpu, refuse_untimed
 from moecore.planning.record import PASSES, SLICES, Pass, Placed, Work, place_launches
 from moecore.planning.run import (
     TrainingRun,
@@ -50,6 +49,7 @@ Part = Literal[Wall, "host", "bubble"]
 Parts = Mapping[Part, float]
 # If several parts run at once, the first of them counts, and the others are hidden behind it.
 PARTS: tuple[Part, ...] = ("compute", "memory", "launch", "nvlink", "network", "pcie", "host")
+MEMORY_ONLY = "; plan its memory with plan_memory"
 STEPS = 3  # steps until a step takes as long as the step before it
 SHARES = (0.25, 0.5, 0.75, 1.0)  # shares of the seconds of a model's ends, for stage layouts
 ROUNDS = 3  # micro-batches of a simulated step over the number of pipeline ranks
@@ -174,18 +174,12 @@ def time_step(step: DryRun, table: CostTable) -> StepTime:
         NotImplementedError: for products whose time on the table's GPU is not modelled.
     """
     check_arguments(time_step, locals())
-    _refuse_untimed(step.precision, table)
+    refuse_untimed(step.precision, table.gpu, MEMORY_ONLY)
     spans = run_queue(place_launches(step.queued), table, STEPS)
     before, number = (STEPS - 1) * len(step.queued), STEPS * len(step.queued)
     start, end = spans.end(before), spans.end(number)
     parts = _add_network(spans.exposed(start, end), spans.network(before, number))
     return StepTime(max(end - start, sum(parts.values())), parts)
-
-
-def _refuse_untimed(precision: Precision | None, table: CostTable) -> None:
-    """Raise a NotImplementedError for products whose time is not modelled."""
-    if (refusal := find_time_refusal(precision, table.gpu)) is not None:
-        raise NotImplementedError(f"{refusal}; plan its memory with plan_memory")
 
 
 def run_queue(queue: Sequence[Placed], table: CostTable, steps: int = 1) -> Spans:
@@ -233,7 +227,7 @@ def plan_time(run: TrainingRun, table: CostTable) -> TimePlan:
         NotImplementedError: for products whose time on the table's GPU is not modelled.
     """
     check_arguments(plan_time, locals())
-    _refuse_untimed(run.precision, table)
+    refuse_untimed(run.precision, table.gpu, MEMORY_ONLY)
     segments, timeline, memo = make_segments(run), None, Memo()
     if run.pipeline is None:
         seconds, parts = _time_unstaged(run, segments, table)

@@ -254,9 +254,8 @@ class WeightStream:
                 "model (changed) must hold the same parts of the same tensors in every pass: make "
                 "a new stream"
             )
-        added = {
-            id(m.weight): m for m in (find_merges(self._model) if self._lora == "merged" else [])
-        }
+        merges = find_merges(self._model) if self._lora == "merged" else []
+        added = {id(m.weight): m for m in merges}
         sources = {
             name: _StreamSource(tensor, added.get(id(tensor))) for name, tensor in tensors.items()
         }
