@@ -244,7 +244,7 @@ def test_advice_does_not_lead_in_circles() -> None:
 def test_a_search_ranks_what_fits() -> None:
     found = found_of_small()
     assert len(found.fitting) == 3 and found.change is None and not found.too_large
-    assert [c.options.name for c in found.fitting] == ["none"] * 3
+    assert [c.options.options for c in found.fitting] == [()] * 3
     seconds = [c.time.seconds for c in found.fitting]
     assert seconds == sorted(seconds) and len(set(seconds)) > 1
     every = len(list(enumerate_layouts(16)))

@@ -197,14 +197,7 @@ def register_hooks(model: nn.Module, parts: ModuleParts, recorder: WorkRecorder)
     for layer in (*parts.layers, *parts.mtp):
         for _, kind, module in [*find_parts(layer), BlockPart("", "moe", layer)]:
             name = "rest" if module is layer else NAMES.get(kind, kind)
-            module.forward = partial(_run_in_scope, recorder, name, module.forward)
-
-
-def _run_in_scope(
-    recorder: WorkRecorder, part: str, forward: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    with recorder.scope(part):
-        return forward(*args, **kwargs)
+            module.forward = recorder.scope(name)(module.forward)
 
 
 def _count_optimizer_bytes(optimizer: AdamW, param: Tensor) -> int:

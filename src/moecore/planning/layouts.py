@@ -191,11 +191,6 @@ class OptionSet:
     optimizer: OptimizerOptions
 
     @property
-    def name(self) -> str:
-        """The last option, which costs most time."""
-        return self.options[-1].name if self.options else "none"
-
-    @property
     def overhead(self) -> Overhead:
         """The overhead of the last option."""
         return (self.options[-1].overhead if self.options else None) or "low"

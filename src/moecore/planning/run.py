@@ -189,7 +189,8 @@ def make_planned_model(model: AnyModel) -> PlannedModel:
     """Return the `PlannedModel` of a decoder config or a transformers model (cached)."""
     if isinstance(model, DecoderConfig):
         return NativeModel.of(model)
-    return StockModel.of(model)
+    with raise_one_line(model):
+        return StockModel.of(model)
 
 
 def build_model(run: TrainingRun, device_type: str) -> Any:

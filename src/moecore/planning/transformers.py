@@ -113,11 +113,6 @@ class StockModel(PlannedModel):
     @classmethod
     def of(cls, model: TransformersModel) -> StockModel:
         """Return the sizes and layers that a model's modules have."""
-        with raise_one_line(model):
-            return cls._of(model)
-
-    @classmethod
-    def _of(cls, model: TransformersModel) -> StockModel:
         hf, blocks, experts = _build_structure(model)
         config = hf.config.get_text_config()
         with_experts = [any(isinstance(m, RoutedLayer) for m in b.modules()) for b in blocks]
