@@ -211,7 +211,8 @@ class StreamedDocuments:
                 for i in range(len(block)):
                     if begin + read + i >= ordinal:
                         place = permute_index(i, len(block), key)
-                        index = self._wrap_index(offset + read + place)
+                        index = offset + read + place
+                        index = index % self.length if self.length else index
                         yield begin + read + i, index, block[place]
                 read += len(block)
             if read == first:  # the stream is not longer than the skipped documents
@@ -222,9 +223,6 @@ class StreamedDocuments:
             if read != expected_length:
                 raise _make_length_error(expected_length, str(read))
             self.length, ordinal = read, max(ordinal, begin + read)
-
-    def _wrap_index(self, index: int) -> int:
-        return index % self.length if self.length else index
 
     def _find_epoch_start(self, begin: int) -> int:
         """Return the document with which the epoch from ordinal `begin` on begins."""
