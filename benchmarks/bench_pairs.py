@@ -46,7 +46,7 @@ from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Dispatcher
 from moecore.parallel.model.parallel_state import moe_state
-from moecore.planning.report import Kernel, category_of
+from moecore.planning.report import Kernel, find_category
 
 EXCHANGES = ("nvlink dispatch", "copies to peers")  # categories; and of NCCL:
 ALL_TO_ALL = "SendRecv"
@@ -270,8 +270,8 @@ def _traced(one: Callable[..., Tensor], device: torch.device) -> dict[str, float
     one(around=lambda pairs: kernels.extend(kernels_of(pairs)))
     kernels = [replace(k, name="nccl " + ALL_TO_ALL) if WAITING in k.name else k for k in kernels]
     found = break_down(kernels)
-    exchanges = [k for k in kernels if ALL_TO_ALL in k.name or category_of(k.name) in EXCHANGES]
-    computing = [k for k in kernels if category_of(k.name) not in COMMUNICATION]
+    exchanges = [k for k in kernels if ALL_TO_ALL in k.name or find_category(k.name) in EXCHANGES]
+    computing = [k for k in kernels if find_category(k.name) not in COMMUNICATION]
     return {
         "wall_ms": found.wall,
         "exchange_ms": covered(exchanges) / 1e3,

@@ -32,7 +32,7 @@ from moecore.base.options.precision import Precision, Recipe
 from moecore.models import preset
 from moecore.moe.forced import force_even_load
 from moecore.planning import OptimizerOptions, TrainingRun
-from moecore.planning.run import model_of, optimizer_of
+from moecore.planning.run import build_model, build_optimizer
 from moecore.train.step import TrainStep
 
 WARM_UP, TIMED = 3, 7
@@ -153,11 +153,11 @@ def measure(run: TrainingRun, device: torch.device) -> Row:
     """Return what a step of a run holds and takes, the most over ranks; collective."""
     free_memory(device)
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
-    model = model_of(run, device.type)
+    model = build_model(run, device.type)
     model.to_empty(device=device)
     model.init_weights()
     force_even_load(model)
-    optimizer = optimizer_of(run, model)
+    optimizer = build_optimizer(run, model)
     step = TrainStep(model, optimizer, max_norm=1.0, num_micro_batches=run.num_micro_batches)
     sizes = (run.batch_size, run.seq_len)
     tokens_BT = torch.randint(0, run.model.vocab_size, sizes, device=device)

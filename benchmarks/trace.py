@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from moecore.planning.report import Kernel, category_of
+from moecore.planning.report import Kernel, find_category
 
 COMMUNICATION = ("nccl", "nvlink dispatch", "nvlink clones", "copies to peers", "host copies")
 
@@ -55,11 +55,11 @@ def break_down(
     scale = 1e-3 / num_steps
     sums: dict[str, float] = {}
     for kernel in kernels:
-        category = category_of(kernel.name)
+        category = find_category(kernel.name)
         sums[category] = sums.get(category, 0.0) + (kernel.end - kernel.start) * scale
     wall = max(k.end for k in kernels) - min(k.start for k in kernels)
     busy = covered(kernels)
-    computing = covered(k for k in kernels if category_of(k.name) not in COMMUNICATION)
+    computing = covered(k for k in kernels if find_category(k.name) not in COMMUNICATION)
     times = ((k.name, k.end - k.start) for k in kernels)
     return Breakdown(
         wall=wall * scale,

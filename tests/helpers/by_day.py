@@ -257,11 +257,6 @@ BY_DAY: dict[str, Cases] = {
         ),
         "test_the_command": (),  # test_dry_run.py has one
     },
-    "planning/test_peak.py": {
-        "test_few_layers_stand_for_all": ("MoE layers again",),
-        "test_ranks_of_a_pipeline": ("overlapped",),
-        "test_what_has_been_sent_is_freed_within_a_step": ("overlapped",),
-    },
     "planning/test_recipes.py": {
         "test_a_recipe_fits_where_it_ran": (
             "deepseek-v3-h100-1024-pp4",
@@ -292,6 +287,9 @@ BY_DAY: dict[str, Cases] = {
     },
     "planning/test_time_plan.py": {
         "test_few_layers_stand_for_all": ("over peers' memory", "deepseek, two nodes"),
+        "test_peaks_of_few_layers_stand_for_all": ("MoE layers again",),
+        "test_ranks_of_a_pipeline": ("overlapped",),
+        "test_what_has_been_sent_is_freed_within_a_step": ("overlapped",),
         "test_the_command": (),
     },
     "planning/test_transformers.py": {

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from moecore.packing import CorpusError, CorpusLoader, CorpusOptions, CorpusSource
-from moecore.packing.corpus.documents import EMPTY_IN_TURN
+from moecore.packing.corpus.documents import EMPTY_IN_TURN, permute_index
 from moecore.packing.corpus.loader import merge_positions
-from moecore.packing.corpus.order import permute_index
 
 BY_HAND = [[1, 2, 3], [4, 5, 6, 7, 8]]
 
@@ -138,14 +137,6 @@ def test_an_epoch_of_one_partition_has_each_token_once_and_another_order_than_th
     assert epochs[0] != epochs[1] and loader.epochs() == {"all": 1}
 
 
-def test_partitions_of_other_documents_than_rows_read_all_of_them() -> None:
-    """Three documents and twelve partitions: a partition goes on in the next epoch."""
-    found = Counter(token for row in taken(loaders(corpus(3), ranks=1), 6) for token in row)
-    assert max(found.values()) - min(found.values()) <= 12 and len(found) == sum(
-        map(len, corpus(3))
-    )
-
-
 def test_workers_give_the_rows_of_none_and_their_position_is_what_was_taken() -> None:
     wanted = taken(loaders(corpus(50), ranks=1), 9)
     ahead = loaders(corpus(50), ranks=1, workers=2)
@@ -257,20 +248,6 @@ def test_bad_documents_are_one_line(documents: Any, message: str, workers: int) 
         next(loader)
     assert "\n" not in str(error.value)
     loader.close()
-
-
-def test_a_state_is_of_the_same_rows() -> None:
-    (loader,) = loaders(corpus(9), ranks=1)
-    state = loader.state_dict()
-    for other in (
-        *loaders(corpus(8), ranks=1),
-        *loaders(corpus(9), ranks=1, seed=2),
-        *loaders({"other": (corpus(9), 1.0)}, ranks=1),
-    ):
-        with pytest.raises(ValueError, match=r"must be that of this loader \(.*\): make it as"):
-            other.load_state_dict(state)
-    with pytest.raises(ValueError, match=r"state \({}\) must be a state_dict"):
-        loader.load_state_dict({})
 
 
 def test_the_generator_of_a_run_is_left_alone() -> None:

@@ -82,8 +82,7 @@ def changed(value: Any, at: Any) -> Iterator[Any]:
             yield replaced
 
 
-@pytest.mark.parametrize("kind", [list, Stream])
-@pytest.mark.parametrize("rule", ["split", "whole"])
+@pytest.mark.parametrize(("rule", "kind"), [("split", Stream), ("whole", list)])
 def test_what_is_no_state_is_one_line_and_changes_nothing(rule: str, kind: Any) -> None:
     """A credit of another value is a state; an ordinal, a count or a name is not."""
     sources = {"web": kind(DOCUMENTS), "code": DOCUMENTS}

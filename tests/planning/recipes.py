@@ -29,41 +29,19 @@ CHEAP: tuple[Recomputed, ...] = ("activation", "norm")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """One measured run.
-
-    Attributes:
-        preset: of the model.
-        gpu: a key of `GPUS`.
-        num_gpus: how many.
-        tflops: reported, per GPU.
-        source: table.
-        degrees: tp, pp, cp, ep; experts are cut by ep alone.
-        chunks: stages of a pipeline rank.
-        overlaps: whether forwards run beside backwards ("1F1B overlap", appendix B.2).
-        rows: of a step.
-        tokens_per_second: reported, per GPU (table 11), where its network is the wall.
-        slower: what products lose to the multiprocessors of an exchange beside them, as reported.
-        precision: "bf16", "blockwise" or "mxfp8".
-        layout: of stages, where it is printed.
-        batch_size: rows of a micro-batch.
-        seq_len: tokens of a row.
-        recompute: parts, in names of moecore.
-        offload_fraction: of the optimizer's state.
-        bf16_moments: whether moments are bf16.
-        without: what of it moecore does not have, so that its plan is of something near.
-    """
+    """One measured run."""
 
     preset: str
     gpu: str
     num_gpus: int
-    tflops: int
+    tflops: int  # reported, per GPU
     source: str
-    degrees: tuple[int, int, int, int]
+    degrees: tuple[int, int, int, int]  # tp, pp, cp, ep
     chunks: int
     rows: int
-    overlaps: bool = False
-    tokens_per_second: int | None = None
-    slower: float = 0.0
+    overlaps: bool = False  # of forwards and backwards ("1F1B overlap", appendix B.2)
+    tokens_per_second: int | None = None  # per GPU (table 11), if the network limits the run
+    slower: float = 0.0  # reported loss of products beside an exchange
     precision: str = "bf16"
     layout: str | None = None
     batch_size: int = 1
@@ -71,16 +49,16 @@ class Recipe:
     recompute: tuple[Recomputed, ...] = ()
     offload_fraction: float = 0.0
     bf16_moments: bool = False
-    without: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()  # what moecore does not have
 
 
-def run_of(recipe: Recipe) -> TrainingRun:
+def make_run(recipe: Recipe) -> TrainingRun:
     """Return the run of a recipe here; `Recipe.without` has what differs.
 
     Stages without a printed layout are as even as layers divide, fewer chunks where there are not
     as many layers as stages. Weights stay whole in a step, as with a distributed optimizer.
     """
-    check_arguments(run_of, locals())
+    check_arguments(make_run, locals())
     tp, pp, cp, ep = recipe.degrees
     model = PRESETS[recipe.preset]
     chunks = None if recipe.layout else recipe.chunks

@@ -37,9 +37,8 @@ from moecore.planning import (
     plan_time,
     time_step,
 )
-from moecore.planning.estimate import saved_bytes_of
-from moecore.planning.run import _compute_rank_size, sizes_of
-from moecore.planning.search import refuse
+from moecore.planning.estimate import count_saved_bytes_of_run
+from moecore.planning.search import find_refusal
 from moecore.planning.segments import SmallRun
 from moecore.train.memory.saved_bytes import count_saved_bytes
 from tests.helpers.grids import beside
@@ -97,22 +96,6 @@ def test_few_layers_stand_for_all(case: str) -> None:
     assert plan_peak(run) == pytest.approx((step.peak,), rel=error)
     exact, found = time_step(step, TABLE), plan_time(run, TABLE)
     assert found.seconds == pytest.approx(exact.seconds, rel=0.04)
-
-
-@pytest.mark.parametrize(
-    ("model", "layers"),
-    [(of_layers(24), 24), (of_layers(12, "linear"), 12), (replace(V32, num_layers=12), 12)],
-)
-def test_stages_store_what_their_layers_store(model: DecoderConfig, layers: int) -> None:
-    """Put together from few layers of each kind, to the byte."""
-    run = TrainingRun(
-        model=model,
-        num_gpus=16,
-        parallel=ParallelConfig(pp=2, ep=8),
-        pipeline=PipelineConfig(),
-        seq_len=64,
-    )
-    assert sizes_of(run) == tuple(_compute_rank_size(run, rank) for rank in range(2))
 
 
 @pytest.mark.parametrize("model", [of_layers(8), of_pattern("MEMEM*E" * 2)])
@@ -180,7 +163,9 @@ def test_a_dry_run_holds_what_forwards_keep(model: DecoderConfig) -> None:
     head = next(start for start in dry_run(run).starts if start[:2] == ("F", "head"))
     kinds = {kind: n for kind, n in head.kinds.items() if kind.startswith("activations")}
     del kinds["activations: outside"]
-    blocks = sum(block.num_bytes for block in saved_bytes_of(run).blocks[: model.num_layers])
+    blocks = sum(
+        block.num_bytes for block in count_saved_bytes_of_run(run).blocks[: model.num_layers]
+    )
     assert sum(kinds.values()) == pytest.approx(blocks, rel=0.01)
 
 
@@ -199,12 +184,12 @@ def test_parameters_of_experts(name: Any, experts: int) -> None:
 
 def test_what_is_refused_has_the_line_of_parallelize_moe() -> None:
     request = SearchRequest(model=NEXT, num_gpus=64)
-    found = refuse(request, Folding(tp=4, ep=16))
+    found = find_refusal(request, Folding(tp=4, ep=16))
     assert found is not None and "num_kv_heads (2) must be a multiple of tp (4)" in found.reason
-    assert refuse(request, Folding(tp=2, ep=16)) is None
+    assert find_refusal(request, Folding(tp=2, ep=16)) is None
     for model in (NEXT, V32, NANO):
         long = SearchRequest(model=model, num_gpus=64, seq_len=16384)
-        assert refuse(long, Folding(cp=2, ep=16)) is None
+        assert find_refusal(long, Folding(cp=2, ep=16)) is None
 
 
 @pytest.mark.parametrize(

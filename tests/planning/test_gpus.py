@@ -23,10 +23,15 @@ from moecore.planning import (
     search,
     time_step,
 )
-from moecore.planning.flags import PlanConfig, run_of_options
-from moecore.planning.gpus import GPUS, peers_of, read_gpu, time_refusal
-from moecore.planning.layouts import Folding, option_sets_of, run_of
+from moecore.planning.flags import PlanConfig, parse_run
+from moecore.planning.gpus import GPUS, count_peers, find_gpu_name, find_time_refusal, read_gpu
+from moecore.planning.layouts import Folding, list_option_sets, make_run
 from moecore.recipes.parser import parse
+
+
+def test_names_of_gpus_in_torch() -> None:
+    names = ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GB200", "NVIDIA L4")
+    assert [*map(find_gpu_name, names)] == ["h100-80", "h200-141", "gb200-186", None]
 
 
 def test_a_file_has_what_differs(tmp_path: Path) -> None:
@@ -50,9 +55,7 @@ def test_a_file_has_what_differs(tmp_path: Path) -> None:
             'like = "h100-80"\nbf16_flops = 1e-300',
             r"Gpu.bf16_flops \(1e-300\) must be a finite number >= ",
         ),
-        ('like = "h100-80"\nmemory_bandwidth = 1e-320', r"Gpu.memory_bandwidth \(1e-320\) must be"),
         ('like = "h100-80"\npcie = nan', r"Gpu.pcie \(nan\) must be"),
-        ('like = "h100-80"\ndomain = 2147483647', r"Gpu.domain \(2147483647\) must be"),
         ('like = "h100-80"\nserver = 100000', r"Gpu.server \(100000\) must be"),
         (f'like = "{"h" * 10**5}"', r"like \('hhh.*\.\.\.\) must be one of"),
         (f'{"h" * 10**5} = "{"v" * 10**5}"', r"hhh.* \('vvv.*\.\.\.\) must be a field"),
@@ -84,12 +87,12 @@ def test_a_wrong_file_is_one_line(text: str, error: str, tmp_path: Path) -> None
 def test_stores_stay_among_the_peers_of_a_server(gpu: Any, ep: int, has_stores: bool) -> None:
     """In searches, by flags and in a run, whose ranks of two hosts refuse them."""
     request = SearchRequest(model=preset("tiny"), num_gpus=16, gpu=gpu, seq_len=64)
-    run = run_of(request, Folding(ep=ep), option_sets_of(request)[0])
+    run = make_run(request, Folding(ep=ep), list_option_sets(request)[0])
     flags = ["--preset", "tiny", "--gpus", "16", "--gpu", gpu, "--ep", str(ep), "--seq-len", "64"]
     options = parse(PlanConfig, flags, prog="moecore plan")
-    for found in (run, run_of_options(options)):
+    for found in (run, parse_run(options)):
         assert (found.nvlink is not None) == has_stores
-        assert found.num_peers == peers_of(gpu, request.domain)
+        assert found.num_peers == count_peers(gpu, request.domain)
     if not has_stores:
         unless = rf"unless it is > 1 and divides num_peers \({run.num_peers}\): leave it out"
         with pytest.raises(
@@ -206,5 +209,5 @@ def test_the_time_of_a_part_in_mxfp8_is_refused() -> None:
         time_step(dry_run(run), table)
     with pytest.raises(NotImplementedError, match="cannot be ranked"):
         search(replace(request, precision=first))
-    assert time_refusal(Precision.of("blockwise"), "h100-80") is None
-    assert time_refusal(None, "gb200-186") is None
+    assert find_time_refusal(Precision.of("blockwise"), "h100-80") is None
+    assert find_time_refusal(None, "gb200-186") is None

@@ -20,6 +20,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
+from moecore.base.options.precision import Precision
 from moecore.cli import main
 from moecore.models import Decoder, SparseKeysConfig, preset
 from moecore.planning import (
@@ -31,7 +32,7 @@ from moecore.planning import (
     plan_peak,
 )
 from moecore.planning.gpus import GPUS
-from moecore.planning.run import sizes_of
+from moecore.planning.run import _compute_rank_size, list_rank_bytes
 from moecore.train import AdamW
 from tests.helpers.ranks import run_ranks
 
@@ -123,7 +124,7 @@ def test_ranks_hold_what_is_planned(name: str, found: dict[str, Any]) -> None:
     pp = run.resolved.pp
     for rank in plan.ranks:
         real = found[name][rank.pp_rank * WORLD // pp]
-        assert sizes_of(run)[rank.pp_rank].gradients == real["gradients"]
+        assert list_rank_bytes(run)[rank.pp_rank].gradients == real["gradients"]
         assert rank.device["optimizer state"] == real["optimizer state"]
         kinds = [kind for kind in rank.device if kind.startswith("parameters")]
         assert sum(rank.device[kind] for kind in kinds) == real["parameters"]
@@ -162,6 +163,8 @@ def test_kinds_are_positive_and_add_up(
     )
     ranks = plan_memory(run).ranks
     assert all(n > 0 for rank in ranks for n in (*rank.device.values(), *rank.host.values()))
+    # Only a few small tensors have no kind: counters, tables of positions.
+    assert all(rank.device.get("other", 0) < 2**24 for rank in ranks)
     assert tuple(sum(rank.device.values()) for rank in ranks) == plan_peak(run)
 
 
@@ -201,7 +204,7 @@ def test_many_micro_batches_hold_what_a_few_do(
     few = [plan_memory(replace(run, num_micro_batches=n)).ranks for n in numbers]
     many = plan_memory(replace(run, num_micro_batches=2**31 - 2)).ranks
     assert many == few[list(numbers).index(10 if schedule else 8)]
-    monkeypatch.setattr(memory, "until_steady", lambda run: run.num_micro_batches)
+    monkeypatch.setattr(memory, "count_steady_micro_batches", lambda run: run.num_micro_batches)
     assert few == [plan_memory(replace(run, num_micro_batches=n)).ranks for n in numbers]
 
 
@@ -267,3 +270,42 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "does not fit: " in capsys.readouterr().out
     assert main(["plan", "--preset", "tiny", "--gpus", "3", "--ep", "2", "--seq-len", "32"]) == 1
     assert "must divide the world size (3)" in capsys.readouterr().err
+
+
+DEEP = replace(preset("tiny-deepseek-v3"), num_layers=7, dense_layers=(0, 1))
+TIED = replace(preset("tiny-shared"), num_layers=6)
+WIDE = TrainingRun(model=DEEP, num_gpus=16, seq_len=64, batch_size=32, num_micro_batches=4)
+INTERLEAVED = PipelineConfig(schedule="interleaved", chunks=2)
+TENSORWISE = Precision.of("tensorwise")
+STAGED_RUNS: dict[str, TrainingRun] = {
+    "stages": replace(WIDE, parallel=ParallelConfig(pp=2, tp=2, ep=4), pipeline=INTERLEAVED),
+    "linear attention": replace(
+        WIDE,
+        model=replace(preset("tiny-qwen3-next"), num_layers=8, linear_layers=(0, 1, 2, 4, 5, 6)),
+        parallel=ParallelConfig(pp=4, ep=4),
+        pipeline=PipelineConfig(),
+    ),
+    "a V, tied": replace(
+        WIDE,
+        model=TIED,
+        parallel=ParallelConfig(pp=2, cp=2),
+        pipeline=PipelineConfig(schedule="zbv"),
+    ),
+    "predictions alone": replace(
+        WIDE, parallel=ParallelConfig(pp=4, ep=4), pipeline=PipelineConfig(layout="Ettt|tttt|m|L")
+    ),
+    "layers by name": replace(
+        WIDE,
+        parallel=ParallelConfig(pp=4, ep=4),
+        pipeline=PipelineConfig(layout="Ettt|tt|tt|mL"),
+        precision=replace(TENSORWISE, overrides=(("*.3.*", None),)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STAGED_RUNS)
+def test_each_rank_stores_what_its_own_plan_has(name: str) -> None:
+    run = STAGED_RUNS[name]
+    assert list(list_rank_bytes(run)) == [
+        _compute_rank_size(run, rank) for rank in range(run.resolved.pp)
+    ]

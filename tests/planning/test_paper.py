@@ -17,7 +17,7 @@ from moecore import FSDPOptions, ParallelConfig
 from moecore.models import preset
 from moecore.parallel.pipeline.schedule import PipelineConfig
 from moecore.planning import OptimizerOptions, RankMemory, TrainingRun, plan_memory
-from moecore.planning.run import sizes_of, state_bytes
+from moecore.planning.run import count_state_bytes, list_rank_bytes
 
 CONFIG = preset("deepseek-v3")
 SEQ_LEN, CHUNKS, RANK = 4096, 16, 2
@@ -48,7 +48,7 @@ within = partial(pytest.approx, rel=0.05)
 
 def test_table_3(rank: RankMemory) -> None:
     # 6 bytes per parameter of the rank's layers: bf16, and sums of gradients in fp32.
-    size = sizes_of(RUN)[RANK]
+    size = list_rank_bytes(RUN)[RANK]
     unsharded = (size.weights + size.sums + size.accumulated + size.gradients) / 1e9
     # 12 bytes: fp32 weights and both moments. Experts of one rank; other parameters over 64 ranks.
     stored = gb_of(rank, "parameters", "optimizer state")
@@ -63,7 +63,7 @@ def test_precision_aware_optimizer_and_state_offload(rank: RankMemory) -> None:
     # Moments of 2 bytes: 4 bytes less of 12.
     state = gb_of(rank, "optimizer state")
     bf16 = OptimizerOptions(moment_dtype="bfloat16")
-    kept = state_bytes(bf16) / state_bytes(RUN.optimizer)
+    kept = count_state_bytes(bf16) / count_state_bytes(RUN.optimizer)
     assert 10 <= state * (1 - kept) <= 12
     # All of both moments in host memory, or nearly.
     assert 15 <= 0.9 * state <= 20

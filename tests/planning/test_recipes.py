@@ -10,9 +10,9 @@ import pytest
 from moecore.cli import main
 from moecore.planning import CostTable, plan_memory, plan_time
 from moecore.planning.gpus import GPUS
-from moecore.planning.search import Folding, SearchRequest, refuse
+from moecore.planning.search import Folding, SearchRequest, find_refusal
 from tests.helpers.grids import beside
-from tests.planning.recipes import RECIPES, run_of
+from tests.planning.recipes import RECIPES, make_run
 
 # What our plan of a recipe does not fit, and why.
 TOO_LARGE = {
@@ -35,9 +35,9 @@ NIGHTLY = [
 @pytest.mark.parametrize("name", beside(RECIPES, NIGHTLY))
 def test_a_recipe_fits_where_it_ran(name: str) -> None:
     recipe = RECIPES[name]
-    plan = plan_memory(run_of(recipe))
+    plan = plan_memory(make_run(recipe))
     assert (plan.largest.num_bytes <= GPUS[recipe.gpu].memory) == (name not in TOO_LARGE)
-    assert run_of(recipe).num_micro_batches * recipe.num_gpus * recipe.batch_size == (
+    assert make_run(recipe).num_micro_batches * recipe.num_gpus * recipe.batch_size == (
         recipe.rows * recipe.degrees[0] * recipe.degrees[1] * recipe.degrees[2]
     )
 
@@ -49,7 +49,7 @@ def test_a_recipe_takes_as_long_as_it_did(name: str) -> None:
     DeepSeek-V3 with the products that the report measured beside DeepEP: as fast as alone they
     give 1,496 tokens/s (+6%). Of Qwen3 it names no such loss; with the same one it had 1,959.
     """
-    run, reported = run_of(RECIPES[name]), RECIPES[name].tokens_per_second
+    run, reported = make_run(RECIPES[name]), RECIPES[name].tokens_per_second
     gpu, rate = GPUS[RECIPES[name].gpu], 1 / (1 + RECIPES[name].slower)
     assert reported is not None and gpu.fp8_flops is not None
     slow = replace(gpu, bf16_flops=rate * gpu.bf16_flops, fp8_flops=rate * gpu.fp8_flops)
@@ -62,7 +62,7 @@ def test_a_recipe_takes_as_long_as_it_did(name: str) -> None:
 def test_the_guidelines_are_those_of_the_recipes() -> None:
     for recipe in RECIPES.values():
         tp, pp, cp, ep = recipe.degrees
-        run = run_of(recipe)
+        run = make_run(recipe)
         request = SearchRequest(
             model=run.model,
             num_gpus=recipe.num_gpus,
@@ -70,7 +70,7 @@ def test_the_guidelines_are_those_of_the_recipes() -> None:
             seq_len=recipe.seq_len,
             global_batch=recipe.rows,
         )
-        assert refuse(request, Folding(pp, tp, cp, ep, 1, min(recipe.chunks, 4))) is None
+        assert find_refusal(request, Folding(pp, tp, cp, ep, 1, min(recipe.chunks, 4))) is None
 
 
 @pytest.mark.nightly  # a search of the largest model

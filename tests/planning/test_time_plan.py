@@ -8,11 +8,14 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
-from moecore import MemoryOptions, NVLinkOptions, ParallelConfig, PipelineConfig
+from moecore import FSDPOptions, MemoryOptions, NVLinkOptions, ParallelConfig, PipelineConfig
 from moecore.base.options.precision import Precision
 from moecore.cli import main
 from moecore.models import preset
+from moecore.parallel import Timeline, make_schedule
+from moecore.parallel.pipeline.timeline import spans_of
 from moecore.planning import (
     CostTable,
     OptimizerOptions,
@@ -24,7 +27,7 @@ from moecore.planning import (
     time_step,
 )
 from moecore.planning.record import place_launches
-from moecore.planning.segments import Segments, segments_of
+from moecore.planning.segments import Segments, make_segments
 from moecore.planning.times import run_queue
 from tests.helpers.grids import beside
 
@@ -55,6 +58,18 @@ STAGED = TrainingRun(
     pipeline=PipelineConfig(schedule="1f1b"),
     num_micro_batches=16,
 )
+
+
+def test_the_stages_of_two_ranks_by_hand() -> None:
+    # rank 0:  F0 F1 ........ B0      B1          a message takes 0.5
+    # rank 1:     F0 B0    F1 B1
+    schedule = make_schedule("1f1b", pp=2, chunks=1, num_micro_batches=2)
+    spans = spans_of(schedule, lambda item: {"F": 1.0, "B": 2.0}[str(item.kind)], 0.5)  # type: ignore[union-attr]
+    assert [[(s.start, s.end) for s in of_rank] for of_rank in spans] == [
+        [(0.0, 1.0), (1.0, 2.0), (5.0, 7.0), (8.0, 10.0)],
+        [(1.5, 2.5), (2.5, 4.5), (4.5, 5.5), (5.5, 7.5)],
+    ]
+    assert Timeline(spans=spans).busy == (6.0, 6.0)
 
 
 @pytest.mark.parametrize("case", beside(CASES, ["qwen3", "a dear host", "offloaded"]))
@@ -148,10 +163,10 @@ def test_the_network_carries_one_collective_at_a_time() -> None:
 
 
 def test_which_layer_is_like_which() -> None:
-    segments = segments_of(STAGED)
+    segments = make_segments(STAGED)
     assert segments.num_micro_batches == 3
     assert segments.like == {"F": (0, 1, 1, 1, 1, 1, 2, 3), "B": (0, 1, 2, 2, 2, 2, 2, 3)}
-    dense = segments_of(replace(STAGED, model=replace(DEEPSEEK, num_layers=8)))
+    dense = make_segments(replace(STAGED, model=replace(DEEPSEEK, num_layers=8)))
     assert dense.like == {"F": (0, 0, 0, 1, 2, 2, 3, 4), "B": (0, 0, 0, 1, 2, 3, 3, 4)}
 
 
@@ -206,3 +221,54 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert found["wall"] in found["parts"] and set(found["next"]) == {"text", "gain"}
     assert main([*call[:5], "--seq-len", "64", "--ep", "2", "--timeline", str(picture)]) == 1
     assert "must be left out without stages" in capsys.readouterr().err
+
+
+WHOLE = FSDPOptions(param_dtype=torch.bfloat16, dense_strategy="optim")
+SHORT = TrainingRun(
+    model=DEEP.model, num_gpus=8, parallel=ParallelConfig(ep=8), seq_len=2048, num_micro_batches=4
+)
+PEAK_CASES = {
+    "weights whole": (replace(SHORT, fsdp=WHOLE), 0.002),
+    "MoE layers again": (replace(SHORT, memory=MemoryOptions(recompute=("moe",))), 0.002),
+    "deepseek, offloaded": (
+        replace(
+            SHORT,
+            model=DEEPSEEK,
+            num_gpus=16,
+            parallel=ParallelConfig(ep=16),
+            memory=MemoryOptions(offload=("attention", "experts")),
+        ),
+        0.04,
+    ),
+}
+STAGES = dict(parallel=ParallelConfig(pp=2, ep=4), num_micro_batches=6)
+SCHEDULES = {
+    "1f1b": (PipelineConfig(schedule="1f1b"), 0.002),
+    "interleaved": (PipelineConfig(schedule="interleaved", chunks=2), 0.002),
+    "overlapped": (PipelineConfig(schedule="overlapped", chunks=2), 0.002),
+    # A gradient of the input frees all in a plan that the weights' products have not read.
+    "zero-bubble": (PipelineConfig(schedule="zero-bubble"), 0.061),
+}
+
+
+@pytest.mark.parametrize("case", PEAK_CASES)
+def test_peaks_of_few_layers_stand_for_all(case: str) -> None:
+    run, error = PEAK_CASES[case]
+    (found,) = plan_peak(run)
+    assert found == pytest.approx(dry_run(run).peak, rel=error)
+
+
+@pytest.mark.parametrize("name", beside(SCHEDULES, ["interleaved", "zero-bubble"]))
+def test_ranks_of_a_pipeline(name: str) -> None:
+    pipeline, error = SCHEDULES[name]
+    run = replace(SHORT, **STAGES, pipeline=pipeline)
+    exact = [dry_run(run, rank).peak for rank in (0, 4)]
+    assert plan_peak(run) == pytest.approx(exact, rel=error)
+    assert plan_peak(replace(run, num_micro_batches=16)) == plan_peak(run)
+
+
+@pytest.mark.parametrize("name", beside(SCHEDULES, ["interleaved", "zero-bubble"]))
+def test_what_has_been_sent_is_freed_within_a_step(name: str) -> None:
+    run = replace(SHORT, **STAGES, pipeline=SCHEDULES[name][0])
+    few, more = (dry_run(replace(run, num_micro_batches=n)).peak for n in (6, 8))
+    assert few == more

@@ -35,8 +35,8 @@ from moecore.planning import (
 )
 from moecore.planning.commands import _rows, _slices
 from moecore.planning.estimate import Estimate
-from moecore.planning.gpus import peers_of
-from moecore.planning.layouts import Folding, option_sets_of
+from moecore.planning.gpus import count_peers
+from moecore.planning.layouts import Folding, list_option_sets
 from moecore.planning.record import PASSES, SLICES
 from moecore.planning.segments import SmallRun
 from moecore.planning.times import has_slices, plan_time
@@ -191,9 +191,9 @@ def test_the_code_of_the_run_decides(case: str) -> None:
 
 
 def test_who_reaches_whose_memory() -> None:
-    sizes = {gpu: peers_of(gpu, domain) for gpu, domain in (("h200-141", 8), ("gb200-186", 64))}
+    sizes = {gpu: count_peers(gpu, domain) for gpu, domain in (("h200-141", 8), ("gb200-186", 64))}
     assert sizes == {"h200-141": 8, "gb200-186": 4}
-    assert peers_of("h200-141", 2) == 2 and peers_of("rtx4090-24", 8) == 1
+    assert count_peers("h200-141", 2) == 2 and count_peers("rtx4090-24", 8) == 1
 
 
 @pytest.mark.parametrize("batch_size, seq_len", [(1, 4096), (2, 4096), (1, 8192), (2, 8192)])
@@ -209,7 +209,7 @@ def test_a_layer_takes_what_two_gpus_took(batch_size: int, seq_len: int) -> None
 def layer_ms(run: TrainingRun) -> float:
     """Return the planned forward and backward of a layer, all of it on one stream."""
     segments = SmallRun.of(run).segments
-    own = [segments.of_part("layer 1", of, 0) for of in PASSES]
+    own = [segments.list_part_segments("layer 1", of, 0) for of in PASSES]
     works = [segments.queued[i] for found in own for segment in found for i in segment.launches]
     return 1e3 * sum(H200.seconds(one.work, one.node_ranks) for one in works)
 
@@ -221,7 +221,7 @@ def test_estimates_of_a_search_count_them_alike() -> None:
         how: Any = dict(num_gpus=8, seq_len=8192, gpu=gpu, precision=precision)
         request = SearchRequest(model=LONG.model, **how)
         tables = (with_share(share).on(gpu) for share in (0.0, 1.0))
-        rung = option_sets_of(request)[0]
+        rung = list_option_sets(request)[0]
         few, many = (Estimate(request, table).seconds(folding, rung) for table in tables)
         assert few <= many
         return few < many

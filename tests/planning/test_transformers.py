@@ -37,9 +37,9 @@ from moecore.planning import (
     plan_peak,
 )
 from moecore.planning import transformers as planned_transformers
-from moecore.planning.estimate import saved_bytes_of
-from moecore.planning.run import resident_kinds, sizes_of
-from moecore.planning.search import refuse
+from moecore.planning.estimate import count_saved_bytes_of_run
+from moecore.planning.run import count_resident_bytes, list_rank_bytes
+from moecore.planning.search import find_refusal
 from moecore.planning.segments import SmallRun
 from moecore.train.memory.saved_bytes import count_saved_bytes
 from tests.families.transformers.family_models import (
@@ -100,7 +100,7 @@ def test_parameters_gradients_and_state_are_those_of_the_class(family: str) -> N
     number = sum(param.numel() for param in stock.parameters())
     assert type(run.planned_model.build(torch.float32)) is kind
     assert run.planned_model.sizes().params == number
-    (size,) = sizes_of(run)
+    (size,) = list_rank_bytes(run)
     assert size.parameters == 4 * number
     # A class freezes biases of its routers, and an indexer gets no gradient.
     idle = {p for layer in family_of(stock).indexers(stock) for p in layer.indexer.parameters()}
@@ -111,7 +111,7 @@ def test_parameters_gradients_and_state_are_those_of_the_class(family: str) -> N
     }
     learnt = number - sum(param.numel() for param in idle)
     assert size.gradients == 4 * learnt
-    assert resident_kinds(run, size)["optimizer state"] == 8 * learnt  # two moments in fp32
+    assert count_resident_bytes(run, size)["optimizer state"] == 8 * learnt  # two moments in fp32
 
 
 @pytest.mark.parametrize("family", REFUSED)
@@ -126,7 +126,6 @@ def test_a_family_that_is_not_trained_says_why(family: str, tmp_path: Path, caps
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("granitemoe", {"model_type": []}, r"config.json model_type \(\[\]\) must be a string"),
-    ("granitemoe", {"model_type": {}}, r"config.json model_type \(\{\}\) must be a string"),
     ("granitemoe", {"model_type": "x" * 10**5}, r"config.json model_type \('xxx.*\) must be of a"),
     ("granitemoe", {"return_dict": False}, "must have values with which a step runs, not Attri"),
     ("longcat_flash", {"qk_head_dim": 576}, "must have values with which a step runs, not Runtime"),
@@ -134,11 +133,9 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("granitemoe", {"num_hidden_layers": 10**5}, "it has more than 1000 modules"),
     ("qwen3_next", {"num_hidden_layers": 10**20}, r"num_hidden_layers.* must be "),
     ("afmoe", {"moe_intermediate_size": 10**20}, "config.json must be one that transformers reads"),
-    ("afmoe", {"vocab_size": 10**20}, "config.json must be one that transformers reads"),
     # Python's errors name no field, so the line of transformers is shown.
     ("dots1", {"n_routed_experts": None}, r"in `.*num_experts.*`"),
     ("gemma4", {"vocab_size_per_layer_input": 10**6, "hidden_size": -1}, "transformers reads: "),
-    ("afmoe", {"hidden_size": -1}, "config.json must be one that transformers reads"),
 ]
 
 
@@ -268,7 +265,7 @@ def check_kept_on_gpus(family: str) -> None:
     (head,) = (start for start in dry_run(run).starts if start[:2] == ("F", "head"))
     kinds = {kind: n for kind, n in head.kinds.items() if kind.startswith("activations")}
     del kinds["activations: outside"]
-    blocks = sum(block.num_bytes for block in saved_bytes_of(run).blocks)
+    blocks = sum(block.num_bytes for block in count_saved_bytes_of_run(run).blocks)
     assert sum(kinds.values()) == pytest.approx(blocks, rel=0.01)
 
 
@@ -299,13 +296,13 @@ def test_the_command_plans_a_directory(tmp_path: Path, capsys: Any) -> None:
 def test_what_a_class_refuses_is_refused_before_it_is_planned() -> None:
     model = default("qwen3_moe", num_hidden_layers=8)  # 32 heads of queries, 4 of keys
     request = SearchRequest(model=model, num_gpus=64, seq_len=65536)
-    assert refuse(request, Folding(ep=8, batch_size=1)) is None
+    assert find_refusal(request, Folding(ep=8, batch_size=1)) is None
     for folding, reason in ((Folding(tp=64), "tp"), (Folding(pp=16), "num_layers")):
-        assert reason in refuse(request, folding).reason
+        assert reason in find_refusal(request, folding).reason
     whole = SearchRequest(model=model_of("llama4"), num_gpus=2, seq_len=64)
-    assert "chunked_attention" in refuse(whole, Folding(cp=2)).reason
+    assert "chunked_attention" in find_refusal(whole, Folding(cp=2)).reason
     towers = SearchRequest(model=model_of("qwen3_vl_moe"), num_gpus=2, seq_len=64)
-    assert "beside its layers" in refuse(towers, Folding(pp=2)).reason
+    assert "beside its layers" in find_refusal(towers, Folding(pp=2)).reason
 
 
 def test_without_transformers_the_command_names_it(

@@ -16,8 +16,8 @@ from moecore.cli import main
 from moecore.models import preset
 from moecore.moe.dispatch.exchange import COPY, REDUCE, SPREAD
 from moecore.planning import CostTable, TrainingRun, Work, dry_run, plan_memory, plan_time
-from moecore.planning.gpus import GPUS, domain_of
-from moecore.planning.recipe import call_of, flags_of
+from moecore.planning.gpus import GPUS, find_domain
+from moecore.planning.recipe import call_of, format_flags
 
 T, D, E, K = 4096, 7168, 256, 8
 EPS = (8, 16, 32, 64)
@@ -68,7 +68,7 @@ def test_exchanges_take_what_the_report_measured(way: str, ep: int) -> None:
     store = {"dispatch": SPREAD, "combine": REDUCE}[way]
     planned = []
     for gpu in ("gb200-186", "h100-80"):
-        domain = min(ep, domain_of(gpu, ep))  # type: ignore[arg-type]
+        domain = min(ep, find_domain(gpu, ep))  # type: ignore[arg-type]
         domains = ep // domain
         inside = seconds(gpu, store, domain, (domain - 1) * domains * reach(E // ep))
         crossing = (domains - 1) * reach(E // domains)
@@ -128,7 +128,7 @@ def test_flags_and_calls_are_those_of_the_run(capsys: pytest.CaptureFixture[str]
     printed = capsys.readouterr().out
     assert "ParallelConfig(ep=64), ranks_per_domain=8)" in printed
     assert "dispatch=DispatchOptions(name='hierarchical', nvlink=NVLinkOptions())," in printed
-    assert "--dispatcher hierarchical" in " ".join(flags_of(RUN))
+    assert "--dispatcher hierarchical" in " ".join(format_flags(RUN))
     assert "ranks_per_domain=4" in call_of(RUN)
 
 
@@ -142,8 +142,8 @@ def test_buffers_are_those_of_all_domains_tokens() -> None:
 
 
 def test_domains_of_gpus() -> None:
-    assert domain_of("h100-80", 1024) == domain_of("h100-80", 4) == 8
-    assert domain_of("gb200-186", 256) == 64 and domain_of("gb300-279", 144) == 72
+    assert find_domain("h100-80", 1024) == find_domain("h100-80", 4) == 8
+    assert find_domain("gb200-186", 256) == 64 and find_domain("gb300-279", 144) == 72
     assert GPUS["gb200-186"].server == 4
 
 

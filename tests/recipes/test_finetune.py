@@ -39,7 +39,7 @@ from moecore.families import use_causal_attention
 from moecore.models import flops_per_token
 from moecore.packing import PackedBatchSampler
 from moecore.parallel.model.parallel_state import parallel_state
-from moecore.planning.recipe import recipe_of
+from moecore.planning.recipe import format_recipe
 from moecore.planning.run import OptimizerOptions, TrainingRun
 from moecore.planning.transformers import TransformersModel
 from moecore.recipes import finetuning, hf_model, optimizer
@@ -135,7 +135,7 @@ def on_two_ranks(rank: int, device: torch.device, folder: Path) -> list[str]:
     start("wide", f"--model {folder / 'wide'} {TWO_RANKS} --checkpoint-every 0")
     planned, file = least_memory(folder), folder / "plan.toml"
     if rank == 0:
-        file.write_text(recipe_of(planned, folder / "wide-bf16"))
+        file.write_text(format_recipe(planned, folder / "wide-bf16"))
     torch.distributed.barrier()
     with (
         patch.object(script, "FineTuning", wraps=script.FineTuning) as job,

@@ -14,7 +14,7 @@ from moecore.cli import main
 from moecore.models import DecoderConfig, preset
 from moecore.planning import plan_memory, plan_time
 from moecore.planning.costs import CostTable
-from moecore.planning.gpus import gpu_of
+from moecore.planning.gpus import get_gpu
 from moecore.recipes import finetune, grpo, pretrain
 from moecore.recipes.dry_run import planned_run
 from moecore.recipes.library import CONFIGS, ShippedRecipe, names
@@ -62,7 +62,7 @@ def test_a_plan_is_that_of_the_comment(name: str) -> None:
     parallel = args.parallel_config(args.gpus, num_experts=moe_of(config).num_experts)
     run = planned_run(args, config, parallel, args.gpus)
     peak = plan_memory(run).largest.num_bytes
-    assert peak <= gpu_of(args.gpu).memory
+    assert peak <= get_gpu(args.gpu).memory
     told = recipe.facts["result"]
     assert float(re.findall(r"([\d.]+) GB", told)[0]) == pytest.approx(peak / 1e9, rel=0.02)
     if "tokens/s" in told:

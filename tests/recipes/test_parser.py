@@ -17,7 +17,7 @@ from moecore import NVLinkOptions
 from moecore.base.command_options import field_texts, list_options
 from moecore.cli import main
 from moecore.models import Decoder, preset
-from moecore.planning.flags import PlanConfig, run_of_options
+from moecore.planning.flags import PlanConfig, parse_run
 from moecore.recipes import finetune, grpo, train
 from moecore.recipes import pretrain as pretrain_module
 from moecore.recipes.parser import parse, to_toml
@@ -239,7 +239,7 @@ def test_a_planned_run_is_a_file_of_options(
     command = f"plan --preset tiny --gpus 2 --seq-len 128 {flags} --call --write {file}"
     words = command.split()
     assert main(words) == 0
-    run = run_of_options(parse(PlanConfig, words[1:], prog="moecore plan"))
+    run = parse_run(parse(PlanConfig, words[1:], prog="moecore plan"))
     args = pretrain.parse_arguments(["--config", str(file), "--data", __file__])
     config, _ = pretrain.check(args, 2)
     balance = run.model.moe.balance  # which a plan does not choose

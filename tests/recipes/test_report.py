@@ -344,8 +344,8 @@ def test_a_run_directory_that_cannot_be_made_is_named(
 
 
 def test_every_gpu_of_the_planner_has_a_peak() -> None:
-    from moecore.planning.gpus import GPUS, bf16_flops_of
+    from moecore.planning.gpus import GPUS, find_bf16_flops
 
     for name, gpu in GPUS.items():
         model = name.partition("-")[0].upper().replace("RTX", "GeForce RTX ")
-        assert bf16_flops_of(f"NVIDIA {model}") == gpu.bf16_flops, name
+        assert find_bf16_flops(f"NVIDIA {model}") == gpu.bf16_flops, name

@@ -19,6 +19,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
+from operator import itemgetter
 from typing import Any, Literal
 
 import numpy as np
@@ -178,9 +179,7 @@ def _pack_windows(
     window_pieces = list(islice(pieces, window))
     while window_pieces:
         bins = list(pack_lengths([length for _, length in window_pieces], bin_tokens))
-        full_bins = sorted(
-            bins, key=lambda bin_: int(bin_[0])
-        )  # by the document that waits longest
+        full_bins = sorted(bins, key=itemgetter(0))  # by the document that waits longest
         if len(window_pieces) == window:
             full_bins = _select_fullest_bins(full_bins, [length for _, length in window_pieces])
         for bin_ in full_bins:
@@ -338,9 +337,7 @@ class PackedBatchSampler:
         for first in range(0, count, WINDOW):
             ids = order[first : first + WINDOW]
             window_bins = pack_lengths(self._lengths[ids], self._bin_tokens)
-            bins.extend(
-                ids[numbers] for numbers in sorted(window_bins, key=lambda bin_: int(bin_[0]))
-            )
+            bins.extend(ids[numbers] for numbers in sorted(window_bins, key=itemgetter(0)))
         bins = [bins[i] for i in self._order("bins", epoch, len(bins))]
         return Bins(np.concatenate(bins), np.cumsum([0, *map(len, bins)]))
 

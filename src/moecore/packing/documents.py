@@ -90,6 +90,15 @@ def cut_document(document: Document, start: int, stop: int) -> Document:
     return {key: document[key][start:stop] for key in KEYS if key in document}
 
 
+def cut_lengths(lengths_N: Integers, max_tokens: int) -> tuple[Integers, Integers, Integers]:
+    """Return each piece's document, start and length, in pieces of at most `max_tokens` tokens."""
+    pieces_N = -(-lengths_N // max_tokens)
+    documents = np.repeat(np.arange(len(lengths_N)), pieces_N)
+    firsts = np.repeat(np.cumsum(pieces_N) - pieces_N, pieces_N)
+    starts = (np.arange(len(documents)) - firsts) * max_tokens
+    return documents, starts, np.minimum(lengths_N[documents] - starts, max_tokens)
+
+
 def check_fits(lengths_N: Integers, max_tokens: int) -> None:
     """Raise a ValueError if a document has more than `max_tokens` tokens."""
     if lengths_N.size and lengths_N.max() > max_tokens:
@@ -135,11 +144,7 @@ class CutDocuments:
                 f"({len(documents)}): measure this dataset"
             )
         self._documents = documents
-        pieces_N = -(-lengths_N // max_tokens)
-        self._document = np.repeat(np.arange(len(lengths_N)), pieces_N)
-        firsts = np.repeat(np.cumsum(pieces_N) - pieces_N, pieces_N)
-        self._start = (np.arange(len(self._document)) - firsts) * max_tokens
-        self.lengths = np.minimum(lengths_N[self._document] - self._start, max_tokens)
+        self._document, self._start, self.lengths = cut_lengths(lengths_N, max_tokens)
 
     def __len__(self) -> int:
         return len(self.lengths)

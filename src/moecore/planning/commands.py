@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections import defaultdict
 from dataclasses import asdict, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from moecore.base import install_command
 from moecore.base.fields import NumBytes, UsageError, check_arguments
@@ -19,66 +19,52 @@ from moecore.planning.dry_run import DryRun, dry_run
 from moecore.planning.flags import (
     DryRunConfig,
     PlanConfig,
-    as_folding,
-    folding_of,
-    has_degrees,
-    kind_of,
+    format_gpu_name,
+    format_layout,
+    parse_layout,
+    parse_request,
+    parse_run,
     refuse_stages,
     refuse_unread,
-    request_of_options,
-    run_of_options,
-    shown_gpu,
+    select_gpu,
 )
-from moecore.planning.gpus import gpu_of, time_refusal
+from moecore.planning.gpus import find_time_refusal, get_gpu
 from moecore.planning.layouts import Folding
 from moecore.planning.memory import MemoryPlan, plan_memory, plan_peak
 from moecore.planning.option_sets import next_change
-from moecore.planning.page import page_of
-from moecore.planning.recipe import call_of, flags_of, recipe_of
+from moecore.planning.recipe import call_of, format_flags, format_page, format_recipe
 from moecore.planning.report import report_trace
-from moecore.planning.run import TrainingRun, new_garbage
-from moecore.planning.search import Fitting, explained, plan_layout, search
-from moecore.planning.times import TimePlan, has_slices, hidden_share, plan_time, time_step
+from moecore.planning.run import TrainingRun, collect_by_hand
+from moecore.planning.search import Fitting, describe_outcome, plan_layout, search
+from moecore.planning.times import TimePlan, find_hidden_share, has_slices, plan_time, time_step
 
-
-class MeasuredStep(NamedTuple):
-    """A recorded complete step, and its tokens per second of a GPU."""
-
-    preset: str
-    gpu: str
-    num_gpus: int
-    layout: Folding
-    tokens_per_second: int
-    record: str  # under benchmarks/results
-
-
-MEASURED = (
-    MeasuredStep(
-        preset="qwen3-30b-a3b",
-        gpu="h200-141",
-        num_gpus=8,
-        layout=Folding(ep=8, batch_size=4),
-        tokens_per_second=16_159,
-        record="train/2026-11-20-nvidia-h200.jsonl",
+# Recorded complete steps: (preset, GPU, number of GPUs) -> layout, tokens per second of a GPU, and
+# the record under benchmarks/results.
+MEASURED: dict[tuple[str, str, int], tuple[Folding, int, str]] = {
+    ("qwen3-30b-a3b", "h200-141", 8): (
+        Folding(ep=8, batch_size=4),
+        16_159,
+        "train/2026-11-20-nvidia-h200.jsonl",
     ),
-)
+}
 
 
-@new_garbage()
+@collect_by_hand()
 def run_plan(args: PlanConfig) -> int:
     """Print the plan of a run, or the result of a search; return 1 if nothing fits."""
     refuse_unread(args)
     if args.explain is not None:
         return _explain(args, args.explain)
-    if not has_degrees(args):
+    if not args.parallel:  # no degree
         return _search(args)
-    run = run_of_options(args)
+    run = parse_run(args)
     _write_recipe(args, run)
     if args.call:
         print(call_of(run))
         return 0
-    table, gpu, name = _table(args), gpu_of(kind_of(args)), shown_gpu(args)
-    plan, time = plan_memory(run), time_refusal(run.precision, table.gpu) or plan_time(run, table)
+    table, gpu, name = _table(args), get_gpu(select_gpu(args)), format_gpu_name(args)
+    plan = plan_memory(run)
+    time = find_time_refusal(run.precision, table.gpu) or plan_time(run, table)
     _write(args, plan, time)
     largest, pinned, host = plan.largest, plan.pinned_bytes(gpu), gpu.host_memory
     peak, fits = largest.num_bytes, largest.num_bytes <= gpu.memory and pinned <= host
@@ -101,22 +87,23 @@ def run_plan(args: PlanConfig) -> int:
     if peak > gpu.memory:
         kind, size = max(largest.device.items(), key=lambda item: item[1])
         print(f"does not fit: {kind} is the largest part ({format_bytes(size)})")
-        print(f"options with which it fits, if there are any: --explain {as_folding(run)}")
+        print(f"options with which it fits, if there are any: --explain {format_layout(run)}")
     _print_time(args, time)
     return 0 if fits else 1
 
 
 def _explain(args: PlanConfig, folding: str) -> int:
     """Print the plan of one layout; return 1 if it is refused or too large."""
-    request, layout = request_of_options(args), folding_of(folding)
+    request, layout = parse_request(args), parse_layout(folding)
     plan = plan_layout(request, layout, _table(args))
-    text, fitting = explained(request, layout, plan), plan if isinstance(plan, Fitting) else None
+    text = describe_outcome(request, layout, plan)
+    fitting = plan if isinstance(plan, Fitting) else None
     if fitting is not None:
         _write_recipe(args, fitting.run)
     if args.json:
-        summary = {"gpu": shown_gpu(args), "limit": request.limit}
+        summary = {"gpu": format_gpu_name(args), "limit": request.limit}
         summary |= {"fits": fitting is not None, "text": text}
-        print(json.dumps(summary | (layout.named() if fitting is None else _row(fitting))))
+        print(json.dumps(summary | (layout.to_dict() if fitting is None else _row(fitting))))
     elif args.call and fitting is not None:
         print(call_of(fitting.run))
     else:
@@ -126,41 +113,39 @@ def _explain(args: PlanConfig, folding: str) -> int:
 
 def _support(args: Any, first: Folding) -> str:
     """Return the recorded tokens per second of complete steps of a model on GPUs, as text."""
-    request = args.preset, shown_gpu(args), args.gpus
-    steps = [step for step in MEASURED if (step.preset, step.gpu, step.num_gpus) == request]
-    measured = "; ".join(
-        f"{step.layout} in bf16 has {step.tokens_per_second:,} tokens/s ({step.record})"
-        for step in steps
-    )
-    if any(step.layout == first for step in steps):
-        return f"measured: {measured}"
-    return f"no record has a step of the first one: {measured or 'it is planned only'}"
+    step = MEASURED.get((args.preset, format_gpu_name(args), args.gpus))
+    if step is None:
+        return "no record has a step of the first one: it is planned only"
+    layout, tokens_per_second, record = step
+    measured = f"{layout} in bf16 has {tokens_per_second:,} tokens/s ({record})"
+    prefix = "measured" if layout == first else "no record has a step of the first one"
+    return f"{prefix}: {measured}"
 
 
 def _command(args: Any, run: TrainingRun) -> str:
     """Return the command that plans a run with its degrees and options."""
     model = ["--config", str(args.config)] if args.preset is None else ["--preset", args.preset]
     gpus = ["--gpus", str(args.gpus)]
-    gpus += ["--gpu" if args.gpu_spec is None else "--gpu-spec", shown_gpu(args)]
-    return shlex.join(["moecore", "plan", *model, *gpus, *flags_of(run)])
-
-
-def _tell(line: str) -> None:
-    print(f"moecore: {line}", file=sys.stderr, flush=True)
+    gpus += ["--gpu" if args.gpu_spec is None else "--gpu-spec", format_gpu_name(args)]
+    return shlex.join(["moecore", "plan", *model, *gpus, *format_flags(run)])
 
 
 def _search(args: Any) -> int:
     """Print the layouts that fit, best first; return 1 if none fits."""
-    request = request_of_options(args)
-    top = 3 if args.top is None else args.top
-    result = search(request, table=_table(args), num_results=top, progress=_tell)
+    request = parse_request(args)
+    result = search(
+        request,
+        table=_table(args),
+        num_results=3 if args.top is None else args.top,
+        progress=lambda line: print(f"moecore: {line}", file=sys.stderr, flush=True),
+    )
     fitting = result.fitting
     if fitting:
         _write(args, fitting[0].plan, fitting[0].time)
         _write_recipe(args, fitting[0].run)
     if args.json:
         rows = [_row(candidate) for candidate in fitting]
-        summary = {"gpu": shown_gpu(args), "limit": request.limit, "fitting": rows}
+        summary = {"gpu": format_gpu_name(args), "limit": request.limit, "fitting": rows}
         summary |= {"refused": result.refused, "not_planned": result.num_unplanned}
         print(json.dumps(summary | {"change": result.change}))
         return 0 if fitting else 1
@@ -173,8 +158,9 @@ def _search(args: Any) -> int:
         print(f"too large with all levers: {other.layout}")
     refused = sum(result.refused.values())
     print(
-        f"of {format_bytes(request.limit)} a rank ({shown_gpu(args)} less {request.reserve:.0%}); "
-        f"{refused} foldings refused by rules, {result.num_unplanned} behind these not planned"
+        f"of {format_bytes(request.limit)} a rank ({format_gpu_name(args)} less "
+        f"{request.reserve:.0%}); {refused} foldings refused by rules, "
+        f"{result.num_unplanned} behind these not planned"
     )
     if fitting:
         _print_time(args, fitting[0].time, request.limit)
@@ -187,12 +173,12 @@ def _search(args: Any) -> int:
 
 def _row(candidate: Fitting) -> dict[str, Any]:
     run = candidate.run
-    return candidate.layout.named() | {
+    return candidate.layout.to_dict() | {
         "schedule": None if run.pipeline is None else run.pipeline.schedule,
         "num_micro_batches": run.num_micro_batches,
         "levers": candidate.flags,
         "overhead": candidate.options.overhead,
-        "flags": flags_of(candidate.run),
+        "flags": format_flags(candidate.run),
         "host_of_a_node": candidate.host,
         "peak": max(candidate.peaks),
         "headroom": candidate.headroom,
@@ -215,26 +201,26 @@ def _print_time(args: Any, time: TimePlan | str, limit: int | None = None) -> No
         return
     print(time.line)
     table = _table(args)
-    if hides := hidden_share(time.run, table):
+    if hides := find_hidden_share(time.run, table):
         print(
             f"assumed, no run has shown it: pairs hide {hides:.0%} of the exchanges between nodes "
             "that their computation lasts for (--pairs-hide 0: none)"
         )
-    kind = shown_gpu(args)
+    kind = format_gpu_name(args)
     if has_slices(time.run):
         print(_slices(table, kind))
     for attention in time.run.planned_model.unmeasured:
         print(
             f"assumed, no run has shown it: the rates of {attention} attention (docs/planning.md)"
         )
-    if not gpu_of(kind_of(args)).measured:
+    if not get_gpu(select_gpu(args)).measured:
         print(f"rates of {kind} are a data sheet's: no run on one has been compared with a plan")
     change = next_change(time, table, limit)
     print(f"next: {'nothing of what is known gains' if change is None else change}")
 
 
 def _slices(table: CostTable, kind: str) -> str:
-    """Return the share of exchanges concurrent with products that a plan counts, as text."""
+    """Return a line about the share of sliced tp exchanges that a plan counts."""
     slices = table.slices
     if slices is None:
         return "exchanges of tp beside products count whole: the table has no share of them"
@@ -248,7 +234,7 @@ def _slices(table: CostTable, kind: str) -> str:
 def _table(args: Any) -> CostTable:
     table = CostTable.of if args.table is None else CostTable.read(args.table).on
     hides = getattr(args, "pairs_hide", None)
-    costs = table(kind_of(args))
+    costs = table(select_gpu(args))
     return costs if hides is None else replace(costs, pairs_hide=hides)
 
 
@@ -257,14 +243,14 @@ def _write(args: Any, plan: MemoryPlan, time: TimePlan | str) -> None:
     timeline = None if isinstance(time, str) else time.timeline
     try:
         if args.png is not None:
-            draw_memory(plan, args.png, gpu_of(kind_of(args)).memory)
+            draw_memory(plan, args.png, get_gpu(select_gpu(args)).memory)
         if args.timeline is not None and timeline is not None:
             draw(timeline, args.timeline)
     except ImportError as error:
         raise ValueError(f"--png and --timeline must be left out: {error}") from error
     if args.html is not None:
-        title = f"{args.preset or args.config}, {args.gpus} {shown_gpu(args)}"
-        args.html.write_text(page_of(plan, time, title, gpu_of(kind_of(args)).memory))
+        title = f"{args.preset or args.config}, {args.gpus} {format_gpu_name(args)}"
+        args.html.write_text(format_page(plan, time, title, get_gpu(select_gpu(args)).memory))
     if args.timeline is not None and timeline is None:
         reason = f"without a time ({time})" if isinstance(time, str) else "without stages"
         raise ValueError(f"--timeline ({args.timeline}) must be left out {reason}: drop it")
@@ -273,41 +259,38 @@ def _write(args: Any, plan: MemoryPlan, time: TimePlan | str) -> None:
 def _write_recipe(args: Any, run: TrainingRun) -> None:
     """Write the requested recipe."""
     if args.write is not None:
-        args.write.write_text(recipe_of(run, args.config))
+        args.write.write_text(format_recipe(run, args.config))
 
 
 def run_dry_run(args: DryRunConfig) -> int:
     """Print the memory and the work of one rank; return 1 if it does not fit."""
     refuse_stages(args)
-    run, memory = run_of_options(args), gpu_of(kind_of(args)).memory
+    run, memory = parse_run(args), get_gpu(select_gpu(args)).memory
     step = dry_run(run, args.rank)
     plan = plan_peak(run)[args.rank * run.resolved.pp // run.num_gpus]
-    table, fits = CostTable.of(kind_of(args)), step.peak + step.buffers <= memory
-    refusal = time_refusal(run.precision, table.gpu)
+    table, fits = CostTable.of(select_gpu(args)), step.peak + step.buffers <= memory
+    refusal = find_time_refusal(run.precision, table.gpu)
     rows = _rows(step, None if refusal else table)
     time = None if refusal else time_step(step, table)
     if args.json:
         sizes = {"held": step.resident_bytes, "peak": step.peak, "buffers": step.buffers}
         sizes |= {"plan": plan, "memory": memory}
-        summary = {"rank": step.rank, "gpu": shown_gpu(args), **sizes, "fits": fits}
-        numbers = (None, None) if time is None else (time.seconds, time.parts)
-        summary |= dict(zip(("seconds", "parts"), numbers, strict=True))
-        summary |= {"works": rows, "time_refusal": refusal}
-        print(json.dumps(summary))
+        summary = {"rank": step.rank, "gpu": format_gpu_name(args), **sizes, "fits": fits}
+        summary |= {name: getattr(time, name, None) for name in ("seconds", "parts")}
+        print(json.dumps(summary | {"works": rows, "time_refusal": refusal}))
         return 0 if fits else 1
     print(
         f"rank {step.rank} of {args.gpus} holds {format_bytes(step.resident_bytes)} between steps"
     )
     peak = format_bytes(step.peak + step.buffers)
-    peak_line = f"{peak} at most in a step, of {format_bytes(memory)} ({shown_gpu(args)})"
+    peak_line = f"{peak} at most in a step, of {format_bytes(memory)} ({format_gpu_name(args)})"
     print(f"{peak_line}{'' if fits else ': does not fit'}")
     print(f"{format_bytes(plan)} by the plan, from few layers")
-    if time is None:
-        print(refusal)
-    else:
+    line = refusal
+    if time is not None:
         parts = [f"{part} {s * 1e3:.1f}" for part, s in time.parts.items() if s > 1e-4]
-        line = f"{time.seconds * 1e3:.1f} ms a step, of which ms by what limits"
-        print(f"{line}: {', '.join(parts)}")
+        line = f"{time.seconds * 1e3:.1f} ms a step, of which ms by what limits: {', '.join(parts)}"
+    print(line)
     lines: list[tuple[str, ...]] = [("what runs", "times", "TFLOP", "GB moved", "ms alone")]
     for kind, (times, flops, num_bytes, seconds) in rows.items():
         milliseconds = "-" if seconds is None else f"{seconds * 1e3:.1f}"

@@ -39,7 +39,7 @@ from moecore.base.fields import (
     quote,
 )
 from moecore.base.options.names import GpuName
-from moecore.planning.gpus import Gpu, gpu_of, read_bytes
+from moecore.planning.gpus import Gpu, get_gpu, read_bytes
 from moecore.planning.record import ALL_TO_ALL, SLICES, Kind, Work
 
 KINDS = get_args(Kind)
@@ -144,16 +144,16 @@ class CostTable(CheckedRecord):
             return self.points_from
         return f"{self.points_from}, its efficiencies with the maker's rates of {self.gpu}"
 
-    def extended(self, points: Sequence[Point], source: str) -> CostTable:
+    def extend(self, points: Sequence[Point], source: str) -> CostTable:
         """Return a table of the same GPU in which new points replace points with their names.
 
         Args:
             points: operations that were measured on the table's GPU.
             source: the source of these points, as text.
         """
-        check_arguments(CostTable.extended, locals())
+        check_arguments(CostTable.extend, locals())
         names = {point.work.name for point in points}
-        has_fp8 = gpu_of(self.gpu).fp8_flops is not None
+        has_fp8 = get_gpu(self.gpu).fp8_flops is not None
         rescaled_points = [
             replace(point, seconds=self.seconds(point.work))
             for point in self.points
@@ -216,7 +216,7 @@ class CostTable(CheckedRecord):
 
     def _roofline(self, work: Work, name: GpuName | Gpu, inside: int) -> dict[Wall, float]:
         """Return an operation's seconds at each data-sheet rate."""
-        gpu = gpu_of(name)
+        gpu = get_gpu(name)
         if work.kind == "copy":
             return {"pcie": work.num_bytes / gpu.pcie}
         if work.kind == "collective":
@@ -303,7 +303,7 @@ def _count_domain_ranks(work: Work, node_ranks: int, gpu: GpuName | Gpu) -> int:
     """Return the number of a collective's ranks in one domain; 0 for other operations."""
     if work.kind != "collective":
         return 0
-    ranks, domain = work.shape[0], gpu_of(gpu).domain
+    ranks, domain = work.shape[0], get_gpu(gpu).domain
     if node_ranks > min(ranks, domain):
         raise ValueError(
             f"node_ranks ({node_ranks}) must be <= the collective's ranks ({ranks}) and "

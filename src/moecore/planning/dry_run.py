@@ -32,8 +32,13 @@ from moecore.models.tp_products import workspace_bytes
 from moecore.parallel.model.parallel_state import parallel_state
 from moecore.planning.model import ModuleParts
 from moecore.planning.record import END, SLICES, Queued, Start, Work, WorkRecorder
-from moecore.planning.run import TrainingRun, fake_world, model_of, new_garbage, optimizer_of, quiet
-from moecore.planning.transformers import refusing
+from moecore.planning.run import (
+    TrainingRun,
+    build_model,
+    build_optimizer,
+    collect_by_hand,
+    enter_world,
+)
 from moecore.train.memory.on_meta import OnMeta, list_tensors
 from moecore.train.memory.parts import BlockPart, find_parts
 from moecore.train.memory.saved_bytes import NAMES
@@ -47,7 +52,7 @@ MAX_MICRO_BATCHES = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DryRun:
-    """A step of one rank, the second of its run.
+    """The memory and launches of a rank's training step, recorded in the second step of a run.
 
     Attributes:
         rank: the rank in the world.
@@ -98,11 +103,11 @@ def dry_run(run: TrainingRun, rank: CountOrZero = 0) -> DryRun:
             f"{MAX_MICRO_BATCHES} for a dry run, which runs each of them: pass fewer, or use "
             "plan_memory and plan_time (moecore plan), which take any number"
         )
-    return add_even_work(run, partial(dry_run_of_capacity, rank=rank))
+    return add_even_work(run, partial(record_step, rank=rank))
 
 
 def add_even_work(run: TrainingRun, dry: Callable[[TrainingRun], DryRun]) -> DryRun:
-    """Return the dry run with the memory of the capacity, and the work of the rows in use."""
+    """Return a dry run with the memory of nvlink's full capacity and the launches of even loads."""
     capacity_step = dry(run)
     if run.even == run:
         return capacity_step
@@ -112,19 +117,18 @@ def add_even_work(run: TrainingRun, dry: Callable[[TrainingRun], DryRun]) -> Dry
     return replace(capacity_step, queued=even_step.queued, starts=starts)
 
 
-def dry_run_of_capacity(run: TrainingRun, rank: int = 0) -> DryRun:
-    """Return a dry run with the work of the full capacity, in half the time of `dry_run`."""
+def record_step(run: TrainingRun, rank: int = 0) -> DryRun:
+    """Run two steps on meta, and return the second one, with the work of the full capacity."""
     recorder = WorkRecorder(run.ranks_per_domain)
-    dry = launches_on_meta(recorder.launched, run.num_peers), dry_streams(recorder.queues)
-    contexts = refusing(run.model), fake_world(run.num_gpus, rank), quiet(), new_garbage()
-    with contexts[0], contexts[1], contexts[2], contexts[3], dry[0], dry[1]:
-        model = model_of(run, "cpu")
+    launches = launches_on_meta(recorder.record_kernel, run.num_peers)
+    with enter_world(run, rank), collect_by_hand(), launches, dry_streams(recorder.queues):
+        model = build_model(run, "cpu")
         for tensor in (*model.parameters(), *model.buffers()):
-            recorder.take(get_local_tensor(tensor))
+            recorder.count_storage(get_local_tensor(tensor))
         recorder.params = list(model.parameters())
         tokens_BT = run.tokens()  # which the caller of a step has allocated
         with OnMeta("cuda"), recorder, torch.enable_grad():
-            optimizer = optimizer_of(run, model)
+            optimizer = build_optimizer(run, model)
             if run.pipeline is None:
                 register_hooks(model, run.planned_model.parts(model), recorder)
             step = TrainStep(model, optimizer, max_norm=1.0)
@@ -133,17 +137,15 @@ def dry_run_of_capacity(run: TrainingRun, rank: int = 0) -> DryRun:
             for number in (first, run.num_micro_batches):  # the first makes buffers and state
                 step.num_micro_batches = number
                 gc.collect()
-                recorder.mark()
+                recorder.start_recording()
                 step.forward_backward([inputs] * number)
-                recorder.begin("B", END)
+                recorder.begin_part("B", END)
                 step.finish()
-                recorder.end()
+                recorder.end_part()
         record = parallel_state(model)
         assert record is not None
         exchanges, stash = record.exchanges, record.stash
-        optimizer_bytes = sum(
-            _count_optimizer_bytes(optimizer, param) for param in model.parameters()
-        )
+        optimizer_bytes = sum(_count_optimizer_bytes(optimizer, p) for p in model.parameters())
         return DryRun(
             rank=rank,
             resident_bytes=recorder.level,
@@ -171,13 +173,13 @@ def register_hooks(model: nn.Module, parts: ModuleParts, recorder: WorkRecorder)
     def watch(module: nn.Module, part: str, last: nn.Module | None = None) -> None:
         def begin_forward(*_: Any) -> None:
             calls[part] = calls.get(part, 0) + 1
-            recorder.begin("F", name())
+            recorder.begin_part("F", name())
 
         def watch_output(_module: nn.Module, _inputs: Any, output: Any) -> None:
             tensor = list_tensors(getattr(output, "loss", output))[0]
             if tensor.requires_grad:
                 part_name = name()
-                tensor.register_hook(lambda _: recorder.begin("B", part_name))
+                tensor.register_hook(lambda _: recorder.begin_part("B", part_name))
 
         def name() -> str:  # predictions call the embedding again
             return "predictions" if part == "embedding" and calls[part] > 1 else part
@@ -195,14 +197,7 @@ def register_hooks(model: nn.Module, parts: ModuleParts, recorder: WorkRecorder)
     for layer in (*parts.layers, *parts.mtp):
         for _, kind, module in [*find_parts(layer), BlockPart("", "moe", layer)]:
             name = "rest" if module is layer else NAMES.get(kind, kind)
-            module.forward = partial(_run_in_scope, recorder, name, module.forward)
-
-
-def _run_in_scope(
-    recorder: WorkRecorder, part: str, forward: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    with recorder.scope(part):
-        return forward(*args, **kwargs)
+            module.forward = recorder.scope(name)(module.forward)
 
 
 def _count_optimizer_bytes(optimizer: AdamW, param: Tensor) -> int:

@@ -25,27 +25,25 @@ from moecore.models.tp_products import GATHER_SLICES, is_long
 from moecore.parallel.mesh import build_meshes
 from moecore.parallelize import parallelize_moe
 from moecore.planning.costs import CostTable
-from moecore.planning.explain import compute_args_of
-from moecore.planning.gpus import gpu_of
+from moecore.planning.explain import list_compute_args
+from moecore.planning.gpus import get_gpu
 from moecore.planning.layouts import (
     Folding,
     OptionSet,
     SearchRequest,
-    option_set,
-    option_sets_of,
-    run_of,
+    list_option_sets,
+    make_option_set,
+    make_run,
 )
 from moecore.planning.record import PASSES, Pass, Work
 from moecore.planning.run import (
     OptimizerOptions,
     TrainingRun,
-    fake_world,
-    quiet,
-    stages_of,
-    state_bytes,
+    count_state_bytes,
+    enter_world,
+    list_stages,
 )
 from moecore.planning.segments import MIDDLE, SmallRun, sample_layers
-from moecore.planning.transformers import refusing
 from moecore.train.memory.saved_bytes import ModelSavedBytes, count_saved_bytes
 
 MESSAGES = 2  # messages of a layer's tokens in each pass, among the ranks of tp and of cp
@@ -73,37 +71,39 @@ class _Seconds(NamedTuple):
 
 
 class Estimate:
-    """Estimates of the layouts of a request."""
+    """Estimates bytes and step seconds of a request's layouts from one dry run."""
 
     def __init__(self, request: SearchRequest, table: CostTable) -> None:
         self._request, self._table = request, table
         self._model = model = request.planned_model
         self._params, self._experts, self._tp_params = model.sizes()
         self._ep = 1 if model.moe is None else gcd(model.moe.num_experts, request.domain)
-        sets = option_sets_of(request)
+        sets = list_option_sets(request)
         self._base, self._last = sets[0], sets[-1]
-        self._choices = _choices(request, sets)
+        self._choices = _list_choices(request, sets)
         # Planned bytes over estimated bytes by pp, on the device and on the host.
         self._byte_ratios, self._host_ratios = (
             defaultdict[int, float](lambda: 1.0) for _ in range(2)
         )
         # The smallest planned seconds over estimated seconds, by pp and ep.
         self._time_ratios = defaultdict[tuple[int, int], float](lambda: MIN_RATIO)
-        self._segments = cache(lambda options: SmallRun.of(self._node(options, MIDDLE)).segments)
-        self._part, self._share = cache(self._seconds_of), cache(self._share_of)
-        self._stage, self._parts = cache(self._seconds_of_stage), cache(self._parts_of)
+        self._segments = cache(
+            lambda options: SmallRun.of(self._make_node_run(options, MIDDLE)).segments
+        )
+        self._part, self._share = cache(self._time_part), cache(self._time_share)
+        self._stage, self._parts = cache(self._time_stage), cache(self._list_stage_parts)
         self._saved_bytes = cache(self._count_saved_bytes)
-        self.seconds, self.num_bytes = cache(self._seconds_of_step), cache(self._bytes_of)
+        self.seconds, self.num_bytes = cache(self._time_step), cache(self._estimate_bytes)
 
-    def key(self, layout: Folding) -> tuple[float, ...]:
+    def sort_key(self, layout: Folding) -> tuple[float, ...]:
         """Return the sort key: layouts estimated to fit are first, by seconds; others by bytes."""
-        options = self.options(layout)
+        options = self.choose_options(layout)
         if options is None:
             return True, self.num_bytes(layout)
         return False, self._time_ratios[layout.pp, layout.ep] * self.seconds(layout, options)
 
-    def options(self, layout: Folding) -> OptionSet | None:
-        """Return the fastest of a few sets with which a layout is estimated to fit, or None."""
+    def choose_options(self, layout: Folding) -> OptionSet | None:
+        """Return the fastest option set with which a layout is estimated to fit; None = no set."""
         byte_ratio, host_ratio = self._byte_ratios[layout.pp], self._host_ratios[layout.pp]
         fitting = (
             choice
@@ -113,7 +113,7 @@ class Estimate:
         )
         return min(fitting, key=lambda choice: self.seconds(layout, choice), default=None)
 
-    def learn(self, layout: Folding, options: OptionSet, num_bytes: int, host: int) -> None:
+    def raise_bytes(self, layout: Folding, options: OptionSet, num_bytes: int, host: int) -> None:
         """Raise the estimated bytes of all layouts with the same pp after a plan did not fit."""
         pp, ratio = layout.pp, num_bytes / self.num_bytes(layout, options)
         self._byte_ratios[pp] = max(ratio, self._byte_ratios[pp])
@@ -121,14 +121,14 @@ class Estimate:
             ratio = host / self.host_bytes(layout, options)
             self._host_ratios[pp] = max(ratio, self._host_ratios[pp])
 
-    def learn_seconds(self, layout: Folding, options: OptionSet, seconds: float) -> None:
+    def correct_seconds(self, layout: Folding, options: OptionSet, seconds: float) -> None:
         """Correct the estimated seconds of all layouts with the same pp and ep by a plan."""
         key, estimate = (layout.pp, layout.ep), self.seconds(layout, options)
         self._time_ratios[key] = min(
             self._time_ratios.get(key, math.inf), SPREAD * seconds / estimate
         )
 
-    def _bytes_of(self, layout: Folding, options: OptionSet | None = None) -> float:
+    def _estimate_bytes(self, layout: Folding, options: OptionSet | None = None) -> float:
         """Return the estimated bytes of the largest rank; options None = all that save memory."""
         # The sum of three parts: unsharded weights and fp32 gradients; the rank's shards of
         # weights, gradients and optimizer state; and the saved activations of a micro-batch over
@@ -136,7 +136,7 @@ class Estimate:
         options, num_gpus = options or self._last, self._request.num_gpus
         layers = self._model.num_layers / layout.pp
         share = min(1.0, LAYERS / layers) if _has_sharded_weights(options) else 1.0
-        weights = self._weights(layout)
+        weights = self._list_weights(layout)
         num_weights = share * sum(weight.copies * weight.size for weight in weights)
         num_grads = share * sum(w.copies * w.size for w in weights if w.ranks > 1)
         if layout.pp > 1:  # the first or last stage has the complete embedding or head
@@ -146,7 +146,7 @@ class Estimate:
         fp8_gather = options.fsdp.fp8_param_gather
         weight_bytes = 1 if fp8_gather else 2 if options.precision is None else 3
         param_bytes = options.optimizer.param_dtype.itemsize
-        state = (1 - options.optimizer.offload_fraction) * state_bytes(options.optimizer)
+        state = (1 - options.optimizer.offload_fraction) * count_state_bytes(options.optimizer)
         sharded_bytes = (2 * param_bytes + state) * self._params
         saved_bytes, _ = self._saved_bytes(options)
         unsharded_bytes = weight_bytes * num_weights + 4 * num_grads
@@ -160,19 +160,18 @@ class Estimate:
         """Return the estimated bytes of host memory that the ranks of a server pin."""
         _, offloaded_bytes = self._saved_bytes(options)
         num_gpus = self._request.num_gpus
-        state = options.optimizer.offload_fraction * state_bytes(options.optimizer) * self._params
-        ranks = min(gpu_of(self._request.gpu).server, num_gpus)
-        return ranks * (
-            _count_in_flight(layout) * offloaded_bytes * _count_rank_rows(layout) + state / num_gpus
-        )
+        state = options.optimizer.offload_fraction * count_state_bytes(options.optimizer)
+        rows = _count_in_flight(layout) * _count_rank_rows(layout)
+        ranks = min(get_gpu(self._request.gpu).server, num_gpus)
+        return ranks * (rows * offloaded_bytes + state * self._params / num_gpus)
 
-    def _seconds_of_step(self, layout: Folding, options: OptionSet) -> float:
+    def _time_step(self, layout: Folding, options: OptionSet) -> float:
         """Return the estimated seconds of a step without clipping and the optimizer."""
         # The pipeline rank with most work runs all micro-batches, and waits while the pipeline
         # fills. All-gathers and reductions of weights and offload overlap with that work. In pairs
         # of a forward and a backward, computation overlaps with exchanges. Tokens and weights
         # share the network.
-        run = run_of(self._request, layout, options)
+        run = make_run(self._request, layout, options)
         like, pp = self._choices[options is not self._base], layout.pp
         degrees = layout._replace(pp=1, chunks=1)
         stages = self._parts(layout._replace(ep=1, etp=1), like)
@@ -182,12 +181,12 @@ class Estimate:
         hides = self._table.pairs_hide if is_paired else 0.0
         stage_seconds = [c + network - min(c, hides * network) for c, network in passes]
         busiest = max(sum(stage_seconds[rank::pp]) for rank in range(pp))
-        busiest = max(busiest, self._offload_seconds(layout, options))
+        busiest = max(busiest, self._time_offload(layout, options))
         if _has_sharded_weights(options):
             network = max(sum(stage.network for stage in passes[rank::pp]) for rank in range(pp))
-            busiest = max(busiest, self._gather_seconds(layout, options) + across * network)
+            busiest = max(busiest, self._time_gathers(layout, options) + across * network)
         # The copies of the optimizer state overlap with the first forward and the last backward.
-        waits = max(0.0, self._state_seconds(options) - busiest)
+        waits = max(0.0, self._time_state(options) - busiest)
         fills = sum(stage_seconds) * (pp - 1) / len(stage_seconds)
         if hides:  # more forwards and backwards than in other schedules run unpaired
             serial_seconds, chunks = [c + network for c, network in passes], layout.chunks
@@ -196,7 +195,7 @@ class Estimate:
             fills += first * (sum(serial_seconds) - sum(stage_seconds)) / pp
         return run.num_micro_batches * busiest + fills + waits
 
-    def _weights(self, layout: Folding) -> list[_Weights]:
+    def _list_weights(self, layout: Folding) -> list[_Weights]:
         """Return the parameters with which a rank computes: dense parameters, then experts."""
         pp, tp, _, ep, etp, _, _ = layout
         stage, node = self._request.num_gpus // pp, self._request.domain
@@ -210,51 +209,56 @@ class Estimate:
             weights[1] = weights[1]._replace(copies=2)
         return weights
 
-    def _gather_seconds(self, layout: Folding, options: OptionSet) -> float:
+    def _time_gathers(self, layout: Folding, options: OptionSet) -> float:
         """Return the seconds of a micro-batch's two all-gathers and one fp32 reduction."""
         seconds, width = 0.0, 2 * (1 if options.fsdp.fp8_param_gather else 2) + 4
-        for size, ranks, node_ranks, _ in self._weights(layout):
+        for size, ranks, node_ranks, _ in self._list_weights(layout):
             num_bytes = round(2 * width * size * (ranks - 1) / ranks)
             gather = Work("all_gather", "collective", 0, num_bytes, (ranks,), "bfloat16")
             seconds += self._table.seconds(gather, node_ranks) if ranks > 1 else 0
         return seconds
 
-    def _offload_seconds(self, layout: Folding, options: OptionSet) -> float:
+    def _time_offload(self, layout: Folding, options: OptionSet) -> float:
         """Return the seconds of the offload of a micro-batch's activations, out and back."""
         _, offloaded_bytes = self._saved_bytes(options)
-        return self._copy_seconds(
+        return self._time_copy(
             2 * offloaded_bytes * _count_rank_rows(layout) / layout.pp, "bfloat16"
         )
 
-    def _state_seconds(self, options: OptionSet) -> float:
+    def _time_state(self, options: OptionSet) -> float:
         """Return the seconds of the copies of the optimizer state, out and back."""
-        per_param = 2 * options.optimizer.offload_fraction * state_bytes(options.optimizer)
-        return self._copy_seconds(per_param * self._params / self._request.num_gpus, "uint8")
+        per_param = 2 * options.optimizer.offload_fraction * count_state_bytes(options.optimizer)
+        return self._time_copy(per_param * self._params / self._request.num_gpus, "uint8")
 
-    def _copy_seconds(self, num_bytes: float, dtype: str) -> float:
+    def _time_copy(self, num_bytes: float, dtype: str) -> float:
         copy = Work("copy to host", "copy", 0, round(num_bytes), (), dtype)
         return self._table.seconds(copy) if copy.num_bytes else 0.0
 
-    def _parts_of(self, layout: Folding, options: OptionSet) -> list[tuple[tuple[str, Pass], ...]]:
+    def _list_stage_parts(
+        self, layout: Folding, options: OptionSet
+    ) -> list[tuple[tuple[str, Pass], ...]]:
         """Return, for each pipeline stage, the (part, pass) pairs of a micro-batch."""
         segments = self._segments(options)
-        stages = stages_of(run_of(self._request, layout, options))
-        return [tuple((p, of) for of in PASSES for p in segments.parts(s, of)) for s in stages]
+        stages = list_stages(make_run(self._request, layout, options))
+        return [
+            tuple((p, pass_) for pass_ in PASSES for p in segments.list_parts(s, pass_))
+            for s in stages
+        ]
 
-    def _seconds_of_stage(
+    def _time_stage(
         self, parts: Iterable[tuple[str, Pass]], layout: Folding, options: OptionSet
     ) -> _Seconds:
         """Return the seconds of a micro-batch's passes through a stage."""
         seconds = [self._part(*part, layout, options) for part in parts]
         return _Seconds(*map(sum, zip(*seconds, strict=True)))
 
-    def _seconds_of(self, part: str, of: Pass, layout: Folding, options: OptionSet) -> _Seconds:
+    def _time_part(self, part: str, pass_: Pass, layout: Folding, options: OptionSet) -> _Seconds:
         """Return the seconds of a part's pass: the larger of the host's and the device's."""
         segments = self._segments(options)
         experts = layout.ep * layout.etp
         rows = Fraction(layout.batch_size, layout.tp * layout.cp)
         compute, network = list[float](), list[float]()
-        for segment in segments.of_part(part, of, MIDDLE // 2):
+        for segment in segments.list_part_segments(part, pass_, MIDDLE // 2):
             for launch in (segments.queued[i] for i in segment.launches):
                 work = launch.work
                 seconds = self._share(work, rows, experts * (work.kind in BY_EXPERTS))
@@ -262,11 +266,11 @@ class Estimate:
                     seconds_of_kind = network if work.kind == "collective" else compute
                     seconds_of_kind.append(launch.times * seconds)
         if part.startswith(("layer", "predictions")):
-            network += self._messages(layout, options)
+            network += self._time_messages(layout, options)
         host = (len(compute) + len(network)) * self._table.host_seconds
         return _Seconds(max(host - sum(network), sum(compute)), sum(network))
 
-    def _share_of(self, work: Work, rows: Fraction, experts: int) -> float | None:
+    def _time_share(self, work: Work, rows: Fraction, experts: int) -> float | None:
         """Return the seconds of a rank's share of work of the node's run; None = no work.
 
         Args:
@@ -288,7 +292,7 @@ class Estimate:
         node_ranks = min(self._request.domain, *shape) if work.kind == "collective" else 0
         return self._table.seconds(share, node_ranks)
 
-    def _messages(self, layout: Folding, options: OptionSet) -> Iterator[float]:
+    def _time_messages(self, layout: Folding, options: OptionSet) -> Iterator[float]:
         """Yield the seconds of messages among the ranks of tp, and among those of cp."""
         request, tp = self._request, "all_gather"
         slice_bytes = 2 * self._model.dim * request.seq_len // (layout.tp * layout.cp)
@@ -304,27 +308,27 @@ class Estimate:
 
     def _count_saved_bytes(self, options: OptionSet) -> tuple[int, int]:
         """Return the bytes that a micro-batch saves for backward: on the device, on the host."""
-        small, like = sample_layers(self._node(options, 1), 1)
+        small, like = sample_layers(self._make_node_run(options, 1), 1)
         fsdp = FSDPOptions(param_dtype=options.fsdp.param_dtype)  # sharding saves no activations
-        counts = saved_bytes_of(replace(small, optimizer=OptimizerOptions(), fsdp=fsdp))
+        counts = count_saved_bytes_of_run(replace(small, optimizer=OptimizerOptions(), fsdp=fsdp))
         blocks = [counts.blocks[i] for i in like["F"]]
         blocks += counts.blocks[small.planned_model.num_layers :]
         offloaded_bytes = sum(sum(block.host.values()) for block in blocks)
         return sum(block.num_bytes for block in (*blocks, counts.outside)), offloaded_bytes
 
-    def _node(self, options: OptionSet, num_micro_batches: int) -> TrainingRun:
+    def _make_node_run(self, options: OptionSet, num_micro_batches: int) -> TrainingRun:
         """Return a run on one node, whose number of ranks divides the number of experts."""
         rows = num_micro_batches * self._ep
         request = replace(self._request, num_gpus=self._ep, global_batch=rows, nvlink=None)
-        return run_of(request, Folding(ep=self._ep), options)
+        return make_run(request, Folding(ep=self._ep), options)
 
 
 @lru_cache(maxsize=256)
-def saved_bytes_of(run: TrainingRun) -> ModelSavedBytes:
+def count_saved_bytes_of_run(run: TrainingRun) -> ModelSavedBytes:
     """Return the bytes that a forward of one micro-batch saves, in a tenth of a dry run's time."""
     model = run.planned_model.build(run.dtype)
     inputs = run.planned_model.inputs(run.tokens())
-    with refusing(run.model), fake_world(run.num_gpus), quiet(), meta_as("cuda"):
+    with enter_world(run), meta_as("cuda"):
         meshes = build_meshes(run.parallel, "cpu")
         parallelize_moe(model, meshes, dispatch="alltoall", precision=run.precision, fsdp=run.fsdp)
         parts = run.planned_model.parts(model)
@@ -333,11 +337,11 @@ def saved_bytes_of(run: TrainingRun) -> ModelSavedBytes:
             [*parts.layers, *parts.mtp],
             lambda copy: copy(**inputs),
             options=run.memory,
-            **compute_args_of(model) | {"device_type": "cuda"},
+            **list_compute_args(model) | {"device_type": "cuda"},
         )
 
 
-def _choices(request: SearchRequest, sets: Sequence[OptionSet]) -> list[OptionSet]:
+def _list_choices(request: SearchRequest, sets: Sequence[OptionSet]) -> list[OptionSet]:
     """Return the sets to choose from: the first set, and all of low overhead with some others."""
     options = sets[-1].options
     medium = [option for option in options if option.overhead == "medium"]
@@ -345,7 +349,7 @@ def _choices(request: SearchRequest, sets: Sequence[OptionSet]) -> list[OptionSe
     choices = (
         tuple(o for o in options if o.overhead == "low" or o in subset) for subset in subsets
     )
-    return [sets[0], *(option_set(request, choice) for choice in choices)]
+    return [sets[0], *(make_option_set(request, choice) for choice in choices)]
 
 
 def _count_rank_rows(layout: Folding) -> float:
@@ -354,7 +358,7 @@ def _count_rank_rows(layout: Folding) -> float:
 
 
 def _count_in_flight(layout: Folding) -> float:
-    """Return the micro-batches in flight on the first pipeline rank, over pp."""
+    """Return the micro-batches in flight on the first pipeline rank, divided by pp."""
     return 1 + 1 / layout.chunks if layout.chunks > 1 else 1
 
 

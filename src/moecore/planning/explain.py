@@ -80,21 +80,19 @@ def explain(model: nn.Module | ShardPlan, *, batch: Batch | None = None) -> str:
     if attachment is not None:
         model = attachment.request.family.unwrap(model)
     request = None if attachment is None else attachment.request
-    compute_args = compute_args_of(model)
-    plan, coordinate = current_plan(model)
+    compute_args = list_compute_args(model)
+    plan, coordinate = make_current_plan(model)
     layers = [module for module in model.modules() if isinstance(module, RoutedLayer)]
     products = [_describe_products(layer, request, compute_args) for layer in layers]
-    saved_lines = [] if batch is None else batch_lines(model, batch)
+    saved_lines = [] if batch is None else describe_batch(model, batch)
     meshes = _describe_meshes(model, request, coordinate)
     return "\n".join([*_describe_plan(plan, coordinate, meshes, products), *saved_lines])
 
 
-def current_plan(model: nn.Module) -> tuple[ShardPlan, Coordinate]:
+def make_current_plan(model: nn.Module) -> tuple[ShardPlan, Coordinate]:
     """Return a model's plan with its present parameters, and this rank's coordinate."""
-    attachment, modules = (
-        parallel_state(model),
-        {clean_name(n): m for n, m in model.named_modules()},
-    )
+    attachment = parallel_state(model)
+    modules = {clean_name(n): m for n, m in model.named_modules()}
     layers = {name: m for name, m in modules.items() if isinstance(m, RoutedLayer)}
     kind_of, coordinate = make_kind_lookup(model, layers), dict[str, int]()
     experts = {p for layer in layers.values() for p in layer.part("experts").parameters()}
@@ -162,7 +160,7 @@ def _describe_plan(
     plan: ShardPlan, coordinate: Coordinate | None, meshes: Iterable[str], products: Iterable[str]
 ) -> Iterator[str]:
     """Yield the lines of a plan for a rank; coordinate None = the first rank."""
-    rows = rows_of(plan, coordinate)
+    rows = list_table_rows(plan, coordinate)
     size = format_bytes(sum(row.num_bytes for row in rows))
     holder = "this rank" if coordinate is not None else f"the first rank of {plan.world_size}"
     yield f"{plan.model}: {_describe_param_counts(plan)}, {size} on {holder}"
@@ -206,7 +204,7 @@ def _describe_meshes(
             yield f"attention over cp{size}: {options.way}{among}"
 
 
-def rows_of(plan: ShardPlan, coordinate: Coordinate | None) -> list[TableRow]:
+def list_table_rows(plan: ShardPlan, coordinate: Coordinate | None) -> list[TableRow]:
     """Return a row for all parameters with equal kinds, shapes, placements and dtypes."""
     rows: dict[object, TableRow] = {}
     for param in plan.params:
@@ -275,7 +273,7 @@ def _describe_products(
             recipe=experts.recipe,
         )
         backend = f"auto ({choose_products('auto', spec)})"
-    return f"expert_backend {backend}; saved for backward {layer_line(layer, compute_args)}"
+    return f"expert_backend {backend}; saved for backward {describe_layer(layer, compute_args)}"
 
 
 def _describe_units(plan: ShardPlan) -> str:
@@ -324,7 +322,7 @@ Batch = Annotated[tuple[Count, Count], "pass (sequences, tokens of each)"]
 ComputeArgs = dict[str, Any]  # arguments of `count_saved_bytes`
 
 
-def compute_args_of(model: nn.Module) -> ComputeArgs:
+def list_compute_args(model: nn.Module) -> ComputeArgs:
     """Return the device type and the dtypes in which a model computes; meta = a GPU."""
     attachment = parallel_state(model)
     if attachment is None:
@@ -344,7 +342,7 @@ def compute_args_of(model: nn.Module) -> ComputeArgs:
     return compute_args
 
 
-def layer_line(layer: RoutedLayer, compute_args: ComputeArgs) -> str:
+def describe_layer(layer: RoutedLayer, compute_args: ComputeArgs) -> str:
     """Return the bytes per token that a layer saves for backward, by part."""
     config, experts = layer.config, layer.part("experts")
     options = MemoryOptions(recompute=("expert_fc1",) if experts.recompute_fc1 else ())
@@ -370,10 +368,10 @@ def layer_line(layer: RoutedLayer, compute_args: ComputeArgs) -> str:
     )
 
 
-def batch_lines(model: nn.Module, batch: Batch) -> list[str]:
+def describe_batch(model: nn.Module, batch: Batch) -> list[str]:
     """Return a table of the bytes that blocks save of a batch, equal blocks in one row."""
     tokens_BT = torch.zeros(batch, dtype=torch.int64)
-    blocks, compute_args = find_blocks(model), compute_args_of(model)
+    blocks, compute_args = find_blocks(model), list_compute_args(model)
     options, attachment = None, parallel_state(model)
     if attachment is not None:
         options = attachment.request.memory

@@ -36,9 +36,9 @@ from moecore.io.hf.config_fields import read_config
 from moecore.models import PRESETS
 from moecore.parallel.mesh import ParallelConfig
 from moecore.parallel.pipeline.schedule import PipelineConfig
-from moecore.planning.gpus import Gpu, are_peers, domain_of, peers_of, read_gpu
+from moecore.planning.gpus import Gpu, are_peers, count_peers, find_domain, read_gpu
 from moecore.planning.layouts import ANY, FOLDING, Folding, SearchRequest
-from moecore.planning.run import AnyModel, OptimizerOptions, TrainingRun, stages_of
+from moecore.planning.run import AnyModel, OptimizerOptions, TrainingRun, list_stages
 from moecore.planning.transformers import TransformersModel
 
 DEGREES = tuple(item.name for item in fields(ParallelConfig))
@@ -176,37 +176,27 @@ class DryRunConfig(PlannedConfig):
 DEFAULT_GPU: GpuName = "h100-80"
 
 
-def kind_of(args: PlannedConfig) -> GpuName | Gpu:
-    """Return the GPU of the options."""
+def select_gpu(args: PlannedConfig) -> GpuName | Gpu:
+    """Return the name of the selected GPU, or the record of a `--gpu-spec` file."""
     return (args.gpu or DEFAULT_GPU) if args.gpu_spec is None else read_gpu(args.gpu_spec)
 
 
-def shown_gpu(args: PlannedConfig) -> str:
+def format_gpu_name(args: PlannedConfig) -> str:
     """Return the name of the GPU, or of its file."""
     return str(args.gpu_spec or args.gpu or DEFAULT_GPU)
 
 
-def has_degrees(args: PlannedConfig) -> bool:
-    """Return whether a degree is set, so that one run is planned."""
-    return bool(args.parallel)
-
-
 def refuse_unread(args: PlanConfig) -> None:
-    """Raise a UsageError for the first option that is given and that would not be read."""
+    """Raise a UsageError for the first given option that this mode of the command ignores."""
     if args.explain is not None:
-        unread, reason = (
-            (*DEGREES, *OF_RUNS, "top", "png", "timeline", "html"),
-            "--explain has all degrees",
-        )
-    elif not has_degrees(args):
-        unread, reason = OF_RUNS, "a search has its own: give degrees, such as --ep 8, or drop it"
-    else:
-        unread, reason = (*OF_SEARCHES, "top"), "degrees are given, so nothing is searched"
-        if args.parallel.get("pp", 1) == 1:
-            unread, reason = (
-                (*unread, *OF_STAGES),
-                f"{reason}, and there are no stages without --pp",
-            )
+        unread = (*DEGREES, *OF_RUNS, "top", "png", "timeline", "html")
+        return _refuse(args, unread, "--explain has all degrees")
+    if not args.parallel:
+        reason = "a search has its own: give degrees, such as --ep 8, or drop it"
+        return _refuse(args, OF_RUNS, reason)
+    unread, reason = (*OF_SEARCHES, "top"), "degrees are given, so nothing is searched"
+    if args.parallel.get("pp", 1) == 1:
+        unread, reason = (*unread, *OF_STAGES), f"{reason}, and there are no stages without --pp"
     _refuse(args, unread, reason)
 
 
@@ -225,16 +215,16 @@ def _refuse(args: Any, unread: Sequence[str], reason: str) -> None:
             )
 
 
-def as_folding(run: TrainingRun) -> str:
+def format_layout(run: TrainingRun) -> str:
     """Return the layout of a run, as `--explain` reads it."""
     p = run.resolved
     named = {name: getattr(p, name) for name in FOLDING[:5]}
     if run.pipeline is not None:
-        named["chunks"] = len(stages_of(run)) // p.pp
+        named["chunks"] = len(list_stages(run)) // p.pp
     return ",".join(f"{k}={v}" for k, v in (named | {"batch_size": run.batch_size}).items())
 
 
-def folding_of(text: str) -> Folding:
+def parse_layout(text: str) -> Folding:
     """Return the layout of a text such as "pp=8,ep=8"."""
     degrees: dict[str, int] = {}
     for part in text.split(","):
@@ -272,15 +262,15 @@ def _model_of(config: Path) -> AnyModel:
         raise
 
 
-def request_of_options(args: PlanConfig) -> SearchRequest:
-    """Return the search of the options."""
+def parse_request(args: PlanConfig) -> SearchRequest:
+    """Return the `SearchRequest` that the command's options describe."""
     options, memory = _optimizer(args), _memory(args)
     is_plain = options == OptimizerOptions()
     precision: Any = ANY if args.precision is None else _precision(args)
     return SearchRequest(
         model=_model(args),
         num_gpus=args.gpus,
-        gpu=kind_of(args),
+        gpu=select_gpu(args),
         gpus_per_node=args.gpus_per_node,
         seq_len=args.seq_len,
         global_batch=args.global_batch,
@@ -304,7 +294,7 @@ def _memory(args: Any) -> MemoryOptions:
 
 
 def _has_room(args: Any) -> bool:
-    """Whether dispatcher nvlink has a room, so that it is chosen."""
+    """Return whether options set the capacity of dispatcher nvlink, which selects it."""
     return args.stash or args.row_factor is not None
 
 
@@ -316,15 +306,15 @@ def _optimizer(args: Any) -> OptimizerOptions:
     )
 
 
-def run_of_options(args: PlannedConfig) -> TrainingRun:
-    """Return the run of the options."""
+def parse_run(args: PlannedConfig) -> TrainingRun:
+    """Return the `TrainingRun` that the command's options describe."""
     parallel, pipeline = ParallelConfig(**args.parallel), None
     if args.parallel.get("pp", 1) > 1:
         pipeline = PipelineConfig(
             layout=args.layout, chunks=args.chunks, schedule=args.schedule or "1f1b"
         )
-    domain = domain_of(kind_of(args), args.gpus)
-    num_peers = peers_of(kind_of(args), domain)
+    domain = find_domain(select_gpu(args), args.gpus)
+    num_peers = count_peers(select_gpu(args), domain)
     return TrainingRun(
         model=_model(args),
         num_gpus=args.gpus,
@@ -355,10 +345,10 @@ def _nvlink(args: Any, parallel: ParallelConfig, num_peers: int) -> NVLinkOption
     if _has_room(args):
         return NVLinkOptions(row_factor=args.row_factor)
     dispatch = DispatchOptions(name=args.dispatcher or "auto")
-    return planned_nvlink(dispatch, parallel.resolve(args.gpus), num_peers)
+    return choose_nvlink(dispatch, parallel.resolve(args.gpus), num_peers)
 
 
-def planned_nvlink(
+def choose_nvlink(
     dispatch: DispatchOptions, parallel: ParallelConfig, num_peers: int
 ) -> NVLinkOptions | None:
     """Return the options of dispatcher nvlink in a planned run; None = all-to-all.

@@ -166,7 +166,7 @@ GPUS: Mapping[GpuName, Gpu] = MappingProxyType(
 )
 
 
-def gpu_of(gpu: GpuName | Gpu) -> Gpu:
+def get_gpu(gpu: GpuName | Gpu) -> Gpu:
     """Return the record of a GPU's name; a record is returned unchanged."""
     return gpu if isinstance(gpu, Gpu) else GPUS[gpu]
 
@@ -182,19 +182,25 @@ OTHER_BF16_FLOPS: Mapping[str, float | None] = MappingProxyType(
 )
 
 
-def bf16_flops_of(device_name: str) -> float | None:
+def find_gpu_name(device_name: str) -> GpuName | None:
+    """Return the key of `GPUS` that matches a GPU's name in torch; None = no key matches."""
+    for name in GPUS:
+        model = name.partition("-")[0].replace("rtx", "rtx ")
+        if re.search(rf"\b{model}\b", device_name, re.IGNORECASE):
+            return name
+    return None
+
+
+def find_bf16_flops(device_name: str) -> float | None:
     """Return the dense bf16 FLOP/s of a GPU by its name in torch; None = it is not known.
 
-    `bf16_flops_of("NVIDIA GeForce RTX 4090")` returns the rate of "rtx4090-24".
+    `find_bf16_flops("NVIDIA GeForce RTX 4090")` returns the rate of "rtx4090-24".
     """
     for pattern, flops in OTHER_BF16_FLOPS.items():
         if re.search(rf"\b({pattern})\b", device_name):
             return flops
-    for name, gpu in GPUS.items():
-        model = name.partition("-")[0].replace("rtx", "rtx ")
-        if re.search(rf"\b{model}\b", device_name, re.IGNORECASE):
-            return gpu.bf16_flops
-    return None
+    name = find_gpu_name(device_name)
+    return None if name is None else GPUS[name].bf16_flops
 
 
 def read_bytes(path: str | os.PathLike[str], name: str, max_bytes: int, fix: str) -> bytes:
@@ -237,12 +243,12 @@ def read_gpu(path: str | os.PathLike[str]) -> Gpu:
     return Gpu(**values)
 
 
-def time_refusal(precision: Precision | None, gpu: GpuName | Gpu) -> str | None:
+def find_time_refusal(precision: Precision | None, gpu: GpuName | Gpu) -> str | None:
     """Return why the time of a precision's products is not modelled on a GPU; None = it is."""
     # A dry run of these formats records their emulation, whose time differs from the time of
     # products on tensor cores. For GPUs without has_blockwise moecore has no FP8 kernel.
     for recipe in () if precision is None else precision.recipes:
-        if recipe.scaling in EMULATED or not gpu_of(gpu).has_blockwise:
+        if recipe.scaling in EMULATED or not get_gpu(gpu).has_blockwise:
             name = gpu if isinstance(gpu, str) else "this GPU"
             return (
                 f"time: not modelled for {recipe.scaling} on {name}: no kernel of it has been "
@@ -251,16 +257,22 @@ def time_refusal(precision: Precision | None, gpu: GpuName | Gpu) -> str | None:
     return None
 
 
-def domain_of(gpu: GpuName | Gpu, num_gpus: int) -> int:
+def refuse_untimed(precision: Precision | None, gpu: GpuName | Gpu, fix: str) -> None:
+    """Raise a NotImplementedError that ends with `fix` if a precision's time is not modelled."""
+    if (refusal := find_time_refusal(precision, gpu)) is not None:
+        raise NotImplementedError(f"{refusal}{fix}")
+
+
+def find_domain(gpu: GpuName | Gpu, num_gpus: int) -> int:
     """Return the largest number of a domain's ranks that divides the number of GPUs."""
     # A job of 256 GPUs uses 64 GPUs of each rack of 72.
-    domain = gpu_of(gpu).domain
+    domain = get_gpu(gpu).domain
     return next((n for n in range(domain, domain // 2, -1) if num_gpus % n == 0), domain)
 
 
-def peers_of(gpu: GpuName | Gpu, domain: int) -> int:
+def count_peers(gpu: GpuName | Gpu, domain: int) -> int:
     """Return the number of neighbouring ranks that access each other's memory; 1 = none."""
-    record = gpu_of(gpu)
+    record = get_gpu(gpu)
     return min(record.server, domain) if record.has_peer_access else 1
 
 

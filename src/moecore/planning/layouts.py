@@ -4,8 +4,8 @@
 
 A `Folding` is a parallel layout. It has the degrees pp, tp, cp, ep and etp of `ParallelConfig`. The
 remaining ranks are data ranks. It also has the number of pipeline stages per rank and the rows of a
-micro-batch. `schedules_of` returns the schedules in which its stages can run. `run_of` returns the
-run of a layout with a set of options that save memory.
+micro-batch. `list_schedules` returns the schedules in which its stages can run. `make_run` returns
+the run of a layout with a set of options that save memory.
 
 Source of the guidelines: arXiv:2603.07685, section 9.1.2. "Parallel Folding" is its term.
 """
@@ -28,7 +28,7 @@ from moecore.parallel.mesh import ParallelConfig
 from moecore.parallel.pipeline.orders import RULES
 from moecore.parallel.pipeline.schedule import PipelineConfig
 from moecore.planning.costs import CostTable
-from moecore.planning.gpus import Gpu, NumNeighbours, are_peers, domain_of, gpu_of, peers_of
+from moecore.planning.gpus import Gpu, NumNeighbours, are_peers, count_peers, find_domain, get_gpu
 from moecore.planning.model import PlannedModel
 from moecore.planning.option_sets import OPTIONS, PLAIN_FSDP, TWICE, Option, Overhead
 from moecore.planning.run import (
@@ -37,7 +37,7 @@ from moecore.planning.run import (
     OptimizerOptions,
     SeqLen,
     TrainingRun,
-    planned_model_of,
+    make_planned_model,
 )
 
 CHUNKS = (1, 2, 4)  # stages per rank that are tried
@@ -98,22 +98,22 @@ class SearchRequest(CheckedRecord):
     @property
     def planned_model(self) -> PlannedModel:
         """The model's sizes and layers."""
-        return planned_model_of(self.model)
+        return make_planned_model(self.model)
 
     @property
     def rows(self) -> int:
-        """Rows of a step."""
+        """The rows of a step over all data ranks."""
         return self.global_batch or ROWS_PER_GPU * self.num_gpus
 
     @property
     def domain(self) -> int:
         """Neighbouring ranks that NVLink connects."""
-        return self.gpus_per_node or domain_of(self.gpu, self.num_gpus)
+        return self.gpus_per_node or find_domain(self.gpu, self.num_gpus)
 
     @property
     def peers(self) -> int:
         """Neighbouring ranks that reach each other's memory; 1 = none."""
-        return peers_of(self.gpu, self.domain)
+        return count_peers(self.gpu, self.domain)
 
     @property
     def costs(self) -> CostTable:
@@ -122,13 +122,13 @@ class SearchRequest(CheckedRecord):
 
     @property
     def limit(self) -> int:
-        """Bytes that a plan may use."""
-        return int((1 - self.reserve) * gpu_of(self.gpu).memory)
+        """The bytes of a GPU's memory that a plan may use."""
+        return int((1 - self.reserve) * get_gpu(self.gpu).memory)
 
     @property
     def host_limit(self) -> int:
-        """Bytes of a server's host memory that a plan may pin."""
-        return int((1 - self.reserve) * gpu_of(self.gpu).host_memory)
+        """The bytes of a server's host memory that a plan may pin."""
+        return int((1 - self.reserve) * get_gpu(self.gpu).host_memory)
 
 
 class Folding(NamedTuple):
@@ -143,9 +143,9 @@ class Folding(NamedTuple):
     batch_size: int = 1
 
     def __str__(self) -> str:
-        return " ".join(f"{k}={v}" for k, v in self.named().items() if v > 1) or "data alone"
+        return " ".join(f"{k}={v}" for k, v in self.to_dict().items() if v > 1) or "data alone"
 
-    def named(self) -> dict[str, int]:
+    def to_dict(self) -> dict[str, int]:
         """Return the degrees and sizes by name."""
         return self._asdict()
 
@@ -158,22 +158,22 @@ class Refusal(NamedTuple):
 
 
 @cache
-def divisors(number: int) -> tuple[int, ...]:
+def list_divisors(number: int) -> tuple[int, ...]:
     """Return the divisors of a number, ascending."""
     return tuple(n for n in range(1, number + 1) if number % n == 0)
 
 
 def enumerate_layouts(num_gpus: int) -> Iterator[Folding]:
     """Yield every layout of a number of GPUs with etp 1, whether a rule refuses it or not."""
-    for pp in divisors(num_gpus):
-        degrees = divisors(num_gpus // pp)
+    for pp in list_divisors(num_gpus):
+        degrees = list_divisors(num_gpus // pp)
         for tp in degrees:
-            cp_degrees, chunks = divisors(num_gpus // (pp * tp)), CHUNKS if pp > 1 else (1,)
+            cp_degrees, chunks = list_divisors(num_gpus // (pp * tp)), CHUNKS if pp > 1 else (1,)
             for rest in product(cp_degrees, degrees, (1,), chunks, BATCH_SIZES):
                 yield Folding(pp, tp, *rest)
 
 
-def refuse(request: SearchRequest, folding: Folding) -> Refusal | None:
+def find_refusal(request: SearchRequest, folding: Folding) -> Refusal | None:
     """Check a layout against all rules; return the first violated rule, or None."""
     return next(
         chain(_find_illegal_values(request, folding), _find_slow_choices(request, folding)), None
@@ -191,41 +191,36 @@ class OptionSet:
     optimizer: OptimizerOptions
 
     @property
-    def name(self) -> str:
-        """The last option, which costs most time."""
-        return self.options[-1].name if self.options else "none"
-
-    @property
     def overhead(self) -> Overhead:
         """The overhead of the last option."""
         return (self.options[-1].overhead if self.options else None) or "low"
 
 
-def option_set(request: SearchRequest, options: tuple[Option, ...]) -> OptionSet:
+def make_option_set(request: SearchRequest, options: tuple[Option, ...]) -> OptionSet:
     """Return a set of options, which are in the order of `OPTIONS`."""
     fields: dict[str, Any] = {name: getattr(request, name) for name in DEFAULTS}
     fields = {name: DEFAULTS[name] if value == ANY else value for name, value in fields.items()}
     run = TrainingRun(model=request.model, num_gpus=1, seq_len=1, **fields)
     for option in options:
-        run = option.applied(run, request.gpu)
+        run = option.apply(run, request.gpu)
     return OptionSet(options=options, **{name: getattr(run, name) for name in DEFAULTS})
 
 
-def option_sets_of(request: SearchRequest) -> tuple[OptionSet, ...]:
+def list_option_sets(request: SearchRequest) -> tuple[OptionSet, ...]:
     """Return sets of options that save memory, each with one option more than the one before.
 
     The first set has the options that save time as well as memory.
     """
-    sets = [option_set(request, ())]
+    sets = [make_option_set(request, ())]
     for option in OPTIONS:
-        larger = option_set(request, (*sets[-1].options, option))
+        larger = make_option_set(request, (*sets[-1].options, option))
         changes = _list_changed_fields(larger, sets[-1])
         if option.overhead and changes and all(getattr(request, name) == ANY for name in changes):
             sets.append(larger)
     return tuple(sets[sum(option.gains for option in sets[-1].options) :])
 
 
-def smaller_sets(
+def list_smaller_sets(
     request: SearchRequest, option_set_: OptionSet, *, gains: bool
 ) -> Iterator[OptionSet]:
     """Yield sets without one of the options, the one that costs most time first.
@@ -235,7 +230,7 @@ def smaller_sets(
     """
     for removal in (o for o in reversed(option_set_.options) if gains or not o.gains):
         options = tuple(option for option in option_set_.options if option is not removal)
-        smaller = option_set(request, options)
+        smaller = make_option_set(request, options)
         if _list_changed_fields(smaller, option_set_):
             yield smaller
 
@@ -245,7 +240,7 @@ def _list_changed_fields(first: OptionSet, second: OptionSet) -> list[str]:
     return [name for name in DEFAULTS if getattr(first, name) != getattr(second, name)]
 
 
-def run_of(request: SearchRequest, layout: Folding, options: OptionSet) -> TrainingRun:
+def make_run(request: SearchRequest, layout: Folding, options: OptionSet) -> TrainingRun:
     """Return the run of a layout with a set of options."""
     pipeline, nvlink = None, None
     if layout.pp > 1:
@@ -262,7 +257,7 @@ def run_of(request: SearchRequest, layout: Folding, options: OptionSet) -> Train
         ),
         seq_len=request.seq_len,
         batch_size=layout.batch_size,
-        num_micro_batches=num_micro_batches(request, layout),
+        num_micro_batches=count_micro_batches(request, layout),
         pipeline=pipeline,
         nvlink=nvlink,
         ranks_per_domain=request.domain,
@@ -271,7 +266,7 @@ def run_of(request: SearchRequest, layout: Folding, options: OptionSet) -> Train
     )
 
 
-def schedules_of(run: TrainingRun) -> list[TrainingRun]:
+def list_schedules(run: TrainingRun) -> list[TrainingRun]:
     """Return a run of a search, and the same run with each other schedule of its stages."""
     if run.pipeline is None:
         return [run]
@@ -286,14 +281,14 @@ def schedules_of(run: TrainingRun) -> list[TrainingRun]:
     return [run, *(replace(run, pipeline=pipeline) for pipeline in pipelines)]
 
 
-def data_ranks(request: SearchRequest, folding: Folding) -> int:
+def count_data_ranks(request: SearchRequest, folding: Folding) -> int:
     """Return the number of data ranks."""
     return request.num_gpus // (folding.pp * folding.tp * folding.cp)
 
 
-def num_micro_batches(request: SearchRequest, folding: Folding) -> int:
+def count_micro_batches(request: SearchRequest, folding: Folding) -> int:
     """Return the number of micro-batches of a step on each data rank."""
-    return request.rows // (data_ranks(request, folding) * folding.batch_size)
+    return request.rows // (count_data_ranks(request, folding) * folding.batch_size)
 
 
 def _find_illegal_values(request: SearchRequest, folding: Folding) -> Iterator[Refusal]:
@@ -325,7 +320,7 @@ def _find_illegal_values(request: SearchRequest, folding: Folding) -> Iterator[R
     if pp * chunks > model.num_layers:
         reason = f"stages (pp {pp} x {chunks}) must be <= num_layers ({model.num_layers})"
         yield Refusal("a layer per stage", reason)
-    ranks = data_ranks(request, folding)
+    ranks = count_data_ranks(request, folding)
     if request.rows % (ranks * batch_size):
         reason = (
             f"rows of a step ({request.rows}) must be a multiple of the data ranks ({ranks}) times "
@@ -356,7 +351,7 @@ def _find_slow_choices(request: SearchRequest, folding: Folding) -> Iterator[Ref
     if pp > 1 and chunks == 1 and CHUNKS[1] * pp <= request.planned_model.num_layers:
         reason = f"pp ({pp}) leaves ranks idle less with {CHUNKS[1]} stages each: use chunks"
         yield Refusal("VPP where there is PP", reason)
-    micro_batches = num_micro_batches(request, folding)
+    micro_batches = count_micro_batches(request, folding)
     if pp > 1 and micro_batches < pp:
         reason = f"micro-batches ({micro_batches}) must be >= pp ({pp}), or ranks idle: use more"
         yield Refusal("micro-batches fill the pipeline", reason)

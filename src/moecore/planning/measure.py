@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from torch.autograd import grad
 from torch.nn.functional import grouped_mm, rms_norm
 
-from moecore.base.options.names import GpuName
 from moecore.base.torch_private import foreach_norm
 from moecore.kernels.attention import AttentionMask, attention_backward, attention_forward, cudnn
 from moecore.kernels.common import has_hopper_kernels
@@ -41,9 +40,9 @@ from moecore.models import preset
 from moecore.parallel.mesh import read_launcher_number
 from moecore.planning.costs import CostTable, Point
 from moecore.planning.dry_run import dry_run
-from moecore.planning.gpus import GPUS, NODE
+from moecore.planning.gpus import GPUS, NODE, find_gpu_name
 from moecore.planning.record import SUMS, Work
-from moecore.planning.run import TrainingRun, fake_world, model_of, optimizer_of, quiet
+from moecore.planning.run import TrainingRun, build_model, build_optimizer, enter_world
 from moecore.train.optim.adamw import AdamW
 from moecore.train.step import TrainStep
 
@@ -91,16 +90,19 @@ QUEUED = TrainingRun(model=SMALL_MODEL, num_gpus=1, seq_len=256)
 def run_measure(args: Any) -> int:
     """Measure and write the table; under torchrun the first rank writes it."""
     device = _find_device()
-    gpu = gpu_name(torch.cuda.get_device_name(device))
-    host = host_seconds(QUEUED, device)
-    calls = [gpu_calls(device, FULL)]
+    name = torch.cuda.get_device_name(device)
+    gpu = find_gpu_name(name)
+    if gpu is None:
+        raise ValueError(f"device ({name}) must be one of {', '.join(GPUS)}: use one of these")
+    host = measure_host_seconds(QUEUED, device)
+    calls = [list_gpu_calls(device, FULL)]
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group("nccl", device_id=device)
-        calls.insert(0, collective_calls(device, FULL.num_bytes))  # first: it refuses several nodes
-    points = [point for operations in calls for point in measured(operations, device)]
+        # First, because it refuses several nodes.
+        calls.insert(0, list_collective_calls(device, FULL.num_bytes))
+    points = [point for operations in calls for point in measure_calls(operations, device)]
     if not dist.is_initialized() or dist.get_rank() == 0:
-        origin = f"measured on {torch.cuda.get_device_name(device)}, torch {torch.__version__}"
-        table = CostTable.of(gpu).extended(points, origin)
+        table = CostTable.of(gpu).extend(points, f"measured on {name}, torch {torch.__version__}")
         replace(table, host_seconds=host).write(args.out)
         print(f"{len(points)} operations of {gpu} -> {args.out}")
     if dist.is_initialized():
@@ -108,14 +110,14 @@ def run_measure(args: Any) -> int:
     return 0
 
 
-def host_seconds(run: TrainingRun, device: torch.device) -> float:
+def measure_host_seconds(run: TrainingRun, device: torch.device) -> float:
     """Run training steps of a small model; return the host's median seconds per launch."""
     times = []
-    with fake_world(run.num_gpus), quiet():
-        model = model_of(run, device.type)
+    with enter_world(run):
+        model = build_model(run, device.type)
         model.to_empty(device=device)
         model.init_weights()
-        step = TrainStep(model, optimizer_of(run, model), max_norm=1.0)
+        step = TrainStep(model, build_optimizer(run, model), max_norm=1.0)
         tokens_BT = torch.randint(
             0, run.planned_model.vocab_size, (run.batch_size, run.seq_len), device=device
         )
@@ -130,28 +132,20 @@ def host_seconds(run: TrainingRun, device: torch.device) -> float:
     return float(f"{median(times[STEPS:]) / len(dry_run(run).queued):.6g}")
 
 
-def gpu_name(device_name: str) -> GpuName:
-    """Return the key of `GPUS` that matches a GPU's name in torch."""
-    for name in GPUS:
-        if name.split("-")[0] in device_name.lower():
-            return name
-    raise ValueError(f"device ({device_name}) must be one of {', '.join(GPUS)}: use one of these")
-
-
-def measured(calls: Iterable[tuple[Work, Call]], device: torch.device) -> Iterator[Point]:
+def measure_calls(calls: Iterable[tuple[Work, Call]], device: torch.device) -> Iterator[Point]:
     """Time each call, and yield its median seconds on the slowest rank as a `Point`."""
     flush = torch.ones(FLUSH_BYTES // 4 if device.type == "cuda" else 1, device=device)
     date = datetime.now(UTC).strftime("%Y-%m-%d")
     for work, call in calls:
-        # The slowest rank's, so that ranks warm up alike.
+        # The time of the slowest rank gives all ranks the same number of warm-up calls.
         first_seconds = _max_over_ranks(_time_call(call, flush, 3), device)
         _time_call(call, flush, min(MAX_CALLS, int(WARM_UP_S / first_seconds)))
         seconds = _max_over_ranks(_time_call(call, flush, ROUNDS), device)
         yield Point(work=work, seconds=float(f"{seconds:.6g}"), date=date)
 
 
-def gpu_calls(device: torch.device, sizes: Sizes) -> Iterator[tuple[Work, Call]]:
-    """Yield operations of one GPU; tensors of one are gone when the next is asked for."""
+def list_gpu_calls(device: torch.device, sizes: Sizes) -> Iterator[tuple[Work, Call]]:
+    """Yield operations of one GPU; tensors of an operation are freed before the next one."""
     for M, N, K in sizes.products:
         a, b = _make_random_tensor(device, M, K), _make_random_tensor(device, K, N)
         num_bytes = 2 * (M * K + K * N + M * N)
@@ -172,8 +166,8 @@ def gpu_calls(device: torch.device, sizes: Sizes) -> Iterator[tuple[Work, Call]]
         yield work, lambda t=target, s=source: t.copy_(s, non_blocking=True)  # type: ignore[misc]
 
 
-def collective_calls(device: torch.device, num_bytes: int) -> Iterator[tuple[Work, Call]]:
-    """Yield collectives over all ranks, of one node, from a small part of the bytes to all."""
+def list_collective_calls(device: torch.device, num_bytes: int) -> Iterator[tuple[Work, Call]]:
+    """Yield collectives over all ranks of one node, in four sizes of at most `num_bytes`."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     if not 2 <= ranks <= NODE or read_launcher_number("LOCAL_WORLD_SIZE", ranks) != ranks:
         raise ValueError(f"ranks ({ranks}) must be 2 to {NODE} of one node: start as many there")
@@ -202,7 +196,7 @@ def collective_calls(device: torch.device, num_bytes: int) -> Iterator[tuple[Wor
 def _make_grouped_calls(
     device: torch.device, E: int, R: int, D: int, F: int
 ) -> Iterator[tuple[Work, Call]]:
-    """Yield the products of a layer with even loads: torch's, on Hopper moecore's too."""
+    """Yield grouped products of a layer with even loads, by torch and on Hopper by moecore."""
     ends = (torch.arange(1, E + 1, device=device) * (R // E)).int()
     x_RD, h_RC, a_RF = (_make_random_tensor(device, R, n) for n in (D, 2 * F, F))
     w1_ECD, w2_EDF = _make_random_tensor(device, E, 2 * F, D), _make_random_tensor(device, E, D, F)
@@ -288,7 +282,7 @@ def _make_memory_bound_calls(device: torch.device, sizes: Sizes) -> Iterator[tup
     yield work("sum_rows", traffic), lambda: sum_rows(y_RD, *indices)
     weights_R = torch.ones(S * K, device=device)
     traffic = h_RC.nbytes * 3 // 2 + weights_R.nbytes
-    activation = lambda: weighted_activation(h_RC, weights_R, None, SWIGLU)  # noqa: E731
+    activation = partial(weighted_activation, h_RC, weights_R, None, SWIGLU)
     yield work("weighted_activation", traffic), activation
     weight_D = torch.ones(D, device=device, dtype=torch.bfloat16, requires_grad=True)
     y_RD.requires_grad_()

@@ -23,20 +23,20 @@ from moecore.planning.gpus import Gpu
 from moecore.planning.record import HOST_COPIES, PASSES, RESIDENT, Pass
 from moecore.planning.run import (
     TrainingRun,
+    count_resident_bytes,
+    count_state_bytes,
     fake_world,
-    resident_kinds,
-    sizes_of,
-    stages_by_rank,
-    stages_of,
-    state_bytes,
+    list_rank_bytes,
+    list_rank_stages,
+    list_stages,
 )
 from moecore.planning.segments import (
     MIDDLE,
     Segment,
     Segments,
     SmallRun,
-    like_micro_batches,
-    segments_of,
+    make_segments,
+    map_micro_batches,
 )
 
 
@@ -44,7 +44,7 @@ class _Pass(NamedTuple):
     """A pass of a stage in the order of a rank's schedule."""
 
     stage: int
-    of: Pass
+    pass_: Pass
     segments: list[Segment]
 
 
@@ -168,8 +168,8 @@ def plan_memory(run: TrainingRun) -> MemoryPlan:
     check_arguments(plan_memory, locals())
     with fake_world(1):
         pass  # refuses a call inside another fake world, even if all dry runs are cached
-    segments = segments_of(run)
-    pairs = enumerate(zip(_make_ranks(run), stages_by_rank(run), strict=True))
+    segments = make_segments(run)
+    pairs = enumerate(zip(_make_ranks(run), list_rank_stages(run), strict=True))
     ranks = [_make_rank_memory(run, i, rank, stages, segments) for i, (rank, stages) in pairs]
     return MemoryPlan(run=run, ranks=tuple(ranks))
 
@@ -180,11 +180,11 @@ def _make_rank_memory(
     """Sum a rank's bytes by kind at the peak of its step, and return them as `RankMemory`."""
     peak = rank.peak()
     device, in_flight = Counter(rank.resident), Counter[int]()
-    for number, (stage, of, passed) in enumerate(rank.passes[: peak.passed + 1]):
+    for number, (stage, pass_, passed) in enumerate(rank.passes[: peak.passed + 1]):
         is_last = number == peak.passed
         for segment in passed[: peak.at] if is_last else passed:
             device.update(segment.net_kinds)
-        in_flight[stage] += 1 if of == "F" else -(not is_last)
+        in_flight[stage] += 1 if pass_ == "F" else -(not is_last)
     device.update(peak.segment.peak_kinds)
     device["optimizer state"] -= peak.offloaded_state
     device["other"] += device.pop(RESIDENT, 0)
@@ -217,16 +217,16 @@ def _remove_negative_bytes(
 def _find_host_peak(rank: _Rank, segments: Segments) -> int:
     """Return the peak bytes of activations that are offloaded to the host."""
     level, peak, copies = 0, 0, dict[int, int]()
-    for stage, of, passed in rank.passes:
-        if of == "F":
+    for stage, pass_, passed in rank.passes:
+        if pass_ == "F":
             works = (segments.queued[i].work for segment in passed for i in segment.launches)
             copies[stage] = sum(work.num_bytes for work in works if work.name == HOST_COPIES[0])
-        level += copies[stage] if of == "F" else -copies[stage]
+        level += copies[stage] if pass_ == "F" else -copies[stage]
         peak = max(peak, level)
     return peak
 
 
-def until_steady(run: TrainingRun) -> int:
+def count_steady_micro_batches(run: TrainingRun) -> int:
     """Return a number of micro-batches with which the peak of each rank equals the run's."""
     # The middle rounds of a pipeline are identical. A run without stages has rounds of one
     # micro-batch. Schedule "gpipe" keeps the activations of all micro-batches.
@@ -240,18 +240,22 @@ def _make_ranks(run: TrainingRun) -> Iterator[_Rank]:
     """Yield the pipeline ranks of a run."""
     small, model = SmallRun.of(run), run.planned_model
     step, segments = small.step, small.memory_segments
-    rank_bytes = (sum(resident_kinds(small.run, size).values()) for size in sizes_of(small.run))
+    sizes = list_rank_bytes(small.run)
+    rank_bytes = (sum(count_resident_bytes(small.run, size).values()) for size in sizes)
     # Resident bytes besides stored tensors. Pages are counted for each layer.
     other = segments.resident_bytes - max(rank_bytes) - step.pages
     pages_per_run = step.pages / max(1, small.run.planned_model.num_moe_runs)
-    per_element = run.optimizer.offload_fraction * state_bytes(run.optimizer)
+    per_element = run.optimizer.offload_fraction * count_state_bytes(run.optimizer)
     ranks = zip(
-        sizes_of(run), _order_passes(run, small, segments), stages_by_rank(run), strict=True
+        list_rank_bytes(run),
+        _order_passes(run, small, segments),
+        list_rank_stages(run),
+        strict=True,
     )
     for size, passes, stages in ranks:
         moe_runs = sum(i not in model.dense for stage in stages for i in stage.layers)
         moe_runs += model.mtp_runs * sum(len(stage.mtp) for stage in stages)
-        resident = resident_kinds(run, size)
+        resident = count_resident_bytes(run, size)
         resident |= {"other": other, "pages": round(pages_per_run * moe_runs)}
         yield _Rank(
             resident=resident | {"exchange buffers": step.buffers},
@@ -263,17 +267,17 @@ def _make_ranks(run: TrainingRun) -> Iterator[_Rank]:
 
 def _order_passes(run: TrainingRun, small: SmallRun, segments: Segments) -> Iterator[list[_Pass]]:
     """Yield each pipeline rank's passes, in the order of its schedule."""
-    stages, number, pp = stages_of(run), until_steady(run), run.resolved.pp
-    like = like_micro_batches(number, segments.num_micro_batches)
+    stages, number, pp = list_stages(run), count_steady_micro_batches(run), run.resolved.pp
+    like = map_micro_batches(number, segments.num_micro_batches)
     orders: Sequence[Sequence[Item]] = [
         [Action(kind, 0, i) for i in range(number) for kind in PASSES]
     ]
     if run.pipeline is not None:
         name, chunks = run.pipeline.schedule, len(stages) // pp
         orders = make_schedule(name, pp=pp, chunks=chunks, num_micro_batches=number).orders
-    sums = sizes_of(small.run)[0].accumulated
+    sums = list_rank_bytes(small.run)[0].accumulated
     passes: dict[str, tuple[Pass, ...]] = {"F": ("F",), "B": ("B",), "W": ("B",)}  # D and W are B
-    for order, size in zip(orders, sizes_of(run), strict=True):
+    for order, size in zip(orders, list_rank_bytes(run), strict=True):
         actions = [action for item in order for action in list_actions(item)]
         rank_stages = {action.stage for action in actions}
         ends = {i for i in rank_stages if stages[i].embedding or stages[i].loss} or rank_stages
@@ -281,26 +285,26 @@ def _order_passes(run: TrainingRun, small: SmallRun, segments: Segments) -> Iter
         yield [
             _Pass(
                 stage,
-                of,
+                pass_,
                 _correct_stage_segments(
-                    stages[stage], of, like[i], segments, share * (stage in ends)
+                    stages[stage], pass_, like[i], segments, share * (stage in ends)
                 ),
             )
             for kind, stage, i in actions
-            for of in passes.get(kind, ())
+            for pass_ in passes.get(kind, ())
         ]
 
 
 def _correct_stage_segments(
-    stage: Stage, of: Pass, micro_batch: int, segments: Segments, share: float
+    stage: Stage, pass_: Pass, micro_batch: int, segments: Segments, share: float
 ) -> list[Segment]:
     """Return the segments of a stage's pass, with the net bytes at the end of a backward.
 
     Args:
         share: the stage's share of the gradient sums that the recorded step keeps at its ends.
     """
-    stage_segments = segments.of_stage(stage, of, micro_batch)
-    if of == "F" or segments.num_micro_batches < MIDDLE:
+    stage_segments = segments.list_stage_segments(stage, pass_, micro_batch)
+    if pass_ == "F" or segments.num_micro_batches < MIDDLE:
         return stage_segments
     # In the recorded step, the segment of the embedding frees or keeps the gradients of all layers
     # at the end of a backward. A middle micro-batch keeps nothing. Another one keeps the difference
@@ -324,4 +328,6 @@ def _correct_stage_segments(
 
 def _sum_net_bytes(stage: Stage, micro_batch: int, segments: Segments) -> int:
     """Return the net bytes of a stage's forward and backward of a micro-batch."""
-    return sum(s.net for of in PASSES for s in segments.of_stage(stage, of, micro_batch))
+    return sum(
+        s.net for pass_ in PASSES for s in segments.list_stage_segments(stage, pass_, micro_batch)
+    )

@@ -100,7 +100,7 @@ class PlannedModel(ABC):
         return frozenset()
 
     @abstractmethod
-    def with_layers(self, layers: Sequence[int]) -> Any:
+    def select_layers(self, layers: Sequence[int]) -> Any:
         """Return the model with only these layers, as a value of `TrainingRun.model`."""
 
     @abstractmethod
@@ -137,7 +137,7 @@ class NativeModel(PlannedModel):
     @classmethod
     def of(cls, config: DecoderConfig) -> NativeModel:
         """Return the model of a config."""
-        kinds = tuple(kind_of(config, i) for i in range(config.num_layers))
+        kinds = tuple(find_layer_kind(config, i) for i in range(config.num_layers))
         is_sparse = config.mla is not None and config.mla.sparse is not None
         has_linear = config.linear_attention is not None
         kinds_of_attention = ("linear", has_linear), ("sparse", is_sparse)
@@ -156,9 +156,22 @@ class NativeModel(PlannedModel):
         )
 
     @override
-    def with_layers(self, layers: Sequence[int]) -> DecoderConfig:
-        kinds = [kind_of(self.config, i) for i in layers]
-        return config_of_kinds(self.config, kinds, self.config.num_mtp_layers)
+    def select_layers(self, layers: Sequence[int]) -> DecoderConfig:
+        config, kinds = self.config, [find_layer_kind(self.config, i) for i in layers]
+        linear = tuple(i for i, kind in enumerate(kinds) if kind.mixer == "linear")
+        dense = tuple(i for i, kind in enumerate(kinds) if kind.feedforward == "dense")
+        is_named = not config.pattern
+        return replace(
+            config,
+            num_layers=len(kinds),
+            hash_layers=0,  # tables of a few megabytes are not counted
+            pattern="" if is_named else "".join(HALVES[kind[:2]] for kind in kinds),
+            dense_layers=dense if is_named and config.moe is not None else (),
+            linear_attention=config.linear_attention if linear else None,
+            linear_layers=linear if is_named else (),
+            windows=tuple(kind.window or 0 for kind in kinds) if config.windows else (),
+            mlp_hidden_dim=config.mlp_hidden_dim if dense else 0,
+        )
 
     @override
     def build(self, dtype: torch.dtype) -> nn.Module:
@@ -218,36 +231,14 @@ HALVES: Mapping[tuple[Mixer | None, Feedforward | None], str] = {
 }
 
 
-def kind_of(config: DecoderConfig, layer: int) -> LayerKind:
+def find_layer_kind(config: DecoderConfig, layer: int) -> LayerKind:
     """Return the mixer, feed-forward and window of layer `layer` of a decoder config."""
     mixer = config.mixer_of(layer)
     window = config.window_of(layer) if mixer == "attention" else None
     return LayerKind(mixer, config.feedforward_of(layer), window)
 
 
-def config_of_kinds(model: DecoderConfig, kinds: Sequence[LayerKind], mtp: int) -> DecoderConfig:
-    """Return the config of a model with layers of these kinds and `mtp` prediction modules."""
-    linear = tuple(i for i, kind in enumerate(kinds) if kind.mixer == "linear")
-    dense = tuple(i for i, kind in enumerate(kinds) if kind.feedforward == "dense")
-    is_named = not model.pattern
-    return replace(
-        model,
-        num_layers=len(kinds),
-        hash_layers=0,  # tables of a few megabytes are not counted
-        pattern="" if is_named else "".join(HALVES[kind[:2]] for kind in kinds),
-        dense_layers=dense if is_named and model.moe is not None else (),
-        linear_attention=model.linear_attention if linear else None,
-        linear_layers=linear if is_named else (),
-        windows=tuple(kind.window or 0 for kind in kinds) if model.windows else (),
-        mlp_hidden_dim=model.mlp_hidden_dim if dense else 0,
-        num_mtp_layers=mtp,
-        mtp_repeats=model.mtp_repeats if mtp else 1,
-        mtp_loss_coef=model.mtp_loss_coef if mtp else 0.0,
-        mtp_detached=model.mtp_detached and mtp > 0,
-    )
-
-
-def preset_of(config: DecoderConfig) -> tuple[str, dict[str, int]] | None:
+def find_preset(config: DecoderConfig) -> tuple[str, dict[str, int]] | None:
     """Return the name of a config's preset and a changed `max_seq_len`; None = no preset."""
     for name, entry in PRESETS.items():
         pairs = ((f.name, getattr(entry, f.name), getattr(config, f.name)) for f in fields(config))
@@ -258,7 +249,7 @@ def preset_of(config: DecoderConfig) -> tuple[str, dict[str, int]] | None:
 
 
 def _write_config(config: DecoderConfig) -> str:
-    match = preset_of(config)
+    match = find_preset(config)
     if match is None:
         return repr(config)
     name, overrides = match

@@ -26,7 +26,7 @@ from moecore.base.options.names import GpuName
 from moecore.base.options.precision import Precision
 from moecore.parallel.pipeline.schedule import PipelineConfig
 from moecore.planning.costs import CostTable
-from moecore.planning.gpus import Gpu, gpu_of
+from moecore.planning.gpus import Gpu, get_gpu
 from moecore.planning.memory import plan_peak
 from moecore.planning.run import TrainingRun
 from moecore.planning.times import TimePlan, plan_time
@@ -107,13 +107,13 @@ class Option:
     max_share: float = 1.0
     unless: str = r"(?!)"
 
-    def applied(self, run: TrainingRun, gpu: GpuName | Gpu) -> TrainingRun:
+    def apply(self, run: TrainingRun, gpu: GpuName | Gpu) -> TrainingRun:
         """Return the run with the option, or the same run where the option does not apply."""
         try:
             changed = run if self.change is None else self.change(run)
         except ValueError:  # such as "nvlink" between nodes
             return run
-        has_products = changed.precision == run.precision or gpu_of(gpu).has_blockwise
+        has_products = changed.precision == run.precision or get_gpu(gpu).has_blockwise
         return changed if has_products else run
 
 
@@ -322,7 +322,7 @@ def next_change(plan: TimePlan, table: CostTable, limit: NumBytes | None = None)
         limit: bytes that a rank may use; None = the GPU's memory.
     """
     check_arguments(next_change, locals())
-    limit = gpu_of(plan.gpu).memory if limit is None else limit
+    limit = get_gpu(plan.gpu).memory if limit is None else limit
     changes, run = list[Change](), plan.run
 
     def add(text: str, other: TimePlan) -> None:
@@ -333,7 +333,7 @@ def next_change(plan: TimePlan, table: CostTable, limit: NumBytes | None = None)
     if run.pipeline is None and (p.ep * p.etp == 1 or run.nvlink is not None):  # nothing waits
         add(f"{GRAPHS.name}, at most", plan_time(run, replace(table, host_seconds=NO_TIME)))
     for option in OPTIONS:
-        changed = option.applied(run, plan.gpu) if option.gains else run
+        changed = option.apply(run, plan.gpu) if option.gains else run
         try:
             if changed != run and max(plan_peak(changed)) <= limit:
                 add(option.name, plan_time(changed, table))

@@ -1,30 +1,37 @@
-"""A planned run as text: flags of `moecore plan`, Python calls, and TOML for recipes.
+"""A planned run as text: flags of `moecore plan`, Python calls, TOML for recipes, and HTML.
 
-    flags_of    -> the command that plans the run
-    call_of     -> the Python that builds the run on GPUs
-    recipe_of   -> TOML for `moecore pretrain` and `moecore finetune`
+    format_flags   -> the command that plans the run
+    call_of        -> the Python that builds the run on GPUs
+    format_recipe  -> TOML for `moecore pretrain` and `moecore finetune`
+    format_page    -> an HTML page with memory of ranks, parts of the step, and stages as bars
 
 A TOML has the names of the commands' flags and of the fields of option records. Fields with default
 values are left out. Data, tokenizer, steps and learning rate are flags of the command, because they
-are not part of a plan.
+are not part of a plan. The page has no script and loads no files: bars are SVG.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from html import escape
 from pathlib import Path
 from typing import Any, get_args
 
-from moecore.base.fields import check_arguments
+from moecore.base.fields import NumBytes, check_arguments
 from moecore.base.options.dispatch import DispatchOptions
 from moecore.base.options.memory import GEMM_LAST
 from moecore.base.options.names import PrecisionName
 from moecore.base.options.precision import Precision
+from moecore.base.tables import format_bytes
 from moecore.models.config import DecoderConfig
-from moecore.planning.model import preset_of
-from moecore.planning.run import TrainingRun, dispatch_of
+from moecore.parallel.pipeline.orders import list_actions
+from moecore.parallel.pipeline.timeline import COLOURS, NAMES, Timeline
+from moecore.planning.memory import MemoryPlan
+from moecore.planning.model import find_preset
+from moecore.planning.run import TrainingRun, make_dispatch_options
+from moecore.planning.times import TimePlan
 
 OTHER_LINES = ("param_dtype", "stash")  # fields that another line of a TOML stands for
 REMAINING_DEGREES = ("dp_shard", "edp_shard")  # degrees that the other degrees determine
@@ -32,7 +39,7 @@ OPTIONAL_DEGREES = ("pp", "tp", "cp")  # degrees of 1 unless given
 VALUES = (bool, int, float, str)
 
 
-def option_flags(run: TrainingRun) -> list[str]:
+def format_option_flags(run: TrainingRun) -> list[str]:
     """Return the options of a run that decide its memory as flags of `moecore plan`."""
     memory, options, fraction = run.memory, run.optimizer, run.optimizer.offload_fraction
     parts: tuple[str, ...] = tuple(part for part in memory.parts if part not in GEMM_LAST)
@@ -54,7 +61,7 @@ def option_flags(run: TrainingRun) -> list[str]:
     return _format_flags(values)
 
 
-def flags_of(run: TrainingRun) -> list[str]:
+def format_flags(run: TrainingRun) -> list[str]:
     """Return the degrees and options of a run as flags of `moecore plan`."""
     p, pipeline = run.resolved, run.pipeline
     values: dict[str, Any] = {"seq-len": run.seq_len}
@@ -65,7 +72,7 @@ def flags_of(run: TrainingRun) -> list[str]:
     if pipeline is not None:
         values |= {"schedule": pipeline.schedule, "layout": pipeline.layout}
         values["chunks"] = None if pipeline.layout else pipeline.chunks
-    return _format_flags(values) + option_flags(run)
+    return _format_flags(values) + format_option_flags(run)
 
 
 def _format_flags(values: Mapping[str, Any]) -> list[str]:
@@ -89,7 +96,7 @@ def call_of(run: TrainingRun) -> str:
     if run.precision is not None:
         arguments["precision"] = _format_precision(run.precision)
     if run.resolved.ep * run.resolved.etp > 1 or run.nvlink is not None or run.fp8_dispatch:
-        dispatch = dispatch_of(run)
+        dispatch = make_dispatch_options(run)
         is_name = dispatch == DispatchOptions.of(dispatch.name)
         arguments["dispatch"] = repr(dispatch.name) if is_name else _write_record(dispatch)
     if run.pipeline is not None:
@@ -150,17 +157,17 @@ def _find_changed_fields(record: Any) -> dict[str, Any]:
     return {name: value for name, (value, plain) in values.items() if value != plain}
 
 
-def precision_name(precision: Precision) -> str | None:
+def find_precision_name(precision: Precision) -> str | None:
     """Return the name that stands for a precision, if one does."""
     names = get_args(PrecisionName)
     return next((name for name in names if Precision.of(name) == precision), None)
 
 
 def _format_precision(precision: Precision) -> str:
-    return repr(precision_name(precision) or precision)
+    return repr(find_precision_name(precision) or precision)
 
 
-def recipe_of(run: TrainingRun, config: Path | None = None) -> str:
+def format_recipe(run: TrainingRun, config: Path | None = None) -> str:
     """Return the TOML of a run.
 
     Args:
@@ -171,8 +178,8 @@ def recipe_of(run: TrainingRun, config: Path | None = None) -> str:
         ValueError: for a model that is neither a preset nor read from a config.json, and options
             without a name.
     """
-    check_arguments(recipe_of, locals())
-    precision = None if run.precision is None else precision_name(run.precision)
+    check_arguments(format_recipe, locals())
+    precision = None if run.precision is None else find_precision_name(run.precision)
     if run.precision is not None and precision is None:
         raise ValueError("precision must be one that has a name for a recipe: print its --call")
     if run.nvlink is not None and run.nvlink.row_factor is None:
@@ -182,7 +189,7 @@ def recipe_of(run: TrainingRun, config: Path | None = None) -> str:
         )
     model, changes = {"hf_config": str(config)}, dict[str, int]()
     if config is None:
-        preset = preset_of(run.model) if isinstance(run.model, DecoderConfig) else None
+        preset = find_preset(run.model) if isinstance(run.model, DecoderConfig) else None
         if preset is None:
             raise ValueError(
                 "model must be a preset, or be read from a config.json, for a recipe: write one "
@@ -231,7 +238,7 @@ def recipe_of(run: TrainingRun, config: Path | None = None) -> str:
 def _choose_dispatcher_name(run: TrainingRun) -> str:
     """Return the dispatcher of the file: "auto" where that is "nvlink" on the planned GPUs."""
     # CPU ranks refuse "nvlink". There "auto" is "alltoall", so the file trains on them too.
-    name = dispatch_of(run).name
+    name = make_dispatch_options(run).name
     return "auto" if name == "nvlink" and run.memory.stash is None else name
 
 
@@ -245,3 +252,106 @@ def _format_toml(value: Any) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(map(_format_toml, value))}]"
     return json.dumps(value if isinstance(value, VALUES) else str(value).removeprefix("torch."))
+
+
+WIDTH, ROW, LABEL = 1000, 22, 90  # pixels: width of bars, height of a row, width of its label
+PALETTE = ("#4477aa", "#ee8866", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#999999", "#44bb99")
+STYLE = "body{font:14px sans-serif;margin:2em}i{display:inline-block;width:1em;height:1em}"
+Part = tuple[float, float, str, str]  # start, length, colour, title
+
+
+def format_page(plan: MemoryPlan, time: TimePlan | str, title: str, memory: NumBytes) -> str:
+    """Return the HTML of a plan.
+
+    Args:
+        plan: the memory plan of a run.
+        time: the time plan of the run, or the reason why its time is not modelled.
+        title: the title of the page.
+        memory: bytes of a GPU's memory, drawn as a line.
+    """
+    check_arguments(format_page, locals())
+    kinds = list(dict.fromkeys(kind for rank in plan.ranks for kind in rank.device))
+    colours = _assign_colours(kinds)
+    rows = [
+        (f"pp rank {rank.pp_rank}", _stack_parts(rank.device, colours, format_bytes))
+        for rank in plan.ranks
+    ]
+    line = time if isinstance(time, str) else time.line
+    body = [
+        f"<h1>{escape(title)}</h1><p>{escape(line)}</p>",
+        f"<h2>Memory of a GPU, of {format_bytes(memory)}</h2>",
+        _draw_bars(rows, max(memory, *(rank.num_bytes for rank in plan.ranks)), line=memory),
+        _draw_legend(colours),
+        *([] if isinstance(time, str) else _draw_step(time, len(plan.ranks))),
+    ]
+    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
+    return f"<!doctype html><html><head>{head}</head><body>{''.join(body)}</body></html>\n"
+
+
+def _draw_step(time: TimePlan, num_ranks: int) -> list[str]:
+    """Return the HTML of a step's parts, and of the timeline of stages."""
+    parts: dict[str, float] = {part: s for part, s in time.parts.items() if s}
+    colours = _assign_colours(parts)
+    step = [("step", _stack_parts(parts, colours, lambda s: f"{s * 1e3:.1f} ms"))]
+    html = ["<h2>A step of the rank that works longest</h2>"]
+    html += [_draw_bars(step, sum(parts.values())), _draw_legend(colours)]
+    if time.timeline is not None:
+        rows = [(f"pp rank {i}", _list_action_parts(time.timeline, i)) for i in range(num_ranks)]
+        named = {NAMES[kind]: colour for kind, colour in COLOURS.items()}
+        html += ["<h2>Stages</h2>", _draw_bars(rows, time.timeline.makespan), _draw_legend(named)]
+    return html
+
+
+def _assign_colours(names: Iterable[str]) -> dict[str, str]:
+    return {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(names)}
+
+
+def _stack_parts(
+    sizes: Mapping[str, Any], colours: Mapping[str, str], text_of: Callable[[Any], str]
+) -> list[Part]:
+    """Place sizes above 0 next to each other, and return one coloured part for each size."""
+    parts, start = list[Part](), 0.0
+    for name, size in ((name, size) for name, size in sizes.items() if size > 0):
+        parts.append((start, size, colours[name], f"{name}: {text_of(size)}"))
+        start += size
+    return parts
+
+
+def _list_action_parts(timeline: Timeline, rank: int) -> list[Part]:
+    """Return the actions of a rank; two concurrent actions have half of their time each."""
+    parts = list[Part]()
+    for start, end, item in timeline.spans[rank]:
+        actions = list_actions(item)
+        length = (end - start) / len(actions)
+        for i, (kind, stage, number) in enumerate(actions):
+            title = (
+                f"{NAMES[kind]}, stage {stage}, micro-batch {number}: {(end - start) * 1e3:.1f} ms"
+            )
+            parts.append((start + i * length, length, COLOURS[kind], title))
+    return parts
+
+
+def _draw_bars(
+    rows: Sequence[tuple[str, list[Part]]], longest: float, line: float | None = None
+) -> str:
+    """Return an SVG of rows; a part of length `longest` has the full width."""
+    height = ROW * len(rows)
+    svg = [f'<svg width="{LABEL + WIDTH}" height="{height}" role="img">']
+    for i, (label, parts) in enumerate(rows):
+        y = i * ROW
+        svg.append(f'<text x="0" y="{y + ROW - 7}">{escape(label)}</text>')
+        for start, length, colour, title in parts:
+            x, width = LABEL + start / longest * WIDTH, length / longest * WIDTH
+            svg.append(
+                f'<rect x="{x:.2f}" y="{y + 1}" width="{width:.2f}" height="{ROW - 2}" '
+                f'fill="{colour}"><title>{escape(title)}</title></rect>'
+            )
+    if line is not None:
+        x = LABEL + line / longest * WIDTH
+        svg.append(f'<path d="M{x:.2f} 0V{height}" stroke="black" stroke-dasharray="4"/>')
+    return "".join((*svg, "</svg>"))
+
+
+def _draw_legend(colours: Mapping[str, str]) -> str:
+    marks = (f'<i style="background:{c}"></i> {escape(name)}' for name, c in colours.items())
+    return f"<p>{' &nbsp; '.join(marks)}</p>"

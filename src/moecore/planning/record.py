@@ -129,7 +129,7 @@ SUMS = "_fp32"  # of a product that writes or adds gradients in fp32
 Args = Sequence[Any]
 
 
-def work_of_operation(
+def compute_operation_work(
     name: str, args: Args, kwargs: Mapping[str, Any], out: Any, *, changes: bool
 ) -> Work | None:
     """Return the work of a torch operation on the device; None for views and new memory.
@@ -157,22 +157,15 @@ def work_of_operation(
     return Work(name, "rows", 0, _count_bytes(tensors), (), _name_dtype(tensors[0]))
 
 
-def work_of_kernel(name: str, args: Args) -> Work:
+def compute_kernel_work(name: str, args: Args) -> Work:
     """Return the work of a moecore kernel, or of the stand-in for a torch kernel on meta."""
     if name in EXCHANGES:
         ranks, num_bytes = args
         return Work(name, "collective", 0, num_bytes, (ranks,), "bfloat16")
     tensors = [t for t in (getattr(arg, "base", arg) for arg in args) if isinstance(t, Tensor)]
     if args and isinstance(args[0], ScanSize):
-        scan = args[0]
-        return Work(
-            name,
-            "attention",
-            scan.flops,
-            _count_bytes(tensors),
-            scan.shape,
-            _name_dtype(tensors[0]),
-        )
+        scan, num_bytes = args[0], _count_bytes(tensors)
+        return Work(name, "attention", scan.flops, num_bytes, scan.shape, _name_dtype(tensors[0]))
     if name == INDEX_SCORES:
         return _make_product_work("mm", (args[0], args[1].mT), tensors, name)
     if name.startswith("attention"):
@@ -186,7 +179,7 @@ def work_of_kernel(name: str, args: Args) -> Work:
     return Work(name, kind, 0, _count_bytes(tensors), (), dtype)
 
 
-def work_of_collective(name: str, args: Args, num_ranks: int) -> Work:
+def compute_collective_work(name: str, args: Args, num_ranks: int) -> Work:
     """Return the work of a collective: the bytes that this rank sends and receives."""
     tensors, n = list_tensors(args), num_ranks
     dtype = _name_dtype(tensors[0]) if tensors else "uint8"
@@ -204,10 +197,9 @@ def work_of_collective(name: str, args: Args, num_ranks: int) -> Work:
 
 def _make_product_work(name: str, args: Args, tensors: Sequence[Tensor], kernel: str = "") -> Work:
     a, b = args[PRODUCTS[name] :][:2]
-    M, N, K = prod(a.shape[:-1]), b.shape[-1], a.shape[-1]
-    return Work(
-        kernel or name, "product", 2 * M * N * K, _count_bytes(tensors), (M, N, K), _name_dtype(a)
-    )
+    M, N, K = shape = prod(a.shape[:-1]), b.shape[-1], a.shape[-1]
+    num_bytes, dtype = _count_bytes(tensors), _name_dtype(a)
+    return Work(kernel or name, "product", 2 * M * N * K, num_bytes, shape, dtype)
 
 
 def _make_attention_work(
@@ -293,7 +285,7 @@ PASSES: tuple[Pass, ...] = get_args(Pass)
 class Start(NamedTuple):
     """The state of a recording when the host begins a module's pass."""
 
-    of: Pass
+    pass_: Pass
     part: str  # "embedding", "layer 3", "predictions" (all MTP modules), "head"; END at the end
     first: int  # the number of launches before it
     level: int  # the allocated bytes
@@ -303,13 +295,13 @@ class Start(NamedTuple):
 
 
 class WorkRecorder(DispatchMode):
-    """Records launches and allocations since `mark`, inside `launches_on_meta(self.launched)`."""
+    """Records allocations, and launches inside `launches_on_meta(self.record_kernel)`."""
 
     def __init__(self, ranks_per_domain: int) -> None:
         super().__init__()
         self._domain = ranks_per_domain
         self.level = self.peak = self._top = self._resident_bytes = 0
-        # Bytes by kind: `RESIDENT` at `mark`, else by pass and part of the model.
+        # Bytes by kind: `RESIDENT` at `start_recording`, else by pass and part of the model.
         self.kinds, self._top_kinds = Counter[str](), Counter[str]()
         self._open_kinds = [RESIDENT]  # kinds of the parts that have begun
         self.queues = DryQueues()
@@ -320,7 +312,7 @@ class WorkRecorder(DispatchMode):
         self._sizes: dict[int, tuple[int, str]] = {}  # bytes and kind
         self._ended: dict[Any, Any] = {}  # collective -> its result
 
-    def mark(self) -> None:
+    def start_recording(self) -> None:
         """Start a new recording, without launches. Present allocations are resident."""
         self.peak, self.queued, self._first = self.level, [], self.queues.length
         self.starts, self._top, self._resident_bytes = [], self.level, self.level
@@ -328,7 +320,7 @@ class WorkRecorder(DispatchMode):
         self._sizes = {key: (size, RESIDENT) for key, (size, _) in self._sizes.items()}
         self.kinds, self._top_kinds = (Counter({RESIDENT: self.level}) for _ in range(2))
 
-    def begin(self, of: Pass, part: str) -> None:
+    def begin_part(self, pass_: Pass, part: str) -> None:
         """Record that a part of the model begins a pass."""
         with torch.DisableTorchFunction():  # gradients of parameters are a kind of their own
             for grad in (param.grad for param in self.params if param.grad is not None):
@@ -339,11 +331,11 @@ class WorkRecorder(DispatchMode):
                     self.kinds.update({kind: -size, GRADIENTS: size})
         level = self.level if self.starts else self._resident_bytes
         kinds = self.kinds if self.starts else Counter({RESIDENT: self._resident_bytes})
-        self.end()
-        self.starts.append(Start(of, part, len(self.queued), level, level, kinds.copy(), kinds))
-        self._open_kinds = [OPTIMIZER if part == END else KINDS[of]]
+        self.end_part()
+        self.starts.append(Start(pass_, part, len(self.queued), level, level, kinds.copy(), kinds))
+        self._open_kinds = [OPTIMIZER if part == END else KINDS[pass_]]
 
-    def end(self) -> None:
+    def end_part(self) -> None:
         """Record the peak since the last start."""
         if self.starts:
             self.starts[-1] = self.starts[-1]._replace(top=self._top, top_kinds=self._top_kinds)
@@ -361,7 +353,7 @@ class WorkRecorder(DispatchMode):
         finally:
             self._open_kinds = outside
 
-    def take(self, tensor: Tensor) -> bool:
+    def count_storage(self, tensor: Tensor) -> bool:
         """Count the storage of a tensor on meta once; return whether it is new."""
         key = storage_key(tensor)
         if key in self._sizes:
@@ -385,10 +377,10 @@ class WorkRecorder(DispatchMode):
         self.level -= size
         self.kinds[kind] -= size
 
-    def launched(self, name: str, args: Sequence[Any]) -> None:
+    def record_kernel(self, name: str, args: Sequence[Any]) -> None:
         """Record the launch of a moecore kernel."""
         with torch.DisableTorchFunction():
-            self._queue(work_of_kernel(name, args))
+            self._queue(compute_kernel_work(name, args))
 
     def _queue(self, work: Work, node_ranks: int = 0) -> None:
         dependencies, host_dependencies = (self._since(numbers) for numbers in self.queues.put())
@@ -396,7 +388,7 @@ class WorkRecorder(DispatchMode):
         self.queued.append(Queued(work, *order, node_ranks, open_marks(), times_on_meta()))
 
     def _since(self, numbers: frozenset[int]) -> frozenset[int]:
-        """Return numbers since `mark`, counted from there; earlier launches have finished."""
+        """Return numbers counted from `start_recording`, without launches before it."""
         return frozenset(n - self._first for n in numbers if n >= self._first)
 
     def __torch_dispatch__(
@@ -426,9 +418,9 @@ class WorkRecorder(DispatchMode):
         out = makes(args) if makes else None if is_foreach else func(*args, **kwargs)
         for tensor in list_tensors(out):
             if type(tensor) in PLAIN_TYPES and tensor.is_meta:
-                changes |= self.take(tensor)
+                changes |= self.count_storage(tensor)
         if makes is None:
-            work = work_of_operation(name, args, kwargs, out, changes=changes)
+            work = compute_operation_work(name, args, kwargs, out, changes=changes)
             if changes and (makes := _make_result_factory(func, args, out)) is not None:
                 memo += makes, work
         if work is not None and changes:
@@ -441,7 +433,7 @@ class WorkRecorder(DispatchMode):
         ranks = max((_list_group_ranks(x) for x in groups), key=len, default=[dist.get_rank()])
         domain = dist.get_rank() // self._domain
         neighbours = [rank for rank in ranks if rank // self._domain == domain]
-        self._queue(work_of_collective(name, args, len(ranks)), len(neighbours))
+        self._queue(compute_collective_work(name, args, len(ranks)), len(neighbours))
         if func not in self._ended:  # one finished result stands for all
             args, kwargs = tree_map_only(Tensor, lambda _: torch.empty(0), (args, kwargs))
             args = [[] if isinstance(x, list) and x and isinstance(x[0], int) else x for x in args]

@@ -177,10 +177,10 @@ def report_trace(path: str | Path, *, num_steps: Count | None = None) -> Report:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         relation = error if isinstance(error, ValueError) else LACKS
         raise ValueError(f"path ({path!s:.200}) must {relation}") from None
-    return report(trace, num_steps or trace.num_steps)
+    return make_report(trace, num_steps or trace.num_steps)
 
 
-def report(trace: Trace, num_steps: int = 1) -> Report:
+def make_report(trace: Trace, num_steps: int = 1) -> Report:
     """Attribute the time of a trace to parts, and rank the options that shorten these parts."""
     parts: dict[str, float] = {}
     for part, us in [*_attribute_busy_time(trace), *_attribute_idle_time(trace)]:
@@ -198,14 +198,14 @@ def report(trace: Trace, num_steps: int = 1) -> Report:
 
 
 @cache
-def category_of(name: str) -> str:
+def find_category(name: str) -> str:
     """Return the first of `CATEGORIES` whose pattern matches a kernel's name, or "other"."""
     return next((c for c, pattern in CATEGORIES.items() if re.search(pattern, name)), OTHER)
 
 
 def classify_kernel(kernel: Kernel) -> str:
     """Return the part of a step to which a kernel belongs."""
-    category = category_of(kernel.name)
+    category = find_category(kernel.name)
     if category == "dense products" and kernel.phase == "experts":
         return "experts by other products"
     parts = (

@@ -1,8 +1,8 @@
 """TrainingRun: a model and its training on a number of GPUs, and the bytes that its ranks store.
 
-`model_of` and `optimizer_of` build the run on meta in a `fake_world`. `planning/recipe.py` returns
-the source of the calls that build the run on GPUs. `sizes_of` returns the bytes of parameters,
-gradients and buffers of each pipeline rank, from its `ShardPlan`.
+`build_model` and `build_optimizer` build the run on meta in a `fake_world`. `planning/recipe.py`
+returns the source of the calls that build the run on GPUs. `list_rank_bytes` returns the bytes of
+parameters, gradients and buffers of each pipeline rank, from its `ShardPlan`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
@@ -35,8 +35,8 @@ from moecore.parallel.pipeline.layout import Stage
 from moecore.parallel.pipeline.schedule import PipelineConfig, make_schedule
 from moecore.parallelize import parallelize_moe, plan_sharding
 from moecore.planning.gpus import NODE, are_peers
-from moecore.planning.model import LayerKind, NativeModel, PlannedModel, config_of_kinds, kind_of
-from moecore.planning.transformers import StockModel, TransformersModel, refusing
+from moecore.planning.model import NativeModel, PlannedModel
+from moecore.planning.transformers import StockModel, TransformersModel, raise_one_line
 from moecore.train.optim.adamw import AdamW
 from moecore.train.optim.state_offload import StateOffload
 
@@ -143,16 +143,13 @@ class TrainingRun(CheckedRecord):
             yield "parallel.pp", f"be <= {MAX_STAGES}: plan a pipeline of so many ranks"
         is_gpipe = self.pipeline is not None and self.pipeline.schedule == "gpipe"
         if is_gpipe and self.num_micro_batches > MAX_IN_FLIGHT:
-            yield (
-                "num_micro_batches",
-                f"be <= {MAX_IN_FLIGHT} with schedule 'gpipe', which holds the activations of all "
-                "micro-batches: use '1f1b'",
-            )
+            reason = "which holds the activations of all micro-batches: use '1f1b'"
+            yield "num_micro_batches", f"be <= {MAX_IN_FLIGHT} with schedule 'gpipe', {reason}"
 
     @property
     def planned_model(self) -> PlannedModel:
         """The model, as plans read it."""
-        return planned_model_of(self.model)
+        return make_planned_model(self.model)
 
     @property
     def resolved(self) -> ParallelConfig:
@@ -188,22 +185,23 @@ def _remove_zero_experts(model: AnyModel) -> AnyModel:
 
 
 @lru_cache(maxsize=64)
-def planned_model_of(model: AnyModel) -> PlannedModel:
+def make_planned_model(model: AnyModel) -> PlannedModel:
     """Return the `PlannedModel` of a decoder config or a transformers model (cached)."""
     if isinstance(model, DecoderConfig):
         return NativeModel.of(model)
-    return StockModel.of(model)
+    with raise_one_line(model):
+        return StockModel.of(model)
 
 
-def model_of(run: TrainingRun, device_type: str) -> Any:
+def build_model(run: TrainingRun, device_type: str) -> Any:
     """Return the model of a run, parallelized on meta; needs a default process group."""
     domain = run.ranks_per_domain if run.dispatcher == "hierarchical" else None
-    with refusing(run.model):
+    with raise_one_line(run.model):
         model = run.planned_model.build(run.dtype)
         parallelize_moe(
             model,
             build_meshes(run.parallel, device_type, ranks_per_domain=domain),
-            dispatch=dispatch_of(run),
+            dispatch=make_dispatch_options(run),
             memory=run.memory,
             precision=run.precision,
             fsdp=run.fsdp,
@@ -212,25 +210,24 @@ def model_of(run: TrainingRun, device_type: str) -> Any:
     return model
 
 
-def dispatch_of(run: TrainingRun) -> DispatchOptions:
+def make_dispatch_options(run: TrainingRun) -> DispatchOptions:
     """Return the `DispatchOptions` that a run passes to `parallelize_moe`."""
     name = "alltoall" if run.nvlink is None else "nvlink"
     name = "hierarchical" if run.dispatcher == "hierarchical" else name
     return DispatchOptions(name=name, nvlink=run.nvlink, fp8=run.fp8_dispatch)
 
 
-def optimizer_of(run: TrainingRun, model: nn.Module) -> AdamW:
+def build_optimizer(run: TrainingRun, model: nn.Module) -> AdamW:
     """Return the AdamW of a run's model, with a `StateOffload` if the run has one."""
-    options = run.optimizer
-    optimizer = AdamW(
-        model.parameters(),
-        lr=1e-6,
-        moment_dtype=getattr(torch, options.moment_dtype),
-        master_remainder=options.master_remainder,
-    )
-    if options.offload_fraction:
-        StateOffload(optimizer, model, fraction=options.offload_fraction)
+    optimizer = _make_adamw(model.parameters(), run.optimizer)
+    if run.optimizer.offload_fraction:
+        StateOffload(optimizer, model, fraction=run.optimizer.offload_fraction)
     return optimizer
+
+
+def _make_adamw(params: Iterable[nn.Parameter], options: OptimizerOptions) -> AdamW:
+    dtype = getattr(torch, options.moment_dtype)
+    return AdamW(params, lr=1e-6, moment_dtype=dtype, master_remainder=options.master_remainder)
 
 
 @contextmanager
@@ -263,15 +260,15 @@ def fake_world(world_size: Count, rank: CountOrZero = 0) -> Iterator[None]:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Return a context manager that ignores Python warnings."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+def enter_world(run: TrainingRun, rank: int = 0) -> Iterator[None]:
+    """Return a context in a run's fake world, without warnings and with one-line errors."""
+    quiet = warnings.catch_warnings(action="ignore")
+    with raise_one_line(run.model), fake_world(run.num_gpus, rank), quiet:
         yield
 
 
 @contextmanager
-def new_garbage() -> Iterator[None]:
+def collect_by_hand() -> Iterator[None]:
     """Return a context in which only `gc.collect` collects garbage, of objects made inside."""
     is_frozen, is_on = _has_frozen_objects(), gc.isenabled()
     if is_frozen:
@@ -295,7 +292,7 @@ def _has_frozen_objects() -> bool:
 SAMPLE = 1 << 20  # elements whose optimizer state is counted
 
 
-def stages_of(run: TrainingRun) -> Sequence[Stage]:
+def list_stages(run: TrainingRun) -> Sequence[Stage]:
     """Return the stages of a run, in the order of forward; without a pipeline, one of all parts."""
     model = run.planned_model
     if run.pipeline is None:
@@ -307,49 +304,47 @@ def stages_of(run: TrainingRun) -> Sequence[Stage]:
     return layout.stages
 
 
-def ranks_of(run: TrainingRun) -> Sequence[int]:
+def list_stage_ranks(run: TrainingRun) -> Sequence[int]:
     """Return the pipeline rank of each stage."""
     if run.pipeline is None:
         return (0,)
-    pp = run.resolved.pp
-    chunks = len(stages_of(run)) // pp
-    return make_schedule(run.pipeline.schedule, pp=pp, chunks=chunks, num_micro_batches=1).rank_of
+    name, pp = run.pipeline.schedule, run.resolved.pp
+    chunks = len(list_stages(run)) // pp
+    return make_schedule(name, pp=pp, chunks=chunks, num_micro_batches=1).rank_of
 
 
-def stages_by_rank(run: TrainingRun) -> list[list[Stage]]:
+def list_rank_stages(run: TrainingRun) -> list[list[Stage]]:
     """Return the stages of each pipeline rank."""
-    pairs = list(zip(stages_of(run), ranks_of(run), strict=True))
-    return [[stage for stage, of in pairs if of == rank] for rank in range(run.resolved.pp)]
+    pairs = list(zip(list_stages(run), list_stage_ranks(run), strict=True))
+    return [
+        [stage for stage, stage_rank in pairs if stage_rank == rank]
+        for rank in range(run.resolved.pp)
+    ]
 
 
-def stored_bytes(run: TrainingRun) -> int:
+def count_stored_bytes(run: TrainingRun) -> int:
     """Return the largest number of bytes of parameters that a pipeline rank stores."""
-    return max(size.parameters for size in sizes_of(run))
+    return max(size.parameters for size in list_rank_bytes(run))
 
 
-def resident_kinds(run: TrainingRun, size: RankBytes) -> dict[str, int]:
+def count_resident_bytes(run: TrainingRun, size: RankBytes) -> dict[str, int]:
     """Return the resident bytes of a rank between steps by kind, with all state on the device."""
     sizes = {f"parameters: {role.role}": role.parameters for role in size.roles}
     sizes |= {"gathered weights": size.weights, "sums of gradients": size.sums}
-    per_element = state_bytes(run.optimizer)
+    per_element = count_state_bytes(run.optimizer)
     sizes["optimizer state"] = int(size.gradients // run.dtype.itemsize * per_element)
     return sizes
 
 
 @cache
-def state_bytes(options: OptimizerOptions) -> float:
+def count_state_bytes(options: OptimizerOptions) -> float:
     """Return the bytes of AdamW's state per element of a parameter."""
     param = nn.Parameter(torch.empty(SAMPLE, dtype=options.param_dtype, device="meta"))
-    optimizer = AdamW(
-        [param],
-        moment_dtype=getattr(torch, options.moment_dtype),
-        master_remainder=options.master_remainder,
-    )
-    state = optimizer.prepare_state(param)
+    state = _make_adamw([param], options).prepare_state(param)
     return sum(t.nbytes for name, t in state.items() if name != "step") / SAMPLE
 
 
-def sizes_of(run: TrainingRun) -> tuple[RankBytes, ...]:
+def list_rank_bytes(run: TrainingRun) -> tuple[RankBytes, ...]:
     """Return the bytes of parameters, gradients and buffers that each pipeline rank stores."""
     is_fc1 = "expert_fc1" in run.memory.parts  # which experts may refuse
     run = replace(  # without options that change no parameter, so that equal ranks are planned once
@@ -362,65 +357,33 @@ def sizes_of(run: TrainingRun) -> tuple[RankBytes, ...]:
         nvlink=None,
         dispatcher="auto",
     )
-    if run.pipeline is None or _needs_all_layers(run):
-        return tuple(_compute_rank_size(run, rank) for rank in range(run.resolved.pp))
-    config: Any = run.model
-    one_stage = replace(run, parallel=run.resolved, pipeline=PipelineConfig(layout="EL"))
-    sizes = []
-    for stages in stages_by_rank(run):
-        kinds = tuple(kind_of(config, i) for stage in stages for i in stage.layers)
-        has_embedding = any(stage.embedding for stage in stages)
-        has_loss, mtp = any(stage.loss for stage in stages), sum(len(stage.mtp) for stage in stages)
-        sizes.append(_compute_size_of_parts(one_stage, has_embedding, has_loss, kinds, mtp))
-    return tuple(sizes)
-
-
-def _needs_all_layers(run: TrainingRun) -> bool:
-    """Return whether the plan of a rank depends on layers of other ranks."""
-    config = run.model
-    # Names of layers decide their precision, and units may have blocks of two ranks.
+    # Ranks with equal parts store as much, unless names of layers decide their precision, or units
+    # have blocks of two ranks.
     has_overrides = run.precision is not None and bool(run.precision.overrides)
-    if not isinstance(config, DecoderConfig) or has_overrides or run.fsdp.blocks_per_unit > 1:
-        return True
-    # The last layer fills the stages of other ranks, so a model of this layer must be valid.
-    last = kind_of(config, config.num_layers - 1)
-    return last[:2] != ("attention", "dense" if config.moe is None else "moe")
+    is_distinct = has_overrides or run.fsdp.blocks_per_unit > 1
+    layers = run.planned_model.layers
+    parts = [
+        [(s.embedding, [layers[i] for i in s.layers], len(s.mtp), s.loss) for s in stages]
+        for stages in list_rank_stages(run)
+    ]
+    ranks = range(len(parts)) if is_distinct else map(parts.index, parts)
+    return tuple(_compute_rank_size(run, rank) for rank in ranks)
 
 
-@lru_cache(maxsize=1024)
-def _compute_size_of_parts(
-    run: TrainingRun, embedding: bool, loss: bool, kinds: tuple[LayerKind, ...], mtp: int
-) -> RankBytes:
-    """Return the stored bytes of a pipeline rank with these parts, from a model of few layers."""
-    config: Any = run.model
-    kind = kind_of(config, config.num_layers - 1)
-    # The previous and the next rank have a layer each, or the other parts of the model.
-    letters = "E" * embedding + "t" * len(kinds) + "m" * mtp + "L" * loss
-    before, after = "Et" * (not embedding), "" if loss else "t" * (not mtp) + "L"
-    if loss and not letters.strip("L"):  # the final norm is with the predictions
-        before += "m" * (surplus := config.num_mtp_layers)
-        mtp += surplus
-    stages = [part for part in (before, letters, after) if part]
-    pp, kinds = len(stages), (kind,) * before.count("t") + kinds + (kind,) * after.count("t")
-    small = replace(
-        run,
-        model=config_of_kinds(config, kinds, mtp),
-        num_gpus=run.num_gpus // run.parallel.pp * pp,
-        parallel=replace(run.parallel, pp=pp),
-        pipeline=PipelineConfig(layout="|".join(stages)) if pp > 1 else None,
-    )
-    return _compute_rank_size(small, int(not embedding))
+@lru_cache(maxsize=2)
+def _build_with_frozen(model: PlannedModel, dtype: torch.dtype) -> tuple[nn.Module, frozenset[str]]:
+    """Return a model on meta, and the names of its indexers' parameters, which no run trains."""
+    module = model.build(dtype)
+    layers: Any = family_of(module).indexers(module)
+    indexers = {param for layer in layers for param in layer.indexer.parameters()}
+    return module, frozenset(n for n, param in module.named_parameters() if param in indexers)
 
 
 @lru_cache(maxsize=1024)
 def _compute_rank_size(run: TrainingRun, pp_rank: int) -> RankBytes:
     rank = pp_rank * run.num_gpus // run.resolved.pp
-    with refusing(run.model), fake_world(run.num_gpus, rank), quiet():
-        model = run.planned_model.build(run.dtype)
-        # No run trains the indexers of sparse attention, so their parameters have no gradients.
-        layers: Any = family_of(model).indexers(model)
-        indexers = {param for layer in layers for param in layer.indexer.parameters()}
-        frozen = {name for name, param in model.named_parameters() if param in indexers}
+    with enter_world(run, rank):
+        model, frozen = _build_with_frozen(run.planned_model, run.dtype)
         plan = plan_sharding(
             model,
             build_meshes(run.parallel, "cpu"),

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from heapq import heapify, heappop, heapreplace
-from itertools import islice
+from operator import attrgetter
 from typing import Any
 
 from moecore.base.fields import Count, check_arguments
@@ -23,26 +23,26 @@ from moecore.base.options.precision import Precision
 from moecore.base.tables import format_bytes, format_columns
 from moecore.planning.costs import CostTable
 from moecore.planning.estimate import Estimate
-from moecore.planning.gpus import GPUS, Gpu, gpu_of, time_refusal
+from moecore.planning.gpus import GPUS, Gpu, get_gpu, refuse_untimed
 from moecore.planning.layouts import (
     ANY,
     Folding,
     OptionSet,
     Refusal,
     SearchRequest,
-    divisors,
     enumerate_layouts,
-    option_sets_of,
-    refuse,
-    run_of,
-    schedules_of,
-    smaller_sets,
+    find_refusal,
+    list_divisors,
+    list_option_sets,
+    list_schedules,
+    list_smaller_sets,
+    make_run,
 )
 from moecore.planning.memory import MemoryPlan, plan_memory, plan_peak
 from moecore.planning.option_sets import MIN_GAIN
-from moecore.planning.recipe import option_flags
+from moecore.planning.recipe import format_option_flags
 from moecore.planning.run import MAX_GPUS, TrainingRun
-from moecore.planning.times import TimePlan, balanced_stages, plan_time
+from moecore.planning.times import TimePlan, balance_stages, plan_time
 
 PLANS_PER_RESULT = 4  # layouts that are planned for each requested result
 MAX_DIVISORS = 64  # of a number of GPUs: layouts of a number with more would take many minutes
@@ -89,7 +89,7 @@ class Candidate:
     @property
     def flags(self) -> str:
         """The options that differ from a plain run, as flags of `moecore plan`."""
-        return " ".join(option_flags(self.run)) or "none"
+        return " ".join(format_option_flags(self.run)) or "none"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,8 +139,7 @@ class SearchResult:
         return "\n".join(format_columns(lines))
 
 
-def _get_step_seconds(candidate: Fitting) -> float:
-    return candidate.time.seconds
+_get_step_seconds: Callable[[Fitting], float] = attrgetter("time.seconds")
 
 
 def search(
@@ -172,12 +171,12 @@ def search(
     layouts, refused = _list_allowed_layouts(request)
     max_plans = PLANS_PER_RESULT * num_results if max_plans is None else max_plans
     estimate = Estimate(request, table)
-    queue = [(estimate.key(layout), layout) for layout in layouts]
+    queue = [(estimate.sort_key(layout), layout) for layout in layouts]
     heapify(queue)
     candidates = list[Candidate]()
     while queue and len(candidates) < max_plans:
         key, layout = queue[0]
-        if (new_key := estimate.key(layout)) > key:  # after plans have corrected the estimates
+        if (new_key := estimate.sort_key(layout)) > key:  # after plans have corrected the estimates
             heapreplace(queue, (new_key, layout))
             continue
         fitting = [c for c in candidates if isinstance(c, Fitting)]
@@ -193,7 +192,7 @@ def search(
             heappop(queue)
             if candidate.fits:
                 candidate = _find_fastest_schedule(request, candidate, table)
-                estimate.learn_seconds(layout, candidate.options, candidate.time.seconds)
+                estimate.correct_seconds(layout, candidate.options, candidate.time.seconds)
             candidates.append(candidate)
         except (ValueError, NotImplementedError):
             heappop(queue)
@@ -202,7 +201,7 @@ def search(
     for i, candidate in enumerate(fitting[:num_results]):
         number = min(num_results, len(fitting)) - i
         progress(f"easing {candidate.layout}: {number} foldings are left")
-        fitting[i] = ease(request, candidate, table, estimate)
+        fitting[i] = find_faster_options(request, candidate, table, estimate)
     if not fitting:
         progress("nothing fits: looking for the smallest change")
     return SearchResult(
@@ -211,18 +210,18 @@ def search(
         too_large=tuple(candidate for candidate in candidates if not candidate.fits),
         refused=dict(refused),
         num_unplanned=len(layouts) - len(candidates) - refused["parallelize_moe"],
-        change=None if fitting else smallest_change(request, table),
+        change=None if fitting else find_smallest_change(request, table),
     )
 
 
 def _list_allowed_layouts(request: SearchRequest) -> tuple[list[Folding], Counter[str]]:
     """Return the layouts that no rule refuses, and how many layouts each rule refuses."""
-    if (number := len(divisors(request.num_gpus))) > MAX_DIVISORS:
+    if (number := len(list_divisors(request.num_gpus))) > MAX_DIVISORS:
         raise ValueError(
             f"num_gpus ({request.num_gpus}) must have at most {MAX_DIVISORS} divisors to be "
             f"searched, not {number}: take a multiple of a higher power of 2, or give degrees"
         )
-    refusals = {layout: refuse(request, layout) for layout in enumerate_layouts(request.num_gpus)}
+    refusals = {x: find_refusal(request, x) for x in enumerate_layouts(request.num_gpus)}
     layouts = [layout for layout, refusal in refusals.items() if refusal is None]
     return layouts, Counter(refusal.rule for refusal in refusals.values() if refusal is not None)
 
@@ -230,27 +229,26 @@ def _list_allowed_layouts(request: SearchRequest) -> tuple[list[Folding], Counte
 def _refuse_untimed(request: SearchRequest) -> None:
     """Raise a NotImplementedError for a precision whose time is not modelled."""
     precision = request.precision if isinstance(request.precision, Precision) else None
-    if (refusal := time_refusal(precision, request.gpu)) is not None:
-        raise NotImplementedError(
-            f"{refusal}, so foldings cannot be ranked: plan the memory of one, with degrees "
-            "such as --ep 8, or search without this precision"
-        )
+    fix = "plan the memory of one, with degrees such as --ep 8, or search without this precision"
+    refuse_untimed(precision, request.gpu, f", so foldings cannot be ranked: {fix}")
 
 
-def ease(request: SearchRequest, best: Fitting, table: CostTable, estimate: Estimate) -> Fitting:
+def find_faster_options(
+    request: SearchRequest, best: Fitting, table: CostTable, estimate: Estimate
+) -> Fitting:
     """Return a candidate with balanced stages and fewer options, if that is faster."""
     stage_layouts = (
         plan_options(request, best.layout, best.options, run)
-        for run in balanced_stages(best.run, table)[1:]
+        for run in balance_stages(best.run, table)[1:]
     )
-    balanced = (timed(candidate, table) for candidate in stage_layouts if candidate.fits)
+    balanced = (add_time(candidate, table) for candidate in stage_layouts if candidate.fits)
     best = min((best, *balanced), key=_get_step_seconds)
     best_seconds, tried = best.time.seconds, set[OptionSet]()
 
     def next_smaller() -> OptionSet | None:
         # FP8 launches and moves more, so only a step that these limit may be faster without FP8.
         gains = best.time.wall in ("host", "memory", "launch")
-        sets = smaller_sets(request, best.options, gains=gains)
+        sets = list_smaller_sets(request, best.options, gains=gains)
         return next((options for options in sets if options not in tried), None)
 
     while (options := next_smaller()) is not None:
@@ -258,11 +256,11 @@ def ease(request: SearchRequest, best: Fitting, table: CostTable, estimate: Esti
         num_bytes = estimate.num_bytes(best.layout, options)
         if num_bytes - estimate.num_bytes(best.layout, best.options) > best.headroom:
             continue
-        run = replace(run_of(request, best.layout, options), pipeline=best.run.pipeline)
+        run = replace(make_run(request, best.layout, options), pipeline=best.run.pipeline)
         other = plan_options(request, best.layout, options, run)
         if not other.fits:
             continue
-        candidate = timed(other, table)
+        candidate = add_time(other, table)
         if candidate.time.seconds <= (1 + MIN_GAIN) * best_seconds:
             best, best_seconds = candidate, min(best_seconds, candidate.time.seconds)
     return best
@@ -274,22 +272,23 @@ def _find_fastest_schedule(
     """Return a candidate with the fastest schedule of its stages, with options that let it fit."""
     larger_sets = (
         options
-        for options in option_sets_of(request)
+        for options in list_option_sets(request)
         if len(options.options) > len(candidate.options.options)
     )
     sets = [candidate.options, *larger_sets]
-    plans = [timed(candidate, table)]
-    for i, run in enumerate(schedules_of(candidate.run)[1:], 1):
+    plans = [add_time(candidate, table)]
+    for i, run in enumerate(list_schedules(candidate.run)[1:], 1):
         # More options make no schedule faster, so a slower schedule is not planned with them.
         if plan_time(run, table).seconds >= plans[0].time.seconds:
             continue
-        runs = ((s, schedules_of(run_of(request, candidate.layout, s))[i]) for s in sets)
+        runs = ((s, list_schedules(make_run(request, candidate.layout, s))[i]) for s in sets)
         candidates = (plan_options(request, candidate.layout, *pair) for pair in runs)
-        plans += [timed(fitting, table) for fitting in islice((c for c in candidates if c.fits), 1)]
+        fitting = next((c for c in candidates if c.fits), None)
+        plans += [] if fitting is None else [add_time(fitting, table)]
     return min(plans, key=_get_step_seconds)
 
 
-def timed(candidate: Candidate, table: CostTable) -> Fitting:
+def add_time(candidate: Candidate, table: CostTable) -> Fitting:
     """Plan the step time of a candidate, and return the candidate as a `Fitting`."""
     values = {field.name: getattr(candidate, field.name) for field in fields(candidate)}
     return Fitting(**values, time=plan_time(candidate.run, table))
@@ -298,7 +297,7 @@ def timed(candidate: Candidate, table: CostTable) -> Fitting:
 def explain_folding(request: SearchRequest, folding: Folding) -> str:
     """Return one line: the options with which a layout fits, or why it is refused or too large."""
     check_arguments(explain_folding, locals())
-    return explained(request, folding, plan_layout(request, folding, request.costs))
+    return describe_outcome(request, folding, plan_layout(request, folding, request.costs))
 
 
 def plan_layout(request: SearchRequest, layout: Folding, table: CostTable) -> Refusal | Candidate:
@@ -308,17 +307,17 @@ def plan_layout(request: SearchRequest, layout: Folding, table: CostTable) -> Re
         NotImplementedError: for a precision whose time on the GPU is not modelled.
     """
     _refuse_untimed(request)
-    refusal = refuse(request, layout)
-    if refusal is not None:
+    if (refusal := find_refusal(request, layout)) is not None:
         return refusal
     estimate = Estimate(request, table)
-    candidate = fit(request, layout, estimate)
+    candidate = plan_fitting_layout(request, layout, estimate)
     if not candidate.fits:
         return candidate
-    return ease(request, _find_fastest_schedule(request, candidate, table), table, estimate)
+    fitting = _find_fastest_schedule(request, candidate, table)
+    return find_faster_options(request, fitting, table, estimate)
 
 
-def explained(request: SearchRequest, layout: Folding, outcome: Refusal | Candidate) -> str:
+def describe_outcome(request: SearchRequest, layout: Folding, outcome: Refusal | Candidate) -> str:
     """Describe a refusal, a fitting layout or a too large layout in one line."""
     if isinstance(outcome, Refusal):
         return f"{layout}: refused ({outcome.rule}): {outcome.reason}"
@@ -337,8 +336,8 @@ def explained(request: SearchRequest, layout: Folding, outcome: Refusal | Candid
     )
 
 
-def fit(request: SearchRequest, layout: Folding, estimate: Estimate) -> Candidate:
-    """Plan a layout with the options whose estimate is fastest and that fit, or with all."""
+def plan_fitting_layout(request: SearchRequest, layout: Folding, estimate: Estimate) -> Candidate:
+    """Plan a layout with the fastest options that fit; if none fit, with all options."""
     while (candidate := _plan_estimated(request, layout, estimate)) is None:
         pass
     return candidate
@@ -347,22 +346,22 @@ def fit(request: SearchRequest, layout: Folding, estimate: Estimate) -> Candidat
 def _plan_estimated(
     request: SearchRequest, layout: Folding, estimate: Estimate
 ) -> Candidate | None:
-    """Plan a layout with its estimated options; if it is too large, correct the estimate: None."""
-    options = estimate.options(layout)
-    candidate = plan_options(request, layout, options or option_sets_of(request)[-1])
+    """Plan a layout with the estimated options; if it does not fit, raise the estimate: None."""
+    options = estimate.choose_options(layout)
+    candidate = plan_options(request, layout, options or list_option_sets(request)[-1])
     if options is None or candidate.fits:
         return candidate
-    estimate.learn(layout, options, max(candidate.peaks), candidate.host)
+    estimate.raise_bytes(layout, options, max(candidate.peaks), candidate.host)
     return None
 
 
 def plan_options(
     request: SearchRequest, layout: Folding, options: OptionSet, run: TrainingRun | None = None
 ) -> Candidate:
-    """Plan the memory of a layout with a set of options; run None = `run_of` their run."""
-    run = run_of(request, layout, options) if run is None else run
+    """Plan the memory of a layout with a set of options; run None = the run of `make_run`."""
+    run = make_run(request, layout, options) if run is None else run
     pins = run.memory.offload or run.optimizer.offload_fraction
-    host = plan_memory(run).pinned_bytes(gpu_of(request.gpu)) if pins else 0
+    host = plan_memory(run).pinned_bytes(get_gpu(request.gpu)) if pins else 0
     peaks = plan_peak(run)
     return Candidate(
         layout=layout,
@@ -375,11 +374,11 @@ def plan_options(
     )
 
 
-def smallest_change(request: SearchRequest, table: CostTable) -> str | None:
+def find_smallest_change(request: SearchRequest, table: CostTable) -> str | None:
     """Return the cheapest change of a request with which a layout fits; None = none was found."""
     for text, changed in _list_changes(request):
-        layouts = (x for x in enumerate_layouts(changed.num_gpus) if refuse(changed, x) is None)
-        estimate, options = Estimate(changed, table).num_bytes, option_sets_of(changed)[-1]
+        layouts, _ = _list_allowed_layouts(changed)
+        estimate, options = Estimate(changed, table).num_bytes, list_option_sets(changed)[-1]
         for layout in sorted(layouts, key=estimate)[:2]:
             if estimate(layout) <= changed.limit and plan_options(changed, layout, options).fits:
                 return f"{text}, with {layout}"
@@ -397,9 +396,9 @@ def _list_changes(request: SearchRequest) -> Iterator[tuple[str, SearchRequest]]
     # More of the requested GPUs come before other GPUs, all of which have more memory.
     numbers = (request.num_gpus * 2**n for n in range(1, 7))
     gpus: list[tuple[GpuName | Gpu, int]] = [
-        (request.gpu, n) for n in numbers if n <= MAX_GPUS and len(divisors(n)) <= MAX_DIVISORS
+        (request.gpu, n) for n in numbers if n <= MAX_GPUS and len(list_divisors(n)) <= MAX_DIVISORS
     ]
-    memory = gpu_of(request.gpu).memory
+    memory = get_gpu(request.gpu).memory
     gpus += [(name, request.num_gpus) for name, gpu in GPUS.items() if gpu.memory > memory]
     for gpu, num_gpus in gpus:
         rows = max(request.rows, num_gpus)

@@ -21,12 +21,17 @@ from operator import add, attrgetter
 from typing import Literal, NamedTuple
 
 from moecore.parallel.pipeline.layout import Stage
-from moecore.planning.dry_run import ADAMW, DryRun, add_even_work, dry_run_of_capacity
+from moecore.planning.dry_run import ADAMW, DryRun, add_even_work, record_step
 from moecore.planning.record import Pass, Placed, Queued, Start
-from moecore.planning.run import OptimizerOptions, TrainingRun, state_bytes, stored_bytes
+from moecore.planning.run import (
+    OptimizerOptions,
+    TrainingRun,
+    count_state_bytes,
+    count_stored_bytes,
+)
 
 MIDDLE = 3  # micro-batches of a dry run: the first, one between, the last
-Likes = Mapping[Literal["F", "B"], Sequence[int]]  # of forward and backward: the sample of a layer
+Likes = Mapping[Literal["F", "B"], Sequence[int]]  # by pass: the sampled layer for each layer
 
 
 def sample_layers(run: TrainingRun, num_micro_batches: int) -> tuple[TrainingRun, Likes]:
@@ -47,7 +52,7 @@ def sample_layers(run: TrainingRun, num_micro_batches: int) -> tuple[TrainingRun
     layers = sorted({*first, *samples.values(), *last_kind[:2], *last_kind[-2:]})
     small = replace(
         run,
-        model=run.planned_model.with_layers(layers),
+        model=run.planned_model.select_layers(layers),
         num_gpus=run.num_gpus // p.pp,
         parallel=replace(p, pp=1),
         num_micro_batches=num_micro_batches,
@@ -72,7 +77,7 @@ class Segment(NamedTuple):
 
 
 def _make_segment(launches: range, start: Start, level: int, kinds: Mapping[str, int]) -> Segment:
-    """Return the segment from a start to a number of allocated bytes."""
+    """Return the segment between `start` and the next start, with `level` allocated bytes."""
     net_kinds, peak_kinds = (
         {kind: values.get(kind, 0) - start.kinds.get(kind, 0) for kind in {**values, **start.kinds}}
         for values in (kinds, start.top_kinds)
@@ -81,7 +86,7 @@ def _make_segment(launches: range, start: Start, level: int, kinds: Mapping[str,
 
 
 class _Early(NamedTuple):
-    """The place of a launch in its segment, and its dependencies on segments far before it."""
+    """A launch's index in its segment, and its dependencies on launches far before it."""
 
     at: int
     dependencies: list[int]
@@ -108,11 +113,11 @@ class Segments:
         resident_bytes, last = starts[0].level, starts[-1]
         micro_batch, before = -1, "B"
         for i, (start, next_start) in enumerate(pairwise(starts)):
-            micro_batch += (before, start.of) == ("B", "F")
-            before = start.of
+            micro_batch += (before, start.pass_) == ("B", "F")
+            before = start.pass_
             launches = range(start.first if i else 0, next_start.first)
             segment = _make_segment(launches, start, next_start.level, next_start.kinds)
-            passes.setdefault((micro_batch, start.of, start.part), []).append(segment)
+            passes.setdefault((micro_batch, start.pass_, start.part), []).append(segment)
         end = _make_segment(range(last.first, len(queued)), last, resident_bytes, starts[0].kinds)
         return cls(queued=queued, resident_bytes=resident_bytes, like=like, passes=passes, end=end)
 
@@ -121,21 +126,21 @@ class Segments:
         """The number of micro-batches of the recorded step."""
         return 1 + max(micro_batch for micro_batch, _, _ in self.passes)
 
-    def of_stage(self, stage: Stage, of: Pass, micro_batch: int) -> list[Segment]:
+    def list_stage_segments(self, stage: Stage, pass_: Pass, micro_batch: int) -> list[Segment]:
         """Return the segments of a stage's pass in a recorded micro-batch, in order."""
-        parts = self.parts(stage, of)
-        return [segment for part in parts for segment in self.of_part(part, of, micro_batch)]
+        parts = self.list_parts(stage, pass_)
+        return [s for part in parts for s in self.list_part_segments(part, pass_, micro_batch)]
 
-    def of_part(self, part: str, of: Pass, micro_batch: int) -> Sequence[Segment]:
+    def list_part_segments(self, part: str, pass_: Pass, micro_batch: int) -> Sequence[Segment]:
         """Return the segments of a part's pass, in order."""
-        return self.passes.get((micro_batch, of, part), ())
+        return self.passes.get((micro_batch, pass_, part), ())
 
-    def parts(self, stage: Stage, of: Pass) -> list[str]:
+    def list_parts(self, stage: Stage, pass_: Pass) -> list[str]:
         """Return the names of the recorded parts that stand for a stage's parts, in pass order."""
         parts = ["embedding"] * stage.embedding
-        parts += [f"layer {self.like[of][layer]}" for layer in stage.layers]
+        parts += [f"layer {self.like[pass_][layer]}" for layer in stage.layers]
         parts += ["predictions"] * bool(stage.mtp) + ["head"] * stage.loss
-        return parts[::-1] if of == "B" else parts
+        return parts[::-1] if pass_ == "B" else parts
 
     def join(self, segments: Iterable[Segment]) -> list[Placed]:
         """Concatenate segments into one launch queue, with dependencies as distances."""
@@ -242,13 +247,13 @@ class SmallRun(NamedTuple):
         return Segments.of(step.queued, step.starts, self.like)
 
 
-def segments_of(run: TrainingRun) -> Segments:
+def make_segments(run: TrainingRun) -> Segments:
     """Return the segments of a run's step, whose optimizer state stays on the device."""
     small = SmallRun.of(run)
-    segments, share = small.segments, stored_bytes(run) / stored_bytes(small.run)
+    segments, share = small.segments, count_stored_bytes(run) / count_stored_bytes(small.run)
     # As `dry_run._count_optimizer_bytes`.
     traffic, small_traffic = (
-        3 * run.dtype.itemsize + 2 * state_bytes(of.optimizer) for of in (run, small.run)
+        3 * run.dtype.itemsize + 2 * count_state_bytes(r.optimizer) for r in (run, small.run)
     )
     shares, first = {ADAMW: share * traffic / small_traffic}, segments.end.launches.start
     end = (
@@ -263,10 +268,10 @@ def segments_of(run: TrainingRun) -> Segments:
 
 @lru_cache(maxsize=64)
 def _run_dry_cached(run: TrainingRun) -> DryRun:
-    return dry_run_of_capacity(run)
+    return record_step(run)
 
 
-def like_micro_batches(number: int, num_recorded: int) -> list[int]:
+def map_micro_batches(number: int, num_recorded: int) -> list[int]:
     """Return the recorded micro-batch that stands for each of a step: the ends, and a middle."""
     if number <= num_recorded:
         return [*range(number - 1), num_recorded - 1] if number > 1 else [0]

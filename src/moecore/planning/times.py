@@ -21,29 +21,35 @@ from typing import Any, Literal, NamedTuple
 
 from moecore.base.fields import check_arguments
 from moecore.base.options.names import GpuName
-from moecore.base.options.precision import Precision
 from moecore.parallel.pipeline.layout import LayoutCosts, Stage, balanced_layout
 from moecore.parallel.pipeline.orders import PAIRING, Item, Overlap, list_actions
 from moecore.parallel.pipeline.schedule import make_schedule
 from moecore.parallel.pipeline.timeline import Timeline, spans_of
 from moecore.planning.costs import CostTable, Wall
 from moecore.planning.dry_run import DryRun
-from moecore.planning.gpus import Gpu, time_refusal
+from moecore.planning.gpus import Gpu, refuse_untimed
 from moecore.planning.record import PASSES, SLICES, Pass, Placed, Work, place_launches
-from moecore.planning.run import TrainingRun, stages_by_rank, stages_of, state_bytes, stored_bytes
+from moecore.planning.run import (
+    TrainingRun,
+    count_state_bytes,
+    count_stored_bytes,
+    list_rank_stages,
+    list_stages,
+)
 from moecore.planning.segments import (
     MIDDLE,
     Segment,
     Segments,
     SmallRun,
-    like_micro_batches,
-    segments_of,
+    make_segments,
+    map_micro_batches,
 )
 
 Part = Literal[Wall, "host", "bubble"]
 Parts = Mapping[Part, float]
 # If several parts run at once, the first of them counts, and the others are hidden behind it.
 PARTS: tuple[Part, ...] = ("compute", "memory", "launch", "nvlink", "network", "pcie", "host")
+MEMORY_ONLY = "; plan its memory with plan_memory"
 STEPS = 3  # steps until a step takes as long as the step before it
 SHARES = (0.25, 0.5, 0.75, 1.0)  # shares of the seconds of a model's ends, for stage layouts
 ROUNDS = 3  # micro-batches of a simulated step over the number of pipeline ranks
@@ -60,7 +66,7 @@ class StepTime:
     """
 
     seconds: float
-    parts: dict[Part, float]
+    parts: Parts
 
     @property
     def wall(self) -> Part:
@@ -69,29 +75,22 @@ class StepTime:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TimePlan:
+class TimePlan(StepTime):
     """The planned time of a run's step.
+
+    `parts` are the seconds of the pipeline rank that works longest. "bubble" is the time in which
+    that rank waits for other ranks.
 
     Attributes:
         run: the planned run.
-        gpu: as the table's.
-        seconds: the seconds of a step.
-        parts: the seconds by limit, as in `StepTime`, on the pipeline rank that works longest;
-            "bubble" is the time in which that rank waits for others.
+        gpu: the GPU of the cost table.
         timeline: the pipeline's timeline in seconds, of the simulated micro-batches; None without a
             pipeline.
     """
 
     run: TrainingRun
     gpu: GpuName | Gpu
-    seconds: float
-    parts: Parts
     timeline: Timeline | None
-
-    @property
-    def wall(self) -> Part:
-        """The limit of the largest part."""
-        return max(self.parts, key=lambda part: self.parts[part])
 
     @property
     def tokens_per_second(self) -> float:
@@ -153,14 +152,14 @@ class Spans(NamedTuple):
         return sums
 
 
-class Passed(NamedTuple):
+class PassSeconds(NamedTuple):
     """The exposed seconds of a pass by limit, and the sum of its network seconds."""
 
     parts: Parts
     network: float
 
 
-StagePasses = dict[tuple[Pass, int], Passed]  # by pass and micro-batch of the dry run
+StagePasses = dict[tuple[Pass, int], PassSeconds]  # by pass and micro-batch of the dry run
 Memo = dict[object, StagePasses]  # by the starts of a stage's segments
 
 
@@ -175,20 +174,12 @@ def time_step(step: DryRun, table: CostTable) -> StepTime:
         NotImplementedError: for products whose time on the table's GPU is not modelled.
     """
     check_arguments(time_step, locals())
-    _refuse_untimed(step.precision, table)
-    spans, before = (
-        run_queue(place_launches(step.queued), table, STEPS),
-        (STEPS - 1) * len(step.queued),
-    )
-    start, end = (max(spans.ends[:number]) for number in (before, len(spans.ends)))
-    parts = _add_network(spans.exposed(start, end), spans.network(before, len(spans.ends)))
+    refuse_untimed(step.precision, table.gpu, MEMORY_ONLY)
+    spans = run_queue(place_launches(step.queued), table, STEPS)
+    before, number = (STEPS - 1) * len(step.queued), STEPS * len(step.queued)
+    start, end = spans.end(before), spans.end(number)
+    parts = _add_network(spans.exposed(start, end), spans.network(before, number))
     return StepTime(max(end - start, sum(parts.values())), parts)
-
-
-def _refuse_untimed(precision: Precision | None, table: CostTable) -> None:
-    """Raise a NotImplementedError for products whose time is not modelled."""
-    if (refusal := time_refusal(precision, table.gpu)) is not None:
-        raise NotImplementedError(f"{refusal}; plan its memory with plan_memory")
 
 
 def run_queue(queue: Sequence[Placed], table: CostTable, steps: int = 1) -> Spans:
@@ -236,8 +227,8 @@ def plan_time(run: TrainingRun, table: CostTable) -> TimePlan:
         NotImplementedError: for products whose time on the table's GPU is not modelled.
     """
     check_arguments(plan_time, locals())
-    _refuse_untimed(run.precision, table)
-    segments, timeline, memo = segments_of(run), None, Memo()
+    refuse_untimed(run.precision, table.gpu, MEMORY_ONLY)
+    segments, timeline, memo = make_segments(run), None, Memo()
     if run.pipeline is None:
         seconds, parts = _time_unstaged(run, segments, table)
     else:
@@ -248,21 +239,23 @@ def plan_time(run: TrainingRun, table: CostTable) -> TimePlan:
     return TimePlan(run=run, gpu=table.gpu, seconds=seconds, parts=parts, timeline=timeline)
 
 
-def balanced_stages(run: TrainingRun, table: CostTable) -> list[TrainingRun]:
+def balance_stages(run: TrainingRun, table: CostTable) -> list[TrainingRun]:
     """Return a run, and the same run with stage layouts that balance the seconds of its ends."""
     if run.pipeline is None:
         return [run]
-    segments, model = segments_of(run), run.planned_model
+    segments, model = make_segments(run), run.planned_model
     none = Stage(index=0, embedding=False, layers=(), mtp=(), loss=False)
 
     @cache
     def cost(**parts: Any) -> float:
         passes = _time_passes(replace(none, **parts), segments, table)
-        return sum(sum(passes[of, segments.num_micro_batches // 2].parts.values()) for of in PASSES)
+        return sum(
+            sum(passes[pass_, segments.num_micro_batches // 2].parts.values()) for pass_ in PASSES
+        )
 
     # All layers of a kind between the ends of a model have equal costs.
     kinds = model.layers
-    middle = {kind: sorted(i for i, of in enumerate(kinds) if of == kind) for kind in kinds}
+    middle = {kind: sorted(i for i, other in enumerate(kinds) if other == kind) for kind in kinds}
     kind_costs = {kind: cost(layers=(ids[len(ids) // 2],)) for kind, ids in middle.items()}
     mtp = tuple(range(model.num_mtp_layers))
     # Pairs of passes hide a part of the ends' seconds, which the plan of each layout shows.
@@ -275,7 +268,7 @@ def balanced_stages(run: TrainingRun, table: CostTable) -> list[TrainingRun]:
             loss=share * cost(loss=True),
             bound=model.bound(),
         )
-        texts[balanced_layout(costs, num_stages=len(stages_of(run))).text] = None
+        texts[balanced_layout(costs, num_stages=len(list_stages(run))).text] = None
     even = run.pipeline
     return [run, *(replace(run, pipeline=replace(even, layout=t, chunks=None)) for t in texts)]
 
@@ -284,12 +277,12 @@ def _time_unstaged(run: TrainingRun, segments: Segments, table: CostTable) -> tu
     """Return seconds and parts of a step without stages."""
     # A queue of a few micro-batches is timed. Each further micro-batch takes as long as the last of
     # its middle ones.
-    (stage,) = stages_of(run)
+    (stage,) = list_stages(run)
     number = min(run.num_micro_batches, MIDDLE + 1)
     queue, lengths = list[Segment](), list[int]()
-    for i in like_micro_batches(number, segments.num_micro_batches):
-        for of in PASSES:
-            queue += segments.of_stage(stage, of, i)
+    for i in map_micro_batches(number, segments.num_micro_batches):
+        for pass_ in PASSES:
+            queue += segments.list_stage_segments(stage, pass_, i)
         lengths.append(_count_launches(queue))
     placed_queue = segments.join([*queue, segments.end])
     before, length = (STEPS - 1) * len(placed_queue), len(placed_queue)
@@ -310,10 +303,10 @@ def _time_state_waits(run: TrainingRun, segments: Segments, table: CostTable, me
     # The copy to the host overlaps with the blocks of the first forward. The copy back overlaps
     # with the blocks of the last backward, except the first of them. In a pipeline these are the
     # blocks of the first rank.
-    numel = stored_bytes(run) // run.dtype.itemsize
-    num_bytes = int(run.optimizer.offload_fraction * numel * state_bytes(run.optimizer))
+    numel = count_stored_bytes(run) // run.dtype.itemsize
+    num_bytes = int(run.optimizer.offload_fraction * numel * count_state_bytes(run.optimizer))
     copy = table.seconds(Work("copy to host", "copy", 0, num_bytes, (), "uint8"))
-    blocks = [replace(stage, embedding=False, loss=False) for stage in stages_by_rank(run)[0]]
+    blocks = [replace(stage, embedding=False, loss=False) for stage in list_rank_stages(run)[0]]
     passes = [_time_passes_cached(stage, segments, table, memo) for stage in blocks]
     out, back = (
         sum(sum(of_stage[end].parts.values()) for of_stage in passes)
@@ -323,7 +316,7 @@ def _time_state_waits(run: TrainingRun, segments: Segments, table: CostTable, me
     return max(0.0, copy - out) + max(0.0, copy - back)
 
 
-def hidden_share(run: TrainingRun, table: CostTable) -> float:
+def find_hidden_share(run: TrainingRun, table: CostTable) -> float:
     """Return the share of a run's exchanges between nodes that pairs hide, as the table assumes."""
     is_paired = run.pipeline is not None and run.pipeline.schedule in PAIRING
     is_across = run.resolved.ep * run.resolved.etp > run.ranks_per_domain
@@ -340,18 +333,18 @@ def _time_staged(
 ) -> tuple[float, Parts, Timeline]:
     """Return seconds, parts and timeline of a step with stages."""
     assert run.pipeline is not None, "checked by the caller"
-    name, pp, stages = run.pipeline.schedule, run.resolved.pp, stages_of(run)
+    name, pp, stages = run.pipeline.schedule, run.resolved.pp, list_stages(run)
     passes = [_time_passes_cached(stage, segments, table, memo) for stage in stages]
     # Clipping and the optimizer follow the slowest pipeline rank.
     end_spans = run_queue(segments.join([segments.end]), table)
     end_seconds = max(end_spans.ends, default=0.0)
     end_parts = end_spans.exposed(0.0, end_seconds)
-    send, hides = _time_send(run, table), hidden_share(run, table)
+    send, hides = _time_send(run, table), find_hidden_share(run, table)
     timelines: dict[int, Timeline] = {}
 
     def step(number: int) -> tuple[float, Parts]:
         schedule = make_schedule(name, pp=pp, chunks=len(stages) // pp, num_micro_batches=number)
-        like = like_micro_batches(number, segments.num_micro_batches)
+        like = map_micro_batches(number, segments.num_micro_batches)
 
         @cache
         def parts_of(item: Item) -> Parts:
@@ -404,7 +397,7 @@ def _time_passes_cached(
     stage: Stage, segments: Segments, table: CostTable, memo: Memo
 ) -> StagePasses:
     """Return `_time_passes` of a stage, computed once for stages with equal segments."""
-    key = tuple(segment.launches.start for segment in segments.of_stage(stage, "F", 0))
+    key = tuple(segment.launches.start for segment in segments.list_stage_segments(stage, "F", 0))
     if key not in memo:
         memo[key] = _time_passes(stage, segments, table)
     return memo[key]
@@ -415,15 +408,15 @@ def _time_passes(stage: Stage, segments: Segments, table: CostTable) -> StagePas
     passes: StagePasses = {}
     queue: list[Segment] = []
     lengths: list[tuple[tuple[Pass, int], int]] = []
-    for i in like_micro_batches(segments.num_micro_batches + 1, segments.num_micro_batches):
-        for of in PASSES:
-            queue += segments.of_stage(stage, of, i)
-            lengths.append(((of, i), _count_launches(queue)))
+    for i in map_micro_batches(segments.num_micro_batches + 1, segments.num_micro_batches):
+        for pass_ in PASSES:
+            queue += segments.list_stage_segments(stage, pass_, i)
+            lengths.append(((pass_, i), _count_launches(queue)))
     spans = run_queue(segments.join(queue), table)
     start, before = 0.0, 0
     for key, number in lengths:
         end, network = spans.end(number), spans.network(before, number)
-        passes[key] = Passed(_add_network(spans.exposed(start, end), network), network)
+        passes[key] = PassSeconds(_add_network(spans.exposed(start, end), network), network)
         start, before = end, number
     return passes
 

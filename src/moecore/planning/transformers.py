@@ -69,13 +69,13 @@ class TransformersModel(CheckedRecord):
         values = read_config(config)
         path = "DIR" if isinstance(config, Mapping) else os.fspath(config)
         model = cls(values=json.dumps(values, sort_keys=True), source=path)
-        with refusing(model):
+        with raise_one_line(model):
             _build_structure(model)
         return model
 
 
 @contextmanager
-def refusing(model: object) -> Iterator[None]:
+def raise_one_line(model: object) -> Iterator[None]:
     """Return a context that turns errors of a class of transformers into one-line ValueErrors."""
     # A config.json may have any values, and the code of the class that reads them is not moecore's.
     try:
@@ -113,11 +113,6 @@ class StockModel(PlannedModel):
     @classmethod
     def of(cls, model: TransformersModel) -> StockModel:
         """Return the sizes and layers that a model's modules have."""
-        with refusing(model):
-            return cls._of(model)
-
-    @classmethod
-    def _of(cls, model: TransformersModel) -> StockModel:
         hf, blocks, experts = _build_structure(model)
         config = hf.config.get_text_config()
         with_experts = [any(isinstance(m, RoutedLayer) for m in b.modules()) for b in blocks]
@@ -140,7 +135,7 @@ class StockModel(PlannedModel):
         return family_of(hf).staged(hf).stage_parts().bound
 
     @override
-    def with_layers(self, layers: Sequence[int]) -> TransformersModel:
+    def select_layers(self, layers: Sequence[int]) -> TransformersModel:
         numbers = self.model.layers or range(self.num_layers)
         return replace(self.model, layers=tuple(numbers[i] for i in layers))
 

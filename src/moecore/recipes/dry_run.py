@@ -18,8 +18,8 @@ from moecore.planning import (
     plan_time,
 )
 from moecore.planning.costs import CostTable
-from moecore.planning.flags import planned_nvlink
-from moecore.planning.gpus import domain_of, gpu_of, peers_of, time_refusal
+from moecore.planning.flags import choose_nvlink
+from moecore.planning.gpus import count_peers, find_domain, find_time_refusal, get_gpu
 from moecore.recipes.data import StepBatch
 from moecore.recipes.options import RunConfig, ShardedConfig
 from moecore.recipes.parser import to_toml
@@ -36,8 +36,8 @@ def planned_run(
     """Return the run of the options as `moecore.planning` describes it, in bf16."""
     if isinstance(model, DecoderConfig):
         model = replace(model, max_seq_len=max(model.max_seq_len, args.seq_len))
-    dispatch, domain = args.dispatch_options(), domain_of(args.gpu, num_gpus)
-    peers = peers_of(args.gpu, domain)
+    dispatch, domain = args.dispatch_options(), find_domain(args.gpu, num_gpus)
+    peers = count_peers(args.gpu, domain)
     return TrainingRun(
         model=model,
         num_gpus=num_gpus,
@@ -54,7 +54,7 @@ def planned_run(
             master_remainder=args.optimizer.master_remainder,
             offload_fraction=args.optimizer.state_offload,
         ),
-        nvlink=planned_nvlink(dispatch, parallel, peers),
+        nvlink=choose_nvlink(dispatch, parallel, peers),
         dispatcher="hierarchical" if dispatch.name == "hierarchical" else "auto",
         ranks_per_domain=domain,
         num_peers=peers,
@@ -78,11 +78,11 @@ def print_dry_run(
 
 def print_plan(args: RunConfig, run: TrainingRun) -> bool:
     """Print memory by kind and the time of a step; return whether the run fits the GPU."""
-    plan, gpu = plan_memory(run), gpu_of(args.gpu)
+    plan, gpu = plan_memory(run), get_gpu(args.gpu)
     peak, memory = plan.largest.num_bytes, gpu.memory
     print(f"plan for {run.num_gpus} {args.gpu}:")
     print(plan.table())
-    time = time_refusal(run.precision, args.gpu) or plan_time(run, CostTable.of(args.gpu)).line
+    time = find_time_refusal(run.precision, args.gpu) or plan_time(run, CostTable.of(args.gpu)).line
     print(time)
     fits = peak <= memory
     verdict = "fits" if fits else "does not fit: moecore plan finds options that do"

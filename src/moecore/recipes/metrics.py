@@ -22,7 +22,7 @@ from torch import Tensor
 
 from moecore.base.fields import CheckedRecord
 from moecore.models import DecoderConfig, flops_per_token
-from moecore.planning.gpus import TERA, bf16_flops_of
+from moecore.planning.gpus import TERA, find_bf16_flops
 from moecore.train.step_result import StepResult
 
 Metrics = dict[str, float]
@@ -175,7 +175,7 @@ def peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Return the dense TFLOP/s of a device by its name; None = not known."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
-    flops = bf16_flops_of(torch.cuda.get_device_name(device))
+    flops = find_bf16_flops(torch.cuda.get_device_name(device))
     return None if flops is None else flops / TERA
 
 

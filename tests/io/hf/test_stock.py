@@ -20,7 +20,7 @@ from moecore.io import export_hf, load_hf
 from moecore.io.hf.files import HFFiles
 from moecore.io.hf.pieces import FileView
 from moecore.io.hf.quant import TensorSource, ViewedSource
-from moecore.io.hf.stock import Shapes, published_shapes, shapes_of, stock_plan
+from moecore.io.hf.stock import Shapes, list_shapes, published_shapes, stock_plan
 from tests.families.transformers.family_models import model_class, tiny_model
 from tests.families.transformers.hf_models import qwen3_moe
 from tests.families.transformers.test_families import BY_DAY, taken, without_unused_rows
@@ -196,5 +196,5 @@ def test_a_checkpoint_has_gate_and_up_apart() -> None:
     for e, (i, role) in itertools.product(range(E), enumerate(("gate_proj", "up_proj"))):
         assert torch.equal(found.pop(f"{where}{e}.{role}.weight"), numbers[e, i])
     assert not found
-    fused = stock_plan(reader, {name: (E, 2, rows // 2, D)}, shapes_of(reader.state_dict()))[name]
+    fused = stock_plan(reader, {name: (E, 2, rows // 2, D)}, list_shapes(reader.state_dict()))[name]
     assert [(p.name, p.shape) for p in fused.pieces] == [(name, (E, rows, D))]

@@ -43,9 +43,9 @@ class Found(NamedTuple):
 def recorded(run: Callable[[], Tensor]) -> Found:
     """Run forward and backward of an operation on meta."""
     recorder = WorkRecorder(8)
-    dry = launches_on_meta(recorder.launched), dry_streams(recorder.queues)
+    dry = launches_on_meta(recorder.record_kernel), dry_streams(recorder.queues)
     with dry[0], dry[1], OnMeta("cuda"), recorder:
-        recorder.mark()
+        recorder.start_recording()
         before = recorder.level
         out = run()
         kept, forward = recorder.level, recorder.peak

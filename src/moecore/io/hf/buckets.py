@@ -22,7 +22,14 @@ from torch import Tensor
 
 from moecore.base.torch_private import foreach_copy_
 from moecore.io.checkpoint.ranks import Group, on_every_rank, rank_and_world
-from moecore.io.hf.collect import ErrorKeeper, Item, PartOwners, by_size, read_local, write_piece
+from moecore.io.hf.collect import (
+    ErrorKeeper,
+    Item,
+    PartOwners,
+    group_by_size,
+    read_local,
+    write_piece,
+)
 from moecore.io.hf.pieces import PieceOverlap
 
 ALIGNMENT = 16  # bytes
@@ -174,7 +181,7 @@ class BucketCollector(ErrorKeeper):
         ]
         for sender in sorted({copy.box.sender(writer) for copy in copies}):
             group = [copy for copy in copies if copy.box.sender(writer) == sender]
-            for message in by_size(group, lambda c: align(c.box.num_bytes), self.capacity):
+            for message in group_by_size(group, lambda c: align(c.box.num_bytes), self.capacity):
                 if sender < 0:
                     self._copy_local_boxes(message, parts, read)
                 else:

@@ -52,7 +52,9 @@ class Item:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def by_size(things: Iterable[T], size_of: Callable[[T], int], max_size: int) -> Iterator[list[T]]:
+def group_by_size(
+    things: Iterable[T], size_of: Callable[[T], int], max_size: int
+) -> Iterator[list[T]]:
     """Yield lists of consecutive things whose sizes sum to at most `max_size`.
 
     A larger thing has a list without other things.

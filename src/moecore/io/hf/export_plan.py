@@ -43,8 +43,8 @@ from moecore.io.hf.pieces import FileRecipe, local_part
 from moecore.io.hf.stock import (
     Shapes,
     build_reader,
+    list_shapes,
     rename_shapes,
-    shapes_of,
     transformers_class,
     written_plan,
 )
@@ -268,7 +268,7 @@ def checked_reader(model: nn.Module, values: Mapping[str, Any], shapes: Shapes) 
     reader = full_reader or build_reader(values, model)
     if reader is not None:
         kind = type(reader)
-        _check_names(model, kind, shapes_of(reader.state_dict()), rename_shapes(shapes))
+        _check_names(model, kind, list_shapes(reader.state_dict()), rename_shapes(shapes))
         _check_layers(model, kind, reader)
     return reader
 

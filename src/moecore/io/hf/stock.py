@@ -101,7 +101,7 @@ def _limit_modules() -> Iterator[None]:
         hook.remove()
 
 
-def shapes_of(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+def list_shapes(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of each tensor in a state dict."""
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
@@ -110,7 +110,7 @@ def published_shapes(reader: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of the tensors that `save_pretrained` would write for this model."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    return shapes_of(revert_weight_conversion(reader, reader.state_dict()))
+    return list_shapes(revert_weight_conversion(reader, reader.state_dict()))
 
 
 def rename_shapes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
@@ -128,7 +128,7 @@ def stock_plan(reader: nn.Module | None, shapes: Shapes, *files: Shapes) -> dict
     """Return each model tensor's recipe; raise if transformers computes values while loading."""
     # If `reader` is None, files have the model's names. Earlier entries of `files` have priority.
     names = dict(zip(shapes, rename_shapes(shapes), strict=True))
-    targets = {} if reader is None else shapes_of(reader.state_dict())
+    targets = {} if reader is None else list_shapes(reader.state_dict())
     recipes, refused = dict[str, FileRecipe](), dict[str, str]()
     for file_shapes in files if reader is not None else ():
         remaining = {names[name] for name in shapes if name not in recipes} & targets.keys()
@@ -159,7 +159,7 @@ def written_plan(reader: nn.Module | None, shapes: Shapes, layout: str) -> dict[
     """Return the recipes for writing: transformers' in-memory ("fused") or published names."""
     if reader is None:
         return stock_plan(None, shapes)
-    files = shapes_of(reader.state_dict()) if layout == "fused" else published_shapes(reader)
+    files = list_shapes(reader.state_dict()) if layout == "fused" else published_shapes(reader)
     return stock_plan(reader, shapes, files)
 
 

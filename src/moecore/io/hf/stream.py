@@ -32,7 +32,14 @@ from moecore.io.hf.buckets import (
     size_in_bucket,
 )
 from moecore.io.hf.changes import Digests, WeightsVersion, local_storage
-from moecore.io.hf.collect import Item, LocalPart, PartOwners, by_size, describe_part, read_local
+from moecore.io.hf.collect import (
+    Item,
+    LocalPart,
+    PartOwners,
+    describe_part,
+    group_by_size,
+    read_local,
+)
 from moecore.io.hf.config_fields import HFConfig
 from moecore.io.hf.export import check_dtype
 from moecore.io.hf.export_plan import (
@@ -247,15 +254,14 @@ class WeightStream:
                 "model (changed) must hold the same parts of the same tensors in every pass: make "
                 "a new stream"
             )
-        added = {
-            id(m.weight): m for m in (find_merges(self._model) if self._lora == "merged" else [])
-        }
+        merges = find_merges(self._model) if self._lora == "merged" else []
+        added = {id(m.weight): m for m in merges}
         sources = {
             name: _StreamSource(tensor, added.get(id(tensor))) for name, tensor in tensors.items()
         }
         for name, source in sources.items():
             source.check(name)
-        buckets = by_size(self._items, size_in_bucket, self._max_bytes)
+        buckets = group_by_size(self._items, size_in_bucket, self._max_bytes)
         run = _StreamPass(sources, buckets, self._collector, self._control.group)
         run.digests = self._compute_digests(sources)
         if self._expected_digests not in (None, run.digests):

@@ -24,7 +24,7 @@ from moecore.io.hf.files import CONFIG, INDEX, BoxReader, HFFiles, read_json
 from moecore.io.hf.names import find_layout, hf_copies, hf_plan, model_copies
 from moecore.io.hf.pieces import file_shapes
 from moecore.io.hf.quant import TensorSource, find_sources
-from moecore.io.hf.stock import build_reader, published_shapes, shapes_of, stock_plan
+from moecore.io.hf.stock import build_reader, list_shapes, published_shapes, stock_plan
 
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
@@ -153,7 +153,7 @@ def _compare_with_transformers(
     if reader is None:
         return _find_missing_experts(sources, config)
     copies, shapes = model_copies(reader), {n: source.shape for n, source in sources.items()}
-    plan = stock_plan(reader, shapes_of(reader.state_dict()), shapes, published_shapes(reader))
+    plan = stock_plan(reader, list_shapes(reader.state_dict()), shapes, published_shapes(reader))
     plan = {name: recipe for name, recipe in plan.items() if name not in copies}
     mtp_names = {n for n in sources if (m := LAYER.match(n)) and _is_mtp_layer(int(m[1]), config)}
     return shape_problems(sources, file_shapes(plan), mtp_names | copies.keys())

@@ -30,9 +30,10 @@ from moecore.packing.corpus.documents import (
     CorpusOptions,
     CorpusSource,
     DocumentReader,
+    IndexedDocuments,
+    StreamedDocuments,
 )
 from moecore.packing.corpus.files import shorten_text
-from moecore.packing.corpus.order import IndexedDocuments, StreamedDocuments
 from moecore.packing.corpus.partitions import Partition, RowShape
 from moecore.packing.corpus.position import (
     Cursors,

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from typing_extensions import override
@@ -25,10 +25,8 @@ from typing_extensions import override
 from moecore.kernels.cross_entropy import IGNORE_INDEX
 from moecore.packing.bins import pack_lengths
 from moecore.packing.collate import Piece
-from moecore.packing.corpus.order import BITS_64
-from moecore.packing.documents import Integers, hash_parts
-
-Rule = Literal["split", "whole"]
+from moecore.packing.corpus.documents import BITS_64, DocumentReader, Rule
+from moecore.packing.documents import Integers, cut_lengths, hash_parts
 
 
 class Cursor(NamedTuple):
@@ -41,21 +39,11 @@ class Cursor(NamedTuple):
     tokens: int  # tokens of the document or window, which a resumed run compares
 
 
-class DocumentsByOrdinal(Protocol):
-    """The methods of `DocumentReader` that packers call."""
-
-    def __call__(self, ordinal: int) -> Integers:
-        """Return the token ids of a document."""
-
-    def refuse(self, problem: str) -> NoReturn:
-        """Raise an error that names the last read document."""
-
-
 class RowPacker(ABC):
     """Makes rows from the documents of one source in one partition."""
 
     def __init__(
-        self, documents: DocumentsByOrdinal, shape: RowShape, cursor: Cursor, *, partitions: int
+        self, documents: DocumentReader, shape: RowShape, cursor: Cursor, *, partitions: int
     ) -> None:
         self._documents, self._shape, self._partitions = documents, shape, partitions
         self.cursor = cursor
@@ -135,11 +123,7 @@ class _Window:
         lengths = np.array([len(document) for document in documents])
         self.tokens = int(lengths.sum())
         # A piece is stored as its document and its start, because a long document has many pieces.
-        counts = -(-lengths // shape.tokens)
-        self._document = np.repeat(np.arange(len(documents)), counts)
-        first_piece = np.repeat(np.cumsum(counts) - counts, counts)
-        self._start = (np.arange(len(self._document)) - first_piece) * shape.tokens
-        piece_lengths = np.minimum(lengths[self._document] - self._start, shape.tokens)
+        self._document, self._start, piece_lengths = cut_lengths(lengths, shape.tokens)
         self._rows = pack_lengths(shape.pad_length(piece_lengths), shape.tokens)
         firsts = self._rows.documents[self._rows.offsets[:-1]]
         self._order = np.argsort(firsts, kind="stable")
@@ -186,7 +170,7 @@ class Partition:
     def __init__(
         self,
         number: int,
-        documents: Mapping[str, DocumentsByOrdinal],  # by the name of the source
+        documents: Mapping[str, DocumentReader],  # by the name of the source
         weights: Mapping[str, float],  # by the name of the source
         cursors: Sequence[Cursor] | None,  # None = the start of each source
         *,

@@ -29,6 +29,10 @@ from moecore.packing.corpus.partitions import Cursor
 
 SAMPLED = 16  # documents of a source whose tokens are a fact
 SAMPLED_TOKENS = 1 << 20  # no further document is tokenized after this number of tokens
+ROW_OPTIONS = (
+    *("row_tokens", "documents", "window", "multiple"),
+    *("seed", "shuffle", "shuffle_buffer"),
+)
 Cursors = dict[int, list[Cursor]]  # by partition
 Number = Annotated[int, Bound(">=", 0), Bound("<", 2**62)]
 FIELDS: dict[str, Any] = {
@@ -53,14 +57,10 @@ def collect_facts(sources: Sequence[CorpusSource], options: CorpusOptions) -> di
     """Return the facts that decide a loader's rows, as JSON."""
     facts: dict[str, Any] = {"number of sources": len(sources)}
     facts |= {f"name of source {i}": source.name for i, source in enumerate(sources)}
-    options_of_rows = ("row_tokens", "documents", "window", "multiple")
-    for name in (*options_of_rows, "seed", "shuffle", "shuffle_buffer"):
-        facts[name] = getattr(options, name)
+    facts |= {name: getattr(options, name) for name in ROW_OPTIONS}
     for source in sources:
-        facts |= {
-            f"{fact} of {source.name}": value
-            for fact, value in _collect_source_facts(source).items()
-        }
+        source_facts = _collect_source_facts(source)
+        facts |= {f"{fact} of {source.name}": value for fact, value in source_facts.items()}
     return facts
 
 

@@ -50,7 +50,7 @@ class Schedule:
         after = [] if stage == self.num_stages - 1 else [Action("D", stage + 1, micro_batch)]
         return [Action("F", stage, micro_batch), *after]
 
-    def in_time(self) -> Iterator[tuple[int, Item]]:
+    def iterate_in_time_order(self) -> Iterator[tuple[int, Item]]:
         """Yield (rank, item) in an order that satisfies all dependencies.
 
         The iteration stops early if the schedule has a deadlock.
@@ -105,7 +105,7 @@ class Schedule:
                 f"passes ({min(kind_of)}) must be of micro-batches of the step: fix them"
             )
         ran = [0] * self.pp
-        for rank, _ in self.in_time():
+        for rank, _ in self.iterate_in_time_order():
             ran[rank] += 1
         for rank, order in enumerate(self.orders):
             if ran[rank] < len(order):

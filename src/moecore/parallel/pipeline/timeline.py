@@ -284,7 +284,7 @@ def spans_of(
     """
     spans: list[list[Span]] = [[] for _ in range(schedule.pp)]
     ends: dict[Action, tuple[int, float]] = {}  # rank and end
-    for rank, item in schedule.in_time():
+    for rank, item in schedule.iterate_in_time_order():
         before = spans[rank][-1].end if spans[rank] else 0.0
         actions = list_actions(item)
         arrivals = (ends[i] for action in actions for i in schedule.inputs_of(action))
