@@ -111,10 +111,8 @@ class Reruns:
 
     def _local_factors(self) -> Tensor:
         """Return the factor that each holder's rows needed on this rank; 0 = they fit."""
-        zero = torch.zeros((), device=self._device)
-        return torch.stack(
-            [zero if h is None else h.min_factor(self._device) for h in self._holders]
-        )
+        device, zero = self._device, torch.zeros((), device=self._device)
+        return torch.stack([zero if h is None else h.min_factor(device) for h in self._holders])
 
     def _max_factors(self) -> ToHost:
         """Return the largest factor of any rank for each holder, on its way to the host."""
@@ -131,12 +129,8 @@ def _enlarge(holder: Holder, factor: float) -> None:
         return
     new_factor = next_factor(factor)
     if rank_or_zero() == 0:
-        logger.warning(
-            "%s (%s) was too small: the step runs again with %s",
-            holder.option,
-            holder.factor,
-            new_factor,
-        )
+        text = "%s (%s) was too small: the step runs again with %s"
+        logger.warning(text, holder.option, holder.factor, new_factor)
     holder.resize(new_factor)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from typing import Any
 
@@ -159,7 +160,11 @@ def _read_values(value: object) -> Any:
 
 def _select_json_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a transformers config whose values JSON supports."""
-    return {str(name): json.loads(t) for name, v in values.items() if (t := _dump_json_or_none(v))}
+    result: dict[str, Any] = {}
+    for name, value in values.items():
+        with suppress(TypeError, ValueError, RecursionError):
+            result[str(name)] = json.loads(json.dumps(value))
+    return result
 
 
 def find_config(model: nn.Module) -> Config | None:
@@ -181,14 +186,6 @@ def _find_models(module: nn.Module) -> Iterator[nn.Module]:
         return
     for child in module.children():
         yield from _find_models(child)
-
-
-def _dump_json_or_none(value: Any) -> str | None:
-    """Return the value as JSON text; None if JSON does not support the value."""
-    try:
-        return json.dumps(value)
-    except (TypeError, ValueError, RecursionError):
-        return None
 
 
 def _find_hf_differences(
@@ -221,11 +218,10 @@ def _find_rope_differences(
         for name in sorted(names):
             # None is off; but a theta or a length that is not named has a default.
             is_named = name not in (THETA, LENGTH) or None not in (a.get(name), b.get(name))
-            if is_named and _convert_tuple_to_list(a.get(name)) != _convert_tuple_to_list(
-                b.get(name)
-            ):
+            first, second = a.get(name), b.get(name)
+            if is_named and _convert_tuple_to_list(first) != _convert_tuple_to_list(second):
                 path = prefix + (name if name == LENGTH else location + name)
-                yield Difference(path, _format_value(a.get(name)), _format_value(b.get(name)))
+                yield Difference(path, _format_value(first), _format_value(second))
 
 
 def _select_compared_fields(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -63,9 +63,8 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
     """
     check_arguments(latest, locals())
     root = Path(root)
-    named = _resolve_pointer(root) or _resolve_pointer(
-        root
-    )  # again: a save may have replaced and pruned it
+    # Twice, because a save may have replaced and pruned the named checkpoint.
+    named = _resolve_pointer(root) or _resolve_pointer(root)
     if named is not None:
         return named
     directories = find_complete_checkpoints(root)
@@ -104,10 +103,8 @@ def set_latest(path: str | os.PathLike[str]) -> None:
     if _parse_step(path) is None or not is_complete(path):
         raise ValueError(f"path ({path}) must be a whole checkpoint, with a {MANIFEST}")
     with hold_lock(path.parent):
-        pointer = _write_pointer(
-            path.parent, path.name, read_regular(path / MANIFEST, max_bytes=MAX_TABLE)
-        )
-        pointer.replace(path.parent / POINTER)
+        manifest = read_regular(path / MANIFEST, max_bytes=MAX_TABLE)
+        _write_pointer(path.parent, path.name, manifest).replace(path.parent / POINTER)
         sync_directory(path.parent)
 
 

@@ -112,9 +112,8 @@ def _hash_snapshot(snapshot: Snapshot) -> Hashes:
         values["scheduler", f"scheduler {name}"] = value
     for name, value in facts.extra.items():
         values["extra", f"extra {name}"] = value
-    return {key: _hash_json(value) for key, value in values.items()} | _hash_tensors(
-        snapshot.tensors
-    )
+    hashes = {key: _hash_json(value) for key, value in values.items()}
+    return hashes | _hash_tensors(snapshot.tensors)
 
 
 def _hash_tensors(tensors: Mapping[str, Tensor]) -> Hashes:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import platform
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -46,10 +47,11 @@ from moecore.io.checkpoint.state import (
     ModelView,
     Optimizers,
     allocate_optimizer_state,
-    collect_amax_tensors,
+    amax_names,
     collect_optimizer_tensors,
     copy_rng_states,
     list_optimizers,
+    map_state_views,
     restore_amax,
     restore_optimizer_state,
     restore_rng,
@@ -88,7 +90,8 @@ def take_snapshot(
     tensors = {f"model.{name}": tensor for name, tensor in view.stored_views.items()}
     optimizers = list_optimizers(optimizer, view)
     tensors |= {f"optimizer.{k}": v for k, v in collect_optimizer_tensors(optimizers, view).items()}
-    tensors |= {f"amax.{name}": steps for name, steps in collect_amax_tensors(model).items()}
+    owners = amax_names(model).items()
+    tensors |= {f"amax.{n}": h.steps[operand] for n, (h, operand) in owners if operand in h.steps}
     values = {}
     for name, value in (extra or {}).items():
         if isinstance(value, Tensor):
@@ -280,9 +283,7 @@ def load_rank_state(
     Gradients and counts of an unfinished step are dropped.
     """
     drop_step(model)
-    kinds: dict[str, dict[str, Tensor]] = {
-        kind: {} for kind in ("model", "optimizer", "amax", "extra", "rng")
-    }
+    kinds = defaultdict[str, dict[str, Tensor]](dict)
     for name, tensor in state["tensors"].items():
         kind, _, rest = name.partition(".")
         kinds[kind][rest] = tensor
@@ -295,11 +296,8 @@ def load_rank_state(
     for owner in optimizers:
         owner.state.clear()
         slots = allocate_optimizer_state(owner, view, matrices, scalars)
-        for param, values in slots.items():
-            name = view.name_of(param)
-            for slot, value in values.items():
-                target = value if f"{slot}.{name}" in scalars else view.view(name, value)
-                get_local_tensor(target).copy_(kinds["optimizer"][f"{slot}.{name}"])
+        for key, target in map_state_views(slots, view, scalars).items():
+            get_local_tensor(target).copy_(kinds["optimizer"][key])
         restore_optimizer_state(owner, slots)
     restore_hyperparameters(optimizers, state["optimizer"])
     schedule = join_schedulers(scheduler, optimizers)

@@ -15,7 +15,7 @@ a view (`split_halves`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -117,10 +117,8 @@ def collect_optimizer_tensors(
     seen: set[str] = set()
     for owner, param in ((o, param) for o in optimizers for param in o.state):
         # In forms that have a place in a checkpoint.
-        name, state = (
-            model.name_of(param),
-            _call_optional(owner, "stored_state", owner.state[param], param),
-        )
+        name = model.name_of(param)
+        state = _call_optional(owner, "stored_state", owner.state[param], param)
         if name in seen:
             raise ValueError(
                 f"{shown_name(name)} must have state in one optimizer, but two have some: remove "
@@ -167,14 +165,29 @@ def allocate_optimizer_state(
                     dtype = _choose_moment_dtype(optimizer, param, matrices[key])
                     place = _call_optional(optimizer, "state_device_of", param.device, param)
                     like = get_state_template(optimizer, param, slot)
-                    value = _reuse_or_allocate_moment(current.get(slot), like, dtype, place)
                 else:
-                    # Moments of a parameter that is a scalar itself lie beside it.
-                    is_moment = param.ndim == 0 and slot != "step"
-                    device = param.device if is_moment else _choose_scalar_device(group, param)
-                    value = _reuse_or_allocate_scalar(current.get(slot), scalars[key], device)
+                    # torch's optimizers store the step count of other groups on the CPU. Moments of
+                    # a parameter that is a scalar itself lie beside it.
+                    is_beside = group.get("fused") or group.get("capturable")
+                    is_beside = is_beside or (param.ndim == 0 and slot != "step")
+                    place = param.device if is_beside else torch.device("cpu")
+                    dtype, like = scalars[key], torch.empty(())
+                value = _reuse_or_allocate(current.get(slot), like, dtype, place)
                 state.setdefault(param, {})[slot] = value
     return state
+
+
+def map_state_views(
+    state: Mapping[Tensor, Mapping[str, Tensor]], model: ModelView, scalars: Collection[str]
+) -> dict[str, Tensor]:
+    """Return "<slot>.<fqn>" -> stored view of each tensor of `allocate_optimizer_state`."""
+    views = {}
+    for param, slots in state.items():
+        name = model.name_of(param)
+        for slot, value in slots.items():
+            key = f"{slot}.{name}"
+            views[key] = value if key in scalars else model.view(name, value)
+    return views
 
 
 def restore_optimizer_state(optimizer: Optimizer, state: dict[Tensor, dict[str, Tensor]]) -> None:
@@ -214,29 +227,17 @@ def _choose_moment_dtype(
     return dtype
 
 
-def _reuse_or_allocate_moment(
+def _reuse_or_allocate(
     current: object, like: Tensor, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return the current moment if it has this layout, dtype and device; otherwise a new tensor."""
+    """Return the current tensor if it has this layout, dtype and device; otherwise a new tensor."""
     if (
         isinstance(current, Tensor)
-        and _is_storable(current, like)
-        and (current.dtype, current.device) == (dtype, device)
+        and (current.shape, current.dtype, current.device) == (like.shape, dtype, device)
         and _get_dtensor_layout(current) == _get_dtensor_layout(like)
     ):
         return current
     return torch.empty_like(like, dtype=dtype, device=device, requires_grad=False)
-
-
-def _reuse_or_allocate_scalar(current: object, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the current scalar if it has this dtype and device; otherwise a new tensor."""
-    if (
-        isinstance(current, Tensor)
-        and not isinstance(current, DTensor)
-        and (current.ndim, current.dtype, current.device) == (0, dtype, device)
-    ):
-        return current
-    return torch.empty((), dtype=dtype, device=device)
 
 
 def _get_dtensor_layout(tensor: Tensor) -> object:
@@ -261,12 +262,6 @@ def amax_names(model: nn.Module) -> dict[str, tuple[AmaxHistory, str]]:
         for name, history in amax_histories(model).items()
         for operand in history.operands
     }
-
-
-def collect_amax_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return "<fqn>.<operand>" -> recorded amax values of delayed scaling, sharing their memory."""
-    owners = amax_names(model).items()
-    return {name: h.steps[operand] for name, (h, operand) in owners if operand in h.steps}
 
 
 @torch.no_grad()
@@ -302,11 +297,6 @@ def _is_storable(value: Tensor, like: Tensor) -> bool:
     if value.ndim == 0:
         return not isinstance(value, DTensor)
     return value.shape == like.shape and isinstance(value, DTensor) == isinstance(like, DTensor)
-
-
-def _choose_scalar_device(group: Mapping[str, Any], param: Tensor) -> torch.device:
-    """Return the device on which torch's optimizers store the step count of a parameter."""
-    return param.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
 
 
 def _find_gate_up_dims(model: nn.Module) -> dict[int, int]:

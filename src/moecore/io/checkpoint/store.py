@@ -11,6 +11,7 @@ import shutil
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -137,9 +138,8 @@ def save(
     snapshot = join_stages(snapshot)
     lock = RunLock(Path(root))
     try:
-        write_checkpoint(
-            start_draft(lock, step), snapshot, get_local_tensors(snapshot), keep=keep, meter=Meter()
-        )
+        draft = start_draft(lock, step)
+        write_checkpoint(draft, snapshot, get_local_tensors(snapshot), keep=keep, meter=Meter())
     finally:
         lock.release()
     return make_step_path(Path(root), step)
@@ -220,9 +220,8 @@ def load(
     restore_amax(model, amax)
     if fit.scheduler is not None:
         assert manifest.facts.scheduler is not None
-        fit.scheduler.load_state_dict(
-            decode_scheduler_state(fit.scheduler, manifest.facts.scheduler)
-        )
+        values = decode_scheduler_state(fit.scheduler, manifest.facts.scheduler)
+        fit.scheduler.load_state_dict(values)
     if fit.left_out and is_first_rank():
         differences = f"{len(fit.left_out)} differ: {join_problems(fit.left_out)}"
         warnings.warn(f"path ({path}): {differences}: left as it was", stacklevel=3)
@@ -266,16 +265,15 @@ def write_checkpoint(
     If writing fails, the draft is removed.
     """
     # Of the snapshot's tensors only the layout is read; `locals_` has their contents on this rank.
-    writer = Writer(draft, rank_and_world()[0], snapshot.facts, keep=keep, meter=meter)
-    planner = LocalSavePlanner(locals_)
+    save_snapshot = partial(
+        dcp.save,
+        snapshot.tensors,
+        storage_writer=Writer(draft, rank_and_world()[0], snapshot.facts, keep=keep, meter=meter),
+        planner=LocalSavePlanner(locals_),
+        process_group=group,
+    )
     try:
-        run_dcp_call(
-            "write",
-            draft,
-            lambda: dcp.save(
-                snapshot.tensors, storage_writer=writer, planner=planner, process_group=group
-            ),
-        )
+        run_dcp_call("write", draft, save_snapshot)
     except OSError as error:
         if is_first_rank():
             shutil.rmtree(draft, ignore_errors=True)

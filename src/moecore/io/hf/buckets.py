@@ -20,10 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moecore.base.params import group_by_size
 from moecore.base.torch_private import foreach_copy_
 from moecore.io.checkpoint.ranks import Group, on_every_rank, rank_and_world
-from moecore.io.hf.collect import ErrorKeeper, Item, PartOwners, by_size, read_local, write_piece
-from moecore.io.hf.pieces import PieceOverlap
+from moecore.io.hf.collect import ErrorKeeper, Item, PartOwners, read_local, write_piece
+from moecore.io.hf.pieces import PieceOverlap, overlaps
 
 ALIGNMENT = 16  # bytes
 MESSAGE_BYTES = 64 << 20  # most of one message of an export
@@ -174,11 +175,14 @@ class BucketCollector(ErrorKeeper):
         ]
         for sender in sorted({copy.box.sender(writer) for copy in copies}):
             group = [copy for copy in copies if copy.box.sender(writer) == sender]
-            for message in by_size(group, lambda c: align(c.box.num_bytes), self.capacity):
-                if sender < 0:
-                    self._copy_local_boxes(message, parts, read)
-                else:
+            for message in group_by_size(group, lambda c: align(c.box.num_bytes), self.capacity):
+                if sender >= 0:
                     self._send_message(sender, writer, message, items, parts, read)
+                    continue
+                with self._keep_error():
+                    if parts:
+                        sources = [read(copy.source, copy.box.overlap.target) for copy in message]
+                        foreach_copy_([_get_copy_target(copy, parts) for copy in message], sources)
         with self._keep_error():
             tensors = () if bucket is None else (tensor for _, tensor in bucket.tensors())
             for item, of_item, tensor in zip(items, parts, tensors, strict=False):
@@ -186,15 +190,6 @@ class BucketCollector(ErrorKeeper):
                     if piece.view is not None:
                         write_piece(part, piece, tensor)
         return bucket
-
-    def _copy_local_boxes(
-        self, copies: Sequence[_SentCopy], parts: list[list[Tensor]], read: Read
-    ) -> None:
-        """Copy boxes of this rank's shards into the bucket, without communication."""
-        with self._keep_error():
-            if parts:
-                sources = [read(copy.source, copy.box.overlap.target) for copy in copies]
-                foreach_copy_([_get_copy_target(copy, parts) for copy in copies], sources)
 
     def _send_message(
         self,
@@ -240,8 +235,9 @@ class BucketCollector(ErrorKeeper):
         """Yield each box of an item with the ranks whose shards contain it."""
         max_numel = self.capacity // item.dtype.itemsize
         for number, (source, piece) in enumerate(item.parts):
-            for holding, ranks in self._owners.ranks_by_part(source).items():
-                for overlap in self._owners.boxes(source, piece, holding, max_numel):
+            full_shape = self._owners.shapes[source]
+            for holding, ranks in self._owners.ranks[source].items():
+                for overlap in overlaps(holding, piece, full_shape, max_numel=max_numel):
                     shape = tuple(part.stop - part.start for part in overlap.target)
                     size = math.prod(shape) * item.dtype.itemsize
                     yield _SentBox(number, overlap, shape, size, ranks)

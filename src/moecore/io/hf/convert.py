@@ -173,9 +173,8 @@ def hf_to_native(
         sources, problems = find_sources(files, read_config(path).get("quantization_config"))
         plan = hf_plan(config, find_layout(sources))
         options = (step, dtype, max_file_bytes, progress)
-        return write_native(
-            root, Conversion(path, files, sources, plan, config, problems, *options)
-        )
+        conversion = Conversion(path, files, sources, plan, config, problems, *options)
+        return write_native(root, conversion)
 
 
 def _find_prefix(names: Collection[str]) -> str:
@@ -307,10 +306,8 @@ def _write_files(draft: Path, conversion: Conversion) -> Manifest:
             key, shape = item.name, item.shape
             chunk = ManifestChunk(file=file, key=key, offsets=(0,) * len(shape), sizes=shape)
             tensors[key] = StoredTensor(shape=shape, dtype=item.dtype, chunks=(chunk,))
-    config = asdict(conversion.config)
-    facts = ManifestFacts(
-        step=conversion.step, world_size=1, versions=read_versions(), config=config
-    )
+    step, config = conversion.step, asdict(conversion.config)
+    facts = ManifestFacts(step=step, world_size=1, versions=read_versions(), config=config)
     return make_manifest(facts, stored_files, tensors)
 
 

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from moecore.base.failures import share_call_errors, share_errors
 from moecore.base.fields import NumBytes, check_arguments
+from moecore.base.params import group_by_size
 from moecore.io.checkpoint.files import sync_directory, write_new
 from moecore.io.checkpoint.ranks import (
     check_visible,
@@ -44,7 +45,7 @@ from moecore.io.checkpoint.shard_file import (
     compute_layout,
 )
 from moecore.io.hf.buckets import RankCollector
-from moecore.io.hf.collect import Collector, ErrorKeeper, Item, by_size
+from moecore.io.hf.collect import Collector, ErrorKeeper, Item
 from moecore.io.hf.config_fields import HFConfig
 from moecore.io.hf.export_plan import ExportLayout, plan_export
 from moecore.io.hf.files import CONFIG, INDEX, SINGLE
@@ -176,7 +177,7 @@ def check_dtype(dtype: torch.dtype | None) -> None:
 
 def fill_shards(items: Sequence[Item], max_shard_bytes: int) -> list[list[Item]]:
     """Distribute the tensors to files of at most `max_shard_bytes`, in order."""
-    return list(by_size(items, lambda item: item.nbytes, max_shard_bytes))
+    return list(group_by_size(items, lambda item: item.nbytes, max_shard_bytes))
 
 
 def _write_shards(

@@ -133,12 +133,8 @@ def _plan_recipes(
         places: dict[str, int] = {}
         for place, name in enumerate(reader.state_dict()):
             places.setdefault(_cut_after_list_index(name), place)
-        shapes = dict(
-            sorted(
-                shapes.items(),
-                key=lambda entry: places.get(_cut_after_list_index(entry[0]), len(places)),
-            )
-        )
+        order = {n: places.get(_cut_after_list_index(n), len(places)) for n in shapes}
+        shapes = {name: shapes[name] for name in sorted(shapes, key=order.__getitem__)}
     return written_plan(reader, shapes, layout)
 
 
@@ -315,10 +311,9 @@ def _check_layers(model: nn.Module, kind: Any, reader: nn.Module) -> None:
     for path, layer in layers.items():
         block = reader.get_submodule(path)  # is there, as names and shapes agree
         adapter = find_hf_adapter(block)  # None: only the caller knew the rule
-        fields = (
-            find_moe_differences(layer.config, adapter(block, reader).config) if adapter else []
-        )
-        for field in fields:
+        if adapter is None:
+            continue
+        for field in find_moe_differences(layer.config, adapter(block, reader).config):
             raise ValueError(
                 f"{path}'s {field.name} ({field.value}) must be {field.reference} as in "
                 f"{kind.__name__} with this config, which reads the directory: correct one of them"

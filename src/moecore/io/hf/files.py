@@ -14,7 +14,7 @@ import json
 import math
 import os
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -49,19 +49,15 @@ class FileTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def common_part(box: Box, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[Box, Box] | None:
-    """Return the intersection of a box and a block: its slices in the block and in the box.
-
-    If the intersection is empty, return None.
-    """
-    spans = [
-        (max(s.start, o), min(s.stop, o + n)) for s, o, n in zip(box, offsets, sizes, strict=True)
-    ]
-    if any(start >= stop for start, stop in spans):
-        return None
-    of_block = tuple(slice(a - o, b - o) for (a, b), o in zip(spans, offsets, strict=True))
-    of_box = tuple(slice(a - s.start, b - s.start) for (a, b), s in zip(spans, box, strict=True))
-    return of_block, of_box
+def find_common_boxes(box: Box, chunks: Iterable[Any]) -> Iterator[tuple[Any, Box, Box]]:
+    """Yield each chunk that overlaps a box, with the slices of the overlap in chunk and box."""
+    for chunk in chunks:
+        sides = list(zip(box, chunk.offsets, chunk.sizes, strict=True))
+        spans = [(max(s.start, o), min(s.stop, o + n)) for s, o, n in sides]
+        if all(start < stop for start, stop in spans):
+            of_chunk = (slice(a - o, b - o) for (a, b), o in zip(spans, chunk.offsets, strict=True))
+            of_box = (slice(a - s.start, b - s.start) for (a, b), s in zip(spans, box, strict=True))
+            yield chunk, tuple(of_chunk), tuple(of_box)
 
 
 class BoxReader(Protocol):

@@ -74,9 +74,8 @@ class Merge:
     def inputs(self) -> list[Tensor]:
         """Return the A and B tensors of the layer's active adapters."""
         owners: list[Any] = [getattr(self.layer, kind) for kind in self.layer.adapter_layer_names]
-        parts = [
-            owner[n] for n in _list_applied_adapters(self.layer) for owner in owners if n in owner
-        ]
+        names = _list_applied_adapters(self.layer)
+        parts = [owner[name] for name in names for owner in owners if name in owner]
         return [part if isinstance(part, Tensor) else part.weight for part in parts]
 
     def factors(self) -> tuple[float, ...]:
@@ -334,10 +333,10 @@ def merge_adapters(model: nn.Module) -> None:
             before any weight changes.
     """
     check_arguments(merge_adapters, locals())
-    on_every_rank(lambda: _require_mergeable(model))
+    merges = on_every_rank(lambda: _require_merges(model))
     refuse_fp8_storage(model, "merged")
     drop_step(model)
-    for merge in find_merges(model):
+    for merge in merges:
         merge.add(local_part(merge.weight))
         merge.layer.merged_adapters += _list_applied_adapters(merge.layer)
     for module in model.modules():
@@ -378,24 +377,24 @@ def find_unmerged(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _require_mergeable(model: nn.Module) -> None:
-    """Raise an error unless the model has active adapters and all of them can be merged."""
-    layers = find_unmerged(model).values()
-    if not layers:
+def _require_merges(model: nn.Module) -> list[Merge]:
+    """Return the merges of a model; raise ValueError if no adapter is active."""
+    merges = find_merges(model)
+    if not merges:
         raise ValueError(
             f"model ({type(model).__name__}) must have active adapters that are not merged: attach "
             "them by peft.get_peft_model before parallelize_moe"
         )
-    for layer in layers:
-        _refuse_unmergeable_layer(layer)
+    return merges
 
 
 def _refuse_unmergeable_layer(layer: Any) -> None:
     """Raise NotImplementedError if a layer's adapters are not plain LoRA."""
-    variants = any(getattr(layer, "lora_variant", {}).get(n) for n in _list_applied_adapters(layer))
-    biased = any(getattr(layer, "lora_bias", {}).get(n) for n in _list_applied_adapters(layer))
+    options = (getattr(layer, name, {}) for name in ("lora_variant", "lora_bias"))
+    names = _list_applied_adapters(layer)
+    has_variant = any(option.get(name) for option in options for name in names)
     is_known = isinstance(layer, LowRank) or _get_layer_kind(layer) is not None
-    if variants or biased or not is_known:
+    if has_variant or not is_known:
         raise NotImplementedError(
             f"{type(layer).__name__} with LoraConfig.use_dora, lora_bias or another variant must "
             "not be merged here: save_adapters, and merge by peft on the stock model"
@@ -440,12 +439,8 @@ def _add_to_experts(experts: Experts, name: str, update: Any, local: Tensor) -> 
     weight = getattr(experts, name)
     indices, *rest = global_indices(weight)
     updates = [
-        (
-            _unshard(update.lora_A[adapter]),
-            _unshard(update.lora_B[adapter]),
-            update.scaling[adapter],
-        )
-        for adapter in _list_applied_adapters(update)
+        (_unshard(update.lora_A[n]), _unshard(update.lora_B[n]), update.scaling[n])
+        for n in _list_applied_adapters(update)
     ]
     for place, e in enumerate(indices.tolist()):  # one expert at a time: its matrix is formed
         total = _widen(local[place])
@@ -462,10 +457,7 @@ def _compute_delta(b: Tensor, a: Tensor, scaling: float) -> Tensor:
 
 
 def _widen(tensor: Tensor) -> Tensor:
-    """Convert a tensor to fp32; keep its dtype if that has more bits.
-
-    Merging computes W + s B A in it, and rounds the sum to the weight's dtype once.
-    """
+    """Convert a tensor to fp32, in which merging computes; keep its dtype if that has more bits."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 

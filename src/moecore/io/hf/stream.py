@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from moecore.base.failures import RankError, explain_transport_errors
 from moecore.base.fields import NumBytes, check_arguments, shown_name
+from moecore.base.params import group_by_size
 from moecore.families.transformers.lora import unwrap_peft
 from moecore.io.checkpoint.ranks import ControlGroup, Group, gather, on_every_rank, rank_and_world
 from moecore.io.hf.buckets import (
@@ -32,7 +33,7 @@ from moecore.io.hf.buckets import (
     size_in_bucket,
 )
 from moecore.io.hf.changes import Digests, WeightsVersion, local_storage
-from moecore.io.hf.collect import Item, LocalPart, PartOwners, by_size, describe_part, read_local
+from moecore.io.hf.collect import Item, LocalPart, PartOwners, describe_part, read_local
 from moecore.io.hf.config_fields import HFConfig
 from moecore.io.hf.export import check_dtype
 from moecore.io.hf.export_plan import (
@@ -247,15 +248,12 @@ class WeightStream:
                 "model (changed) must hold the same parts of the same tensors in every pass: make "
                 "a new stream"
             )
-        added = {
-            id(m.weight): m for m in (find_merges(self._model) if self._lora == "merged" else [])
-        }
-        sources = {
-            name: _StreamSource(tensor, added.get(id(tensor))) for name, tensor in tensors.items()
-        }
+        merges = find_merges(self._model) if self._lora == "merged" else []
+        by_weight = {id(merge.weight): merge for merge in merges}
+        sources = {n: _StreamSource(t, by_weight.get(id(t))) for n, t in tensors.items()}
         for name, source in sources.items():
             source.check(name)
-        buckets = by_size(self._items, size_in_bucket, self._max_bytes)
+        buckets = group_by_size(self._items, size_in_bucket, self._max_bytes)
         run = _StreamPass(sources, buckets, self._collector, self._control.group)
         run.digests = self._compute_digests(sources)
         if self._expected_digests not in (None, run.digests):
@@ -267,10 +265,8 @@ class WeightStream:
     def _check_end(self, run: _StreamPass) -> None:
         """Raise RuntimeError if tensors changed during the pass. Synchronises with the device."""
         self._collector.check()
-        read = {name for item in self._items for name, _ in item.parts}
-        digests = self._compute_digests(
-            {n: source for n, source in run.sources.items() if n in read}
-        )
+        names = {name for item in self._items for name, _ in item.parts} & run.sources.keys()
+        digests = self._compute_digests({name: run.sources[name] for name in names})
         if any(run.digests[name] != digest for name, digest in digests.items()):
             raise RuntimeError(
                 "weights (changed) must stay as they are while a stream of them is open: end the "
@@ -314,9 +310,7 @@ class _StreamPass:
             return
         self._copies.wait_for_current_stream()
         with torch.no_grad(), self._copies.as_current(), explain_transport_errors(PASS):
-            self._update_merged_weights(
-                dict.fromkeys(source for item in items for source, _ in item.parts)
-            )
+            self._update_merged_weights({name: None for item in items for name, _ in item.parts})
             bucket = self._collector.collect(items, self._read)
         self._next_bucket = bucket, self._copies.mark()
 
@@ -377,14 +371,12 @@ class _StreamSource:
 
     def check(self, name: str) -> None:
         """Raise ValueError if the memory of an input tensor was freed."""
-        for x in self.inputs():
-            if any(
-                part.numel() and not part.untyped_storage().nbytes() for part in local_storage(x)
-            ):
-                raise ValueError(
-                    f"{shown_name(name)} (without memory) must have its values to be streamed: "
-                    "call onload('weights') first"
-                )
+        parts = (part for x in self.inputs() for part in local_storage(x))
+        if any(part.numel() and not part.untyped_storage().nbytes() for part in parts):
+            raise ValueError(
+                f"{shown_name(name)} (without memory) must have its values to be streamed: "
+                "call onload('weights') first"
+            )
 
     def merge_adapters(self) -> Tensor:
         """Return a copy of this rank's shard with adapters added. Collective over its mesh."""

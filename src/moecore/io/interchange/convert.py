@@ -98,9 +98,8 @@ def dcp_to_native(
     with DCPFiles(path) as files:
         sources, plan, problems = _find_sources(files, decoder)
         options = (step, dtype, max_file_bytes, progress)
-        return write_native(
-            root, Conversion(path, files, sources, plan, decoder, problems, *options)
-        )
+        conversion = Conversion(path, files, sources, plan, decoder, problems, *options)
+        return write_native(root, conversion)
 
 
 def native_to_dcp(
@@ -135,9 +134,7 @@ def native_to_dcp(
         elif names == "dcp":
             tensors = _plan_native_tensors(model, dtype)
         else:
-            tensors = {
-                item.name: _make_one_chunk_tensor(item, model.collector) for item in model.items
-            }
+            tensors = {i.name: _make_one_chunk_tensor(i, model.collector) for i in model.items}
         with open_draft(out) as draft:
             write_dcp(draft, tensors, Meter(progress))
             if names == "megatron":
@@ -300,9 +297,7 @@ def _plan_native_tensors(model: StoredModel, dtype: torch.dtype | None) -> dict[
             "names ('dcp') must be those of the checkpoint, which is a transformers model's: use "
             "'dcp-transformers'"
         )
-    plan = {
-        name: FileRecipe.of_tensor(name, tensor.shape) for name, tensor in model.tensors.items()
-    }
+    plan = {n: FileRecipe.of_tensor(n, tensor.shape) for n, tensor in model.tensors.items()}
     dtypes = {name: tensor.dtype for name, tensor in model.tensors.items()}
     items = make_items(dtypes, plan, {}, dtype, model.keeps)
     return {item.name: _make_one_chunk_tensor(item, model.collector) for item in items}

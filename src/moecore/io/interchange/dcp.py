@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.planner import (
 from moecore.base.fields import shown_name
 from moecore.io.checkpoint.files import open_regular
 from moecore.io.checkpoint.shard_file import Meter
-from moecore.io.hf.files import Box, common_part, one_line
+from moecore.io.hf.files import Box, find_common_boxes, one_line
 from moecore.io.interchange.dcp_metadata import DCPChunk, read_metadata
 
 
@@ -55,11 +55,8 @@ class DCPFiles:
         """Read a box (slices with start and stop) of a tensor; return it as a new CPU tensor."""
         entry = self.tensors[name]
         out = torch.empty([s.stop - s.start for s in box], dtype=entry.dtype)
-        for chunk in entry.chunks:
-            common = common_part(box, chunk.offsets, chunk.sizes)
-            if common is not None:
-                source, target = common
-                out[target] = self._load_chunk(name, chunk, entry.dtype)[source]
+        for chunk, source, target in find_common_boxes(box, entry.chunks):
+            out[target] = self._load_chunk(name, chunk, entry.dtype)[source]
         return out
 
     def __enter__(self) -> DCPFiles:

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from typing import Any, NoReturn
 
 from moecore.base.fields import shown_name
@@ -202,10 +203,10 @@ def find_places(
     """Find where a directory stores a block's rows; return the places and shape problems."""
     for stacked in (True, False):
         for places in _list_candidate_places(block, config, stacked=stacked):
-            if all(_has_dims(place, shapes, block) for place in places):
-                return places, [
-                    p for place in places for p in _find_shape_problem(place, block, shapes)
-                ]
+            num_dims = [(shapes.get(place.key), len(place.index)) for place in places]
+            if all(s is not None and len(s) == n + len(block.shape) for s, n in num_dims):
+                problems = (_find_shape_problem(place, block, shapes) for place in places)
+                return places, list(chain.from_iterable(problems))
     place = written_place(block, config)
     return (), [f"{place.key}{list(place.index) or ''} is missing"]
 
@@ -251,12 +252,6 @@ def _list_expert_names(name: str, expert: int | None) -> Iterator[tuple[str, tup
     yield f"{before}experts.{matrix}", (expert,)
 
 
-def _has_dims(place: LayerPlace, shapes: Shapes, block: MegatronBlock) -> bool:
-    """Whether the stored tensor exists and has as many dims as the place expects."""
-    shape = shapes.get(place.key)
-    return shape is not None and len(shape) == len(place.index) + len(block.shape)
-
-
 def _find_shape_problem(place: LayerPlace, block: MegatronBlock, shapes: Shapes) -> Iterator[str]:
     """Yield an error text if the stored tensor has a wrong shape."""
     shape, depth = shapes[place.key], len(place.index)
@@ -270,10 +265,7 @@ def _find_shape_problem(place: LayerPlace, block: MegatronBlock, shapes: Shapes)
 def _build_blocks(
     table: Table, shapes: Shapes, prefix: str = "", hf: str = ""
 ) -> list[MegatronBlock]:
-    """Build the blocks of a name table.
-
-    `prefix` precedes Megatron-Core's names, and `hf` precedes the Hugging Face names.
-    """
+    """Build the blocks of a name table; `prefix` and `hf` precede the names of each side."""
     blocks = []
     for names, hf_names in table:
         parts = [f"{hf}{name}" for name in hf_names.split()]

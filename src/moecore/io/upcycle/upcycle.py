@@ -53,7 +53,7 @@ from moecore.base.params import init_normal_
 ROUTER_STD = 0.02
 UNIFORM_LOGIT_STD = 5e-7  # std of a logit, for tokens of mean square 1: see Note [scale]
 KEEPS_GROUPS = ("learned", "sinkhorn")  # assignments, see Note [virtual groups]
-NAME = re.compile(r"E(\d+)G(\d+)T(\d+)")
+NAME = re.compile(r"E(?P<expansion>\d+)G(?P<granularity>\d+)T(?P<top_k>\d+)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,14 +96,8 @@ class UpcycleOptions(CheckedRecord):
         match = NAME.fullmatch(name)
         if match is None:
             raise ValueError(f'upcycling name ({name!r}) must have the form "E8G2T4": write it so')
-        expansion, granularity, top_k = (int(number) for number in match.groups())
-        return cls(
-            expansion=expansion,
-            granularity=granularity,
-            top_k=top_k,
-            router_std=router_std,
-            seed=seed,
-        )
+        sizes = {name: int(number) for name, number in match.groupdict().items()}
+        return cls(**sizes, router_std=router_std, seed=seed)
 
     @property
     def num_experts(self) -> int:
@@ -223,9 +217,8 @@ def upcycle_mlp(
         "experts.w2": _repeat_shards(w2_GDf, X) * scale,
     }
     if config.fc1_bias:
-        tensors["experts.b1"] = _repeat_shards(
-            _split_shards(dense["b1"], dense["b1"].ndim - 1, G), X
-        )
+        shards_G = _split_shards(dense["b1"], dense["b1"].ndim - 1, G)
+        tensors["experts.b1"] = _repeat_shards(shards_G, X)
     if config.fc2_bias:
         tensors["experts.b2"] = _repeat_shards(dense["b2"].expand(G, -1), X) * (scale / G)
     if config.router_bias:

@@ -24,24 +24,19 @@ from moecore.train.graphs.graphed_part import GraphedPart, GraphMemory
 
 def compiled_modules(block: nn.Module) -> set[nn.Module]:
     """Return the modules whose code is compiled as part of a block's compile regions."""
-    routed_modules = {
-        m for layer in block.modules() if isinstance(layer, RoutedLayer) for m in _all(layer)
-    }
+    layers = (module for module in block.modules() if isinstance(module, RoutedLayer))
     owners = [m for m in block.modules() if hasattr(m, "compile_regions")]
     modules: set[nn.Module] = set()
     for owner in owners or [block]:
         modules |= set(_inside(owner)) - {owner}
-    return modules - routed_modules
+    return modules.difference(*(layer.modules() for layer in layers))
 
 
 def _inside(owner: nn.Module) -> list[nn.Module]:
     """Return the modules that the compile regions of an owner call, the owner first."""
-    eager = {m for n in getattr(owner, "eager_parts", ()) for m in _all(owner.get_submodule(n))}
+    parts = (owner.get_submodule(name) for name in getattr(owner, "eager_parts", ()))
+    eager = {module for part in parts for module in part.modules()}
     return [m for m in owner.modules() if m not in eager]
-
-
-def _all(module: nn.Module) -> set[nn.Module]:
-    return set(module.modules())
 
 
 def compile_blocks(blocks: Iterable[nn.Module], **options: Any) -> None:
@@ -80,14 +75,8 @@ def graph_blocks(blocks: Mapping[str, nn.Module]) -> None:
             full_name = ".".join(filter(None, (name, path)))
             for method in getattr(module, "compile_regions", ()):
                 inside = _inside(module)
-                _graph(
-                    f"{full_name}.{method}",
-                    module,
-                    method,
-                    inside,
-                    memory,
-                    partial(_can_replay, inside),
-                )
+                may_run = partial(_can_replay, inside)
+                _graph(f"{full_name}.{method}", module, method, inside, memory, may_run)
             if isinstance(module, RoutedLayer):
                 _graph_layer(full_name, module, memory)
 

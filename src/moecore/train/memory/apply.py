@@ -65,9 +65,8 @@ def apply_stash(
     """Store saved rows of routed experts in pages, in place; None if no layer has spare rows."""
     if options.stash is None:
         return None
-    layers: list[Any] = [
-        m for block in blocks for m in block.modules() if _has_spare_rows(m) and m not in compiled
-    ]
+    modules = (module for block in blocks for module in block.modules())
+    layers: list[Any] = [m for m in modules if _has_spare_rows(m) and m not in compiled]
     if not layers:
         warnings.warn(
             "MemoryOptions.stash is not used: no MoE layer of a block has room for more rows than "
@@ -87,11 +86,9 @@ def _has_spare_rows(module: nn.Module) -> bool:
         return False
     experts, capacity = module.part("experts"), module.config.capacity
     pads = capacity is not None and capacity.pad
-    is_separate = (
-        separate_computation(experts.backend, experts.spec(), has_extras=experts.has_extras)
-        is not None
-    )
-    return module.dispatcher.has_spare_rows(pads=pads) and not is_separate
+    spec, has_extras = experts.spec(), experts.has_extras
+    separate = separate_computation(experts.backend, spec, has_extras=has_extras)
+    return module.dispatcher.has_spare_rows(pads=pads) and separate is None
 
 
 def _apply_recompute(

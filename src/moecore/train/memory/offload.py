@@ -89,9 +89,8 @@ class Offload(SavedStorages):
             for module in block.modules():
                 name = part_of(module)
                 if module is not block and name is not None:
-                    self._unwrap.append(
-                        wrap(module, call_in_context, partial(self.part, name, module))
-                    )
+                    part = partial(self.part, name, module)
+                    self._unwrap.append(wrap(module, call_in_context, part))
             rest = None if part_of(block) is None else block
             around = partial(self.layer, index, len(blocks), rest, fraction)
             self._unwrap.append(wrap(block, call_in_context, around))
@@ -183,9 +182,8 @@ class Offload(SavedStorages):
                 layer.link_to_previous(previous if is_next else None)
                 if chunk is not None:
                     chunk.layers.append(layer)
-                self._retire(
-                    lambda group: layer.is_last or not is_done or group.layer() is not layer
-                )
+                frees_all = layer.is_last or not is_done
+                self._retire(lambda group: frees_all or group.layer() is not layer)
 
     @contextmanager
     def part(self, name: str, module: nn.Module) -> Iterator[None]:

@@ -306,9 +306,8 @@ class _RunningRegion:
         try:
             yield
         finally:
-            has_drawn = len(before) > 1 and _get_generator_offset(
-                get_rng_states()[1]
-            ) > _get_generator_offset(before[1])
+            offsets = [_get_generator_offset(x[1]) for x in (before, get_rng_states()) if x[1:]]
+            has_drawn = len(offsets) > 1 and offsets[1] > offsets[0]
             set_rng_states(before)
             for generator, state in own_states.items():
                 generator.set_state(state)

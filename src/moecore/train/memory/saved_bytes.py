@@ -167,9 +167,7 @@ class _Count:
             first, *other_blocks = dict.fromkeys(storage.blocks)
             place = (-1, "outside") if other_blocks or first < 0 else (first, storage.part)
             sums[place[0]][address in host_keys][place[1]] += storage.num_bytes
-        *blocks, outside = (
-            SavedBytes(dict(device_bytes), dict(host_bytes)) for device_bytes, host_bytes in sums
-        )
+        *blocks, outside = (SavedBytes(dict(device), dict(host)) for device, host in sums)
         return ModelSavedBytes(tuple(blocks), outside)
 
 

@@ -132,8 +132,8 @@ class PageStore:
             # Only copies back read these pages, and they come earlier in the same stream.
             goes_along = over and over[-1].back is not None and over[-1].of_graph == in_capture
             emptied += [over.pop()] if goes_along else []
-            read = partial(_read, emptied[-1] if goes_along else None)
-            jobs.append(Job(tuple(tensors), of, read))
+            freed = emptied[-1] if goes_along else None
+            jobs.append(Job(tuple(tensors), of, lambda x, pages, freed=freed: pages.read(x, freed)))
         back = self._streams.back.start(jobs, *(of.out for of in matrices if of.out is not None))
         for of in matrices:
             of.back = back
@@ -189,16 +189,10 @@ class PageStore:
         self, pool: PagePool, group: Sequence[HostCopy], *, in_capture: bool
     ) -> tuple[DispatchPages, CopyMark | None]:
         """Return a dispatch with a table, and the mark at which the table was emptied or None."""
-        rows = {
-            used_rows.slots is not None: used_rows
-            for copy in group
-            if (used_rows := copy.used_rows) is not None
-        }
+        rows = {r.slots is not None: r for copy in group if (r := copy.used_rows) is not None}
         listed, first = rows.get(True), rows.get(False)
         key = tuple(_describe_row(copy) for copy in group)
-        lengths = tuple(
-            0 if used_rows is None else used_rows.length for used_rows in (listed, first)
-        )
+        lengths = tuple(0 if r is None else r.length for r in (listed, first))
         kind = self._kinds.get((key, lengths))
         if kind is None:
             self._check_widths(pool, key)
@@ -256,12 +250,6 @@ class PageStore:
         device = self._streams.device
         self.pool = PagePool.make(num_pages, page_bytes, device, num_host_pages=num_host_pages)
         return self.pool
-
-
-def _read(
-    over: DispatchPages | None, matrices: Sequence[Tensor | None], source: DispatchPages
-) -> None:
-    source.read(matrices, over)
 
 
 def _describe_row(copy: HostCopy) -> tuple[int, bool]:

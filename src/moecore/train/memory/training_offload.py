@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -156,19 +157,14 @@ class TrainingOffload:
 
     def _guard(self) -> None:
         """Register hooks that raise in forward and optimizer steps while parts are offloaded."""
-        self._guards.append(
-            self._model.register_forward_pre_hook(
-                lambda *_: self._refuse("forward", self.offloaded_parts & {"weights", "buffers"}),
-                prepend=True,
-            )
-        )
-        for optimizer in self._optimizers:
-            hook = optimizer.register_step_pre_hook(
-                lambda *_: self._refuse("optimizer.step()", self.offloaded_parts)
-            )
-            self._guards.append(hook)
+        everything, read_by_forward = frozenset(PARTS), frozenset({"weights", "buffers"})
+        refuse = partial(self._refuse, "forward", read_by_forward)
+        self._guards.append(self._model.register_forward_pre_hook(refuse, prepend=True))
+        refuse = partial(self._refuse, "optimizer.step()", everything)
+        self._guards += [o.register_step_pre_hook(refuse) for o in self._optimizers]
 
-    def _refuse(self, verb: str, lacks: frozenset[Part]) -> None:
+    def _refuse(self, verb: str, required_parts: frozenset[str], *_: Any) -> None:
+        lacks = self.offloaded_parts & required_parts
         if lacks:
             raise ValueError(
                 f"{verb} must not run while {', '.join(sorted(lacks))} of the training are off the "
@@ -189,9 +185,8 @@ class TrainingOffload:
                 )
         gib = sum(tensors[0].untyped_storage().nbytes() for tensors in groups.values()) / 2**30
         with of_host_memory(f"{part} ({gib:.1f} GiB)"):
-            storages = self._copies.reserve_storages(
-                {f"{part}.{i}": tensors for i, tensors in enumerate(groups.values())}
-            )
+            named = {f"{part}.{i}": tensors for i, tensors in enumerate(groups.values())}
+            storages = self._copies.reserve_storages(named)
             self._copies.copy_and_wait((storage.host, storage.memory) for storage in storages)
         for storage in storages:
             storage.move_to_host()
@@ -207,11 +202,7 @@ class TrainingOffload:
         elif part == "grads":
             yield from (param.grad for param in params if param.grad is not None)
         elif part == "optimizer":
-            leaves = (
-                leaf
-                for optimizer in self._optimizers
-                for leaf in tree_leaves(dict(optimizer.state))
-            )
+            leaves = tree_leaves([dict(optimizer.state) for optimizer in self._optimizers])
             yield from (leaf for leaf in leaves if isinstance(leaf, Tensor))
 
     def _free_buffers(self) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import prod
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from moecore.base.params import group_by_size
 from moecore.train.optim.matrices import MatrixLayout, MatrixPart
 
 ROUND_NUMEL = 1 << 28  # elements of a rank's share of one exchange
@@ -92,9 +94,7 @@ class ExchangeRound:
 
     def unpack(self, recv_buffer: Tensor, *, back: bool) -> Iterator[tuple[MatrixBlock, Tensor]]:
         """Split the received buffer; yield blocks and their values. `back` = results of owners."""
-        blocks = [
-            b for rank_blocks in (self.results if back else self.receives) for b in rank_blocks
-        ]
+        blocks = list(chain.from_iterable(self.results if back else self.receives))
         sizes = [prod(block.shape) for block in blocks]
         for block, values in zip(blocks, recv_buffer.split(sizes), strict=True):
             yield block, values.view(block.shape)
@@ -129,7 +129,8 @@ def make_plan(
     for ranks, group_members in shared.items():
         group, rank = group_of(ranks), ranks.index(dist.get_rank())
         owners = _assign(group_members, len(ranks))
-        for round_members in _rounds(group_members, len(ranks)):
+        max_numel = ROUND_NUMEL * len(ranks)
+        for round_members in group_by_size(group_members, lambda m: m.holding.numel, max_numel):
             rounds.append((group, [member.place for member in round_members], (owners, rank)))
 
     def plan_of(tensor_members: list[_Member]) -> MatrixPlan:
@@ -230,19 +231,6 @@ def _block(
         return None
     at = [_index(index, device) for index in (batch, rows, columns)]
     return MatrixBlock(place, at[0], at[1], at[2], shape, part)
-
-
-def _rounds(members: list[_Member], num_ranks: int) -> Iterator[list[_Member]]:
-    """Yield lists of parameters that share an exchange."""
-    round_members: list[_Member] = []
-    numel = 0
-    for member in members:
-        if round_members and numel + member.holding.numel > ROUND_NUMEL * num_ranks:
-            yield round_members
-            round_members, numel = [], 0
-        round_members.append(member)
-        numel += member.holding.numel
-    yield round_members
 
 
 Owners = dict[tuple[int, int], Tensor]  # (place of the parameter, part) -> int64 [batch]

@@ -145,11 +145,9 @@ class HostAdamW(AdamW):
 
     def _choose_host_params(self) -> None:
         """Choose the parameters that the host steps, identically on every rank."""
-        movable = {
-            p: shard_bytes(p) if get_local_tensor(p).is_contiguous() else 0
-            for p in self._list_params()
-        }
-        self.host_params = {p for p in largest_up_to(self.host_fraction, movable) if movable[p]}
+        sizes = {p: shard_bytes(p) for p in self._list_params()}
+        sizes |= {p: 0 for p in sizes if not get_local_tensor(p).is_contiguous()}
+        self.host_params = {p for p in largest_up_to(self.host_fraction, sizes) if sizes[p]}
 
     def _get_state_dtypes(self, param: Tensor) -> Mapping[str, torch.dtype]:
         if param in self.host_params:

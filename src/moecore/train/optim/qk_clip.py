@@ -205,9 +205,8 @@ class _ScoreWatcher:
         self.name, self.module, self.num_heads = name, module, num_heads
         if module.observe_scores is not None:
             raise ValueError(f"{name} must be watched by one QKClip: close() the other")
-        self.queries, self.keys = (
-            _Projection.of(getattr(module, name)) for name in (queries, keys)
-        )
+        self.queries = _Projection.of(getattr(module, queries))
+        self.keys = _Projection.of(getattr(module, keys))
         size, self.first = 1, 0
         if module.tp is not None:
             size = module.tp.size

@@ -85,9 +85,7 @@ class WidthRates:
         groups = []
         for group in optimizer.param_groups:
             adjust = (group["adjust_lr_fn"] or "original") if is_muon else "adamw"
-            factors = {
-                name: rate.lr[adjust] for name, rate in self.rates.items() if adjust in rate.lr
-            }
+            factors = {n: rate.lr[adjust] for n, rate in self.rates.items() if adjust in rate.lr}
             for param in group["params"]:
                 if self._rate_of(names[param], param) and names[param] not in factors:
                     raise ValueError(
@@ -97,10 +95,8 @@ class WidthRates:
             for factor in [1.0, *sorted({*factors.values()} - {1.0})]:
                 params = [p for p in group["params"] if factors.get(names[p], 1.0) == factor]
                 changes: dict[str, Any] = {"params": params, "width_factor": factor}
-                changes |= {
-                    "lr": group["lr"] * factor,
-                    "weight_decay": group["weight_decay"] / factor,
-                }
+                changes["lr"] = group["lr"] * factor
+                changes["weight_decay"] = group["weight_decay"] / factor
                 groups.append({**group, **changes})
         optimizer.param_groups[:] = groups
 
