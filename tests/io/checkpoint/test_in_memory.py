@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
-from moecore.io.checkpoint.snapshot import load_rank_state, rank_state
+from moecore.io.checkpoint.snapshot import collect_rank_state, load_rank_state
 from moecore.models import Decoder, preset
 from moecore.train import AdamW
 from tests.helpers.ranks import run_ranks
@@ -56,7 +56,7 @@ def worker(rank: int, device: torch.device, name: str) -> tuple[Any, ...]:
     train(rank, first, 0, 2)
     train(rank, other, 7, 8)  # what it has is replaced
     extra = {"number": torch.tensor(7)}
-    state = rank_state(*first[:2], extra, scheduler=first[2])
+    state = collect_rank_state(*first[:2], extra, scheduler=first[2])
     state = {**state, "tensors": {k: v.clone() for k, v in state["tensors"].items()}}
     ahead, draw = train(rank, first, 2, 4), torch.rand(())
     torch.rand(3)

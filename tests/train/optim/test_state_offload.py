@@ -20,7 +20,7 @@ from moecore.models import Decoder, preset
 from moecore.train import AdamW, StateOffload
 from moecore.train.memory.host import MovedStorage
 from moecore.train.optim import state_offload
-from moecore.train.optim.state_offload import largest_up_to
+from moecore.train.optim.state_offload import select_largest
 from tests.helpers.ranks import run_ranks
 from tests.train.optim.late_stream import late_copies  # noqa: F401, a fixture
 
@@ -274,9 +274,9 @@ def test_refusals_and_choice() -> None:
     offload.close()
     StateOffload(optimizer, net).close()
     sizes = {"a": 1, "b": 6, "c": 3, "d": 2}
-    assert largest_up_to(0.5, sizes) == {"b"} and largest_up_to(0.7, sizes) == {"b", "d"}
-    assert largest_up_to(1, sizes) == set(sizes) and largest_up_to(0, sizes) == set()
-    parts = state_offload._in_parts({"a": 1, "b": 6, "c": 3}, 2)
+    assert select_largest(0.5, sizes) == {"b"} and select_largest(0.7, sizes) == {"b", "d"}
+    assert select_largest(1, sizes) == set(sizes) and select_largest(0, sizes) == set()
+    parts = state_offload._divide_into_parts({"a": 1, "b": 6, "c": 3}, 2)
     assert parts == [["a", "b"], ["c"]]
 
 

@@ -30,10 +30,10 @@ from moecore.io.checkpoint.state import (
     ModelView,
     Optimizers,
     allocate_optimizer_state,
-    amax_names,
     copy_rng_states,
     get_state_template,
     list_optimizers,
+    map_amax_operands,
     map_state_views,
 )
 
@@ -123,7 +123,7 @@ def allocate_optimizer_target(
 
 def allocate_amax_target(model: nn.Module, manifest: Manifest) -> dict[str, Tensor]:
     """Return an empty tensor for each saved amax history that this rank's modules have."""
-    operands = amax_names(model)
+    operands = map_amax_operands(model)
     return {
         name: torch.empty(tensor.shape)
         for name, tensor in select_tensors("amax.", manifest).items()
@@ -197,7 +197,7 @@ def _compare_optimizers(
     kinds = set(split_class_names(current_class, len(named)))
     weights = select_tensors("model.", manifest)
     steps = {
-        view.name_of(p): o for o in fit.optimizers for g in o.param_groups for p in g["params"]
+        view.get_name(p): o for o in fit.optimizers for g in o.param_groups for p in g["params"]
     }
     slots: dict[str, dict[str, StoredTensor]] = {}
     for key, tensor in select_tensors("optimizer.", manifest).items():

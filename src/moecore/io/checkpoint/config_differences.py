@@ -66,7 +66,7 @@ class Difference:
     reference: str
 
 
-def differences(
+def find_decoder_differences(
     config: DecoderConfig,
     reference: DecoderConfig | Mapping[str, Any] | None,
     *,
@@ -110,7 +110,7 @@ def find_saved_differences(
     if config is None or values is None or find_missing_fields(config, values):
         return []
     if isinstance(config, DecoderConfig):
-        return differences(config, values)
+        return find_decoder_differences(config, values)
     return find_hf_differences(config, values)
 
 
@@ -122,7 +122,7 @@ def find_missing_fields(config: Config | None, values: Mapping[str, Any] | None)
     return sorted(names - values.keys())
 
 
-def config_values(config: object) -> dict[str, Any]:
+def convert_config(config: object) -> dict[str, Any]:
     """Convert a mapping, a dataclass or a transformers config to nested dicts.
 
     Raises:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from moecore.base.fields import quote, shown_name
-from moecore.io.checkpoint.manifest import MAX_DEPTH, nests_deeper
+from moecore.io.checkpoint.manifest import MAX_DEPTH, is_nested_deeper
 from moecore.io.checkpoint.state import ModelView
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ def collect_hyperparameters(
         values = {k: v for k, v in group.items() if k != "params" and k not in RUN_OPTIONS}
         values = {k: v.item() if isinstance(v, Tensor) else v for k, v in values.items()}
         check_json("optimizer hyperparameter", values)
-        groups.append({"params": [model.name_of(p) for p in group["params"]], **values})
+        groups.append({"params": [model.get_name(p) for p in group["params"]], **values})
     return groups
 
 
@@ -267,7 +267,7 @@ def check_json(label: str, values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         try:
             json.dumps(value, sort_keys=True)
-            if nests_deeper(value, MAX_NESTING):
+            if is_nested_deeper(value, MAX_NESTING):
                 raise ValueError(f"it nests more than {MAX_NESTING} times")
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(

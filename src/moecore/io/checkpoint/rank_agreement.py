@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from moecore.base.fields import shown_name
 from moecore.io.checkpoint.ranks import Group, gather, on_every_rank
-from moecore.io.checkpoint.shard_file import memory_view
+from moecore.io.checkpoint.shard_file import get_memory_view
 from moecore.io.checkpoint.snapshot import Snapshot
 from moecore.io.checkpoint.state import STAGE_KINDS
 
@@ -129,7 +129,7 @@ def _hash_tensors(tensors: Mapping[str, Tensor]) -> Hashes:
         if not isinstance(tensor, DTensor):  # its shards differ, and each is kept
             parts[key] = _view_first_bytes(tensor, None if kind == "extra" else HASHED_BYTES)
     for key, part in _copy_to_host(parts).items():
-        hashes[key] += " " + hashlib.sha256(memory_view(part)).hexdigest()
+        hashes[key] += " " + hashlib.sha256(get_memory_view(part)).hexdigest()
     return hashes
 
 

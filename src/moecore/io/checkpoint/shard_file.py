@@ -127,7 +127,7 @@ class ShardWriter:
         for piece in split_chunks(tensor.detach()):
             if piece.device.type == "cpu" and piece.is_contiguous() and piece.nbytes > DIRECT_BYTES:
                 self._flush_buffer()
-                self._write_and_hash(memory_view(piece))
+                self._write_and_hash(get_memory_view(piece))
                 continue
             if self._filled + piece.nbytes > CHUNK_BYTES:
                 self._flush_buffer()
@@ -145,7 +145,7 @@ class ShardWriter:
     def _flush_buffer(self) -> None:
         """Write the buffered bytes to the file."""
         if self._filled:
-            self._write_and_hash(memory_view(self._buffer[: self._filled]))
+            self._write_and_hash(get_memory_view(self._buffer[: self._filled]))
             self._filled = 0
 
     def _write_and_hash(self, data: memoryview) -> None:
@@ -173,7 +173,7 @@ def split_chunks(tensor: Tensor) -> Iterator[Tensor]:
             yield from split_chunks(part[0] if rows < 1 else part)
 
 
-def memory_view(tensor: Tensor) -> memoryview:
+def get_memory_view(tensor: Tensor) -> memoryview:
     """Return a memoryview of a contiguous CPU tensor's memory, without a copy."""
     # Not by numpy(), after which torch lets nobody resize the storage: see `TrainingOffload`.
     data: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
@@ -218,7 +218,7 @@ class ShardReader:
         span, num_bytes = (reach + 1) * dtype.itemsize, out.numel() * dtype.itemsize
         is_plain = out.device.type == "cpu" and out.dtype == dtype and out.is_contiguous()
         if span == num_bytes and is_plain:
-            self._read_bytes(memory_view(out), begin, self._meter)
+            self._read_bytes(get_memory_view(out), begin, self._meter)
             return
         # What lies between short runs is read along, since a disk reads ahead anyway.
         is_split = (
@@ -227,7 +227,7 @@ class ShardReader:
         )
         if span <= self._buffer.numel() and not is_split:
             block = self._buffer[:span]
-            self._read_bytes(memory_view(block), begin)
+            self._read_bytes(get_memory_view(block), begin)
             out.copy_(block.view(dtype).as_strided(out.shape, strides))
             self._meter.add(num_bytes)
             return

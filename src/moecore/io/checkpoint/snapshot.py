@@ -6,8 +6,8 @@
 Names refer to the complete model, so they do not depend on the stages. One rank of each stage sends
 its names; without stages there is no communication.
 
-`rank_state` is the snapshot of one rank in memory. `load_rank_state` sets it on a rank with the
-same parts. Both ranks have the same model on the same meshes, so nothing is compared.
+`collect_rank_state` returns one rank's snapshot in memory. `load_rank_state` sets it on a rank with
+the same parts. Both ranks have the same model on the same meshes, so nothing is compared.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from moecore.base.fields import shown_name
 from moecore.base.torch_private import get_local_tensor
-from moecore.io.checkpoint.config_differences import config_values
+from moecore.io.checkpoint.config_differences import convert_config
 from moecore.io.checkpoint.hyperparameters import (
     Schedulers,
     check_json,
@@ -41,16 +41,16 @@ from moecore.io.checkpoint.hyperparameters import (
     restore_hyperparameters,
 )
 from moecore.io.checkpoint.manifest import ManifestFacts, check_dtype
-from moecore.io.checkpoint.ranks import Group, gather, rank_and_world
+from moecore.io.checkpoint.ranks import Group, gather, get_rank_and_world
 from moecore.io.checkpoint.state import (
     STAGE_KINDS,
     ModelView,
     Optimizers,
     allocate_optimizer_state,
-    amax_names,
     collect_optimizer_tensors,
     copy_rng_states,
     list_optimizers,
+    map_amax_operands,
     map_state_views,
     restore_amax,
     restore_optimizer_state,
@@ -90,7 +90,7 @@ def take_snapshot(
     tensors = {f"model.{name}": tensor for name, tensor in view.stored_views.items()}
     optimizers = list_optimizers(optimizer, view)
     tensors |= {f"optimizer.{k}": v for k, v in collect_optimizer_tensors(optimizers, view).items()}
-    owners = amax_names(model).items()
+    owners = map_amax_operands(model).items()
     tensors |= {f"amax.{n}": h.steps[operand] for n, (h, operand) in owners if operand in h.steps}
     values = {}
     for name, value in (extra or {}).items():
@@ -105,7 +105,7 @@ def take_snapshot(
         check_dtype(name, tensor.dtype)
     facts = ManifestFacts(
         step=step,
-        world_size=rank_and_world()[1],
+        world_size=get_rank_and_world()[1],
         meshes=_list_meshes(view),
         versions=read_versions(),
         config=_encode_config(view.config if config is None else config),
@@ -176,7 +176,7 @@ def _encode_config(config: object) -> dict[str, Any] | None:
     """Convert a config to JSON values; None stays None."""
     if config is None:
         return None
-    values = config_values(config)
+    values = convert_config(config)
     check_json("config", values)
     return copy_json(values)
 
@@ -254,7 +254,7 @@ def get_local_tensors(snapshot: Snapshot) -> dict[str, Tensor]:
     return {name: get_local_tensor(tensor) for name, tensor in snapshot.tensors.items()}
 
 
-def rank_state(
+def collect_rank_state(
     model: nn.Module,
     optimizer: Optimizers,
     extra: Mapping[str, Tensor],
@@ -278,7 +278,7 @@ def load_rank_state(
     *,
     scheduler: Schedulers | None = None,
 ) -> dict[str, Tensor]:
-    """Restore this rank's state from `rank_state`, in place; return the tensors of `extra`.
+    """Restore this rank's state from `collect_rank_state`, in place; return the tensors of `extra`.
 
     Gradients and counts of an unfinished step are dropped.
     """

@@ -27,7 +27,7 @@ from moecore.base.fields import shown_name
 from moecore.base.params import clean_name
 from moecore.base.torch_private import StridedShard
 from moecore.io.checkpoint.config_differences import find_config
-from moecore.io.checkpoint.ranks import rank_and_world
+from moecore.io.checkpoint.ranks import get_rank_and_world
 from moecore.moe.amax_history import GRADIENTS, AmaxHistory
 from moecore.moe.experts import Experts
 from moecore.parallel.model.parallel_state import parallel_states
@@ -71,7 +71,7 @@ class ModelView:
         dim = self._halved_dims[name]
         return tensor if dim is None else split_halves(tensor, dim)
 
-    def name_of(self, param: Tensor) -> str:
+    def get_name(self, param: Tensor) -> str:
         """Return the name of a parameter; raise ValueError if the model does not have it."""
         if id(param) not in self._names:
             raise ValueError(
@@ -97,7 +97,7 @@ def list_optimizers(optimizer: Optimizers | None, model: ModelView) -> list[Opti
         )
     owners: dict[str, int] = {}
     for i, owner in enumerate(optimizers):
-        for name in (model.name_of(p) for group in owner.param_groups for p in group["params"]):
+        for name in (model.get_name(p) for group in owner.param_groups for p in group["params"]):
             if owners.setdefault(name, i) != i:
                 raise ValueError(
                     f"{shown_name(name)} must belong to one optimizer, but "
@@ -117,7 +117,7 @@ def collect_optimizer_tensors(
     seen: set[str] = set()
     for owner, param in ((o, param) for o in optimizers for param in o.state):
         # In forms that have a place in a checkpoint.
-        name = model.name_of(param)
+        name = model.get_name(param)
         state = _call_optional(owner, "stored_state", owner.state[param], param)
         if name in seen:
             raise ValueError(
@@ -157,7 +157,7 @@ def allocate_optimizer_state(
     state: dict[Tensor, dict[str, Tensor]] = {}
     for group in optimizer.param_groups:
         for param in group["params"]:
-            name = model.name_of(param)
+            name = model.get_name(param)
             current = optimizer.state.get(param, {})
             for slot in sorted(slots.get(name, ())):
                 key = f"{slot}.{name}"
@@ -183,7 +183,7 @@ def map_state_views(
     """Return "<slot>.<fqn>" -> stored view of each tensor of `allocate_optimizer_state`."""
     views = {}
     for param, slots in state.items():
-        name = model.name_of(param)
+        name = model.get_name(param)
         for slot, value in slots.items():
             key = f"{slot}.{name}"
             views[key] = value if key in scalars else model.view(name, value)
@@ -245,7 +245,7 @@ def _get_dtensor_layout(tensor: Tensor) -> object:
     return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
 
 
-def amax_names(model: nn.Module) -> dict[str, tuple[AmaxHistory, str]]:
+def map_amax_operands(model: nn.Module) -> dict[str, tuple[AmaxHistory, str]]:
     """Map "<fqn>.<operand>" to (amax history, operand) of the FP8 modules (delayed scaling)."""
     # The loss of a data rank is a mean over its tokens, so how large gradients are depends on who
     # has which tokens: their names have these degrees, and another folding finds none.
@@ -268,7 +268,7 @@ def amax_names(model: nn.Module) -> dict[str, tuple[AmaxHistory, str]]:
 def restore_amax(model: nn.Module, saved_histories: Mapping[str, Tensor]) -> None:
     """Set the amax histories of a model to saved values; clear histories without a saved value."""
     steps_by_history: dict[AmaxHistory, dict[str, Tensor]] = {}
-    for name, (history, operand) in amax_names(model).items():
+    for name, (history, operand) in map_amax_operands(model).items():
         steps = steps_by_history.setdefault(history, {})
         if name in saved_histories:
             steps[operand] = saved_histories[name]
@@ -278,7 +278,7 @@ def restore_amax(model: nn.Module, saved_histories: Mapping[str, Tensor]) -> Non
 
 def copy_rng_states() -> dict[str, Tensor]:
     """Return "rng.<device>.<rank>" -> copy of the CPU and CUDA generator states of this rank."""
-    rank, _ = rank_and_world()
+    rank, _ = get_rank_and_world()
     states = {f"rng.cpu.{rank}": torch.get_rng_state()}
     if torch.cuda.is_available():
         states[f"rng.cuda.{rank}"] = torch.cuda.get_rng_state()

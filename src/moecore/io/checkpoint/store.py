@@ -47,10 +47,10 @@ from moecore.io.checkpoint.ranks import (
     check_same_path,
     check_visible,
     gather,
+    get_rank_and_world,
     is_first_rank,
     on_every_rank,
     on_first_rank,
-    rank_and_world,
 )
 from moecore.io.checkpoint.shard_file import Meter, Progress, compute_layout, find_file_problem
 from moecore.io.checkpoint.snapshot import (
@@ -194,7 +194,7 @@ def load(
     def viewed() -> tuple[ModelView, StagePart]:
         view = ModelView(model)
         listed = concat_param_groups(list_optimizers(optimizer, view))
-        names = [[view.name_of(param) for param in group["params"]] for group in listed]
+        names = [[view.get_name(param) for param in group["params"]] for group in listed]
         return view, StagePart(frozenset(view.stored_views), names, [])
 
     view, part = on_every_rank(viewed)
@@ -268,7 +268,9 @@ def write_checkpoint(
     save_snapshot = partial(
         dcp.save,
         snapshot.tensors,
-        storage_writer=Writer(draft, rank_and_world()[0], snapshot.facts, keep=keep, meter=meter),
+        storage_writer=Writer(
+            draft, get_rank_and_world()[0], snapshot.facts, keep=keep, meter=meter
+        ),
         planner=LocalSavePlanner(locals_),
         process_group=group,
     )
@@ -348,7 +350,7 @@ def verify(
 
 def verify_files(path: Path, manifest: Manifest, mode: Verify, meter: Meter) -> None:
     """Check the shard files, each on one rank; raise on every rank if a file is damaged."""
-    rank, world = rank_and_world()
+    rank, world = get_rank_and_world()
     names = sorted(manifest.files)[rank::world]
     if mode == "full":
         meter.expect(sum(manifest.files[name].size for name in names))

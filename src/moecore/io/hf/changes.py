@@ -48,7 +48,8 @@ class Digests:
         """Return name -> digest of this rank's shards. Synchronises with the device."""
         with torch.no_grad():
             digests = {
-                name: self._hash_tensors(map(local_storage, ts)) for name, ts in sources.items()
+                name: self._hash_tensors(map(list_local_storage, ts))
+                for name, ts in sources.items()
             }
         self._factors.clear()
         by_device: dict[torch.device, list[str]] = {}
@@ -87,7 +88,7 @@ class Digests:
         return self._factors[key]
 
 
-def local_storage(tensor: Tensor) -> list[Tensor]:
+def list_local_storage(tensor: Tensor) -> list[Tensor]:
     """Return the tensors that store this rank's shard: local values, or FP8 blocks and scales."""
     blocks = gathered_blocks(tensor)
     return [get_local_tensor(tensor).detach()] if blocks is None else blocks.tensors()

@@ -23,7 +23,7 @@ from moecore.io.checkpoint.manifest import Manifest, StoredTensor
 from moecore.io.checkpoint.ranks import gather, on_every_rank
 from moecore.io.checkpoint.shard_file import CHUNK_BYTES, Meter, ShardReader, compute_layout
 from moecore.io.hf.files import Box, find_common_boxes
-from moecore.io.hf.pieces import ShardRuns, TensorPiece, local_part, shard_runs
+from moecore.io.hf.pieces import ShardRuns, TensorPiece, find_shard_runs, get_local_part
 from moecore.moe.param_reader import gathered_blocks
 from moecore.precision.stored import stored_values
 
@@ -106,7 +106,7 @@ class PartOwners:
 
 def read_local(tensor: Tensor, box: tuple[slice, ...]) -> Tensor:
     """Return a box of this rank's shard: a view, or a dequantised copy of FP8-only values."""
-    local = local_part(tensor)
+    local = get_local_part(tensor)
     return local[box] if gathered_blocks(tensor) is None else stored_values(tensor, box)
 
 
@@ -133,7 +133,7 @@ class StoredCollector:
         """Assemble the full Hugging Face tensor of an item; `writer` is not used."""
         tensor = torch.empty(item.shape, dtype=item.dtype)
         for source, piece in item.parts:
-            part = self.read(source, piece.box_in(self._tensors[source].shape))
+            part = self.read(source, piece.get_box(self._tensors[source].shape))
             if piece.view is None:
                 return part.view(item.shape).to(item.dtype)
             write_piece(part, piece, tensor)
@@ -160,4 +160,4 @@ def write_piece(part: Tensor, piece: TensorPiece, file_tensor: Tensor) -> None:
 
 def describe_part(tensor: Tensor) -> LocalPart:
     """Return the shape, dtype and index runs of this rank's shard of a tensor."""
-    return LocalPart(tuple(tensor.shape), tensor.dtype, shard_runs(global_indices(tensor)))
+    return LocalPart(tuple(tensor.shape), tensor.dtype, find_shard_runs(global_indices(tensor)))

@@ -18,7 +18,11 @@ from typing import Any
 
 from moecore.base.fields import check_arguments, quote
 from moecore.base.options.layer import BalanceConfig, MoEConfig
-from moecore.io.checkpoint.config_differences import TRAINING, differences, find_hf_differences
+from moecore.io.checkpoint.config_differences import (
+    TRAINING,
+    find_decoder_differences,
+    find_hf_differences,
+)
 from moecore.io.hf.config_fields import (
     Fields,
     HFConfig,
@@ -29,7 +33,7 @@ from moecore.io.hf.config_fields import (
     read_latent_attention,
     read_sizes,
 )
-from moecore.io.hf.files import INDEX, SINGLE, one_line, read_headers, read_index
+from moecore.io.hf.files import INDEX, SINGLE, format_one_line, read_headers, read_index
 from moecore.models.config import (
     AttentionBias,
     DecoderConfig,
@@ -71,10 +75,10 @@ def decoder_config_from_hf(config: HFConfig) -> DecoderConfig:
         fields.refuse(name, bool(fields.get(name, None)))
     fields.refuse("hidden_act", fields.get("hidden_act", "silu") != "silu")
     try:
-        return fields.complete()
+        return fields.build_config()
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
         # Of a value that has no kind in KINDS, or lies in a list.
-        reason = f"{type(error).__name__}: {one_line(error)}"
+        reason = f"{type(error).__name__}: {format_one_line(error)}"
         raise ValueError(
             f"config.json must hold fields of model_type ({fields.model_type}), but {reason:.200}: "
             "correct it"
@@ -433,7 +437,7 @@ FAMILIES = {
 }
 
 
-def config_problems(
+def compare_config(
     values: Mapping[str, Any],
     model: DecoderConfig | Mapping[str, Any] | None,
     *,
@@ -462,7 +466,7 @@ def config_problems(
         return [str(error)]
     return [
         _format_difference(d.name, d.value, d.reference)
-        for d in differences(native, model, skipped_fields=skipped_fields)
+        for d in find_decoder_differences(native, model, skipped_fields=skipped_fields)
     ]
 
 

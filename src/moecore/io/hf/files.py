@@ -26,7 +26,7 @@ from torch import Tensor
 from moecore.base.fields import quote, shown_name
 from moecore.base.tables import format_error_line
 from moecore.io.checkpoint.files import MAX_CONFIG, MAX_TABLE, read_regular, refuse_problems
-from moecore.io.checkpoint.manifest import DTYPES, MAX_DEPTH, nests_deeper
+from moecore.io.checkpoint.manifest import DTYPES, MAX_DEPTH, is_nested_deeper
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -90,13 +90,13 @@ class HFFiles:
             value: Tensor = shard.get_slice(name)[box] if box else shard.get_tensor(name)
         except SafetensorError as error:
             raise OSError(
-                f"path ({self.path / entry.file}) must be as its header said: {one_line(error)}: "
-                "it has changed meanwhile"
+                f"path ({self.path / entry.file}) must be as its header said: "
+                f"{format_one_line(error)}: it has changed meanwhile"
             ) from None
         self.bytes_read += value.numel() * value.element_size()
         return value
 
-    def num_bytes(self, names: Iterable[str]) -> int:
+    def count_bytes(self, names: Iterable[str]) -> int:
         """Return the total bytes of these stored tensors."""
         return sum(self.tensors[name].nbytes for name in names)
 
@@ -168,7 +168,7 @@ def read_json(file: Path, *, max_bytes: int = MAX_CONFIG) -> dict[str, Any]:
         raise ValueError(f"path ({file}) must be JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"path ({file}) must be a JSON object, not a {type(value).__name__}")
-    if nests_deeper(value, MAX_DEPTH):
+    if is_nested_deeper(value, MAX_DEPTH):
         raise ValueError(f"path ({file}) must nest at most {MAX_DEPTH} times: correct it")
     return value
 
@@ -179,7 +179,8 @@ def _read_header(file: Path) -> dict[str, FileTensor]:
         shard = safe_open(file, framework="pt", device="cpu")
     except SafetensorError as error:
         raise ValueError(
-            f"path ({file}) must be a whole safetensors file: {one_line(error)}: copy it again"
+            f"path ({file}) must be a whole safetensors file: {format_one_line(error)}: copy it "
+            "again"
         ) from None
     tensors: dict[str, FileTensor] = {}
     for name in shard.keys():  # noqa: SIM118 (not a mapping)
@@ -194,14 +195,14 @@ def _read_header(file: Path) -> dict[str, FileTensor]:
     return tensors
 
 
-def one_line(error: BaseException) -> str:
+def format_one_line(error: BaseException) -> str:
     """Return the text of an error without line breaks, truncated."""
     return format_error_line(str(error), 1000)
 
 
-def shown_with_source(error: BaseException) -> str:
+def format_with_source(error: BaseException) -> str:
     """Return the text of an error in transformers' code, with the line that raised it."""
     # Python's own errors name no field of a config, but the source line does.
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.line for frame in frames if "/transformers/models/" in frame.filename]
-    return f"{one_line(error):.200}" + (f" in `{lines[-1]:.100}`" if lines else "")
+    return f"{format_one_line(error):.200}" + (f" in `{lines[-1]:.100}`" if lines else "")

@@ -32,7 +32,7 @@ from moecore.io.checkpoint.files import refuse_problems
 from moecore.io.checkpoint.ranks import gather, is_first_rank, on_every_rank, on_first_rank
 from moecore.io.checkpoint.snapshot import is_first_of_stage
 from moecore.io.hf.files import read_json
-from moecore.io.hf.pieces import FileView, TensorPiece, local_part
+from moecore.io.hf.pieces import FileView, TensorPiece, get_local_part
 from moecore.moe.experts import Experts
 from moecore.moe.low_rank import LowRank
 from moecore.parallel.model.parallel_state import find_stages
@@ -71,14 +71,14 @@ class Merge:
     layer: Any  # of peft
     add: Callable[[Tensor], None]  # to a tensor like this rank's part of the weight; collective
 
-    def inputs(self) -> list[Tensor]:
+    def list_inputs(self) -> list[Tensor]:
         """Return the A and B tensors of the layer's active adapters."""
         owners: list[Any] = [getattr(self.layer, kind) for kind in self.layer.adapter_layer_names]
         names = _list_applied_adapters(self.layer)
         parts = [owner[name] for name in names for owner in owners if name in owner]
         return [part if isinstance(part, Tensor) else part.weight for part in parts]
 
-    def factors(self) -> tuple[float, ...]:
+    def list_factors(self) -> tuple[float, ...]:
         """Return the scaling factor of each active adapter."""
         return tuple(self.layer.scaling[name] for name in _list_applied_adapters(self.layer))
 
@@ -134,7 +134,7 @@ def save_adapters(
     path = Path(path)
 
     def find_entries() -> dict[str, StoredAdapter]:
-        entries = adapter_tensors(model, adapter)
+        entries = collect_adapter_tensors(model, adapter)
         _refuse_unsaved_params(model)
         return entries
 
@@ -172,14 +172,14 @@ def load_adapters(
     """
     check_arguments(load_adapters, locals())
     path = Path(path)
-    entries = on_every_rank(lambda: adapter_tensors(model, adapter))
+    entries = on_every_rank(lambda: collect_adapter_tensors(model, adapter))
     every = set(entries) if find_stages(model)[1] is None else set().union(*gather(list(entries)))
     file_tensors = on_every_rank(lambda: _read_adapter(model, path, adapter, entries, every))
     drop_step(model)
     with torch.no_grad():
         for name, entry in entries.items():
             value = _select_shard(entry.from_file(file_tensors[name]), global_indices(entry.tensor))
-            local_part(entry.tensor).copy_(value)
+            get_local_part(entry.tensor).copy_(value)
 
 
 def _read_adapter(
@@ -227,7 +227,7 @@ def _get_lora_configs(model: nn.Module) -> dict[str, Any]:
     return configs
 
 
-def adapter_tensors(model: nn.Module, adapter: str) -> dict[str, StoredAdapter]:
+def collect_adapter_tensors(model: nn.Module, adapter: str) -> dict[str, StoredAdapter]:
     """Return the tensors of one adapter under their names in peft's files."""
     from peft import get_peft_model_state_dict
 
@@ -261,7 +261,7 @@ def _make_stored_adapter(name: str, tensor: Tensor, shape: Sequence[int]) -> Sto
 
 def _refuse_unsaved_params(model: nn.Module) -> None:
     """Raise ValueError if a trainable parameter is in no adapter: no file would contain it."""
-    adapters = (adapter_tensors(model, name) for name in _get_lora_configs(model))
+    adapters = (collect_adapter_tensors(model, name) for name in _get_lora_configs(model))
     tensors = [entry.tensor for adapter in adapters for entry in adapter.values()]
     adapter_ids = set(map(id, tensors))
     names = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in adapter_ids]
@@ -337,7 +337,7 @@ def merge_adapters(model: nn.Module) -> None:
     refuse_fp8_storage(model, "merged")
     drop_step(model)
     for merge in merges:
-        merge.add(local_part(merge.weight))
+        merge.add(get_local_part(merge.weight))
         merge.layer.merged_adapters += _list_applied_adapters(merge.layer)
     for module in model.modules():
         if isinstance(module, Experts):

@@ -141,7 +141,7 @@ def read_box(
     return source.read(files, box)
 
 
-def stored_names(sources: Iterable[TensorSource]) -> list[str]:
+def list_stored_names(sources: Iterable[TensorSource]) -> list[str]:
     """Return the names of the stored tensors that these logical tensors read."""
     return [name for source in sources for name in source.parts]
 

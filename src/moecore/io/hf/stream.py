@@ -24,26 +24,32 @@ from moecore.base.failures import RankError, explain_transport_errors
 from moecore.base.fields import NumBytes, check_arguments, shown_name
 from moecore.base.params import group_by_size
 from moecore.families.transformers.lora import unwrap_peft
-from moecore.io.checkpoint.ranks import ControlGroup, Group, gather, on_every_rank, rank_and_world
+from moecore.io.checkpoint.ranks import (
+    ControlGroup,
+    Group,
+    gather,
+    get_rank_and_world,
+    on_every_rank,
+)
 from moecore.io.hf.buckets import (
     BucketCollector,
     WeightBucket,
     WeightMeta,
+    compute_bucket_size,
     make_meta,
-    size_in_bucket,
 )
-from moecore.io.hf.changes import Digests, WeightsVersion, local_storage
+from moecore.io.hf.changes import Digests, WeightsVersion, list_local_storage
 from moecore.io.hf.collect import Item, LocalPart, PartOwners, describe_part, read_local
 from moecore.io.hf.config_fields import HFConfig
 from moecore.io.hf.export import check_dtype
 from moecore.io.hf.export_plan import (
     ExportLayout,
     ExportPlan,
-    export_tensors,
+    collect_export_tensors,
     make_items,
     plan_export,
 )
-from moecore.io.hf.lora import Merge, adapter_tensors, find_merges, find_unmerged
+from moecore.io.hf.lora import Merge, collect_adapter_tensors, find_merges, find_unmerged
 from moecore.io.hf.pieces import FileRecipe, TensorPiece
 from moecore.train.memory.streams import CopyStream
 
@@ -114,7 +120,9 @@ def _find_adapter(model: nn.Module, lora: LoRA) -> dict[str, tuple[Tensor, Tenso
             f"active adapters ({names}) must be one that is not merged to be given apart: choose "
             "one by set_adapter, or pass lora='merged'"
         )
-    return {name: (a.tensor, a.piece) for name, a in adapter_tensors(model, names[0]).items()}
+    return {
+        name: (a.tensor, a.piece) for name, a in collect_adapter_tensors(model, names[0]).items()
+    }
 
 
 class WeightStream:
@@ -239,7 +247,7 @@ class WeightStream:
     def _begin(self) -> _StreamPass:
         """Compute the digests of the current weights and return a pass, without communication."""
         base = unwrap_peft(self._model)
-        tensors = export_tensors(base, self._plan.values)
+        tensors = collect_export_tensors(base, self._plan.values)
         tensors |= {n: t for n, (t, _) in _find_adapter(self._model, self._lora).items()}
         parts = {name: describe_part(tensor) for name, tensor in tensors.items()}
         self._parts = self._parts or parts
@@ -253,7 +261,7 @@ class WeightStream:
         sources = {n: _StreamSource(t, by_weight.get(id(t))) for n, t in tensors.items()}
         for name, source in sources.items():
             source.check(name)
-        buckets = group_by_size(self._items, size_in_bucket, self._max_bytes)
+        buckets = group_by_size(self._items, compute_bucket_size, self._max_bytes)
         run = _StreamPass(sources, buckets, self._collector, self._control.group)
         run.digests = self._compute_digests(sources)
         if self._expected_digests not in (None, run.digests):
@@ -275,8 +283,8 @@ class WeightStream:
 
     def _compute_digests(self, sources: Mapping[str, _StreamSource]) -> dict[str, Any]:
         """Return name -> digest of each tensor's local values and adapter scaling factors."""
-        digests = self._digests.compute({n: source.inputs() for n, source in sources.items()})
-        return {n: (*digest, sources[n].factors()) for n, digest in digests.items()}
+        digests = self._digests.compute({n: source.list_inputs() for n, source in sources.items()})
+        return {n: (*digest, sources[n].list_factors()) for n, digest in digests.items()}
 
 
 class _PassExit(RuntimeError):
@@ -326,7 +334,7 @@ class _StreamPass:
 
     def leave(self) -> None:
         """End the pass early: make the other ranks raise an error at their next agreement."""
-        rank, _ = rank_and_world()
+        rank, _ = get_rank_and_world()
 
         def fail() -> None:
             raise _PassExit(rank)
@@ -361,17 +369,17 @@ class _StreamSource:
     tensor: Tensor
     merge: Merge | None
 
-    def inputs(self) -> list[Tensor]:
+    def list_inputs(self) -> list[Tensor]:
         """Return the tensors from which the streamed values are computed."""
-        return [self.tensor, *([] if self.merge is None else self.merge.inputs())]
+        return [self.tensor, *([] if self.merge is None else self.merge.list_inputs())]
 
-    def factors(self) -> tuple[float, ...]:
+    def list_factors(self) -> tuple[float, ...]:
         """Return the scaling factors of the adapters."""
-        return () if self.merge is None else self.merge.factors()
+        return () if self.merge is None else self.merge.list_factors()
 
     def check(self, name: str) -> None:
         """Raise ValueError if the memory of an input tensor was freed."""
-        parts = (part for x in self.inputs() for part in local_storage(x))
+        parts = (part for x in self.list_inputs() for part in list_local_storage(x))
         if any(part.numel() and not part.untyped_storage().nbytes() for part in parts):
             raise ValueError(
                 f"{shown_name(name)} (without memory) must have its values to be streamed: "

@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.planner import (
 from moecore.base.fields import shown_name
 from moecore.io.checkpoint.files import open_regular
 from moecore.io.checkpoint.shard_file import Meter
-from moecore.io.hf.files import Box, find_common_boxes, one_line
+from moecore.io.hf.files import Box, find_common_boxes, format_one_line
 from moecore.io.interchange.dcp_metadata import DCPChunk, read_metadata
 
 
@@ -78,7 +78,7 @@ class DCPFiles:
                 value = torch.load(part, map_location="cpu", weights_only=True)
             except Exception as error:  # of any kind: the bytes are damaged
                 raise OSError(
-                    f"path ({file}) must hold {shown_name(name)}: {one_line(error):.200}"
+                    f"path ({file}) must hold {shown_name(name)}: {format_one_line(error):.200}"
                 ) from None
         if (
             not isinstance(value, Tensor)

@@ -34,8 +34,8 @@ from itertools import chain
 from typing import Any, NoReturn
 
 from moecore.base.fields import shown_name
-from moecore.io.hf.names import EMBEDDING, HEAD, hf_copies, hf_plan
-from moecore.io.hf.pieces import file_shapes
+from moecore.io.hf.names import EMBEDDING, HEAD, map_hf_copies, plan_hf_tensors
+from moecore.io.hf.pieces import map_file_shapes
 from moecore.models.config import DecoderConfig
 
 WORDS = "embedding.word_embeddings.weight"
@@ -129,9 +129,9 @@ class LayerPlace:
     rows: int  # of the dim behind them
 
 
-def megatron_blocks(config: DecoderConfig) -> list[MegatronBlock]:
+def build_megatron_blocks(config: DecoderConfig) -> list[MegatronBlock]:
     """Return the decoder's blocks in model order; raise for tensors that Megatron-Core lacks."""
-    shapes = file_shapes(hf_plan(config, "per_expert"))
+    shapes = map_file_shapes(plan_hf_tensors(config, "per_expert"))
     unnamed = ["proj.bias", "proj_bias", "router.bias", "sinks", "conv1d.weight"]
     unnamed += ["q_proj.weight"] if config.attention_gate else []
     unnamed += ["norm.weight"] if config.zero_centered_norms or config.pattern else []
@@ -152,7 +152,7 @@ def megatron_blocks(config: DecoderConfig) -> list[MegatronBlock]:
     for name in shapes:
         if name not in covered:
             _refuse_unnamed(name, shapes)
-    problem = next(_unsupported_fields(config), None)
+    problem = next(_find_unsupported_fields(config), None)
     if problem is not None:
         raise NotImplementedError(
             f"DecoderConfig.{problem}, else Megatron-Core computes another function of these "
@@ -161,7 +161,7 @@ def megatron_blocks(config: DecoderConfig) -> list[MegatronBlock]:
     return blocks
 
 
-def _unsupported_fields(config: DecoderConfig) -> Iterator[str]:
+def _find_unsupported_fields(config: DecoderConfig) -> Iterator[str]:
     """Yield an error text for each config field that Megatron-Core does not support."""
     parts: list[tuple[str, Any]] = [("", config), ("moe.", config.moe), ("mla.", config.mla)]
     for prefix, part in parts:
@@ -191,7 +191,7 @@ def _refuse_unnamed(name: str, shapes: Shapes) -> NoReturn:
     )
 
 
-def written_place(block: MegatronBlock, config: DecoderConfig) -> LayerPlace:
+def get_written_place(block: MegatronBlock, config: DecoderConfig) -> LayerPlace:
     """Return the stored tensor and index to which Megatron-Core writes a block."""
     is_stacked = not config.dense_layers  # all layers are alike
     return next(_list_candidate_places(block, config, stacked=is_stacked))[0]
@@ -207,7 +207,7 @@ def find_places(
             if all(s is not None and len(s) == n + len(block.shape) for s, n in num_dims):
                 problems = (_find_shape_problem(place, block, shapes) for place in places)
                 return places, list(chain.from_iterable(problems))
-    place = written_place(block, config)
+    place = get_written_place(block, config)
     return (), [f"{place.key}{list(place.index) or ''} is missing"]
 
 
@@ -326,9 +326,9 @@ def _build_mtp_blocks(hf: str, config: DecoderConfig, shapes: Shapes) -> list[Me
     return blocks
 
 
-def optional_head(config: DecoderConfig, shapes: Shapes) -> MegatronBlock | None:
+def build_optional_head(config: DecoderConfig, shapes: Shapes) -> MegatronBlock | None:
     """Return the block of an output layer that is stored although the config ties it; or None."""
-    if HEAD not in hf_copies(config) or OUTPUT not in shapes:
+    if HEAD not in map_hf_copies(config) or OUTPUT not in shapes:
         return None
     shape = (config.vocab_size, config.dim)
     return MegatronBlock((OUTPUT,), (TensorPart(HEAD, 0, shape[0]),), shape)

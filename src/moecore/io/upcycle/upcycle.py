@@ -161,16 +161,16 @@ def check_upcycle(config: MoEConfig, options: UpcycleOptions) -> None:
             f"MoEConfig.num_groups ({config.num_groups}) must divide UpcycleOptions.expansion "
             f"({options.expansion}), so that no group limit splits a virtual group: use a divisor"
         )
-    if config.weights_on_input and weight_sum(config) != 1:
+    if config.weights_on_input and compute_weight_sum(config) != 1:
         raise ValueError(
             f"MoEConfig.weights_on_input (True) must go with routing weights of 1, not "
-            f"{weight_sum(config):g}, because the activation is not linear: use "
+            f"{compute_weight_sum(config):g}, because the activation is not linear: use "
             "normalize_weights=True and routed_scaling_factor=1"
         )
     _choose_router_std(config, options)
 
 
-def weight_sum(config: MoEConfig) -> float:
+def compute_weight_sum(config: MoEConfig) -> float:
     """Return S, the sum of a token's routing weights at step 0 (Note [scale])."""
     K, s = config.top_k, config.routed_scaling_factor
     if config.normalizes:
@@ -209,7 +209,9 @@ def upcycle_mlp(
     _check_dense(dense, config, options, key)
     X, G = options.expansion, options.granularity
     w1, w2_DF = dense["w1"], dense["w2"]
-    scale = G / weight_sum(config)  # a Python number: torch multiplies in fp32 and rounds once
+    scale = G / compute_weight_sum(
+        config
+    )  # a Python number: torch multiplies in fp32 and rounds once
     w2_GDf = w2_DF.unflatten(1, (G, -1)).movedim(1, 0)
     tensors = {
         "router.weight": _sample_router_rows(config, options, key, like=w1),

@@ -120,7 +120,7 @@ class HostPool:
             copy.piece = self._allocate_piece(copy.size)
         stored_copies = [copy for copy in copies if copy.piece is not None]
         if stored_copies:
-            jobs = [Job(_get_host_memory(c), c.data, _row_copier(c)) for c in stored_copies]
+            jobs = [Job(_get_host_memory(c), c.data, _make_row_copier(c)) for c in stored_copies]
             mark = self._streams.out.start(jobs)
             for copy in stored_copies:
                 copy.out = copy.busy = mark
@@ -133,7 +133,7 @@ class HostPool:
         # storage that it reads, not for the whole group.
         for copy in copies:
             assert copy.out is not None
-            job = Job(copy.data, _get_host_memory(copy), _row_copier(copy))
+            job = Job(copy.data, _get_host_memory(copy), _make_row_copier(copy))
             copy.busy = self._streams.back.start([job], copy.out)
 
     def free_pieces(self, pieces: Sequence[HostPiece]) -> None:
@@ -192,7 +192,7 @@ class HostPool:
 
 
 @contextmanager
-def of_host_memory(subject: str) -> Iterator[None]:
+def explain_memory_errors(subject: str) -> Iterator[None]:
     """Return a context that turns an error of host memory into a MemoryError naming `subject`."""
     try:
         yield
@@ -201,7 +201,7 @@ def of_host_memory(subject: str) -> Iterator[None]:
         raise MemoryError(f"{subject} must fit in host memory: lower it ({reason})") from error
 
 
-def _row_copier(copy: HostCopy) -> Callable[[Tensor, Tensor], None] | None:
+def _make_row_copier(copy: HostCopy) -> Callable[[Tensor, Tensor], None] | None:
     """Return a function that copies only the used first rows of a copy; None = copy all bytes."""
     rows = copy.used_rows
     if rows is None or rows.num_rows is None or copy.data is None or copy.data.is_meta:

@@ -145,7 +145,7 @@ class _RunningRegion:
             stack.enter_context(intercept_products(self, has_products=self.has_products))
             output = self.function(*args, **kwargs)
         self._check_unchanged(tensors)
-        self._context = _autocast(tensors)
+        self._context = _get_autocast(tensors)
         self._register_outputs(output)
         self._inputs = [
             (pack_tensor(leaf), leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
@@ -392,7 +392,7 @@ def recompute(
 
 
 @contextmanager
-def sharing_outputs() -> Iterator[None]:
+def share_outputs() -> Iterator[None]:
     """Return a context in which consumers of a region's output save the region instead.
 
     It surrounds the forward of a block.
@@ -420,7 +420,7 @@ def _pack_output(tensor: Tensor) -> Handle | None:
     )
 
 
-def _autocast(tensors: list[Tensor]) -> Any:
+def _get_autocast(tensors: list[Tensor]) -> Any:
     """Return a context with the current autocast dtype; None without autocast."""
     dtype = autocast_dtype(tensors[0]) if tensors else None
     return None if dtype is None else torch.autocast(tensors[0].device.type, dtype)

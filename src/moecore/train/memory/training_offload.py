@@ -37,7 +37,7 @@ from moecore.parallel.model.parallel_state import (
     reshard_units,
 )
 from moecore.train.graphs.regions import drop_graphs
-from moecore.train.memory.host import HostCopies, MovedStorage, of_host_memory
+from moecore.train.memory.host import HostCopies, MovedStorage, explain_memory_errors
 from moecore.train.memory.stash import Stash
 
 Part = Literal["weights", "grads", "optimizer", "buffers"]
@@ -184,7 +184,7 @@ class TrainingOffload:
                     "to be freed: clone what comes from files, other processes or libraries"
                 )
         gib = sum(tensors[0].untyped_storage().nbytes() for tensors in groups.values()) / 2**30
-        with of_host_memory(f"{part} ({gib:.1f} GiB)"):
+        with explain_memory_errors(f"{part} ({gib:.1f} GiB)"):
             named = {f"{part}.{i}": tensors for i, tensors in enumerate(groups.values())}
             storages = self._copies.reserve_storages(named)
             self._copies.copy_and_wait((storage.host, storage.memory) for storage in storages)

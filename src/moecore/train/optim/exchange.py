@@ -63,7 +63,9 @@ class MatrixBlock(NamedTuple):
         if self.is_view:
             target[indices].copy_(values)
             return
-        every = (_as_tensor(i, n, target) for i, n in zip(indices, target.shape, strict=True))
+        every = (
+            _convert_to_tensor(i, n, target) for i, n in zip(indices, target.shape, strict=True)
+        )
         batch, rows, columns = every
         target[batch[:, None, None], rows[:, None], columns] = values.to(target.dtype)
 
@@ -87,7 +89,7 @@ class ExchangeRound:
         out, into = (self.returns, self.results) if back else (self.sends, self.receives)
         pieces = [block.read(sources).reshape(-1) for blocks in out for block in blocks]
         send_buffer = torch.cat(pieces) if pieces else like.new_empty(0)
-        out_sizes, in_sizes = _sizes(out), _sizes(into)
+        out_sizes, in_sizes = _compute_sizes(out), _compute_sizes(into)
         recv_buffer = like.new_empty(sum(in_sizes))
         dist.all_to_all_single(recv_buffer, send_buffer, in_sizes, out_sizes, group=group)
         return recv_buffer
@@ -117,10 +119,10 @@ def make_plan(
 ) -> MatrixPlan:
     """Return the plan of a step; `group_of` returns the process group of ranks, in order.
 
-    `outputs` are tensors with one number per output of each parameter (`MatrixLayout.of_outputs`).
-    They are sent to the owners of the matrices.
+    `outputs` are tensors with one number per output of each parameter, laid out as in
+    `MatrixLayout.make_output_layout`. They are sent to the owners of the matrices.
     """
-    members = _members(params, layouts)
+    members = _list_members(params, layouts)
     shared: dict[tuple[int, ...], list[_Member]] = {}
     for member in members:
         if not member.holding.is_local:
@@ -128,7 +130,7 @@ def make_plan(
     rounds = []
     for ranks, group_members in shared.items():
         group, rank = group_of(ranks), ranks.index(dist.get_rank())
-        owners = _assign(group_members, len(ranks))
+        owners = _assign_owners(group_members, len(ranks))
         max_numel = ROUND_NUMEL * len(ranks)
         for round_members in group_by_size(group_members, lambda m: m.holding.numel, max_numel):
             rounds.append((group, [member.place for member in round_members], (owners, rank)))
@@ -138,18 +140,18 @@ def make_plan(
             m.place: tensor_members[m.place].local_blocks() for m in members if m.holding.is_local
         }
         travel = [
-            (g, _round([tensor_members[i] for i in places], *assignment))
+            (g, _make_round([tensor_members[i] for i in places], *assignment))
             for g, places, assignment in rounds
         ]
         return MatrixPlan(local_blocks=local_blocks, rounds=travel)
 
     if outputs is None:
         return plan_of(members)
-    beside = _members(outputs, [layout.of_outputs() for layout in layouts])
+    beside = _list_members(outputs, [layout.make_output_layout() for layout in layouts])
     return replace(plan_of(members), outputs=plan_of(beside))
 
 
-def _members(tensors: Sequence[Tensor], layouts: Sequence[MatrixLayout]) -> list[_Member]:
+def _list_members(tensors: Sequence[Tensor], layouts: Sequence[MatrixLayout]) -> list[_Member]:
     holdings: dict[object, _Holding] = {}  # tensors of one layout share theirs
     members = []
     for place, (tensor, layout) in enumerate(zip(tensors, layouts, strict=True)):
@@ -169,7 +171,7 @@ class _Holding:
         self.layout, self.numel = layout, param.numel()
         if not isinstance(param, DTensor) or param.device_mesh.size() == 1:
             self.ranks: tuple[int, ...] = (0,)
-            self.rank_parts, self.is_local = [layout.parts(param)], True
+            self.rank_parts, self.is_local = [layout.list_parts(param)], True
             return
         mesh = param.device_mesh.mesh
         coordinates = {int(mesh[tuple(c)]): tuple(c.tolist()) for c in (mesh >= 0).nonzero()}
@@ -177,7 +179,7 @@ class _Holding:
         # What ranks that hold copies of each other differ in.
         replicated = [i for i, p in enumerate(param.placements) if p.is_replicate()]
         self.copy_of = [tuple(coordinates[rank][i] for i in replicated) for rank in self.ranks]
-        self.rank_parts = [layout.parts(param, coordinates[rank]) for rank in self.ranks]
+        self.rank_parts = [layout.list_parts(param, coordinates[rank]) for rank in self.ranks]
         # Per part, bool [ranks, batch]: who holds all of a matrix.
         self.full_masks = [self._ranks_with_full(number) for number in range(len(layout.shapes))]
         self.is_local = all(
@@ -213,7 +215,7 @@ class _Member(NamedTuple):
     def block(self, part: MatrixPart, number: int, mask: Tensor) -> MatrixBlock | None:
         """Return the block of selected matrices (bool mask) in a rank's local tensor, or None."""
         (batch,) = mask.nonzero(as_tuple=True)
-        return _block(self.place, batch, part.rows, part.columns, number, self.device)
+        return _make_block(self.place, batch, part.rows, part.columns, number, self.device)
 
     def local_blocks(self) -> list[MatrixBlock]:
         """Return the blocks of all matrices that this rank stores."""
@@ -223,20 +225,20 @@ class _Member(NamedTuple):
         return [block for block in blocks if block is not None]
 
 
-def _block(
+def _make_block(
     place: int, batch: Tensor, rows: Tensor, columns: Tensor, part: int, device: torch.device
 ) -> MatrixBlock | None:
     shape = (batch.numel(), rows.numel(), columns.numel())
     if 0 in shape:
         return None
-    at = [_index(index, device) for index in (batch, rows, columns)]
+    at = [_convert_index(index, device) for index in (batch, rows, columns)]
     return MatrixBlock(place, at[0], at[1], at[2], shape, part)
 
 
 Owners = dict[tuple[int, int], Tensor]  # (place of the parameter, part) -> int64 [batch]
 
 
-def _assign(members: list[_Member], num_ranks: int) -> Owners:
+def _assign_owners(members: list[_Member], num_ranks: int) -> Owners:
     """Choose the owner of each matrix, identically on all ranks."""
     loads = [0] * num_ranks
     owners: Owners = {}
@@ -259,7 +261,7 @@ def _assign(members: list[_Member], num_ranks: int) -> Owners:
     return owners
 
 
-def _round(members: list[_Member], owners: Owners, rank: int) -> ExchangeRound:
+def _make_round(members: list[_Member], owners: Owners, rank: int) -> ExchangeRound:
     """Return a round from one rank's view; sender and receiver list blocks in the same order."""
     num_ranks = len(members[0].holding.ranks)
     lists: Iterator[list[list[MatrixBlock]]] = ([[] for _ in range(num_ranks)] for _ in range(4))
@@ -285,7 +287,9 @@ def _round(members: list[_Member], owners: Owners, rank: int) -> ExchangeRound:
             for holder in range(num_ranks):
                 part = rank_parts[holder][number]
                 places = torch.searchsorted(matrix_ids, part.batch[owner_of[part.batch] == rank])
-                block = _block(place, places, part.of_rows, part.of_columns, number, member.device)
+                block = _make_block(
+                    place, places, part.of_rows, part.of_columns, number, member.device
+                )
                 if block is not None:
                     result.returns[holder].append(block)
                     if copy_of[holder] == copy_of[rank]:
@@ -293,7 +297,7 @@ def _round(members: list[_Member], owners: Owners, rank: int) -> ExchangeRound:
     return result
 
 
-def _index(index: Tensor, device: torch.device) -> Index:
+def _convert_index(index: Tensor, device: torch.device) -> Index:
     """Convert an index to a slice if its steps are equal."""
     first, step = int(index[0]), int(index[1] - index[0]) if index.numel() > 1 else 1
     if step > 0 and torch.equal(index, torch.arange(index.numel()) * step + first):
@@ -301,11 +305,11 @@ def _index(index: Tensor, device: torch.device) -> Index:
     return index.to(device)
 
 
-def _as_tensor(index: Index, size: int, like: Tensor) -> Tensor:
+def _convert_to_tensor(index: Index, size: int, like: Tensor) -> Tensor:
     if isinstance(index, Tensor):
         return index
     return torch.arange(*index.indices(size), device=like.device)
 
 
-def _sizes(of_ranks: list[list[MatrixBlock]]) -> list[int]:
+def _compute_sizes(of_ranks: list[list[MatrixBlock]]) -> list[int]:
     return [sum(prod(block.shape) for block in blocks) for blocks in of_ranks]

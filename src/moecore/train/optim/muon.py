@@ -38,7 +38,7 @@ from moecore.base.torch_private import get_local_tensor, zeros_like
 from moecore.kernels.momentum import momentum_
 from moecore.train.optim.adamw import get_grad, get_scale_signals, run_closure
 from moecore.train.optim.exchange import ExchangeRound, MatrixBlock, MatrixPlan, make_plan
-from moecore.train.optim.matrices import MatrixAssignment, MatrixLayout, scale_of
+from moecore.train.optim.matrices import MatrixAssignment, MatrixLayout, compute_lr_factor
 from moecore.train.optim.output_means import divide_by_means_, make_output_means
 
 Momentum = Annotated[float, Bound(">=", 0), Bound("<", 1)]
@@ -170,7 +170,7 @@ class Muon(torch.optim.Optimizer):
                     "give what it leaves out to AdamW"
                 )
             if "beta2" in group:
-                self.layouts[param].of_outputs()
+                self.layouts[param].make_output_layout()
 
     def own_options(self) -> dict[str, Any]:
         """Return the options that are not in `param_groups`; ranks must agree on them."""
@@ -379,7 +379,7 @@ class _Step:
         self, weight: Tensor, block: MatrixBlock, values: Tensor, layout: MatrixLayout
     ) -> None:
         """Subtract decay and update from the weights of a block, computed in fp32 or fp64."""
-        factor = scale_of(layout, layout.shapes[block.part], self.options.adjust_lr_fn)
+        factor = compute_lr_factor(layout, layout.shapes[block.part], self.options.adjust_lr_fn)
         local_block = block._replace(place=0)
         old = local_block.read([weight])
         wide = torch.promote_types(weight.dtype, torch.float32)
