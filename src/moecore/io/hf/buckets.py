@@ -236,8 +236,8 @@ class BucketCollector(ErrorKeeper):
         max_numel = self.capacity // item.dtype.itemsize
         for number, (source, piece) in enumerate(item.parts):
             full_shape = self._owners.shapes[source]
-            for holding, ranks in self._owners.ranks[source].items():
-                for overlap in find_overlaps(holding, piece, full_shape, max_numel=max_numel):
+            for shard_runs, ranks in self._owners.ranks[source].items():
+                for overlap in find_overlaps(shard_runs, piece, full_shape, max_numel=max_numel):
                     shape = tuple(part.stop - part.start for part in overlap.target)
                     size = math.prod(shape) * item.dtype.itemsize
                     yield _SentBox(number, overlap, shape, size, ranks)

@@ -72,7 +72,8 @@ class Digests:
         """Return the digest int64 [2] of the bytes uint8 [n]."""
         words = torch.nn.functional.pad(bits, (0, -bits.numel() % 4)).view(torch.int32)
         factors = self._get_factors(level, bits.device)
-        sums = [(factors[:, : len(x)] * x).sum(1) for x in words.split(factors.shape[1])]
+        parts: tuple[Tensor, ...] = words.split(factors.shape[1])
+        sums = [(factors[:, : len(x)] * x).sum(1) for x in parts]
         if len(sums) == 1:
             return sums[0]
         return self._hash_bytes(_view_as_bytes(torch.stack(sums)), level + 1)

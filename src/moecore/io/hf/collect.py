@@ -76,7 +76,7 @@ class LocalPart(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    holding: ShardRuns
+    shard_runs: ShardRuns
 
 
 class PartOwners:
@@ -92,9 +92,9 @@ class PartOwners:
         self.world = 0
         for rank, rank_parts in enumerate(gather(parts)):
             self.world += 1
-            for name, (shape, dtype, holding) in rank_parts.items():
+            for name, (shape, dtype, shard_runs) in rank_parts.items():
                 self.shapes[name], self.dtypes[name] = shape, dtype
-                self.ranks.setdefault(name, {}).setdefault(holding, []).append(rank)
+                self.ranks.setdefault(name, {}).setdefault(shard_runs, []).append(rank)
 
     def merge(self, other: PartOwners) -> PartOwners:
         """Return the union of these owners and the owners of other tensors."""

@@ -113,13 +113,13 @@ def list_shard_boxes(
     """Return the boxes of all pieces that this rank's shards need from the files."""
     boxes = []
     for name, recipe in recipes.items():
-        local, holding = (
+        local, shard_runs = (
             get_local_part(tensors[name]),
             find_shard_runs(global_indices(tensors[name])),
         )
         for piece in recipe.pieces if local.numel() else ():
             max_numel = max_bytes // dtypes[piece.name].itemsize
-            overlap_boxes = find_overlaps(holding, piece, recipe.shape, max_numel=max_numel)
+            overlap_boxes = find_overlaps(shard_runs, piece, recipe.shape, max_numel=max_numel)
             boxes += [ShardBox(piece, o.source, local[o.target]) for o in overlap_boxes]
     return boxes
 
@@ -130,7 +130,7 @@ def find_shard_runs(indices: Sequence[Tensor]) -> ShardRuns:
 
 
 def find_overlaps(
-    holding: ShardRuns, piece: TensorPiece, shape: Sequence[int], *, max_numel: int = 1 << 62
+    shard_runs: ShardRuns, piece: TensorPiece, shape: Sequence[int], *, max_numel: int = 1 << 62
 ) -> Iterator[PieceOverlap]:
     """Yield the boxes in which a shard and a piece overlap; the boxes are disjoint."""
     # A box has at most `max_numel` elements, where its first dim allows it. Example: [E=4, 2, F=4,
@@ -139,8 +139,8 @@ def find_overlaps(
     # [0:4, 6:8, 0:1] -> [0:4, 1:2, 0:2, 0:1].
     per_dim: list[list[tuple[int, int, int]]] = []  # runs of (in the region, in the shard, length)
     sizes: list[int] = []
-    for runs, part in zip(holding, piece.get_box(shape), strict=True):
-        common = list(_find_common_runs(runs, part))
+    for local_runs, part in zip(shard_runs, piece.get_box(shape), strict=True):
+        common = list(_find_common_runs(local_runs, part))
         if not common:
             return
         per_dim.append(common)

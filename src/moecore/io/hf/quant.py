@@ -66,9 +66,8 @@ class FP8Source(TensorSource):
 
     def read(self, files: BoxReader, box: Box) -> Tensor:
         """Read a box and the scales of its blocks; return the dequantised fp32 values."""
-        over = tuple(
-            slice(s.start // b, -(-s.stop // b)) for s, b in zip(box, self.block, strict=True)
-        )
+        sides = zip(box, self.block, strict=True)
+        over = tuple(slice(s.start // b, -(-s.stop // b)) for s, b in sides)
         values_rc = files.read(self.name, box)
         scales = files.read(self.name + SCALE, over)
         return dequantize_fp8(values_rc, scales, self.block, box[0].start, box[1].start)

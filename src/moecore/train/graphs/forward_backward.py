@@ -338,6 +338,7 @@ def _check_inputs(inputs: Inputs, expected_inputs: Inputs) -> None:
 
 
 def _check_dispatchers(state: MoEState) -> None:
+    """Raise ValueError for a layer whose exchange or experts wait for sizes on the host."""
     for name, layer in state.layers.items():
         capacity = layer.config.capacity
         pads = capacity is not None and capacity.pad
@@ -364,6 +365,7 @@ def _check_dispatchers(state: MoEState) -> None:
 
 
 def _refuse_pipeline(model: nn.Module) -> None:
+    """Raise ValueError for a model with pipeline stages."""
     record = parallel_state(model)
     if record is not None and record.pipeline is not None:
         raise ValueError(
@@ -373,6 +375,7 @@ def _refuse_pipeline(model: nn.Module) -> None:
 
 
 def _get_gpu(model: nn.Module) -> torch.device:
+    """Return the device of a model; raise ValueError if it is not a GPU."""
     device = next(model.parameters()).device
     if device.type != "cuda":
         raise ValueError(
@@ -383,6 +386,7 @@ def _get_gpu(model: nn.Module) -> torch.device:
 
 
 def _drop_copies(state: MoEState) -> None:
+    """Drop the FP8 copies of expert weights, so that the next forward makes new ones."""
     for layer in state.layers.values():
         layer.part("experts").reader.drop_copies()
 
@@ -399,12 +403,13 @@ class GraphFacts:
         """Raise a ValueError that names a changed fact; 3 ms of host time for 531 parameters."""
         current_facts = collect_facts(model, state)
         if current_facts.values != self.values:
-            named = zip(_name_facts(model, state), current_facts.values, self.values, strict=False)
-            changed = (name for name, value, captured_value in named if value != captured_value)
+            pairs = zip(_list_facts(model, state), self.values, strict=False)
+            changed = (words for (words, value, _), captured in pairs if value != captured)
+            fact, *path = next(changed, ("the modules of the model",))
+            subject = f"{fact} of {'.'.join(filter(None, path)) or 'the model'}" if path else fact
             raise ValueError(
-                f"{next(changed, 'the modules of the model')} must be what it was when the graph "
-                "was captured: set it back, or call close(), after which the next calls warm up "
-                "and capture anew"
+                f"{subject} must be what it was when the graph was captured: set it back, or call "
+                "close(), after which the next calls warm up and capture anew"
             )
         # New exchanges may exist, but those that other ranks write to must still be there.
         if any(exchange not in current_facts.exchanges for exchange in self.exchanges):
@@ -417,38 +422,32 @@ class GraphFacts:
 @torch.no_grad()
 def collect_facts(model: nn.Module, state: MoEState) -> GraphFacts:
     """Return the current facts of a model: modes, hooks, configs and addresses of tensors."""
-    values: list[Any] = [state.num_micro_batches]
-    owners: list[Any] = []
-    for module in model.modules():
-        config = vars(module).get("config")
-        owners.append(config)
-        values += (module.training, len(hooks_around(module)), id(config))
-        for _, tensor in _list_tensors(module):
-            local = get_local_tensor(tensor).detach()
-            owners.append(local)
-            values += (tensor.requires_grad, num_gradient_hooks(tensor), local.data_ptr())
-    for layer in state.layers.values():
-        owners.append(layer.tracker.counts)
-        values.append(id(layer.tracker.counts))
-    owners.append(state.loss_scale)
-    values.append(id(state.loss_scale))
+    facts = list(_list_facts(model, state))
     record = parallel_state(model)
     exchanges = () if record is None or record.exchanges is None else record.exchanges.resources
-    return GraphFacts(values=values, owners=owners, exchanges=exchanges)
+    return GraphFacts(
+        values=[value for _, value, _ in facts],
+        owners=[owner for *_, owner in facts],
+        exchanges=exchanges,
+    )
 
 
-def _name_facts(model: nn.Module, state: MoEState) -> Iterator[str]:
-    """Yield the names of the values of `collect_facts`, in the same order."""
-    yield "the number of micro-batches of a step"
+def _list_facts(model: nn.Module, state: MoEState) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+    """Yield each fact as its name and path, its value, and the owner of an address or None."""
+    yield ("the number of micro-batches of a step",), state.num_micro_batches, None
     for name, module in model.named_modules():
-        for fact in ("train or eval mode", "the number of hooks", "the config"):
-            yield f"{fact} of {name or 'the model'}"
-        for tensor_name, _ in _list_tensors(module):
-            for fact in ("requires_grad", "the number of hooks", "the memory"):
-                yield f"{fact} of {name}.{tensor_name}".replace(" .", " ")
-    for name in state.layers:
-        yield f"the balance config of {name}"
-    yield "the loss scale"
+        config = vars(module).get("config")
+        yield ("train or eval mode", name), module.training, None
+        yield ("the number of hooks", name), len(hooks_around(module)), None
+        yield ("the config", name), id(config), config
+        for tensor_name, tensor in _list_tensors(module):
+            local = get_local_tensor(tensor).detach()
+            yield ("requires_grad", name, tensor_name), tensor.requires_grad, None
+            yield ("the number of hooks", name, tensor_name), num_gradient_hooks(tensor), None
+            yield ("the memory", name, tensor_name), local.data_ptr(), local
+    for name, layer in state.layers.items():
+        yield ("the balance config", name), id(layer.tracker.counts), layer.tracker.counts
+    yield ("the loss scale",), id(state.loss_scale), state.loss_scale
 
 
 def _list_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

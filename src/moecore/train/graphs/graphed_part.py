@@ -196,6 +196,7 @@ class GraphedPart:
         return pair.run(tensors, [p for _, _, p in _list_trained_params(self._modules)])
 
     def _may_use_graph(self, tensors: list[Tensor]) -> bool:
+        """Return whether a call with these tensors may warm up, capture or replay."""
         if not tensors or not _may_hold(tensors[0]) or is_recomputing():
             return False
         if saved_tensor_hooks() is not None and not is_packing():

@@ -132,8 +132,8 @@ class PageStore:
             # Only copies back read these pages, and they come earlier in the same stream.
             goes_along = over and over[-1].back is not None and over[-1].of_graph == in_capture
             emptied += [over.pop()] if goes_along else []
-            freed = emptied[-1] if goes_along else None
-            jobs.append(Job(tuple(tensors), of, lambda x, pages, freed=freed: pages.read(x, freed)))
+            read = partial(_read, emptied[-1] if goes_along else None)
+            jobs.append(Job(tuple(tensors), of, read))
         back = self._streams.back.start(jobs, *(of.out for of in matrices if of.out is not None))
         for of in matrices:
             of.back = back
@@ -250,6 +250,12 @@ class PageStore:
         device = self._streams.device
         self.pool = PagePool.make(num_pages, page_bytes, device, num_host_pages=num_host_pages)
         return self.pool
+
+
+def _read(
+    over: DispatchPages | None, matrices: Sequence[Tensor | None], source: DispatchPages
+) -> None:
+    source.read(matrices, over)
 
 
 def _describe_row(copy: HostCopy) -> tuple[int, bool]:

@@ -203,6 +203,7 @@ class AdamW(torch.optim.AdamW):
         return loss
 
     def _launch_update(self, tensors: AdamWTensors, options: AdamWOptions) -> None:
+        """Increment the step counts and run one kernel; a skipped step changes nothing."""
         grad_scale, found_inf = get_scale_signals(self, tensors.weights[0].device)
         steps = list(tensors.steps)
         if found_inf is None:

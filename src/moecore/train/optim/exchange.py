@@ -72,7 +72,7 @@ class MatrixBlock(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExchangeRound:
-    """One exchange from one rank's view; lists of blocks are indexed by the other rank."""
+    """One exchange as one rank runs it; lists of blocks are indexed by the other rank."""
 
     params: list[int]  # indices of the exchanged parameters
     owned: list[tuple[int, int, int]]  # [n, rows, columns] that this rank orthogonalises
@@ -104,7 +104,7 @@ class ExchangeRound:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MatrixPlan:
-    """One rank's part of a step of some parameters."""
+    """The matrices that one rank orthogonalises in a step, and the exchanges that it runs."""
 
     local_blocks: dict[int, list[MatrixBlock]]  # parameter index -> blocks of unsharded matrices
     rounds: list[tuple[dist.ProcessGroup, ExchangeRound]]  # exchanges of sharded matrices
@@ -125,25 +125,25 @@ def make_plan(
     members = _list_members(params, layouts)
     shared: dict[tuple[int, ...], list[_Member]] = {}
     for member in members:
-        if not member.holding.is_local:
-            shared.setdefault(member.holding.ranks, []).append(member)
+        if not member.shards.is_local:
+            shared.setdefault(member.shards.ranks, []).append(member)
     rounds = []
     for ranks, group_members in shared.items():
         group, rank = group_of(ranks), ranks.index(dist.get_rank())
         owners = _assign_owners(group_members, len(ranks))
         max_numel = ROUND_NUMEL * len(ranks)
-        for round_members in group_by_size(group_members, lambda m: m.holding.numel, max_numel):
+        for round_members in group_by_size(group_members, lambda m: m.shards.numel, max_numel):
             rounds.append((group, [member.place for member in round_members], (owners, rank)))
 
     def plan_of(tensor_members: list[_Member]) -> MatrixPlan:
         local_blocks = {
-            m.place: tensor_members[m.place].local_blocks() for m in members if m.holding.is_local
+            m.place: tensor_members[m.place].local_blocks() for m in members if m.shards.is_local
         }
-        travel = [
-            (g, _make_round([tensor_members[i] for i in places], *assignment))
-            for g, places, assignment in rounds
+        exchanges = [
+            (group, _make_round([tensor_members[i] for i in places], *assignment))
+            for group, places, assignment in rounds
         ]
-        return MatrixPlan(local_blocks=local_blocks, rounds=travel)
+        return MatrixPlan(local_blocks=local_blocks, rounds=exchanges)
 
     if outputs is None:
         return plan_of(members)
@@ -152,20 +152,20 @@ def make_plan(
 
 
 def _list_members(tensors: Sequence[Tensor], layouts: Sequence[MatrixLayout]) -> list[_Member]:
-    holdings: dict[object, _Holding] = {}  # tensors of one layout share theirs
+    shards_by_layout: dict[object, _MatrixShards] = {}  # tensors of one layout share theirs
     members = []
     for place, (tensor, layout) in enumerate(zip(tensors, layouts, strict=True)):
         key: object = (tensor.shape, layout)
         if isinstance(tensor, DTensor):
             key = (key, tensor.device_mesh, tensor.placements)
-        if key not in holdings:
-            holdings[key] = _Holding(tensor, layout)
-        members.append(_Member(place, holdings[key], tensor.device))
+        if key not in shards_by_layout:
+            shards_by_layout[key] = _MatrixShards(tensor, layout)
+        members.append(_Member(place, shards_by_layout[key], tensor.device))
     return members
 
 
-class _Holding:
-    """Each mesh rank's parts of a parameter's matrices; lists are indexed by `ranks`, ascending."""
+class _MatrixShards:
+    """The indices of a parameter's matrices on each mesh rank; lists have the order of `ranks`."""
 
     def __init__(self, param: Tensor, layout: MatrixLayout) -> None:
         self.layout, self.numel = layout, param.numel()
@@ -176,18 +176,18 @@ class _Holding:
         mesh = param.device_mesh.mesh
         coordinates = {int(mesh[tuple(c)]): tuple(c.tolist()) for c in (mesh >= 0).nonzero()}
         self.ranks = tuple(sorted(coordinates))
-        # What ranks that hold copies of each other differ in.
+        # Coordinates on replicated mesh dims: ranks with equal coordinates have one full copy.
         replicated = [i for i, p in enumerate(param.placements) if p.is_replicate()]
-        self.copy_of = [tuple(coordinates[rank][i] for i in replicated) for rank in self.ranks]
+        self.replica_of = [tuple(coordinates[rank][i] for i in replicated) for rank in self.ranks]
         self.rank_parts = [layout.list_parts(param, coordinates[rank]) for rank in self.ranks]
-        # Per part, bool [ranks, batch]: who holds all of a matrix.
-        self.full_masks = [self._ranks_with_full(number) for number in range(len(layout.shapes))]
+        numbers = range(len(layout.shapes))
+        self.full_masks = [self._find_ranks_with_full(number) for number in numbers]
         self.is_local = all(
-            bool((self._touched_by(number) == 1).all() and (mask.sum(0) == 1).all())
+            bool((self._count_ranks_by_matrix(number) == 1).all() and (mask.sum(0) == 1).all())
             for number, mask in enumerate(self.full_masks)
         )
 
-    def _touched_by(self, number: int) -> Tensor:
+    def _count_ranks_by_matrix(self, number: int) -> Tensor:
         """Return for each matrix of a part how many ranks store any piece of it."""
         counts = torch.zeros(self.layout.batch, dtype=torch.int64)
         for parts in self.rank_parts:
@@ -196,7 +196,8 @@ class _Holding:
                 counts[part.batch] += 1
         return counts
 
-    def _ranks_with_full(self, number: int) -> Tensor:
+    def _find_ranks_with_full(self, number: int) -> Tensor:
+        """Return bool [ranks, batch]: whether a rank stores a matrix of a part completely."""
         mask = torch.zeros(len(self.ranks), self.layout.batch, dtype=torch.bool)
         for rank, parts in enumerate(self.rank_parts):
             part = parts[number]
@@ -206,10 +207,10 @@ class _Holding:
 
 
 class _Member(NamedTuple):
-    """A parameter of a plan: its place, the parts on each rank, and its device."""
+    """A tensor of a plan: its index in the list of tensors, its shards, and its device."""
 
     place: int
-    holding: _Holding
+    shards: _MatrixShards
     device: torch.device
 
     def block(self, part: MatrixPart, number: int, mask: Tensor) -> MatrixBlock | None:
@@ -219,7 +220,7 @@ class _Member(NamedTuple):
 
     def local_blocks(self) -> list[MatrixBlock]:
         """Return the blocks of all matrices that this rank stores."""
-        ranks, rank_parts = self.holding.ranks, self.holding.rank_parts
+        ranks, rank_parts = self.shards.ranks, self.shards.rank_parts
         parts = rank_parts[ranks.index(dist.get_rank())] if len(ranks) > 1 else rank_parts[0]
         blocks = [self.block(p, i, torch.ones_like(p.batch) > 0) for i, p in enumerate(parts)]
         return [block for block in blocks if block is not None]
@@ -245,12 +246,12 @@ def _assign_owners(members: list[_Member], num_ranks: int) -> Owners:
     every = list(range(num_ranks))
     queue = []
     for order, member in enumerate(members):
-        layout = member.holding.layout
+        layout = member.shards.layout
         for part, shape in enumerate(layout.shapes):
             owners[member.place, part] = torch.zeros(layout.batch, dtype=torch.int64)
             short, long = sorted(shape)
             cost = short * short * (2 * long + short)  # of Newton-Schulz
-            for i, mask in enumerate(member.holding.full_masks[part].T):
+            for i, mask in enumerate(member.shards.full_masks[part].T):
                 choice = mask.nonzero().flatten().tolist() or every
                 queue.append((len(choice) > 1, -cost, order, part, i, choice))
     # Those with one choice come first, then the longest, each to the rank with the least so far.
@@ -263,21 +264,21 @@ def _assign_owners(members: list[_Member], num_ranks: int) -> Owners:
 
 def _make_round(members: list[_Member], owners: Owners, rank: int) -> ExchangeRound:
     """Return a round from one rank's view; sender and receiver list blocks in the same order."""
-    num_ranks = len(members[0].holding.ranks)
+    num_ranks = len(members[0].shards.ranks)
     lists: Iterator[list[list[MatrixBlock]]] = ([[] for _ in range(num_ranks)] for _ in range(4))
     sends, receives, returns, results = lists
     result = ExchangeRound([], [], sends, receives, returns, results)
     for member in members:
         result.params.append(member.place)
-        rank_parts, copy_of = member.holding.rank_parts, member.holding.copy_of
-        for number, shape in enumerate(member.holding.layout.shapes):
+        rank_parts, replica_of = member.shards.rank_parts, member.shards.replica_of
+        for number, shape in enumerate(member.shards.layout.shapes):
             owner_of = owners[member.place, number]
             local_part = rank_parts[rank][number]
             for owner in range(num_ranks):
                 block = member.block(local_part, number, owner_of[local_part.batch] == owner)
                 if block is not None:
                     result.results[owner].append(block)
-                    if copy_of[owner] == copy_of[rank]:
+                    if replica_of[owner] == replica_of[rank]:
                         result.sends[owner].append(block)
             (matrix_ids,) = (owner_of == rank).nonzero(as_tuple=True)
             if not matrix_ids.numel():
@@ -292,7 +293,7 @@ def _make_round(members: list[_Member], owners: Owners, rank: int) -> ExchangeRo
                 )
                 if block is not None:
                     result.returns[holder].append(block)
-                    if copy_of[holder] == copy_of[rank]:
+                    if replica_of[holder] == replica_of[rank]:
                         result.receives[holder].append(block)
     return result
 

@@ -56,10 +56,9 @@ def divide_by_means_(
         wide = x.to(mean.dtype)
         mean.lerp_(wide.square().sum_to_size(mean.shape) / inputs, new)
         divided = wide / (mean.sqrt() + EPS)
-        norm, after = (
-            torch.linalg.vector_norm(t, dim=(1, 2), keepdim=True) for t in (wide, divided)
-        )
-        x.copy_(divided * (norm / after.clamp(min=EPS)))
+        norm = torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True)
+        new_norm = torch.linalg.vector_norm(divided, dim=(1, 2), keepdim=True)
+        x.copy_(divided * (norm / new_norm.clamp(min=EPS)))
 
 
 def _reduce_shape(shape: torch.Size, dim: int) -> torch.Size:
