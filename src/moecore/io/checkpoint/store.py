@@ -191,13 +191,13 @@ def load(
     check_same_path(path)
     manifest = on_first_rank(lambda: read_manifest(path))
 
-    def viewed() -> tuple[ModelView, StagePart]:
+    def collect_part() -> tuple[ModelView, StagePart]:
         view = ModelView(model)
         listed = concat_param_groups(list_optimizers(optimizer, view))
         names = [[view.get_name(param) for param in group["params"]] for group in listed]
         return view, StagePart(frozenset(view.stored_views), names, [])
 
-    view, part = on_every_rank(viewed)
+    view, part = on_every_rank(collect_part)
     stages = find_stages(model)[1]
     union = join_stage_parts(part, stages)
     fit = on_every_rank(lambda: compare(manifest, view, union, optimizer, scheduler, cast=cast))
@@ -242,11 +242,11 @@ def _refresh_buffers(path: Path, model: nn.Module) -> None:
 def start_draft(lock: RunLock, step: int, group: Group = None) -> Path:
     """Acquire the run's lock on rank 0 and create a draft directory that every rank sees."""
 
-    def action() -> Path:
+    def lock_and_create() -> Path:
         lock.acquire()
         return create_draft(lock.root, step)
 
-    draft = on_first_rank(action, group)
+    draft = on_first_rank(lock_and_create, group)
     check_visible(draft, group)
     return draft
 

@@ -140,7 +140,7 @@ class _Call(NamedTuple):
 class GraphedPart:
     """Callable that replaces a method, and replays CUDA graphs of its forward and backward.
 
-    The method reads parameters of `modules`, of which only the first may have hooks. A call uses
+    The method reads parameters of `modules`, and only the first module may have hooks. A call uses
     the graphs only if `may_run` returns True.
     """
 
@@ -174,7 +174,7 @@ class GraphedPart:
         form = make_form((args, kwargs), tensors)
         if not self._may_use_graph(tensors):
             return self._function(*args, **kwargs)
-        facts = self._facts()
+        facts = self._collect_facts()
         if facts is None:
             return self._function(*args, **kwargs)
         kinds = tuple((x.shape, x.dtype, x.requires_grad) for x in tensors)
@@ -203,7 +203,7 @@ class GraphedPart:
             return False
         return self._may_run is None or self._may_run()
 
-    def _facts(self) -> list[Any] | None:
+    def _collect_facts(self) -> list[Any] | None:
         """Return the facts of the modules on which graphs rely; None if capture is impossible."""
         facts: list[Any] = []
         for i, module in enumerate(self._modules):

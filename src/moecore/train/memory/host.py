@@ -157,7 +157,7 @@ class HostPool:
         if not self._is_full:
             self._is_full = True
             logger.warning(
-                "offload: host memory (%d bytes) is full: what goes beyond stays on the device",
+                "offload: host memory (%d bytes) is full: further storages stay on the device",
                 self.num_bytes,
             )
         return None
@@ -353,7 +353,7 @@ class HostCopies:
             for stream in streams:
                 stream.synchronize()
 
-    def num_bytes(self) -> int:
+    def count_bytes(self) -> int:
         """Return the bytes of all slabs."""
         return sum(slabs.num_bytes for slabs in self._slabs.values())
 

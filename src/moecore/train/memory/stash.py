@@ -109,7 +109,7 @@ class PageStore:
         pool = self.pool or self._make_pool(copies, in_capture=in_capture)
         jobs, emptied = [], []
         for group in _group_by_dispatch(copies):
-            dispatch, mark = self._new_dispatch(pool, group, in_capture=in_capture)
+            dispatch, mark = self._make_dispatch(pool, group, in_capture=in_capture)
             for index, copy in enumerate(group):
                 copy.piece = PagePlace(dispatch, index)
             data = tuple(copy.data for copy in group)
@@ -185,7 +185,7 @@ class PageStore:
                 return_pages(of.table, of.layout.num_entries, of.layout.pool)
             of.free.append((of.table, CopyMark(current)))
 
-    def _new_dispatch(
+    def _make_dispatch(
         self, pool: PagePool, group: Sequence[HostCopy], *, in_capture: bool
     ) -> tuple[DispatchPages, CopyMark | None]:
         """Return a dispatch with a table, and the mark at which the table was emptied or None."""
@@ -318,7 +318,7 @@ class Stash(Offload, Holder):
 
     def _start_forward(self, share: float) -> None:
         super()._start_forward(share)
-        with self._locked():
+        with self._hold_lock():
             in_capture, resting, self._resting = self._streams.is_capturing(), self._resting, []
             for group, of_graph in resting:
                 if of_graph != in_capture:  # copies of eager groups are not captured

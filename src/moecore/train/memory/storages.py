@@ -136,7 +136,7 @@ class SavedStorages:
     def _start_forward(self, share: float) -> None:
         self._share = share
         self._offered = self._offload_bytes = 0
-        with self._locked():
+        with self._hold_lock():
             items = self._copies.items()
             self._copies = {a: c for a, c in items if c.readers.alive or not c.ref.expired()}
             self._staying = {a: ref for a, ref in self._staying.items() if not ref.expired()}
@@ -223,7 +223,7 @@ class SavedStorages:
     def _fetch(self, use: StorageUse, shape: torch.Size) -> Tensor:
         """Return a storage on the device; later work of the current stream may read it."""
         copy, group = use.copy, use.group
-        with self._locked():
+        with self._hold_lock():
             if version(copy.counter) != copy.version:
                 raise changed_in_place_error(shape, version(copy.counter), copy.version)
             if copy.data is None:
@@ -271,7 +271,7 @@ class SavedStorages:
         self._store.copy_back(copies, freed_pieces)
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _hold_lock(self) -> Iterator[None]:
         """Return a context under the lock; pending deletions of handles are counted first."""
         with self._lock:
             self._advance()

@@ -87,7 +87,7 @@ class TrainingOffload:
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory that are reserved."""
-        return self._copies.num_bytes()
+        return self._copies.count_bytes()
 
     @torch.no_grad()
     def offload(self, selection: PartOrAll = "all") -> None:
@@ -108,7 +108,7 @@ class TrainingOffload:
                 self._free_buffers()
             self._host_parts[part] = self._send(part)
         if not self._guards:
-            self._guard()
+            self._register_guards()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             if selection == "all" and torch.cuda.memory_allocated(self._device) > GARBAGE_BYTES:
@@ -155,7 +155,7 @@ class TrainingOffload:
                     "call its close() before offload(), after which it captures anew"
                 )
 
-    def _guard(self) -> None:
+    def _register_guards(self) -> None:
         """Register hooks that raise in forward and optimizer steps while parts are offloaded."""
         everything, read_by_forward = frozenset(PARTS), frozenset({"weights", "buffers"})
         refuse = partial(self._refuse, "forward", read_by_forward)
@@ -174,7 +174,7 @@ class TrainingOffload:
     def _send(self, part: Part) -> list[MovedStorage]:
         """Move the storages of a part to the host."""
         groups: dict[int, list[Tensor]] = {}
-        for tensor in {id(x): x for x in map(get_stored_local, self._values(part))}.values():
+        for tensor in {id(x): x for x in map(get_stored_local, self._list_values(part))}.values():
             if tensor.device == self._device and tensor.untyped_storage().nbytes():
                 groups.setdefault(storage_key(tensor), []).append(tensor)
         for tensors in groups.values():
@@ -192,7 +192,7 @@ class TrainingOffload:
             storage.move_to_host()
         return storages
 
-    def _values(self, part: Part) -> Iterator[Tensor]:
+    def _list_values(self, part: Part) -> Iterator[Tensor]:
         params = list(self._model.parameters())
         if part == "weights":
             yield from params

@@ -135,9 +135,11 @@ def make_plan(
         for round_members in group_by_size(group_members, lambda m: m.shards.numel, max_numel):
             rounds.append((group, [member.place for member in round_members], (owners, rank)))
 
-    def plan_of(tensor_members: list[_Member]) -> MatrixPlan:
+    def make_rank_plan(tensor_members: list[_Member]) -> MatrixPlan:
         local_blocks = {
-            m.place: tensor_members[m.place].local_blocks() for m in members if m.shards.is_local
+            m.place: tensor_members[m.place].list_local_blocks()
+            for m in members
+            if m.shards.is_local
         }
         exchanges = [
             (group, _make_round([tensor_members[i] for i in places], *assignment))
@@ -146,9 +148,9 @@ def make_plan(
         return MatrixPlan(local_blocks=local_blocks, rounds=exchanges)
 
     if outputs is None:
-        return plan_of(members)
+        return make_rank_plan(members)
     beside = _list_members(outputs, [layout.make_output_layout() for layout in layouts])
-    return replace(plan_of(members), outputs=plan_of(beside))
+    return replace(make_rank_plan(members), outputs=make_rank_plan(beside))
 
 
 def _list_members(tensors: Sequence[Tensor], layouts: Sequence[MatrixLayout]) -> list[_Member]:
@@ -218,7 +220,7 @@ class _Member(NamedTuple):
         (batch,) = mask.nonzero(as_tuple=True)
         return _make_block(self.place, batch, part.rows, part.columns, number, self.device)
 
-    def local_blocks(self) -> list[MatrixBlock]:
+    def list_local_blocks(self) -> list[MatrixBlock]:
         """Return the blocks of all matrices that this rank stores."""
         ranks, rank_parts = self.shards.ranks, self.shards.rank_parts
         parts = rank_parts[ranks.index(dist.get_rank())] if len(ranks) > 1 else rank_parts[0]

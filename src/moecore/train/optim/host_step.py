@@ -98,7 +98,7 @@ class HostAdamW(AdamW):
         if param not in self.host_params:
             super().restore_state(param, saved_state)
             return
-        with self._of_host_memory():  # the host steps flat moments
+        with self._explain_memory_errors():  # the host steps flat moments
             flat = {name: saved_state[name].contiguous() for name in ("step", *MOMENTS)}
             super().restore_state(param, flat)
 
@@ -123,7 +123,7 @@ class HostAdamW(AdamW):
         ]
         slots = self._slots = self._slots or HostSlots(CopyStream(params[0].device), NUM_SLOTS)
         parts = [columns[:2] for _, columns in chunks]  # weights and gradients
-        with self._of_host_memory():
+        with self._explain_memory_errors():
             slots.reserve(parts)
         values: dict[Any, Any] = {n: getattr(self, n, None) for n in ("found_inf", "grad_scale")}
         values |= {number: group["lr"] for number, group in enumerate(self.param_groups)}
@@ -154,7 +154,7 @@ class HostAdamW(AdamW):
             return find_state_dtypes(param.dtype, torch.float32, False)
         return super()._get_state_dtypes(param)
 
-    def _of_host_memory(self) -> AbstractContextManager[None]:
+    def _explain_memory_errors(self) -> AbstractContextManager[None]:
         return explain_memory_errors(
             f"host_fraction ({self.host_fraction}) of the optimizer's state"
         )
@@ -166,7 +166,7 @@ class HostAdamW(AdamW):
             if param not in self.host_params or param.grad is None:
                 continue
             grad = get_grad(param)
-            with self._of_host_memory():
+            with self._explain_memory_errors():
                 state = self.prepare_state(param)
             weight, *moments = (
                 get_local_tensor(x).view(-1) for x in (param, *map(state.get, MOMENTS))

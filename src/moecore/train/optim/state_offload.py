@@ -96,7 +96,7 @@ class StateOffload:
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory that are reserved."""
-        return self._copies.num_bytes()
+        return self._copies.count_bytes()
 
     def bring_state_back(self) -> None:
         """Copy all state back to the device, where it stays until the next forward.
