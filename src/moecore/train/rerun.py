@@ -71,10 +71,7 @@ class Reruns:
                     _enlarge(holder, factor)
 
     def end_forwards(self) -> None:
-        """All-reduce the needed capacities, so that `run` waits only for forwards. Collective.
-
-        Call it after the last forward of a step, on every rank.
-        """
+        """All-reduce needed capacities after a step's last forward, on every rank. Collective."""
         if self._is_running and self._asks_early:
             self._factors = self._reduce_factors()
 

@@ -72,10 +72,7 @@ def find_decoder_differences(
     *,
     skipped_fields: Collection[str] = TRAINING,
 ) -> list[Difference]:
-    """Compare a native decoder's config with another config; return the fields that differ.
-
-    Returns [] if `reference` does not describe a native decoder.
-    """
+    """Return the fields in which a decoder's config differs; [] if `reference` is no decoder's."""
     values = asdict(reference) if isinstance(reference, DecoderConfig) else reference
     if values is None or not values.keys() >= _NO_DEFAULT:
         return []
@@ -123,11 +120,7 @@ def find_missing_fields(config: Config | None, values: Mapping[str, Any] | None)
 
 
 def convert_config(config: object) -> dict[str, Any]:
-    """Convert a mapping, a dataclass or a transformers config to nested dicts.
-
-    Raises:
-        ValueError: for an object of another type.
-    """
+    """Convert a mapping, dataclass or transformers config to dicts; ValueError for other types."""
     try:
         values = _read_values(config)
     except RecursionError:
@@ -168,10 +161,7 @@ def _select_json_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_config(model: nn.Module) -> Config | None:
-    """Return the config of the native decoder or transformers model that a module contains.
-
-    Returns None if the module contains no such model or several.
-    """
+    """Return the config of the one native or transformers model in a module; None otherwise."""
     modules = {id(part): part for part in _find_models(model)}
     if len(modules) != 1:
         return None

@@ -56,10 +56,7 @@ def split_class_names(name: str, num_groups: int) -> list[str]:
 def collect_hyperparameters(
     optimizers: Sequence[Optimizer], model: ModelView
 ) -> list[dict[str, Any]]:
-    """Return the parameter names and hyperparameters of each group as JSON values.
-
-    `RUN_OPTIONS`, such as fused, are left out.
-    """
+    """Return names and hyperparameters of each group as JSON values, without `RUN_OPTIONS`."""
     groups = []
     for group in concat_param_groups(optimizers):
         values = {k: v for k, v in group.items() if k != "params" and k not in RUN_OPTIONS}
@@ -108,10 +105,7 @@ def find_option_mismatches(group: Mapping[str, Any], saved_group: Mapping[str, A
 
 
 def restore_hyperparameters(optimizers: Sequence[Optimizer], groups: list[dict[str, Any]]) -> None:
-    """Set the hyperparameters of each group to the saved values, in place.
-
-    `find_group_mismatches` must have returned [] for these groups.
-    """
+    """Set hyperparameters to saved values, in place; `find_group_mismatches` has returned []."""
     for group, saved_group in zip(concat_param_groups(optimizers), groups, strict=True):
         for key, value in saved_group.items():
             current = group.get(key)

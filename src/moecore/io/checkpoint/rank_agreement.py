@@ -46,11 +46,7 @@ Hashes = dict[Key, str]
 
 
 def check_rank_agreement(snapshot: Snapshot, group: Group = None) -> None:
-    """Compare the snapshots of all ranks before they are saved. Collective.
-
-    Raises:
-        ValueError: on every rank, if two ranks differ; the message names the first difference.
-    """
+    """Raise a ValueError on every rank for the first value that differs. Collective."""
     if not dist.is_initialized():
         return
     local_hashes = on_every_rank(lambda: _hash_snapshot(snapshot), group)

@@ -24,11 +24,9 @@ T = TypeVar("T")
 
 
 class ControlGroup:
-    """A gloo process group of all ranks, destroyed with this object. Construction is collective.
+    """A gloo group of all ranks, destroyed with this object. Construction is collective."""
 
-    Its collectives cannot be matched with the training's collectives on another rank. gloo aborts
-    the process if matched collectives have different sizes.
-    """
+    # Its collectives cannot match the training's on another rank: gloo aborts for unequal sizes.
 
     def __init__(self) -> None:
         self.group: Group = None

@@ -78,10 +78,7 @@ class FileLayout:
 
 
 def compute_layout(entries: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> FileLayout:
-    """Return the safetensors layout of these tensors, given key -> (dtype, sizes).
-
-    The entries of `begins` are in file order.
-    """
+    """Return the safetensors layout of key -> (dtype, sizes); `begins` is in file order."""
     order = sorted(entries, key=lambda key: (-entries[key][0].itemsize, key))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     spans, end = {}, 0
@@ -262,10 +259,7 @@ def _count_contiguous_elements(sizes: Sequence[int], lengths: Sequence[int]) -> 
 def find_file_problem(
     path: Path, layout: FileLayout, stored_file: StoredFile, *, full: bool, meter: Meter
 ) -> str | None:
-    """Check a shard file; return an error text, or None if the file is intact.
-
-    `full` also compares the SHA-256. Otherwise only size and header are checked.
-    """
+    """Return an error text for a damaged shard file, or None; `full` also compares the SHA-256."""
     try:
         descriptor = open_regular(path)
     except FileNotFoundError:

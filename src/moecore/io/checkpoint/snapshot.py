@@ -80,11 +80,7 @@ def take_snapshot(
     scheduler: Schedulers | None,
     config: object,
 ) -> Snapshot:
-    """Collect the tensors and metadata that a save stores; raise the errors of `save`.
-
-    Raises:
-        ValueError: also if a training step is unfinished.
-    """
+    """Collect the tensors and facts of a save; raise its errors, also for an unfinished step."""
     _check_finished(model)
     view = ModelView(model)
     tensors = {f"model.{name}": tensor for name, tensor in view.stored_views.items()}
@@ -261,10 +257,7 @@ def collect_rank_state(
     *,
     scheduler: Schedulers | None = None,
 ) -> dict[str, Any]:
-    """Return this rank's state of model, optimizer and generators for `load_rank_state`.
-
-    The tensors share memory with model and optimizer.
-    """
+    """Return this rank's state for `load_rank_state`; it shares memory with model and optimizer."""
     snapshot = take_snapshot(0, model, optimizer, extra, scheduler=scheduler, config=None)
     facts = {"optimizer": snapshot.facts.optimizer, "scheduler": snapshot.facts.scheduler}
     return {"tensors": get_local_tensors(snapshot), **facts}
@@ -278,10 +271,7 @@ def load_rank_state(
     *,
     scheduler: Schedulers | None = None,
 ) -> dict[str, Tensor]:
-    """Restore this rank's state from `collect_rank_state`, in place; return the tensors of `extra`.
-
-    Gradients and counts of an unfinished step are dropped.
-    """
+    """Restore `collect_rank_state` in place, drop an unfinished step, and return `extra`."""
     drop_step(model)
     kinds = defaultdict[str, dict[str, Tensor]](dict)
     for name, tensor in state["tensors"].items():

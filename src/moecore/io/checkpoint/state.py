@@ -82,11 +82,7 @@ class ModelView:
 
 
 def list_optimizers(optimizer: Optimizers | None, model: ModelView) -> list[Optimizer]:
-    """Return one or several optimizers as a list, after moving offloaded state to the device.
-
-    Raises:
-        ValueError: if two optimizers have the same parameter.
-    """
+    """Return optimizers as a list with state on the device; ValueError for a shared parameter."""
     if optimizer is None:
         return []
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]

@@ -260,10 +260,7 @@ def write_checkpoint(
     meter: Meter,
     group: Group = None,
 ) -> None:
-    """Write a snapshot into a draft directory and publish it. Collective over `group`.
-
-    If writing fails, the draft is removed.
-    """
+    """Write and publish a snapshot in a draft, or remove the draft. Collective over `group`."""
     # Of the snapshot's tensors only the layout is read; `locals_` has their contents on this rank.
     save_snapshot = partial(
         dcp.save,

@@ -88,10 +88,7 @@ def decoder_config_from_hf(config: HFConfig) -> DecoderConfig:
 def _read_softmax_moe(
     fields: Fields, hidden_dim: str, normalizes: bool, coef: float, *, shared_hidden_dim: int = 0
 ) -> MoEConfig:
-    """Build the MoEConfig of a family with softmax routing.
-
-    `coef` is transformers' default of the coefficient of the balance loss.
-    """
+    """Build a softmax router's MoEConfig; `coef` is transformers' default balance coefficient."""
     return MoEConfig(
         dim=fields.need("hidden_size"),
         hidden_dim=fields.need(hidden_dim),
@@ -358,10 +355,7 @@ def _read_mtp(fields: Fields) -> dict[str, Any]:
 
 
 def _count_stored_mtp(path: Path, fields: Fields) -> dict[str, int]:
-    """Count the MTP modules in the weight files; return the count as a config.json field.
-
-    Returns {} for a directory without weights.
-    """
+    """Return the number of MTP modules in weight files as a config field; {} without weights."""
     path = path if path.is_dir() else path.parent
     if not fields.family.has_mtp or not ((path / INDEX).is_file() or (path / SINGLE).is_file()):
         return {}

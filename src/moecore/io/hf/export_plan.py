@@ -257,10 +257,7 @@ def _check_values(
 def build_checked_reader(
     model: nn.Module, values: Mapping[str, Any], shapes: Shapes
 ) -> nn.Module | None:
-    """Build the class that reads the export on meta, and compare its tensors with the model's.
-
-    Returns None if transformers has no such class.
-    """
+    """Build the class that reads the export, on meta, and compare names; None if unknown."""
     is_part = getattr(model, "base_model", None) is model  # the whole reads it, if there is one
     full_reader = build_reader({**values, "architectures": None}) if is_part else None
     reader = full_reader or build_reader(values, model)

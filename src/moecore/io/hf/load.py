@@ -196,10 +196,7 @@ class LoadPlan:
 def find_config_problems(
     path: Path, model: nn.Module, config: Mapping[str, Any], *, strict: bool
 ) -> list[str]:
-    """Compare config.json with the model's config; return one error text per difference.
-
-    Without `strict`, it warns and returns [].
-    """
+    """Return the differences of config.json and the model; without `strict`, warn and return []."""
     model_config = find_config(model) if "model_type" in config else None
     try:
         problems = compare_config(_normalize_config(config, model), model_config)

@@ -189,10 +189,7 @@ def _read_adapter(
     entries: dict[str, StoredAdapter],
     every: Set[str],
 ) -> dict[str, Tensor]:
-    """Read the adapter file of a directory; raise ValueError if it does not fit the model.
-
-    `every` has the tensor names of all pipeline stages.
-    """
+    """Read an adapter file; ValueError if it does not fit. `every` has the names of all stages."""
     from safetensors.torch import load_file
 
     tensors: dict[str, Tensor] = load_file(path / WEIGHTS)

@@ -172,10 +172,7 @@ def plan_written_tensors(
 def trace(
     reader: nn.Module, files: Shapes, names: Collection[str]
 ) -> dict[str, tuple[TensorPiece, ...] | str]:
-    """Run transformers' conversion rules on meta; return the pieces of each tensor.
-
-    A text instead of pieces is the reason why a tensor has none.
-    """
+    """Run transformers' rules on meta; return each tensor's pieces, or why it has none."""
     # The result has no entry for a tensor that transformers would not find in the files.
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key

@@ -78,10 +78,7 @@ def find_content_problems(
 def find_shape_problems(
     files: Mapping[str, Shaped], shapes: Mapping[str, tuple[int, ...]], copies: Collection[str] = ()
 ) -> list[str]:
-    """Compare the names and shapes of files with `shapes`; return one error text per difference.
-
-    Names in `copies` are optional.
-    """
+    """Return an error text per difference of names and shapes; names in `copies` are optional."""
     problems = [f"{name} is missing" for name in shapes if name not in files]
     problems += [
         f"{name} is not in the model that {CONFIG} describes"
@@ -99,10 +96,7 @@ def find_shape_problems(
 def find_copy_problems(
     files: BoxReader, sources: Mapping[str, TensorSource], copies: Mapping[str, str]
 ) -> list[str]:
-    """Compare each copy with its original; return an error text for each copy that differs.
-
-    Each rank compares a range of the rows.
-    """
+    """Return an error text per copy that differs from its original; each rank reads some rows."""
     rank, world = get_rank_and_world()
     problems = []
     for copy, original in copies.items():

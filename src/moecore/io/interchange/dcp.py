@@ -214,12 +214,7 @@ class _Planner(SavePlanner):
 
 
 def find_prefixes(files: DCPFiles, ending: str) -> list[str]:
-    """Return each prefix with which the tensor name `ending` occurs, such as "" or "model.".
-
-    Prefixes of optimizer state are left out.
-
-    `ending` is a tensor name that every model has.
-    """
+    """Return each prefix of the tensor name `ending`, such as "model.", without optimizer's."""
     names = [name for name in files.tensors if name == ending or name.endswith(f".{ending}")]
     parts = [name.removesuffix(ending) for name in names]
     return [p for p in parts if not any(part.startswith("optim") for part in p.split("."))]

@@ -387,10 +387,7 @@ def _record(
 
 @contextmanager
 def _alias_params(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """Return a context in which modules have alias parameters that share memory with the originals.
-
-    Hooks and gradients stay with the original parameters.
-    """
+    """Return a context with alias parameters; hooks and gradients stay with the originals."""
     trained, aliases = list(_list_trained_params(modules)), list[Tensor]()
     for module, name, param in trained:
         alias = nn.Parameter(param.detach())

@@ -393,10 +393,7 @@ def recompute(
 
 @contextmanager
 def share_outputs() -> Iterator[None]:
-    """Return a context in which consumers of a region's output save the region instead.
-
-    It surrounds the forward of a block.
-    """
+    """Return a block's context, in which consumers of a region's output save the region instead."""
     regions = _thread_regions
     if regions.is_sharing or not torch.is_grad_enabled() or not is_plain_eager():
         yield

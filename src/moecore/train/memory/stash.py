@@ -57,10 +57,7 @@ class DispatchPages:
         copy_rows(matrices, self.table, self.layout, stash=True)
 
     def read(self, matrices: Sequence[Tensor | None], over: DispatchPages | None) -> None:
-        """Copy the used rows back, and return the pages of `over` to the pool.
-
-        Unused rows of the matrices are not written.
-        """
+        """Copy used rows back and return the pages of `over`; unused rows are not written."""
         freed_table = None if over is None else (over.table, over.layout.num_entries)
         copy_rows(matrices, self.table, self.layout, stash=False, over=freed_table)
 

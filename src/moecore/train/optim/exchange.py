@@ -117,11 +117,7 @@ def make_plan(
     group_of: Callable[[tuple[int, ...]], dist.ProcessGroup],
     outputs: Sequence[Tensor] | None = None,
 ) -> MatrixPlan:
-    """Return the plan of a step; `group_of` returns the process group of ranks, in order.
-
-    `outputs` are tensors with one number per output of each parameter, laid out as in
-    `MatrixLayout.make_output_layout`. They are sent to the owners of the matrices.
-    """
+    """Return the plan of a step; `outputs` are tensors with one number per output, or None."""
     members = _list_members(params, layouts)
     shared: dict[tuple[int, ...], list[_Member]] = {}
     for member in members:
