@@ -29,9 +29,9 @@ from moecore.models import Decoder, DecoderConfig, preset
 from moecore.moe.experts import Experts
 from moecore.parallel.fsdp.units import find_blocks
 from moecore.parallel.model.parallel_state import reshard_units
-from moecore.train.graphs.regions import compile_blocks, compiled_modules
+from moecore.train.graphs.regions import compile_blocks, find_compiled_modules
 from moecore.train.memory.apply import apply_memory
-from moecore.train.memory.compiled import inductor_options
+from moecore.train.memory.compiled import make_inductor_options
 
 Row = dict[str, Any]
 UP = ("norm", "activation", "mla_up_proj")
@@ -152,8 +152,8 @@ def choose(model: Decoder, parts: Any, *, is_compiled: bool) -> None:
     blocks, compiled = find_blocks(model), set[nn.Module]()
     memory = MemoryOptions(recompute=parts)
     if is_compiled:
-        compile_blocks(blocks, dynamic=False, options=inductor_options(blocks, memory))
-        compiled = {module for block in blocks for module in compiled_modules(block)}
+        compile_blocks(blocks, dynamic=False, options=make_inductor_options(blocks, memory))
+        compiled = {module for block in blocks for module in find_compiled_modules(block)}
     apply_memory(blocks, memory, model.lm_head.weight.device, compiled=compiled)
 
 

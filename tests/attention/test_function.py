@@ -16,7 +16,7 @@ from moecore.attention.function import attend
 from moecore.attention.linear import convolve
 from moecore.attention.sequence import Sequence, packed_sequence
 from moecore.base.regions import recompute_products
-from moecore.train.memory.recompute import recompute, sharing_outputs
+from moecore.train.memory.recompute import recompute, share_outputs
 
 LENGTHS = [5, 1, 4, 0]
 CU_SEQLENS = torch.tensor([0, 5, 6, 10, 10])
@@ -95,7 +95,7 @@ def test_what_it_keeps_and_what_runs_again(monkeypatch: pytest.MonkeyPatch) -> N
 
     for run, num in ((part, 1), (part_again, 2)):
         runs.clear()
-        with sharing_outputs():
+        with share_outputs():
             o = recompute("part", run, (q, k, v)) * 1.0
         torch.testing.assert_close(torch.autograd.grad(o.square().sum(), (q, k, v)), want)
         assert len(runs) == num

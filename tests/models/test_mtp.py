@@ -328,7 +328,7 @@ def test_the_coefficient_may_follow_a_schedule():
 
 @pytest.mark.parametrize("yarn", [None, YARN])
 def test_modules_equal_those_of_transformers(tmp_path, monkeypatch, yarn):
-    """transformers reads files named by `hf_plan`; its modules return the same hidden states."""
+    """transformers reads files named by `plan_hf_tensors`; its modules compute equal states."""
     pytest.importorskip("transformers")
     layers = pytest.importorskip("transformers.modeling_layers")
     if not hasattr(layers, "MtpModel"):

@@ -29,13 +29,15 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.base.options.precision import Precision, Recipe
+from moecore.base.rank_checks import gather
 from moecore.io import load, save
 from moecore.models import Decoder, DecoderConfig
 from moecore.precision.apply import apply_precision
 from moecore.train import AdamW
 from moecore.train.loss_scale import LARGEST, SMALLEST, LossScale, check_loss_scale
+from tests.helpers.errors import error_of
 from tests.helpers.ranks import run_ranks
-from tests.train.test_step import are_equal, error_of, of_all_ranks
+from tests.train.test_step import are_equal
 
 BALANCE = BalanceConfig(
     micro_batch_coef=0.02, sequence_coef=0.01, global_batch_coef=0.02, z_loss_coef=0.01
@@ -256,12 +258,10 @@ def refusals() -> dict[str, str]:
 
 def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
     return {
-        "exact": of_all_ranks(exact()),
-        "near": {
-            (mesh, what): of_all_ranks(near_fp32(mesh, factor)) for mesh, what, factor in NEAR
-        },
+        "exact": gather(exact()),
+        "near": {(mesh, what): gather(near_fp32(mesh, factor)) for mesh, what, factor in NEAR},
         "FP8": [near_fp32("units", 1.0, dtype, config=FP8, fp8=True) for dtype in (FP16, BF16)],
-        "overflow": of_all_ranks(overflow()),
+        "overflow": gather(overflow()),
         "saved": saved(folder),
         "refusals": refusals(),
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,10 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
+from moecore.base.rank_checks import gather
 from moecore.io import latest, load, save
 from moecore.models import Decoder, DecoderConfig
+from tests.helpers.errors import error_of
 from tests.helpers.ranks import run_ranks
 
 BALANCE = BalanceConfig(micro_batch_coef=0.01, bias_update_rate=0.01)
@@ -79,14 +80,6 @@ def values(model: nn.Module) -> list[Any]:
 
 def are_equal(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) > 10 and all(map(torch.equal, a, b))
-
-
-def error_of(function: Callable[[], Any]) -> str:
-    try:
-        function()
-    except ValueError as error:
-        return str(error)
-    return "no error"
 
 
 def train(how: str) -> tuple[list[Tensor], list[float]]:
@@ -234,12 +227,6 @@ def numbers() -> tuple[dict[str, float], float, list[float]]:
     return done.to_dict(), done.norm.total, [bad["skipped"], bad["lr"], bad["grad_norm"]]
 
 
-def of_all_ranks(found: Any) -> list[Any]:
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, found)
-    return every
-
-
 def marks() -> list[str]:
     model = make()
     step = TrainStep(model, adamw(model))
@@ -256,7 +243,7 @@ def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
         found[f"after {how}"] = broken_off(how, folder)
     found["not finite"] = [not_finite(fused=fused) for fused in (True, False)]
     found["two"] = two_models()
-    found["numbers"] = of_all_ranks(numbers())
+    found["numbers"] = gather(numbers())
     found["marks"] = marks()
     return found
 

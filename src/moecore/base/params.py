@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -231,3 +231,23 @@ def shard_parameter(
     if reads_plain:
         setattr(sharded, READS_PLAIN, True)
     module.register_parameter(name, sharded)
+
+
+def group_by_size(
+    items: Iterable[T], size_of: Callable[[T], int], max_size: int
+) -> Iterator[list[T]]:
+    """Yield lists of consecutive items whose sizes sum to at most `max_size`.
+
+    A larger item has a list without other items.
+    """
+    group: list[T] = []
+    total = 0
+    for item in items:
+        size = size_of(item)
+        if group and total + size > max_size:
+            yield group
+            group, total = [], 0
+        group.append(item)
+        total += size
+    if group:
+        yield group

@@ -32,7 +32,7 @@ from moecore.base.failures import share_call_errors, share_errors
 from moecore.base.fields import Count, CountOrZero, Positive, check_arguments
 from moecore.base.torch_private import get_local_tensor
 from moecore.io.checkpoint.hyperparameters import Schedulers
-from moecore.io.checkpoint.snapshot import load_rank_state, rank_state
+from moecore.io.checkpoint.snapshot import collect_rank_state, load_rank_state
 from moecore.io.checkpoint.state import Optimizers
 from moecore.parallel.model.parallel_state import parallel_states
 from moecore.train.step import TrainStep
@@ -188,7 +188,7 @@ class Replicas:
 
     def _state(self) -> dict[str, Any]:
         extra = {**self._step.state_dict(), "lineage": torch.tensor(self._lineage)}
-        return rank_state(self._model, self._optimizer, extra, scheduler=self._scheduler)
+        return collect_rank_state(self._model, self._optimizer, extra, scheduler=self._scheduler)
 
     def _load(self, state: dict[str, Any]) -> None:
         extra = load_rank_state(state, self._model, self._optimizer, scheduler=self._scheduler)

@@ -35,9 +35,8 @@ FITTING = {"step": ("native",), "layout": ("hf",), "max_shard_size": ("native", 
 def run_inspect(args: Any) -> int:
     """Print the format, metadata and tensors of a checkpoint; return the exit code."""
     path, kind = _find_checkpoint(args.path)
-    facts = {"native": _read_native_facts, "Hugging Face": _read_hf_facts, "DCP": _read_dcp_facts}[
-        kind
-    ](path)
+    readers = {"native": _read_native_facts, "Hugging Face": _read_hf_facts, "DCP": _read_dcp_facts}
+    facts = readers[kind](path)
     tensors = facts.pop("tensors")
     facts |= _count_totals(tensors)
     if path != args.path:
@@ -175,9 +174,8 @@ def run_convert(args: Any) -> int:
             flag = name.replace("_", "-")
             raise UsageError(f"--{flag} ({value}) must be left out for a target that is {to}")
     with show_progress("converting", unit="B") as progress:
-        target = (_convert_to_native if to == "native" else _convert_from_native)(
-            args, path, kind, to, progress
-        )
+        convert = _convert_to_native if to == "native" else _convert_from_native
+        target = convert(args, path, kind, to, progress)
     print(f"{path} -> {target}")
     return 0
 
@@ -260,10 +258,8 @@ def _find_checkpoint(path: Path) -> tuple[Path, str]:
 def _format_value(value: Any) -> str:
     """Return a metadata value as one line of text."""
     if isinstance(value, dict):
-        return (
-            ", ".join(f"{_truncate_text(str(k))}={_format_value(v)}" for k, v in value.items())
-            or "-"
-        )
+        entries = (f"{_truncate_text(str(k))}={_format_value(v)}" for k, v in value.items())
+        return ", ".join(entries) or "-"
     if isinstance(value, list):
         return " ".join(map(_format_value, value)) or "-"
     return "-" if value is None else _truncate_text(str(value))

@@ -41,7 +41,7 @@ from moecore.parallel.model.parallel_state import parallel_state
 from moecore.parallel.model.plan import dtype_name
 from moecore.parallel.model.request import Request
 from moecore.precision.apply import fp8_linears
-from moecore.train.graphs.regions import compiled_modules
+from moecore.train.graphs.regions import find_compiled_modules
 from moecore.train.memory.saved_bytes import count_saved_bytes
 
 UNITS = {"block": "blocks", "experts": "experts", "routers": "routers", "head": "heads"}
@@ -376,7 +376,7 @@ def describe_batch(model: nn.Module, batch: Batch) -> list[str]:
     if attachment is not None:
         options = attachment.request.memory
         if attachment.request.dense.compile:
-            modules = (m for block in blocks for m in compiled_modules(block))
+            modules = (m for block in blocks for m in find_compiled_modules(block))
             compute_args["compiled"] = frozenset(modules)
     inputs: dict[str, Any] = {}
     if isinstance(model, Decoder):

@@ -32,7 +32,7 @@ from moecore.families.family import family_of, swap_blocks
 from moecore.families.transformers.packing import packing_problem
 from moecore.families.transformers.tensor_parallel import find_cuts
 from moecore.io.hf.config_fields import HFConfig, read_config
-from moecore.io.hf.files import shown_with_source
+from moecore.io.hf.files import format_with_source
 from moecore.io.hf.stock import build_reader
 from moecore.moe.layer import RoutedLayer
 from moecore.parallel.fsdp.units import find_blocks
@@ -88,7 +88,7 @@ def raise_one_line(model: object) -> Iterator[None]:
         model_type = json.loads(model.values).get("model_type")
         raise ValueError(
             f"config.json of model_type ({quote(model_type)}) must have values with which a step "
-            f"runs, not {type(error).__name__} ({shown_with_source(error)}): correct them"
+            f"runs, not {type(error).__name__} ({format_with_source(error)}): correct them"
         ) from error
 
 

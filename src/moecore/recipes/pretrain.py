@@ -23,7 +23,7 @@ import torch
 from moecore.base.command_options import Fields, Table, internal
 from moecore.base.fields import Count, CountOrZero, Positive
 from moecore.base.options.layer import BalanceConfig, CapacityConfig, MoEConfig
-from moecore.io.checkpoint.config_differences import differences
+from moecore.io.checkpoint.config_differences import find_decoder_differences
 from moecore.models import Decoder, DecoderConfig, at_width, document_cost, preset
 from moecore.packing import CorpusOptions, CorpusSource
 from moecore.packing.collate import get_length_multiple
@@ -328,7 +328,7 @@ def check_stages(args: PretrainConfig, world_size: int) -> None:
     """Raise ValueError for options that do not fit together, or stages of different models."""
     configs = [check(options, world_size)[0] for options in args.stages or [args]]
     for config, table in zip(configs, args.stage_tables, strict=False):
-        if changes := differences(with_rotary(config, asdict(configs[0])), configs[0]):
+        if changes := find_decoder_differences(with_rotary(config, asdict(configs[0])), configs[0]):
             raise ValueError(
                 f"{changes[0].name} ({changes[0].value}) of stage {table['name']!r} must be "
                 f"{changes[0].reference}, as in the first stage: stages may differ in [rotary]"

@@ -6,9 +6,9 @@ from torch import nn
 
 from moecore.parallel.model.parallel_state import ParallelState
 from moecore.parallel.model.phases import list_chunks
-from moecore.train.graphs.regions import compile_blocks, compiled_modules, graph_blocks
+from moecore.train.graphs.regions import compile_blocks, find_compiled_modules, graph_blocks
 from moecore.train.memory.apply import apply_memory, apply_stash
-from moecore.train.memory.compiled import inductor_options
+from moecore.train.memory.compiled import make_inductor_options
 
 
 def compile_dense(model: nn.Module, state: ParallelState) -> None:
@@ -16,8 +16,8 @@ def compile_dense(model: nn.Module, state: ParallelState) -> None:
     if not state.request.dense.compile:
         return
     blocks = state.blocks(model)
-    compile_blocks(blocks, options=inductor_options(blocks, state.request.memory))
-    state.compiled = {module for block in blocks for module in compiled_modules(block)}
+    compile_blocks(blocks, options=make_inductor_options(blocks, state.request.memory))
+    state.compiled = {module for block in blocks for module in find_compiled_modules(block)}
 
 
 def reduce_saved_memory(model: nn.Module, state: ParallelState) -> None:

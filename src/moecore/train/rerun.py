@@ -59,7 +59,7 @@ class Reruns:
                     result = run()
             finally:
                 self._is_running = False
-            factors = (self._factors or self._max_factors()).read().tolist()
+            factors = (self._factors or self._reduce_factors()).read().tolist()
             if not any(factors):
                 return result
             drop()
@@ -71,16 +71,13 @@ class Reruns:
                     _enlarge(holder, factor)
 
     def end_forwards(self) -> None:
-        """All-reduce the needed capacities, so that `run` waits only for forwards. Collective.
-
-        Call it after the last forward of a step, on every rank.
-        """
+        """All-reduce needed capacities after a step's last forward, on every rank. Collective."""
         if self._is_running and self._asks_early:
-            self._factors = self._max_factors()
+            self._factors = self._reduce_factors()
 
     def is_short(self) -> Tensor | None:
         """Return a bool on the device: whether rows of this rank did not fit. None = no limit."""
-        return self._local_factors().amax() > 0 if self._asks else None
+        return self._compute_local_factors().amax() > 0 if self._asks else None
 
     @contextmanager
     def watched(self, watch: Watch) -> Iterator[None]:
@@ -109,16 +106,14 @@ class Reruns:
         for capacity in self._capacities:
             capacity.check()
 
-    def _local_factors(self) -> Tensor:
+    def _compute_local_factors(self) -> Tensor:
         """Return the factor that each holder's rows needed on this rank; 0 = they fit."""
-        zero = torch.zeros((), device=self._device)
-        return torch.stack(
-            [zero if h is None else h.min_factor(self._device) for h in self._holders]
-        )
+        device, zero = self._device, torch.zeros((), device=self._device)
+        return torch.stack([zero if h is None else h.min_factor(device) for h in self._holders])
 
-    def _max_factors(self) -> ToHost:
+    def _reduce_factors(self) -> ToHost:
         """Return the largest factor of any rank for each holder, on its way to the host."""
-        factors = self._local_factors()
+        factors = self._compute_local_factors()
         if dist.is_initialized():
             dist.all_reduce(factors, dist.ReduceOp.MAX)
         return ToHost(factors)
@@ -131,12 +126,8 @@ def _enlarge(holder: Holder, factor: float) -> None:
         return
     new_factor = next_factor(factor)
     if rank_or_zero() == 0:
-        logger.warning(
-            "%s (%s) was too small: the step runs again with %s",
-            holder.option,
-            holder.factor,
-            new_factor,
-        )
+        text = "%s (%s) was too small: the step runs again with %s"
+        logger.warning(text, holder.option, holder.factor, new_factor)
     holder.resize(new_factor)
 
 

@@ -185,8 +185,8 @@ class TrainStep:
         self._progress.check_between("micro_batches()")
         if self._progress.num_done:
             raise ValueError(
-                f"micro_batches() must be all of a step, of which {self._progress.num_done} "
-                "micro-batches are done: call finish()"
+                f"micro_batches() must be all of a step, but {self._progress.num_done} "
+                "micro-batches of this step are done: call finish()"
             )
         layers = [layer for state in self._states for layer in state.layers.values()]
         for layer in layers:

@@ -44,14 +44,7 @@ def compare_steps(
     optimizers: Sequence[Optimizer],
     request: Request,
 ) -> None:
-    """Raise on every rank if ranks differ in arguments, optimizers or parameters. Collective.
-
-    Args:
-        entries: the arguments of the step, by name.
-        model: all models of the step.
-        optimizers: the optimizers of the step.
-        request: the request of a model of the step.
-    """
+    """Raise on every rank if ranks differ in `entries`, optimizers or parameters. Collective."""
     meshes = request.meshes
     check_equal(entries, meshes.device_type)
     trained = list_training_entries(model, optimizers)

@@ -42,10 +42,8 @@ class StepResult:
         """
         numbers = self.metrics.to_dict(per_expert=per_expert)
         if self.norm is not None:
-            numbers |= {
-                "grad_norm": self.norm.total,
-                "skipped": float(not math.isfinite(self.norm.total)),
-            }
+            total = self.norm.total
+            numbers |= {"grad_norm": total, "skipped": float(not math.isfinite(total))}
         scalars = {"lr": self.lr, "loss_scale": self.loss_scale}
         return numbers | {name: float(x) for name, x in scalars.items() if x is not None}
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moecore import clip_grad_norm_
-from moecore.io.hf.lora import adapter_tensors
+from moecore.io.hf.lora import collect_adapter_tensors
 from tests.families.transformers.hf_models import random_model
 from tests.helpers.parts import on_parts
 
@@ -54,7 +54,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 def in_peft_form(model: nn.Module, *, grads: bool = False) -> dict[str, Tensor]:
     """Every tensor of the adapter, or each one's gradient, as peft's file would have it."""
-    stored = adapter_tensors(model, "default")
+    stored = collect_adapter_tensors(model, "default")
     tensors = {name: one.tensor.grad if grads else one.tensor for name, one in stored.items()}
     return {n: stored[n].to_file(whole(t)) for n, t in tensors.items() if t is not None}
 

@@ -31,7 +31,7 @@ from moecore.io import (
     save_adapters,
     stream_weights,
 )
-from moecore.io.hf.lora import adapter_tensors
+from moecore.io.hf.lora import collect_adapter_tensors
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.experts import Experts
 from moecore.moe.low_rank import LowRank
@@ -144,7 +144,7 @@ def exact_merge(base: dict[str, Tensor], model: Any, names: list[str]) -> dict[s
     """Return what adapters change, W + s B A by peft's layout of A and B, in fp64."""
     found = dict[str, Tensor]()
     for adapter in names:
-        stored = adapter_tensors(model, adapter)
+        stored = collect_adapter_tensors(model, adapter)
         own = {n: one.to_file(whole(one.tensor)).double() for n, one in stored.items()}
         config = model.peft_config[adapter]
         s = config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r)

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from moecore import (
@@ -24,8 +23,9 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.base.options.precision import Precision, Recipe
+from moecore.base.rank_checks import gather
 from moecore.io import load, read_manifest, save
-from moecore.io.checkpoint.snapshot import load_rank_state, rank_state
+from moecore.io.checkpoint.snapshot import collect_rank_state, load_rank_state
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.amax_history import GRADIENTS
 from moecore.precision.apply import amax_histories
@@ -118,7 +118,7 @@ def through_files(source: Job, folder: Path) -> Callable[[Job], None]:
 
 
 def in_memory(source: Job, folder: Path) -> Callable[[Job], None]:
-    state = rank_state(source.model, source.optimizer, {})
+    state = collect_rank_state(source.model, source.optimizer, {})
     state["tensors"] = {name: tensor.clone() for name, tensor in state["tensors"].items()}
     return lambda job: load_rank_state(state, job.model, job.optimizer) and None
 
@@ -184,7 +184,7 @@ def worker(rank: int, device: torch.device, folder: str) -> dict[str, list[Any]]
     for name, (other, has_gradients) in MOVES.items():
         source = layouts[name](0)
         source.train(0, 2)
-        path, past = source.save(root / name), of_all_ranks(source.past())
+        path, past = source.save(root / name), gather(source.past())
         is_there = {n.removeprefix("amax.") for n in read_manifest(path).tensors}
         wholes = {key: steps for one in past for key, steps in one.items()}
         found[f"{name}: saved"] = (
@@ -209,13 +209,7 @@ def worker(rank: int, device: torch.device, folder: str) -> dict[str, list[Any]]
     first.steps["input"] += rank  # as of an optimizer loop that has shared no magnitudes
     with pytest.raises(ValueError, match=r"amax\.\S+\.input of rank \d must equal .*finish\(\)"):
         moved.save(root / "unequal")
-    return {what: of_all_ranks(value) for what, value in found.items()}
-
-
-def of_all_ranks(value: Any) -> list[Any]:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    return everyone
+    return {what: gather(value) for what, value in found.items()}
 
 
 def test_ranks_and_foldings(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from moecore.io import load, read_manifest, save
 from moecore.io.checkpoint import config_differences
 from moecore.io.checkpoint.config_differences import (
     Difference,
-    differences,
     find_config,
+    find_decoder_differences,
     find_hf_differences,
 )
 from moecore.io.checkpoint.manifest import MANIFEST
@@ -285,7 +285,7 @@ def test_every_field_of_a_native_config_counts_unless_it_is_named(name):
                 check(value, f"{path}.")
                 continue
             values[field] = "another value"
-            found = [one.name for one in differences(config, whole)]
+            found = [one.name for one in find_decoder_differences(config, whole)]
             assert found == ([] if path in skipped else [path])
             values[field] = value
 
@@ -307,4 +307,4 @@ def test_a_limit_counts_where_an_activation_reads_it() -> None:
             replace(config, moe=replace(moe, activation_limit=limit, activation_alpha=alpha))
             for limit, alpha in ((7.0, 1.702), (6.0, 1.5))
         )
-        assert [one.name for one in differences(ours, theirs)] == read
+        assert [one.name for one in find_decoder_differences(ours, theirs)] == read

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moecore import BalanceConfig, MoEConfig, ParallelConfig, build_meshes, parallelize_moe
+from moecore.base.rank_checks import gather
 from moecore.base.torch_private import HAS_SEPARATE_PIECES
 from moecore.io import load, read_manifest, save
 from moecore.models import Decoder, DecoderConfig
@@ -227,9 +228,7 @@ def load_all(
 
 
 def all_ranks(names: list[str]) -> list[str]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, names)
-    return [name for part in found for name in part]
+    return [name for part in gather(names) for name in part]
 
 
 def worker(

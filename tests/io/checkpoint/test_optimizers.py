@@ -128,6 +128,15 @@ def _one_more(model: nn.Module) -> Build:
 NOW = "is a Muon, AdamW, AdamW in the checkpoint"
 
 
+@pytest.fixture(scope="module")
+def saved_run(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[nn.Module, list[Optimizer], Path]:
+    model, optimizers = build()
+    train(model, optimizers)
+    return model, optimizers, save(tmp_path_factory.mktemp("run"), 1, model, optimizers)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -138,10 +147,10 @@ NOW = "is a Muon, AdamW, AdamW in the checkpoint"
         (_one_more, rf"optimizer \(Muon, AdamW, SGD\) {NOW}"),
     ],
 )
-def test_other_optimizers_are_refused(tmp_path: Path, make: Any, message: str) -> None:
-    model, optimizers = build()
-    train(model, optimizers)
-    path = save(tmp_path, 1, model, optimizers)
+def test_other_optimizers_are_refused(
+    saved_run: tuple[nn.Module, list[Optimizer], Path], make: Any, message: str
+) -> None:
+    model, optimizers, path = saved_run
     other = build(seed=1)[0]
     made = make(other)
     several = list(made) if isinstance(made, Sequence) else [made]

@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moecore.base.rank_checks import gather
 from moecore.io import Saver, load, read_manifest, save
+from tests.helpers.errors import error_of
 from tests.helpers.ranks import run_ranks
 from tests.parallel.pipeline.stages import (
     TABLE,
@@ -102,19 +104,8 @@ def loaded(path: Path, model: nn.Module) -> dict[str, list[str]]:
     return {"wrong": wrong, "stepped": differing(model, optimizer, after)}
 
 
-def gather(value: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
-
-
-def error_of(action: Callable[[], Any]) -> list[str]:
-    """Return the error of each rank."""
-    try:
-        action()
-    except (ValueError, NotImplementedError) as error:
-        return gather(str(error))
-    return gather("no error")
+def errors_of(action: Callable[[], Any]) -> list[str]:
+    return gather(error_of(action))
 
 
 def refusals(root: Path) -> dict[str, list[str]]:
@@ -123,10 +114,10 @@ def refusals(root: Path) -> dict[str, list[str]]:
     second = dist.get_rank() >= 2
 
     def of(name: str) -> list[str]:
-        return error_of(lambda: load(root / name / "step-000002", model))
+        return errors_of(lambda: load(root / name / "step-000002", model))
 
     def saved(**options: Any) -> list[str]:
-        return error_of(lambda: save(root / "refused", 3, model, optimizer, **options))
+        return errors_of(lambda: save(root / "refused", 3, model, optimizer, **options))
 
     found = {name: of(name) for name in ("more", "less")}
     found["extra"] = saved(extra={"stage": int(second)})
@@ -139,7 +130,7 @@ def refusals(root: Path) -> dict[str, list[str]]:
     found["copies"] = saved()
     if second:
         optimizer.add_param_group({"params": []})
-    found["groups"] = error_of(lambda: load(root / "pp2" / "step-000002", model, optimizer))
+    found["groups"] = errors_of(lambda: load(root / "pp2" / "step-000002", model, optimizer))
     found["nothing is left"] = gather((root / "refused").exists())
     return found
 

@@ -1,4 +1,4 @@
-"""State dicts by the names of `hf_plan`: what files and loaders are compared with."""
+"""State dicts by the names of `plan_hf_tensors`: what files and loaders are compared with."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from moecore.io.hf.names import HEAD, HFLayout, find_layout, hf_copies, hf_plan
+from moecore.io.hf.names import HEAD, HFLayout, find_layout, map_hf_copies, plan_hf_tensors
 from moecore.models.config import DecoderConfig
 
 
 def native_state(state: Mapping[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
     """Return the native state dict of a Hugging Face one in any layout, in each tensor's dtype."""
     native: dict[str, Tensor] = {}
-    for name, recipe in hf_plan(config, find_layout(state.keys())).items():
+    for name, recipe in plan_hf_tensors(config, find_layout(state.keys())).items():
         native[name] = whole = state[recipe.pieces[0].name].new_empty(recipe.shape)
         for piece in recipe.pieces:
             theirs = state[piece.name]
@@ -28,7 +28,9 @@ def hf_state(
     state: Mapping[str, Tensor], config: DecoderConfig, *, layout: HFLayout
 ) -> dict[str, Tensor]:
     """Return the Hugging Face state dict of a native one; a tied head is left out."""
-    pieces = [(n, p) for n, recipe in hf_plan(config, layout).items() for p in recipe.pieces]
+    pieces = [
+        (n, p) for n, recipe in plan_hf_tensors(config, layout).items() for p in recipe.pieces
+    ]
     theirs = {}
     for name, piece in pieces:
         part = state[name][piece.region].reshape(piece.shape)
@@ -38,5 +40,5 @@ def hf_state(
             whole = theirs.setdefault(piece.name, part.new_empty(piece.file_shape))
             view = piece.view.apply(whole)
             view.copy_(part.reshape(view.shape))
-    copies = {copy: theirs[n] for copy, n in hf_copies(config).items() if copy != HEAD}
+    copies = {copy: theirs[n] for copy, n in map_hf_copies(config).items() if copy != HEAD}
     return theirs | copies

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moecore.io import load_hf
-from moecore.io.hf.config import config_problems, decoder_config_from_hf
+from moecore.io.hf.config import compare_config, decoder_config_from_hf
 from moecore.io.hf.convert import hf_to_native
 from moecore.io.hf.verify import verify_hf
 from moecore.models import Decoder, preset
@@ -28,7 +28,7 @@ def test_what_transformers_makes_of_a_published_config_is_the_same(name):
     values = CONFIGS[name]
     config_class = transformers.CONFIG_MAPPING[values["model_type"]]
     own = config_class.from_dict(deepcopy(values)).to_dict()  # it changes what it is given
-    assert config_problems(values, own) == config_problems(own, values) == []
+    assert compare_config(values, own) == compare_config(own, values) == []
     has_rope = name != "nemotron-3-nano-30b-a3b"
     own_names = ("rms_norm_eps", "rope_theta") if has_rope else ("layer_norm_epsilon", "n_groups")
     for change in (
@@ -37,22 +37,22 @@ def test_what_transformers_makes_of_a_published_config_is_the_same(name):
         {own_names[1]: 4},
         dict(model_type="llama"),
     ):
-        assert len(config_problems(values | change, own)) == 1, change
+        assert len(compare_config(values | change, own)) == 1, change
     free = dict(router_aux_loss_coef=0.5, max_position_embeddings=2048, use_cache=False)
-    assert config_problems(values | free, own) == []
+    assert compare_config(values | free, own) == []
 
 
 def test_what_is_switched_off_counts():
     own = transformers.GptOssConfig.from_dict(deepcopy(GPT_OSS_20B)).to_dict()
     for change in (dict(sliding_window=None), dict(swiglu_alpha=1.0), dict(attention_bias=False)):
-        assert len(config_problems(GPT_OSS_20B | change, own)) == 1, change
+        assert len(compare_config(GPT_OSS_20B | change, own)) == 1, change
 
 
 def test_nothing_is_said_of_what_is_not_known():
-    assert config_problems(GPT_OSS_20B, None) == []
-    assert config_problems(GPT_OSS_20B, {"dim": 8}) == []
+    assert compare_config(GPT_OSS_20B, None) == []
+    assert compare_config(GPT_OSS_20B, {"dim": 8}) == []
     nested = dict(model_type="other", rope_parameters={"full_attention": {"rope_theta": 1.0}})
-    assert config_problems(nested, nested | dict(num_experts=3)) == []
+    assert compare_config(nested, nested | dict(num_experts=3)) == []
 
 
 WRONG: list[Any] = [[], {}, [[]], {"a": []}, "x", "x" * 10**5, -1, 0.5, 10**400, True, [None, "a"]]
@@ -72,7 +72,7 @@ def test_a_field_of_another_type_is_one_line_or_read(name):
                 decoder_config_from_hf(changed)
             except (ValueError, NotImplementedError) as error:
                 found = [str(error)]
-            found += config_problems(changed, own) + config_problems(changed, preset("tiny"))
+            found += compare_config(changed, own) + compare_config(changed, preset("tiny"))
             assert all("\n" not in text and len(text) < 500 for text in found), (field, wrong)
             if field == "model_type":
                 assert found[0] and found[1]

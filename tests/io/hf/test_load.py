@@ -26,7 +26,7 @@ from moecore.io.hf import load as hf_load
 from moecore.io.hf.config import decoder_config_from_hf
 from moecore.io.hf.export import export_hf
 from moecore.io.hf.files import read_json
-from moecore.io.hf.load import load_hf, model_config_problems
+from moecore.io.hf.load import find_config_problems, load_hf
 from moecore.io.hf.names import find_layout
 from moecore.models import Decoder, DecoderConfig, preset
 from tests.families.transformers.hf_models import ARCHITECTURES, random_model, transformers
@@ -412,7 +412,7 @@ def test_a_field_of_the_wrong_type_is_one_line(name, tmp_path):
     refused = 0
     for i, (key, value) in enumerate(itertools.product(config | extra, WRONG)):
         values = config | {key: value}
-        problems = model_config_problems(tmp_path, model, values, strict=True)
+        problems = find_config_problems(tmp_path, model, values, strict=True)
         assert not any("\n" in problem for problem in problems), (key, value)
         refused += len(problems) > 0
         if i % 40 == 0 and problems:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from moecore import ParallelConfig, PipelineConfig, build_meshes, parallelize_moe
+from moecore.base.rank_checks import gather
 from moecore.io.hf.config import decoder_config_from_hf
 from moecore.io.hf.export import export_hf
 from moecore.io.hf.load import load_hf
@@ -19,6 +19,7 @@ from moecore.models import Decoder
 from moecore.parallel.model.parallel_state import PARALLEL_STATE
 from moecore.parallel.pipeline.stage_replicas import make_all_stages
 from tests.families.transformers.hf_models import transformers
+from tests.helpers.errors import error_of
 from tests.helpers.ranks import run_ranks
 from tests.models.hf_pairs import make_pair
 from tests.parallel.pipeline.stages import local
@@ -46,14 +47,6 @@ def stage_of(kind: str, path: Path, rank: int, *, lost: int | None = None) -> nn
     return model.to_empty(device="cpu")
 
 
-def error_of(action: Any) -> str:
-    try:
-        action()
-    except (ValueError, NotImplementedError) as error:
-        return str(error)
-    return "no error"
-
-
 def worker(rank: int, device: torch.device, folder: str) -> list[Any]:
     path, found = Path(folder), {}
     for kind in KINDS:
@@ -73,9 +66,7 @@ def worker(rank: int, device: torch.device, folder: str) -> list[Any]:
         }
         for which, one in (("stages", model), ("whole", whole)):
             export_hf(one, path / f"{kind}-{which}", config=path, max_shard_bytes=60_000)
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, found)
-    return of_ranks
+    return gather(found)
 
 
 @pytest.fixture(scope="module")

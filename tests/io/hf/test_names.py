@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moecore.io.hf.names import find_layout, hf_copies, hf_plan
-from moecore.io.hf.pieces import file_shapes
+from moecore.io.hf.names import find_layout, map_hf_copies, plan_hf_tensors
+from moecore.io.hf.pieces import map_file_shapes
 from moecore.models import Decoder, preset
 from tests.io.hf.states import hf_state, native_state
 from tests.models.hf_pairs import PAIRS, make_pair
@@ -118,7 +118,7 @@ def test_multi_token_prediction_comes_after_the_last_layer(layout, depth):
 
 def test_names_of_published_qwen3_next():
     config = replace(preset("qwen3-next-80b-a3b"), num_mtp_layers=1, mtp_loss_coef=0.3)
-    shapes = file_shapes(hf_plan(config, "per_expert"))
+    shapes = map_file_shapes(plan_hf_tensors(config, "per_expert"))
     want = {
         "mtp.fc.weight": (2048, 4096),
         "mtp.pre_fc_norm_embedding.weight": (2048,),
@@ -127,13 +127,13 @@ def test_names_of_published_qwen3_next():
         "mtp.layers.0.self_attn.q_proj.weight": (8192, 2048),
         "mtp.layers.0.mlp.experts.511.gate_proj.weight": (512, 2048),
     }
-    assert want.items() <= shapes.items() and hf_copies(config) == {}
+    assert want.items() <= shapes.items() and map_hf_copies(config) == {}
     with pytest.raises(NotImplementedError, match=r"num_mtp_layers \(2\) must be 1 or 0 in files"):
-        hf_plan(replace(config, num_mtp_layers=2), "per_expert")
+        plan_hf_tensors(replace(config, num_mtp_layers=2), "per_expert")
 
 
 def test_names_and_shapes_of_published_deepseek_v3():
-    shapes = file_shapes(hf_plan(preset("deepseek-v3"), "per_expert"))
+    shapes = map_file_shapes(plan_hf_tensors(preset("deepseek-v3"), "per_expert"))
     want = {
         "model.layers.60.mlp.experts.255.gate_proj.weight": (2048, 7168),
         "model.layers.60.mlp.experts.0.down_proj.weight": (7168, 2048),
@@ -149,7 +149,7 @@ def test_names_and_shapes_of_published_deepseek_v3():
     # 58 MoE layers and the module: 3 per expert, 5 more; 10 per attention and its norms; 3 dense
     # MLPs; eh_proj and three norms; embedding, last norm and head.
     assert len(shapes) == 59 * (3 * 256 + 5) + 62 * 9 + 3 * 3 + 4 + 3
-    assert hf_copies(preset("deepseek-v3")) == {
+    assert map_hf_copies(preset("deepseek-v3")) == {
         "model.layers.61.embed_tokens.weight": "model.embed_tokens.weight",
         "model.layers.61.shared_head.head.weight": "lm_head.weight",
     }
@@ -175,11 +175,11 @@ def test_tensors_without_a_name_are_refused(change, layout, name):
     with pytest.raises(
         NotImplementedError, match=rf"layers.1.{name} .* must have a Hugging Face n"
     ):
-        hf_plan(config, layout)
+        plan_hf_tensors(config, layout)
 
 
 def test_unknown_layout_lists_the_choices():
     with pytest.raises(
         ValueError, match=r"layout \('hf'\) must be one of 'fused', 'per_expert', 'm"
     ):
-        hf_plan(preset("tiny"), "hf")
+        plan_hf_tensors(preset("tiny"), "hf")

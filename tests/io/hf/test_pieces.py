@@ -1,4 +1,4 @@
-"""`overlaps`: the boxes that a shard and a piece share, against brute force over every element."""
+"""`find_overlaps`: the boxes that a shard and a piece share, against brute force over elements."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import random
 import pytest
 import torch
 
-from moecore.io.hf.names import hf_plan
-from moecore.io.hf.pieces import PieceOverlap, TensorPiece, overlaps, shard_runs
+from moecore.io.hf.names import plan_hf_tensors
+from moecore.io.hf.pieces import PieceOverlap, TensorPiece, find_overlaps, find_shard_runs
 from moecore.models import preset
 
 
 def test_worked_example():
     indices = [torch.arange(4), torch.arange(2), torch.tensor([2, 3]), torch.arange(1)]
-    found = list(overlaps(shard_runs(indices), TensorPiece("fused", (), (4, 8, 1)), (4, 2, 4, 1)))
+    found = list(
+        find_overlaps(find_shard_runs(indices), TensorPiece("fused", (), (4, 8, 1)), (4, 2, 4, 1))
+    )
     whole = slice(0, 1)
     assert found == [
         PieceOverlap(
@@ -58,7 +60,7 @@ def test_boxes_are_the_elements_that_both_have(shape, piece, most):
         want = torch.where(inside[mesh] if indices else inside, want, -1.0)
         found = torch.full_like(want, -1.0)
         seen = 0
-        for box in overlaps(shard_runs(indices), piece, shape, max_numel=most):
+        for box in find_overlaps(find_shard_runs(indices), piece, shape, max_numel=most):
             part = found[box.target]
             part.copy_(held[box.source].reshape(part.shape))
             seen += part.numel()
@@ -67,17 +69,17 @@ def test_boxes_are_the_elements_that_both_have(shape, piece, most):
 
 
 def test_boxes_are_cut_where_the_first_dim_allows():
-    boxes = list(overlaps((((0, 10),), ((0, 3),)), CASES[0][1], (6, 5), max_numel=7))
+    boxes = list(find_overlaps((((0, 10),), ((0, 3),)), CASES[0][1], (6, 5), max_numel=7))
     assert len(boxes) == 3
     piece = TensorPiece("all", (), (10, 3))
-    boxes = list(overlaps((((0, 10),), ((0, 3),)), piece, (10, 3), max_numel=7))
+    boxes = list(find_overlaps((((0, 10),), ((0, 3),)), piece, (10, 3), max_numel=7))
     assert [b.source[0] for b in boxes] == [slice(i, i + 2) for i in range(0, 10, 2)]
 
 
 def test_pieces_of_a_plan_follow_each_other():
     """`hf.convert` appends them one after the other."""
     for layout in ("fused", "per_expert"):
-        for recipe in hf_plan(preset("tiny-deepseek-v3"), layout).values():
+        for recipe in plan_hf_tensors(preset("tiny-deepseek-v3"), layout).values():
             numbers = torch.arange(torch.Size(recipe.shape).numel()).view(recipe.shape)
             flat = torch.cat([numbers[piece.region].flatten() for piece in recipe.pieces])
             assert torch.equal(flat, numbers.flatten())

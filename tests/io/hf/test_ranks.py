@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from moecore import ParallelConfig, build_meshes, parallelize_moe
 from moecore.base.params import global_indices
+from moecore.base.rank_checks import gather
 from moecore.base.torch_private import HAS_SEPARATE_PIECES
 from moecore.io import save as save_native
 from moecore.io.hf import files as hf_files
@@ -122,15 +123,7 @@ def wrong_shards(model: nn.Module, truth: dict[str, Tensor]) -> list[str]:
             want = want.index_select(dim, index)
         if not torch.equal(local, want.to(local.dtype)):
             wrong.append(name)
-    every: list[Any] = [None] * WORLD
-    dist.all_gather_object(every, wrong)
-    return sorted({name for names in every for name in names})
-
-
-def all_reports(report: Any) -> list[Any]:
-    every: list[Any] = [None] * WORLD
-    dist.all_gather_object(every, report)
-    return every
+    return sorted({name for names in gather(wrong) for name in names})
 
 
 def shard_bytes(model: nn.Module) -> tuple[int, int]:
@@ -142,13 +135,13 @@ def shard_bytes(model: nn.Module) -> tuple[int, int]:
 
 def run_case(root: Path, name: str, layout: str, truth: dict[str, Tensor]) -> dict[str, Any]:
     model = build(name, layout)
-    reports = all_reports(load_hf(root / name, model))
+    reports = gather(load_hf(root / name, model))
     found = {"wrong": wrong_shards(model, truth), "reports": reports}
-    found["share"] = all_reports(shard_bytes(model))
+    found["share"] = gather(shard_bytes(model))
     if name == "mixtral":
         found["tied"] = model.lm_head.weight is model.model.embed_tokens.weight
     exported = root / f"{name}-{layout}"
-    exports = all_reports(
+    exports = gather(
         export_hf(
             model,
             exported,
@@ -177,25 +170,23 @@ def errors_on_ranks(root: Path) -> dict[str, list[str]]:
             return str(error)
         return ""
 
-    found["missing"] = all_reports(message(lambda: load_hf(root / "none", model)))
-    found["other model"] = all_reports(message(lambda: load_hf(root / "native", model)))
+    found["missing"] = gather(message(lambda: load_hf(root / "none", model)))
+    found["other model"] = gather(message(lambda: load_hf(root / "native", model)))
     rank = dist.get_rank()
     if rank == 2:
         object.__setattr__(other, "config", replace(CONFIG, norm_eps=1e-3))
-    found["one rank"] = all_reports(
-        message(lambda: export_hf(other, root / "broken", config=TINY_JSON))
-    )
+    found["one rank"] = gather(message(lambda: export_hf(other, root / "broken", config=TINY_JSON)))
     if rank == 2:
         object.__setattr__(other, "config", CONFIG)
     hidden = root / "qwen2-moe" if rank != 2 else root / "qwen3-hidden"
     hidden.mkdir(exist_ok=True)
-    found["hidden"] = all_reports(message(lambda: load_hf(hidden, model)))
-    found["unchanged"] = all_reports(
+    found["hidden"] = gather(message(lambda: load_hf(hidden, model)))
+    found["unchanged"] = gather(
         all(bool(local_of(t).isnan().all()) for t in model.state_dict().values())
     )
     with shrinking() if rank == 2 else nullcontext():
-        found["shrinking"] = all_reports(message(lambda: load_hf(root / "native", other)))
-    found["left behind"] = all_reports(sorted(p.name for p in root.glob("*broken*")))
+        found["shrinking"] = gather(message(lambda: load_hf(root / "native", other)))
+    found["left behind"] = gather(sorted(p.name for p in root.glob("*broken*")))
     return found
 
 
@@ -231,7 +222,7 @@ def run_docs(root: Path) -> list[int]:
         block = block.replace("compile=True", "compile=False")
         exec(block.replace("ep=-1, edp_shard=1", "ep=4"), names)
     assert names["done"].norm.finite
-    return all_reports(names["report"].bytes_read)
+    return gather(names["report"].bytes_read)
 
 
 def local_of(tensor: Tensor) -> Tensor:

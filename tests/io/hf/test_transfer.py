@@ -179,7 +179,7 @@ def test_spoiled_headers_are_one_line_or_a_bucket() -> None:
                 [b"", b"9", b"-", b"[", b"]", b'"', b",", b"\xff", b"e", b" "]
             )
         try:
-            transfer._metas_in(bytes(spoiled))
+            transfer._parse_metas(bytes(spoiled))
         except ValueError as error:
             assert str(error).startswith("the header of a bucket") and "\n" not in str(error)
 

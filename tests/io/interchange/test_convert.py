@@ -31,7 +31,11 @@ from moecore.io.interchange import dcp as dcp_room
 from moecore.io.interchange.convert import dcp_to_native, native_to_dcp
 from moecore.io.interchange.dcp import DCPFiles, NewChunk, NewTensor, write_dcp
 from moecore.io.interchange.dcp_metadata import _MetadataRecord, _Unpickler
-from moecore.io.interchange.megatron import SUPPORTED_FIELDS, _unsupported_fields, megatron_blocks
+from moecore.io.interchange.megatron import (
+    SUPPORTED_FIELDS,
+    _find_unsupported_fields,
+    build_megatron_blocks,
+)
 from moecore.models import Decoder, DecoderConfig
 from tests.families.transformers.hf_models import random_model
 from tests.io.hf.states import hf_state
@@ -462,7 +466,7 @@ def test_a_model_without_names_there_is_refused(tmp_path):
         dcp_to_native(tmp_path, tmp_path / "new", config=dict(model_type="gpt2"))
     for name, tensor in (("gpt-oss", "o_proj.bias"), ("glm-4.5", "q_proj.bias")):
         with pytest.raises(NotImplementedError, match=f"{tensor} .* must have a name in Megatron"):
-            megatron_blocks(make_pair(name)[1])
+            build_megatron_blocks(make_pair(name)[1])
     config = make_pair("qwen3-next")[1]
     for change, tensor in (
         (dict(zero_centered_norms=False, attention_gate=False), "1.linear_attn.conv1d.weight"),
@@ -470,7 +474,7 @@ def test_a_model_without_names_there_is_refused(tmp_path):
         (dict(attention_gate=False), "0.input_layernorm.weight"),
     ):
         with pytest.raises(NotImplementedError, match=f"{tensor} .* must have a name in Megatron"):
-            megatron_blocks(replace(config, **change))
+            build_megatron_blocks(replace(config, **change))
     hybrid = make_pair("nemotron-h")[1]
     halves = dict(num_layers=2, pattern="*E", linear_attention=None, mlp_hidden_dim=0)
     for config, tensor in (
@@ -478,7 +482,7 @@ def test_a_model_without_names_there_is_refused(tmp_path):
         (replace(hybrid, pattern="", linear_attention=None, moe=None), "mlp.up_proj.weight"),
     ):
         with pytest.raises(NotImplementedError, match=f"{tensor} .* must have a name in Megatron"):
-            megatron_blocks(config)
+            build_megatron_blocks(config)
     assert not (tmp_path / "out").exists()
 
 
@@ -497,7 +501,7 @@ def test_another_function_of_the_same_tensors_is_refused(name):
     assert config.moe is not None
     other = replace(config, moe=replace(config.moe, **CHANGED[name]))
     with pytest.raises(NotImplementedError) as error:
-        megatron_blocks(other)
+        build_megatron_blocks(other)
     first = name.partition(",")[0]
     assert str(error.value).startswith(f"DecoderConfig.{first} (") and "\n" not in str(error.value)
 
@@ -517,7 +521,7 @@ def test_rules_of_megatron_are_not_those_of_every_config(change):
         ),
     }[change]
     with pytest.raises(NotImplementedError, match=re.escape(f"DecoderConfig.{message}, ")):
-        megatron_blocks(replace(config, **wrong))
+        build_megatron_blocks(replace(config, **wrong))
 
 
 @pytest.mark.parametrize(
@@ -558,7 +562,7 @@ def test_arguments_of_a_run_that_make_it_another_model_are_refused(change, tmp_p
 def test_every_field_is_carried_or_must_have_its_default():
     """A new one is refused until it is named."""
     config = case("tiny-deepseek-v3")[0]
-    assert [*_unsupported_fields(config)] == []
+    assert [*_find_unsupported_fields(config)] == []
     named = dict[str, Any]()
     for prefix, part in (("", config), ("moe.", config.moe), ("mla.", config.mla)):
         named |= {prefix + field.name: part for field in fields(part)}
@@ -570,7 +574,9 @@ def test_every_field_is_carried_or_must_have_its_default():
         if "." in name:
             object.__setattr__(whole, name.partition(".")[0], changed)
         assert [
-            p for p in _unsupported_fields(whole) if p.startswith(f"{name} ('another value') must")
+            p
+            for p in _find_unsupported_fields(whole)
+            if p.startswith(f"{name} ('another value') must")
         ]
 
 

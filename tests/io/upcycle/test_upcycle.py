@@ -14,7 +14,12 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from moecore import BalanceConfig, MoEConfig, MoELayer, ParallelConfig, build_meshes
 from moecore.base.options.layer import CapacityConfig
-from moecore.io.upcycle.upcycle import UpcycleOptions, check_upcycle, upcycle_mlp, weight_sum
+from moecore.io.upcycle.upcycle import (
+    UpcycleOptions,
+    check_upcycle,
+    compute_weight_sum,
+    upcycle_mlp,
+)
 from tests.moe.moe_cases import assert_equal_to_scale, assert_twice_as_good, error
 
 NAMES = ("E8G1T1", "E8G1T2", "E4G2T2", "E8G2T4", "E2G4T8", "E4G3T6")
@@ -108,7 +113,7 @@ def chosen_experts(layer: MoELayer, x_TD: Tensor) -> Tensor:
 def assert_same_as_dense(layer: MoELayer, dense: dict[str, Tensor], activation: str) -> None:
     """Output, input gradient, and weight gradients summed over the copies of each shard."""
     G = F_ // layer.config.hidden_dim
-    scale = G / weight_sum(layer.config)
+    scale = G / compute_weight_sum(layer.config)
     inputs = leaves(dense | {"x": randn(T, D, seed=5)})
     expected_y = dense_mlp(inputs["x"], inputs, activation)
     expected = backward(expected_y, inputs)
@@ -436,5 +441,5 @@ def test_weight_sums() -> None:
     config = UpcycleOptions.parse("E8G2T4").moe_config(
         dim=D, hidden_dim=F_, normalize_weights=False, routed_scaling_factor=2.0
     )
-    assert 2 / weight_sum(config) == 8 * 2**2 / 4 / 2.0
-    assert weight_sum(replace(config, normalize_weights=True)) == 2.0
+    assert 2 / compute_weight_sum(config) == 8 * 2**2 / 4 / 2.0
+    assert compute_weight_sum(replace(config, normalize_weights=True)) == 2.0

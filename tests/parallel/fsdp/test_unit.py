@@ -509,7 +509,7 @@ def test_micro_batches_in_flight_are_all_of_a_step() -> None:
     step = TrainStep(pair.model, pair.optimizer, num_micro_batches=2)
     with step.micro_batch():
         train(pair, BLOCKS)
-    with pytest.raises(ValueError, match="must be all of a step, of which 1"), step.micro_batches():
+    with pytest.raises(ValueError, match="must be all of a step, but 1"), step.micro_batches():
         pass
     step.drop()
     with pytest.raises(ValueError, match="forwards"), step.micro_batches(forwards=0):

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from moecore.parallel.model.parallel_state import get_progress, moe_state
 from moecore.train.graphs import forward_backward
 from moecore.train.graphs import graphed_part as module
-from moecore.train.graphs.graphed_part import form_of
+from moecore.train.graphs.graphed_part import make_form
 
 
 class FakeRecorder:
@@ -32,14 +32,14 @@ class FakeRecorder:
     @contextmanager
     def aliases(self, modules: Any) -> Iterator[list[Tensor]]:
         with ALIASES(modules) as found:
-            places = list(module._trained_params(modules))
+            places = list(module._list_trained_params(modules))
             self._swap = lambda: swapped(places)
             yield found
 
     def record(self, function: Any, memory: Any, slot: Any) -> tuple[Callable[[], None], Any]:
         self.captures += 1
         found: Any = function()
-        if function.func is module._forward:
+        if function.func is module._run_forward:
             self._forward = function
             replay = self._replay_of_forward(function, found)
         else:
@@ -78,7 +78,7 @@ class FakeRecorder:
         return replay
 
 
-ALIASES = module._aliases
+ALIASES = module._alias_params
 
 
 @contextmanager
@@ -97,14 +97,14 @@ def swapped(places: Any) -> Iterator[None]:
 def fake_graphs() -> Iterator[FakeRecorder]:
     """Within, parts are graphs on CPUs too."""
     fake = FakeRecorder()
-    fakes = dict(_record=fake.record, _aliases=fake.aliases, _may_hold=lambda x: True)
+    fakes = dict(_record=fake.record, _alias_params=fake.aliases, _may_hold=lambda x: True)
     with patch.multiple(module, **fakes):
         yield fake
 
 
 def tensors_of(value: Any) -> list[Tensor]:
     found: list[Tensor] = []
-    form_of(value, found)
+    make_form(value, found)
     return found
 
 
@@ -144,7 +144,9 @@ def _local(tensor: Any) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def fake_graph_of(function: Any, inputs: tuple[Tensor, ...]) -> tuple[Any, Any, Exception | None]:
+def fake_capture_graph(
+    function: Any, inputs: tuple[Tensor, ...]
+) -> tuple[Any, Any, Exception | None]:
     try:
         graph = FakeGraph(function, inputs)
     except FloatingPointError as error:
@@ -156,7 +158,7 @@ def fake_graph_of(function: Any, inputs: tuple[Tensor, ...]) -> tuple[Any, Any, 
 def fake_steps() -> Iterator[None]:
     """Within, a step is a graph on CPUs too."""
     cpu = torch.device("cpu")
-    fakes = dict(_gpu_of=lambda model: cpu, _graph_of=fake_graph_of)
+    fakes = dict(_get_gpu=lambda model: cpu, _capture_graph=fake_capture_graph)
     fakes |= dict(_call_without_syncs=lambda function, inputs: function(*inputs))
     with (
         patch.multiple(forward_backward, **fakes),

@@ -35,7 +35,8 @@ from moecore import (
 from moecore.parallel.model.parallel_state import get_capacity, moe_state, parallel_state
 from moecore.train import GraphedForwardBackward
 from moecore.train.graphs import forward_backward as module
-from moecore.train.graphs.forward_backward import facts_of
+from moecore.train.graphs.forward_backward import collect_facts
+from tests.helpers.errors import error_of
 from tests.helpers.ranks import run_ranks
 from tests.moe.emulated_exchange import emulated
 from tests.moe.moe_cases import make_layer
@@ -56,14 +57,6 @@ def make(config: MoEConfig = CONFIG, *, ep: int = 2, **options: Any) -> nn.Modul
     model.register_buffer("scale", torch.ones(1))
     meshes = build_meshes(ParallelConfig(ep=ep, edp_shard=2 // ep), "cpu")
     return parallelize_moe(model, meshes, **options)
-
-
-def error_of(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except (ValueError, RuntimeError) as error:
-        return str(error)
-    return "none"
 
 
 def moved(model: nn.Module) -> None:
@@ -107,7 +100,7 @@ def error_after(change: str, x: Tensor) -> str:
         model.train()
 
     step()
-    facts = facts_of(model, moe_state(model))
+    facts = collect_facts(model, moe_state(model))
     step()
     model.load_state_dict(model.state_dict())
     CHANGES.get(change, nn.Module.train)(model)
@@ -211,7 +204,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
         "padded": error_of(lambda: GraphedForwardBackward(print, make(PADDED))),
         "local": error_of(lambda: GraphedForwardBackward(print, make(ep=1))),
         "changes": {change: error_after(change, x) for change in ("", *CHANGES)},
-        "said": module._first_problem("broken" if rank == 1 else ""),
+        "said": module._find_first_problem("broken" if rank == 1 else ""),
     }
     with emulated():
         model = make(dispatch=replace(CLONES, name="nvlink", nvlink=NVLinkOptions(max_tokens=6)))
@@ -240,7 +233,7 @@ def test_dispatchers_that_wait_for_sizes_are_refused_and_so_is_a_cpu(found: dict
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_a_graph_takes_for_granted_must_not_change(change: str, found: dict[str, Any]) -> None:
     said = found["changes"]
-    assert said[""] == "none", "a step, an evaluation and a loaded state change nothing"
+    assert said[""] == "no error", "a step, an evaluation and a loaded state change nothing"
     assert said[change].startswith(f"{change} must be what it was when the graph was captured")
 
 
@@ -259,7 +252,7 @@ def test_what_can_not_be_replayed_is_refused(found: dict[str, Any]) -> None:
     assert graphed["gradients"].startswith("gradient of 0.weight must be None")
     assert "(1) micro-batches, but 2 are done" in graphed["two in a step"], "replays are counted"
     assert graphed["buffers"].startswith("the buffers of dispatcher ('nvlink') must be those of")
-    assert graphed["after a forward"] == "none", "what it has left unsharded is freed"
+    assert graphed["after a forward"] == "no error", "what it has left unsharded is freed"
 
 
 def test_all_ranks_raise_when_one_gives_up(found: dict[str, Any]) -> None:
@@ -295,8 +288,8 @@ def test_lines_that_wait_for_the_gpu_are_named(
 
 def test_outputs_that_a_replay_cannot_copy_are_refused() -> None:
     x = torch.ones(2)
-    assert not module._capture_problem([], {"a": [x, None], "b": (x, x.max(0))})
+    assert not module._find_capture_problem([], {"a": [x, None], "b": (x, x.max(0))})
     for other in (1.0, object()):
-        said = module._capture_problem([], (x, other))
+        said = module._find_capture_problem([], (x, other))
         assert said.startswith(f"outputs of forward_backward ({type(other).__name__}) must be")
-    assert "detach" in module._capture_problem([], torch.ones(2, requires_grad=True) * 2)
+    assert "detach" in module._find_capture_problem([], torch.ones(2, requires_grad=True) * 2)

@@ -18,7 +18,13 @@ from moecore.base.saved_tensors import use_packer
 from moecore.kernels.experts.contract import SINK
 from moecore.moe.micro_batch import MicroBatch
 from moecore.train.graphs import graphed_part as module
-from moecore.train.graphs.graphed_part import WARM_UP, GraphedPart, GraphMemory, fill_form, form_of
+from moecore.train.graphs.graphed_part import (
+    WARM_UP,
+    GraphedPart,
+    GraphMemory,
+    fill_form,
+    make_form,
+)
 from tests.train.graphs.graph_fakes import FakeRecorder, fake_graphs
 
 
@@ -240,10 +246,10 @@ def test_forms_are_equal_but_for_tensors() -> None:
     a, b = torch.ones(2), torch.zeros(3)
     value = ((a, 1), {"x": [b, None]}, MicroBatch(num_sequences=2, padding_mask_T=a))
     tensors: list[Tensor] = []
-    form = form_of(value, tensors)
+    form = make_form(value, tensors)
     assert [x is y for x, y in zip(tensors, (a, b, a), strict=True)] == [True] * 3
     again: list[Tensor] = []
-    assert form == form_of(fill_form(form, [b, a, b]), again)
+    assert form == make_form(fill_form(form, [b, a, b]), again)
     assert [x is y for x, y in zip(again, (b, a, b), strict=True)] == [True] * 3
     for other in (
         ((a, 2), *value[1:]),
@@ -251,4 +257,4 @@ def test_forms_are_equal_but_for_tensors() -> None:
         ((a, 1), value[1], MicroBatch(num_sequences=2)),
         ([a, 1], *value[1:]),
     ):
-        assert form != form_of(other, [])
+        assert form != make_form(other, [])

@@ -160,7 +160,7 @@ class LateMark:
     def __init__(self, queue: list[Callable[[], None]]) -> None:
         self.queue, self.place = queue, len(queue)
 
-    def hold(self, stream: object) -> None:
+    def make_stream_wait(self, stream: object) -> None:
         for i in range(self.place):
             run, self.queue[i] = self.queue[i], _nothing
             run()

@@ -21,9 +21,9 @@ from moecore.base.options.precision import Precision, Recipe
 from moecore.models import Decoder, preset
 from moecore.models.block import Block
 from moecore.precision.apply import apply_precision
-from moecore.train.graphs.regions import compile_blocks, compiled_modules
+from moecore.train.graphs.regions import compile_blocks, find_compiled_modules
 from moecore.train.memory.apply import apply_memory
-from moecore.train.memory.compiled import inductor_options
+from moecore.train.memory.compiled import make_inductor_options
 from tests.helpers.grids import beside
 from tests.train.memory.blocks import NoisyBlock
 from tests.train.memory.test_recompute import CPU, equal, gradients, kept_bytes, tokens
@@ -76,8 +76,8 @@ def keep_less(model: Decoder, parts: Any, *, compile: bool) -> Decoder:
     if compile:
         torch.compiler.reset()
         torch._dynamo.utils.counters.clear()
-        compile_blocks(blocks, backend=backend(inductor_options(blocks, memory)))
-        compiled = {module for block in blocks for module in compiled_modules(block)}
+        compile_blocks(blocks, backend=backend(make_inductor_options(blocks, memory)))
+        compiled = {module for block in blocks for module in find_compiled_modules(block)}
     apply_memory(blocks, memory, CPU, compiled=compiled)
     return model
 
@@ -151,7 +151,9 @@ def test_a_block_that_names_no_region_keeps_what_its_moe_layer_reads_besides() -
 
 
 def test_inductor_takes_the_marks() -> None:
-    options = inductor_options(Decoder(preset("tiny")).layers, MemoryOptions(recompute="gemm_last"))
+    options = make_inductor_options(
+        Decoder(preset("tiny")).layers, MemoryOptions(recompute="gemm_last")
+    )
     assert torch.compile(torch.sin, options=options) and options["joint_custom_pre_pass"].uuid()
     with pytest.raises(RuntimeError, match="Unexpected optimization option"):
         torch.compile(torch.sin, options={"no_such_pass": options["joint_custom_pre_pass"]})
@@ -161,7 +163,7 @@ def test_inductor_takes_the_marks() -> None:
 def test_random_numbers_are_those_of_forward(parts: Any) -> None:
     torch.manual_seed(0)
     block, x_BTD, found = NoisyBlock(), torch.randn(2, 16, 64), []
-    for options in ({}, inductor_options([block], MemoryOptions(recompute=parts))):
+    for options in ({}, make_inductor_options([block], MemoryOptions(recompute=parts))):
         torch.compiler.reset()
         compiled = torch.compile(block, backend=backend(options))
         torch.manual_seed(1)

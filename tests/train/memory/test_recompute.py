@@ -22,7 +22,7 @@ from moecore.base.regions import recompute_products
 from moecore.base.saved_tensors import Handle, use_packer
 from moecore.models import Decoder, preset
 from moecore.train.memory.apply import apply_memory
-from moecore.train.memory.recompute import recompute, sharing_outputs
+from moecore.train.memory.recompute import recompute, share_outputs
 
 CPU = torch.device("cpu")
 PRESETS = ("tiny", "tiny-qwen3", "tiny-qwen3-next", "tiny-nemotron-h", "tiny-shared")
@@ -143,7 +143,7 @@ def test_values_are_freed_as_backward_uses_them_and_found_again() -> None:
 
     kept = linear(part(x))
     assert alive.pop()() is not None and kept.requires_grad
-    with sharing_outputs():
+    with share_outputs():
         y = linear(recompute("norm", part, (x,))).square() + linear(norm(x)).square()
     assert len(alive) == 1 and alive[0]() is None
     y.sum().backward(retain_graph=True)
@@ -179,7 +179,7 @@ def test_a_product_that_is_freed_while_the_function_runs(monkeypatch: pytest.Mon
         return (x @ w @ w @ w).sigmoid().tanh()  # the first two products are free by then
 
     def gradient(run: Callable[[Tensor], Tensor]) -> Tensor:
-        with use_packer(Elsewhere), sharing_outputs():
+        with use_packer(Elsewhere), share_outputs():
             y = run(torch.ones(4, 8).requires_grad_())
         return torch.autograd.grad(y.sum(), w)[0]
 
@@ -289,7 +289,7 @@ def test_random_numbers_are_those_of_forward(
     for function in (lambda x: part(x) * 1.0, in_region):
         torch.manual_seed(1)
         OWN.manual_seed(1)
-        with sharing_outputs():
+        with share_outputs():
             ys = [function(x) for _ in range(2)]  # two forwards in flight
         for y in ys:
             torch.rand(1)
@@ -347,7 +347,7 @@ def test_offload_of_every_part_beside_what_is_computed_again(name: str) -> None:
 
 
 def run(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    with sharing_outputs():
+    with share_outputs():
         return recompute("part", function, (x,)) * 1.0
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from moecore.base.options.memory import MemoryOptions, Recomputed
 from moecore.models import Decoder, preset
 from moecore.train.memory.apply import apply_memory
-from moecore.train.memory.compiled import inductor_options
-from moecore.train.memory.recompute import recompute, sharing_outputs
+from moecore.train.memory.compiled import make_inductor_options
+from moecore.train.memory.recompute import recompute, share_outputs
 from tests.train.memory.blocks import NoisyBlock
 
 pytestmark = [
@@ -104,7 +104,7 @@ def test_random_numbers_of_what_inductor_compiles(parts: tuple[Recomputed, ...])
     for wanted in ((), parts):
         torch.compiler.reset()
         block = noisy(())
-        options = inductor_options([block], MemoryOptions(recompute=wanted))
+        options = make_inductor_options([block], MemoryOptions(recompute=wanted))
         found.append(twice(block, torch.compile(block, options=options)))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * float(b.abs().max()))
@@ -136,7 +136,7 @@ def test_a_backward_that_is_a_graph_of_its_own_draws_nothing() -> None:
     forward, backward, stream = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(), torch.cuda.Stream()
 
     def run() -> Tensor:
-        with sharing_outputs():
+        with share_outputs():
             return recompute("part", lambda x: F.dropout(x.exp(), 0.5).sin(), (x,)) @ weight
 
     run().sum().backward()

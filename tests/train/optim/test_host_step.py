@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
+from moecore.base.torch_private import get_local_tensor
 from moecore.io import load, save
 from moecore.models import Decoder, preset
 from moecore.train import AdamW, HostAdamW, StateOffload
@@ -21,6 +21,7 @@ from moecore.train.memory.host import Slabs
 from moecore.train.optim import host_step
 from tests.helpers.ranks import run_ranks
 from tests.train.optim.late_stream import late_copies  # noqa: F401, a fixture
+from tests.train.optim.test_state_offload import sharded_run as offloaded_run
 
 NUM_STEPS = 5
 SIZES = [(50, 30), (7,), (2, 30, 41), (), (0, 4), (640,), (130, 3)]
@@ -204,11 +205,6 @@ def test_refusals() -> None:
         HostAdamW([weight], host_fraction=1).step()
 
 
-def local(tensor: Tensor) -> Tensor:
-    with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def sharded_run(kind: str, folder: str) -> dict[str, Any]:
     """Train a decoder with uneven shards, clipped; a bad step, a resume in the other optimizer."""
     host_step.CHUNK = 1000
@@ -236,19 +232,39 @@ def sharded_run(kind: str, folder: str) -> dict[str, Any]:
             optimizer = first if optimizer is second else second
             load(path, model, optimizer)
             owner = TrainStep(model, optimizer, max_norm=0.1)
-    chosen = sum(local(param).nbytes for param in second.host_params)
-    share = chosen / sum(local(param).nbytes for param in model.parameters())
+    chosen = sum(get_local_tensor(param).nbytes for param in second.host_params)
+    share = chosen / sum(get_local_tensor(param).nbytes for param in model.parameters())
     state = [optimizer.state[p][k] for p in model.parameters() for k in ("exp_avg", "exp_avg_sq")]
-    return {"losses": losses, "share": share, "state": [local(x).clone() for x in state]}
+    return {"losses": losses, "share": share, "state": [get_local_tensor(x).clone() for x in state]}
 
 
 def all_runs(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
-    return {kind: sharded_run(kind, folder) for kind in ("plain", "host", "both")}
+    found = {kind: sharded_run(kind, folder) for kind in ("plain", "host", "both")}
+    offloaded = {"plain": offloaded_run(None), "away": offloaded_run(f"{folder}/away")}
+    return {"host": found, "offload": offloaded}
 
 
-def test_shards_clipping_skips_and_checkpoints(tmp_path: Path) -> None:
-    found = run_ranks(3, all_runs, str(tmp_path))
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_ranks(3, all_runs, str(tmp_path_factory.mktemp("runs")))
+
+
+def test_shards_clipping_skips_and_checkpoints(runs: dict[str, Any]) -> None:
+    plain = runs["host"]["plain"]
     for kind in ("host", "both"):
-        assert found[kind]["losses"] == found["plain"]["losses"]
-        assert all(map(torch.equal, found[kind]["state"], found["plain"]["state"]))
-        assert 0.3 < found[kind]["share"] < 0.55
+        found = runs["host"][kind]
+        assert found["losses"] == plain["losses"]
+        assert all(map(torch.equal, found["state"], plain["state"]))
+        assert 0.3 < found["share"] < 0.55
+
+
+def test_offloaded_state_with_shards_micro_batches_skips_and_checkpoints(
+    runs: dict[str, Any],
+) -> None:
+    plain, other = runs["offload"]["plain"], runs["offload"]["away"]
+    assert plain["losses"] == other["losses"]
+    assert all(map(torch.equal, plain["state"], other["state"]))
+    shares = other["shares"]
+    assert shares[0] == shares[1] == set()  # nothing to send before the first step
+    assert all(places == {"away"} for places in shares[2::2])
+    assert all(places == {"coming"} for places in shares[3::2])

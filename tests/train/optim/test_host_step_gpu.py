@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from moecore import FSDPOptions, ParallelConfig, TrainStep, build_meshes, parallelize_moe
+from moecore.base.torch_private import get_local_tensor
 from moecore.io import load, save
 from moecore.models import Decoder, preset
 from moecore.train import AdamW, HostAdamW
 from moecore.train.optim import host_step
 from tests.helpers.ranks import run_ranks
-from tests.train.optim.test_host_step import local, make_params, train
+from tests.train.optim.test_host_step import make_params, train
 
 pytestmark = pytest.mark.gpu
 SIZES = [(1000, 700), (7,), (5, 333, 41), (), (0, 4), (640,)]
@@ -125,7 +126,7 @@ def sharded_run(kind: str, folder: str) -> dict[str, Any]:
             loss = model(tokens[:, :-1], tokens[:, 1:])
             loss.backward()
         if step == 1:
-            local(model.get_parameter("model.norm.weight").grad)[:] = float("nan")
+            get_local_tensor(model.get_parameter("model.norm.weight").grad)[:] = float("nan")
         assert bool(owner.finish().is_skipped) == (step == 1)
         losses.append(loss.item())
         if step == 3:
@@ -133,7 +134,10 @@ def sharded_run(kind: str, folder: str) -> dict[str, Any]:
             optimizer = make(model.parameters(), lr=1e-3)
             load(path, model, optimizer)
             owner = TrainStep(model, optimizer, max_norm=0.1)
-    on_host = [local(state["exp_avg"]).device.type == "cpu" for state in optimizer.state.values()]
+    on_host = [
+        get_local_tensor(state["exp_avg"]).device.type == "cpu"
+        for state in optimizer.state.values()
+    ]
     return {"losses": losses, "on_host": sum(on_host)}
 
 

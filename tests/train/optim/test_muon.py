@@ -333,7 +333,7 @@ def test_queries_keys_and_values_in_one() -> None:
     split = net.fix_query_key_value_ordering(places, torch.zeros(1, 1, ba.out_features))
     layout = assign_matrices(net).decisions["in_proj_qkvz.weight"].layout
     assert layout is not None
-    parts = layout.parts(linear.weight)
+    parts = layout.list_parts(linear.weight)
     assert [part.rows.tolist() for part in parts] == [s.flatten().tolist() for s in split[:4]]
     unknown = nn.ModuleDict({"qkv": nn.Linear(4, 12, bias=False)})
     assert "unknown order" in reasons(assign_matrices(unknown))["qkv.weight"]

@@ -10,18 +10,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
+from moecore.base.torch_private import get_local_tensor
 from moecore.io import load, save
 from moecore.models import Decoder, preset
 from moecore.train import AdamW, StateOffload
 from moecore.train.memory.host import MovedStorage
 from moecore.train.optim import state_offload
-from moecore.train.optim.state_offload import largest_up_to
-from tests.helpers.ranks import run_ranks
+from moecore.train.optim.state_offload import select_largest
 from tests.train.optim.late_stream import late_copies  # noqa: F401, a fixture
 
 NUM_BLOCKS, NUM_STEPS = 4, 4
@@ -65,15 +64,10 @@ def train(
         optimizer.zero_grad()
 
 
-def local(tensor: Tensor) -> Tensor:
-    with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def state_of(optimizer: Optimizer) -> list[Tensor]:
     """This rank's part of each state tensor."""
     return [
-        local(value).clone()
+        get_local_tensor(value).clone()
         for group in optimizer.param_groups
         for param in group["params"]
         for _, value in sorted(optimizer.state[param].items())
@@ -87,7 +81,7 @@ def away(optimizer: Optimizer, offload: StateOffload) -> float:
     spans = [(m.data_ptr(), m.data_ptr() + m.numel()) for m in slabs]
     there = total = 0
     for tensors in optimizer.state.values():
-        for tensor in map(local, (v for v in tensors.values() if isinstance(v, Tensor))):
+        for tensor in map(get_local_tensor, (v for v in tensors.values() if isinstance(v, Tensor))):
             if tensor.ndim:
                 total += tensor.nbytes
                 there += tensor.nbytes * any(a <= tensor.data_ptr() < b for a, b in spans)
@@ -274,14 +268,17 @@ def test_refusals_and_choice() -> None:
     offload.close()
     StateOffload(optimizer, net).close()
     sizes = {"a": 1, "b": 6, "c": 3, "d": 2}
-    assert largest_up_to(0.5, sizes) == {"b"} and largest_up_to(0.7, sizes) == {"b", "d"}
-    assert largest_up_to(1, sizes) == set(sizes) and largest_up_to(0, sizes) == set()
-    parts = state_offload._in_parts({"a": 1, "b": 6, "c": 3}, 2)
+    assert select_largest(0.5, sizes) == {"b"} and select_largest(0.7, sizes) == {"b", "d"}
+    assert select_largest(1, sizes) == set(sizes) and select_largest(0, sizes) == set()
+    parts = state_offload._divide_into_parts({"a": 1, "b": 6, "c": 3}, 2)
     assert parts == [["a", "b"], ["c"]]
 
 
 def sharded_run(folder: str | None) -> dict[str, Any]:
-    """Train a decoder in two micro-batches a step, with uneven shards, a bad step, a resume."""
+    """Train a decoder in two micro-batches a step, with uneven shards, a bad step, a resume.
+
+    The ranks of `test_host_step.py` run it.
+    """
     model = Decoder(preset("tiny"))
     model.init_weights(0)
     parallelize_moe(model, build_meshes(ParallelConfig(dp_shard=3), "cpu"))
@@ -312,18 +309,3 @@ def sharded_run(folder: str | None) -> dict[str, Any]:
                 state["exp_avg"].zero_()
             load(path, model, optimizer)
     return {"losses": losses, "shares": shares, "state": state_of(optimizer)}
-
-
-def all_runs(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
-    return {"plain": sharded_run(None), "away": sharded_run(folder)}
-
-
-def test_shards_micro_batches_skips_and_checkpoints(tmp_path: Path) -> None:
-    found = run_ranks(3, all_runs, str(tmp_path))
-    plain, other = found["plain"], found["away"]
-    assert plain["losses"] == other["losses"]
-    assert all(map(torch.equal, plain["state"], other["state"]))
-    shares = other["shares"]
-    assert shares[0] == shares[1] == set()  # nothing to send before the first step
-    assert all(places == {"away"} for places in shares[2::2])
-    assert all(places == {"coming"} for places in shares[3::2])

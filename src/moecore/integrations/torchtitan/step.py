@@ -73,7 +73,7 @@ def save_histories(optimizers: Any, parts: list[nn.Module]) -> None:
 
 
 def _degrees_of(model: nn.Module) -> Tensor:
-    """Return the degrees on which magnitudes of gradients depend: see `amax_names`."""
+    """Return the degrees on which magnitudes of gradients depend: see `map_amax_operands`."""
     request = get_request(model)
     assert request is not None, "delayed scaling comes from a call of parallelize_moe"
     meshes = request.meshes

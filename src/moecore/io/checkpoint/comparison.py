@@ -30,10 +30,11 @@ from moecore.io.checkpoint.state import (
     ModelView,
     Optimizers,
     allocate_optimizer_state,
-    amax_names,
     copy_rng_states,
     get_state_template,
     list_optimizers,
+    map_amax_operands,
+    map_state_views,
 )
 
 
@@ -104,11 +105,7 @@ def refuse_differences(fit: Comparison, path: Path, *, strict: bool) -> None:
 
 def select_tensors(prefix: str, manifest: Manifest) -> dict[str, StoredTensor]:
     """Return the manifest's tensors whose names start with `prefix`, under names without it."""
-    return {
-        name.removeprefix(prefix): tensor
-        for name, tensor in manifest.tensors.items()
-        if name.startswith(prefix)
-    }
+    return {n.removeprefix(prefix): t for n, t in manifest.tensors.items() if n.startswith(prefix)}
 
 
 def allocate_optimizer_target(
@@ -120,36 +117,25 @@ def allocate_optimizer_target(
     the names of the checkpoint.
     """
     states = [allocate_optimizer_state(o, view, fit.matrices, fit.scalars) for o in fit.optimizers]
-    target = {}
-    for param, slots in (item for state in states for item in state.items()):
-        name = view.name_of(param)
-        for slot, value in slots.items():
-            key = f"{slot}.{name}"
-            target[f"optimizer.{key}"] = value if key in fit.scalars else view.view(name, value)
-    return states, target
+    views = {k: v for state in states for k, v in map_state_views(state, view, fit.scalars).items()}
+    return states, {f"optimizer.{key}": value for key, value in views.items()}
 
 
 def allocate_amax_target(model: nn.Module, manifest: Manifest) -> dict[str, Tensor]:
     """Return an empty tensor for each saved amax history that this rank's modules have."""
-    tensors = select_tensors("amax.", manifest)
-    shapes = {name: tensors[name] for name in amax_names(model) if name in tensors}
+    operands = map_amax_operands(model)
     return {
         name: torch.empty(tensor.shape)
-        for name, tensor in shapes.items()
-        if len(tensor.shape) == 1 and tensor.dtype == torch.float32
+        for name, tensor in select_tensors("amax.", manifest).items()
+        if name in operands and len(tensor.shape) == 1 and tensor.dtype == torch.float32
     }
 
 
 def select_rng_target(manifest: Manifest) -> dict[str, Tensor]:
     """Return this rank's generator states that the checkpoint has with equal shape and dtype."""
+    layouts = {name: (tensor.shape, tensor.dtype) for name, tensor in manifest.tensors.items()}
     states = copy_rng_states()
-    return {
-        name: tensor
-        for name, tensor in states.items()
-        if name in manifest.tensors
-        and manifest.tensors[name].shape == tuple(tensor.shape)
-        and manifest.tensors[name].dtype == tensor.dtype
-    }
+    return {n: t for n, t in states.items() if layouts.get(n) == (tuple(t.shape), t.dtype)}
 
 
 def _compare_model(
@@ -186,10 +172,8 @@ def _compare_optimizers(
     if groups is None or saved_class is None:
         fit.left_out.append("optimizer state is not in the checkpoint")
         return
-    current_class, present = (
-        name_optimizer_classes(fit.optimizers),
-        concat_param_groups(fit.optimizers),
-    )
+    current_class = name_optimizer_classes(fit.optimizers)
+    present = concat_param_groups(fit.optimizers)
     if len(present) != len(union.groups):
         fit.refused.append(
             f"optimizer.param_groups ({len(present)}) must be as many on every pipeline stage "
@@ -197,10 +181,8 @@ def _compare_optimizers(
         )
         return
     named = [{**group, "params": names} for group, names in zip(present, union.groups, strict=True)]
-    owners, saved_owners = (
-        _map_params_to_groups(current_class, named),
-        _map_params_to_groups(saved_class, groups),
-    )
+    owners = _map_params_to_groups(current_class, named)
+    saved_owners = _map_params_to_groups(saved_class, groups)
     common = [n for n in owners if n in saved_owners and saved_owners[n][0] == owners[n][0]]
     options = {
         name: find_option_mismatches(owners[name][1], saved_owners[name][1]) for name in common
@@ -215,7 +197,7 @@ def _compare_optimizers(
     kinds = set(split_class_names(current_class, len(named)))
     weights = select_tensors("model.", manifest)
     steps = {
-        view.name_of(p): o for o in fit.optimizers for g in o.param_groups for p in g["params"]
+        view.get_name(p): o for o in fit.optimizers for g in o.param_groups for p in g["params"]
     }
     slots: dict[str, dict[str, StoredTensor]] = {}
     for key, tensor in select_tensors("optimizer.", manifest).items():
@@ -236,9 +218,14 @@ def _compare_optimizers(
         elif wrong := _find_shape_problem(steps[name], view, name, stored_slots):
             fit.left_out.append(f"optimizer state {wrong} or a scalar")
         else:
-            _record_slot_dtypes(
-                fit, stored_slots, weights[name], view.stored_views[name].dtype, cast=cast
-            )
+            # State that had its parameter's dtype keeps doing so, as in torch's own loading.
+            dtype = view.stored_views[name].dtype if cast else weights[name].dtype
+            for key, tensor in stored_slots.items():
+                if not tensor.shape:
+                    fit.scalars[key] = tensor.dtype
+                else:
+                    is_parameter_dtype = tensor.dtype == weights[name].dtype
+                    fit.matrices[key] = dtype if is_parameter_dtype else tensor.dtype
 
 
 def _find_shape_problem(
@@ -262,23 +249,6 @@ def _map_params_to_groups(
         for kind, group in zip(split_class_names(classes, len(groups)), groups, strict=True)
         for name in group["params"]
     }
-
-
-def _record_slot_dtypes(
-    fit: Comparison,
-    stored_slots: dict[str, StoredTensor],
-    weight: StoredTensor,
-    dtype: torch.dtype,
-    *,
-    cast: bool,
-) -> None:
-    """Record in `fit` the dtype in which each state tensor of one parameter is loaded."""
-    for key, tensor in stored_slots.items():
-        if not tensor.shape:
-            fit.scalars[key] = tensor.dtype
-        else:
-            # State that had its parameter's dtype keeps doing so, as in torch's own loading.
-            fit.matrices[key] = dtype if cast and weight.dtype == tensor.dtype else tensor.dtype
 
 
 def _compare_scheduler(fit: Comparison, scheduler: Scheduler, manifest: Manifest) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from typing import Any
 
@@ -65,16 +66,13 @@ class Difference:
     reference: str
 
 
-def differences(
+def find_decoder_differences(
     config: DecoderConfig,
     reference: DecoderConfig | Mapping[str, Any] | None,
     *,
     skipped_fields: Collection[str] = TRAINING,
 ) -> list[Difference]:
-    """Compare a native decoder's config with another config; return the fields that differ.
-
-    Returns [] if `reference` does not describe a native decoder.
-    """
+    """Return the fields in which a decoder's config differs; [] if `reference` is no decoder's."""
     values = asdict(reference) if isinstance(reference, DecoderConfig) else reference
     if values is None or not values.keys() >= _NO_DEFAULT:
         return []
@@ -109,7 +107,7 @@ def find_saved_differences(
     if config is None or values is None or find_missing_fields(config, values):
         return []
     if isinstance(config, DecoderConfig):
-        return differences(config, values)
+        return find_decoder_differences(config, values)
     return find_hf_differences(config, values)
 
 
@@ -121,12 +119,8 @@ def find_missing_fields(config: Config | None, values: Mapping[str, Any] | None)
     return sorted(names - values.keys())
 
 
-def config_values(config: object) -> dict[str, Any]:
-    """Convert a mapping, a dataclass or a transformers config to nested dicts.
-
-    Raises:
-        ValueError: for an object of another type.
-    """
+def convert_config(config: object) -> dict[str, Any]:
+    """Convert a mapping, dataclass or transformers config to dicts; ValueError for other types."""
     try:
         values = _read_values(config)
     except RecursionError:
@@ -159,14 +153,15 @@ def _read_values(value: object) -> Any:
 
 def _select_json_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a transformers config whose values JSON supports."""
-    return {str(name): json.loads(t) for name, v in values.items() if (t := _dump_json_or_none(v))}
+    result: dict[str, Any] = {}
+    for name, value in values.items():
+        with suppress(TypeError, ValueError, RecursionError):
+            result[str(name)] = json.loads(json.dumps(value))
+    return result
 
 
 def find_config(model: nn.Module) -> Config | None:
-    """Return the config of the native decoder or transformers model that a module contains.
-
-    Returns None if the module contains no such model or several.
-    """
+    """Return the config of the one native or transformers model in a module; None otherwise."""
     modules = {id(part): part for part in _find_models(model)}
     if len(modules) != 1:
         return None
@@ -181,14 +176,6 @@ def _find_models(module: nn.Module) -> Iterator[nn.Module]:
         return
     for child in module.children():
         yield from _find_models(child)
-
-
-def _dump_json_or_none(value: Any) -> str | None:
-    """Return the value as JSON text; None if JSON does not support the value."""
-    try:
-        return json.dumps(value)
-    except (TypeError, ValueError, RecursionError):
-        return None
 
 
 def _find_hf_differences(
@@ -221,11 +208,10 @@ def _find_rope_differences(
         for name in sorted(names):
             # None is off; but a theta or a length that is not named has a default.
             is_named = name not in (THETA, LENGTH) or None not in (a.get(name), b.get(name))
-            if is_named and _convert_tuple_to_list(a.get(name)) != _convert_tuple_to_list(
-                b.get(name)
-            ):
+            first, second = a.get(name), b.get(name)
+            if is_named and _convert_tuple_to_list(first) != _convert_tuple_to_list(second):
                 path = prefix + (name if name == LENGTH else location + name)
-                yield Difference(path, _format_value(a.get(name)), _format_value(b.get(name)))
+                yield Difference(path, _format_value(first), _format_value(second))
 
 
 def _select_compared_fields(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -63,9 +63,8 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
     """
     check_arguments(latest, locals())
     root = Path(root)
-    named = _resolve_pointer(root) or _resolve_pointer(
-        root
-    )  # again: a save may have replaced and pruned it
+    # Twice, because a save may have replaced and pruned the named checkpoint.
+    named = _resolve_pointer(root) or _resolve_pointer(root)
     if named is not None:
         return named
     directories = find_complete_checkpoints(root)
@@ -104,10 +103,8 @@ def set_latest(path: str | os.PathLike[str]) -> None:
     if _parse_step(path) is None or not is_complete(path):
         raise ValueError(f"path ({path}) must be a whole checkpoint, with a {MANIFEST}")
     with hold_lock(path.parent):
-        pointer = _write_pointer(
-            path.parent, path.name, read_regular(path / MANIFEST, max_bytes=MAX_TABLE)
-        )
-        pointer.replace(path.parent / POINTER)
+        manifest = read_regular(path / MANIFEST, max_bytes=MAX_TABLE)
+        _write_pointer(path.parent, path.name, manifest).replace(path.parent / POINTER)
         sync_directory(path.parent)
 
 
@@ -137,10 +134,7 @@ def prune(root: str | os.PathLike[str], keep: Keep) -> list[Path]:
 
 
 def _remove_prunable(root: Path, keep: int) -> list[Path]:
-    """Delete the checkpoints that `find_prunable` returns; return the deleted ones.
-
-    The caller has the lock.
-    """
+    """Delete the checkpoints of `find_prunable` and return them; the caller has the lock."""
     removed, problems = [], []
     for path in find_prunable(root, keep):
         try:
@@ -200,10 +194,7 @@ def refuse_used_directory(root: Path) -> None:
 
 
 def find_complete_checkpoints(root: Path) -> list[Path]:
-    """Return all complete checkpoints under `root`, sorted by step.
-
-    Directories with other names, such as step-0000006 for step 6, are ignored.
-    """
+    """Return all complete checkpoints by step; other names, such as step-0000006, are ignored."""
     if not root.is_dir():
         return []
     paths = [path for path in root.iterdir() if _parse_step(path) is not None and is_complete(path)]
@@ -221,11 +212,7 @@ def make_step_path(root: Path, step: int) -> Path:
 
 
 def create_draft(root: Path, step: int) -> Path:
-    """Create an empty draft directory for a step and delete the files of killed saves.
-
-    Raises:
-        ValueError: if the run already has this step or a later one.
-    """
+    """Create an empty draft of a step, delete leftovers; ValueError if the step is not new."""
     root.mkdir(parents=True, exist_ok=True)
     final = make_step_path(root, step)
     _refuse_older_step(final)
@@ -236,10 +223,7 @@ def create_draft(root: Path, step: int) -> Path:
 
 
 def publish(draft: Path, manifest: Manifest, *, keep: int) -> None:
-    """Write the manifest, rename the draft to its step directory and set `latest` to it.
-
-    `keep` is the number of checkpoints that stay; 0 deletes none.
-    """
+    """Complete a draft, set `latest` to it, and delete all but `keep` checkpoints; 0 = none."""
     root, final = draft.parent, make_step_path(draft.parent, manifest.facts.step)
     write_new(draft / MANIFEST, manifest.text)
     sync_directory(draft)
@@ -294,11 +278,7 @@ def _refuse_older_step(final: Path) -> None:
 
 
 def _resolve_pointer(root: Path) -> Path | None:
-    """Return the checkpoint that the pointer file names; None if one of both is missing.
-
-    Raises:
-        ValueError: if the manifest's SHA-256 differs from the SHA-256 in the pointer file.
-    """
+    """Return the checkpoint that the pointer file names or None; ValueError for a wrong digest."""
     named = _read_pointer(root)
     if named is None:
         return None

@@ -40,11 +40,7 @@ def open_regular(path: Path, *, follow: bool = False) -> int:
 
 
 def read_regular(path: Path, *, max_bytes: int, follow: bool = False) -> bytes:
-    """Read a regular file and return its bytes; symlinks are followed only with `follow`.
-
-    Raises:
-        ValueError: if it has more than `max_bytes` bytes.
-    """
+    """Return the bytes of a regular file; ValueError if it has more than `max_bytes`."""
     with open(open_regular(path, follow=follow), "rb") as file:
         size = os.fstat(file.fileno()).st_size  # of a sparse file, too
         check_size(path, size, max_bytes)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from moecore.base.fields import quote, shown_name
-from moecore.io.checkpoint.manifest import MAX_DEPTH, nests_deeper
+from moecore.io.checkpoint.manifest import MAX_DEPTH, is_nested_deeper
 from moecore.io.checkpoint.state import ModelView
 
 T = TypeVar("T")
@@ -56,16 +56,13 @@ def split_class_names(name: str, num_groups: int) -> list[str]:
 def collect_hyperparameters(
     optimizers: Sequence[Optimizer], model: ModelView
 ) -> list[dict[str, Any]]:
-    """Return the parameter names and hyperparameters of each group as JSON values.
-
-    `RUN_OPTIONS`, such as fused, are left out.
-    """
+    """Return names and hyperparameters of each group as JSON values, without `RUN_OPTIONS`."""
     groups = []
     for group in concat_param_groups(optimizers):
         values = {k: v for k, v in group.items() if k != "params" and k not in RUN_OPTIONS}
         values = {k: v.item() if isinstance(v, Tensor) else v for k, v in values.items()}
         check_json("optimizer hyperparameter", values)
-        groups.append({"params": [model.name_of(p) for p in group["params"]], **values})
+        groups.append({"params": [model.get_name(p) for p in group["params"]], **values})
     return groups
 
 
@@ -108,10 +105,7 @@ def find_option_mismatches(group: Mapping[str, Any], saved_group: Mapping[str, A
 
 
 def restore_hyperparameters(optimizers: Sequence[Optimizer], groups: list[dict[str, Any]]) -> None:
-    """Set the hyperparameters of each group to the saved values, in place.
-
-    `find_group_mismatches` must have returned [] for these groups.
-    """
+    """Set hyperparameters to saved values, in place; `find_group_mismatches` has returned []."""
     for group, saved_group in zip(concat_param_groups(optimizers), groups, strict=True):
         for key, value in saved_group.items():
             current = group.get(key)
@@ -267,7 +261,7 @@ def check_json(label: str, values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         try:
             json.dumps(value, sort_keys=True)
-            if nests_deeper(value, MAX_NESTING):
+            if is_nested_deeper(value, MAX_NESTING):
                 raise ValueError(f"it nests more than {MAX_NESTING} times")
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(

@@ -198,10 +198,7 @@ def _try_rename(source: Path, target: Path) -> bool:
 
 
 def _read_owner(root: Path) -> tuple[dict[str, Any], bytes, float]:
-    """Read the owner file of the lock; return its JSON, its bytes and its modification time.
-
-    The JSON is {} if it cannot be parsed. The bytes are empty if no lock exists.
-    """
+    """Return the owner's JSON ({} if invalid), its bytes (b"" without a lock), and its mtime."""
     path = root / LOCK / OWNER
     try:
         text = read_beginning(path, _OWNER_BYTES)

@@ -176,7 +176,7 @@ def parse_manifest(text: str) -> Manifest:
         values = json.loads(text)
     except RecursionError:
         raise ValueError("it nests too deep") from None
-    _require(not nests_deeper(values, MAX_DEPTH), "it nests too deep")
+    _require(not is_nested_deeper(values, MAX_DEPTH), "it nests too deep")
     _require(isinstance(values, dict), "it is no JSON object")
     _require(
         values.get("format") == FORMAT,
@@ -198,7 +198,7 @@ def parse_manifest(text: str) -> Manifest:
     )
 
 
-def nests_deeper(value: Any, max_depth: int) -> bool:
+def is_nested_deeper(value: Any, max_depth: int) -> bool:
     """Whether lists and dicts of JSON are nested more than `max_depth` times."""
     level = [value]
     while level and max_depth >= 0:

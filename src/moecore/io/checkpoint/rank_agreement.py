@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from moecore.base.fields import shown_name
 from moecore.io.checkpoint.ranks import Group, gather, on_every_rank
-from moecore.io.checkpoint.shard_file import memory_view
+from moecore.io.checkpoint.shard_file import get_memory_view
 from moecore.io.checkpoint.snapshot import Snapshot
 from moecore.io.checkpoint.state import STAGE_KINDS
 
@@ -46,11 +46,7 @@ Hashes = dict[Key, str]
 
 
 def check_rank_agreement(snapshot: Snapshot, group: Group = None) -> None:
-    """Compare the snapshots of all ranks before they are saved. Collective.
-
-    Raises:
-        ValueError: on every rank, if two ranks differ; the message names the first difference.
-    """
+    """Raise a ValueError on every rank for the first value that differs. Collective."""
     if not dist.is_initialized():
         return
     local_hashes = on_every_rank(lambda: _hash_snapshot(snapshot), group)
@@ -112,9 +108,8 @@ def _hash_snapshot(snapshot: Snapshot) -> Hashes:
         values["scheduler", f"scheduler {name}"] = value
     for name, value in facts.extra.items():
         values["extra", f"extra {name}"] = value
-    return {key: _hash_json(value) for key, value in values.items()} | _hash_tensors(
-        snapshot.tensors
-    )
+    hashes = {key: _hash_json(value) for key, value in values.items()}
+    return hashes | _hash_tensors(snapshot.tensors)
 
 
 def _hash_tensors(tensors: Mapping[str, Tensor]) -> Hashes:
@@ -130,7 +125,7 @@ def _hash_tensors(tensors: Mapping[str, Tensor]) -> Hashes:
         if not isinstance(tensor, DTensor):  # its shards differ, and each is kept
             parts[key] = _view_first_bytes(tensor, None if kind == "extra" else HASHED_BYTES)
     for key, part in _copy_to_host(parts).items():
-        hashes[key] += " " + hashlib.sha256(memory_view(part)).hexdigest()
+        hashes[key] += " " + hashlib.sha256(get_memory_view(part)).hexdigest()
     return hashes
 
 

@@ -24,11 +24,9 @@ T = TypeVar("T")
 
 
 class ControlGroup:
-    """A gloo process group of all ranks, destroyed with this object. Construction is collective.
+    """A gloo group of all ranks, destroyed with this object. Construction is collective."""
 
-    Its collectives cannot be matched with the training's collectives on another rank. gloo aborts
-    the process if matched collectives have different sizes.
-    """
+    # Its collectives cannot match the training's on another rank: gloo aborts for unequal sizes.
 
     def __init__(self) -> None:
         self.group: Group = None
@@ -49,14 +47,14 @@ def _destroy_group(group: Group) -> None:
             dist.destroy_process_group(group)
 
 
-def rank_and_world() -> tuple[int, int]:
+def get_rank_and_world() -> tuple[int, int]:
     """Return this rank and the number of ranks; 0 and 1 without a process group."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def is_first_rank() -> bool:
     """Whether this is rank 0, or the only process."""
-    return rank_and_world()[0] == 0
+    return get_rank_and_world()[0] == 0
 
 
 def on_first_rank(action: Callable[[], T], group: Group = None) -> T:

@@ -206,7 +206,6 @@ class Saver:
             self._control.close()
 
     def _check_open(self) -> None:
-        """Raise ValueError if the saver is closed."""
         if self._closed:
             raise ValueError("Saver (closed) must be open to save: make another one")
 

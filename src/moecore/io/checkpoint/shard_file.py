@@ -78,10 +78,7 @@ class FileLayout:
 
 
 def compute_layout(entries: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> FileLayout:
-    """Return the safetensors layout of these tensors, given key -> (dtype, sizes).
-
-    The entries of `begins` are in file order.
-    """
+    """Return the safetensors layout of key -> (dtype, sizes); `begins` is in file order."""
     order = sorted(entries, key=lambda key: (-entries[key][0].itemsize, key))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     spans, end = {}, 0
@@ -127,7 +124,7 @@ class ShardWriter:
         for piece in split_chunks(tensor.detach()):
             if piece.device.type == "cpu" and piece.is_contiguous() and piece.nbytes > DIRECT_BYTES:
                 self._flush_buffer()
-                self._write_and_hash(memory_view(piece))
+                self._write_and_hash(get_memory_view(piece))
                 continue
             if self._filled + piece.nbytes > CHUNK_BYTES:
                 self._flush_buffer()
@@ -145,7 +142,7 @@ class ShardWriter:
     def _flush_buffer(self) -> None:
         """Write the buffered bytes to the file."""
         if self._filled:
-            self._write_and_hash(memory_view(self._buffer[: self._filled]))
+            self._write_and_hash(get_memory_view(self._buffer[: self._filled]))
             self._filled = 0
 
     def _write_and_hash(self, data: memoryview) -> None:
@@ -173,7 +170,7 @@ def split_chunks(tensor: Tensor) -> Iterator[Tensor]:
             yield from split_chunks(part[0] if rows < 1 else part)
 
 
-def memory_view(tensor: Tensor) -> memoryview:
+def get_memory_view(tensor: Tensor) -> memoryview:
     """Return a memoryview of a contiguous CPU tensor's memory, without a copy."""
     # Not by numpy(), after which torch lets nobody resize the storage: see `TrainingOffload`.
     data: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
@@ -218,7 +215,7 @@ class ShardReader:
         span, num_bytes = (reach + 1) * dtype.itemsize, out.numel() * dtype.itemsize
         is_plain = out.device.type == "cpu" and out.dtype == dtype and out.is_contiguous()
         if span == num_bytes and is_plain:
-            self._read_bytes(memory_view(out), begin, self._meter)
+            self._read_bytes(get_memory_view(out), begin, self._meter)
             return
         # What lies between short runs is read along, since a disk reads ahead anyway.
         is_split = (
@@ -227,7 +224,7 @@ class ShardReader:
         )
         if span <= self._buffer.numel() and not is_split:
             block = self._buffer[:span]
-            self._read_bytes(memory_view(block), begin)
+            self._read_bytes(get_memory_view(block), begin)
             out.copy_(block.view(dtype).as_strided(out.shape, strides))
             self._meter.add(num_bytes)
             return
@@ -262,10 +259,7 @@ def _count_contiguous_elements(sizes: Sequence[int], lengths: Sequence[int]) -> 
 def find_file_problem(
     path: Path, layout: FileLayout, stored_file: StoredFile, *, full: bool, meter: Meter
 ) -> str | None:
-    """Check a shard file; return an error text, or None if the file is intact.
-
-    `full` also compares the SHA-256. Otherwise only size and header are checked.
-    """
+    """Return an error text for a damaged shard file, or None; `full` also compares the SHA-256."""
     try:
         descriptor = open_regular(path)
     except FileNotFoundError:

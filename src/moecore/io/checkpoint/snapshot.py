@@ -6,14 +6,15 @@
 Names refer to the complete model, so they do not depend on the stages. One rank of each stage sends
 its names; without stages there is no communication.
 
-`rank_state` is the snapshot of one rank in memory. `load_rank_state` sets it on a rank with the
-same parts. Both ranks have the same model on the same meshes, so nothing is compared.
+`collect_rank_state` returns one rank's snapshot in memory. `load_rank_state` sets it on a rank with
+the same parts. Both ranks have the same model on the same meshes, so nothing is compared.
 """
 
 from __future__ import annotations
 
 import json
 import platform
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -27,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from moecore.base.fields import shown_name
 from moecore.base.torch_private import get_local_tensor
-from moecore.io.checkpoint.config_differences import config_values
+from moecore.io.checkpoint.config_differences import convert_config
 from moecore.io.checkpoint.hyperparameters import (
     Schedulers,
     check_json,
@@ -40,16 +41,17 @@ from moecore.io.checkpoint.hyperparameters import (
     restore_hyperparameters,
 )
 from moecore.io.checkpoint.manifest import ManifestFacts, check_dtype
-from moecore.io.checkpoint.ranks import Group, gather, rank_and_world
+from moecore.io.checkpoint.ranks import Group, gather, get_rank_and_world
 from moecore.io.checkpoint.state import (
     STAGE_KINDS,
     ModelView,
     Optimizers,
     allocate_optimizer_state,
-    collect_amax_tensors,
     collect_optimizer_tensors,
     copy_rng_states,
     list_optimizers,
+    map_amax_operands,
+    map_state_views,
     restore_amax,
     restore_optimizer_state,
     restore_rng,
@@ -78,17 +80,14 @@ def take_snapshot(
     scheduler: Schedulers | None,
     config: object,
 ) -> Snapshot:
-    """Collect the tensors and metadata that a save stores; raise the errors of `save`.
-
-    Raises:
-        ValueError: also if a training step is unfinished.
-    """
+    """Collect the tensors and facts of a save; raise its errors, also for an unfinished step."""
     _check_finished(model)
     view = ModelView(model)
     tensors = {f"model.{name}": tensor for name, tensor in view.stored_views.items()}
     optimizers = list_optimizers(optimizer, view)
     tensors |= {f"optimizer.{k}": v for k, v in collect_optimizer_tensors(optimizers, view).items()}
-    tensors |= {f"amax.{name}": steps for name, steps in collect_amax_tensors(model).items()}
+    owners = map_amax_operands(model).items()
+    tensors |= {f"amax.{n}": h.steps[operand] for n, (h, operand) in owners if operand in h.steps}
     values = {}
     for name, value in (extra or {}).items():
         if isinstance(value, Tensor):
@@ -102,7 +101,7 @@ def take_snapshot(
         check_dtype(name, tensor.dtype)
     facts = ManifestFacts(
         step=step,
-        world_size=rank_and_world()[1],
+        world_size=get_rank_and_world()[1],
         meshes=_list_meshes(view),
         versions=read_versions(),
         config=_encode_config(view.config if config is None else config),
@@ -173,7 +172,7 @@ def _encode_config(config: object) -> dict[str, Any] | None:
     """Convert a config to JSON values; None stays None."""
     if config is None:
         return None
-    values = config_values(config)
+    values = convert_config(config)
     check_json("config", values)
     return copy_json(values)
 
@@ -251,17 +250,14 @@ def get_local_tensors(snapshot: Snapshot) -> dict[str, Tensor]:
     return {name: get_local_tensor(tensor) for name, tensor in snapshot.tensors.items()}
 
 
-def rank_state(
+def collect_rank_state(
     model: nn.Module,
     optimizer: Optimizers,
     extra: Mapping[str, Tensor],
     *,
     scheduler: Schedulers | None = None,
 ) -> dict[str, Any]:
-    """Return this rank's state of model, optimizer and generators for `load_rank_state`.
-
-    The tensors share memory with model and optimizer.
-    """
+    """Return this rank's state for `load_rank_state`; it shares memory with model and optimizer."""
     snapshot = take_snapshot(0, model, optimizer, extra, scheduler=scheduler, config=None)
     facts = {"optimizer": snapshot.facts.optimizer, "scheduler": snapshot.facts.scheduler}
     return {"tensors": get_local_tensors(snapshot), **facts}
@@ -275,14 +271,9 @@ def load_rank_state(
     *,
     scheduler: Schedulers | None = None,
 ) -> dict[str, Tensor]:
-    """Restore this rank's state from `rank_state`, in place; return the tensors of `extra`.
-
-    Gradients and counts of an unfinished step are dropped.
-    """
+    """Restore `collect_rank_state` in place, drop an unfinished step, and return `extra`."""
     drop_step(model)
-    kinds: dict[str, dict[str, Tensor]] = {
-        kind: {} for kind in ("model", "optimizer", "amax", "extra", "rng")
-    }
+    kinds = defaultdict[str, dict[str, Tensor]](dict)
     for name, tensor in state["tensors"].items():
         kind, _, rest = name.partition(".")
         kinds[kind][rest] = tensor
@@ -295,11 +286,8 @@ def load_rank_state(
     for owner in optimizers:
         owner.state.clear()
         slots = allocate_optimizer_state(owner, view, matrices, scalars)
-        for param, values in slots.items():
-            name = view.name_of(param)
-            for slot, value in values.items():
-                target = value if f"{slot}.{name}" in scalars else view.view(name, value)
-                get_local_tensor(target).copy_(kinds["optimizer"][f"{slot}.{name}"])
+        for key, target in map_state_views(slots, view, scalars).items():
+            get_local_tensor(target).copy_(kinds["optimizer"][key])
         restore_optimizer_state(owner, slots)
     restore_hyperparameters(optimizers, state["optimizer"])
     schedule = join_schedulers(scheduler, optimizers)

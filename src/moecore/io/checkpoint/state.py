@@ -15,7 +15,7 @@ a view (`split_halves`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from moecore.base.fields import shown_name
 from moecore.base.params import clean_name
 from moecore.base.torch_private import StridedShard
 from moecore.io.checkpoint.config_differences import find_config
-from moecore.io.checkpoint.ranks import rank_and_world
+from moecore.io.checkpoint.ranks import get_rank_and_world
 from moecore.moe.amax_history import GRADIENTS, AmaxHistory
 from moecore.moe.experts import Experts
 from moecore.parallel.model.parallel_state import parallel_states
@@ -71,7 +71,7 @@ class ModelView:
         dim = self._halved_dims[name]
         return tensor if dim is None else split_halves(tensor, dim)
 
-    def name_of(self, param: Tensor) -> str:
+    def get_name(self, param: Tensor) -> str:
         """Return the name of a parameter; raise ValueError if the model does not have it."""
         if id(param) not in self._names:
             raise ValueError(
@@ -82,11 +82,7 @@ class ModelView:
 
 
 def list_optimizers(optimizer: Optimizers | None, model: ModelView) -> list[Optimizer]:
-    """Return one or several optimizers as a list, after moving offloaded state to the device.
-
-    Raises:
-        ValueError: if two optimizers have the same parameter.
-    """
+    """Return optimizers as a list with state on the device; ValueError for a shared parameter."""
     if optimizer is None:
         return []
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
@@ -97,7 +93,7 @@ def list_optimizers(optimizer: Optimizers | None, model: ModelView) -> list[Opti
         )
     owners: dict[str, int] = {}
     for i, owner in enumerate(optimizers):
-        for name in (model.name_of(p) for group in owner.param_groups for p in group["params"]):
+        for name in (model.get_name(p) for group in owner.param_groups for p in group["params"]):
             if owners.setdefault(name, i) != i:
                 raise ValueError(
                     f"{shown_name(name)} must belong to one optimizer, but "
@@ -117,10 +113,8 @@ def collect_optimizer_tensors(
     seen: set[str] = set()
     for owner, param in ((o, param) for o in optimizers for param in o.state):
         # In forms that have a place in a checkpoint.
-        name, state = (
-            model.name_of(param),
-            _call_optional(owner, "stored_state", owner.state[param], param),
-        )
+        name = model.get_name(param)
+        state = _call_optional(owner, "stored_state", owner.state[param], param)
         if name in seen:
             raise ValueError(
                 f"{shown_name(name)} must have state in one optimizer, but two have some: remove "
@@ -159,7 +153,7 @@ def allocate_optimizer_state(
     state: dict[Tensor, dict[str, Tensor]] = {}
     for group in optimizer.param_groups:
         for param in group["params"]:
-            name = model.name_of(param)
+            name = model.get_name(param)
             current = optimizer.state.get(param, {})
             for slot in sorted(slots.get(name, ())):
                 key = f"{slot}.{name}"
@@ -167,14 +161,29 @@ def allocate_optimizer_state(
                     dtype = _choose_moment_dtype(optimizer, param, matrices[key])
                     place = _call_optional(optimizer, "state_device_of", param.device, param)
                     like = get_state_template(optimizer, param, slot)
-                    value = _reuse_or_allocate_moment(current.get(slot), like, dtype, place)
                 else:
-                    # Moments of a parameter that is a scalar itself lie beside it.
-                    is_moment = param.ndim == 0 and slot != "step"
-                    device = param.device if is_moment else _choose_scalar_device(group, param)
-                    value = _reuse_or_allocate_scalar(current.get(slot), scalars[key], device)
+                    # torch's optimizers store the step count of other groups on the CPU. Moments of
+                    # a parameter that is a scalar itself lie beside it.
+                    is_beside = group.get("fused") or group.get("capturable")
+                    is_beside = is_beside or (param.ndim == 0 and slot != "step")
+                    place = param.device if is_beside else torch.device("cpu")
+                    dtype, like = scalars[key], torch.empty(())
+                value = _reuse_or_allocate(current.get(slot), like, dtype, place)
                 state.setdefault(param, {})[slot] = value
     return state
+
+
+def map_state_views(
+    state: Mapping[Tensor, Mapping[str, Tensor]], model: ModelView, scalars: Collection[str]
+) -> dict[str, Tensor]:
+    """Return "<slot>.<fqn>" -> stored view of each tensor of `allocate_optimizer_state`."""
+    views = {}
+    for param, slots in state.items():
+        name = model.get_name(param)
+        for slot, value in slots.items():
+            key = f"{slot}.{name}"
+            views[key] = value if key in scalars else model.view(name, value)
+    return views
 
 
 def restore_optimizer_state(optimizer: Optimizer, state: dict[Tensor, dict[str, Tensor]]) -> None:
@@ -214,29 +223,17 @@ def _choose_moment_dtype(
     return dtype
 
 
-def _reuse_or_allocate_moment(
+def _reuse_or_allocate(
     current: object, like: Tensor, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return the current moment if it has this layout, dtype and device; otherwise a new tensor."""
+    """Return the current tensor if it has this layout, dtype and device; otherwise a new tensor."""
     if (
         isinstance(current, Tensor)
-        and _is_storable(current, like)
-        and (current.dtype, current.device) == (dtype, device)
+        and (current.shape, current.dtype, current.device) == (like.shape, dtype, device)
         and _get_dtensor_layout(current) == _get_dtensor_layout(like)
     ):
         return current
     return torch.empty_like(like, dtype=dtype, device=device, requires_grad=False)
-
-
-def _reuse_or_allocate_scalar(current: object, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the current scalar if it has this dtype and device; otherwise a new tensor."""
-    if (
-        isinstance(current, Tensor)
-        and not isinstance(current, DTensor)
-        and (current.ndim, current.dtype, current.device) == (0, dtype, device)
-    ):
-        return current
-    return torch.empty((), dtype=dtype, device=device)
 
 
 def _get_dtensor_layout(tensor: Tensor) -> object:
@@ -244,7 +241,7 @@ def _get_dtensor_layout(tensor: Tensor) -> object:
     return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
 
 
-def amax_names(model: nn.Module) -> dict[str, tuple[AmaxHistory, str]]:
+def map_amax_operands(model: nn.Module) -> dict[str, tuple[AmaxHistory, str]]:
     """Map "<fqn>.<operand>" to (amax history, operand) of the FP8 modules (delayed scaling)."""
     # The loss of a data rank is a mean over its tokens, so how large gradients are depends on who
     # has which tokens: their names have these degrees, and another folding finds none.
@@ -263,17 +260,11 @@ def amax_names(model: nn.Module) -> dict[str, tuple[AmaxHistory, str]]:
     }
 
 
-def collect_amax_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return "<fqn>.<operand>" -> recorded amax values of delayed scaling, sharing their memory."""
-    owners = amax_names(model).items()
-    return {name: h.steps[operand] for name, (h, operand) in owners if operand in h.steps}
-
-
 @torch.no_grad()
 def restore_amax(model: nn.Module, saved_histories: Mapping[str, Tensor]) -> None:
     """Set the amax histories of a model to saved values; clear histories without a saved value."""
     steps_by_history: dict[AmaxHistory, dict[str, Tensor]] = {}
-    for name, (history, operand) in amax_names(model).items():
+    for name, (history, operand) in map_amax_operands(model).items():
         steps = steps_by_history.setdefault(history, {})
         if name in saved_histories:
             steps[operand] = saved_histories[name]
@@ -283,7 +274,7 @@ def restore_amax(model: nn.Module, saved_histories: Mapping[str, Tensor]) -> Non
 
 def copy_rng_states() -> dict[str, Tensor]:
     """Return "rng.<device>.<rank>" -> copy of the CPU and CUDA generator states of this rank."""
-    rank, _ = rank_and_world()
+    rank, _ = get_rank_and_world()
     states = {f"rng.cpu.{rank}": torch.get_rng_state()}
     if torch.cuda.is_available():
         states[f"rng.cuda.{rank}"] = torch.cuda.get_rng_state()
@@ -302,11 +293,6 @@ def _is_storable(value: Tensor, like: Tensor) -> bool:
     if value.ndim == 0:
         return not isinstance(value, DTensor)
     return value.shape == like.shape and isinstance(value, DTensor) == isinstance(like, DTensor)
-
-
-def _choose_scalar_device(group: Mapping[str, Any], param: Tensor) -> torch.device:
-    """Return the device on which torch's optimizers store the step count of a parameter."""
-    return param.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
 
 
 def _find_gate_up_dims(model: nn.Module) -> dict[int, int]:

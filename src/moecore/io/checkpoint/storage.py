@@ -180,9 +180,9 @@ def _find_blocks(tensor: Any) -> Blocks:
     }
 
 
-def _compute_block_sizes(place: tuple[slice, ...]) -> torch.Size:
-    """Return the size of a block in each dim, given the block's slices of the local tensor."""
-    return torch.Size(part.stop - part.start for part in place)
+def _make_chunk(offset: torch.Size, place: tuple[slice, ...]) -> ChunkStorageMetadata:
+    """Return DCP's record of a block, given the block's slices of the local tensor."""
+    return ChunkStorageMetadata(offset, torch.Size(part.stop - part.start for part in place))
 
 
 class LocalSavePlanner(dcp.DefaultSavePlanner):
@@ -211,9 +211,9 @@ class LocalSavePlanner(dcp.DefaultSavePlanner):
             yield item
             return
         for offsets, place in blocks.items():
-            chunk = ChunkStorageMetadata(offsets, _compute_block_sizes(place))
             index = MetadataIndex(item.index.fqn, offsets)
-            yield replace(item, index=index, tensor_data=replace(data, chunk=chunk))
+            data = replace(data, chunk=_make_chunk(offsets, place))
+            yield replace(item, index=index, tensor_data=data)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """Return the values of a block from this rank's local tensors."""
@@ -236,10 +236,7 @@ class BlockLoadPlanner(dcp.DefaultLoadPlanner):
         items = [item for item in plan.items if item.dest_index.fqn not in self._blocks]
         for name, blocks in self._blocks.items():
             assert self.metadata is not None, "what `super` has read"
-            chunks = [
-                ChunkStorageMetadata(at, _compute_block_sizes(place))
-                for at, place in blocks.items()
-            ]
+            chunks = [_make_chunk(at, place) for at, place in blocks.items()]
             entry: Any = self.metadata.state_dict_metadata[name]
             items += create_read_items_for_chunk_list(name, entry, chunks)
         return LoadPlan(items)
@@ -248,9 +245,8 @@ class BlockLoadPlanner(dcp.DefaultLoadPlanner):
         """Return the view of this rank's local tensor into which DCP reads a block."""
         if index.fqn not in self._blocks:
             return super().lookup_tensor(index)
-        return get_local_tensor(self.state_dict[index.fqn])[
-            self._blocks[index.fqn][_get_offset(index)]
-        ]
+        place = self._blocks[index.fqn][_get_offset(index)]
+        return get_local_tensor(self.state_dict[index.fqn])[place]
 
 
 def _get_offset(index: MetadataIndex) -> torch.Size:

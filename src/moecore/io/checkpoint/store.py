@@ -11,6 +11,7 @@ import shutil
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -46,10 +47,10 @@ from moecore.io.checkpoint.ranks import (
     check_same_path,
     check_visible,
     gather,
+    get_rank_and_world,
     is_first_rank,
     on_every_rank,
     on_first_rank,
-    rank_and_world,
 )
 from moecore.io.checkpoint.shard_file import Meter, Progress, compute_layout, find_file_problem
 from moecore.io.checkpoint.snapshot import (
@@ -137,9 +138,8 @@ def save(
     snapshot = join_stages(snapshot)
     lock = RunLock(Path(root))
     try:
-        write_checkpoint(
-            start_draft(lock, step), snapshot, get_local_tensors(snapshot), keep=keep, meter=Meter()
-        )
+        draft = start_draft(lock, step)
+        write_checkpoint(draft, snapshot, get_local_tensors(snapshot), keep=keep, meter=Meter())
     finally:
         lock.release()
     return make_step_path(Path(root), step)
@@ -191,13 +191,13 @@ def load(
     check_same_path(path)
     manifest = on_first_rank(lambda: read_manifest(path))
 
-    def viewed() -> tuple[ModelView, StagePart]:
+    def collect_part() -> tuple[ModelView, StagePart]:
         view = ModelView(model)
         listed = concat_param_groups(list_optimizers(optimizer, view))
-        names = [[view.name_of(param) for param in group["params"]] for group in listed]
+        names = [[view.get_name(param) for param in group["params"]] for group in listed]
         return view, StagePart(frozenset(view.stored_views), names, [])
 
-    view, part = on_every_rank(viewed)
+    view, part = on_every_rank(collect_part)
     stages = find_stages(model)[1]
     union = join_stage_parts(part, stages)
     fit = on_every_rank(lambda: compare(manifest, view, union, optimizer, scheduler, cast=cast))
@@ -220,9 +220,8 @@ def load(
     restore_amax(model, amax)
     if fit.scheduler is not None:
         assert manifest.facts.scheduler is not None
-        fit.scheduler.load_state_dict(
-            decode_scheduler_state(fit.scheduler, manifest.facts.scheduler)
-        )
+        values = decode_scheduler_state(fit.scheduler, manifest.facts.scheduler)
+        fit.scheduler.load_state_dict(values)
     if fit.left_out and is_first_rank():
         differences = f"{len(fit.left_out)} differ: {join_problems(fit.left_out)}"
         warnings.warn(f"path ({path}): {differences}: left as it was", stacklevel=3)
@@ -243,11 +242,11 @@ def _refresh_buffers(path: Path, model: nn.Module) -> None:
 def start_draft(lock: RunLock, step: int, group: Group = None) -> Path:
     """Acquire the run's lock on rank 0 and create a draft directory that every rank sees."""
 
-    def action() -> Path:
+    def lock_and_create() -> Path:
         lock.acquire()
         return create_draft(lock.root, step)
 
-    draft = on_first_rank(action, group)
+    draft = on_first_rank(lock_and_create, group)
     check_visible(draft, group)
     return draft
 
@@ -261,21 +260,19 @@ def write_checkpoint(
     meter: Meter,
     group: Group = None,
 ) -> None:
-    """Write a snapshot into a draft directory and publish it. Collective over `group`.
-
-    If writing fails, the draft is removed.
-    """
+    """Write and publish a snapshot in a draft, or remove the draft. Collective over `group`."""
     # Of the snapshot's tensors only the layout is read; `locals_` has their contents on this rank.
-    writer = Writer(draft, rank_and_world()[0], snapshot.facts, keep=keep, meter=meter)
-    planner = LocalSavePlanner(locals_)
+    save_snapshot = partial(
+        dcp.save,
+        snapshot.tensors,
+        storage_writer=Writer(
+            draft, get_rank_and_world()[0], snapshot.facts, keep=keep, meter=meter
+        ),
+        planner=LocalSavePlanner(locals_),
+        process_group=group,
+    )
     try:
-        run_dcp_call(
-            "write",
-            draft,
-            lambda: dcp.save(
-                snapshot.tensors, storage_writer=writer, planner=planner, process_group=group
-            ),
-        )
+        run_dcp_call("write", draft, save_snapshot)
     except OSError as error:
         if is_first_rank():
             shutil.rmtree(draft, ignore_errors=True)
@@ -350,7 +347,7 @@ def verify(
 
 def verify_files(path: Path, manifest: Manifest, mode: Verify, meter: Meter) -> None:
     """Check the shard files, each on one rank; raise on every rank if a file is damaged."""
-    rank, world = rank_and_world()
+    rank, world = get_rank_and_world()
     names = sorted(manifest.files)[rank::world]
     if mode == "full":
         meter.expect(sum(manifest.files[name].size for name in names))

@@ -20,17 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moecore.base.params import group_by_size
 from moecore.base.torch_private import foreach_copy_
-from moecore.io.checkpoint.ranks import Group, on_every_rank, rank_and_world
-from moecore.io.hf.collect import (
-    ErrorKeeper,
-    Item,
-    PartOwners,
-    group_by_size,
-    read_local,
-    write_piece,
-)
-from moecore.io.hf.pieces import PieceOverlap
+from moecore.io.checkpoint.ranks import Group, get_rank_and_world, on_every_rank
+from moecore.io.hf.collect import ErrorKeeper, Item, PartOwners, read_local, write_piece
+from moecore.io.hf.pieces import PieceOverlap, find_overlaps
 
 ALIGNMENT = 16  # bytes
 MESSAGE_BYTES = 64 << 20  # most of one message of an export
@@ -91,9 +85,9 @@ class _SentBox(NamedTuple):
     num_bytes: int
     ranks: list[int]  # that have the box
 
-    def sender(self, writer: int | None) -> int:
+    def find_sender(self, writer: int | None) -> int:
         """Return the rank that sends the box; -1 if every receiving rank already has the box."""
-        _, world = rank_and_world()
+        _, world = get_rank_and_world()
         has_box = len(self.ranks) == world if writer is None else writer in self.ranks
         return -1 if has_box else self.ranks[0]
 
@@ -123,7 +117,7 @@ class BucketCollector(ErrorKeeper):
         group: Group = None,  # of gloo, to agree in; NCCL sends tensors in the default group
     ) -> None:
         self._owners, self.device, self._group = owners, device, group
-        self._rank, _ = rank_and_world()
+        self._rank, _ = get_rank_and_world()
         # A box is split only along the first dim of its tensor.
         rows = (self._count_row_bytes(item) for item in items)
         self.capacity = max(message_bytes, *rows, ALIGNMENT)  # bytes of a message
@@ -172,20 +166,23 @@ class BucketCollector(ErrorKeeper):
                     ]
                     for item, (_, tensor) in zip(items, bucket.tensors(), strict=True)
                 ]
-                size = sum(map(size_in_bucket, items))
+                size = sum(map(compute_bucket_size, items))
                 self.peak_bytes = max(self.peak_bytes, self._message.nbytes + size)
         copies = [
             _SentCopy(item.parts[box.part][0], number, box)
             for number, item in enumerate(items)
             for box in self._list_boxes(item, is_cached=writer is None)
         ]
-        for sender in sorted({copy.box.sender(writer) for copy in copies}):
-            group = [copy for copy in copies if copy.box.sender(writer) == sender]
+        for sender in sorted({copy.box.find_sender(writer) for copy in copies}):
+            group = [copy for copy in copies if copy.box.find_sender(writer) == sender]
             for message in group_by_size(group, lambda c: align(c.box.num_bytes), self.capacity):
-                if sender < 0:
-                    self._copy_local_boxes(message, parts, read)
-                else:
+                if sender >= 0:
                     self._send_message(sender, writer, message, items, parts, read)
+                    continue
+                with self._keep_error():
+                    if parts:
+                        sources = [read(copy.source, copy.box.overlap.target) for copy in message]
+                        foreach_copy_([_get_copy_target(copy, parts) for copy in message], sources)
         with self._keep_error():
             tensors = () if bucket is None else (tensor for _, tensor in bucket.tensors())
             for item, of_item, tensor in zip(items, parts, tensors, strict=False):
@@ -193,15 +190,6 @@ class BucketCollector(ErrorKeeper):
                     if piece.view is not None:
                         write_piece(part, piece, tensor)
         return bucket
-
-    def _copy_local_boxes(
-        self, copies: Sequence[_SentCopy], parts: list[list[Tensor]], read: Read
-    ) -> None:
-        """Copy boxes of this rank's shards into the bucket, without communication."""
-        with self._keep_error():
-            if parts:
-                sources = [read(copy.source, copy.box.overlap.target) for copy in copies]
-                foreach_copy_([_get_copy_target(copy, parts) for copy in copies], sources)
 
     def _send_message(
         self,
@@ -247,8 +235,9 @@ class BucketCollector(ErrorKeeper):
         """Yield each box of an item with the ranks whose shards contain it."""
         max_numel = self.capacity // item.dtype.itemsize
         for number, (source, piece) in enumerate(item.parts):
-            for holding, ranks in self._owners.ranks_by_part(source).items():
-                for overlap in self._owners.boxes(source, piece, holding, max_numel):
+            full_shape = self._owners.shapes[source]
+            for shard_runs, ranks in self._owners.ranks[source].items():
+                for overlap in find_overlaps(shard_runs, piece, full_shape, max_numel=max_numel):
                     shape = tuple(part.stop - part.start for part in overlap.target)
                     size = math.prod(shape) * item.dtype.itemsize
                     yield _SentBox(number, overlap, shape, size, ranks)
@@ -257,7 +246,7 @@ class BucketCollector(ErrorKeeper):
         """Return the bytes of an item's largest row, the smallest unit of a message."""
         sizes = []
         for source, piece in item.parts:
-            rows = next(iter(piece.box_in(self._owners.shapes[source])), slice(0, 1))
+            rows = next(iter(piece.get_box(self._owners.shapes[source])), slice(0, 1))
             sizes.append(math.prod(piece.shape) // max(1, rows.stop - rows.start))
         return max(sizes) * item.dtype.itemsize
 
@@ -285,7 +274,7 @@ class RankCollector(BucketCollector):
         return read_local(self._tensors[name], box)
 
 
-def size_in_bucket(item: Item) -> int:
+def compute_bucket_size(item: Item) -> int:
     """Return the bytes that an item needs in a bucket, temporary reordered parts included."""
     numels = (math.prod(piece.shape) for _, piece in item.parts if piece.view is not None)
     return align(item.nbytes) + sum(numels) * item.dtype.itemsize

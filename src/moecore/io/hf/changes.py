@@ -48,7 +48,8 @@ class Digests:
         """Return name -> digest of this rank's shards. Synchronises with the device."""
         with torch.no_grad():
             digests = {
-                name: self._hash_tensors(map(local_storage, ts)) for name, ts in sources.items()
+                name: self._hash_tensors(map(list_local_storage, ts))
+                for name, ts in sources.items()
             }
         self._factors.clear()
         by_device: dict[torch.device, list[str]] = {}
@@ -63,22 +64,19 @@ class Digests:
     def _hash_tensors(self, parts: Iterable[list[Tensor]]) -> Tensor:
         """Return the digest int64 [2] of several tensors."""
         digests = [self._hash_bytes(_view_as_bytes(x)) for tensors in parts for x in tensors]
-        return (
-            digests[0]
-            if len(digests) == 1
-            else self._hash_bytes(_view_as_bytes(torch.stack(digests)), 2)
-        )
+        if len(digests) == 1:
+            return digests[0]
+        return self._hash_bytes(_view_as_bytes(torch.stack(digests)), 2)
 
     def _hash_bytes(self, bits: Tensor, level: int = 0) -> Tensor:
         """Return the digest int64 [2] of the bytes uint8 [n]."""
         words = torch.nn.functional.pad(bits, (0, -bits.numel() % 4)).view(torch.int32)
         factors = self._get_factors(level, bits.device)
-        sums = [(factors[:, : len(x)] * x).sum(1) for x in words.split(factors.shape[1])]
-        return (
-            sums[0]
-            if len(sums) == 1
-            else self._hash_bytes(_view_as_bytes(torch.stack(sums)), level + 1)
-        )
+        parts: tuple[Tensor, ...] = words.split(factors.shape[1])
+        sums = [(factors[:, : len(x)] * x).sum(1) for x in parts]
+        if len(sums) == 1:
+            return sums[0]
+        return self._hash_bytes(_view_as_bytes(torch.stack(sums)), level + 1)
 
     def _get_factors(self, level: int, device: torch.device) -> Tensor:
         """Return the random factors int64 [2, chunk] of a hash level on a device."""
@@ -91,7 +89,7 @@ class Digests:
         return self._factors[key]
 
 
-def local_storage(tensor: Tensor) -> list[Tensor]:
+def list_local_storage(tensor: Tensor) -> list[Tensor]:
     """Return the tensors that store this rank's shard: local values, or FP8 blocks and scales."""
     blocks = gathered_blocks(tensor)
     return [get_local_tensor(tensor).detach()] if blocks is None else blocks.tensors()

@@ -8,12 +8,12 @@ part of a piece that one shard has. The ranks exchange once which parts they hav
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,19 +22,10 @@ from moecore.base.params import global_indices
 from moecore.io.checkpoint.manifest import Manifest, StoredTensor
 from moecore.io.checkpoint.ranks import gather, on_every_rank
 from moecore.io.checkpoint.shard_file import CHUNK_BYTES, Meter, ShardReader, compute_layout
-from moecore.io.hf.files import Box, common_part
-from moecore.io.hf.pieces import (
-    PieceOverlap,
-    ShardRuns,
-    TensorPiece,
-    local_part,
-    overlaps,
-    shard_runs,
-)
+from moecore.io.hf.files import Box, find_common_boxes
+from moecore.io.hf.pieces import ShardRuns, TensorPiece, find_shard_runs, get_local_part
 from moecore.moe.param_reader import gathered_blocks
 from moecore.precision.stored import stored_values
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,26 +41,6 @@ class Item:
     def nbytes(self) -> int:
         """Bytes of the tensor's data."""
         return math.prod(self.shape) * self.dtype.itemsize
-
-
-def group_by_size(
-    things: Iterable[T], size_of: Callable[[T], int], max_size: int
-) -> Iterator[list[T]]:
-    """Yield lists of consecutive things whose sizes sum to at most `max_size`.
-
-    A larger thing has a list without other things.
-    """
-    group: list[T] = []
-    total = 0
-    for thing in things:
-        size = size_of(thing)
-        if group and total + size > max_size:
-            yield group
-            group, total = [], 0
-        group.append(thing)
-        total += size
-    if group:
-        yield group
 
 
 class Collector(Protocol):
@@ -89,7 +60,6 @@ class ErrorKeeper:
 
     @contextmanager
     def _keep_error(self) -> Iterator[None]:
-        """Return a context that catches an exception and stores the first one."""
         try:
             yield
         except Exception as error:
@@ -106,7 +76,7 @@ class LocalPart(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    holding: ShardRuns
+    shard_runs: ShardRuns
 
 
 class PartOwners:
@@ -118,35 +88,25 @@ class PartOwners:
         )
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
-        self._ranks: dict[str, dict[ShardRuns, list[int]]] = {}
+        self.ranks: dict[str, dict[ShardRuns, list[int]]] = {}  # by tensor and distinct shard
         self.world = 0
         for rank, rank_parts in enumerate(gather(parts)):
             self.world += 1
-            for name, (shape, dtype, holding) in rank_parts.items():
+            for name, (shape, dtype, shard_runs) in rank_parts.items():
                 self.shapes[name], self.dtypes[name] = shape, dtype
-                self._ranks.setdefault(name, {}).setdefault(holding, []).append(rank)
+                self.ranks.setdefault(name, {}).setdefault(shard_runs, []).append(rank)
 
     def merge(self, other: PartOwners) -> PartOwners:
         """Return the union of these owners and the owners of other tensors."""
         result = copy(self)
         result.shapes, result.dtypes = self.shapes | other.shapes, self.dtypes | other.dtypes
-        result._ranks = self._ranks | other._ranks
+        result.ranks = self.ranks | other.ranks
         return result
-
-    def ranks_by_part(self, name: str) -> dict[ShardRuns, list[int]]:
-        """Return the distinct shards of a tensor, each with the ranks that have it."""
-        return self._ranks[name]
-
-    def boxes(
-        self, source: str, piece: TensorPiece, holding: ShardRuns, max_numel: int = 1 << 62
-    ) -> list[PieceOverlap]:
-        """Return the boxes in which a shard of tensor `source` overlaps a piece."""
-        return list(overlaps(holding, piece, self.shapes[source], max_numel=max_numel))
 
 
 def read_local(tensor: Tensor, box: tuple[slice, ...]) -> Tensor:
     """Return a box of this rank's shard: a view, or a dequantised copy of FP8-only values."""
-    local = local_part(tensor)
+    local = get_local_part(tensor)
     return local[box] if gathered_blocks(tensor) is None else stored_values(tensor, box)
 
 
@@ -164,19 +124,16 @@ class StoredCollector:
         """Read a box of a stored tensor and return it as a new CPU tensor."""
         entry = self._tensors[name]
         out = torch.empty([s.stop - s.start for s in box], dtype=entry.dtype)
-        for chunk in entry.chunks:
-            common = common_part(box, chunk.offsets, chunk.sizes)
-            if common is not None:
-                source, target = common
-                offsets, reader = [s.start for s in source], self._open_reader(chunk.file)
-                reader.read(chunk.key, entry.dtype, chunk.sizes, offsets, out[target])
+        for chunk, source, target in find_common_boxes(box, entry.chunks):
+            offsets, reader = [s.start for s in source], self._open_reader(chunk.file)
+            reader.read(chunk.key, entry.dtype, chunk.sizes, offsets, out[target])
         return out
 
     def collect_tensor(self, item: Item, writer: int) -> Tensor:
         """Assemble the full Hugging Face tensor of an item; `writer` is not used."""
         tensor = torch.empty(item.shape, dtype=item.dtype)
         for source, piece in item.parts:
-            part = self.read(source, piece.box_in(self._tensors[source].shape))
+            part = self.read(source, piece.get_box(self._tensors[source].shape))
             if piece.view is None:
                 return part.view(item.shape).to(item.dtype)
             write_piece(part, piece, tensor)
@@ -203,4 +160,4 @@ def write_piece(part: Tensor, piece: TensorPiece, file_tensor: Tensor) -> None:
 
 def describe_part(tensor: Tensor) -> LocalPart:
     """Return the shape, dtype and index runs of this rank's shard of a tensor."""
-    return LocalPart(tuple(tensor.shape), tensor.dtype, shard_runs(global_indices(tensor)))
+    return LocalPart(tuple(tensor.shape), tensor.dtype, find_shard_runs(global_indices(tensor)))

@@ -18,7 +18,11 @@ from typing import Any
 
 from moecore.base.fields import check_arguments, quote
 from moecore.base.options.layer import BalanceConfig, MoEConfig
-from moecore.io.checkpoint.config_differences import TRAINING, differences, find_hf_differences
+from moecore.io.checkpoint.config_differences import (
+    TRAINING,
+    find_decoder_differences,
+    find_hf_differences,
+)
 from moecore.io.hf.config_fields import (
     Fields,
     HFConfig,
@@ -29,7 +33,7 @@ from moecore.io.hf.config_fields import (
     read_latent_attention,
     read_sizes,
 )
-from moecore.io.hf.files import INDEX, SINGLE, one_line, read_headers, read_index
+from moecore.io.hf.files import INDEX, SINGLE, format_one_line, read_headers, read_index
 from moecore.models.config import (
     AttentionBias,
     DecoderConfig,
@@ -71,10 +75,10 @@ def decoder_config_from_hf(config: HFConfig) -> DecoderConfig:
         fields.refuse(name, bool(fields.get(name, None)))
     fields.refuse("hidden_act", fields.get("hidden_act", "silu") != "silu")
     try:
-        return fields.complete()
+        return fields.build_config()
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
         # Of a value that has no kind in KINDS, or lies in a list.
-        reason = f"{type(error).__name__}: {one_line(error)}"
+        reason = f"{type(error).__name__}: {format_one_line(error)}"
         raise ValueError(
             f"config.json must hold fields of model_type ({fields.model_type}), but {reason:.200}: "
             "correct it"
@@ -84,10 +88,7 @@ def decoder_config_from_hf(config: HFConfig) -> DecoderConfig:
 def _read_softmax_moe(
     fields: Fields, hidden_dim: str, normalizes: bool, coef: float, *, shared_hidden_dim: int = 0
 ) -> MoEConfig:
-    """Build the MoEConfig of a family with softmax routing.
-
-    `coef` is transformers' default of the coefficient of the balance loss.
-    """
+    """Build a softmax router's MoEConfig; `coef` is transformers' default balance coefficient."""
     return MoEConfig(
         dim=fields.need("hidden_size"),
         hidden_dim=fields.need(hidden_dim),
@@ -354,10 +355,7 @@ def _read_mtp(fields: Fields) -> dict[str, Any]:
 
 
 def _count_stored_mtp(path: Path, fields: Fields) -> dict[str, int]:
-    """Count the MTP modules in the weight files; return the count as a config.json field.
-
-    Returns {} for a directory without weights.
-    """
+    """Return the number of MTP modules in weight files as a config field; {} without weights."""
     path = path if path.is_dir() else path.parent
     if not fields.family.has_mtp or not ((path / INDEX).is_file() or (path / SINGLE).is_file()):
         return {}
@@ -433,7 +431,7 @@ FAMILIES = {
 }
 
 
-def config_problems(
+def compare_config(
     values: Mapping[str, Any],
     model: DecoderConfig | Mapping[str, Any] | None,
     *,
@@ -462,7 +460,7 @@ def config_problems(
         return [str(error)]
     return [
         _format_difference(d.name, d.value, d.reference)
-        for d in differences(native, model, skipped_fields=skipped_fields)
+        for d in find_decoder_differences(native, model, skipped_fields=skipped_fields)
     ]
 
 

@@ -175,7 +175,7 @@ class Fields:
         if self.values.get("num_experts") is None:  # transformers >= 5 writes one name for all
             self.values["num_experts"] = values.get("num_local_experts")
 
-    def complete(self) -> DecoderConfig:
+    def build_config(self) -> DecoderConfig:
         """Build the DecoderConfig with the family's defaults; raise for unsupported values."""
         for name, only in self.family.known_values.items():
             self.refuse(name, self.get(name, only) != only)
@@ -206,7 +206,7 @@ class Fields:
                 "model itself"
             )
 
-    def rope(self) -> dict[str, Any]:
+    def read_rope(self) -> dict[str, Any]:
         """Return the rotary options: rope_type, rope_theta and the options of the type."""
         options = {"rope_theta": self.values.get("rope_theta"), **self.get("rope_scaling", {})}
         options |= self.get("rope_parameters", {})
@@ -222,7 +222,7 @@ class Fields:
 
 def read_grouped_attention(fields: Fields) -> dict[str, Any]:
     """Return the DecoderConfig arguments of grouped-query attention with rotary embeddings."""
-    heads, rope = read_sizes(fields), fields.rope()
+    heads, rope = read_sizes(fields), fields.read_rope()
     return heads | dict(
         rope_theta=float(rope["rope_theta"]),
         rotary_dim=_read_rotary_dim(fields, heads["head_dim"], rope["partial_rotary_factor"]),
@@ -297,7 +297,7 @@ def _read_rotary_dim(fields: Fields, head_dim: int, part: float) -> int:
 
 def _read_yarn(fields: Fields) -> YarnConfig | None:
     """Return the YaRN config of the rotary embedding; None without YaRN."""
-    rope = fields.rope()
+    rope = fields.read_rope()
     kind = rope["rope_type"]
     fields.refuse("rope_type", kind not in (*PLAIN, "yarn"), kind)
     if kind in PLAIN:

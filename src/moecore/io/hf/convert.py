@@ -38,7 +38,7 @@ from moecore.io.checkpoint.manifest import (
     StoredTensor,
     make_manifest,
 )
-from moecore.io.checkpoint.ranks import rank_and_world
+from moecore.io.checkpoint.ranks import get_rank_and_world
 from moecore.io.checkpoint.shard_file import (
     CHUNK_BYTES,
     Meter,
@@ -48,16 +48,23 @@ from moecore.io.checkpoint.shard_file import (
 from moecore.io.checkpoint.snapshot import read_versions
 from moecore.io.checkpoint.store import verify
 from moecore.io.hf.collect import Collector, Item, StoredCollector
-from moecore.io.hf.config import config_problems, decoder_config_from_hf
+from moecore.io.hf.config import compare_config, decoder_config_from_hf
 from moecore.io.hf.config_fields import HFConfig, read_config
 from moecore.io.hf.export import check_target, fill_shards, sort_for_file, write_directory
 from moecore.io.hf.export_plan import ExportLayout, choose_names, finish_config, make_items
 from moecore.io.hf.files import BoxReader, HFFiles
-from moecore.io.hf.names import EMBEDDING, HEAD, HFLayout, find_layout, hf_copies, hf_plan
-from moecore.io.hf.pieces import FileRecipe, file_shapes
+from moecore.io.hf.names import (
+    EMBEDDING,
+    HEAD,
+    HFLayout,
+    find_layout,
+    map_hf_copies,
+    plan_hf_tensors,
+)
+from moecore.io.hf.pieces import FileRecipe, map_file_shapes
 from moecore.io.hf.quant import TensorSource, find_sources, read_box
-from moecore.io.hf.stock import build_reader, written_plan
-from moecore.io.hf.verify import content_problems, copy_problems, shape_problems
+from moecore.io.hf.stock import build_reader, plan_written_tensors
+from moecore.io.hf.verify import find_content_problems, find_copy_problems, find_shape_problems
 from moecore.models.config import DecoderConfig
 
 PREFIX = "model."  # of the model's tensors in a native checkpoint
@@ -125,12 +132,12 @@ def open_native(
     keeps = keeps_fp32(reader, dtype)
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
     items = list(make_items(dtypes, recipes, copies, dtype, keeps))
-    problems = config_problems(values, manifest.facts.config)
-    problems += content_problems({item.name: item for item in items}, values, values)
+    problems = compare_config(values, manifest.facts.config)
+    problems += find_content_problems({item.name: item for item in items}, values, values)
     collector = StoredCollector(path, manifest, tensors, stack)
     if HEAD in copies and not problems:  # a stored head is dropped only if it is the same
         sources = {n: TensorSource(n, t.shape, t.dtype) for n, t in tensors.items()}
-        problems += copy_problems(collector, sources, {HEAD: EMBEDDING})
+        problems += find_copy_problems(collector, sources, {HEAD: EMBEDDING})
     subject = f"path ({path}) must hold the model that config.json describes"
     refuse_problems(subject, problems, "pass the config of this model")
     return StoredModel(values, items, collector, tensors, keeps, _has_decoder_names(tensors))
@@ -171,11 +178,10 @@ def hf_to_native(
     config = decoder_config_from_hf(path)
     with HFFiles(path) as files:
         sources, problems = find_sources(files, read_config(path).get("quantization_config"))
-        plan = hf_plan(config, find_layout(sources))
+        plan = plan_hf_tensors(config, find_layout(sources))
         options = (step, dtype, max_file_bytes, progress)
-        return write_native(
-            root, Conversion(path, files, sources, plan, config, problems, *options)
-        )
+        conversion = Conversion(path, files, sources, plan, config, problems, *options)
+        return write_native(root, conversion)
 
 
 def _find_prefix(names: Collection[str]) -> str:
@@ -198,14 +204,14 @@ def _plan_files(
     if not _has_decoder_names(tensors):
         tied, reader = values.get("tie_word_embeddings", False), build_reader(values)
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        recipes = written_plan(reader, shapes, layout)
+        recipes = plan_written_tensors(reader, shapes, layout)
         return recipes, {HEAD: EMBEDDING} if tied else {}, reader
     config = decoder_config_from_hf(values)
-    plan = hf_plan(config, layout)
-    problems = shape_problems(tensors, {name: recipe.shape for name, recipe in plan.items()})
+    plan = plan_hf_tensors(config, layout)
+    problems = find_shape_problems(tensors, {name: recipe.shape for name, recipe in plan.items()})
     subject = "the checkpoint must hold the decoder that config.json describes"
     refuse_problems(subject, problems, "pass the config of this model")
-    return plan, hf_copies(config), None
+    return plan, map_hf_copies(config), None
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +232,7 @@ class Conversion:
 
 def check_single_rank() -> None:
     """Raise ValueError if the job has several ranks: a conversion runs in one process."""
-    _, world = rank_and_world()
+    _, world = get_rank_and_world()
     if world > 1:
         raise ValueError(
             f"world size ({world}) must be 1 to convert files: call export_hf or load_hf on every "
@@ -251,11 +257,11 @@ def write_native(root: Path, conversion: Conversion) -> Path:
 
 def _require_matching_files(conversion: Conversion) -> None:
     """Raise ValueError if the file tensors differ from the tensors of the decoder."""
-    sources, plan, copies = conversion.sources, conversion.plan, hf_copies(conversion.config)
-    problems = conversion.problems + shape_problems(sources, file_shapes(plan), copies)
+    sources, plan, copies = conversion.sources, conversion.plan, map_hf_copies(conversion.config)
+    problems = conversion.problems + find_shape_problems(sources, map_file_shapes(plan), copies)
     if not problems:
         problems = _find_dtype_problems(sources, plan, conversion.dtype)
-        problems += copy_problems(conversion.files, sources, copies)
+        problems += find_copy_problems(conversion.files, sources, copies)
     subject = f"path ({conversion.path}) must hold what its config.json says"
     refuse_problems(subject, problems, "correct one of them")
 
@@ -307,10 +313,8 @@ def _write_files(draft: Path, conversion: Conversion) -> Manifest:
             key, shape = item.name, item.shape
             chunk = ManifestChunk(file=file, key=key, offsets=(0,) * len(shape), sizes=shape)
             tensors[key] = StoredTensor(shape=shape, dtype=item.dtype, chunks=(chunk,))
-    config = asdict(conversion.config)
-    facts = ManifestFacts(
-        step=conversion.step, world_size=1, versions=read_versions(), config=config
-    )
+    step, config = conversion.step, asdict(conversion.config)
+    facts = ManifestFacts(step=step, world_size=1, versions=read_versions(), config=config)
     return make_manifest(facts, stored_files, tensors)
 
 

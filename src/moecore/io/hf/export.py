@@ -28,13 +28,14 @@ from torch import Tensor, nn
 
 from moecore.base.failures import share_call_errors, share_errors
 from moecore.base.fields import NumBytes, check_arguments
+from moecore.base.params import group_by_size
 from moecore.io.checkpoint.files import sync_directory, write_new
 from moecore.io.checkpoint.ranks import (
     check_visible,
+    get_rank_and_world,
     is_first_rank,
     on_every_rank,
     on_first_rank,
-    rank_and_world,
 )
 from moecore.io.checkpoint.shard_file import (
     FileLayout,
@@ -44,7 +45,7 @@ from moecore.io.checkpoint.shard_file import (
     compute_layout,
 )
 from moecore.io.hf.buckets import RankCollector
-from moecore.io.hf.collect import Collector, ErrorKeeper, Item, group_by_size
+from moecore.io.hf.collect import Collector, ErrorKeeper, Item
 from moecore.io.hf.config_fields import HFConfig
 from moecore.io.hf.export_plan import ExportLayout, plan_export
 from moecore.io.hf.files import CONFIG, INDEX, SINGLE
@@ -183,7 +184,7 @@ def _write_shards(
     draft: Path, shards: list[list[Item]], collector: Collector, meter: Meter
 ) -> None:
     """Write this rank's files; send parts to the ranks that write other files. Collective."""
-    rank, world = rank_and_world()
+    rank, world = get_rank_and_world()
     for first in range(0, len(shards), world):  # as many shards as ranks grow at once
         wave = [sort_for_file(shard) for shard in shards[first : first + world]]
         with _ExportOutput(meter) as output:

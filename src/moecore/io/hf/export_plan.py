@@ -28,27 +28,27 @@ from moecore.io.checkpoint.config_differences import (
 )
 from moecore.io.checkpoint.ranks import on_every_rank
 from moecore.io.hf.collect import Item, PartOwners
-from moecore.io.hf.config import FAMILIES, MTP_KEYS, config_problems, decoder_config_from_hf
+from moecore.io.hf.config import FAMILIES, MTP_KEYS, compare_config, decoder_config_from_hf
 from moecore.io.hf.config_fields import HFConfig, read_config
 from moecore.io.hf.names import (
     EMBEDDING,
     HEAD,
     HFLayout,
-    hf_plan,
-    model_copies,
-    model_tensors,
+    collect_model_tensors,
+    map_model_copies,
+    plan_hf_tensors,
     refuse_model,
 )
-from moecore.io.hf.pieces import FileRecipe, local_part
+from moecore.io.hf.pieces import FileRecipe, get_local_part
 from moecore.io.hf.stock import (
     Shapes,
     build_reader,
-    list_shapes,
+    find_transformers_class,
+    get_shapes,
+    plan_written_tensors,
     rename_shapes,
-    transformers_class,
-    written_plan,
 )
-from moecore.io.hf.upcycled import make_empty_shared_experts, upcycled_config
+from moecore.io.hf.upcycled import make_empty_shared_experts, make_upcycled_config
 from moecore.models.config import DecoderConfig
 from moecore.models.decoder import Decoder
 from moecore.moe.layer import MoELayer
@@ -87,14 +87,14 @@ def plan_export(
 
     def read_model() -> tuple[dict[str, Any], dict[str, Tensor]]:
         lacks = config is None and not needs_config and isinstance(base, Decoder)
-        values = {} if lacks else export_config(base, config)
-        tensors = export_tensors(base, values)
+        values = {} if lacks else make_export_config(base, config)
+        tensors = collect_export_tensors(base, values)
         for name, tensor in tensors.items():
             if tensor.is_meta:
                 raise ValueError(
                     f"{shown_name(name)} (meta) must have storage to be written: load it first"
                 )
-        check_tied(tensors, model_copies(base))
+        check_tied(tensors, map_model_copies(base))
         return values, tensors
 
     values, tensors = on_every_rank(read_model)
@@ -103,16 +103,16 @@ def plan_export(
     def plan_items() -> list[Item]:
         recipes = _plan_recipes(base, values, owners.shapes, choose_names(layout, values))
         keeps = keeps_fp32(base, dtype)
-        return list(make_items(owners.dtypes, recipes, model_copies(base), dtype, keeps))
+        return list(make_items(owners.dtypes, recipes, map_model_copies(base), dtype, keeps))
 
     records = parallel_states(base)
     device = records[0].request.meshes.device if records else next(iter(tensors.values())).device
     return ExportPlan(on_every_rank(plan_items), owners, tensors, values, device)
 
 
-def export_tensors(base: nn.Module, values: Mapping[str, Any]) -> dict[str, Tensor]:
+def collect_export_tensors(base: nn.Module, values: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return this rank's tensors to write, under the names of a model without adapters."""
-    all_tensors = model_tensors(base)
+    all_tensors = collect_model_tensors(base)
     tensors = without_adapters(base, all_tensors) | trained_copies(base, all_tensors)
     return tensors | make_empty_shared_experts(base, values, tensors)
 
@@ -122,24 +122,20 @@ def _plan_recipes(
 ) -> dict[str, FileRecipe]:
     """Return the recipe of each tensor; raise if the written files could not restore the model."""
     if isinstance(model, Decoder):
-        recipes = hf_plan(model.config, layout)
+        recipes = plan_hf_tensors(model.config, layout)
         for name in recipes.keys() - shapes.keys():
             raise ValueError(
                 f"model must hold {shown_name(name)} on a pipeline stage: take all of its stages"
             )
         return recipes
-    reader = checked_reader(model, values, shapes)
+    reader = build_checked_reader(model, values, shapes)
     if reader is not None:  # stages hold layers in an order of their own
         places: dict[str, int] = {}
         for place, name in enumerate(reader.state_dict()):
             places.setdefault(_cut_after_list_index(name), place)
-        shapes = dict(
-            sorted(
-                shapes.items(),
-                key=lambda entry: places.get(_cut_after_list_index(entry[0]), len(places)),
-            )
-        )
-    return written_plan(reader, shapes, layout)
+        order = {n: places.get(_cut_after_list_index(n), len(places)) for n in shapes}
+        shapes = {name: shapes[name] for name in sorted(shapes, key=order.__getitem__)}
+    return plan_written_tensors(reader, shapes, layout)
 
 
 def _cut_after_list_index(name: str) -> str:
@@ -181,14 +177,14 @@ def make_items(
             yield replace(items[original], name=copy)
 
 
-def export_config(model: nn.Module, config: HFConfig | None) -> dict[str, Any]:
+def make_export_config(model: nn.Module, config: HFConfig | None) -> dict[str, Any]:
     """Return the config.json to write, without dtypes; raise ValueError for another model's."""
     if isinstance(model, Decoder):
         return _check_decoder_config(model, config)
     model_config = getattr(model, "config", None)
     if not hasattr(model_config, "to_dict"):
         _refuse_wrapper(model)
-    upcycled = upcycled_config(model)
+    upcycled = make_upcycled_config(model)
     expected_values: dict[str, Any] = model_config.to_dict() if upcycled is None else upcycled  # type: ignore[union-attr]
     if config is None:
         values = expected_values
@@ -215,7 +211,7 @@ def _check_decoder_config(model: Decoder, config: HFConfig | None) -> dict[str, 
 def _refuse_wrapper(model: nn.Module) -> NoReturn:
     """Raise ValueError for a module that wraps a model; the message names the wrapped model."""
     for path, module in model.named_modules():
-        if isinstance(module, Decoder) or transformers_class(type(module)) is not None:
+        if isinstance(module, Decoder) or find_transformers_class(type(module)) is not None:
             raise ValueError(
                 f"model ({type(model).__name__}) must be the {type(module).__name__} in it, whose "
                 f"Hugging Face names are known: pass model.{path}"
@@ -235,7 +231,7 @@ def finish_config(
         values[MTP_KEYS[0]] = num_mtp
     family = FAMILIES.get(str(values.get("model_type")))
     name = family.architecture if family else model_class.__name__ if model_class else None
-    kind = transformers_class(model_class) if model_class else None
+    kind = find_transformers_class(model_class) if model_class else None
     if kind is not None:
         values["architectures"] = [kind.__name__]  # such as one with another head than config's
     elif not values.get("architectures") and name:
@@ -254,21 +250,20 @@ def _check_values(
     skipped_fields: Collection[str] = TRAINING,
 ) -> None:
     """Raise ValueError if a config.json differs from the model in a field that is not skipped."""
-    for problem in config_problems(values, model, skipped_fields=skipped_fields):
+    for problem in compare_config(values, model, skipped_fields=skipped_fields):
         raise ValueError(f"{problem}: pass the config of this model")
 
 
-def checked_reader(model: nn.Module, values: Mapping[str, Any], shapes: Shapes) -> nn.Module | None:
-    """Build the class that reads the export on meta, and compare its tensors with the model's.
-
-    Returns None if transformers has no such class.
-    """
+def build_checked_reader(
+    model: nn.Module, values: Mapping[str, Any], shapes: Shapes
+) -> nn.Module | None:
+    """Build the class that reads the export, on meta, and compare names; None if unknown."""
     is_part = getattr(model, "base_model", None) is model  # the whole reads it, if there is one
     full_reader = build_reader({**values, "architectures": None}) if is_part else None
     reader = full_reader or build_reader(values, model)
     if reader is not None:
         kind = type(reader)
-        _check_names(model, kind, list_shapes(reader.state_dict()), rename_shapes(shapes))
+        _check_names(model, kind, get_shapes(reader.state_dict()), rename_shapes(shapes))
         _check_layers(model, kind, reader)
     return reader
 
@@ -279,7 +274,7 @@ def check_tied(tensors: Mapping[str, Tensor], copies: Mapping[str, str]) -> None
         return
     if tensors[HEAD] is tensors[EMBEDDING]:
         return
-    head, table = local_part(tensors[HEAD]), local_part(tensors[EMBEDDING])
+    head, table = get_local_part(tensors[HEAD]), get_local_part(tensors[EMBEDDING])
     is_equal = head.shape == table.shape and head.dtype == table.dtype
     if not is_equal or not (head.is_meta or torch.equal(head, table)):
         raise ValueError(
@@ -315,10 +310,9 @@ def _check_layers(model: nn.Module, kind: Any, reader: nn.Module) -> None:
     for path, layer in layers.items():
         block = reader.get_submodule(path)  # is there, as names and shapes agree
         adapter = find_hf_adapter(block)  # None: only the caller knew the rule
-        fields = (
-            find_moe_differences(layer.config, adapter(block, reader).config) if adapter else []
-        )
-        for field in fields:
+        if adapter is None:
+            continue
+        for field in find_moe_differences(layer.config, adapter(block, reader).config):
             raise ValueError(
                 f"{path}'s {field.name} ({field.value}) must be {field.reference} as in "
                 f"{kind.__name__} with this config, which reads the directory: correct one of them"

@@ -14,7 +14,7 @@ import json
 import math
 import os
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,7 +26,7 @@ from torch import Tensor
 from moecore.base.fields import quote, shown_name
 from moecore.base.tables import format_error_line
 from moecore.io.checkpoint.files import MAX_CONFIG, MAX_TABLE, read_regular, refuse_problems
-from moecore.io.checkpoint.manifest import DTYPES, MAX_DEPTH, nests_deeper
+from moecore.io.checkpoint.manifest import DTYPES, MAX_DEPTH, is_nested_deeper
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -49,19 +49,15 @@ class FileTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def common_part(box: Box, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[Box, Box] | None:
-    """Return the intersection of a box and a block: its slices in the block and in the box.
-
-    If the intersection is empty, return None.
-    """
-    spans = [
-        (max(s.start, o), min(s.stop, o + n)) for s, o, n in zip(box, offsets, sizes, strict=True)
-    ]
-    if any(start >= stop for start, stop in spans):
-        return None
-    of_block = tuple(slice(a - o, b - o) for (a, b), o in zip(spans, offsets, strict=True))
-    of_box = tuple(slice(a - s.start, b - s.start) for (a, b), s in zip(spans, box, strict=True))
-    return of_block, of_box
+def find_common_boxes(box: Box, chunks: Iterable[Any]) -> Iterator[tuple[Any, Box, Box]]:
+    """Yield each chunk that overlaps a box, with the slices of the overlap in chunk and box."""
+    for chunk in chunks:
+        sides = list(zip(box, chunk.offsets, chunk.sizes, strict=True))
+        spans = [(max(s.start, o), min(s.stop, o + n)) for s, o, n in sides]
+        if all(start < stop for start, stop in spans):
+            of_chunk = (slice(a - o, b - o) for (a, b), o in zip(spans, chunk.offsets, strict=True))
+            of_box = (slice(a - s.start, b - s.start) for (a, b), s in zip(spans, box, strict=True))
+            yield chunk, tuple(of_chunk), tuple(of_box)
 
 
 class BoxReader(Protocol):
@@ -94,13 +90,13 @@ class HFFiles:
             value: Tensor = shard.get_slice(name)[box] if box else shard.get_tensor(name)
         except SafetensorError as error:
             raise OSError(
-                f"path ({self.path / entry.file}) must be as its header said: {one_line(error)}: "
-                "it has changed meanwhile"
+                f"path ({self.path / entry.file}) must be as its header said: "
+                f"{format_one_line(error)}: it has changed meanwhile"
             ) from None
         self.bytes_read += value.numel() * value.element_size()
         return value
 
-    def num_bytes(self, names: Iterable[str]) -> int:
+    def count_bytes(self, names: Iterable[str]) -> int:
         """Return the total bytes of these stored tensors."""
         return sum(self.tensors[name].nbytes for name in names)
 
@@ -172,7 +168,7 @@ def read_json(file: Path, *, max_bytes: int = MAX_CONFIG) -> dict[str, Any]:
         raise ValueError(f"path ({file}) must be JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"path ({file}) must be a JSON object, not a {type(value).__name__}")
-    if nests_deeper(value, MAX_DEPTH):
+    if is_nested_deeper(value, MAX_DEPTH):
         raise ValueError(f"path ({file}) must nest at most {MAX_DEPTH} times: correct it")
     return value
 
@@ -183,7 +179,8 @@ def _read_header(file: Path) -> dict[str, FileTensor]:
         shard = safe_open(file, framework="pt", device="cpu")
     except SafetensorError as error:
         raise ValueError(
-            f"path ({file}) must be a whole safetensors file: {one_line(error)}: copy it again"
+            f"path ({file}) must be a whole safetensors file: {format_one_line(error)}: copy it "
+            "again"
         ) from None
     tensors: dict[str, FileTensor] = {}
     for name in shard.keys():  # noqa: SIM118 (not a mapping)
@@ -198,14 +195,14 @@ def _read_header(file: Path) -> dict[str, FileTensor]:
     return tensors
 
 
-def one_line(error: BaseException) -> str:
+def format_one_line(error: BaseException) -> str:
     """Return the text of an error without line breaks, truncated."""
     return format_error_line(str(error), 1000)
 
 
-def shown_with_source(error: BaseException) -> str:
+def format_with_source(error: BaseException) -> str:
     """Return the text of an error in transformers' code, with the line that raised it."""
     # Python's own errors name no field of a config, but the source line does.
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.line for frame in frames if "/transformers/models/" in frame.filename]
-    return f"{one_line(error):.200}" + (f" in `{lines[-1]:.100}`" if lines else "")
+    return f"{format_one_line(error):.200}" + (f" in `{lines[-1]:.100}`" if lines else "")

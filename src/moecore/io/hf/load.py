@@ -1,9 +1,10 @@
 """load_hf fills a model from a Hugging Face directory, every rank its shards; init_hf from a seed.
 
     read_headers, find_sources    files.py, quant.py    tensors of the files by logical name
-    hf_plan or stock_plan         names.py, stock.py    `FileRecipe`: pieces of a model's tensor
+    plan_hf_tensors               names.py              `FileRecipe`: pieces of a decoder's tensor
+    plan_stock_tensors            stock.py              the same for a transformers model
     make_load_plan                load.py               `LoadPlan`: targets of tensors, problems
-    shard_boxes                   pieces.py             `ShardBox`: the part of each local shard
+    list_shard_boxes              pieces.py             `ShardBox`: the part of each local shard
     read_box                      quant.py, files.py    the values of one box, dequantised
 
 Every rank compares names, shapes and dtypes from the headers. One error lists all mismatches before
@@ -37,22 +38,22 @@ from moecore.io.checkpoint.files import join_problems, refuse_problems
 from moecore.io.checkpoint.ranks import gather, is_first_rank, on_every_rank, on_first_rank
 from moecore.io.checkpoint.shard_file import Meter, Progress
 from moecore.io.checkpoint.transformers_buffers import recompute_buffers
-from moecore.io.hf.config import config_problems
+from moecore.io.hf.config import compare_config
 from moecore.io.hf.config_fields import read_config
-from moecore.io.hf.files import CONFIG, HFFiles, one_line, read_headers
+from moecore.io.hf.files import CONFIG, HFFiles, format_one_line, read_headers
 from moecore.io.hf.names import (
     HEAD,
+    collect_model_tensors,
+    find_first_ignored_layer,
     find_layout,
-    first_ignored_layer,
-    hf_plan,
-    model_copies,
-    model_tensors,
+    map_model_copies,
+    plan_hf_tensors,
 )
-from moecore.io.hf.pieces import FileRecipe, local_part, shard_boxes
-from moecore.io.hf.quant import FP8, TensorSource, find_sources, read_box, stored_names
-from moecore.io.hf.stock import build_reader, published_shapes, stock_plan
-from moecore.io.hf.upcycled import upcycled_config
-from moecore.io.hf.verify import LAYER, copy_problems
+from moecore.io.hf.pieces import FileRecipe, get_local_part, list_shard_boxes
+from moecore.io.hf.quant import FP8, TensorSource, find_sources, list_stored_names, read_box
+from moecore.io.hf.stock import build_reader, compute_published_shapes, plan_stock_tensors
+from moecore.io.hf.upcycled import make_upcycled_config
+from moecore.io.hf.verify import LAYER, find_copy_problems
 from moecore.models.decoder import Decoder
 from moecore.moe.routed import RoutedExperts
 from moecore.parallel.model.parallel_state import find_stages
@@ -135,7 +136,7 @@ def load_hf(
     with HFFiles(path, table) as files:
         with share_errors():
             sources, problems = find_sources(files, config.get("quantization_config"))
-            problems += model_config_problems(path, model, config, strict=strict)
+            problems += find_config_problems(path, model, config, strict=strict)
             plan = make_load_plan(files, model, sources, problems, strict=strict, cast=cast)
         if find_stages(model)[1] is not None:  # what other stages take is not left over
             common_names = set.intersection(*map(set, gather(plan.left_over)))
@@ -149,7 +150,7 @@ def load_hf(
     return LoadReport(
         bytes_read=files.bytes_read - compared_bytes,
         compared_bytes=compared_bytes,
-        total_bytes=files.num_bytes(stored_names(sources[name] for name in piece_names)),
+        total_bytes=files.count_bytes(list_stored_names(sources[name] for name in piece_names)),
         tensors=len(plan.recipes),
         missing=tuple(plan.missing),
         left_over=tuple(plan.left_over),
@@ -166,14 +167,14 @@ def _fill_model(
 ) -> None:
     """Read this rank's shards from the files, then fill tensors that no file contains."""
     dtypes = {name: source.dtype for name, source in sources.items()}
-    meter.expect(sum(local_part(target).nbytes for target in plan.targets.values()))
-    for piece, box, part in shard_boxes(plan.targets, plan.recipes, dtypes, CHUNK_BYTES):
+    meter.expect(sum(get_local_part(target).nbytes for target in plan.targets.values()))
+    for piece, box, part in list_shard_boxes(plan.targets, plan.recipes, dtypes, CHUNK_BYTES):
         part.copy_(read_box(files, sources, piece, box).view(part.shape))
         meter.add(part.nbytes)
     for buffer, value in plan.buffers:
         buffer.copy_(value)
     for name, copy in trained_copies(model, plan.tensors).items():
-        local_part(copy).copy_(local_part(plan.targets[name]))
+        get_local_part(copy).copy_(get_local_part(plan.targets[name]))
     if plan.ties_head:
         as_type(Any, model).tie_weights()
 
@@ -192,16 +193,13 @@ class LoadPlan:
     ties_head: bool  # whether `to_empty` has cut a tied head loose from its embedding
 
 
-def model_config_problems(
+def find_config_problems(
     path: Path, model: nn.Module, config: Mapping[str, Any], *, strict: bool
 ) -> list[str]:
-    """Compare config.json with the model's config; return one error text per difference.
-
-    Without `strict`, it warns and returns [].
-    """
+    """Return the differences of config.json and the model; without `strict`, warn and return []."""
     model_config = find_config(model) if "model_type" in config else None
     try:
-        problems = config_problems(_normalize_config(config, model), model_config)
+        problems = compare_config(_normalize_config(config, model), model_config)
     except ValueError as error:
         problems = [str(error)]
     if strict or not problems:
@@ -222,7 +220,7 @@ def _normalize_config(values: Mapping[str, Any], model: nn.Module) -> Mapping[st
     try:
         model_values: dict[str, Any] = type(config).from_dict(dict(values)).to_dict()
     except Exception as error:  # of many kinds, some of them no ValueError
-        reason = f"{type(error).__name__}: {one_line(error)}"
+        reason = f"{type(error).__name__}: {format_one_line(error)}"
         raise ValueError(f"config.json must be of model_type ({kind}), but {reason:.200}") from None
     return model_values
 
@@ -230,7 +228,7 @@ def _normalize_config(values: Mapping[str, Any], model: nn.Module) -> Mapping[st
 def check_load_plan(path: Path, model: nn.Module, plan: LoadPlan, *, strict: bool) -> None:
     """Raise one ValueError with all mismatches; otherwise add recomputed buffers to the plan."""
     if strict:
-        objected = _select_unexpected(plan.left_over, first_ignored_layer(model))
+        objected = _select_unexpected(plan.left_over, find_first_ignored_layer(model))
         plan.problems += [f"{name} is no tensor of the model" for name in objected]
     fix = "correct the model's config or the files"
     refuse_problems(f"path ({path}) must fit the model", plan.problems, fix)
@@ -252,9 +250,9 @@ def make_load_plan(
             f"path ({files.path}) must be visible to every rank: use a shared file system"
         )
     sources = _drop_zero_experts(model, sources)
-    tensors = model_tensors(model)
+    tensors = collect_model_tensors(model)
     targets = without_adapters(model, tensors)
-    copies = model_copies(model)
+    copies = map_model_copies(model)
     recipes = _plan_recipes(model, {name: tuple(t.shape) for name, t in targets.items()}, sources)
     if find_stages(model)[1] is not None:
         recipes = {name: recipe for name, recipe in recipes.items() if name in targets}
@@ -271,7 +269,7 @@ def make_load_plan(
         plan.problems += _find_tensor_problems(targets[name], recipe, sources, cast)
         plan.recipes[name] = recipe
     if not plan.problems:
-        plan.problems += copy_problems(files, sources, copies)
+        plan.problems += find_copy_problems(files, sources, copies)
     return plan
 
 
@@ -291,10 +289,14 @@ def _plan_recipes(
 ) -> dict[str, FileRecipe]:
     """Return the recipe of each model tensor; a recipe may name missing file tensors."""
     if isinstance(model, Decoder):
-        return hf_plan(model.config, find_layout(sources), shapes)
-    reader = build_reader(upcycled_config(model) or as_type(Any, model).config.to_dict(), model)
+        return plan_hf_tensors(model.config, find_layout(sources), shapes)
+    reader = build_reader(
+        make_upcycled_config(model) or as_type(Any, model).config.to_dict(), model
+    )
     files = {name: source.shape for name, source in sources.items()}
-    return stock_plan(reader, shapes, files, {} if reader is None else published_shapes(reader))
+    return plan_stock_tensors(
+        reader, shapes, files, {} if reader is None else compute_published_shapes(reader)
+    )
 
 
 def _drop_copies(

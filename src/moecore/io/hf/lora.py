@@ -32,7 +32,7 @@ from moecore.io.checkpoint.files import refuse_problems
 from moecore.io.checkpoint.ranks import gather, is_first_rank, on_every_rank, on_first_rank
 from moecore.io.checkpoint.snapshot import is_first_of_stage
 from moecore.io.hf.files import read_json
-from moecore.io.hf.pieces import FileView, TensorPiece, local_part
+from moecore.io.hf.pieces import FileView, TensorPiece, get_local_part
 from moecore.moe.experts import Experts
 from moecore.moe.low_rank import LowRank
 from moecore.parallel.model.parallel_state import find_stages
@@ -71,15 +71,14 @@ class Merge:
     layer: Any  # of peft
     add: Callable[[Tensor], None]  # to a tensor like this rank's part of the weight; collective
 
-    def inputs(self) -> list[Tensor]:
+    def list_inputs(self) -> list[Tensor]:
         """Return the A and B tensors of the layer's active adapters."""
         owners: list[Any] = [getattr(self.layer, kind) for kind in self.layer.adapter_layer_names]
-        parts = [
-            owner[n] for n in _list_applied_adapters(self.layer) for owner in owners if n in owner
-        ]
+        names = _list_applied_adapters(self.layer)
+        parts = [owner[name] for name in names for owner in owners if name in owner]
         return [part if isinstance(part, Tensor) else part.weight for part in parts]
 
-    def factors(self) -> tuple[float, ...]:
+    def list_factors(self) -> tuple[float, ...]:
         """Return the scaling factor of each active adapter."""
         return tuple(self.layer.scaling[name] for name in _list_applied_adapters(self.layer))
 
@@ -135,7 +134,7 @@ def save_adapters(
     path = Path(path)
 
     def find_entries() -> dict[str, StoredAdapter]:
-        entries = adapter_tensors(model, adapter)
+        entries = collect_adapter_tensors(model, adapter)
         _refuse_unsaved_params(model)
         return entries
 
@@ -173,14 +172,14 @@ def load_adapters(
     """
     check_arguments(load_adapters, locals())
     path = Path(path)
-    entries = on_every_rank(lambda: adapter_tensors(model, adapter))
+    entries = on_every_rank(lambda: collect_adapter_tensors(model, adapter))
     every = set(entries) if find_stages(model)[1] is None else set().union(*gather(list(entries)))
     file_tensors = on_every_rank(lambda: _read_adapter(model, path, adapter, entries, every))
     drop_step(model)
     with torch.no_grad():
         for name, entry in entries.items():
             value = _select_shard(entry.from_file(file_tensors[name]), global_indices(entry.tensor))
-            local_part(entry.tensor).copy_(value)
+            get_local_part(entry.tensor).copy_(value)
 
 
 def _read_adapter(
@@ -190,10 +189,7 @@ def _read_adapter(
     entries: dict[str, StoredAdapter],
     every: Set[str],
 ) -> dict[str, Tensor]:
-    """Read the adapter file of a directory; raise ValueError if it does not fit the model.
-
-    `every` has the tensor names of all pipeline stages.
-    """
+    """Read an adapter file; ValueError if it does not fit. `every` has the names of all stages."""
     from safetensors.torch import load_file
 
     tensors: dict[str, Tensor] = load_file(path / WEIGHTS)
@@ -228,7 +224,7 @@ def _get_lora_configs(model: nn.Module) -> dict[str, Any]:
     return configs
 
 
-def adapter_tensors(model: nn.Module, adapter: str) -> dict[str, StoredAdapter]:
+def collect_adapter_tensors(model: nn.Module, adapter: str) -> dict[str, StoredAdapter]:
     """Return the tensors of one adapter under their names in peft's files."""
     from peft import get_peft_model_state_dict
 
@@ -262,7 +258,7 @@ def _make_stored_adapter(name: str, tensor: Tensor, shape: Sequence[int]) -> Sto
 
 def _refuse_unsaved_params(model: nn.Module) -> None:
     """Raise ValueError if a trainable parameter is in no adapter: no file would contain it."""
-    adapters = (adapter_tensors(model, name) for name in _get_lora_configs(model))
+    adapters = (collect_adapter_tensors(model, name) for name in _get_lora_configs(model))
     tensors = [entry.tensor for adapter in adapters for entry in adapter.values()]
     adapter_ids = set(map(id, tensors))
     names = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in adapter_ids]
@@ -334,11 +330,11 @@ def merge_adapters(model: nn.Module) -> None:
             before any weight changes.
     """
     check_arguments(merge_adapters, locals())
-    on_every_rank(lambda: _require_mergeable(model))
+    merges = on_every_rank(lambda: _require_merges(model))
     refuse_fp8_storage(model, "merged")
     drop_step(model)
-    for merge in find_merges(model):
-        merge.add(local_part(merge.weight))
+    for merge in merges:
+        merge.add(get_local_part(merge.weight))
         merge.layer.merged_adapters += _list_applied_adapters(merge.layer)
     for module in model.modules():
         if isinstance(module, Experts):
@@ -378,24 +374,24 @@ def find_unmerged(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _require_mergeable(model: nn.Module) -> None:
-    """Raise an error unless the model has active adapters and all of them can be merged."""
-    layers = find_unmerged(model).values()
-    if not layers:
+def _require_merges(model: nn.Module) -> list[Merge]:
+    """Return the merges of a model; raise ValueError if no adapter is active."""
+    merges = find_merges(model)
+    if not merges:
         raise ValueError(
             f"model ({type(model).__name__}) must have active adapters that are not merged: attach "
             "them by peft.get_peft_model before parallelize_moe"
         )
-    for layer in layers:
-        _refuse_unmergeable_layer(layer)
+    return merges
 
 
 def _refuse_unmergeable_layer(layer: Any) -> None:
     """Raise NotImplementedError if a layer's adapters are not plain LoRA."""
-    variants = any(getattr(layer, "lora_variant", {}).get(n) for n in _list_applied_adapters(layer))
-    biased = any(getattr(layer, "lora_bias", {}).get(n) for n in _list_applied_adapters(layer))
+    options = (getattr(layer, name, {}) for name in ("lora_variant", "lora_bias"))
+    names = _list_applied_adapters(layer)
+    has_variant = any(option.get(name) for option in options for name in names)
     is_known = isinstance(layer, LowRank) or _get_layer_kind(layer) is not None
-    if variants or biased or not is_known:
+    if has_variant or not is_known:
         raise NotImplementedError(
             f"{type(layer).__name__} with LoraConfig.use_dora, lora_bias or another variant must "
             "not be merged here: save_adapters, and merge by peft on the stock model"
@@ -440,12 +436,8 @@ def _add_to_experts(experts: Experts, name: str, update: Any, local: Tensor) -> 
     weight = getattr(experts, name)
     indices, *rest = global_indices(weight)
     updates = [
-        (
-            _unshard(update.lora_A[adapter]),
-            _unshard(update.lora_B[adapter]),
-            update.scaling[adapter],
-        )
-        for adapter in _list_applied_adapters(update)
+        (_unshard(update.lora_A[n]), _unshard(update.lora_B[n]), update.scaling[n])
+        for n in _list_applied_adapters(update)
     ]
     for place, e in enumerate(indices.tolist()):  # one expert at a time: its matrix is formed
         total = _widen(local[place])
@@ -462,10 +454,7 @@ def _compute_delta(b: Tensor, a: Tensor, scaling: float) -> Tensor:
 
 
 def _widen(tensor: Tensor) -> Tensor:
-    """Convert a tensor to fp32; keep its dtype if that has more bits.
-
-    Merging computes W + s B A in it, and rounds the sum to the weight's dtype once.
-    """
+    """Convert a tensor to fp32, in which merging computes; keep its dtype if that has more bits."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 

@@ -1,4 +1,4 @@
-"""hf_plan: the Hugging Face tensors that each native tensor is made of, the same numbers.
+"""plan_hf_tensors: the Hugging Face tensors that each native tensor is made of, the same numbers.
 
 Legend: E experts, D model dim, F hidden dim of an expert.
 
@@ -84,14 +84,14 @@ GPT_OSS = {  # name in files, and the dim and step there of each native dim
 EXPERT_BIAS = ("router.expert_bias", "gate.e_score_correction_bias")  # DeepSeek-V3
 
 
-def hf_plan(
+def plan_hf_tensors(
     config: DecoderConfig, layout: HFLayout, shapes: Mapping[str, tuple[int, ...]] | None = None
 ) -> dict[str, FileRecipe]:
     """Map each tensor of `Decoder(config).state_dict()` to its Hugging Face tensors, in order.
 
     `shapes` are the shapes of a decoder's or a pipeline stage's tensors; None = of `config`.
     """
-    check_arguments(hf_plan, locals())
+    check_arguments(plan_hf_tensors, locals())
     if shapes is None:
         skeleton = Decoder(config, device="meta").state_dict()
         shapes = {name: tuple(tensor.shape) for name, tensor in skeleton.items()}
@@ -103,7 +103,7 @@ def hf_plan(
     return plan
 
 
-def hf_copies(config: DecoderConfig) -> dict[str, str]:
+def map_hf_copies(config: DecoderConfig) -> dict[str, str]:
     """Map the name of each copy that files may contain to the tensor with equal values."""
     head = EMBEDDING if config.tie_embeddings else HEAD
     copies = {HEAD: EMBEDDING} if config.tie_embeddings else {}
@@ -114,7 +114,7 @@ def hf_copies(config: DecoderConfig) -> dict[str, str]:
     return copies
 
 
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+def collect_model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by name; tied ones appear under every name."""
     if not isinstance(model, Decoder) and not hasattr(_get_config(model), "model_type"):
         refuse_model(model)
@@ -138,10 +138,10 @@ def refuse_model(model: nn.Module) -> NoReturn:
     )
 
 
-def model_copies(model: nn.Module) -> dict[str, str]:
+def map_model_copies(model: nn.Module) -> dict[str, str]:
     """Map the name of each copy that a model's files may contain to the copied tensor."""
     if isinstance(model, Decoder):
-        return hf_copies(model.config)
+        return map_hf_copies(model.config)
     if not getattr(_get_config(model), "tie_word_embeddings", False):
         return {}
     table = getattr(model, "get_input_embeddings", lambda: None)()
@@ -149,7 +149,7 @@ def model_copies(model: nn.Module) -> dict[str, str]:
     return {HEAD: f"{clean_name(name)}.weight" if name else EMBEDDING}
 
 
-def first_ignored_layer(model: nn.Module) -> int | None:
+def find_first_ignored_layer(model: nn.Module) -> int | None:
     """Return the index of the first layer in files that the model ignores (MTP); None if none."""
     family = None if isinstance(model, Decoder) else FAMILIES.get(_get_config(model).model_type)
     if family is None or not family.has_mtp:
@@ -179,7 +179,9 @@ def _list_native_pieces(
         return (TensorPiece(name, (), shape),)
     assert config.moe is not None, "the tensor is part of an MoE layer"
     is_gpt_oss = config.moe.activation == "clamped_swiglu" and layout != "mixtral"
-    expert_pieces = (_list_gpt_oss_pieces if is_gpt_oss else routed_pieces)(name, shape, layout)
+    expert_pieces = (_list_gpt_oss_pieces if is_gpt_oss else list_routed_pieces)(
+        name, shape, layout
+    )
     is_known = config.moe.gated or bool(config.pattern) or not part.endswith(".w1")
     if expert_pieces and is_known:
         return expert_pieces
@@ -197,7 +199,9 @@ def _list_native_pieces(
     )
 
 
-def routed_pieces(name: str, shape: tuple[int, ...], layout: HFLayout) -> tuple[TensorPiece, ...]:
+def list_routed_pieces(
+    name: str, shape: tuple[int, ...], layout: HFLayout
+) -> tuple[TensorPiece, ...]:
     """Return the pieces of a router, w1 [E, (2,) F, D] or w2 [E, D, F]; () for other tensors."""
     prefix, _, part = name.rpartition(".mlp.")
     mlp_path = f"{prefix}.{'block_sparse_moe' if layout == 'mixtral' else 'mlp'}"

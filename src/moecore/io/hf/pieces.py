@@ -1,8 +1,8 @@
 """Pieces: the correspondence of a model's sharded tensors and Hugging Face tensors.
 
-A tensor of a model consists of pieces (`TensorPiece`). `hf_plan` lists the pieces of the native
-decoder, and `stock_plan` the pieces of transformers models. Loading and export both use `overlaps`,
-in opposite directions.
+A tensor of a model consists of pieces (`TensorPiece`). `plan_hf_tensors` lists the pieces of the
+native decoder, and `plan_stock_tensors` the pieces of transformers models. Loading and export both
+use `find_overlaps`, in opposite directions.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class TensorPiece:
         """Shape of the tensor in the file."""
         return self.shape if self.view is None else self.view.file_shape
 
-    def box_in(self, shape: Sequence[int]) -> tuple[slice, ...]:
+    def get_box(self, shape: Sequence[int]) -> tuple[slice, ...]:
         """Return the region as one slice per dim of a model tensor with this shape."""
         region = (slice(r, r + 1) if isinstance(r, int) else r for r in self.region)
         return (*region, *(slice(0, n) for n in shape[len(self.region) :]))
@@ -73,12 +73,12 @@ class FileRecipe:
     pieces: tuple[TensorPiece, ...]
 
     @classmethod
-    def of_tensor(cls, name: str, shape: tuple[int, ...]) -> FileRecipe:
+    def from_tensor(cls, name: str, shape: tuple[int, ...]) -> FileRecipe:
         """Return the recipe of a tensor that files store unchanged under `name`."""
         return cls(shape, (TensorPiece(name, (), shape),))
 
 
-def file_shapes(plan: Mapping[str, FileRecipe]) -> dict[str, tuple[int, ...]]:
+def map_file_shapes(plan: Mapping[str, FileRecipe]) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of each file tensor in a plan."""
     return {p.name: p.file_shape for recipe in plan.values() for p in recipe.pieces}
 
@@ -91,7 +91,7 @@ class PieceOverlap:
     target: tuple[slice, ...]  # per dim of the shard
 
 
-def local_part(tensor: Tensor) -> Tensor:
+def get_local_part(tensor: Tensor) -> Tensor:
     """Return this rank's local tensor of a parameter, detached, without a copy."""
     return get_local_tensor(tensor).detach()
 
@@ -104,7 +104,7 @@ class ShardBox(NamedTuple):
     part: Tensor
 
 
-def shard_boxes(
+def list_shard_boxes(
     tensors: Mapping[str, Tensor],
     recipes: Mapping[str, FileRecipe],
     dtypes: Mapping[str, torch.dtype],
@@ -113,21 +113,24 @@ def shard_boxes(
     """Return the boxes of all pieces that this rank's shards need from the files."""
     boxes = []
     for name, recipe in recipes.items():
-        local, holding = local_part(tensors[name]), shard_runs(global_indices(tensors[name]))
+        local, shard_runs = (
+            get_local_part(tensors[name]),
+            find_shard_runs(global_indices(tensors[name])),
+        )
         for piece in recipe.pieces if local.numel() else ():
             max_numel = max_bytes // dtypes[piece.name].itemsize
-            overlap_boxes = overlaps(holding, piece, recipe.shape, max_numel=max_numel)
+            overlap_boxes = find_overlaps(shard_runs, piece, recipe.shape, max_numel=max_numel)
             boxes += [ShardBox(piece, o.source, local[o.target]) for o in overlap_boxes]
     return boxes
 
 
-def shard_runs(indices: Sequence[Tensor]) -> ShardRuns:
+def find_shard_runs(indices: Sequence[Tensor]) -> ShardRuns:
     """Convert a shard's global indices to runs of consecutive indices, per dim."""
     return tuple(tuple(find_runs(index)) for index in indices)
 
 
-def overlaps(
-    holding: ShardRuns, piece: TensorPiece, shape: Sequence[int], *, max_numel: int = 1 << 62
+def find_overlaps(
+    shard_runs: ShardRuns, piece: TensorPiece, shape: Sequence[int], *, max_numel: int = 1 << 62
 ) -> Iterator[PieceOverlap]:
     """Yield the boxes in which a shard and a piece overlap; the boxes are disjoint."""
     # A box has at most `max_numel` elements, where its first dim allows it. Example: [E=4, 2, F=4,
@@ -136,8 +139,8 @@ def overlaps(
     # [0:4, 6:8, 0:1] -> [0:4, 1:2, 0:2, 0:1].
     per_dim: list[list[tuple[int, int, int]]] = []  # runs of (in the region, in the shard, length)
     sizes: list[int] = []
-    for shard_runs, part in zip(holding, piece.box_in(shape), strict=True):
-        common = list(_find_common_runs(shard_runs, part))
+    for local_runs, part in zip(shard_runs, piece.get_box(shape), strict=True):
+        common = list(_find_common_runs(local_runs, part))
         if not common:
             return
         per_dim.append(common)

@@ -66,9 +66,8 @@ class FP8Source(TensorSource):
 
     def read(self, files: BoxReader, box: Box) -> Tensor:
         """Read a box and the scales of its blocks; return the dequantised fp32 values."""
-        over = tuple(
-            slice(s.start // b, -(-s.stop // b)) for s, b in zip(box, self.block, strict=True)
-        )
+        sides = zip(box, self.block, strict=True)
+        over = tuple(slice(s.start // b, -(-s.stop // b)) for s, b in sides)
         values_rc = files.read(self.name, box)
         scales = files.read(self.name + SCALE, over)
         return dequantize_fp8(values_rc, scales, self.block, box[0].start, box[1].start)
@@ -141,7 +140,7 @@ def read_box(
     return source.read(files, box)
 
 
-def stored_names(sources: Iterable[TensorSource]) -> list[str]:
+def list_stored_names(sources: Iterable[TensorSource]) -> list[str]:
     """Return the names of the stored tensors that these logical tensors read."""
     return [name for source in sources for name in source.parts]
 

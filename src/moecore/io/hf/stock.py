@@ -27,8 +27,8 @@ from moecore.base.fields import shown_name
 from moecore.base.torch_private import DispatchMode
 from moecore.families.transformers.experts import find_experts_adapter, used_tensors
 from moecore.io.hf.config_fields import check_layers
-from moecore.io.hf.files import shown_with_source
-from moecore.io.hf.names import routed_pieces
+from moecore.io.hf.files import format_with_source
+from moecore.io.hf.names import list_routed_pieces
 from moecore.io.hf.pieces import FileRecipe, FileView, TensorPiece, ViewDim
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -38,7 +38,7 @@ MOST_MODULES = 1 << 17  # of a model that is built: some minutes of a host's tim
 FIRST_ADDRESS = 1 << 40  # addresses below are those of tensors that no rule recorded
 
 
-def transformers_class(model_class: type) -> Any:
+def find_transformers_class(model_class: type) -> Any:
     """Return the transformers class that `model_class` is or extends; None if there is none."""
     for cls in model_class.__mro__:
         if cls.__module__.startswith("transformers.models.") and hasattr(cls, "base_model_prefix"):
@@ -56,7 +56,7 @@ def build_reader(
     import transformers
 
     model_config: Any = getattr(model, "config", None)
-    model_type, kind = values.get("model_type"), model and transformers_class(type(model))
+    model_type, kind = values.get("model_type"), model and find_transformers_class(type(model))
     is_known = isinstance(model_type, str) and model_type in transformers.CONFIG_MAPPING
     if not is_known and not hasattr(model_config, "to_dict"):
         return None
@@ -74,7 +74,7 @@ def build_reader(
             reader = kind and kind._from_config(config, dtype=dtype)
     except Exception as error:  # of many kinds, some of them no ValueError
         raise ValueError(
-            f"config.json must be one that transformers reads: {shown_with_source(error)}"
+            f"config.json must be one that transformers reads: {format_with_source(error)}"
         ) from None
     if reader is not None and not any(map(find_experts_adapter, model.modules() if model else ())):
         for experts in filter(find_experts_adapter, reader.modules()):
@@ -101,16 +101,16 @@ def _limit_modules() -> Iterator[None]:
         hook.remove()
 
 
-def list_shapes(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+def get_shapes(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of each tensor in a state dict."""
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
-def published_shapes(reader: nn.Module) -> dict[str, tuple[int, ...]]:
+def compute_published_shapes(reader: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of the tensors that `save_pretrained` would write for this model."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    return list_shapes(revert_weight_conversion(reader, reader.state_dict()))
+    return get_shapes(revert_weight_conversion(reader, reader.state_dict()))
 
 
 def rename_shapes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
@@ -119,16 +119,18 @@ def rename_shapes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
     for name, shape in shapes.items():
         prefix, _, _ = name.rpartition(".mlp.")
         is_native = f"{prefix}.mlp.experts.w1" in shapes  # of a layer with moecore's names
-        pieces = routed_pieces(name, shape, "fused") if is_native else ()
+        pieces = list_routed_pieces(name, shape, "fused") if is_native else ()
         hf_shapes |= {pieces[0].name: pieces[0].shape} if pieces else {name: shape}
     return hf_shapes
 
 
-def stock_plan(reader: nn.Module | None, shapes: Shapes, *files: Shapes) -> dict[str, FileRecipe]:
+def plan_stock_tensors(
+    reader: nn.Module | None, shapes: Shapes, *files: Shapes
+) -> dict[str, FileRecipe]:
     """Return each model tensor's recipe; raise if transformers computes values while loading."""
     # If `reader` is None, files have the model's names. Earlier entries of `files` have priority.
     names = dict(zip(shapes, rename_shapes(shapes), strict=True))
-    targets = {} if reader is None else list_shapes(reader.state_dict())
+    targets = {} if reader is None else get_shapes(reader.state_dict())
     recipes, refused = dict[str, FileRecipe](), dict[str, str]()
     for file_shapes in files if reader is not None else ():
         remaining = {names[name] for name in shapes if name not in recipes} & targets.keys()
@@ -139,7 +141,7 @@ def stock_plan(reader: nn.Module | None, shapes: Shapes, *files: Shapes) -> dict
                 refused[name] = outcome
             elif math.prod(shape) != math.prod(targets[names[name]]):  # what reads it compares them
                 held_as = outcome[0].name if len(outcome) == 1 else names[name]
-                recipes[name] = FileRecipe.of_tensor(held_as, shape)
+                recipes[name] = FileRecipe.from_tensor(held_as, shape)
             elif name not in recipes:
                 pieces = [_split_gate_up(piece, targets[names[name]], shape) for piece in outcome]
                 recipes[name] = FileRecipe(shape, tuple(pieces))
@@ -151,25 +153,26 @@ def stock_plan(reader: nn.Module | None, shapes: Shapes, *files: Shapes) -> dict
                 f"but {refused[name]:.200}: load it by {kind}.from_pretrained, and save it by "
                 "save_pretrained"
             )
-        recipes.setdefault(name, FileRecipe.of_tensor(name, shape))
+        recipes.setdefault(name, FileRecipe.from_tensor(name, shape))
     return {name: recipes[name] for name in shapes}
 
 
-def written_plan(reader: nn.Module | None, shapes: Shapes, layout: str) -> dict[str, FileRecipe]:
+def plan_written_tensors(
+    reader: nn.Module | None, shapes: Shapes, layout: str
+) -> dict[str, FileRecipe]:
     """Return the recipes for writing: transformers' in-memory ("fused") or published names."""
     if reader is None:
-        return stock_plan(None, shapes)
-    files = list_shapes(reader.state_dict()) if layout == "fused" else published_shapes(reader)
-    return stock_plan(reader, shapes, files)
+        return plan_stock_tensors(None, shapes)
+    files = (
+        get_shapes(reader.state_dict()) if layout == "fused" else compute_published_shapes(reader)
+    )
+    return plan_stock_tensors(reader, shapes, files)
 
 
 def trace(
     reader: nn.Module, files: Shapes, names: Collection[str]
 ) -> dict[str, tuple[TensorPiece, ...] | str]:
-    """Run transformers' conversion rules on meta; return the pieces of each tensor.
-
-    A text instead of pieces is the reason why a tensor has none.
-    """
+    """Run transformers' rules on meta; return each tensor's pieces, or why it has none."""
     # The result has no entry for a tensor that transformers would not find in the files.
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
@@ -218,8 +221,8 @@ def _read_pieces(
         return outcome
     try:
         if outcome.shape == shape:
-            return tuple(_make_piece(link, files) for link in arena.links(outcome))
-        if name := arena.range_of(outcome).file:  # the loader compares the shapes
+            return tuple(_make_piece(link, files) for link in arena.list_links(outcome))
+        if name := arena.find_range(outcome).file:  # the loader compares the shapes
             return (TensorPiece(name, (), tuple(shape)),)
         return f"{tuple(outcome.shape)} must be {tuple(shape)}"
     except _Untraceable as error:
@@ -332,16 +335,16 @@ class _Arena(DispatchMode):
         at = [tuple(start if d == dim else 0 for d in range(out.ndim)) for start in starts]
         return self.place(out.shape, parts=zip(at, tensors, strict=True))
 
-    def range_of(self, view: Tensor) -> _Range:
+    def find_range(self, view: Tensor) -> _Range:
         """Return the address range in which a tensor starts."""
         i = bisect.bisect_right(self._firsts, view.storage_offset()) - 1
         if i < 0:
             raise _Untraceable("transformers computes its values")
         return self._ranges[i]
 
-    def links(self, view: Tensor) -> Iterator[_Link]:
+    def list_links(self, view: Tensor) -> Iterator[_Link]:
         """Yield boxes that cover a tensor, each with the file view of its elements."""
-        owner, full_box = self.range_of(view), tuple((0, n) for n in view.shape)
+        owner, full_box = self.find_range(view), tuple((0, n) for n in view.shape)
         offset = int(view.storage_offset()) - owner.first
         if owner.file:
             yield _Link(full_box, owner.file, view, offset)
@@ -349,7 +352,7 @@ class _Arena(DispatchMode):
         if offset or not view.is_contiguous() or view.numel() != math.prod(owner.shape):
             raise _Untraceable(IRREGULAR)
         for at, part in owner.parts:
-            for link in self.links(part):
+            for link in self.list_links(part):
                 box = tuple((a + b, n) for a, (b, n) in zip(at, link.box, strict=True))
                 if view.shape != owner.shape:  # other dims, which only the whole has
                     if math.prod(n for _, n in box) != view.numel():

@@ -22,34 +22,34 @@ from torch import Tensor, nn
 
 from moecore.base.failures import RankError, explain_transport_errors
 from moecore.base.fields import NumBytes, check_arguments, shown_name
+from moecore.base.params import group_by_size
 from moecore.families.transformers.lora import unwrap_peft
-from moecore.io.checkpoint.ranks import ControlGroup, Group, gather, on_every_rank, rank_and_world
+from moecore.io.checkpoint.ranks import (
+    ControlGroup,
+    Group,
+    gather,
+    get_rank_and_world,
+    on_every_rank,
+)
 from moecore.io.hf.buckets import (
     BucketCollector,
     WeightBucket,
     WeightMeta,
+    compute_bucket_size,
     make_meta,
-    size_in_bucket,
 )
-from moecore.io.hf.changes import Digests, WeightsVersion, local_storage
-from moecore.io.hf.collect import (
-    Item,
-    LocalPart,
-    PartOwners,
-    describe_part,
-    group_by_size,
-    read_local,
-)
+from moecore.io.hf.changes import Digests, WeightsVersion, list_local_storage
+from moecore.io.hf.collect import Item, LocalPart, PartOwners, describe_part, read_local
 from moecore.io.hf.config_fields import HFConfig
 from moecore.io.hf.export import check_dtype
 from moecore.io.hf.export_plan import (
     ExportLayout,
     ExportPlan,
-    export_tensors,
+    collect_export_tensors,
     make_items,
     plan_export,
 )
-from moecore.io.hf.lora import Merge, adapter_tensors, find_merges, find_unmerged
+from moecore.io.hf.lora import Merge, collect_adapter_tensors, find_merges, find_unmerged
 from moecore.io.hf.pieces import FileRecipe, TensorPiece
 from moecore.train.memory.streams import CopyStream
 
@@ -120,7 +120,9 @@ def _find_adapter(model: nn.Module, lora: LoRA) -> dict[str, tuple[Tensor, Tenso
             f"active adapters ({names}) must be one that is not merged to be given apart: choose "
             "one by set_adapter, or pass lora='merged'"
         )
-    return {name: (a.tensor, a.piece) for name, a in adapter_tensors(model, names[0]).items()}
+    return {
+        name: (a.tensor, a.piece) for name, a in collect_adapter_tensors(model, names[0]).items()
+    }
 
 
 class WeightStream:
@@ -245,7 +247,7 @@ class WeightStream:
     def _begin(self) -> _StreamPass:
         """Compute the digests of the current weights and return a pass, without communication."""
         base = unwrap_peft(self._model)
-        tensors = export_tensors(base, self._plan.values)
+        tensors = collect_export_tensors(base, self._plan.values)
         tensors |= {n: t for n, (t, _) in _find_adapter(self._model, self._lora).items()}
         parts = {name: describe_part(tensor) for name, tensor in tensors.items()}
         self._parts = self._parts or parts
@@ -255,13 +257,11 @@ class WeightStream:
                 "a new stream"
             )
         merges = find_merges(self._model) if self._lora == "merged" else []
-        added = {id(m.weight): m for m in merges}
-        sources = {
-            name: _StreamSource(tensor, added.get(id(tensor))) for name, tensor in tensors.items()
-        }
+        by_weight = {id(merge.weight): merge for merge in merges}
+        sources = {n: _StreamSource(t, by_weight.get(id(t))) for n, t in tensors.items()}
         for name, source in sources.items():
             source.check(name)
-        buckets = group_by_size(self._items, size_in_bucket, self._max_bytes)
+        buckets = group_by_size(self._items, compute_bucket_size, self._max_bytes)
         run = _StreamPass(sources, buckets, self._collector, self._control.group)
         run.digests = self._compute_digests(sources)
         if self._expected_digests not in (None, run.digests):
@@ -273,10 +273,8 @@ class WeightStream:
     def _check_end(self, run: _StreamPass) -> None:
         """Raise RuntimeError if tensors changed during the pass. Synchronises with the device."""
         self._collector.check()
-        read = {name for item in self._items for name, _ in item.parts}
-        digests = self._compute_digests(
-            {n: source for n, source in run.sources.items() if n in read}
-        )
+        names = {name for item in self._items for name, _ in item.parts} & run.sources.keys()
+        digests = self._compute_digests({name: run.sources[name] for name in names})
         if any(run.digests[name] != digest for name, digest in digests.items()):
             raise RuntimeError(
                 "weights (changed) must stay as they are while a stream of them is open: end the "
@@ -285,8 +283,8 @@ class WeightStream:
 
     def _compute_digests(self, sources: Mapping[str, _StreamSource]) -> dict[str, Any]:
         """Return name -> digest of each tensor's local values and adapter scaling factors."""
-        digests = self._digests.compute({n: source.inputs() for n, source in sources.items()})
-        return {n: (*digest, sources[n].factors()) for n, digest in digests.items()}
+        digests = self._digests.compute({n: source.list_inputs() for n, source in sources.items()})
+        return {n: (*digest, sources[n].list_factors()) for n, digest in digests.items()}
 
 
 class _PassExit(RuntimeError):
@@ -320,9 +318,7 @@ class _StreamPass:
             return
         self._copies.wait_for_current_stream()
         with torch.no_grad(), self._copies.as_current(), explain_transport_errors(PASS):
-            self._update_merged_weights(
-                dict.fromkeys(source for item in items for source, _ in item.parts)
-            )
+            self._update_merged_weights({name: None for item in items for name, _ in item.parts})
             bucket = self._collector.collect(items, self._read)
         self._next_bucket = bucket, self._copies.mark()
 
@@ -338,7 +334,7 @@ class _StreamPass:
 
     def leave(self) -> None:
         """End the pass early: make the other ranks raise an error at their next agreement."""
-        rank, _ = rank_and_world()
+        rank, _ = get_rank_and_world()
 
         def fail() -> None:
             raise _PassExit(rank)
@@ -373,24 +369,22 @@ class _StreamSource:
     tensor: Tensor
     merge: Merge | None
 
-    def inputs(self) -> list[Tensor]:
+    def list_inputs(self) -> list[Tensor]:
         """Return the tensors from which the streamed values are computed."""
-        return [self.tensor, *([] if self.merge is None else self.merge.inputs())]
+        return [self.tensor, *([] if self.merge is None else self.merge.list_inputs())]
 
-    def factors(self) -> tuple[float, ...]:
+    def list_factors(self) -> tuple[float, ...]:
         """Return the scaling factors of the adapters."""
-        return () if self.merge is None else self.merge.factors()
+        return () if self.merge is None else self.merge.list_factors()
 
     def check(self, name: str) -> None:
         """Raise ValueError if the memory of an input tensor was freed."""
-        for x in self.inputs():
-            if any(
-                part.numel() and not part.untyped_storage().nbytes() for part in local_storage(x)
-            ):
-                raise ValueError(
-                    f"{shown_name(name)} (without memory) must have its values to be streamed: "
-                    "call onload('weights') first"
-                )
+        parts = (part for x in self.list_inputs() for part in list_local_storage(x))
+        if any(part.numel() and not part.untyped_storage().nbytes() for part in parts):
+            raise ValueError(
+                f"{shown_name(name)} (without memory) must have its values to be streamed: "
+                "call onload('weights') first"
+            )
 
     def merge_adapters(self) -> Tensor:
         """Return a copy of this rank's shard with adapters added. Collective over its mesh."""

@@ -120,10 +120,10 @@ def _receive_metas(group: BroadcastGroup, device: torch.device) -> tuple[WeightM
         raise _make_header_error(f"its size ({num_bytes}) must be 1 to {MAX_HEADER} bytes")
     text = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     _broadcast(group, text)
-    return _metas_in(text.cpu().numpy().tobytes())
+    return _parse_metas(text.cpu().numpy().tobytes())
 
 
-def _metas_in(text: bytes) -> tuple[WeightMeta, ...]:
+def _parse_metas(text: bytes) -> tuple[WeightMeta, ...]:
     """Parse a bucket's header; raise a one-line ValueError if the header is invalid."""
     try:
         header = json.loads(text)

@@ -50,7 +50,7 @@ _MIXTRAL = UpcycledFamily(
 FAMILIES = {"qwen3": _QWEN3, "qwen2": _QWEN2, "llama": _MIXTRAL, "mistral": _MIXTRAL}
 
 
-def upcycled_config(model: nn.Module) -> dict[str, Any] | None:
+def make_upcycled_config(model: nn.Module) -> dict[str, Any] | None:
     """Return the MoE class's config.json for an upcycled model; None for any other model."""
     layers = _find_moe_layers(model)
     config = getattr(model, "config", None)

@@ -16,15 +16,20 @@ import torch
 
 from moecore.base.tables import format_error_line
 from moecore.io.checkpoint.files import MAX_CHARS, MAX_TABLE
-from moecore.io.checkpoint.ranks import rank_and_world
+from moecore.io.checkpoint.ranks import get_rank_and_world
 from moecore.io.checkpoint.shard_file import CHUNK_BYTES
 from moecore.io.hf.config import MTP_KEYS, decoder_config_from_hf
 from moecore.io.hf.config_fields import FIELD_KINDS, HFConfig, check_kind, read_config
 from moecore.io.hf.files import CONFIG, INDEX, BoxReader, HFFiles, read_json
-from moecore.io.hf.names import find_layout, hf_copies, hf_plan, model_copies
-from moecore.io.hf.pieces import file_shapes
+from moecore.io.hf.names import find_layout, map_hf_copies, map_model_copies, plan_hf_tensors
+from moecore.io.hf.pieces import map_file_shapes
 from moecore.io.hf.quant import TensorSource, find_sources
-from moecore.io.hf.stock import build_reader, list_shapes, published_shapes, stock_plan
+from moecore.io.hf.stock import (
+    build_reader,
+    compute_published_shapes,
+    get_shapes,
+    plan_stock_tensors,
+)
 
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
@@ -53,30 +58,27 @@ def _find_problems(path: Path) -> list[str]:
             problems += _find_stray_shards(path, files)
     except ValueError as error:
         return [str(error)]
-    return problems + content_problems(sources, config, path)
+    return problems + find_content_problems(sources, config, path)
 
 
-def content_problems(
+def find_content_problems(
     sources: Mapping[str, Shaped], config: Mapping[str, Any], described: HFConfig
 ) -> list[str]:
     """Compare tensors with the model that a config.json describes; return the differences."""
     try:
         native = decoder_config_from_hf(described)
-        plan = hf_plan(native, find_layout(sources))
+        plan = plan_hf_tensors(native, find_layout(sources))
     except NotImplementedError:  # an option that the native decoder lacks
         return _compare_with_transformers(sources, config)
     except ValueError as error:
         return [str(error)]
-    return shape_problems(sources, file_shapes(plan), hf_copies(native))
+    return find_shape_problems(sources, map_file_shapes(plan), map_hf_copies(native))
 
 
-def shape_problems(
+def find_shape_problems(
     files: Mapping[str, Shaped], shapes: Mapping[str, tuple[int, ...]], copies: Collection[str] = ()
 ) -> list[str]:
-    """Compare the names and shapes of files with `shapes`; return one error text per difference.
-
-    Names in `copies` are optional.
-    """
+    """Return an error text per difference of names and shapes; names in `copies` are optional."""
     problems = [f"{name} is missing" for name in shapes if name not in files]
     problems += [
         f"{name} is not in the model that {CONFIG} describes"
@@ -91,14 +93,11 @@ def shape_problems(
     return problems
 
 
-def copy_problems(
+def find_copy_problems(
     files: BoxReader, sources: Mapping[str, TensorSource], copies: Mapping[str, str]
 ) -> list[str]:
-    """Compare each copy with its original; return an error text for each copy that differs.
-
-    Each rank compares a range of the rows.
-    """
-    rank, world = rank_and_world()
+    """Return an error text per copy that differs from its original; each rank reads some rows."""
+    rank, world = get_rank_and_world()
     problems = []
     for copy, original in copies.items():
         if copy not in sources or original not in sources:
@@ -131,7 +130,7 @@ def _find_stray_shards(path: Path, files: HFFiles) -> list[str]:
         if not isinstance(metadata, dict):
             return [*problems, f"{INDEX} metadata ({metadata!r:.40}) must be an object"]
         total = metadata.get("total_size")
-        size = files.num_bytes(files.tensors)
+        size = files.count_bytes(files.tensors)
         if total is not None and total != size:
             problems.append(f"{INDEX} total_size ({total}) must be {size}, that of the tensors")
     return problems
@@ -152,11 +151,13 @@ def _compare_with_transformers(
         return [str(error)]
     if reader is None:
         return _find_missing_experts(sources, config)
-    copies, shapes = model_copies(reader), {n: source.shape for n, source in sources.items()}
-    plan = stock_plan(reader, list_shapes(reader.state_dict()), shapes, published_shapes(reader))
+    copies, shapes = map_model_copies(reader), {n: source.shape for n, source in sources.items()}
+    plan = plan_stock_tensors(
+        reader, get_shapes(reader.state_dict()), shapes, compute_published_shapes(reader)
+    )
     plan = {name: recipe for name, recipe in plan.items() if name not in copies}
     mtp_names = {n for n in sources if (m := LAYER.match(n)) and _is_mtp_layer(int(m[1]), config)}
-    return shape_problems(sources, file_shapes(plan), mtp_names | copies.keys())
+    return find_shape_problems(sources, map_file_shapes(plan), mtp_names | copies.keys())
 
 
 def _find_missing_experts(sources: Mapping[str, Shaped], config: Mapping[str, Any]) -> list[str]:

@@ -1,8 +1,8 @@
 """DCP directories <-> native checkpoints, in one process, one chunk at a time.
 
 The tensor names of a directory identify its kind: Megatron-Core, transformers, or the native
-decoder. Each kind is converted to the Hugging Face tensors of `hf_plan`, which the native writer
-reads, and the reverse.
+decoder. Each kind is converted to the Hugging Face tensors of `plan_hf_tensors`, which the native
+writer reads, and the reverse.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from moecore.io.hf.convert import (
 from moecore.io.hf.export import check_target, open_draft
 from moecore.io.hf.export_plan import make_items
 from moecore.io.hf.files import Box, BoxReader
-from moecore.io.hf.names import EMBEDDING, find_layout, hf_plan
-from moecore.io.hf.pieces import FileRecipe, file_shapes
+from moecore.io.hf.names import EMBEDDING, find_layout, plan_hf_tensors
+from moecore.io.hf.pieces import FileRecipe, map_file_shapes
 from moecore.io.hf.quant import TensorSource
 from moecore.io.interchange.dcp import DCPFiles, NewChunk, NewTensor, find_prefixes, write_dcp
 from moecore.io.interchange.dcp_metadata import read_options
@@ -47,11 +47,11 @@ from moecore.io.interchange.megatron import (
     LayerPlace,
     MegatronBlock,
     TensorPart,
+    build_megatron_blocks,
+    build_optional_head,
     find_places,
     find_unused,
-    megatron_blocks,
-    optional_head,
-    written_place,
+    get_written_place,
 )
 from moecore.models.config import DecoderConfig
 
@@ -98,9 +98,8 @@ def dcp_to_native(
     with DCPFiles(path) as files:
         sources, plan, problems = _find_sources(files, decoder)
         options = (step, dtype, max_file_bytes, progress)
-        return write_native(
-            root, Conversion(path, files, sources, plan, decoder, problems, *options)
-        )
+        conversion = Conversion(path, files, sources, plan, decoder, problems, *options)
+        return write_native(root, conversion)
 
 
 def native_to_dcp(
@@ -135,9 +134,7 @@ def native_to_dcp(
         elif names == "dcp":
             tensors = _plan_native_tensors(model, dtype)
         else:
-            tensors = {
-                item.name: _make_one_chunk_tensor(item, model.collector) for item in model.items
-            }
+            tensors = {i.name: _make_one_chunk_tensor(i, model.collector) for i in model.items}
         with open_draft(out) as draft:
             write_dcp(draft, tensors, Meter(progress))
             if names == "megatron":
@@ -181,7 +178,7 @@ def _find_sources(
     kind = find_naming(files)
     if kind == "megatron":
         spliced_sources, problems = _find_megatron_sources(files, config)
-        return spliced_sources, hf_plan(config, "per_expert"), problems
+        return spliced_sources, plan_hf_tensors(config, "per_expert"), problems
     prefix = _find_prefix(files, EMBEDDING)
     sources: dict[str, TensorSource] = {
         name.removeprefix(prefix): TensorSource(name, tensor.shape, tensor.dtype)
@@ -189,10 +186,12 @@ def _find_sources(
         if name.startswith(prefix)
     }
     if kind == "dcp":
-        plan = hf_plan(config, "fused")
-        recipes = {name: FileRecipe.of_tensor(name, recipe.shape) for name, recipe in plan.items()}
+        plan = plan_hf_tensors(config, "fused")
+        recipes = {
+            name: FileRecipe.from_tensor(name, recipe.shape) for name, recipe in plan.items()
+        }
         return sources, recipes, []
-    return sources, hf_plan(config, find_layout(sources)), []
+    return sources, plan_hf_tensors(config, find_layout(sources)), []
 
 
 def _find_prefix(files: DCPFiles, ending: str) -> str:
@@ -220,8 +219,8 @@ def _find_megatron_sources(
     prefix = _find_prefix(files, WORDS)
     names = [name for name in files.tensors if name.startswith(prefix)]
     shapes = {name.removeprefix(prefix): files.tensors[name].shape for name in names}
-    head = optional_head(config, shapes)
-    blocks = megatron_blocks(config) + ([head] if head else [])
+    head = build_optional_head(config, shapes)
+    blocks = build_megatron_blocks(config) + ([head] if head else [])
     problems, used_keys = list[str](), set[str]()
     spans: dict[str, dict[int, tuple[str, tuple[int, ...], int, int]]] = {}
     shape_of: dict[str, tuple[int, ...]] = {}
@@ -264,13 +263,15 @@ def _plan_megatron_tensors(model: StoredModel) -> dict[str, NewTensor]:
     """Return the Megatron-Core tensors to write, with one chunk per layer and expert."""
     config = decoder_config_from_hf(model.values)
     items_by_name = {item.name: item for item in model.items}
-    plans = (hf_plan(config, layout) for layout in ("per_expert", find_layout(items_by_name)))
-    items = {a: items_by_name[b] for a, b in zip(*map(file_shapes, plans), strict=True)}
+    plans = (
+        plan_hf_tensors(config, layout) for layout in ("per_expert", find_layout(items_by_name))
+    )
+    items = {a: items_by_name[b] for a, b in zip(*map(map_file_shapes, plans), strict=True)}
     chunks: dict[str, list[NewChunk]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     dtypes: dict[str, torch.dtype] = {}
-    for block in megatron_blocks(config):
-        place = written_place(block, config)
+    for block in build_megatron_blocks(config):
+        place = get_written_place(block, config)
         sizes = (*(1 for _ in place.index), *block.shape)
         offsets = (*place.index, *(0 for _ in block.shape))
         make = partial(_concat_parts, block, items, model.collector)
@@ -300,9 +301,7 @@ def _plan_native_tensors(model: StoredModel, dtype: torch.dtype | None) -> dict[
             "names ('dcp') must be those of the checkpoint, which is a transformers model's: use "
             "'dcp-transformers'"
         )
-    plan = {
-        name: FileRecipe.of_tensor(name, tensor.shape) for name, tensor in model.tensors.items()
-    }
+    plan = {n: FileRecipe.from_tensor(n, tensor.shape) for n, tensor in model.tensors.items()}
     dtypes = {name: tensor.dtype for name, tensor in model.tensors.items()}
     items = make_items(dtypes, plan, {}, dtype, model.keeps)
     return {item.name: _make_one_chunk_tensor(item, model.collector) for item in items}

@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.planner import (
 from moecore.base.fields import shown_name
 from moecore.io.checkpoint.files import open_regular
 from moecore.io.checkpoint.shard_file import Meter
-from moecore.io.hf.files import Box, common_part, one_line
+from moecore.io.hf.files import Box, find_common_boxes, format_one_line
 from moecore.io.interchange.dcp_metadata import DCPChunk, read_metadata
 
 
@@ -55,11 +55,8 @@ class DCPFiles:
         """Read a box (slices with start and stop) of a tensor; return it as a new CPU tensor."""
         entry = self.tensors[name]
         out = torch.empty([s.stop - s.start for s in box], dtype=entry.dtype)
-        for chunk in entry.chunks:
-            common = common_part(box, chunk.offsets, chunk.sizes)
-            if common is not None:
-                source, target = common
-                out[target] = self._load_chunk(name, chunk, entry.dtype)[source]
+        for chunk, source, target in find_common_boxes(box, entry.chunks):
+            out[target] = self._load_chunk(name, chunk, entry.dtype)[source]
         return out
 
     def __enter__(self) -> DCPFiles:
@@ -81,7 +78,7 @@ class DCPFiles:
                 value = torch.load(part, map_location="cpu", weights_only=True)
             except Exception as error:  # of any kind: the bytes are damaged
                 raise OSError(
-                    f"path ({file}) must hold {shown_name(name)}: {one_line(error):.200}"
+                    f"path ({file}) must hold {shown_name(name)}: {format_one_line(error):.200}"
                 ) from None
         if (
             not isinstance(value, Tensor)
@@ -217,12 +214,7 @@ class _Planner(SavePlanner):
 
 
 def find_prefixes(files: DCPFiles, ending: str) -> list[str]:
-    """Return each prefix with which the tensor name `ending` occurs, such as "" or "model.".
-
-    Prefixes of optimizer state are left out.
-
-    `ending` is a tensor name that every model has.
-    """
+    """Return each prefix of the tensor name `ending`, such as "model.", without optimizer's."""
     names = [name for name in files.tensors if name == ending or name.endswith(f".{ending}")]
     parts = [name.removesuffix(ending) for name in names]
     return [p for p in parts if not any(part.startswith("optim") for part in p.split("."))]

@@ -30,11 +30,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from typing import Any, NoReturn
 
 from moecore.base.fields import shown_name
-from moecore.io.hf.names import EMBEDDING, HEAD, hf_copies, hf_plan
-from moecore.io.hf.pieces import file_shapes
+from moecore.io.hf.names import EMBEDDING, HEAD, map_hf_copies, plan_hf_tensors
+from moecore.io.hf.pieces import map_file_shapes
 from moecore.models.config import DecoderConfig
 
 WORDS = "embedding.word_embeddings.weight"
@@ -128,9 +129,9 @@ class LayerPlace:
     rows: int  # of the dim behind them
 
 
-def megatron_blocks(config: DecoderConfig) -> list[MegatronBlock]:
+def build_megatron_blocks(config: DecoderConfig) -> list[MegatronBlock]:
     """Return the decoder's blocks in model order; raise for tensors that Megatron-Core lacks."""
-    shapes = file_shapes(hf_plan(config, "per_expert"))
+    shapes = map_file_shapes(plan_hf_tensors(config, "per_expert"))
     unnamed = ["proj.bias", "proj_bias", "router.bias", "sinks", "conv1d.weight"]
     unnamed += ["q_proj.weight"] if config.attention_gate else []
     unnamed += ["norm.weight"] if config.zero_centered_norms or config.pattern else []
@@ -151,7 +152,7 @@ def megatron_blocks(config: DecoderConfig) -> list[MegatronBlock]:
     for name in shapes:
         if name not in covered:
             _refuse_unnamed(name, shapes)
-    problem = next(_unsupported_fields(config), None)
+    problem = next(_find_unsupported_fields(config), None)
     if problem is not None:
         raise NotImplementedError(
             f"DecoderConfig.{problem}, else Megatron-Core computes another function of these "
@@ -160,7 +161,7 @@ def megatron_blocks(config: DecoderConfig) -> list[MegatronBlock]:
     return blocks
 
 
-def _unsupported_fields(config: DecoderConfig) -> Iterator[str]:
+def _find_unsupported_fields(config: DecoderConfig) -> Iterator[str]:
     """Yield an error text for each config field that Megatron-Core does not support."""
     parts: list[tuple[str, Any]] = [("", config), ("moe.", config.moe), ("mla.", config.mla)]
     for prefix, part in parts:
@@ -190,7 +191,7 @@ def _refuse_unnamed(name: str, shapes: Shapes) -> NoReturn:
     )
 
 
-def written_place(block: MegatronBlock, config: DecoderConfig) -> LayerPlace:
+def get_written_place(block: MegatronBlock, config: DecoderConfig) -> LayerPlace:
     """Return the stored tensor and index to which Megatron-Core writes a block."""
     is_stacked = not config.dense_layers  # all layers are alike
     return next(_list_candidate_places(block, config, stacked=is_stacked))[0]
@@ -202,11 +203,11 @@ def find_places(
     """Find where a directory stores a block's rows; return the places and shape problems."""
     for stacked in (True, False):
         for places in _list_candidate_places(block, config, stacked=stacked):
-            if all(_has_dims(place, shapes, block) for place in places):
-                return places, [
-                    p for place in places for p in _find_shape_problem(place, block, shapes)
-                ]
-    place = written_place(block, config)
+            num_dims = [(shapes.get(place.key), len(place.index)) for place in places]
+            if all(s is not None and len(s) == n + len(block.shape) for s, n in num_dims):
+                problems = (_find_shape_problem(place, block, shapes) for place in places)
+                return places, list(chain.from_iterable(problems))
+    place = get_written_place(block, config)
     return (), [f"{place.key}{list(place.index) or ''} is missing"]
 
 
@@ -251,12 +252,6 @@ def _list_expert_names(name: str, expert: int | None) -> Iterator[tuple[str, tup
     yield f"{before}experts.{matrix}", (expert,)
 
 
-def _has_dims(place: LayerPlace, shapes: Shapes, block: MegatronBlock) -> bool:
-    """Whether the stored tensor exists and has as many dims as the place expects."""
-    shape = shapes.get(place.key)
-    return shape is not None and len(shape) == len(place.index) + len(block.shape)
-
-
 def _find_shape_problem(place: LayerPlace, block: MegatronBlock, shapes: Shapes) -> Iterator[str]:
     """Yield an error text if the stored tensor has a wrong shape."""
     shape, depth = shapes[place.key], len(place.index)
@@ -270,10 +265,7 @@ def _find_shape_problem(place: LayerPlace, block: MegatronBlock, shapes: Shapes)
 def _build_blocks(
     table: Table, shapes: Shapes, prefix: str = "", hf: str = ""
 ) -> list[MegatronBlock]:
-    """Build the blocks of a name table.
-
-    `prefix` precedes Megatron-Core's names, and `hf` precedes the Hugging Face names.
-    """
+    """Build the blocks of a name table; `prefix` and `hf` precede the names of each side."""
     blocks = []
     for names, hf_names in table:
         parts = [f"{hf}{name}" for name in hf_names.split()]
@@ -334,9 +326,9 @@ def _build_mtp_blocks(hf: str, config: DecoderConfig, shapes: Shapes) -> list[Me
     return blocks
 
 
-def optional_head(config: DecoderConfig, shapes: Shapes) -> MegatronBlock | None:
+def build_optional_head(config: DecoderConfig, shapes: Shapes) -> MegatronBlock | None:
     """Return the block of an output layer that is stored although the config ties it; or None."""
-    if HEAD not in hf_copies(config) or OUTPUT not in shapes:
+    if HEAD not in map_hf_copies(config) or OUTPUT not in shapes:
         return None
     shape = (config.vocab_size, config.dim)
     return MegatronBlock((OUTPUT,), (TensorPart(HEAD, 0, shape[0]),), shape)

@@ -96,11 +96,9 @@ def upcycle_state_dict(
     tensors = dict(state)
     for name, module in skeleton.named_modules():
         if isinstance(module, MoELayer):
-            weights = [_pop_tensor(tensors, f"{name}.{c}.weight") for c in ("gate_proj", "up_proj")]
-            dense = {
-                "w1": torch.stack(weights),
-                "w2": _pop_tensor(tensors, f"{name}.down_proj.weight"),
-            }
+            children = ("gate_proj", "up_proj", "down_proj")
+            *w1, w2 = (_pop_tensor(tensors, f"{name}.{child}.weight") for child in children)
+            dense = {"w1": torch.stack(w1), "w2": w2}
             moe_tensors = upcycle_mlp(dense, config=module.config, options=options, key=name)
             tensors.update({f"{name}.{part}": tensor for part, tensor in moe_tensors.items()})
     result = {}
@@ -210,9 +208,8 @@ def upcycle_modules(
         )
         moe_tensors = upcycle_mlp(dense, config=config, options=options, key=name)
         _check_same_output(name, block, dense, config)
-        router, experts = (
-            _select_child_tensors(moe_tensors, role) for role in ("router", "experts")
-        )
+        router = _select_child_tensors(moe_tensors, "router")
+        experts = _select_child_tensors(moe_tensors, "experts")
         layers[block] = adopt(config, LayerLayout(), router=router, experts=experts)
         layers[block].train(block.training)
     for parent in list(model.modules()):
@@ -254,14 +251,11 @@ def _read_mlp(name: str, block: nn.Module, names: MLPNames, activation: str) -> 
             f"MLPNames.gate ({names.gate!r}) must be None with MoEConfig.activation "
             f'("{activation}"), which has no gate: set gate=None or a gated activation'
         )
-    first = [
-        _get_linear(name, block, child) for child in (names.gate, names.up) if child is not None
-    ]
+    children = [child for child in (names.gate, names.up) if child is not None]
+    first = [_get_linear(name, block, child) for child in children]
     down = _get_linear(name, block, names.down)
-    dense = {
-        "w1": _stack_gate_up(name, [m.weight for m in first], gated),
-        "w2": down.weight.detach(),
-    }
+    w1 = _stack_gate_up(name, [linear.weight for linear in first], gated)
+    dense = {"w1": w1, "w2": down.weight.detach()}
     biases = [m.bias for m in first if m.bias is not None]
     if len(biases) not in (0, len(first)):
         raise ValueError(f"{name}.{names.gate} and {names.up} must both have a bias or none: add 0")

@@ -53,7 +53,7 @@ from moecore.base.params import init_normal_
 ROUTER_STD = 0.02
 UNIFORM_LOGIT_STD = 5e-7  # std of a logit, for tokens of mean square 1: see Note [scale]
 KEEPS_GROUPS = ("learned", "sinkhorn")  # assignments, see Note [virtual groups]
-NAME = re.compile(r"E(\d+)G(\d+)T(\d+)")
+NAME = re.compile(r"E(?P<expansion>\d+)G(?P<granularity>\d+)T(?P<top_k>\d+)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,14 +96,8 @@ class UpcycleOptions(CheckedRecord):
         match = NAME.fullmatch(name)
         if match is None:
             raise ValueError(f'upcycling name ({name!r}) must have the form "E8G2T4": write it so')
-        expansion, granularity, top_k = (int(number) for number in match.groups())
-        return cls(
-            expansion=expansion,
-            granularity=granularity,
-            top_k=top_k,
-            router_std=router_std,
-            seed=seed,
-        )
+        sizes = {name: int(number) for name, number in match.groupdict().items()}
+        return cls(**sizes, router_std=router_std, seed=seed)
 
     @property
     def num_experts(self) -> int:
@@ -167,16 +161,16 @@ def check_upcycle(config: MoEConfig, options: UpcycleOptions) -> None:
             f"MoEConfig.num_groups ({config.num_groups}) must divide UpcycleOptions.expansion "
             f"({options.expansion}), so that no group limit splits a virtual group: use a divisor"
         )
-    if config.weights_on_input and weight_sum(config) != 1:
+    if config.weights_on_input and compute_weight_sum(config) != 1:
         raise ValueError(
             f"MoEConfig.weights_on_input (True) must go with routing weights of 1, not "
-            f"{weight_sum(config):g}, because the activation is not linear: use "
+            f"{compute_weight_sum(config):g}, because the activation is not linear: use "
             "normalize_weights=True and routed_scaling_factor=1"
         )
     _choose_router_std(config, options)
 
 
-def weight_sum(config: MoEConfig) -> float:
+def compute_weight_sum(config: MoEConfig) -> float:
     """Return S, the sum of a token's routing weights at step 0 (Note [scale])."""
     K, s = config.top_k, config.routed_scaling_factor
     if config.normalizes:
@@ -215,7 +209,9 @@ def upcycle_mlp(
     _check_dense(dense, config, options, key)
     X, G = options.expansion, options.granularity
     w1, w2_DF = dense["w1"], dense["w2"]
-    scale = G / weight_sum(config)  # a Python number: torch multiplies in fp32 and rounds once
+    scale = G / compute_weight_sum(
+        config
+    )  # a Python number: torch multiplies in fp32 and rounds once
     w2_GDf = w2_DF.unflatten(1, (G, -1)).movedim(1, 0)
     tensors = {
         "router.weight": _sample_router_rows(config, options, key, like=w1),
@@ -223,9 +219,8 @@ def upcycle_mlp(
         "experts.w2": _repeat_shards(w2_GDf, X) * scale,
     }
     if config.fc1_bias:
-        tensors["experts.b1"] = _repeat_shards(
-            _split_shards(dense["b1"], dense["b1"].ndim - 1, G), X
-        )
+        shards_G = _split_shards(dense["b1"], dense["b1"].ndim - 1, G)
+        tensors["experts.b1"] = _repeat_shards(shards_G, X)
     if config.fc2_bias:
         tensors["experts.b2"] = _repeat_shards(dense["b2"].expand(G, -1), X) * (scale / G)
     if config.router_bias:

@@ -72,7 +72,7 @@ class RankBatches(IterableDataset[Any]):
         self._first, self._cursors, self._lengths = row, dict(cursors), dict(lengths)
 
     def get_facts(self) -> dict[str, Any]:
-        """Return `facts_of` the sources, computed once."""
+        """Return `collect_facts` the sources, computed once."""
         if self._facts is None:
             self._facts = collect_facts(self.sources, self._options)
         return self._facts

@@ -93,7 +93,7 @@ class GraphedForwardBackward:
         self._capacity = get_capacity(model)
         _refuse_pipeline(model)
         _check_dispatchers(self._state)
-        self._device = _gpu_of(model)
+        self._device = _get_gpu(model)
         self._forward_backward = forward_backward
         self._model = model
         self._warm_up = warm_up
@@ -203,12 +203,12 @@ def _capture(
     trackers = {name: layer.tracker for name, layer in state.layers.items()}
     for tracker in trackers.values():
         tracker.num_captured = 0
-    facts = facts_of(model, state)
+    facts = collect_facts(model, state)
     progress = get_progress(model)
     before = 0 if progress is None else progress.num_done
-    graph, outputs, error = _graph_of(function, inputs)
+    graph, outputs, error = _capture_graph(function, inputs)
     reason = "" if error is None else f"{type(error).__name__}: {error}".partition("\n")[0]
-    failure = _first_problem(reason)
+    failure = _find_first_problem(reason)
     if isinstance(error, torch.OutOfMemoryError | ExchangeError):
         raise error
     if failure:
@@ -234,7 +234,7 @@ def _capture(
     )
 
 
-def _graph_of(
+def _capture_graph(
     function: Callable[..., Any], inputs: Inputs
 ) -> tuple[torch.cuda.CUDAGraph, Any, Exception | None]:
     """Return the captured graph, the function's outputs, and the capture's error or None."""
@@ -273,13 +273,13 @@ def _call_without_syncs(function: Callable[..., Any], inputs: Inputs) -> Any:
     for other in caught:
         if other not in waits and WATCH_WARNING not in str(other.message):
             warnings.warn_explicit(other.message, other.category, other.filename, other.lineno)
-    problem = _first_problem(_capture_problem(waits, outputs))
+    problem = _find_first_problem(_find_capture_problem(waits, outputs))
     if problem:
         raise ValueError(problem)
     return outputs
 
 
-def _capture_problem(waits: list[warnings.WarningMessage], outputs: Any) -> str:
+def _find_capture_problem(waits: list[warnings.WarningMessage], outputs: Any) -> str:
     """Return the reason why a graph cannot capture a call; "" = it can."""
     if waits:
         return (
@@ -301,7 +301,7 @@ def _capture_problem(waits: list[warnings.WarningMessage], outputs: Any) -> str:
     return ""
 
 
-def _first_problem(problem: str) -> str:
+def _find_first_problem(problem: str) -> str:
     """Return the problem of the first rank with a problem, or "". Collective over all ranks."""
     of_ranks = gather(problem)
     if len(of_ranks) == 1:
@@ -338,6 +338,7 @@ def _check_inputs(inputs: Inputs, expected_inputs: Inputs) -> None:
 
 
 def _check_dispatchers(state: MoEState) -> None:
+    """Raise ValueError for a layer whose exchange or experts wait for sizes on the host."""
     for name, layer in state.layers.items():
         capacity = layer.config.capacity
         pads = capacity is not None and capacity.pad
@@ -364,6 +365,7 @@ def _check_dispatchers(state: MoEState) -> None:
 
 
 def _refuse_pipeline(model: nn.Module) -> None:
+    """Raise ValueError for a model with pipeline stages."""
     record = parallel_state(model)
     if record is not None and record.pipeline is not None:
         raise ValueError(
@@ -372,7 +374,8 @@ def _refuse_pipeline(model: nn.Module) -> None:
         )
 
 
-def _gpu_of(model: nn.Module) -> torch.device:
+def _get_gpu(model: nn.Module) -> torch.device:
+    """Return the device of a model; raise ValueError if it is not a GPU."""
     device = next(model.parameters()).device
     if device.type != "cuda":
         raise ValueError(
@@ -383,6 +386,7 @@ def _gpu_of(model: nn.Module) -> torch.device:
 
 
 def _drop_copies(state: MoEState) -> None:
+    """Drop the FP8 copies of expert weights, so that the next forward makes new ones."""
     for layer in state.layers.values():
         layer.part("experts").reader.drop_copies()
 
@@ -397,14 +401,15 @@ class GraphFacts:
 
     def check(self, model: nn.Module, state: MoEState) -> None:
         """Raise a ValueError that names a changed fact; 3 ms of host time for 531 parameters."""
-        current_facts = facts_of(model, state)
+        current_facts = collect_facts(model, state)
         if current_facts.values != self.values:
-            named = zip(_names(model, state), current_facts.values, self.values, strict=False)
-            changed = (name for name, value, captured_value in named if value != captured_value)
+            pairs = zip(_list_facts(model, state), self.values, strict=False)
+            changed = (words for (words, value, _), captured in pairs if value != captured)
+            fact, *path = next(changed, ("the modules of the model",))
+            subject = f"{fact} of {'.'.join(filter(None, path)) or 'the model'}" if path else fact
             raise ValueError(
-                f"{next(changed, 'the modules of the model')} must be what it was when the graph "
-                "was captured: set it back, or call close(), after which the next calls warm up "
-                "and capture anew"
+                f"{subject} must be what it was when the graph was captured: set it back, or call "
+                "close(), after which the next calls warm up and capture anew"
             )
         # New exchanges may exist, but those that other ranks write to must still be there.
         if any(exchange not in current_facts.exchanges for exchange in self.exchanges):
@@ -415,43 +420,37 @@ class GraphFacts:
 
 
 @torch.no_grad()
-def facts_of(model: nn.Module, state: MoEState) -> GraphFacts:
+def collect_facts(model: nn.Module, state: MoEState) -> GraphFacts:
     """Return the current facts of a model: modes, hooks, configs and addresses of tensors."""
-    values: list[Any] = [state.num_micro_batches]
-    owners: list[Any] = []
-    for module in model.modules():
-        config = vars(module).get("config")
-        owners.append(config)
-        values += (module.training, len(hooks_around(module)), id(config))
-        for _, tensor in _tensors(module):
-            local = get_local_tensor(tensor).detach()
-            owners.append(local)
-            values += (tensor.requires_grad, num_gradient_hooks(tensor), local.data_ptr())
-    for layer in state.layers.values():
-        owners.append(layer.tracker.counts)
-        values.append(id(layer.tracker.counts))
-    owners.append(state.loss_scale)
-    values.append(id(state.loss_scale))
+    facts = list(_list_facts(model, state))
     record = parallel_state(model)
     exchanges = () if record is None or record.exchanges is None else record.exchanges.resources
-    return GraphFacts(values=values, owners=owners, exchanges=exchanges)
+    return GraphFacts(
+        values=[value for _, value, _ in facts],
+        owners=[owner for *_, owner in facts],
+        exchanges=exchanges,
+    )
 
 
-def _names(model: nn.Module, state: MoEState) -> Iterator[str]:
-    """Yield the names of the values of `facts_of`, in the same order."""
-    yield "the number of micro-batches of a step"
+def _list_facts(model: nn.Module, state: MoEState) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+    """Yield each fact as its name and path, its value, and the owner of an address or None."""
+    yield ("the number of micro-batches of a step",), state.num_micro_batches, None
     for name, module in model.named_modules():
-        for fact in ("train or eval mode", "the number of hooks", "the config"):
-            yield f"{fact} of {name or 'the model'}"
-        for tensor_name, _ in _tensors(module):
-            for fact in ("requires_grad", "the number of hooks", "the memory"):
-                yield f"{fact} of {name}.{tensor_name}".replace(" .", " ")
-    for name in state.layers:
-        yield f"the balance config of {name}"
-    yield "the loss scale"
+        config = vars(module).get("config")
+        yield ("train or eval mode", name), module.training, None
+        yield ("the number of hooks", name), len(hooks_around(module)), None
+        yield ("the config", name), id(config), config
+        for tensor_name, tensor in _list_tensors(module):
+            local = get_local_tensor(tensor).detach()
+            yield ("requires_grad", name, tensor_name), tensor.requires_grad, None
+            yield ("the number of hooks", name, tensor_name), num_gradient_hooks(tensor), None
+            yield ("the memory", name, tensor_name), local.data_ptr(), local
+    for name, layer in state.layers.items():
+        yield ("the balance config", name), id(layer.tracker.counts), layer.tracker.counts
+    yield ("the loss scale",), id(state.loss_scale), state.loss_scale
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _list_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield a module's direct parameters and buffers with their names."""
     for tensors in (module._parameters, module._buffers):
         for name, tensor in tensors.items():

@@ -107,7 +107,7 @@ class GraphMemory:
         self._current = self.slots[0]
         self._grads.clear()
 
-    def slot_of(self, pairs: Mapping[_GraphSlot, _GraphPair]) -> _GraphSlot:
+    def choose_slot(self, pairs: Mapping[_GraphSlot, _GraphPair]) -> _GraphSlot:
         """Return the slot for a part in this forward; a free slot if a forward is in flight."""
         pair = pairs.get(self._current)
         if pair is not None and not pair.is_free:
@@ -118,7 +118,7 @@ class GraphMemory:
             self._current = free
         return self._current
 
-    def grads_of(self, outputs: list[Tensor]) -> list[Tensor]:
+    def get_grads(self, outputs: list[Tensor]) -> list[Tensor]:
         """Return buffers for the gradients of outputs; all parts share the buffers."""
         # A backward copies gradients in and reads them before the backward of another part.
         keys = [(i, x.shape, x.dtype, x.device) for i, x in enumerate(outputs)]
@@ -131,7 +131,7 @@ class GraphMemory:
 class _Call(NamedTuple):
     """Properties of a call that must equal those of the captured call for a replay."""
 
-    form: Any  # the arguments without their tensors (`form_of`)
+    form: Any  # the arguments without their tensors (`make_form`)
     tensors: tuple[tuple[torch.Size, torch.dtype, bool], ...]  # and whether each needs a gradient
     autocast: torch.dtype | None  # its dtype; None = off
     facts: list[Any]  # modes, configs and addresses of tensors of the modules
@@ -140,7 +140,7 @@ class _Call(NamedTuple):
 class GraphedPart:
     """Callable that replaces a method, and replays CUDA graphs of its forward and backward.
 
-    The method reads parameters of `modules`, of which only the first may have hooks. A call uses
+    The method reads parameters of `modules`, and only the first module may have hooks. A call uses
     the graphs only if `may_run` returns True.
     """
 
@@ -171,10 +171,10 @@ class GraphedPart:
         if not (is_plain_eager() and torch.is_grad_enabled()):
             return self._function(*args, **kwargs)
         tensors: list[Tensor] = []
-        form = form_of((args, kwargs), tensors)
+        form = make_form((args, kwargs), tensors)
         if not self._may_use_graph(tensors):
             return self._function(*args, **kwargs)
-        facts = self._facts()
+        facts = self._collect_facts()
         if facts is None:
             return self._function(*args, **kwargs)
         kinds = tuple((x.shape, x.dtype, x.requires_grad) for x in tensors)
@@ -189,20 +189,21 @@ class GraphedPart:
             if call.facts != self._call.facts:
                 self._num_warm, self._pairs = 0, {}
             return self._function(*args, **kwargs)
-        slot = self._memory.slot_of(self._pairs)
+        slot = self._memory.choose_slot(self._pairs)
         pair = self._pairs.get(slot)
         if pair is None:
             pair = self._pairs[slot] = self._capture_call(form, tensors, slot)
-        return pair.run(tensors, [p for _, _, p in _trained_params(self._modules)])
+        return pair.run(tensors, [p for _, _, p in _list_trained_params(self._modules)])
 
     def _may_use_graph(self, tensors: list[Tensor]) -> bool:
+        """Return whether a call with these tensors may warm up, capture or replay."""
         if not tensors or not _may_hold(tensors[0]) or is_recomputing():
             return False
         if saved_tensor_hooks() is not None and not is_packing():
             return False
         return self._may_run is None or self._may_run()
 
-    def _facts(self) -> list[Any] | None:
+    def _collect_facts(self) -> list[Any] | None:
         """Return the facts of the modules on which graphs rely; None if capture is impossible."""
         facts: list[Any] = []
         for i, module in enumerate(self._modules):
@@ -226,7 +227,7 @@ class GraphedPart:
         args, kwargs = fill_form(form, inputs)
         function = partial(self._function, *args, **kwargs)
         try:
-            with _aliases(self._modules) as parameters:
+            with _alias_params(self._modules) as parameters:
                 sources = [x for x in inputs if x.requires_grad] + parameters
                 return _capture(function, inputs, sources, self._memory, slot)
         except torch.OutOfMemoryError:
@@ -264,7 +265,7 @@ class _GraphPair:
         """Return the part's result for these inputs, with autograd if there is a backward graph."""
         if self.backward is None:
             self.replay(tensors)
-            outputs = _copies(self.outputs)
+            outputs = _copy_tensors(self.outputs)
         else:
             outputs = list(_GraphReplay.apply(self, len(tensors), *tensors, *parameters))
         return fill_form(self.form, outputs)
@@ -304,7 +305,7 @@ class _GraphReplay(torch.autograd.Function):
         output_grads = [g for g, x in zip(grads, pair.outputs, strict=True) if x.requires_grad]
         foreach_copy_(pair.output_grads, output_grads)
         pair.backward()
-        grad_copies = iter(_copies([grad for grad in pair.grads if grad is not None]))
+        grad_copies = iter(_copy_tensors([grad for grad in pair.grads if grad is not None]))
         own_grads = iter([None if grad is None else next(grad_copies) for grad in pair.grads])
         ctx.turn.has_ended = True
         return None, None, *(next(own_grads) if needs else None for needs in ctx.needs_gradient)
@@ -319,15 +320,17 @@ def _capture(
 ) -> _GraphPair:
     """Capture the graphs of a function; the backward graph computes gradients of `sources`."""
     saved_tensors: list[Tensor] = []
-    forward, result = _record(partial(_forward, function, saved_tensors), memory, slot)
+    forward, result = _record(partial(_run_forward, function, saved_tensors), memory, slot)
     outputs: list[Tensor] = []
-    form = form_of(result, outputs)
+    form = make_form(result, outputs)
     trained = [x for x in outputs if x.requires_grad]
     pair = partial(_GraphPair, slot=slot, forward=forward, inputs=inputs, form=form)
     if not trained:
         return pair(outputs=outputs, memory_owners=saved_tensors)
-    output_grads = memory.grads_of(trained)
-    backward, grads = _record(partial(_gradients, trained, sources, output_grads), memory, slot)
+    output_grads = memory.get_grads(trained)
+    backward, grads = _record(
+        partial(_compute_gradients, trained, sources, output_grads), memory, slot
+    )
     # Operations may also save tensors without autograd, for as long as their nodes live.
     return pair(
         backward=backward,
@@ -338,18 +341,18 @@ def _capture(
     )
 
 
-def _forward(function: Callable[[], Any], saved_tensors: list[Tensor]) -> Any:
+def _run_forward(function: Callable[[], Any], saved_tensors: list[Tensor]) -> Any:
     """Run a function; append saved tensors that no other packer accepts to `saved_tensors`."""
 
     def keep(tensor: Tensor) -> Handle:
         saved_tensors.append(tensor.detach())
         return TensorHandle(tensor)
 
-    with use_packer(keep), _uncached_autocast():
+    with use_packer(keep), _disable_autocast_cache():
         return function()
 
 
-def _gradients(
+def _compute_gradients(
     outputs: list[Tensor], sources: list[Tensor], output_grads: list[Tensor]
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of the sources; None for unused sources."""
@@ -383,12 +386,9 @@ def _record(
 
 
 @contextmanager
-def _aliases(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """Return a context in which modules have alias parameters that share memory with the originals.
-
-    Hooks and gradients stay with the original parameters.
-    """
-    trained, aliases = list(_trained_params(modules)), list[Tensor]()
+def _alias_params(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
+    """Return a context with alias parameters; hooks and gradients stay with the originals."""
+    trained, aliases = list(_list_trained_params(modules)), list[Tensor]()
     for module, name, param in trained:
         alias = nn.Parameter(param.detach())
         vars(alias).update({key: value for key, value in vars(param).items() if key != SINK})
@@ -401,7 +401,9 @@ def _aliases(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
             module._parameters[name] = param
 
 
-def _trained_params(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+def _list_trained_params(
+    modules: Sequence[nn.Module],
+) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     """Yield (module, name, parameter) of the trained parameters."""
     for module in modules:
         for name, param in module._parameters.items():
@@ -414,14 +416,14 @@ def _may_hold(x: Tensor) -> bool:
     return x.is_cuda and not torch.cuda.is_current_stream_capturing()
 
 
-def _uncached_autocast() -> AbstractContextManager[Any]:
+def _disable_autocast_cache() -> AbstractContextManager[Any]:
     """Return a context in which autocast does not cache casts of weights for later work."""
     if not torch.is_autocast_enabled("cuda"):
         return nullcontext()
     return torch.autocast("cuda", dtype=torch.get_autocast_dtype("cuda"), cache_enabled=False)
 
 
-def _copies(tensors: list[Tensor]) -> list[Tensor]:
+def _copy_tensors(tensors: list[Tensor]) -> list[Tensor]:
     copies = [torch.empty_like(x) for x in tensors]
     if copies:
         foreach_copy_(copies, tensors)
@@ -442,25 +444,27 @@ class _FormRecord(NamedTuple):
     values: tuple[Any, ...]
 
 
-def form_of(value: Any, tensors: list[Tensor]) -> Any:
+def make_form(value: Any, tensors: list[Tensor]) -> Any:
     """Return the form of a value, and append the value's tensors to `tensors` in slot order."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return _FormSlot(len(tensors) - 1)
     cls = type(value)
     if cls in (tuple, list):
-        return cls(form_of(item, tensors) for item in value)
+        return cls(make_form(item, tensors) for item in value)
     if cls is dict:
-        return {key: form_of(item, tensors) for key, item in value.items()}
+        return {key: make_form(item, tensors) for key, item in value.items()}
     if is_dataclass(cls):
         names = tuple(f.name for f in fields(cls))
     elif cls is RotaryTable:
         names = tuple(vars(value))
     elif isinstance(value, tuple) and any(isinstance(item, Tensor) for item in value):
-        return _FormRecord(cls, (), tuple(form_of(item, tensors) for item in value))
+        return _FormRecord(cls, (), tuple(make_form(item, tensors) for item in value))
     else:
         return value
-    return _FormRecord(cls, names, tuple(form_of(getattr(value, name), tensors) for name in names))
+    return _FormRecord(
+        cls, names, tuple(make_form(getattr(value, name), tensors) for name in names)
+    )
 
 
 def fill_form(form: Any, tensors: list[Tensor]) -> Any:

@@ -22,26 +22,21 @@ from moecore.moe.router import Router
 from moecore.train.graphs.graphed_part import GraphedPart, GraphMemory
 
 
-def compiled_modules(block: nn.Module) -> set[nn.Module]:
+def find_compiled_modules(block: nn.Module) -> set[nn.Module]:
     """Return the modules whose code is compiled as part of a block's compile regions."""
-    routed_modules = {
-        m for layer in block.modules() if isinstance(layer, RoutedLayer) for m in _all(layer)
-    }
+    layers = (module for module in block.modules() if isinstance(module, RoutedLayer))
     owners = [m for m in block.modules() if hasattr(m, "compile_regions")]
     modules: set[nn.Module] = set()
     for owner in owners or [block]:
-        modules |= set(_inside(owner)) - {owner}
-    return modules - routed_modules
+        modules |= set(_list_inner_modules(owner)) - {owner}
+    return modules.difference(*(layer.modules() for layer in layers))
 
 
-def _inside(owner: nn.Module) -> list[nn.Module]:
+def _list_inner_modules(owner: nn.Module) -> list[nn.Module]:
     """Return the modules that the compile regions of an owner call, the owner first."""
-    eager = {m for n in getattr(owner, "eager_parts", ()) for m in _all(owner.get_submodule(n))}
+    parts = (owner.get_submodule(name) for name in getattr(owner, "eager_parts", ()))
+    eager = {module for part in parts for module in part.modules()}
     return [m for m in owner.modules() if m not in eager]
-
-
-def _all(module: nn.Module) -> set[nn.Module]:
-    return set(module.modules())
 
 
 def compile_blocks(blocks: Iterable[nn.Module], **options: Any) -> None:
@@ -79,15 +74,9 @@ def graph_blocks(blocks: Mapping[str, nn.Module]) -> None:
         for path, module in block.named_modules():
             full_name = ".".join(filter(None, (name, path)))
             for method in getattr(module, "compile_regions", ()):
-                inside = _inside(module)
-                _graph(
-                    f"{full_name}.{method}",
-                    module,
-                    method,
-                    inside,
-                    memory,
-                    partial(_can_replay, inside),
-                )
+                inside = _list_inner_modules(module)
+                may_run = partial(_can_replay, inside)
+                _replace_by_graph(f"{full_name}.{method}", module, method, inside, memory, may_run)
             if isinstance(module, RoutedLayer):
                 _graph_layer(full_name, module, memory)
 
@@ -104,16 +93,20 @@ def drop_graphs(model: nn.Module) -> None:
 def _graph_layer(name: str, layer: RoutedLayer, memory: GraphMemory) -> None:
     router, dispatcher = layer.part("router"), layer.dispatcher
     if isinstance(router, Router):
-        _graph(f"{name}.router", router, "forward", [router], memory, partial(_is_free, router))
+        _replace_by_graph(
+            f"{name}.router", router, "forward", [router], memory, partial(_is_free, router)
+        )
     shared = layer.part("shared") if isinstance(layer, MoELayer) else None
     if shared is not None:
         shared_memory = GraphMemory() if layer.shared_stream is not None else memory
-        _graph(f"{name}.shared", shared, "forward", list(shared.modules()), shared_memory)
+        _replace_by_graph(
+            f"{name}.shared", shared, "forward", list(shared.modules()), shared_memory
+        )
     if isinstance(dispatcher, (AllToAllDispatcher, HierarchicalDispatcher)):
-        _graph(f"{name}.dispatcher", dispatcher, "prepare", [], memory)
+        _replace_by_graph(f"{name}.dispatcher", dispatcher, "prepare", [], memory)
 
 
-def _graph(
+def _replace_by_graph(
     name: str,
     owner: Any,
     method: str,

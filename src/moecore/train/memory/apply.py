@@ -21,7 +21,7 @@ from moecore.moe.backends import separate_computation
 from moecore.moe.layer import RoutedLayer
 from moecore.train.memory.offload import Offload, call_in_context, wrap
 from moecore.train.memory.parts import BlockPart, PartUse, find_part_use, find_parts
-from moecore.train.memory.recompute import recompute, sharing_outputs
+from moecore.train.memory.recompute import recompute, share_outputs
 from moecore.train.memory.stash import Stash
 
 
@@ -36,8 +36,8 @@ def apply_memory(
     """Recompute and offload parts of blocks, in place; return the `Offload`, or None."""
     # Blocks are called one after the other. "expert_fc1" of the options is the experts' own: see
     # `Experts.set_backend`. `compiled` are modules inside of what is compiled already, with
-    # `inductor_options`: there the compiler recomputes, and nothing is offloaded. `stages` of a
-    # pipeline are indices of blocks that are called one after the other; None = all blocks.
+    # `make_inductor_options`: there the compiler recomputes, and nothing is offloaded. `stages` of
+    # a pipeline are indices of blocks that are called one after the other; None = all blocks.
     if stages is None and isinstance(options.offload_fraction, tuple):
         raise ValueError(
             f"MemoryOptions.offload_fraction ({quote(options.offload_fraction)}) must be one "
@@ -46,7 +46,7 @@ def apply_memory(
     _apply_recompute(blocks, options, compiled)
     if not options.offload:
         return None
-    names = _offload_kinds(blocks, options, compiled)
+    names = _choose_offload_kinds(blocks, options, compiled)
     offload = Offload(device, max_host_bytes=options.offload_host_bytes)
     fraction = options.offload_fraction
     for index, chunk in ({0: blocks} if stages is None else stages).items():
@@ -65,9 +65,8 @@ def apply_stash(
     """Store saved rows of routed experts in pages, in place; None if no layer has spare rows."""
     if options.stash is None:
         return None
-    layers: list[Any] = [
-        m for block in blocks for m in block.modules() if _has_spare_rows(m) and m not in compiled
-    ]
+    modules = (module for block in blocks for module in block.modules())
+    layers: list[Any] = [m for m in modules if _has_spare_rows(m) and m not in compiled]
     if not layers:
         warnings.warn(
             "MemoryOptions.stash is not used: no MoE layer of a block has room for more rows than "
@@ -87,11 +86,9 @@ def _has_spare_rows(module: nn.Module) -> bool:
         return False
     experts, capacity = module.part("experts"), module.config.capacity
     pads = capacity is not None and capacity.pad
-    is_separate = (
-        separate_computation(experts.backend, experts.spec(), has_extras=experts.has_extras)
-        is not None
-    )
-    return module.dispatcher.has_spare_rows(pads=pads) and not is_separate
+    spec, has_extras = experts.spec(), experts.has_extras
+    separate = separate_computation(experts.backend, spec, has_extras=has_extras)
+    return module.dispatcher.has_spare_rows(pads=pads) and separate is None
 
 
 def _apply_recompute(
@@ -107,7 +104,7 @@ def _apply_recompute(
             used_parts |= use.parts
             if use.parts and part.module not in compiled:
                 _recompute(part, use)
-        wrap(block, call_in_context, sharing_outputs)
+        wrap(block, call_in_context, share_outputs)
     if recompute_parts.issuperset(GEMM_LAST):  # a block need not have all three
         recompute_parts.difference_update(GEMM_LAST)
     unused = [part for part in options.parts if part in recompute_parts - used_parts]
@@ -117,7 +114,7 @@ def _apply_recompute(
         )
 
 
-def _offload_kinds(
+def _choose_offload_kinds(
     blocks: Iterable[nn.Module], options: MemoryOptions, compiled: Set[nn.Module]
 ) -> dict[nn.Module, str]:
     """Return the modules whose saved tensors are offloaded, with the kind of each."""
@@ -146,14 +143,14 @@ def _offload_kinds(
 def _recompute(part: BlockPart, use: PartUse) -> None:
     name, kind, module = part
     if kind == "moe":
-        wrap(module, _checkpointed)
+        wrap(module, _run_checkpointed)
         return
     for child in use.products:
         wrap(module.get_submodule(child), call_in_context, recompute_products)
-    wrap(module, _as_region, name, kind != "norm")
+    wrap(module, _run_as_region, name, kind != "norm")
 
 
-def _as_region(
+def _run_as_region(
     forward: Callable[..., Any], name: str, has_products: bool, args: Any, kwargs: dict[str, Any]
 ) -> Any:
     if any(map(_is_cache, (*args, *kwargs.values()))):
@@ -166,7 +163,7 @@ def _is_cache(argument: Any) -> bool:
     return any(cls.__name__ == "Cache" for cls in type(argument).__mro__)
 
 
-def _checkpointed(forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def _run_checkpointed(forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)

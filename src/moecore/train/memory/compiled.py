@@ -41,12 +41,12 @@ class Marks(CustomGraphPass):
     products: frozenset[str]  # of those whose products run again, too
 
     @classmethod
-    def of(cls, blocks: Iterable[nn.Module], options: MemoryOptions) -> Marks:
+    def from_blocks(cls, blocks: Iterable[nn.Module], options: MemoryOptions) -> Marks:
         """Return the marks of a model's blocks."""
         parts, products = set[str](), set[str]()
         for block in blocks:
             for part in find_parts(block):
-                use, name = find_part_use(part, set(options.parts)), _last(part.name)
+                use, name = find_part_use(part, set(options.parts)), _get_last_name(part.name)
                 if use.parts:
                     parts.add(name)
                 products.update(child or name for child in use.products)
@@ -63,7 +63,9 @@ class Marks(CustomGraphPass):
         return f"moecore.train.memory.compiled 1 {list(map(sorted, (self.parts, self.products)))}"
 
     def _is_dropped(self, node: Node) -> bool:
-        modules = {_last(path) for path, _ in node.meta.get("nn_module_stack", {}).values()}
+        modules = {
+            _get_last_name(path) for path, _ in node.meta.get("nn_module_stack", {}).values()
+        }
         if node.op != "call_function" or not modules & self.parts:
             return False
         if node.target is operator.getitem:
@@ -80,13 +82,13 @@ class Marks(CustomGraphPass):
         return library in ("aten", "moecore") and bool(modules & self.products)
 
 
-def inductor_options(blocks: Iterable[nn.Module], options: MemoryOptions) -> dict[str, Any]:
+def make_inductor_options(blocks: Iterable[nn.Module], options: MemoryOptions) -> dict[str, Any]:
     """Return the `options` with which torch.compile recomputes parts of blocks not yet compiled."""
-    marks = Marks.of(blocks, options)
+    marks = Marks.from_blocks(blocks, options)
     return {"joint_custom_pre_pass": marks} if marks.parts else {}
 
 
-def _last(path: str) -> str:
+def _get_last_name(path: str) -> str:
     """Return the last name of a module's path, "self_attn" of "L['self'].self_attn"."""
     name: str = re.findall(r"\w+", path)[-1]
     return name
@@ -96,13 +98,13 @@ def _is_small(node: Node) -> bool:
     """Whether a saved value is small compared with its inputs, such as a sum."""
     value = node.meta.get("val")
     inputs = [n.meta["val"] for n in node.all_input_nodes if "val" in n.meta]
-    sizes = [_num_bytes(x) for x in inputs if isinstance(x, torch.Tensor)]
+    sizes = [_count_bytes(x) for x in inputs if isinstance(x, torch.Tensor)]
     if not isinstance(value, torch.Tensor):
         return False
-    return _num_bytes(value) * SMALL <= max(sizes, default=0)
+    return _count_bytes(value) * SMALL <= max(sizes, default=0)
 
 
-def _num_bytes(x: torch.Tensor) -> int:
+def _count_bytes(x: torch.Tensor) -> int:
     """Return the bytes of a tensor; dynamic sizes have the values of the call that compiles."""
     sizes: list[int] = [n if isinstance(n, int) else n.node.hint for n in x.shape]
     return math.prod(sizes) * x.element_size()

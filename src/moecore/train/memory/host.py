@@ -17,7 +17,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -121,9 +120,8 @@ class HostPool:
             copy.piece = self._allocate_piece(copy.size)
         stored_copies = [copy for copy in copies if copy.piece is not None]
         if stored_copies:
-            mark = self._streams.out.start(
-                Job(_get_host_memory(copy), copy.data, _row_copier(copy)) for copy in stored_copies
-            )
+            jobs = [Job(_get_host_memory(c), c.data, _make_row_copier(c)) for c in stored_copies]
+            mark = self._streams.out.start(jobs)
             for copy in stored_copies:
                 copy.out = copy.busy = mark
         return stored_copies
@@ -135,7 +133,7 @@ class HostPool:
         # storage that it reads, not for the whole group.
         for copy in copies:
             assert copy.out is not None
-            job = Job(copy.data, _get_host_memory(copy), _row_copier(copy))
+            job = Job(copy.data, _get_host_memory(copy), _make_row_copier(copy))
             copy.busy = self._streams.back.start([job], copy.out)
 
     def free_pieces(self, pieces: Sequence[HostPiece]) -> None:
@@ -159,7 +157,7 @@ class HostPool:
         if not self._is_full:
             self._is_full = True
             logger.warning(
-                "offload: host memory (%d bytes) is full: what goes beyond stays on the device",
+                "offload: host memory (%d bytes) is full: further storages stay on the device",
                 self.num_bytes,
             )
         return None
@@ -178,10 +176,8 @@ class HostPool:
         pool_bytes = self.num_bytes
         limit = float("inf") if self.max_bytes is None else self.max_bytes
         min_bytes = round_up_to_power_of_two(size)
-        for num_bytes in (
-            max(min_bytes, min(round_up_to_power_of_two(pool_bytes), SLAB_BYTES)),
-            min_bytes,
-        ):
+        doubled_bytes = max(min_bytes, min(round_up_to_power_of_two(pool_bytes), SLAB_BYTES))
+        for num_bytes in (doubled_bytes, min_bytes):
             if pool_bytes + num_bytes > limit:
                 continue
             try:
@@ -196,7 +192,7 @@ class HostPool:
 
 
 @contextmanager
-def of_host_memory(subject: str) -> Iterator[None]:
+def explain_memory_errors(subject: str) -> Iterator[None]:
     """Return a context that turns an error of host memory into a MemoryError naming `subject`."""
     try:
         yield
@@ -205,16 +201,15 @@ def of_host_memory(subject: str) -> Iterator[None]:
         raise MemoryError(f"{subject} must fit in host memory: lower it ({reason})") from error
 
 
-def _row_copier(copy: HostCopy) -> Callable[[Tensor, Tensor], None] | None:
+def _make_row_copier(copy: HostCopy) -> Callable[[Tensor, Tensor], None] | None:
     """Return a function that copies only the used first rows of a copy; None = copy all bytes."""
     rows = copy.used_rows
     if rows is None or rows.num_rows is None or copy.data is None or copy.data.is_meta:
         return None
-    return partial(_copy_rows, rows.num_rows, copy.size // rows.length)
-
-
-def _copy_rows(num_rows: Tensor, row_bytes: int, target: Tensor, source: Tensor) -> None:
-    copy_first_rows(target.view(-1, row_bytes), source.view(-1, row_bytes), num_rows)
+    num_rows, row_bytes = rows.num_rows, copy.size // rows.length
+    return lambda target, source: copy_first_rows(
+        target.view(-1, row_bytes), source.view(-1, row_bytes), num_rows
+    )
 
 
 def _get_host_memory(copy: HostCopy) -> Tensor:
@@ -314,20 +309,16 @@ class HostCopies:
                 )
         remaining_bytes = Counter[str]()
         for name in new:
-            remaining_bytes[tensors[name].device.type] += round_up_to_alignment(
-                tensors[name].nbytes
-            )
+            size = round_up_to_alignment(tensors[name].nbytes)
+            remaining_bytes[tensors[name].device.type] += size
         for name in sorted(new, key=lambda name: -tensors[name].nbytes):
-            like, of, size = (
-                tensors[name],
-                tensors[name].device.type,
-                round_up_to_alignment(tensors[name].nbytes),
-            )
-            slab = self._slabs[of].find_slab(size) or self._slabs[of].allocate_slab(
-                round_up_to_power_of_two(max(size, min(remaining_bytes[of], SLAB_BYTES)))
-            )
+            like, device_type = tensors[name], tensors[name].device.type
+            slabs, size = self._slabs[device_type], round_up_to_alignment(like.nbytes)
+            slab_bytes = max(size, min(remaining_bytes[device_type], SLAB_BYTES))
+            slab = slabs.find_slab(size)
+            slab = slab or slabs.allocate_slab(round_up_to_power_of_two(slab_bytes))
             self._copies[name] = slab.allocate(like.nbytes).view(like.dtype).view(like.shape)
-            remaining_bytes[of] -= size
+            remaining_bytes[device_type] -= size
         return {name: self._copies[name] for name in tensors}
 
     def reserve_storages(self, groups: Mapping[str, Sequence[Tensor]]) -> list[MovedStorage]:
@@ -362,7 +353,7 @@ class HostCopies:
             for stream in streams:
                 stream.synchronize()
 
-    def num_bytes(self) -> int:
+    def count_bytes(self) -> int:
         """Return the bytes of all slabs."""
         return sum(slabs.num_bytes for slabs in self._slabs.values())
 

@@ -89,9 +89,8 @@ class Offload(SavedStorages):
             for module in block.modules():
                 name = part_of(module)
                 if module is not block and name is not None:
-                    self._unwrap.append(
-                        wrap(module, call_in_context, partial(self.part, name, module))
-                    )
+                    part = partial(self.part, name, module)
+                    self._unwrap.append(wrap(module, call_in_context, part))
             rest = None if part_of(block) is None else block
             around = partial(self.layer, index, len(blocks), rest, fraction)
             self._unwrap.append(wrap(block, call_in_context, around))
@@ -106,7 +105,7 @@ class Offload(SavedStorages):
         # Call it after the backward of every forward, and after CUDA graphs with copies are freed.
         self.detach()
         self._streams.synchronize()
-        with self._locked():
+        with self._hold_lock():
             self._store.clear()
             self._copies.clear()
             self._previous = None
@@ -130,21 +129,21 @@ class Offload(SavedStorages):
             is_done = True
         finally:
             self._chunk = None
-            with self._locked():
+            with self._hold_lock():
                 if not is_done:
                     self._retire(lambda group: True)
                 chunk.pending_free, self._pending_free = self._pending_free, []
 
     def free(self, chunk: OffloadChunk) -> None:
         """Free the device memory of the storages that a chunk's last block has copied out."""
-        with self._locked():
+        with self._hold_lock():
             for group in chunk.pending_free:
                 group.free_device_memory()
             chunk.pending_free = []
 
     def bring_back(self, chunk: OffloadChunk) -> None:
         """Start to copy back all storages of a chunk, before its backward."""
-        with self._locked():
+        with self._hold_lock():
             chunk.pending_free = []  # storages that `free` has not freed yet stay on the device
             for layer in reversed(chunk.layers):
                 self._copy_groups_back(reversed(layer.groups.values()))
@@ -173,19 +172,18 @@ class Offload(SavedStorages):
         is_done = False
         self._layer = layer
         try:
-            with nullcontext() if rest is None else self._saving(REST, rest):
+            with nullcontext() if rest is None else self._offload_saved_tensors(REST, rest):
                 yield
             is_done = True
         finally:
             self._layer, self._previous = outer, layer
-            with self._locked():
+            with self._hold_lock():
                 is_next = previous is not None and previous.index == index - 1
                 layer.link_to_previous(previous if is_next else None)
                 if chunk is not None:
                     chunk.layers.append(layer)
-                self._retire(
-                    lambda group: layer.is_last or not is_done or group.layer() is not layer
-                )
+                frees_all = layer.is_last or not is_done
+                self._retire(lambda group: frees_all or group.layer() is not layer)
 
     @contextmanager
     def part(self, name: str, module: nn.Module) -> Iterator[None]:
@@ -197,13 +195,13 @@ class Offload(SavedStorages):
             return
         key = (name, sum(other == name for other, _ in layer.groups))
         if self._streams.current() == layer.stream:
-            with self._locked():
+            with self._hold_lock():
                 self._retire(lambda group: group.layer() is not layer and group.key == key)
-        with self._saving(key, module):
+        with self._offload_saved_tensors(key, module):
             yield
 
     @contextmanager
-    def _saving(self, key: Key, module: nn.Module) -> Iterator[None]:
+    def _offload_saved_tensors(self, key: Key, module: nn.Module) -> Iterator[None]:
         """Return a context in which saved tensors are offloaded."""
         layer = self._layer
         assert layer is not None
@@ -217,7 +215,7 @@ class Offload(SavedStorages):
         layer.groups[key] = group
         with use_packer(partial(self._pack, group), only_rows=self._rows_only):
             yield
-        with self._locked():
+        with self._hold_lock():
             self._send(group)
 
     @torch.no_grad()

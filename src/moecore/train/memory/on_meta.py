@@ -68,11 +68,11 @@ class OnMeta(TorchFunctionMode):
         if func is F.rms_norm and self._is_gpu:
             return _Norm.apply(args[0], kwargs.get("weight", args[2] if len(args) > 2 else None))
         if func in (torch.nonzero, Tensor.nonzero):
-            return _nonzero(*args, **kwargs)
+            return _list_all_indices(*args, **kwargs)
         if func is Tensor.__getitem__:
             args = args[0], tuple(_expand_masks(args[1]))
         if is_grouped_mm(func):
-            return _grouped_mm(*args, **kwargs)
+            return _run_grouped_mm(*args, **kwargs)
         if func is scaled_mm:  # whose checks on meta refuse columns that are no multiple of 128
             out = args[0].new_empty(args[0].shape[0], args[1].shape[1], dtype=args[-1])
             record_launch("scaled_mm_v2", *args[:2], *args[2], *args[5], out)
@@ -109,7 +109,7 @@ def list_tensors(*values: Any) -> list[Tensor]:
     return tensors
 
 
-def _nonzero(x: Tensor, *, as_tuple: bool = False) -> Any:
+def _list_all_indices(x: Tensor, *, as_tuple: bool = False) -> Any:
     """Return indices of all elements, as if all were nonzero: [N, dims], or one [N] per dim."""
     indices = torch.empty(x.numel(), x.ndim, dtype=torch.int64, device=META)
     return indices.unbind(1) if as_tuple else indices
@@ -119,7 +119,7 @@ def _expand_masks(index: Any) -> Iterator[Any]:
     """Yield the parts of an index, with masks replaced by the indices of all elements."""
     for part in index if isinstance(index, tuple) else (index,):
         is_mask = isinstance(part, Tensor) and part.dtype == torch.bool
-        yield from _nonzero(part, as_tuple=True) if is_mask else (part,)
+        yield from _list_all_indices(part, as_tuple=True) if is_mask else (part,)
 
 
 class _AttentionOnMeta(torch.autograd.Function):
@@ -187,7 +187,7 @@ class _GroupedProduct(torch.autograd.Function):
         return da_RK, db_eKN, None
 
 
-def _grouped_mm(a_RK: Tensor, b_eKN: Tensor, *, offs: Tensor, **_: Any) -> Tensor:
+def _run_grouped_mm(a_RK: Tensor, b_eKN: Tensor, *, offs: Tensor, **_: Any) -> Tensor:
     """Replace torch's grouped_mm, which on meta accepts only bf16."""
     if b_eKN.ndim == 2:  # of weights' gradients, without their own: [M, R] by [R, N] -> [e, M, N]
         dw_eMN = a_RK.new_empty(len(offs), a_RK.shape[0], b_eKN.shape[1])

@@ -145,7 +145,7 @@ class _RunningRegion:
             stack.enter_context(intercept_products(self, has_products=self.has_products))
             output = self.function(*args, **kwargs)
         self._check_unchanged(tensors)
-        self._context = _autocast(tensors)
+        self._context = _get_autocast(tensors)
         self._register_outputs(output)
         self._inputs = [
             (pack_tensor(leaf), leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
@@ -306,9 +306,8 @@ class _RunningRegion:
         try:
             yield
         finally:
-            has_drawn = len(before) > 1 and _get_generator_offset(
-                get_rng_states()[1]
-            ) > _get_generator_offset(before[1])
+            offsets = [_get_generator_offset(x[1]) for x in (before, get_rng_states()) if x[1:]]
+            has_drawn = len(offsets) > 1 and offsets[1] > offsets[0]
             set_rng_states(before)
             for generator, state in own_states.items():
                 generator.set_state(state)
@@ -393,11 +392,8 @@ def recompute(
 
 
 @contextmanager
-def sharing_outputs() -> Iterator[None]:
-    """Return a context in which consumers of a region's output save the region instead.
-
-    It surrounds the forward of a block.
-    """
+def share_outputs() -> Iterator[None]:
+    """Return a block's context, in which consumers of a region's output save the region instead."""
     regions = _thread_regions
     if regions.is_sharing or not torch.is_grad_enabled() or not is_plain_eager():
         yield
@@ -421,7 +417,7 @@ def _pack_output(tensor: Tensor) -> Handle | None:
     )
 
 
-def _autocast(tensors: list[Tensor]) -> Any:
+def _get_autocast(tensors: list[Tensor]) -> Any:
     """Return a context with the current autocast dtype; None without autocast."""
     dtype = autocast_dtype(tensors[0]) if tensors else None
     return None if dtype is None else torch.autocast(tensors[0].device.type, dtype)

@@ -79,7 +79,7 @@ def count_saved_bytes(
     ignored. `blocks` are as in `apply_memory`. `run` calls a copy of the model on meta, and may
     pass real tensors. `dtype_of` returns the compute dtype of a parameter.
     """
-    copies = _copies(model, dtype_of)
+    copies = _copy_to_meta(model, dtype_of)
     inner = [copies[block] for block in blocks]
     for module in copies.values():
         if isinstance(module, Experts):
@@ -99,7 +99,9 @@ def count_saved_bytes(
         count.wrap(block, i, "rest")
     with meta_as(device_type), use_packer(count), on_meta, torch.enable_grad():
         out = run(copies[model])
-    saved_bytes = count.result(len(blocks), frozenset() if offload is None else offload.stored_keys)
+    saved_bytes = count.sum_by_block(
+        len(blocks), frozenset() if offload is None else offload.stored_keys
+    )
     del out  # its graph has kept the saved storages until here
     return saved_bytes
 
@@ -158,7 +160,7 @@ class _Count:
         finally:
             self._place = before
 
-    def result(self, num_blocks: int, host_keys: Set[int]) -> ModelSavedBytes:
+    def sum_by_block(self, num_blocks: int, host_keys: Set[int]) -> ModelSavedBytes:
         sums: list[tuple[Counter[str], Counter[str]]]
         sums = [(Counter(), Counter()) for _ in range(num_blocks + 1)]
         for address, storage in self.storages.items():
@@ -167,13 +169,11 @@ class _Count:
             first, *other_blocks = dict.fromkeys(storage.blocks)
             place = (-1, "outside") if other_blocks or first < 0 else (first, storage.part)
             sums[place[0]][address in host_keys][place[1]] += storage.num_bytes
-        *blocks, outside = (
-            SavedBytes(dict(device_bytes), dict(host_bytes)) for device_bytes, host_bytes in sums
-        )
+        *blocks, outside = (SavedBytes(dict(device), dict(host)) for device, host in sums)
         return ModelSavedBytes(tuple(blocks), outside)
 
 
-def _copies(
+def _copy_to_meta(
     model: nn.Module, dtype_of: Callable[[Tensor], torch.dtype]
 ) -> dict[nn.Module, nn.Module]:
     """Return a copy on meta of each module, with its unwrapped forward and without observers."""

@@ -57,10 +57,7 @@ class DispatchPages:
         copy_rows(matrices, self.table, self.layout, stash=True)
 
     def read(self, matrices: Sequence[Tensor | None], over: DispatchPages | None) -> None:
-        """Copy the used rows back, and return the pages of `over` to the pool.
-
-        Unused rows of the matrices are not written.
-        """
+        """Copy used rows back and return the pages of `over`; unused rows are not written."""
         freed_table = None if over is None else (over.table, over.layout.num_entries)
         copy_rows(matrices, self.table, self.layout, stash=False, over=freed_table)
 
@@ -109,7 +106,7 @@ class PageStore:
         pool = self.pool or self._make_pool(copies, in_capture=in_capture)
         jobs, emptied = [], []
         for group in _group_by_dispatch(copies):
-            dispatch, mark = self._new_dispatch(pool, group, in_capture=in_capture)
+            dispatch, mark = self._make_dispatch(pool, group, in_capture=in_capture)
             for index, copy in enumerate(group):
                 copy.piece = PagePlace(dispatch, index)
             data = tuple(copy.data for copy in group)
@@ -185,20 +182,14 @@ class PageStore:
                 return_pages(of.table, of.layout.num_entries, of.layout.pool)
             of.free.append((of.table, CopyMark(current)))
 
-    def _new_dispatch(
+    def _make_dispatch(
         self, pool: PagePool, group: Sequence[HostCopy], *, in_capture: bool
     ) -> tuple[DispatchPages, CopyMark | None]:
         """Return a dispatch with a table, and the mark at which the table was emptied or None."""
-        rows = {
-            used_rows.slots is not None: used_rows
-            for copy in group
-            if (used_rows := copy.used_rows) is not None
-        }
+        rows = {r.slots is not None: r for copy in group if (r := copy.used_rows) is not None}
         listed, first = rows.get(True), rows.get(False)
         key = tuple(_describe_row(copy) for copy in group)
-        lengths = tuple(
-            0 if used_rows is None else used_rows.length for used_rows in (listed, first)
-        )
+        lengths = tuple(0 if r is None else r.length for r in (listed, first))
         kind = self._kinds.get((key, lengths))
         if kind is None:
             self._check_widths(pool, key)
@@ -324,7 +315,7 @@ class Stash(Offload, Holder):
 
     def _start_forward(self, share: float) -> None:
         super()._start_forward(share)
-        with self._locked():
+        with self._hold_lock():
             in_capture, resting, self._resting = self._streams.is_capturing(), self._resting, []
             for group, of_graph in resting:
                 if of_graph != in_capture:  # copies of eager groups are not captured

@@ -19,7 +19,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -84,7 +83,8 @@ class _Offloaded:
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
-            self._storages._record_deletion(self._use)
+            self._storages._dead.append(self._use)
+            self._storages._advance_if_free()
 
 
 class SavedStorages:
@@ -136,7 +136,7 @@ class SavedStorages:
     def _start_forward(self, share: float) -> None:
         self._share = share
         self._offered = self._offload_bytes = 0
-        with self._locked():
+        with self._hold_lock():
             items = self._copies.items()
             self._copies = {a: c for a, c in items if c.readers.alive or not c.ref.expired()}
             self._staying = {a: ref for a, ref in self._staying.items() if not ref.expired()}
@@ -223,7 +223,7 @@ class SavedStorages:
     def _fetch(self, use: StorageUse, shape: torch.Size) -> Tensor:
         """Return a storage on the device; later work of the current stream may read it."""
         copy, group = use.copy, use.group
-        with self._locked():
+        with self._hold_lock():
             if version(copy.counter) != copy.version:
                 raise changed_in_place_error(shape, version(copy.counter), copy.version)
             if copy.data is None:
@@ -271,19 +271,15 @@ class SavedStorages:
         self._store.copy_back(copies, freed_pieces)
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _hold_lock(self) -> Iterator[None]:
         """Return a context under the lock; pending deletions of handles are counted first."""
         with self._lock:
             self._advance()
             yield
         self._advance_if_free()
 
-    def _record_deletion(self, use: StorageUse) -> None:
-        """Record the deletion of a handle; safe while another thread holds the lock."""
-        self._dead.append(use)
-        self._advance_if_free()
-
     def _advance_if_free(self) -> None:
+        """Count deleted handles, unless another thread has the lock, which counts them then."""
         while self._dead and self._lock.acquire(blocking=False):
             try:
                 self._advance(more_may_die=True)
@@ -311,14 +307,12 @@ class SavedStorages:
                 copy.piece = None
             if group.readers.remove_handle(use.group_turn) and group.has_unpacked:
                 self._finished_groups.append(group)
-        finished_groups = [
-            g for g in self._finished_groups if not (more_may_die and g.readers.alive)
-        ]
-        self._finished_groups = [
-            group for group in self._finished_groups if group not in finished_groups
-        ]
-        for group in finished_groups:
+        groups, self._finished_groups = self._finished_groups, []
+        prefetch_groups: list[StorageGroup] = []
+        for group in groups:
+            if more_may_die and group.readers.alive:
+                self._finished_groups.append(group)
+                continue
             group.has_unpacked = False
-        self._copy_groups_back(
-            chain.from_iterable(group.prefetch_groups for group in finished_groups), freed_pieces
-        )
+            prefetch_groups += group.prefetch_groups
+        self._copy_groups_back(prefetch_groups, freed_pieces)

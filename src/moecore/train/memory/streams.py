@@ -38,11 +38,11 @@ class Job(NamedTuple):
 class CopyMark:
     """An event on a stream; a stream that waits for it waits for all earlier work. CPU: none."""
 
-    __slots__ = ("_event", "_in_capture", "_passed")
+    __slots__ = ("_event", "_passed", "in_capture")
 
     def __init__(self, stream: Stream | None, in_capture: bool | None = None) -> None:
         self._passed = stream  # the last stream that waits for this point
-        self._in_capture = is_capturing(stream) if in_capture is None else in_capture
+        self.in_capture = is_capturing(stream) if in_capture is None else in_capture
         self._event = None if stream is None else stream.record_event()
 
     def make_stream_wait(self, stream: Stream | None) -> None:
@@ -51,7 +51,7 @@ class CopyMark:
             return
         # A CUDA graph records its events anew at every replay, so an event is valid only on its own
         # side of a capture. No wait is needed across: the device is idle when a capture begins.
-        if self._in_capture == is_capturing(stream):
+        if self.in_capture == is_capturing(stream):
             stream.wait_event(self._event)
             self._passed = stream
 
@@ -59,10 +59,6 @@ class CopyMark:
         """Make the host wait for the recorded event. Host sync."""
         if self._event is not None:
             self._event.synchronize()
-
-    def mark_on(self, stream: Stream | None) -> CopyMark:
-        """Return a mark on another stream, which already waits for this mark."""
-        return CopyMark(stream, self._in_capture)
 
 
 class CopyStream:
@@ -120,7 +116,7 @@ class CopyStream:
         start_mark.make_stream_wait(self.next)
         for job in jobs:
             job.start(self)
-        return start_mark.mark_on(self.next)
+        return CopyMark(self.next, start_mark.in_capture)
 
     def mark(self) -> CopyMark:
         """Return a mark after all copies that were started."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -36,7 +37,7 @@ from moecore.parallel.model.parallel_state import (
     reshard_units,
 )
 from moecore.train.graphs.regions import drop_graphs
-from moecore.train.memory.host import HostCopies, MovedStorage, of_host_memory
+from moecore.train.memory.host import HostCopies, MovedStorage, explain_memory_errors
 from moecore.train.memory.stash import Stash
 
 Part = Literal["weights", "grads", "optimizer", "buffers"]
@@ -86,7 +87,7 @@ class TrainingOffload:
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory that are reserved."""
-        return self._copies.num_bytes()
+        return self._copies.count_bytes()
 
     @torch.no_grad()
     def offload(self, selection: PartOrAll = "all") -> None:
@@ -107,7 +108,7 @@ class TrainingOffload:
                 self._free_buffers()
             self._host_parts[part] = self._send(part)
         if not self._guards:
-            self._guard()
+            self._register_guards()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             if selection == "all" and torch.cuda.memory_allocated(self._device) > GARBAGE_BYTES:
@@ -154,21 +155,16 @@ class TrainingOffload:
                     "call its close() before offload(), after which it captures anew"
                 )
 
-    def _guard(self) -> None:
+    def _register_guards(self) -> None:
         """Register hooks that raise in forward and optimizer steps while parts are offloaded."""
-        self._guards.append(
-            self._model.register_forward_pre_hook(
-                lambda *_: self._refuse("forward", self.offloaded_parts & {"weights", "buffers"}),
-                prepend=True,
-            )
-        )
-        for optimizer in self._optimizers:
-            hook = optimizer.register_step_pre_hook(
-                lambda *_: self._refuse("optimizer.step()", self.offloaded_parts)
-            )
-            self._guards.append(hook)
+        everything, read_by_forward = frozenset(PARTS), frozenset({"weights", "buffers"})
+        refuse = partial(self._refuse, "forward", read_by_forward)
+        self._guards.append(self._model.register_forward_pre_hook(refuse, prepend=True))
+        refuse = partial(self._refuse, "optimizer.step()", everything)
+        self._guards += [o.register_step_pre_hook(refuse) for o in self._optimizers]
 
-    def _refuse(self, verb: str, lacks: frozenset[Part]) -> None:
+    def _refuse(self, verb: str, required_parts: frozenset[str], *_: Any) -> None:
+        lacks = self.offloaded_parts & required_parts
         if lacks:
             raise ValueError(
                 f"{verb} must not run while {', '.join(sorted(lacks))} of the training are off the "
@@ -178,7 +174,7 @@ class TrainingOffload:
     def _send(self, part: Part) -> list[MovedStorage]:
         """Move the storages of a part to the host."""
         groups: dict[int, list[Tensor]] = {}
-        for tensor in {id(x): x for x in map(get_stored_local, self._values(part))}.values():
+        for tensor in {id(x): x for x in map(get_stored_local, self._list_values(part))}.values():
             if tensor.device == self._device and tensor.untyped_storage().nbytes():
                 groups.setdefault(storage_key(tensor), []).append(tensor)
         for tensors in groups.values():
@@ -188,16 +184,15 @@ class TrainingOffload:
                     "to be freed: clone what comes from files, other processes or libraries"
                 )
         gib = sum(tensors[0].untyped_storage().nbytes() for tensors in groups.values()) / 2**30
-        with of_host_memory(f"{part} ({gib:.1f} GiB)"):
-            storages = self._copies.reserve_storages(
-                {f"{part}.{i}": tensors for i, tensors in enumerate(groups.values())}
-            )
+        with explain_memory_errors(f"{part} ({gib:.1f} GiB)"):
+            named = {f"{part}.{i}": tensors for i, tensors in enumerate(groups.values())}
+            storages = self._copies.reserve_storages(named)
             self._copies.copy_and_wait((storage.host, storage.memory) for storage in storages)
         for storage in storages:
             storage.move_to_host()
         return storages
 
-    def _values(self, part: Part) -> Iterator[Tensor]:
+    def _list_values(self, part: Part) -> Iterator[Tensor]:
         params = list(self._model.parameters())
         if part == "weights":
             yield from params
@@ -207,11 +202,7 @@ class TrainingOffload:
         elif part == "grads":
             yield from (param.grad for param in params if param.grad is not None)
         elif part == "optimizer":
-            leaves = (
-                leaf
-                for optimizer in self._optimizers
-                for leaf in tree_leaves(dict(optimizer.state))
-            )
+            leaves = tree_leaves([dict(optimizer.state) for optimizer in self._optimizers])
             yield from (leaf for leaf in leaves if isinstance(leaf, Tensor))
 
     def _free_buffers(self) -> None:

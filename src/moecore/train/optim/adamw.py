@@ -132,11 +132,8 @@ class AdamW(torch.optim.AdamW):
     @torch.no_grad()
     def restore_state(self, param: Tensor, saved_state: dict[str, Tensor]) -> None:
         """Set a parameter's state from any AdamW's state; tensors that fit are not copied."""
-        state, dtypes, device = (
-            dict(saved_state),
-            self._get_state_dtypes(param),
-            self.state_device_of(param),
-        )
+        state, dtypes = dict(saved_state), self._get_state_dtypes(param)
+        device = self.state_device_of(param)
         self.state[param] = state
         state["step"] = state["step"].to(device, torch.float32)
         if "exponents" in dtypes:
@@ -176,11 +173,8 @@ class AdamW(torch.optim.AdamW):
         for place, param in zip(places, self._list_params(), strict=True):
             loaded_state = final_dict["state"].get(place, {})
             if all(name in loaded_state for name in MOMENTS):
-                values = {
-                    name: loaded_state[name]
-                    for name in (*MOMENTS, "remainder")
-                    if name in loaded_state
-                }
+                names = {*MOMENTS, "remainder"} & loaded_state.keys()
+                values = {name: loaded_state[name] for name in names}
                 self.restore_state(param, {**self.state[param], **values})
                 for name, value in values.items():
                     if self.state[param].get(name) is value:  # another optimizer may own it
@@ -209,6 +203,7 @@ class AdamW(torch.optim.AdamW):
         return loss
 
     def _launch_update(self, tensors: AdamWTensors, options: AdamWOptions) -> None:
+        """Increment the step counts and run one kernel; a skipped step changes nothing."""
         grad_scale, found_inf = get_scale_signals(self, tensors.weights[0].device)
         steps = list(tensors.steps)
         if found_inf is None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import prod
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from moecore.base.params import group_by_size
 from moecore.train.optim.matrices import MatrixLayout, MatrixPart
 
 ROUND_NUMEL = 1 << 28  # elements of a rank's share of one exchange
@@ -61,14 +63,16 @@ class MatrixBlock(NamedTuple):
         if self.is_view:
             target[indices].copy_(values)
             return
-        every = (_as_tensor(i, n, target) for i, n in zip(indices, target.shape, strict=True))
+        every = (
+            _convert_to_tensor(i, n, target) for i, n in zip(indices, target.shape, strict=True)
+        )
         batch, rows, columns = every
         target[batch[:, None, None], rows[:, None], columns] = values.to(target.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangeRound:
-    """One exchange from one rank's view; lists of blocks are indexed by the other rank."""
+    """One exchange as one rank runs it; lists of blocks are indexed by the other rank."""
 
     params: list[int]  # indices of the exchanged parameters
     owned: list[tuple[int, int, int]]  # [n, rows, columns] that this rank orthogonalises
@@ -85,16 +89,14 @@ class ExchangeRound:
         out, into = (self.returns, self.results) if back else (self.sends, self.receives)
         pieces = [block.read(sources).reshape(-1) for blocks in out for block in blocks]
         send_buffer = torch.cat(pieces) if pieces else like.new_empty(0)
-        out_sizes, in_sizes = _sizes(out), _sizes(into)
+        out_sizes, in_sizes = _compute_sizes(out), _compute_sizes(into)
         recv_buffer = like.new_empty(sum(in_sizes))
         dist.all_to_all_single(recv_buffer, send_buffer, in_sizes, out_sizes, group=group)
         return recv_buffer
 
     def unpack(self, recv_buffer: Tensor, *, back: bool) -> Iterator[tuple[MatrixBlock, Tensor]]:
         """Split the received buffer; yield blocks and their values. `back` = results of owners."""
-        blocks = [
-            b for rank_blocks in (self.results if back else self.receives) for b in rank_blocks
-        ]
+        blocks = list(chain.from_iterable(self.results if back else self.receives))
         sizes = [prod(block.shape) for block in blocks]
         for block, values in zip(blocks, recv_buffer.split(sizes), strict=True):
             yield block, values.view(block.shape)
@@ -102,7 +104,7 @@ class ExchangeRound:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MatrixPlan:
-    """One rank's part of a step of some parameters."""
+    """The matrices that one rank orthogonalises in a step, and the exchanges that it runs."""
 
     local_blocks: dict[int, list[MatrixBlock]]  # parameter index -> blocks of unsharded matrices
     rounds: list[tuple[dist.ProcessGroup, ExchangeRound]]  # exchanges of sharded matrices
@@ -115,76 +117,75 @@ def make_plan(
     group_of: Callable[[tuple[int, ...]], dist.ProcessGroup],
     outputs: Sequence[Tensor] | None = None,
 ) -> MatrixPlan:
-    """Return the plan of a step; `group_of` returns the process group of ranks, in order.
-
-    `outputs` are tensors with one number per output of each parameter (`MatrixLayout.of_outputs`).
-    They are sent to the owners of the matrices.
-    """
-    members = _members(params, layouts)
+    """Return the plan of a step; `outputs` are tensors with one number per output, or None."""
+    members = _list_members(params, layouts)
     shared: dict[tuple[int, ...], list[_Member]] = {}
     for member in members:
-        if not member.holding.is_local:
-            shared.setdefault(member.holding.ranks, []).append(member)
+        if not member.shards.is_local:
+            shared.setdefault(member.shards.ranks, []).append(member)
     rounds = []
     for ranks, group_members in shared.items():
         group, rank = group_of(ranks), ranks.index(dist.get_rank())
-        owners = _assign(group_members, len(ranks))
-        for round_members in _rounds(group_members, len(ranks)):
+        owners = _assign_owners(group_members, len(ranks))
+        max_numel = ROUND_NUMEL * len(ranks)
+        for round_members in group_by_size(group_members, lambda m: m.shards.numel, max_numel):
             rounds.append((group, [member.place for member in round_members], (owners, rank)))
 
-    def plan_of(tensor_members: list[_Member]) -> MatrixPlan:
+    def make_rank_plan(tensor_members: list[_Member]) -> MatrixPlan:
         local_blocks = {
-            m.place: tensor_members[m.place].local_blocks() for m in members if m.holding.is_local
+            m.place: tensor_members[m.place].list_local_blocks()
+            for m in members
+            if m.shards.is_local
         }
-        travel = [
-            (g, _round([tensor_members[i] for i in places], *assignment))
-            for g, places, assignment in rounds
+        exchanges = [
+            (group, _make_round([tensor_members[i] for i in places], *assignment))
+            for group, places, assignment in rounds
         ]
-        return MatrixPlan(local_blocks=local_blocks, rounds=travel)
+        return MatrixPlan(local_blocks=local_blocks, rounds=exchanges)
 
     if outputs is None:
-        return plan_of(members)
-    beside = _members(outputs, [layout.of_outputs() for layout in layouts])
-    return replace(plan_of(members), outputs=plan_of(beside))
+        return make_rank_plan(members)
+    beside = _list_members(outputs, [layout.make_output_layout() for layout in layouts])
+    return replace(make_rank_plan(members), outputs=make_rank_plan(beside))
 
 
-def _members(tensors: Sequence[Tensor], layouts: Sequence[MatrixLayout]) -> list[_Member]:
-    holdings: dict[object, _Holding] = {}  # tensors of one layout share theirs
+def _list_members(tensors: Sequence[Tensor], layouts: Sequence[MatrixLayout]) -> list[_Member]:
+    shards_by_layout: dict[object, _MatrixShards] = {}  # tensors of one layout share theirs
     members = []
     for place, (tensor, layout) in enumerate(zip(tensors, layouts, strict=True)):
         key: object = (tensor.shape, layout)
         if isinstance(tensor, DTensor):
             key = (key, tensor.device_mesh, tensor.placements)
-        if key not in holdings:
-            holdings[key] = _Holding(tensor, layout)
-        members.append(_Member(place, holdings[key], tensor.device))
+        if key not in shards_by_layout:
+            shards_by_layout[key] = _MatrixShards(tensor, layout)
+        members.append(_Member(place, shards_by_layout[key], tensor.device))
     return members
 
 
-class _Holding:
-    """Each mesh rank's parts of a parameter's matrices; lists are indexed by `ranks`, ascending."""
+class _MatrixShards:
+    """The indices of a parameter's matrices on each mesh rank; lists have the order of `ranks`."""
 
     def __init__(self, param: Tensor, layout: MatrixLayout) -> None:
         self.layout, self.numel = layout, param.numel()
         if not isinstance(param, DTensor) or param.device_mesh.size() == 1:
             self.ranks: tuple[int, ...] = (0,)
-            self.rank_parts, self.is_local = [layout.parts(param)], True
+            self.rank_parts, self.is_local = [layout.list_parts(param)], True
             return
         mesh = param.device_mesh.mesh
         coordinates = {int(mesh[tuple(c)]): tuple(c.tolist()) for c in (mesh >= 0).nonzero()}
         self.ranks = tuple(sorted(coordinates))
-        # What ranks that hold copies of each other differ in.
+        # Coordinates on replicated mesh dims: ranks with equal coordinates have one full copy.
         replicated = [i for i, p in enumerate(param.placements) if p.is_replicate()]
-        self.copy_of = [tuple(coordinates[rank][i] for i in replicated) for rank in self.ranks]
-        self.rank_parts = [layout.parts(param, coordinates[rank]) for rank in self.ranks]
-        # Per part, bool [ranks, batch]: who holds all of a matrix.
-        self.full_masks = [self._ranks_with_full(number) for number in range(len(layout.shapes))]
+        self.replica_of = [tuple(coordinates[rank][i] for i in replicated) for rank in self.ranks]
+        self.rank_parts = [layout.list_parts(param, coordinates[rank]) for rank in self.ranks]
+        numbers = range(len(layout.shapes))
+        self.full_masks = [self._find_ranks_with_full(number) for number in numbers]
         self.is_local = all(
-            bool((self._touched_by(number) == 1).all() and (mask.sum(0) == 1).all())
+            bool((self._count_ranks_by_matrix(number) == 1).all() and (mask.sum(0) == 1).all())
             for number, mask in enumerate(self.full_masks)
         )
 
-    def _touched_by(self, number: int) -> Tensor:
+    def _count_ranks_by_matrix(self, number: int) -> Tensor:
         """Return for each matrix of a part how many ranks store any piece of it."""
         counts = torch.zeros(self.layout.batch, dtype=torch.int64)
         for parts in self.rank_parts:
@@ -193,7 +194,8 @@ class _Holding:
                 counts[part.batch] += 1
         return counts
 
-    def _ranks_with_full(self, number: int) -> Tensor:
+    def _find_ranks_with_full(self, number: int) -> Tensor:
+        """Return bool [ranks, batch]: whether a rank stores a matrix of a part completely."""
         mask = torch.zeros(len(self.ranks), self.layout.batch, dtype=torch.bool)
         for rank, parts in enumerate(self.rank_parts):
             part = parts[number]
@@ -203,64 +205,51 @@ class _Holding:
 
 
 class _Member(NamedTuple):
-    """A parameter of a plan: its place, the parts on each rank, and its device."""
+    """A tensor of a plan: its index in the list of tensors, its shards, and its device."""
 
     place: int
-    holding: _Holding
+    shards: _MatrixShards
     device: torch.device
 
     def block(self, part: MatrixPart, number: int, mask: Tensor) -> MatrixBlock | None:
         """Return the block of selected matrices (bool mask) in a rank's local tensor, or None."""
         (batch,) = mask.nonzero(as_tuple=True)
-        return _block(self.place, batch, part.rows, part.columns, number, self.device)
+        return _make_block(self.place, batch, part.rows, part.columns, number, self.device)
 
-    def local_blocks(self) -> list[MatrixBlock]:
+    def list_local_blocks(self) -> list[MatrixBlock]:
         """Return the blocks of all matrices that this rank stores."""
-        ranks, rank_parts = self.holding.ranks, self.holding.rank_parts
+        ranks, rank_parts = self.shards.ranks, self.shards.rank_parts
         parts = rank_parts[ranks.index(dist.get_rank())] if len(ranks) > 1 else rank_parts[0]
         blocks = [self.block(p, i, torch.ones_like(p.batch) > 0) for i, p in enumerate(parts)]
         return [block for block in blocks if block is not None]
 
 
-def _block(
+def _make_block(
     place: int, batch: Tensor, rows: Tensor, columns: Tensor, part: int, device: torch.device
 ) -> MatrixBlock | None:
     shape = (batch.numel(), rows.numel(), columns.numel())
     if 0 in shape:
         return None
-    at = [_index(index, device) for index in (batch, rows, columns)]
+    at = [_convert_index(index, device) for index in (batch, rows, columns)]
     return MatrixBlock(place, at[0], at[1], at[2], shape, part)
-
-
-def _rounds(members: list[_Member], num_ranks: int) -> Iterator[list[_Member]]:
-    """Yield lists of parameters that share an exchange."""
-    round_members: list[_Member] = []
-    numel = 0
-    for member in members:
-        if round_members and numel + member.holding.numel > ROUND_NUMEL * num_ranks:
-            yield round_members
-            round_members, numel = [], 0
-        round_members.append(member)
-        numel += member.holding.numel
-    yield round_members
 
 
 Owners = dict[tuple[int, int], Tensor]  # (place of the parameter, part) -> int64 [batch]
 
 
-def _assign(members: list[_Member], num_ranks: int) -> Owners:
+def _assign_owners(members: list[_Member], num_ranks: int) -> Owners:
     """Choose the owner of each matrix, identically on all ranks."""
     loads = [0] * num_ranks
     owners: Owners = {}
     every = list(range(num_ranks))
     queue = []
     for order, member in enumerate(members):
-        layout = member.holding.layout
+        layout = member.shards.layout
         for part, shape in enumerate(layout.shapes):
             owners[member.place, part] = torch.zeros(layout.batch, dtype=torch.int64)
             short, long = sorted(shape)
             cost = short * short * (2 * long + short)  # of Newton-Schulz
-            for i, mask in enumerate(member.holding.full_masks[part].T):
+            for i, mask in enumerate(member.shards.full_masks[part].T):
                 choice = mask.nonzero().flatten().tolist() or every
                 queue.append((len(choice) > 1, -cost, order, part, i, choice))
     # Those with one choice come first, then the longest, each to the rank with the least so far.
@@ -271,23 +260,23 @@ def _assign(members: list[_Member], num_ranks: int) -> Owners:
     return owners
 
 
-def _round(members: list[_Member], owners: Owners, rank: int) -> ExchangeRound:
+def _make_round(members: list[_Member], owners: Owners, rank: int) -> ExchangeRound:
     """Return a round from one rank's view; sender and receiver list blocks in the same order."""
-    num_ranks = len(members[0].holding.ranks)
+    num_ranks = len(members[0].shards.ranks)
     lists: Iterator[list[list[MatrixBlock]]] = ([[] for _ in range(num_ranks)] for _ in range(4))
     sends, receives, returns, results = lists
     result = ExchangeRound([], [], sends, receives, returns, results)
     for member in members:
         result.params.append(member.place)
-        rank_parts, copy_of = member.holding.rank_parts, member.holding.copy_of
-        for number, shape in enumerate(member.holding.layout.shapes):
+        rank_parts, replica_of = member.shards.rank_parts, member.shards.replica_of
+        for number, shape in enumerate(member.shards.layout.shapes):
             owner_of = owners[member.place, number]
             local_part = rank_parts[rank][number]
             for owner in range(num_ranks):
                 block = member.block(local_part, number, owner_of[local_part.batch] == owner)
                 if block is not None:
                     result.results[owner].append(block)
-                    if copy_of[owner] == copy_of[rank]:
+                    if replica_of[owner] == replica_of[rank]:
                         result.sends[owner].append(block)
             (matrix_ids,) = (owner_of == rank).nonzero(as_tuple=True)
             if not matrix_ids.numel():
@@ -297,15 +286,17 @@ def _round(members: list[_Member], owners: Owners, rank: int) -> ExchangeRound:
             for holder in range(num_ranks):
                 part = rank_parts[holder][number]
                 places = torch.searchsorted(matrix_ids, part.batch[owner_of[part.batch] == rank])
-                block = _block(place, places, part.of_rows, part.of_columns, number, member.device)
+                block = _make_block(
+                    place, places, part.of_rows, part.of_columns, number, member.device
+                )
                 if block is not None:
                     result.returns[holder].append(block)
-                    if copy_of[holder] == copy_of[rank]:
+                    if replica_of[holder] == replica_of[rank]:
                         result.receives[holder].append(block)
     return result
 
 
-def _index(index: Tensor, device: torch.device) -> Index:
+def _convert_index(index: Tensor, device: torch.device) -> Index:
     """Convert an index to a slice if its steps are equal."""
     first, step = int(index[0]), int(index[1] - index[0]) if index.numel() > 1 else 1
     if step > 0 and torch.equal(index, torch.arange(index.numel()) * step + first):
@@ -313,11 +304,11 @@ def _index(index: Tensor, device: torch.device) -> Index:
     return index.to(device)
 
 
-def _as_tensor(index: Index, size: int, like: Tensor) -> Tensor:
+def _convert_to_tensor(index: Index, size: int, like: Tensor) -> Tensor:
     if isinstance(index, Tensor):
         return index
     return torch.arange(*index.indices(size), device=like.device)
 
 
-def _sizes(of_ranks: list[list[MatrixBlock]]) -> list[int]:
+def _compute_sizes(of_ranks: list[list[MatrixBlock]]) -> list[int]:
     return [sum(prod(block.shape) for block in blocks) for blocks in of_ranks]

@@ -26,10 +26,10 @@ from torch.optim.optimizer import ParamsT
 from moecore.base.fields import check_value
 from moecore.base.streams import start_reads
 from moecore.base.torch_private import foreach_add_, get_local_tensor
-from moecore.train.memory.host import Slabs, of_host_memory, round_up_to_alignment
+from moecore.train.memory.host import Slabs, explain_memory_errors, round_up_to_alignment
 from moecore.train.memory.streams import CopyMark, CopyStream
 from moecore.train.optim.adamw import MOMENTS, AdamW, find_state_dtypes, get_grad, run_closure
-from moecore.train.optim.state_offload import Fraction, largest_up_to, shard_bytes
+from moecore.train.optim.state_offload import Fraction, compute_shard_bytes, select_largest
 
 CHUNK = 2**24  # elements
 VECTOR = 64  # elements: torch's loop rounds elements behind its last whole vector differently
@@ -98,7 +98,7 @@ class HostAdamW(AdamW):
         if param not in self.host_params:
             super().restore_state(param, saved_state)
             return
-        with self._of_host_memory():  # the host steps flat moments
+        with self._explain_memory_errors():  # the host steps flat moments
             flat = {name: saved_state[name].contiguous() for name in ("step", *MOMENTS)}
             super().restore_state(param, flat)
 
@@ -118,12 +118,12 @@ class HostAdamW(AdamW):
         chunks = [
             (number, list(zip(*chunk, strict=True)))
             for number, group in enumerate(self.param_groups)
-            for rows in self._rows(group)
-            for chunk in cut(rows, CHUNK, VECTOR)
+            for rows in self._collect_rows(group)
+            for chunk in cut_into_chunks(rows, CHUNK, VECTOR)
         ]
         slots = self._slots = self._slots or HostSlots(CopyStream(params[0].device), NUM_SLOTS)
         parts = [columns[:2] for _, columns in chunks]  # weights and gradients
-        with self._of_host_memory():
+        with self._explain_memory_errors():
             slots.reserve(parts)
         values: dict[Any, Any] = {n: getattr(self, n, None) for n in ("found_inf", "grad_scale")}
         values |= {number: group["lr"] for number, group in enumerate(self.param_groups)}
@@ -145,28 +145,28 @@ class HostAdamW(AdamW):
 
     def _choose_host_params(self) -> None:
         """Choose the parameters that the host steps, identically on every rank."""
-        movable = {
-            p: shard_bytes(p) if get_local_tensor(p).is_contiguous() else 0
-            for p in self._list_params()
-        }
-        self.host_params = {p for p in largest_up_to(self.host_fraction, movable) if movable[p]}
+        sizes = {p: compute_shard_bytes(p) for p in self._list_params()}
+        sizes |= {p: 0 for p in sizes if not get_local_tensor(p).is_contiguous()}
+        self.host_params = {p for p in select_largest(self.host_fraction, sizes) if sizes[p]}
 
     def _get_state_dtypes(self, param: Tensor) -> Mapping[str, torch.dtype]:
         if param in self.host_params:
             return find_state_dtypes(param.dtype, torch.float32, False)
         return super()._get_state_dtypes(param)
 
-    def _of_host_memory(self) -> AbstractContextManager[None]:
-        return of_host_memory(f"host_fraction ({self.host_fraction}) of the optimizer's state")
+    def _explain_memory_errors(self) -> AbstractContextManager[None]:
+        return explain_memory_errors(
+            f"host_fraction ({self.host_fraction}) of the optimizer's state"
+        )
 
-    def _rows(self, group: dict[str, Any]) -> list[list[Row]]:
+    def _collect_rows(self, group: dict[str, Any]) -> list[list[Row]]:
         """Return this rank's shards that the host steps, in one list per pair of dtypes."""
         rows: dict[Any, list[Row]] = {}
         for param in group["params"]:
             if param not in self.host_params or param.grad is None:
                 continue
             grad = get_grad(param)
-            with self._of_host_memory():
+            with self._explain_memory_errors():
                 state = self.prepare_state(param)
             weight, *moments = (
                 get_local_tensor(x).view(-1) for x in (param, *map(state.get, MOMENTS))
@@ -207,7 +207,7 @@ class HostAdamW(AdamW):
                 weight.copy_(result)
 
 
-def cut(rows: Iterable[Row], max_elements: int, multiple: int) -> Iterator[list[Row]]:
+def cut_into_chunks(rows: Iterable[Row], max_elements: int, multiple: int) -> Iterator[list[Row]]:
     """Yield chunks of rows of at most `max_elements`; rows are cut at multiples of `multiple`."""
     chunk, room = list[Row](), max_elements
     for *tensors, scalar in rows:
@@ -233,7 +233,7 @@ class HostSlots:
 
     def reserve(self, chunks: Iterable[Columns]) -> None:
         """Allocate memory for the largest chunk in each slot, unless the slots are large enough."""
-        num_bytes = max(map(_slot_bytes, chunks), default=0)
+        num_bytes = max(map(_compute_slot_bytes, chunks), default=0)
         if self._slabs.num_bytes < num_bytes * self._num_slots:
             self._slabs.clear()
             for _ in range(self._num_slots):
@@ -248,7 +248,9 @@ class HostSlots:
             columns = next(remaining, None)
             if columns is not None:
                 parts = memory.chunk(len(columns))
-                copies = [_views(part, column) for part, column in zip(parts, columns, strict=True)]
+                copies = [
+                    _make_views(part, column) for part, column in zip(parts, columns, strict=True)
+                ]
                 for targets, sources in zip(copies, columns, strict=True):
                     for target, source in zip(targets, sources, strict=True):
                         self.stream.copy(target, source)
@@ -266,13 +268,13 @@ class HostSlots:
         return pass_through()
 
 
-def _slot_bytes(columns: Columns) -> int:
+def _compute_slot_bytes(columns: Columns) -> int:
     """Return the bytes of a slot, divided equally among its columns."""
     sizes = (sum(tensor.nbytes for tensor in column) for column in columns)
     return len(columns) * round_up_to_alignment(max(sizes))
 
 
-def _views(memory: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+def _make_views(memory: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Return consecutive flat views of memory for tensors of one dtype."""
     num_bytes = sum(tensor.nbytes for tensor in like)
     views = memory[:num_bytes].view(like[0].dtype).split([tensor.numel() for tensor in like])

@@ -88,7 +88,7 @@ class MatrixLayout(CheckedRecord):
             return [(size, self.columns) for size in sizes]
         return [(self.rows, size) for size in sizes]
 
-    def of_outputs(self) -> MatrixLayout:
+    def make_output_layout(self) -> MatrixLayout:
         """Return the layout of one number per output: [batch, rows, 1], or [batch, 1, columns]."""
         if self.sections is not None and self.sections.dim != int(self.transposed):
             raise ValueError(
@@ -103,7 +103,9 @@ class MatrixLayout(CheckedRecord):
         first, *middle, last = local.shape
         return local[None] if local.ndim == 2 else local.view(first, math.prod(middle), last)
 
-    def parts(self, param: Tensor, coordinate: Sequence[int] | None = None) -> list[MatrixPart]:
+    def list_parts(
+        self, param: Tensor, coordinate: Sequence[int] | None = None
+    ) -> list[MatrixPart]:
         """Return the indices of a mesh rank's shard in each part; None = this rank."""
         indices = global_indices(param, coordinate)
         if len(indices) == 2:
@@ -113,7 +115,7 @@ class MatrixLayout(CheckedRecord):
         batch, *dims = indices
         axes = [[(torch.arange(index.numel()), index)] * len(self.shapes) for index in dims]
         if self.sections is not None:
-            axes[self.sections.dim] = list(_pieces(self.sections, dims[self.sections.dim]))
+            axes[self.sections.dim] = list(_list_pieces(self.sections, dims[self.sections.dim]))
         return [
             MatrixPart(batch, rows[0], rows[1], columns[0], columns[1])
             for rows, columns in zip(*axes, strict=True)
@@ -130,7 +132,7 @@ class MatrixPart(NamedTuple):
     of_columns: Tensor  # as `of_rows`
 
 
-def _pieces(sections: MatrixCut, index: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _list_pieces(sections: MatrixCut, index: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield per piece its positions in `index`, and their positions in the piece's matrix."""
     run, place = index // sum(sections.sizes), index % sum(sections.sizes)
     start = 0
@@ -199,7 +201,7 @@ def assign_matrices(model: nn.Module, overrides: Overrides = ()) -> MatrixAssign
             parameter does not support.
     """
     check_arguments(assign_matrices, locals())
-    owners = _owners(model)
+    owners = _find_owners(model)
     decisions = {}
     for name, param in model.named_parameters():
         if param.requires_grad:
@@ -226,7 +228,7 @@ class _Owner(NamedTuple):
     leaf: str
 
 
-def _owners(model: nn.Module) -> dict[nn.Parameter, list[_Owner]]:
+def _find_owners(model: nn.Module) -> dict[nn.Parameter, list[_Owner]]:
     """Return the modules that have each parameter; a tied parameter has several."""
     modules = {clean_name(path): module for path, module in model.named_modules()}
     owners: dict[nn.Parameter, list[_Owner]] = {}
@@ -243,7 +245,7 @@ def _apply_override(name: str, decision: Decision, override: Choice | MatrixCut 
         return decision
     if override == "adamw":
         return Decision(param, None, "overridden")
-    full_layout = layout or _full_layout(param)
+    full_layout = layout or _make_full_layout(param)
     if full_layout is None:
         raise ValueError(
             f"overrides ({override!r}) must be 'adamw' for {name} {tuple(param.shape)}, which is "
@@ -259,7 +261,7 @@ def _decide(
     """Return the matrices of a parameter in one of its modules, and the reason; see `_Owner`."""
     param, last = getattr(module, leaf), path.rpartition(".")[2]
     if isinstance(module, Experts):
-        return _expert_layout(module, leaf)
+        return _make_expert_layout(module, leaf)
     is_thin = 1 in param.shape
     if param.ndim < 2 or (is_thin and param.ndim > 2):
         return None, VECTOR
@@ -270,26 +272,26 @@ def _decide(
     if "lora_" in path or "lora_" in leaf:
         return None, "a low-rank factor"
     if isinstance(module, SharedExpert):
-        return _shared_layout(module, leaf)
+        return _make_shared_layout(module, leaf)
     if is_thin:
         return None, "a linear of one output" if isinstance(module, nn.Linear) else VECTOR
     if isinstance(module, Router) or (last in ROUTERS and param.ndim == 2):
-        return _full_layout(param), ROUTER
+        return _make_full_layout(param), ROUTER
     if isinstance(module, Latent):
-        return _full_layout(param), "latent projection"
+        return _make_full_layout(param), "latent projection"
     if isinstance(module, nn.Linear):
-        return _linear_layout(module, parent, last)
+        return _make_linear_layout(module, parent, last)
     return None, f"{type(module).__name__} is not known to multiply by it"
 
 
-def _full_layout(param: Tensor) -> MatrixLayout | None:
+def _make_full_layout(param: Tensor) -> MatrixLayout | None:
     if param.ndim not in (2, 3):
         return None
     batch, rows, columns = (1, *param.shape)[-3:]
     return MatrixLayout(batch=batch, rows=rows, columns=columns)
 
 
-def _expert_layout(experts: Experts, leaf: str) -> tuple[MatrixLayout | None, str]:
+def _make_expert_layout(experts: Experts, leaf: str) -> tuple[MatrixLayout | None, str]:
     """Return the layout: one matrix per expert, with gate and up of FC1 separated."""
     layout, config, param = experts.layout, experts.config, getattr(experts, leaf)
     if leaf not in (layout.w1, layout.w2, layout.w3):
@@ -310,7 +312,7 @@ def _expert_layout(experts: Experts, leaf: str) -> tuple[MatrixLayout | None, st
     return matrix_layout, "routed experts"
 
 
-def _shared_layout(shared: SharedExpert, leaf: str) -> tuple[MatrixLayout | None, str]:
+def _make_shared_layout(shared: SharedExpert, leaf: str) -> tuple[MatrixLayout | None, str]:
     """Return the layout: the shared experts of a layer are one MLP."""
     if leaf == "gate":
         return None, "gates of shared experts"
@@ -320,19 +322,19 @@ def _shared_layout(shared: SharedExpert, leaf: str) -> tuple[MatrixLayout | None
     return MatrixLayout(batch=1, rows=rows, columns=columns, sections=sections), "shared experts"
 
 
-def _linear_layout(
+def _make_linear_layout(
     linear: nn.Linear, parent: nn.Module, last: str
 ) -> tuple[MatrixLayout | None, str]:
     rows, columns = linear.weight.shape
     sections = MatrixCut(sizes=(rows // 2, rows // 2)) if last == "gate_up_proj" else None
     if any(word in last for word in FUSED):
-        sections = _fused_cut(parent, last, rows)
+        sections = _find_fused_cut(parent, last, rows)
         if sections is None:
             return None, "queries, keys and values in an unknown order: give a MatrixCut"
     return MatrixLayout(batch=1, rows=rows, columns=columns, sections=sections), "linear"
 
 
-def _fused_cut(parent: Any, last: str, rows: int) -> MatrixCut | None:
+def _find_fused_cut(parent: Any, last: str, rows: int) -> MatrixCut | None:
     """Return the cut of a transformers module's fused queries, keys, values; None = unknown."""
     if last == "qkv_proj" and hasattr(parent, "o_proj"):  # Phi-3
         queries = parent.o_proj.weight.shape[1]
@@ -346,7 +348,7 @@ def _fused_cut(parent: Any, last: str, rows: int) -> MatrixCut | None:
     return None
 
 
-def scale_of(layout: MatrixLayout, shape: tuple[int, int], adjust: str) -> float:
+def compute_lr_factor(layout: MatrixLayout, shape: tuple[int, int], adjust: str) -> float:
     """Return the factor on the learning rate of one part; see `Muon`."""
     if adjust == "match_rms_adamw":
         return float(0.2 * max(shape) ** 0.5)

@@ -38,7 +38,7 @@ from moecore.base.torch_private import get_local_tensor, zeros_like
 from moecore.kernels.momentum import momentum_
 from moecore.train.optim.adamw import get_grad, get_scale_signals, run_closure
 from moecore.train.optim.exchange import ExchangeRound, MatrixBlock, MatrixPlan, make_plan
-from moecore.train.optim.matrices import MatrixAssignment, MatrixLayout, scale_of
+from moecore.train.optim.matrices import MatrixAssignment, MatrixLayout, compute_lr_factor
 from moecore.train.optim.output_means import divide_by_means_, make_output_means
 
 Momentum = Annotated[float, Bound(">=", 0), Bound("<", 1)]
@@ -67,9 +67,7 @@ class MuonOptions(CheckedRecord):
     @classmethod
     def from_group(cls, group: dict[str, Any]) -> MuonOptions:
         """Return the options of a param group, which callers and schedulers may have changed."""
-        options = {
-            option.name: group[option.name] for option in fields(cls) if option.name in group
-        }
+        options = {f.name: group[f.name] for f in fields(cls) if f.name in group}
         options["ns_coefficients"] = tuple(options["ns_coefficients"])
         options["adjust_lr_fn"] = options["adjust_lr_fn"] or "original"  # torch's None
         return cls(**options)
@@ -137,7 +135,7 @@ class Muon(torch.optim.Optimizer):
         self._step_supports_amp_scaling = True
 
     def _drop_plans(self) -> None:
-        """Drop plans and process groups; `_make_state` and `_group_of` create them again."""
+        """Drop plans and process groups; `_get_plan` and `_get_process_group` recreate them."""
         self._plans: dict[tuple[int, ...], MatrixPlan] = {}
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
@@ -170,7 +168,7 @@ class Muon(torch.optim.Optimizer):
                     "give what it leaves out to AdamW"
                 )
             if "beta2" in group:
-                self.layouts[param].of_outputs()
+                self.layouts[param].make_output_layout()
 
     def own_options(self) -> dict[str, Any]:
         """Return the options that are not in `param_groups`; ranks must agree on them."""
@@ -301,6 +299,7 @@ class _Step:
     def _step_local_matrices(
         self, chunk: list[tuple[int, slice, list[MatrixBlock]]], outputs: MatrixPlan | None
     ) -> None:
+        """Update a chunk of the matrices that this rank stores completely."""
         targets, matrices = [], []
         for place, batch, blocks in chunk:
             views = self.views[place].slice_matrices(batch)
@@ -325,6 +324,7 @@ class _Step:
     def _step_round(
         self, matrix_round: ExchangeRound, of_means: ExchangeRound | None, group: dist.ProcessGroup
     ) -> None:
+        """Gather matrices on their owners, orthogonalise them, and apply the returned pieces."""
         views = self.views
         updates: list[Any] = [None] * len(views)
         for place in matrix_round.params:
@@ -379,7 +379,7 @@ class _Step:
         self, weight: Tensor, block: MatrixBlock, values: Tensor, layout: MatrixLayout
     ) -> None:
         """Subtract decay and update from the weights of a block, computed in fp32 or fp64."""
-        factor = scale_of(layout, layout.shapes[block.part], self.options.adjust_lr_fn)
+        factor = compute_lr_factor(layout, layout.shapes[block.part], self.options.adjust_lr_fn)
         local_block = block._replace(place=0)
         old = local_block.read([weight])
         wide = torch.promote_types(weight.dtype, torch.float32)

@@ -28,12 +28,12 @@ def make_output_means(param: Tensor, layout: MatrixLayout, dtype: torch.dtype) -
     """Return zeros with one number per output: the parameter's shape, with size 1 for inputs."""
     dim = param.ndim - 2 if layout.transposed else param.ndim - 1
     local = get_local_tensor(param.detach())
-    means = torch.zeros(_reduced(local.shape, dim), dtype=dtype, device=local.device)
+    means = torch.zeros(_reduce_shape(local.shape, dim), dtype=dtype, device=local.device)
     if not isinstance(param, DTensor):
         return means
     # Ranks that hold other inputs of the same outputs hold copies.
     placements = [Replicate() if p.is_shard(dim) else p for p in param.placements]
-    shape = _reduced(param.shape, dim)
+    shape = _reduce_shape(param.shape, dim)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
         means, param.device_mesh, placements, run_check=False, shape=shape, stride=stride
@@ -56,11 +56,10 @@ def divide_by_means_(
         wide = x.to(mean.dtype)
         mean.lerp_(wide.square().sum_to_size(mean.shape) / inputs, new)
         divided = wide / (mean.sqrt() + EPS)
-        norm, after = (
-            torch.linalg.vector_norm(t, dim=(1, 2), keepdim=True) for t in (wide, divided)
-        )
-        x.copy_(divided * (norm / after.clamp(min=EPS)))
+        norm = torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True)
+        new_norm = torch.linalg.vector_norm(divided, dim=(1, 2), keepdim=True)
+        x.copy_(divided * (norm / new_norm.clamp(min=EPS)))
 
 
-def _reduced(shape: torch.Size, dim: int) -> torch.Size:
+def _reduce_shape(shape: torch.Size, dim: int) -> torch.Size:
     return torch.Size((*shape[:dim], 1, *shape[dim + 1 :]))

@@ -88,7 +88,7 @@ _raise_max_op = Op(
 
 
 @torch.compiler.disable
-def _full_keys(q_BtHd: Tensor, k: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor]:
+def _gather_keys(q_BtHd: Tensor, k: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor]:
     """Return the keys of full rows, and the positions of this cp rank's queries. Collective."""
     local_tokens = sequence.local_tokens
     assert local_tokens is not None, "asked for only with tokens on several ranks"
@@ -126,7 +126,7 @@ class QKClip:
         check_arguments(QKClip.__init__, locals())
         self.tau = tau
         self._watchers = [
-            _ScoreWatcher.of(clean_name(name), module)
+            _ScoreWatcher.from_module(clean_name(name), module)
             for name, module in model.named_modules()
             if isinstance(module, Attention | LatentAttention)
         ]
@@ -152,7 +152,7 @@ class QKClip:
         """
         if not self._watchers:
             return
-        max_scores = torch.cat([watcher.full_max() for watcher in self._watchers])
+        max_scores = torch.cat([watcher.get_full_max() for watcher in self._watchers])
         if self._is_sharded:
             dist.all_reduce(max_scores, dist.ReduceOp.MAX, self._group)
         sizes = [watcher.num_heads for watcher in self._watchers]
@@ -177,7 +177,7 @@ class _Projection(NamedTuple):
     params: dict[Tensor, Tensor]
 
     @classmethod
-    def of(cls, linear: nn.Linear) -> _Projection:
+    def from_linear(cls, linear: nn.Linear) -> _Projection:
         """Return the record of a linear module."""
         params = [param for param in (linear.weight, linear.bias) if param is not None]
         return cls({param: global_indices(param)[0].to(param.device) for param in params})
@@ -205,9 +205,8 @@ class _ScoreWatcher:
         self.name, self.module, self.num_heads = name, module, num_heads
         if module.observe_scores is not None:
             raise ValueError(f"{name} must be watched by one QKClip: close() the other")
-        self.queries, self.keys = (
-            _Projection.of(getattr(module, name)) for name in (queries, keys)
-        )
+        self.queries = _Projection.from_linear(getattr(module, queries))
+        self.keys = _Projection.from_linear(getattr(module, keys))
         size, self.first = 1, 0
         if module.tp is not None:
             size = module.tp.size
@@ -215,7 +214,7 @@ class _ScoreWatcher:
         self.max_H = torch.full((num_heads // size,), -torch.inf, device=self.queries.weight.device)
 
     @classmethod
-    def of(cls, name: str, module: Attention | LatentAttention) -> _ScoreWatcher:
+    def from_module(cls, name: str, module: Attention | LatentAttention) -> _ScoreWatcher:
         """Return the watcher of an attention module; ValueError if QK-clip does not support it."""
         if isinstance(module, LatentAttention):
             if module.indexer is not None:
@@ -253,7 +252,7 @@ class _ScoreWatcher:
         if padding_BT is not None and tp is not None:
             padding_BT = tp.gather(padding_BT)
         if sequence.local_tokens is not None:
-            k_BThd, places_T = _full_keys(q_BTHd, k_BThd, sequence)
+            k_BThd, places_T = _gather_keys(q_BTHd, k_BThd, sequence)
             if padding_BT is not None:
                 padding_BT = sequence.local_tokens.gather_values(padding_BT)
         documents = sequence.cu_seqlens
@@ -265,7 +264,7 @@ class _ScoreWatcher:
         params = (*self.queries.params, *self.keys.params)
         return all(param.requires_grad for param in params)
 
-    def full_max(self) -> Tensor:
+    def get_full_max(self) -> Tensor:
         """Return fp32 [H], with -inf for the heads of other tp ranks."""
         full_max_H = self.max_H.new_full((self.num_heads,), -torch.inf)
         full_max_H[self.first : self.first + self.max_H.numel()] = self.max_H

@@ -29,7 +29,7 @@ from moecore.base.fields import Bound, check_arguments
 from moecore.base.torch_private import get_local_tensor, is_recomputing, storage_key, tree_leaves
 from moecore.parallel.fsdp.units import find_blocks
 from moecore.parallel.model.parallel_state import list_engines
-from moecore.train.memory.host import HostCopies, MovedStorage, of_host_memory
+from moecore.train.memory.host import HostCopies, MovedStorage, explain_memory_errors
 from moecore.train.memory.streams import CopyMark, CopyStream, Job
 
 Key = TypeVar("Key", bound=Hashable)
@@ -96,7 +96,7 @@ class StateOffload:
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory that are reserved."""
-        return self._copies.num_bytes()
+        return self._copies.count_bytes()
 
     def bring_state_back(self) -> None:
         """Copy all state back to the device, where it stays until the next forward.
@@ -169,21 +169,21 @@ class StateOffload:
     @torch.no_grad()
     def _send(self) -> None:
         """Start to copy state to the host."""
-        movable = _movable(self._optimizer, self._device)
+        movable = _find_movable(self._optimizer, self._device)
         nbytes = {name: tensors[0].untyped_storage().nbytes() for name, tensors in movable.items()}
-        selection = largest_up_to(self._fraction, nbytes)
+        selection = select_largest(self._fraction, nbytes)
         sizes = {name: size for name, size in nbytes.items() if name in selection}
         if not sizes:  # before the first step
             return
         gib = sum(sizes.values()) / 2**30
-        with of_host_memory(
+        with explain_memory_errors(
             f"fraction ({self._fraction}) of the optimizer's state, {gib:.1f} GiB,"
         ):
             storages = self._copies.reserve_storages({name: movable[name] for name in sizes})
         by_name = dict(zip(sizes, storages, strict=True))
         # All copies of an optimizer run on one stream: no copy reads memory that an earlier one
         # still writes, on either side.
-        for names in _in_parts(sizes, len(self._blocks)):
+        for names in _divide_into_parts(sizes, len(self._blocks)):
             part = [by_name[name] for name in names]
             mark = self._stream.start(Job(storage.host, storage.memory) for storage in part)
             self._parts.append(_StatePart(part, "leaving", mark))
@@ -216,7 +216,7 @@ class StateOffload:
 
 
 @torch.no_grad()
-def _movable(optimizer: Optimizer, device: torch.device) -> dict[str, list[Tensor]]:
+def _find_movable(optimizer: Optimizer, device: torch.device) -> dict[str, list[Tensor]]:
     """Return name -> this rank's state tensors of one storage, if offload can free the storage."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     storages: dict[int, dict[str, Tensor]] = {}
@@ -238,7 +238,7 @@ def _is_movable(tensors: list[Tensor], device: torch.device) -> bool:
     return tensors[0].device == device and is_full and storage.resizable()
 
 
-def largest_up_to(fraction: float, sizes: dict[Key, int]) -> set[Key]:
+def select_largest(fraction: float, sizes: dict[Key, int]) -> set[Key]:
     """Return the keys of the largest sizes whose sum is at most a fraction of the total."""
     room, keys = fraction * sum(sizes.values()), set()
     for key in sorted(sizes, key=lambda key: -sizes[key]):
@@ -248,7 +248,7 @@ def largest_up_to(fraction: float, sizes: dict[Key, int]) -> set[Key]:
     return keys
 
 
-def shard_bytes(param: Tensor) -> int:
+def compute_shard_bytes(param: Tensor) -> int:
     """Return the bytes of the largest shard of a parameter, which is equal on all ranks."""
     num_parts = 1
     if isinstance(param, DTensor):
@@ -257,7 +257,7 @@ def shard_bytes(param: Tensor) -> int:
     return -(-param.numel() // num_parts) * param.element_size()
 
 
-def _in_parts(sizes: dict[str, int], num_parts: int) -> list[list[str]]:
+def _divide_into_parts(sizes: dict[str, int], num_parts: int) -> list[list[str]]:
     """Divide names into parts of about equal bytes: {a: 1, b: 6, c: 3} in 2 is [a, b], [c]."""
     parts: list[list[str]] = [[] for _ in range(num_parts)]
     total, before = sum(sizes.values()), 0

@@ -27,7 +27,7 @@ from moecore.base.fields import check_arguments
 from moecore.base.params import clean_name
 from moecore.base.torch_private import get_local_tensor
 from moecore.train.optim import matrices
-from moecore.train.optim.matrices import Decision, MatrixLayout, assign_matrices, scale_of
+from moecore.train.optim.matrices import Decision, MatrixLayout, assign_matrices, compute_lr_factor
 from moecore.train.optim.muon import AdjustLR, Muon
 
 
@@ -51,7 +51,7 @@ class WidthRates:
         Raises:
             ValueError: for a trained parameter without a factor.
         """
-        rates = [(p, self._rate_of(clean_name(name), p)) for name, p in model.named_parameters()]
+        rates = [(p, self._get_rate(clean_name(name), p)) for name, p in model.named_parameters()]
         for param, rate in rates:
             if rate is not None:
                 get_local_tensor(param).mul_(rate.std)
@@ -85,11 +85,9 @@ class WidthRates:
         groups = []
         for group in optimizer.param_groups:
             adjust = (group["adjust_lr_fn"] or "original") if is_muon else "adamw"
-            factors = {
-                name: rate.lr[adjust] for name, rate in self.rates.items() if adjust in rate.lr
-            }
+            factors = {n: rate.lr[adjust] for n, rate in self.rates.items() if adjust in rate.lr}
             for param in group["params"]:
-                if self._rate_of(names[param], param) and names[param] not in factors:
+                if self._get_rate(names[param], param) and names[param] not in factors:
                     raise ValueError(
                         f"optimizer (Muon) must not step {names[param]} with rates by width, "
                         "because width_rates knows no matrix of it: leave it to AdamW"
@@ -97,14 +95,12 @@ class WidthRates:
             for factor in [1.0, *sorted({*factors.values()} - {1.0})]:
                 params = [p for p in group["params"] if factors.get(names[p], 1.0) == factor]
                 changes: dict[str, Any] = {"params": params, "width_factor": factor}
-                changes |= {
-                    "lr": group["lr"] * factor,
-                    "weight_decay": group["weight_decay"] / factor,
-                }
+                changes["lr"] = group["lr"] * factor
+                changes["weight_decay"] = group["weight_decay"] / factor
                 groups.append({**group, **changes})
         optimizer.param_groups[:] = groups
 
-    def _rate_of(self, name: str, param: Tensor) -> WidthRate | None:
+    def _get_rate(self, name: str, param: Tensor) -> WidthRate | None:
         """Return the factors of a parameter; None if it was and is frozen."""
         if name not in self.rates and param.requires_grad:
             raise ValueError(
@@ -136,22 +132,26 @@ def width_rates(model: nn.Module, base: nn.Module) -> WidthRates:
             f"model ({type(model).__name__}) must have a trained head that is not tied to an "
             "embedding, because the rates of both differ: untie it"
         )
-    return WidthRates({name: _rate(name, decisions[name], bases[name]) for name in decisions})
+    return WidthRates(
+        {name: _compute_rate(name, decisions[name], bases[name]) for name in decisions}
+    )
 
 
-def _rate(name: str, decision: Decision, base: Decision) -> WidthRate:
+def _compute_rate(name: str, decision: Decision, base: Decision) -> WidthRate:
     inputs, outputs = (
-        a / b for a, b in zip(_sides(name, decision), _sides(name, base), strict=True)
+        a / b for a, b in zip(_count_sides(name, decision), _count_sides(name, base), strict=True)
     )
     lr = {"adamw": 1 / inputs}
     if decision.layout is not None and base.layout is not None:
         for adjust in get_args(AdjustLR):
-            ratio = _spectral(decision.layout, adjust) / _spectral(base.layout, adjust)
+            ratio = _compute_spectral_ratio(decision.layout, adjust) / _compute_spectral_ratio(
+                base.layout, adjust
+            )
             lr[adjust] = round(ratio, 9)  # equal ones are one group
     return WidthRate(1 / inputs if outputs == 1 else inputs**-0.5, lr)
 
 
-def _sides(name: str, decision: Decision) -> tuple[int, int]:
+def _count_sides(name: str, decision: Decision) -> tuple[int, int]:
     """Return the number of inputs and outputs of a parameter; a vector has one input."""
     param, layout, reason = decision
     if layout is not None:
@@ -165,8 +165,8 @@ def _sides(name: str, decision: Decision) -> tuple[int, int]:
     return (outputs, inputs) if reason == matrices.EMBEDDING else (inputs, outputs)
 
 
-def _spectral(layout: MatrixLayout, adjust: str) -> float:
+def _compute_spectral_ratio(layout: MatrixLayout, adjust: str) -> float:
     """Return the target spectral norm of an update over the norm of Muon's update."""
     shape = layout.shapes[0]
     outputs, inputs = reversed(shape) if layout.transposed else shape
-    return float((outputs / inputs) ** 0.5 / scale_of(layout, shape, adjust))
+    return float((outputs / inputs) ** 0.5 / compute_lr_factor(layout, shape, adjust))
