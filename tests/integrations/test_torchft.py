@@ -213,7 +213,7 @@ def test_an_aborted_group_makes_no_stray(
     how = dict(errored=nothing, report_error=nothing, should_commit=lambda: False)
     here._manager, here._step = SimpleNamespace(**how), SimpleNamespace(drop=nothing)
     here._group, here._lineage = SimpleNamespace(errored=lambda: aborted), 5
-    monkeypatch.setattr(Replicas, "_meet", lambda _: ([0, 5], [0, 1]))
+    monkeypatch.setattr(Replicas, "_gather_lineages", lambda _: ([0, 5], [0, 1]))
     monkeypatch.setattr(Replicas, "_average_gradients", nothing)
     monkeypatch.setattr(Replicas, "_add_counts", nothing)
     if aborted is not None:

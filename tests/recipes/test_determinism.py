@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -17,14 +16,8 @@ from moecore.recipes.determinism import (
     check_deterministic,
     use_deterministic_algorithms,
 )
-from tests.recipes.test_train import (
-    KILLING_LOGGER,
-    MICRO,
-    STEPS,
-    assert_same_run,
-    run,
-    run_in_forks,
-)
+from tests.recipes.launched import metrics
+from tests.recipes.test_train import MICRO, STEPS, run_in_forks, tensors
 
 WORDS = f"--steps {STEPS} --num-layers 2 --deterministic"
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
@@ -42,20 +35,19 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_a_command_has_the_same_bits_after_a_kill_and_in_another_run(tmp_path: Path) -> None:
-    """The ranks of a fork and of a command hash strings by other seeds."""
-    straight, again, killed = (tmp_path / name for name in ("straight", "again", "killed"))
+def test_a_command_has_the_same_bits_in_another_run_and_after_a_resume(tmp_path: Path) -> None:
+    """The ranks of each run hash strings by another seed."""
+    straight, again, resumed = (tmp_path / name for name in ("straight", "again", "resumed"))
     for run_dir in (straight, again):
         run_in_forks(run_dir, WORDS)
-    assert_same_run(again, straight)
-    modules = tmp_path / "modules"
-    modules.mkdir()
-    logger = KILLING_LOGGER.replace('parents[1] / "run"', 'parents[1] / "killed"')
-    (modules / "wandb.py").write_text(logger)
-    shorter = WORDS.replace(f"--steps {STEPS}", f"--steps {STEPS - 1} --schedule-steps {STEPS}")
-    run(killed, f"{shorter} --wandb x", modules=modules, code=-signal.SIGKILL)
-    assert "from step 4" in run_in_forks(killed, WORDS)
-    assert_same_run(killed, straight)
+    run_in_forks(resumed, WORDS.replace(f"--steps {STEPS}", f"--steps 4 --schedule-steps {STEPS}"))
+    assert "from step 4" in run_in_forks(resumed, WORDS)
+    losses, blocks = ([line["loss"] for line in metrics(straight)], tensors(straight, STEPS))
+    for run_dir in (again, resumed):
+        assert [line["loss"] for line in metrics(run_dir)] == losses and len(losses) == STEPS
+        other = tensors(run_dir, STEPS)
+        assert other.keys() == blocks.keys()
+        assert all(torch.equal(other[name], block) for name, block in blocks.items())
 
 
 @pytest.mark.parametrize("words", ["", "--deterministic"])
@@ -103,7 +95,7 @@ def test_a_rank_prints_one_line(
 def test_nccl_ep_is_refused(train: ModuleType) -> None:
     args = train.parse_arguments([*MICRO.split(), "--dispatcher", "nccl_ep", "--deterministic"])
     with pytest.raises(ValueError, match=r"--dispatcher \(nccl_ep\) must be another one with"):
-        train.check(args, 2)
+        args.check_sharding()
 
 
 def test_linear_attention_is_refused_on_gpus() -> None:
