@@ -7,6 +7,7 @@ generation run here in one process; FSDP2, DDP and DTensors in test_transformers
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -90,6 +91,11 @@ def test_families_whose_experts_have_no_interface(family: str) -> None:
     model = tiny_model(family)
     assert not model._can_set_experts_implementation() and not experts_of(model)
     assert WITHOUT_INTERFACE[family] in {type(m).__name__ for m in model.modules()}
+
+
+def test_the_page_names_these_families() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text()
+    assert dict(re.findall(r"^\| (\w+) \| `(\w+)` \|$", text, re.MULTILINE)) == WITHOUT_INTERFACE
 
 
 def muse_spark_experts() -> Any:
