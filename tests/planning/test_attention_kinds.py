@@ -28,7 +28,6 @@ from moecore.models import (
 from moecore.parallel.fsdp.units import find_blocks
 from moecore.planning import (
     CostTable,
-    Folding,
     SearchRequest,
     TrainingRun,
     dry_run,
@@ -38,6 +37,7 @@ from moecore.planning import (
     time_step,
 )
 from moecore.planning.estimate import saved_bytes_of
+from moecore.planning.layouts import Folding
 from moecore.planning.run import _compute_rank_size, sizes_of
 from moecore.planning.search import refuse
 from moecore.planning.segments import SmallRun

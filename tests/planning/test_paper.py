@@ -16,7 +16,8 @@ import torch
 from moecore import FSDPOptions, ParallelConfig
 from moecore.models import preset
 from moecore.parallel.pipeline.schedule import PipelineConfig
-from moecore.planning import OptimizerOptions, RankMemory, TrainingRun, plan_memory
+from moecore.planning import OptimizerOptions, TrainingRun, plan_memory
+from moecore.planning.memory import RankMemory
 from moecore.planning.run import sizes_of, state_bytes
 
 CONFIG = preset("deepseek-v3")

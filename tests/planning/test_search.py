@@ -20,13 +20,9 @@ from moecore.cli import main
 from moecore.models import PRESETS, num_params, preset
 from moecore.planning import (
     CostTable,
-    Folding,
     OptimizerOptions,
     SearchRequest,
-    SearchResult,
     TrainingRun,
-    call_of,
-    explain_folding,
     fake_world,
     plan_peak,
     plan_time,
@@ -39,6 +35,7 @@ from moecore.planning.flags import PlanConfig, run_of_options
 from moecore.planning.gpus import GPUS
 from moecore.planning.layouts import (
     BATCH_SIZES,
+    Folding,
     data_ranks,
     enumerate_layouts,
     option_sets_of,
@@ -47,12 +44,14 @@ from moecore.planning.layouts import (
     schedules_of,
 )
 from moecore.planning.option_sets import TWICE
-from moecore.planning.recipe import flags_of
+from moecore.planning.recipe import call_of, flags_of
 from moecore.planning.run import MAX_IN_FLIGHT, MAX_LAYERS, MAX_STAGES, stages_of
 from moecore.planning.search import (
     MAX_DIVISORS,
     Fitting,
+    SearchResult,
     _list_changes,
+    explain_folding,
     explained,
     fit,
     plan_layout,

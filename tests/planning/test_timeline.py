@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from moecore.parallel import Action, Overlap, Timeline, make_schedule
-from moecore.parallel.pipeline.orders import Item, list_actions
+from moecore.parallel import Timeline, make_schedule
+from moecore.parallel.pipeline.orders import Action, Item, Overlap, list_actions
 from moecore.parallel.pipeline.timeline import spans_of
 
 SECONDS = {"F": 1.0, "B": 2.0, "D": 1.0, "W": 1.0}

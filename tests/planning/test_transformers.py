@@ -26,11 +26,9 @@ from moecore.models import flops_per_token
 from moecore.parallel.fsdp.units import find_blocks
 from moecore.parallel.pipeline.stages import get_loss
 from moecore.planning import (
-    Folding,
     SearchRequest,
     TrainingRun,
     TransformersModel,
-    call_of,
     dry_run,
     fake_world,
     plan_memory,
@@ -38,6 +36,8 @@ from moecore.planning import (
 )
 from moecore.planning import transformers as planned_transformers
 from moecore.planning.estimate import saved_bytes_of
+from moecore.planning.layouts import Folding
+from moecore.planning.recipe import call_of
 from moecore.planning.run import resident_kinds, sizes_of
 from moecore.planning.search import refuse
 from moecore.planning.segments import SmallRun

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from moecore.packing import PackedBatchSampler, ScheduledBatch, ScheduledCollator
+from moecore.packing import PackedBatchSampler, ScheduledCollator
+from moecore.packing.corpus.scheduled_batch import ScheduledBatch
 from moecore.recipes.chat import Example
 from moecore.recipes.data import BatchShape, PackedSteps, generator_of
 from moecore.recipes.examples import ExampleT, LearnedExample

@@ -20,10 +20,10 @@ from moecore.packing import (
     JsonLines,
     MegatronDocuments,
     PackedBatch,
-    ScheduledBatch,
     ScheduledLoader,
 )
 from moecore.packing.corpus.files import shorten_text
+from moecore.packing.corpus.scheduled_batch import ScheduledBatch
 from moecore.recipes.borders import Borders, borders_of
 from moecore.recipes.data import BatchShape, StepBatch, standard_library, with_borders
 from moecore.recipes.files import check_directory, named

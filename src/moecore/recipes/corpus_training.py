@@ -14,7 +14,7 @@ from moecore.base.progress import show_progress, track
 from moecore.io import export_hf
 from moecore.io.checkpoint.ranks import on_first_rank
 from moecore.models import Decoder
-from moecore.packing import ScheduledBatch
+from moecore.packing.corpus.scheduled_batch import ScheduledBatch
 from moecore.recipes.corpora import CorpusSteps, ScheduledCorpusSteps, Tokenizer
 from moecore.recipes.data import StepBatch, to_device
 from moecore.recipes.decoder_config import export_config

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.models import DecoderConfig
-from moecore.packing import ScheduledBatch
+from moecore.packing.corpus.scheduled_batch import ScheduledBatch
 from moecore.recipes.batches import ScheduledExamples
 from moecore.recipes.data import PackedSteps, StepBatch, to_device
 from moecore.recipes.examples import Examples

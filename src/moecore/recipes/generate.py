@@ -15,9 +15,10 @@ from torch import Tensor
 from moecore.base.command_options import POSITIONAL
 from moecore.base.fields import Count, PositiveOrZero, Seed, quote
 from moecore.base.progress import show_progress, track
-from moecore.io import latest, native_to_hf
+from moecore.io import latest
 from moecore.io.checkpoint.directory import find_root
 from moecore.io.checkpoint.manifest import MANIFEST
+from moecore.io.hf.convert import native_to_hf
 from moecore.recipes.corpora import BYTES, SourceOptions, Tokenizer, read_source
 from moecore.recipes.errors import ARGUMENT_ERRORS, print_error
 from moecore.recipes.files import check_directory

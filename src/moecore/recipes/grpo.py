@@ -38,7 +38,8 @@ from moecore.base.fields import CheckedRecord, Count, Positive
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.layer import BalanceConfig, MoEOverrides
 from moecore.base.rank_checks import find_difference
-from moecore.io import WeightStream, load_hf
+from moecore.io import load_hf
+from moecore.io.hf.stream import WeightStream
 from moecore.parallel.mesh import Meshes, ParallelConfig, build_meshes
 from moecore.parallelize import parallelize_moe
 from moecore.recipes.files import naming

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moecore.models import Decoder
 from moecore.moe.layer import MoELayer
-from moecore.packing import ScheduledBatch
+from moecore.packing.corpus.scheduled_batch import ScheduledBatch
 from moecore.recipes.data import StepBatch, to_device
 from moecore.recipes.graphs import Graphed
 from moecore.recipes.job import TrainingJob

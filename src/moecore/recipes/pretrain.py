@@ -68,7 +68,8 @@ from moecore.recipes.schedule import LearningRateSchedule
 from moecore.recipes.sharding import parallelize
 from moecore.recipes.stages import plan_stages
 from moecore.recipes.steps import BatchRamp
-from moecore.train import WidthRates, width_rates
+from moecore.train import width_rates
+from moecore.train.optim.width import WidthRates
 
 FIELDS_OF_RUN = "row_tokens", "multiple", "vocab_size", "seed"  # of [corpus], which the run sets
 
