@@ -1,4 +1,4 @@
-"""The tables of docs/memory.md, from the records: the last of each variant."""
+"""The tables of benchmarks/results/memory/README.md, from the records: the last of each variant."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from benchmarks.bench_memory import OPTIONS
 from benchmarks.gate import ROOT
 
-PAGE = ROOT / "docs" / "memory.md"
 RECORDS = ROOT / "benchmarks" / "results" / "memory"
+PAGE = RECORDS / "README.md"
 MODEL = ("preset", "layers", "num_experts", "dense_layers", "batch_size", "seq_len", "compile")
 STEP = ("preset", "layers", "batch_size", "seq_len", "micro_batches")
 Row = dict[str, Any]

@@ -17,18 +17,17 @@ from moecore.base.fields import quote
 from moecore.base.options.precision import Precision, Recipe
 from moecore.io import (
     UpcycleOptions,
-    WeightBucket,
-    WeightStream,
     decoder_config_from_hf,
-    hf_to_native,
     latest,
     load,
     load_hf,
-    native_to_hf,
     read_manifest,
     set_latest,
     verify,
 )
+from moecore.io.hf.buckets import WeightBucket
+from moecore.io.hf.convert import hf_to_native, native_to_hf
+from moecore.io.hf.stream import WeightStream
 from moecore.io.hf.transfer import BucketHandle
 from moecore.models import Decoder, preset
 from moecore.moe.expert_layout import ExpertLayout
@@ -40,17 +39,14 @@ from moecore.packing import (
     PackedCollator,
     schedule_documents,
 )
-from moecore.parallel import Costs, LayoutCosts, ShardPlan, Timeline, make_schedule
-from moecore.planning import (
-    CostTable,
-    DryRun,
-    Folding,
-    MemoryPlan,
-    SearchRequest,
-    TimePlan,
-    TrainingRun,
-    Work,
-)
+from moecore.parallel import Costs, LayoutCosts, Timeline, make_schedule
+from moecore.parallel.fsdp.plan import ShardPlan
+from moecore.planning import CostTable, SearchRequest, TrainingRun
+from moecore.planning.dry_run import DryRun
+from moecore.planning.layouts import Folding
+from moecore.planning.memory import MemoryPlan
+from moecore.planning.record import Work
+from moecore.planning.times import TimePlan
 from moecore.rl import RouterReplay
 from moecore.train import assign_matrices
 from moecore.train.step import TrainStep

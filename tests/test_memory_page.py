@@ -1,4 +1,4 @@
-"""The tables of docs/memory.md are those of the committed records."""
+"""The tables of benchmarks/results/memory are those of the committed records."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Print the figures that pages claim, or compare them with their records: `python -m tools.claims`.
 
 `docs/claims.toml` describes its own fields. A figure is a number with a unit of speed, memory or
-ratio, in a sentence or in a table, where the unit may stand in the header of the column.
+ratio, in a sentence or in a table, where the unit may end the header of the column or of the row.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 STATUSES = ("measured", "planned", "published", "superseded")
 UNITS = ("tokens/s", "TFLOP/s", "GB/s", "TB/s", "GiB", "MiB", "GB", "ms", "s", "%", "times")
 NUMBER = r"(?<![\w.,-])(\d[\d,]*(?:\.\d+)?)"
@@ -39,6 +39,7 @@ class Claim:
     quote: str | None = None
     quote_below: str | None = None
     over: tuple[str, str] | None = None
+    per: float = 1
     baseline: str | None = None
 
     @property
@@ -60,6 +61,14 @@ def read_claims() -> dict[str, Claim]:
     return claims
 
 
+def read_settings() -> dict[str, set[Figure]]:
+    """Return by page the figures that are no measurements: limits, defaults, inputs, arithmetic."""
+    pages = tomllib.loads((ROOT / "docs" / "claims.toml").read_text())["settings"]
+    return {
+        page: {(_decimal(v), u) for v, u in map(str.split, texts)} for page, texts in pages.items()
+    }
+
+
 def find_figures(text: str) -> Iterator[tuple[int, Figure]]:
     """Yield the figures of a page with their line numbers; code blocks have none."""
     text = re.sub(r"```.*?```", lambda block: "\n" * block[0].count("\n"), text, flags=re.DOTALL)
@@ -70,12 +79,14 @@ def find_figures(text: str) -> Iterator[tuple[int, Figure]]:
         if not is_row:
             units = []
         elif not units:
-            units = cells
+            units = [cell.rpartition(", ")[2].removesuffix(" per GPU") for cell in cells]
             continue
+        row_unit = cells[0].rpartition(", ")[2] if is_row else ""
         for cell, unit in zip(cells, units or [""], strict=False):
             for value, own_unit in WITH_UNIT.findall(cell):
                 yield number, (_decimal(value), "ratio" if own_unit == "times" else own_unit)
-            if re.fullmatch(NUMBER, cell) and unit in (*UNITS, "ratio"):
+            unit = next((name for name in (unit, row_unit) if name in (*UNITS, "ratio")), "")
+            if re.fullmatch(NUMBER, cell) and unit:
                 yield number, (_decimal(cell), unit)
 
 
@@ -99,7 +110,7 @@ def recorded_value(claim: Claim, claims: dict[str, Claim]) -> float:
         text = (RESULTS / str(claim.record)).read_text()
         value = _quoted(text, claim.quote, claim.unit)
         return value / _quoted(text, claim.quote_below, claim.unit) if claim.quote_below else value
-    value = float(record_row(claim)[str(claim.field)])
+    value = float(record_row(claim)[str(claim.field)]) / claim.per
     return 100 * value if claim.unit == "%" else value
 
 
@@ -124,7 +135,7 @@ def _quoted(text: str, quote: str, unit: str) -> float:
     """Return the number that ends a quote: its tokens/s in a row that goes on with seconds."""
     if quote not in text:
         raise ValueError(f"quote ({quote}) must occur in its record")
-    numbers = re.findall(r"[\d,]+(?:\.\d+)?(?:e\+\d+)?", quote)
+    numbers = re.findall(r"\d[\d,]*(?:\.\d+)?(?:e\+\d+)?", quote)
     return float(numbers[-2 if unit == "tokens/s" else -1].replace(",", ""))
 
 

@@ -11,18 +11,17 @@ from moecore.base.lazy_names import make_lazy_getattr
 _NAMES = {
     "base.options.context": "ContextOptions",
     "base.options.dense": "DenseOptions",
-    "base.options.dispatch": "CloneOptions DispatchOptions DispatcherName NVLinkOptions",
+    "base.options.dispatch": "CloneOptions DispatchOptions NVLinkOptions",
     "base.options.fsdp": "FSDPOptions",
     "base.options.indexer": "IndexerConfig",
     "base.options.layer": "BalanceConfig CapacityConfig MoEConfig MoEOverrides",
     "base.options.memory": "MemoryOptions StashOptions",
     "base.options.precision": "register_precision",
     "moe.assignment": "register_assignment",
-    "moe.backends": "ExpertBackend register_expert_backend",
+    "moe.backends": "register_expert_backend",
     "moe.dispatch.exchange": "ExchangeError",
     "moe.expert_layout": "ExpertLayout",
     "moe.layer": "LayerLayout MoELayer",
-    "moe.metrics": "MoEMetrics",
     "moe.order": "place_experts reorder_experts",
     "moe.placement": "register_dispatcher",
     "moe.records": "Dispatcher ExpertInput Routing",
@@ -30,8 +29,7 @@ _NAMES = {
     "parallel.mesh": "Meshes ParallelConfig build_meshes",
     "parallel.pipeline.schedule": "PipelineConfig",
     "parallel.pipeline.transport": "PipelineError",
-    "parallel.model.request": "LossConvention",
-    "parallel.model.clip": "GradientNorm clip_grad_norm_",
+    "parallel.model.clip": "clip_grad_norm_",
     "parallel.fsdp.plan": "ShardPlan",
     "parallelize": "parallelize_moe plan_sharding",
     "planning.explain": "explain",
@@ -43,7 +41,6 @@ if TYPE_CHECKING:
     from moecore.base.options.context import ContextOptions as ContextOptions
     from moecore.base.options.dense import DenseOptions as DenseOptions
     from moecore.base.options.dispatch import CloneOptions as CloneOptions
-    from moecore.base.options.dispatch import DispatcherName as DispatcherName
     from moecore.base.options.dispatch import DispatchOptions as DispatchOptions
     from moecore.base.options.dispatch import NVLinkOptions as NVLinkOptions
     from moecore.base.options.fsdp import FSDPOptions as FSDPOptions
@@ -56,13 +53,11 @@ if TYPE_CHECKING:
     from moecore.base.options.memory import StashOptions as StashOptions
     from moecore.base.options.precision import register_precision as register_precision
     from moecore.moe.assignment import register_assignment as register_assignment
-    from moecore.moe.backends import ExpertBackend as ExpertBackend
     from moecore.moe.backends import register_expert_backend as register_expert_backend
     from moecore.moe.dispatch.exchange import ExchangeError as ExchangeError
     from moecore.moe.expert_layout import ExpertLayout as ExpertLayout
     from moecore.moe.layer import LayerLayout as LayerLayout
     from moecore.moe.layer import MoELayer as MoELayer
-    from moecore.moe.metrics import MoEMetrics as MoEMetrics
     from moecore.moe.order import place_experts as place_experts
     from moecore.moe.order import reorder_experts as reorder_experts
     from moecore.moe.placement import register_dispatcher as register_dispatcher
@@ -73,12 +68,10 @@ if TYPE_CHECKING:
     from moecore.parallel.mesh import Meshes as Meshes
     from moecore.parallel.mesh import ParallelConfig as ParallelConfig
     from moecore.parallel.mesh import build_meshes as build_meshes
-    from moecore.parallel.model.clip import GradientNorm as GradientNorm
     from moecore.parallel.model.clip import clip_grad_norm_ as clip_grad_norm_
     from moecore.parallel.model.family import ContextParallelModel as ContextParallelModel
     from moecore.parallel.model.family import DynamicContextModel as DynamicContextModel
     from moecore.parallel.model.family import TensorParallelModel as TensorParallelModel
-    from moecore.parallel.model.request import LossConvention as LossConvention
     from moecore.parallel.pipeline.schedule import PipelineConfig as PipelineConfig
     from moecore.parallel.pipeline.transport import PipelineError as PipelineError
     from moecore.parallelize import parallelize_moe as parallelize_moe

@@ -78,10 +78,10 @@ from moecore.planning import (
     SearchRequest,
     TrainingRun,
     TransformersModel,
-    Work,
 )
 from moecore.planning.costs import Exposed, Point
 from moecore.planning.gpus import GPUS
+from moecore.planning.record import Work
 from moecore.recipes.corpora import SourceOptions
 from moecore.recipes.decoder_config import RotaryOptions
 from moecore.recipes.generate import SampleOptions

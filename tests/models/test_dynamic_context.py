@@ -33,7 +33,8 @@ from moecore import (
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.layer import MoELayer
-from moecore.packing import DocumentGroup, DocumentSchedule, PackedCollator, schedule_documents
+from moecore.packing import PackedCollator, schedule_documents
+from moecore.packing.schedule import DocumentGroup, DocumentSchedule
 from moecore.rl import RouterReplay
 from moecore.train import QKClip
 from tests.helpers.grids import asked_for, beside

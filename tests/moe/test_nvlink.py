@@ -39,7 +39,7 @@ from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.dispatch.peer_memory import find_problem
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Routing
-from moecore.parallel import ShardPlan
+from moecore.parallel.fsdp.plan import ShardPlan
 from moecore.parallel.model import phases
 from moecore.parallel.model.parallel_state import get_capacity, parallel_state
 from moecore.parallel.model.phases import choose_dispatcher

@@ -19,13 +19,12 @@ from benchmarks.packing_baselines import FAR, NEAR, balanced_time, lengths_of, s
 
 from moecore.packing import (
     DocumentCost,
-    DocumentSchedule,
     MeasuredCost,
     PackedCollator,
     schedule_documents,
-    serpentine,
     split_batch,
 )
+from moecore.packing.schedule import DocumentSchedule, serpentine
 
 K = 1024
 SQUARES = DocumentCost(quadratic=1.0, linear=0.0, exchange=0.0, fixed=0.0)  # L^2 / cp

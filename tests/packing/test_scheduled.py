@@ -32,11 +32,10 @@ from moecore.packing import (
     CorpusSource,
     PackedBatch,
     PackedCollator,
-    ScheduledBatch,
     ScheduledCollator,
     ScheduledLoader,
 )
-from moecore.packing.corpus.scheduled_batch import DECODER, TRANSFORMERS
+from moecore.packing.corpus.scheduled_batch import DECODER, TRANSFORMERS, ScheduledBatch
 from moecore.parallel.pipeline.stages import get_loss
 from tests.families.transformers.hf_models import random_model
 from tests.helpers.ranks import run_ranks

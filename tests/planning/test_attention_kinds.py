@@ -28,7 +28,6 @@ from moecore.models import (
 from moecore.parallel.fsdp.units import find_blocks
 from moecore.planning import (
     CostTable,
-    Folding,
     SearchRequest,
     TrainingRun,
     dry_run,
@@ -38,6 +37,7 @@ from moecore.planning import (
     time_step,
 )
 from moecore.planning.estimate import count_saved_bytes_of_run
+from moecore.planning.layouts import Folding
 from moecore.planning.search import find_refusal
 from moecore.planning.segments import SmallRun
 from moecore.train.memory.saved_bytes import count_saved_bytes

@@ -23,9 +23,10 @@ from torch.nn.functional import grouped_mm
 
 from moecore.cli import main
 from moecore.models import preset
-from moecore.planning import CostTable, TrainingRun, Work, dry_run, fake_world, measure
+from moecore.planning import CostTable, TrainingRun, dry_run, fake_world, measure
 from moecore.planning.costs import KINDS, Point
 from moecore.planning.gpus import GPUS
+from moecore.planning.record import Work
 
 H200 = CostTable.of("h200-141")
 TINY = measure.Sizes(

@@ -31,7 +31,6 @@ from moecore.moe.dispatch.exchange import COPY, REDUCE, SPREAD
 from moecore.moe.placement import balanced_tokens
 from moecore.planning import (
     CostTable,
-    DryRun,
     OptimizerOptions,
     TrainingRun,
     dry_run,
@@ -40,6 +39,7 @@ from moecore.planning import (
     plan_time,
     time_step,
 )
+from moecore.planning.dry_run import DryRun
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 GIB = 2**30

@@ -16,7 +16,8 @@ import torch
 from moecore import FSDPOptions, ParallelConfig
 from moecore.models import preset
 from moecore.parallel.pipeline.schedule import PipelineConfig
-from moecore.planning import OptimizerOptions, RankMemory, TrainingRun, plan_memory
+from moecore.planning import OptimizerOptions, TrainingRun, plan_memory
+from moecore.planning.memory import RankMemory
 from moecore.planning.run import count_state_bytes, list_rank_bytes
 
 CONFIG = preset("deepseek-v3")

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from benchmarks.bench_plan import CASES
 
-from moecore.planning import CostTable, TimePlan, dry_run, plan_peak, plan_time
+from moecore.planning import CostTable, dry_run, plan_peak, plan_time
 from moecore.planning.segments import SmallRun
+from moecore.planning.times import TimePlan
 
 PLANNING = Path(__file__).parents[2] / "benchmarks" / "results" / "planning"
 GONE = (

@@ -15,7 +15,7 @@ import torch
 
 from moecore import ParallelConfig, build_meshes
 from moecore.cli import main
-from moecore.planning import fake_world, report_trace
+from moecore.planning import fake_world
 from moecore.planning.option_sets import OPTIONS, Option
 from moecore.planning.report import (
     CATEGORIES,
@@ -26,6 +26,7 @@ from moecore.planning.report import (
     Trace,
     classify_kernel,
     make_report,
+    report_trace,
 )
 
 DOCS = Path(__file__).parents[2] / "docs"

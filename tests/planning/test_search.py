@@ -20,13 +20,9 @@ from moecore.cli import main
 from moecore.models import PRESETS, num_params, preset
 from moecore.planning import (
     CostTable,
-    Folding,
     OptimizerOptions,
     SearchRequest,
-    SearchResult,
     TrainingRun,
-    call_of,
-    explain_folding,
     fake_world,
     plan_peak,
     plan_time,
@@ -39,6 +35,7 @@ from moecore.planning.flags import PlanConfig, parse_run
 from moecore.planning.gpus import GPUS
 from moecore.planning.layouts import (
     BATCH_SIZES,
+    Folding,
     count_data_ranks,
     enumerate_layouts,
     find_refusal,
@@ -47,13 +44,15 @@ from moecore.planning.layouts import (
     make_run,
 )
 from moecore.planning.option_sets import TWICE
-from moecore.planning.recipe import format_flags
+from moecore.planning.recipe import call_of, format_flags
 from moecore.planning.run import MAX_IN_FLIGHT, MAX_LAYERS, MAX_STAGES, list_stages
 from moecore.planning.search import (
     MAX_DIVISORS,
     Fitting,
+    SearchResult,
     _list_changes,
     describe_outcome,
+    explain_folding,
     plan_fitting_layout,
     plan_layout,
     plan_options,

@@ -24,7 +24,6 @@ from moecore.models import tp_products
 from moecore.models.tp_products import workspace_bytes
 from moecore.planning import (
     CostTable,
-    DryRun,
     SearchRequest,
     TrainingRun,
     dry_run,
@@ -34,6 +33,7 @@ from moecore.planning import (
     time_step,
 )
 from moecore.planning.commands import _rows, _slices
+from moecore.planning.dry_run import DryRun
 from moecore.planning.estimate import Estimate
 from moecore.planning.gpus import count_peers
 from moecore.planning.layouts import Folding, list_option_sets

@@ -26,11 +26,9 @@ from moecore.models import flops_per_token
 from moecore.parallel.fsdp.units import find_blocks
 from moecore.parallel.pipeline.stages import get_loss
 from moecore.planning import (
-    Folding,
     SearchRequest,
     TrainingRun,
     TransformersModel,
-    call_of,
     dry_run,
     fake_world,
     plan_memory,
@@ -38,6 +36,8 @@ from moecore.planning import (
 )
 from moecore.planning import transformers as planned_transformers
 from moecore.planning.estimate import count_saved_bytes_of_run
+from moecore.planning.layouts import Folding
+from moecore.planning.recipe import call_of
 from moecore.planning.run import count_resident_bytes, list_rank_bytes
 from moecore.planning.search import find_refusal
 from moecore.planning.segments import SmallRun

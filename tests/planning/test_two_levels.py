@@ -15,9 +15,10 @@ from moecore import NVLinkOptions, ParallelConfig
 from moecore.cli import main
 from moecore.models import preset
 from moecore.moe.dispatch.exchange import COPY, REDUCE, SPREAD
-from moecore.planning import CostTable, TrainingRun, Work, dry_run, plan_memory, plan_time
+from moecore.planning import CostTable, TrainingRun, dry_run, plan_memory, plan_time
 from moecore.planning.gpus import GPUS, find_domain
 from moecore.planning.recipe import call_of, format_flags
+from moecore.planning.record import Work
 
 T, D, E, K = 4096, 7168, 256, 8
 EPS = (8, 16, 32, 64)

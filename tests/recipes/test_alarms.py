@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from moecore.planning import report_trace
+from moecore.planning.report import report_trace
 
 LAYER = "model.layers.0.mlp"
 RUN = (

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moecore.cli import main
-from moecore.io import hf_to_native
+from moecore.io.hf.convert import hf_to_native
 from moecore.recipes import generate, tiny_model
 
 transformers = pytest.importorskip("transformers", minversion="5", reason="the commands use it")

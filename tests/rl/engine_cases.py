@@ -18,16 +18,8 @@ from torch import Tensor, nn
 
 from moecore import BalanceConfig
 from moecore.models import Decoder, DecoderConfig, preset
-from moecore.rl import (
-    DPO,
-    GRPO,
-    GSPO,
-    PPO,
-    Objective,
-    OwnObjective,
-    Rollouts,
-    RouterReplay,
-)
+from moecore.rl import DPO, GRPO, GSPO, PPO, OwnObjective, Rollouts, RouterReplay
+from moecore.rl.objectives import Objective
 from tests.rl.replay_cases import randomize
 
 VOCABULARY = 128

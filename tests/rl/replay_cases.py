@@ -19,7 +19,8 @@ from moecore import BalanceConfig, MoELayer
 from moecore.base.options.layer import CapacityConfig
 from moecore.models import Decoder, DecoderConfig, preset
 from moecore.models.block import Block
-from moecore.rl import Choices, RouterReplay
+from moecore.rl import RouterReplay
+from moecore.rl.choices import Choices
 
 Mode = Literal["none", "non-reentrant", "reentrant"]
 MODES: tuple[Mode, ...] = ("none", "non-reentrant", "reentrant")

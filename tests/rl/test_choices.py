@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from moecore import MoEConfig
 from moecore.moe.routed import RoutedExperts
-from moecore.rl import Choices, RouterReplay, choices_from_tensors, choices_to_tensors
+from moecore.rl import RouterReplay, choices_from_tensors, choices_to_tensors
+from moecore.rl.choices import Choices
 from tests.moe.moe_cases import make_layer
 from tests.rl.replay_cases import CONFIGS, batches, layers_of, make_model, randomize
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moecore.rl import DPO, GRPO, GSPO, PPO, Objective, Rollouts
-from moecore.rl.objectives import MAX_LOG_RATIO
+from moecore.rl import DPO, GRPO, GSPO, PPO, Rollouts
+from moecore.rl.objectives import MAX_LOG_RATIO, Objective
 
 LOG_P, LOW, HIGH, KL_COEF, BETA = -0.5, 0.2, 0.3, 0.1, 0.5
 LOG_RATIOS = [0.0, *(s * x for x in (1e-3, 1.0, 50.0, 120.0, 1e4) for s in (1, -1)), math.inf]

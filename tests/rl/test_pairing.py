@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from moecore import MoELayer
-from moecore.rl import Choices, RouterReplay
+from moecore.rl import RouterReplay
+from moecore.rl.choices import Choices
 from tests.moe.moe_cases import BASE, make_layer
 from tests.rl.replay_cases import (
     CONFIGS,

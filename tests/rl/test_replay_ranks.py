@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from moecore import Meshes, ParallelConfig, build_meshes, parallelize_moe
 from moecore.base.torch_private import get_local_tensor
-from moecore.rl import Choices, RouterReplay
+from moecore.rl import RouterReplay
+from moecore.rl.choices import Choices
 from tests.helpers.grids import asked_for, beside
 from tests.helpers.ranks import run_ranks
 from tests.helpers.whole import gather_whole

@@ -3,6 +3,5 @@
 from moecore.families.adopt import adopt, adopt_experts
 from moecore.families.transformers.attention import use_causal_attention
 from moecore.moe.routed import RoutedExperts
-from moecore.parallel.model.family import Adapter
 
-__all__ = ["Adapter", "RoutedExperts", "adopt", "adopt_experts", "use_causal_attention"]
+__all__ = ["RoutedExperts", "adopt", "adopt_experts", "use_causal_attention"]

@@ -9,46 +9,36 @@ from moecore.base.lazy_names import make_lazy_getattr
 
 _NAMES = {
     "checkpoint.directory": "latest prune set_latest",
-    "checkpoint.manifest": "Manifest read_manifest",
+    "checkpoint.manifest": "read_manifest",
     "checkpoint.saver": "Saver",
     "checkpoint.store": "load save verify",
     "hf.config": "decoder_config_from_hf",
-    "hf.convert": "hf_to_native native_to_hf",
     "hf.export": "export_hf",
-    "hf.buckets": "WeightBucket",
-    "hf.changes": "WeightsVersion",
-    "hf.stream": "WeightStream stream_weights",
+    "hf.stream": "stream_weights",
     "hf.transfer": "open_bucket receive_weights send_weights share_bucket",
-    "hf.load": "LoadReport init_hf load_hf",
+    "hf.load": "init_hf load_hf",
     "hf.lora": "init_adapters load_adapters merge_adapters save_adapters",
     "interchange.convert": "dcp_to_native native_to_dcp",
     "upcycle.models": "MLPNames upcycle_config upcycle_decoder upcycle_modules upcycle_state_dict",
-    "upcycle.upcycle": "UpcycleOptions upcycle_mlp",
+    "upcycle.upcycle": "UpcycleOptions",
 }
 if TYPE_CHECKING:
     from moecore.io.checkpoint.directory import latest as latest
     from moecore.io.checkpoint.directory import prune as prune
     from moecore.io.checkpoint.directory import set_latest as set_latest
-    from moecore.io.checkpoint.manifest import Manifest as Manifest
     from moecore.io.checkpoint.manifest import read_manifest as read_manifest
     from moecore.io.checkpoint.saver import Saver as Saver
     from moecore.io.checkpoint.store import load as load
     from moecore.io.checkpoint.store import save as save
     from moecore.io.checkpoint.store import verify as verify
-    from moecore.io.hf.buckets import WeightBucket as WeightBucket
-    from moecore.io.hf.changes import WeightsVersion as WeightsVersion
     from moecore.io.hf.config import decoder_config_from_hf as decoder_config_from_hf
-    from moecore.io.hf.convert import hf_to_native as hf_to_native
-    from moecore.io.hf.convert import native_to_hf as native_to_hf
     from moecore.io.hf.export import export_hf as export_hf
-    from moecore.io.hf.load import LoadReport as LoadReport
     from moecore.io.hf.load import init_hf as init_hf
     from moecore.io.hf.load import load_hf as load_hf
     from moecore.io.hf.lora import init_adapters as init_adapters
     from moecore.io.hf.lora import load_adapters as load_adapters
     from moecore.io.hf.lora import merge_adapters as merge_adapters
     from moecore.io.hf.lora import save_adapters as save_adapters
-    from moecore.io.hf.stream import WeightStream as WeightStream
     from moecore.io.hf.stream import stream_weights as stream_weights
     from moecore.io.hf.transfer import open_bucket as open_bucket
     from moecore.io.hf.transfer import receive_weights as receive_weights
@@ -62,7 +52,6 @@ if TYPE_CHECKING:
     from moecore.io.upcycle.models import upcycle_modules as upcycle_modules
     from moecore.io.upcycle.models import upcycle_state_dict as upcycle_state_dict
     from moecore.io.upcycle.upcycle import UpcycleOptions as UpcycleOptions
-    from moecore.io.upcycle.upcycle import upcycle_mlp as upcycle_mlp
 else:  # type checkers would take any name for granted
     __all__ = [name for names in _NAMES.values() for name in names.split()]
     __getattr__ = make_lazy_getattr(__name__, _NAMES)

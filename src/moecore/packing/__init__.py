@@ -3,7 +3,7 @@
 docs/sequences.md describes each public name, and docs/pretraining.md describes corpora.
 """
 
-from moecore.packing.bins import Bins, PackedBatchSampler, pack_documents, pack_lengths
+from moecore.packing.bins import PackedBatchSampler, pack_documents, pack_lengths
 from moecore.packing.collate import (
     PackedBatch,
     PackedCollator,
@@ -16,31 +16,23 @@ from moecore.packing.corpus.documents import CorpusError, CorpusOptions, CorpusS
 from moecore.packing.corpus.files import JsonLines
 from moecore.packing.corpus.loader import CorpusLoader
 from moecore.packing.corpus.megatron import MegatronDocuments
-from moecore.packing.corpus.scheduled_batch import (
-    ScheduledBatch,
-    ScheduledCollator,
-    ScheduledLoader,
-)
+from moecore.packing.corpus.scheduled_batch import ScheduledCollator, ScheduledLoader
 from moecore.packing.documents import CutDocuments, DocumentCost, MeasuredCost
-from moecore.packing.schedule import DocumentGroup, DocumentSchedule, schedule_documents, serpentine
+from moecore.packing.schedule import schedule_documents
 
 __all__ = [
-    "Bins",
     "CorpusError",
     "CorpusLoader",
     "CorpusOptions",
     "CorpusSource",
     "CutDocuments",
     "DocumentCost",
-    "DocumentGroup",
-    "DocumentSchedule",
     "JsonLines",
     "MeasuredCost",
     "MegatronDocuments",
     "PackedBatch",
     "PackedBatchSampler",
     "PackedCollator",
-    "ScheduledBatch",
     "ScheduledCollator",
     "ScheduledLoader",
     "indices_of",
@@ -49,6 +41,5 @@ __all__ = [
     "pack_lengths",
     "padded_lengths",
     "schedule_documents",
-    "serpentine",
     "split_batch",
 ]  # fmt: skip

@@ -20,10 +20,10 @@ from moecore.packing import (
     JsonLines,
     MegatronDocuments,
     PackedBatch,
-    ScheduledBatch,
     ScheduledLoader,
 )
 from moecore.packing.corpus.documents import describe_location
+from moecore.packing.corpus.scheduled_batch import ScheduledBatch
 from moecore.recipes.chat import Borders, borders_of
 from moecore.recipes.data import BatchShape, StepBatch, Steps, standard_library, with_borders
 from moecore.recipes.files import (

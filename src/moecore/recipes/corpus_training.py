@@ -18,7 +18,7 @@ from moecore.base.progress import track
 from moecore.io import export_hf
 from moecore.models import Decoder
 from moecore.moe.layer import MoELayer
-from moecore.packing import ScheduledBatch
+from moecore.packing.corpus.scheduled_batch import ScheduledBatch
 from moecore.recipes.corpora import CorpusSteps, Tokenizer
 from moecore.recipes.data import Graphed, RandomSteps, StepBatch, Steps, pad_borders, to_device
 from moecore.recipes.decoder_config import export_config

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from moecore.base.progress import track
-from moecore.packing import PackedBatchSampler, ScheduledBatch, ScheduledCollator
+from moecore.packing import PackedBatchSampler, ScheduledCollator
+from moecore.packing.corpus.scheduled_batch import ScheduledBatch
 from moecore.recipes import chat
 from moecore.recipes.chat import Example
 from moecore.recipes.data import BatchShape, PackedSteps, Steps, generator_of

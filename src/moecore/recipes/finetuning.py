@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moecore.base.progress import track
 from moecore.models import DecoderConfig
-from moecore.packing import ScheduledBatch
+from moecore.packing.corpus.scheduled_batch import ScheduledBatch
 from moecore.recipes.data import Graphed, StepBatch, Steps, to_device
 from moecore.recipes.examples import Examples
 from moecore.recipes.hf_model import (

@@ -24,10 +24,11 @@ from moecore.base.fields import (
     quote,
 )
 from moecore.base.progress import show_progress, track
-from moecore.io import latest, native_to_hf
+from moecore.io import latest
 from moecore.io.checkpoint.directory import find_root
 from moecore.io.checkpoint.manifest import MANIFEST
 from moecore.io.checkpoint.ranks import is_first_rank
+from moecore.io.hf.convert import native_to_hf
 from moecore.models import Decoder, DecoderConfig
 from moecore.recipes.corpora import BYTES, SourceOptions, Tokenizer, read_source
 from moecore.recipes.files import find_config

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from moecore.base.fields import CheckedRecord, Count, Positive
 from moecore.base.progress import track
-from moecore.io import WeightStream
+from moecore.io.hf.stream import WeightStream
 from moecore.packing import PackedBatchSampler
 from moecore.packing.corpus.files import shorten_text
 from moecore.recipes.chat import is_chat

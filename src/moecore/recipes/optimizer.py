@@ -12,8 +12,9 @@ from torch import nn
 from moecore.base.fields import Bound, CheckedRecord, Count, Positive, PositiveOrZero, Rules, quote
 from moecore.base.options.names import MomentDtype
 from moecore.recipes.schedule import Share
-from moecore.train import AdamW, Muon, StateOffload, WidthRates, assign_matrices
+from moecore.train import AdamW, Muon, StateOffload, assign_matrices
 from moecore.train.optim.matrices import BIAS, EMBEDDING, ROUTER, VECTOR
+from moecore.train.optim.width import WidthRates
 
 Decay = Annotated[float, Bound(">=", 0), Bound("<", 1)]
 NOT_DECAYED = (VECTOR, BIAS, EMBEDDING)  # kinds of parameters

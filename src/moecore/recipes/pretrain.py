@@ -60,7 +60,7 @@ from moecore.recipes.options import ShardedConfig, moe_of, parallelize
 from moecore.recipes.parser import parse
 from moecore.recipes.report import make_run_dir
 from moecore.recipes.schedule import BatchRamp, LearningRateSchedule, plan_stages
-from moecore.train import WidthRates, width_rates
+from moecore.train.optim.width import WidthRates, width_rates
 
 FIELDS_OF_RUN = "row_tokens", "multiple", "vocab_size", "seed"  # of [corpus], which the run sets
 

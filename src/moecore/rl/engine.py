@@ -44,7 +44,7 @@ from moecore.train.memory.training_offload import PartOrAll, TrainingOffload
 from moecore.train.step import TrainStep
 
 if TYPE_CHECKING:
-    from moecore.io import WeightStream
+    from moecore.io.hf.stream import WeightStream
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,28 +1,24 @@
 """Training steps, optimizers, activation memory, CUDA graphs and compiled regions."""
 
 from moecore.train.graphs.forward_backward import GraphedForwardBackward
-from moecore.train.graphs.regions import compile_blocks
 from moecore.train.memory.training_offload import TrainingOffload
 from moecore.train.optim.adamw import AdamW
 from moecore.train.optim.host_step import HostAdamW
-from moecore.train.optim.matrices import MatrixAssignment, MatrixCut, assign_matrices
+from moecore.train.optim.matrices import MatrixCut, assign_matrices
 from moecore.train.optim.muon import Muon
 from moecore.train.optim.qk_clip import QKClip
 from moecore.train.optim.state_offload import StateOffload
-from moecore.train.optim.width import WidthRates, width_rates
+from moecore.train.optim.width import width_rates
 
 __all__ = [
     "AdamW",
     "GraphedForwardBackward",
     "HostAdamW",
-    "MatrixAssignment",
     "MatrixCut",
     "Muon",
     "QKClip",
     "StateOffload",
     "TrainingOffload",
-    "WidthRates",
     "assign_matrices",
-    "compile_blocks",
     "width_rates",
 ]  # fmt: skip

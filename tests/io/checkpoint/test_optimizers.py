@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, MultiStepLR
 
-from moecore.io import Saver, export_hf, load, native_to_hf, read_manifest, save, verify
+from moecore.io import Saver, export_hf, load, read_manifest, save, verify
 from moecore.io.checkpoint.manifest import MANIFEST
+from moecore.io.hf.convert import native_to_hf
 from moecore.models import Decoder, preset
 from tests.io.checkpoint.fuzz import write_signed
 from tests.io.hf.dirs import assert_same_directory

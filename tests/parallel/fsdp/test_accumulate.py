@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moecore import FSDPOptions, MoEConfig, ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.models import Decoder, DecoderConfig
-from moecore.parallel import rank_bytes
+from moecore.parallel.fsdp.size import rank_bytes
 from moecore.parallel.model.clip import clip_grad_norm_
 from moecore.parallel.model.parallel_state import moe_state, parallel_state
 from moecore.train.rerun import drop_step

@@ -37,8 +37,8 @@ from moecore.kernels.rows.quantised import quantise_weights
 from moecore.kernels.rows.shard_blocks import as_matrices, as_operand
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.param_reader import gathered_blocks
-from moecore.parallel import rank_bytes
 from moecore.parallel.fsdp.formats import BlockFormat
+from moecore.parallel.fsdp.size import rank_bytes
 from moecore.parallel.fsdp.transport import PackedTransport
 from moecore.parallel.fsdp.unit import Unit
 from moecore.precision.linear import Fp8Products

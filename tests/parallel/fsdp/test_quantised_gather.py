@@ -32,8 +32,8 @@ from moecore.kernels.rows.microscaling import pack_e2m1, unpack_e2m1
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.amax_history import AmaxHistory
 from moecore.moe.low_rank import LowRank
-from moecore.parallel import rank_bytes
 from moecore.parallel.fsdp.formats import MatrixFormat, QuantisedFormat
+from moecore.parallel.fsdp.size import rank_bytes
 from moecore.parallel.fsdp.transport import PackedTransport
 from moecore.parallel.fsdp.unit import Unit
 from moecore.train import AdamW

@@ -28,8 +28,8 @@ from moecore import (
 )
 from moecore.base.options.precision import Precision, Recipe
 from moecore.models import Decoder, DecoderConfig, num_params, preset
-from moecore.parallel import rank_bytes
 from moecore.parallel.fsdp.plan import DATA_AXES, ParamPlan, UnitPlan, make_flat_layouts
+from moecore.parallel.fsdp.size import rank_bytes
 
 pytestmark = pytest.mark.usefixtures("no_group_left")
 BF16 = FSDPOptions(param_dtype=torch.bfloat16)

@@ -25,8 +25,7 @@ from moecore import (
 )
 from moecore.base.saved_tensors import use_packer
 from moecore.models import Decoder, DecoderConfig, preset
-from moecore.train import compile_blocks
-from moecore.train.graphs.regions import _can_replay
+from moecore.train.graphs.regions import _can_replay, compile_blocks
 from tests.helpers.parts import on_parts
 from tests.helpers.ranks import run_ranks
 

@@ -14,7 +14,8 @@ from moecore.models import Decoder, preset
 from moecore.moe.experts import Experts
 from moecore.moe.shared import SharedExpert
 from moecore.parallel.model.clip import step_clipped
-from moecore.train import MatrixAssignment, MatrixCut, Muon, assign_matrices
+from moecore.train import MatrixCut, Muon, assign_matrices
+from moecore.train.optim.matrices import MatrixAssignment
 from moecore.train.optim.muon import orthogonalize, orthogonalize_all
 
 STEPS = 3

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.io import load, save
 from moecore.models import Decoder, DecoderConfig, at_width, preset
-from moecore.train import AdamW, Muon, WidthRates, assign_matrices, width_rates
+from moecore.train import AdamW, Muon, assign_matrices, width_rates
+from moecore.train.optim.width import WidthRates
 
 MOE = replace(
     preset("tiny").moe, dim=64, hidden_dim=32, num_experts=8, top_k=2, shared_hidden_dim=32

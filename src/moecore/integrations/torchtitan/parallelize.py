@@ -32,7 +32,7 @@ from moecore.moe.shortage import Holder
 from moecore.parallel.mesh import Meshes, ParallelConfig, build_meshes
 from moecore.parallel.model.parallel_state import get_capacity, moe_state
 from moecore.parallelize import parallelize_moe
-from moecore.train import compile_blocks
+from moecore.train.graphs.regions import compile_blocks
 
 OPTIONS = "moecore_options"  # attribute of a model: the job's `MoECore`, for its optimizers
 TOKENS = "tokens"  # the keyword under which a model gets whole rows under cp

@@ -95,7 +95,7 @@ def experts_forward(
     )
     is_local_TK = (ids_TK >= 0) & (ids_TK < weights.w2_eDF.shape[0])
     weights_TK1 = top_k_weights.masked_fill(~is_local_TK, 0).unsqueeze(-1)
-    y_TD = (y_ND.unflatten(0, (-1, K)) * weights_TK1).sum(1)
+    y_TD: Tensor = (y_ND.unflatten(0, (-1, K)) * weights_TK1).sum(1)
     return y_TD.to(hidden_states.dtype)
 
 

@@ -20,7 +20,8 @@ from transformers import Trainer
 
 from moecore.base.rank_checks import find_difference
 from moecore.families.family import TransformersFamily
-from moecore.packing import ScheduledBatch, ScheduledCollator
+from moecore.packing import ScheduledCollator
+from moecore.packing.corpus.scheduled_batch import ScheduledBatch
 from moecore.parallel.model.parallel_state import get_request
 from moecore.parallel.pipeline.stages import get_loss
 from moecore.train.step import TrainStep

@@ -63,7 +63,7 @@ from moecore.io import Saver, export_hf, load, save_adapters
 from moecore.io.checkpoint.directory import CHECKPOINTS, make_step_path
 from moecore.io.checkpoint.ranks import on_first_rank
 from moecore.io.hf.lora import find_unmerged
-from moecore.packing import ScheduledBatch
+from moecore.packing.corpus.scheduled_batch import ScheduledBatch
 from moecore.parallel.model.parallel_state import moe_state
 from moecore.parallel.model.parameter_guards import refuse_earlier_optimizer
 from moecore.train.loss_scale import DynamicLossScale, is_fp16
