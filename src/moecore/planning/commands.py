@@ -103,7 +103,7 @@ def _explain(args: PlanConfig, folding: str) -> int:
     if args.json:
         summary = {"gpu": format_gpu_name(args), "limit": request.limit}
         summary |= {"fits": fitting is not None, "text": text}
-        print(json.dumps(summary | (layout.to_dict() if fitting is None else _row(fitting))))
+        print(json.dumps(summary | (layout._asdict() if fitting is None else _row(fitting))))
     elif args.call and fitting is not None:
         print(call_of(fitting.run))
     else:
@@ -173,7 +173,7 @@ def _search(args: Any) -> int:
 
 def _row(candidate: Fitting) -> dict[str, Any]:
     run = candidate.run
-    return candidate.layout.to_dict() | {
+    return candidate.layout._asdict() | {
         "schedule": None if run.pipeline is None else run.pipeline.schedule,
         "num_micro_batches": run.num_micro_batches,
         "levers": candidate.flags,

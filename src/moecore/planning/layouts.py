@@ -143,11 +143,7 @@ class Folding(NamedTuple):
     batch_size: int = 1
 
     def __str__(self) -> str:
-        return " ".join(f"{k}={v}" for k, v in self.to_dict().items() if v > 1) or "data alone"
-
-    def to_dict(self) -> dict[str, int]:
-        """Return the degrees and sizes by name."""
-        return self._asdict()
+        return " ".join(f"{k}={v}" for k, v in self._asdict().items() if v > 1) or "data alone"
 
 
 class Refusal(NamedTuple):

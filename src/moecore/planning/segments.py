@@ -216,6 +216,9 @@ class Segments:
         return {}
 
 
+_run_dry_cached = lru_cache(maxsize=64)(record_step)
+
+
 class SmallRun(NamedTuple):
     """A run of sampled layers, and the sample of each layer of the complete run."""
 
@@ -264,11 +267,6 @@ def make_segments(run: TrainingRun) -> Segments:
         for work in (queued.work,)
     )
     return replace(segments, queued=[*segments.queued[:first], *end])
-
-
-@lru_cache(maxsize=64)
-def _run_dry_cached(run: TrainingRun) -> DryRun:
-    return record_step(run)
 
 
 def map_micro_batches(number: int, num_recorded: int) -> list[int]:
