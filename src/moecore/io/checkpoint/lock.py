@@ -52,11 +52,7 @@ class RunLock:
         self._end: weakref.finalize[..., RunLock] | None = None  # runs once, at exit at the latest
 
     def acquire(self) -> None:
-        """Create the lock directory, or check that this object still owns it.
-
-        Raises:
-            OSError: if another live job owns the lock; the message names that job.
-        """
+        """Create the lock, or check that this object has it; OSError names another live owner."""
         if self._end is not None:
             if not _owner_has_text(self.root, self._text):
                 raise OSError(

@@ -164,10 +164,7 @@ def dequantize_fp8(
 
 
 def dequantize_mxfp4(blocks_ogb: Tensor, scales_og: Tensor) -> Tensor:
-    """Return bf16 [..., G * 32] from uint8 values [..., G, 16] and scales [..., G].
-
-    Each value is an E2M1 number times 2^(scale - 127).
-    """
+    """Return bf16 [..., G * 32]: E2M1 values uint8 [..., G, 16] times 2^(scales [..., G] - 127)."""
     # It is exact, or inf. Example: byte 0x91 holds 0.5 (low half, 1) and then -0.5 (high half, 9).
     positive = torch.tensor(FP4_VALUES, dtype=torch.bfloat16)
     values = torch.cat((positive, -positive))

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -157,13 +156,17 @@ class TrainingOffload:
 
     def _register_guards(self) -> None:
         """Register hooks that raise in forward and optimizer steps while parts are offloaded."""
-        everything, read_by_forward = frozenset(PARTS), frozenset({"weights", "buffers"})
-        refuse = partial(self._refuse, "forward", read_by_forward)
-        self._guards.append(self._model.register_forward_pre_hook(refuse, prepend=True))
-        refuse = partial(self._refuse, "optimizer.step()", everything)
-        self._guards += [o.register_step_pre_hook(refuse) for o in self._optimizers]
 
-    def _refuse(self, verb: str, required_parts: frozenset[str], *_: Any) -> None:
+        def refuse_forward(*_: Any) -> None:
+            self._refuse("forward", frozenset({"weights", "buffers"}))
+
+        def refuse_step(*_: Any) -> None:
+            self._refuse("optimizer.step()", frozenset(PARTS))
+
+        self._guards.append(self._model.register_forward_pre_hook(refuse_forward, prepend=True))
+        self._guards += [o.register_step_pre_hook(refuse_step) for o in self._optimizers]
+
+    def _refuse(self, verb: str, required_parts: frozenset[str]) -> None:
         lacks = self.offloaded_parts & required_parts
         if lacks:
             raise ValueError(
