@@ -27,7 +27,7 @@ def test_a_comparison_counts_differences(tmp_path: Path) -> None:
     again = replace(first, name="again")
     losses = [3.0 - i / 8 for i in range(STEPS["tiny"])]
     write(first, losses, {"a": "1", "b": "2", "c": "3"})
-    write(again, [*losses[:4], 2.5 + 2**-52, 1.0], {"a": "1", "b": "4", "c": "5"})
+    write(again, [*losses[:4], 2.5 + 2**-51, 1.0], {"a": "1", "b": "4", "c": "5"})
     row = comparison(again, first)
     assert (row["differing_losses"], row["first_difference"]) == (2, 5)
     assert (row["differing_tensors"], row["tensors"]) == (2, 3)
