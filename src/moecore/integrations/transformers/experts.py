@@ -90,7 +90,7 @@ def experts_forward(
     ids_TK, K = top_k_index, top_k_index.shape[1]
     ones = torch.ones_like(top_k_weights).view(-1, 1)
     rows = x_TD.repeat_interleave(K, dim=0)
-    y_ND = experts.post_expert_norm(
+    y_ND: Tensor = experts.post_expert_norm(
         _compute(rows, ids_TK.view(-1, 1), ones, weights, plan.activation)
     )
     is_local_TK = (ids_TK >= 0) & (ids_TK < weights.w2_eDF.shape[0])
