@@ -84,8 +84,8 @@ def experts_forward(
     plan: ExpertsPlan = getattr(experts, PLAN)
     x_TD, weights = _operands(experts, plan.layout, hidden_states)
     if not getattr(experts, "has_post_expert_norm", False):
-        y_TD = _compute(x_TD, top_k_index, top_k_weights, weights, plan.activation)
-        return y_TD.to(hidden_states.dtype)
+        sum_TD = _compute(x_TD, top_k_index, top_k_weights, weights, plan.activation)
+        return sum_TD.to(hidden_states.dtype)
     # The norm precedes the weights, so each choice is a row, as if it were a token.
     ids_TK, K = top_k_index, top_k_index.shape[1]
     ones = torch.ones_like(top_k_weights).view(-1, 1)
