@@ -53,13 +53,13 @@ from benchmarks.records import append_rows, results_path
 from moecore.base.torch_private import get_local_tensor
 from moecore.models.size import num_params
 from moecore.recipes import finetune, loop, tiny_model, train
+from moecore.recipes.corpus_training import dispatcher_of
 from moecore.recipes.determinism import use_deterministic_algorithms
-from moecore.recipes.finetune_data import FinetuneConfig
+from moecore.recipes.finetune import FinetuneConfig
 from moecore.recipes.launch import launch, leave
-from moecore.recipes.loggers import LoggerOptions
-from moecore.recipes.native import dispatcher_of
+from moecore.recipes.metrics import LoggerOptions
 from moecore.recipes.optimizer import OptimizerConfig
-from moecore.recipes.sharding import Sharding
+from moecore.recipes.options import Sharding
 from moecore.recipes.train import TrainConfig
 
 Row = dict[str, Any]
