@@ -278,7 +278,7 @@ def split_stages(content: Options) -> tuple[dict[str, Any], list[dict[str, Any]]
     if len(set(names)) < len(names) or "" in names:
         raise ValueError(f"stages ({quote(names)}) must have names that differ: rename one")
     for name in ("steps", "tokens"):
-        if name in options:
+        if isinstance(options.get(name), int):  # `tokens` may be "text" or "random"
             raise ValueError(
                 f"{name} ({quote(options[name])}) must be in each of [[stages]]: move it"
             )
