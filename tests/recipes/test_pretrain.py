@@ -190,7 +190,7 @@ ERRORS = {
     "--data a.jsonl,size=2": "must have keys of path, weight, name, field",
     "--data a.jsonl,weight=x": "SourceOptions.weight ('x') must be a",
     "--data a.jsonl,weight=0": "SourceOptions.weight (0.0) must be",
-    "--tokenizer .": "--tokenizer (.) must have a tokenizer: copy tokenizer.json there",
+    "--tokenizer .": "--tokenizer (.) must have a tokenizer: copy tokenizer.json and",
     "--base-width 3": "dim (3) must leave DecoderConfig.num_heads whole, which is 4 with dim 128",
     "--num-layers 0": "--num-layers (0) must be",
     "--vocab-size 200": "--tokenizer (bytes, 256 ids) must have <= vocab_size (200)",

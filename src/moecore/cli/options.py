@@ -1,4 +1,4 @@
-"""The options of the commands that have no package of their own."""
+"""The options of `moecore checkpoint`, `measure`, `doctor` and `report`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class FileSize(int):
 
 @dataclass(frozen=True, kw_only=True)
 class InspectConfig:
-    """Print what a checkpoint holds.
+    """Print the metadata and the tensors of a checkpoint.
 
     Try:
       moecore checkpoint inspect runs/a
@@ -80,7 +80,7 @@ class ConvertConfig:
       moecore checkpoint convert runs/a megatron/release --to megatron --config hf/Qwen3-30B-A3B
 
     Attributes:
-        source: what to read.
+        source: the checkpoint to read.
         target: new directory; for native, a new run.
         config: not from Hugging Face: the model's config.json, or its directory.
         to: default: hf from native, native from all others. megatron = torch_dist, dcp = names of
@@ -153,9 +153,9 @@ class DoctorConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportConfig:
-    """Report where a step's time went on one rank's GPU, and what to try next.
+    """Report where a step's time went on one rank's GPU, and the options to try next.
 
-    The command reads a Chrome trace of torch.profiler. It prints what bounds the step, which
+    The command reads a Chrome trace of torch.profiler. It prints the limit of the step, which
     communication is exposed, why the GPU is idle, and the options that may win most.
 
     example: moecore report trace.json.gz --steps 3

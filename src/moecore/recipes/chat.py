@@ -4,7 +4,7 @@ rows.py reads files and data sets, and makes one of three forms of each row:
 
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
     {"prompt": "...", "completion": "..."}       text as it is, without a chat template; or messages
-    {"text": "..."}                              learned as a whole, in pieces of --seq-len
+    {"text": "..."}                              learned in full, in pieces of --seq-len
 
 Of a chat the assistant's messages are learned. A template that marks them with {% generation %}
 decides itself which tokens these are. Else an answer begins where the prompt of the messages before
@@ -15,7 +15,7 @@ belongs to the prompt if the answer has all of it.
 
 Note "turns that change": some templates render a message otherwise once others follow it, such as
 those that drop the reasoning of earlier turns. A chat whose renderings do not grow in place becomes
-one example per answer, each rendered up to that answer, which alone is learned.
+one example per answer, each rendered up to the only answer that is learned.
 
 Legend: T tokens of an example.
 """

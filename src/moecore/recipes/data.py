@@ -1,4 +1,4 @@
-"""What a step reads: packed rows of documents, or random tokens; and its CUDA graph.
+"""The batches of steps: packed rows of documents, or random tokens; and CUDA graphs of steps.
 
 Legend: n documents, A micro-batches of a step, B rows of one micro-batch, T tokens of a row.
 """
@@ -29,7 +29,7 @@ SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchShape:
-    """What one optimizer step reads, over all data ranks.
+    """The shape of the batch of one optimizer step, over all data ranks.
 
     Attributes:
         data_ranks: ranks with different data.
@@ -63,7 +63,7 @@ def standard_library() -> list[Path]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepBatch:
-    """What one data rank reads in a step, on the CPU.
+    """The batch of one data rank and step, on the CPU.
 
     Attributes:
         tokens_ABT: int64 ids.

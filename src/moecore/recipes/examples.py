@@ -29,7 +29,7 @@ RowEncoder = Callable[[Row, Any, int, DatasetOptions, ColumnNames], Sequence[Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Examples:
-    """What files hold.
+    """The examples of files, and counts of their rows.
 
     Attributes:
         examples: examples of at most seq_len tokens, each with an answer.

@@ -1,4 +1,4 @@
-"""What a rank asks of its host: CPUs beside its GPU, garbage collection between steps, a trace."""
+"""CPU affinity of a rank, garbage collection between steps, and the trace of the profiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step measured, and the loggers of it: TensorBoard, Weights & Biases and MLflow."""
+"""Metrics of a step, and loggers: TensorBoard, Weights & Biases and MLflow."""
 
 from __future__ import annotations
 

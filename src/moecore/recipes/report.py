@@ -1,6 +1,6 @@
-"""What a run shows and leaves behind: a bar, metrics.jsonl, loggers and curves.png.
+"""The bar, metrics.jsonl, loggers, curves.png and alarms of a run.
 
-tqdm, TensorBoard and matplotlib are optional: what is missing is named once and left out. W&B and
+tqdm, TensorBoard and matplotlib are optional: a missing package is named once. W&B and
 MLflow are options.
 """
 
@@ -48,7 +48,7 @@ class Alarms:
 
     loss      it is above the median of the `WINDOW` losses before it by `FACTOR` times their median
               absolute deviation, and the loss before it was not. Neither number moves with a few
-              spikes. Without a reward alone: losses of a policy measure nothing.
+              spikes. Only without a reward: losses of a policy measure nothing.
     experts   no token has chosen them for `IDLE_STEPS` steps; once until one does.
     collapse  over `BLOCK_STEPS` steps the loads of a layer are as uneven as if at most half of its
               experts shared all tokens: 1 / sum(share^2) <= E / 2. Once until no layer is.

@@ -24,14 +24,14 @@ SHAPES: dict[Shape, Callable[[float], float]] = {
 class LearningRateSchedule(CheckedRecord):
     """The learning rate over the steps of a run: linear warm-up, then constant, then decay.
 
-    The rate is a function of the step alone, so a resumed run needs no state of it.
+    The rate is a function of only the step, so a resumed run needs no state of it.
 
     Attributes:
         lr_schedule: "cosine" and "linear" decay from the end of the warm-up to the last step; "wsd"
             (warm-up, stable, decay) decays over the last `decay_steps` steps; "constant" never.
-        warmup_steps: steps of the warm-up; None = `warmup_tokens`, else 5% of the schedule.
+        warmup_steps: steps of the warm-up; None = `warmup_tokens` if set, or 5% of the schedule.
         min_warmup_steps: the fewest steps of a warm-up of 5%, but at most a third of the schedule.
-        warmup_tokens: tokens of the warm-up, rounded up to whole steps.
+        warmup_tokens: tokens of the warm-up, rounded up to full steps.
         schedule_steps: the step at which the decay ends; None = the last step of the run.
         decay_steps: steps of the decay of "wsd"; None = 10% of the schedule.
         decay_shape: the curve of the decay of "wsd".
@@ -91,7 +91,7 @@ class BatchRamp(CheckedRecord):
 
     Attributes:
         ramp_start: rows of the first step over all ranks; None = all steps have all rows.
-        ramp_increment: rows that are added at once: whole micro-batches of all data ranks.
+        ramp_increment: rows that are added at once: full micro-batches of all data ranks.
         ramp_tokens: tokens after which a step has all rows.
     """
 
@@ -278,7 +278,7 @@ def split_stages(content: Options) -> tuple[dict[str, Any], list[dict[str, Any]]
     if len(set(names)) < len(names) or "" in names:
         raise ValueError(f"stages ({quote(names)}) must have names that differ: rename one")
     for name in ("steps", "tokens"):
-        if name in options:
+        if isinstance(options.get(name), int):  # `tokens` may be "text" or "random"
             raise ValueError(
                 f"{name} ({quote(options[name])}) must be in each of [[stages]]: move it"
             )
