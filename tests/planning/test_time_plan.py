@@ -25,7 +25,7 @@ from moecore.planning import (
 )
 from moecore.planning.record import place_launches
 from moecore.planning.segments import Segments, segments_of
-from moecore.planning.times import run_queue
+from moecore.planning.times import simulate_queue
 from tests.helpers.grids import beside
 
 TABLE = CostTable.of("h200-141")
@@ -78,7 +78,7 @@ def test_segments_in_their_own_order_are_the_step() -> None:
     )
     joined = segments.join([*found, segments.end])
     assert [one.queued.work for one in joined] == [one.work for one in step.queued]
-    ours, whole = run_queue(joined, TABLE), run_queue(place_launches(step.queued), TABLE)
+    ours, whole = simulate_queue(joined, TABLE), simulate_queue(place_launches(step.queued), TABLE)
     assert ours.ends == pytest.approx(whole.ends, rel=1e-3)
     levels = list(accumulate((p.net for p in found), initial=segments.resident_bytes))
     tops = (level + p.peak for level, p in zip(levels, [*found, segments.end], strict=True))

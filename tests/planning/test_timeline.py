@@ -6,7 +6,7 @@ import pytest
 
 from moecore.parallel import Action, Overlap, Timeline, make_schedule
 from moecore.parallel.pipeline.orders import Item, list_actions
-from moecore.parallel.pipeline.timeline import spans_of
+from moecore.parallel.pipeline.timeline import compute_spans
 
 SECONDS = {"F": 1.0, "B": 2.0, "D": 1.0, "W": 1.0}
 
@@ -24,7 +24,7 @@ def step(
     name: str, *, pp: int, chunks: int = 1, micro_batches: int, send_seconds: float = 0.0
 ) -> Timeline:
     schedule = make_schedule(name, pp=pp, chunks=chunks, num_micro_batches=micro_batches)  # type: ignore[arg-type]
-    return Timeline(spans=spans_of(schedule, seconds_of, send_seconds))
+    return Timeline(spans=compute_spans(schedule, seconds_of, send_seconds))
 
 
 @pytest.mark.parametrize(("pp", "micro_batches"), [(1, 3), (2, 2), (4, 8), (8, 32), (3, 7)])
@@ -67,7 +67,7 @@ def test_two_ranks_by_hand() -> None:
 def test_each_action_has_its_own_time() -> None:
     schedule = make_schedule("1f1b", pp=1, chunks=1, num_micro_batches=3)
     seconds = lambda item: 1.0 + list_actions(item)[0].micro_batch  # noqa: E731
-    timeline = Timeline(spans=spans_of(schedule, seconds, 0.0))
+    timeline = Timeline(spans=compute_spans(schedule, seconds, 0.0))
     assert timeline.makespan == 2 * (1 + 2 + 3)
 
 
@@ -80,5 +80,5 @@ def test_a_pair_takes_what_it_is_said_to_take() -> None:
         return 2.5 if isinstance(item, Overlap) else seconds_of(item)
 
     # F0, (F1, B0), (F2, B1), B2
-    assert Timeline(spans=spans_of(schedule, seconds, 0.0)).makespan == 1 + 2.5 + 2.5 + 2
+    assert Timeline(spans=compute_spans(schedule, seconds, 0.0)).makespan == 1 + 2.5 + 2.5 + 2
     assert seen[1] == Overlap(Action("F", 0, 1), Action("B", 0, 0))

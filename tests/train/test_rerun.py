@@ -34,7 +34,7 @@ from moecore import (
 from moecore.base.streams import ToHost
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.shortage import Capacity, Holder, Shortage
-from moecore.parallel.model.parallel_state import get_capacity, parallel_state
+from moecore.parallel.model.parallel_state import get_capacity, get_parallel_state
 from moecore.rl import RouterReplay
 from moecore.train import AdamW, GraphedForwardBackward, rerun
 from tests.helpers.ranks import run_ranks
@@ -245,7 +245,7 @@ def defaults() -> list[Any]:
         with step.micro_batch():
             (looped(**batch) / 2).backward()
     step.finish()
-    pool = parallel_state(looped).exchanges  # type: ignore[union-attr]
+    pool = get_parallel_state(looped).exchanges  # type: ignore[union-attr]
     is_right = len(results[0]) == len(results[1]) and all(map(torch.equal, *results))
     return of_all_ranks((is_right, holder.factor, len(pool.entries)))
 

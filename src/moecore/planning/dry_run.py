@@ -25,11 +25,11 @@ from torch import Tensor, nn
 
 from moecore.base.fields import CountOrZero, check_arguments
 from moecore.base.options.precision import Precision
-from moecore.base.streams import dry_streams
+from moecore.base.streams import use_dry_streams
 from moecore.base.torch_private import get_local_tensor
-from moecore.kernels.common import launches_on_meta
+from moecore.kernels.common import record_launches_on_meta
 from moecore.models.tp_products import workspace_bytes
-from moecore.parallel.model.parallel_state import parallel_state
+from moecore.parallel.model.parallel_state import get_parallel_state
 from moecore.planning.model import ModuleParts
 from moecore.planning.record import END, SLICES, Queued, Start, Work, WorkRecorder
 from moecore.planning.run import TrainingRun, fake_world, model_of, new_garbage, optimizer_of, quiet
@@ -115,7 +115,10 @@ def add_even_work(run: TrainingRun, dry: Callable[[TrainingRun], DryRun]) -> Dry
 def dry_run_of_capacity(run: TrainingRun, rank: int = 0) -> DryRun:
     """Return a dry run with the work of the full capacity, in half the time of `dry_run`."""
     recorder = WorkRecorder(run.ranks_per_domain)
-    dry = launches_on_meta(recorder.launched, run.num_peers), dry_streams(recorder.queues)
+    dry = (
+        record_launches_on_meta(recorder.launched, run.num_peers),
+        use_dry_streams(recorder.queues),
+    )
     contexts = refusing(run.model), fake_world(run.num_gpus, rank), quiet(), new_garbage()
     with contexts[0], contexts[1], contexts[2], contexts[3], dry[0], dry[1]:
         model = model_of(run, "cpu")
@@ -138,7 +141,7 @@ def dry_run_of_capacity(run: TrainingRun, rank: int = 0) -> DryRun:
                 recorder.begin("B", END)
                 step.finish()
                 recorder.end()
-        record = parallel_state(model)
+        record = get_parallel_state(model)
         assert record is not None
         exchanges, stash = record.exchanges, record.stash
         optimizer_bytes = sum(

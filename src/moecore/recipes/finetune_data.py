@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from moecore.base.command_options import Spelling, Table, internal
+from moecore.base.command_options import Spelling, Table, make_internal_field
 from moecore.base.fields import Bound, Count, CountOrZero
 from moecore.models import DecoderConfig, document_cost
 from moecore.packing import DocumentCost, ScheduledCollator
@@ -55,7 +55,7 @@ class FinetuneConfig(ShardedConfig):
     max_steps: Count | None = None
     recompute: bool = False
     run_dir: Path = Path("runs/tuned")
-    steps: int = internal(0)
+    steps: int = make_internal_field(0)
     batch_size: Count = 4
     seq_len: Count = 1024
     eval_every: CountOrZero = 50

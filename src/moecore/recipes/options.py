@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 import torch
 
-from moecore.base.command_options import Fields, Table, internal, unsaved
+from moecore.base.command_options import Fields, Table, make_internal_field, make_unsaved_field
 from moecore.base.fields import Bound, Count, CountOrZero, Positive, PositiveOrZero
 from moecore.base.options.layer import MoEConfig
 from moecore.base.options.names import PrecisionName
@@ -57,7 +57,7 @@ class RunConfig:
         run: the options of the run that the stage belongs to; None = these options.
     """
 
-    config: Path | None = unsaved(None)
+    config: Path | None = make_unsaved_field(None)
     run_dir: Path
     steps: Count = 400
     batch_size: Count
@@ -79,8 +79,8 @@ class RunConfig:
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: LearningRateSchedule = LearningRateSchedule()
     logging: LoggerOptions = LoggerOptions()
-    stage: TrainingStage | None = internal(None)
-    run: RunConfig | None = internal(None)
+    stage: TrainingStage | None = make_internal_field(None)
+    run: RunConfig | None = make_internal_field(None)
 
     def resolve(self) -> Self:
         """Return the options with which the run can be started again."""

@@ -31,7 +31,7 @@ from typing import Annotated, Any
 
 import torch
 
-from moecore.base.command_options import Fields, Table, internal
+from moecore.base.command_options import Fields, Table, make_internal_field
 from moecore.base.fields import Count, CountOrZero, Positive
 from moecore.io.checkpoint.config_differences import differences
 from moecore.models import Decoder, DecoderConfig, at_width, document_cost
@@ -111,8 +111,8 @@ class PretrainConfig(DecoderRunConfig):
     rotary: RotaryOptions = RotaryOptions()
     batch: BatchRamp = BatchRamp()
     samples: SampleOptions = SampleOptions()
-    stages: tuple[PretrainConfig, ...] = internal(())
-    stage_tables: tuple[dict[str, Any], ...] = internal(())
+    stages: tuple[PretrainConfig, ...] = make_internal_field(())
+    stage_tables: tuple[dict[str, Any], ...] = make_internal_field(())
 
     def __post_init__(self) -> None:
         for name in ("data", "validation"):

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import torch
 from torch import nn
 
-from moecore.base.command_options import Fields, Table, unsaved
+from moecore.base.command_options import Fields, Table, make_unsaved_field
 from moecore.base.fields import Count
 from moecore.base.options.context import ContextOptions
 from moecore.base.options.dense import DenseOptions
@@ -77,9 +77,9 @@ class ShardedConfig(RunConfig):
         recipe: a recipe of FP8 products, in place of --precision.
     """
 
-    dry_run: bool = unsaved(False)
-    gpus: Count | None = unsaved(None)
-    gpu: GpuName = unsaved("h100-80")
+    dry_run: bool = make_unsaved_field(False)
+    gpus: Count | None = make_unsaved_field(None)
+    gpu: GpuName = make_unsaved_field("h100-80")
     sharding: Sharding = Sharding()  # frozen
     fsdp: Annotated[FSDPOptions, Table(without=("param_dtype",))] = FSDPOptions()
     memory: MemoryOptions = MemoryOptions()

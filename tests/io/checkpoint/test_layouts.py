@@ -27,7 +27,7 @@ from moecore.io import load, read_manifest, save
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout, MoELayer
-from moecore.parallel.model.parallel_state import get_request, moe_state
+from moecore.parallel.model.parallel_state import get_moe_state, get_request
 from tests.helpers.grids import asked_for, beside
 from tests.helpers.ranks import run_ranks
 from tests.parallel.pipeline.stages import local, shard_of
@@ -124,7 +124,7 @@ def train(model: Decoder, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
     optimizer.zero_grad()
     if isinstance(next(model.parameters()), DTensor):
-        moe_state(model).finish_step()
+        get_moe_state(model).finish_step()
 
 
 def whole_state(kind: str) -> State:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moecore import ParallelConfig, build_meshes, parallelize_moe
-from moecore.base.params import global_indices
+from moecore.base.params import compute_global_indices
 from moecore.base.torch_private import HAS_SEPARATE_PIECES
 from moecore.io import save as save_native
 from moecore.io.hf import files as hf_files
@@ -118,7 +118,7 @@ def wrong_shards(model: nn.Module, truth: dict[str, Tensor]) -> list[str]:
     for name, tensor in model.state_dict().items():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         want = truth[name]
-        for dim, index in enumerate(global_indices(tensor)):
+        for dim, index in enumerate(compute_global_indices(tensor)):
             want = want.index_select(dim, index)
         if not torch.equal(local, want.to(local.dtype)):
             wrong.append(name)

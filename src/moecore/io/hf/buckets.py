@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.base.torch_private import foreach_copy_
-from moecore.io.checkpoint.ranks import Group, on_every_rank, rank_and_world
+from moecore.io.checkpoint.ranks import Group, rank_and_world, run_and_share_errors
 from moecore.io.hf.collect import ErrorKeeper, Item, PartOwners, by_size, read_local, write_piece
 from moecore.io.hf.pieces import PieceOverlap
 
@@ -137,7 +137,7 @@ class BucketCollector(ErrorKeeper):
                 )
             return torch.empty(size, dtype=torch.uint8, device=self.device)
 
-        self._message, self._error = on_every_rank(allocate, self._group), None
+        self._message, self._error = run_and_share_errors(allocate, self._group), None
         self.peak_bytes = size
         try:
             yield

@@ -32,9 +32,9 @@ from moecore.io.checkpoint.files import sync_directory, write_new
 from moecore.io.checkpoint.ranks import (
     check_visible,
     is_first_rank,
-    on_every_rank,
     on_first_rank,
     rank_and_world,
+    run_and_share_errors,
 )
 from moecore.io.checkpoint.shard_file import (
     FileLayout,
@@ -193,8 +193,8 @@ def _write_shards(
                 for owner, item in enumerate(turn):
                     if item is not None:
                         output.add(collector.collect_tensor(item, owner))
-        on_every_rank(collector.check)
-        on_every_rank(output.check)
+        run_and_share_errors(collector.check)
+        run_and_share_errors(output.check)
 
 
 class _ExportOutput(ErrorKeeper):

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.base.params import find_runs, global_indices
+from moecore.base.params import compute_global_indices, find_runs
 from moecore.base.torch_private import get_local_tensor
 
 Region = tuple[int | slice, ...]
@@ -113,7 +113,10 @@ def shard_boxes(
     """Return the boxes of all pieces that this rank's shards need from the files."""
     boxes = []
     for name, recipe in recipes.items():
-        local, holding = local_part(tensors[name]), shard_runs(global_indices(tensors[name]))
+        local, holding = (
+            local_part(tensors[name]),
+            shard_runs(compute_global_indices(tensors[name])),
+        )
         for piece in recipe.pieces if local.numel() else ():
             max_numel = max_bytes // dtypes[piece.name].itemsize
             overlap_boxes = overlaps(holding, piece, recipe.shape, max_numel=max_numel)

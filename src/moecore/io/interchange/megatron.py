@@ -32,7 +32,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, NoReturn
 
-from moecore.base.fields import shown_name
+from moecore.base.fields import format_name
 from moecore.io.hf.names import EMBEDDING, HEAD, hf_copies, hf_plan
 from moecore.io.hf.pieces import file_shapes
 from moecore.models.config import DecoderConfig
@@ -185,7 +185,7 @@ def _unsupported_fields(config: DecoderConfig) -> Iterator[str]:
 def _refuse_unnamed(name: str, shapes: Shapes) -> NoReturn:
     """Raise NotImplementedError for a tensor that has no name in Megatron-Core."""
     raise NotImplementedError(
-        f"{shown_name(name)} {shapes[name]} must have a name in Megatron-Core, which has none "
+        f"{format_name(name)} {shapes[name]} must have a name in Megatron-Core, which has none "
         "that is known: go by way of a Hugging Face directory and Megatron Bridge"
     )
 

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from moecore.base.fields import Bound, check_arguments
-from moecore.base.rank_checks import gather
+from moecore.base.rank_checks import gather_objects
 from moecore.base.torch_private import (
+    count_gradient_hooks,
     get_local_tensor,
-    hooks_around,
-    num_gradient_hooks,
+    list_module_hooks,
     tree_leaves,
     tree_map_only,
 )
@@ -35,9 +35,9 @@ from moecore.moe.shortage import SkippedSteps
 from moecore.moe.state import MoEState
 from moecore.parallel.model.parallel_state import (
     get_capacity,
+    get_moe_state,
+    get_parallel_state,
     get_progress,
-    moe_state,
-    parallel_state,
     reshard_units,
 )
 
@@ -89,7 +89,7 @@ class GraphedForwardBackward:
         self, forward_backward: Callable[..., Any], model: nn.Module, *, warm_up: WarmUp = 2
     ) -> None:
         check_arguments(GraphedForwardBackward.__init__, locals())
-        self._state = moe_state(model)
+        self._state = get_moe_state(model)
         self._capacity = get_capacity(model)
         _refuse_pipeline(model)
         _check_dispatchers(self._state)
@@ -176,7 +176,7 @@ class _Captured:
 
     def replay(self, inputs: Inputs) -> Any:
         """Replay the graph; set gradients, count micro-batches, and return copies of outputs."""
-        record = parallel_state(self.model)
+        record = get_parallel_state(self.model)
         if record is not None and record.arguments is not None:  # a replay runs no model hook
             named = {f"inputs[{place}]": x for place, x in enumerate(inputs)}
             record.arguments.check(named, None)
@@ -303,7 +303,7 @@ def _capture_problem(waits: list[warnings.WarningMessage], outputs: Any) -> str:
 
 def _first_problem(problem: str) -> str:
     """Return the problem of the first rank with a problem, or "". Collective over all ranks."""
-    of_ranks = gather(problem)
+    of_ranks = gather_objects(problem)
     if len(of_ranks) == 1:
         return problem
     return next((f"rank {r}: {text}" for r, text in enumerate(of_ranks) if text), "")
@@ -364,7 +364,7 @@ def _check_dispatchers(state: MoEState) -> None:
 
 
 def _refuse_pipeline(model: nn.Module) -> None:
-    record = parallel_state(model)
+    record = get_parallel_state(model)
     if record is not None and record.pipeline is not None:
         raise ValueError(
             f"model ({type(model).__name__}) must have no pipeline stages for a CUDA graph, "
@@ -422,17 +422,17 @@ def facts_of(model: nn.Module, state: MoEState) -> GraphFacts:
     for module in model.modules():
         config = vars(module).get("config")
         owners.append(config)
-        values += (module.training, len(hooks_around(module)), id(config))
+        values += (module.training, len(list_module_hooks(module)), id(config))
         for _, tensor in _tensors(module):
             local = get_local_tensor(tensor).detach()
             owners.append(local)
-            values += (tensor.requires_grad, num_gradient_hooks(tensor), local.data_ptr())
+            values += (tensor.requires_grad, count_gradient_hooks(tensor), local.data_ptr())
     for layer in state.layers.values():
         owners.append(layer.tracker.counts)
         values.append(id(layer.tracker.counts))
     owners.append(state.loss_scale)
     values.append(id(state.loss_scale))
-    record = parallel_state(model)
+    record = get_parallel_state(model)
     exchanges = () if record is None or record.exchanges is None else record.exchanges.resources
     return GraphFacts(values=values, owners=owners, exchanges=exchanges)
 
