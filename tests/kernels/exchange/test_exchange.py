@@ -24,7 +24,7 @@ from moecore.kernels.exchange.buffer import (
     NUM_WORDS,
     ExchangeLayout,
     SymmetricBuffer,
-    view_as_words,
+    view_words,
 )
 from moecore.kernels.exchange.operations import (
     SpreadChoices,
@@ -302,7 +302,7 @@ def test_rows_at_odd_places_are_moved_as_words() -> None:
     flat = torch.arange(40, dtype=torch.bfloat16)
     for start in (0, 1, 2, 3):
         rows = flat[start : start + 32].view(2, 16)
-        words = view_as_words(rows)
+        words = view_words(rows)
         assert words.shape == (2, 8) and torch.equal(words.view(torch.bfloat16), rows)
 
 

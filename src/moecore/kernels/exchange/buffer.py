@@ -130,7 +130,7 @@ class SymmetricBuffer(PeerBuffer):
     sums_slots: tuple[Tensor, ...] = ()
 
 
-def view_as_words(rows: Tensor) -> Tensor:
+def view_words(rows: Tensor) -> Tensor:
     """View rows as the 32-bit words that a spread moves. Copies rows that are not aligned."""
     is_odd = rows.storage_offset() * rows.itemsize % torch.int32.itemsize
     return (rows.clone() if is_odd else rows).view(torch.int32)

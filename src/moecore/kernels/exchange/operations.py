@@ -36,7 +36,7 @@ from moecore.kernels.exchange.buffer import (
     OPERATION,
     SUMS_SLOT,
     SymmetricBuffer,
-    view_as_words,
+    view_words,
 )
 from moecore.kernels.exchange.protocol import (
     find_peers,
@@ -227,9 +227,7 @@ def _make_grid(buffer: SymmetricBuffer, half: Half) -> tuple[int]:
     return ((half != "receive") * layout.num_push + (half != "push") * layout.num_receive,)
 
 
-def _make_common_arguments(
-    buffer: SymmetricBuffer, num_tokens: int, num_slots: int
-) -> tuple[Any, ...]:
+def _list_common_args(buffer: SymmetricBuffer, num_tokens: int, num_slots: int) -> tuple[Any, ...]:
     layout = buffer.layout
     entries = (layout.num_push + layout.num_receive) * compute_list_size(layout, num_slots)
     lists = torch.empty(entries, dtype=torch.int32, device=buffer.state.device) if entries else None
@@ -259,18 +257,9 @@ def spread_rows_and_choices(
             The outputs of the other half are then uninitialised.
     """
     out = SpreadChoices.empty(x_TD, ids_TK, weights_TK, buffer.layout.source_rows)
-    ptrs = Ptrs(
-        view_as_words(x_TD), out.peers_T, out.places_S, out.places_S, view_as_words(out.rows_SD)
-    )
-    _launch_spread(
-        buffer,
-        half,
-        ptrs,
-        choices=Choices(ids_TK, weights_TK),
-        out_choices=Choices(out.ids_SK, out.weights_SK),
-        num_local=num_local,
-        etp=etp,
-    )
+    ptrs = Ptrs(view_words(x_TD), out.peers_T, out.places_S, out.places_S, view_words(out.rows_SD))
+    choices, out_choices = Choices(ids_TK, weights_TK), Choices(out.ids_SK, out.weights_SK)
+    _launch_spread(buffer, half, ptrs, choices, out_choices, num_local=num_local, etp=etp)
     return out
 
 
@@ -284,14 +273,13 @@ def spread_rows(
     *,
     half: Half = "both",
 ) -> Tensor:
-    """Send rows to the ranks of their tokens; return a copy of a row for each slot, [R, D].
+    """Send rows to the ranks of their tokens; return a copy per slot, [R, D]. No host sync.
 
     peers_T and places_S are outputs of `spread_rows_and_choices`. slots_SN, int32, contiguous, has
     for each source row the indices of its copies, -1 = none. Other rows are uninitialised.
-    No host sync.
     """
     out_RD = x_TD.new_empty(num_rows, x_TD.shape[1])
-    ptrs = Ptrs(view_as_words(x_TD), peers_T, places_S, slots_SN, view_as_words(out_RD))
+    ptrs = Ptrs(view_words(x_TD), peers_T, places_S, slots_SN, view_words(out_RD))
     _launch_spread(buffer, half, ptrs, num_slots=slots_SN.shape[1])
     return out_RD
 
@@ -310,7 +298,7 @@ def _launch_spread(
     T, columns = ptrs.rows.shape[0], Columns(ptrs.rows.shape[1], ptrs.rows.itemsize)
     with use_device(buffer.state):
         _spread_kernel[_make_grid(buffer, half)](
-            *(ptrs, choices, out_choices, *_make_common_arguments(buffer, T, num_slots), num_local),
+            *(ptrs, choices, out_choices, *_list_common_args(buffer, T, num_slots), num_local),
             HALF=half,
             CONST=make_constants(buffer.layout, columns, num_slots, reduce=False, etp=etp),
             num_warps=buffer.layout.num_warps,
@@ -354,7 +342,7 @@ def reduce_rows(
     ptrs, num_slots = Ptrs(y_RD, peers_T, places_S, slots_SN, out_TD), slots_SN.shape[1]
     with use_device(buffer.state):
         _reduce_kernel[_make_grid(buffer, half)](
-            *(ptrs, of_choices, out_TK, *_make_common_arguments(buffer, T, num_slots)),
+            *(ptrs, of_choices, out_TK, *_list_common_args(buffer, T, num_slots)),
             HALF=half,
             HAS_SUMS=has_sums,
             CONST=make_constants(buffer.layout, Columns(D, y_RD.itemsize), num_slots, reduce=True),

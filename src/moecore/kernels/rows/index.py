@@ -305,7 +305,7 @@ def _launch_forward(
     return row_ids_R, weights_R, slots_SK, offsets_e
 
 
-def _launch_backward(dweights_R: Tensor, slots_SK: Tensor) -> Tensor:
+def _run_bwd(dweights_R: Tensor, slots_SK: Tensor) -> Tensor:
     dweights_SK = torch.empty_like(slots_SK, dtype=dweights_R.dtype)
     args = (dweights_R.contiguous(), slots_SK, dweights_SK, slots_SK.numel())
     launch(_build_index_bwd_kernel, cdiv(slots_SK.numel(), 1024), *args, BLOCK=1024)
@@ -319,9 +319,7 @@ def _make_empty(ids_SK: Tensor, weights_SK: Tensor, num_local: int, R: int) -> t
 
 
 _build_index_bwd = Op(
-    "build_index_bwd",
-    _launch_backward,
-    lambda d_R, slots_SK: torch.empty_like(slots_SK, dtype=d_R.dtype),
+    "build_index_bwd", _run_bwd, lambda d_R, slots_SK: torch.empty_like(slots_SK, dtype=d_R.dtype)
 )
 
 
@@ -369,8 +367,7 @@ def build_index(
         multiple: each expert's rows are padded up to a multiple of this, a power of two.
         length: when the caller knows that so many rows suffice without padding; R also
             includes padding, `compute_padded_length`. If rows past R are dropped,
-            offsets_e[-1] > R, and experts may not read the index. The default S * K is enough
-            for every routing.
+            offsets_e[-1] > R, and experts may not read the index. The default is S * K.
 
     Returns:
         The index. Padding rows and all rows past offsets_e[-1] have row id 0 and weight 0.
