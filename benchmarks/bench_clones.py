@@ -26,7 +26,7 @@ from benchmarks.harness import FULL, SMOKE, time_variants
 from benchmarks.layers import skewed_bias
 from benchmarks.records import RESULTS, append_rows, results_path
 from benchmarks.shapes import SHAPES, Shape
-from moecore.kernels.routing.clones import ClonePlan, physical_ids, plan_clones
+from moecore.kernels.routing.clones import ClonePlan, assign_physical_ids, plan_clones
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows
 from moecore.moe.experts import Experts
@@ -72,7 +72,7 @@ def measure(shape: Shape, args: argparse.Namespace, device: torch.device) -> lis
         make = partial(plan_clones, num_ranks=P, num_clones=c, min_share=args.least)
         name, plan = f"{c} clones", make(counts_PE.sum(0, dtype=torch.int32))
         moved = [
-            physical_ids(ids, before, plan, num_local=e, num_clones=c)
+            assign_physical_ids(ids, before, plan, num_local=e, num_clones=c)
             for ids, before in zip(chosen, _before(counts_PE), strict=True)
         ]
         found[name], plans[name] = busiest(moved, e + c), plan
@@ -148,7 +148,7 @@ def _layer_call(shape: Shape, one: Busiest, device: torch.device) -> Any:
 def _plan(loads_E: Tensor, ids_TK: Tensor, P: int, c: int, least: float) -> None:
     plan = plan_clones(loads_E, num_ranks=P, num_clones=c, min_share=least)
     sizes = dict(num_local=len(loads_E) // P, num_clones=c)
-    physical_ids(ids_TK, torch.zeros_like(loads_E), plan, **sizes)
+    assign_physical_ids(ids_TK, torch.zeros_like(loads_E), plan, **sizes)
 
 
 def _row(

@@ -45,7 +45,7 @@ from moecore import parallelize_moe as parallelize
 from moecore.models import Decoder, preset
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.placement import ExpertPlacement
-from moecore.parallel.model.parallel_state import moe_state
+from moecore.parallel.model.parallel_state import get_moe_state
 from moecore.train import GraphedForwardBackward
 from moecore.train.graphs.regions import graph_blocks
 
@@ -91,7 +91,7 @@ class Job:
         self.model.to_empty(device=device)
         self.model.init_weights()
         if world == 1:
-            for layer in moe_state(self.model).layers.values():
+            for layer in get_moe_state(self.model).layers.values():
                 placement = ExpertPlacement(
                     group=dist.group.WORLD, num_experts=args.experts, ep=1, etp=1, num_clones=0
                 )

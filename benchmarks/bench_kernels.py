@@ -233,7 +233,7 @@ def hyper_connection_bwd(inputs: Inputs) -> Work:
 
 def _adamw(inputs: Inputs, moment_dtype: torch.dtype, *, split: bool = False) -> Work:
     from moecore.kernels import adamw as module
-    from moecore.kernels.adamw_formats import num_moment_blocks
+    from moecore.kernels.adamw_formats import count_moment_blocks
 
     s, device = inputs.shape, inputs.device
     experts = max(1, s.num_experts // 8)  # of one of 8 ranks
@@ -248,7 +248,7 @@ def _adamw(inputs: Inputs, moment_dtype: torch.dtype, *, split: bool = False) ->
             [torch.randn(size, device=device).to(kind) for size in sizes] for _ in range(2)
         )
         moments = [[torch.zeros_like(w, dtype=dtype) for w in weights] for _ in range(2)]
-        blocks = [(num_moment_blocks(w.numel()), 2) for w in weights if dtype == torch.uint8]
+        blocks = [(count_moment_blocks(w.numel()), 2) for w in weights if dtype == torch.uint8]
         return module.AdamWTensors(
             weights,
             grads,
@@ -280,7 +280,7 @@ def _adamw(inputs: Inputs, moment_dtype: torch.dtype, *, split: bool = False) ->
     return Work(
         lambda: module.adamw_(ours, options, grad_scale=scale, found_inf=skip),
         fused,
-        2 * sum(t.nbytes for row in ours.rows() for t in row if t is not None)
+        2 * sum(t.nbytes for row in ours.to_rows() for t in row if t is not None)
         - sum(g.nbytes for g in ours.grads),  # which are read alone
         baseline="torch fused",
     )

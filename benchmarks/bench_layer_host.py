@@ -29,7 +29,7 @@ from benchmarks.records import RESULTS, append_rows, results_path
 from benchmarks.shapes import SHAPES, Shape
 from moecore import MoELayer
 from moecore.base.torch_private import DispatchMode
-from moecore.kernels.common import launches_on_meta
+from moecore.kernels.common import record_launches_on_meta
 from moecore.train.memory.on_meta import OnMeta
 
 SMALL = Shape(name="small", tokens=256, dim=2048, hidden_dim=768, num_experts=128, top_k=8)
@@ -135,7 +135,7 @@ def counts(shape: Shape) -> dict[str, Any]:
         kernels[name] += 1
         descriptors += sum(hasattr(arg, "block_shape") for arg in args)
 
-    with launches_on_meta(launched), OnMeta("cuda"):
+    with record_launches_on_meta(launched), OnMeta("cuda"):
         case.step()
         kernels.clear()
         descriptors = 0

@@ -45,7 +45,7 @@ from moecore.models import Decoder, preset
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Dispatcher
-from moecore.parallel.model.parallel_state import moe_state
+from moecore.parallel.model.parallel_state import get_moe_state
 from moecore.planning.report import Kernel, find_category
 
 EXCHANGES = ("nvlink dispatch", "copies to peers")  # categories; and of NCCL:
@@ -89,7 +89,7 @@ def _measure_model(
     for batch_size in batch_sizes:
         tokens = _tokens(args, name, batch_size, device)
         for dispatcher, by_layer in dispatchers.items():
-            for layer, one in zip(moe_state(model).layers.values(), by_layer, strict=True):
+            for layer, one in zip(get_moe_state(model).layers.values(), by_layer, strict=True):
                 layer.dispatcher = one
             variants = _variants(device, shares=shares)
             what = {"model": name, "layers": num_layers, "dispatcher": dispatcher}
@@ -153,7 +153,7 @@ class DelayedLink:
         dist.all_to_all_single = self
         world = dist.group.WORLD
         assert world is not None
-        for layer in moe_state(model).layers.values():
+        for layer in get_moe_state(model).layers.values():
             experts = layer.config.num_experts
             place = ExpertPlacement(group=world, num_experts=experts, ep=1, etp=1)
             layer.dispatcher = AllToAllDispatcher(place)
@@ -184,7 +184,7 @@ class Variant:
 
         `around` runs all but the first forward and the last backward.
         """
-        for layer in moe_state(model).layers.values():
+        for layer in get_moe_state(model).layers.values():
             layer.shared_stream = self._stream
         forwards = [partial(_loss, model, batch, len(tokens)) for batch in tokens]
         losses: list[Tensor] = []
@@ -308,7 +308,7 @@ def _model(args: argparse.Namespace, name: str, num_layers: int, device: torch.d
 
 def _dispatchers(model: nn.Module, args: argparse.Namespace) -> dict[str, list[Dispatcher]]:
     """Return the dispatchers of all layers by name: the model's own, and all-to-all beside them."""
-    own = [layer.dispatcher for layer in moe_state(model).layers.values()]
+    own = [layer.dispatcher for layer in get_moe_state(model).layers.values()]
     if len(args.dispatchers) == 1:
         return {args.dispatchers[0]: own}
     return {"alltoall": [AllToAllDispatcher(one.placement) for one in own], "nvlink": own}

@@ -34,7 +34,7 @@ from moecore import FSDPOptions, ParallelConfig, StashOptions, TrainStep, build_
 from moecore import parallelize_moe as parallelize
 from moecore.models import Decoder, preset
 from moecore.moe.layer import MoELayer
-from moecore.parallel.model.parallel_state import moe_state
+from moecore.parallel.model.parallel_state import get_moe_state
 from moecore.train.memory.stash import Stash
 
 VARIANTS = ("room", "pages", "factor", "exact")
@@ -62,7 +62,7 @@ class Bench:
         shape = (args.tokens // args.seq_len, args.seq_len)
         g = torch.Generator().manual_seed(0)
         self.tokens_BT = torch.randint(0, 4096, shape, generator=g).to(self.device)
-        self.layers: list[MoELayer] = list(moe_state(self.model).layers.values())
+        self.layers: list[MoELayer] = list(get_moe_state(self.model).layers.values())
         for layer in self.layers:
             dispatcher = layer.dispatcher = RoomyDispatcher()
             dispatcher.num_experts = args.experts

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks import harness
 from moecore.base.options.dispatch import NVLinkOptions
-from moecore.kernels.common import num_sms
+from moecore.kernels.common import count_sms
 from moecore.kernels.exchange import operations as exchange
 from moecore.kernels.exchange.buffer import NUM_WORDS, ExchangeLayout, SymmetricBuffer
 from moecore.moe.dispatch.exchange_pool import ExchangePool, divide
@@ -86,7 +86,7 @@ def nvlink_of(
 
 def layout_of(shape: Shape, num_ranks: int, programs: int) -> ExchangeLayout:
     """Return the layout that `nvlink_of` gets for bf16 tokens; 0 programs = one per SM."""
-    programs = programs or num_sms(torch.device("cuda"))
+    programs = programs or count_sms(torch.device("cuda"))
     return ExchangeLayout(
         num_ranks=num_ranks,
         max_tokens=shape.tokens,
@@ -194,17 +194,17 @@ def _jobs(layout: ExchangeLayout, num_local: int, layer: bool) -> list[Call]:
     choices = (weights[:, 0].contiguous(), ids)
     sizes = dict(num_local=num_local, etp=1)
     jobs = [
-        lambda: exchange.spread_choices(buffer, x, ids, weights, **sizes),
-        lambda: exchange.reduce(buffer, x, marks, marks, marks[:, None]),
+        lambda: exchange.spread_rows_and_choices(buffer, x, ids, weights, **sizes),
+        lambda: exchange.reduce_rows(buffer, x, marks, marks, marks[:, None]),
     ]
     if layer:
         jobs += [
-            lambda: exchange.reduce(buffer, x, marks, marks, ids),
-            lambda: exchange.reduce(buffer, x, marks, marks, ids, choices),
-            lambda: exchange.reduce(
+            lambda: exchange.reduce_rows(buffer, x, marks, marks, ids),
+            lambda: exchange.reduce_rows(buffer, x, marks, marks, ids, choices),
+            lambda: exchange.reduce_rows(
                 buffer, x, marks, marks, marks[:, None], choices, has_sums=True
             ),
-            lambda: exchange.spread(buffer, x, marks, marks, ids, 16),
+            lambda: exchange.spread_rows(buffer, x, marks, marks, ids, 16),
         ]
     return jobs
 

@@ -203,8 +203,8 @@ OWN: dict[str, dict[str, Any]] = {
     "next_change": {"plan": TimePlan(run=RUN, gpu="h100-80", seconds=1.0, parts={}, timeline=None)},
     "draw_memory": {"plan": MemoryPlan(run=RUN, ranks=())},
     "balanced_layout": {"costs": LayoutCosts(layers=(1.0,))},
-    "simulate": {"costs": Costs.of_forward((1.0,))},
-    "offload_fractions": {"costs": Costs.of_forward((1.0,))},
+    "simulate": {"costs": Costs.from_forward((1.0,))},
+    "offload_fractions": {"costs": Costs.from_forward((1.0,))},
     "Engine": {"step": object.__new__(TrainStep)},
     "StateOffload": {"optimizer": torch.optim.SGD(META.parameters())},
 }

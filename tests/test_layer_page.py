@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from moecore.base.options.layer import GATED_ACTIVATIONS, Activation
-from moecore.kernels.rows.activation import ActivationOptions, activation
+from moecore.kernels.rows.activation import ActivationOptions, activate_rows
 
 PAGE = Path(__file__).parents[1] / "docs" / "layer.md"
 ROW = re.compile(r'^\| `"(\w+)"` \| (yes|no) \| `([^`]+)` \|', re.MULTILINE)
@@ -33,5 +33,5 @@ def test_activations_have_the_values_of_the_page() -> None:
         assert (has_gate == "yes") == (name in GATED_ACTIVATIONS), name
         expected = eval(value, functions | dict(gate=gate, up=up, h=gate, limit=7.0, alpha=1.702))
         given = torch.cat([gate, up], dim=-1) if has_gate == "yes" else gate
-        found = activation(given, ActivationOptions(kind=name))
+        found = activate_rows(given, ActivationOptions(kind=name))
         torch.testing.assert_close(found, expected)

@@ -35,7 +35,7 @@ from moecore.base.options.memory import MemoryOptions
 from moecore.models import Decoder, num_params, preset
 from moecore.moe.experts import Experts
 from moecore.parallel.fsdp.units import find_blocks
-from moecore.parallel.model.parallel_state import moe_state, parallel_state
+from moecore.parallel.model.parallel_state import get_moe_state, get_parallel_state
 from tests.parallel.fsdp.units import is_unit
 
 pytestmark = pytest.mark.usefixtures("no_group_left")
@@ -70,7 +70,7 @@ def parallelize(model: nn.Module, meshes: Any, **options: Any) -> nn.Module:
     except (ValueError, NotImplementedError) as error:
         assert (type(planned), str(planned)) == (type(error), str(error))
         raise
-    assert parallel_state(model).plan == planned
+    assert get_parallel_state(model).plan == planned
     return model
 
 
@@ -165,7 +165,7 @@ def test_what_ran_before_is_not_counted() -> None:
     model(torch.randn(4, 32)).sum().backward()
     parallelize(model, build_meshes(ParallelConfig(), "cpu"))
     model(torch.randn(3, 32)).sum().backward()
-    assert moe_state(model).finish_step().tokens_per_expert["0"].sum() == 3 * CONFIG.top_k
+    assert get_moe_state(model).finish_step().tokens_per_expert["0"].sum() == 3 * CONFIG.top_k
 
 
 def test_layers_keep_their_names_in_checkpoint_wrappers() -> None:
@@ -173,7 +173,7 @@ def test_layers_keep_their_names_in_checkpoint_wrappers() -> None:
     apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, MoELayer))
     parallelize(model, world(1))
     model(torch.randn(3, 32))
-    assert list(moe_state(model).finish_step().tokens_per_expert) == ["0", "1.0"]
+    assert list(get_moe_state(model).finish_step().tokens_per_expert) == ["0", "1.0"]
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe", "router", "norm"])
@@ -217,7 +217,7 @@ def test_refuses_second_calls() -> None:
     with pytest.raises(ValueError, match="must not be parallelized already"):
         parallelize(model, meshes)
     with pytest.raises(ValueError, match="call parallelize_moe"):
-        moe_state(nn.Linear(4, 4))
+        get_moe_state(nn.Linear(4, 4))
     model = parallelize(nn.Linear(4, 4), meshes)
     with pytest.raises(ValueError, match=r"model \(Linear\) must not be parallelized already"):
         parallelize(model, meshes)

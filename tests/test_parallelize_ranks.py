@@ -37,10 +37,10 @@ from moecore import (
 )
 from moecore.base.options.context import ContextOptions
 from moecore.base.options.precision import Precision, Recipe
-from moecore.base.rank_checks import gather
+from moecore.base.rank_checks import gather_objects
 from moecore.io import load, save
 from moecore.models import Decoder, DecoderConfig
-from moecore.parallel.model.parallel_state import moe_state
+from moecore.parallel.model.parallel_state import get_moe_state
 from moecore.parallel.pipeline.schedule import PipelineConfig
 from tests.helpers.ranks import run_ranks
 from tests.parallel.fsdp.units import units
@@ -345,7 +345,7 @@ REFUSED: dict[str, tuple[ParallelConfig, dict[str, Any], type[Exception], str]] 
 
 
 def of_ranks(value: Any) -> list[Any]:
-    return gather(value)
+    return gather_objects(value)
 
 
 def other_models() -> dict[str, list[Any]]:
@@ -427,7 +427,7 @@ def refusals() -> dict[str, Any]:
         found["version"] = error_of(lambda: parallelize_moe(make_model(), meshes))
     degrees = ParallelConfig(ep=4 if is_last else 2)
     found["degrees"] = error_of(lambda: build_meshes(degrees, "cpu"))
-    everyone = gather(found)
+    everyone = gather_objects(found)
     parallelize_moe(make_model(), meshes)(torch.randn(4, 32)).sum().backward()  # groups still work
     return {name: [rank[name] for rank in everyone] for name in found}
 
@@ -515,7 +515,7 @@ def dense(name: str) -> dict[str, Any]:
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad()
-        metrics = moe_state(model).finish_step()
+        metrics = get_moe_state(model).finish_step()
     shown = (metrics.load_max_over_mean(), metrics.drop_rate(), metrics.total_aux_loss())
     return {
         "worst": worst,

@@ -177,14 +177,14 @@ def worker(rank: int, device: torch.device) -> dict[Any, Any]:
             for kind in KINDS:
                 found = sparse_errors(cp, BATCHES[size], packed, kind)
                 results["sparse", size, packed, kind] = found
-    original = ring.merge, ring.select_block
+    original = ring.merge_blocks, ring.select_block
     for what in ("merge", "block"):
         if what == "merge":
-            ring.merge = wrong_merge
+            ring.merge_blocks = wrong_merge
         else:
             ring.select_block = lambda *a: swapped(original[1](*a))
         results[what] = errors(make("p2p", groups[6], mine), "p2p", False)
-        ring.merge, ring.select_block = original
+        ring.merge_blocks, ring.select_block = original
     if rank < 2:
         results |= halves(groups[2], device)
     everything: list[Any] = [None] * 6

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import moecore.base.params as params
-from moecore.base.params import global_indices, init_normal_, local_param
+from moecore.base.params import compute_global_indices, get_local_param, init_normal_
 
 SHAPES = [(7,), (1,), (64, 48), (13, 5, 3), (3, 400, 11), (2, 1000, 1000), (1500, 1024)]
 
@@ -48,7 +48,7 @@ def fill_rows(
     with monkeypatch.context() as patch:
         patch.setattr(params, "DTensor", Sharded)
         patch.setattr(params, "get_local_tensor", lambda param: local)
-        patch.setattr(params, "global_indices", lambda param: indices)
+        patch.setattr(params, "compute_global_indices", lambda param: indices)
         init_normal_(Sharded(), std=1.0, key="w")  # type: ignore[arg-type]
     return local
 
@@ -106,5 +106,5 @@ def test_empty_and_plain_tensors() -> None:
     parameter = torch.nn.Parameter(torch.empty(3, 4))
     init_normal_(parameter, std=1.0, key="w")
     assert parameter.requires_grad and parameter.grad is None
-    assert local_param(parameter) is parameter
-    assert [i.tolist() for i in global_indices(torch.empty(2, 3))] == [[0, 1], [0, 1, 2]]
+    assert get_local_param(parameter) is parameter
+    assert [i.tolist() for i in compute_global_indices(torch.empty(2, 3))] == [[0, 1], [0, 1, 2]]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
-from moecore.base.rank_checks import checksum, gather
+from moecore.base.rank_checks import compute_checksum, gather_objects
 from moecore.train import AdamW, HostAdamW, Muon, assign_matrices
 from tests.helpers.ranks import run_ranks
 
@@ -106,7 +106,7 @@ def worker(rank: int, device: torch.device) -> list[dict[str, str]]:
             found[name] = ""
         except ValueError as error:
             found[name] = str(error)
-    return gather(found)
+    return gather_objects(found)
 
 
 @pytest.fixture(scope="module")
@@ -131,10 +131,12 @@ def test_what_is_alike_is_taken(case: str, found: list[dict[str, str]]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
 def test_a_checksum_sees_signs_places_and_lengths(dtype: torch.dtype) -> None:
     x = torch.arange(-9, 14).to(dtype)
-    whole, others = checksum(x), [x[:-1], x[1:], x.roll(8), -x if dtype.is_signed else ~x]
+    whole, others = compute_checksum(x), [x[:-1], x[1:], x.roll(8), -x if dtype.is_signed else ~x]
     others += [torch.cat([x, x[:1] * 0]), torch.cat([x[8:16], x[:8], x[16:]])]
-    assert len({int(checksum(other)) for other in [x, *others]}) == 7
-    assert whole == checksum(torch.cat([x[:1], x])[1:])  # words of a view that begins anywhere
+    assert len({int(compute_checksum(other)) for other in [x, *others]}) == 7
+    assert whole == compute_checksum(
+        torch.cat([x[:1], x])[1:]
+    )  # words of a view that begins anywhere
     zeros = torch.zeros(32)
     signs = [zeros.index_fill(0, torch.tensor(i), -0.0) for i in range(32)]
-    assert len({int(checksum(each)) for each in [zeros, *signs]}) == 33
+    assert len({int(compute_checksum(each)) for each in [zeros, *signs]}) == 33

@@ -215,10 +215,10 @@ def test_pipelines_of_symmetric_memory_take_these_arguments() -> None:
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_views_of_one_storage_have_one_key(device: str) -> None:
     tensors = [torch.empty(4, 4, device=device) for _ in range(100)]
-    keys = [_torch.storage_key(x) for x in tensors]
+    keys = [_torch.get_storage_key(x) for x in tensors]
     assert len(set(keys)) == 100
     for view in (Tensor.t, Tensor.detach, lambda x: x[1:], lambda x: x.view(torch.int32)):
-        assert [_torch.storage_key(view(x)) for x in tensors] == keys
+        assert [_torch.get_storage_key(view(x)) for x in tensors] == keys
 
 
 class OnDTensors(_torch.TorchDispatchMode):
@@ -239,7 +239,7 @@ def test_parameters_and_zeros_of_dtensors_take_no_operation() -> None:
     part = torch.ones(4, 2)
     data = DTensor.from_local(part, mesh, [Shard(0)] + [Replicate()] * (mesh.ndim - 1))
     with OnDTensors() as mode:
-        found = _torch.parameter_like(data, torch.ones(1, requires_grad=True))
+        found = _torch.make_parameter_like(data, torch.ones(1, requires_grad=True))
         zeros = _torch.zeros_like(found, torch.float32)
     assert mode.found == []
     assert isinstance(found, nn.Parameter) and isinstance(found, DTensor)
@@ -280,7 +280,7 @@ def test_the_node_of_a_backward_has_what_the_forward_wrote() -> None:
     node: Any = y.grad_fn
     node.metadata["mine"] = 3
     seen: list[Any] = []
-    y.register_hook(lambda grad: seen.append(_torch.current_node().metadata))
+    y.register_hook(lambda grad: seen.append(_torch.get_current_node().metadata))
     y.sum().backward()
     assert seen == [{"mine": 3}]
 
@@ -315,10 +315,10 @@ def test_what_continues_behind_a_node() -> None:
 
 
 def test_hooks_are_seen() -> None:
-    assert _torch.saved_tensor_hooks() is None
+    assert _torch.get_saved_tensor_hooks() is None
     pair = (lambda t: t), (lambda t: t)
     with torch.autograd.graph.saved_tensors_hooks(*pair):
-        assert _torch.saved_tensor_hooks() == pair
+        assert _torch.get_saved_tensor_hooks() == pair
     x, called = leaf(), []
     assert not _torch.has_gradient_hooks(x)
     x.register_post_accumulate_grad_hook(called.append)
@@ -339,7 +339,7 @@ def test_hooks_are_seen() -> None:
     module.register_full_backward_pre_hook(hooks[2])
     module.register_full_backward_hook(hooks[3])
     module.register_state_dict_post_hook(lambda *_: None)  # around nothing
-    assert set(_torch.hooks_around(module)) == set(hooks)
+    assert set(_torch.list_module_hooks(module)) == set(hooks)
 
 
 def test_plain_eager_is_autograd_alone() -> None:
@@ -355,7 +355,7 @@ def test_plain_eager_is_autograd_alone() -> None:
     assert in_backward(_torch.is_plain_eager)
     with torch._subclasses.FakeTensorMode():
         assert not _torch.is_plain_eager()
-        with _torch.no_dispatch_modes():
+        with _torch.disable_dispatch_modes():
             assert _torch.is_plain_eager()
     torch.vmap(see)(torch.ones(2))
     torch.func.grad(lambda x: see(x).sum())(torch.ones(2))
@@ -369,21 +369,21 @@ def test_tangents_are_seen() -> None:
     x = leaf()
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(x, torch.ones(2))
-        assert _torch.in_forward_mode() and not _torch.is_plain_eager()
-        assert _torch.have_tangents(x, dual) and not _torch.have_tangents(x)
-    assert not _torch.in_forward_mode()
+        assert _torch.is_in_forward_mode() and not _torch.is_plain_eager()
+        assert _torch.has_tangents(x, dual) and not _torch.has_tangents(x)
+    assert not _torch.is_in_forward_mode()
 
 
 def test_versions_count_changes_in_place_and_can_be_set() -> None:
     x = torch.ones(2)
-    before = _torch.version(x)
+    before = _torch.sum_versions(x)
     x.add_(1)
-    assert _torch.version(x) == before + 1
+    assert _torch.sum_versions(x) == before + 1
     with torch.inference_mode():
-        assert _torch.version(torch.ones(2)) == 0
+        assert _torch.sum_versions(torch.ones(2)) == 0
     w = leaf()
     y = (w * w).sum()
-    _torch.set_versions([w], [_torch.version(w) + 1])
+    _torch.set_versions([w], [_torch.sum_versions(w) + 1])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward()
 
@@ -400,7 +400,7 @@ def test_groups_and_meshes() -> None:
     timeout = timedelta(seconds=77)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     group, world = dist.new_group([0]), dist.group.WORLD
-    assert world is not None and _torch.default_timeout() == timeout
+    assert world is not None and _torch.get_default_timeout() == timeout
     _torch.inherit_timeout(group)
     options = group._get_backend(torch.device("cpu")).options
     assert options._timeout == timeout and _torch.is_gloo(group, "cpu")

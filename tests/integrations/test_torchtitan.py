@@ -30,7 +30,7 @@ from moecore.base.options.precision import Precision, Recipe
 from moecore.integrations.torchtitan.options import MoECore, request_of
 from moecore.models import PRESETS, Decoder
 from moecore.moe.forced import force_even_load
-from moecore.precision.apply import amax_histories
+from moecore.precision.apply import list_amax_histories
 from tests.helpers.grids import asked_for, beside
 from tests.helpers.ranks import run_ranks
 from tests.integrations.titan_options import JOBS, NOT_ASKED, RESUMED, native, resumed, trained
@@ -529,7 +529,7 @@ def test_histories_of_delayed_scaling_are_saved_with_optimizers(tmp_path: Path) 
         return [loss.detach(), *past(model).values()]
 
     def past(model: Decoder) -> dict[tuple[str, str], Tensor]:
-        histories = amax_histories(model).items()
+        histories = list_amax_histories(model).items()
         return {(name, o): s.clone() for name, h in histories for o, s in h.steps.items()}
 
     (source, saved), (again, loaded) = job(0), job(1)

@@ -35,7 +35,7 @@ from moecore.integrations.transformers.arguments import (
 )
 from moecore.integrations.transformers.run_state import (
     NUM_WORDS,
-    host_generators,
+    get_host_rng_state,
     set_host_generators,
 )
 from moecore.io import save
@@ -194,7 +194,7 @@ def test_cpu_ranks_that_accelerate_does_not_join(
     model = sharded()
     groups = SimpleNamespace(data_ranks=2, cp=1)
     state = SimpleNamespace(loss="mean", groups=groups)
-    monkeypatch.setattr(checks, "moe_state", lambda _: state)
+    monkeypatch.setattr(checks, "get_moe_state", lambda _: state)
     message = r"must equal the processes of TrainingArguments \(1\): pass .*\(use_cpu=True\)"
     with pytest.raises(ValueError, match=message):
         MoETrainer(model, arguments(tmp_path, use_cpu=False))
@@ -330,7 +330,7 @@ def test_generators_come_back_exactly() -> None:
     random.seed(3)
     np.random.seed(4)
     draws()  # half of a pair of normal numbers is cached now
-    state = host_generators()
+    state = get_host_rng_state()
     assert state.shape == (NUM_WORDS,)
     expected = draws()
     draws()

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from moecore.integrations.transformers import MoETrainer
-from moecore.io.checkpoint.ranks import gather
+from moecore.io.checkpoint.ranks import gather_objects
 from tests.integrations.trainer_runs import COMMON, furthest, logged, make_model, sharded, whole
 
 
@@ -123,4 +123,4 @@ def grpo(folder: str) -> dict[str, Any]:
     found = compare(stock, trainer(MoEGRPOTrainer, sharded(model)), *names)
     lengths = [len(ids) for ids in samples[GRPOTrainer][0]]
     same = samples[GRPOTrainer] == samples[MoEGRPOTrainer]
-    return found | {"same samples": gather(same), "longest": gather(max(lengths))}
+    return found | {"same samples": gather_objects(same), "longest": gather_objects(max(lengths))}

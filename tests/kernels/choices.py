@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.routing.route import RouteOptions
-from moecore.kernels.routing.scores import scores_ref
+from moecore.kernels.routing.scores import compute_scores_ref
 
 EPS = torch.finfo(torch.float32).eps
 SCORE_ERROR = 16 * EPS  # of a score, relative: rounded logit differences of 8 to 16 cost 4 eps
@@ -42,7 +42,7 @@ def _score_bounds(
     ranked_TE = logits_TE.double()
     error_TE = torch.zeros_like(ranked_TE)
     if options.score_order == "pre":
-        ranked_TE = scores_ref(ranked_TE, options.score_function)
+        ranked_TE = compute_scores_ref(ranked_TE, options.score_function)
         error_TE = SCORE_ERROR * ranked_TE
     if bias_E is not None:
         ranked_TE = ranked_TE + bias_E

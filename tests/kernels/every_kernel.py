@@ -34,18 +34,18 @@ from moecore.kernels.grouped.scaled_rows import pad_offsets, scaled_matrices, sc
 from moecore.kernels.hyper_connections import SinkhornOptions, collapse_streams, expand_streams
 from moecore.kernels.invariant.product import invariant_product
 from moecore.kernels.momentum import momentum_
-from moecore.kernels.routing.clones import physical_ids, plan_clones
+from moecore.kernels.routing.clones import assign_physical_ids, plan_clones
 from moecore.kernels.routing.counts import add_expert_counts
-from moecore.kernels.routing.margins import NUM_BINS, add_margins_, even_bias
+from moecore.kernels.routing.margins import NUM_BINS, add_margins_, compute_even_bias
 from moecore.kernels.routing.route import RouteOptions, route_weights
 from moecore.kernels.rows.activation import ActivationOptions
-from moecore.kernels.rows.cast import amax, cast
+from moecore.kernels.rows.cast import cast, compute_amax
 from moecore.kernels.rows.e4m3 import FP8
 from moecore.kernels.rows.free_list import PagePool, return_pages
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.microscaled import quantise_microscaled, quantise_microscaled_matrices
 from moecore.kernels.rows.move import copy_first_rows, gather_rows
-from moecore.kernels.rows.packed import gather_packed_rows, pack_rows, packed_views
+from moecore.kernels.rows.packed import gather_packed_rows, pack_rows, view_packed_rows
 from moecore.kernels.rows.pages import PageLayout, copy_rows, take_rows
 from moecore.kernels.rows.quantised import (
     gather_row_blocks,
@@ -61,13 +61,13 @@ from moecore.kernels.rows.scaled_cast import scaled_cast
 from moecore.kernels.rows.scaling import KINDS, Blocks
 from moecore.kernels.rows.shard_blocks import (
     MatrixShard,
-    block_amax_,
     quantise_blocks_,
     transpose_values,
+    write_block_amax_,
 )
-from moecore.kernels.rows.shard_matrices import amax_of_squares_, pack_part_
+from moecore.kernels.rows.shard_matrices import pack_part_, write_square_amax_
 from moecore.kernels.sparse_attention.contract import IndexerHeads
-from moecore.kernels.sparse_attention.index import span_scores
+from moecore.kernels.sparse_attention.index import compute_span_scores
 from moecore.kernels.sparse_attention.keys import SpanOfKeys
 from tests.kernels.experts.chosen import expert_mlp
 
@@ -136,20 +136,20 @@ def run_pieces(device: str) -> None:
     histogram = torch.zeros(E, NUM_BINS, dtype=torch.int64, device=device)
     scores_of = (torch.randn(T, E, device=device), torch.zeros(E, device=device), K, "softmax")
     add_margins_(histogram, *scores_of, torch.arange(T, device=device) < 3)
-    even_bias(histogram, scores_of[1], K)
+    compute_even_bias(histogram, scores_of[1], K)
     own_T = torch.arange(T, device=device)
     half_Td = x_TD[:, :64].contiguous()
     indexer = IndexerHeads(half_Td.view(T, 4, 16), half_Td[:, :16], half_Td[:, :4].float())
-    span_scores(indexer, SpanOfKeys(0, T, torch.zeros_like(own_T), own_T))
+    compute_span_scores(indexer, SpanOfKeys(0, T, torch.zeros_like(own_T), own_T))
     index_of = (index.row_ids_R, index.slots_SK, index.offsets_e[-1])
-    views = packed_views(pack_rows(x_TD[:, :64].contiguous()), 64)
+    views = view_packed_rows(pack_rows(x_TD[:, :64].contiguous()), 64)
     gather_packed_rows(*views, x_TD.dtype, *index_of)
     gather_rows(x_TD, index.row_ids_R, index.slots_SK, index.offsets_e[-1])
     run_quantised(device, index)
     add_expert_counts(torch.zeros(1, E, dtype=torch.int64, device=device), ids_TK)
     loads_E = torch.arange(E, device=device, dtype=torch.int32)
     plan = plan_clones(loads_E, num_ranks=2, num_clones=1)
-    physical_ids(ids_TK, loads_E, plan, num_local=E // 2, num_clones=1)
+    assign_physical_ids(ids_TK, loads_E, plan, num_local=E // 2, num_clones=1)
     options = RouteOptions(
         top_k=K,
         score_function="sigmoid",
@@ -197,7 +197,7 @@ def run_quantised(device: str, index: Any) -> None:
     tile_tokens(dh, None, tiles)
     end = torch.full((1,), len(x_TD) - 5, device=device).int()
     for kind in KINDS.values():
-        cast(x_TD[:, 16:161], kind, seen=amax(x_TD)[:1], **how)
+        cast(x_TD[:, 16:161], kind, seen=compute_amax(x_TD)[:1], **how)
     cast(x_TD[:, 16:161], "row", columns=False, **how)
     for per_row in (False, True):
         for columns in (False, True):
@@ -215,11 +215,11 @@ def run_quantised(device: str, index: Any) -> None:
     part = torch.randn(2, 24, 144, device=device)
     place = MatrixShard.of(torch.Size([2, 80, 144]), 1, 56, 24)
     scales, values = torch.zeros(2, *place.scales_shape, device=device), part.to(torch.uint8)
-    block_amax_(part, place, scales[0])
+    write_block_amax_(part, place, scales[0])
     quantise_blocks_(part, place, scales[0], scales[1], values, **how)
     transpose_values(values[:, :16].contiguous(), 128)
     squares, of_matrices = torch.zeros(10, 9, device=device), torch.zeros(2, device=device)
-    amax_of_squares_(part, place, squares)
+    write_square_amax_(part, place, squares)
     packed = values.view(-1)[: part.numel() // 2]
     recipe = Recipe(scaling="nvfp4")
     pack_part_(part, place, squares, of_matrices, squares.to(FP8), packed, recipe)

@@ -18,9 +18,9 @@ from moecore.kernels.adamw import (
     adamw_ref_,
 )
 from moecore.kernels.adamw_formats import (
+    count_moment_blocks,
     decode_moments_ref,
     join_master_ref,
-    num_moment_blocks,
     split_master_ref,
 )
 from moecore.kernels.common import INTERPRET
@@ -51,14 +51,14 @@ def moments_of(weights: list[Tensor], dtype: torch.dtype) -> list[list[Tensor]]:
 
 
 def exponents_of(weights: list[Tensor]) -> list[Tensor]:
-    blocks = [num_moment_blocks(w.numel()) for w in weights]
+    blocks = [count_moment_blocks(w.numel()) for w in weights]
     return [torch.zeros(n, 2, dtype=torch.uint8, device=weights[0].device) for n in blocks]
 
 
 def values(tensors: AdamWTensors) -> list[tuple[Tensor, Tensor]]:
     """Both moments of each tensor, in fp32."""
     found = []
-    for row in tensors.rows():
+    for row in tensors.to_rows():
         m, v = row.exp_avg, row.exp_avg_sq
         if row.exponents is not None:
             found_mv = decode_moments_ref(m.flatten(), v.flatten(), row.exponents)
@@ -151,7 +151,7 @@ def test_scale_skip_and_learning_rate_on_the_device(
     before, plain = copy.deepcopy(tensors), copy.deepcopy(tensors)
     signal = {"grad_scale": torch.full((), 4.0, device=device)}
     adamw_(tensors, OPTIONS, **signal, found_inf=torch.ones((), device=device))
-    for old, new in zip(before.rows(), tensors.rows(), strict=True):
+    for old, new in zip(before.to_rows(), tensors.to_rows(), strict=True):
         assert all(map(torch.equal, bits(old), bits(new)))
     options = AdamWOptions(
         lr=torch.tensor(OPTIONS.lr, device=device), betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1
@@ -160,7 +160,7 @@ def test_scale_skip_and_learning_rate_on_the_device(
     for grad in plain.grads:
         grad /= 4
     adamw_(plain, OPTIONS)
-    for old, want, new in zip(before.rows(), plain.rows(), tensors.rows(), strict=True):
+    for old, want, new in zip(before.to_rows(), plain.to_rows(), tensors.to_rows(), strict=True):
         assert torch.equal(new.grad, old.grad)  # gradients stay unscaled
         assert all(map(torch.equal, bits(new)[2:6], bits(want)[2:6]))
         a, b, c = map(master, (new, want, old))
@@ -183,7 +183,7 @@ def test_bits_of_the_rounding(device: str, moment_dtype: torch.dtype) -> None:
                 tensors.grads[4][:200] = 0
         adamw_(got, options)
         adamw_ref_(want, options)
-        for a, b in zip(got.rows(), want.rows(), strict=True):
+        for a, b in zip(got.to_rows(), want.to_rows(), strict=True):
             for x, y in zip(bits(a)[2:], bits(b)[2:], strict=True):
                 torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
         for a, b in zip(values(got), values(want), strict=True):
@@ -232,7 +232,7 @@ def test_split_masters_are_those_of_fp32_weights(device: str, moment_dtype: torc
         for tensors in (ours, wide):
             next_step(tensors, seed)
             adamw_(tensors, OPTIONS)
-        for row, weight in zip(ours.rows(), wide.weights, strict=True):
+        for row, weight in zip(ours.to_rows(), wide.weights, strict=True):
             assert row.remainder is not None
             assert torch.equal(join_master_ref(row.weight, row.remainder), weight)
             assert ((row.weight.float() - weight).abs() <= weight.abs() * 2.0**-8).all()
@@ -281,7 +281,7 @@ def test_views_at_odd_addresses(device: str, dtype: torch.dtype) -> None:
     exponents: list[Tensor] = []
     if dtype == torch.uint8:
         flat[2:] = [(f * 20).clamp(max=100).to(torch.uint8) for f in flat[2:]]  # no NaN
-        exponents = [torch.full((num_moment_blocks(n), 2), 110, dtype=torch.uint8, device=device)]
+        exponents = [torch.full((count_moment_blocks(n), 2), 110, dtype=torch.uint8, device=device)]
     else:
         flat = [f.to(dtype) for f in flat]
     views = [[f[1 : n + 1]] for f in flat]

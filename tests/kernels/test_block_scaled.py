@@ -14,16 +14,16 @@ from torch import Tensor
 
 from moecore.base.options.precision import Recipe
 from moecore.kernels import common
-from moecore.kernels.common import launches_on_meta
+from moecore.kernels.common import record_launches_on_meta
 from moecore.kernels.experts import contract, quantised_products
 from moecore.kernels.experts.contract import ExpertSpec, ExpertWeights
-from moecore.kernels.experts.products import products_problem, quantise_matrices
+from moecore.kernels.experts.products import find_products_problem, quantise_matrices
 from moecore.kernels.rows import microscaled
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.scaling import OperandPair
 from moecore.precision import emulated
-from moecore.precision.apply import linear_products
+from moecore.precision.apply import make_linear_products
 from moecore.precision.linear import LinearCall
 from tests.kernels.experts.chosen import expert_mlp
 from tests.kernels.experts.test_emulated_products import BOUNDS, options_of, oracle
@@ -140,7 +140,7 @@ def test_linears(name: str, device: str, by_reference: None) -> None:
     recipe, (T, K, N) = RECIPES[name], (70, 96, 160)
     x, weight, bias, dy = (torch.randn(n, device=device) for n in ((T, K), (N, K), (N,), (T, N)))
     leaves = [t.requires_grad_() for t in (x, weight, bias)]
-    y = linear_products(recipe)(*leaves)
+    y = make_linear_products(recipe)(*leaves)
     found = [y.detach(), *torch.autograd.grad(y, leaves, dy)]
     truth = linear(x.detach().cpu(), weight.detach().cpu(), dy.cpu(), recipe)
     expected = [truth[0] + bias.detach().cpu().double(), *truth[1:], dy.cpu().double().sum(0)]
@@ -173,8 +173,8 @@ def test_gathered_linears_have_the_bits(device: str, by_reference: None) -> None
             weight_amax=rows.amax,
             recipe=recipe,
         )
-        found = emulated._weight(weight, packed, transposed=transposed)
-        whole = emulated._weight(weight, LinearCall(recipe=recipe), transposed=transposed)
+        found = emulated._quantise_weight(weight, packed, transposed=transposed)
+        whole = emulated._quantise_weight(weight, LinearCall(recipe=recipe), transposed=transposed)
         for ours, theirs in zip(found.tensors(), whole.tensors(), strict=True):
             assert ours.shape == theirs.shape and torch.equal(ours.float(), theirs.float())
 
@@ -187,7 +187,7 @@ def test_what_experts_launch(name: str) -> None:
     on_meta = {n: t.detach().to("meta").requires_grad_() for n, t in leaves.items()}
     index = ExpertIndex(*(t.detach().to("meta") for t in index))
     names: list[str] = []
-    with launches_on_meta(lambda name, _: names.append(name)):
+    with record_launches_on_meta(lambda name, _: names.append(name)):
         y = apply(on_meta, index, options_of(RECIPES[name]))
         y.backward(torch.empty_like(y))
     multiplied = [name for name in names if "gemm" in name or "wgrad" in name]
@@ -227,9 +227,9 @@ def test_one_place_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     device, recipe = torch.device("cuda"), RECIPES["mxfp8"]
     monkeypatch.setattr(contract, "has_hopper_kernels", lambda _: False)
     spec = ExpertSpec(gated=True, dim=64, hidden_dim=64, device=device, recipe=recipe)
-    assert products_problem("auto", spec) is None
+    assert find_products_problem("auto", spec) is None
     blockwise = replace(spec, recipe=Recipe(), dim=128, hidden_dim=128)
-    assert "must be a Hopper GPU" in str(products_problem("auto", blockwise))
+    assert "must be a Hopper GPU" in str(find_products_problem("auto", blockwise))
     monkeypatch.setattr(contract, "has_block_scaled_kernels", lambda _: False)
-    refusal = products_problem("auto", spec)
+    refusal = find_products_problem("auto", spec)
     assert refusal is not None and "or a Blackwell GPU with Triton 3.9" in refusal

@@ -57,7 +57,7 @@ from moecore.kernels.rows import packed as fp8_rows
 from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.scaled_cast import scaled_cast
 from moecore.kernels.sparse_attention.contract import IndexerHeads
-from moecore.kernels.sparse_attention.index import span_scores
+from moecore.kernels.sparse_attention.index import compute_span_scores
 from moecore.kernels.sparse_attention.keys import SpanOfKeys
 from tests.helpers.grids import beside
 
@@ -236,12 +236,12 @@ def run_margins(E: int, K: int) -> None:
     where = (torch.zeros(T, E), torch.zeros(E), K, "sigmoid")
     margins.add_margins_(histogram, *where)
     margins.add_margins_(histogram, *where, torch.zeros(T, dtype=torch.bool))
-    margins.even_bias(histogram, where[1], K)
+    margins.compute_even_bias(histogram, where[1], K)
 
 
 def run_clones(P: int, c: int) -> None:
     plan = clones.plan_clones(ints(E), num_ranks=P, num_clones=c, min_share=0.02)
-    clones.physical_ids(ints(T, K), ints(E), plan, num_local=E // P, num_clones=c)
+    clones.assign_physical_ids(ints(T, K), ints(E), plan, num_local=E // P, num_clones=c)
 
 
 def run_entropy(E: int) -> None:
@@ -253,7 +253,7 @@ def run_entropy(E: int) -> None:
 
 def run_fp8_rows(D: int) -> None:
     packed = fp8_rows.pack_rows(bf16(T, D))
-    views = fp8_rows.packed_views(packed, D)
+    views = fp8_rows.view_packed_rows(packed, D)
     fp8_rows.gather_packed_rows(*views, torch.bfloat16, ints(T * K), ints(T, K), ints())
 
 
@@ -340,7 +340,7 @@ def run_scaled_rows(per_row: bool) -> None:
                     scaled_rows.scaled_matrices(w_eND, **how, **layouts)
             if not per_row:
                 one = dict(amax=torch.ones(1), seen=torch.ones(1))
-                scaled_rows.amax_of_rows(x_RD, offsets_e, torch.ones(1))
+                scaled_rows.compute_row_amax(x_RD, offsets_e, torch.ones(1))
                 scaled_rows.scaled_rows(x_RD, offsets_e, padded_e, fmt=fmt, **how, **one)
 
 
@@ -349,7 +349,7 @@ def run_shard_blocks() -> None:
         part = torch.zeros(2, F, D // 8, dtype=dtype)
         place = shard_blocks.MatrixShard.of(torch.Size([2, F, D]), 2, D // 8, D // 8)
         amax, values = torch.zeros(place.scales_shape), part.to(torch.uint8)
-        shard_blocks.block_amax_(part, place, amax)
+        shard_blocks.write_block_amax_(part, place, amax)
         for power_of_two in (True, False):
             how = {"power_of_two": power_of_two}
             shard_blocks.quantise_blocks_(part, place, amax, amax.clone(), values, **how)
@@ -361,8 +361,8 @@ def run_shard_squares() -> None:
         part = torch.zeros(2, F, D // 8, dtype=dtype)
         place = shard_blocks.MatrixShard.of(torch.Size([2, F, D]), 2, D // 8, D // 8)
         squares, amax = torch.zeros(2 * F // 16, D // 16), torch.zeros(2)
-        shard_matrices.amax_of_squares_(part, place, squares)
-        shard_matrices.finite_amax_(part, 0, amax)
+        shard_matrices.write_square_amax_(part, place, squares)
+        shard_matrices.write_finite_amax_(part, 0, amax)
         where = (squares, amax, squares.to(e4m3.FP8), torch.zeros(part.numel() // 2).byte())
         for power_of_two in (True, False):
             recipe = Recipe(scaling="nvfp4", power_of_two=power_of_two)
@@ -394,7 +394,7 @@ class Sink:
     def __init__(self, add_to: torch.Tensor) -> None:
         self.add_to = add_to
 
-    def put(self, compute: contract.ComputeGrad, *operands: Any) -> None:
+    def accumulate(self, compute: contract.ComputeGrad, *operands: Any) -> None:
         compute(*operands, contract.GradTarget(self.add_to, adds=True))
 
 
@@ -508,7 +508,7 @@ def run_hyper_connections(D: int, dtype: torch.dtype) -> None:
 def run_index_scores(heads: int, dim: int) -> None:
     own = torch.arange(T)
     index_of = IndexerHeads(bf16(T, heads, dim), bf16(4 * T, dim), torch.zeros(T, heads))
-    span_scores(index_of, SpanOfKeys(0, 4 * T, own, own))
+    compute_span_scores(index_of, SpanOfKeys(0, 4 * T, own, own))
 
 
 CASES: dict[str, tuple[Callable[[], None], int]] = {
@@ -659,7 +659,7 @@ def test_microscaled_operands(
     request: pytest.FixtureRequest,
 ) -> None:
     """GPUs divide as IEEE has it, spill nothing, and threads exchange no values."""
-    monkeypatch.setattr(microscaled, "product_dtype", lambda _: torch.bfloat16)
+    monkeypatch.setattr(microscaled, "get_product_dtype", lambda _: torch.bfloat16)
     run_microscaled(Recipe(scaling=scaling, power_of_two=scaling == "mxfp8"), packed)
     least = {"mxfp8": 7, "nvfp4": 12}[scaling] // (1 + packed)
     assert len(compiled) >= least, sorted(compiled)
@@ -788,10 +788,10 @@ def test_casts_move_vectors(
     for dtype in (torch.bfloat16, torch.float32):
         x = torch.zeros(512, 2048, dtype=dtype)
         for sides in ((True, True), (True, False), (False, True)):
-            cast._cast(x, None, None, cast._CastOptions(kind, fmt, power_of_two, *sides))
+            cast._launch_cast(x, None, None, cast._CastOptions(kind, fmt, power_of_two, *sides))
     if kind == "tensor":
         one = torch.zeros(1)
-        cast._cast(x, one, one, cast._CastOptions(kind, fmt, power_of_two, True, True))
+        cast._launch_cast(x, one, one, cast._CastOptions(kind, fmt, power_of_two, True, True))
     for name, kernel in compiled.items():
         assert spilled_bytes(kernel, tmp_path) == 0, name
         if name.startswith("cast"):

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from moecore.kernels.common import cdiv, next_power_of_2, on_device
+from moecore.kernels.common import cdiv, next_power_of_2, use_device
 from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertWeights
 from moecore.kernels.hyper_connections import SinkhornOptions, collapse_streams, expand_streams
 from moecore.kernels.ops import Op
@@ -407,12 +407,12 @@ def test_sizes_are_those_of_triton() -> None:
 @pytest.mark.gpu
 def test_the_current_device_is_not_set_again() -> None:
     x = torch.empty(1, device="cuda")
-    assert on_device(x) is on_device(torch.empty(1))
+    assert use_device(x) is use_device(torch.empty(1))
 
 
 @pytest.mark.gpu
 @pytest.mark.gpus(2)
 def test_another_device_is_made_current() -> None:
-    with on_device(torch.empty(1, device="cuda:1")):
+    with use_device(torch.empty(1, device="cuda:1")):
         assert torch.cuda.current_device() == 1
     assert torch.cuda.current_device() == 0

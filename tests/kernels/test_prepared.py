@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moecore.kernels import prepared
-from moecore.kernels.common import gl, gluon, gluon_descriptor, hopper, launch, tl, triton
+from moecore.kernels.common import gl, gluon, hopper, launch, make_gluon_descriptor, tl, triton
 
 pytest.importorskip("triton")
 if not prepared.IS_SUPPORTED:
@@ -160,7 +160,7 @@ def is_prepared(args: tuple[Any, ...], how: dict[str, Any]) -> bool:
     found = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(copy_kernel, "pre_run_hooks", [])
-        patch.setattr(prepared, "keep", lambda *_: None)
+        patch.setattr(prepared, "prepare_launch", lambda *_: None)
         before = prepared.launch_prepared
         patch.setattr(
             "moecore.kernels.common.launch_prepared",
@@ -184,7 +184,7 @@ def test_keys_separate_what_triton_separates(is_specialised: bool) -> None:
     for value in [*VALUES, *POINTERS, *[torch.nn.Parameter(p) for p in POINTERS[:3]]]:
         args: list[Any] = [X, Y, 4, 4, 1.0, True]
         args[place] = value
-        functions = prepared._generate(copy_kernel, tuple(args))
+        functions = prepared._generate_functions(copy_kernel, tuple(args))
         assert functions is not None
         key = functions[0](*args)
         own = jit.native_specialize_impl(backend, value, False, is_specialised, True)
@@ -200,15 +200,15 @@ def test_descriptors_are_encoded_once_for_an_address(launches: Launches) -> None
     x, y, out = (torch.zeros(64, 64, dtype=torch.bfloat16) for _ in range(3))
 
     def run(source: Tensor, block: tuple[int, int] = (32, 64)) -> None:
-        descriptors = [gluon_descriptor(t, block) for t in (source, y)]
+        descriptors = [make_gluon_descriptor(t, block) for t in (source, y)]
         launch(blocks_kernel, 1, *descriptors, out, ROWS=1)
 
     for source in (x, out):
         run(source)
-    assert gluon_descriptor(x, (32, 64)) is gluon_descriptor(x.view(64, 64), (32, 64))
-    assert gluon_descriptor(x, (32, 64)) is not gluon_descriptor(x[:32], (32, 64))
-    wide = gluon_descriptor(x.view(32, 2, 64), (32, 64))
-    assert wide.shape == (64, 64) and wide is not gluon_descriptor(x, (32, 64))
+    assert make_gluon_descriptor(x, (32, 64)) is make_gluon_descriptor(x.view(64, 64), (32, 64))
+    assert make_gluon_descriptor(x, (32, 64)) is not make_gluon_descriptor(x[:32], (32, 64))
+    wide = make_gluon_descriptor(x.view(32, 2, 64), (32, 64))
+    assert wide.shape == (64, 64) and wide is not make_gluon_descriptor(x, (32, 64))
     for source, block in ((x, (32, 64)), (out, (32, 64)), (x[:32], (32, 64)), (x, (16, 64))):
         run(source, block)
         launches.clear()
@@ -220,7 +220,7 @@ def test_descriptors_are_encoded_once_for_an_address(launches: Launches) -> None
 
 def test_a_descriptor_holds_no_memory() -> None:
     x = torch.zeros(64, 64, dtype=torch.bfloat16)
-    assert not isinstance(gluon_descriptor(x, (32, 64)).base, Tensor)
+    assert not isinstance(make_gluon_descriptor(x, (32, 64)).base, Tensor)
 
 
 def test_hooks_see_launches(launches: Launches) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from moecore import FSDPOptions, ParallelConfig, build_meshes, parallelize_moe
 from moecore.models import DecoderConfig
 from moecore.models.block import Block
-from moecore.parallel.model.parallel_state import moe_state
+from moecore.parallel.model.parallel_state import get_moe_state
 from tests.helpers.grids import asked_for, beside
 from tests.helpers.parts import on_parts
 from tests.helpers.ranks import run_ranks
@@ -113,7 +113,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         errors[clean] = relative(param.grad.full_tensor(), gradients[clean])
     counts = {
         name.replace("_checkpoint_wrapped_module.", ""): int(count.sum())
-        for name, count in moe_state(model).finish_step().tokens_per_expert.items()
+        for name, count in get_moe_state(model).finish_step().tokens_per_expert.items()
     }
     model.zero_grad()
     generated = model.generate(data[0][0][:, :3], 2, temperature=0)
@@ -165,7 +165,7 @@ def run_bf16() -> list[float]:
         model(tokens, labels, cu_seqlens=cu_seqlens).backward()
         optimizer.step()
         optimizer.zero_grad()
-        moe_state(model).finish_step()
+        get_moe_state(model).finish_step()
         assert model.mtp_losses.dtype == torch.float32
         sums.append(float(model.mtp_losses.sum()))
     return sums

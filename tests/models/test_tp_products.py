@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from moecore.base.options.precision import Recipe
 from moecore.base.regions import recompute_products
-from moecore.base.torch_private import storage_key
+from moecore.base.torch_private import get_storage_key
 from moecore.kernels.experts.contract import SINK, GradTarget
 from moecore.kernels.linear import PlainProducts
 from moecore.models.tensor_parallel import TensorParallel
@@ -31,7 +31,7 @@ from moecore.models.tp_products import (
     find_exchange,
     find_exchange_problem,
 )
-from moecore.precision.apply import linear_products
+from moecore.precision.apply import make_linear_products
 from moecore.precision.plain import Linear, set_products
 from moecore.train.memory.recompute import recompute, share_outputs
 from tests.helpers.ranks import run_ranks
@@ -126,7 +126,7 @@ def saved_bytes(function: Callable[[], Any]) -> int:
     kept: dict[int, Tensor] = {}
 
     def keep(x: Tensor) -> Tensor:
-        kept[storage_key(x)] = x
+        kept[get_storage_key(x)] = x
         return x
 
     with saved_tensors_hooks(keep, lambda x: x):
@@ -184,7 +184,7 @@ def in_fp8(tp: TensorParallel, device: torch.device) -> tuple[dict[str, float], 
     ranks = [replace(tp, rank=rank) for rank in range(tp.size)]
     layers = [Layer(one, device, torch.float32, FP8_SIZES) for one in ranks]
     for linear in (m for layer in layers for m in layer.modules() if isinstance(m, Linear)):
-        set_products(linear, linear_products(Recipe()))
+        set_products(linear, make_linear_products(Recipe()))
     parts = zip(*(inputs(one, device, torch.float32, FP8_SIZES) for one in ranks), strict=True)
     x, dy = (torch.cat(part, 1) for part in parts)
     with sliced() as counts:
@@ -299,7 +299,7 @@ def test_which_products_can_be_part_of_an_exchange() -> None:
     changed[0].register_forward_hook(lambda *_: None)
     changed[1].forward = changed[0].forward  # type: ignore[method-assign]
     changed[2].to(torch.bfloat16)
-    set_products(changed[3], linear_products(Recipe()))
+    set_products(changed[3], make_linear_products(Recipe()))
     subclass = type("LoraLinear", (Linear,), {"forward": lambda self, x: x})
     for linear in (*changed, nn.Linear(32, 32), subclass(32, 32)):
         assert find_exchange_problem(linear, x) is not None, linear

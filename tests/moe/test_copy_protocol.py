@@ -82,9 +82,9 @@ class Device:
         with pytest.MonkeyPatch.context() as patch:
             for function in (spread_choices, spread, reduce):
                 patch.setattr(exchange, function.__name__, function)
-            patch.setattr(moves, "new_stream", self.make_stream)
-            patch.setattr(moves, "current_stream", lambda _: self.streams[-1])
-            patch.setattr(moves, "on_stream", self.stream)
+            patch.setattr(moves, "create_stream", self.make_stream)
+            patch.setattr(moves, "get_current_stream", lambda _: self.streams[-1])
+            patch.setattr(moves, "use_stream", self.stream)
             yield
 
 
@@ -474,7 +474,7 @@ def test_one_slot_of_operations_is_too_few() -> None:
 
 
 def stream_at_once(self: Any, x: Tensor) -> Any:
-    self._stream = self._stream or moves.new_stream(x.device)
+    self._stream = self._stream or moves.create_stream(x.device)
     return self._stream
 
 

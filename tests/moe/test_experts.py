@@ -16,7 +16,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moecore import MoEConfig
-from moecore.base.params import global_indices
+from moecore.base.params import compute_global_indices
 from moecore.base.torch_private import HAS_SEPARATE_PIECES
 from moecore.kernels.experts import grouped_products as expert_products
 from moecore.kernels.rows.index import build_index
@@ -435,7 +435,7 @@ def test_the_shards_of_all_ranks_add_up_to_the_whole(
             (y * factor).sum().backward()
             total += y.detach()
             for name, parameter in module.named_parameters():
-                where = global_indices(parameter)
+                where = compute_global_indices(parameter)
                 grid = torch.meshgrid(*where, indexing="ij")
                 assert torch.equal(parameter.to_local(), whole.get_parameter(name)[grid]), name
                 assert_equal_to_scale(parameter.grad.to_local(), expected[name][grid], name)

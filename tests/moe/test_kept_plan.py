@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moecore import CloneOptions
-from moecore.kernels.routing.clones import physical_ids
+from moecore.kernels.routing.clones import assign_physical_ids
 from moecore.moe.clones import PeriodicPlan
 from moecore.moe.placement import ExpertPlacement
 
@@ -30,7 +30,7 @@ def where(place: ExpertPlacement, plan: PeriodicPlan, ids: list[int]) -> Tensor:
     ids_TK = torch.tensor(ids, dtype=torch.int32)[:, None]
     none_E = torch.zeros(place.num_experts, dtype=torch.int32)
     sizes = dict(num_local=place.num_local, num_clones=place.num_clones)
-    return physical_ids(ids_TK, none_E, plan.part_of(ids_TK), **sizes)[:, 0]
+    return assign_physical_ids(ids_TK, none_E, plan.part_of(ids_TK), **sizes)[:, 0]
 
 
 def test_options_are_checked() -> None:

@@ -41,7 +41,7 @@ from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Routing
 from moecore.parallel.fsdp.plan import ShardPlan
 from moecore.parallel.model import phases
-from moecore.parallel.model.parallel_state import get_capacity, parallel_state
+from moecore.parallel.model.parallel_state import get_capacity, get_parallel_state
 from moecore.parallel.model.phases import choose_dispatcher
 from moecore.parallel.pipeline.orders import PAIRING
 from tests.helpers.ranks import run_ranks
@@ -289,7 +289,7 @@ def test_the_end_of_a_step_raises_what_went_wrong_in_the_exchanges_of_the_model(
     model = nn.Sequential(*(MoELayer(config, device="meta") for _ in range(2)))
     options = NVLinkOptions(max_tokens=8, row_factor=1.25, timeout_s=2.0)
     parallelize_moe(model, meshes, dispatch=DispatchOptions(name="nvlink", nvlink=options))
-    capacity, exchanges = get_capacity(model), parallel_state(model).exchanges  # type: ignore[union-attr]
+    capacity, exchanges = get_capacity(model), get_parallel_state(model).exchanges  # type: ignore[union-attr]
     assert exchanges is not None and exchanges.options is options
     assert all(layer.dispatcher.exchanges is exchanges for layer in model)
     capacity.check()

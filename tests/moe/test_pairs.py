@@ -35,7 +35,7 @@ from moecore.base.torch_private import is_recomputing
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.pairs import Pairs
 from moecore.parallel.fsdp.transport import PackedTransport
-from moecore.parallel.model.parallel_state import moe_state
+from moecore.parallel.model.parallel_state import get_moe_state
 from moecore.parallel.pipeline.layout import parse_layout
 from tests.helpers.grids import asked_for
 from tests.helpers.grids import beside as beside_nightly
@@ -214,7 +214,7 @@ def run(model: nn.Module, step: TrainStep, *, beside: bool, layout: str = "") ->
 
 def found_in(model: nn.Module) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
-    for name, layer in moe_state(model).layers.items():
+    for name, layer in get_moe_state(model).layers.items():
         found[f"counts {name}"] = layer.tracker.counts.choices_E.clone()
     return found | {n: p.grad.to_local() for n, p in model.named_parameters()}  # type: ignore[union-attr, operator]
 

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import _symmetric_memory
 
 from moecore.base.fabric import read_fabric
-from moecore.kernels.common import launches_on_meta
+from moecore.kernels.common import record_launches_on_meta
 from moecore.moe.dispatch.peer_memory import find_known_problem
 
 NAMES = [
@@ -24,7 +24,7 @@ def test_torch_has_the_name(name: str) -> None:
 
 
 def test_more_ranks_than_a_mask_names_are_refused() -> None:
-    with launches_on_meta(lambda *_: None):  # GPUs are taken to be there
+    with record_launches_on_meta(lambda *_: None):  # GPUs are taken to be there
         assert find_known_problem(64, "cpu") is None
         assert find_known_problem(65, "cpu") == "must have ep * etp (65) <= 64: use 'alltoall'"
 

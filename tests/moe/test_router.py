@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moecore import MoEConfig, MoELayer
-from moecore.kernels.routing.scores import scores_ref
+from moecore.kernels.routing.scores import compute_scores_ref
 from moecore.moe.records import Routing
 from moecore.moe.router import Router
 from tests.moe import moe_cases
@@ -121,7 +121,7 @@ def test_one_expert_per_token_teaches_the_router(function: Any, on_input: bool) 
         layer.init_weights(key="moe", std=0.5)
         layer(x_TD).square().sum().backward()
         weights_T, grad = layer.router(x_TD).weights_TK[:, 0], layer.router.weight.grad
-        scores_T = scores_ref(x_TD @ layer.router.weight.T, function).amax(-1)
+        scores_T = compute_scores_ref(x_TD @ layer.router.weight.T, function).amax(-1)
         torch.testing.assert_close(weights_T, torch.ones(9) if normalize else scores_T)
         assert grad is not None
         largest[normalize] = float(grad.abs().max())

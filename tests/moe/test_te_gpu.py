@@ -25,7 +25,7 @@ from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows
 from moecore.moe.experts import Experts
 from moecore.moe.records import ExpertInput
-from moecore.precision.apply import linear_products
+from moecore.precision.apply import make_linear_products
 from moecore.train import AdamW
 from tests.helpers import te_definition
 from tests.helpers.te_definition import te_defined
@@ -368,7 +368,7 @@ def test_linears_are_those_of_the_definition(name: str, T: int) -> None:
 
     def compute(device: str) -> Any:
         *leaves, dy = (t.to(device) for t in found)
-        products = linear_products(recipe)
+        products = make_linear_products(recipe)
         got = values(products, *(t.requires_grad_() for t in leaves), dy=dy)
         seen = {} if products.history is None else products.history.seen
         return [t.detach().cpu() for t in (*got, *seen.values())]
@@ -385,7 +385,7 @@ def test_linears_that_are_no_multiple_of_a_scale_block() -> None:
 
     def compute(device: str) -> Any:
         *leaves, dy = (t.to(device) for t in found)
-        got = values(linear_products(recipe), *(t.requires_grad_() for t in leaves), dy=dy)
+        got = values(make_linear_products(recipe), *(t.requires_grad_() for t in leaves), dy=dy)
         return [t.detach().cpu() for t in got]
 
     ours = compute(CUDA)

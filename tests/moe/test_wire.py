@@ -32,7 +32,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.base.options.precision import Recipe
-from moecore.kernels.rows.packed import packed_bytes
+from moecore.kernels.rows.packed import count_packed_bytes
 from moecore.moe.dispatch import alltoall
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.local import LocalDispatcher
@@ -314,7 +314,7 @@ def test_has_the_bits_of_tokens_that_were_rounded(
 @pytest.mark.parametrize("folding", ["ep2-edp3", "3 x 2"])
 def test_half_the_bytes_travel(folding: str, results: list[dict[str, Any]]) -> None:
     """Rows of tokens and their ids, and sums; then gradients of sums, of rows and of weights."""
-    W, wide, ids, legs = packed_bytes(256), ("torch.bfloat16", 512), ("torch.int32", 24), 1
+    W, wide, ids, legs = count_packed_bytes(256), ("torch.bfloat16", 512), ("torch.int32", 24), 1
     legs = 1 if folding == "ep2-edp3" else 2
     assert W == 256 + 2 * 4 + 8  # values, scales, up to a multiple of 16
     fp8, weights = ("torch.uint8", W), ("torch.float32", 12)

@@ -27,7 +27,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.base.failures import RankError
-from moecore.base.rank_checks import gather
+from moecore.base.rank_checks import gather_objects
 from moecore.models import Decoder, DecoderConfig
 from moecore.parallel.arguments import ADVICE
 from tests.helpers.grids import asked_for
@@ -255,7 +255,7 @@ def worker(rank: int, _device: torch.device, layouts: list[str]) -> Any:
     for fused, is_slow in LATE:
         found["late", fused, is_slow] = late_errors(fused=fused, is_slow=is_slow)
     found["loop"] = late_errors_of_a_loop()
-    return gather(found)
+    return gather_objects(found)
 
 
 @pytest.fixture(scope="module")

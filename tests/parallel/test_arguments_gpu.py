@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moecore import MoEConfig, ParallelConfig, TrainStep, build_meshes, parallelize_moe
-from moecore.base.rank_checks import gather
+from moecore.base.rank_checks import gather_objects
 from moecore.models import Decoder, DecoderConfig
 from moecore.train import AdamW
 from tests.helpers.ranks import run_ranks
@@ -59,7 +59,7 @@ def differing(rank: int, device: torch.device) -> list[Any]:
             step.finish()
     except ValueError as raised:
         error = str(raised)
-    return gather((skipped, is_equal, error))
+    return gather_objects((skipped, is_equal, error))
 
 
 def comparing(rank: int, device: torch.device) -> None:

@@ -24,10 +24,10 @@ from moecore import (
     parallelize_moe,
     plan_sharding,
 )
-from moecore.base.rank_checks import gather
+from moecore.base.rank_checks import gather_objects
 from moecore.models import Decoder, preset
 from moecore.parallel.choice import choose_meshes
-from moecore.parallel.model.parallel_state import parallel_state
+from moecore.parallel.model.parallel_state import get_parallel_state
 from tests.helpers.ranks import run_ranks
 
 SIZES = (1, 4, 6)
@@ -84,11 +84,11 @@ def compare_with_passed(local_size: int | None) -> dict[str, Any]:
     with on_host(local_size):
         chosen = parallelize_moe(make_model((6,)))
         planned = plan_sharding(make_model((6,), "meta"))
-    record, world_size = parallel_state(chosen), dist.get_world_size()
+    record, world_size = get_parallel_state(chosen), dist.get_world_size()
     assert record is not None
     p = record.plan.parallel
     passed = parallelize_moe(make_model((6,)), build_meshes(ParallelConfig(ep=p.ep)))
-    plan = parallel_state(passed).plan  # type: ignore[union-attr]
+    plan = get_parallel_state(passed).plan  # type: ignore[union-attr]
     texts = explain(chosen).splitlines(), explain(passed).splitlines()
     pairs = zip(train(chosen), train(passed), strict=True)
     return {
@@ -121,7 +121,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
         different = make_model((6,) if last else (8,), "meta")
         errors = [error_of(lambda: parallelize_moe(different))]
         errors.append(error_of(lambda: parallelize_moe(make_model((6,)), loss=last or "mean")))
-    every = gather(errors)
+    every = gather_objects(errors)
     return found | {"errors": every}
 
 
@@ -165,7 +165,7 @@ def test_ranks_that_differ_all_raise(results: dict[int, dict[str, Any]]) -> None
 @pytest.mark.usefixtures("no_group_left")
 def test_one_process_without_a_launcher_starts_its_group() -> None:
     model = parallelize_moe(Decoder(preset("tiny"), device="meta"))
-    plan = parallel_state(model).plan  # type: ignore[union-attr]
+    plan = get_parallel_state(model).plan  # type: ignore[union-attr]
     assert plan.parallel == ParallelConfig(dp_shard=1, edp_shard=1)
     assert dist.get_world_size() == 1
 

@@ -11,7 +11,7 @@ import torch
 
 from moecore import cli
 from moecore.base.fields import quote
-from moecore.base.rank_checks import gather
+from moecore.base.rank_checks import gather_objects
 from moecore.parallel import doctor
 from moecore.parallel.doctor import RankFacts, _collect_facts, find_problems
 from tests.helpers.ranks import run_ranks
@@ -141,7 +141,7 @@ def test_errors_that_nobody_raises_are_named() -> None:
 
 
 def collect(rank: int, device: torch.device, folder: str) -> list[RankFacts]:
-    return gather(_collect_facts("cpu", Path(folder) / "runs"))
+    return gather_objects(_collect_facts("cpu", Path(folder) / "runs"))
 
 
 def test_ranks_of_one_host_are_alike(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def collect_apart(rank: int, device: torch.device, folder: str) -> dict[str, lis
         with pytest.MonkeyPatch.context() as patch:
             for key, value in environment.items():
                 patch.setenv(key, value)
-            found = gather(_collect_facts("cpu", directories[rank]))
+            found = gather_objects(_collect_facts("cpu", directories[rank]))
         plain = dict(open_files=-1, shared_memory=None, disk=None, rates={}, name="node")
         lines[name] = find_problems([replace(one, **plain) for one in found])
     return lines
@@ -210,9 +210,9 @@ def test_a_peer_that_ends_is_one_line(
         if isinstance(value, bool):  # whether rank 0 has written its file
             assert len(list(tmp_path.iterdir())) == 1
             raise RuntimeError("[pair.cc:537] Read error\nof gloo")
-        return gather(value)
+        return gather_objects(value)
 
-    monkeypatch.setattr(doctor, "gather", gather_without_peer)
+    monkeypatch.setattr(doctor, "gather_objects", gather_without_peer)
     assert cli.main(["doctor", "--checkpoints", str(tmp_path)]) == 1
     assert capfd.readouterr().err == (
         "moecore: ranks must all take part until the end: check that all have started and still "

@@ -15,7 +15,7 @@ from moecore.base.options.precision import Precision
 from moecore.cli import main
 from moecore.models import preset
 from moecore.parallel import Timeline, make_schedule
-from moecore.parallel.pipeline.timeline import spans_of
+from moecore.parallel.pipeline.timeline import compute_spans
 from moecore.planning import (
     CostTable,
     OptimizerOptions,
@@ -28,7 +28,7 @@ from moecore.planning import (
 )
 from moecore.planning.record import place_launches
 from moecore.planning.segments import Segments, make_segments
-from moecore.planning.times import run_queue
+from moecore.planning.times import simulate_queue
 from tests.helpers.grids import beside
 
 TABLE = CostTable.of("h200-141")
@@ -64,7 +64,7 @@ def test_the_stages_of_two_ranks_by_hand() -> None:
     # rank 0:  F0 F1 ........ B0      B1          a message takes 0.5
     # rank 1:     F0 B0    F1 B1
     schedule = make_schedule("1f1b", pp=2, chunks=1, num_micro_batches=2)
-    spans = spans_of(schedule, lambda item: {"F": 1.0, "B": 2.0}[str(item.kind)], 0.5)  # type: ignore[union-attr]
+    spans = compute_spans(schedule, lambda item: {"F": 1.0, "B": 2.0}[str(item.kind)], 0.5)  # type: ignore[union-attr]
     assert [[(s.start, s.end) for s in of_rank] for of_rank in spans] == [
         [(0.0, 1.0), (1.0, 2.0), (5.0, 7.0), (8.0, 10.0)],
         [(1.5, 2.5), (2.5, 4.5), (4.5, 5.5), (5.5, 7.5)],
@@ -93,7 +93,7 @@ def test_segments_in_their_own_order_are_the_step() -> None:
     )
     joined = segments.join([*found, segments.end])
     assert [one.queued.work for one in joined] == [one.work for one in step.queued]
-    ours, whole = run_queue(joined, TABLE), run_queue(place_launches(step.queued), TABLE)
+    ours, whole = simulate_queue(joined, TABLE), simulate_queue(place_launches(step.queued), TABLE)
     assert ours.ends == pytest.approx(whole.ends, rel=1e-3)
     levels = list(accumulate((p.net for p in found), initial=segments.resident_bytes))
     tops = (level + p.peak for level, p in zip(levels, [*found, segments.end], strict=True))

@@ -19,7 +19,7 @@ from torch.distributed import _symmetric_memory
 from moecore import ParallelConfig, PipelineConfig
 from moecore.base.options.precision import Precision
 from moecore.cli import main
-from moecore.kernels.common import launches_on_meta
+from moecore.kernels.common import record_launches_on_meta
 from moecore.models import tp_products
 from moecore.models.tp_products import workspace_bytes
 from moecore.planning import (
@@ -147,7 +147,7 @@ def test_the_workspace_is_what_torch_asks_for(
         tp_products.SYMMETRIC_MEMORY.send(print, x_TD, dist.group.WORLD)
     assert asked == [60, 120]
     recorded: list[Any] = []
-    with fake_world(num_ranks), launches_on_meta(lambda *launch: recorded.append(launch)):
+    with fake_world(num_ranks), record_launches_on_meta(lambda *launch: recorded.append(launch)):
         group = dist.group.WORLD
         tp_products.ON_META.gather(x_tD.to("meta"), lambda *_: None, x_TD.to("meta"), group)
         tp_products.ON_META.send(lambda *_: None, x_TD.to("meta"), group)

@@ -16,8 +16,8 @@ from moecore.precision.apply import (
     LinearPrecision,
     advance_amax,
     apply_precision,
-    fp8_linears,
-    role_of,
+    find_role,
+    list_fp8_linears,
 )
 from moecore.precision.plain import Linear, ProductLinear
 
@@ -62,7 +62,7 @@ ROLES = {
 
 @pytest.mark.parametrize("name", ROLES)
 def test_roles_by_name(name: str) -> None:
-    assert role_of(name) == ROLES[name]
+    assert find_role(name) == ROLES[name]
 
 
 def test_a_decoder_keeps_its_parameters_and_trains() -> None:
@@ -86,7 +86,7 @@ def test_a_decoder_keeps_its_parameters_and_trains() -> None:
     q_proj = model.layers[0].self_attn.q_proj
     assert isinstance(q_proj, ProductLinear) and isinstance(q_proj, Linear) and not q_proj.residual
     assert "blockwise FP8: e4m3" in repr(q_proj)
-    shared = {id(products.inputs) for _, products in fp8_linears(model)}
+    shared = {id(products.inputs) for _, products in list_fp8_linears(model)}
     assert len(shared) == 2 + 2  # of attentions, of gate and up, of down: o_proj gets 64 too
     again = copy.deepcopy(model)
     assert torch.equal(again(tokens, tokens), model(tokens, tokens))

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from moecore.base.options.precision import Precision, Recipe
 from moecore.kernels.rows import microscaled
-from moecore.precision.apply import apply_precision, linear_products
+from moecore.precision.apply import apply_precision, make_linear_products
 from moecore.precision.emulated import EmulatedLinearProducts
-from moecore.precision.linear import Fp8Products, weight_problem
+from moecore.precision.linear import Fp8Products, find_weight_problem
 from tests.kernels.rows.microscaling_oracle import linear
 from tests.precision.plain import relative_error, worst_row_error
 from tests.precision.test_linear import operands, values
@@ -36,7 +36,7 @@ def truth_of(x: Tensor, weight: Tensor, bias: Tensor, dy: Tensor, recipe: Recipe
 @pytest.mark.parametrize("name", RECIPES)
 def test_products_are_those_of_quantised_operands(name: str) -> None:
     x, weight, bias, dy = operands(**SIZES)
-    got = values(linear_products(RECIPES[name]), x, weight, bias, dy=dy)
+    got = values(make_linear_products(RECIPES[name]), x, weight, bias, dy=dy)
     # Transformed values of two ways to add may round to different numbers of E2M1 at a tie.
     bounds = (1e-6, 1e-6, 1e-2 if RECIPES[name].hadamard else 1e-6, 1e-6)
     truth = truth_of(x, weight, bias, dy, RECIPES[name])
@@ -54,7 +54,7 @@ def test_error_against_fp32(name: str) -> None:
     torch.manual_seed(0)
     x, weight, dy = torch.randn(512, 96), torch.randn(160, 96), torch.randn(512, 160)
     leaves = (x.requires_grad_(), weight.requires_grad_())
-    got = values(linear_products(RECIPES[name]), *leaves, dy=dy)
+    got = values(make_linear_products(RECIPES[name]), *leaves, dy=dy)
     plain = values(nn.functional.linear, *(t.double() for t in leaves), dy=dy.double())
     of_y = 0.038 if name == "mxfp8" else 0.134
     is_random = name not in ("mxfp8", "nearest")
@@ -70,7 +70,7 @@ def test_kernels_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     sizes = dict(T=700, K=256, N=384)
     leaves = [t.detach().cuda().bfloat16().requires_grad_() for t in operands(**sizes)]
     x, weight, bias, dy = leaves
-    products = linear_products(RECIPES[name])
+    products = make_linear_products(RECIPES[name])
     found = values(products, x, weight, bias, dy=dy.detach())
     monkeypatch.setattr(microscaled, "has_kernel", lambda _: False)
     expected = values(products, x, weight, bias, dy=dy.detach())
@@ -96,14 +96,14 @@ def test_who_is_quantised() -> None:
         assert sorted(n for n, found in table.items() if found.recipe is not None) == names
         assert isinstance(model.gate_proj.products, EmulatedLinearProducts)
         assert f"{scaling.upper()}, emulated" in repr(model.gate_proj)
-    assert weight_problem(torch.zeros(64, 48), RECIPES["mxfp8"]) == (
+    assert find_weight_problem(torch.zeros(64, 48), RECIPES["mxfp8"]) == (
         "its weight [64, 48] is no matrix of multiples of 32"
     )
-    assert type(linear_products(Recipe())) is Fp8Products
+    assert type(make_linear_products(Recipe())) is Fp8Products
 
 
 def test_refusals() -> None:
-    products = linear_products(RECIPES["mxfp8"])
+    products = make_linear_products(RECIPES["mxfp8"])
     refused = (
         (torch.zeros(2, 48), torch.zeros(32, 48), "no matrix of multiples of 32"),
         (torch.zeros(2, 64), torch.zeros(32, 32), "must have the columns of weight"),

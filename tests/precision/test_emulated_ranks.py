@@ -25,7 +25,7 @@ from moecore import (
 from moecore.base.options.precision import Precision, Recipe
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.layer import MoELayer
-from moecore.precision.apply import apply_precision, linear_products
+from moecore.precision.apply import apply_precision, make_linear_products
 from tests.helpers.grids import asked_for, beside
 from tests.helpers.parity import Batch, Case, error_ratio, make_batches, parallelize, train
 from tests.helpers.ranks import run_ranks
@@ -79,7 +79,10 @@ def quantise(model: nn.Module, recipe: Recipe) -> None:
     for module in model.modules():
         if isinstance(module, MoELayer):
             module.part("experts").set_backend("auto", recipe=recipe)
-            module.part("shared").products = (linear_products(recipe), linear_products(recipe))
+            module.part("shared").products = (
+                make_linear_products(recipe),
+                make_linear_products(recipe),
+            )
 
 
 def one_process(micros: list[list[Batch]], recipe: Recipe | None) -> dict[str, Tensor]:

@@ -201,7 +201,7 @@ def test_on_a_gpu_it_is_what_its_definition_says() -> None:
     on_gpu = [x.detach().cuda().requires_grad_() for x in (hidden, weight)]
     # A logit that is rounded to the other neighbour changes its row, so gradients are of the GPU's.
     products = BlockwiseHeadProducts(on_gpu[1], training=True, recipe=Recipe())
-    logits = products.logits(on_gpu[0].detach()).double().cpu()
+    logits = products.compute_logits(on_gpu[0].detach()).double().cpu()
     x_q, weight_q = rounded(hidden, 1), rounded(weight, BLOCK)
     exact = x_q @ weight_q.T
     half_step = exact.abs() * 2**-8  # of bf16

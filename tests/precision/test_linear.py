@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moecore.base.options.precision import Recipe
-from moecore.kernels.common import launches_on_meta
+from moecore.kernels.common import record_launches_on_meta
 from moecore.moe.amax_history import AmaxHistory, advance_histories, push_amax
 from moecore.precision.emulated import EmulatedLinearProducts
 from moecore.precision.linear import Fp8Products, InputCast
@@ -326,7 +326,7 @@ def test_launches_and_operations(name: str) -> None:
     new: Any = partial(torch.empty, device="meta", dtype=torch.bfloat16)
     x, weight = new(2, 64, 256, requires_grad=True), new(384, 256, requires_grad=True)
     dy, launched = new(2, 64, 384), SeenOperations()
-    with launches_on_meta(lambda kernel, _: launched.names.append(kernel)):
+    with record_launches_on_meta(lambda kernel, _: launched.names.append(kernel)):
         if products.history is not None:
             products(x, weight).backward(dy)
             push_amax([products.history], torch.zeros(3, device="meta"))

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moecore.base.options.precision import Recipe
 from moecore.kernels.experts.contract import SINK, GradTarget
-from moecore.precision.apply import linear_products
+from moecore.precision.apply import make_linear_products
 from tests.helpers.te_definition import te_defined
 from tests.precision import test_emulated, test_te
 from tests.precision.plain import RECIPES, relative_error
@@ -38,7 +38,7 @@ def recipe(request: pytest.FixtureRequest) -> Iterator[Recipe]:
 @pytest.mark.parametrize("T", [0, 65])
 def test_any_number_of_tokens_in_any_shape(recipe: Recipe, T: int) -> None:
     x, weight, bias, dy = inputs_of(recipe, T=2 * T)
-    products = linear_products(recipe)
+    products = make_linear_products(recipe)
     flat = values(products, x, weight, bias, dy=dy)
     deep = values(products, x.view(2, T, 96), weight, bias, dy=dy.view(2, T, 160))
     assert deep[0].shape == (2, T, 160) and deep[1].shape == (2, T, 96)
@@ -53,7 +53,7 @@ def test_any_number_of_tokens_in_any_shape(recipe: Recipe, T: int) -> None:
 )
 def test_dtypes(recipe: Recipe) -> None:
     x, weight, bias, dy = operands(K=96)
-    products = linear_products(recipe)
+    products = make_linear_products(recipe)
     for dtype in (torch.bfloat16, torch.float16):
         dy16 = (dy * 1e4).to(dtype)
         found = values(products, x.to(dtype), weight.to(dtype), bias, dy=dy16)
@@ -71,7 +71,7 @@ def test_dtypes(recipe: Recipe) -> None:
 @pytest.mark.parametrize("recipe", KEEPS_INPUTS, indirect=True)
 def test_backward_keeps_only_the_operands_of_its_gradients(recipe: Recipe) -> None:
     x, weight, _, dy = operands(K=96)
-    products = linear_products(recipe)
+    products = make_linear_products(recipe)
     whole = values(products, x, weight, dy=dy)
     y, kept = kept_by(products, x, weight.detach())
     assert [t.data_ptr() for t in kept] == [weight.data_ptr()]
@@ -83,7 +83,7 @@ def test_backward_keeps_only_the_operands_of_its_gradients(recipe: Recipe) -> No
 
 def test_repeats_copies_and_checkpoints_have_the_same_bits(recipe: Recipe) -> None:
     *leaves, dy = inputs_of(recipe)
-    products = linear_products(recipe)
+    products = make_linear_products(recipe)
     whole = values(products, *leaves, dy=dy)
 
     def again(*leaves: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ def test_repeats_copies_and_checkpoints_have_the_same_bits(recipe: Recipe) -> No
 def test_compiled_code_has_the_same_bits(recipe: Recipe) -> None:
     torch._dynamo.reset()
     *leaves, dy = inputs_of(recipe)
-    products = linear_products(recipe)
+    products = make_linear_products(recipe)
     compiled = torch.compile(products, fullgraph=True, backend="aot_eager")
     found, expected = (values(make, *leaves, dy=dy) for make in (compiled, products))
     assert all(map(torch.equal, found, expected))
@@ -106,7 +106,7 @@ def test_compiled_code_has_the_same_bits(recipe: Recipe) -> None:
 @pytest.mark.parametrize("recipe", ["blockwise", *KEEPS_INPUTS], indirect=True)
 def test_a_sink_may_defer_the_gradient_of_a_weight(recipe: Recipe) -> None:
     x, weight, _, dy = operands(K=96)
-    expected = values(linear_products(recipe), x, weight, dy=dy)[2]
+    expected = values(make_linear_products(recipe), x, weight, dy=dy)[2]
     deferred: list[Any] = []
 
     class Sink:
@@ -116,7 +116,7 @@ def test_a_sink_may_defer_the_gradient_of_a_weight(recipe: Recipe) -> None:
 
     parameter = nn.Parameter(weight.detach())
     setattr(parameter, SINK, lambda shape: Sink())
-    products = linear_products(recipe)
+    products = make_linear_products(recipe)
     products.defers = True
     products(x.detach(), parameter).backward(dy)
     assert parameter.grad is None

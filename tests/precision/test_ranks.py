@@ -17,8 +17,8 @@ from torch.func import functional_call
 from moecore.base.options.precision import Precision, Recipe
 from moecore.base.params import shard_parameter
 from moecore.moe.amax_history import advance_histories
-from moecore.precision.apply import advance_amax, apply_precision, linear_products
-from moecore.precision.linear import Fp8Products, weight_problem
+from moecore.precision.apply import advance_amax, apply_precision, make_linear_products
+from moecore.precision.linear import Fp8Products, find_weight_problem
 from tests.helpers.ranks import run_ranks
 
 TENSORWISE = Recipe(scaling="tensorwise", power_of_two=False)
@@ -51,7 +51,7 @@ def cut_weight(rank: int, recipe: Recipe) -> dict[str, bool]:
     cut.weight = nn.Parameter(weight)
     shard_parameter(cut, "weight", mesh, (Shard(0),))
     rows, same = slice(128 * rank, 128 * rank + 128), []
-    products = {"whole": linear_products(recipe), "cut": linear_products(recipe)}
+    products = {"whole": make_linear_products(recipe), "cut": make_linear_products(recipe)}
     for _ in range(3):
         y, part = products["whole"](x, whole.weight), products["cut"](x, cut.weight)
         same.append(torch.equal(part, y[:, rows]))
@@ -81,7 +81,7 @@ def replicated(rank: int) -> bool:
 def uneven() -> str | None:
     """Return why a cut that gives rank 1 alone a multiple of 16 is refused."""
     mesh = init_device_mesh("cpu", (2,))
-    return weight_problem(distribute_tensor(torch.zeros(33, 64), mesh, [Shard(0)]))
+    return find_weight_problem(distribute_tensor(torch.zeros(33, 64), mesh, [Shard(0)]))
 
 
 def under_fsdp(rank: int, recipe: Recipe, policy: MixedPrecisionPolicy) -> list[float]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.base.options.precision import Precision, Recipe
-from moecore.precision.apply import advance_amax, apply_precision, linear_products
+from moecore.precision.apply import advance_amax, apply_precision, make_linear_products
 from moecore.precision.te import TELinearProducts
 from tests.helpers.te_definition import te_defined
 from tests.precision.plain import relative_error, worst_row_error
@@ -42,7 +42,7 @@ def defined() -> Iterator[None]:
 
 
 def own(recipe: Recipe) -> Any:
-    return linear_products(replace(recipe, backend="moecore"))
+    return make_linear_products(replace(recipe, backend="moecore"))
 
 
 def inputs_of(recipe: Recipe, **sizes: int) -> tuple[Tensor, ...]:
@@ -58,7 +58,7 @@ def inputs_of(recipe: Recipe, **sizes: int) -> tuple[Tensor, ...]:
 def test_products_are_moecores_of_the_same_scaling(name: str, T: int) -> None:
     recipe = RECIPES[name]
     *leaves, dy = inputs_of(recipe, T=T)
-    theirs = linear_products(recipe)
+    theirs = make_linear_products(recipe)
     assert isinstance(theirs, TELinearProducts)
     found = values(theirs, *leaves, dy=dy)
     # Transformed values of two ways to add may round to different numbers of E2M1 at a tie.
@@ -71,7 +71,7 @@ def test_products_are_moecores_of_the_same_scaling(name: str, T: int) -> None:
 def test_delayed_scales_are_those_of_earlier_steps() -> None:
     """Two steps, in the second of which x is larger and saturates, alike in both."""
     recipe, found = RECIPES["delayed"], []
-    for products in (linear_products(recipe), own(recipe)):
+    for products in (make_linear_products(recipe), own(recipe)):
         x, weight, bias, dy = inputs_of(recipe)
         linear = nn.Linear(96, 160)
         apply_precision(nn.ModuleDict({"q_proj": linear}), Precision(recipe=recipe))
@@ -96,7 +96,7 @@ def test_what_is_not_finite_reaches_no_history() -> None:
     x, weight, _, dy = inputs_of(RECIPES["delayed"])
     with torch.no_grad():
         x[3, 4] = torch.inf
-    products = linear_products(RECIPES["delayed"])
+    products = make_linear_products(RECIPES["delayed"])
     y = products(x, weight)
     y.backward(dy)
     assert products.history is not None
@@ -107,7 +107,7 @@ def test_what_is_not_finite_reaches_no_history() -> None:
 
 def test_a_history_is_refused_under_compile() -> None:
     x, weight, *_ = inputs_of(RECIPES["delayed"])
-    delayed = torch.compile(linear_products(RECIPES["delayed"]), backend="aot_eager")
+    delayed = torch.compile(make_linear_products(RECIPES["delayed"]), backend="aot_eager")
     with pytest.raises(Exception, match=r"Recipe.amax_history \(2\) must be 0 with backend \('te'"):
         delayed(x, weight)
 

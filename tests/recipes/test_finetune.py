@@ -38,7 +38,7 @@ from moecore.cli import main
 from moecore.families import use_causal_attention
 from moecore.models import flops_per_token
 from moecore.packing import PackedBatchSampler
-from moecore.parallel.model.parallel_state import parallel_state
+from moecore.parallel.model.parallel_state import get_parallel_state
 from moecore.planning.recipe import format_recipe
 from moecore.planning.run import OptimizerOptions, TrainingRun
 from moecore.planning.transformers import TransformersModel
@@ -94,7 +94,7 @@ def least_memory(folder: Path) -> TrainingRun:
 
 def check_planned(run: TrainingRun, *, model: Any, optimizers: list[Any], **_: Any) -> None:
     """The run has each option of the plan."""
-    request, (adamw,) = parallel_state(model).request, optimizers
+    request, (adamw,) = get_parallel_state(model).request, optimizers
     assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
     assert adamw.master_remainder and adamw.moment_dtype == torch.float8_e4m3fn
     assert (request.memory, request.fsdp) == (run.memory, run.fsdp)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from moecore import NVLinkOptions
-from moecore.base.command_options import field_texts, list_options
+from moecore.base.command_options import list_options, read_field_texts
 from moecore.cli import main
 from moecore.models import Decoder, preset
 from moecore.planning.flags import PlanConfig, parse_run
@@ -98,7 +98,7 @@ def test_every_option_has_a_flag_of_its_own_and_a_text(name: str) -> None:
     assert [option.key for option in options if not option.text] == []
     assert {"lr", "run-dir", "ep", "warmup-steps"} <= set(flags)
     for record in {option.table for option in options if option.table}:
-        assert record in field_texts(COMMANDS[name]), record
+        assert record in read_field_texts(COMMANDS[name]), record
 
 
 def test_help_has_each_table_as_a_group_and_each_default(

@@ -29,7 +29,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.base.options.precision import Precision, Recipe
-from moecore.base.rank_checks import gather
+from moecore.base.rank_checks import gather_objects
 from moecore.io import load, save
 from moecore.models import Decoder, DecoderConfig
 from moecore.precision.apply import apply_precision
@@ -258,10 +258,12 @@ def refusals() -> dict[str, str]:
 
 def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
     return {
-        "exact": gather(exact()),
-        "near": {(mesh, what): gather(near_fp32(mesh, factor)) for mesh, what, factor in NEAR},
+        "exact": gather_objects(exact()),
+        "near": {
+            (mesh, what): gather_objects(near_fp32(mesh, factor)) for mesh, what, factor in NEAR
+        },
         "FP8": [near_fp32("units", 1.0, dtype, config=FP8, fp8=True) for dtype in (FP16, BF16)],
-        "overflow": gather(overflow()),
+        "overflow": gather_objects(overflow()),
         "saved": saved(folder),
         "refusals": refusals(),
     }

@@ -31,11 +31,11 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.base.rank_checks import gather
+from moecore.base.rank_checks import gather_objects
 from moecore.base.streams import ToHost
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.shortage import Capacity, Holder, Shortage
-from moecore.parallel.model.parallel_state import get_capacity, parallel_state
+from moecore.parallel.model.parallel_state import get_capacity, get_parallel_state
 from moecore.rl import RouterReplay
 from moecore.train import AdamW, GraphedForwardBackward, rerun
 from tests.helpers.ranks import run_ranks
@@ -151,7 +151,7 @@ def compared() -> dict[str, Any]:
         tight = trained(**options)
         assert names == list(tight["values"])
         others = [n for n in names if not torch.equal(_local(room, n), _local(tight, n))]
-        found[case] = gather((others, tight["factors"]))
+        found[case] = gather_objects((others, tight["factors"]))
     return found | {"number": len(names)}
 
 
@@ -191,7 +191,7 @@ def loops() -> dict[str, Any]:
         is_right = all(
             torch.equal(_part(got["last"][n]), _part(t)) for n, t in want["last"].items()
         )
-        found[case] = gather((got["skipped"], got["same"], is_right))
+        found[case] = gather_objects((got["skipped"], got["same"], is_right))
     return found
 
 
@@ -245,9 +245,9 @@ def defaults() -> list[Any]:
         with step.micro_batch():
             (looped(**batch) / 2).backward()
     step.finish()
-    pool = parallel_state(looped).exchanges  # type: ignore[union-attr]
+    pool = get_parallel_state(looped).exchanges  # type: ignore[union-attr]
     is_right = len(results[0]) == len(results[1]) and all(map(torch.equal, *results))
-    return gather((is_right, holder.factor, len(pool.entries)))
+    return gather_objects((is_right, holder.factor, len(pool.entries)))
 
 
 def graphed(*, room: bool) -> dict[str, Any]:
@@ -293,7 +293,7 @@ def graphs() -> list[Any]:
     """Return each rank's steps of a graph, and whether what they leave is that of one with room."""
     want, got = graphed(room=True), graphed(room=False)
     is_right = all(torch.equal(_part(got["last"][n]), _part(t)) for n, t in want["last"].items())
-    return gather((got["skipped"], got["same"], got["captured"], is_right))
+    return gather_objects((got["skipped"], got["same"], got["captured"], is_right))
 
 
 def evaluated(**options: Any) -> tuple[list[Tensor], Any, TrainStep]:
@@ -316,7 +316,7 @@ def evaluations() -> list[Any]:
     (holder,) = limited(model)
     left = (float(holder.min_factor(torch.device("cpu"))), holder.factor)
     step.check()
-    return gather((list(map(torch.equal, want, got)), left))
+    return gather_objects((list(map(torch.equal, want, got)), left))
 
 
 def turns(**options: Any) -> list[str]:
@@ -383,7 +383,7 @@ def limited_on_one_rank() -> list[Any]:
     limit = RowLimit(1.0) if dist.get_rank() == WORLD - 1 else None
     cpu = torch.device("cpu")
     reruns = rerun.Reruns([Capacity(limit, device=cpu)], cpu)
-    asks = gather(reruns.is_short() is not None)
+    asks = gather_objects(reruns.is_short() is not None)
     runs, drops = [], []
 
     def run() -> None:
@@ -393,13 +393,13 @@ def limited_on_one_rank() -> list[Any]:
 
     if all(asks):  # else the last rank would wait for the others
         reruns.run(run, lambda: drops.append("drop"), [])
-    return gather((len(runs), len(drops), None if limit is None else limit.factor))
+    return gather_objects((len(runs), len(drops), None if limit is None else limit.factor))
 
 
 def worker(rank: int, device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = compared()
     pairs = zip(replayed(tight=False), replayed(tight=True), strict=True)
-    everyone = gather(all(torch.equal(a, b) for a, b in pairs))
+    everyone = gather_objects(all(torch.equal(a, b) for a, b in pairs))
     return (
         found
         | {"replayed": everyone, "loops": loops(), "graphs": graphs()}

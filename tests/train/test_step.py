@@ -22,7 +22,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.base.rank_checks import gather
+from moecore.base.rank_checks import gather_objects
 from moecore.io import latest, load, save
 from moecore.models import Decoder, DecoderConfig
 from tests.helpers.errors import error_of
@@ -243,7 +243,7 @@ def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
         found[f"after {how}"] = broken_off(how, folder)
     found["not finite"] = [not_finite(fused=fused) for fused in (True, False)]
     found["two"] = two_models()
-    found["numbers"] = gather(numbers())
+    found["numbers"] = gather_objects(numbers())
     found["marks"] = marks()
     return found
 

@@ -25,12 +25,12 @@ from moecore.attention.context_parallel.local_tokens import LocalTokens
 from moecore.attention.context_parallel.ring import RingAttention
 from moecore.attention.sequence import Sequence
 from moecore.base.regions import run_product
-from moecore.base.torch_private import autocast_dtype
+from moecore.base.torch_private import get_autocast_dtype
 from moecore.kernels.attention import (
     add_sinks,
     attention_backward,
     attention_forward,
-    sinks_gradient,
+    compute_sinks_gradient,
 )
 from moecore.kernels.ops import Op
 
@@ -63,7 +63,7 @@ def attend(
             enable_gqa=q_BTHd.shape[2] != k_BThd.shape[2],
         )
         return o_BHTv.transpose(1, 2)
-    dtype = autocast_dtype(q_BTHd)
+    dtype = get_autocast_dtype(q_BTHd)
     if dtype is not None:  # as products do
         q_BTHd, k_BThd, v_BThv = (x.to(dtype) for x in (q_BTHd, k_BThd, v_BThv))
     if sequence.local_tokens is not None:
@@ -162,7 +162,7 @@ def _backward(
     grads = attention_backward(do, q, k, v, o, lse, mask, scale)
     dsinks = lse.new_empty(0)
     if sinks is not None:
-        dsinks = sinks_gradient(do, o, lse, sinks)
+        dsinks = compute_sinks_gradient(do, o, lse, sinks)
     dq, dk, dv = (g.contiguous() for g in grads)
     return dq, dk, dv, dsinks
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moecore.attention.sequence import Sequence
 from moecore.base.regions import run_product
-from moecore.base.torch_private import autocast_dtype
+from moecore.base.torch_private import get_autocast_dtype
 from moecore.kernels.sparse_attention import (
     IndexerHeads,
     KeySpans,
@@ -50,7 +50,7 @@ def attend_sparse(
     into the tokens of all full rows; -1 fills unused entries. With cp > 1 the call is collective:
     forward all-gathers keys, and backward reduces their gradients over the cp ranks.
     """
-    dtype = autocast_dtype(heads.q_tHd)
+    dtype = get_autocast_dtype(heads.q_tHd)
     if dtype is not None:  # as products do
         heads = LatentHeads(*(x.to(dtype) for x in heads))
     B, T = heads.q_tHd.shape[:2]

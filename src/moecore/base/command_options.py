@@ -80,7 +80,7 @@ class CommandOption(NamedTuple):
     def flags(self) -> tuple[str, ...]:
         """The flag and its alias."""
         alias = self.spelling.alias
-        return (self.flag,) if alias is None else (self.flag, flag_of(alias))
+        return (self.flag,) if alias is None else (self.flag, make_flag(alias))
 
     @property
     def key(self) -> str:
@@ -88,12 +88,12 @@ class CommandOption(NamedTuple):
         return f"{self.table}.{self.name}" if self.table else self.name
 
 
-def internal(default: Any) -> Any:
+def make_internal_field(default: Any) -> Any:
     """Return a field of a command's dataclass that is no option."""
     return field(default=default, metadata={"is_option": False})
 
 
-def unsaved(default: Any) -> Any:
+def make_unsaved_field(default: Any) -> Any:
     """Return a field that is an option, but not one of RUN_DIR/config.toml."""
     return field(default=default, metadata={"is_saved": False})
 
@@ -102,43 +102,46 @@ def unsaved(default: Any) -> Any:
 def list_options(command: Any) -> tuple[CommandOption, ...]:
     """Return the options of a command's dataclass, then the options of its tables."""
     options: list[CommandOption] = []
-    texts, hints = field_texts(command), get_type_hints(command, include_extras=True)
+    texts, hints = read_field_texts(command), get_type_hints(command, include_extras=True)
     items = [field for field in fields(command) if field.metadata.get("is_option", True)]
-    tables = {field.name: table_of(hints[field.name]) for field in items}
+    tables = {field.name: find_table(hints[field.name]) for field in items}
     for item in items:
         if tables[item.name] is None:
-            flag, is_saved = flag_of(item.name), item.metadata.get("is_saved", True)
+            flag, is_saved = make_flag(item.name), item.metadata.get("is_saved", True)
             text = texts.get(item.name, "")
             options.append(
                 CommandOption(
-                    "", item.name, flag, hints[item.name], default_of(item), text, is_saved
+                    "", item.name, flag, hints[item.name], get_default(item), text, is_saved
                 )
             )
     for item in items:
         table = tables[item.name]
         if table is None or table.record is None:
             continue
-        default = None if table.record is None else default_of(item)
-        texts, hints_of = field_texts(table.record), get_type_hints(table.record, None, None, True)
+        default = None if table.record is None else get_default(item)
+        texts, hints_of = (
+            read_field_texts(table.record),
+            get_type_hints(table.record, None, None, True),
+        )
         for part in fields(table.record):
             if part.name in table.without or _has_record(hints_of[part.name]):
                 continue
-            value = getattr(default, part.name) if is_dataclass(default) else default_of(part)
+            value = getattr(default, part.name) if is_dataclass(default) else get_default(part)
             value = MISSING if isinstance(default, dict) else value  # depends on other options
-            flag = flag_of(f"{item.name}_{part.name}" if table.prefix else part.name)
+            flag = make_flag(f"{item.name}_{part.name}" if table.prefix else part.name)
             is_saved = item.metadata.get("is_saved", True)
             hint, text = hints_of[part.name], texts.get(part.name, "")
             options.append(CommandOption(item.name, part.name, flag, hint, value, text, is_saved))
     number = Counter(option.flag for option in options)
     return tuple(
-        option._replace(flag=flag_of(f"{option.table}_{option.name}"))
+        option._replace(flag=make_flag(f"{option.table}_{option.name}"))
         if option.table and number[option.flag] > 1
         else option
         for option in options
     )
 
 
-def field_texts(record: type) -> dict[str, str]:
+def read_field_texts(record: type) -> dict[str, str]:
     """Return the text of each field from "Attributes:" of the docstrings of a class."""
     texts: dict[str, str] = {}
     for base in reversed(record.__mro__):
@@ -148,7 +151,7 @@ def field_texts(record: type) -> dict[str, str]:
     return texts
 
 
-def table_of(hint: Any) -> Table | None:
+def find_table(hint: Any) -> Table | None:
     """Return the table that an annotation stands for, with its record; None = a plain value."""
     notes: tuple[Any, ...] = ()
     if get_origin(hint) is Annotated:
@@ -174,13 +177,13 @@ def _has_record(hint: Any) -> bool:
     return is_dataclass(hint) or any(_has_record(part) for part in get_args(hint))
 
 
-def default_of(item: dataclasses.Field[Any]) -> Any:
+def get_default(item: dataclasses.Field[Any]) -> Any:
     """Return the default of a field, or `MISSING`."""
     if item.default_factory is not MISSING:
         return item.default_factory()
     return item.default
 
 
-def flag_of(name: str) -> str:
+def make_flag(name: str) -> str:
     """Return the flag of a field, without hyphens in front."""
     return name.replace("_", "-")

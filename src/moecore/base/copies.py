@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from moecore.base.torch_private import HOOKS, get_local_tensor, parameter_like, wrap_like
+from moecore.base.torch_private import HOOKS, get_local_tensor, make_parameter_like, wrap_like
 
 COMPILED_OF = "_orig_mod"  # attribute with the original module of a `torch.compile` module
 NewParameter = Callable[[nn.Parameter], nn.Parameter]
@@ -58,7 +58,7 @@ def make_meta_parameter(param: nn.Parameter) -> nn.Parameter:
     """Return a parameter on the meta device with the shape, dtype and sharding of `param`."""
     empty = torch.empty_like(get_local_tensor(param), device="meta", requires_grad=False)
     part = wrap_like(empty, param) if isinstance(param, DTensor) else empty
-    return parameter_like(part, param)
+    return make_parameter_like(part, param)
 
 
 def make_dtensor(

@@ -26,7 +26,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
-from moecore.base.rank_checks import Group, gather
+from moecore.base.rank_checks import Group, gather_objects
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -80,9 +80,9 @@ def share_errors(group: Group = None) -> Iterator[None]:
         if error is not None:
             raise error
         return
-    error = None if error is None else sendable(error)  # all ranks raise the same type
+    error = None if error is None else make_sendable(error)  # all ranks raise the same type
     try:
-        errors = gather(error, group)
+        errors = gather_objects(error, group)
     except Exception as of_transport:
         raise (of_transport if error is None else error) from None
     ranks = [rank for rank, failure in enumerate(errors) if failure is not None]
@@ -117,7 +117,7 @@ def share_call_errors(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-def on_every_rank(action: Callable[[], T], group: Group = None) -> T:
+def run_and_share_errors(action: Callable[[], T], group: Group = None) -> T:
     """Run a local action and return its result, or raise the first failed rank's error.
 
     Collective: each rank of the group calls this function, see `share_errors`.
@@ -133,7 +133,7 @@ def _is_single_rank(group: Group) -> bool:
     return dist.get_world_size(group) == 1
 
 
-def sendable(error: Exception) -> Exception:
+def make_sendable(error: Exception) -> Exception:
     """Return the error, or a RuntimeError with its text if pickle cannot restore the error."""
     try:
         pickle.loads(pickle.dumps(error))

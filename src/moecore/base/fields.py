@@ -164,7 +164,7 @@ def quote(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def shown_name(name: object) -> str:
+def format_name(name: object) -> str:
     """Return a name for an error: unchanged, or its quoted `repr` if long or not printable."""
     text = str(name)
     return text if len(text) <= 200 and text.isprintable() else quote(text)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement
 
 from moecore.base.copies import make_dtensor
-from moecore.base.torch_private import get_local_tensor, parameter_like
+from moecore.base.torch_private import get_local_tensor, make_parameter_like
 
 T = TypeVar("T")
 BLOCK_NUMEL = 1 << 20  # values drawn at once by `init_normal_`
@@ -35,12 +35,12 @@ def clean_name(name: str) -> str:
     return name.removesuffix(".")
 
 
-def local_param(param: Tensor, *, reads: bool = True) -> Tensor:
+def get_local_param(param: Tensor, *, reads: bool = True) -> Tensor:
     """Return this rank's local tensor of a parameter; differentiable."""
     # `reads` is False if the caller reads `gathered_blocks` instead of values, see `check_values`.
     local = param
     if isinstance(param, DTensor) and torch.compiler.is_compiling():
-        local = param.to_local(grad_placements=grad_placements(param.placements))
+        local = param.to_local(grad_placements=make_grad_placements(param.placements))
     elif isinstance(param, DTensor):
         local = _ToLocal.apply(param)
     if reads:
@@ -63,7 +63,9 @@ class _ToLocal(torch.autograd.Function):
         param = ctx.param
         if grad is None:
             return None
-        return make_dtensor(grad, param.device_mesh, grad_placements(param.placements), of=param)
+        return make_dtensor(
+            grad, param.device_mesh, make_grad_placements(param.placements), of=param
+        )
 
 
 def has_values(local: Tensor) -> bool:
@@ -81,7 +83,7 @@ def check_values(local: Tensor) -> None:
         )
 
 
-def grad_placements(placements: Sequence[Placement]) -> tuple[Placement, ...]:
+def make_grad_placements(placements: Sequence[Placement]) -> tuple[Placement, ...]:
     """Return the gradient's placements for a parameter's placements: Replicate becomes Partial."""
     # Ranks with a replicated parameter have different tokens (sequence parallelism), or parts of
     # the gradient of equal tokens (transformers models), so each gradient is a partial sum.
@@ -112,7 +114,7 @@ def _fill_shard(
     local = get_local_tensor(param)
     if local.numel() == 0:
         return
-    indices = global_indices(param)
+    indices = compute_global_indices(param)
     block_rows = max(1, BLOCK_NUMEL // max(1, math.prod(param.shape[1:])))
     rows = indices[0]
     generator = torch.Generator(device=local.device)
@@ -133,7 +135,7 @@ def _fill_shard(
         start = stop
 
 
-def global_indices(param: Tensor, coordinate: Sequence[int] | None = None) -> list[Tensor]:
+def compute_global_indices(param: Tensor, coordinate: Sequence[int] | None = None) -> list[Tensor]:
     """Return, for each dim of a parameter, the global indices that a rank's shard contains.
 
     `coordinate` is the rank's position in the device mesh; None = this rank.
@@ -207,7 +209,7 @@ def shard_parameter(
     No communication. `reads_plain`: the module computes with the local tensor, not the DTensor.
     """
     # With `reads_plain` the module's unit registers the local tensor, not a DTensor, and its
-    # gradient has `grad_placements`.
+    # gradient has `make_grad_placements`.
     # Values must be equal on every rank, and sharded dims must divide evenly.
     # `_StridedShard(dim, split_factor=n)` shards each of n equal parts of the dim (gate and up of
     # one expert). Meta parameters stay on meta.
@@ -227,7 +229,7 @@ def shard_parameter(
     part = make_dtensor(
         local.clone(memory_format=torch.contiguous_format), mesh, placements, of=param
     )
-    sharded = parameter_like(part, param)
+    sharded = make_parameter_like(part, param)
     if reads_plain:
         setattr(sharded, READS_PLAIN, True)
     module.register_parameter(name, sharded)

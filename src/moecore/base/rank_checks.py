@@ -66,7 +66,9 @@ def find_difference(
     problem: str | None = None
     for subgroup in group:
         problem = _find_group_difference(entries, device_type, subgroup) or problem
-        problem = next((text for text in gather(problem, subgroup) if text is not None), None)
+        problem = next(
+            (text for text in gather_objects(problem, subgroup) if text is not None), None
+        )
     return problem
 
 
@@ -77,7 +79,7 @@ def _find_group_difference(
     prefix, num_further = "", 0
     while names := _find_differing_names(entries, device_type, group):
         value, num_further = entries.get(names[0], MISSING), num_further + len(names) - 1
-        if not all(gather(isinstance(value, Mapping), group)):
+        if not all(gather_objects(isinstance(value, Mapping), group)):
             suffix = f" and {num_further} more" if num_further else ""
             return (
                 f"{prefix}{names[0]} ({_format_both_values(value, group)}){suffix} must be the same"
@@ -88,7 +90,7 @@ def _find_group_difference(
 
 def _format_both_values(value: Any, group: Group) -> str:
     """Return text with this rank's value and the first different value of a rank. Collective."""
-    texts = gather(" ".join(_format_value(value).split())[:MAX_TEXT], group)
+    texts = gather_objects(" ".join(_format_value(value).split())[:MAX_TEXT], group)
     ranks, local = dist.get_process_group_ranks(group or dist.group.WORLD), dist.get_rank(group)
     other = next((i for i, text in enumerate(texts) if text != texts[local]), local)
     pairs = zip(texts[local], texts[other], strict=False)
@@ -101,7 +103,7 @@ def _format_both_values(value: Any, group: Group) -> str:
     )
 
 
-def check_notes(
+def check_headers(
     op: str,
     notes: Sequence[Sequence[int]],
     formats: Mapping[str, Callable[[int], str]],
@@ -174,7 +176,7 @@ def make_comparable(leaf: Any) -> Any:
     if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and not leaf.is_meta:
         if leaf.numel() == 1:
             return leaf.tolist()
-        return f"{leaf.dtype} {tuple(leaf.shape)}, checksum {checksum(leaf).item()}"
+        return f"{leaf.dtype} {tuple(leaf.shape)}, checksum {compute_checksum(leaf).item()}"
     is_plain = leaf is None or isinstance(leaf, bool | int | float | str | torch.dtype)
     return leaf if is_plain else type(leaf).__name__
 
@@ -204,7 +206,7 @@ def find_differing_tensors(
     if not _has_peers(group):
         return []
     real = {n: t for n, t in tensors.items() if not t.is_meta and t.numel()}
-    sums = [checksum(t).to(device_type) for t in real.values()]
+    sums = [compute_checksum(t).to(device_type) for t in real.values()]
     values = torch.stack(sums).tolist() if sums else []
     return _find_differing_names(dict(zip(real, values, strict=True)), device_type, group)
 
@@ -229,7 +231,7 @@ def raise_on_world(problem: str | None, device_type: str) -> None:
     has_problem = torch.tensor(problem is not None, dtype=torch.int64, device=device_type)
     dist.all_reduce(has_problem, op=dist.ReduceOp.MAX)
     if has_problem.item():
-        first = next((text for text in gather(problem) if text is not None), None)
+        first = next((text for text in gather_objects(problem) if text is not None), None)
         raise ValueError(problem or first)
 
 
@@ -260,7 +262,7 @@ def _find_differing_names(entries: Mapping[str, Any], device_type: str, group: G
         digests = [_hash_text(_format_value(entries[name])) for name in names]
     positions = find_differences(torch.tensor(digests, device=device_type), group) if names else []
     different = {names[i] for i in positions} | missing
-    return gather([name for name in order if name in different], group)[0]
+    return gather_objects([name for name in order if name in different], group)[0]
 
 
 def _merge_names(names: list[str], group: Group) -> tuple[list[str], set[str]]:
@@ -269,7 +271,9 @@ def _merge_names(names: list[str], group: Group) -> tuple[list[str], set[str]]:
     source = dist.get_process_group_ranks(group or dist.group.WORLD)[0]
     dist.broadcast_object_list(first, source, group=group)
     of_first, local_names = dict.fromkeys(first[0]), set(names)
-    differences = gather((local_names - of_first.keys(), of_first.keys() - local_names), group)
+    differences = gather_objects(
+        (local_names - of_first.keys(), of_first.keys() - local_names), group
+    )
     extra_names = sorted(set().union(*(extra for extra, _ in differences)))
     return [*of_first, *extra_names], {*extra_names}.union(*(absent for _, absent in differences))
 
@@ -302,7 +306,7 @@ def _has_peers(group: Group) -> bool:
     return dist.is_initialized() and dist.get_world_size(group) > 1
 
 
-def gather(value: T, group: Group = None) -> list[T]:
+def gather_objects(value: T, group: Group = None) -> list[T]:
     """All-gather a picklable value over a group and return the values in rank order. Collective."""
     if not dist.is_initialized():
         return [value]
@@ -311,7 +315,7 @@ def gather(value: T, group: Group = None) -> list[T]:
     return values
 
 
-def checksum(tensor: Tensor) -> Tensor:
+def compute_checksum(tensor: Tensor) -> Tensor:
     """Return an int64 checksum of the tensor's 8-byte words and their positions."""
     bits = tensor.detach().contiguous().flatten().view(torch.uint8)
     num_bytes, padding = bits.numel(), -bits.numel() % 8

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from moecore.base.torch_private import with_attributes
+from moecore.base.torch_private import patch_attributes
 
 # The functions of torch whose results a region saves.
 OF_TORCH = (torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.einsum)
@@ -110,4 +110,4 @@ def is_recomputing() -> bool:
 
 def recompute_products() -> AbstractContextManager[None]:
     """Return a context in which regions recompute products and do not save their results."""
-    return with_attributes(_state, is_recomputing=True)
+    return patch_attributes(_state, is_recomputing=True)

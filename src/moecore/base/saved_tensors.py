@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from moecore.base.torch_private import saved_tensor_hooks, storage_key, version
+from moecore.base.torch_private import get_saved_tensor_hooks, get_storage_key, sum_versions
 
 
 class Handle(Protocol):
@@ -32,7 +32,7 @@ class Handle(Protocol):
 Packer = Callable[[Tensor], Handle | None]
 
 
-def changed_in_place_error(
+def make_in_place_error(
     shape: torch.Size, current_version: int, saved_version: int
 ) -> RuntimeError:
     """Return the error for a saved tensor that was changed in place after forward."""
@@ -51,12 +51,12 @@ class TensorHandle:
         # `detach` avoids a reference cycle: an operation that saves its own output would otherwise
         # keep its graph alive.
         self._tensor = tensor if tensor.grad_fn is None else tensor.detach()
-        self._version = version(tensor)
+        self._version = sum_versions(tensor)
 
     def unpack(self) -> Tensor:
         """Return the tensor; raise a RuntimeError if it was changed in place since forward."""
-        if version(self._tensor) != self._version:
-            raise changed_in_place_error(self._tensor.shape, version(self._tensor), self._version)
+        if sum_versions(self._tensor) != self._version:
+            raise make_in_place_error(self._tensor.shape, sum_versions(self._tensor), self._version)
         return self._tensor
 
 
@@ -68,7 +68,9 @@ class UsedRows:
     num_rows: Tensor | None = None  # 0-dim int32: the first rows are in use; None = see `slots`
     slots: Tensor | None = None  # int32 [length, K]: a row of negative slots is not in use
     balanced: int | None = None  # number of used rows with balanced routing; None = not known
-    storage: int | None = None  # `storage_key` of the matrix; None = every matrix of this length
+    storage: int | None = (
+        None  # `get_storage_key` of the matrix; None = every matrix of this length
+    )
 
     def matches(self, tensor: Tensor) -> bool:
         """Whether a tensor is the matrix that this record describes, or a column slice of it."""
@@ -78,7 +80,7 @@ class UsedRows:
             return False
         row_bytes = tensor.stride(0) * tensor.element_size()
         fills_storage = row_bytes * self.length == tensor.untyped_storage().nbytes()
-        return fills_storage and self.storage in (None, storage_key(tensor))
+        return fills_storage and self.storage in (None, get_storage_key(tensor))
 
 
 class _Packers(threading.local):
@@ -104,7 +106,7 @@ def use_packer(
         only_rows: the packer accepts only tensors inside `mark_used_rows`. Elsewhere no hook is
             installed for it, which saves host time.
     """
-    hooks = saved_tensor_hooks()
+    hooks = get_saved_tensor_hooks()
     if hooks is not None and hooks[0] is not pack_tensor:
         yield
         return
@@ -122,7 +124,7 @@ def use_packer(
 
 @contextmanager
 def mark_used_rows(*rows: UsedRows) -> Iterator[None]:
-    """Return a context in which `used_rows` finds these records for the matrices that are saved.
+    """Return a context in which `find_used_rows` finds these records for saved matrices.
 
     If several records match a matrix, the first record is used.
     """
@@ -139,12 +141,12 @@ def _install_pack_hook() -> AbstractContextManager[Any]:
 
     The context does nothing if no packer is active or hooks are already installed.
     """
-    if saved_tensor_hooks() is not None or not is_packing():
+    if get_saved_tensor_hooks() is not None or not is_packing():
         return nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(pack_tensor, _unpack)
 
 
-def used_rows(tensor: Tensor) -> UsedRows | None:
+def find_used_rows(tensor: Tensor) -> UsedRows | None:
     """Return the record of a saved tensor's used rows (`mark_used_rows`); None = all rows."""
     for rows in _packers.rows:
         if rows.matches(tensor):
@@ -154,7 +156,7 @@ def used_rows(tensor: Tensor) -> UsedRows | None:
 
 def is_packing() -> bool:
     """Whether the pack hook is active: a packer exists, and the caller installed no hooks."""
-    hooks = saved_tensor_hooks()
+    hooks = get_saved_tensor_hooks()
     return bool(_packers.first or _packers.inner) if hooks is None else hooks[0] is pack_tensor
 
 

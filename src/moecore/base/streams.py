@@ -1,7 +1,7 @@
 """CUDA streams and events, and the streams of a dry run, which record dependencies of operations.
 
 For a CPU device the functions return None instead of a stream. A dry run executes a step on meta
-tensors. It numbers the operations, and `DryQueues.put` returns the dependencies of an operation.
+tensors. It numbers the operations, and `DryQueues.launch` returns the dependencies of an operation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from moecore.base.torch_private import with_attributes
+from moecore.base.torch_private import patch_attributes
 
 Key = TypeVar("Key")
 
@@ -85,7 +85,7 @@ class DryQueues:
         self.host_dependencies = frozenset[int]()  # host waits since the last launch
         self.length = 0  # number of launched operations
 
-    def put(self) -> tuple[frozenset[int], frozenset[int]]:
+    def launch(self) -> tuple[frozenset[int], frozenset[int]]:
         """Launch an operation on the current stream and return its dependencies.
 
         Returns two sets of operation numbers: operations that the stream waits for, and operations
@@ -96,9 +96,9 @@ class DryQueues:
         self.length += 1
         return dependencies
 
-    def on(self, stream: DryStream) -> AbstractContextManager[None]:
+    def use_stream(self, stream: DryStream) -> AbstractContextManager[None]:
         """Return a context in which `stream` is the current stream."""
-        return with_attributes(self, current=stream)
+        return patch_attributes(self, current=stream)
 
 
 Event = torch.Event | DryEvent
@@ -113,12 +113,12 @@ class _DryState(threading.local):
 _dry = _DryState()
 
 
-def dry_streams(queues: DryQueues) -> AbstractContextManager[None]:
+def use_dry_streams(queues: DryQueues) -> AbstractContextManager[None]:
     """Return a context in which this thread's stream functions use the streams of a dry run."""
-    return with_attributes(_dry, queues=queues)
+    return patch_attributes(_dry, queues=queues)
 
 
-def new_stream(device: torch.device | str, priority: int = 0) -> Stream | None:
+def create_stream(device: torch.device | str, priority: int = 0) -> Stream | None:
     """Create a stream on a device; None on a CPU. `priority` is CUDA's: -1 is high."""
     if _dry.queues is not None:
         return DryStream(_dry.queues)
@@ -126,14 +126,14 @@ def new_stream(device: torch.device | str, priority: int = 0) -> Stream | None:
     return torch.cuda.Stream(device, priority) if device.type == "cuda" else None
 
 
-def new_event(device: torch.device | str) -> Event | None:
+def create_event(device: torch.device | str) -> Event | None:
     """Create an event, which can be recorded repeatedly; None on a CPU."""
     if _dry.queues is not None:
         return DryEvent(_dry.queues)
     return torch.Event("cuda") if torch.device(device).type == "cuda" else None
 
 
-def current_stream(device: torch.device | str) -> Stream | None:
+def get_current_stream(device: torch.device | str) -> Stream | None:
     """Return the current stream of a device, or None on a CPU."""
     if _dry.queues is not None:
         return _dry.queues.current
@@ -170,17 +170,17 @@ class _OnStream:
         torch.accelerator.set_stream(self._before)
 
 
-def on_stream(stream: Stream | None) -> AbstractContextManager[Any]:
+def use_stream(stream: Stream | None) -> AbstractContextManager[Any]:
     """Return a context in which `stream` is the current stream; None changes nothing."""
     if stream is None:
         return nullcontext()
     if isinstance(stream, DryStream):
         assert _dry.queues is not None, "a dry stream outlived its dry run"
-        return _dry.queues.on(stream)
+        return _dry.queues.use_stream(stream)
     return _OnStream(stream)  # type: ignore[arg-type]
 
 
-def to_device(x: Tensor, device: torch.device | str) -> Tensor:
+def copy_to_device(x: Tensor, device: torch.device | str) -> Tensor:
     """Copy a tensor to a device without a host-device synchronisation."""
     # A copy from pageable memory blocks the host until earlier work of the stream is complete.
     if torch.device(device).type == "cuda" and x.device.type == "cpu":
@@ -194,7 +194,7 @@ class ToHost:
     def __init__(self, numbers: Tensor) -> None:
         self._numbers = torch.empty_like(numbers, device="cpu", pin_memory=numbers.is_cuda)
         self._numbers.copy_(numbers, non_blocking=True)
-        stream = current_stream(numbers.device)
+        stream = get_current_stream(numbers.device)
         self._event = None if stream is None else stream.record_event()
 
     def has_arrived(self) -> bool:

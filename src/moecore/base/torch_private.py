@@ -130,7 +130,7 @@ _seen = _DryRunState()
 
 
 @contextmanager
-def with_attributes(target: Any, **values: Any) -> Iterator[None]:
+def patch_attributes(target: Any, **values: Any) -> Iterator[None]:
     """Return a context that sets attributes of an object and restores them at its end."""
     before = {name: getattr(target, name) for name in values}
     try:
@@ -142,32 +142,32 @@ def with_attributes(target: Any, **values: Any) -> Iterator[None]:
             setattr(target, name, value)
 
 
-def inside_operations() -> AbstractContextManager[None]:
+def enter_custom_ops() -> AbstractContextManager[None]:
     """Return a context in which dispatch modes intercept the operations inside custom ops.
 
     Outside of this context a mode intercepts one operation per custom op of moecore. The context
     applies to meta tensors too.
     """
-    return with_attributes(_seen, inside=True)
+    return patch_attributes(_seen, inside=True)
 
 
-def is_inside() -> bool:
-    """Whether this thread runs in the context `inside_operations`."""
+def is_inside_custom_ops() -> bool:
+    """Whether this thread runs in the context `enter_custom_ops`."""
     return _seen.inside
 
 
-def host_memory() -> AbstractContextManager[None]:
+def allocate_as_host_memory() -> AbstractContextManager[None]:
     """Return a context in which allocations on the meta device count as host memory."""
-    return with_attributes(_seen, on_host=True)
+    return patch_attributes(_seen, on_host=True)
 
 
 def is_host_memory() -> bool:
-    """Whether this thread runs in the context `host_memory`."""
+    """Whether this thread runs in the context `allocate_as_host_memory`."""
     return _seen.on_host
 
 
-def open_marks() -> tuple[str, ...]:
-    """Return the names of this thread's active `mark` contexts inside `inside_operations`."""
+def list_open_marks() -> tuple[str, ...]:
+    """Return the names of this thread's active `mark` contexts inside `enter_custom_ops`."""
     return _seen.phases
 
 
@@ -176,8 +176,8 @@ def skips_communication(x: Tensor) -> bool:
     return x.is_meta and not _seen.inside
 
 
-def no_dispatch_modes() -> AbstractContextManager[Any]:
-    """Return a context that disables dispatch modes, except inside `inside_operations`."""
+def disable_dispatch_modes() -> AbstractContextManager[Any]:
+    """Return a context that disables dispatch modes, except inside `enter_custom_ops`."""
     return nullcontext() if _seen.inside else _disable_current_modes()
 
 
@@ -185,17 +185,17 @@ def is_plain_eager() -> bool:
     """Whether no compiler, dispatch mode, transform or tracer is active."""
     if torch.compiler.is_compiling():
         return False
-    return (_keys().raw_repr() in _PLAIN_KEYS and not in_forward_mode()) or _seen.inside
+    return (_keys().raw_repr() in _PLAIN_KEYS and not is_in_forward_mode()) or _seen.inside
 
 
-def in_forward_mode() -> bool:
+def is_in_forward_mode() -> bool:
     """Whether forward-mode autograd is active."""
     return _unpack(_UNTRACKED).primal is not _UNTRACKED
 
 
-def have_tangents(*tensors: Tensor) -> bool:
+def has_tangents(*tensors: Tensor) -> bool:
     """Whether one of the tensors has a forward-mode tangent."""
-    return in_forward_mode() and any(_unpack(t).tangent is not None for t in tensors)
+    return is_in_forward_mode() and any(_unpack(t).tangent is not None for t in tensors)
 
 
 def mark(name: str) -> AbstractContextManager[Any]:
@@ -203,13 +203,13 @@ def mark(name: str) -> AbstractContextManager[Any]:
     if torch.compiler.is_compiling():
         return NOTHING
     if _seen.inside:
-        return with_attributes(_seen, phases=(*_seen.phases, name))
+        return patch_attributes(_seen, phases=(*_seen.phases, name))
     if not torch.autograd._profiler_enabled():
         return NOTHING
     return torch.profiler.record_function(name)
 
 
-def autocast_dtype(x: Tensor) -> torch.dtype | None:
+def get_autocast_dtype(x: Tensor) -> torch.dtype | None:
     """Return the autocast dtype for a tensor's device; None if autocast is off or x is on meta."""
     device = x.device.type
     if x.is_meta or not torch.is_autocast_enabled(device):
@@ -220,7 +220,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 # Backwards.
 
 
-def current_node() -> Node:
+def get_current_node() -> Node:
     """Return the autograd node whose backward is running."""
     node: Node = torch._C._current_autograd_node()
     return node
@@ -252,10 +252,10 @@ def will_run(node: Any) -> bool:
 
 def has_next_node() -> bool:
     """Whether the running backward executes a node after the current node."""
-    return any(node is not None and will_run(node) for node, _ in current_node().next_functions)
+    return any(node is not None and will_run(node) for node, _ in get_current_node().next_functions)
 
 
-def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+def get_saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """Return the innermost active pair of `torch.autograd.graph.saved_tensors_hooks`, or None."""
     hooks: tuple[Callable[..., Any], Callable[..., Any]] | None
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
@@ -265,20 +265,20 @@ def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None
 # Modules and tensors.
 
 
-def hooks_around(module: nn.Module) -> list[Callable[..., Any]]:
+def list_module_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     """Return all forward and backward hooks that are registered on a module."""
     kinds = vars(module)
     return [hook for name in _AROUND for hook in kinds[name].values()]
 
 
-def num_gradient_hooks(param: Tensor) -> int:
+def count_gradient_hooks(param: Tensor) -> int:
     """Return the number of a parameter's hooks, before and after gradient accumulation."""
     return len(param._backward_hooks or ()) + len(_get_accumulate_hooks(param))
 
 
 def has_gradient_hooks(param: Tensor) -> bool:
     """Whether a parameter has a gradient hook, before or after accumulation."""
-    return num_gradient_hooks(param) > 0
+    return count_gradient_hooks(param) > 0
 
 
 def has_accumulate_hooks(param: Tensor) -> bool:
@@ -311,12 +311,12 @@ def _get_accumulate_hooks(param: Tensor) -> dict[int, Callable[[Tensor], None]]:
     return param._post_accumulate_grad_hooks or {}
 
 
-def storage_key(x: Tensor) -> int:
+def get_storage_key(x: Tensor) -> int:
     """Return a number that identifies a tensor's storage during its lifetime, also on meta."""
     return id(x.untyped_storage())  # the same Python object as long as the storage exists
 
 
-def version(*tensors: Tensor) -> int:
+def sum_versions(*tensors: Tensor) -> int:
     """Return the sum of the tensors' version counters; inference tensors count as 0."""
     changes = 0
     for x in tensors:
@@ -332,7 +332,7 @@ def set_versions(tensors: list[Tensor], versions: list[int]) -> None:
 # Process groups.
 
 
-def default_timeout() -> timedelta | None:
+def get_default_timeout() -> timedelta | None:
     """Return the timeout of the default process group; None = a fake group has no timeout."""
     group = dist.group.WORLD
     assert group is not None, "the default process group must exist"
@@ -342,7 +342,7 @@ def default_timeout() -> timedelta | None:
 
 def inherit_timeout(group: dist.ProcessGroup) -> None:
     """Set a group's timeout to the timeout of the default process group."""
-    timeout = default_timeout()
+    timeout = get_default_timeout()
     if timeout is not None:
         group.set_timeout(timeout)
 
@@ -352,7 +352,7 @@ def is_gloo(group: dist.ProcessGroup, device_type: str) -> bool:
     return _get_backends(group)[device_type] == "gloo"
 
 
-def object_device_type(group: dist.ProcessGroup | None) -> str:
+def choose_object_device_type(group: dist.ProcessGroup | None) -> str:
     """Return the device type for a group's small tensors: "cpu" if it has a CPU backend."""
     names = _get_backends(group or dist.group.WORLD)  # type: ignore[arg-type]
     return "cpu" if "cpu" in names else next(iter(names))
@@ -404,7 +404,7 @@ def zeros_like(tensor: Tensor, dtype: torch.dtype, device: torch.device | None =
     return wrap_like(torch.zeros_like(get_local_tensor(tensor)), tensor)
 
 
-def parameter_like(data: Tensor, like: Tensor) -> nn.Parameter:
+def make_parameter_like(data: Tensor, like: Tensor) -> nn.Parameter:
     """Return an `nn.Parameter` that stores `data`, with the `requires_grad` of `like`.
 
     No other object may use `data`.
@@ -427,7 +427,7 @@ def clear_sharding_caches() -> None:
         x.backward()
 
 
-def symmetric_memory(
+def allocate_symmetric_memory(
     num_bytes: int, group: dist.ProcessGroup, device: torch.device
 ) -> tuple[Tensor, Any]:
     """Allocate symmetric memory on each rank of a group; return it with its rendezvous handle.

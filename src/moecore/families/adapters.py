@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from typing_extensions import override
 
-from moecore.base.torch_private import DispatchMode, hooks_around, tree_leaves
+from moecore.base.torch_private import DispatchMode, list_module_hooks, tree_leaves
 from moecore.moe.layer import RoutedLayer
 from moecore.parallel.model.family import Adapter
 
@@ -162,7 +162,7 @@ def _refuse_hooks(name: str, block: nn.Module, layer: RoutedLayer) -> None:
     """Raise for hooks on modules of the block that the layer lacks: they would never run."""
     layer_modules = set(layer.modules())
     for path, module in block.named_modules(prefix=name):
-        hooks = [] if module in layer_modules else hooks_around(module)
+        hooks = [] if module in layer_modules else list_module_hooks(module)
         if any(getattr(hook, "__module__", None) != RECORDING for hook in hooks):
             raise ValueError(
                 f"{path} must have no hooks, because a MoELayer takes its place: remove them, or "

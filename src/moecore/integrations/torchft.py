@@ -34,7 +34,7 @@ from moecore.base.torch_private import get_local_tensor
 from moecore.io.checkpoint.hyperparameters import Schedulers
 from moecore.io.checkpoint.snapshot import collect_rank_state, load_rank_state
 from moecore.io.checkpoint.state import Optimizers
-from moecore.parallel.model.parallel_state import parallel_states
+from moecore.parallel.model.parallel_state import list_parallel_states
 from moecore.train.step import TrainStep
 from moecore.train.step_result import StepResult
 
@@ -111,7 +111,7 @@ class Replicas:
         arguments = locals()
         with share_errors():
             check_arguments(Replicas.__init__, arguments)
-            self._records = parallel_states(model)
+            self._records = list_parallel_states(model)
             request = self._records[0].request
             if request.loss != "mean":
                 raise ValueError(

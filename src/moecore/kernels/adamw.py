@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moecore.base.fields import Bound, CheckedRecord, PositiveOrZero
-from moecore.base.streams import to_device
+from moecore.base.streams import copy_to_device
 from moecore.base.torch_private import fused_adamw_
 from moecore.kernels.adamw_formats import (
     GOLDEN,
@@ -38,7 +38,7 @@ from moecore.kernels.adamw_formats import (
     split_master,
     split_master_ref,
 )
-from moecore.kernels.common import INTERPRET, cdiv, launch, tl, triton, use_kernel, warn_plain
+from moecore.kernels.common import INTERPRET, cdiv, launch, tl, triton, use_kernel, warn_about_plain
 
 BLOCK = 1024  # elements at a time
 FP8_BLOCK = 512  # of FP8 moments: as many as registers allow without fewer programs at a time
@@ -91,15 +91,15 @@ class AdamWTensors:
     remainders: Sequence[Tensor] = ()
 
     @classmethod
-    def of(cls, rows: Sequence[tuple[ParamRow, int]]) -> "AdamWTensors":
-        """Return the record of parameters of one kind and their numbers; the inverse of `rows`."""
+    def from_rows(cls, rows: Sequence[tuple[ParamRow, int]]) -> "AdamWTensors":
+        """Return the record of one kind of parameters, from (parameter, number) rows."""
         params, numbers = zip(*rows, strict=True)
         weights, grads, exp_avgs, exp_avg_sqs, steps, *optional = zip(*params, strict=True)
         exponents, remainders = ([t for t in column if t is not None] for column in optional)
         return cls(weights, grads, exp_avgs, exp_avg_sqs, steps, numbers, exponents, remainders)
 
-    def rows(self) -> list[ParamRow]:
-        """Return the tensors of each parameter."""
+    def to_rows(self) -> list[ParamRow]:
+        """Return one `ParamRow` per parameter."""
         absent = [None] * len(self.weights)
         columns = (self.weights, self.grads, self.exp_avgs, self.exp_avg_sqs, self.steps)
         optional = (self.exponents or absent, self.remainders or absent)
@@ -115,33 +115,33 @@ def adamw_ref_(
 ) -> None:
     """Compute `adamw_` in plain PyTorch, in fp32 or fp64."""
     beta1, beta2 = options.betas
-    for number, row in zip(tensors.numbers, tensors.rows(), strict=True):
+    for number, row in zip(tensors.numbers, tensors.to_rows(), strict=True):
         wide = torch.promote_types(row.weight.dtype, torch.float32)
-        g, w, step = row.grad.to(wide), _master_ref(row), row.step
+        g, w, step = row.grad.to(wide), _get_master_ref(row), row.step
         if grad_scale is not None:
             g = g / grad_scale
-        m, v = _moments_ref(row, wide)
+        m, v = _decode_moments_ref(row, wide)
         m = m + (g - m) * (1 - beta1)
         v = v + (g * g - v) * (1 - beta2)
-        part1, part2 = (-torch.expm1(step.double() * _log(beta)) for beta in options.betas)
+        part1, part2 = (-torch.expm1(step.double() * _compute_log(beta)) for beta in options.betas)
         denominator = v.sqrt() / part2.sqrt().to(wide) + options.eps
         change = options.lr * options.weight_decay * w
         change = change + (options.lr / part1).to(wide) * (m / denominator)
-        for old, new in _new_state_ref(row, number, w - change, m, v):
+        for old, new in _encode_state_ref(row, number, w - change, m, v):
             new = new.view(old.shape)
             if found_inf is not None:
                 new = torch.where(found_inf > 0, old, new)
             old.copy_(new)
 
 
-def _master_ref(row: ParamRow) -> Tensor:
-    """Return the weight that is updated, in fp32 or fp64."""
+def _get_master_ref(row: ParamRow) -> Tensor:
+    """Return the master weight in fp32 or fp64, joined from bf16 and remainder if split."""
     if row.remainder is not None:
         return join_master_ref(row.weight, row.remainder)
     return row.weight.to(torch.promote_types(row.weight.dtype, torch.float32))
 
 
-def _moments_ref(row: ParamRow, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+def _decode_moments_ref(row: ParamRow, wide: torch.dtype) -> tuple[Tensor, Tensor]:
     if row.exponents is None:
         return row.exp_avg.to(wide), row.exp_avg_sq.to(wide)
     codes = row.exp_avg.reshape(-1), row.exp_avg_sq.reshape(-1)
@@ -149,10 +149,10 @@ def _moments_ref(row: ParamRow, wide: torch.dtype) -> tuple[Tensor, Tensor]:
     return m.view(row.weight.shape), v.view(row.weight.shape)
 
 
-def _new_state_ref(
+def _encode_state_ref(
     row: ParamRow, number: int, w: Tensor, m: Tensor, v: Tensor
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return pairs of a tensor and its new content, each pair of one dtype."""
+    """Return pairs (tensor, new value) for weight, remainder and moments, in the stored dtypes."""
     if row.remainder is None:
         pairs = [(row.weight, w.to(row.weight.dtype))]
     else:
@@ -171,7 +171,7 @@ def _new_state_ref(
 
 
 @triton.jit
-def _update(
+def _update_block(
     weight_ptr,  # int16 of bf16 where there are remainders
     grad_ptr,
     exp_avg_ptr,  # uint8 where there are exponents
@@ -295,7 +295,7 @@ def _adamw_kernel(
         remainder_ptr = tl.multiple_of(remainder_ptr, 8)
         for block in range(NUM_BLOCKS):
             row = first_row + block * ROWS + tl.arange(0, ROWS)
-            _update(
+            _update_block(
                 weight_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, exponents_ptr, remainder_ptr,
                 row, numel, seed, scale, rest1, rest2, eps, decay, rate, growth,
                 MASKED=False, SPLIT=SPLIT, MOMENT_BLOCK=MOMENT_BLOCK,
@@ -303,7 +303,7 @@ def _adamw_kernel(
     else:
         for block in range(NUM_BLOCKS):
             row = first_row + block * ROWS + tl.arange(0, ROWS)
-            _update(
+            _update_block(
                 weight_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, exponents_ptr, remainder_ptr,
                 row, numel, seed, scale, rest1, rest2, eps, decay, rate, growth,
                 MASKED=True, SPLIT=SPLIT, MOMENT_BLOCK=MOMENT_BLOCK,
@@ -331,12 +331,12 @@ def adamw_(
     """
     if not tensors.weights:
         return
-    if not use_kernel(*tensors.weights) and _fits_torch(tensors):
-        _torch_adamw_(tensors, options, grad_scale, found_inf)
+    if not use_kernel(*tensors.weights) and _can_use_torch(tensors):
+        _update_with_torch_(tensors, options, grad_scale, found_inf)
         return
-    if not _fits_kernel(tensors):
+    if not _can_use_kernel(tensors):
         if tensors.weights[0].dtype != torch.float64:
-            warn_plain(tensors.weights[0], "AdamW of strided tensors or of several dtypes")
+            warn_about_plain(tensors.weights[0], "AdamW of strided tensors or of several dtypes")
         adamw_ref_(tensors, options, grad_scale=grad_scale, found_inf=found_inf)
         return
     weight = tensors.weights[0]
@@ -349,7 +349,7 @@ def adamw_(
     lr, (beta1, beta2) = options.lr, options.betas
     is_on_device = isinstance(lr, Tensor) and lr.device == weight.device
     rates = (lr, 0.0) if is_on_device else (None, float(lr))
-    betas = (1 - beta1, 1 - beta2, _log(beta1), _log(beta2))
+    betas = (1 - beta1, 1 - beta2, _compute_log(beta1), _compute_log(beta2))
     block = FP8_BLOCK if tensors.exponents else BLOCK
     rest = (options.eps, options.weight_decay, grad_scale, found_inf)
     launch(
@@ -369,8 +369,8 @@ def adamw_(
     )
 
 
-def _fits_kernel(tensors: AdamWTensors) -> bool:
-    rows = tensors.rows()
+def _can_use_kernel(tensors: AdamWTensors) -> bool:
+    rows = tensors.to_rows()
     dtypes = [{t.dtype for t in column} for column in list(zip(*rows, strict=True))[:4]]
     dtypes[2:] = [] if tensors.exponents else [dtypes[2] | dtypes[3]]  # both are read as one type
     laid_out = [t for row in rows for t in (*row[:4], *row[5:]) if t is not None]
@@ -386,13 +386,13 @@ def _fits_kernel(tensors: AdamWTensors) -> bool:
     )
 
 
-def _fits_torch(tensors: AdamWTensors) -> bool:
+def _can_use_torch(tensors: AdamWTensors) -> bool:
     tensors_in_use = (*tensors.weights, *tensors.grads, *tensors.exp_avgs, *tensors.exp_avg_sqs)
     has_dtype = {t.dtype for t in tensors_in_use} in ({torch.float32}, {torch.float64})
     return has_dtype and all(map(Tensor.is_contiguous, tensors_in_use))
 
 
-def _torch_adamw_(
+def _update_with_torch_(
     tensors: AdamWTensors,
     options: AdamWOptions,
     grad_scale: Tensor | None,
@@ -423,13 +423,13 @@ def _torch_adamw_(
 def _make_table(tensors: AdamWTensors) -> tuple[Tensor, int]:
     """Return the kernel's table of tensors, and the number of programs of all tensors."""
     rows, num_programs = [], 0
-    for number, row in zip(tensors.numbers, tensors.rows(), strict=True):
+    for number, row in zip(tensors.numbers, tensors.to_rows(), strict=True):
         numel = row.weight.numel()
         rows.append([*(0 if t is None else t.data_ptr() for t in row), numel, num_programs, number])
         num_programs += cdiv(numel, BLOCK * NUM_BLOCKS)
     table = torch.tensor(rows, dtype=torch.int64)
-    return to_device(table, tensors.weights[0].device), num_programs
+    return copy_to_device(table, tensors.weights[0].device), num_programs
 
 
-def _log(x: float) -> float:
+def _compute_log(x: float) -> float:
     return math.log(x) if x else -math.inf

@@ -63,26 +63,26 @@ def make_noise_ref(numel: int, step: Tensor, number: int) -> Tensor:
     seed = (step.long() * GOLDEN + (number * GOLDEN * GOLDEN & 0xFFFFFFFF)) & 0xFFFFFFFF
     x = position ^ seed
     x = x ^ (x >> 16)
-    x = _times(x, 0x7FEB352D)
+    x = _multiply_uint32(x, 0x7FEB352D)
     x = x ^ (x >> 15)
-    x = _times(x, 0x846CA68B)
+    x = _multiply_uint32(x, 0x846CA68B)
     return x ^ (x >> 16)
 
 
-def _times(x: Tensor, factor: int) -> Tensor:
-    """Return the low 32 bits of a product, by halves of the factor, so that int64 can hold it."""
+def _multiply_uint32(x: Tensor, factor: int) -> Tensor:
+    """Return the low 32 bits of x * factor; two half products avoid an int64 overflow."""
     return ((x * (factor & 0xFFFF)) + (((x * (factor >> 16)) & 0xFFFF) << 16)) & 0xFFFFFFFF
 
 
 def round_stochastically_ref(x: Tensor, noise: Tensor) -> Tensor:
-    """Round to bf16 stochastically, by 16 bits of each int64 of noise; return fp32."""
+    """Round x to bf16 stochastically with the low 16 bits of `noise`; return fp32."""
     bits = (x.float().contiguous().view(torch.int32).long() & 0xFFFFFFFF) + noise.view(x.shape)
     bits = bits & 0xFFFF0000
     bits = torch.where(bits >= 1 << 31, bits - (1 << 32), bits)
     return torch.where(x.isfinite(), bits.int().view(torch.float32), x.float())
 
 
-def num_moment_blocks(numel: int) -> int:
+def count_moment_blocks(numel: int) -> int:
     """Return the number of exponents that each moment of `numel` elements has."""
     return cdiv(numel, MOMENT_BLOCK)
 
@@ -101,19 +101,19 @@ def encode_moments_ref(
         2^(exponent - 127).
     """
     noise = torch.as_tensor(noise, device=m.device)
-    first, m_scales = _scales_ref(m, FIRST_BIAS)
+    first, m_scales = _compute_scales_ref(m, FIRST_BIAS)
     min_value = m_scales * 2.0 ** -(FIRST_BIAS + 2)
     v = torch.where(v > 0, torch.maximum(v, min_value * min_value), v)
-    second, v_scales = _scales_ref(v, SECOND_BIAS)
+    second, v_scales = _compute_scales_ref(v, SECOND_BIAS)
     x = v / v_scales
     x = torch.where(v > 0, x.clamp(min=2.0 ** -(SECOND_BIAS + 2)), x)
-    codes = _codes_ref(m.abs() / m_scales, noise & 0xFFFF, FIRST_BIAS, FIRST_NAN)
+    codes = _encode_ref(m.abs() / m_scales, noise & 0xFFFF, FIRST_BIAS, FIRST_NAN)
     codes = codes | torch.where(m.signbit(), 0x80, 0)
-    codes_of_v = _codes_ref(x, noise >> 16, SECOND_BIAS, SECOND_NAN)
+    codes_of_v = _encode_ref(x, noise >> 16, SECOND_BIAS, SECOND_NAN)
     return codes.to(torch.uint8), codes_of_v.to(torch.uint8), torch.stack([first, second], 1)
 
 
-def _scales_ref(x: Tensor, bias: int) -> tuple[Tensor, Tensor]:
+def _compute_scales_ref(x: Tensor, bias: int) -> tuple[Tensor, Tensor]:
     """Return the blocks' exponents, uint8 [blocks], and their powers of two, fp32 [N]."""
     numel = x.numel()
     size = torch.where(x.isfinite(), x, 0).abs()
@@ -126,8 +126,8 @@ def _scales_ref(x: Tensor, bias: int) -> tuple[Tensor, Tensor]:
     return exponents.to(torch.uint8), scales.repeat_interleave(MOMENT_BLOCK)[:numel]
 
 
-def _codes_ref(x: Tensor, noise: Tensor, bias: int, nan: int) -> Tensor:
-    """Return int32 codes of nonnegative values over their scales."""
+def _encode_ref(x: Tensor, noise: Tensor, bias: int, nan: int) -> Tensor:
+    """Encode nonnegative scaled values as int32 codes."""
     normal = ((x.view(torch.int32) + (noise << 4)) >> 20) - ((127 - bias) << 3)
     small = (x * 2.0 ** (bias + 2) + noise * 2.0**-16).floor()
     codes = torch.where(x < 2.0 ** (1 - bias), small.nan_to_num(0).int(), normal)
@@ -178,7 +178,7 @@ def round_stochastically(x, noise):  # fp32; uint32 of 16 bits
 
 
 @triton.jit
-def _exponents(x, BIAS: tl.constexpr):  # fp32 [ROWS, MOMENT_BLOCK]
+def _compute_exponents(x, BIAS: tl.constexpr):  # fp32 [ROWS, MOMENT_BLOCK]
     """Return the exponent of each row's scale, int32 [ROWS]."""
     size = tl.abs(x)
     bits = tl.max(tl.where(size < float("inf"), size, 0.0), 1).to(tl.int32, bitcast=True)
@@ -186,19 +186,19 @@ def _exponents(x, BIAS: tl.constexpr):  # fp32 [ROWS, MOMENT_BLOCK]
 
 
 @triton.jit
-def _power(exponent):  # int32
+def _compute_power(exponent):  # int32
     return (exponent << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _codes(
+def _encode(
     x,  # fp32, scaled
     noise,  # uint32 of 16 bits
     BIAS: tl.constexpr,
     UNITS: tl.constexpr,
     NAN: tl.constexpr,
 ):
-    """Return int32 codes of nonnegative values."""
+    """Encode nonnegative scaled values as int32 codes."""
     noise = noise.to(tl.int32)
     normal = (x.to(tl.int32, bitcast=True) + (noise << 4) >> 20) - ((127 - BIAS) << 3)
     small = (x * UNITS + noise.to(tl.float32) * 1.52587890625e-05).to(tl.int32)  # 2^-16
@@ -209,16 +209,16 @@ def _codes(
 @triton.jit
 def encode_moments(m, v, noise):  # fp32 [ROWS, MOMENT_BLOCK] twice; uint32
     """Return uint8 codes of m and of v, and int16 [ROWS] with m's exponent in its low byte."""
-    first = _exponents(m, _FIRST)
-    inverse = _power(254 - first)[:, None]
-    min_value = _power(first)[:, None] / _FIRST_UNITS
+    first = _compute_exponents(m, _FIRST)
+    inverse = _compute_power(254 - first)[:, None]
+    min_value = _compute_power(first)[:, None] / _FIRST_UNITS
     v = tl.where(v > 0, tl.maximum(v, min_value * min_value), v)
-    second = _exponents(v, _SECOND)
-    x = v * _power(254 - second)[:, None]
+    second = _compute_exponents(v, _SECOND)
+    x = v * _compute_power(254 - second)[:, None]
     x = tl.where(v > 0, tl.maximum(x, 1.0 / _SECOND_UNITS), x)
     signs = (m.to(tl.int32, bitcast=True) >> 24) & 0x80
-    codes = _codes(tl.abs(m) * inverse, noise & 0xFFFF, _FIRST, _FIRST_UNITS, _FIRST_NAN) | signs
-    codes_of_v = _codes(x, noise >> 16, _SECOND, _SECOND_UNITS, _SECOND_NAN)
+    codes = _encode(tl.abs(m) * inverse, noise & 0xFFFF, _FIRST, _FIRST_UNITS, _FIRST_NAN) | signs
+    codes_of_v = _encode(x, noise >> 16, _SECOND, _SECOND_UNITS, _SECOND_NAN)
     return codes.to(tl.uint8), codes_of_v.to(tl.uint8), (first | second << 8).to(tl.int16)
 
 
@@ -226,10 +226,10 @@ def encode_moments(m, v, noise):  # fp32 [ROWS, MOMENT_BLOCK] twice; uint32
 def decode_moments(m, v, exponents):  # uint8 [ROWS, MOMENT_BLOCK] twice, int16 [ROWS]
     """Return both moments in fp32."""
     exponents = exponents.to(tl.int32)
-    m = from_e4m3(m) * _power(exponents & 0xFF)[:, None]
+    m = from_e4m3(m) * _compute_power(exponents & 0xFF)[:, None]
     code = v.to(tl.int32)
     v = (code << 20).to(tl.float32, bitcast=True) * 5.192296858534828e33  # 2^112
-    v *= _power(exponents >> 8 & 0xFF)[:, None]
+    v *= _compute_power(exponents >> 8 & 0xFF)[:, None]
     return m, tl.where(code == _SECOND_NAN, float("nan"), v)
 
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore.base.torch_private import inside_operations
-from moecore.kernels.prepared import descriptor, launch_prepared
-from moecore.kernels.prepared import keep as keep_prepared
+from moecore.base.torch_private import enter_custom_ops
+from moecore.kernels.prepared import launch_prepared, make_descriptor
+from moecore.kernels.prepared import prepare_launch as keep_prepared
 
 try:
     import triton
@@ -33,7 +33,7 @@ try:
 except ImportError:
 
     class _NoTriton:
-        """Decorators become identities, constants themselves; kernels know their names alone."""
+        """Stands for a missing Triton module, so that files of kernels can be imported."""
 
         def __init__(self, name: str = "") -> None:
             self.name = name
@@ -80,8 +80,8 @@ _meta = _Meta()
 
 
 @contextmanager
-def meta_as(device_type: str) -> Iterator[None]:
-    """Context in which meta tensors saved for backward are those of a device of this type."""
+def treat_meta_as(device_type: str) -> Iterator[None]:
+    """Return a context in which meta tensors stand for tensors on a device of this type."""
     before, _meta.is_gpu = _meta.is_gpu, device_type == "cuda"
     try:
         yield
@@ -95,27 +95,27 @@ def meta_is_gpu() -> bool:
 
 
 @contextmanager
-def launches_on_meta(launched: Launched, num_peers: int = 1) -> Iterator[None]:
-    """Context in which meta stands for a Hopper GPU: host code runs, and kernels are recorded."""
+def record_launches_on_meta(launched: Launched, num_peers: int = 1) -> Iterator[None]:
+    """Return a context that treats meta as a Hopper GPU and records kernels."""
     # Modes see what operations allocate, as if each were its kernels. `launched` is called in place
     # of each kernel of this package. So many neighbouring ranks reach each other's memory.
     before = _meta.launched, _meta.num_peers
     _meta.launched, _meta.num_peers = launched, num_peers
-    with meta_as("cuda"), inside_operations(), _record_launches():
+    with treat_meta_as("cuda"), enter_custom_ops(), _record_launches():
         try:
             yield
         finally:
             _meta.launched, _meta.num_peers = before
 
 
-def num_peers_on_meta() -> int:
-    """Return the number of neighbouring ranks with shared memory that meta stands for."""
+def get_num_meta_peers() -> int:
+    """Return the number of ranks with mutual memory access that a dry run on meta assumes."""
     return _meta.num_peers
 
 
 @contextmanager
-def repeated(times: int) -> Iterator[None]:
-    """Context in which an operation on meta stands for `times` operations."""
+def repeat_on_meta(times: int) -> Iterator[None]:
+    """Return a context in which one operation on meta counts as `times` operations."""
     before, _meta.times = _meta.times, times
     try:
         yield
@@ -123,20 +123,20 @@ def repeated(times: int) -> Iterator[None]:
         _meta.times = before
 
 
-def times_on_meta() -> int:
-    """Return the number of operations that one operation on meta stands for."""
+def get_meta_repeats() -> int:
+    """Return how many operations one operation on meta counts as."""
     return _meta.times
 
 
 def record_launch(name: str, *args: Any, **_: Any) -> None:
-    """Pass a kernel to the recorder of `launches_on_meta`, if there is one."""
+    """Report a kernel's name and arguments to the active `record_launches_on_meta`, if any."""
     if _meta.launched is not None:
         _meta.launched(name, args)
 
 
 @contextmanager
 def _record_launches() -> Iterator[None]:
-    """Context in which Triton launches nothing in this thread."""
+    """Return a context in which Triton kernels of this thread are recorded, not launched."""
     if not HAS_TRITON or INTERPRET:
         yield
         return
@@ -164,14 +164,14 @@ def use_kernel(*tensors: Tensor) -> bool:
     return tensors[0].is_cuda and all(t.is_cuda for t in tensors)
 
 
-def warn_plain(x: Tensor, operation: str) -> None:
+def warn_about_plain(x: Tensor, operation: str) -> None:
     """Warn, once per `operation`, that plain PyTorch computes it on a GPU that has kernels."""
     if HAS_TRITON and x.is_cuda and not torch.compiler.is_compiling():
         warnings.warn(f"{operation} has no kernel: plain PyTorch computes it, slower", stacklevel=2)
 
 
 def can_skip_masks(num_rows: Tensor, length: int) -> bool:
-    """Return whether a reference on the CPU may skip its masks; False where reading would sync."""
+    """Return whether a reference may skip its row masks; False on devices, where reading syncs."""
     if torch.compiler.is_compiling() or type(num_rows) is not Tensor:  # a fake one has no value
         return False
     return num_rows.device.type == "cpu" and int(num_rows) >= length
@@ -207,8 +207,8 @@ def has_block_scaled_kernels(device: torch.device) -> bool:
 _NO_CONTEXT = nullcontext()
 
 
-def on_device(x: Tensor) -> AbstractContextManager[Any]:
-    """Context in which a tensor's device is current, on which Triton launches."""
+def use_device(x: Tensor) -> AbstractContextManager[Any]:
+    """Return a context that makes the tensor's device current, because Triton launches there."""
     if not x.is_cuda or x.get_device() == torch.cuda.current_device():
         return _NO_CONTEXT
     return torch.cuda.device(x.device)
@@ -219,20 +219,20 @@ def launch(kernel: Any, grid: int | tuple[int, int], /, *args: Any, **constants:
     grid = (grid, 1) if isinstance(grid, int) else grid
     if not (grid[0] and grid[1]) or launch_prepared(kernel, grid, args, constants):
         return
-    with on_device(next(arg for arg in args if isinstance(arg, Tensor))):
+    with use_device(next(arg for arg in args if isinstance(arg, Tensor))):
         compiled = kernel[grid](*args, **constants)
     keep_prepared(kernel, args, constants, compiled)
 
 
-def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Context without autocast, in a backward too; autocast does not support meta."""
+def disable_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Return a context that disables autocast on the tensor's device; it does nothing on meta."""
     if x.is_meta or not torch.is_autocast_enabled(x.device.type):
         return _NO_CONTEXT
     return torch.autocast(x.device.type, enabled=False)
 
 
-def rows_of_experts(offsets_e: Tensor) -> Iterator[slice]:
-    """Yield the slice of rows of each expert, from their running sum. Host sync."""
+def split_by_expert(offsets_e: Tensor) -> Iterator[slice]:
+    """Yield each expert's slice of rows, from the cumulative row counts. Host sync."""
     start = 0
     for stop in offsets_e.tolist():
         yield slice(start, stop)
@@ -243,7 +243,7 @@ def rows_of_experts(offsets_e: Tensor) -> Iterator[slice]:
 
 
 def cdiv(a: int, b: int) -> int:
-    """Return a / b rounded up, of positive b."""
+    """Return a / b rounded up, for positive b."""
     return -(-a // b)
 
 
@@ -252,14 +252,14 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def gluon_descriptor(x: Tensor, block: tuple[int, ...]) -> Any:
-    """Return the TMA descriptor of blocks of an FP8, bf16, fp16 or fp32 tensor."""
+def make_gluon_descriptor(x: Tensor, block: tuple[int, ...]) -> Any:
+    """Create the TMA descriptor with which Gluon loads blocks of a tensor."""
     # Leading dims that the block does not have are as one. Only for launches while it lives.
-    return descriptor(x, block, _shared_layout)
+    return make_descriptor(x, block, _choose_shared_layout)
 
 
 @functools.cache
-def _shared_layout(dtype: torch.dtype, block: tuple[int, ...]) -> Any:
+def _choose_shared_layout(dtype: torch.dtype, block: tuple[int, ...]) -> Any:
     gluon_dtypes = {
         torch.float8_e4m3fn: gl.float8e4nv,
         torch.bfloat16: gl.bfloat16,
@@ -269,13 +269,13 @@ def _shared_layout(dtype: torch.dtype, block: tuple[int, ...]) -> Any:
 
 
 @gluon.jit
-def halves(x):
-    """Return the left and the right half of a tile's columns."""
+def split_halves(x):
+    """Split a tile into the left and the right half of its columns."""
     return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute([0, 2, 1]).split()
 
 
 @functools.cache
-def num_sms(device: torch.device) -> int:
+def count_sms(device: torch.device) -> int:
     """Return the number of multiprocessors (4 for a CPU that interprets, and on meta)."""
     if device.type != "cuda":
         return 4

@@ -39,7 +39,7 @@ from moecore.kernels.common import (
 )
 from moecore.kernels.ops import Op
 from moecore.kernels.rows.e4m3 import block_scale, magnitude, to_e4m3
-from moecore.kernels.rows.quantised import empty_row_blocks, row_blocks_ref
+from moecore.kernels.rows.quantised import make_empty_row_blocks, quantise_row_blocks_ref
 from moecore.kernels.rows.scaling import Blocks
 
 IGNORE_INDEX = -100  # a label that counts for nothing
@@ -79,7 +79,7 @@ def _make_tile(num_columns: int) -> dict[str, int]:
 
 
 @triton.jit
-def _max_and_sum(
+def _reduce_max_and_sum(
     x_row,  # pointer to [V]
     columns,  # int32 [LANES, WIDTH], of the first step
     V: tl.constexpr,
@@ -185,7 +185,7 @@ def _cross_entropy_kernel(
         inside = (label >= 0) & (label < V)
         # Before the sums, where threads meet: in place, the second pass overwrites it.
         label_logit = tl.load(x_row + label, mask=inside, other=0.0).to(tl.float32)
-        high, total = _max_and_sum(x_row, columns, V, LANES, WIDTH)
+        high, total = _reduce_max_and_sum(x_row, columns, V, LANES, WIDTH)
         # A release build has no device asserts: a label that does not exist shows as NaN.
         total = tl.where(inside, total, float("nan"))
         tl.store(losses + row, tl.log(total) - (label_logit - high))
@@ -226,7 +226,7 @@ def _row_statistics_kernel(
         columns = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
         inside = (label >= 0) & (label < V)
         label_logit = tl.load(x_row + label, mask=inside, other=0.0).to(tl.float32)
-        high, total = _max_and_sum(x_row, columns, V, LANES, WIDTH)
+        high, total = _reduce_max_and_sum(x_row, columns, V, LANES, WIDTH)
     tl.store(statistics + row * 3, high)
     tl.store(statistics + row * 3 + 1, total)
     tl.store(statistics + row * 3 + 2, label_logit)
@@ -292,7 +292,7 @@ def _cross_entropy(
         labels_C,
         losses_C,
         logits_CV if in_place else d_logits_CV,
-        *_scales_and_stride(scales),
+        *_get_scales_and_stride(scales),
     )
     launch(
         _cross_entropy_kernel,
@@ -306,7 +306,7 @@ def _cross_entropy(
     return losses_C
 
 
-def _scales_and_stride(scales: Tensor | None) -> tuple[Tensor | None, int]:
+def _get_scales_and_stride(scales: Tensor | None) -> tuple[Tensor | None, int]:
     """Return scales, and the stride from one scale of a row to the next."""
     return scales, 0 if scales is None else scales.stride(0)
 
@@ -361,8 +361,8 @@ def cross_entropy_blocks(
     if not use_kernel(logits_CV):
         loss, d_logits_CV = cross_entropy_ref_(logits_CV.float(), labels_C, torch.float32)
         assert d_logits_CV is not None
-        return loss, row_blocks_ref(d_logits_CV, power_of_two)
-    d = empty_row_blocks(logits_CV, *logits_CV.shape)
+        return loss, quantise_row_blocks_ref(d_logits_CV, power_of_two)
+    d = make_empty_row_blocks(logits_CV, *logits_CV.shape)
     out = (d.values.view(torch.uint8), d.scales, False, power_of_two)
     return _cross_entropy_op(logits_CV, labels_C.contiguous(), *out).sum(), d
 
@@ -416,7 +416,7 @@ def _softmax_gradient(
 ) -> None:
     C, V = logits_CV.shape
     out_CV = logits_CV if d_logits_CV is None else d_logits_CV
-    args = (logits_CV, labels_C, highs_C, sums_C, out_CV, *_scales_and_stride(scales))
+    args = (logits_CV, labels_C, highs_C, sums_C, out_CV, *_get_scales_and_stride(scales))
     launch(
         _softmax_gradient_kernel,
         C,
@@ -479,8 +479,8 @@ def softmax_gradient_blocks(
     numbers = (labels_C, highs_C, sums_C)
     if not use_kernel(logits_CV):
         d_logits_CV = softmax_gradient_ref_(logits_CV.float(), *numbers, torch.float32)
-        return row_blocks_ref(d_logits_CV, power_of_two)
-    d = empty_row_blocks(logits_CV, *logits_CV.shape)
+        return quantise_row_blocks_ref(d_logits_CV, power_of_two)
+    d = make_empty_row_blocks(logits_CV, *logits_CV.shape)
     out = (d.values.view(torch.uint8), d.scales, power_of_two)
     _softmax_gradient_op(logits_CV, *(x_C.contiguous() for x_C in numbers), *out)
     return d

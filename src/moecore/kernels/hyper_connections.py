@@ -35,7 +35,7 @@ from moecore.kernels.hyper_connections_kernel import (
     expand_streams_fwd_kernel,
 )
 from moecore.kernels.ops import Op
-from moecore.kernels.routing.router_logits import router_dweight, router_logits
+from moecore.kernels.routing.router_logits import compute_router_dweight, router_logits
 
 BLOCK_D = 1024  # elements of each stream in one step of a token's program
 TILE = dict(BLOCK_T=128, BLOCK_D=64)  # of collapse_streams_bwd_kernel
@@ -100,7 +100,7 @@ def _make_constants(streams_TND: Tensor) -> dict[str, Any]:
 Collapsed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def _empty_collapsed(streams_TND: Tensor, fn_MC: Tensor, *_: Any) -> Collapsed:
+def _make_empty_collapsed(streams_TND: Tensor, fn_MC: Tensor, *_: Any) -> Collapsed:
     """Return x_TD, weights_TW, raw_TM, r_T and link_TND."""
     (T, N, D), M = streams_TND.shape, len(fn_MC)
     weights, raw, r = (
@@ -118,7 +118,7 @@ def _collapse_forward(
     eps: float,
     norm_eps: float,
 ) -> Collapsed:
-    x_TD, weights_TW, _, r_T, link_TND = _empty_collapsed(streams_TND, fn_MC)
+    x_TD, weights_TW, _, r_T, link_TND = _make_empty_collapsed(streams_TND, fn_MC)
     raw_TM = router_logits(streams_TND.flatten(1), fn_MC)
     args = (streams_TND, raw_TM, base_M, scale_3, x_TD, weights_TW, r_T, norm_eps, eps, iterations)
     launch(collapse_streams_fwd_kernel, len(x_TD), *args, **_make_constants(streams_TND))
@@ -133,7 +133,7 @@ def _save_collapse(ctx: Any, inputs: tuple[Any, ...], output: Collapsed) -> None
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def _empty_gradients(
+def _make_empty_gradients(
     streams_TND: Tensor, fn_MC: Tensor, base_M: Tensor, scale_3: Tensor, *_: Any
 ) -> Gradients:
     streams, fn, base, scale = map(torch.empty_like, (streams_TND, fn_MC, base_M, scale_3))
@@ -180,14 +180,16 @@ def _collapse_backward(
         **TILE,
     )
     if need_dfn:
-        dfn_MC = router_dweight(draw_TM, streams_TND.flatten(1), fn_MC)
+        dfn_MC = compute_router_dweight(draw_TM, streams_TND.flatten(1), fn_MC)
     return dstreams_TND, dfn_MC, dbase_M, dscale_3
 
 
-_collapse_bwd = Op("collapse_streams_bwd", _collapse_backward, _empty_gradients)
+_collapse_bwd = Op("collapse_streams_bwd", _collapse_backward, _make_empty_gradients)
 
 
-def _collapse_grads(ctx: Any, dx: Tensor, dweights: Tensor, *rest: Tensor) -> tuple[Any, ...]:
+def _differentiate_collapse(
+    ctx: Any, dx: Tensor, dweights: Tensor, *rest: Tensor
+) -> tuple[Any, ...]:
     needs, grads = ctx.needs_input_grad, (dx, dweights, rest[-1])
     args = (*ctx.saved_tensors, *(grad.contiguous() for grad in grads), *ctx.others)
     outputs = _collapse_bwd(*args, needs[1])
@@ -198,9 +200,9 @@ def _collapse_grads(ctx: Any, dx: Tensor, dweights: Tensor, *rest: Tensor) -> tu
 _collapse = Op(
     "collapse_streams",
     _collapse_forward,
-    _empty_collapsed,
+    _make_empty_collapsed,
     save=_save_collapse,
-    backward=_collapse_grads,
+    backward=_differentiate_collapse,
 )
 
 
@@ -216,13 +218,15 @@ def _expand_forward(
 def _expand_backward(
     dout_TND: Tensor, streams_TND: Tensor, y_TD: Tensor, weights_TW: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grads = _empty_like(dout_TND, streams_TND, y_TD, weights_TW)
+    grads = _make_empty_like(dout_TND, streams_TND, y_TD, weights_TW)
     args = (dout_TND, streams_TND, y_TD, weights_TW, *grads)
     launch(expand_streams_bwd_kernel, len(y_TD), *args, **_make_constants(streams_TND))
     return grads
 
 
-def _empty_like(_: Tensor, streams_TND: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _make_empty_like(
+    _: Tensor, streams_TND: Tensor, *tensors: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     dstreams, dy, dweights = map(torch.empty_like, (streams_TND, *tensors))
     return dstreams, dy, dweights
 
@@ -231,7 +235,7 @@ def _save_expand(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(inputs[0], *inputs[2:])
 
 
-_expand_bwd = Op("expand_streams_bwd", _expand_backward, _empty_like)
+_expand_bwd = Op("expand_streams_bwd", _expand_backward, _make_empty_like)
 _expand = Op(
     "expand_streams",
     _expand_forward,

@@ -17,14 +17,14 @@ def _normalise_bwd(dy, y, c, eps, real, AXIS: tl.constexpr):
 
 
 @triton.jit
-def _logits(raw_ptr, base_ptr, scale_ptr, cells, real, r, GROUP: tl.constexpr):
+def _compute_logits(raw_ptr, base_ptr, scale_ptr, cells, real, r, GROUP: tl.constexpr):
     """Return mix * scale + base of a group of mixes, 0 where there is none."""
     raw = tl.load(raw_ptr + cells, mask=real, other=0.0)
     return raw * r * tl.load(scale_ptr + GROUP) + tl.load(base_ptr + cells, mask=real, other=0.0)
 
 
 @triton.jit
-def _softmax(logits, n, N: tl.constexpr):
+def _compute_softmax(logits, n, N: tl.constexpr):
     """Return the softmax of rows, over their first N columns."""
     logits = tl.where(n[None, :] < N, logits, float("-inf"))
     e = tl.exp(logits - tl.max(logits, 1, keep_dims=True))
@@ -61,15 +61,15 @@ def collapse_streams_fwd_kernel(
     tl.store(r_ptr + t, r)
     raw_ptr += t * (2 * N + N * N)
     weights_ptr += t * (N + N * N)
-    post = 2.0 * tl.sigmoid(_logits(raw_ptr, base_ptr, scale_ptr, N + n, n < N, r, 1))
+    post = 2.0 * tl.sigmoid(_compute_logits(raw_ptr, base_ptr, scale_ptr, N + n, n < N, r, 1))
     tl.store(weights_ptr + n, post, mask=n < N)
     cells, real = n[:, None] * N + n[None, :], (n < N)[:, None] & (n < N)[None, :]
-    logits = _logits(raw_ptr, base_ptr, scale_ptr, 2 * N + cells, real, r, 2)
-    comb = _normalise(tl.where(real, _softmax(logits, n, N) + eps, 0.0), eps, real, 0)
+    logits = _compute_logits(raw_ptr, base_ptr, scale_ptr, 2 * N + cells, real, r, 2)
+    comb = _normalise(tl.where(real, _compute_softmax(logits, n, N) + eps, 0.0), eps, real, 0)
     for _ in range(1, iterations):
         comb = _normalise(_normalise(comb, eps, real, 1), eps, real, 0)
     tl.store(weights_ptr + N + cells, comb, mask=real)
-    pre = tl.sigmoid(_logits(raw_ptr, base_ptr, scale_ptr, n, n < N, r, 0)) + eps
+    pre = tl.sigmoid(_compute_logits(raw_ptr, base_ptr, scale_ptr, n, n < N, r, 0)) + eps
     for start in range(0, D, BLOCK_D):
         mask = (n < N)[:, None] & (d < D - start)[None, :]
         s = tl.load(row + start, mask=mask, other=0.0).to(tl.float32)
@@ -78,7 +78,7 @@ def collapse_streams_fwd_kernel(
 
 
 @triton.jit
-def _mixes_bwd(
+def _differentiate_mixes(
     dlogits, raw_ptr, scale_ptr, draw_ptr, sums_ptr, cells, real, r, M, GROUP: tl.constexpr
 ):
     """Write a group of mixes' parts of gradients; return its part of the gradient of r."""
@@ -129,17 +129,19 @@ def collapse_streams_bwd_mixes_kernel(
     sums_ptr += t * (2 * M)
     dweights_ptr += t * (N + N * N)
 
-    s = tl.sigmoid(_logits(raw_ptr, base_ptr, scale_ptr, n, n < N, r, 0))
+    s = tl.sigmoid(_compute_logits(raw_ptr, base_ptr, scale_ptr, n, n < N, r, 0))
     tl.store(pre_ptr + t * N + n, s + eps, mask=n < N)
     dpre = tl.sum(products, 1) * s * (1.0 - s)
-    dr = _mixes_bwd(dpre, raw_ptr, scale_ptr, draw_ptr, sums_ptr, n, n < N, r, M, 0)
+    dr = _differentiate_mixes(dpre, raw_ptr, scale_ptr, draw_ptr, sums_ptr, n, n < N, r, M, 0)
 
-    s = tl.sigmoid(_logits(raw_ptr, base_ptr, scale_ptr, N + n, n < N, r, 1))
+    s = tl.sigmoid(_compute_logits(raw_ptr, base_ptr, scale_ptr, N + n, n < N, r, 1))
     dpost = 2.0 * tl.load(dweights_ptr + n, mask=n < N, other=0.0) * s * (1.0 - s)
-    dr += _mixes_bwd(dpost, raw_ptr, scale_ptr, draw_ptr, sums_ptr, N + n, n < N, r, M, 1)
+    dr += _differentiate_mixes(dpost, raw_ptr, scale_ptr, draw_ptr, sums_ptr, N + n, n < N, r, M, 1)
 
     cells, real = n[:, None] * N + n[None, :], (n < N)[:, None] & (n < N)[None, :]
-    softmax = _softmax(_logits(raw_ptr, base_ptr, scale_ptr, 2 * N + cells, real, r, 2), n, N)
+    softmax = _compute_softmax(
+        _compute_logits(raw_ptr, base_ptr, scale_ptr, 2 * N + cells, real, r, 2), n, N
+    )
     start = tl.where(real, softmax + eps, 0.0)
     first = _normalise(start, eps, real, 0)
     iterate = iterates_ptr + t * (iterations - 1) * (N * N) + cells
@@ -156,7 +158,9 @@ def collapse_streams_bwd_mixes_kernel(
         dcomb = _normalise_bwd(dcomb, rows, comb, eps, real, 1)
     dcomb = _normalise_bwd(dcomb, first, start, eps, real, 0)
     dcomb = softmax * (dcomb - tl.sum(dcomb * softmax, 1, keep_dims=True))
-    dr += _mixes_bwd(dcomb, raw_ptr, scale_ptr, draw_ptr, sums_ptr, 2 * N + cells, real, r, M, 2)
+    dr += _differentiate_mixes(
+        dcomb, raw_ptr, scale_ptr, draw_ptr, sums_ptr, 2 * N + cells, real, r, M, 2
+    )
     tl.store(factor_ptr + t, -dr * r * r * r / (N * D))
 
 

@@ -24,10 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
-from moecore.base.params import local_param
+from moecore.base.params import get_local_param
 from moecore.base.regions import run_product
-from moecore.base.torch_private import autocast_dtype, is_plain_eager
-from moecore.kernels.experts.contract import GradSink, GradTarget, sink_of
+from moecore.base.torch_private import get_autocast_dtype, is_plain_eager
+from moecore.kernels.experts.contract import GradSink, GradTarget, find_sink
 from moecore.kernels.grouped.wgrad import store_grad
 
 Gradients = tuple[Tensor | None, tuple[Any, ...] | None, Tensor | None]
@@ -121,18 +121,18 @@ class PlainProducts(LinearProducts):
         if self.defers and is_plain_eager():
             y: Tensor = run_product(self._multiply, x, weight, bias)
             return y
-        return F.linear(x, local_param(weight), None if bias is None else local_param(bias))
+        return F.linear(x, get_local_param(weight), None if bias is None else get_local_param(bias))
 
     def __repr__(self) -> str:
         return "plain products"
 
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        weight_NK = local_param(weight)
-        bias_N = None if bias is None else local_param(bias)
-        sink = sink_of(weight, weight_NK.shape)
+        weight_NK = get_local_param(weight)
+        bias_N = None if bias is None else get_local_param(bias)
+        sink = find_sink(weight, weight_NK.shape)
         if sink is None:
             return F.linear(x, weight_NK, bias_N)
-        dtype = autocast_dtype(x)
+        dtype = get_autocast_dtype(x)
         if dtype is not None:
             x, weight_NK = x.to(dtype), weight_NK.to(dtype)
             bias_N = None if bias_N is None else bias_N.to(dtype)

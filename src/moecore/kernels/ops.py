@@ -13,14 +13,14 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from moecore.base.torch_private import is_inside, is_plain_eager
+from moecore.base.torch_private import is_inside_custom_ops, is_plain_eager
 
 Out = TypeVar("Out")
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
-def keep(tensors: slice, options: slice = slice(0)) -> Callable[..., None]:
-    """Return a `save` of inputs: some as `ctx.saved_tensors`, others as `ctx.others`."""
+def make_save(tensors: slice, options: slice = slice(0)) -> Callable[..., None]:
+    """Make a `save` that stores `inputs[tensors]`, and `inputs[options]` as `ctx.others`."""
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.save_for_backward(*inputs[tensors])
@@ -40,7 +40,7 @@ class Op(Generic[Out]):
             inputs. Each tensor is an argument, not an element of a list.
         fake: takes the arguments of `forward` and returns empty outputs of the right shapes and
             dtypes.
-        save: save(ctx, inputs, output), `setup_context` of `autograd.Function`; see `keep`.
+        save: save(ctx, inputs, output), `setup_context` of `autograd.Function`; see `make_save`.
         backward: backward(ctx, *grads); None = not differentiable.
         mutates_args: names of the arguments written to; not together with `backward`.
         schema: schema in place of the annotations, for a forward with `*args`.
@@ -68,7 +68,7 @@ class Op(Generic[Out]):
         self._apply: Callable[..., Out] | None = None
         if backward is not None:
             registered.register_autograd(backward, setup_context=save)
-            self._apply = _function(name, forward, save, backward).apply
+            self._apply = _make_function(name, forward, save, backward).apply
         self.custom: Callable[..., Out] = getattr(torch.ops.moecore, name).default
         self._forward = forward
         parameters = list(inspect.signature(forward).parameters)
@@ -94,7 +94,7 @@ class Op(Generic[Out]):
         return self._forward(*args)
 
 
-def _function(
+def _make_function(
     name: str,
     forward: Callable[..., Any],
     save: Callable[..., None] | None,
@@ -115,5 +115,5 @@ def _function(
 
 
 def is_plain(t: Tensor) -> bool:
-    """Return whether a tensor is no subclass, not fake, and has no pending negation."""
-    return type(t) in PLAIN_TYPES and (not t.is_meta or is_inside()) and not t.is_neg()
+    """Return whether a tensor is a plain one: no subclass, not fake, without lazy negation."""
+    return type(t) in PLAIN_TYPES and (not t.is_meta or is_inside_custom_ops()) and not t.is_neg()

@@ -84,7 +84,7 @@ class _TritonDescriptor(TensorDescriptor, Descriptor): ...
 
 
 class _Address(NamedTuple):
-    """Stands for a tensor in a descriptor."""
+    """Dtype and address of a tensor, which a descriptor reads instead of the tensor."""
 
     dtype: torch.dtype
     address: int
@@ -119,7 +119,7 @@ _DESCRIPTORS: dict[tuple[Any, ...], Any] = {}
 def launch_prepared(
     kernel: Any, grid: tuple[int, int], args: tuple[Any, ...], constants: dict[str, Any]
 ) -> bool:
-    """Launch a kernel that `keep` has prepared; return whether it was launched."""
+    """Launch a kernel that `prepare_launch` has prepared; return whether it was launched."""
     if not (IS_SUPPORTED and _is_plain(kernel)):
         return False
     site = _SITES.get((kernel.fn, tuple(map(type, args)), *constants))
@@ -128,13 +128,15 @@ def launch_prepared(
     return site.launch(site.entries.get, current_device, grid, constants.values(), *args)
 
 
-def keep(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], compiled: Any) -> None:
-    """Prepare further launches with the kernel that Triton has compiled for these arguments."""
+def prepare_launch(
+    kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], compiled: Any
+) -> None:
+    """Cache the launch of a compiled kernel for `launch_prepared` calls with such arguments."""
     if not (IS_SUPPORTED and _is_plain(kernel)) or type(compiled) is not CompiledKernel:
         return
     name = (kernel.fn, tuple(map(type, args)), *constants)
     if name not in _SITES:
-        functions = _generate(kernel, args)
+        functions = _generate_functions(kernel, args)
         _SITES[name] = None if functions is None else _Site(*functions, {})
     site = _SITES[name]
     if site is None:
@@ -144,10 +146,10 @@ def keep(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], compiled
         return
     if len(site.entries) >= MAX_ENTRIES:
         site.entries.clear()
-    site.entries[key] = _entry(kernel, args, compiled)
+    site.entries[key] = _make_entry(kernel, args, compiled)
 
 
-def descriptor(
+def make_descriptor(
     x: Tensor, block: tuple[int, ...], layout_of: Callable[..., Any] | None = None
 ) -> Any:
     """Return the TMA descriptor of blocks of a tensor whose leading dims are flattened.
@@ -184,7 +186,7 @@ def _is_plain(kernel: Any) -> bool:
     )
 
 
-def _generate(kernel: Any, args: tuple[Any, ...]) -> tuple[Any, Any] | None:
+def _generate_functions(kernel: Any, args: tuple[Any, ...]) -> tuple[Any, Any] | None:
     """Return `_Site.read` and `_Site.launch` for these types of arguments; None = unknown type."""
     reads, key, values, device = [], [], [], None
     for i, (arg, param) in enumerate(zip(args, kernel.params, strict=False)):
@@ -232,8 +234,8 @@ def launch(entry_of, current_device, grid, constants, {names}):
     return namespace["read"], namespace["launch"]
 
 
-def _entry(kernel: Any, args: tuple[Any, ...], compiled: Any) -> _Entry | None:
-    """Return the prepared launch of a compiled kernel; None if it is not supported."""
+def _make_entry(kernel: Any, args: tuple[Any, ...], compiled: Any) -> _Entry | None:
+    """Make the cached launch of a compiled kernel; None = its launcher is not supported."""
     types = [compiled.src.signature.get(name) for name in kernel.arg_names]
     matches = [_is_supported(arg, kind) for arg, kind in zip(args, types, strict=False)]
     if not all(matches) or any(kind != "constexpr" for kind in types[len(args) :]):
@@ -257,7 +259,7 @@ def _entry(kernel: Any, args: tuple[Any, ...], compiled: Any) -> _Entry | None:
 
 
 def _is_supported(arg: Any, kind: Any) -> bool:
-    """Return whether the launcher in C takes an argument as `_generate` passes it."""
+    """Return whether the launcher in C takes an argument as `_generate_functions` passes it."""
     if isinstance(arg, Tensor):
         return bool(getattr(arg, GPU_FLAG)) and str(kind).startswith("*")
     if isinstance(arg, Descriptor):

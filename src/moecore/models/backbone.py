@@ -20,7 +20,7 @@ from moecore.attention.context_parallel.local_tokens import (
 )
 from moecore.attention.kv_cache import KVCache
 from moecore.attention.sequence import Sequence, packed_sequence
-from moecore.base.params import local_param
+from moecore.base.params import get_local_param
 from moecore.models.block import Block
 from moecore.models.config import DecoderConfig
 from moecore.models.layers import RMSNorm, build_rotary_table
@@ -41,7 +41,7 @@ class Embedding(nn.Module):
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         """Look up token embeddings; return x_BTD, under tp this rank's slice of each sequence."""
-        weight_vD = local_param(self.weight)
+        weight_vD = get_local_param(self.weight)
         if self.tp is None:
             return F.embedding(tokens_BT, weight_vD)
         local_ids_BT, elsewhere_BT = self.tp.local_rows(tokens_BT, weight_vD.shape[0])

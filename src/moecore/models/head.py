@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from moecore.attention.sequence import Sequence
 from moecore.base.options.precision import Recipe
-from moecore.base.params import local_param
+from moecore.base.params import get_local_param
 from moecore.models.config import DecoderConfig
 from moecore.models.log_probs import LogProbLoss
 from moecore.models.loss import linear_cross_entropy
@@ -46,7 +46,7 @@ class Head(nn.Module):
         """Return the loss, or the logits when there are no labels; see `Decoder.forward`."""
         weight = tied_weight if self.weight is None else self.weight
         assert weight is not None, "a tied head is called with the embedding table"
-        weight_VD = local_param(weight).detach() if is_detached else local_param(weight)
+        weight_VD = get_local_param(weight).detach() if is_detached else get_local_param(weight)
         if self.tp is not None:
             x_BTD = self.tp.gather(x_BTD)
         group = None if self.tp is None else self.tp.group

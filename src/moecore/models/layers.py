@@ -4,7 +4,7 @@ Legend: B sequences, T tokens of a sequence, D model dim, H query heads, h key/v
 dim, F hidden dim of the MLP. Under tensor parallelism H, h and F are this rank's share, and x_BTD
 contains only this rank's tokens until a module gathers all tokens (see tensor_parallel.py).
 
-Activations are local tensors and not DTensors; modules read every parameter by `local_param`.
+Activations are local tensors and not DTensors; modules read every parameter by `get_local_param`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from moecore.attention.function import attend
 from moecore.attention.sequence import RotaryTable, Sequence
-from moecore.base.params import local_param
+from moecore.base.params import get_local_param
 from moecore.kernels.rows.activation import ActivationOptions, weighted_activation
 from moecore.models.config import DecoderConfig, YarnConfig
 from moecore.models.tensor_parallel import TensorParallel
@@ -73,7 +73,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x over its last dim and multiply by the weight; return x's dtype."""
-        weight_D, wide = local_param(self.weight), torch.promote_types(x.dtype, torch.float32)
+        weight_D, wide = get_local_param(self.weight), torch.promote_types(x.dtype, torch.float32)
         if self.zero_centered:
             weight_D = 1.0 + weight_D.to(wide)
         if self.tp is None or not self.over_tp:
@@ -141,7 +141,7 @@ class Attention(nn.Module):
         scale = self.config.head_dim**-0.5
         if self.observe_scores is not None:
             self.observe_scores(q_BTHd, k_BThd, sequence, scale)
-        sinks_H = None if self.sinks is None else local_param(self.sinks)
+        sinks_H = None if self.sinks is None else get_local_param(self.sinks)
         if sinks_H is not None and self.tp is not None:
             sinks_H = sinks_H.chunk(self.tp.size)[self.tp.rank]
         if sequence.cache is not None:
@@ -155,7 +155,9 @@ class Attention(nn.Module):
         if gate_BTHd is not None:
             y_BTHd = y_BTHd * gate_BTHd.sigmoid()
         y_BTD = apply_row_linear(y_BTHd.flatten(2), self.o_proj, self.tp)
-        return y_BTD if self.o_bias is None else y_BTD + local_param(self.o_bias).to(y_BTD.dtype)
+        return (
+            y_BTD if self.o_bias is None else y_BTD + get_local_param(self.o_bias).to(y_BTD.dtype)
+        )
 
     def _project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Project all T tokens to queries and keys (not rotated), values, and gates or None."""

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from moecore.attention.linear import attend_linear, convolve, scan_states
 from moecore.attention.sequence import Sequence
-from moecore.base.params import init_uniform_, local_param
+from moecore.base.params import get_local_param, init_uniform_
 from moecore.base.torch_private import get_local_tensor
 from moecore.models.config import DecoderConfig, LinearAttentionConfig, Mamba2Config
 from moecore.models.layers import RMSNorm
@@ -89,11 +89,11 @@ class LinearAttention(nn.Module):
 
     def slice_local_heads(self, param: nn.Parameter) -> Tensor:
         """Return the values of this tp rank's heads from a replicated per-head parameter."""
-        full_param = local_param(param)
+        full_param = get_local_param(param)
         return full_param if self.tp is None else full_param.chunk(self.tp.size)[self.tp.rank]
 
     def _slice_channels(self, param: Tensor) -> Tensor:
-        full_param = local_param(param)
+        full_param = get_local_param(param)
         if self.tp is None:
             return full_param
         parts = full_param.split(self.sizes)
@@ -213,7 +213,7 @@ class GatedGroupNorm(RMSNorm):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
         """Return the gated and normed x of this rank's heads, in x's dtype or a wider dtype."""
-        weight = local_param(self.weight)
+        weight = get_local_param(self.weight)
         if self.tp is not None:
             weight = weight.chunk(self.tp.size)[self.tp.rank]
         h = (upcast(x) * F.silu(upcast(gate))).unflatten(-1, (-1, self.group_dim))

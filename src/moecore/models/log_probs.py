@@ -29,11 +29,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.base.fields import CheckedRecord, Count, Positive, check_arguments
-from moecore.kernels.common import no_autocast
+from moecore.kernels.common import disable_autocast
 from moecore.kernels.cross_entropy import IGNORE_INDEX, softmax_gradient_
 from moecore.models.loss import RowStatistics, combine_row_statistics, find_product_dtype
 from moecore.moe.dispatch.collectives import gather_ranks
-from moecore.precision.head import add_product_, product
+from moecore.precision.head import add_product_, multiply
 
 Scalar = Callable[[Tensor, Tensor | None], Tensor]
 
@@ -177,7 +177,7 @@ class _LinearLogProbs(torch.autograd.Function):
         log_probs_N, highs_N, sums_N = hidden_ND.new_zeros(3, len(hidden_ND), dtype=wide)
         entropy_N = torch.zeros_like(log_probs_N) if entropy else None
         local_labels_N = torch.empty_like(labels_N)
-        with no_autocast(hidden_ND):
+        with disable_autocast(hidden_ND):
             for start in range(0, len(hidden_ND), chunk):
                 part = slice(start, start + chunk)
                 x_CV = _compute_logits(hidden_MD[part], weight_WD, temperature)
@@ -204,7 +204,7 @@ class _LinearLogProbs(torch.autograd.Function):
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         d_hidden_ND = torch.empty_like(hidden_MD) if wants_hidden else None
         d_weight_VD = torch.zeros_like(weight_VD, dtype=d_N[0].dtype) if wants_weight else None
-        with no_autocast(hidden_ND):
+        with disable_autocast(hidden_ND):
             for start in range(0, len(hidden_ND), ctx.chunk):
                 part = slice(start, start + ctx.chunk)
                 x_CV = _compute_logits(hidden_MD[part], weight_WD, ctx.temperature)
@@ -226,7 +226,7 @@ class _LinearLogProbs(torch.autograd.Function):
 def _compute_logits(hidden_CD: Tensor, weight_VD: Tensor, temperature: float) -> Tensor:
     """Compute a chunk's logits in fp32 or fp64, divided by the temperature."""
     dtype = torch.promote_types(hidden_CD.dtype, torch.float32)
-    x_CV = product(hidden_CD, weight_VD.t(), dtype)
+    x_CV = multiply(hidden_CD, weight_VD.t(), dtype)
     return x_CV if temperature == 1.0 else x_CV.div_(temperature)
 
 

@@ -25,12 +25,12 @@ from torch import Tensor
 
 from moecore.base.fields import Count, check_arguments
 from moecore.base.options.precision import Recipe
-from moecore.base.torch_private import autocast_dtype
-from moecore.kernels.common import no_autocast
+from moecore.base.torch_private import get_autocast_dtype
+from moecore.kernels.common import disable_autocast
 from moecore.kernels.cross_entropy import IGNORE_INDEX, row_statistics
 from moecore.kernels.rows.scaled_cast import scaled_cast
 from moecore.moe.dispatch.collectives import gather_ranks
-from moecore.precision.head import HeadProducts, head_products
+from moecore.precision.head import HeadProducts, make_head_products
 
 
 def linear_cross_entropy(
@@ -98,7 +98,7 @@ def find_product_dtype(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -
     if labels_N.dtype != torch.int64:
         raise ValueError(f"labels_N ({labels_N.dtype}) must be int64: pass labels_N.long()")
     dtype = hidden_ND.dtype
-    autocast = autocast_dtype(hidden_ND)
+    autocast = get_autocast_dtype(hidden_ND)
     if autocast is not None and dtype != torch.float64:
         return autocast
     if weight_VD.dtype != dtype:
@@ -138,8 +138,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=dtype, device=hidden_ND.device)
         if d_weight_VD is not None and hidden_ND.shape[0] == 0:
             d_weight_VD.zero_()
-        with no_autocast(hidden_ND):
-            products = head_products(weight_VD, recipe, training=want_hidden)
+        with disable_autocast(hidden_ND):
+            products = make_head_products(weight_VD, recipe, training=want_hidden)
             chunk *= products.chunks
             for start in range(0, hidden_ND.shape[0], chunk):
                 part = slice(start, start + chunk)
@@ -179,18 +179,18 @@ def _add_chunk_(
     """Return the chunk's summed loss; fill d_hidden and add to d_weight, which `first` fills."""
     # What is as large as the logits is gone when this returns, before the next chunk's are made.
     want = d_hidden_CD is not None or d_weight_VD is not None
-    logits_CV = products.logits(hidden_CD)
+    logits_CV = products.compute_logits(hidden_CD)
     d_logits = None
     if group is None:
-        loss, d_logits = products.cross_entropy(logits_CV, labels_C, wants=want)
+        loss, d_logits = products.compute_cross_entropy(logits_CV, labels_C, wants=want)
     else:
         of_rows = combine_row_statistics(logits_CV, labels_C, group)
         loss = -of_rows.log_probs().sum()
         if want:
-            d_logits = products.softmax_gradient(logits_CV, *of_rows[:3])
+            d_logits = products.compute_softmax_gradient(logits_CV, *of_rows[:3])
     del logits_CV
     if d_hidden_CD is not None:
-        products.d_hidden(d_logits, d_hidden_CD)
+        products.write_d_hidden(d_logits, d_hidden_CD)
     if d_weight_VD is not None:
         products.add_d_weight(d_logits, d_weight_VD, first=first)
     return loss

@@ -32,7 +32,7 @@ from moecore.attention.function import attend
 from moecore.attention.sequence import RotaryTable, Sequence
 from moecore.attention.sparse import KeyChoice, attend_sparse
 from moecore.base.options.indexer import IndexerConfig
-from moecore.base.params import local_param
+from moecore.base.params import get_local_param
 from moecore.kernels.sparse_attention import IndexerHeads, LatentHeads
 from moecore.models.config import DecoderConfig
 from moecore.models.layers import RMSNorm, ScoreObserver
@@ -47,7 +47,7 @@ class KeyNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the normed input."""
-        weight, bias = (local_param(p).to(input.dtype) for p in (self.weight, self.bias))
+        weight, bias = (get_local_param(p).to(input.dtype) for p in (self.weight, self.bias))
         return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
 

@@ -11,7 +11,7 @@ reduce-scatter the partial results:
 Latent attention gathers the latents of each rank's tokens instead (see mla.py).
 
 Norms, router and shared experts need no communication. Their weights are replicated over tp, and
-their gradients are partial sums over tp (`moecore.base.params.local_param`). Embedding and head
+their gradients are partial sums over tp (`moecore.base.params.get_local_param`). Embedding and head
 are sharded over the vocabulary. A rank looks up or multiplies its rows for all tokens,
 
     tokens_BT -> own rows, else 0 -> reduce_scatter -> x_BtD ... x_BtD -> gather -> own logits_BTv

@@ -33,18 +33,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from moecore.base.params import local_param
+from moecore.base.params import get_local_param
 from moecore.base.regions import is_recomputing, run_and_save
 from moecore.base.torch_private import (
     all_gather_single,
-    autocast_dtype,
     gather_and_consume,
-    hooks_around,
+    get_autocast_dtype,
     is_plain_eager,
+    list_module_hooks,
     produce_and_send,
 )
 from moecore.kernels.common import is_gpu, record_launch
-from moecore.kernels.experts.contract import GradSink, GradTarget, sink_of
+from moecore.kernels.experts.contract import GradSink, GradTarget, find_sink
 from moecore.kernels.linear import PlainProducts
 from moecore.models.tensor_parallel import TensorParallel
 from moecore.moe.dispatch.peer_memory import are_peers_on_meta
@@ -190,11 +190,11 @@ def find_exchange_problem(linear: nn.Linear, x: Tensor) -> str | None:
     is_plain = forward in PLAIN_FORWARDS
     if isinstance(linear, ProductLinear):
         is_plain = forward is ProductLinear.forward and type(linear.products) is PlainProducts
-    if not is_plain or "forward" in vars(linear) or hooks_around(linear):
+    if not is_plain or "forward" in vars(linear) or list_module_hooks(linear):
         return "its forward is not a plain product alone"
     if linear.bias is not None:
         return "it has a bias"
-    if x.dtype != linear.weight.dtype or autocast_dtype(x) is not None:
+    if x.dtype != linear.weight.dtype or get_autocast_dtype(x) is not None:
         return "its input and its weight differ in dtype, or autocast is on"
     return None
 
@@ -206,9 +206,9 @@ def _apply_sliced(
     x: Tensor,
     linears: Sequence[nn.Linear],
 ) -> Any:
-    weights = [local_param(linear.weight) for linear in linears]
+    weights = [get_local_param(linear.weight) for linear in linears]
     sinks = [
-        sink_of(linear.weight, weight.shape)
+        find_sink(linear.weight, weight.shape)
         if isinstance(linear, ProductLinear) and linear.products.defers
         else None
         for linear, weight in zip(linears, weights, strict=True)

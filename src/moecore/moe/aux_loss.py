@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.base.params import clean_name
-from moecore.base.torch_private import autocast_dtype
+from moecore.base.torch_private import get_autocast_dtype
 
 
 class LossFactors:
@@ -39,7 +39,7 @@ class LossFactors:
 
     def check_loss_scale(self, y: Tensor) -> None:
         """Raise for fp16 if a loss scale would apply only to the main loss."""
-        dtype = autocast_dtype(y) or y.dtype
+        dtype = get_autocast_dtype(y) or y.dtype
         if dtype == torch.float16 and (self.loss_scale is None or self.loss_scale() is None):
             raise ValueError(
                 f"dtype of the layer ({dtype}) must not be fp16 with auxiliary losses, which no "

@@ -35,10 +35,10 @@ from torch.nn.functional import grouped_mm
 from moecore.base.fields import OneOf, check_arguments
 from moecore.base.registry import Registry
 from moecore.base.streams import wait_on_host
-from moecore.kernels.common import warn_plain
+from moecore.kernels.common import warn_about_plain
 from moecore.kernels.experts.contract import ExpertSpec, ExpertWeights, LowRankUpdate, ProductsName
-from moecore.kernels.experts.products import products_problem, recipe_problem
-from moecore.kernels.rows.activation import ActivationOptions, activation, weighted_activation
+from moecore.kernels.experts.products import find_products_problem, make_recipe_error
+from moecore.kernels.rows.activation import ActivationOptions, activate_rows, weighted_activation
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.move import gather_rows, sum_rows
 from moecore.moe.records import ExpertInput, summed_input
@@ -74,9 +74,9 @@ def check_backend(name: str, spec: ExpertSpec) -> None:
         names = ", ".join(map(repr, EXPERT_BACKENDS))
         raise ValueError(f"expert_backend ({name!r}) must be one of {names}")
     if EXPERT_BACKENDS[name] is None:
-        problem = products_problem(cast(ProductsName, name), spec)
+        problem = find_products_problem(cast(ProductsName, name), spec)
     else:
-        problem = None if spec.recipe is None else recipe_problem(name, spec.recipe)
+        problem = None if spec.recipe is None else make_recipe_error(name, spec.recipe)
     if problem is not None:
         raise ValueError(problem)
 
@@ -86,7 +86,7 @@ def separate_computation(name: str, spec: ExpertSpec, *, has_extras: bool) -> Co
     # `has_extras`: they have biases or an activation of the model's own.
     is_floating = all(dtype.is_floating_point for dtype in spec.dtypes or ())
     may_group = name == "auto" and spec.recipe is None and is_floating
-    if may_group and (problem := spec.grouped_problem()) is not None:
+    if may_group and (problem := spec.find_grouped_problem()) is not None:
         warnings.warn(f"experts are multiplied one by one, slowly: {problem}", stacklevel=2)
         return _sequential
     return EXPERT_BACKENDS[name] or (_under_autograd if has_extras else None)
@@ -97,7 +97,7 @@ def _under_autograd(inp: ExpertInput, weights: ExpertWeights, options: Activatio
     inp = summed_input(inp)
     rows_SD, index = inp.rows.values, inp.index
     check_backend("torch", ExpertSpec.of(inp.rows, weights, options))
-    warn_plain(rows_SD, "an expert with biases or an activation of its own")
+    warn_about_plain(rows_SD, "an expert with biases or an activation of its own")
     row_map = (index.row_ids_R, index.slots_SK, index.num_rows)
     rows_R = torch.arange(index.row_ids_R.numel(), device=rows_SD.device)
     is_row_R1 = (rows_R < index.num_rows)[:, None]
@@ -116,7 +116,7 @@ def _under_autograd(inp: ExpertInput, weights: ExpertWeights, options: Activatio
     if weights.b1_eC is None and weights.b2_eD is None:  # keeps H alone, on GPUs
         a_RF = weighted_activation(h_RC, index.weights_R, index.num_rows, options)
     else:  # differentiable twice
-        a_RF = activation(h_RC, options) * weights_R1
+        a_RF = activate_rows(h_RC, options) * weights_R1
         a_RF = torch.where(is_row_R1, a_RF.to(x_RD.dtype), 0)
     y_RD = _grouped(a_RF, weights.w2_eDF, weights.update2, index.offsets_e)
     y_RD = torch.where(is_row_R1, y_RD, 0)
@@ -145,7 +145,7 @@ def _sequential(inp: ExpertInput, weights: ExpertWeights, options: ActivationOpt
         h_RC = x_RD @ _matrix(weights.w1_eCD, weights.update1, i).T
         if weights.b1_eC is not None:
             h_RC = h_RC + weights.b1_eC[i]
-        a_RF = activation(h_RC, options) * weights_R1
+        a_RF = activate_rows(h_RC, options) * weights_R1
         y_RD = a_RF.to(x_RD.dtype) @ _matrix(weights.w2_eDF, weights.update2, i).T
         if weights.b2_eD is not None:
             y_RD = y_RD + (weights.b2_eD[i] * weights_R1).to(y_RD.dtype)

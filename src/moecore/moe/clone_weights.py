@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moecore.base.saved_tensors import Handle, use_packer
-from moecore.base.torch_private import storage_key, tree_leaves, tree_map_only
+from moecore.base.torch_private import get_storage_key, tree_leaves, tree_map_only
 from moecore.kernels.experts.contract import (
     ComputeGrad,
     ExpertWeights,
@@ -59,12 +59,12 @@ class _CloneMemory:
         if not clones.shape[0]:
             return local_part.view_as(local_part)
         full = _cat(local_part, clones)
-        self._parts[storage_key(full)] = full, local_part.detach(), clones
+        self._parts[get_storage_key(full)] = full, local_part.detach(), clones
         return full
 
     def pack(self, tensor: Tensor) -> Handle | None:
         """Return the handle of a view of a concatenated tensor; None for other tensors."""
-        parts = self._parts.get(storage_key(tensor))
+        parts = self._parts.get(get_storage_key(tensor))
         return None if parts is None else _JoinHandle(tensor, *parts[1:])
 
 
@@ -141,16 +141,16 @@ class _HomeSink:
         self._is_home = False
 
     def take(self) -> bool:
-        """Return whether `put` ran in this backward; dispatch modes can prevent it."""
+        """Return whether `accumulate` ran in this backward; dispatch modes can prevent it."""
         is_home, self._is_home = self._is_home, False
         return is_home
 
-    def put(self, compute: ComputeGrad, *operands: Any) -> Tensor | None:
-        """Add the clones' gradients in fp32, then call `GradSink.put`. Collective."""
+    def accumulate(self, compute: ComputeGrad, *operands: Any) -> Tensor | None:
+        """Add the clones' gradients in fp32, then call `GradSink.accumulate`. Collective."""
         wide = torch.promote_types(self._dtype, torch.float32)
         (home,) = self._clones.add_clone_grads_([compute(*operands, GradTarget(dtype=wide))])
         self._is_home = True
-        grad = self._sink.put(_put, home, self._dtype)
+        grad = self._sink.accumulate(_put, home, self._dtype)
         if grad is None:
             return None
         return torch.cat([grad, grad.new_zeros(self._clones.num_local_clones, *grad.shape[1:])])

@@ -31,7 +31,7 @@ from torch import Tensor
 from moecore.base.options.dispatch import CloneOptions
 from moecore.base.torch_private import all_gather_single, is_recomputing
 from moecore.kernels.exchange.clones import Places
-from moecore.kernels.routing.clones import ClonePlan, physical_ids, plan_clones
+from moecore.kernels.routing.clones import ClonePlan, assign_physical_ids, plan_clones
 from moecore.kernels.routing.counts import add_expert_counts
 from moecore.moe.dispatch.collectives import exchange_all
 from moecore.moe.dispatch.exchange import CloneExchange
@@ -103,7 +103,7 @@ class Cloner:
             return replace(routing, physical_TK=p.physical_ids(ids_TK)), None
         plan, before_E = self._plan(ids_TK, pairs)
         sizes = dict(num_local=p.num_local, num_clones=p.num_clones)
-        routing = replace(routing, physical_TK=physical_ids(ids_TK, before_E, plan, **sizes))
+        routing = replace(routing, physical_TK=assign_physical_ids(ids_TK, before_E, plan, **sizes))
         if training and torch.is_grad_enabled() and not is_recomputing():
             self._count(plan.experts_N)
         return routing, self._clones(plan.experts_N, pairs)

@@ -24,7 +24,7 @@ from moecore.base.options.layer import MoEConfig
 from moecore.base.options.precision import Recipe
 from moecore.base.params import check_values, init_normal_, shard_parameter
 from moecore.base.saved_tensors import UsedRows, mark_used_rows
-from moecore.base.torch_private import NOTHING, StridedShard, is_plain_eager, storage_key
+from moecore.base.torch_private import NOTHING, StridedShard, get_storage_key, is_plain_eager
 from moecore.kernels.experts.contract import (
     OPERANDS,
     ExpertMLPOptions,
@@ -33,14 +33,14 @@ from moecore.kernels.experts.contract import (
     GradSink,
     LowRankUpdate,
     Magnitudes,
-    sink_of,
+    find_sink,
 )
 from moecore.kernels.experts.expert_mlp import expert_mlp
 from moecore.kernels.experts.products import choose_products, quantise_matrices, uses_te
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.scaling import GATHERED_KINDS, OperandPair
-from moecore.kernels.rows.shard_blocks import as_matrices
+from moecore.kernels.rows.shard_blocks import view_as_matrices
 from moecore.moe.amax_history import AmaxHistory
 from moecore.moe.backends import EXPERT_BACKENDS, ExpertBackend, check_backend, separate_computation
 from moecore.moe.clone_weights import with_clones
@@ -336,7 +336,7 @@ class Experts(nn.Module):
             params = [getattr(self, getattr(self.layout, role)) for role in roles]
             blocks = self.reader.blocks_of(params[0])
             if blocks is not None and blocks.kind == GATHERED_KINDS.get(recipe.weight_block):
-                operands.append(as_matrices(blocks, matrices.shape))
+                operands.append(view_as_matrices(blocks, matrices.shape))
                 continue
             check_values(matrices)
             make = partial(quantise_matrices, matrices, recipe)
@@ -356,7 +356,7 @@ class Experts(nn.Module):
         """Return the sink of a weight's gradient; None if memory orders differ."""
         if self.layout.transposed:
             return None
-        return sink_of(getattr(self, getattr(self.layout, role)), matrices.shape)
+        return find_sink(getattr(self, getattr(self.layout, role)), matrices.shape)
 
     def _weight(self, role: str, dtype: torch.dtype) -> Tensor:
         """Return this rank's part of a parameter, cast to `dtype` unless a recipe quantises it."""
@@ -411,7 +411,7 @@ def _counting(inp: ExpertInput, *, is_quantised: bool) -> AbstractContextManager
     refetch = None if inp.unsummed is None else inp.unsummed.refetch
     lengths = [tensor.shape[0] for tensor in ([values] if refetch is None else refetch.tensors)]
     if refetch is None and source is not None:
-        only = storage_key(values) if S == R else None
+        only = get_storage_key(values) if S == R else None
         ranges.append(UsedRows(S, slots=index.slots_SK, balanced=source, storage=only))
         lengths = lengths if is_quantised else []
     if R not in lengths:

@@ -31,7 +31,7 @@ from moecore.base.fields import (
     check_arguments,
 )
 from moecore.base.options.layer import BalanceConfig, MoEConfig
-from moecore.base.torch_private import autocast_dtype, mark
+from moecore.base.torch_private import get_autocast_dtype, mark
 from moecore.kernels.rows.record import Rows
 from moecore.moe.balance import LoadTracker
 from moecore.moe.clones import Cloner
@@ -367,5 +367,5 @@ def _warn_of_eval(_: Tensor) -> None:
 
 def autocast(x: Tensor) -> Tensor:
     """Cast x to autocast's dtype, for dispatch and experts; the router reads x without the cast."""
-    dtype = autocast_dtype(x)
+    dtype = get_autocast_dtype(x)
     return x if dtype is None else x.to(dtype)

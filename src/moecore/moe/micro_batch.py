@@ -99,7 +99,7 @@ class MicroBatch:
         return result
 
     def slice_local(self, x_NX: Tensor) -> Tensor:
-        """Return this rank's T rows of a tensor x_NX in `gather`'s order."""
+        """Return this rank's T rows of a tensor x_NX in `gather_objects`'s order."""
         if self.group is None:
             return x_NX
         if self.cp > 1:

@@ -37,7 +37,7 @@ T = TypeVar("T")
 class PairedModel(Protocol):
     """A model whose parameters and gradients both sides of a pair use."""
 
-    def paired(self) -> AbstractContextManager[None]:
+    def pair_passes(self) -> AbstractContextManager[None]:
         """Return a context in which one announced forward alternates with one backward."""
 
     def resume(self, is_backward: bool) -> None:
@@ -79,7 +79,7 @@ class Pairs:
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         with ExitStack() as stack:
             for model in self._models:
-                stack.enter_context(model.paired())
+                stack.enter_context(model.pair_passes())
             return self._alternate(forward, backward, stream)
 
     def _alternate(

@@ -13,9 +13,15 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from moecore.base.params import GATHERED_BLOCKS, local_param
+from moecore.base.params import GATHERED_BLOCKS, get_local_param
 from moecore.base.saved_tensors import Handle, TensorHandle, is_packing, use_packer
-from moecore.base.torch_private import NOTHING, get_local_tensor, storage_key, tree_leaves, version
+from moecore.base.torch_private import (
+    NOTHING,
+    get_local_tensor,
+    get_storage_key,
+    sum_versions,
+    tree_leaves,
+)
 from moecore.kernels.rows.scaling import Blocks
 
 T = TypeVar("T")
@@ -31,7 +37,7 @@ def _value_key(param: Tensor) -> tuple[int, ...]:
     """Return the address and the versions of a parameter, which change with its values."""
     # An operation on a DTensor increments the DTensor's version, one on its local part the part's.
     local = get_local_tensor(param)
-    return local.data_ptr(), version(local), version(param)
+    return local.data_ptr(), sum_versions(local), sum_versions(param)
 
 
 class ParamReader:
@@ -58,9 +64,9 @@ class ParamReader:
 
         Pass cast=False if the caller does not read values of the parameter in its compute dtype.
         """
-        local = local_param(param, reads=cast)
+        local = get_local_param(param, reads=cast)
         if self._packs:
-            self._operands[storage_key(local)] = local
+            self._operands[get_storage_key(local)] = local
         return local
 
     def blocks_of(self, param: nn.Parameter) -> Blocks | None:
@@ -68,7 +74,7 @@ class ParamReader:
         blocks = gathered_blocks(param)
         if blocks is not None and self._packs:
             for tensor in blocks.tensors():
-                self._operands[storage_key(tensor)] = tensor
+                self._operands[get_storage_key(tensor)] = tensor
         return blocks
 
     def quantised(
@@ -86,7 +92,7 @@ class ParamReader:
         if self._shares:
             self._copies[key] = value_key, copy
         for tensor in tree_leaves(copy) if self._packs else ():
-            self._operands[storage_key(tensor)] = tensor
+            self._operands[get_storage_key(tensor)] = tensor
         return cast(T, copy)
 
     def reading(self) -> AbstractContextManager[None]:
@@ -106,7 +112,7 @@ class ParamReader:
             self._operands.clear()
 
     def _pack(self, tensor: Tensor) -> Handle | None:
-        return TensorHandle(tensor) if storage_key(tensor) in self._operands else None
+        return TensorHandle(tensor) if get_storage_key(tensor) in self._operands else None
 
     def start_micro_batch(self, *, is_last: bool) -> None:
         """Start a micro-batch. Copies are shared until `is_last`, the last of an optimizer step."""

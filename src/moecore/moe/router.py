@@ -22,13 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moecore.base.options.layer import ASSIGNMENTS, MoEConfig
-from moecore.base.params import derive_seed, init_normal_, local_param
-from moecore.kernels.common import no_autocast
-from moecore.kernels.routing.margins import NUM_BINS, add_margins_, even_bias
+from moecore.base.params import derive_seed, get_local_param, init_normal_
+from moecore.kernels.common import disable_autocast
+from moecore.kernels.routing.margins import NUM_BINS, add_margins_, compute_even_bias
 from moecore.kernels.routing.route import RouteOptions, route, route_weights
 from moecore.kernels.routing.route_tokens import route_tokens
 from moecore.kernels.routing.router_logits import router_logits, router_logits_ref
-from moecore.kernels.routing.scores import scores_ref
+from moecore.kernels.routing.scores import compute_scores_ref
 from moecore.moe.assignment import expert_choice_ids, sinkhorn_ids, within_capacity
 from moecore.moe.micro_batch import MicroBatch, capacity_of, position_order
 from moecore.moe.records import ChoiceTape, Routing
@@ -127,7 +127,7 @@ class Router(nn.Module):
             width = self.config.router_jitter
             x_TD = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
             x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - width, 1 + width)
-        with no_autocast(x_TD):
+        with disable_autocast(x_TD):
             if self._is_plain:
                 weight_ED, bias_E = self._parts()
                 inputs = (self.selection_bias, self.options)
@@ -161,7 +161,9 @@ class Router(nn.Module):
         return not (self.training and config.balance.bias_per_micro_batch)
 
     def _parts(self) -> tuple[Tensor, Tensor | None]:
-        return local_param(self.weight), None if self.bias is None else local_param(self.bias)
+        return get_local_param(self.weight), None if self.bias is None else get_local_param(
+            self.bias
+        )
 
     def _logits(self, x_TD: Tensor) -> Tensor:
         weight_ED, bias_E = self._parts()
@@ -232,7 +234,7 @@ class Router(nn.Module):
             return micro_batch.slice_local(rule(logits_NE, K, padding_N))
         if config.assignment == "sinkhorn":
             return micro_batch.slice_local(sinkhorn_ids(logits_NE, K, padding_N))
-        scores_NE = scores_ref(logits_NE, config.score_function)
+        scores_NE = compute_scores_ref(logits_NE, config.score_function)
         _, capacity = capacity_of(self._factor() or 1.0, scores_NE.shape[0], K, E, padding_N)
         return micro_batch.slice_local(expert_choice_ids(scores_NE, capacity, padding_N))
 
@@ -293,7 +295,7 @@ def bias_of_micro_batch(
     )
     if micro_batch.group is not None:
         dist.all_reduce(histogram_EX, group=micro_batch.group)
-    return even_bias(histogram_EX, bias_E, config.top_k)
+    return compute_even_bias(histogram_EX, bias_E, config.top_k)
 
 
 def best_ids(logits_TE: Tensor, config: MoEConfig, padding_mask_T: Tensor | None) -> Tensor:

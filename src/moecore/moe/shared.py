@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moecore.base.options.layer import MoEConfig
-from moecore.base.params import init_normal_, local_param
+from moecore.base.params import get_local_param, init_normal_
 from moecore.kernels.linear import LinearProducts, PlainProducts
 from moecore.kernels.rows.activation import weighted_activation
 from moecore.moe.experts import activation_options
@@ -65,7 +65,7 @@ class SharedExpert(_Matrices):
         a_TF = weighted_activation(h_TF, None, None, activation_options(self.config))
         if self.gate is None:
             return by_w2(a_TF, self.w2)
-        gate_Tn = torch.sigmoid(F.linear(x_TD, local_param(self.gate)).float())
+        gate_Tn = torch.sigmoid(F.linear(x_TD, get_local_param(self.gate)).float())
         if self.config.num_shared_experts == 1:
             return (by_w2(a_TF, self.w2) * gate_Tn).to(x_TD.dtype)
         # w2 is linear: a gate on an expert's hidden columns is a gate on its output.
@@ -137,11 +137,11 @@ class Latent(_Matrices):
 
     def down(self, x_TD: Tensor) -> Tensor:
         """Return [T, L] in the dtype of x."""
-        return F.linear(x_TD, local_param(self.w_down).to(x_TD.dtype))
+        return F.linear(x_TD, get_local_param(self.w_down).to(x_TD.dtype))
 
     def up(self, y_TL: Tensor) -> Tensor:
         """Return [T, D] in the dtype of y."""
         if self.norm is not None:
-            weight = local_param(self.norm).to(y_TL.dtype)
+            weight = get_local_param(self.norm).to(y_TL.dtype)
             y_TL = F.rms_norm(y_TL, weight.shape, weight, self.eps)
-        return F.linear(y_TL, local_param(self.w_up).to(y_TL.dtype))
+        return F.linear(y_TL, get_local_param(self.w_up).to(y_TL.dtype))

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from moecore.base.fields import Count, check_value, quote
 from moecore.base.params import clean_name
-from moecore.base.streams import to_device
+from moecore.base.streams import copy_to_device
 from moecore.base.torch_private import foreach_add_, is_gloo
 from moecore.kernels.routing.entropy import UNIT
-from moecore.kernels.routing.margins import even_bias
+from moecore.kernels.routing.margins import compute_even_bias
 from moecore.moe.aux_loss import AuxLoss
 from moecore.moe.balance import BalanceGroups, LoadCounts
 from moecore.moe.metrics import MoEMetrics
@@ -31,7 +31,7 @@ NumMicroBatches = Annotated[Count, "use the number of backwards per optimizer st
 
 
 class MoEState:
-    """The balance record that a parallelized model owns: `moe_state(model)`.
+    """The balance record that a parallelized model owns: `get_moe_state(model)`.
 
     `others` are auxiliary losses of layers that are not MoE layers. They get the same factors and
     resets as the losses of `layers`. `check_parameters` raises if gradients were not reduced over
@@ -81,7 +81,7 @@ class MoEState:
         if not owners:
             return
         flags = [
-            to_device(has_tokens, device).float()
+            copy_to_device(has_tokens, device).float()
             if isinstance(has_tokens, Tensor)
             else torch.full((), float(has_tokens), device=device)
             for has_tokens in have_tokens
@@ -264,7 +264,7 @@ class MoEState:
             margins_LEX = torch.stack([counts[name].margins_EX for name in names])  # type: ignore[misc]
             if self.groups.global_batch is not None:
                 dist.all_reduce(margins_LEX, group=self.groups.global_batch)
-            move_LE = even_bias(margins_LEX, bias_LE, config.top_k) - bias_LE
+            move_LE = compute_even_bias(margins_LEX, bias_LE, config.top_k) - bias_LE
             move_LE = rate * (move_LE - move_LE.mean(-1, keepdim=True))
         else:
             choices_LE = torch.stack([choices[name] for name in names]).double()

@@ -32,14 +32,14 @@ from torch import Tensor, nn
 
 from moecore.base.failures import publish_errors
 from moecore.base.rank_checks import (
-    checksum,
+    compute_checksum,
     find_difference,
     find_differences,
     make_comparable,
     raise_on_world,
 )
-from moecore.base.streams import ToHost, current_stream, is_capturing
-from moecore.base.torch_private import is_inside, tree_leaves
+from moecore.base.streams import ToHost, get_current_stream, is_capturing
+from moecore.base.torch_private import is_inside_custom_ops, tree_leaves
 from moecore.parallel.mesh import make_host_group
 
 
@@ -91,7 +91,7 @@ class Contents:
         if not groups or _is_capturing(tensors):  # a replay would compare with nobody
             return
         with torch.no_grad():
-            sums = torch.stack([checksum(x) for x in tensors.values()])
+            sums = torch.stack([compute_checksum(x) for x in tensors.values()])
             bounds = torch.stack([sums, ~sums])
         for group in groups[:-1]:
             dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
@@ -142,7 +142,7 @@ class Contents:
 def _is_capturing(tensors: Mapping[str, Tensor]) -> bool:
     """Return whether the current stream of a tensor's device is capturing a CUDA graph."""
     devices = {x.device for x in tensors.values()}
-    return any(is_capturing(current_stream(device)) for device in devices)
+    return any(is_capturing(get_current_stream(device)) for device in devices)
 
 
 ROW_COMPARISON = "the comparison of rows, which ranks take by meshes.data_rank"
@@ -179,7 +179,7 @@ class SharedArguments:
         The first check with gradients is collective over the world, so that all ranks raise an
         error, and synchronises the host.
         """
-        if is_inside():
+        if is_inside_custom_ops():
             return
         place = cp if isinstance(cp, int) and cp in self._groups else 0
         names = sorted(name for name in arguments if name != LOCAL_ARGUMENT)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from moecore.base.fabric import read_local_fabric
 from moecore.base.failures import share_errors
-from moecore.base.rank_checks import gather
+from moecore.base.rank_checks import gather_objects
 from moecore.parallel.mesh import (
     Meshes,
     ParallelConfig,
@@ -66,4 +66,4 @@ def _find_domain() -> tuple[int, str]:
     if fabrics is not None:
         return fabrics, "an NVLink domain"
     # Hosts of 8 and of 4 ranks have neighbours by 4: then no group crosses from host to host.
-    return math.gcd(world_size, *gather(local_size)), "a host"
+    return math.gcd(world_size, *gather_objects(local_size)), "a host"

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from moecore.base import __version__
 from moecore.base.fabric import read_local_fabric
 from moecore.base.fields import quote
-from moecore.base.rank_checks import gather
+from moecore.base.rank_checks import gather_objects
 from moecore.base.tables import escape_unprintable
 from moecore.moe.dispatch.peer_memory import find_problem, get_host_id
 from moecore.parallel.mesh import read_launcher_number, start_process_group
@@ -273,7 +273,7 @@ def run_doctor(args: Any) -> int:
     rule = "ranks must all take part until the end"
     try:
         with _convert_errors(rule):
-            facts = gather(_collect_facts(device_type, args.checkpoints))
+            facts = gather_objects(_collect_facts(device_type, args.checkpoints))
         lines = find_problems(facts)
         if dist.get_rank() == 0:
             _print_report(facts, lines)
@@ -350,7 +350,7 @@ def _collect_facts(device_type: str, checkpoints: Path | None) -> RankFacts:
     reader, is_gpu = _FactReader(), device_type == "cuda"
     # The file's name is made by rank 0. All ranks exchange it, with or without a directory.
     local_key = get_host_id(), f".doctor-{uuid.uuid4().hex}"
-    hosts, names = zip(*gather(local_key), strict=True)
+    hosts, names = zip(*gather_objects(local_key), strict=True)
     disk, sees = _measure_disk(reader, checkpoints, names[0])
     dist.barrier()
     return RankFacts(
@@ -423,7 +423,7 @@ def _measure_disk(
 
     try:
         is_writable = reader.read(shown_path, write, False, rule)
-        (has_file, *_) = gather(is_writable and directory is not None)
+        (has_file, *_) = gather_objects(is_writable and directory is not None)
         sees = directory is None or not has_file or os.path.exists(directory / name)
         dist.barrier()
     finally:

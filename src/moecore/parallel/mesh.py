@@ -28,13 +28,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from moecore.base.fabric import read_local_fabric
 from moecore.base.failures import share_call_errors, share_errors
 from moecore.base.fields import CheckedRecord, Count, OneOf, Rules, check_arguments, quote
-from moecore.base.rank_checks import check_equal, gather, list_fields
+from moecore.base.rank_checks import check_equal, gather_objects, list_fields
 from moecore.base.torch_private import (
-    default_timeout,
+    choose_object_device_type,
+    get_default_timeout,
     has_cpu_backend,
     inherit_timeout,
-    is_inside,
-    object_device_type,
+    is_inside_custom_ops,
 )
 
 DENSE_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -181,7 +181,7 @@ class Meshes:
     @property
     def device(self) -> torch.device:
         """The device on which models compute: `device_type`, or meta in a dry run."""
-        return torch.device("meta" if is_inside() else self.device_type)
+        return torch.device("meta" if is_inside_custom_ops() else self.device_type)
 
 
 @share_call_errors
@@ -230,7 +230,7 @@ def build_meshes(
         "device_type": device_type,
     }
     check_equal(
-        mesh_arguments, object_device_type(world.get_group())
+        mesh_arguments, choose_object_device_type(world.get_group())
     )  # before the groups, which other degrees would mix up
     if ranks_per_domain is None and device_type == "cuda" and "LOCAL_WORLD_SIZE" in os.environ:
         domain = count_ranks_per_fabric(read_local_fabric()) or domain
@@ -272,7 +272,7 @@ def count_ranks_per_fabric(local_fabric: str | None) -> int | None:
     None = a rank has no fabric. `local_fabric` is the id of this rank's fabric (`base/fabric.py`).
     Collective. Example: fabrics with 72 and 56 ranks give 8.
     """
-    names = gather(local_fabric)
+    names = gather_objects(local_fabric)
     if None in names:
         return None
     return math.gcd(*(len(list(run)) for _, run in groupby(names)))
@@ -350,7 +350,7 @@ def make_host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     result: dist.ProcessGroup = dist.new_group(
         dist.get_process_group_ranks(group),
         backend="gloo",
-        timeout=default_timeout(),
+        timeout=get_default_timeout(),
         use_local_synchronization=True,
     )
     return result
@@ -463,7 +463,7 @@ def _make_stage_groups(
     view = _make_mesh(world.device_type, (p.pp, world.size() // p.pp), ("pp", "stage"))
     up, down = dense.get_group("pp"), view.get_group("pp")
     if up is down:  # both are the default group, where each stage is one rank
-        down = dist.new_group(timeout=default_timeout())
+        down = dist.new_group(timeout=get_default_timeout())
     return view.get_group("stage"), (up, down)
 
 

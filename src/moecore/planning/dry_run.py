@@ -25,11 +25,11 @@ from torch import Tensor, nn
 
 from moecore.base.fields import CountOrZero, check_arguments
 from moecore.base.options.precision import Precision
-from moecore.base.streams import dry_streams
+from moecore.base.streams import use_dry_streams
 from moecore.base.torch_private import get_local_tensor
-from moecore.kernels.common import launches_on_meta
+from moecore.kernels.common import record_launches_on_meta
 from moecore.models.tp_products import workspace_bytes
-from moecore.parallel.model.parallel_state import parallel_state
+from moecore.parallel.model.parallel_state import get_parallel_state
 from moecore.planning.model import ModuleParts
 from moecore.planning.record import END, SLICES, Queued, Start, Work, WorkRecorder
 from moecore.planning.run import (
@@ -120,8 +120,8 @@ def add_even_work(run: TrainingRun, dry: Callable[[TrainingRun], DryRun]) -> Dry
 def record_step(run: TrainingRun, rank: int = 0) -> DryRun:
     """Run two steps on meta, and return the second one, with the work of the full capacity."""
     recorder = WorkRecorder(run.ranks_per_domain)
-    launches = launches_on_meta(recorder.record_kernel, run.num_peers)
-    with enter_world(run, rank), collect_by_hand(), launches, dry_streams(recorder.queues):
+    launches = record_launches_on_meta(recorder.record_kernel, run.num_peers)
+    with enter_world(run, rank), collect_by_hand(), launches, use_dry_streams(recorder.queues):
         model = build_model(run, "cpu")
         for tensor in (*model.parameters(), *model.buffers()):
             recorder.count_storage(get_local_tensor(tensor))
@@ -142,7 +142,7 @@ def record_step(run: TrainingRun, rank: int = 0) -> DryRun:
                 recorder.begin_part("B", END)
                 step.finish()
                 recorder.end_part()
-        record = parallel_state(model)
+        record = get_parallel_state(model)
         assert record is not None
         exchanges, stash = record.exchanges, record.stash
         optimizer_bytes = sum(_count_optimizer_bytes(optimizer, p) for p in model.parameters())

@@ -19,7 +19,7 @@ from math import gcd
 from typing import NamedTuple
 
 from moecore.base.options.fsdp import FSDPOptions
-from moecore.kernels.common import meta_as
+from moecore.kernels.common import treat_meta_as
 from moecore.models import DecoderConfig
 from moecore.models.tp_products import GATHER_SLICES, is_long
 from moecore.parallel.mesh import build_meshes
@@ -328,7 +328,7 @@ def count_saved_bytes_of_run(run: TrainingRun) -> ModelSavedBytes:
     """Return the bytes that a forward of one micro-batch saves, in a tenth of a dry run's time."""
     model = run.planned_model.build(run.dtype)
     inputs = run.planned_model.inputs(run.tokens())
-    with enter_world(run), meta_as("cuda"):
+    with enter_world(run), treat_meta_as("cuda"):
         meshes = build_meshes(run.parallel, "cpu")
         parallelize_moe(model, meshes, dispatch="alltoall", precision=run.precision, fsdp=run.fsdp)
         parts = run.planned_model.parts(model)

@@ -37,10 +37,10 @@ from moecore.parallel.fsdp.plan import AxisPlacement, Coordinate, LayerPlan, Par
 from moecore.parallel.fsdp.size import rank_bytes
 from moecore.parallel.fsdp.units import find_blocks, make_kind_lookup
 from moecore.parallel.mesh import DENSE_DIMS, EXPERT_DIMS, ParallelConfig
-from moecore.parallel.model.parallel_state import parallel_state
-from moecore.parallel.model.plan import dtype_name
+from moecore.parallel.model.parallel_state import get_parallel_state
+from moecore.parallel.model.plan import get_dtype_name
 from moecore.parallel.model.request import Request
-from moecore.precision.apply import fp8_linears
+from moecore.precision.apply import list_fp8_linears
 from moecore.train.graphs.regions import find_compiled_modules
 from moecore.train.memory.saved_bytes import count_saved_bytes
 
@@ -76,7 +76,7 @@ def explain(model: nn.Module | ShardPlan, *, batch: Batch | None = None) -> str:
         return "\n".join(
             [*_describe_plan(model, None, _describe_degrees(model), []), _describe_buffers(model)]
         )
-    attachment = parallel_state(model)
+    attachment = get_parallel_state(model)
     if attachment is not None:
         model = attachment.request.family.unwrap(model)
     request = None if attachment is None else attachment.request
@@ -91,7 +91,7 @@ def explain(model: nn.Module | ShardPlan, *, batch: Batch | None = None) -> str:
 
 def make_current_plan(model: nn.Module) -> tuple[ShardPlan, Coordinate]:
     """Return a model's plan with its present parameters, and this rank's coordinate."""
-    attachment = parallel_state(model)
+    attachment = get_parallel_state(model)
     modules = {clean_name(n): m for n, m in model.named_modules()}
     layers = {name: m for name, m in modules.items() if isinstance(m, RoutedLayer)}
     kind_of, coordinate = make_kind_lookup(model, layers), dict[str, int]()
@@ -102,7 +102,7 @@ def make_current_plan(model: nn.Module) -> tuple[ShardPlan, Coordinate]:
             name=name,
             kind=kind_of(name),
             shape=tuple(param.shape),
-            dtype=dtype_name(param.dtype),
+            dtype=get_dtype_name(param.dtype),
             itemsize=param.element_size(),
             trainable=param.requires_grad,
             mesh="expert" if param in experts else "dense",
@@ -115,7 +115,7 @@ def make_current_plan(model: nn.Module) -> tuple[ShardPlan, Coordinate]:
     # `make_plan` refuses some of these models, and needs a process group of one rank, which a rank
     # of a larger world does not have.
     names = {module: name for name, module in modules.items()}
-    linears = ((names[linear], products.recipe) for linear, products in fp8_linears(model))
+    linears = ((names[linear], products.recipe) for linear, products in list_fp8_linears(model))
     dispatchers = {type(layer.dispatcher).__name__: None for layer in layers.values()}
     plan = ShardPlan(
         model=type(model).__name__,
@@ -263,7 +263,9 @@ def _describe_products(
     config, experts = layer.config, layer.part("experts")
     backend, weight = experts.backend, next(experts.parameters())
     if backend == "auto" and request is not None:
-        backend = f"auto ({choose_products('auto', request.spec_of(layer, experts.recipe))})"
+        backend = (
+            f"auto ({choose_products('auto', request.make_expert_spec(layer, experts.recipe))})"
+        )
     elif backend == "auto":
         spec = experts.spec(
             dim=config.expert_dim,
@@ -324,7 +326,7 @@ ComputeArgs = dict[str, Any]  # arguments of `count_saved_bytes`
 
 def list_compute_args(model: nn.Module) -> ComputeArgs:
     """Return the device type and the dtypes in which a model computes; meta = a GPU."""
-    attachment = parallel_state(model)
+    attachment = get_parallel_state(model)
     if attachment is None:
         device_type = next((p.device.type for p in model.parameters()), "meta")
         return dict(device_type="cuda" if device_type == "meta" else device_type)
@@ -372,7 +374,7 @@ def describe_batch(model: nn.Module, batch: Batch) -> list[str]:
     """Return a table of the bytes that blocks save of a batch, equal blocks in one row."""
     tokens_BT = torch.zeros(batch, dtype=torch.int64)
     blocks, compute_args = find_blocks(model), list_compute_args(model)
-    options, attachment = None, parallel_state(model)
+    options, attachment = None, get_parallel_state(model)
     if attachment is not None:
         options = attachment.request.memory
         if attachment.request.dense.compile:

@@ -248,7 +248,7 @@ def _make_attention_calls(
     """Yield causal attention and its backward: 2 (d + v) FLOP per head and unmasked pair."""
     q, k, do, values = (_make_random_tensor(device, B, T, H, n) for n in (d, d, v, v))
     mask, scale = AttentionMask(causal=True), d**-0.5
-    name = CUDNN if cudnn.supports(q, k, values, mask) is None else FLASH  # as on meta
+    name = CUDNN if cudnn.find_problem(q, k, values, mask) is None else FLASH  # as on meta
     shape = (B, H, T, d, v)
     flops, num_bytes = B * H * T * T * (d + v), 4 * B * T * H * (d + v)
     forward = Work(name, "attention", flops, num_bytes, shape, "bfloat16")

@@ -34,12 +34,12 @@ from moecore.base.streams import DryQueues, wait_on_host
 from moecore.base.torch_private import (
     DispatchMode,
     get_local_tensor,
+    get_storage_key,
     is_host_memory,
-    open_marks,
-    storage_key,
+    list_open_marks,
     tree_map_only,
 )
-from moecore.kernels.common import times_on_meta
+from moecore.kernels.common import get_meta_repeats
 from moecore.kernels.linear_attention.fla_on_meta import ScanSize
 from moecore.kernels.ops import PLAIN_TYPES
 from moecore.models.tp_products import GATHER_SLICES, SEND_SLICES
@@ -264,7 +264,7 @@ def _find_grouped_shape(name: str, args: Args) -> tuple[int, int, int, int] | No
 
 def _count_bytes(tensors: Sequence[Tensor]) -> int:
     """Return the bytes of tensors; views of the same elements count once."""
-    sizes = {(storage_key(t), t.storage_offset(), t.shape): t.nbytes for t in tensors}
+    sizes = {(get_storage_key(t), t.storage_offset(), t.shape): t.nbytes for t in tensors}
     return sum(sizes.values())
 
 
@@ -324,7 +324,7 @@ class WorkRecorder(DispatchMode):
         """Record that a part of the model begins a pass."""
         with torch.DisableTorchFunction():  # gradients of parameters are a kind of their own
             for grad in (param.grad for param in self.params if param.grad is not None):
-                key = storage_key(get_local_tensor(grad))
+                key = get_storage_key(get_local_tensor(grad))
                 size, kind = self._sizes.get(key, (0, RESIDENT))
                 if kind == KINDS["B"]:
                     self._sizes[key] = size, GRADIENTS
@@ -355,7 +355,7 @@ class WorkRecorder(DispatchMode):
 
     def count_storage(self, tensor: Tensor) -> bool:
         """Count the storage of a tensor on meta once; return whether it is new."""
-        key = storage_key(tensor)
+        key = get_storage_key(tensor)
         if key in self._sizes:
             return False
         if is_host_memory():
@@ -383,9 +383,9 @@ class WorkRecorder(DispatchMode):
             self._queue(compute_kernel_work(name, args))
 
     def _queue(self, work: Work, node_ranks: int = 0) -> None:
-        dependencies, host_dependencies = (self._since(numbers) for numbers in self.queues.put())
+        dependencies, host_dependencies = (self._since(numbers) for numbers in self.queues.launch())
         order = self.queues.current.number, dependencies, host_dependencies
-        self.queued.append(Queued(work, *order, node_ranks, open_marks(), times_on_meta()))
+        self.queued.append(Queued(work, *order, node_ranks, list_open_marks(), get_meta_repeats()))
 
     def _since(self, numbers: frozenset[int]) -> frozenset[int]:
         """Return numbers counted from `start_recording`, without launches before it."""
@@ -451,7 +451,7 @@ def _make_result_factory(func: Any, args: Args, out: Any) -> Callable[[Args], An
         return None
     make = partial(torch.empty_strided, out.shape, out.stride(), dtype=out.dtype, device=META)
     has_full_storage = make().untyped_storage().nbytes() == out.untyped_storage().nbytes()
-    is_new = storage_key(out) not in map(storage_key, list_tensors(args))
+    is_new = get_storage_key(out) not in map(get_storage_key, list_tensors(args))
     return (lambda _: make()) if has_full_storage and is_new else None
 
 
@@ -463,7 +463,7 @@ def _make_argument_key(value: Any, storages: dict[int, int]) -> tuple[Any, ...]:
     """Return the key of an argument: an operation on meta with equal keys has an equal result."""
     kind = type(value)
     if kind in PLAIN_TYPES:
-        number = storages.setdefault(storage_key(value), len(storages))
+        number = storages.setdefault(get_storage_key(value), len(storages))
         place = value.storage_offset(), number, value.device
         return value.shape, value.stride(), value.dtype, place
     if kind in (list, tuple):

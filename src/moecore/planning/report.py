@@ -29,7 +29,7 @@ CATEGORIES = {
     "nvlink clones": r"_(store|receive)_(weights|grads)_kernel",
     "copies to peers": r"Memcpy PtoP",
     "host copies": r"Memcpy (HtoD|DtoH)",
-    "quantisation": r"quantise_|widen_rows|tile_tokens|gather_row_blocks|microscale_"
+    "quantisation": r"quantise_|widen_rows|tile_tokens|gather_row_blocks"
     r"|^_?(amax|cast|pad_offsets)_|finite_amax|(block|square)_amax|pack_squares|transpose_values",
     "experts": r"_gg_|cooperative|pingpong|grouped|wgrad|_mlp|activation|gather_(packed_)?rows"
     r"|sum_rows|gather_used|map_row_tiles|_finish_bwd_kernel|sum_parts",

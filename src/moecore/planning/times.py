@@ -24,7 +24,7 @@ from moecore.base.options.names import GpuName
 from moecore.parallel.pipeline.layout import LayoutCosts, Stage, balanced_layout
 from moecore.parallel.pipeline.orders import PAIRING, Item, Overlap, list_actions
 from moecore.parallel.pipeline.schedule import make_schedule
-from moecore.parallel.pipeline.timeline import Timeline, spans_of
+from moecore.parallel.pipeline.timeline import Timeline, compute_spans
 from moecore.planning.costs import CostTable, Wall
 from moecore.planning.dry_run import DryRun
 from moecore.planning.gpus import Gpu, refuse_untimed
@@ -175,14 +175,14 @@ def time_step(step: DryRun, table: CostTable) -> StepTime:
     """
     check_arguments(time_step, locals())
     refuse_untimed(step.precision, table.gpu, MEMORY_ONLY)
-    spans = run_queue(place_launches(step.queued), table, STEPS)
+    spans = simulate_queue(place_launches(step.queued), table, STEPS)
     before, number = (STEPS - 1) * len(step.queued), STEPS * len(step.queued)
     start, end = spans.end(before), spans.end(number)
     parts = _add_network(spans.exposed(start, end), spans.network(before, number))
     return StepTime(max(end - start, sum(parts.values())), parts)
 
 
-def run_queue(queue: Sequence[Placed], table: CostTable, steps: int = 1) -> Spans:
+def simulate_queue(queue: Sequence[Placed], table: CostTable, steps: int = 1) -> Spans:
     """Return the spans of consecutive steps. The host queues the launches of a step in order."""
     costs = _compute_launch_costs(queue, table)
     starts, ends = list[float](), list[float]()
@@ -286,7 +286,7 @@ def _time_unstaged(run: TrainingRun, segments: Segments, table: CostTable) -> tu
         lengths.append(_count_launches(queue))
     placed_queue = segments.join([*queue, segments.end])
     before, length = (STEPS - 1) * len(placed_queue), len(placed_queue)
-    spans = run_queue(placed_queue, table, STEPS)
+    spans = simulate_queue(placed_queue, table, STEPS)
     parts: Parts = spans.exposed(spans.end(before), spans.end(before + length))
     network = spans.network(before, before + length)
     if number < run.num_micro_batches:
@@ -336,7 +336,7 @@ def _time_staged(
     name, pp, stages = run.pipeline.schedule, run.resolved.pp, list_stages(run)
     passes = [_time_passes_cached(stage, segments, table, memo) for stage in stages]
     # Clipping and the optimizer follow the slowest pipeline rank.
-    end_spans = run_queue(segments.join([segments.end]), table)
+    end_spans = simulate_queue(segments.join([segments.end]), table)
     end_seconds = max(end_spans.ends, default=0.0)
     end_parts = end_spans.exposed(0.0, end_seconds)
     send, hides = _time_send(run, table), find_hidden_share(run, table)
@@ -361,7 +361,7 @@ def _time_staged(
                 return _add_network(_hide_network(total, hides), network)
             return total
 
-        spans = spans_of(schedule, lambda item: sum(parts_of(item).values()), send)
+        spans = compute_spans(schedule, lambda item: sum(parts_of(item).values()), send)
         timelines[number] = timeline = Timeline(spans=spans)
         busiest = max(range(pp), key=lambda rank: timeline.busy[rank])
         parts = _sum_parts(parts_of(span.item) for span in timeline.spans[busiest])
@@ -412,7 +412,7 @@ def _time_passes(stage: Stage, segments: Segments, table: CostTable) -> StagePas
         for pass_ in PASSES:
             queue += segments.list_stage_segments(stage, pass_, i)
             lengths.append(((pass_, i), _count_launches(queue)))
-    spans = run_queue(segments.join(queue), table)
+    spans = simulate_queue(segments.join(queue), table)
     start, before = 0.0, 0
     for key, number in lengths:
         end, network = spans.end(number), spans.network(before, number)

@@ -1,6 +1,6 @@
 """Applies a `Precision` to the linears of a model, by role, and defers their weight gradients.
 
-The experts of a `MoELayer` have no linears: the layer reads `Precision.recipe_of` itself.
+The experts of a `MoELayer` have no linears: the layer reads `Precision.find_recipe` itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moecore.moe.amax_history import AmaxHistory, advance_histories, history_of
 from moecore.moe.experts import Experts
 from moecore.moe.shared import SharedExpert
 from moecore.precision.emulated import EmulatedLinearProducts
-from moecore.precision.linear import Fp8Products, InputCast, QuantisedProducts, weight_problem
+from moecore.precision.linear import Fp8Products, InputCast, QuantisedProducts, find_weight_problem
 from moecore.precision.plain import PLAIN_FORWARDS, ProductLinear, set_products
 from moecore.precision.te import TELinearProducts
 
@@ -42,7 +42,7 @@ class LinearPrecision(NamedTuple):
     reason: str | None  # why the linear is not changed
 
 
-def role_of(name: str) -> Role | None:
+def find_role(name: str) -> Role | None:
     """Return the role of a linear by its qualified name; None = the linear is never quantised."""
     *parents, leaf = name.split(".")
     if leaf in ATTENTION:
@@ -52,38 +52,41 @@ def role_of(name: str) -> Role | None:
     return "shared_experts" if SHARED_NAMES & set(parents) else "mlp"
 
 
-def linear_products(recipe: Recipe, inputs: InputCast | None = None) -> QuantisedProducts:
-    """Return the products of one weight for a recipe."""
+def make_linear_products(recipe: Recipe, inputs: InputCast | None = None) -> QuantisedProducts:
+    """Create the products for a weight with this recipe."""
     if recipe.backend == "te":
         return TELinearProducts(recipe, inputs)
     return (EmulatedLinearProducts if recipe.is_emulated else Fp8Products)(recipe, inputs)
 
 
 def apply_precision(model: nn.Module, precision: Precision) -> dict[str, LinearPrecision]:
-    """Turn a model's linears into `ProductLinear`s of their recipes, in place; return decisions."""
+    """Set the recipe's products on a model's linears, in place; return the decision per linear."""
     # Parameters, names, hooks and state dict do not change. The call comes after tensor
     # parallelism, whose shards must be multiples of 16 ("mxfp8": 32), and before FSDP and compile.
     # A second call replaces recipes and drops histories. Linears of one parent share quantised
     # inputs. Names have no prefixes of wrappers.
-    linears, table = _linears(model), check_precision(model, precision)
+    linears, table = _list_linears(model), check_precision(model, precision)
     inputs: dict[tuple[str, int, Recipe], InputCast] = {}
     for name, module in linears.items():
         recipe = table[name].recipe
         if recipe is None:
             continue
         siblings = (name.rpartition(".")[0], module.in_features, recipe)
-        set_products(module, linear_products(recipe, inputs.setdefault(siblings, InputCast())))
+        set_products(module, make_linear_products(recipe, inputs.setdefault(siblings, InputCast())))
     return table
 
 
 def check_precision(model: nn.Module, precision: Precision) -> dict[str, LinearPrecision]:
     """Return the decisions of `apply_precision`, or raise its errors, without a change."""
-    table = {name: _decide(name, module, precision) for name, module in _linears(model).items()}
+    table = {
+        name: _decide_linear(name, module, precision)
+        for name, module in _list_linears(model).items()
+    }
     _check_overrides(model, precision, table)
     return table
 
 
-def _linears(model: nn.Module) -> dict[str, nn.Linear]:
+def _list_linears(model: nn.Module) -> dict[str, nn.Linear]:
     """Return a model's linears by name, without prefixes of wrappers."""
     return {
         clean_name(name): module
@@ -93,7 +96,7 @@ def _linears(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def defer_linears(model: nn.Module) -> None:
-    """Let linears and moecore's shared experts defer weight gradients, in place."""
+    """Enable deferred weight gradients of linears and moecore's shared experts, in place."""
     # Linears whose class overrides forward do not defer. The call comes after `apply_precision`,
     # and before `shard_model`, `compile_blocks` and `apply_memory`.
     for module in model.modules():
@@ -106,14 +109,14 @@ def defer_linears(model: nn.Module) -> None:
                 products.defers = True
 
 
-def fp8_linears(model: nn.Module) -> Iterator[tuple[nn.Linear, QuantisedProducts]]:
+def list_fp8_linears(model: nn.Module) -> Iterator[tuple[nn.Linear, QuantisedProducts]]:
     """Yield each quantised linear of a model, and its products."""
     for module in model.modules():
         if isinstance(module, ProductLinear) and isinstance(module.products, QuantisedProducts):
             yield module, module.products
 
 
-def amax_histories(model: nn.Module) -> dict[str, AmaxHistory]:
+def list_amax_histories(model: nn.Module) -> dict[str, AmaxHistory]:
     """Return the amax histories of linears and routed experts by module name."""
     histories = {}
     for name, module in model.named_modules():
@@ -134,7 +137,7 @@ def advance_amax(
 ) -> None:
     """Start the next step of delayed scaling, after each optimizer step. No host sync."""
     # `group` has all ranks that share a layer's weights or tokens; None = this rank only.
-    histories = amax_histories(model)
+    histories = list_amax_histories(model)
     if histories:
         device = next(model.parameters()).device
         advance_histories(list(histories.values()), device, group, is_skipped=is_skipped)
@@ -142,23 +145,23 @@ def advance_amax(
 
 def drop_amax(model: nn.Module) -> None:
     """Drop the amax values that delayed scaling recorded since the last step."""
-    for history in amax_histories(model).values():
+    for history in list_amax_histories(model).values():
         history.drop()
 
 
 def has_history(model: nn.Module) -> bool:
-    """Return whether any module of a model has delayed scaling."""
-    return bool(amax_histories(model))
+    """Whether a module of the model uses delayed scaling."""
+    return bool(list_amax_histories(model))
 
 
-def _decide(name: str, module: nn.Linear, precision: Precision) -> LinearPrecision:
-    role = role_of(name)
+def _decide_linear(name: str, module: nn.Linear, precision: Precision) -> LinearPrecision:
+    role = find_role(name)
     recipe = precision.find_recipe(name, role)
     if role is None:
         return LinearPrecision(role, None, find_fp8_exclusion(name) or "its name has no role")
     if recipe is None:
         return LinearPrecision(role, None, "the precision leaves it out")
-    reason = weight_problem(module.weight, recipe)
+    reason = find_weight_problem(module.weight, recipe)
     if type(module).forward not in (*PLAIN_FORWARDS, ProductLinear.forward):
         reason = f"{type(module).__name__} has a forward of its own"
     return LinearPrecision(role, None if reason else recipe, reason)

@@ -22,14 +22,14 @@ from typing_extensions import override
 
 from moecore.base.options.precision import Recipe
 from moecore.base.params import has_values
-from moecore.kernels.common import has_block_scaled_kernels, no_autocast
+from moecore.kernels.common import disable_autocast, has_block_scaled_kernels
 from moecore.kernels.experts.contract import GradTarget
 from moecore.kernels.grouped.block_scaled import block_scaled_gemm, block_scaled_wgrad
 from moecore.kernels.grouped.wgrad import store_grad
 from moecore.kernels.rows.microscaled import quantise_microscaled, quantise_microscaled_matrices
 from moecore.kernels.rows.microscaling import (
     PACKED_FORWARD,
-    finite_magnitude,
+    compute_finite_magnitude,
     transpose_matrices,
     unpack_matrices,
 )
@@ -38,14 +38,14 @@ from moecore.precision.linear import (
     InputGradient,
     LinearCall,
     QuantisedProducts,
+    all_reduce_max,
     flatten_rows,
-    max_over_cut,
-    quantised_op,
+    make_quantised_op,
     read_gathered_blocks,
 )
 
 
-def _operand(
+def _quantise_operand(
     x_TK: Tensor, recipe: Recipe, *, over_rows: bool = False, is_gradient: bool = False
 ) -> Blocks:
     is_packed = has_block_scaled_kernels(x_TK.device)
@@ -54,7 +54,7 @@ def _operand(
     )
 
 
-def _weight(weight_NK: Tensor, call: LinearCall, *, transposed: bool) -> Blocks:
+def _quantise_weight(weight_NK: Tensor, call: LinearCall, *, transposed: bool) -> Blocks:
     """Return the weight as the operand [1, N, K], or transposed."""
     values, scales, amax, recipe = *call[4:6], call.weight_amax, call.recipe
     is_packed = has_block_scaled_kernels(weight_NK.device)
@@ -76,15 +76,15 @@ def _weight(weight_NK: Tensor, call: LinearCall, *, transposed: bool) -> Blocks:
     return operand
 
 
-def _product(a: Blocks, weight: Blocks, recipe: Recipe, dtype: torch.dtype) -> Tensor:
+def _multiply(a: Blocks, weight: Blocks, recipe: Recipe, dtype: torch.dtype) -> Tensor:
     if a.kind == PACKED_FORWARD:
-        return block_scaled_gemm(a, weight, _one_group(a, a.values.shape[0]), recipe, dtype)
+        return block_scaled_gemm(a, weight, _make_single_group(a, a.values.shape[0]), recipe, dtype)
     b_KN = weight.values[0].T
-    with no_autocast(b_KN):
+    with disable_autocast(b_KN):
         return (a.values.mm(b_KN) * (a.scales * weight.scales)).to(dtype)
 
 
-def _one_group(rows: Blocks, num_rows: int) -> Tensor:
+def _make_single_group(rows: Blocks, num_rows: int) -> Tensor:
     """Return the offsets of all rows as one group. No host sync."""
     return torch.full((1,), num_rows, dtype=torch.int32, device=rows.values.device)
 
@@ -109,44 +109,44 @@ class EmulatedLinearProducts(QuantisedProducts):
                 )
             amax = None  # the weight's own
             if not recipe.power_of_two:  # shards are quantised as one rank quantises the weight
-                amax = max_over_cut(finite_magnitude(weight_NK).amax().reshape(1), weight)
+                amax = all_reduce_max(compute_finite_magnitude(weight_NK).amax().reshape(1), weight)
         return LinearCall(weight_amax=amax, recipe=recipe)
 
     @override
     @staticmethod
     def multiply(x_TK: Tensor, weight_NK: Tensor, call: LinearCall) -> Tensor:
-        weight = _weight(weight_NK, call, transposed=False)
-        return _product(_operand(x_TK, call.recipe), weight, call.recipe, call.dtype)
+        weight = _quantise_weight(weight_NK, call, transposed=False)
+        return _multiply(_quantise_operand(x_TK, call.recipe), weight, call.recipe, call.dtype)
 
     @override
     @staticmethod
     def input_grad(dy_TN: Tensor, weight_NK: Tensor | None, call: LinearCall) -> InputGradient:
         if weight_NK is None:
             return None, dy_TN
-        weight = _weight(weight_NK, call, transposed=True)
-        dy = _operand(dy_TN, call.recipe, is_gradient=True)
-        return _product(dy, weight, call.recipe, call.dtype), dy_TN
+        weight = _quantise_weight(weight_NK, call, transposed=True)
+        dy = _quantise_operand(dy_TN, call.recipe, is_gradient=True)
+        return _multiply(dy, weight, call.recipe, call.dtype), dy_TN
 
     @override
     @staticmethod
     def weight_grad(dy_TN: Tensor, x: Tensor, call: LinearCall, target: GradTarget) -> Tensor:
         recipe, x_TK = call.recipe, flatten_rows(x)
-        of_dy = _operand(dy_TN, recipe, over_rows=True, is_gradient=True)
-        of_x = _operand(x_TK, recipe, over_rows=True)
+        of_dy = _quantise_operand(dy_TN, recipe, over_rows=True, is_gradient=True)
+        of_x = _quantise_operand(x_TK, recipe, over_rows=True)
         if of_x.kind == PACKED_FORWARD:
             return block_scaled_wgrad(
                 of_dy,
                 of_x,
-                _one_group(of_x, of_x.scales.shape[1] * recipe.multiple),
+                _make_single_group(of_x, of_x.scales.shape[1] * recipe.multiple),
                 recipe,
                 out=None if target.out is None else target.out[None],
                 dtype=target.dtype or call.dtype,
                 adds=target.adds,
                 scale=target.scale,
             )[0]
-        with no_autocast(x_TK):
+        with disable_autocast(x_TK):
             grad = of_dy.values.T.mm(of_x.values) * (of_dy.scales * of_x.scales)
         return store_grad(grad.to(call.dtype), target.out, target.adds, target.dtype, target.scale)
 
 
-EmulatedLinearProducts.op = quantised_op("emulated_linear", EmulatedLinearProducts)
+EmulatedLinearProducts.op = make_quantised_op("emulated_linear", EmulatedLinearProducts)

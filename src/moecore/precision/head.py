@@ -51,28 +51,28 @@ class HeadProducts:
     def __init__(self, weight_VD: Tensor, *, training: bool) -> None:
         self.weight_VD = weight_VD
 
-    def logits(self, hidden_CD: Tensor) -> Tensor:
+    def compute_logits(self, hidden_CD: Tensor) -> Tensor:
         """Return the logits of the next chunk."""
         self.hidden_CD = hidden_CD
         dtype = torch.promote_types(hidden_CD.dtype, torch.float32)
-        return product(hidden_CD, self.weight_VD.t(), dtype)
+        return multiply(hidden_CD, self.weight_VD.t(), dtype)
 
-    def cross_entropy(
+    def compute_cross_entropy(
         self, logits_CV: Tensor, labels_C: Tensor, *, wants: bool
     ) -> tuple[Tensor, Any]:
         """Return the summed loss of the last logits and, if `wants`, the gradient of the logits.
 
-        The logits are overwritten. The gradient has the format that `d_hidden` reads.
+        The logits are overwritten. The gradient has the format that `write_d_hidden` reads.
         """
         return cross_entropy_(logits_CV, labels_C, self.hidden_CD.dtype if wants else None)
 
-    def softmax_gradient(
+    def compute_softmax_gradient(
         self, logits_CV: Tensor, labels_C: Tensor, highs_C: Tensor, sums_C: Tensor
     ) -> Any:
         """Return the gradient of the logits, from `softmax_gradient_`'s row statistics."""
         return softmax_gradient_(logits_CV, labels_C, highs_C, sums_C, self.hidden_CD.dtype)
 
-    def d_hidden(self, d_logits: Any, out_CD: Tensor) -> None:
+    def write_d_hidden(self, d_logits: Any, out_CD: Tensor) -> None:
         """Write the gradient of the chunk's hidden states to `out_CD`."""
         torch.mm(d_logits, self.weight_VD, out=out_CD)
 
@@ -95,16 +95,16 @@ class BlockwiseHeadProducts(HeadProducts):
         self.weight = quantise_weights(weight_1VD, power_of_two=self.power_of_two, columns=training)
 
     @override
-    def logits(self, hidden_CD: Tensor) -> Tensor:
+    def compute_logits(self, hidden_CD: Tensor) -> Tensor:
         self.dtype, C = hidden_CD.dtype, hidden_CD.shape[0]
         self.ends_1 = torch.full((1,), C, dtype=torch.int32, device=hidden_CD.device)
         self.tiles: RowTiles = map_row_tiles(self.ends_1, C)
         rows = quantise_rows(hidden_CD.contiguous(), power_of_two=self.power_of_two)
         self.hidden = gather_row_blocks(rows, None, None, None)
-        return self._product(self.hidden, self.weight.rows)
+        return self._multiply(self.hidden, self.weight.rows)
 
     @override
-    def cross_entropy(
+    def compute_cross_entropy(
         self, logits_CV: Tensor, labels_C: Tensor, *, wants: bool
     ) -> tuple[Tensor, Any]:
         if not wants:
@@ -112,7 +112,7 @@ class BlockwiseHeadProducts(HeadProducts):
         return cross_entropy_blocks(logits_CV, labels_C, power_of_two=self.power_of_two)
 
     @override
-    def softmax_gradient(
+    def compute_softmax_gradient(
         self, logits_CV: Tensor, labels_C: Tensor, highs_C: Tensor, sums_C: Tensor
     ) -> Blocks:
         return softmax_gradient_blocks(
@@ -120,8 +120,8 @@ class BlockwiseHeadProducts(HeadProducts):
         )
 
     @override
-    def d_hidden(self, d_logits: Blocks, out_CD: Tensor) -> None:
-        out_CD.copy_(self._product(d_logits, self.weight.columns))
+    def write_d_hidden(self, d_logits: Blocks, out_CD: Tensor) -> None:
+        out_CD.copy_(self._multiply(d_logits, self.weight.columns))
 
     @override
     def add_d_weight(self, d_logits: Blocks, out_VD: Tensor, *, first: bool) -> None:
@@ -130,15 +130,15 @@ class BlockwiseHeadProducts(HeadProducts):
             d_logits, hidden, self.tiles, out=out_VD[None], adds=not first, dtype=out_VD.dtype
         )
 
-    def _product(self, a: Blocks, b: Blocks | None) -> Tensor:
+    def _multiply(self, a: Blocks, b: Blocks | None) -> Tensor:
         assert b is not None
         return fp8_gemm(a, b, self.ends_1, self.tiles, self.dtype)
 
 
-def fp8_head_problem(
+def find_fp8_head_problem(
     shape: Sequence[int], recipe: Recipe, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """Return the error text for a head [V, D] of a rank that a recipe cannot multiply, or None."""
+    """Return the error text if a recipe cannot multiply a rank's head [V, D], otherwise None."""
     is_gpu = device.type == "cuda"
     if is_gpu and not has_hopper_kernels(device):
         return "its products need a GPU of Hopper and Triton"
@@ -151,18 +151,18 @@ def fp8_head_problem(
     return None
 
 
-def head_products(weight_VD: Tensor, recipe: Recipe | None, *, training: bool) -> HeadProducts:
-    """Return the products of a weight. Raise ValueError if the recipe cannot multiply it."""
+def make_head_products(weight_VD: Tensor, recipe: Recipe | None, *, training: bool) -> HeadProducts:
+    """Create a head's products; raise a ValueError if the recipe cannot multiply it."""
     if recipe is None:
         return HeadProducts(weight_VD, training=training)
-    reason = fp8_head_problem(weight_VD.shape, recipe, weight_VD.dtype, weight_VD.device)
+    reason = find_fp8_head_problem(weight_VD.shape, recipe, weight_VD.dtype, weight_VD.device)
     if reason is not None:
         raise ValueError(f"weight_VD must fit FP8 products, but {reason}: use recipe=None")
     return BlockwiseHeadProducts(weight_VD, training=training, recipe=recipe)
 
 
-def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a @ b in `dtype`, rounded once."""
+def multiply(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply a @ b and round the result once to `dtype`."""
     if a.dtype == dtype:
         return a @ b
     if is_gpu(a):

@@ -6,7 +6,7 @@
 
 Plain eager code runs a linear as one autograd node. Compilers and dispatch modes see a custom op.
 
-Letters: T tokens, K input features, N output features; M and N rows of the operands of `product`.
+Letters: T tokens, K input features, N output features; M and N rows of the operands of `multiply`.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from moecore.base.options.precision import Recipe
-from moecore.base.params import check_values, has_values, local_param
+from moecore.base.params import check_values, get_local_param, has_values
 from moecore.base.regions import run_product
-from moecore.base.torch_private import autocast_dtype, is_plain_eager, unsafe_view, version
-from moecore.kernels.experts.contract import GradTarget, sink_of
+from moecore.base.torch_private import get_autocast_dtype, is_plain_eager, sum_versions, unsafe_view
+from moecore.kernels.experts.contract import GradTarget, find_sink
 from moecore.kernels.grouped.wgrad import store_grad
 from moecore.kernels.linear import Gradients, LinearProducts, backward, linear
 from moecore.kernels.ops import Op, is_plain
-from moecore.kernels.rows.cast import amax, cast
-from moecore.kernels.rows.scaling import ALIGNED, KINDS, Blocks, OperandPair, values_and_scales
-from moecore.kernels.rows.shard_blocks import as_operand, transpose_operand
+from moecore.kernels.rows.cast import cast, compute_amax
+from moecore.kernels.rows.scaling import ALIGNED, KINDS, Blocks, OperandPair, get_values_and_scales
+from moecore.kernels.rows.shard_blocks import make_dense_operand, transpose_operand
 from moecore.moe.amax_history import AmaxHistory, OperandName
 from moecore.moe.param_reader import gathered_blocks
-from moecore.precision.scaled_product import product
+from moecore.precision.scaled_product import multiply
 
 
 def flatten_rows(x: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class InputCast:
     def get(self, x: Tensor, user: object, recipe: Recipe, columns: bool) -> OperandPair:
         """Return `cast_input(x)`, from the cache if `user` has not read it yet."""
         operands = self._operands
-        is_hit = self._input is not None and self._input() is x and self._version == version(x)
+        is_hit = self._input is not None and self._input() is x and self._version == sum_versions(x)
         is_hit = is_hit and not x.is_inference()  # has no version
         if (
             operands is None
@@ -85,7 +85,7 @@ class InputCast:
             or (columns and not operands.columns)
         ):
             operands = cast_input(x, recipe, columns=columns)
-            self._input, self._version = weakref.ref(x, self._drop), version(x)
+            self._input, self._version = weakref.ref(x, self._drop), sum_versions(x)
             self._operands, self._users = operands, []
         self._users.append(user)
         return operands
@@ -142,7 +142,7 @@ class QuantisedProducts(LinearProducts):
     A subclass implements `prepare`, `multiply`, `input_grad` and `weight_grad`.
     """
 
-    op: ClassVar[Op]  # the result of `quantised_op` for the class
+    op: ClassVar[Op]  # the result of `make_quantised_op` for the class
 
     def __init__(self, recipe: Recipe, inputs: InputCast | None = None) -> None:
         self.recipe = recipe
@@ -161,28 +161,28 @@ class QuantisedProducts(LinearProducts):
         return self.recipe.describe()
 
     def _run(self, x: Tensor, weight: Tensor, bias: Tensor | None, training: bool) -> Tensor:
-        weight_NK = local_param(weight, reads=False)
+        weight_NK = get_local_param(weight, reads=False)
         check_operands(x, weight_NK, self.recipe)
         call = self.prepare(x, weight, weight_NK, training)
-        bias_N = None if bias is None else local_param(bias)
-        call = call._replace(dtype=autocast_dtype(x) or x.dtype)  # as of `nn.Linear`
+        bias_N = None if bias is None else get_local_param(bias)
+        call = call._replace(dtype=get_autocast_dtype(x) or x.dtype)  # as of `nn.Linear`
         if not (is_plain_eager() and is_plain(x) and is_plain(weight_NK)):
             y: Tensor = self.op(x, weight_NK, bias_N, *call[:-2], self._recipe_text, call.dtype)
         elif torch.is_grad_enabled():
             may_defer = self.defers and weight_NK.requires_grad
-            sink = sink_of(weight, weight_NK.shape) if may_defer else None
+            sink = find_sink(weight, weight_NK.shape) if may_defer else None
             y = linear((x, weight_NK, bias_N, call), type(self), sink)
         else:
             y = self.forward(x, weight_NK, bias_N, call)
         return y
 
-    def past_amax(self, operand: OperandName) -> Tensor | None:
+    def get_past_amax(self, operand: OperandName) -> Tensor | None:
         """Return the operand's amax over earlier steps; None without delayed scaling."""
         return None if self.history is None else self.history.amax(operand)
 
     @abstractmethod
     def prepare(self, x: Tensor, weight: Tensor, weight_NK: Tensor, training: bool) -> LinearCall:
-        """Return the further arguments of this call's products."""
+        """Return the `LinearCall`: tensors without gradients and settings of this call."""
 
     @staticmethod
     @abstractmethod
@@ -258,7 +258,7 @@ _SCHEMA = (
 )
 
 
-def quantised_op(name: str, products: type[QuantisedProducts]) -> Op:
+def make_quantised_op(name: str, products: type[QuantisedProducts]) -> Op:
     """Return the custom op of a class of products, for compilers and dispatch modes."""
 
     def inputs_of(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -291,15 +291,15 @@ class Fp8Products(QuantisedProducts):
         seen = {} if history is None else history.record(x.device, training=training)
         columns = torch.is_grad_enabled() and weight_NK.requires_grad
         is_sure = history is None or history.is_sure
-        x_amax = scaling_amax(self.past_amax("input"), x, is_sure=is_sure)
+        x_amax = choose_scaling_amax(self.get_past_amax("input"), x, is_sure=is_sure)
         x_operands = self._cast_x(x, columns, x_amax, seen.get("input"))
         weight_rows, weight_amax = self._cast_weight(weight, weight_NK, seen.get("weight"))
         return LinearCall(
-            *values_and_scales(x_operands.rows),
-            *values_and_scales(x_operands.columns),
-            *values_and_scales(weight_rows),
+            *get_values_and_scales(x_operands.rows),
+            *get_values_and_scales(x_operands.columns),
+            *get_values_and_scales(weight_rows),
             weight_amax=weight_amax,
-            dy_amax=self.past_amax("gradient"),
+            dy_amax=self.get_past_amax("gradient"),
             dy_seen=seen.get("gradient"),
             is_sure=is_sure,
             recipe=self.recipe,
@@ -315,15 +315,15 @@ class Fp8Products(QuantisedProducts):
         kind = KINDS[self.recipe.weight_block]
         if not has_values(weight_NK):
             return _read_gathered_rows(weight, weight_NK, kind, seen), None
-        weight_amax = self.past_amax("weight")
+        weight_amax = self.get_past_amax("weight")
         if weight_amax is None and self.recipe.scaling == "tensorwise":
             # The maximum over the tp ranks, so that shards are quantised as one rank would quantise
             # the full weight. Activations and gradients have a local amax: an all-reduce would
             # wait for the slowest rank.
             with torch.no_grad():
-                weight_amax = max_over_cut(amax(local_param(weight)), weight)
+                weight_amax = all_reduce_max(compute_amax(get_local_param(weight)), weight)
         elif self.history is not None:  # after steps of zeros, each shard has its own scale
-            weight_amax = scaling_amax(weight_amax, weight_NK, is_sure=self.history.is_sure)
+            weight_amax = choose_scaling_amax(weight_amax, weight_NK, is_sure=self.history.is_sure)
         power_of_two = self.recipe.power_of_two
         operands = cast(
             weight_NK, kind, power_of_two=power_of_two, columns=False, amax=weight_amax, seen=seen
@@ -343,7 +343,7 @@ class Fp8Products(QuantisedProducts):
     def multiply(x_TK: Tensor, weight_NK: Tensor, call: LinearCall) -> Tensor:
         x = Blocks(call.x_rows, call.x_row_scales, KINDS[call.recipe.activation_block])
         weight = Blocks(call.weight_rows, call.weight_scales, KINDS[call.recipe.weight_block])
-        return product(x, weight, call.dtype)
+        return multiply(x, weight, call.dtype)
 
     @override
     @staticmethod
@@ -356,27 +356,27 @@ class Fp8Products(QuantisedProducts):
             power_of_two=recipe.power_of_two,
             rows=weight_NK is not None,
             columns=call.x_column_scales is not None,
-            amax=scaling_amax(call.dy_amax, dy_TN, is_sure=call.is_sure),
+            amax=choose_scaling_amax(call.dy_amax, dy_TN, is_sure=call.is_sure),
             seen=call.dy_seen,
         )
         if weight_NK is None or operands.rows is None:
             return None, operands.columns
-        return product(
-            operands.rows, _weight_columns(weight_NK, call), call.dtype
+        return multiply(
+            operands.rows, _transpose_weight(weight_NK, call), call.dtype
         ), operands.columns
 
     @override
     @staticmethod
     def weight_grad(dy: Blocks, x_KT: Tensor, call: LinearCall, target: GradTarget) -> Tensor:
         x = Blocks(x_KT, call.x_column_scales, KINDS[call.recipe.activation_block])
-        grad = product(dy, x, call.dtype)
+        grad = multiply(dy, x, call.dtype)
         return store_grad(grad, target.out, target.adds, target.dtype, target.scale)
 
 
-Fp8Products.op = quantised_op("fp8_linear", Fp8Products)
+Fp8Products.op = make_quantised_op("fp8_linear", Fp8Products)
 
 
-def _weight_columns(weight_NK: Tensor, call: LinearCall) -> Blocks:
+def _transpose_weight(weight_NK: Tensor, call: LinearCall) -> Blocks:
     """Return the weight as operand of the input gradient, which sums over N."""
     kind = KINDS[call.recipe.weight_block]
     if call.weight_rows is not None:
@@ -388,12 +388,12 @@ def _weight_columns(weight_NK: Tensor, call: LinearCall) -> Blocks:
     return operands.columns
 
 
-def scaling_amax(past: Tensor | None, x: Tensor, *, is_sure: bool) -> Tensor | None:
+def choose_scaling_amax(past: Tensor | None, x: Tensor, *, is_sure: bool) -> Tensor | None:
     """Return the amax that scales x, fp32 [n]: `past`, or x's own amax where `past` is 0."""
-    return past if past is None or is_sure else amax(x, past)
+    return past if past is None or is_sure else compute_amax(x, past)
 
 
-def max_over_cut(value: Tensor, weight: Tensor) -> Tensor:
+def all_reduce_max(value: Tensor, weight: Tensor) -> Tensor:
     """Return the maximum of `value` over the ranks that shard a weight."""
     # One all-reduce for each mesh dim that shards the weight.
     if isinstance(weight, DTensor):
@@ -404,8 +404,8 @@ def max_over_cut(value: Tensor, weight: Tensor) -> Tensor:
     return value
 
 
-def weight_problem(weight: Tensor, recipe: Recipe | None = None) -> str | None:
-    """Return the error text for a weight that a recipe cannot multiply; equal on all ranks."""
+def find_weight_problem(weight: Tensor, recipe: Recipe | None = None) -> str | None:
+    """Return the error text if a recipe cannot multiply a weight, or None; equal on all ranks."""
     multiple = ALIGNED if recipe is None else recipe.multiple
     # Tensor parallelism may have sharded the weight [N, K]; FSDP has not yet.
     sizes = list(weight.shape)
@@ -428,7 +428,7 @@ def check_operands(x: Tensor, weight_NK: Tensor, recipe: Recipe) -> None:
     """Raise ValueError if a recipe's products cannot multiply this input and this weight."""
     if isinstance(x, DTensor):
         raise ValueError("x (a DTensor) must be a plain tensor for FP8 products: pass x.to_local()")
-    reason = weight_problem(weight_NK, recipe)
+    reason = find_weight_problem(weight_NK, recipe)
     if reason is not None:
         raise ValueError(f"weight must fit FP8 products, but {reason}: leave it in its dtype")
     if x.shape[-1:] != weight_NK.shape[1:]:
@@ -455,4 +455,4 @@ def _read_gathered_rows(
     if seen is not None and blocks.amax is not None:
         with torch.no_grad():
             seen.copy_(torch.maximum(seen, blocks.amax.masked_fill(blocks.amax.isinf(), 0)))
-    return as_operand(blocks)
+    return make_dense_operand(blocks)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moecore.base.params import local_param
+from moecore.base.params import get_local_param
 from moecore.kernels.linear import LinearProducts
 
 
@@ -32,8 +32,8 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x @ weight^T + bias."""
-        bias = None if self.bias is None else local_param(self.bias)
-        return F.linear(x, local_param(self.weight), bias)
+        bias = None if self.bias is None else get_local_param(self.bias)
+        return F.linear(x, get_local_param(self.weight), bias)
 
 
 class ProductLinear(nn.Linear):
@@ -57,11 +57,11 @@ def set_products(linear: nn.Linear, products: LinearProducts) -> None:
     """Make a linear multiply by `products`, in place; its hooks and base class do not change."""
     if not isinstance(linear, ProductLinear):
         plain: Any = type(linear)
-        linear.__class__ = _class_of(plain)
+        linear.__class__ = _make_product_class(plain)
     cast(ProductLinear, linear).products = products
 
 
 @functools.cache
-def _class_of(plain: type[nn.Linear]) -> type[ProductLinear]:
+def _make_product_class(plain: type[nn.Linear]) -> type[ProductLinear]:
     bases = (ProductLinear, plain)
     return ProductLinear if plain is nn.Linear else type(f"Product{plain.__name__}", bases, {})

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from moecore.base.torch_private import is_plain_eager, scaled_mm
-from moecore.kernels.common import has_hopper_kernels, no_autocast
+from moecore.kernels.common import disable_autocast, has_hopper_kernels
 from moecore.kernels.ops import Op, is_plain
-from moecore.kernels.rows.scaling import Blocks, product_ref
+from moecore.kernels.rows.scaling import Blocks, multiply_ref
 
 # Values of torch.nn.functional.ScalingType, which the operator takes as integers.
 RECIPES = {"tensor": 0, "row": 1, "tile": 4, "block": 5}
@@ -21,11 +21,13 @@ RECIPES = {"tensor": 0, "row": 1, "tile": 4, "block": 5}
 
 def _has_scaled_product(device: torch.device, kind: str) -> bool:
     """Return whether torch multiplies operands of this kind on the device's FP8 tensor cores."""
-    return has_hopper_kernels(device) if device.type == "meta" else _has_product(device, kind)
+    return (
+        has_hopper_kernels(device) if device.type == "meta" else _find_product_support(device, kind)
+    )
 
 
 @functools.cache
-def _has_product(device: torch.device, kind: str) -> bool:
+def _find_product_support(device: torch.device, kind: str) -> bool:
     if device.type != "cuda" or scaled_mm is None:
         return False
     capability = torch.cuda.get_device_capability(device)
@@ -33,20 +35,20 @@ def _has_product(device: torch.device, kind: str) -> bool:
     return capability == (9, 0) if kind in ("tile", "block") else capability >= (8, 9)
 
 
-def _product(a: Blocks, b: Blocks, dtype: torch.dtype) -> Tensor:
+def _multiply_with_torch(a: Blocks, b: Blocks, dtype: torch.dtype) -> Tensor:
     (M, K), N = a.values.shape, b.values.shape[0]
     if not M * N * K or not _has_scaled_product(a.values.device, a.kind):
-        with no_autocast(a.values):
-            return product_ref(a, b).to(dtype)
+        with disable_autocast(a.values):
+            return multiply_ref(a, b).to(dtype)
     # cuBLASLt reads scales of tiles column by column, and scales of blocks in rows of a multiple of
     # four. `cast.py` writes these layouts, so nothing is copied here.
     result: Tensor = scaled_mm(
         a.values,
         b.values.T,
-        [_torch_scales(a, is_first=True)],
+        [_view_scales(a, is_first=True)],
         [RECIPES[a.kind]],
         [],
-        [_torch_scales(b, is_first=False)],
+        [_view_scales(b, is_first=False)],
         [RECIPES[b.kind]],
         [],
         None,
@@ -55,7 +57,7 @@ def _product(a: Blocks, b: Blocks, dtype: torch.dtype) -> Tensor:
     return result
 
 
-def _torch_scales(side: Blocks, *, is_first: bool) -> Tensor:
+def _view_scales(side: Blocks, *, is_first: bool) -> Tensor:
     """Return a view of an operand's scales."""
     if side.kind == "row":
         return side.scales if is_first else side.scales.T
@@ -64,18 +66,18 @@ def _torch_scales(side: Blocks, *, is_first: bool) -> Tensor:
 
 _product_op = Op(
     "fp8_product",
-    lambda *flat: _product(Blocks(*flat[:3]), Blocks(*flat[3:6]), flat[6]),
+    lambda *flat: _multiply_with_torch(Blocks(*flat[:3]), Blocks(*flat[3:6]), flat[6]),
     lambda a, _, __, b, *options: a.new_empty(a.shape[0], b.shape[0], dtype=options[-1]),
     schema="(Tensor a_MK, Tensor a_scales, str a_kind, "
     "Tensor b_NK, Tensor b_scales, str b_kind, ScalarType dtype) -> Tensor",
 )
 
 
-def product(a: Blocks, b: Blocks, dtype: torch.dtype) -> Tensor:
+def multiply(a: Blocks, b: Blocks, dtype: torch.dtype) -> Tensor:
     """Return a [M, K] @ b [N, K]^T with their padded sizes. Not differentiable, no host sync."""
     # Summed in fp32, rounded once to bf16, fp16 or fp32. GPUs run torch's scaled product:
     # cuBLASLt's "scaling factors layouts", as torch's `_scaled_mm_v2` checks them.
     if is_plain_eager() and is_plain(a.values):
-        return _product(a, b, dtype)
+        return _multiply_with_torch(a, b, dtype)
     y_MN: Tensor = _product_op(a.values, a.scales, a.kind, b.values, b.scales, b.kind, dtype)
     return y_MN

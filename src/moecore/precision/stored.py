@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 from moecore.base.copies import make_dtensor
 from moecore.base.fields import check_arguments
 from moecore.base.params import GATHERED_BLOCKS, clean_name
-from moecore.base.torch_private import get_local_tensor, parameter_like
+from moecore.base.torch_private import get_local_tensor, make_parameter_like
 from moecore.kernels.rows.e4m3 import BLOCK, FP8
 from moecore.kernels.rows.scaling import Blocks
-from moecore.kernels.rows.shard_blocks import MatrixShard, block_amax_, quantise_blocks_
+from moecore.kernels.rows.shard_blocks import MatrixShard, quantise_blocks_, write_block_amax_
 from moecore.moe.experts import Experts
 from moecore.moe.param_reader import gathered_blocks
 
@@ -46,7 +46,7 @@ def store_experts_in_fp8(model: nn.Module) -> None:
         )
     places = [(n, m, role) for n, m in named for role in (m.layout.w1, m.layout.w2)]
     for name, experts, attribute in places:
-        _check(clean_name(f"{name}.{attribute}"), experts, getattr(experts, attribute))
+        _check_storable(clean_name(f"{name}.{attribute}"), experts, getattr(experts, attribute))
     for _, experts, attribute in places:
         param = getattr(experts, attribute)
         if gathered_blocks(param) is None:
@@ -68,7 +68,7 @@ def refuse_fp8_storage(model: nn.Module, verb: str) -> None:
             )
 
 
-def stored_values(param: Tensor, box: tuple[slice, ...]) -> Tensor:
+def read_stored_values(param: Tensor, box: tuple[slice, ...]) -> Tensor:
     """Return a box of the values of a parameter stored in FP8, in the parameter's dtype."""
     blocks = gathered_blocks(param)
     assert blocks is not None, "the parameter is not stored in FP8"
@@ -80,7 +80,7 @@ def stored_values(param: Tensor, box: tuple[slice, ...]) -> Tensor:
     return (blocks.values[box].float() * blocks.scales[row][..., column]).to(param.dtype)
 
 
-def _check(name: str, experts: Experts, param: nn.Parameter) -> None:
+def _check_storable(name: str, experts: Experts, param: nn.Parameter) -> None:
     recipe = experts.recipe
     if recipe is None or not recipe.reads_blocks or experts.is_separate:
         scaling = None if recipe is None else recipe.scaling
@@ -108,11 +108,11 @@ def _store_blocks(param: nn.Parameter, *, power_of_two: bool) -> nn.Parameter:
     place = MatrixShard.of(local.shape, 0, 0, local.shape[0])
     amax, scales = torch.zeros(2, *place.scales_shape, device=local.device)
     values = torch.empty_like(local, dtype=torch.uint8)
-    block_amax_(local, place, amax)
+    write_block_amax_(local, place, amax)
     quantise_blocks_(local, place, amax, scales, values, power_of_two=power_of_two)
     nothing: Tensor = local.new_full((), torch.nan).expand(local.shape)
     if isinstance(param, DTensor):
         nothing = make_dtensor(nothing, param.device_mesh, param.placements, of=param)
-    fp8_param = parameter_like(nothing, param)
+    fp8_param = make_parameter_like(nothing, param)
     setattr(fp8_param, GATHERED_BLOCKS, Blocks(values.view(FP8), scales, "block"))
     return fp8_param

@@ -26,20 +26,20 @@ from moecore.base.params import check_values
 from moecore.base.torch_private import is_plain_eager
 from moecore.kernels.experts.contract import GradTarget
 from moecore.kernels.grouped.wgrad import store_grad
-from moecore.kernels.rows.cast import amax
+from moecore.kernels.rows.cast import compute_amax
 from moecore.kernels.rows.e4m3 import block_scale_ref
 from moecore.kernels.rows.scaling import LARGEST
 from moecore.precision.linear import (
     InputGradient,
     LinearCall,
     QuantisedProducts,
+    all_reduce_max,
     flatten_rows,
-    max_over_cut,
-    quantised_op,
+    make_quantised_op,
 )
 
 
-def _operand(
+def _quantise_operand(
     x_RC: Tensor,
     recipe: Recipe,
     operand: te_names.Operand,
@@ -55,7 +55,7 @@ def _operand(
     if past_amax is None and seen is None:
         return te_names.quantise(x_RC, recipe, operand, over_rows=over_rows)
     fmt = recipe.grad_format if operand == "gradient" else "e4m3"
-    scale_amax = amax(x_RC, past_amax).amax().reshape(1)
+    scale_amax = compute_amax(x_RC, past_amax).amax().reshape(1)
     _, scale = block_scale_ref(scale_amax, recipe.power_of_two, LARGEST[fmt])
     return te_names.quantise(x_RC, recipe, operand, over_rows=over_rows, scale=scale, seen=seen)
 
@@ -76,16 +76,16 @@ class TELinearProducts(QuantisedProducts):
                 "torch.compile and dispatch modes: use backend='moecore'"
             )
         seen = {} if history is None else history.record(x.device, training=training)
-        weight_amax = self.past_amax("weight")
+        weight_amax = self.get_past_amax("weight")
         if (
             weight_amax is None and recipe.scaling == "tensorwise"
         ):  # shards of a weight share a scale
             with torch.no_grad():
-                weight_amax = max_over_cut(amax(weight_NK), weight).amax().reshape(1)
+                weight_amax = all_reduce_max(compute_amax(weight_NK), weight).amax().reshape(1)
         return LinearCall(
-            x_amax=self.past_amax("input"),
+            x_amax=self.get_past_amax("input"),
             weight_amax=weight_amax,
-            dy_amax=self.past_amax("gradient"),
+            dy_amax=self.get_past_amax("gradient"),
             x_seen=seen.get("input"),
             weight_seen=seen.get("weight"),
             dy_seen=seen.get("gradient"),
@@ -97,8 +97,10 @@ class TELinearProducts(QuantisedProducts):
     def multiply(x_TK: Tensor, weight_NK: Tensor, call: LinearCall) -> Tensor:
         if not x_TK.numel() or x_TK.is_meta:
             return x_TK.new_zeros(x_TK.shape[0], weight_NK.shape[0], dtype=call.dtype)
-        x = _operand(x_TK, call.recipe, "activation", call.x_amax, call.x_seen)
-        weight = _operand(weight_NK, call.recipe, "weight", call.weight_amax, call.weight_seen)
+        x = _quantise_operand(x_TK, call.recipe, "activation", call.x_amax, call.x_seen)
+        weight = _quantise_operand(
+            weight_NK, call.recipe, "weight", call.weight_amax, call.weight_seen
+        )
         return te_names.multiply(weight, x, "TN", call.dtype)
 
     @override
@@ -108,8 +110,10 @@ class TELinearProducts(QuantisedProducts):
             return None, dy_TN
         if not dy_TN.shape[0] or dy_TN.is_meta:
             return dy_TN.new_zeros(dy_TN.shape[0], weight_NK.shape[1], dtype=call.dtype), dy_TN
-        dy = _operand(dy_TN, call.recipe, "gradient", call.dy_amax, call.dy_seen)
-        weight = _operand(weight_NK, call.recipe, "weight", call.weight_amax, over_rows=True)
+        dy = _quantise_operand(dy_TN, call.recipe, "gradient", call.dy_amax, call.dy_seen)
+        weight = _quantise_operand(
+            weight_NK, call.recipe, "weight", call.weight_amax, over_rows=True
+        )
         return te_names.multiply(weight, dy, "NN", call.dtype), dy_TN
 
     @override
@@ -120,10 +124,12 @@ class TELinearProducts(QuantisedProducts):
             grad = dy_TN.new_zeros(dy_TN.shape[1], x_TK.shape[1], dtype=call.dtype)
         else:
             recipe = call.recipe
-            of_dy = _operand(dy_TN, recipe, "gradient", call.dy_amax, call.dy_seen, over_rows=True)
-            of_x = _operand(x_TK, recipe, "activation", call.x_amax, over_rows=True)
+            of_dy = _quantise_operand(
+                dy_TN, recipe, "gradient", call.dy_amax, call.dy_seen, over_rows=True
+            )
+            of_x = _quantise_operand(x_TK, recipe, "activation", call.x_amax, over_rows=True)
             grad = te_names.multiply(of_x, of_dy, "NT", call.dtype)
         return store_grad(grad, target.out, target.adds, target.dtype, target.scale)
 
 
-TELinearProducts.op = quantised_op("te_linear", TELinearProducts)
+TELinearProducts.op = make_quantised_op("te_linear", TELinearProducts)

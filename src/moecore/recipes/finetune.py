@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 
-from moecore.base.command_options import Spelling, Table, internal
+from moecore.base.command_options import Spelling, Table, make_internal_field
 from moecore.base.fields import Bound, Count, CountOrZero
 from moecore.base.options.layer import BalanceConfig, MoEOverrides
 from moecore.base.progress import show_progress
@@ -99,7 +99,7 @@ class FinetuneConfig(ShardedConfig):
     max_steps: Count | None = None
     recompute: bool = False
     run_dir: Path = Path("runs/tuned")
-    steps: int = internal(0)
+    steps: int = make_internal_field(0)
     batch_size: Count = 4
     seq_len: Count = 1024
     eval_every: CountOrZero = 50

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import torch
 
-from moecore.base.command_options import Fields, Table, internal
+from moecore.base.command_options import Fields, Table, make_internal_field
 from moecore.base.fields import Count
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.layer import BalanceConfig, MoEOverrides
@@ -85,11 +85,11 @@ class GRPOConfig(RunConfig):
     steps: Count = 120
     batch_size: Count = 16
     seq_len: Count = 2048
-    grad_accum: Count = internal(1)
-    precision: None = internal(None)
-    cuda_graph: bool = internal(False)
-    eval_every: int = internal(0)
-    peak_tflops: None = internal(None)
+    grad_accum: Count = make_internal_field(1)
+    precision: None = make_internal_field(None)
+    cuda_graph: bool = make_internal_field(False)
+    eval_every: int = make_internal_field(0)
+    peak_tflops: None = make_internal_field(None)
     parallel: Annotated[Fields, Table(record=ParallelConfig, without=UNUSED_DEGREES)] = field(
         default_factory=dict
     )

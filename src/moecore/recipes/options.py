@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 import torch
 from torch import nn
 
-from moecore.base.command_options import Fields, Table, internal, unsaved
+from moecore.base.command_options import Fields, Table, make_internal_field, make_unsaved_field
 from moecore.base.fields import Bound, Count, CountOrZero, Positive, PositiveOrZero
 from moecore.base.options.context import ContextOptions
 from moecore.base.options.dense import DenseOptions
@@ -75,10 +75,10 @@ class RunConfig:
         run: the options of the run that the stage belongs to; None = these options.
     """
 
-    config: Path | None = unsaved(None)
-    dry_run: bool = unsaved(False)
-    gpus: Count | None = unsaved(None)
-    gpu: GpuName = unsaved("h100-80")
+    config: Path | None = make_unsaved_field(None)
+    dry_run: bool = make_unsaved_field(False)
+    gpus: Count | None = make_unsaved_field(None)
+    gpu: GpuName = make_unsaved_field("h100-80")
     run_dir: Path
     steps: Count = 400
     batch_size: Count
@@ -101,8 +101,8 @@ class RunConfig:
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: LearningRateSchedule = LearningRateSchedule()
     logging: LoggerOptions = LoggerOptions()
-    stage: TrainingStage | None = internal(None)
-    run: RunConfig | None = internal(None)
+    stage: TrainingStage | None = make_internal_field(None)
+    run: RunConfig | None = make_internal_field(None)
 
     def resolve(self) -> Self:
         """Return the options with which the run can be started again."""

@@ -42,18 +42,18 @@ import torch
 
 from moecore.base.command_options import (
     CommandOption,
-    default_of,
-    flag_of,
+    find_table,
+    get_default,
     list_kinds,
     list_options,
-    table_of,
+    make_flag,
 )
 from moecore.base.fields import check_value, quote
 from moecore.recipes.files import named, read_text, shown_path
 from moecore.recipes.schedule import options_of, split_stages
 
 MAX_CONFIG_BYTES = 1 << 24
-FILE = "config"  # the field with the path of the TOML file; `unsaved` in such a command
+FILE = "config"  # the field with the path of the TOML file; `make_unsaved_field` in such a command
 ConfigT = TypeVar("ConfigT")
 Flags: Any = TypedDict  # whose fields are made at run time
 
@@ -179,7 +179,7 @@ def _read_words(
     import tyro
 
     conf: Any = tyro.conf
-    names = {flag_of(word.partition("=")[0].lstrip("-")) for word in words if word[:2] == "--"}
+    names = {make_flag(word.partition("=")[0].lstrip("-")) for word in words if word[:2] == "--"}
     flags = {name for option in options for flag in option.flags for name in (flag, f"no-{flag}")}
     for name in sorted(names - flags - {"help"}):
         hint = _suggestion(name, flags, "--")
@@ -199,7 +199,7 @@ def _read_words(
     top = tables.pop("", {})
     records = get_type_hints(command, include_extras=True)
     for name, hints in tables.items():
-        table = table_of(records[name])
+        table = find_table(records[name])
         assert table is not None
         top[name] = conf.OmitArgPrefixes[_flags_class(name, hints, table.record)]
     output = io.StringIO()
@@ -247,26 +247,26 @@ def _build(command: type[ConfigT], options: Sequence[CommandOption], values: Val
     arguments = tables.pop("", {})
     hints = get_type_hints(command, include_extras=True)
     for item in fields(command):  # type: ignore[arg-type]
-        default, table = default_of(item), tables.get(item.name)
+        default, table = get_default(item), tables.get(item.name)
         if table is not None:
             arguments[item.name] = _build_record(item.name, hints[item.name], default, table)
         elif item.name not in arguments and default is MISSING:
             names = [option.name.upper() for option in options if option.spelling.is_positional]
-            name = names[0] if item.name.upper() in names else f"--{flag_of(item.name)}"
+            name = names[0] if item.name.upper() in names else f"--{make_flag(item.name)}"
             raise ValueError(f"{name} must be set: give it")
     return command(**arguments)
 
 
 def _build_record(name: str, hint: Any, default: Any, values: dict[str, Any]) -> Any:
     """Return the value of a table's field: a record, or for `Fields` the values themselves."""
-    table = table_of(hint)
+    table = find_table(hint)
     assert table is not None and table.record is not None
     if isinstance(default, dict):
         return values
     if is_dataclass(default):
         return _with(default, **values)
     for item in fields(table.record):
-        if item.name not in values and default_of(item) is MISSING:
+        if item.name not in values and get_default(item) is MISSING:
             raise ValueError(f"[{name}] ({values}) must have {item.name}: give it too")
     return table.record(**values)
 

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, Self
 
 import torch
 
-from moecore.base.command_options import Fields, Table, internal
+from moecore.base.command_options import Fields, Table, make_internal_field
 from moecore.base.fields import Count, CountOrZero, Positive
 from moecore.base.options.layer import BalanceConfig, CapacityConfig, MoEConfig
 from moecore.io.checkpoint.config_differences import find_decoder_differences
@@ -118,8 +118,8 @@ class PretrainConfig(ShardedConfig):
     rotary: RotaryOptions = RotaryOptions()
     batch: BatchRamp = BatchRamp()
     samples: SampleOptions = SampleOptions()
-    stages: tuple[PretrainConfig, ...] = internal(())
-    stage_tables: tuple[dict[str, Any], ...] = internal(())
+    stages: tuple[PretrainConfig, ...] = make_internal_field(())
+    stage_tables: tuple[dict[str, Any], ...] = make_internal_field(())
 
     def __post_init__(self) -> None:
         for name in ("data", "validation"):

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.base.rank_checks import gather, make_comparable
+from moecore.base.rank_checks import gather_objects, make_comparable
 from moecore.base.torch_private import all_gather_single
 from moecore.parallel.mesh import Meshes
 
@@ -69,7 +69,7 @@ def gather_totals(
     all_gather_single(all_rows, local_row)
     rows: list[list[int]] = all_rows.unflatten(0, (-1, len(local_row))).tolist()
     if any(row[1] for row in rows):
-        raise ValueError(next(text for text in gather(problem) if text is not None))
+        raise ValueError(next(text for text in gather_objects(problem) if text is not None))
     if len({row[5] for row in rows}) > 1:
         raise ValueError(
             f"{', '.join(global_entries)} must be the same on all ranks: pass them alike everywhere"

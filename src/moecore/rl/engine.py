@@ -28,7 +28,7 @@ from moecore.base.fields import Count, check_arguments, quote
 from moecore.base.rank_checks import check_equal
 from moecore.models.log_probs import LogProbLoss
 from moecore.parallel.fsdp.progress import check_grad_mode
-from moecore.parallel.model.parallel_state import parallel_state
+from moecore.parallel.model.parallel_state import get_parallel_state
 from moecore.rl.agree import Totals, gather_totals, sum_of_data_ranks
 from moecore.rl.invariance import check_invariant, invariant
 from moecore.rl.micro_batches import (
@@ -126,7 +126,7 @@ class Engine:
         arguments = locals()
         with share_errors():
             check_arguments(Engine.__init__, arguments)
-            state = parallel_state(model)
+            state = get_parallel_state(model)
             if state is None:
                 raise ValueError(
                     f"model ({type(model).__name__}) must be parallelized: call parallelize_moe "
@@ -143,7 +143,7 @@ class Engine:
                 )
             self._is_invariant = batch_invariant
             for part in (model, reference) if batch_invariant else ():
-                if part is not None and (of := parallel_state(part)) is not None:
+                if part is not None and (of := get_parallel_state(part)) is not None:
                     check_invariant(part, of)
             self.model, self.step = model, step
             self._request, self._pipeline = state.request, state.pipeline
@@ -285,7 +285,7 @@ class Engine:
 
     def _computing(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which the model is batch invariant if the engine is."""
-        state = parallel_state(model)
+        state = get_parallel_state(model)
         if state is None or not self._is_invariant:
             return nullcontext()
         return invariant(state.layers, self._meshes.device.type)
@@ -392,7 +392,7 @@ class Engine:
 
 
 def _vocab_size_of(model: nn.Module) -> int | None:
-    state = parallel_state(model)
+    state = get_parallel_state(model)
     return None if state is None else state.request.family.vocab_size(model)
 
 

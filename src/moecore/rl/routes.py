@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from moecore.base.options.layer import MoEConfig
 from moecore.base.params import clean_name
-from moecore.base.rank_checks import gather
+from moecore.base.rank_checks import gather_objects
 from moecore.models.block import MTPLayer
 from moecore.moe.layer import MoELayer
 from moecore.moe.micro_batch import MicroBatch
@@ -60,7 +60,9 @@ class RoutedLayers:
         }
         has_stages = meshes.parallel.pp > 1
         stages = (
-            gather(local_layers, meshes.dense.get_group("pp")) if has_stages else [local_layers]
+            gather_objects(local_layers, meshes.dense.get_group("pp"))
+            if has_stages
+            else [local_layers]
         )
         every = {name: entry for stage in stages for name, entry in stage.items()}
         return cls(

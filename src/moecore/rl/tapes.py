@@ -27,7 +27,7 @@ from torch.autograd.graph import Node
 
 from moecore.base.torch_private import (
     call_after_backward,
-    current_node,
+    get_current_node,
     is_recomputing,
     tree_leaves,
 )
@@ -165,7 +165,7 @@ class TapeReplay:
         """Return the entry of the forward that is recomputed: see Note [pairing]."""
         while self._entered:
             _mark_next_nodes(self._entered.pop())
-        node_forward = _forward_of(current_node())
+        node_forward = _forward_of(get_current_node())
         hits = [
             index for forward, index in self._calls[name] if forward and forward is node_forward
         ]
@@ -204,7 +204,7 @@ class TapeReplay:
 
     def _enter_backward(self, grad: Tensor) -> None:
         """Note the node at which a backward enters a forward: see Note [late backward]."""
-        self._entered.append(current_node())
+        self._entered.append(get_current_node())
         call_after_backward(self._entered.clear)
         if all(router.tape is tape for router, tape in self._tapes.items()):
             return

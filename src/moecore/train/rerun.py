@@ -22,7 +22,7 @@ from moecore.moe.layer import RoutedLayer
 from moecore.moe.pairs import get_rng_states, set_rng_states
 from moecore.moe.records import ChoiceTape
 from moecore.moe.shortage import Capacity, Holder, Watch, next_factor, rank_or_zero
-from moecore.parallel.model.parallel_state import list_engines, parallel_states
+from moecore.parallel.model.parallel_state import list_engines, list_parallel_states
 from moecore.precision.apply import drop_amax
 
 logger = logging.getLogger("moecore.train.rerun")
@@ -135,7 +135,7 @@ def drop_step(model: nn.Module) -> None:
     """Drop the micro-batches since the last optimizer step, as `TrainStep.drop` does."""
     for engine in list_engines(model):
         engine.drop_step()
-    for record in parallel_states(model):
+    for record in list_parallel_states(model):
         if record.arguments is not None:
             record.arguments.drop_step()
     drop_amax(model)

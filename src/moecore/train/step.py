@@ -26,11 +26,11 @@ from moecore.moe.state import NumMicroBatches
 from moecore.parallel.fsdp.progress import Progress, check_grad_mode, check_trains
 from moecore.parallel.model.clip import GradientNorm, step_clipped, unscale_and_clip_
 from moecore.parallel.model.parallel_state import (
+    all_reduce_stage_copies,
+    find_row_difference,
     get_capacity,
-    moe_state,
-    parallel_states,
-    rows_differ,
-    sum_copies,
+    get_moe_state,
+    list_parallel_states,
 )
 from moecore.parallel.pipeline.orders import PAIRING
 from moecore.parallel.pipeline.run import forward_pipeline, run_pipeline
@@ -96,8 +96,8 @@ class TrainStep:
             check_arguments(TrainStep.__init__, locals())
             models, self.optimizers = check_parts(model, optimizer, loss_scale)
         self._max_norm = math.inf if max_norm is None else max_norm
-        self._states = [moe_state(module) for module in models]
-        records = [record for module in models for record in parallel_states(module)]
+        self._states = [get_moe_state(module) for module in models]
+        records = [record for module in models for record in list_parallel_states(module)]
         self._pipeline = records[0].pipeline if len(models) == 1 else None
         self.model: nn.Module = models[0] if len(models) == 1 else nn.ModuleList(models)
         request = self._request = records[0].request
@@ -311,7 +311,7 @@ class TrainStep:
         forwards = pipeline.num_chunks * self.num_micro_batches
         with self.micro_batches(forwards=forwards, pairs=pipeline.config.schedule in PAIRING):
             losses = run_pipeline(pipeline, micro_batches, self._scale_loss, self.side_by_side)
-        sum_copies(self.model)
+        all_reduce_stage_copies(self.model)
         return losses
 
     @publish_errors("losses()")
@@ -496,5 +496,7 @@ class TrainStep:
 
     def _get_skip_flag(self) -> Tensor | None:
         """Return a device bool: whether ranks or capacities require a skip. None = never."""
-        flags = [f for f in (self._reruns.is_short(), rows_differ(self.model)) if f is not None]
+        flags = [
+            f for f in (self._reruns.is_short(), find_row_difference(self.model)) if f is not None
+        ]
         return torch.stack(flags).any() if flags else None

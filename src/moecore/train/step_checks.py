@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from moecore.base.rank_checks import check_equal, list_optimizer_entries, list_training_entries
-from moecore.parallel.model.parallel_state import moe_state, parallel_states
+from moecore.parallel.model.parallel_state import get_moe_state, list_parallel_states
 from moecore.parallel.model.parameter_guards import refuse_earlier_optimizer, refuse_on_meta
 from moecore.parallel.model.request import Request
 from moecore.train.loss_scale import DynamicLossScale, check_loss_scale
@@ -25,8 +25,8 @@ def check_parts(
     if not models:
         raise ValueError("model ([]) must be at least one model: pass that of parallelize_moe")
     for module in models:
-        moe_state(module)
-        parallel_states(module)
+        get_moe_state(module)
+        list_parallel_states(module)
     optimizers = list(([optimizer] if isinstance(optimizer, Optimizer) else optimizer) or ())
     if optimizer is not None and not optimizers:
         raise ValueError("optimizer ([]) must be one, several or None: leave it out")

@@ -29,7 +29,7 @@ from moecore import (
 from moecore.families.fp32_modules import is_selection_bias, set_dtypes
 from moecore.io import export_hf, load_hf
 from moecore.moe.router import Router
-from moecore.parallel.model.parallel_state import moe_state
+from moecore.parallel.model.parallel_state import get_moe_state
 from tests.families.transformers.family_models import (
     FROZEN_TOWER,
     batch,
@@ -198,7 +198,7 @@ def count(rank: int, device: torch.device) -> list[int]:
                 param.zero_()
     meshes = build_meshes(ParallelConfig(edp_shard=2), "cpu")
     loss_of(parallelize_moe(model, meshes, fsdp=BF16), batch(model, 0)).backward()
-    counts = moe_state(model).finish_step().tokens_per_expert.values()
+    counts = get_moe_state(model).finish_step().tokens_per_expert.values()
     return [int(n) for n in sum(counts)]
 
 

@@ -40,7 +40,7 @@ from moecore.families.transformers.context import CausalContext
 from moecore.families.transformers.cuts import OUTPUTS, find_cuts
 from moecore.families.transformers.packing import packing_problem
 from moecore.io import Saver, export_hf, load, load_hf
-from moecore.parallel.model.parallel_state import moe_state
+from moecore.parallel.model.parallel_state import get_moe_state
 from tests.families.transformers.family_cases import (
     cell_of_plan,
     cell_of_stages,
@@ -253,7 +253,7 @@ def described(model: nn.Module) -> list[str]:
     Then whether packed documents are kept apart and cp ranks may hold parts of them, and what is
     fp32 where the rest is bf16, which test_bf16.py compares with stock for every family.
     """
-    layers = list(moe_state(model).layers.values())
+    layers = list(get_moe_state(model).layers.values())
     routers = {"moecore's" if layer.part("router") else "its own" for layer in layers}
     experts = {
         "its own" if layer.part("experts").own_activation else layer.config.activation

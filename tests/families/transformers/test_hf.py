@@ -23,7 +23,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.parallel.model.parallel_state import moe_state
+from moecore.parallel.model.parallel_state import get_moe_state
 from tests.families.transformers.hf_models import (
     ARCHITECTURES,
     MODELS,
@@ -79,10 +79,10 @@ def test_eval_and_counts(name: str, meshes: Meshes) -> None:
     ids, _ = batch()
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-4)
-    assert not any(n.any() for n in moe_state(model).finish_step().tokens_per_expert.values())
+    assert not any(n.any() for n in get_moe_state(model).finish_step().tokens_per_expert.values())
     model.train()
     run(model)
-    metrics = moe_state(model).finish_step()
+    metrics = get_moe_state(model).finish_step()
     layers = [n for n, m in model.named_modules() if isinstance(m, MoELayer)]
     assert list(metrics.tokens_per_expert) == layers
     top_k = model.config.num_experts_per_tok
@@ -107,7 +107,7 @@ def test_balance_loss_reaches_a_transformers_model(meshes: Meshes) -> None:
     assert torch.allclose(found["loss"], expected["loss"]), "the loss value does not change"
     name = "grad/model.layers.1.mlp.gate.weight"
     assert not torch.allclose(found[name], expected[name])
-    aux = moe_state(model).finish_step().aux_losses["model.layers.0.mlp"]
+    aux = get_moe_state(model).finish_step().aux_losses["model.layers.0.mlp"]
     assert float(aux[0]) >= 0.5 * 0.9
 
 
@@ -140,7 +140,7 @@ def test_deepseek_bias_follows_the_load(meshes: Meshes) -> None:
     before = {n: b.clone() for n, b in model.named_buffers() if "correction" in n}
     parallelize_moe(model, meshes, moe={"balance": BalanceConfig(bias_update_rate=0.125)})
     run(model)
-    counts = moe_state(model).finish_step().tokens_per_expert
+    counts = get_moe_state(model).finish_step().tokens_per_expert
     for name, bias in before.items():
         load = counts[name.removesuffix(".gate.e_score_correction_bias")].float()
         step = model.get_buffer(name) - bias
@@ -277,4 +277,4 @@ def test_compiled_layers_share_their_code_unless_there_is_a_cache(
 
 def test_moe_state_of_a_plain_model() -> None:
     with pytest.raises(ValueError, match=r"Qwen3MoeForCausalLM.*call parallelize_moe"):
-        moe_state(qwen3_moe())
+        get_moe_state(qwen3_moe())

@@ -21,7 +21,7 @@ from moecore import (
 from moecore.families import adopt
 from moecore.families.family import swap_blocks
 from moecore.families.transformers.blocks import STACKED
-from moecore.parallel.model.parallel_state import moe_state
+from moecore.parallel.model.parallel_state import get_moe_state
 from tests.families.transformers.hf_models import (
     ARCHITECTURES,
     WITH_BALANCE_LOSS,
@@ -89,7 +89,7 @@ def test_gradient_checkpointing_records_once(name: str, meshes: Meshes) -> None:
         found, expected = run(model, padding_mask(), **asked), run(plain, padding_mask(), **asked)
         assert_equal_numbers(found, expected)  # one tensor of router logits per layer, too
         assert len(runs) == step * 2 * len(layers), "each forward ran again in backward"
-    counts = moe_state(model).finish_step().tokens_per_expert.values()
+    counts = get_moe_state(model).finish_step().tokens_per_expert.values()
     chosen = 2 * int(padding_mask().sum()) * model.config.num_experts_per_tok
     assert all(int(c.sum()) == chosen for c in counts)
 

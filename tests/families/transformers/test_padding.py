@@ -16,7 +16,7 @@ from torch import Tensor
 from moecore import BalanceConfig, Meshes, ParallelConfig, build_meshes, parallelize_moe
 from moecore.families import use_causal_attention
 from moecore.packing import PackedCollator
-from moecore.parallel.model.parallel_state import moe_state
+from moecore.parallel.model.parallel_state import get_moe_state
 from tests.families.transformers.family_models import batch, loss_of, tiny_model
 
 transformers = pytest.importorskip("transformers", minversion="5")
@@ -67,7 +67,7 @@ def test_balance_losses_count_real_tokens(side: str, recompute: bool, meshes: Me
     parallelize_moe(model, meshes, moe={"balance": LOSS})
     if recompute:
         model.activation_checkpointing_enable({"use_reentrant": False})
-    state = moe_state(model)
+    state = get_moe_state(model)
     state.set_num_micro_batches(2)
     outputs = [0.0 * model(**each).logits.sum() for each in given]
     for output in outputs:
@@ -87,7 +87,7 @@ def test_all_routers_leave_padding_out(family: str, meshes: Meshes) -> None:
     model = parallelize_moe(tiny_model(family), meshes)
     given = rows("right", 0)
     model(**given).logits.sum().backward()
-    counts = moe_state(model).finish_step().tokens_per_expert.values()
+    counts = get_moe_state(model).finish_step().tokens_per_expert.values()
     assert {int(n.sum()) for n in counts} == {K * 14}
 
 
@@ -108,7 +108,7 @@ def test_layers_of_one_modality_leave_padding_out(
     mask_BT = torch.ones_like(given["input_ids"])
     mask_BT[0, :2] = 0
     loss_of(model, given | {"attention_mask": mask_BT}).backward()
-    counts = moe_state(model).finish_step().tokens_per_expert.items()
+    counts = get_moe_state(model).finish_step().tokens_per_expert.items()
     found = {(n.split(".")[-2], int(x.sum())) for n, x in counts}
     num_images = 9 if images else 0
     assert found == {("text_moe", K * (16 - num_images)), ("vision_moe", K * num_images)}
@@ -119,7 +119,7 @@ def test_a_mask_by_position(part: str, meshes: Meshes) -> None:
     model = tiny_model("qwen3_moe").get_submodule(part)
     parallelize_moe(model, meshes)
     model(*rows("right", 0).values())[0].sum().backward()
-    counts = moe_state(model).finish_step().tokens_per_expert.values()
+    counts = get_moe_state(model).finish_step().tokens_per_expert.values()
     assert [int(n.sum()) for n in counts] == [K * 14] * 2
 
 
@@ -132,7 +132,7 @@ def test_a_packed_batch_is_understood(meshes: Meshes) -> None:
     packed = model(**batch)
     logits = packed.logits.detach()
     (packed.loss * 0).backward()
-    counts = moe_state(model).finish_step().tokens_per_expert.values()
+    counts = get_moe_state(model).finish_step().tokens_per_expert.values()
     assert [int(n.sum()) for n in counts] == [K * 21] * 2
     alone = torch.cat([stock(input_ids=torch.tensor([d])).logits[0] for d in documents])
     assert (logits[0, :21] - alone).abs().max() <= 1e-5 * alone.abs().max()
@@ -190,7 +190,7 @@ def test_a_mask_of_pairs_tells_attention_alone(meshes: Meshes) -> None:
     told = model(input_ids=ids, attention_mask=bias_B1TT, padding_mask=~real_BT)
     torch.testing.assert_close(told.logits[real_BT], logits[0][real_BT])
     told.logits.sum().backward()
-    counts = moe_state(model).finish_step().tokens_per_expert.values()
+    counts = get_moe_state(model).finish_step().tokens_per_expert.values()
     assert [int(n.sum()) for n in counts] == [K * (20 + 14)] * 2
 
 

@@ -19,8 +19,8 @@ from moecore import (
 )
 from moecore.families import use_causal_attention
 from moecore.kernels.sparse_attention import attention
-from moecore.kernels.sparse_attention.index import select
-from moecore.parallel.model.parallel_state import moe_state
+from moecore.kernels.sparse_attention.index import select_keys
+from moecore.parallel.model.parallel_state import get_moe_state
 from tests.families.transformers.family_models import tiny_model
 from tests.families.transformers.hf_models import (
     assert_equal_numbers,
@@ -132,10 +132,10 @@ def test_the_same_keys_are_selected_again(how: str, monkeypatch: pytest.MonkeyPa
     selected: list[Tensor] = []
 
     def noted(*args: Any) -> Tensor:
-        selected.append(select(*args))
+        selected.append(select_keys(*args))
         return selected[-1]
 
-    monkeypatch.setattr(attention, "select", noted)
+    monkeypatch.setattr(attention, "select_keys", noted)
     found = {}
     for again in (False, True):
         model, memory = tiny_model("deepseek_v32"), None
@@ -179,7 +179,7 @@ def test_evaluation_counts_nothing() -> None:
     with torch.no_grad():
         model(**batch(), use_cache=False)
     model.eval()(**batch(), use_cache=False).loss.backward()
-    (loss,) = moe_state(model).finish_step().indexer_losses.values()
+    (loss,) = get_moe_state(model).finish_step().indexer_losses.values()
     assert loss == 0
 
 

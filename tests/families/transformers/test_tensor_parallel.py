@@ -29,7 +29,7 @@ from moecore.families.transformers.linear_cuts import cut_linear_attention
 from moecore.families.transformers.module_cut import cut_placements
 from moecore.io import Saver, load, stream_weights
 from moecore.planning import fake_world
-from moecore.precision.linear import weight_problem
+from moecore.precision.linear import find_weight_problem
 from tests.families.transformers.family_models import batch as family_batch
 from tests.families.transformers.family_models import fill, loss_of, tiny_model
 from tests.families.transformers.hf_models import (
@@ -178,10 +178,10 @@ def test_parts_of_gate_above_up_that_fp8_cannot_multiply_stay_in_their_dtype() -
         for linear in linears:
             shard_parameter(linear, "weight", mesh, (StridedShard(0, split_factor=2),))
         assert (
-            weight_problem(linears[0].weight)
+            find_weight_problem(linears[0].weight)
             == "its weight [24, 32] is no matrix of multiples of 16"
         )
-        assert weight_problem(linears[1].weight) is None
+        assert find_weight_problem(linears[1].weight) is None
 
 
 def test_adapters_are_cut_as_their_linears() -> None:

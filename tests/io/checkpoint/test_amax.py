@@ -23,12 +23,12 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.base.options.precision import Precision, Recipe
-from moecore.base.rank_checks import gather
+from moecore.base.rank_checks import gather_objects
 from moecore.io import load, read_manifest, save
 from moecore.io.checkpoint.snapshot import collect_rank_state, load_rank_state
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.amax_history import GRADIENTS
-from moecore.precision.apply import amax_histories
+from moecore.precision.apply import list_amax_histories
 from moecore.train import AdamW
 from tests.helpers.ranks import run_ranks
 
@@ -74,12 +74,12 @@ class Job:
         assert self.step.finish().is_skipped
 
     def past(self) -> Past:
-        owners = amax_histories(self.model).items()
+        owners = list_amax_histories(self.model).items()
         return {(name, o): s.clone() for name, h in owners for o, s in h.steps.items()}
 
     def unknown(self) -> set[str]:
         """Return operands that have scales of their own values."""
-        histories = amax_histories(self.model).values()
+        histories = list_amax_histories(self.model).values()
         return {o for h in histories for o in h.operands if not h.amax(o)}
 
     def save(self, folder: Path) -> Path:
@@ -184,7 +184,7 @@ def worker(rank: int, device: torch.device, folder: str) -> dict[str, list[Any]]
     for name, (other, has_gradients) in MOVES.items():
         source = layouts[name](0)
         source.train(0, 2)
-        path, past = source.save(root / name), gather(source.past())
+        path, past = source.save(root / name), gather_objects(source.past())
         is_there = {n.removeprefix("amax.") for n in read_manifest(path).tensors}
         wholes = {key: steps for one in past for key, steps in one.items()}
         found[f"{name}: saved"] = (
@@ -205,11 +205,11 @@ def worker(rank: int, device: torch.device, folder: str) -> dict[str, list[Any]]
         found[f"{name} to {other}: unknown"] = (moved.unknown() == set()) == has_gradients
         found[f"{name} to {other}: known"] = moved.unknown() <= GRADIENTS
         found[f"{name} to {other}: finite"] = all(x.isfinite().all() for x in moved.train(2, 3))
-    first = next(iter(amax_histories(moved.model).values()))
+    first = next(iter(list_amax_histories(moved.model).values()))
     first.steps["input"] += rank  # as of an optimizer loop that has shared no magnitudes
     with pytest.raises(ValueError, match=r"amax\.\S+\.input of rank \d must equal .*finish\(\)"):
         moved.save(root / "unequal")
-    return {what: gather(value) for what, value in found.items()}
+    return {what: gather_objects(value) for what, value in found.items()}
 
 
 def test_ranks_and_foldings(tmp_path: Path) -> None:

@@ -22,13 +22,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moecore import BalanceConfig, MoEConfig, ParallelConfig, build_meshes, parallelize_moe
-from moecore.base.rank_checks import gather
+from moecore.base.rank_checks import gather_objects
 from moecore.base.torch_private import HAS_SEPARATE_PIECES
 from moecore.io import load, read_manifest, save
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout, MoELayer
-from moecore.parallel.model.parallel_state import get_request, moe_state
+from moecore.parallel.model.parallel_state import get_moe_state, get_request
 from tests.helpers.grids import asked_for, beside
 from tests.helpers.ranks import run_ranks
 from tests.parallel.pipeline.stages import local, shard_of
@@ -125,7 +125,7 @@ def train(model: Decoder, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
     optimizer.zero_grad()
     if isinstance(next(model.parameters()), DTensor):
-        moe_state(model).finish_step()
+        get_moe_state(model).finish_step()
 
 
 def whole_state(kind: str) -> State:
@@ -228,7 +228,7 @@ def load_all(
 
 
 def all_ranks(names: list[str]) -> list[str]:
-    return [name for part in gather(names) for name in part]
+    return [name for part in gather_objects(names) for name in part]
 
 
 def worker(

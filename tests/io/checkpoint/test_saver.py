@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from moecore.io import Saver, latest, load, read_manifest, save, verify
 from moecore.io.checkpoint import storage, store
-from moecore.io.checkpoint.ranks import gather
+from moecore.io.checkpoint.ranks import gather_objects
 from moecore.io.checkpoint.shard_file import ShardWriter
 from tests.helpers.errors import error_of
 from tests.helpers.ranks import run_ranks
@@ -260,17 +260,21 @@ def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
     if rank == 0:
         (root / "step-000003" / "rank-00001.safetensors").write_bytes(b"")
     dist.barrier()
-    results["verify"] = gather(error_of(lambda: verify(root / "step-000003")))
+    results["verify"] = gather_objects(error_of(lambda: verify(root / "step-000003")))
     mine = "step-000001" if rank == 0 else "step-000003"
-    results["paths"] = gather(error_of(lambda: load(root / mine, model)))
-    results["copy"] = gather(copy_fails_on_one(root / "copy", rank, model, optimizer))
-    results |= {name: gather(text) for name, text in unlike_ranks(root / "unlike", rank, model)}
-    results["resume"] = gather(resumed(root / "resume", rank, model, optimizer))
+    results["paths"] = gather_objects(error_of(lambda: load(root / mine, model)))
+    results["copy"] = gather_objects(copy_fails_on_one(root / "copy", rank, model, optimizer))
+    results |= {
+        name: gather_objects(text) for name, text in unlike_ranks(root / "unlike", rank, model)
+    }
+    results["resume"] = gather_objects(resumed(root / "resume", rank, model, optimizer))
     held = root / "held"  # by the process that has started these ranks
-    results["second saver"] = gather(error_of(lambda: Saver(held, model, None)))
-    results["second save"] = gather(error_of(lambda: save(held, 2, model, None)))
+    results["second saver"] = gather_objects(error_of(lambda: Saver(held, model, None)))
+    results["second save"] = gather_objects(error_of(lambda: save(held, 2, model, None)))
     other = torch.nn.Linear(3, 5 if rank == 0 else 6, bias=False)
-    results["one rank's model"] = gather(error_of(lambda: load(root / "step-000001", other)))
+    results["one rank's model"] = gather_objects(
+        error_of(lambda: load(root / "step-000001", other))
+    )
     return results
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moecore.base.rank_checks import gather
+from moecore.base.rank_checks import gather_objects
 from moecore.io import Saver, load, read_manifest, save
 from tests.helpers.errors import error_of
 from tests.helpers.ranks import run_ranks
@@ -105,7 +105,7 @@ def loaded(path: Path, model: nn.Module) -> dict[str, list[str]]:
 
 
 def errors_of(action: Callable[[], Any]) -> list[str]:
-    return gather(error_of(action))
+    return gather_objects(error_of(action))
 
 
 def refusals(root: Path) -> dict[str, list[str]]:
@@ -131,7 +131,7 @@ def refusals(root: Path) -> dict[str, list[str]]:
     if second:
         optimizer.add_param_group({"params": []})
     found["groups"] = errors_of(lambda: load(root / "pp2" / "step-000002", model, optimizer))
-    found["nothing is left"] = gather((root / "refused").exists())
+    found["nothing is left"] = gather_objects((root / "refused").exists())
     return found
 
 
@@ -151,7 +151,7 @@ def worker(rank: int, device: torch.device, folder: str) -> dict[Any, Any]:
             model = build(layout, seed=9, **degrees)
             result = loaded(root / source / "step-000002", model)
             found[source, name] = {
-                key: sorted(set().union(*gather(wrong))) for key, wrong in result.items()
+                key: sorted(set().union(*gather_objects(wrong))) for key, wrong in result.items()
             }
     found["refusals"] = refusals(root)
     return found

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moecore import ParallelConfig, build_meshes, parallelize_moe
-from moecore.io.checkpoint.ranks import gather
+from moecore.io.checkpoint.ranks import gather_objects
 from moecore.io.hf import buckets as hf_buckets
 from moecore.io.hf import collect as hf_collect
 from moecore.io.hf import export as hf_export
@@ -87,7 +87,7 @@ def worker(rank: int, device: torch.device, folder: str) -> dict[Any, Any]:
                     message = attempt(model, root / "broken")
                 dist.barrier()  # rank 0 removes the draft
                 left = sorted(path.name for path in root.iterdir())
-                found[bad, point, nth] = gather((message, left))
+                found[bad, point, nth] = gather_objects((message, left))
     found["message"] = attempt(model, root / "whole")
     weight = model.state_dict()[EMBEDDING]
     found["want"] = weight.full_tensor() if isinstance(weight, DTensor) else weight

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from moecore import ParallelConfig, PipelineConfig, build_meshes, parallelize_moe
-from moecore.base.rank_checks import gather
+from moecore.base.rank_checks import gather_objects
 from moecore.io.hf.config import decoder_config_from_hf
 from moecore.io.hf.export import export_hf
 from moecore.io.hf.load import load_hf
@@ -66,7 +66,7 @@ def worker(rank: int, device: torch.device, folder: str) -> list[Any]:
         }
         for which, one in (("stages", model), ("whole", whole)):
             export_hf(one, path / f"{kind}-{which}", config=path, max_shard_bytes=60_000)
-    return gather(found)
+    return gather_objects(found)
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moecore import ParallelConfig, build_meshes, parallelize_moe
-from moecore.base.params import global_indices
-from moecore.base.rank_checks import gather
+from moecore.base.params import compute_global_indices
+from moecore.base.rank_checks import gather_objects
 from moecore.base.torch_private import HAS_SEPARATE_PIECES
 from moecore.io import save as save_native
 from moecore.io.hf import files as hf_files
@@ -119,11 +119,11 @@ def wrong_shards(model: nn.Module, truth: dict[str, Tensor]) -> list[str]:
     for name, tensor in model.state_dict().items():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         want = truth[name]
-        for dim, index in enumerate(global_indices(tensor)):
+        for dim, index in enumerate(compute_global_indices(tensor)):
             want = want.index_select(dim, index)
         if not torch.equal(local, want.to(local.dtype)):
             wrong.append(name)
-    return sorted({name for names in gather(wrong) for name in names})
+    return sorted({name for names in gather_objects(wrong) for name in names})
 
 
 def shard_bytes(model: nn.Module) -> tuple[int, int]:
@@ -135,13 +135,13 @@ def shard_bytes(model: nn.Module) -> tuple[int, int]:
 
 def run_case(root: Path, name: str, layout: str, truth: dict[str, Tensor]) -> dict[str, Any]:
     model = build(name, layout)
-    reports = gather(load_hf(root / name, model))
+    reports = gather_objects(load_hf(root / name, model))
     found = {"wrong": wrong_shards(model, truth), "reports": reports}
-    found["share"] = gather(shard_bytes(model))
+    found["share"] = gather_objects(shard_bytes(model))
     if name == "mixtral":
         found["tied"] = model.lm_head.weight is model.model.embed_tokens.weight
     exported = root / f"{name}-{layout}"
-    exports = gather(
+    exports = gather_objects(
         export_hf(
             model,
             exported,
@@ -170,23 +170,25 @@ def errors_on_ranks(root: Path) -> dict[str, list[str]]:
             return str(error)
         return ""
 
-    found["missing"] = gather(message(lambda: load_hf(root / "none", model)))
-    found["other model"] = gather(message(lambda: load_hf(root / "native", model)))
+    found["missing"] = gather_objects(message(lambda: load_hf(root / "none", model)))
+    found["other model"] = gather_objects(message(lambda: load_hf(root / "native", model)))
     rank = dist.get_rank()
     if rank == 2:
         object.__setattr__(other, "config", replace(CONFIG, norm_eps=1e-3))
-    found["one rank"] = gather(message(lambda: export_hf(other, root / "broken", config=TINY_JSON)))
+    found["one rank"] = gather_objects(
+        message(lambda: export_hf(other, root / "broken", config=TINY_JSON))
+    )
     if rank == 2:
         object.__setattr__(other, "config", CONFIG)
     hidden = root / "qwen2-moe" if rank != 2 else root / "qwen3-hidden"
     hidden.mkdir(exist_ok=True)
-    found["hidden"] = gather(message(lambda: load_hf(hidden, model)))
-    found["unchanged"] = gather(
+    found["hidden"] = gather_objects(message(lambda: load_hf(hidden, model)))
+    found["unchanged"] = gather_objects(
         all(bool(local_of(t).isnan().all()) for t in model.state_dict().values())
     )
     with shrinking() if rank == 2 else nullcontext():
-        found["shrinking"] = gather(message(lambda: load_hf(root / "native", other)))
-    found["left behind"] = gather(sorted(p.name for p in root.glob("*broken*")))
+        found["shrinking"] = gather_objects(message(lambda: load_hf(root / "native", other)))
+    found["left behind"] = gather_objects(sorted(p.name for p in root.glob("*broken*")))
     return found
 
 
@@ -222,7 +224,7 @@ def run_docs(root: Path) -> list[int]:
         block = block.replace("compile=True", "compile=False")
         exec(block.replace("ep=-1, edp_shard=1", "ep=4"), names)
     assert names["done"].norm.finite
-    return gather(names["report"].bytes_read)
+    return gather_objects(names["report"].bytes_read)
 
 
 def local_of(tensor: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from moecore import ParallelConfig, PipelineConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.base.torch_private import get_local_tensor
 from moecore.io import export_hf, merge_adapters, save_adapters
-from moecore.io.checkpoint.ranks import gather
+from moecore.io.checkpoint.ranks import gather_objects
 from moecore.io.hf import changes
 from moecore.io.hf.stream import WeightStream, stream_weights
 from moecore.models import Decoder, preset
@@ -70,7 +70,7 @@ def equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
     same = found.keys() == wanted.keys() and all(
         t.dtype == wanted[n].dtype and torch.equal(t, wanted[n]) for n, t in found.items()
     )
-    return len(set(gather((same, *found)))) == 1 and same
+    return len(set(gather_objects((same, *found)))) == 1 and same
 
 
 def exported(model: nn.Module, path: Path, **options: Any) -> dict[str, Tensor]:
@@ -118,7 +118,7 @@ def native_case(root: Path, layout: str) -> dict[str, Any]:
     if layout == "ep2-etp2":
         stream = stream_weights(model, bucket_bytes=SMALL)
         found["sizes"] = [bucket.flat.nbytes for bucket in stream.buckets()]
-        found["most"] = max(gather(most_bytes(stream)))
+        found["most"] = max(gather_objects(most_bytes(stream)))
     return found
 
 
@@ -265,7 +265,7 @@ def changes_case() -> dict[str, list[Any]]:
         found["two"] = message(lambda: passed(stream))
     train()
     found["after"] = equal(passed(stream), passed(stream_weights(model)))
-    return {name: gather(value) for name, value in found.items()}
+    return {name: gather_objects(value) for name, value in found.items()}
 
 
 def worker(rank: int, device: torch.device, folder: str, layouts: set[str]) -> dict[str, Any]:

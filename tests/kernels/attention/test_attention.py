@@ -23,7 +23,7 @@ from moecore.kernels.attention import (
 )
 from moecore.kernels.attention import attention as rule
 from moecore.kernels.attention.contract import AttentionBlock, AttentionKernel
-from moecore.kernels.common import meta_as
+from moecore.kernels.common import treat_meta_as
 from moecore.kernels.invariant import batch_invariant
 
 SCALE = 0.3
@@ -178,21 +178,21 @@ def test_refusals() -> None:
 def test_a_hopper_without_the_fast_package_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     reason = "flash-attn-4 must be installed and have its functions (none): install it"
-    monkeypatch.setattr(flash4, "_why_not", lambda: reason)
-    flash4.recommend.cache_clear()
-    monkeypatch.setattr(cudnn, "supports", lambda *x: "no" if x[3].is_packed else None)
-    monkeypatch.setattr(flash, "supports", lambda *_: None)
+    monkeypatch.setattr(flash4, "_find_import_problem", lambda: reason)
+    flash4.warn_if_missing.cache_clear()
+    monkeypatch.setattr(cudnn, "find_problem", lambda *x: "no" if x[3].is_packed else None)
+    monkeypatch.setattr(flash, "find_problem", lambda *_: None)
     heads = [torch.empty(1, 4, 2, 8, device="meta") for _ in range(3)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert rule.choose_kernel(*heads, AttentionMask()) is cudnn
         assert rule.choose_kernel(*heads, packed([4], [4])) is flash  # no GPU
     with pytest.warns(UserWarning, match="FlashAttention 2, at about half the speed: flash-attn-4"):
-        flash4.recommend(torch.device("cuda", 0))
+        flash4.warn_if_missing(torch.device("cuda", 0))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        flash4.recommend(torch.device("cuda", 0))
-    flash4.recommend.cache_clear()
+        flash4.warn_if_missing(torch.device("cuda", 0))
+    flash4.warn_if_missing.cache_clear()
 
 
 def test_each_implementation_names_what_it_cannot_compute() -> None:
@@ -233,8 +233,8 @@ def test_cudnn_takes_the_last_queries_in_two_blocks(
         assert do.is_contiguous() and o.is_contiguous() and lse.is_contiguous()
         return backward_of(reference, do, q, k, v, o, lse, check(causal, q, k), scale)
 
-    monkeypatch.setattr(cudnn, "_forward", forward)
-    monkeypatch.setattr(cudnn, "_backward", backward)
+    monkeypatch.setattr(cudnn, "_run_forward", forward)
+    monkeypatch.setattr(cudnn, "_run_backward", backward)
     q, k, v, do = block((2, queries, 8, 4, 2, 8, 8), torch.float64)
     mask = AttentionMask()
     o_want, lse_want = forward_of(reference, q, k, v, mask, SCALE)
@@ -278,7 +278,7 @@ def test_flash4_passes_on_heads_and_masks(monkeypatch: pytest.MonkeyPatch, case:
         grads = backward_of(reference, do, q, k, v, o, lse, mask, how["softmax_scale"])
         return tuple(x if mask.cu_seqlens_q is None else x[0] for x in grads)
 
-    monkeypatch.setattr(flash4, "_functions", lambda: flash4._Functions(forward, backward))
+    monkeypatch.setattr(flash4, "_import_functions", lambda: flash4._Functions(forward, backward))
     shape, mask = CASES[case]
     q, k, v, do = block(shape, torch.float64)
     want = forward_of(reference, q, k, v, mask, SCALE)
@@ -410,7 +410,7 @@ def deterministic() -> Iterator[None]:
 def test_deterministic_algorithms_exclude_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch has no such backward of cuDNN, and FlashAttention 4 has none for SM 12."""
     q, k, v, _ = block((2, 8, 8, 4, 2, 64, 64), torch.bfloat16, "meta")
-    with meta_as("cuda"):
+    with treat_meta_as("cuda"):
         assert rule.choose_kernel(q, k, v, AttentionMask()) is flash
         torch.use_deterministic_algorithms(True, warn_only=True)  # what torch excludes cuDNN by
         assert rule.choose_kernel(q, k, v, AttentionMask()) is cudnn

@@ -36,7 +36,7 @@ def run(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     )
     places = Places(experts_N=words[:1], num_clones=c, num_local=e)
     rows = torch.empty(1, 1, dtype=dtype).expand(e + c, width)  # compiling reads no value
-    piece = next(clones.pieces(buffer.layout, rows, c))
+    piece = next(clones.split_pieces(buffer.layout, rows, c))
     grads = (buffer, rows, places, piece)
     clones.store_grads(*grads)
     clones.receive_grads(*grads)

@@ -24,7 +24,7 @@ from moecore.kernels.exchange.buffer import (
     NUM_WORDS,
     ExchangeLayout,
     SymmetricBuffer,
-    as_words,
+    view_words,
 )
 from moecore.kernels.exchange.operations import (
     SpreadChoices,
@@ -69,7 +69,7 @@ def test_layout_and_tiles() -> None:
     assert (layout.source_rows, layout.chunk, layout.num_chunks) == (32768, 8, 512)
     assert replace(layout, num_push=12, num_receive=12).chunk == 64
     assert replace(layout, max_tokens=3).num_chunks == 1 and replace(layout, rounds=4).chunk == 16
-    regions = [*layout.regions(1 << 40), (1 << 40) + layout.num_bytes]
+    regions = [*layout.locate_regions(1 << 40), (1 << 40) + layout.num_bytes]
     sizes = [b - a for a, b in itertools.pairwise(regions)]
     assert sizes[:3] == [2 * 32768 * 7168 * 2, 2 * 32768 * 8 * 4, 2 * 32768 * 8 * 4]
     assert sizes[3] >= 2 * 8 * 512 * 4 and all(r % ALIGNMENT == 0 for r in regions)
@@ -154,9 +154,11 @@ class World:
         # An interpreted kernel reads any address; 16-byte accesses of a GPU want aligned ones.
         starts = [-(-b.data_ptr() // ALIGNMENT) * ALIGNMENT for b in self.memories]
         for memory, start in zip(self.memories, starts, strict=True):
-            flags = self.layout.regions(start - memory.data_ptr())[3]
+            flags = self.layout.locate_regions(start - memory.data_ptr())[3]
             memory[flags : flags + self.layout.region_bytes[3]] = 0
-        bases = torch.tensor([self.layout.regions(s) for s in starts]).T.contiguous().to(device)
+        bases = (
+            torch.tensor([self.layout.locate_regions(s) for s in starts]).T.contiguous().to(device)
+        )
         self.starts = [s - b.data_ptr() for s, b in zip(starts, self.memories, strict=True)]
         peers = [b[start:] for b, start in zip(self.memories, self.starts, strict=True)]
         self.buffers = [
@@ -167,7 +169,7 @@ class World:
                 state=torch.zeros(NUM_WORDS, dtype=torch.int32, device=device),
                 report=torch.zeros(NUM_WORDS, dtype=torch.int32, device=device),
                 timeout_ns=5 * 10**8,
-                sums_slots=tuple(self.layout.sums_at(p, r) for p in peers),
+                sums_slots=tuple(self.layout.view_sums(p, r) for p in peers),
             )
             for r in range(self.G)
         ]
@@ -279,9 +281,9 @@ def check_copied(
     where = [(g, c.places_S, c.places_S[:, None]) for g, c in zip(peers, came, strict=True)]
     calls = [(p, y, *w, g) for p, y, w, g in zip(world.buffers, sums, where, choices, strict=True)]
     for call in calls:
-        exchange.reduce(*call, has_sums=True, half="push")
+        exchange.reduce_rows(*call, has_sums=True, half="push")
     for r, call in enumerate(calls):
-        out, out_grads = exchange.reduce(*call, has_sums=True, half="receive")
+        out, out_grads = exchange.reduce_rows(*call, has_sums=True, half="receive")
         assert torch.equal(out, reduce_ref(torch.stack(sums), peers[r], r))
         assert torch.equal(out_grads, reduce_ref(dweights_GSK, peers[r], r))  # type: ignore[arg-type]
 
@@ -291,8 +293,8 @@ def check_narrow(world: World, inp: Inputs, sizes: dict[str, int]) -> None:
     width = max(16, world.layout.row_bytes // 32 * 16)
     inp = replace(inp, x=[x.view(torch.uint8)[:, :width].contiguous() for x in inp.x])
     tokens = list(zip(world.buffers, inp.x, inp.ids, inp.weights, strict=True))
-    peers = [exchange.spread_choices(*t, **sizes, half="push").peers_T for t in tokens]
-    came = [exchange.spread_choices(*t, **sizes, half="receive") for t in tokens]
+    peers = [exchange.spread_rows_and_choices(*t, **sizes, half="push").peers_T for t in tokens]
+    came = [exchange.spread_rows_and_choices(*t, **sizes, half="receive") for t in tokens]
     check_dispatch(world, inp, peers, came)
 
 
@@ -300,7 +302,7 @@ def test_rows_at_odd_places_are_moved_as_words() -> None:
     flat = torch.arange(40, dtype=torch.bfloat16)
     for start in (0, 1, 2, 3):
         rows = flat[start : start + 32].view(2, 16)
-        words = as_words(rows)
+        words = view_words(rows)
         assert words.shape == (2, 8) and torch.equal(words.view(torch.bfloat16), rows)
 
 
@@ -311,8 +313,8 @@ def test_kernels_equal_references(name: str, device: str) -> None:
     for n in range(3 if device == "cuda" else world.case.times):
         inp = inputs_of(world, n)
         tokens = list(zip(buffers, inp.x, inp.ids, inp.weights, strict=True))
-        peers = [exchange.spread_choices(*t, **sizes, half="push").peers_T for t in tokens]
-        came = [exchange.spread_choices(*t, **sizes, half="receive") for t in tokens]
+        peers = [exchange.spread_rows_and_choices(*t, **sizes, half="push").peers_T for t in tokens]
+        came = [exchange.spread_rows_and_choices(*t, **sizes, half="receive") for t in tokens]
         check_dispatch(world, inp, peers, came)
         if n == 0:  # later rounds find rows of earlier ones, in both slots
             for r, got in enumerate(came):
@@ -330,9 +332,9 @@ def test_kernels_equal_references(name: str, device: str) -> None:
             sums = [(p, x, *w, g) for p, x, w, g in zip(buffers, y, where, grads, strict=True)]
             y_GSN = torch.stack([sum_rows_ref(*t, None) for t in zip(y, slots, slots, strict=True)])
             for s in sums:
-                exchange.reduce(*s, half="push")
+                exchange.reduce_rows(*s, half="push")
             for r, s in enumerate(sums):
-                out, out_grads = exchange.reduce(*s, half="receive")
+                out, out_grads = exchange.reduce_rows(*s, half="receive")
                 assert torch.equal(out, reduce_ref(y_GSN, peers[r], r))
                 if not with_grads:
                     assert out_grads is None
@@ -345,9 +347,9 @@ def test_kernels_equal_references(name: str, device: str) -> None:
 
         back = [(p, x, *w, y[0].shape[0]) for p, x, w in zip(buffers, inp.x, where, strict=True)]
         for b in back:
-            exchange.spread(*b, half="push")
+            exchange.spread_rows(*b, half="push")
         for r, b in enumerate(back):
-            rows_RD, (s, k) = exchange.spread(*b, half="receive"), (slots[r] >= 0).nonzero().T
+            rows_RD, (s, k) = exchange.spread_rows(*b, half="receive"), (slots[r] >= 0).nonzero().T
             right = spread_ref(world.padded(inp.x, 0), world.padded(peers, 0), r)
             assert torch.equal(rows_RD[slots[r][s, k].long()], right[s])
         check_copied(world, peers, came, (choices, dweights_GSK), seed=n)
@@ -367,7 +369,9 @@ def test_masks_name_many_ranks(ranks: int, etp: int, device: str) -> None:
     senders = (0, ranks // 2, ranks - 1)
     for r in senders:
         tokens = (inp.x[r], inp.ids[r], inp.weights[r])
-        peers = exchange.spread_choices(world.buffers[r], *tokens, **sizes, half="push").peers_T
+        peers = exchange.spread_rows_and_choices(
+            world.buffers[r], *tokens, **sizes, half="push"
+        ).peers_T
         assert torch.equal(peers, peers_ref(inp.ids[r], world.num_local, ranks // etp, etp))
         for g in range(ranks):
             rows = world.slot(g, 0)[r * 9 : (r + 1) * 9]
@@ -383,7 +387,7 @@ def test_masks_name_many_ranks(ranks: int, etp: int, device: str) -> None:
         world.buffers[r].state[0] = 1
         places = torch.zeros(ranks * 9, dtype=torch.int32, device=device)
         where = (peers, places, places[:, None])
-        found, _ = exchange.reduce(world.buffers[r], sums, *where, half="receive")
+        found, _ = exchange.reduce_rows(world.buffers[r], sums, *where, half="receive")
         assert torch.equal(found, reduce_ref(y_GSN, peers, r))
 
 
@@ -394,8 +398,8 @@ def test_a_rank_that_does_not_come_is_recorded(device: str) -> None:
     sizes = dict(num_local=world.num_local, etp=1)
     tokens = list(zip(buffers, inp.x, inp.ids, inp.weights, strict=True))
     for t in tokens[:2]:
-        exchange.spread_choices(*t, **sizes, half="push")
-    late = [exchange.spread_choices(*t, **sizes, half="receive") for t in tokens[:2]]
+        exchange.spread_rows_and_choices(*t, **sizes, half="push")
+    late = [exchange.spread_rows_and_choices(*t, **sizes, half="receive") for t in tokens[:2]]
     for r, got in enumerate(late):
         found = 1 + 2 * 2  # spread, rank 2
         assert int(buffers[r].state[ERROR_WORD]) == int(buffers[r].report[ERROR_WORD]) == found
@@ -404,7 +408,7 @@ def test_a_rank_that_does_not_come_is_recorded(device: str) -> None:
         assert (got.ids_SK[2 * C :] == -1).all() and (got.places_S[2 * C :] == -1).all()
         assert (got.places_S[: 2 * C] >= 0).any()
     where = (late[0].peers_T, late[0].places_S, late[0].places_S[:, None])
-    exchange.reduce(buffers[0], late[0].rows_SD, *where, half="receive")
+    exchange.reduce_rows(buffers[0], late[0].rows_SD, *where, half="receive")
     assert int(buffers[0].report[ERROR_WORD]) == 1 + 2 * 2, "the first error stays"
     assert int(buffers[0].state[0]) == 2 and not buffers[2].report.any()
 
@@ -422,9 +426,9 @@ def test_flags_of_a_late_rank_are_not_taken_for_later_ones(kind: str, device: st
     def run(rank: int, half: exchange.Half) -> None:
         where = (ones[rank], places, places[:, None])
         if kind == "spread":
-            exchange.spread(world.buffers[rank], inp.x[rank], *where, S, half=half)
+            exchange.spread_rows(world.buffers[rank], inp.x[rank], *where, S, half=half)
         else:
-            exchange.reduce(world.buffers[rank], y_SD, *where, half=half)
+            exchange.reduce_rows(world.buffers[rank], y_SD, *where, half=half)
 
     for n in range(3):
         run(0, "push")
@@ -450,7 +454,7 @@ def test_ranks_that_run_at_once_wait_for_each_other(name: str) -> None:
             with torch.cuda.stream(stream):
                 torch.cuda._sleep(100_000 * ((r * 7 + n) % 5))
                 tokens = (inp.x[r], inp.ids[r], inp.weights[r])
-                came.append(exchange.spread_choices(world.buffers[r], *tokens, **sizes))
+                came.append(exchange.spread_rows_and_choices(world.buffers[r], *tokens, **sizes))
         torch.cuda.synchronize()
         check_dispatch(world, inp, [c.peers_T for c in came], came)
         slots = [c.places_S[:, None] for c in came] if n % 2 else expert_slots(world, came)
@@ -460,7 +464,7 @@ def test_ranks_that_run_at_once_wait_for_each_other(name: str) -> None:
         for r, stream in enumerate(streams):
             with torch.cuda.stream(stream):
                 where = (came[r].peers_T, came[r].places_S, slots[r])
-                home.append(exchange.reduce(world.buffers[r], y[r], *where)[0])
+                home.append(exchange.reduce_rows(world.buffers[r], y[r], *where)[0])
         torch.cuda.synchronize()
         y_GSN = torch.stack([sum_rows_ref(*t, None) for t in zip(y, slots, slots, strict=True)])
         for r, y_TD in enumerate(home):

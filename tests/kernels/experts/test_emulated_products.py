@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from moecore.base.options.precision import Recipe
-from moecore.kernels.common import launches_on_meta
+from moecore.kernels.common import record_launches_on_meta
 from moecore.kernels.experts.contract import (
     ExpertMLPOptions,
     ExpertSpec,
     ExpertWeights,
     UnsummedInput,
 )
-from moecore.kernels.experts.products import products_problem
+from moecore.kernels.experts.products import find_products_problem
 from moecore.kernels.rows import microscaled
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.index import ExpertIndex
@@ -106,8 +106,8 @@ def test_blocks_lie_within_a_rank(recipe: Recipe, sizes: Any, message: str) -> N
     dim, hidden_dim = sizes
     spec = ExpertSpec(gated=True, dim=dim, hidden_dim=hidden_dim, recipe=recipe)
     with pytest.raises(ValueError, match=message):
-        raise ValueError(products_problem("triton", spec))
-    assert products_problem("triton", replace(spec, dim=64, hidden_dim=64)) is None
+        raise ValueError(find_products_problem("triton", spec))
+    assert find_products_problem("triton", replace(spec, dim=64, hidden_dim=64)) is None
 
 
 @both
@@ -118,7 +118,7 @@ def test_products_are_kernels_of_bf16(recipe: Recipe) -> None:
     on_meta = {n: t.detach().to("meta").requires_grad_() for n, t in leaves.items()}
     index = ExpertIndex(*(t.detach().to("meta") for t in index))
     names: list[str] = []
-    with launches_on_meta(lambda name, _: names.append(name)):
+    with record_launches_on_meta(lambda name, _: names.append(name)):
         y = apply(on_meta, index, options_of(recipe))
         y.backward(torch.empty_like(y))
     products = [name for name in names if "gemm" in name or "wgrad" in name]

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from moecore.base.options.precision import Recipe
-from moecore.kernels.common import rows_of_experts
+from moecore.kernels.common import split_by_expert
 from moecore.kernels.experts.contract import (
     ComputeGrad,
     ExpertMLPOptions,
@@ -22,10 +22,10 @@ from moecore.kernels.experts.contract import (
     UnsummedInput,
 )
 from moecore.kernels.experts.grouped_products import TorchMatmuls
-from moecore.kernels.rows.activation import KINDS, ActivationOptions, activation
+from moecore.kernels.rows.activation import KINDS, ActivationOptions, activate_rows
 from moecore.kernels.rows.index import ExpertIndex, build_index
 from moecore.kernels.rows.move import sum_rows, sum_rows_ref
-from moecore.kernels.rows.packed import pack_rows_ref, packed_views
+from moecore.kernels.rows.packed import pack_rows_ref, view_packed_rows
 from moecore.kernels.rows.record import Rows
 from tests.helpers.grids import grid
 from tests.kernels.experts.chosen import expert_mlp
@@ -38,9 +38,9 @@ def expert_mlp_ref(
 ) -> Tensor:
     """Return y expert by expert, in plain differentiable PyTorch. Host sync."""
     parts = []
-    for i, rows in enumerate(rows_of_experts(index.offsets_e)):
+    for i, rows in enumerate(split_by_expert(index.offsets_e)):
         x = x_SD.index_select(0, index.row_ids_R[rows])
-        a = activation(x @ w1_eCD[i].T, options) * index.weights_R[rows, None]
+        a = activate_rows(x @ w1_eCD[i].T, options) * index.weights_R[rows, None]
         parts.append(a.to(x.dtype) @ w2_eDF[i].T)
     return sum_rows_ref(torch.cat(parts), index.row_ids_R, index.slots_SK, None)
 
@@ -237,7 +237,7 @@ class Sink:
     def __init__(self, add_to: Tensor) -> None:
         self.add_to, self.taken = add_to, 0
 
-    def put(self, compute: ComputeGrad, *operands: Any) -> None:
+    def accumulate(self, compute: ComputeGrad, *operands: Any) -> None:
         assert compute(*operands, GradTarget(self.add_to, adds=True)) is self.add_to
         self.taken += 1
 
@@ -268,7 +268,7 @@ class LaterSink:
     def __init__(self) -> None:
         self.kept: list[tuple[ComputeGrad, tuple[Any, ...]]] = []
 
-    def put(self, compute: ComputeGrad, *operands: Any) -> None:
+    def accumulate(self, compute: ComputeGrad, *operands: Any) -> None:
         self.kept.append((compute, operands))
 
 
@@ -411,7 +411,7 @@ def test_opcheck(rows_are: str) -> None:
         num_rows = x.shape[0] if rows_are == "packed" else rows.row_ids_R.shape[0]
         handle = torch.zeros(num_rows, x.shape[1], requires_grad=True)
     if rows_are == "packed":
-        x, scales = packed_views(pack_rows_ref(x.detach()), x.shape[1])
+        x, scales = view_packed_rows(pack_rows_ref(x.detach()), x.shape[1])
     low = [torch.randn(5, *shape, requires_grad=True) for shape in ((4, 24), (80, 4))]
     args = (x, leaves["w1"], leaves["w2"], *low, None, None, weights)
     args += (handle, rows_are == "unsummed", scales, rows.row_ids_R, rows.slots_SK, rows.offsets_e)

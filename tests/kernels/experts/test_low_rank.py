@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moecore.base.options.precision import Recipe
-from moecore.kernels.common import launches_on_meta
+from moecore.kernels.common import record_launches_on_meta
 from moecore.kernels.experts.contract import (
     ExpertMLPOptions,
     ExpertWeights,
@@ -207,7 +207,7 @@ def launched(form: Form, options: ExpertMLPOptions, **sizes: Any) -> dict[str, i
     index = ExpertIndex(*(t.detach().to("meta") for t in index))
     index = index._replace(weights_R=index.weights_R.requires_grad_())
     names: list[str] = []
-    with launches_on_meta(lambda name, _: names.append(name)):
+    with record_launches_on_meta(lambda name, _: names.append(name)):
         y = expert_mlp(Rows(leaves["x"]), weights_of(leaves), index, options)
         y.backward(torch.empty_like(y))
     for name, leaf in leaves.items():

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moecore.base import te_names
 from moecore.base.options.precision import Recipe
-from moecore.kernels.common import launches_on_meta, rows_of_experts
+from moecore.kernels.common import record_launches_on_meta, split_by_expert
 from moecore.kernels.experts import te_products
 from moecore.kernels.experts.contract import (
     ExpertMLPOptions,
@@ -23,8 +23,8 @@ from moecore.kernels.experts.contract import (
     ExpertWeights,
     GradTarget,
 )
-from moecore.kernels.experts.products import choose_products, make_products, products_problem
-from moecore.kernels.rows.activation import ActivationOptions, activation
+from moecore.kernels.experts.products import choose_products, find_products_problem, make_products
+from moecore.kernels.rows.activation import ActivationOptions, activate_rows
 from moecore.kernels.rows.index import ExpertIndex, build_index
 from moecore.kernels.rows.record import Rows
 from tests.helpers import te_definition
@@ -170,7 +170,7 @@ def oracle(leaves: dict[str, Tensor], ids: Tensor, recipe: Recipe, kind: str) ->
         of_w: Any = dict(is_weight=True)
         h = product(x[s], w1[i], a_rows=False, b_rows=False, **of_w).to(x.dtype)
         leaf = h.double().requires_grad_()
-        act = activation(leaf, ActivationOptions(kind=kind))
+        act = activate_rows(leaf, ActivationOptions(kind=kind))
         a = (act.detach() * factor).to(x.dtype)
         y = product(a, w2[i], a_rows=False, b_rows=False, **of_w).to(x.dtype)
         out.y.index_add_(0, s, y.double())
@@ -240,13 +240,13 @@ def test_weight_gradients_go_to_their_targets(
 
 
 def test_one_host_sync_in_forward_and_none_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    original, calls = te_products.splits_on_host, []
+    original, calls = te_products.read_splits, []
 
     def splits(*args: Any) -> list[int]:
         calls.append(args)
         return original(*args)
 
-    monkeypatch.setattr(te_products, "splits_on_host", splits)
+    monkeypatch.setattr(te_products, "read_splits", splits)
     leaves, ids = make("swiglu", **SIZES)
     run(leaves, ids, options_of(RECIPES["blockwise"]))
     assert len(calls) == 1
@@ -255,10 +255,10 @@ def test_one_host_sync_in_forward_and_none_in_backward(monkeypatch: pytest.Monke
 def test_products_have_the_rows_of_the_index() -> None:
     leaves, ids = make("swiglu")
     index = index_of(ids, leaves["weights"], None)
-    rows = [r.stop - r.start for r in rows_of_experts(index.offsets_e)]
-    assert te_products.splits_on_host(index, None) == rows
+    rows = [r.stop - r.start for r in split_by_expert(index.offsets_e)]
+    assert te_products.read_splits(index, None) == rows
     with pytest.raises(ValueError, match=r"must be multiples of 16 .*: build_index\(\.\.\., mult"):
-        te_products.splits_on_host(index, Recipe(backend="te"))
+        te_products.read_splits(index, Recipe(backend="te"))
 
 
 @pytest.mark.parametrize("recipe", [None, RECIPES["blockwise"]], ids=["wide", "blockwise"])
@@ -266,7 +266,7 @@ def test_on_meta_moecores_products_have_the_shapes(recipe: Recipe | None) -> Non
     leaves, ids = make("swiglu", **SIZES, dtype=torch.bfloat16)
     meta = {n: t.detach().to("meta").requires_grad_() for n, t in leaves.items()}
     nobody_calls = patch.object(te_names, "load_names", None)
-    with nobody_calls, launches_on_meta(lambda name, args: None):
+    with nobody_calls, record_launches_on_meta(lambda name, args: None):
         found = run(meta, ids.to("meta"), options_of(recipe))
     assert {n: found[n].shape for n in NAMES} == {n: leaves[n].shape for n in NAMES}
 
@@ -312,6 +312,6 @@ def test_refusals(fields: dict[str, Any], recipe: Recipe | None, message: str) -
 def test_a_recipe_of_transformer_engine_is_for_it_alone(name: Any) -> None:
     recipe = Recipe(backend="te")
     spec = ExpertSpec(gated=True, recipe=recipe)
-    assert "must be 'auto' or 'te' for experts in FP8" in (products_problem(name, spec) or "")
+    assert "must be 'auto' or 'te' for experts in FP8" in (find_products_problem(name, spec) or "")
     with pytest.raises(ValueError, match=r"products \('\w+'\) must be 'auto' or 'te'"):
         options_of(recipe, products=name)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import rows_of_experts
+from moecore.kernels.common import split_by_expert
 from moecore.kernels.grouped.wgrad import grouped_wgrad
 
 # Rows of each expert: empty ones, one row, one expert, odd numbers, full steps of 64 rows.
@@ -32,7 +32,7 @@ def grouped_wgrad_ref(
     dtype = torch.promote_types(x.dtype, torch.float32)
     x_RM = x if row_ids_R is None else x.index_select(0, row_ids_R)
     out = []
-    for rows in rows_of_experts(offsets_e):
+    for rows in split_by_expert(offsets_e):
         product = x_RM[rows].to(dtype).T @ y_RN[rows].to(dtype)
         out.append(product.T if transposed else product)
     return torch.stack(out).to(x.dtype)

@@ -11,7 +11,7 @@ from torch import Tensor
 from moecore.kernels.common import INTERPRET
 from moecore.kernels.grouped import scaled_rows as module
 from moecore.kernels.grouped.scaled_rows import (
-    amax_of_rows,
+    compute_row_amax,
     pad_offsets,
     pad_offsets_ref,
     pad_rows,
@@ -112,7 +112,7 @@ def test_rows_that_are_longer_than_a_program(monkeypatch: pytest.MonkeyPatch, de
 def test_an_amax_that_may_be_of_no_rows(past: float, device: str) -> None:
     x_RD, offsets_e = torch.randn(180, 144, device=device), torch.tensor([100, 171], device=device)
     x_RD[171:] = 1e38  # not read
-    found = amax_of_rows(x_RD, offsets_e.int(), torch.tensor([past], device=device))
+    found = compute_row_amax(x_RD, offsets_e.int(), torch.tensor([past], device=device))
     assert found.amax() == (past or x_RD[:171].abs().max())
 
 

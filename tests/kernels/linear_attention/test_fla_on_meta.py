@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moecore.base.streams import dry_streams
-from moecore.kernels.common import launches_on_meta, record_launch
+from moecore.base.streams import use_dry_streams
+from moecore.kernels.common import record_launch, record_launches_on_meta
 from moecore.kernels.linear_attention import (
     DeltaRule,
     causal_convolution,
@@ -43,7 +43,7 @@ class Found(NamedTuple):
 def recorded(run: Callable[[], Tensor]) -> Found:
     """Run forward and backward of an operation on meta."""
     recorder = WorkRecorder(8)
-    dry = launches_on_meta(recorder.record_kernel), dry_streams(recorder.queues)
+    dry = record_launches_on_meta(recorder.record_kernel), use_dry_streams(recorder.queues)
     with dry[0], dry[1], OnMeta("cuda"), recorder:
         recorder.start_recording()
         before = recorder.level

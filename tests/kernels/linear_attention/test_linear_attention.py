@@ -104,8 +104,8 @@ def test_the_convolution_is_its_definition(has_before: bool) -> None:
 
 
 def test_why_the_package_is_not_used() -> None:
-    assert "must be of 16 bits on cuda" in str(fla.supports(rule_of(4)))
-    assert "key dims (512) must be <= 256" in str(fla.supports(rule_of(4, k=512)))
+    assert "must be of 16 bits on cuda" in str(fla.find_problem(rule_of(4)))
+    assert "key dims (512) must be <= 256" in str(fla.find_problem(rule_of(4, k=512)))
 
 
 @pytest.mark.parametrize("version", [(3, 3, 1), (3, 4, 0), (3, 7, 0), (3, 7, 1)])
@@ -118,7 +118,7 @@ def test_where_the_package_cannot_differentiate(
     monkeypatch.setattr(fla, "has_hopper_kernels", lambda _: True)
     monkeypatch.setattr(fla, "find_spec", lambda _: None)
     monkeypatch.setattr(fla, "TRITON", version)
-    found = {kind: fla.supports(rule_of(4, kind=kind)) for kind in KINDS}
+    found = {kind: fla.find_problem(rule_of(4, kind=kind)) for kind in KINDS}
     is_wrong = (3, 4) <= version < (3, 7, 1)
     assert {kind for kind, reason in found.items() if reason} == (
         {kind for kind in KINDS if kind != "by channel"} if is_wrong else set()
@@ -143,9 +143,9 @@ def test_kernels_are_at_most_twice_as_wrong_as_plain_pytorch(
         initial = torch.randn(len(borders) - 1, 4, 64, 32, device="cuda").requires_grad_()
     leaves = [x for x in (*rule[:5], initial) if x is not None]
     cu_seqlens = torch.tensor(borders, dtype=torch.int32, device="cuda")
-    if (reason := fla._why_wrong(rule)) is not None:
+    if (reason := fla._find_triton_problem(rule)) is not None:
         pytest.skip(reason)
-    assert fla.supports(rule) is None
+    assert fla.find_problem(rule) is None
     runs: list[Any] = [
         delta_rule_ref(rule, borders, initial),
         fla.gated_delta_rule(rule, cu_seqlens, initial),
@@ -172,7 +172,7 @@ def test_convolutions_of_kernels(has_before: bool) -> None:
     given = before if has_before else None
     leaves = [y.requires_grad_() for y in (x, weight, given) if y is not None]
     cu_seqlens = torch.tensor(borders, dtype=torch.int32, device="cuda")
-    assert fla.supports_convolution(x) is None
+    assert fla.find_convolution_problem(x) is None
     got = causal_convolution(x, weight, None, cu_seqlens, before_nwD=given, silu=True)
     want = F.silu(convolution_ref(x, weight, None, borders, given))
     pairs = [(got, want), *zip(grads((got,), leaves), grads((want,), leaves), strict=True)]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moecore.kernels.routing.clones import (
     ClonePlan,
-    physical_ids,
+    assign_physical_ids,
     plan_clones,
     plan_clones_ref,
 )
@@ -37,7 +37,9 @@ def test_the_example(device: str) -> None:
     plan = plan_clones(loads_E, num_ranks=2, num_clones=1)
     assert [t.tolist() for t in plan] == [[-1, 0], [0, 3], [0, 6]]
     ids_TK = torch.tensor([[0], [0], [1], [0], [2], [0], [3], [0], [1], [0], [-1]], device=device)
-    found = physical_ids(ids_TK.int(), torch.zeros_like(loads_E), plan, num_local=2, num_clones=1)
+    found = assign_physical_ids(
+        ids_TK.int(), torch.zeros_like(loads_E), plan, num_local=2, num_clones=1
+    )
     assert found.flatten().tolist() == [0, 0, 1, 0, 3, 5, 4, 5, 1, 5, -1]
 
 
@@ -75,7 +77,7 @@ def test_every_choice_goes_to_one_expert(device: str) -> None:
     found = torch.zeros(P * (e + c), dtype=torch.int64)
     for g, ids_TK in enumerate(chosen):
         before_E = counts_GE[:g].sum(0).int()
-        out_TK = physical_ids(ids_TK, before_E, plan, num_local=e, num_clones=c)
+        out_TK = assign_physical_ids(ids_TK, before_E, plan, num_local=e, num_clones=c)
         assert torch.equal(out_TK < 0, ids_TK < 0) and out_TK.dtype == torch.int32
         home = out_TK % (e + c) < e
         block = torch.div(out_TK, e + c, rounding_mode="floor")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.routing.entropy import UNIT, add_entropy_, add_entropy_ref
-from moecore.kernels.routing.scores import SCORE_FUNCTIONS, scores_ref
+from moecore.kernels.routing.scores import SCORE_FUNCTIONS, compute_scores_ref
 
 
 def total(device: str = "cpu") -> Tensor:
@@ -45,7 +45,7 @@ def test_a_nan_counts_as_none_and_padding_not_at_all(device: str) -> None:
 @pytest.mark.parametrize("function", SCORE_FUNCTIONS)
 def test_reference_is_the_entropy_and_adds_up_to_the_bit(function: str) -> None:
     logits_TE, padding_T = logits(64, 12), torch.arange(64) % 7 == 3
-    scores_TE = scores_ref(logits_TE.double(), function)[~padding_T]
+    scores_TE = compute_scores_ref(logits_TE.double(), function)[~padding_T]
     p_TE = scores_TE / scores_TE.sum(1, keepdim=True)
     expected = float(torch.distributions.Categorical(p_TE).entropy().sum())
     whole, parts = total(), total()

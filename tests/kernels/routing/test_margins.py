@@ -12,11 +12,11 @@ from moecore.kernels.routing.margins import (
     NUM_BINS,
     add_margins_,
     add_margins_ref,
-    even_bias,
-    even_bias_ref,
-    margin_range,
+    compute_even_bias,
+    compute_even_bias_ref,
+    compute_margin_range,
 )
-from moecore.kernels.routing.scores import scores_ref
+from moecore.kernels.routing.scores import compute_scores_ref
 
 
 def inputs(T: int, E: int, device: str) -> tuple[Tensor, Tensor]:
@@ -72,9 +72,9 @@ def test_worked_example() -> None:
     """Scores 0.5, 0.75 and 0.25 with K = 1: the second best is 0.5, so margins are 0, -1/4, 1/4."""
     scores_E = torch.tensor([0.5, 0.75, 0.25], dtype=torch.float64)
     logits_TE = scores_E.logit().float()[None]
-    assert torch.allclose(scores_ref(logits_TE, "sigmoid"), scores_E.float())
+    assert torch.allclose(compute_scores_ref(logits_TE, "sigmoid"), scores_E.float())
     histogram_EX = count(add_margins_ref, logits_TE, torch.zeros(3), 1, "sigmoid", None)
-    low, width = margin_range(torch.zeros(3))
+    low, width = compute_margin_range(torch.zeros(3))
     assert float(low) == -1 and float(width) == 2 / NUM_BINS
     bins_E, edges_E = histogram_EX.argmax(1), torch.tensor([500, 375, 625])
     assert ((bins_E == edges_E) | (bins_E == edges_E - 1)).all(), "edges, but for rounding"
@@ -97,19 +97,19 @@ def test_even_bias_has_the_bits_of_the_reference(T: int, E: int, K: int, device:
         [count(add_margins_ref, logits_TE, bias, K, "sigmoid", None) for bias in bias_LE]
     )
     histogram_LEX[1] = 0
-    solved_LE = even_bias(histogram_LEX, bias_LE, K)
-    assert torch.equal(solved_LE, even_bias_ref(histogram_LEX, bias_LE, K))
+    solved_LE = compute_even_bias(histogram_LEX, bias_LE, K)
+    assert torch.equal(solved_LE, compute_even_bias_ref(histogram_LEX, bias_LE, K))
     assert torch.equal(solved_LE[1], bias_LE[1]) and solved_LE.dtype == torch.float32
-    assert torch.equal(solved_LE[2], even_bias(histogram_LEX[2], bias_LE[2], K))
-    assert torch.equal(solved_LE, even_bias(histogram_LEX.mT.contiguous().mT, bias_LE, K))
+    assert torch.equal(solved_LE[2], compute_even_bias(histogram_LEX[2], bias_LE[2], K))
+    assert torch.equal(solved_LE, compute_even_bias(histogram_LEX.mT.contiguous().mT, bias_LE, K))
 
 
 def test_even_bias_of_more_experts_than_one_warp_holds(device: str) -> None:
     """One layer: the interpreter runs a program for each expert."""
     logits_TE, bias_E = inputs(9, 1025, device)
     histogram_EX = count(add_margins_ref, logits_TE, bias_E, 24, "sigmoid", None)
-    solved_E = even_bias(histogram_EX, bias_E, 24)
-    assert torch.equal(solved_E, even_bias_ref(histogram_EX, bias_E, 24))
+    solved_E = compute_even_bias(histogram_EX, bias_E, 24)
+    assert torch.equal(solved_E, compute_even_bias_ref(histogram_EX, bias_E, 24))
 
 
 def test_even_bias_worked_example(device: str) -> None:
@@ -117,6 +117,6 @@ def test_even_bias_worked_example(device: str) -> None:
     histogram_EX = torch.zeros(4, NUM_BINS, dtype=torch.int64, device=device)
     histogram_EX[:, 999] = 8
     histogram_EX[0, 10], histogram_EX[0, 20], histogram_EX[0, 999] = 1, 4, 3
-    solved_E = even_bias(histogram_EX, torch.zeros(4, device=device), 1)
+    solved_E = compute_even_bias(histogram_EX, torch.zeros(4, device=device), 1)
     expected = torch.tensor([-1 + 20.25 * 0.002] + [-1 + 999.25 * 0.002] * 3)
     torch.testing.assert_close(solved_E.cpu(), expected, atol=1e-6, rtol=0)

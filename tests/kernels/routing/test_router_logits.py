@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moecore.kernels.routing import router_logits as module
 from moecore.kernels.routing.router_logits import (
-    _split,
+    _split_into_parts,
     router_logits,
     router_logits_ref,
 )
@@ -177,7 +177,7 @@ def test_parts_add_up(parts: tuple[int, ...], side_by_side: bool, device: str) -
     v = inputs(37, 48, 13, device, FP32)[1] * 2.0 ** torch.arange(-60, 36, 2, device=device)
     if side_by_side:
         v = v.T.contiguous()
-    out = _split(v, parts, side_by_side=side_by_side)
+    out = _split_into_parts(v, parts, side_by_side=side_by_side)
     stacked = out.chunk(len(parts), dim=1 if side_by_side else 0)
     padding = [part[:, 13:] if side_by_side else part[13:] for part in stacked]
     assert not torch.stack(padding).any()

@@ -15,9 +15,9 @@ from moecore.kernels.rows.activation import (
     KINDS,
     PLAIN_KINDS,
     ActivationOptions,
-    activation,
-    activation_gradients,
-    halves,
+    activate_rows,
+    differentiate_activation,
+    split_columns,
     weighted_activation,
     weighted_activation_bwd,
     weighted_activation_bwd_ref,
@@ -74,11 +74,11 @@ def count(n: int, device: str = "cpu") -> Tensor:
 def test_known_values(kind: str, gate: float, up: float, expected: float) -> None:
     options = ActivationOptions(kind=kind)
     h = torch.tensor([[gate, up]], dtype=torch.float64)
-    found = activation(h, options)
+    found = activate_rows(h, options)
     wanted = [[expected]] if options.gated else [[0.0, expected]]
     assert found.dtype == torch.float64
     torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64))
-    assert activation(h.bfloat16(), options).dtype == torch.float32
+    assert activate_rows(h.bfloat16(), options).dtype == torch.float32
     weighted = weighted_activation(h, torch.tensor([0.5]), None, options)
     torch.testing.assert_close(weighted, torch.tensor(wanted, dtype=torch.float64) / 2)
 
@@ -88,13 +88,13 @@ def test_gate_and_up_have_limits_of_their_own() -> None:
     gate, up, options = 5.0, -30.0, ActivationOptions(kind="situ_glu", limit=4.0, up_limit=25.0)
     s, t, v = 1 / (1 + math.exp(-gate)), math.tanh(gate / 4), math.tanh(up / 25)
     h = torch.tensor([[gate, up]], dtype=torch.float64)
-    assert activation(h, options).item() == pytest.approx(4 * t * s * 25 * v, rel=1e-12)
+    assert activate_rows(h, options).item() == pytest.approx(4 * t * s * 25 * v, rel=1e-12)
     slopes = ((1 - t * t) * s + 4 * t * s * (1 - s)) * 25 * v, 4 * t * s * (1 - v * v)
-    assert activation_gradients(h, options).tolist()[0] == pytest.approx(slopes, rel=1e-12)
+    assert differentiate_activation(h, options).tolist()[0] == pytest.approx(slopes, rel=1e-12)
     clamped = ActivationOptions(kind="limited_swiglu", limit=4.0, up_limit=25.0)
     expected = 4 / (1 + math.exp(-4)) * -25
-    assert activation(h, clamped).item() == pytest.approx(expected, rel=1e-12)
-    near = activation(h / 1e3, options), activation(h / 1e3, ActivationOptions(kind="swiglu"))
+    assert activate_rows(h, clamped).item() == pytest.approx(expected, rel=1e-12)
+    near = activate_rows(h / 1e3, options), activate_rows(h / 1e3, ActivationOptions(kind="swiglu"))
     torch.testing.assert_close(*near, rtol=1e-5, atol=0)  # as SwiGLU around 0
 
 
@@ -110,7 +110,7 @@ def test_interleaved_is_a_permutation_of_columns(kind: str) -> None:
     split = weighted_activation(h, w, None, ActivationOptions(kind=kind))
     options = ActivationOptions(kind=kind, interleaved=True)
     assert torch.equal(weighted_activation(alternating, w, None, options), split)
-    assert torch.equal(torch.cat(halves(alternating, options), -1), h)
+    assert torch.equal(torch.cat(split_columns(alternating, options), -1), h)
 
 
 @pytest.mark.parametrize("options", ALL, ids=NAMES)
@@ -126,8 +126,8 @@ def test_gradients(options: ActivationOptions) -> None:
     found = weighted_activation_bwd_ref(h.detach(), da, w.detach(), count(4), options)
     for x, y in zip(found, (dh, dw, a.detach()), strict=True):
         torch.testing.assert_close(x, y)
-    slopes = activation_gradients(h.detach(), options)
-    (by_autograd,) = torch.autograd.grad(activation(h, options).sum(), h)
+    slopes = differentiate_activation(h.detach(), options)
+    (by_autograd,) = torch.autograd.grad(activate_rows(h, options).sum(), h)
     torch.testing.assert_close(slopes, by_autograd)
 
 
@@ -248,7 +248,7 @@ def plain_pytorch(h: Tensor, w: Tensor, options: ActivationOptions) -> Tensor:
         plain = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
         a = plain[options.kind](h) if options.kind in plain else F.relu(h).square()
         return a * w[:, None]
-    gate, up = halves(h, options)
+    gate, up = split_columns(h, options)
     if options.kind == "swiglu":
         return F.silu(gate) * up * w[:, None]
     if options.kind == "geglu":
@@ -304,7 +304,7 @@ def test_kernel_at_the_bend_and_in_the_tails(device: str, kind: str) -> None:
     h = h.to(device)[:, None]
     found = weighted_activation_bwd(h, torch.ones_like(h), None, None, options)
     exact = h.double().requires_grad_()
-    a = activation(exact, options)
+    a = activate_rows(exact, options)
     (slopes,) = torch.autograd.grad(a.sum(), exact)
     torch.testing.assert_close(found[2].double(), a.detach(), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(found[0].double(), slopes, rtol=1e-6, atol=1e-6)
@@ -318,7 +318,7 @@ def test_kernel_keeps_the_bits_of_small_values_under_smooth_limits(device: str) 
     h = torch.stack([values, 5 * values.roll(100)], dim=1).to(device)
     found = weighted_activation_bwd(h, torch.ones_like(h[:, :1]), None, None, options)
     exact = h.double().requires_grad_()
-    a = activation(exact, options)
+    a = activate_rows(exact, options)
     (slopes,) = torch.autograd.grad(a.sum(), exact)
     # An exp of a GPU rounds x * log2(e) first: 20 * 2^-24 of the sigmoid.
     torch.testing.assert_close(found[2].double(), a.detach(), rtol=2e-6, atol=0)

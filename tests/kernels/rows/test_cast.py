@@ -11,7 +11,7 @@ from torch import Tensor
 from moecore.kernels.common import INTERPRET
 from moecore.kernels.rows import cast as casts
 from moecore.kernels.rows.cast import _CastOptions as Options
-from moecore.kernels.rows.scaling import amax_ref
+from moecore.kernels.rows.scaling import compute_amax_ref
 from tests.kernels.conftest import PARAMS, interpreter, poison
 
 __all__ = ["interpreter"]  # a fixture
@@ -56,7 +56,7 @@ def test_cast(kind: str, fmt: str, power_of_two: bool, device: str) -> None:
         for dtype in (torch.bfloat16, torch.float32):
             x = hard(shape, dtype, device)
             how = (None, None, Options(kind, fmt, power_of_two, True, True))
-            assert_same(casts._cast(x, *how), casts._cast_ref(x, *how))
+            assert_same(casts._launch_cast(x, *how), casts._cast_plain(x, *how))
 
 
 def test_one_operand_alone_and_rows_apart(device: str) -> None:
@@ -64,16 +64,16 @@ def test_one_operand_alone_and_rows_apart(device: str) -> None:
     for rows, columns in ((True, False), (False, True)):
         for part in (x[:, 16:160], x.T[:144]):
             how = (None, None, Options("tile", "e4m3", True, rows, columns))
-            assert_same(casts._cast(part, *how), casts._cast_ref(part, *how))
+            assert_same(casts._launch_cast(part, *how), casts._cast_plain(part, *how))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_operand(kind: str, device: str) -> None:
     """As of dy where a bias alone is trained; what it adds to a history stays."""
     x, how = hard((20, 48), torch.bfloat16, device), Options(kind, "e4m3", True, False, False)
-    assert casts._cast(x, None, None, how) == (None,) * 4
+    assert casts._launch_cast(x, None, None, how) == (None,) * 4
     seen = torch.zeros(1, device=device)
-    casts._cast(x, None, seen, how)
+    casts._launch_cast(x, None, seen, how)
     assert seen == x[x.isfinite()].abs().max()
 
 
@@ -86,9 +86,9 @@ def test_whole_rows(fmt: str, device: str, monkeypatch: pytest.MonkeyPatch) -> N
             x = hard((T, D), torch.float32, device)
             for power_of_two in (True, False):
                 how = (None, None, Options("row", fmt, power_of_two, True, False))
-                assert_same(casts._cast(x, *how), casts._cast_ref(x, *how))
+                assert_same(casts._launch_cast(x, *how), casts._cast_plain(x, *how))
     how = (None, None, Options("row", fmt, False, False, True))  # columns alone
-    assert_same(casts._cast(x, *how), casts._cast_ref(x, *how))
+    assert_same(casts._launch_cast(x, *how), casts._cast_plain(x, *how))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -99,7 +99,7 @@ def test_rows_in_any_shape(kind: str, device: str) -> None:
     one_each = x.as_strided((18, 1, 48), (48, 7, 1))  # contiguous: no row is 7 from the next
     for part in (whole, whole.transpose(0, 1), whole[..., 16:], one_each, whole.mT):
         rows = part.reshape(-1, part.shape[-1])
-        assert_same(casts._cast(part, *how), casts._cast_ref(rows, *how))
+        assert_same(casts._launch_cast(part, *how), casts._cast_plain(rows, *how))
 
 
 def test_delayed(device: str) -> None:
@@ -108,7 +108,9 @@ def test_delayed(device: str) -> None:
     for seen in (0.0, 1e38):
         ours, truth = (torch.tensor([seen], device=device) for _ in range(2))
         how = Options("tensor", "e5m2", False, True, True)
-        assert_same(casts._cast(x, given, ours, how), casts._cast_ref(x, given, truth, how))
+        assert_same(
+            casts._launch_cast(x, given, ours, how), casts._cast_plain(x, given, truth, how)
+        )
         assert torch.equal(ours, truth)
 
 
@@ -117,6 +119,6 @@ def test_amax(device: str) -> None:
         x = hard(shape, torch.bfloat16, device)
         for past in (None, 0.0, 0.25, 1e30):  # of earlier steps: where it is not 0 x is not read
             given = None if past is None else torch.tensor([past], device=device)
-            wanted = casts.choose_amax_ref(given, amax_ref(x))
-            assert torch.equal(casts._amax(x, given).amax(0, keepdim=True), wanted)
+            wanted = casts.choose_amax_ref(given, compute_amax_ref(x))
+            assert torch.equal(casts._launch_amax(x, given).amax(0, keepdim=True), wanted)
             assert past in (None, 0.0) or wanted == past

@@ -11,12 +11,12 @@ from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertWeights, Un
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.packed import (
+    count_packed_bytes,
     gather_packed_rows,
     pack_rows,
     pack_rows_ref,
-    packed_bytes,
-    packed_views,
     unpack_rows,
+    view_packed_rows,
 )
 from moecore.kernels.rows.record import Rows
 from tests.kernels.experts.chosen import expert_mlp
@@ -27,7 +27,7 @@ COUNTS = (0, 1, 5) if INTERPRET else (0, 1, 37)  # a program computes a row, or 
 
 
 def widened(packed: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    return unpack_rows(*packed_views(packed, dim), dtype)
+    return unpack_rows(*view_packed_rows(packed, dim), dtype)
 
 
 def rows_of(S: int, D: int, dtype: torch.dtype, device: str, spread: int = 3) -> Tensor:
@@ -50,7 +50,7 @@ def test_bytes_of_the_reference(D: int, dtype: torch.dtype, device: str) -> None
     for S in COUNTS:
         x = rows_of(S, D, dtype, device)
         got, want = pack_rows(x), pack_rows_ref(x)
-        assert got.shape == want.shape == (S, packed_bytes(D)) and got.dtype == torch.uint8
+        assert got.shape == want.shape == (S, count_packed_bytes(D)) and got.dtype == torch.uint8
         assert torch.equal(used(got, D), used(want, D))
 
 
@@ -97,7 +97,7 @@ def test_worked_example() -> None:
     wide = widened(packed, 144, torch.float32)
     assert wide[0, :3].tolist() == [384.0, 4.5, -0.001953125]
     assert wide[0, 128:130].tolist() == [512.0, 4.5]
-    assert packed_bytes(2048) == 2112 and packed_bytes(144) == 160
+    assert count_packed_bytes(2048) == 2112 and count_packed_bytes(144) == 160
 
 
 def test_not_finite_and_tiny(device: str) -> None:
@@ -125,7 +125,7 @@ def test_gathers_wide_rows_and_reads_no_hole(D: int, K: int, device: str) -> Non
     assert hole.any()
     packed[hole] = 0x7F  # NaN
     where = (index.row_ids_R, index.slots_SK, index.offsets_e[-1])
-    got = gather_packed_rows(*packed_views(packed, D), x.dtype, *where)
+    got = gather_packed_rows(*view_packed_rows(packed, D), x.dtype, *where)
     n = int(index.offsets_e[-1])
     want = widened(pack_rows_ref(x), D, torch.bfloat16)
     assert got.dtype == torch.bfloat16 and torch.equal(got[:n], want[index.row_ids_R[:n].long()])
@@ -181,6 +181,6 @@ def test_addresses_past_2_to_the_31() -> None:
     slots = torch.full((S, 1), -1, device="cuda", dtype=torch.int32)
     slots[-2:, 0] = torch.arange(2, device="cuda", dtype=torch.int32)
     ids = torch.tensor([S - 2, S - 1], device="cuda", dtype=torch.int32)
-    views = packed_views(packed, 2048)
+    views = view_packed_rows(packed, 2048)
     out = gather_packed_rows(*views, x.dtype, ids, slots, torch.tensor(2, device="cuda"))
     assert torch.equal(out, x[-2:])

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from moecore.base.options.precision import Recipe
-from moecore.kernels.common import INTERPRET, launches_on_meta
+from moecore.kernels.common import INTERPRET, record_launches_on_meta
 from moecore.kernels.grouped.scaled_rows import pad_rows
 from moecore.kernels.rows import microscaled
 from moecore.kernels.rows.microscaled import quantise_microscaled, quantise_microscaled_matrices
 from moecore.kernels.rows.microscaling import (
-    finite_magnitude,
+    compute_finite_magnitude,
     quantise_microscaled_ref,
     unpack_matrices,
 )
@@ -175,7 +175,7 @@ def test_matrices(name: str, packed: bool, device: str) -> None:
     recipe = RECIPES[name]
     for dtype in FEW_DTYPES:
         w = hard(2, 32, 288, dtype=dtype, device=device)
-        given = finite_magnitude(w).amax((1, 2)) * 2 + 1
+        given = compute_finite_magnitude(w).amax((1, 2)) * 2 + 1
         for amax_e in (None, given) if recipe.scaling == "nvfp4" else (None,):
             how: dict[str, Any] = dict(amax_e=amax_e, pack=packed)
             truth = by_reference(w, recipe, **how)
@@ -245,9 +245,9 @@ def test_large_operands(name: str, over_rows: bool) -> None:
 @pytest.mark.parametrize(("recipe", "launches"), [(RECIPES["mxfp8"], 1), (RECIPES["nvfp4"], 2)])
 def test_an_operand_is_a_launch_and_its_magnitudes_another(recipe: Recipe, launches: int) -> None:
     names: list[str] = []
-    with launches_on_meta(lambda name, _: names.append(name)):
+    with record_launches_on_meta(lambda name, _: names.append(name)):
         x = torch.empty(64, 96, device="meta")
         for over_rows in (False, True):
             quantise_microscaled(x, recipe, over_rows=over_rows, is_gradient=True)
         quantise_microscaled_matrices(x[None], recipe, columns=False)
-    assert names.count("microscale_kernel") == 3 and len(names) == 3 * launches
+    assert names.count("quantise_microscaled_kernel") == 3 and len(names) == 3 * launches

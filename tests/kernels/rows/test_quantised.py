@@ -11,7 +11,7 @@ from torch import Tensor
 from moecore.kernels.common import INTERPRET
 from moecore.kernels.rows import quantised as q
 from moecore.kernels.rows.index import build_index
-from moecore.kernels.rows.packed import pack_rows, packed_views
+from moecore.kernels.rows.packed import pack_rows, view_packed_rows
 from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.row_tiles import RowTiles, map_row_tiles
 from moecore.kernels.rows.scaling import Blocks
@@ -108,7 +108,7 @@ def test_rows_of_the_reference(dtype: torch.dtype, power_of_two: bool, device: s
 def test_powers_of_two_are_those_of_packed_rows(dtype: torch.dtype, device: str) -> None:
     x = hard_values(dtype, device)
     rows = q.quantise_rows(x, power_of_two=True)
-    values, scales = packed_views(pack_rows(x), x.shape[1])
+    values, scales = view_packed_rows(pack_rows(x), x.shape[1])
     assert rows.scales is not None and torch.equal(codes(rows.values), codes(values))
     assert torch.equal(rows.scales, scales)
 

@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from moecore.kernels.rows import scaling
-from moecore.kernels.rows.cast import amax, cast
-from moecore.kernels.rows.packed import pack_rows_ref, packed_views
+from moecore.kernels.rows.cast import cast, compute_amax
+from moecore.kernels.rows.packed import pack_rows_ref, view_packed_rows
 from moecore.kernels.rows.scaling import (
     KINDS,
     Blocks,
     cast_ref,
-    operand_shape,
-    product_ref,
+    compute_operand_shape,
+    multiply_ref,
 )
 from tests.precision.plain import rounded
 
@@ -25,7 +25,9 @@ def quantised(x: torch.Tensor, kind: str, fmt: str = "e4m3", p2: bool = True) ->
 
 def dequantise(operand: Blocks) -> torch.Tensor:
     """Return fp32 [M, K]."""
-    scales = scaling._expanded(scaling._by_rows(operand), operand.kind, *operand.values.shape)
+    scales = scaling._expand_scales(
+        scaling._view_scales_by_rows(operand), operand.kind, *operand.values.shape
+    )
     return operand.values.float() * scales
 
 
@@ -37,7 +39,7 @@ def test_every_rounding(kind: str, fmt: str, p2: bool, shape: tuple[int, int]) -
     x[0, 3] = 1e4  # one huge outlier
     x[:, 5] = 0
     wide = dequantise(quantised(x, kind, fmt, p2))
-    assert wide.shape == operand_shape(*shape, kind)
+    assert wide.shape == compute_operand_shape(*shape, kind)
     truth = rounded(x, BLOCK_OF[kind], fmt, p2).float()
     assert torch.equal(wide[: shape[0], : shape[1]], truth)
     assert not wide[shape[0] :].any() and not wide[:, shape[1] :].any()
@@ -47,7 +49,7 @@ def test_tiles_are_those_of_rows_that_travel() -> None:
     x = torch.randn(16, 256) * torch.exp(3 * torch.randn(16, 1))
     x[1], x[2] = 0, x[2] * 1e-41
     x[3, 7], x[4, 130] = math.inf, math.nan
-    values, scales = packed_views(pack_rows_ref(x), 256)
+    values, scales = view_packed_rows(pack_rows_ref(x), 256)
     operand = quantised(x, "tile")
     assert torch.equal(operand.scales, scales.T)
     assert torch.equal(operand.values.view(torch.uint8), values.view(torch.uint8))
@@ -81,8 +83,11 @@ def test_an_amax_from_elsewhere_saturates() -> None:
     x = torch.tensor([[0.5, -3.0, math.inf, math.nan] * 4])
     wide = dequantise(cast_ref(x, torch.tensor([1.75]), "tensor", "e4m3", True))
     assert wide[0, :2].tolist() == [0.5, -1.75] and wide[0, 2:4].isnan().all()
-    assert amax(x).item() == math.inf and amax(torch.tensor([[1.0, math.nan]])).item() == 1
-    assert amax(torch.zeros(0, 16)).item() == 0
+    assert (
+        compute_amax(x).item() == math.inf
+        and compute_amax(torch.tensor([[1.0, math.nan]])).item() == 1
+    )
+    assert compute_amax(torch.zeros(0, 16)).item() == 0
 
 
 def test_again_loses_nothing_but_what_underflows() -> None:
@@ -100,7 +105,7 @@ def test_a_product_is_that_of_wide_operands(kinds: tuple[str, str]) -> None:
     a = quantised(torch.randn(40, 272), kinds[0], p2=False)
     b = quantised(torch.randn(144, 272), kinds[1], p2=False)
     truth = dequantise(a).double() @ dequantise(b).double().T
-    torch.testing.assert_close(product_ref(a, b).double(), truth, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(multiply_ref(a, b).double(), truth, rtol=1e-5, atol=1e-4)
 
 
 def test_both_operands_of_one_cast() -> None:

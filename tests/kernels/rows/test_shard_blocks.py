@@ -37,7 +37,7 @@ def gathered(whole: Tensor, dim: int, ranks: int, power_of_two: bool) -> tuple[T
     found = []
     for part, place in zip(parts, places, strict=True):
         found.append(torch.full(place.scales_shape, torch.nan, device=whole.device))
-        s.block_amax_(part, place, found[-1])
+        s.write_block_amax_(part, place, found[-1])
     amax = torch.stack(found).nan_to_num(nan=0.0, posinf=torch.inf).amax(0)
     codes, all_scales = [], []
     for part, place in zip(parts, places, strict=True):

@@ -13,16 +13,16 @@ from moecore.kernels.rows.e4m3 import FP8
 from moecore.kernels.rows.microscaled import quantise_microscaled_matrices
 from moecore.kernels.rows.microscaling import unpack_matrices
 from moecore.kernels.rows.scaling import Blocks
-from moecore.kernels.rows.shard_blocks import MatrixShard, as_matrices
+from moecore.kernels.rows.shard_blocks import MatrixShard, view_as_matrices
 from moecore.kernels.rows.shard_matrices import (
-    amax_of_matrices_,
-    amax_of_squares_,
-    amax_of_squares_ref_,
     cast_part_,
-    finite_amax_,
-    num_matrices,
+    count_matrices,
     pack_part_,
     pack_part_ref_,
+    write_finite_amax_,
+    write_matrix_amax_,
+    write_square_amax_,
+    write_square_amax_ref_,
 )
 
 # Shape, dim that is cut, rows of it on each rank.
@@ -70,12 +70,12 @@ def test_nvfp4(
     shape: tuple[int, ...], dim: int, sizes: tuple[int, ...], power_of_two: bool
 ) -> None:
     recipe, x = Recipe(scaling="nvfp4", power_of_two=power_of_two), weight(shape)
-    e, (rows, columns) = num_matrices(x.shape), (x[..., 0].numel(), shape[-1])
+    e, (rows, columns) = count_matrices(x.shape), (x[..., 0].numel(), shape[-1])
     squares, amax = torch.zeros(rows // 16, columns // 16), torch.zeros(e)
     for part, place, first in parts(x, dim, sizes):
         of_squares, of_matrices = torch.full_like(squares, 7), torch.full_like(amax, 7)
-        amax_of_squares_(part, place, of_squares)
-        finite_amax_(part, first, of_matrices)
+        write_square_amax_(part, place, of_squares)
+        write_finite_amax_(part, first, of_matrices)
         squares, amax = squares.maximum(of_squares), amax.maximum(of_matrices)
     packed = []
     for part, place, _ in parts(x, dim, sizes):
@@ -85,7 +85,7 @@ def test_nvfp4(
         packed.append(bytes_.view(*part.shape[:-1], part.shape[-1] // 2))
     matrices = torch.Size((e, rows // e, columns))
     found = Blocks(torch.cat(packed, dim), scales, "packed", amax)
-    rows_of = as_matrices(found, matrices).rows
+    rows_of = view_as_matrices(found, matrices).rows
     assert rows_of is not None
     for transposed, expected in enumerate(quantise_microscaled_matrices(x.view(matrices), recipe)):
         ours = unpack_matrices(rows_of, recipe, transposed=bool(transposed))
@@ -101,10 +101,10 @@ def test_one_scale_per_matrix(
 ) -> None:
     x = weight(shape)
     x = torch.where(x.isinf(), 3.0, x) if is_finite else x  # infinity makes all of a matrix NaN
-    e, amax = num_matrices(x.shape), torch.zeros(num_matrices(x.shape))
+    e, amax = count_matrices(x.shape), torch.zeros(count_matrices(x.shape))
     for part, _, first in parts(x, dim, sizes):
         of_matrices = torch.full_like(amax, 7)
-        amax_of_matrices_(part, first, of_matrices)
+        write_matrix_amax_(part, first, of_matrices)
         amax = amax.maximum(of_matrices)
     found = []
     for part, _, first in parts(x, dim, sizes):
@@ -126,7 +126,7 @@ def test_kernels_have_the_bits_of_their_references(
     device: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole, count = weight(shape), num_matrices(torch.Size(shape))
+    whole, count = weight(shape), count_matrices(torch.Size(shape))
     rows, columns = whole.numel() // shape[-1], shape[-1]
     for dtype in (torch.float32, torch.bfloat16):
         cut = parts(whole.to(dtype).to(device), dim, sizes)
@@ -134,15 +134,15 @@ def test_kernels_have_the_bits_of_their_references(
         amax = torch.zeros(count, device=device)
         for part, place, first in cut:
             found, expected = torch.full_like(squares, 7), torch.full_like(squares, 7)
-            amax_of_squares_(part, place, found)
-            amax_of_squares_ref_(part, place, expected)
+            write_square_amax_(part, place, found)
+            write_square_amax_ref_(part, place, expected)
             assert torch.equal(found, expected)
             of_matrices = torch.full_like(amax, 7)
-            finite_amax_(part, first, of_matrices)
+            write_finite_amax_(part, first, of_matrices)
             with monkeypatch.context() as patch:
                 patch.setattr(microscaled, "has_kernel", lambda _: False)
                 by_reference = torch.full_like(amax, 7)
-                finite_amax_(part, first, by_reference)
+                write_finite_amax_(part, first, by_reference)
             assert torch.equal(of_matrices, by_reference)
             squares, amax = squares.maximum(found), amax.maximum(of_matrices)
         assert squares.isinf().any() and amax.isfinite().all()

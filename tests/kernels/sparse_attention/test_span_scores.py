@@ -6,7 +6,11 @@ import pytest
 import torch
 
 from moecore.kernels.sparse_attention.contract import IndexerHeads
-from moecore.kernels.sparse_attention.index import _has_kernel, index_scores, span_scores
+from moecore.kernels.sparse_attention.index import (
+    _has_kernel,
+    compute_index_scores,
+    compute_span_scores,
+)
 from moecore.kernels.sparse_attention.keys import SpanOfKeys
 
 # queries [begin, end) of keys [first, last), the first key of each query's document
@@ -31,8 +35,8 @@ def test_scores_are_those_of_plain_pytorch(name: str, dtype: torch.dtype, device
     first_C = torch.where(own_C % 2 == 0, document, own_C - 1).clamp(min=first)
     span, index = SpanOfKeys(first, last, first_C, own_C), IndexerHeads(q, k, w)
     assert _has_kernel(index)
-    got = span_scores(index, span)
-    want = index_scores(IndexerHeads(q.double(), k.double(), w.double()), span)
+    got = compute_span_scores(index, span)
+    want = compute_index_scores(IndexerHeads(q.double(), k.double(), w.double()), span)
     assert torch.equal(got == -torch.inf, want == -torch.inf)
     seen = want > -torch.inf
     error = (got.double() - want)[seen].abs().max()

@@ -18,7 +18,7 @@ from moecore.kernels.sparse_attention import (
     attention,
     sparse_attention,
 )
-from moecore.kernels.sparse_attention.index import select
+from moecore.kernels.sparse_attention.index import select_keys
 from moecore.kernels.zigzag import assign_tokens, find_documents
 from tests.kernels.sparse_attention.oracle import sparse_attention_ref
 
@@ -114,21 +114,21 @@ def test_bounds_have_all_keys_of_the_queries_of_a_rank(size: int) -> None:
     for own in assign_tokens(cu_seqlens, 48, size) if size > 1 else [torch.arange(48)]:
         spans = KeySpans(first[own], own, size, 24)
         for begin, end in combinations(range(len(own) + 1), 2):
-            low, high = spans.bounds(begin, end, 48)
+            low, high = spans.get_bounds(begin, end, 48)
             slack.append(
                 [spans.first_t[begin:end].min() - low, high - spans.last_t[begin:end].max()]
             )
             assert low >= 0 and high <= 48
     assert torch.tensor(slack).amin(0).tolist() == [0, 1]  # all, and none is asked for in vain
-    assert KeySpans(first, first, 1, 24).bounds(30, 33, 48) == (7, 33)
+    assert KeySpans(first, first, 1, 24).get_bounds(30, 33, 48) == (7, 33)
 
 
 def test_of_equal_scores_the_earlier_keys_are_selected() -> None:
     inf = float("inf")
     scores = torch.tensor([[2.0, 0, 0, 3, 0], [-inf, -0.0, 0, -1, -inf], [5, 5, 5, 5, 5]])
-    assert select(scores, 10, 3).tolist() == [[10, 11, 13], [11, 12, 13], [10, 11, 12]]
-    assert select(scores[1:2], 10, 4).tolist() == [[11, 12, 13, -1]]
-    assert select(scores[:, :2], 0, 3).tolist() == [[0, 1, -1], [1, -1, -1], [0, 1, -1]]
+    assert select_keys(scores, 10, 3).tolist() == [[10, 11, 13], [11, 12, 13], [10, 11, 12]]
+    assert select_keys(scores[1:2], 10, 4).tolist() == [[11, 12, 13, -1]]
+    assert select_keys(scores[:, :2], 0, 3).tolist() == [[0, 1, -1], [1, -1, -1], [0, 1, -1]]
 
 
 @pytest.mark.parametrize("name", ["selected, divergences", "all, divergences"])

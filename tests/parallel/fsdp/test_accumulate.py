@@ -16,7 +16,7 @@ from moecore import FSDPOptions, MoEConfig, ParallelConfig, TrainStep, build_mes
 from moecore.models import Decoder, DecoderConfig
 from moecore.parallel.fsdp.size import rank_bytes
 from moecore.parallel.model.clip import clip_grad_norm_
-from moecore.parallel.model.parallel_state import moe_state, parallel_state
+from moecore.parallel.model.parallel_state import get_moe_state, get_parallel_state
 from moecore.train.rerun import drop_step
 from tests.helpers.grids import asked_for
 from tests.helpers.parts import on_parts
@@ -120,7 +120,7 @@ def train(layout: str, rank: int, *, once: bool) -> tuple[dict[str, Tensor], dic
         optimizer.step()
         optimizer.zero_grad()
         owner.finish() if owner else drop_step(model)
-    plan = parallel_state(model).plan
+    plan = get_parallel_state(model).plan
     assert plan is not None
     by = communication(model, events) | buffers(model) | {"planned": rank_bytes(plan)}
     return gather_whole(found), by
@@ -138,10 +138,10 @@ def after_a_dropped_step(layout: str, rank: int, *, once: bool) -> tuple[dict[st
     owner.drop()
     if not once:
         owner = None
-        moe_state(model).set_num_micro_batches(MICRO_BATCHES)
+        get_moe_state(model).set_num_micro_batches(MICRO_BATCHES)
     run_step(model, owner, 0, rank)
     found = gather_whole({f"{n}/0": p.grad for n, p in model.named_parameters()})
-    counts = moe_state(model).finish_step().tokens_per_expert
+    counts = get_moe_state(model).finish_step().tokens_per_expert
     return found, torch.stack(list(counts.values())).sum(1)
 
 

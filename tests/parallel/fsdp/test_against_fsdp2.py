@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moecore import FSDPOptions, MoEConfig, ParallelConfig, build_meshes, parallelize_moe
-from moecore.base.rank_checks import gather
+from moecore.base.rank_checks import gather_objects
 from moecore.base.torch_private import reduce_scatter_single
 from moecore.io import load, save
 from moecore.models import Decoder, DecoderConfig
@@ -202,7 +202,7 @@ def checkpoints(case: Case) -> list[str]:
 def worker(rank: int, device: torch.device, names: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {name: different(CASES[name]) for name in names}
     found["checkpoints"] = checkpoints(CASES["uneven experts, bf16"])
-    every = gather(found)
+    every = gather_objects(found)
     return {name: sorted({n for one in every for n in one[name]}) for name in found}
 
 

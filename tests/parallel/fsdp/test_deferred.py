@@ -30,7 +30,7 @@ from moecore import (
     parallelize,
     parallelize_moe,
 )
-from moecore.base.rank_checks import gather
+from moecore.base.rank_checks import gather_objects
 from moecore.kernels.experts.fp8_products import BlockwiseProducts
 from moecore.kernels.experts.grouped_products import TorchMatmuls
 from moecore.kernels.linear import PlainProducts
@@ -135,7 +135,7 @@ class Run:
         elif verb == "B":
             self._outputs.pop(n).backward()
         elif verb == "D":
-            with self.engine.deferring(self.later[n]):
+            with self.engine.defer_weight_gradients(self.later[n]):
                 self._outputs.pop(n).backward()
         else:
             self.later[n].run()
@@ -232,7 +232,7 @@ def worker(rank: int, device: torch.device, asked: list[tuple[str, str]]) -> dic
             found[case, way] = errors(run.play(turns), wanted[case])
         found[case, way, "products"] = run.products
         found[case, way, "reductions"] = reductions(run.model, events)
-    every = gather(found)
+    every = gather_objects(found)
     return {key: [one[key] for one in every] for key in found}
 
 
@@ -329,7 +329,7 @@ def test_bytes_are_those_of_inputs_and_gradients_of_outputs() -> None:
 def test_a_storage_counts_once() -> None:
     later, x = WeightGradients(), torch.zeros(6, 4)
     for dy in (torch.zeros(6, 2), torch.zeros(6, 3)):
-        later.keep(later, WeightProduct.of(0, dy.shape, torch.mm, (Rows(x), (dy, None, "e4m3"))))
+        later.store(later, WeightProduct.of(0, dy.shape, torch.mm, (Rows(x), (dy, None, "e4m3"))))
         x = x[:3]
     assert later.nbytes == 4 * 6 * (4 + 2 + 3)
 

@@ -29,12 +29,12 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.base.options.precision import Precision, Recipe
-from moecore.base.params import global_indices
-from moecore.base.rank_checks import gather
+from moecore.base.params import compute_global_indices
+from moecore.base.rank_checks import gather_objects
 from moecore.base.torch_private import get_local_tensor
 from moecore.kernels.rows.cast import cast
 from moecore.kernels.rows.quantised import quantise_weights
-from moecore.kernels.rows.shard_blocks import as_matrices, as_operand
+from moecore.kernels.rows.shard_blocks import make_dense_operand, view_as_matrices
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.param_reader import gathered_blocks
 from moecore.parallel.fsdp.formats import BlockFormat
@@ -147,10 +147,10 @@ def differs(model: Decoder, power_of_two: bool) -> list[str]:
                 how = dict(power_of_two=power_of_two)
                 blocks = quantise_weights(weight.reshape(-1, *as_matrix(weight)), **how)
                 assert blocks.rows is not None
-                want, got = blocks.rows, as_matrices(found, blocks.rows.values.shape).rows
+                want, got = blocks.rows, view_as_matrices(found, blocks.rows.values.shape).rows
             else:
                 want = cast(weight, "block", power_of_two=power_of_two, columns=False).rows
-                got = as_operand(found)
+                got = make_dense_operand(found)
             assert want is not None and got is not None
             same = torch.equal(got.scales, want.scales)
             same &= torch.equal(*(side.values.view(torch.uint8) for side in (got, want)))
@@ -168,7 +168,7 @@ def bits(parallel: ParallelConfig, recipe: Recipe) -> dict[str, Any]:
     model = make(parallel, FP8, recipe)
     with torch.no_grad():  # neighbours of one block are of many sizes
         for param in model.parameters():
-            rows = global_indices(param)[0].to(param.device)
+            rows = compute_global_indices(param)[0].to(param.device)
             get_local_tensor(param).mul_(2.0 ** (rows % 7).view(-1, *[1] * (param.ndim - 1)))
     for unit in fp8_units(model):
         unit.refresh()
@@ -286,7 +286,7 @@ def refused_reads(rank: int) -> dict[str, str]:
     def plain(self: Any, x: Tensor) -> Tensor:
         return torch.nn.functional.linear(x, read(self.weight))
 
-    from moecore.base.params import local_param as read
+    from moecore.base.params import get_local_param as read
 
     attention = block.self_attn.q_proj
     for name, target, forward_of in (
@@ -342,7 +342,7 @@ def worker(rank: int, device: torch.device, same: list[str]) -> dict[str, Any]:
         results["refused"] = refused_reads(rank)
         for name in ("model dim", "tp, ep"):
             results[f"late {name}"] = late_backwards(LAYOUTS[name])
-    bits_of_ranks = gather({n: r for n, r in results.items() if n.startswith("bits")})
+    bits_of_ranks = gather_objects({n: r for n, r in results.items() if n.startswith("bits")})
     return results | {"everyone": bits_of_ranks}
 
 

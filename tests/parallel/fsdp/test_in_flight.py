@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore import FSDPOptions, ParallelConfig, TrainStep, build_meshes, parallelize_moe
-from moecore.base.rank_checks import gather
+from moecore.base.rank_checks import gather_objects
 from moecore.train.rerun import drop_step
 from tests.helpers.ranks import num_gpu_ranks, run_ranks
 from tests.parallel.fsdp import test_unit
@@ -140,7 +140,7 @@ def worker(rank: int, device: torch.device, width: int) -> list[dict[Any, Any]]:
         assert ours.keys() == wanted.keys() and len(ours) > 10
         wrong = [name for name, t in wanted.items() if not torch.equal(ours[name], t)]
         found[layout, schedule] = (wrong, missed)
-    return gather(found)
+    return gather_objects(found)
 
 
 def test_gradients_have_the_bits_of_one_after_the_other() -> None:

@@ -26,7 +26,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.base.options.precision import Precision, Recipe
-from moecore.base.rank_checks import gather
+from moecore.base.rank_checks import gather_objects
 from moecore.base.torch_private import get_local_tensor
 from moecore.kernels.rows.microscaling import pack_e2m1, unpack_e2m1
 from moecore.models import Decoder, DecoderConfig
@@ -158,7 +158,7 @@ def worker(rank: int, device: torch.device, cases: list[str]) -> list[dict[str, 
         assert all(tensor.isfinite().all() for tensor in wide.values())
         different = [name for name in wide if not torch.equal(wide[name], narrow[name])]
         results[case] = different, wide_bytes, num_bytes
-    return gather(results)
+    return gather_objects(results)
 
 
 @pytest.fixture(scope="module")

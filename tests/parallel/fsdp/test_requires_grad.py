@@ -21,7 +21,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.base.params import clean_name
-from moecore.base.rank_checks import gather
+from moecore.base.rank_checks import gather_objects
 from moecore.models import Decoder, DecoderConfig
 from moecore.parallel.fsdp.formats import BlockFormat
 from tests.families.transformers.hf_models import random_model
@@ -207,7 +207,7 @@ def worker(rank: int, device: torch.device, cases: list[str]) -> dict[str, list[
         found[name] = steps(ours, plain)
         if "memory" not in options:  # torch's checkpoints refuse what has changed since forward
             found[name] += between(ours, plain)
-    every = gather(found | {"FP8": gathered_in_fp8()})
+    every = gather_objects(found | {"FP8": gathered_in_fp8()})
     return {name: [error for of_rank in every for error in of_rank[name]] for name in every[0]}
 
 

@@ -20,7 +20,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.base.rank_checks import gather
+from moecore.base.rank_checks import gather_objects
 from tests.families.transformers.family_models import batch, loss_of, tiny_model
 from tests.helpers.grids import asked_for
 from tests.helpers.ranks import run_ranks
@@ -225,7 +225,7 @@ def text_beside_images(rank: int, asked: Collection[str]) -> dict[str, list[str]
 
 def worker(rank: int, _device: torch.device, asked: list[str]) -> Any:
     found = skipping(rank, asked) | text_beside_images(rank, asked)
-    return gather(found)
+    return gather_objects(found)
 
 
 @pytest.fixture(scope="module")

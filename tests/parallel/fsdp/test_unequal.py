@@ -19,7 +19,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.base.rank_checks import gather
+from moecore.base.rank_checks import gather_objects
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -152,7 +152,7 @@ def worker(
             act(Rank(parallel, widths, **options))
         except ValueError as error:
             errors[name] = str(error)
-    return gather(errors)
+    return gather_objects(errors)
 
 
 @pytest.fixture(scope="module")

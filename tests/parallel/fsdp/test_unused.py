@@ -25,7 +25,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.base.rank_checks import gather
+from moecore.base.rank_checks import gather_objects
 from tests.helpers.grids import asked_for
 from tests.helpers.ranks import run_ranks
 from tests.helpers.whole import by_turns
@@ -260,7 +260,7 @@ def worker(rank: int, _device: torch.device, names: list[str]) -> Any:
     found: dict[str, Any] = {
         name: gradients(rank, CASES[name], wanted[RUNS.index(CASES[name].run)]) for name in names
     }
-    return gather(found | {"frozen": collectives(rank)})
+    return gather_objects(found | {"frozen": collectives(rank)})
 
 
 @pytest.fixture(scope="module")

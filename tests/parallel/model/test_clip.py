@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from moecore import MoEConfig, MoELayer, ParallelConfig, TrainStep, build_meshes, clip_grad_norm_
 from moecore import parallelize_moe as parallelize
-from moecore.base.rank_checks import gather
+from moecore.base.rank_checks import gather_objects
 from moecore.parallel.model.clip import GradientNorm, step_clipped
-from moecore.parallel.model.parallel_state import moe_state
+from moecore.parallel.model.parallel_state import get_moe_state
 from tests.helpers.grids import asked_for, grid
 from tests.helpers.ranks import run_ranks
 
@@ -106,7 +106,7 @@ def collectives_of_a_step() -> list[str]:
     try:
         clip_grad_norm_(model, 1.0)
         calls.append("clipped")
-        moe_state(model).finish_step()
+        get_moe_state(model).finish_step()
     finally:
         dist.all_reduce = original
     return calls
@@ -127,7 +127,7 @@ def worker(rank: int, device: torch.device, cases: list[tuple[str, float, bool]]
     for name, value, fused in cases:
         found = step_with_bad_gradient(name, BAD[name], value, fused=fused)
         mine[f"{name}/{value}/{fused}"] = found
-    return gather(mine)
+    return gather_objects(mine)
 
 
 @pytest.fixture(scope="module")

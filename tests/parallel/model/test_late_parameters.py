@@ -20,9 +20,9 @@ from moecore import (
     clip_grad_norm_,
     parallelize_moe,
 )
-from moecore.base.rank_checks import gather
+from moecore.base.rank_checks import gather_objects
 from moecore.models import Decoder, DecoderConfig
-from moecore.parallel.model.parallel_state import moe_state
+from moecore.parallel.model.parallel_state import get_moe_state
 from tests.helpers.ranks import run_ranks
 from tests.moe.moe_cases import make_layer
 
@@ -134,9 +134,9 @@ def errors(model: nn.Module, x: Tensor) -> list[str]:
     """What clipping and the end of a step say, after a step and after a forward alone."""
     model(x).square().mean().backward()
     found = [error_of(lambda: clip_grad_norm_(model, 1.0))]
-    found.append(error_of(moe_state(model).finish_step))
+    found.append(error_of(get_moe_state(model).finish_step))
     model(x)
-    found.append(error_of(moe_state(model).finish_step))
+    found.append(error_of(get_moe_state(model).finish_step))
     found.append(error_of(lambda: clip_grad_norm_(model, 1.0)))
     step = TrainStep(model, num_micro_batches=2)
     for _ in range(2):
@@ -166,7 +166,7 @@ def errors_of_a_meta_model() -> list[str]:
     tokens = torch.arange(12).view(2, 6)
     model(tokens, tokens.contiguous()).backward()
     found = [error_of(lambda: clip_grad_norm_(model, 1.0))]
-    return [*found, error_of(moe_state(model).finish_step)]
+    return [*found, error_of(get_moe_state(model).finish_step)]
 
 
 def worker(rank: int, device: torch.device) -> list[Any]:
@@ -181,7 +181,7 @@ def worker(rank: int, device: torch.device) -> list[Any]:
     model(x).square().mean().backward()
     mine["around"] = error_of(lambda: clip_grad_norm_(model, 1.0))
     mine["plain"] = error_of(lambda: clip_grad_norm_(Model(), 1.0))
-    return gather(mine)
+    return gather_objects(mine)
 
 
 @pytest.fixture(scope="module")

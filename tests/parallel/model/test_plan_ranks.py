@@ -21,9 +21,9 @@ from moecore import (
     parallelize_moe,
     plan_sharding,
 )
-from moecore.base.rank_checks import gather
+from moecore.base.rank_checks import gather_objects
 from moecore.models import Decoder, DecoderConfig
-from moecore.parallel.model.parallel_state import parallel_state
+from moecore.parallel.model.parallel_state import get_parallel_state
 from tests.helpers.ranks import run_ranks
 from tests.parallel.fsdp.units import units as units_of
 
@@ -97,7 +97,7 @@ def differences(case: Case) -> dict[str, tuple[Any, Any]]:
     parallelize_moe(model, meshes, fsdp=case.fsdp)
     used = first_uses(root, plan, case)
     pairs |= {
-        "plan": (plan, parallel_state(root).plan),
+        "plan": (plan, get_parallel_state(root).plan),
         "order": ([u.name for u in plan.units], used),
     }
     rank = torch.distributed.get_rank()
@@ -185,7 +185,7 @@ def first_uses(root: nn.Module, plan: ShardPlan, case: Case) -> list[str]:
 
 def worker(rank: int, device: torch.device) -> list[dict[str, Any]]:
     mine = {name: differences(case) for name, case in CASES.items()}
-    return gather(mine)
+    return gather_objects(mine)
 
 
 @pytest.fixture(scope="module")

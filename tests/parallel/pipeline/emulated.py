@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from moecore.families.family import family_of
 from moecore.parallel.pipeline.layout import Stage
-from moecore.parallel.pipeline.stages import StagedModel, hidden_shape, take_stages
+from moecore.parallel.pipeline.stages import StagedModel, get_hidden_shape, take_stages
 
 
 def staged(model: nn.Module) -> StagedModel:
@@ -75,7 +75,7 @@ def run_on(
         model = ranks[stage.index % len(ranks)]
         hidden = left[-1].detach().requires_grad_(backward) if left else None
         if hidden is not None and (stage.layers or stage.mtp or stage.loss):
-            assert hidden.shape == hidden_shape(staged(model), stage, inputs)
+            assert hidden.shape == get_hidden_shape(staged(model), stage, inputs)
             shapes.append(tuple(hidden.shape))
         entered.append(hidden)
         left.append(staged(model)(stage=stage, hidden=hidden, **inputs))

@@ -18,7 +18,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.base.params import global_indices
+from moecore.base.params import compute_global_indices
 from moecore.models import Decoder, DecoderConfig
 
 TABLE = "model.embed_tokens.weight"
@@ -78,7 +78,7 @@ def shard_of(whole: Tensor, tensor: Tensor) -> Tensor:
     """Return what this rank must hold of a whole tensor."""
     if not isinstance(tensor, DTensor):
         return whole
-    return whole[torch.meshgrid(*global_indices(tensor), indexing="ij")]
+    return whole[torch.meshgrid(*compute_global_indices(tensor), indexing="ij")]
 
 
 def values_of(name: str, shape: torch.Size, seed: int) -> Tensor:

@@ -20,7 +20,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.base.rank_checks import gather
+from moecore.base.rank_checks import gather_objects
 from moecore.models import Decoder, preset
 from tests.families.transformers.hf_models import random_model
 from tests.helpers.ranks import run_ranks
@@ -94,7 +94,7 @@ def worker(rank: int, device: torch.device) -> list[dict[str, Any]]:
         ids = {"input_ids": tokens(0)}
         call = causal if name == "forward" else causal.generate
         found[name] = error_of(lambda call=call, ids=ids: call(**ids))  # type: ignore[misc]
-    return gather(found)
+    return gather_objects(found)
 
 
 @pytest.fixture(scope="module")

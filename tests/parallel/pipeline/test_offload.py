@@ -26,10 +26,10 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.base.rank_checks import gather
+from moecore.base.rank_checks import gather_objects
 from moecore.models import Decoder, DecoderConfig
 from moecore.parallel import Costs, make_schedule, offload_fractions
-from moecore.parallel.model.parallel_state import parallel_state
+from moecore.parallel.model.parallel_state import get_parallel_state
 from moecore.parallel.pipeline.orders import Action
 from moecore.parallel.pipeline.run import _ScheduleRun
 from moecore.train.memory.groups import OffloadChunk
@@ -54,7 +54,7 @@ DECODER = DecoderConfig(
 def planned() -> tuple[float, ...]:
     """Return the fractions of 1F1B whose copies last twice as long as a forward."""
     schedule = make_schedule("1f1b", pp=2, chunks=1, num_micro_batches=NUMBER)
-    costs = Costs.of_forward((1.0, 1.0))
+    costs = Costs.from_forward((1.0, 1.0))
     return offload_fractions(schedule, costs, [10**6] * 2, bytes_per_second=0.5e6)
 
 
@@ -152,7 +152,7 @@ def trained(
     model.to_empty(device="cpu")
     model.init_weights(1)
     step = TrainStep(model, num_micro_batches=NUMBER)
-    offload = parallel_state(model).pipeline.offload  # type: ignore[union-attr]
+    offload = get_parallel_state(model).pipeline.offload  # type: ignore[union-attr]
     batches = [batch(number, meshes.data_rank) for number in range(NUMBER)]
     with nullcontext() if watch is None else watch.on(offload):
         losses = step.forward_backward(batches)
@@ -205,7 +205,7 @@ def worker(rank: int, device: torch.device) -> list[dict[str, Any]]:
     meshes = build_meshes(ParallelConfig(pp=2, ep=2), "cpu")
     found = {name: compared(meshes, *case) for name, case in CASES.items()}
     found["refused"] = refusals(meshes)
-    return gather(found)
+    return gather_objects(found)
 
 
 @pytest.fixture(scope="module")

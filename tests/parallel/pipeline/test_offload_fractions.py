@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moecore.base.options.names import ScheduleName
 from moecore.parallel import Costs, offload_fractions
-from moecore.parallel.pipeline.offload import next_backwards, offloads_last_block
+from moecore.parallel.pipeline.offload import find_next_backwards, list_last_block_offloads
 from moecore.parallel.pipeline.orders import Action, Overlap, list_actions
 from moecore.parallel.pipeline.schedule import Schedule, make_schedule
 from moecore.parallel.pipeline.timeline import simulate
@@ -116,7 +116,7 @@ def check(schedule: Schedule, costs: Costs, sizes: list[int]) -> None:
     soon = {
         a.stage
         for order in schedule.orders
-        for item, ahead in zip(order, next_backwards(order), strict=True)
+        for item, ahead in zip(order, find_next_backwards(order), strict=True)
         for a in list_actions(item)
         if ahead is not None and a.kind == "F" and a[1:] == ahead[1:]
     }
@@ -191,7 +191,7 @@ def test_copies_wait_for_each_other(name: str) -> None:
 def test_what_they_are_of_equal_stages() -> None:
     """A turn of 1F1B copies beside a forward; the last stage's backward follows at once."""
     schedule = make_schedule("1f1b", pp=4, chunks=1, num_micro_batches=8)
-    costs = Costs.of_forward((1.0,) * 4)
+    costs = Costs.from_forward((1.0,) * 4)
     found = offload_fractions(schedule, costs, [4000] * 4, bytes_per_second=1000)
     assert found == pytest.approx((0.25, 0.25, 0.25, 0.0))
     found = offload_fractions(schedule, costs, [500, 1000, 0, 10], bytes_per_second=1000)
@@ -203,15 +203,15 @@ def test_items_that_look_ahead() -> None:
         [Action(kind, 0, i) for i in range(4)]  # type: ignore[arg-type]
         for kind in "FBDW"
     )
-    assert next_backwards([F[0], D[0], W[0], D[1]]) == [D[0], D[1], D[1], None]
-    assert next_backwards([F[0], Overlap(F[1], B[0])]) == [B[0], None]
+    assert find_next_backwards([F[0], D[0], W[0], D[1]]) == [D[0], D[1], D[1], None]
+    assert find_next_backwards([F[0], Overlap(F[1], B[0])]) == [B[0], None]
     # F0 is out with the next item and asked for with the item before B0: one is between.
-    assert offloads_last_block([F[0], F[1], F[2], F[3], B[0]])[0]
-    assert not offloads_last_block([F[0], F[1], F[2], B[0]])[0]
-    assert not offloads_last_block([F[0], D[1], W[1], D[0]])[0]
+    assert list_last_block_offloads([F[0], F[1], F[2], F[3], B[0]])[0]
+    assert not list_last_block_offloads([F[0], F[1], F[2], B[0]])[0]
+    assert not list_last_block_offloads([F[0], D[1], W[1], D[0]])[0]
 
 
 def test_sizes_of_other_stages() -> None:
     schedule = make_schedule("1f1b", pp=2, chunks=1, num_micro_batches=2)
     with pytest.raises(ValueError, match=r"^sizes \(1 stages\) must have bytes per stage .*\(2\)"):
-        offload_fractions(schedule, Costs.of_forward((1.0, 1.0)), [1], bytes_per_second=1.0)
+        offload_fractions(schedule, Costs.from_forward((1.0, 1.0)), [1], bytes_per_second=1.0)

@@ -29,9 +29,9 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.base.rank_checks import gather
+from moecore.base.rank_checks import gather_objects
 from moecore.models import Decoder, DecoderConfig
-from moecore.parallel.model.parallel_state import parallel_state
+from moecore.parallel.model.parallel_state import get_parallel_state
 from moecore.parallel.pipeline.orders import Action
 from moecore.parallel.pipeline.run import _ScheduleRun
 from moecore.parallel.pipeline.schedule import make_schedule
@@ -363,9 +363,9 @@ def held_for_weights(config: PipelineConfig, *, layers: int) -> tuple[int, int]:
     parallelize_moe(model, meshes, pipeline=config)
     model.to_empty(device="cpu")
     model.init_weights(0)
-    one = [0] * len(parallel_state(model).pipeline.layout.stages)
+    one = [0] * len(get_parallel_state(model).pipeline.layout.stages)
     found = 0
-    original = _ScheduleRun._backward_of_inputs
+    original = _ScheduleRun._run_input_backward
 
     def measured(self: _ScheduleRun, action: Action) -> Tensor | None:
         nonlocal found
@@ -375,12 +375,12 @@ def held_for_weights(config: PipelineConfig, *, layers: int) -> tuple[int, int]:
         return result
 
     step = TrainStep(model, num_micro_batches=steps)
-    with patch.object(_ScheduleRun, "_backward_of_inputs", measured):
+    with patch.object(_ScheduleRun, "_run_input_backward", measured):
         step.forward_backward([batch(0, 0, 0)] * steps)
     step.drop()
     chunks = len(one) // 4
     schedule = make_schedule(config.schedule, pp=4, chunks=chunks, num_micro_batches=steps)
-    return schedule.peak_live([0] * len(one), deferred_sizes=one)[meshes.pp_rank], found
+    return schedule.compute_peak_live([0] * len(one), deferred_sizes=one)[meshes.pp_rank], found
 
 
 def worker(rank: int, device: torch.device, cases: list[Case]) -> dict[str, dict[str, float]]:
@@ -392,7 +392,7 @@ def worker_that_predicts(rank: int, device: torch.device) -> dict[str, dict[str,
     found["refused"] = refusals(rank)
     found["page"] = run_the_page()
     held = [held_for_weights(ZERO_BUBBLE, layers=4), held_for_weights(V, layers=8)]
-    return found | {"held": gather(held)} | transformers_models(rank)
+    return found | {"held": gather_objects(held)} | transformers_models(rank)
 
 
 @pytest.fixture(scope="module")

@@ -96,14 +96,14 @@ def test_any_sizes(name: Any, pp: int, chunks: int, num_micro_batches: int) -> N
     sent, needed = messages(schedule)
     assert sent == needed
     ones = [1] * schedule.num_stages
-    assert max(schedule.peak_live(ones)) <= chunks * num_micro_batches
+    assert max(schedule.compute_peak_live(ones)) <= chunks * num_micro_batches
     if name in ("1f1b", "zero-bubble"):
-        assert max(schedule.peak_live(ones)) == min(pp, num_micro_batches)
+        assert max(schedule.compute_peak_live(ones)) == min(pp, num_micro_batches)
     if name in ("zbv", "dualpipe-v"):
-        assert max(schedule.peak_live(ones)) <= 2 * pp + (name == "dualpipe-v")
+        assert max(schedule.compute_peak_live(ones)) <= 2 * pp + (name == "dualpipe-v")
     if name == "interleaved" and num_micro_batches % pp == 0:
         most = (chunks - 1) * pp + (2 * pp - 1 if chunks > 1 else pp)
-        assert max(schedule.peak_live(ones)) == min(most, chunks * num_micro_batches)
+        assert max(schedule.compute_peak_live(ones)) == min(most, chunks * num_micro_batches)
 
 
 @pytest.mark.parametrize("name", ["overlapped", "dualpipe-v"])
@@ -242,8 +242,8 @@ def test_a_v_is_that_of_torch_but_for_its_weight_gradients(
     other = of_torch(theirs, schedule)
     other.check()
     assert without_weights(schedule) == without_weights(other)
-    assert schedule.peak_live([1] * 2 * pp) == other.peak_live([1] * 2 * pp)
-    costs = Costs.of_forward((1.0,) * schedule.num_stages)
+    assert schedule.compute_peak_live([1] * 2 * pp) == other.compute_peak_live([1] * 2 * pp)
+    costs = Costs.from_forward((1.0,) * schedule.num_stages)
     assert simulate(schedule, costs).makespan <= simulate(other, costs).makespan
 
 

@@ -14,7 +14,7 @@ from moecore.parallel.pipeline.timeline import Costs, simulate
 
 def bubble(name: Any, pp: int, chunks: int, number: int, **times: float) -> float:
     schedule = make_schedule(name, pp=pp, chunks=chunks, num_micro_batches=number)
-    costs = Costs.of_forward((1.0 / chunks,) * schedule.num_stages, **times)
+    costs = Costs.from_forward((1.0 / chunks,) * schedule.num_stages, **times)
     return simulate(schedule, costs).bubble
 
 
@@ -77,32 +77,33 @@ def test_layouts_of_deepseek_v3(name: Any, text: str, pp: int, number: int) -> N
     layout = parse_layout(text, num_layers=61, num_mtp_layers=1)
     chunks = layout.chunks(pp)
     assert chunks == 4
-    stages = DEEPSEEK.of_stages(layout)
+    stages = DEEPSEEK.sum_stages(layout)
     schedule = make_schedule(name, pp=pp, chunks=chunks, num_micro_batches=number)
-    timeline = simulate(schedule, Costs.of_forward(stages))
+    timeline = simulate(schedule, Costs.from_forward(stages))
     closed = 3 * max(stages) * (number * chunks + pp - 1)
     assert timeline.makespan == pytest.approx(closed, rel=0.03)
     assert timeline.makespan <= closed
     even = even_layout(61, num_stages=4 * pp, num_mtp_layers=1)
-    other = simulate(schedule, Costs.of_forward(DEEPSEEK.of_stages(even)))
+    other = simulate(schedule, Costs.from_forward(DEEPSEEK.sum_stages(even)))
     assert other.makespan > 1.05 * timeline.makespan
     balanced = balanced_layout(DEEPSEEK, num_stages=4 * pp)
-    best = simulate(schedule, Costs.of_forward(DEEPSEEK.of_stages(balanced)))
+    best = simulate(schedule, Costs.from_forward(DEEPSEEK.sum_stages(balanced)))
     assert best.makespan <= closed
 
 
 def test_bytes_that_a_rank_holds() -> None:
     """Interleaved 1F1B on 4 ranks of 4 chunks: (4 - 1) x 4 + 2 x (3 - rank) + 1 of them."""
     schedule = make_schedule("interleaved", pp=4, chunks=4, num_micro_batches=64)
-    assert schedule.peak_live([1] * 16) == (19, 17, 15, 13)
+    assert schedule.compute_peak_live([1] * 16) == (19, 17, 15, 13)
     layout = parse_layout("Et*4|(tttt|)*14tmL", num_layers=61, num_mtp_layers=1)
-    held = schedule.peak_live([len(stage.layers) for stage in layout.stages])
+    held = schedule.compute_peak_live([len(stage.layers) for stage in layout.stages])
     assert held[2] == 15 * 4
     assert (
-        make_schedule("zbv", pp=4, chunks=2, num_micro_batches=16).peak_live([3] * 8) == (24,) * 4
+        make_schedule("zbv", pp=4, chunks=2, num_micro_batches=16).compute_peak_live([3] * 8)
+        == (24,) * 4
     )
     zero_bubble = make_schedule("zero-bubble", pp=4, chunks=1, num_micro_batches=16)
-    assert zero_bubble.peak_live([0] * 4, deferred_sizes=[5] * 4) == (5, 10, 15, 20)
+    assert zero_bubble.compute_peak_live([0] * 4, deferred_sizes=[5] * 4) == (5, 10, 15, 20)
 
 
 KEYS = ("forward", "backward_inputs", "backward_weights")
@@ -118,7 +119,7 @@ KEYS = ("forward", "backward_inputs", "backward_weights")
 def test_costs_of_other_stages(number: int, message: str) -> None:
     schedule = make_schedule("1f1b", pp=4, chunks=1, num_micro_batches=4)
     with pytest.raises(ValueError, match=message):
-        simulate(schedule, Costs.of_forward((1.0,) * number))
+        simulate(schedule, Costs.from_forward((1.0,) * number))
     with pytest.raises(ValueError, match=r"^Costs.backward_inputs \(\(1.0,\)\) must have a time"):
         Costs(forward=(1.0, 1.0), backward_inputs=(1.0,), backward_weights=(1.0, 1.0))
     with pytest.raises(ValueError, match=r"^Costs.forward_exchange \(\(1.0,\)\) must have a time"):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from moecore import ParallelConfig, TrainStep, build_meshes, clip_grad_norm_, parallelize_moe
 from moecore.models import Decoder
-from moecore.parallel.model.parallel_state import find_stages, sum_copies
+from moecore.parallel.model.parallel_state import all_reduce_stage_copies, find_stages
 from tests.helpers.ranks import run_ranks
 from tests.parallel.pipeline.stages import (
     CONFIG,
@@ -55,7 +55,7 @@ def drift(layout: str) -> bool:
         if table is not None:
             torch.manual_seed(10 * step + dist.get_rank())
             local(table.grad).copy_(torch.randn_like(local(table)) * 10.0 ** (dist.get_rank() - 2))
-        sum_copies(model)
+        all_reduce_stage_copies(model)
         clip_grad_norm_(model, 0.1)
         optimizer.step()
     tables = [t for t in gather(None if table is None else local(table)) if t is not None]
@@ -70,7 +70,7 @@ def missing_gradient() -> bool:
     set_gradients(model, 0)
     if dist.get_rank() == 0:
         table.grad = None
-    sum_copies(model)
+    all_reduce_stage_copies(model)
     found = gather(None if table is None else local(table.grad))
     whole = plain()
     set_gradients(whole, 0, scale=2.0)
@@ -165,6 +165,6 @@ def test_a_model_without_stages_has_nothing_to_sum() -> None:
     model = plain()
     set_gradients(model, 0)
     before = model.model.embed_tokens.weight.grad.clone()
-    sum_copies(model)
+    all_reduce_stage_copies(model)
     assert torch.equal(model.model.embed_tokens.weight.grad, before)
     assert find_stages(model) == (model, None)

@@ -18,7 +18,7 @@ from moecore.base.copies import copy_modules, make_meta_parameter
 from moecore.models import Decoder, DecoderConfig, preset
 from moecore.parallel.fsdp.units import find_blocks, find_units
 from moecore.parallel.pipeline.run import forward_pipeline, run_pipeline
-from moecore.parallel.pipeline.stages import AbsentModule, hidden_shape, take_stages
+from moecore.parallel.pipeline.stages import AbsentModule, get_hidden_shape, take_stages
 from tests.parallel.pipeline.emulated import assert_same, run_stages, staged, stages_of
 
 TABLE = "model.embed_tokens.weight"
@@ -181,14 +181,14 @@ def test_a_cut_model_has_the_units_of_its_parts(made):
 def test_shapes_by_hand():
     model, inputs = make("latent, mtp"), batch()
     stages = stages_of("Et||tt|m|m|L")
-    shapes = [hidden_shape(staged(model), stages[i], inputs) for i in (2, 3, 4, 5)]
+    shapes = [get_hidden_shape(staged(model), stages[i], inputs) for i in (2, 3, 4, 5)]
     assert shapes == [(2, 16, 64), (2, 16, 64), (2, 2, 16, 64), (3, 2, 16, 64)]
     model.eval()
-    shapes = [hidden_shape(staged(model), stages[i], inputs) for i in (2, 3, 4, 5)]
+    shapes = [get_hidden_shape(staged(model), stages[i], inputs) for i in (2, 3, 4, 5)]
     assert shapes == [(2, 16, 64), (2, 16, 64), (1, 2, 16, 64), (1, 2, 16, 64)]
     for index in (0, 1):
         with pytest.raises(ValueError, match=f"^stage \\({index}\\) must get hidden states"):
-            hidden_shape(staged(model), stages[index], inputs)
+            get_hidden_shape(staged(model), stages[index], inputs)
 
 
 WRONG_INPUTS = [

@@ -14,18 +14,25 @@ from moecore.base.options.names import ScheduleName
 from moecore.base.torch_private import mark
 from moecore.parallel.pipeline.orders import Action, Overlap
 from moecore.parallel.pipeline.schedule import make_schedule
-from moecore.parallel.pipeline.timeline import Costs, Timeline, boxes, draw, name_item, simulate
+from moecore.parallel.pipeline.timeline import (
+    Costs,
+    Timeline,
+    draw,
+    list_boxes,
+    name_item,
+    simulate,
+)
 
 
 def timeline_of(name: Any) -> Timeline:
     chunks = 1 if name in ("1f1b", "zero-bubble") else 2
     schedule = make_schedule(name, pp=3, chunks=chunks, num_micro_batches=7)
-    return simulate(schedule, Costs.of_forward((1.0,) * schedule.num_stages))
+    return simulate(schedule, Costs.from_forward((1.0,) * schedule.num_stages))
 
 
 @pytest.mark.parametrize("name", get_args(ScheduleName))
 def test_boxes_do_not_overlap(name: Any) -> None:
-    found = list(boxes(timeline_of(name)))
+    found = list(list_boxes(timeline_of(name)))
     chunks = 1 if name in ("1f1b", "zero-bubble") else 2
     passes = sum({"F": 1, "B": 2, "D": 1, "W": 1}[box.action.kind] for box in found)
     assert passes == 3 * 3 * 7 * chunks and {box.chunk for box in found} == set(range(chunks))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from moecore.parallel.model.parallel_state import get_progress, moe_state
+from moecore.parallel.model.parallel_state import get_moe_state, get_progress
 from moecore.train.graphs import forward_backward
 from moecore.train.graphs import graphed_part as module
 from moecore.train.graphs.graphed_part import make_form
@@ -124,7 +124,7 @@ class FakeGraph:
         with capturing, torch.random.fork_rng(devices=[]):
             self.outputs = function(*inputs)
         self.grads = [p.grad for p in self.model.parameters()]
-        for layer in moe_state(self.model).layers.values():
+        for layer in get_moe_state(self.model).layers.values():
             for counted in layer.tracker.counts.tensors():  # what is captured has not run
                 counted.zero_()
 

@@ -32,7 +32,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.parallel.model.parallel_state import get_capacity, moe_state, parallel_state
+from moecore.parallel.model.parallel_state import get_capacity, get_moe_state, get_parallel_state
 from moecore.train import GraphedForwardBackward
 from moecore.train.graphs import forward_backward as module
 from moecore.train.graphs.forward_backward import collect_facts
@@ -79,8 +79,8 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
     "requires_grad of 0.weight": lambda model: model[0].weight.requires_grad_(False),
     "train or eval mode of the model": nn.Module.eval,
     "train or eval mode of 1": lambda model: model[1].eval(),
-    "the number of micro-batches of a step": lambda m: moe_state(m).set_num_micro_batches(2),
-    "the loss scale": lambda model: moe_state(model).set_loss_scale(SCALE),
+    "the number of micro-batches of a step": lambda m: get_moe_state(m).set_num_micro_batches(2),
+    "the loss scale": lambda model: get_moe_state(model).set_loss_scale(SCALE),
     "the config of 1": lambda m: m[1].set_balance(BalanceConfig(micro_batch_coef=0.1)),
     "the number of hooks of 0.weight": hooked,
     "the number of hooks of 1": lambda model: model[1].register_forward_hook(print),
@@ -94,17 +94,17 @@ def error_after(change: str, x: Tensor) -> str:
     def step() -> None:
         model(x).square().mean().backward()
         model.zero_grad()
-        moe_state(model).finish_step()
+        get_moe_state(model).finish_step()
         with torch.no_grad():
             model.eval()(x)
         model.train()
 
     step()
-    facts = collect_facts(model, moe_state(model))
+    facts = collect_facts(model, get_moe_state(model))
     step()
     model.load_state_dict(model.state_dict())
     CHANGES.get(change, nn.Module.train)(model)
-    return error_of(lambda: facts.check(model, moe_state(model)))
+    return error_of(lambda: facts.check(model, get_moe_state(model)))
 
 
 def make_forward_backward(fails: str = "") -> Any:
@@ -141,7 +141,7 @@ def train_graphed(x: Tensor) -> dict[str, Any]:
     """Losses, how often Python ran, and what was refused on the way."""
     function, found = make_forward_backward(), {}
     model, owner = function.model, function.owner
-    buffers, record = object(), parallel_state(model)
+    buffers, record = object(), get_parallel_state(model)
     record.exchanges = exchanges = SimpleNamespace(resources=(buffers,))
     run = GraphedForwardBackward(function, model)
 

@@ -37,7 +37,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.models import Decoder, preset
-from moecore.parallel.model.parallel_state import get_capacity, moe_state
+from moecore.parallel.model.parallel_state import get_capacity, get_moe_state
 from moecore.train import GraphedForwardBackward
 from tests.helpers.ranks import run_ranks
 
@@ -317,7 +317,7 @@ def outgrown() -> list[Any]:
     for n in range(WARM_UP + 1):  # weights stay, so that all fits
         job.run(job.batch(n))
         job.owner.drop()
-    for layer in moe_state(job.model).layers.values():
+    for layer in get_moe_state(job.model).layers.values():
         bias_E = layer.part("router").selection_bias
         bias_E.copy_(torch.arange(len(bias_E), 0, -1))
     skipped = []

@@ -30,7 +30,7 @@ from moecore import (
 )
 from moecore.base.options.precision import Recipe
 from moecore.models import Decoder, preset
-from moecore.parallel.model.parallel_state import moe_state
+from moecore.parallel.model.parallel_state import get_moe_state
 from moecore.train.graphs.graphed_part import WARM_UP, GraphedPart
 from tests.helpers.grids import asked_for, beside
 from tests.helpers.parts import on_parts
@@ -166,7 +166,10 @@ def train(
 
 def parts_of(model: Decoder) -> list[GraphedPart]:
     """Return the parts of a model that have captured graphs."""
-    owners = [*model.modules(), *(layer.dispatcher for layer in moe_state(model).layers.values())]
+    owners = [
+        *model.modules(),
+        *(layer.dispatcher for layer in get_moe_state(model).layers.values()),
+    ]
     found = [part for m in owners for part in vars(m).values() if isinstance(part, GraphedPart)]
     return [part for part in found if part._pairs]
 

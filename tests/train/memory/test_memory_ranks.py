@@ -26,7 +26,7 @@ from moecore import (
 from moecore.kernels.rows.free_list import DEMAND_WORD
 from moecore.models import Decoder, preset
 from moecore.parallel.model import phases
-from moecore.parallel.model.parallel_state import parallel_state
+from moecore.parallel.model.parallel_state import get_parallel_state
 from moecore.train.memory.offload import Offload
 from moecore.train.memory.stash import Stash
 from tests.helpers.grids import asked_for, beside
@@ -86,7 +86,7 @@ def gradients(
             model(tokens, tokens).backward()
     assert all(one.back_bytes == one.out_bytes > 0 for one in made)
     assert len(made) == bool(memory.offload)
-    stash = parallel_state(model).stash  # type: ignore[union-attr]
+    stash = get_parallel_state(model).stash  # type: ignore[union-attr]
     if memory.stash is not None:
         assert isinstance(stash, Stash) and stash.out_bytes > 0
         stash.check()

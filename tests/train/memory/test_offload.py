@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from moecore import BalanceConfig, MoEConfig
 from moecore.base.options.memory import MemoryOptions
 from moecore.base.saved_tensors import UsedRows, mark_used_rows, use_packer
-from moecore.base.torch_private import storage_key
+from moecore.base.torch_private import get_storage_key
 from moecore.kernels.experts.contract import UnsummedInput
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows
@@ -446,9 +446,9 @@ def test_what_is_made_of_weights_stays() -> None:
         made = reader.quantised("key", [param], lambda: (torch.randn(4, 4), torch.randn(4)))
         x = torch.randn(4, 4, requires_grad=True)
         _ = (x * weight) @ made[0] + x * made[1]
-    keys = {storage_key(tensor) for tensor in asked}
-    assert storage_key(x) in keys
-    assert keys.isdisjoint(map(storage_key, (weight, *made)))
+    keys = {get_storage_key(tensor) for tensor in asked}
+    assert get_storage_key(x) in keys
+    assert keys.isdisjoint(map(get_storage_key, (weight, *made)))
 
 
 def test_small_tensors_and_other_devices_stay() -> None:

@@ -183,7 +183,7 @@ def test_a_product_that_is_freed_while_the_function_runs(monkeypatch: pytest.Mon
             y = run(torch.ones(4, 8).requires_grad_())
         return torch.autograd.grad(y.sum(), w)[0]
 
-    monkeypatch.setattr("moecore.train.memory.recompute.storage_key", key)
+    monkeypatch.setattr("moecore.train.memory.recompute.get_storage_key", key)
     found = gradient(lambda x: recompute("part", function, (x,)))
     assert torch.equal(found, gradient(function))
 

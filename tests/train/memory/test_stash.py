@@ -30,7 +30,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.base.saved_tensors import is_packing, mark_used_rows, use_packer, used_rows
+from moecore.base.saved_tensors import find_used_rows, is_packing, mark_used_rows, use_packer
 from moecore.kernels.common import cdiv
 from moecore.kernels.rows.free_list import DEMAND_WORD, FREE_WORD, HOST_FREE_WORD, PEAK_WORD
 from moecore.kernels.rows.index import build_index
@@ -214,10 +214,10 @@ def test_matrices_are_told_apart(length: int) -> None:
     inp = ExpertInput(Rows(x), index, None, balanced=BalancedRows(3, 4))
     for is_quantised in (False, True):
         with _counting(inp, is_quantised=is_quantised):
-            of_x, of_h = used_rows(x), used_rows(h)
+            of_x, of_h = find_used_rows(x), find_used_rows(h)
             others = (ids_SK, torch.zeros(4, length).T, torch.zeros(length + 1, 4)[:length])
-            assert [used_rows(other) for other in others] == [None] * 3
-            made = used_rows(torch.zeros(6, 2, dtype=torch.float8_e4m3fn))
+            assert [find_used_rows(other) for other in others] == [None] * 3
+            made = find_used_rows(torch.zeros(6, 2, dtype=torch.float8_e4m3fn))
         assert of_x is not None and of_x.slots is index.slots_SK and of_x.balanced == 3
         if length == 6 and is_quantised:
             assert of_h is None and made is None
@@ -226,7 +226,7 @@ def test_matrices_are_told_apart(length: int) -> None:
             assert int(of_h.num_rows) == 4
     inp = replace(inp, balanced=None)
     with _counting(inp, is_quantised=False):
-        assert used_rows(x) is None and used_rows(h) is None
+        assert find_used_rows(x) is None and find_used_rows(h) is None
 
 
 def test_nobody_is_asked_about_what_has_no_counted_rows() -> None:
@@ -364,7 +364,7 @@ def test_a_layer_takes_three_launches_and_four_events(
     stash = stashed(model)
     streams = stash._streams
     here = CountedStream(counts)
-    monkeypatch.setattr(streams_module, "current_stream", lambda device: here)
+    monkeypatch.setattr(streams_module, "get_current_stream", lambda device: here)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(CopyStream, "as_current", lambda self: nullcontext())
     for copies in (streams.out, streams.back):

@@ -12,7 +12,7 @@ from torch import Tensor
 from moecore import MoEConfig, ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.base.torch_private import get_local_tensor
 from moecore.io import Saver, latest, load, save, stream_weights
-from moecore.io.checkpoint.ranks import gather
+from moecore.io.checkpoint.ranks import gather_objects
 from moecore.models import Decoder, DecoderConfig
 from moecore.train import AdamW, TrainingOffload
 from tests.helpers.ranks import run_ranks
@@ -114,7 +114,7 @@ def cycles(rank: int, device: torch.device, folder: str) -> dict[str, list[Any]]
             run.offload.onload(part)
         found.setdefault("back", []).append(len(now))
     found["equal"] = equal(run, other)
-    return {name: gather(value) for name, value in found.items()}
+    return {name: gather_objects(value) for name, value in found.items()}
 
 
 @pytest.mark.slow

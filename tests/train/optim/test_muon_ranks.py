@@ -23,7 +23,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.base.params import global_indices
+from moecore.base.params import compute_global_indices
 from moecore.base.torch_private import HAS_SEPARATE_PIECES
 from moecore.io import latest, load, save
 from moecore.models import Decoder, DecoderConfig
@@ -100,7 +100,7 @@ def set_gradients(model: nn.Module, step: int) -> None:
         seed = int.from_bytes(hashlib.sha256(f"{step}{name}".encode()).digest()[:4], "little")
         grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(seed))
         if isinstance(param, DTensor):
-            for dim, index in enumerate(global_indices(param)):
+            for dim, index in enumerate(compute_global_indices(param)):
                 grad = grad.index_select(dim, index)
             grad = DTensor.from_local(
                 grad,
@@ -186,7 +186,7 @@ def run_qk_clip(model: Decoder, batches: list[Tensor]) -> dict[str, Tensor]:
     with torch.no_grad():  # heads differ
         for layer in model.layers:
             for param in (layer.self_attn.q_proj.weight, layer.self_attn.k_proj.weight):
-                rows = global_indices(param)[0] // CONFIG.head_dim
+                rows = compute_global_indices(param)[0] // CONFIG.head_dim
                 part = param.to_local() if isinstance(param, DTensor) else param
                 part.mul_(8.0 * (1 + rows)[:, None])
     clip = QKClip(model, tau=TAU)

@@ -29,7 +29,7 @@ from moecore.kernels.attention import (
     add_sinks,
     attention_backward,
     attention_forward,
-    sinks_gradient,
+    compute_sinks_gradient,
 )
 
 
@@ -124,7 +124,7 @@ class GatherAttention(torch.autograd.Function):
             layout.write_half(dq, half, dq_half)
             for total, part in zip((dk, dv), dkv, strict=True):
                 layout.add_first_chunks(total, num, part)
-        dsinks = None if sinks is None else sinks_gradient(do, os, lse, sinks)
+        dsinks = None if sinks is None else compute_sinks_gradient(do, os, lse, sinks)
         if not is_unsharded:
             dk, dv = _reduce_kv_grads(local_tokens, dk, dv, k, v)
         return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape), dsinks, None, None, None

@@ -35,8 +35,8 @@ from moecore.kernels.attention import (
     add_sinks,
     attention_backward,
     attention_forward,
-    merge,
-    sinks_gradient,
+    compute_sinks_gradient,
+    merge_blocks,
 )
 
 
@@ -185,7 +185,7 @@ class RingAttention(torch.autograd.Function):
                 o, lse = o_new.to(lse_new.dtype, copy=True), lse_new.clone()
                 continue
             old = layout.half(o, queries), layout.half(lse, queries, dim=2)
-            o_sum, lse_sum = merge(*old, o_new, lse_new)
+            o_sum, lse_sum = merge_blocks(*old, o_new, lse_new)
             layout.write_half(o, queries, o_sum)
             layout.write_half(lse, queries, lse_sum, dim=2)
         if sinks is not None:
@@ -226,6 +226,6 @@ class RingAttention(torch.autograd.Function):
         dk, dv = _unpack_kv(travelling.wait(), ks, vs)
         for keys, new in parts:
             _add_parts(layout, (dk, dv), keys, new)
-        dsinks = None if sinks is None else sinks_gradient(do, os, lse, sinks)
+        dsinks = None if sinks is None else compute_sinks_gradient(do, os, lse, sinks)
         grads_qkv = (x.to(like.dtype).view(like.shape) for x, like in ((dq, q), (dk, k), (dv, v)))
         return *grads_qkv, dsinks, None, None, None

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from moecore.base.options.layer import Activation, MoEConfig
 from moecore.families.adopt import adopt_experts
 from moecore.families.transformers.stock import is_hf, refuse_customised_experts
-from moecore.kernels.rows.activation import ActivationOptions, activation
+from moecore.kernels.rows.activation import ActivationOptions, activate_rows
 from moecore.moe.dispatch.local import LocalDispatcher
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.experts import OwnActivation
@@ -116,7 +116,7 @@ def read_activation(experts: Any, layout: ExpertLayout) -> ActivationOptions:
     """Return the activation of an experts module: moecore's if the values are equal."""
     gated, interleaved = getattr(experts, "has_gate", True), layout.gate_up == "interleaved"
     activation = _activation_of(experts, gated=gated)
-    options = _known_options(activation, experts, gated, interleaved)
+    options = _match_activation_options(activation, experts, gated, interleaved)
     if options is not None:
         return options
     kind = "swiglu" if gated else "silu"  # has or has no gate, like the module's own
@@ -147,7 +147,7 @@ def _gate(act_fn: Callable[[Tensor], Tensor], h_RC: Tensor) -> Tensor:
     return act_fn(gate) * up
 
 
-def _known_options(
+def _match_activation_options(
     stock_activation: Callable[[Tensor], Tensor], experts: Any, gated: bool, interleaved: bool
 ) -> ActivationOptions | None:
     """Return the activation of moecore whose values equal the module's own, or None."""
@@ -160,7 +160,7 @@ def _known_options(
         )
         if options.gated != gated:
             continue
-        if torch.allclose(activation(h_RC, options), reference, rtol=1e-6, atol=1e-7):
+        if torch.allclose(activate_rows(h_RC, options), reference, rtol=1e-6, atol=1e-7):
             return options
     return None
 

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from moecore.base.torch_private import autocast_dtype
+from moecore.base.torch_private import get_autocast_dtype
 from moecore.families.transformers.stock import runs_class_forward
 from moecore.kernels.hyper_connections import (
     CollapsedStreams,
@@ -101,7 +101,7 @@ def _layer(
     layer: Any, hidden_states: Tensor, input_ids: Tensor | None = None, **kwargs: Any
 ) -> Tensor:
     """Replacement forward of a decoder layer; hidden_states are [B, T, N, D]."""
-    if torch.compiler.is_compiling() or autocast_dtype(hidden_states) is not None:
+    if torch.compiler.is_compiling() or get_autocast_dtype(hidden_states) is not None:
         out: Tensor = type(layer).forward(layer, hidden_states, input_ids=input_ids, **kwargs)
         return out
     mixed = partial(_mixed, layer, input_ids=input_ids)

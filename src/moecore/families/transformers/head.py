@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from moecore.base.options.precision import Recipe
-from moecore.base.torch_private import tree_map_only, version
+from moecore.base.torch_private import sum_versions, tree_map_only
 from moecore.families.transformers.stock import named, outermost
 from moecore.models.loss import IGNORE_INDEX, linear_cross_entropy
 from moecore.models.tensor_parallel import TensorParallel
@@ -101,7 +101,7 @@ class Logits(Tensor):
             ValueError: after the forward, if gradients are enabled or the weight has changed.
         """
         source = self.source
-        is_gone = source.is_over or version(source.weight) != source.version
+        is_gone = source.is_over or sum_versions(source.weight) != source.version
         if source.has_ended and (is_gone or torch.is_grad_enabled()):
             raise ValueError(
                 "logits of a training forward with labels must be read before backward and under "
@@ -213,7 +213,7 @@ class HeadWithoutLogits(nn.Linear):
         if not forwards or forwards[-1].head is not self or is_cut or torch.compiler.is_compiling():
             return super().forward(input)
         tp: TensorParallel | None = getattr(self, TP, None)
-        source = LogitsSource(input, self.weight, version(self.weight), tp, self.loss_recipe)
+        source = LogitsSource(input, self.weight, sum_versions(self.weight), tp, self.loss_recipe)
         forwards[-1].sources.append(source)
         ranks = 1 if source.tp is None else source.tp.size
         shape = torch.Size((*input.shape[:-1], ranks * self.weight.shape[0]))

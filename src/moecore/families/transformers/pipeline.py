@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.base.copies import copy_modules, make_meta_parameter
-from moecore.base.torch_private import version
+from moecore.base.torch_private import sum_versions
 from moecore.families.transformers.rows import READER, RowReader
 from moecore.parallel.fsdp.units import find_blocks
 from moecore.parallel.pipeline.layout import Stage
@@ -145,7 +145,7 @@ class StagedCausal:
                 if name not in stage_names and not isinstance(module, AbsentModule):
                     ends.callback(self.model.set_submodule, name, module)
                     if name not in self._elsewhere:
-                        self._elsewhere[name] = parts.elsewhere(name, module)
+                        self._elsewhere[name] = parts.make_placeholder(name, module)
                     self.model.set_submodule(name, self._elsewhere[name])
             for i in stage.layers:
                 hook(layers[i], self._check_output)
@@ -188,7 +188,7 @@ class _Shell:
     def enter(self, name: str, _module: nn.Module, args: tuple[Any, ...]) -> None:
         """Forward pre-hook: record the call of a part."""
         x = args[0] if args and isinstance(args[0], Tensor) else None
-        self.entered.append((name, x, 0 if x is None else version(x)))
+        self.entered.append((name, x, 0 if x is None else sum_versions(x)))
 
 
 def _run_shell(model: Any, parts: StageParts) -> _Shell:
@@ -200,7 +200,7 @@ def _run_shell(model: Any, parts: StageParts) -> _Shell:
     stage_shell = _Shell(torch.zeros(1, 8, config.hidden_size, dtype=dtype, device="cpu"))
     line = [*_names_of_layers(shell, parts), *parts.final_modules, parts.head]
     for name in (parts.embedding, *line):
-        shell.set_submodule(name, parts.elsewhere(name, shell.get_submodule(name)))
+        shell.set_submodule(name, parts.make_placeholder(name, shell.get_submodule(name)))
     for module in shell.modules():  # on the CPU, where the model may be on meta
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = torch.zeros_like(buffer, device="cpu")
@@ -247,7 +247,7 @@ def _check_between(model: Any, parts: StageParts) -> tuple[StageParts, tuple[int
     for name, x, _ in shell.entered[: num_layers + 1]:
         if x is None or x.shape != hidden.shape or x.data_ptr() != hidden.data_ptr():
             raise _refusal(model, f"it changes hidden states in front of {name}")
-    if version(shell.embedded) or version(hidden) != outputs:
+    if sum_versions(shell.embedded) or sum_versions(hidden) != outputs:
         raise _refusal(model, "it changes hidden states in place")
     return replace(parts, final_modules=tuple(names[num_layers:-1])), tuple(hidden.shape[2:])
 

@@ -9,7 +9,7 @@ Every tp rank has the same tokens, and runs transformers' code with its shards o
 
 All ranks therefore have equal activations. A rank's gradient is the gradient of the mean of all
 ranks' losses with respect to the rank's tensors. Gradients of replicated weights are partial sums
-over tp, as in the native decoder (`moecore.base.params.grad_placements`).
+over tp, as in the native decoder (`moecore.base.params.make_grad_placements`).
 
 `cuts.py` finds the modules that can be sharded, and `linear_cuts.py` the layers of linear
 attention.

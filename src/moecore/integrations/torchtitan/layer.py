@@ -5,7 +5,7 @@
 | experts.w1, w2, w3           | routed_experts.inner_experts.w1_EFD, w2_EDF, w3_EFD | `Experts`   |
 | router.gate.weight (, .bias) | router.gate.weight (, .bias)                        | `Router`    |
 | expert_bias (saved)          | expert_bias_E (saved)                               | same buffer |
-| tokens_per_expert            | tokens_per_expert_E                                 | `moe_state` |
+| tokens_per_expert            | tokens_per_expert_E                                 | `MoEState`  |
 | shared_experts.w1, w2, w3    | shared_experts.w1, w2, w3                           | same module |
 
 Legend: B sequences, t tokens of a sequence on this rank, D model dim, E experts.

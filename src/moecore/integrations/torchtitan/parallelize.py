@@ -30,7 +30,7 @@ from moecore.integrations.torchtitan.sections import changed, named, set_fields
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.shortage import Holder
 from moecore.parallel.mesh import Meshes, ParallelConfig, build_meshes
-from moecore.parallel.model.parallel_state import get_capacity, moe_state
+from moecore.parallel.model.parallel_state import get_capacity, get_moe_state
 from moecore.parallelize import parallelize_moe
 from moecore.train.graphs.regions import compile_blocks
 
@@ -225,7 +225,7 @@ def compile_and_shard(model: nn.Module, meshes: Meshes, job: Any) -> nn.Module:
     if request["dispatch"].nvlink is not None and p.pp == 1:
         model.register_forward_pre_hook(partial(_watch, get_capacity(model).holders))
     local = job.training.local_batch_size * meshes.data_ranks
-    moe_state(model).set_num_micro_batches(max(1, job.training.global_batch_size // local))
+    get_moe_state(model).set_num_micro_batches(max(1, job.training.global_batch_size // local))
     setattr(model, OPTIONS, options)
     return model
 

@@ -13,8 +13,8 @@ from torchtitan.tools.logging import logger
 from moecore.integrations.torchtitan.layer import TitanLayer
 from moecore.moe.amax_history import GRADIENTS
 from moecore.moe.metrics import MoEMetrics
-from moecore.parallel.model.parallel_state import get_capacity, get_request, moe_state
-from moecore.precision.apply import advance_amax, amax_histories, has_history
+from moecore.parallel.model.parallel_state import get_capacity, get_moe_state, get_request
+from moecore.precision.apply import advance_amax, has_history, list_amax_histories
 from moecore.train.step import TrainStep
 
 METRICS = "moe_metrics"  # attribute of the optimizers: the metrics of the last step
@@ -47,7 +47,7 @@ def finish_at_step(optimizers: Any, model_parts: list[nn.Module], *_: Any) -> No
 def save_histories(optimizers: Any, parts: list[nn.Module]) -> None:
     """Add the histories of delayed scaling to the state dict of torchtitan's optimizers."""
     save, load = optimizers.state_dict, optimizers.load_state_dict
-    histories = {n: h for part in parts for n, h in amax_histories(part).items()}
+    histories = {n: h for part in parts for n, h in list_amax_histories(part).items()}
     device = next(parts[0].parameters()).device
 
     def state_dict() -> dict[str, Any]:
@@ -88,7 +88,7 @@ def _ranks_of(model: nn.Module) -> dist.ProcessGroup | None:
 @torch.no_grad()
 def finish_step(model: nn.Module) -> MoEMetrics:
     """Return the step's metrics, and move the selection biases. One collective, no host sync."""
-    state = moe_state(model)
+    state = get_moe_state(model)
     before = {
         layer: layer.part("router").selection_bias.clone()
         for layer in state.layers.values()

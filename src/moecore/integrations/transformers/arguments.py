@@ -8,7 +8,7 @@ from transformers import Trainer, TrainingArguments
 
 from moecore.base.fields import quote
 from moecore.integrations.transformers.scheduled import is_dynamic
-from moecore.parallel.model.parallel_state import get_request, moe_state
+from moecore.parallel.model.parallel_state import get_moe_state, get_request
 
 _PRECISION = "give parallelize_moe fsdp=FSDPOptions(param_dtype=torch.bfloat16)"
 _SHARDING = "leave it out, parallelize_moe has sharded the model"
@@ -74,7 +74,7 @@ def check_accelerator(accelerator: Accelerator) -> None:
 
 def check_model(model: nn.Module, args: TrainingArguments) -> None:
     """Raise ValueError for a model that `MoETrainer` would train differently from Trainer."""
-    state = moe_state(model)
+    state = get_moe_state(model)
     if state.loss != "mean" and not is_dynamic(model):
         raise ValueError(
             f"loss ({state.loss!r}) of parallelize_moe must be 'mean' for MoETrainer: leave it "
@@ -98,12 +98,12 @@ def check_model(model: nn.Module, args: TrainingArguments) -> None:
 
 def has_parts_of_rows(model: nn.Module) -> bool:
     """Whether cp shards rows, so that a rank has the logits of a part of each row."""
-    return is_dynamic(model) or moe_state(model).groups.cp > 1
+    return is_dynamic(model) or get_moe_state(model).groups.cp > 1
 
 
 def check_logits(trainer: Trainer) -> None:
     """Raise ValueError if a trainer option reads the logits of full rows, which cp ranks lack."""
-    args, cp = trainer.args, moe_state(trainer.model).groups.cp
+    args, cp = trainer.args, get_moe_state(trainer.model).groups.cp
     function, smoothing = trainer.compute_loss_func, args.label_smoothing_factor
     class_name, own_loss = type(trainer).__name__, type(trainer).compute_loss
     requirements = (

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moecore.base.params import local_param
-from moecore.base.torch_private import autocast_dtype
+from moecore.base.params import get_local_param
+from moecore.base.torch_private import get_autocast_dtype
 from moecore.families.transformers.experts import read_activation, read_layout
 from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertSpec, ExpertWeights
 from moecore.kernels.experts.expert_mlp import expert_mlp
@@ -112,14 +112,14 @@ def _ensure_plan(experts: Any) -> None:
 
 def _operands(experts: Any, layout: ExpertLayout, x_TD: Tensor) -> tuple[Tensor, ExpertWeights]:
     """Return rows and views of the parameters, in autocast's dtype or that of the parameters."""
-    w1, w2 = (local_param(getattr(experts, name)) for name in (layout.w1, layout.w2))
-    dtype = autocast_dtype(x_TD) or w2.dtype
+    w1, w2 = (get_local_param(getattr(experts, name)) for name in (layout.w1, layout.w2))
+    dtype = get_autocast_dtype(x_TD) or w2.dtype
     b1, b2 = (getattr(experts, name, None) for name in (layout.b1, layout.b2))
     weights = ExpertWeights(
         w1_eCD=(w1.transpose(1, 2) if layout.transposed else w1).to(dtype),
         w2_eDF=(w2.transpose(1, 2) if layout.transposed else w2).to(dtype),
-        b1_eC=None if b1 is None else local_param(b1).to(dtype),
-        b2_eD=None if b2 is None else local_param(b2).to(dtype),
+        b1_eC=None if b1 is None else get_local_param(b1).to(dtype),
+        b2_eD=None if b2 is None else get_local_param(b2).to(dtype),
     )
     return x_TD.to(dtype), weights
 

@@ -65,7 +65,7 @@ def read_state_text(path: Path) -> str:
     return result
 
 
-def host_generators() -> Tensor:
+def get_host_rng_state() -> Tensor:
     """Return the state of this process's Python and numpy generators, fp64 [NUM_WORDS]."""
     _, words, cached = random.getstate()
     state: Any = np.random.get_state()
@@ -76,7 +76,7 @@ def host_generators() -> Tensor:
 
 
 def set_host_generators(state: Tensor) -> None:
-    """Set Python's and numpy's generators to what `host_generators` returned."""
+    """Set Python's and numpy's generators to what `get_host_rng_state` returned."""
     values = state.tolist()
     has_cached, cached = values[_NUM_PYTHON : _NUM_PYTHON + 2]
     random.setstate((3, tuple(map(int, values[:_NUM_PYTHON])), cached if has_cached else None))

@@ -53,7 +53,7 @@ from moecore.integrations.transformers.run_state import (
     GENERATORS,
     STATE,
     find_checkpoint,
-    host_generators,
+    get_host_rng_state,
     read_state_text,
     set_host_generators,
     state_text,
@@ -64,7 +64,7 @@ from moecore.io.checkpoint.directory import CHECKPOINTS, make_step_path
 from moecore.io.checkpoint.ranks import on_first_rank
 from moecore.io.hf.lora import find_unmerged
 from moecore.packing.corpus.scheduled_batch import ScheduledBatch
-from moecore.parallel.model.parallel_state import moe_state
+from moecore.parallel.model.parallel_state import get_moe_state
 from moecore.parallel.model.parameter_guards import refuse_earlier_optimizer
 from moecore.train.loss_scale import DynamicLossScale, is_fp16
 from moecore.train.step import StepResult, TrainStep
@@ -116,7 +116,7 @@ class MoETrainer(Trainer):
         super().create_accelerator_and_postprocess()
         check_accelerator(self.accelerator)
         self.accelerator.__class__ = ShardedAccelerator  # Trainer makes its own and takes none
-        sources = 1 if is_dynamic(self.model) else moe_state(self.model).groups.data_ranks
+        sources = 1 if is_dynamic(self.model) else get_moe_state(self.model).groups.data_ranks
         self.accelerator.copies = self.args.world_size // sources
 
     def train(
@@ -251,7 +251,7 @@ class MoETrainer(Trainer):
         if state.best_global_step == step:
             state.best_model_checkpoint = str(make_step_path(self._root, step))
         state.stateful_callbacks = _states([*self.callback_handler.callbacks, self.control])
-        generators = gather(host_generators()[None].to(self.args.device))
+        generators = gather(get_host_rng_state()[None].to(self.args.device))
         extra = {STATE: state_text(state), GENERATORS: generators.cpu()}
         extra |= self.accelerator.owner.state_dict()
         self._saver.save(step, extra, wait=False)

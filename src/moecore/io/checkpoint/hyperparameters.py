@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from moecore.base.fields import quote, shown_name
+from moecore.base.fields import format_name, quote
 from moecore.io.checkpoint.manifest import MAX_DEPTH, is_nested_deeper
 from moecore.io.checkpoint.state import ModelView
 
@@ -75,7 +75,7 @@ def find_group_mismatches(present: list[dict[str, Any]], groups: list[dict[str, 
             f"than the {len(groups)} in the checkpoint"
         ]
     return [
-        f"optimizer hyperparameter {shown_name(key)} ({quote(group.get(key))}) is {value!r:.40} "
+        f"optimizer hyperparameter {format_name(key)} ({quote(group.get(key))}) is {value!r:.40} "
         "in the checkpoint"
         for group, saved_group in zip(present, groups, strict=True)
         for key, value in saved_group.items()
@@ -95,7 +95,7 @@ def find_option_mismatches(group: Mapping[str, Any], saved_group: Mapping[str, A
             "optimizer"
         )
     return problems + [
-        f"optimizer hyperparameter {shown_name(key)} ({quote(group[key])}) is "
+        f"optimizer hyperparameter {format_name(key)} ({quote(group[key])}) is "
         f"{quote(saved_group[key])} in the checkpoint"
         for key in sorted(
             group.keys() & saved_group.keys() - NUMERIC_OPTIONS - RUN_OPTIONS - {"params"}
@@ -192,7 +192,7 @@ def decode_scheduler_state(scheduler: Scheduler, values: dict[str, Any]) -> dict
     for name, rates in _find_learning_rates(values):
         if not isinstance(rates, list) or not all(map(is_finite, rates)):
             raise ValueError(
-                f"scheduler {shown_name(name)} must be a list of finite numbers, but is "
+                f"scheduler {format_name(name)} must be a list of finite numbers, but is "
                 f"{rates!r:.40} in the checkpoint"
             )
     result: dict[str, Any] = _restore_types(state, values)
@@ -265,7 +265,7 @@ def check_json(label: str, values: Mapping[str, Any]) -> None:
                 raise ValueError(f"it nests more than {MAX_NESTING} times")
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(
-                f"{label} {shown_name(name)} ({type(value).__name__}) must be JSON-able or a "
+                f"{label} {format_name(name)} ({type(value).__name__}) must be JSON-able or a "
                 f"tensor: {error}"
             ) from None
 

@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from moecore.base.fields import check_arguments, shown_name
+from moecore.base.fields import check_arguments, format_name
 from moecore.io.checkpoint.files import MAX_TABLE, read_regular
 
 MANIFEST = "moecore.json"
@@ -330,7 +330,7 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
     """Raise NotImplementedError for a dtype that safetensors does not support."""
     if dtype not in DTYPE_NAMES:
         raise NotImplementedError(
-            f"tensor {shown_name(name)} ({dtype}) must have a dtype of safetensors to be saved: "
+            f"tensor {format_name(name)} ({dtype}) must have a dtype of safetensors to be saved: "
             "store a view"
         )
 

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from moecore.base.fields import shown_name
-from moecore.io.checkpoint.ranks import Group, gather, on_every_rank
+from moecore.base.fields import format_name
+from moecore.io.checkpoint.ranks import Group, gather_objects, run_and_share_errors
 from moecore.io.checkpoint.shard_file import get_memory_view
 from moecore.io.checkpoint.snapshot import Snapshot
 from moecore.io.checkpoint.state import STAGE_KINDS
@@ -49,17 +49,17 @@ def check_rank_agreement(snapshot: Snapshot, group: Group = None) -> None:
     """Raise a ValueError on every rank for the first value that differs. Collective."""
     if not dist.is_initialized():
         return
-    local_hashes = on_every_rank(lambda: _hash_snapshot(snapshot), group)
-    digests = gather(_hash_json(local_hashes), group)
+    local_hashes = run_and_share_errors(lambda: _hash_snapshot(snapshot), group)
+    digests = gather_objects(_hash_json(local_hashes), group)
     if len(set(digests)) == 1:
         return
     size = len(digests) // (1 if snapshot.stages is None else snapshot.stages.pp)
     firsts = range(0, len(digests), size)
     if all(digest == digests[i // size * size] for i, digest in enumerate(digests)):
-        hashes = gather(local_hashes if dist.get_rank() % size == 0 else {}, group)
+        hashes = gather_objects(local_hashes if dist.get_rank() % size == 0 else {}, group)
         _compare_stages([(rank, hashes[rank]) for rank in firsts])
         return
-    hashes = gather(local_hashes, group)
+    hashes = gather_objects(local_hashes, group)
     for first in firsts:
         for rank in range(first, first + size):
             for key in hashes[first] | hashes[rank]:
@@ -91,7 +91,7 @@ def _raise_disagreement(key: Key, first: int, rank: int, *, is_present: bool) ->
     wrong = f"of rank {rank} must equal that of rank {first}, because only one is kept"
     if not is_present:
         wrong = f"must be on every rank, but is on only one of rank {first} and rank {rank}"
-    raise ValueError(f"{shown_name(name)} {wrong}: {FIXES[kind]}")
+    raise ValueError(f"{format_name(name)} {wrong}: {FIXES[kind]}")
 
 
 def _hash_snapshot(snapshot: Snapshot) -> Hashes:

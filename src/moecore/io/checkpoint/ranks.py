@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from moecore.base.failures import on_every_rank as on_every_rank
-from moecore.base.failures import sendable
+from moecore.base.failures import make_sendable
+from moecore.base.failures import run_and_share_errors as run_and_share_errors
 from moecore.base.rank_checks import Group as Group
-from moecore.base.rank_checks import gather as gather
-from moecore.base.torch_private import default_timeout
+from moecore.base.rank_checks import gather_objects as gather_objects
+from moecore.base.torch_private import get_default_timeout
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ class ControlGroup:
     def __init__(self) -> None:
         self.group: Group = None
         if dist.is_initialized() and dist.get_backend() != "fake":
-            self.group = dist.new_group(backend="gloo", timeout=default_timeout())
+            self.group = dist.new_group(backend="gloo", timeout=get_default_timeout())
         self._finalizer = weakref.finalize(self, _destroy_group, self.group)
         self._finalizer.atexit = False
 
@@ -66,7 +66,7 @@ def on_first_rank(action: Callable[[], T], group: Group = None) -> T:
         try:
             outcome[0] = action()
         except Exception as error:
-            outcome[1] = sendable(error)
+            outcome[1] = make_sendable(error)
     dist.broadcast_object_list(outcome, src=0, group=group)
     if outcome[1] is not None:
         raise outcome[1]
@@ -76,7 +76,7 @@ def on_first_rank(action: Callable[[], T], group: Group = None) -> T:
 
 def check_same_path(path: Path) -> None:
     """Raise ValueError on every rank if paths differ, or if only some ranks see the path."""
-    answers = gather((path.name, path.is_dir()))
+    answers = gather_objects((path.name, path.is_dir()))
     if len({name for name, _ in answers}) > 1:
         raise ValueError(
             f"path ({path.name}) must be the same on every rank, but rank 0 has {answers[0][0]}: "
@@ -92,7 +92,7 @@ def check_same_path(path: Path) -> None:
 
 def check_visible(draft: Path, group: Group = None) -> None:
     """Raise ValueError on every rank if a rank does not see the draft that rank 0 created."""
-    seen = gather(draft.is_dir(), group)
+    seen = gather_objects(draft.is_dir(), group)
     if not all(seen):
         raise ValueError(
             f"root ({draft.parent}) must be one directory for all ranks, but rank "

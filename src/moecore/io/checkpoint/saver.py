@@ -35,10 +35,10 @@ from moecore.io.checkpoint.lock import RunLock
 from moecore.io.checkpoint.rank_agreement import check_rank_agreement
 from moecore.io.checkpoint.ranks import (
     ControlGroup,
-    gather,
+    gather_objects,
     is_first_rank,
-    on_every_rank,
     on_first_rank,
+    run_and_share_errors,
 )
 from moecore.io.checkpoint.shard_file import Meter, Progress
 from moecore.io.checkpoint.snapshot import Snapshot, get_local_tensors, join_stages, take_snapshot
@@ -124,7 +124,7 @@ class Saver:
         """
         self._check_open()
         self._wait_for_previous_save()
-        on_every_rank(
+        run_and_share_errors(
             lambda: self._copies.reserve(get_local_tensors(self._snapshot(0, extra=None))),
             self._group,
         )
@@ -153,7 +153,7 @@ class Saver:
             check_arguments(Saver.save, arguments)
             self._check_open()
         self._wait_for_previous_save()
-        snapshot = on_every_rank(lambda: self._snapshot(step, extra=extra), self._group)
+        snapshot = run_and_share_errors(lambda: self._snapshot(step, extra=extra), self._group)
         check_rank_agreement(snapshot, self._group)
         snapshot = join_stages(snapshot, self._group)
         draft = start_draft(self._lock, step, self._group)
@@ -164,7 +164,7 @@ class Saver:
             # need a fence before what changes a tensor next: optimizer, expert bias, load, user.
             start = time.perf_counter()
             try:
-                copies = on_every_rank(
+                copies = run_and_share_errors(
                     lambda: self._copies.fill(get_local_tensors(snapshot)), self._group
                 )
             except Exception:  # such as no host memory on one rank
@@ -214,7 +214,7 @@ class Saver:
         future, self._future = self._future, None
         error = future.exception() if future is not None else None
         try:
-            errors = gather(error, self._group)
+            errors = gather_objects(error, self._group)
         except RuntimeError:  # such as when a rank has ended, which may be that error
             if error is None:
                 raise

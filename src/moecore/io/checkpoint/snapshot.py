@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moecore.base.fields import shown_name
+from moecore.base.fields import format_name
 from moecore.base.torch_private import get_local_tensor
 from moecore.io.checkpoint.config_differences import convert_config
 from moecore.io.checkpoint.hyperparameters import (
@@ -41,7 +41,7 @@ from moecore.io.checkpoint.hyperparameters import (
     restore_hyperparameters,
 )
 from moecore.io.checkpoint.manifest import ManifestFacts, check_dtype
-from moecore.io.checkpoint.ranks import Group, gather, get_rank_and_world
+from moecore.io.checkpoint.ranks import Group, gather_objects, get_rank_and_world
 from moecore.io.checkpoint.state import (
     STAGE_KINDS,
     ModelView,
@@ -119,7 +119,7 @@ def _check_extra(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if not _is_unchanged_by_json({name: value}):
             raise ValueError(
-                f"extra {shown_name(name)} ({type(value).__name__}) must be JSON-able or a "
+                f"extra {format_name(name)} ({type(value).__name__}) must be JSON-able or a "
                 "tensor: JSON has lists for tuples and strings for keys, so store it so"
             )
 
@@ -226,7 +226,7 @@ def join_stages(snapshot: Snapshot, group: Group = None) -> Snapshot:
 
 def _gather_parts(part: StagePart, stages: AllStages, group: Group) -> list[StagePart]:
     """Gather the `StagePart` of each pipeline stage from its first rank. Collective."""
-    rank_parts = gather(part if is_first_of_stage(stages) else None, group)
+    rank_parts = gather_objects(part if is_first_of_stage(stages) else None, group)
     return [stage_part for stage_part in rank_parts if stage_part is not None]
 
 

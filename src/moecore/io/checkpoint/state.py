@@ -23,15 +23,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.optim import Optimizer
 
-from moecore.base.fields import shown_name
+from moecore.base.fields import format_name
 from moecore.base.params import clean_name
 from moecore.base.torch_private import StridedShard
 from moecore.io.checkpoint.config_differences import find_config
 from moecore.io.checkpoint.ranks import get_rank_and_world
 from moecore.moe.amax_history import GRADIENTS, AmaxHistory
 from moecore.moe.experts import Experts
-from moecore.parallel.model.parallel_state import parallel_states
-from moecore.precision.apply import amax_histories
+from moecore.parallel.model.parallel_state import list_parallel_states
+from moecore.precision.apply import list_amax_histories
 from moecore.precision.stored import refuse_fp8_storage
 
 STAGE_KINDS = ("model", "optimizer", "amax")  # kinds of which a pipeline stage has its own
@@ -51,12 +51,12 @@ class ModelView:
             name = clean_name(name)
             if not isinstance(tensor, Tensor):
                 raise NotImplementedError(
-                    f"model state {shown_name(name)} ({type(tensor).__name__}) must be a tensor "
+                    f"model state {format_name(name)} ({type(tensor).__name__}) must be a tensor "
                     "to be saved"
                 )
             if tensor.is_meta:
                 raise ValueError(
-                    f"{shown_name(name)} (meta) must have storage to be saved or loaded: call "
+                    f"{format_name(name)} (meta) must have storage to be saved or loaded: call "
                     "to_empty first"
                 )
             if id(tensor) not in self._names:
@@ -96,7 +96,7 @@ def list_optimizers(optimizer: Optimizers | None, model: ModelView) -> list[Opti
         for name in (model.get_name(p) for group in owner.param_groups for p in group["params"]):
             if owners.setdefault(name, i) != i:
                 raise ValueError(
-                    f"{shown_name(name)} must belong to one optimizer, but "
+                    f"{format_name(name)} must belong to one optimizer, but "
                     f"optimizer[{owners[name]}] and "
                     f"optimizer[{i}] hold it: give each its own parameters"
                 )
@@ -117,7 +117,7 @@ def collect_optimizer_tensors(
         state = _call_optional(owner, "stored_state", owner.state[param], param)
         if name in seen:
             raise ValueError(
-                f"{shown_name(name)} must have state in one optimizer, but two have some: remove "
+                f"{format_name(name)} must have state in one optimizer, but two have some: remove "
                 "it from the one that does not step it"
             )
         seen.add(name)
@@ -125,7 +125,7 @@ def collect_optimizer_tensors(
             like = get_state_template(owner, param, slot)
             if not isinstance(value, Tensor) or not _is_storable(value, like):
                 raise NotImplementedError(
-                    f"optimizer state {slot} of {shown_name(name)} must be a scalar tensor or "
+                    f"optimizer state {slot} of {format_name(name)} must be a scalar tensor or "
                     f"have the shape and placements of the parameter, {tuple(like.shape)}"
                 )
             tensors[f"{slot}.{name}"] = value if value.ndim == 0 else model.view(name, value)
@@ -246,7 +246,7 @@ def map_amax_operands(model: nn.Module) -> dict[str, tuple[AmaxHistory, str]]:
     # The loss of a data rank is a mean over its tokens, so how large gradients are depends on who
     # has which tokens: their names have these degrees, and another folding finds none.
     degrees = "dp1.cp1.tp1"
-    for state in parallel_states(model):
+    for state in list_parallel_states(model):
         parallel = state.request.meshes.parallel
         num_data = parallel.dp_replicate * parallel.dp_shard
         degrees = f"dp{num_data}.cp{parallel.cp}.tp{parallel.tp}"
@@ -255,7 +255,7 @@ def map_amax_operands(model: nn.Module) -> dict[str, tuple[AmaxHistory, str]]:
             history,
             operand,
         )
-        for name, history in amax_histories(model).items()
+        for name, history in list_amax_histories(model).items()
         for operand in history.operands
     }
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from moecore.base.failures import share_call_errors, share_errors
+from moecore.base.failures import run_and_share_errors, share_call_errors, share_errors
 from moecore.base.fields import CountOrZero, check_arguments
 from moecore.io.checkpoint.comparison import (
     Comparison,
@@ -46,10 +46,9 @@ from moecore.io.checkpoint.ranks import (
     Group,
     check_same_path,
     check_visible,
-    gather,
+    gather_objects,
     get_rank_and_world,
     is_first_rank,
-    on_every_rank,
     on_first_rank,
 )
 from moecore.io.checkpoint.shard_file import Meter, Progress, compute_layout, find_file_problem
@@ -197,16 +196,18 @@ def load(
         names = [[view.get_name(param) for param in group["params"]] for group in listed]
         return view, StagePart(frozenset(view.stored_views), names, [])
 
-    view, part = on_every_rank(collect_part)
+    view, part = run_and_share_errors(collect_part)
     stages = find_stages(model)[1]
     union = join_stage_parts(part, stages)
-    fit = on_every_rank(lambda: compare(manifest, view, union, optimizer, scheduler, cast=cast))
+    fit = run_and_share_errors(
+        lambda: compare(manifest, view, union, optimizer, scheduler, cast=cast)
+    )
     if stages is not None:
-        fits = gather((fit.left_out, fit.refused))
+        fits = gather_objects((fit.left_out, fit.refused))
         fit.left_out, fit.refused = (
             list(dict.fromkeys(chain.from_iterable(lines))) for lines in zip(*fits, strict=True)
         )
-    on_every_rank(lambda: refuse_differences(fit, path, strict=strict))
+    run_and_share_errors(lambda: refuse_differences(fit, path, strict=strict))
     if fit.uncompared and is_first_rank():
         warnings.warn(f"path ({path}): {fit.uncompared}", stacklevel=3)
     verify_files(path, manifest, verify, meter)
@@ -369,6 +370,6 @@ def verify_files(path: Path, manifest: Manifest, mode: Verify, meter: Meter) -> 
     # Hashing runs without the interpreter's lock, so files go side by side.
     with ThreadPoolExecutor(min(_THREADS, max(1, len(names)))) as pool:
         local_error = next((error for error in pool.map(check, names) if error is not None), None)
-    for error in gather(local_error):
+    for error in gather_objects(local_error):
         if error is not None:
             raise error

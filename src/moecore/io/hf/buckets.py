@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moecore.base.failures import run_and_share_errors
 from moecore.base.params import group_by_size
 from moecore.base.torch_private import foreach_copy_
-from moecore.io.checkpoint.ranks import Group, get_rank_and_world, on_every_rank
+from moecore.io.checkpoint.ranks import Group, get_rank_and_world
 from moecore.io.hf.collect import ErrorKeeper, Item, PartOwners, read_local, write_piece
 from moecore.io.hf.pieces import PieceOverlap, find_overlaps
 
@@ -138,7 +139,7 @@ class BucketCollector(ErrorKeeper):
                 )
             return torch.empty(size, dtype=torch.uint8, device=self.device)
 
-        self._message, self._error = on_every_rank(allocate, self._group), None
+        self._message, self._error = run_and_share_errors(allocate, self._group), None
         self.peak_bytes = size
         try:
             yield

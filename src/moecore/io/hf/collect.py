@@ -18,14 +18,14 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from moecore.base.params import global_indices
+from moecore.base.params import compute_global_indices
 from moecore.io.checkpoint.manifest import Manifest, StoredTensor
-from moecore.io.checkpoint.ranks import gather, on_every_rank
+from moecore.io.checkpoint.ranks import gather_objects, run_and_share_errors
 from moecore.io.checkpoint.shard_file import CHUNK_BYTES, Meter, ShardReader, compute_layout
 from moecore.io.hf.files import Box, find_common_boxes
 from moecore.io.hf.pieces import ShardRuns, TensorPiece, find_shard_runs, get_local_part
 from moecore.moe.param_reader import gathered_blocks
-from moecore.precision.stored import stored_values
+from moecore.precision.stored import read_stored_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +83,14 @@ class PartOwners:
     """Gathers which ranks have which shard of each tensor. Construction is collective."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        parts = on_every_rank(
+        parts = run_and_share_errors(
             lambda: {name: describe_part(tensor) for name, tensor in tensors.items()}
         )
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         self.ranks: dict[str, dict[ShardRuns, list[int]]] = {}  # by tensor and distinct shard
         self.world = 0
-        for rank, rank_parts in enumerate(gather(parts)):
+        for rank, rank_parts in enumerate(gather_objects(parts)):
             self.world += 1
             for name, (shape, dtype, shard_runs) in rank_parts.items():
                 self.shapes[name], self.dtypes[name] = shape, dtype
@@ -107,7 +107,7 @@ class PartOwners:
 def read_local(tensor: Tensor, box: tuple[slice, ...]) -> Tensor:
     """Return a box of this rank's shard: a view, or a dequantised copy of FP8-only values."""
     local = get_local_part(tensor)
-    return local[box] if gathered_blocks(tensor) is None else stored_values(tensor, box)
+    return local[box] if gathered_blocks(tensor) is None else read_stored_values(tensor, box)
 
 
 class StoredCollector:
@@ -160,4 +160,6 @@ def write_piece(part: Tensor, piece: TensorPiece, file_tensor: Tensor) -> None:
 
 def describe_part(tensor: Tensor) -> LocalPart:
     """Return the shape, dtype and index runs of this rank's shard of a tensor."""
-    return LocalPart(tuple(tensor.shape), tensor.dtype, find_shard_runs(global_indices(tensor)))
+    return LocalPart(
+        tuple(tensor.shape), tensor.dtype, find_shard_runs(compute_global_indices(tensor))
+    )

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moecore.base.fields import NumBytes, check_arguments, shown_name
+from moecore.base.fields import NumBytes, check_arguments, format_name
 from moecore.families.fp32_modules import is_selection_bias, keeps_fp32
 from moecore.io.checkpoint.comparison import select_tensors
 from moecore.io.checkpoint.directory import (
@@ -285,7 +285,7 @@ def _find_dtype_problems(
         dtypes = {str(_choose_dtype(name, source, dtype)) for source in parts}
         if len(dtypes) > 1 and not odd:
             problems.append(
-                f"{shown_name(name)} has parts in {' and '.join(sorted(dtypes))}: dtype must name "
+                f"{format_name(name)} has parts in {' and '.join(sorted(dtypes))}: dtype must name "
                 "one"
             )
     return problems

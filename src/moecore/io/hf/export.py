@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moecore.base.failures import share_call_errors, share_errors
+from moecore.base.failures import run_and_share_errors, share_call_errors, share_errors
 from moecore.base.fields import NumBytes, check_arguments
 from moecore.base.params import group_by_size
 from moecore.io.checkpoint.files import sync_directory, write_new
@@ -34,7 +34,6 @@ from moecore.io.checkpoint.ranks import (
     check_visible,
     get_rank_and_world,
     is_first_rank,
-    on_every_rank,
     on_first_rank,
 )
 from moecore.io.checkpoint.shard_file import (
@@ -194,8 +193,8 @@ def _write_shards(
                 for owner, item in enumerate(turn):
                     if item is not None:
                         output.add(collector.collect_tensor(item, owner))
-        on_every_rank(collector.check)
-        on_every_rank(output.check)
+        run_and_share_errors(collector.check)
+        run_and_share_errors(output.check)
 
 
 class _ExportOutput(ErrorKeeper):

@@ -16,7 +16,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor, nn
 
-from moecore.base.fields import shown_name
+from moecore.base.fields import format_name
 from moecore.base.params import clean_name
 from moecore.families.fp32_modules import keeps_fp32
 from moecore.families.transformers.blocks import find_hf_adapter
@@ -26,7 +26,7 @@ from moecore.io.checkpoint.config_differences import (
     find_moe_differences,
     list_training_fields,
 )
-from moecore.io.checkpoint.ranks import on_every_rank
+from moecore.io.checkpoint.ranks import run_and_share_errors
 from moecore.io.hf.collect import Item, PartOwners
 from moecore.io.hf.config import FAMILIES, MTP_KEYS, compare_config, decoder_config_from_hf
 from moecore.io.hf.config_fields import HFConfig, read_config
@@ -52,7 +52,7 @@ from moecore.io.hf.upcycled import make_empty_shared_experts, make_upcycled_conf
 from moecore.models.config import DecoderConfig
 from moecore.models.decoder import Decoder
 from moecore.moe.layer import MoELayer
-from moecore.parallel.model.parallel_state import parallel_states
+from moecore.parallel.model.parallel_state import list_parallel_states
 
 ExportLayout = Literal["per_expert", "fused"]
 IN_LIST = re.compile(r".*?\.\d+\.")  # a name up to the entry of a list, such as a layer
@@ -92,12 +92,12 @@ def plan_export(
         for name, tensor in tensors.items():
             if tensor.is_meta:
                 raise ValueError(
-                    f"{shown_name(name)} (meta) must have storage to be written: load it first"
+                    f"{format_name(name)} (meta) must have storage to be written: load it first"
                 )
         check_tied(tensors, map_model_copies(base))
         return values, tensors
 
-    values, tensors = on_every_rank(read_model)
+    values, tensors = run_and_share_errors(read_model)
     owners = PartOwners(tensors)
 
     def plan_items() -> list[Item]:
@@ -105,9 +105,9 @@ def plan_export(
         keeps = keeps_fp32(base, dtype)
         return list(make_items(owners.dtypes, recipes, map_model_copies(base), dtype, keeps))
 
-    records = parallel_states(base)
+    records = list_parallel_states(base)
     device = records[0].request.meshes.device if records else next(iter(tensors.values())).device
-    return ExportPlan(on_every_rank(plan_items), owners, tensors, values, device)
+    return ExportPlan(run_and_share_errors(plan_items), owners, tensors, values, device)
 
 
 def collect_export_tensors(base: nn.Module, values: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -125,7 +125,7 @@ def _plan_recipes(
         recipes = plan_hf_tensors(model.config, layout)
         for name in recipes.keys() - shapes.keys():
             raise ValueError(
-                f"model must hold {shown_name(name)} on a pipeline stage: take all of its stages"
+                f"model must hold {format_name(name)} on a pipeline stage: take all of its stages"
             )
         return recipes
     reader = build_checked_reader(model, values, shapes)
@@ -288,18 +288,18 @@ def _check_names(model: nn.Module, kind: Any, class_shapes: Shapes, shapes: Shap
     for name, shape in class_shapes.items():
         if name not in shapes:
             raise ValueError(
-                f"model ({type(model).__name__}) must hold {shown_name(name)} of {kind.__name__}, "
+                f"model ({type(model).__name__}) must hold {format_name(name)} of {kind.__name__}, "
                 f"which reads the directory: {_get_fix(kind.__name__, name, class_shapes, shapes)}"
             )
         if shapes[name] != shape:
             raise ValueError(
-                f"{shown_name(name)} {shapes[name]} must be {shape} in {kind.__name__}, which "
+                f"{format_name(name)} {shapes[name]} must be {shape} in {kind.__name__}, which "
                 "reads the directory: correct the model's config"
             )
     for name in shapes:
         if name not in class_shapes:
             raise ValueError(
-                f"{shown_name(name)} {shapes[name]} must be a tensor of {kind.__name__}, which "
+                f"{format_name(name)} {shapes[name]} must be a tensor of {kind.__name__}, which "
                 "reads the directory: take it off the model, or correct the model's config"
             )
 

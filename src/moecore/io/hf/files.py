@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from moecore.base.fields import quote, shown_name
+from moecore.base.fields import format_name, quote
 from moecore.base.tables import format_error_line
 from moecore.io.checkpoint.files import MAX_CONFIG, MAX_TABLE, read_regular, refuse_problems
 from moecore.io.checkpoint.manifest import DTYPES, MAX_DEPTH, is_nested_deeper
@@ -188,7 +188,7 @@ def _read_header(file: Path) -> dict[str, FileTensor]:
         dtype = entry.get_dtype()
         if dtype not in DTYPES:
             raise ValueError(
-                f"path ({file}) has {shown_name(name)} of dtype ({dtype}), which must be one of "
+                f"path ({file}) has {format_name(name)} of dtype ({dtype}), which must be one of "
                 f"{', '.join(DTYPES)}: convert it"
             )
         tensors[name] = FileTensor(file.name, DTYPES[dtype], tuple(entry.get_shape()))

@@ -35,7 +35,12 @@ from moecore.base.params import clean_name, init_normal_
 from moecore.families.transformers.lora import trained_copies, unwrap_peft, without_adapters
 from moecore.io.checkpoint.config_differences import find_config
 from moecore.io.checkpoint.files import join_problems, refuse_problems
-from moecore.io.checkpoint.ranks import gather, is_first_rank, on_every_rank, on_first_rank
+from moecore.io.checkpoint.ranks import (
+    gather_objects,
+    is_first_rank,
+    on_first_rank,
+    run_and_share_errors,
+)
 from moecore.io.checkpoint.shard_file import Meter, Progress
 from moecore.io.checkpoint.transformers_buffers import recompute_buffers
 from moecore.io.hf.config import compare_config
@@ -139,13 +144,13 @@ def load_hf(
             problems += find_config_problems(path, model, config, strict=strict)
             plan = make_load_plan(files, model, sources, problems, strict=strict, cast=cast)
         if find_stages(model)[1] is not None:  # what other stages take is not left over
-            common_names = set.intersection(*map(set, gather(plan.left_over)))
+            common_names = set.intersection(*map(set, gather_objects(plan.left_over)))
             plan.left_over = [name for name in plan.left_over if name in common_names]
-        on_every_rank(lambda: check_load_plan(path, model, plan, strict=strict))
+        run_and_share_errors(lambda: check_load_plan(path, model, plan, strict=strict))
         compared_bytes = files.bytes_read
         drop_step(outer_model)
         meter = Meter(progress)
-        on_every_rank(lambda: _fill_model(model, plan, sources, files, meter))
+        run_and_share_errors(lambda: _fill_model(model, plan, sources, files, meter))
     piece_names = {p.name for recipe in plan.recipes.values() for p in recipe.pieces}
     return LoadReport(
         bytes_read=files.bytes_read - compared_bytes,

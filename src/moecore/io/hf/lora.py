@@ -25,11 +25,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moecore.base.fields import check_arguments, quote
-from moecore.base.params import clean_name, global_indices, init_normal_, init_uniform_
+from moecore.base.params import clean_name, compute_global_indices, init_normal_, init_uniform_
 from moecore.base.peft_layers import is_tuner_layer
 from moecore.families.transformers.lora import refuse_unmerging, unwrap_peft
 from moecore.io.checkpoint.files import refuse_problems
-from moecore.io.checkpoint.ranks import gather, is_first_rank, on_every_rank, on_first_rank
+from moecore.io.checkpoint.ranks import (
+    gather_objects,
+    is_first_rank,
+    on_first_rank,
+    run_and_share_errors,
+)
 from moecore.io.checkpoint.snapshot import is_first_of_stage
 from moecore.io.hf.files import read_json
 from moecore.io.hf.pieces import FileView, TensorPiece, get_local_part
@@ -138,7 +143,7 @@ def save_adapters(
         _refuse_unsaved_params(model)
         return entries
 
-    entries = on_every_rank(find_entries)
+    entries = run_and_share_errors(find_entries)
     stages = find_stages(model)[1]
     keeps = is_first_rank() if stages is None else is_first_of_stage(stages)
     file_tensors: dict[str, Tensor] = {}
@@ -172,13 +177,19 @@ def load_adapters(
     """
     check_arguments(load_adapters, locals())
     path = Path(path)
-    entries = on_every_rank(lambda: collect_adapter_tensors(model, adapter))
-    every = set(entries) if find_stages(model)[1] is None else set().union(*gather(list(entries)))
-    file_tensors = on_every_rank(lambda: _read_adapter(model, path, adapter, entries, every))
+    entries = run_and_share_errors(lambda: collect_adapter_tensors(model, adapter))
+    every = (
+        set(entries)
+        if find_stages(model)[1] is None
+        else set().union(*gather_objects(list(entries)))
+    )
+    file_tensors = run_and_share_errors(lambda: _read_adapter(model, path, adapter, entries, every))
     drop_step(model)
     with torch.no_grad():
         for name, entry in entries.items():
-            value = _select_shard(entry.from_file(file_tensors[name]), global_indices(entry.tensor))
+            value = _select_shard(
+                entry.from_file(file_tensors[name]), compute_global_indices(entry.tensor)
+            )
             get_local_part(entry.tensor).copy_(value)
 
 
@@ -330,7 +341,7 @@ def merge_adapters(model: nn.Module) -> None:
             before any weight changes.
     """
     check_arguments(merge_adapters, locals())
-    merges = on_every_rank(lambda: _require_merges(model))
+    merges = run_and_share_errors(lambda: _require_merges(model))
     refuse_fp8_storage(model, "merged")
     drop_step(model)
     for merge in merges:
@@ -417,7 +428,7 @@ def _list_applied_adapters(layer: Any) -> list[str]:
 
 def _add_to_dense(layer: Any, local: Tensor) -> None:
     """Add a linear or embedding layer's adapters to this rank's shard. Collective."""
-    indices = global_indices(layer.get_base_layer().weight)
+    indices = compute_global_indices(layer.get_base_layer().weight)
     total = _widen(local)
     for adapter in _list_applied_adapters(layer):
         if _get_layer_kind(layer) == "linear":
@@ -434,7 +445,7 @@ def _add_to_dense(layer: Any, local: Tensor) -> None:
 def _add_to_experts(experts: Experts, name: str, update: Any, local: Tensor) -> None:
     """Add the adapters of an expert weight to this rank's shard, by expert. Collective."""
     weight = getattr(experts, name)
-    indices, *rest = global_indices(weight)
+    indices, *rest = compute_global_indices(weight)
     updates = [
         (_unshard(update.lora_A[n]), _unshard(update.lora_B[n]), update.scaling[n])
         for n in _list_applied_adapters(update)

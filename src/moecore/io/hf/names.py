@@ -49,7 +49,7 @@ from typing import Any, Literal, NoReturn
 
 from torch import Tensor, nn
 
-from moecore.base.fields import check_arguments, shown_name
+from moecore.base.fields import check_arguments, format_name
 from moecore.base.params import clean_name
 from moecore.io.hf.config import FAMILIES
 from moecore.io.hf.pieces import FileRecipe, FileView, Region, TensorPiece
@@ -123,7 +123,7 @@ def collect_model_tensors(model: nn.Module) -> dict[str, Tensor]:
         name = clean_name(name)
         if not isinstance(tensor, Tensor):
             raise NotImplementedError(
-                f"model state {shown_name(name)} ({type(tensor).__name__}) must be a tensor: "
+                f"model state {format_name(name)} ({type(tensor).__name__}) must be a tensor: "
                 "remove it"
             )
         tensors[name] = tensor
@@ -193,7 +193,7 @@ def _list_native_pieces(
         if pieces:
             return pieces
     raise NotImplementedError(
-        f"{shown_name(name)} {shape} must have a Hugging Face name in layout ({layout!r}), but no "
+        f"{format_name(name)} {shape} must have a Hugging Face name in layout ({layout!r}), but no "
         "family of decoder_config_from_hf has such a tensor: keep the native names, or choose "
         "another layout"
     )

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.base.params import find_runs, global_indices
+from moecore.base.params import compute_global_indices, find_runs
 from moecore.base.torch_private import get_local_tensor
 
 Region = tuple[int | slice, ...]
@@ -115,7 +115,7 @@ def list_shard_boxes(
     for name, recipe in recipes.items():
         local, shard_runs = (
             get_local_part(tensors[name]),
-            find_shard_runs(global_indices(tensors[name])),
+            find_shard_runs(compute_global_indices(tensors[name])),
         )
         for piece in recipe.pieces if local.numel() else ():
             max_numel = max_bytes // dtypes[piece.name].itemsize

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from moecore.base.fields import shown_name
+from moecore.base.fields import format_name
 from moecore.base.torch_private import DispatchMode
 from moecore.families.transformers.experts import find_experts_adapter, used_tensors
 from moecore.io.hf.config_fields import check_layers
@@ -149,7 +149,7 @@ def plan_stock_tensors(
         if refused.get(name) and name not in recipes:
             kind = type(reader).__name__
             raise NotImplementedError(
-                f"{shown_name(name)} {shape} of {kind} must be made of tensors that files hold, "
+                f"{format_name(name)} {shape} of {kind} must be made of tensors that files hold, "
                 f"but {refused[name]:.200}: load it by {kind}.from_pretrained, and save it by "
                 "save_pretrained"
             )

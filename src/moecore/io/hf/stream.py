@@ -21,15 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from moecore.base.failures import RankError, explain_transport_errors
-from moecore.base.fields import NumBytes, check_arguments, shown_name
+from moecore.base.fields import NumBytes, check_arguments, format_name
 from moecore.base.params import group_by_size
 from moecore.families.transformers.lora import unwrap_peft
 from moecore.io.checkpoint.ranks import (
     ControlGroup,
     Group,
-    gather,
+    gather_objects,
     get_rank_and_world,
-    on_every_rank,
+    run_and_share_errors,
 )
 from moecore.io.hf.buckets import (
     BucketCollector,
@@ -89,7 +89,7 @@ def stream_weights(
         NotImplementedError: as `export_hf`; for adapters that `merge_adapters` does not merge.
     """
     check_arguments(stream_weights, locals())
-    on_every_rank(lambda: check_dtype(dtype))
+    run_and_share_errors(lambda: check_dtype(dtype))
     plan = plan_export(model, config, dtype, layout, needs_config=False)
     return WeightStream(model, _add_adapter_items(model, plan, dtype, lora), bucket_bytes, lora)
 
@@ -98,9 +98,9 @@ def _add_adapter_items(
     model: nn.Module, plan: ExportPlan, dtype: torch.dtype | None, lora: LoRA
 ) -> ExportPlan:
     """Append the active adapter's tensors to the plan (lora="apart"). Collective."""
-    local_tensors = on_every_rank(lambda: _find_adapter(model, lora))
+    local_tensors = run_and_share_errors(lambda: _find_adapter(model, lora))
     pieces: dict[str, TensorPiece] = {}
-    for of_rank in gather({name: piece for name, (_, piece) in local_tensors.items()}):
+    for of_rank in gather_objects({name: piece for name, (_, piece) in local_tensors.items()}):
         pieces |= of_rank
     if not pieces:
         return plan
@@ -191,9 +191,9 @@ class WeightStream:
             return self._begin()
 
         with explain_transport_errors(PASS):
-            digests = on_every_rank(begin, self._control.group).digests
+            digests = run_and_share_errors(begin, self._control.group).digests
             names = {n for n, d in digests.items() if version.digests.get(n) != d}
-            changed = set[str]().union(*gather(names, self._control.group))
+            changed = set[str]().union(*gather_objects(names, self._control.group))
         stream = copy.copy(self)
         stream._items = [i for i in self._items if any(name in changed for name, _ in i.parts)]
         stream._expected_digests, stream._version = digests, None
@@ -233,7 +233,7 @@ class WeightStream:
     def _run_pass(self) -> Iterator[_StreamPass]:
         """Return the context of one pass; it compares digests at the end. Collective."""
         with explain_transport_errors(PASS):
-            run = on_every_rank(self._begin, self._control.group)
+            run = run_and_share_errors(self._begin, self._control.group)
         with self._collector.open_pass():
             try:
                 yield run
@@ -241,7 +241,7 @@ class WeightStream:
                 run.leave()
                 raise
             with explain_transport_errors(PASS):
-                on_every_rank(lambda: self._check_end(run), self._control.group)
+                run_and_share_errors(lambda: self._check_end(run), self._control.group)
         self._version = WeightsVersion(run.digests, self._digests)
 
     def _begin(self) -> _StreamPass:
@@ -327,7 +327,7 @@ class _StreamPass:
         if self._next_bucket is None:
             return None
         with explain_transport_errors(PASS):
-            on_every_rank(self._collector.check, self._group)
+            run_and_share_errors(self._collector.check, self._group)
         (bucket, event), self._next_bucket = self._next_bucket, None
         self._copies.wait_for_mark(event)
         return bucket
@@ -344,7 +344,7 @@ class _StreamPass:
             if self._next_bucket is None:
                 self.start()  # as the others do first
             self._copies.synchronize()
-            on_every_rank(fail, self._group)
+            run_and_share_errors(fail, self._group)
 
     def _update_merged_weights(self, names: Iterable[str]) -> None:
         """Merge adapters into the weights of these names; free merged weights of other names."""
@@ -382,7 +382,7 @@ class _StreamSource:
         parts = (part for x in self.list_inputs() for part in list_local_storage(x))
         if any(part.numel() and not part.untyped_storage().nbytes() for part in parts):
             raise ValueError(
-                f"{shown_name(name)} (without memory) must have its values to be streamed: "
+                f"{format_name(name)} (without memory) must have its values to be streamed: "
                 "call onload('weights') first"
             )
 

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moecore.base.fields import NumBytes, check_arguments, quote, shown_name
+from moecore.base.fields import NumBytes, check_arguments, format_name, quote
 from moecore.io.checkpoint.directory import Step, refuse_used_directory
 from moecore.io.checkpoint.files import join_problems, write_new
 from moecore.io.checkpoint.shard_file import Meter, Progress
@@ -281,7 +281,7 @@ def _plan_megatron_tensors(model: StoredModel) -> dict[str, NewTensor]:
             dtype = items[part.name].dtype
             if dtypes.setdefault(place.key, dtype) != dtype:
                 raise ValueError(
-                    f"{shown_name(place.key)} has parts in {dtypes[place.key]} and {dtype}: "
+                    f"{format_name(place.key)} has parts in {dtypes[place.key]} and {dtype}: "
                     "dtype must name one"
                 )
     return {key: NewTensor(shapes[key], dtypes[key], chunks[key]) for key in chunks}

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from moecore.base.fields import shown_name
+from moecore.base.fields import format_name
 from moecore.io.checkpoint.files import open_regular
 from moecore.io.checkpoint.shard_file import Meter
 from moecore.io.hf.files import Box, find_common_boxes, format_one_line
@@ -78,7 +78,7 @@ class DCPFiles:
                 value = torch.load(part, map_location="cpu", weights_only=True)
             except Exception as error:  # of any kind: the bytes are damaged
                 raise OSError(
-                    f"path ({file}) must hold {shown_name(name)}: {format_one_line(error):.200}"
+                    f"path ({file}) must hold {format_name(name)}: {format_one_line(error):.200}"
                 ) from None
         if (
             not isinstance(value, Tensor)
@@ -86,11 +86,11 @@ class DCPFiles:
             or value.is_meta
         ):
             raise OSError(
-                f"path ({file}) must hold {shown_name(name)} as {dtype}, as .metadata names it"
+                f"path ({file}) must hold {format_name(name)} as {dtype}, as .metadata names it"
             )
         if tuple(value.shape) != chunk.sizes:
             raise OSError(
-                f"path ({file}) must hold {shown_name(name)} as {chunk.sizes}, as .metadata "
+                f"path ({file}) must hold {format_name(name)} as {chunk.sizes}, as .metadata "
                 "names it"
             )
         value = value.detach()

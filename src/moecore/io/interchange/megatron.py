@@ -33,7 +33,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import chain
 from typing import Any, NoReturn
 
-from moecore.base.fields import shown_name
+from moecore.base.fields import format_name
 from moecore.io.hf.names import EMBEDDING, HEAD, map_hf_copies, plan_hf_tensors
 from moecore.io.hf.pieces import map_file_shapes
 from moecore.models.config import DecoderConfig
@@ -186,7 +186,7 @@ def _find_unsupported_fields(config: DecoderConfig) -> Iterator[str]:
 def _refuse_unnamed(name: str, shapes: Shapes) -> NoReturn:
     """Raise NotImplementedError for a tensor that has no name in Megatron-Core."""
     raise NotImplementedError(
-        f"{shown_name(name)} {shapes[name]} must have a name in Megatron-Core, which has none "
+        f"{format_name(name)} {shapes[name]} must have a name in Megatron-Core, which has none "
         "that is known: go by way of a Hugging Face directory and Megatron Bridge"
     )
 

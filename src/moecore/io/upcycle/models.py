@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moecore.base.fields import CheckedRecord, check_arguments, shown_name
+from moecore.base.fields import CheckedRecord, check_arguments, format_name
 from moecore.base.options.layer import GATED_ACTIVATIONS, MoEConfig
 from moecore.families.adopt import adopt
 from moecore.io.upcycle.upcycle import UpcycleOptions, upcycle_mlp
-from moecore.kernels.rows.activation import activation
+from moecore.kernels.rows.activation import activate_rows
 from moecore.models.config import DecoderConfig
 from moecore.models.decoder import Decoder
 from moecore.moe.experts import activation_options
@@ -106,7 +106,7 @@ def upcycle_state_dict(
         result[name] = _pop_tensor(tensors, name)
         if result[name].shape != expected_tensor.shape:
             raise ValueError(
-                f"state dict {shown_name(name)} {tuple(result[name].shape)} must have the shape "
+                f"state dict {format_name(name)} {tuple(result[name].shape)} must have the shape "
                 f"{tuple(expected_tensor.shape)} of the decoder's config: match the two"
             )
     if tensors:
@@ -307,7 +307,7 @@ def _check_same_output(
     b1 = dense["b1"].flatten() if "b1" in dense else None
     x_TD = torch.randn(PROBE_TOKENS, config.dim, generator=torch.Generator().manual_seed(0)).to(w1)
     x_TD = x_TD * (PROBE_STD / F.linear(x_TD, w1).std().clamp(min=1e-3))
-    hidden_TF = activation(F.linear(x_TD, w1, b1), activation_options(config)).to(x_TD.dtype)
+    hidden_TF = activate_rows(F.linear(x_TD, w1, b1), activation_options(config)).to(x_TD.dtype)
     target_TD = F.linear(hidden_TF, w2_DF, dense.get("b2"))
     was_training = block.training
     block.eval()

@@ -5,7 +5,7 @@
     flash.py      documents and sliding windows, dense rows on Ampere
     reference.py  everything else, any device
 
-The first whose `supports` returns None is taken. Letters and notes: `contract.py`.
+The first whose `find_problem` returns None is used. Letters and notes: `contract.py`.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from torch import Tensor
 
 from moecore.kernels.attention import cudnn, flash, flash4, reference
 from moecore.kernels.attention.contract import AttentionBlock, AttentionKernel, AttentionMask
-from moecore.kernels.common import no_autocast, warn_plain
+from moecore.kernels.common import disable_autocast, warn_about_plain
 
 KERNELS: Sequence[AttentionKernel] = (flash4, cudnn, flash)
 
 
 def choose_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> AttentionKernel:
-    """Return the implementation that computes such a block."""
+    """Return the first implementation that can compute this block, otherwise the reference."""
     for kernel in KERNELS:
-        if kernel.supports(q, k, v, mask) is None:
+        if kernel.find_problem(q, k, v, mask) is None:
             if kernel is flash and (mask.is_packed or mask.window is not None):
-                flash4.recommend(q.device)
+                flash4.warn_if_missing(q.device)
             return kernel
-    warn_plain(q, f"attention of {q.dtype} with head dims {q.shape[-1]} and {v.shape[-1]}")
+    warn_about_plain(q, f"attention of {q.dtype} with head dims {q.shape[-1]} and {v.shape[-1]}")
     return reference
 
 
@@ -45,8 +45,8 @@ def attention_forward(
         o_BTHv in the dtype of q, and lse_BHT, fp32 (fp64 for fp64), natural logarithm: see the note
         "nothing seen". Strides are the implementation's.
     """
-    _check(q_BTHd, k_BShd, v_BShv, mask)
-    with no_autocast(q_BTHd):
+    _check_shapes(q_BTHd, k_BShd, v_BShv, mask)
+    with disable_autocast(q_BTHd):
         kernel = choose_kernel(q_BTHd, k_BShd, v_BShv, mask)
         return kernel.forward(AttentionBlock(q_BTHd, k_BShd, v_BShv, mask, scale))
 
@@ -72,14 +72,14 @@ def attention_backward(
         dq, dk and dv in the shapes and dtypes of q, k and v: of this block's keys alone, so those
         of q are summed over blocks.
     """
-    _check(q_BTHd, k_BShd, v_BShv, mask)
-    with no_autocast(q_BTHd):
+    _check_shapes(q_BTHd, k_BShd, v_BShv, mask)
+    with disable_autocast(q_BTHd):
         kernel = choose_kernel(q_BTHd, k_BShd, v_BShv, mask)
         block = AttentionBlock(q_BTHd, k_BShd, v_BShv, mask, scale)
         return kernel.backward(block, do_BTHv.to(q_BTHd.dtype), o_BTHv, lse_BHT)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> None:
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> None:
     (B, _, H, d), (_, S, h, _) = q.shape, k.shape
     if k.shape != (B, S, h, d) or v.shape[:3] != (B, S, h) or H % max(h, 1):
         raise ValueError(

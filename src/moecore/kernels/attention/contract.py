@@ -90,8 +90,8 @@ class AttentionBlock(NamedTuple):
 class AttentionKernel(Protocol):
     """One implementation; a module of this package is one. No autograd."""
 
-    def supports(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | None:
-        """Return why it cannot compute such a block, one line; None = it can."""
+    def find_problem(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | None:
+        """Return a one-line reason why it cannot compute this block; None = it can."""
 
     def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
         """Return o_BTHv and lse_BHT."""
@@ -102,29 +102,31 @@ class AttentionKernel(Protocol):
         """Return dq, dk and dv."""
 
 
-def merge(o: Tensor, lse: Tensor, o_new: Tensor, lse_new: Tensor) -> tuple[Tensor, Tensor]:
-    """Return o, in the dtype of sums, and lse of two blocks; a query may see no key of the new."""
+def merge_blocks(o: Tensor, lse: Tensor, o_new: Tensor, lse_new: Tensor) -> tuple[Tensor, Tensor]:
+    """Combine the outputs and lse of two blocks of keys; a query may have no key in the new one."""
     total_lse = torch.logaddexp(lse, lse_new)
     old, new = ((part - total_lse).exp().transpose(1, 2)[..., None] for part in (lse, lse_new))
     return o * old + o_new * new, total_lse
 
 
 def add_sinks(o_BTHv: Tensor, lse_BHT: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:
-    """Return o and lse with a sink of each head: one more key, of a learned score and no value."""
+    """Return o and lse after adding a sink per head: a key with a learned score and zero value."""
     lse = torch.logaddexp(lse_BHT, sinks_H[:, None].to(lse_BHT.dtype))
     shares_BTH = (lse_BHT - lse).exp().transpose(1, 2)
     return (o_BTHv * shares_BTH[..., None]).to(o_BTHv.dtype), lse
 
 
-def sinks_gradient(do_BTHv: Tensor, o_BTHv: Tensor, lse_BHT: Tensor, sinks_H: Tensor) -> Tensor:
-    """Return the gradient of the sinks, of o and lse with them."""
+def compute_sinks_gradient(
+    do_BTHv: Tensor, o_BTHv: Tensor, lse_BHT: Tensor, sinks_H: Tensor
+) -> Tensor:
+    """Return the gradient of the sinks' scores, from o and lse that include the sinks."""
     delta_BHT = (do_BTHv.to(lse_BHT.dtype) * o_BTHv).sum(-1).transpose(1, 2)
     shares_BHT = (sinks_H[:, None].to(lse_BHT.dtype) - lse_BHT).exp()
     return -(shares_BHT * delta_BHT).sum((0, 2)).to(sinks_H.dtype)
 
 
-def refuse_half(q: Tensor, k: Tensor, v: Tensor, capability: tuple[int, int]) -> str | None:
-    """Return why fused kernels of 16-bit numbers cannot take such a block; None = they can."""
+def find_half_problem(q: Tensor, k: Tensor, v: Tensor, capability: tuple[int, int]) -> str | None:
+    """Return the reason why fused 16-bit kernels cannot compute this block; None = they can."""
     if not q.numel() or not k.numel() or not v.numel():
         return "queries, keys and values must not be empty: fused kernels leave such undefined"
     if not is_gpu(q):

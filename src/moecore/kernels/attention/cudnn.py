@@ -10,11 +10,16 @@ import torch
 from torch import Tensor
 
 from moecore.base.torch_private import cudnn_attention, cudnn_attention_backward
-from moecore.kernels.attention.contract import AttentionBlock, AttentionMask, merge, refuse_half
+from moecore.kernels.attention.contract import (
+    AttentionBlock,
+    AttentionMask,
+    find_half_problem,
+    merge_blocks,
+)
 
 
-def supports(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | None:
-    """Return why cuDNN cannot compute such a block, one line; None = it can."""
+def find_problem(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | None:
+    """Return a one-line reason why cuDNN cannot compute this block; None = it can."""
     if mask.is_packed:
         return "cu_seqlens_q must be None for cuDNN, whose rows are one document each"
     if torch.get_deterministic_debug_mode() > 1:  # errors, not warnings: as in torch's own choice
@@ -29,7 +34,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | None
     dims = (q.shape[-1], v.shape[-1])
     if dims != (192, 128) and not dims[1] <= dims[0] <= 128:
         return f"head dims {dims} must be up to 128, values' the smaller, or (192, 128) for cuDNN"
-    return refuse_half(q, k, v, (9, 0))
+    return find_half_problem(q, k, v, (9, 0))
 
 
 def forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
@@ -40,10 +45,10 @@ def forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     # else: keys 0 : S - T, all of them seen, and keys S - T : S, a causal square.
     before = k.shape[1] - q.shape[1]
     if not mask.causal or not before:
-        return _forward(q, k, v, mask.causal, scale)
-    o, lse = merge(
-        *_forward(q, k[:, :before], v[:, :before], False, scale),
-        *_forward(q, k[:, before:], v[:, before:], True, scale),
+        return _run_forward(q, k, v, mask.causal, scale)
+    o, lse = merge_blocks(
+        *_run_forward(q, k[:, :before], v[:, :before], False, scale),
+        *_run_forward(q, k[:, before:], v[:, before:], True, scale),
     )
     return o.to(q.dtype), lse
 
@@ -53,30 +58,32 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv: see `attention.attention_backward`."""
     q, k, v, mask, scale = block
-    do, o, lse = _like_output(do, q), _like_output(o, q), lse.contiguous()
+    do, o, lse = _copy_as_output(do, q), _copy_as_output(o, q), lse.contiguous()
     before = k.shape[1] - q.shape[1]
     if not mask.causal or not before:
-        return _backward(do, q, k, v, o, lse, mask.causal, scale)
-    of_all = _backward(do, q, k[:, :before], v[:, :before], o, lse, False, scale)
-    of_square = _backward(do, q, k[:, before:], v[:, before:], o, lse, True, scale)
+        return _run_backward(do, q, k, v, o, lse, mask.causal, scale)
+    of_all = _run_backward(do, q, k[:, :before], v[:, :before], o, lse, False, scale)
+    of_square = _run_backward(do, q, k[:, before:], v[:, before:], o, lse, True, scale)
     dq = (of_all[0].to(lse.dtype) + of_square[0]).to(q.dtype)
     dk, dv = (torch.cat(parts, dim=1) for parts in zip(of_all[1:], of_square[1:], strict=True))
     return dq, dk, dv
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _run_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     o_BHTv, lse_BHT1, *_ = cudnn_attention(
-        *_heads_first(q, k, v), None, True, 0.0, causal, False, scale=scale
+        *_move_heads_first(q, k, v), None, True, 0.0, causal, False, scale=scale
     )
     return o_BHTv.transpose(1, 2), lse_BHT1.squeeze(-1)
 
 
-def _backward(
+def _run_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     unused = lse.new_empty(0, dtype=torch.int64)  # the seed of dropout
     dq, dk, dv = cudnn_attention_backward(
-        *_heads_first(do, q, k, v, o),
+        *_move_heads_first(do, q, k, v, o),
         lse.unsqueeze(-1),
         unused,
         unused,
@@ -92,8 +99,8 @@ def _backward(
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
-def _like_output(x: Tensor, q: Tensor) -> Tensor:
-    """Return x dense, with memory in the order of q's."""
+def _copy_as_output(x: Tensor, q: Tensor) -> Tensor:
+    """Copy x to dense memory whose dims have the stride order of q."""
     # Torch keeps a graph per shape and strides of q, k and v, built with the strides that o and its
     # gradient had in the first backward, and reads later ones as if they lay like that. So backward
     # passes both in the layout that forward allocates: dense, in the order of q.
@@ -101,6 +108,6 @@ def _like_output(x: Tensor, q: Tensor) -> Tensor:
     return x.permute(order).contiguous().permute([order.index(dim) for dim in range(4)])
 
 
-def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
+def _move_heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
     first = (x.transpose(1, 2) for x in tensors)
     return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in first)

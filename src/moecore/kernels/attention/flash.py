@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moecore.base.torch_private import flash_attention, flash_attention_backward
-from moecore.kernels.attention.contract import AttentionBlock, AttentionMask, refuse_half
+from moecore.kernels.attention.contract import AttentionBlock, AttentionMask, find_half_problem
 
 
-def supports(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | None:
-    """Return why FlashAttention cannot compute such a block, one line; None = it can."""
-    return refuse_half(q, k, v, (8, 0))
+def find_problem(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | None:
+    """Return a one-line reason why FlashAttention cannot compute this block; None = it can."""
+    return find_half_problem(q, k, v, (8, 0))
 
 
 def forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
@@ -33,13 +33,13 @@ def forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     q, k, v, mask, scale = block
     dim = max(q.shape[-1], v.shape[-1])
     o, lse, *_ = flash_attention(
-        *_as_inputs(mask, dim, q, k, v),
-        *_documents(mask, q, k),
+        *_make_inputs(mask, dim, q, k, v),
+        *_get_document_arguments(mask, q, k),
         0.0,
         mask.causal and mask.window is None,
         False,
         scale=scale,
-        **_window(mask),
+        **_get_window_arguments(mask),
     )
     if mask.is_packed:  # [H, B * T]
         lse = lse.unflatten(1, q.shape[:2]).transpose(0, 1)
@@ -58,36 +58,38 @@ def backward(
         lse = lse.transpose(0, 1).flatten(1)
     unused = lse.new_empty(0)
     dq, dk, dv = flash_attention_backward(
-        *_as_inputs(mask, dim, do, q, k, v, o),
+        *_make_inputs(mask, dim, do, q, k, v, o),
         lse.contiguous(),
-        *_documents(mask, q, k),
+        *_get_document_arguments(mask, q, k),
         0.0,
         mask.causal and mask.window is None,
         torch.zeros(2, dtype=torch.uint64, device=q.device),  # the seed of dropout
         unused,
         scale=scale,
-        **_window(mask),
+        **_get_window_arguments(mask),
     )
     dq = dq.reshape(*q.shape[:3], dim)[..., : q.shape[-1]]
     dk = dk.reshape(*k.shape[:3], dim)[..., : k.shape[-1]]
     return dq, dk, dv.reshape(*v.shape[:3], dim)[..., : v.shape[-1]]
 
 
-def _as_inputs(mask: AttentionMask, dim: int, *tensors: Tensor) -> list[Tensor]:
-    """Return heads of one dim, and packed rows as one [B * T, H, dim]."""
+def _make_inputs(mask: AttentionMask, dim: int, *tensors: Tensor) -> list[Tensor]:
+    """Pad the head dim to `dim` with zeros, and flatten packed rows to [B * T, H, dim]."""
     wide = [x if x.shape[-1] == dim else F.pad(x, (0, dim - x.shape[-1])) for x in tensors]
     wide = [x if x.stride(-1) == 1 else x.contiguous() for x in wide]
     return [x.flatten(0, 1) for x in wide] if mask.is_packed else wide
 
 
-def _documents(mask: AttentionMask, q: Tensor, k: Tensor) -> tuple[Tensor | int | None, ...]:
+def _get_document_arguments(
+    mask: AttentionMask, q: Tensor, k: Tensor
+) -> tuple[Tensor | int | None, ...]:
     if mask.is_packed:
         return mask.cu_seqlens_q, mask.cu_seqlens_k, mask.max_length_q, mask.max_length_k
     return None, None, q.shape[1], k.shape[1]
 
 
-def _window(mask: AttentionMask) -> dict[str, int]:
-    """Return how many keys before and behind its own a query sees; -1 = all."""
+def _get_window_arguments(mask: AttentionMask) -> dict[str, int]:
+    """Return the numbers of keys before and after a query that it attends to; -1 = all."""
     if mask.window is not None:
         return {"window_size_left": mask.window - 1, "window_size_right": 0}
     return {"window_size_left": -1, "window_size_right": 0 if mask.causal else -1}

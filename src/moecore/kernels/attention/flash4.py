@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.kernels.attention.contract import AttentionBlock, AttentionMask, refuse_half
+from moecore.kernels.attention.contract import AttentionBlock, AttentionMask, find_half_problem
 from moecore.kernels.invariant import is_batch_invariant
 
 PACKAGE = "flash-attn-4"
@@ -33,9 +33,9 @@ class _Functions(NamedTuple):
     backward: Callable[..., Any]
 
 
-def supports(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | None:
-    """Return why FlashAttention 4 cannot compute such a block, one line; None = it can."""
-    reason = refuse_half(q, k, v, (9, 0))
+def find_problem(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | None:
+    """Return a one-line reason why FlashAttention 4 cannot compute this block; None = it can."""
+    reason = find_half_problem(q, k, v, (9, 0))
     if reason is None and q.is_meta:
         reason = f"device ({q.device.type}) must be cuda for {PACKAGE}: it has no shapes alone"
     is_exact = torch.are_deterministic_algorithms_enabled()
@@ -43,16 +43,16 @@ def supports(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | None
         reason = f"deterministic algorithms must be off for {PACKAGE}, which has none for SM 12"
     if reason is None and is_batch_invariant():
         reason = f"batch invariance must be off for {PACKAGE}, whose tiles follow from lengths"
-    return reason or _why_not()
+    return reason or _find_import_problem()
 
 
 @cache
-def recommend(device: torch.device) -> None:
-    """Say, once, that documents and windows would be faster with the package."""
+def warn_if_missing(device: torch.device) -> None:
+    """Warn once per device if the package is missing, which speeds up documents and windows."""
     # On an H200 FlashAttention 2 has 0.44 to 0.59 of its FLOP/s: docs/context_parallel.md.
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
         return
-    if (reason := _why_not()) is not None:
+    if (reason := _find_import_problem()) is not None:
         warnings.warn(
             f"documents and windows are computed by torch's FlashAttention 2, at about half the "
             f"speed: {reason}",
@@ -63,8 +63,10 @@ def recommend(device: torch.device) -> None:
 def forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     """Return o and lse: see `attention.attention_forward`."""
     q, k, v, mask, scale = block
-    heads = _as_inputs(mask, q, k, v)
-    o, lse, *_ = _functions().forward(*heads, **_arguments(mask, scale), return_lse=True)
+    heads = _make_inputs(mask, q, k, v)
+    o, lse, *_ = _import_functions().forward(
+        *heads, **_make_arguments(mask, scale), return_lse=True
+    )
     if mask.is_packed:  # [H, B * T]
         lse = lse.unflatten(1, q.shape[:2]).transpose(0, 1)
     return o.view(*q.shape[:3], v.shape[-1]), lse
@@ -78,22 +80,22 @@ def backward(
     lse = lse.masked_fill(lse == -math.inf, math.inf)  # exp(s - lse) of a row that sees no key is 0
     if mask.is_packed:
         lse = lse.transpose(0, 1).flatten(1)
-    heads = _as_inputs(mask, q, k, v, o, do)
+    heads = _make_inputs(mask, q, k, v, o, do)
     is_exact = torch.are_deterministic_algorithms_enabled()
-    dq, dk, dv = _functions().backward(
-        *heads, lse.contiguous(), **_arguments(mask, scale), deterministic=is_exact
+    dq, dk, dv = _import_functions().backward(
+        *heads, lse.contiguous(), **_make_arguments(mask, scale), deterministic=is_exact
     )
     return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
 
 
-def _as_inputs(mask: AttentionMask, *tensors: Tensor) -> list[Tensor]:
-    """Return packed rows as one [B * T, H, dim]."""
+def _make_inputs(mask: AttentionMask, *tensors: Tensor) -> list[Tensor]:
+    """Make the last dim contiguous, and flatten packed rows to [B * T, H, dim]."""
     dense = [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
     return [x.flatten(0, 1) for x in dense] if mask.is_packed else dense
 
 
-def _arguments(mask: AttentionMask, scale: float) -> dict[str, Any]:
-    """Return its arguments beside tensors of heads; windows count keys before a query's own."""
+def _make_arguments(mask: AttentionMask, scale: float) -> dict[str, Any]:
+    """Return the keyword arguments of the package's functions for a mask and a softmax scale."""
     return dict(
         softmax_scale=scale,
         causal=mask.causal and mask.window is None,
@@ -107,17 +109,17 @@ def _arguments(mask: AttentionMask, scale: float) -> dict[str, Any]:
 
 
 @cache
-def _functions() -> _Functions:
+def _import_functions() -> _Functions:
     from flash_attn.cute import interface
 
     return _Functions(interface._flash_attn_fwd, interface._flash_attn_bwd)
 
 
 @cache
-def _why_not() -> str | None:
-    """Return why the package cannot be called, or None; imports it."""
+def _find_import_problem() -> str | None:
+    """Import the package; return the reason why it cannot be called, or None."""
     try:
-        functions = _functions()
+        functions = _import_functions()
     except (ImportError, AttributeError) as error:
         return f"{PACKAGE} must be installed and have its functions ({error}): install it"
     for function in functions:

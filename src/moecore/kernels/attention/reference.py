@@ -20,13 +20,13 @@ from moecore.kernels.attention.contract import AttentionBlock, AttentionMask
 from moecore.kernels.invariant import is_batch_invariant
 
 
-def supports(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> None:
-    """Return None: every block is possible."""
+def find_problem(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> None:
+    """Return None, because the reference can compute every block."""
     return
 
 
-def visible(mask: AttentionMask, T: int, S: int, device: torch.device) -> Tensor | None:
-    """Return bool [T, S], which keys a query sees; None = all. Packed: T, S over all rows."""
+def make_mask(mask: AttentionMask, T: int, S: int, device: torch.device) -> Tensor | None:
+    """Return bool [T, S]: keys that each query attends to; None = all. Packed rows are joined."""
     # Example, causal, window 2, T = 2 queries at the end of S = 4 keys: [0 1 1 0], [0 0 1 1].
     places_T1 = torch.arange(S - T, S, device=device)[:, None]
     places_S = torch.arange(S, device=device)
@@ -49,8 +49,10 @@ def visible(mask: AttentionMask, T: int, S: int, device: torch.device) -> Tensor
     return seen_TS
 
 
-def _parts(mask: AttentionMask, q: Tensor, k: Tensor) -> list[tuple[int, AttentionMask]] | None:
-    """Return tokens and mask of what is computed by itself; None = all is computed together."""
+def _list_parts(
+    mask: AttentionMask, q: Tensor, k: Tensor
+) -> list[tuple[int, AttentionMask]] | None:
+    """Split documents or rows into parts (length, mask); None = compute the block in one part."""
     (B, T), cu_q, cu_k = q.shape[:2], mask.cu_seqlens_q, mask.cu_seqlens_k
     if cu_q is None or cu_k is None or k.shape[1] != T or not B * T:
         return None
@@ -68,30 +70,30 @@ def _parts(mask: AttentionMask, q: Tensor, k: Tensor) -> list[tuple[int, Attenti
     return [(T, replace(mask, cu_seqlens_q=cu, cu_seqlens_k=cu)) for cu in cu_of_rows]
 
 
-def _split(
+def _split_block(
     block: AttentionBlock, parts: list[tuple[int, AttentionMask]], *tensors: Tensor
 ) -> Iterator[Any]:
-    """Yield the block of each part, one row, and its part of other tensors of tokens."""
+    """Yield the `AttentionBlock` of each part, followed by the part's slice of other tensors."""
     lengths, masks = zip(*parts, strict=True)
     tokens = [x.flatten(0, 1)[None].split(lengths, dim=1) for x in (*block[:3], *tensors)]
     for mask, q, k, v, *rest in zip(masks, *tokens, strict=True):
         yield AttentionBlock(q, k, v, mask, block.scale), *rest
 
 
-def _merge(parts: Iterable[Tensor], like: Tensor) -> Tensor:
-    """Return tokens of parts in the rows of a batch."""
+def _merge_parts(parts: Iterable[Tensor], like: Tensor) -> Tensor:
+    """Concatenate the parts' tokens and restore the batch dims of `like`."""
     return torch.cat(list(parts), dim=1).unflatten(1, like.shape[:2])[0]  # type: ignore[no-any-return]
 
 
-def _scores(q: Tensor, k: Tensor, mask: AttentionMask, scale: float) -> Tensor:
-    """Return s_BhgTS of q_BThgd and k_BShd, -inf where a key is not seen."""
+def _compute_scores(q: Tensor, k: Tensor, mask: AttentionMask, scale: float) -> Tensor:
+    """Return the scaled scores s_BhgTS of q_BThgd and k_BShd; masked keys have -inf."""
     s = torch.einsum("bthgd,bshd->bhgts", q, k) * scale
-    seen_TS = visible(mask, q.shape[1], k.shape[1], q.device)
+    seen_TS = make_mask(mask, q.shape[1], k.shape[1], q.device)
     return s if seen_TS is None else s.masked_fill(~seen_TS, -math.inf)
 
 
-def _grouped(x_BTHx: Tensor, h: int, mask: AttentionMask) -> Tensor:
-    """Return x as [B, T, h, g, x] in the dtype of sums; packed rows one after the other."""
+def _group_heads(x_BTHx: Tensor, h: int, mask: AttentionMask) -> Tensor:
+    """Return x as [B, T, h, g, x] in at least fp32; packed rows are joined into one row."""
     x = x_BTHx.to(torch.promote_types(x_BTHx.dtype, torch.float32))
     x = x.flatten(0, 1)[None] if mask.is_packed else x
     return x.unflatten(2, (h, x.shape[2] // h))  # type: ignore[no-any-return]
@@ -100,15 +102,21 @@ def _grouped(x_BTHx: Tensor, h: int, mask: AttentionMask) -> Tensor:
 def forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     """Return o and lse: see `attention.attention_forward`."""
     q, k, v, mask, scale = block
-    parts = _parts(mask, q, k)
+    parts = _list_parts(mask, q, k)
     if parts is not None:
-        outputs = [forward(part) for (part,) in _split(block, parts)]
+        outputs = [forward(part) for (part,) in _split_block(block, parts)]
         os, lses = zip(*outputs, strict=True)
-        return _merge(os, q), _merge((x.transpose(1, 2) for x in lses), q).transpose(1, 2)
+        return _merge_parts(os, q), _merge_parts((x.transpose(1, 2) for x in lses), q).transpose(
+            1, 2
+        )
     B, T, H, _ = q.shape
     h = k.shape[2]
-    qs, ks, vs = _grouped(q, h, mask), _grouped(k, h, mask)[..., 0, :], _grouped(v, h, mask)
-    s = _scores(qs, ks, mask, scale)
+    qs, ks, vs = (
+        _group_heads(q, h, mask),
+        _group_heads(k, h, mask)[..., 0, :],
+        _group_heads(v, h, mask),
+    )
+    s = _compute_scores(qs, ks, mask, scale)
     lse = s.logsumexp(-1)
     p = (s - lse.masked_fill(lse == -math.inf, 0)[..., None]).exp()
     o = torch.einsum("bhgts,bshv->bthgv", p, vs[..., 0, :])
@@ -121,21 +129,25 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv: see `attention.attention_backward`."""
     q, k, v, mask, scale = block
-    parts = _parts(mask, q, k)
+    parts = _list_parts(mask, q, k)
     if parts is not None:
-        blocks = _split(block, parts, do, o, lse.transpose(1, 2))
+        blocks = _split_block(block, parts, do, o, lse.transpose(1, 2))
         grads = [
             backward(block_1, do_1, o_1, l_1.transpose(1, 2)) for block_1, do_1, o_1, l_1 in blocks
         ]
-        dq, dk, dv = (_merge(x, q) for x in zip(*grads, strict=True))
+        dq, dk, dv = (_merge_parts(x, q) for x in zip(*grads, strict=True))
         return dq, dk, dv
     h = k.shape[2]
-    qs, ks, vs = _grouped(q, h, mask), _grouped(k, h, mask)[..., 0, :], _grouped(v, h, mask)
-    dos, os = _grouped(do, h, mask), _grouped(o, h, mask)
+    qs, ks, vs = (
+        _group_heads(q, h, mask),
+        _group_heads(k, h, mask)[..., 0, :],
+        _group_heads(v, h, mask),
+    )
+    dos, os = _group_heads(do, h, mask), _group_heads(o, h, mask)
     if mask.is_packed:
         lse = lse.transpose(0, 1).flatten(1)[None]
     lse = lse.masked_fill(lse == -math.inf, math.inf).unflatten(1, (h, -1))  # exp gives 0
-    p = (_scores(qs, ks, mask, scale) - lse[..., None]).exp()
+    p = (_compute_scores(qs, ks, mask, scale) - lse[..., None]).exp()
     dv = torch.einsum("bhgts,bthgv->bshv", p, dos)
     dp = torch.einsum("bthgv,bshv->bhgts", dos, vs[..., 0, :])
     ds = p * (dp - (dos * os).sum(-1).permute(0, 2, 3, 1)[..., None]) * scale

@@ -79,7 +79,7 @@ class ExchangeLayout:
         at_rows, at_ids, at_weights, at_flags = (-(-n // ALIGNMENT) * ALIGNMENT for n in sizes)
         return at_rows, at_ids, at_weights, at_flags
 
-    def sums_at(self, memory: Tensor, rank: int) -> Tensor:
+    def view_sums(self, memory: Tensor, rank: int) -> Tensor:
         """Return the bytes of a peer's `memory` to which `rank` copies sums, [C * row_bytes]."""
         num_bytes = self.max_tokens * self.row_bytes
         return memory[SUMS_SLOT.value * self.slot_bytes :].narrow(0, rank * num_bytes, num_bytes)
@@ -89,7 +89,7 @@ class ExchangeLayout:
         """Bytes of one rank's memory."""
         return sum(self.region_bytes)
 
-    def regions(self, base: int) -> list[int]:
+    def locate_regions(self, base: int) -> list[int]:
         """Return the addresses of a buffer's four regions."""
         sizes = self.region_bytes
         return [base + sum(sizes[:i]) for i in range(4)]
@@ -130,7 +130,7 @@ class SymmetricBuffer(PeerBuffer):
     sums_slots: tuple[Tensor, ...] = ()
 
 
-def as_words(rows: Tensor) -> Tensor:
+def view_words(rows: Tensor) -> Tensor:
     """View rows as the 32-bit words that a spread moves. Copies rows that are not aligned."""
     is_odd = rows.storage_offset() * rows.itemsize % torch.int32.itemsize
     return (rows.clone() if is_odd else rows).view(torch.int32)

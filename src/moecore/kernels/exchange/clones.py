@@ -35,7 +35,12 @@ from torch import Tensor
 
 from moecore.kernels.common import INTERPRET, launch, next_power_of_2, tl, triton
 from moecore.kernels.exchange.buffer import ALIGNMENT, AT_ROWS, OPERATION, PeerBuffer
-from moecore.kernels.exchange.protocol import finish, notify, remaining_time, wait
+from moecore.kernels.exchange.protocol import (
+    finish_operation,
+    get_remaining_time,
+    raise_flags,
+    wait_for_flags,
+)
 
 SET_BYTES = 32 << 20  # bytes of one set of slots
 BLOCK_BYTES = 1 << 15  # bytes that a program moves at once
@@ -55,8 +60,8 @@ class CloneLayout:
         """Bytes of one rank's buffer: two sets of slots, and flags."""
         return 2 * self.set_bytes + 2 * self.num_ranks * self.num_programs * 4
 
-    def regions(self, base: int) -> list[int]:
-        """Return the addresses of slots and flags, in the order of `ExchangeLayout.regions`."""
+    def locate_regions(self, base: int) -> list[int]:
+        """Return the addresses of slots and flags, as `ExchangeLayout.locate_regions` does."""
         return [base, 0, 0, base + 2 * self.set_bytes]
 
     def slot_bytes(self, num_clones: int) -> int:
@@ -106,7 +111,7 @@ class CloneConstants(NamedTuple):
 
 
 @triton.jit
-def _slot(
+def _locate_slot(
     end,  # End
     peer,
     slot,
@@ -121,7 +126,7 @@ def _slot(
 
 
 @triton.jit
-def _copy(
+def _copy_piece(
     from_ptr,
     to_ptr,
     count,
@@ -155,10 +160,10 @@ def _store_weights_kernel(
         row = tl.load(experts_ptr + n) - first
         if (row >= 0) & (row < CONST.NUM_LOCAL):
             peer = n // CONST.CLONES * CONST.ETP + rank % CONST.ETP
-            to_ptr = _slot(end, peer, n % CONST.CLONES, operation, element, CONST)
+            to_ptr = _locate_slot(end, peer, n % CONST.CLONES, operation, element, CONST)
             from_ptr = rows_ptr + row.to(tl.int64) * piece.width + piece.start
-            _copy(from_ptr, to_ptr, piece.length, True, "", CONST)
-    notify(end.bases, operation, pid, CONST.PROGRAMS, rank, CONST)
+            _copy_piece(from_ptr, to_ptr, piece.length, True, "", CONST)
+    raise_flags(end.bases, operation, pid, CONST.PROGRAMS, rank, CONST)
 
 
 @triton.jit(do_not_specialize=["rank", "timeout"])
@@ -174,16 +179,18 @@ def _receive_weights_kernel(
     pid = tl.program_id(0)
     operation = tl.load(end.state + OPERATION)
     element = out_ptr.dtype.element_ty
-    remaining = remaining_time(end, timeout)
-    arrived = wait(end, operation, 0, pid, CONST.PROGRAMS, rank, remaining, 0, CONST.G, CONST)
+    remaining = get_remaining_time(end, timeout)
+    arrived = wait_for_flags(
+        end, operation, 0, pid, CONST.PROGRAMS, rank, remaining, 0, CONST.G, CONST
+    )
     to_ptr = out_ptr + piece.start
     for slot in range(CONST.CLONES):
         place = rank // CONST.ETP * CONST.CLONES + slot
         has_source = arrived & (tl.load(experts_ptr + place) >= 0)
-        from_ptr = _slot(end, rank, slot, operation, element, CONST)
-        _copy(from_ptr, to_ptr, piece.length, has_source, ".cg", CONST)
+        from_ptr = _locate_slot(end, rank, slot, operation, element, CONST)
+        _copy_piece(from_ptr, to_ptr, piece.length, has_source, ".cg", CONST)
         to_ptr += piece.width
-    finish(end.state, operation)
+    finish_operation(end.state, operation)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -201,10 +208,10 @@ def _store_grads_kernel(
     from_ptr = grads_ptr + piece.start
     for slot in range(CONST.CLONES):
         if tl.load(experts_ptr + rank // CONST.ETP * CONST.CLONES + slot) >= 0:
-            to_ptr = _slot(end, rank, slot, operation, element, CONST)
-            _copy(from_ptr, to_ptr, piece.length, True, "", CONST)
+            to_ptr = _locate_slot(end, rank, slot, operation, element, CONST)
+            _copy_piece(from_ptr, to_ptr, piece.length, True, "", CONST)
         from_ptr += piece.width
-    notify(end.bases, operation, pid, CONST.PROGRAMS, rank, CONST)
+    raise_flags(end.bases, operation, pid, CONST.PROGRAMS, rank, CONST)
 
 
 @triton.jit(do_not_specialize=["rank", "timeout"])
@@ -222,8 +229,10 @@ def _receive_grads_kernel(
     element = grads_ptr.dtype.element_ty
     BLOCK: tl.constexpr = CONST.BLOCK
     NUM_PLACES: tl.constexpr = CONST.G // CONST.ETP * CONST.CLONES
-    remaining = remaining_time(end, timeout)
-    arrived = wait(end, operation, 0, pid, CONST.PROGRAMS, rank, remaining, 1, CONST.G, CONST)
+    remaining = get_remaining_time(end, timeout)
+    arrived = wait_for_flags(
+        end, operation, 0, pid, CONST.PROGRAMS, rank, remaining, 1, CONST.G, CONST
+    )
     first = rank // CONST.ETP * CONST.NUM_LOCAL
     for n in range(NUM_PLACES):
         expert = tl.load(experts_ptr + n)
@@ -240,23 +249,23 @@ def _receive_grads_kernel(
                 for m in range(n, NUM_PLACES):
                     is_match = tl.load(experts_ptr + m) == expert
                     peer = m // CONST.CLONES * CONST.ETP + rank % CONST.ETP
-                    from_ptr = _slot(end, peer, m % CONST.CLONES, operation, element, CONST)
+                    from_ptr = _locate_slot(end, peer, m % CONST.CLONES, operation, element, CONST)
                     from_ptr += columns
                     mask = inside & is_match
                     part = tl.load(from_ptr, mask=mask, other=0.0, cache_modifier=".cg")
                     total = tl.where(is_match, total + part.to(tl.float32), total)
                 tl.store(own_ptr + columns, total.to(element), mask=inside)
-    finish(end.state, operation)
+    finish_operation(end.state, operation)
 
 
-def pieces(layout: CloneLayout, rows: Tensor, num_clones: int) -> Iterator[ClonePiece]:
+def split_pieces(layout: CloneLayout, rows: Tensor, num_clones: int) -> Iterator[ClonePiece]:
     """Yield the pieces of rows [rows, W]; each piece is one operation."""
     width, max_width = rows.shape[1], layout.slot_bytes(num_clones) // rows.itemsize
     for start in range(0, width, max_width):
         yield ClonePiece(width, start, min(max_width, width - start))
 
 
-def _launch(
+def _launch_kernel(
     kernel: Any,
     waits: bool,
     buffer: CloneBuffer,
@@ -288,10 +297,10 @@ def _launch(
 #   receive_weights  local slots -> clones, zeros for an empty place
 #   store_grads      gradients of the clones -> local slots
 #   receive_grads    slots of peers, added to the gradients of this rank's experts
-store_weights = partial(_launch, _store_weights_kernel, False)
-receive_weights = partial(_launch, _receive_weights_kernel, True)
-store_grads = partial(_launch, _store_grads_kernel, False)
-receive_grads = partial(_launch, _receive_grads_kernel, True)
+store_weights = partial(_launch_kernel, _store_weights_kernel, False)
+receive_weights = partial(_launch_kernel, _receive_weights_kernel, True)
+store_grads = partial(_launch_kernel, _store_grads_kernel, False)
+receive_grads = partial(_launch_kernel, _receive_grads_kernel, True)
 
 
 def fetch_clones(buffer: CloneBuffer, rows: Tensor, places: Places) -> Tensor:
@@ -300,9 +309,9 @@ def fetch_clones(buffer: CloneBuffer, rows: Tensor, places: Places) -> Tensor:
     The dtype is any, and rows of empty places are zeros. Collective, without a host sync.
     """
     out = rows.new_empty(places.num_clones, *rows.shape[1:])
-    rows_eW = _as_words(rows.contiguous())
-    out_cW = _as_rows(out).view(rows_eW.dtype)
-    for piece in pieces(buffer.layout, rows_eW, places.num_clones):
+    rows_eW = _view_as_words(rows.contiguous())
+    out_cW = _view_as_rows(out).view(rows_eW.dtype)
+    for piece in split_pieces(buffer.layout, rows_eW, places.num_clones):
         store_weights(buffer, rows_eW, places, piece)
         receive_weights(buffer, out_cW, places, piece)
     return out
@@ -314,19 +323,19 @@ def add_clone_grads_(buffer: CloneBuffer, grads: Tensor, places: Places) -> Tens
     `grads` [e + c, ...], contiguous, one of `SUM_DTYPES`, has this rank's experts, then its clones.
     Sums are in fp32, in the order of places, and rounded once. Collective, without a host sync.
     """
-    home_eW, clones_cW = _as_rows(grads).split((places.num_local, places.num_clones))
-    for piece in pieces(buffer.layout, home_eW, places.num_clones):
+    home_eW, clones_cW = _view_as_rows(grads).split((places.num_local, places.num_clones))
+    for piece in split_pieces(buffer.layout, home_eW, places.num_clones):
         store_grads(buffer, clones_cW, places, piece)
         receive_grads(buffer, home_eW, places, piece)
     return grads[: places.num_local]
 
 
-def _as_rows(tensor: Tensor) -> Tensor:
+def _view_as_rows(tensor: Tensor) -> Tensor:
     return tensor.view(tensor.shape[0], tensor.shape[1:].numel())
 
 
-def _as_words(rows: Tensor) -> Tensor:
+def _view_as_words(rows: Tensor) -> Tensor:
     """View contiguous rows as [rows, W] int32 words, or bytes if rows are no multiple of 4."""
-    bytes_eB = _as_rows(rows).view(torch.uint8)
+    bytes_eB = _view_as_rows(rows).view(torch.uint8)
     is_even = bytes_eB.shape[1] % 4 == 0 and bytes_eB.storage_offset() % 4 == 0
     return bytes_eB.view(torch.int32) if is_even else bytes_eB

@@ -4,9 +4,9 @@
     reduce       row g * C + t of every such rank -> token t of rank g, added in fp32 in rank order
     limit_rows   offsets of expert rows, clamped to a length
 
-`spread` is the gradient of `reduce`, and the reverse. The slots of a source row are the indices of
-its rows in memory: one row of [S, D], or expert rows of [R, D]. A spread writes a copy to each
-slot. A reduce adds the rows of the slots and sends the sum. Source rows are numbered by (rank,
+`spread_rows` is the gradient of `reduce_rows`, and the reverse. A source row's slots are the
+indices of its rows in memory: one row of [S, D], or expert rows of [R, D]. A spread copies to
+each slot. A reduce adds the rows of the slots and sends the sum. Source rows are numbered by (rank,
 token), so no rank counts, sorts or waits for a size. Unused rows are holes, which are never read.
 
 Each operation is one launch. The first programs push: they store rows into the peers' receive
@@ -27,7 +27,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import launch, next_power_of_2, on_device, tl, triton, use_kernel
+from moecore.kernels.common import launch, next_power_of_2, tl, triton, use_device, use_kernel
 from moecore.kernels.exchange.buffer import (
     AT_ROWS,
     AT_WEIGHTS,
@@ -36,21 +36,27 @@ from moecore.kernels.exchange.buffer import (
     OPERATION,
     SUMS_SLOT,
     SymmetricBuffer,
-    as_words,
+    view_words,
 )
-from moecore.kernels.exchange.protocol import find_peers, finish, notify, remaining_time, wait
+from moecore.kernels.exchange.protocol import (
+    find_peers,
+    finish_operation,
+    get_remaining_time,
+    raise_flags,
+    wait_for_flags,
+)
 from moecore.kernels.exchange.rows import (
     Choices,
     RowChunk,
     add_parts,
     copy_rows,
+    locate_source_rows,
     push_choices,
     push_rows,
     receive_choices,
-    rows_of,
 )
 from moecore.kernels.exchange.slots import copy_to_slots, list_pairs, list_slots, push_sums
-from moecore.kernels.exchange.tiles import Columns, constants, list_size
+from moecore.kernels.exchange.tiles import Columns, compute_list_size, make_constants
 
 Half = Literal["both", "push", "receive"]
 
@@ -118,27 +124,27 @@ def _spread_kernel(
                 push_rows(ptrs.rows, ptrs.peers, end.bases, offset, chunk, first, False, CONST)
                 if choices is not None:
                     push_choices(choices, ptrs.peers, end.bases, chunk, slot + first, False, CONST)
-                notify(end.bases, operation, number, num_chunks, rank, CONST)
+                raise_flags(end.bases, operation, number, num_chunks, rank, CONST)
     if HALF != "push":
         FIRST: tl.constexpr = CONST.NUM_PUSH if HALF == "both" else 0
         if pid >= FIRST:
             element = ptrs.out.dtype.element_ty
             base = tl.load(end.bases + AT_ROWS * CONST.G + rank) + slot * CONST.ROW_BYTES
             base = tl.multiple_of(base.to(tl.pointer_type(element)), 16)
-            remaining = remaining_time(end, timeout)
+            remaining = get_remaining_time(end, timeout)
             for item in range(pid - FIRST, num_chunks * CONST.G, CONST.NUM_RECEIVE):
                 number, source = item // CONST.G, (item + rank) % CONST.G
-                rows, exists = rows_of(source, number, max_tokens, CONST.CHUNK)
+                rows, exists = locate_source_rows(source, number, max_tokens, CONST.CHUNK)
                 if choices is None:  # known before the rows come
                     marks_ptr = ptrs.slots if CONST.N == 1 else ptrs.places
                     to = tl.load(marks_ptr + rows, mask=exists, other=-1)
                     if CONST.N > 1:
-                        tl.debug_barrier()  # the last list has been read; `wait` ends with one
+                        tl.debug_barrier()  # the last list is read; `wait_for_flags` ends with one
                         list_slots(
                             ptrs.slots, lists_ptr + pid * CONST.LIST, rows, exists, 0,
                             CONST.N, CONST.CHUNK, CONST.CHUNK, CONST.CHUNK, CONST.BLOCK_N,
                         )  # fmt: skip
-                arrived = wait(
+                arrived = wait_for_flags(
                     end, operation, source, number, num_chunks, rank, remaining, 0, 1, CONST
                 )
                 remaining = tl.where(arrived, remaining, 0)
@@ -152,7 +158,7 @@ def _spread_kernel(
                         copy_rows(base, ptrs.out, to, rows, CONST)
                     else:
                         copy_to_slots(base, ptrs.out, lists_ptr + pid * CONST.LIST, to, rows, CONST)
-        finish(end.state, operation)
+        finish_operation(end.state, operation)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -187,7 +193,7 @@ def _reduce_kernel(
                     push_sums(ptrs.rows, ptrs.places, list_ptr, end.bases, chunk, first, CONST)
                 if choices is not None:
                     push_choices(choices, ptrs.places, end.bases, chunk, first, True, CONST)
-                notify(end.bases, operation, number, num_chunks, rank, CONST)
+                raise_flags(end.bases, operation, number, num_chunks, rank, CONST)
     if HALF != "push":
         FIRST: tl.constexpr = CONST.NUM_PUSH if HALF == "both" else 0
         if pid >= FIRST:
@@ -196,10 +202,10 @@ def _reduce_kernel(
             base = tl.multiple_of(base, 16)
             weights = tl.load(end.bases + AT_WEIGHTS * CONST.G + rank)
             weights = weights.to(tl.pointer_type(tl.float32))
-            remaining = remaining_time(end, timeout)
+            remaining = get_remaining_time(end, timeout)
             first = SUMS_SLOT * CONST.G * max_tokens if HAS_SUMS else slot
             for number in range(pid - FIRST, num_chunks, CONST.NUM_RECEIVE):
-                arrived = wait(
+                arrived = wait_for_flags(
                     end, operation, 0, number, num_chunks, rank, remaining, 1, CONST.G, CONST
                 )
                 remaining = tl.where(arrived, remaining, 0)
@@ -213,23 +219,23 @@ def _reduce_kernel(
                         weights, out_dweights_ptr, ptrs.peers, chunk, slot,
                         CONST.K, CONST.CHUNK, CONST.BLOCK_K, CONST,
                     )  # fmt: skip
-        finish(end.state, operation)
+        finish_operation(end.state, operation)
 
 
-def _grid(buffer: SymmetricBuffer, half: Half) -> tuple[int]:
+def _make_grid(buffer: SymmetricBuffer, half: Half) -> tuple[int]:
     layout = buffer.layout
     return ((half != "receive") * layout.num_push + (half != "push") * layout.num_receive,)
 
 
-def _common(buffer: SymmetricBuffer, num_tokens: int, num_slots: int) -> tuple[Any, ...]:
+def _list_common_args(buffer: SymmetricBuffer, num_tokens: int, num_slots: int) -> tuple[Any, ...]:
     layout = buffer.layout
-    entries = (layout.num_push + layout.num_receive) * list_size(layout, num_slots)
+    entries = (layout.num_push + layout.num_receive) * compute_list_size(layout, num_slots)
     lists = torch.empty(entries, dtype=torch.int32, device=buffer.state.device) if entries else None
     sizes = (num_tokens, layout.max_tokens, layout.num_chunks, buffer.rank, buffer.timeout_ns)
     return (lists, buffer.end, *sizes)
 
 
-def spread_choices(
+def spread_rows_and_choices(
     buffer: SymmetricBuffer,
     x_TD: Tensor,
     ids_TK: Tensor,
@@ -251,20 +257,13 @@ def spread_choices(
             The outputs of the other half are then uninitialised.
     """
     out = SpreadChoices.empty(x_TD, ids_TK, weights_TK, buffer.layout.source_rows)
-    ptrs = Ptrs(as_words(x_TD), out.peers_T, out.places_S, out.places_S, as_words(out.rows_SD))
-    _launch_spread(
-        buffer,
-        half,
-        ptrs,
-        choices=Choices(ids_TK, weights_TK),
-        out_choices=Choices(out.ids_SK, out.weights_SK),
-        num_local=num_local,
-        etp=etp,
-    )
+    ptrs = Ptrs(view_words(x_TD), out.peers_T, out.places_S, out.places_S, view_words(out.rows_SD))
+    choices, out_choices = Choices(ids_TK, weights_TK), Choices(out.ids_SK, out.weights_SK)
+    _launch_spread(buffer, half, ptrs, choices, out_choices, num_local=num_local, etp=etp)
     return out
 
 
-def spread(
+def spread_rows(
     buffer: SymmetricBuffer,
     x_TD: Tensor,
     peers_T: Tensor,
@@ -274,13 +273,13 @@ def spread(
     *,
     half: Half = "both",
 ) -> Tensor:
-    """Send rows to the ranks of their tokens; return a copy of a row for each slot, [R, D].
+    """Send rows to the ranks of their tokens; return a copy per slot, [R, D]. No host sync.
 
-    peers_T and places_S are outputs of `spread_choices`. slots_SN, int32, contiguous, has for each
-    source row the indices of its copies, -1 = none. Other rows are uninitialised. No host sync.
+    peers_T and places_S are outputs of `spread_rows_and_choices`. slots_SN, int32, contiguous, has
+    for each source row the indices of its copies, -1 = none. Other rows are uninitialised.
     """
     out_RD = x_TD.new_empty(num_rows, x_TD.shape[1])
-    ptrs = Ptrs(as_words(x_TD), peers_T, places_S, slots_SN, as_words(out_RD))
+    ptrs = Ptrs(view_words(x_TD), peers_T, places_S, slots_SN, view_words(out_RD))
     _launch_spread(buffer, half, ptrs, num_slots=slots_SN.shape[1])
     return out_RD
 
@@ -297,16 +296,16 @@ def _launch_spread(
     etp: int = 1,
 ) -> None:
     T, columns = ptrs.rows.shape[0], Columns(ptrs.rows.shape[1], ptrs.rows.itemsize)
-    with on_device(buffer.state):
-        _spread_kernel[_grid(buffer, half)](
-            *(ptrs, choices, out_choices, *_common(buffer, T, num_slots), num_local),
+    with use_device(buffer.state):
+        _spread_kernel[_make_grid(buffer, half)](
+            *(ptrs, choices, out_choices, *_list_common_args(buffer, T, num_slots), num_local),
             HALF=half,
-            CONST=constants(buffer.layout, columns, num_slots, reduce=False, etp=etp),
+            CONST=make_constants(buffer.layout, columns, num_slots, reduce=False, etp=etp),
             num_warps=buffer.layout.num_warps,
         )
 
 
-def reduce(
+def reduce_rows(
     buffer: SymmetricBuffer,
     y_RD: Tensor,
     peers_T: Tensor,
@@ -323,7 +322,7 @@ def reduce(
 
     Args:
         y_RD: contiguous rows of `row_bytes`, one of `SUM_DTYPES`. Rows without a slot are not read.
-        peers_T, places_S: outputs of `spread_choices`.
+        peers_T, places_S: outputs of `spread_rows_and_choices`.
         slots_SN: int32, contiguous, the rows to add for each source row, -1 = none.
         choices: contiguous fp32 [R], the gradient of each expert row's weight, and int32 slots [S,
             K], the expert row of each choice. The gradients are returned to the tokens' ranks.
@@ -341,12 +340,12 @@ def reduce(
         out_TK = dweights_R.new_empty(T, buffer.layout.top_k)
         of_choices = Choices(slots_SK, dweights_R)
     ptrs, num_slots = Ptrs(y_RD, peers_T, places_S, slots_SN, out_TD), slots_SN.shape[1]
-    with on_device(buffer.state):
-        _reduce_kernel[_grid(buffer, half)](
-            *(ptrs, of_choices, out_TK, *_common(buffer, T, num_slots)),
+    with use_device(buffer.state):
+        _reduce_kernel[_make_grid(buffer, half)](
+            *(ptrs, of_choices, out_TK, *_list_common_args(buffer, T, num_slots)),
             HALF=half,
             HAS_SUMS=has_sums,
-            CONST=constants(buffer.layout, Columns(D, y_RD.itemsize), num_slots, reduce=True),
+            CONST=make_constants(buffer.layout, Columns(D, y_RD.itemsize), num_slots, reduce=True),
             num_warps=buffer.layout.num_warps,
         )
     return out_TD, out_TK

@@ -46,7 +46,7 @@ def find_peers(
 
 
 @triton.jit
-def notify(
+def raise_flags(
     bases_ptr,  # [4, G] int64
     operation,  # n
     chunk,
@@ -77,7 +77,7 @@ def _read_timer(lanes):
 
 
 @triton.jit
-def _latest(
+def _find_late_rank(
     addresses,  # [THREADS] int64, of flags
     ranks,  # [THREADS] int32, whose
     expected_flag,
@@ -101,7 +101,7 @@ def _latest(
 
 
 @triton.jit
-def remaining_time(
+def get_remaining_time(
     end,  # End
     timeout,  # nanoseconds
 ):
@@ -110,7 +110,7 @@ def remaining_time(
 
 
 @triton.jit
-def wait(
+def wait_for_flags(
     end,  # End
     operation,  # n
     first,  # first rank to wait for
@@ -127,14 +127,14 @@ def wait(
     flags = (operation % 2 * CONST.G + ranks).to(tl.int64) * num_chunks + chunk
     addresses = tl.load(end.bases + AT_FLAGS * CONST.G + rank) + flags * 4
     expected_flag = operation + 1
-    late = _latest(addresses, ranks, expected_flag, CONST.SPIN)
+    late = _find_late_rank(addresses, ranks, expected_flag, CONST.SPIN)
     if CONST.SPIN:
         if late >= 0:
             lanes = tl.arange(0, CONST.THREADS)
             start = _read_timer(lanes)
             waited = start - start
             while (late >= 0) & (waited < timeout):
-                late = _latest(addresses, ranks, expected_flag, CONST.SPIN)
+                late = _find_late_rank(addresses, ranks, expected_flag, CONST.SPIN)
                 waited = _read_timer(lanes) - start
     if late >= 0:
         error_code = 1 + late * 2 + KIND
@@ -145,7 +145,7 @@ def wait(
 
 
 @triton.jit
-def finish(
+def finish_operation(
     state_ptr,  # [NUM_WORDS] int32
     operation,  # n
 ):

@@ -23,7 +23,7 @@ class RowChunk(NamedTuple):
 
 
 @triton.jit
-def pair_of(
+def locate_pair(
     pair,  # int32, of [CHUNK, G]
     chunk,  # Chunk
     CONST: tl.constexpr,  # Constants
@@ -35,18 +35,18 @@ def pair_of(
 
 
 @triton.jit
-def _load(from_ptrs, mask, columns, D: tl.constexpr, CACHE: tl.constexpr):
+def _load_rows(from_ptrs, mask, columns, D: tl.constexpr, CACHE: tl.constexpr):
     inside = mask[:, None] & (columns < D)[None, :]
     return tl.load(from_ptrs[:, None] + columns[None, :], mask=inside, cache_modifier=CACHE)
 
 
 @triton.jit
-def _store(to_ptrs, x, mask, columns, D: tl.constexpr):
+def _store_rows(to_ptrs, x, mask, columns, D: tl.constexpr):
     tl.store(to_ptrs[:, None] + columns[None, :], x, mask=mask[:, None] & (columns < D)[None, :])
 
 
 @triton.jit
-def _move(
+def _move_rows(
     from_ptrs,  # [ROWS] pointers to rows
     to_ptrs,  # [ROWS] pointers to rows
     mask,  # [ROWS] bool
@@ -58,16 +58,16 @@ def _move(
     """Copy rows."""
     for start in range(0, D, TILES * BLOCK_D):
         columns = start + tl.arange(0, BLOCK_D)
-        x0 = _load(from_ptrs, mask, columns, D, CACHE)
+        x0 = _load_rows(from_ptrs, mask, columns, D, CACHE)
         if TILES == 4:
-            x1 = _load(from_ptrs, mask, columns + BLOCK_D, D, CACHE)
-            x2 = _load(from_ptrs, mask, columns + 2 * BLOCK_D, D, CACHE)
-            x3 = _load(from_ptrs, mask, columns + 3 * BLOCK_D, D, CACHE)
-        _store(to_ptrs, x0, mask, columns, D)
+            x1 = _load_rows(from_ptrs, mask, columns + BLOCK_D, D, CACHE)
+            x2 = _load_rows(from_ptrs, mask, columns + 2 * BLOCK_D, D, CACHE)
+            x3 = _load_rows(from_ptrs, mask, columns + 3 * BLOCK_D, D, CACHE)
+        _store_rows(to_ptrs, x0, mask, columns, D)
         if TILES == 4:
-            _store(to_ptrs, x1, mask, columns + BLOCK_D, D)
-            _store(to_ptrs, x2, mask, columns + 2 * BLOCK_D, D)
-            _store(to_ptrs, x3, mask, columns + 3 * BLOCK_D, D)
+            _store_rows(to_ptrs, x1, mask, columns + BLOCK_D, D)
+            _store_rows(to_ptrs, x2, mask, columns + 2 * BLOCK_D, D)
+            _store_rows(to_ptrs, x3, mask, columns + 3 * BLOCK_D, D)
 
 
 @triton.jit
@@ -85,21 +85,21 @@ def push_rows(
     element = rows_ptr.dtype.element_ty
     D: tl.constexpr = CONST.D
     for start in range(0, CONST.CHUNK * CONST.G, CONST.PAIRS):
-        tokens, peers, exists = pair_of(start + tl.arange(0, CONST.PAIRS), chunk, CONST)
+        tokens, peers, exists = locate_pair(start + tl.arange(0, CONST.PAIRS), chunk, CONST)
         if REDUCE:
             rows = peers.to(tl.int64) * chunk.max_tokens + tokens
             sources = tl.load(marks_ptr + rows, mask=exists, other=-1).to(tl.int64)
             send = sources >= 0
         else:
             sources = tokens.to(tl.int64)
-            send = _sent_to(marks_ptr, tokens, peers, exists, chunk, False)
+            send = _find_sent_pairs(marks_ptr, tokens, peers, exists, chunk, False)
         base = tl.load(bases_ptr + AT_ROWS * CONST.G + peers) + offset
         to_ptrs = tl.multiple_of(base.to(tl.pointer_type(element)), 16) + (first + tokens) * D
-        _move(rows_ptr + sources * D, to_ptrs, send, D, CONST.PUSH_D, CONST.TILES, "")
+        _move_rows(rows_ptr + sources * D, to_ptrs, send, D, CONST.PUSH_D, CONST.TILES, "")
 
 
 @triton.jit
-def rows_of(
+def locate_source_rows(
     source,  # rank whose rows they are
     chunk,
     max_tokens,  # C
@@ -120,7 +120,7 @@ def copy_rows(
 ):
     """Copy a chunk's rows from the buffer to the rows of their slots."""
     from_ptrs, to_ptrs = base + rows * CONST.D, out_ptr + to.to(tl.int64) * CONST.D
-    _move(from_ptrs, to_ptrs, to >= 0, CONST.D, CONST.TAKE_D, CONST.TILES, ".cg")
+    _move_rows(from_ptrs, to_ptrs, to >= 0, CONST.D, CONST.TAKE_D, CONST.TILES, ".cg")
 
 
 class Choices(NamedTuple):
@@ -145,8 +145,8 @@ def push_choices(
     K: tl.constexpr = CONST.K
     for start in range(0, CONST.CHUNK * G, CONST.CHOICE_PAIRS):
         pairs = start + tl.arange(0, CONST.CHOICE_PAIRS)
-        tokens, peers, exists = pair_of(pairs, chunk, CONST)
-        send = _sent_to(marks_ptr, tokens, peers, exists, chunk, REDUCE)
+        tokens, peers, exists = locate_pair(pairs, chunk, CONST)
+        send = _find_sent_pairs(marks_ptr, tokens, peers, exists, chunk, REDUCE)
         sources, targets = tokens.to(tl.int64), first + tokens
         if REDUCE:
             sources = peers.to(tl.int64) * chunk.max_tokens + tokens
@@ -169,7 +169,7 @@ def push_choices(
 
 
 @triton.jit
-def _sent_to(
+def _find_sent_pairs(
     marks_ptr,  # [T] int64 ranks by bit, or [S] int32 places with REDUCE
     tokens,  # int32
     peers,  # int32

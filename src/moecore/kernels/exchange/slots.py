@@ -14,7 +14,7 @@ row. WIDTH is the list's rows. A pair is a token of the chunk and a rank.
 
 from moecore.kernels.common import tl, triton
 from moecore.kernels.exchange.buffer import AT_ROWS
-from moecore.kernels.exchange.rows import pair_of
+from moecore.kernels.exchange.rows import locate_pair
 
 
 @triton.jit
@@ -65,7 +65,7 @@ def list_pairs(
     tl.debug_barrier()  # the last list has been read
     ROWS: tl.constexpr = CONST.LIST_PAIRS
     for start in range(0, CONST.CHUNK * CONST.G, ROWS):
-        tokens, peers, exists = pair_of(start + tl.arange(0, ROWS), chunk, CONST)
+        tokens, peers, exists = locate_pair(start + tl.arange(0, ROWS), chunk, CONST)
         rows = peers.to(tl.int64) * chunk.max_tokens + tokens
         list_slots(
             slots_ptr, list_ptr, rows, exists, start,
@@ -108,7 +108,7 @@ def push_sums(
     WIDTH: tl.constexpr = CONST.WIDTH
     for start in range(0, CONST.CHUNK * CONST.G, PAIRS):
         pairs = start + tl.arange(0, PAIRS)
-        tokens, peers, exists = pair_of(pairs, chunk, CONST)
+        tokens, peers, exists = locate_pair(pairs, chunk, CONST)
         rows = peers.to(tl.int64) * chunk.max_tokens + tokens
         send = tl.load(places_ptr + rows, mask=exists, other=-1) >= 0
         depth = tl.load(list_ptr + start // PAIRS)

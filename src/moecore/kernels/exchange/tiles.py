@@ -65,7 +65,7 @@ def count_tiles(layout: ExchangeLayout, columns: Columns) -> int:
     return 4 if bytes_in_flight < ENOUGH_BYTES and is_even else 1
 
 
-def move_tile(
+def choose_move_tile(
     layout: ExchangeLayout, columns: Columns, max_rows: int, min_rows: int = 1
 ) -> tuple[int, int]:
     """Return rows and columns of one of the tiles that a program loads at once."""
@@ -73,47 +73,47 @@ def move_tile(
     # rows of 128.
     size = layout.num_warps * TILE_BYTES_PER_WARP
     if count_tiles(layout, columns) == 1:
-        return _tile(columns, size, max_rows, min_rows)
-    rows, block = _tile(columns, 2 * size, max_rows, min_rows)
+        return _choose_tile(columns, size, max_rows, min_rows)
+    rows, block = _choose_tile(columns, 2 * size, max_rows, min_rows)
     return rows, block // 4
 
 
-def add_tile(layout: ExchangeLayout, columns: Columns) -> tuple[int, int]:
+def choose_add_tile(layout: ExchangeLayout, columns: Columns) -> tuple[int, int]:
     """Return tokens and columns of a tile; the sums of four ranks are loaded at once."""
-    return _tile(columns, layout.num_warps * TILE_BYTES_PER_WARP // 4, layout.chunk)
+    return _choose_tile(columns, layout.num_warps * TILE_BYTES_PER_WARP // 4, layout.chunk)
 
 
-def sum_tile(layout: ExchangeLayout, columns: Columns) -> tuple[int, int]:
+def choose_sum_tile(layout: ExchangeLayout, columns: Columns) -> tuple[int, int]:
     """Return pairs and columns of a tile; the rows of four slots are loaded at once."""
     # Example, bf16, 7168 columns: 16 rows of 1024.
     max_pairs = min(layout.chunk * layout.num_ranks, MAX_SLOTS // MAX_BLOCK_N)
-    return _tile(columns, layout.num_warps * TILE_BYTES_PER_WARP // 2, max_pairs, min_rows=8)
+    return _choose_tile(columns, layout.num_warps * TILE_BYTES_PER_WARP // 2, max_pairs, min_rows=8)
 
 
-def list_width(layout: ExchangeLayout) -> int:
+def compute_list_width(layout: ExchangeLayout) -> int:
     """Return the rows of a list of slots: the pairs of a chunk, rounded up."""
     return next_power_of_2(layout.chunk * layout.num_ranks)
 
 
-def list_size(layout: ExchangeLayout, num_slots: int) -> int:
+def compute_list_size(layout: ExchangeLayout, num_slots: int) -> int:
     """Return the entries of a program's list of slots; 0 if each row has one slot."""
-    return (1 + num_slots) * list_width(layout) if num_slots > 1 else 0
+    return (1 + num_slots) * compute_list_width(layout) if num_slots > 1 else 0
 
 
 @cache
-def constants(
+def make_constants(
     layout: ExchangeLayout, columns: Columns, num_slots: int, *, reduce: bool, etp: int = 1
 ) -> ExchangeConstants:
     """Return the constants of a kernel, shared by all its launches."""
     block_k = min(MAX_BLOCK_K, next_power_of_2(layout.top_k))
     block_n = min(MAX_BLOCK_N, next_power_of_2(num_slots))
-    width = list_width(layout)
-    push = move_tile(layout, columns, layout.chunk * layout.num_ranks)
+    width = compute_list_width(layout)
+    push = choose_move_tile(layout, columns, layout.chunk * layout.num_ranks)
     if reduce and num_slots > 1:
-        push = sum_tile(layout, columns)
-    take = move_tile(layout, columns, layout.chunk, layout.chunk)
+        push = choose_sum_tile(layout, columns)
+    take = choose_move_tile(layout, columns, layout.chunk, layout.chunk)
     if reduce:
-        take = add_tile(layout, columns)
+        take = choose_add_tile(layout, columns)
     return ExchangeConstants(
         NUM_PUSH=layout.num_push,
         NUM_RECEIVE=layout.num_receive,
@@ -125,7 +125,7 @@ def constants(
         K=layout.top_k,
         N=num_slots,
         CHUNK=layout.chunk,
-        LIST=list_size(layout, num_slots),
+        LIST=compute_list_size(layout, num_slots),
         WIDTH=width,
         LIST_PAIRS=min(width, MAX_SLOTS // block_n),  # whole tiles of sums
         PAIRS=push[0],
@@ -142,7 +142,9 @@ def constants(
     )
 
 
-def _tile(columns: Columns, num_bytes: int, max_rows: int, min_rows: int = 1) -> tuple[int, int]:
+def _choose_tile(
+    columns: Columns, num_bytes: int, max_rows: int, min_rows: int = 1
+) -> tuple[int, int]:
     """Return rows and columns of a tile with few idle columns and many elements."""
     D, elements = columns.count, num_bytes // columns.itemsize
     sizes = [n // columns.itemsize for n in (8192, 4096, 2048, 1024, 512)]

@@ -24,7 +24,7 @@ from moecore.kernels.experts.contract import (
 )
 from moecore.kernels.experts.products import Products
 from moecore.kernels.rows.index import ExpertIndex
-from moecore.kernels.rows.move import sum_rows_plain
+from moecore.kernels.rows.move import sum_rows_without_autograd
 from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.scaling import OperandPair
 
@@ -55,7 +55,7 @@ class SavedState:
         for rows in (self.rows, self.h):
             tensors += (None, None) if rows is None else (rows.values, rows.scales)
         weights = self.weights
-        return [*tensors, weights.w1_eCD, weights.w2_eDF, *weights.updates(), *self.index]
+        return [*tensors, weights.w1_eCD, weights.w2_eDF, *weights.list_updates(), *self.index]
 
     @classmethod
     def of(
@@ -71,16 +71,16 @@ class SavedState:
         weights = ExpertWeights(
             w1_eCD=w1_eCD, w2_eDF=w2_eDF, quantised=quantised, magnitudes=magnitudes
         )
-        weights, index = weights.updated(updates), of_weights[6:]
-        rows, hidden = _rows(x, x_scales, dtype), _rows(h, h_scales, dtype)
+        weights, index = weights.replace_updates(updates), of_weights[6:]
+        rows, hidden = _make_rows(x, x_scales, dtype), _make_rows(h, h_scales, dtype)
         return cls(rows, hidden, weights, ExpertIndex(*index))
 
 
-def _rows(values: Tensor | None, scales: Tensor | None, dtype: torch.dtype) -> Rows | None:
+def _make_rows(values: Tensor | None, scales: Tensor | None, dtype: torch.dtype) -> Rows | None:
     return None if values is None else Rows(values, scales, None if scales is None else dtype)
 
 
-def differentiate(
+def compute_gradients(
     products: Products,
     record: SavedState,
     dy: Tensor | Rows,
@@ -102,7 +102,7 @@ def differentiate(
     gradient = products.dy(dy, unsummed=unsummed, wants=wants)
     h = record.h
     if h is None:
-        h = products.recompute_h(products.prepare_rows(_present(record.rows)))
+        h = products.recompute_h(products.prepare_rows(_require_rows(record.rows)))
     dh = dweights_R = dx = dw1 = dw2 = update1 = update2 = None
     if wants.x or wants.w1 or wants.weights or wants.update1:
         dh, dweights_R, a = products.activation_bwd(gradient, h)
@@ -112,28 +112,32 @@ def differentiate(
     dweights_R = dweights_R if wants.weights else None
     if sender is not None:
         dx = products.fc1_bwd(dh)
-        sender.start(dx, dweights_R, *products.row_map)
+        sender.start_sending(dx, dweights_R, *products.row_map)
     if wants.update2:
         update2 = products.fc2_update_grad(gradient, a)
     if wants.w2:
-        dw2 = _put(sinks[1], products.fc2_wgrad, gradient, a)
+        dw2 = _compute_or_accumulate(sinks[1], products.fc2_wgrad, gradient, a)
     del a, gradient
     if wants.update1:
-        update1 = products.fc1_update_grad(products.prepare_rows(_present(record.rows)), dh)
+        update1 = products.fc1_update_grad(products.prepare_rows(_require_rows(record.rows)), dh)
     if wants.w1:
-        dw1 = _put(sinks[0], products.fc1_wgrad, products.prepare_rows(_present(record.rows)), dh)
+        dw1 = _compute_or_accumulate(
+            sinks[0], products.fc1_wgrad, products.prepare_rows(_require_rows(record.rows)), dh
+        )
     if wants.x and sender is None:
         dx = products.fc1_bwd(dh)
         if not unsummed:
-            dx = sum_rows_plain(dx, *products.row_map)
+            dx = sum_rows_without_autograd(dx, *products.row_map)
     products.drop_weights()  # deferred weight gradients may keep the products alive
     return Grads(dx, dw1, dw2, dweights_R, update1, update2)
 
 
-def _put(sink: GradSink | None, compute: ComputeGrad, *operands: Any) -> Tensor | None:
-    return compute(*operands, GradTarget()) if sink is None else sink.put(compute, *operands)
+def _compute_or_accumulate(
+    sink: GradSink | None, compute: ComputeGrad, *operands: Any
+) -> Tensor | None:
+    return compute(*operands, GradTarget()) if sink is None else sink.accumulate(compute, *operands)
 
 
-def _present(rows: Rows | None) -> Rows:
+def _require_rows(rows: Rows | None) -> Rows:
     assert rows is not None, "the source rows were not fetched again"
     return rows

@@ -59,7 +59,7 @@ SINK = "_moecore_sink"  # attribute of a parameter: a function from a view's sha
 class GradSink(Protocol):
     """Receives a weight's gradient in place of autograd."""
 
-    def put(self, compute: ComputeGrad, *operands: Any) -> Tensor | None:
+    def accumulate(self, compute: ComputeGrad, *operands: Any) -> Tensor | None:
         """Call compute(*operands, target) with a `GradTarget`, now or later.
 
         Return a gradient for autograd, or None if the sink keeps the gradient.
@@ -69,7 +69,7 @@ class GradSink(Protocol):
         """Store the call for later if the running backward defers it; return whether it does."""
 
 
-def sink_of(param: Tensor, shape: torch.Size) -> GradSink | None:
+def find_sink(param: Tensor, shape: torch.Size) -> GradSink | None:
     """Return the sink of a parameter viewed in `shape`; None = autograd accumulates."""
     if torch.compiler.is_compiling():
         return None
@@ -100,7 +100,7 @@ class ProductSource:
     row_ids_R: Tensor | None  # None = the rows are in expert order
     is_finite: bool = False  # whether unused rows after the last expert are finite too
 
-    def expert_rows(self) -> Tensor:
+    def gather_expert_rows(self) -> Tensor:
         """Return rows in expert order."""
         ids_R = self.row_ids_R
         return self.rows if ids_R is None else self.rows.index_select(0, ids_R)
@@ -134,12 +134,12 @@ class ExpertWeights:
     quantised: tuple[OperandPair, OperandPair] | None = None
     magnitudes: Magnitudes | None = None  # None = no delayed scaling
 
-    def updates(self) -> tuple[Tensor | None, ...]:
+    def list_updates(self) -> tuple[Tensor | None, ...]:
         """Return A and B of w1, then A and B of w2; None without an update."""
         return (*(self.update1 or (None, None)), *(self.update2 or (None, None)))
 
-    def updated(self, updates: Sequence[Any]) -> ExpertWeights:
-        """Return these weights with the low-rank updates `updates`, ordered as `updates()`."""
+    def replace_updates(self, updates: Sequence[Any]) -> ExpertWeights:
+        """Return these weights with the low-rank updates `updates`, ordered as `list_updates()`."""
         update1, update2 = (
             None if pair[0] is None else LowRankUpdate(*pair) for pair in (updates[:2], updates[2:])
         )
@@ -161,7 +161,7 @@ class Wants(NamedTuple):
 class GradientSender(Protocol):
     """A dispatcher that sends gradients of rows before the experts' backward has finished."""
 
-    def start(
+    def start_sending(
         self,
         drows_RD: Tensor,
         dweights_R: Tensor | None,
@@ -268,7 +268,7 @@ class ExpertSpec:
             recipe=recipe,
         )
 
-    def torch_only_field(self) -> str | None:
+    def find_torch_only_field(self) -> str | None:
         """Return the field that only torch's grouped matmul supports, or None."""
         fields = {
             "MoEConfig.fc1_bias": self.fc1_bias,
@@ -279,7 +279,7 @@ class ExpertSpec:
         }
         return next((field for field, is_set in fields.items() if is_set), None)
 
-    def grouped_problem(self) -> str | None:
+    def find_grouped_problem(self) -> str | None:
         """Return why grouped matmuls cannot compute these experts, or None."""
         if self.dim is None or self.hidden_dim is None or self.dtypes is None:
             return None
@@ -303,7 +303,7 @@ class ExpertSpec:
         is_emulated = self.recipe is not None and self.recipe.is_emulated
         return self.device is not None and is_emulated and has_block_scaled_kernels(self.device)
 
-    def fp8_size_problem(self, multiple: int) -> str | None:
+    def find_fp8_size_problem(self, multiple: int) -> str | None:
         """Return an error text if D or F is not a multiple of `multiple`, or None."""
         for name, size in (("dim", self.dim), ("hidden_dim / etp", self.hidden_dim)):
             if size is not None and size % multiple:
@@ -313,12 +313,12 @@ class ExpertSpec:
                 )
         return None
 
-    def fp8_problem(self, multiple: int) -> str | None:
+    def find_fp8_problem(self, multiple: int) -> str | None:
         """Return why FP8 products cannot compute these experts, or None."""
-        field = self.torch_only_field()
+        field = self.find_torch_only_field()
         if field is not None:
             return f"{field} (True) must be False for experts in FP8: {LEAVE_OUT}"
-        if (problem := self.fp8_size_problem(multiple)) is not None:
+        if (problem := self.find_fp8_size_problem(multiple)) is not None:
             return problem
         if self.device is None or self.device.type in ("cpu", "meta"):  # references: any dtype
             return None

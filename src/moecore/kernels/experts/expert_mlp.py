@@ -26,13 +26,13 @@ import torch
 from torch import Tensor
 
 from moecore.base.torch_private import (
-    have_tangents,
+    has_tangents,
     is_plain_eager,
     tree_flatten,
     tree_unflatten,
     will_run,
 )
-from moecore.kernels.experts.backward import SavedState, differentiate
+from moecore.kernels.experts.backward import SavedState, compute_gradients
 from moecore.kernels.experts.contract import (
     ExpertMLPOptions,
     ExpertWeights,
@@ -41,9 +41,9 @@ from moecore.kernels.experts.contract import (
     Wants,
 )
 from moecore.kernels.experts.products import make_products
-from moecore.kernels.experts.traced import traced_backward, traced_expert_mlp
+from moecore.kernels.experts.traced import run_traced_backward, run_traced_expert_mlp
 from moecore.kernels.rows.index import ExpertIndex
-from moecore.kernels.rows.move import sum_rows_plain
+from moecore.kernels.rows.move import sum_rows_without_autograd
 from moecore.kernels.rows.record import Rows
 
 
@@ -75,7 +75,7 @@ class _ExpertMLP(torch.autograd.Function):
         h, a = products.fc1(x, keep=options.keep_h and any(ctx.needs_input_grad))
         y = products.fc2(a)
         if unsummed is None:
-            y = sum_rows_plain(y, *products.row_map)
+            y = sum_rows_without_autograd(y, *products.row_map)
         refetch = None if unsummed is None else unsummed.refetch
         ctx.receiver = receiver
         if receiver is not None:
@@ -111,7 +111,7 @@ class _ExpertMLP(torch.autograd.Function):
             state = replace(state, rows=ctx.fetch(*tensors[kept_from:]))
         arrived = None if ctx.receiver is None else ctx.receiver.take(grads[0])
         if is_plain_eager() and not torch.is_grad_enabled():
-            grads_of_inputs = differentiate(
+            grads_of_inputs = compute_gradients(
                 make_products(ctx.options, state.index, state.weights, ctx.index_cache),
                 state,
                 grads[0].contiguous() if arrived is None else arrived,
@@ -122,7 +122,7 @@ class _ExpertMLP(torch.autograd.Function):
             )
         else:  # tracers see the custom op, which refuses a second derivative
             dy = grads[0] if arrived is None else arrived.widen()
-            grads_of_inputs = traced_backward(dy, state, ctx.options, ctx.is_unsummed, wants)
+            grads_of_inputs = run_traced_backward(dy, state, ctx.options, ctx.is_unsummed, wants)
         dx, dhandle = (None, grads_of_inputs.x) if ctx.is_unsummed else (grads_of_inputs.x, None)
         of_updates = (
             *(grads_of_inputs.update1 or (None, None)),
@@ -176,8 +176,8 @@ def expert_mlp(
         NotImplementedError: for forward-mode derivatives.
     """
     tensors = (rows.values, weights.w1_eCD, weights.w2_eDF, index.weights_R)
-    updates = weights.updates()
-    if have_tangents(*tensors, *(t for t in updates if t is not None)):
+    updates = weights.list_updates()
+    if has_tangents(*tensors, *(t for t in updates if t is not None)):
         raise NotImplementedError(
             "expert_mlp has no forward-mode derivative: use reverse mode, or "
             "expert_backend='sequential'"
@@ -186,7 +186,7 @@ def expert_mlp(
     if rows.scales is None and not rows.values.is_contiguous():
         rows = replace(rows, values=rows.values.contiguous())
     if not is_plain_eager():
-        return traced_expert_mlp(rows, weights, handle_RD, index, options)
+        return run_traced_expert_mlp(rows, weights, handle_RD, index, options)
     of_rows = rows.values if rows.handle_SD is None else rows.handle_SD
     leaves = (of_rows, *tensors[1:], handle_RD, *updates)
     y: Tensor = _ExpertMLP.apply(*leaves, rows, weights, index, options, unsummed, receiver)

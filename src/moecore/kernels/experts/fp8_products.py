@@ -66,7 +66,7 @@ class _OperandBlocks(NamedTuple):
 
 
 class _OutputGrads(NamedTuple):
-    """dY in FP8, as it came: of source rows, or unsummed in expert order."""
+    """dY in FP8: of source rows, or unsummed in expert order."""
 
     rows: Rows
     is_unsummed: bool
@@ -88,7 +88,7 @@ class BlockwiseProducts:
         self.row_map = RowMap(index.row_ids_R, index.slots_SK, index.num_rows)
         self.weights_R, self.offsets_e = index.weights_R, index.offsets_e
         self.matrices = QuantisedMatrices(
-            weights, partial(quantise_blockwise, recipe=recipe), _unpack
+            weights, partial(quantise_weights_blockwise, recipe=recipe), _unpack_matrix
         )
         has_kernels = has_hopper_kernels(index.row_ids_R.device)
         self.low1 = LowRankProducts(weights.update1, index.offsets_e, has_kernels=has_kernels)
@@ -97,37 +97,37 @@ class BlockwiseProducts:
         self.index_cache = self.tiles = index_cache or map_row_tiles(index.offsets_e, length)
 
     def prepare_rows(self, rows: Rows) -> Rows:
-        """Return source rows in FP8; those that travelled so, as they came."""
-        return rows if rows.scales is not None else self._quantised(rows.values)
+        """Quantise source rows to FP8; rows that were dispatched in FP8 are returned unchanged."""
+        return rows if rows.scales is not None else self._quantise(rows.values)
 
     def fc1(self, rows: Rows, *, keep: bool) -> tuple[Rows | None, _OperandBlocks]:
-        h_RC = self._fc1(rows)
-        return self._activation(h_RC, self.recipe.hidden if keep else None)
+        h_RC = self._multiply_fc1(rows)
+        return self._activate(h_RC, self.recipe.hidden if keep else None)
 
     def fc2(self, a: _OperandBlocks) -> Tensor:
-        y_RD = self._multiply(self._blocks(a), "a", a.dtype)
+        y_RD = self._multiply(self._make_blocks(a), "a", a.dtype)
         return self.low2.add(y_RD, self.low2.forward(a.wide))
 
     def recompute_h(self, rows: Rows) -> Rows:
-        h_RC = self._fc1(rows)
+        h_RC = self._multiply_fc1(rows)
         return (
             Rows(h_RC)
             if self.recipe.hidden == "wide"
-            else self._quantised(h_RC, self.row_map.num_rows)
+            else self._quantise(h_RC, self.row_map.num_rows)
         )
 
     def recompute_activation(self, h: Rows) -> _OperandBlocks:
-        return self._activation(widen_rows(h, self.row_map.num_rows), None)[1]
+        return self._activate(widen_rows(h, self.row_map.num_rows), None)[1]
 
     @property
     def accepts_packed_grads(self) -> bool:
-        """Whether a row is quantised here as it is for its way, and nothing reads it wide."""
+        """Whether products quantise dy as the dispatcher does, and none reads it wide."""
         return self.recipe.power_of_two and self.low2.update is None
 
     def dy(self, dy: Tensor | Rows, *, unsummed: bool, wants: Wants | None = None) -> _OutputGrads:
         if isinstance(dy, Rows):
             return _OutputGrads(dy, unsummed)
-        rows = self._quantised(dy, self.row_map.num_rows if unsummed else None)
+        rows = self._quantise(dy, self.row_map.num_rows if unsummed else None)
         wide = ProductSource(dy, None if unsummed else self.row_map.row_ids_R)
         return _OutputGrads(rows, unsummed, wide if self.low2.update else None)
 
@@ -149,7 +149,7 @@ class BlockwiseProducts:
             )
             sources = (ProductSource(x, None, is_finite=True) for x in (dh_RC, a_RF))
             of_h, of_a = (_OperandBlocks(None, h.dtype, x) for x in sources)
-            return of_h._replace(rows=self._blocks(of_h)), dweights_R, of_a
+            return of_h._replace(rows=self._make_blocks(of_h)), dweights_R, of_a
         dh, dweights_R, a = quantised_activation_bwd(
             h,
             da_RF,
@@ -161,21 +161,21 @@ class BlockwiseProducts:
         return _OperandBlocks(dh, h.dtype), dweights_R, _OperandBlocks(a, h.dtype)
 
     def fc1_bwd(self, dh: _OperandBlocks) -> Tensor:
-        dx_RD = self._multiply(self._blocks(dh), "dh", dh.dtype)
+        dx_RD = self._multiply(self._make_blocks(dh), "dh", dh.dtype)
         return self.low1.add(dx_RD, self.low1.backward(dh.wide))
 
     def fc1_wgrad(self, rows: Rows, dh: _OperandBlocks, target: GradTarget) -> Tensor:
         x = tile_tokens(rows, self.row_map.row_ids_R, self.tiles)
-        return self._wgrad(self._blocks(dh), x, target, self.matrices.dtypes["w1"])
+        return self._weight_grad(self._make_blocks(dh), x, target, self.matrices.dtypes["w1"])
 
     def fc2_wgrad(self, dy: _OutputGrads, a: _OperandBlocks, target: GradTarget) -> Tensor:
         dy_tiles = tile_tokens(
             dy.rows, None if dy.is_unsummed else self.row_map.row_ids_R, self.tiles
         )
-        return self._wgrad(dy_tiles, self._blocks(a), target, self.matrices.dtypes["w2"])
+        return self._weight_grad(dy_tiles, self._make_blocks(a), target, self.matrices.dtypes["w2"])
 
     def fc1_update_grad(self, rows: Rows, dh: _OperandBlocks) -> LowRankUpdate:
-        return self.low1.grad(self._wide(rows), dh.wide)
+        return self.low1.grad(self._widen(rows), dh.wide)
 
     def fc2_update_grad(self, dy: _OutputGrads, a: _OperandBlocks) -> LowRankUpdate:
         return self.low2.grad(a.wide, dy.wide)
@@ -184,33 +184,33 @@ class BlockwiseProducts:
         del self.low1, self.low2
         self.matrices.drop()
 
-    def _quantised(self, x: Tensor, num_rows: Tensor | None = None) -> Rows:
+    def _quantise(self, x: Tensor, num_rows: Tensor | None = None) -> Rows:
         return quantise_rows(x, power_of_two=self.recipe.power_of_two, num_rows=num_rows)
 
-    def _fc1(self, rows: Rows) -> Tensor:
+    def _multiply_fc1(self, rows: Rows) -> Tensor:
         h_RC = self._multiply(gather_row_blocks(rows, *self.row_map), "x", rows.dtype)
-        x = self._wide(rows) if self.low1.update else None
+        x = self._widen(rows) if self.low1.update else None
         return self.low1.add(h_RC, self.low1.forward(x))
 
-    def _wide(self, rows: Rows) -> ProductSource:
-        """Return FP8 source rows wide; those that travelled, in expert order."""
+    def _widen(self, rows: Rows) -> ProductSource:
+        """Widen FP8 source rows; dispatched (strided) rows are gathered in expert order."""
         assert rows.scales is not None
         if rows.values.is_contiguous():
             return ProductSource(widen_rows(rows), self.row_map.row_ids_R)
         wide_RD = gather_packed_rows(rows.values, rows.scales, rows.dtype, *self.row_map)
         return ProductSource(wide_RD, None)
 
-    def _blocks(self, x: _OperandBlocks) -> Blocks:
+    def _make_blocks(self, x: _OperandBlocks) -> Blocks:
         if x.rows is not None:
             return x.rows
         assert x.wide is not None
         num_rows = self.row_map.num_rows
-        return gather_row_blocks(self._quantised(x.wide.rows, num_rows), None, None, num_rows)
+        return gather_row_blocks(self._quantise(x.wide.rows, num_rows), None, None, num_rows)
 
-    def _activation(
+    def _activate(
         self, h_RC: Tensor, h_format: Hidden | None
     ) -> tuple[Rows | None, _OperandBlocks]:
-        """Return H in a format, or None without one, and the activation."""
+        """Return H in `h_format` (None = not saved), and the quantised activation."""
         weights_R, num_rows = self.weights_R, self.row_map.num_rows
         a, h = quantised_activation(
             h_RC,
@@ -227,12 +227,12 @@ class BlockwiseProducts:
         return Rows(h_RC) if h_format == "wide" else h, _OperandBlocks(a, h_RC.dtype, wide)
 
     def _multiply(self, rows: Blocks, operand: Operand, dtype: torch.dtype) -> Tensor:
-        """Return each expert row times its expert's matrix, which the operand names."""
+        """Multiply each expert row by its expert's matrix, which `operand` selects."""
         matrix = self.matrices.operand(*MATRICES[operand])
         return fp8_gemm(rows, matrix, self.offsets_e, self.tiles, dtype)
 
-    def _wgrad(self, x: Blocks, y: Blocks, target: GradTarget, dtype: torch.dtype) -> Tensor:
-        """Put the product of expert rows at the target; those not in tiles yet are transposed."""
+    def _weight_grad(self, x: Blocks, y: Blocks, target: GradTarget, dtype: torch.dtype) -> Tensor:
+        """Write the weight gradient to the target; operands not in row tiles are tiled first."""
         x, y = (tile_tokens(z, None, self.tiles) if z.kind == "tile" else z for z in (x, y))
         return fp8_wgrad(
             x,
@@ -245,24 +245,24 @@ class BlockwiseProducts:
         )
 
 
-def quantise_blockwise(w_eNK: Tensor, recipe: Recipe, **layouts: bool) -> OperandPair:
-    """Return one matrix of every expert as the operands of these products. No autograd."""
+def quantise_weights_blockwise(w_eNK: Tensor, recipe: Recipe, **layouts: bool) -> OperandPair:
+    """Quantise one matrix of every expert to the operands of these products. No autograd."""
     w_eNK = w_eNK.detach().contiguous()
     return quantise_weights(w_eNK, power_of_two=recipe.power_of_two, **layouts)
 
 
-def _unpack(matrix: Blocks, is_transposed: bool) -> Blocks:
+def _unpack_matrix(matrix: Blocks, is_transposed: bool) -> Blocks:
     """Return an operand of an all-gathered matrix."""
     if not is_transposed:
         return matrix
     return Blocks(transpose_values(matrix.values), matrix.scales.transpose(1, 2), "block")
 
 
-def fp8_speed_problem(spec: ExpertSpec) -> str | None:
-    """Return why experts are not faster in FP8, in one line, or None."""
+def find_fp8_speed_problem(spec: ExpertSpec) -> str | None:
+    """Return a one-line reason why FP8 is not faster for these experts, or None."""
     if spec.hidden_dim is not None and spec.hidden_dim < FASTER_FROM:
         return (
             f"MoEConfig.hidden_dim / etp ({spec.hidden_dim}) is less than {FASTER_FROM}, from "
             "which on FP8 was faster"
         )
-    return spec.fp8_problem(BLOCK)
+    return spec.find_fp8_problem(BLOCK)

@@ -35,7 +35,7 @@ from moecore.kernels.rows.activation import (
     weighted_activation_bwd,
 )
 from moecore.kernels.rows.index import ExpertIndex
-from moecore.kernels.rows.move import clear_rows_without_slot, gather_rows_plain
+from moecore.kernels.rows.move import clear_rows_without_slot, gather_rows_without_autograd
 from moecore.kernels.rows.record import Rows
 
 
@@ -48,7 +48,7 @@ class Matmuls(Protocol):
     wants: Wants | None = None  # the gradients that the running backward computes
 
     def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
-        """Return each expert row times its expert's matrix, which the operand names."""
+        """Multiply each expert row by its expert's matrix, which `operand` selects."""
 
     def weight_grad(self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget) -> Tensor:
         """Write the gradient of a matrix [e, N, K] to the target and return it."""
@@ -157,14 +157,14 @@ class GroupedProducts:
         self.matmuls.drop_weights()
 
     def _gather(self, rows: Rows) -> Tensor:
-        """Return source rows in expert order and in the dtype of the products."""
+        """Gather source rows into expert order and cast them to the products' dtype."""
         x_SD = rows.widen()
         if self.matmuls.saturates:
             x_SD = replace_infinities(x_SD)
-        return gather_rows_plain(x_SD, *self.row_map)
+        return gather_rows_without_autograd(x_SD, *self.row_map)
 
     def _multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
-        """Return each expert row times its expert's matrix and the low-rank update of it."""
+        """Multiply each expert row by its expert's matrix and add the low-rank update."""
         low = self.low1 if operand in ("x", "dh") else self.low2
         if low.update is None:
             return self.matmuls.multiply(rows_RK, operand)

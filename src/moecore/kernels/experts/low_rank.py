@@ -34,14 +34,14 @@ class LowRankProducts:
         """Return the addend u B^T of the forward product. Cached; None without an update."""
         if self.update is not None and self._forward is None:
             a_erI, b_eOr = self.update
-            u_Rr = self._product(x, a_erI.transpose(1, 2))
+            u_Rr = self._multiply(x, a_erI.transpose(1, 2))
             self._forward = Addend(u_Rr, b_eOr.transpose(1, 2))
         return self._forward
 
     def backward(self, dy: ProductSource | None) -> Addend | None:
         """Return the addend v A of the input gradient. Cached; None without an update."""
         if self.update is not None and self._backward is None:
-            self._backward = Addend(self._product(dy, self.update.b_eOr), self.update.a_erI)
+            self._backward = Addend(self._multiply(dy, self.update.b_eOr), self.update.a_erI)
         return self._backward
 
     def add(self, out_RN: Tensor, addend: Addend | None) -> Tensor:
@@ -50,27 +50,27 @@ class LowRankProducts:
             return out_RN
         if self._has_kernels:
             return grouped_gemm(*addend, self._offsets_e, out=out_RN)
-        return out_RN.add_(self._product(ProductSource(addend.rows_Rr, None), addend.b_erN))
+        return out_RN.add_(self._multiply(ProductSource(addend.rows_Rr, None), addend.b_erN))
 
     def grad(self, x: ProductSource | None, dy: ProductSource | None) -> LowRankUpdate:
         """Return the gradients of A and B."""
         u, v = self.forward(x), self.backward(dy)
         assert u is not None and v is not None and x is not None and dy is not None
         u_Rr, v_Rr = (ProductSource(addend.rows_Rr, None, is_finite=True) for addend in (u, v))
-        return LowRankUpdate(self._outer(v_Rr, x), self._outer(dy, u_Rr))
+        return LowRankUpdate(self._sum_outer_products(v_Rr, x), self._sum_outer_products(dy, u_Rr))
 
-    def _product(self, source: ProductSource | None, b_eKN: Tensor) -> Tensor:
+    def _multiply(self, source: ProductSource | None, b_eKN: Tensor) -> Tensor:
         assert source is not None, "a matrix with an update needs its rows"
         if self._has_kernels:
             ids_R = source.row_ids_R
             return grouped_gemm(source.rows, b_eKN, self._offsets_e, row_ids_R=ids_R)
-        rows_RK = source.expert_rows()
+        rows_RK = source.gather_expert_rows()
         if not rows_RK.shape[0]:
             return rows_RK.new_empty(0, b_eKN.shape[2])
         return grouped_mm(rows_RK, b_eKN, offs=self._offsets_e)
 
-    def _outer(self, lhs: ProductSource, rhs: ProductSource) -> Tensor:
-        """Return the sum of left^T right over each expert's rows, [e, columns, columns]."""
+    def _sum_outer_products(self, lhs: ProductSource, rhs: ProductSource) -> Tensor:
+        """Sum the outer products of rows of `lhs` and `rhs` per expert, [e, columns, columns]."""
         if self._has_kernels:
             # x, the narrow side of a tile, may be gathered and hold anything past an expert's rows.
             narrower = rhs.rows.shape[1] < lhs.rows.shape[1]
@@ -79,7 +79,7 @@ class LowRankProducts:
             return grouped_wgrad(
                 x.rows, y.rows, self._offsets_e, row_ids_R=x.row_ids_R, transposed=swaps
             )
-        lhs_RM, rhs_RN = lhs.expert_rows(), rhs.expert_rows()
+        lhs_RM, rhs_RN = lhs.gather_expert_rows(), rhs.gather_expert_rows()
         if not lhs_RM.shape[0]:
             shape = (self._offsets_e.shape[0], lhs_RM.shape[1], rhs_RN.shape[1])
             return lhs_RM.new_zeros(shape)

@@ -29,7 +29,7 @@ from moecore.kernels.experts.contract import (
     RowMap,
     Wants,
 )
-from moecore.kernels.experts.fp8_products import BlockwiseProducts, quantise_blockwise
+from moecore.kernels.experts.fp8_products import BlockwiseProducts, quantise_weights_blockwise
 from moecore.kernels.experts.grouped_products import GroupedProducts, Matmuls, TorchMatmuls
 from moecore.kernels.experts.quantised_products import (
     EmulatedMatmuls,
@@ -37,8 +37,8 @@ from moecore.kernels.experts.quantised_products import (
     quantise_by_rows,
     quantise_emulated,
 )
-from moecore.kernels.experts.te_products import TEMatmuls, te_problem
-from moecore.kernels.experts.triton_products import TritonProducts, triton_problem
+from moecore.kernels.experts.te_products import TEMatmuls, find_te_problem
+from moecore.kernels.experts.triton_products import TritonProducts, find_triton_problem
 from moecore.kernels.rows.e4m3 import BLOCK
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.record import Rows
@@ -103,7 +103,7 @@ class Products(Protocol):
 
 
 QUANTISE: dict[Scaling, Callable[..., OperandPair]] = {
-    "blockwise": quantise_blockwise,
+    "blockwise": quantise_weights_blockwise,
     "rowwise": quantise_by_rows,
     "tensorwise": quantise_by_rows,
     "mxfp8": quantise_emulated,
@@ -111,19 +111,19 @@ QUANTISE: dict[Scaling, Callable[..., OperandPair]] = {
 }
 
 
-def products_problem(name: ProductsName, spec: ExpertSpec) -> str | None:
+def find_products_problem(name: ProductsName, spec: ExpertSpec) -> str | None:
     """Return why the products named `name` cannot compute such experts, in one line, or None."""
     recipe = spec.recipe
     if recipe is not None and name not in FP8_PRODUCTS[recipe.backend]:
-        return recipe_problem(name, recipe)
+        return make_recipe_error(name, recipe)
     if uses_te(name, recipe):
-        return te_problem(spec)
+        return find_te_problem(spec)
     if recipe is not None:
-        return spec.fp8_problem(BLOCK if recipe.scaling == "blockwise" else recipe.multiple)
-    return triton_problem(spec) if name == "triton" else spec.grouped_problem()
+        return spec.find_fp8_problem(BLOCK if recipe.scaling == "blockwise" else recipe.multiple)
+    return find_triton_problem(spec) if name == "triton" else spec.find_grouped_problem()
 
 
-def recipe_problem(name: str, recipe: Recipe) -> str:
+def make_recipe_error(name: str, recipe: Recipe) -> str:
     """Return the error text for an expert backend that cannot run this recipe."""
     names = " or ".join(map(repr, FP8_PRODUCTS[recipe.backend]))
     if name == "te":
@@ -145,9 +145,9 @@ def choose_products(name: ProductsName, spec: ExpertSpec) -> ProductsName:
         name = "te"
     elif name == "auto":
         is_hopper = spec.device is not None and has_hopper_kernels(spec.device)
-        is_faster = is_hopper and spec.gated and products_problem("triton", spec) is None
+        is_faster = is_hopper and spec.gated and find_products_problem("triton", spec) is None
         name = "triton" if is_faster or spec.recipe is not None else "torch"
-    problem = products_problem(name, spec)
+    problem = find_products_problem(name, spec)
     if problem is not None:
         raise ValueError(problem)
     return name

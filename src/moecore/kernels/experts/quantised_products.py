@@ -33,7 +33,7 @@ from moecore.kernels.grouped.block_scaled import block_scaled_gemm, block_scaled
 from moecore.kernels.grouped.gemm import grouped_gemm
 from moecore.kernels.grouped.scaled import scaled_gemm, scaled_wgrad
 from moecore.kernels.grouped.scaled_rows import (
-    amax_of_rows,
+    compute_row_amax,
     pad_offsets,
     pad_rows,
     scaled_matrices,
@@ -121,7 +121,7 @@ class ScaledMatmuls(Matmuls):
         return pad_offsets(self.offsets_e)
 
     def _operand(self, operand: Operand, rows: Tensor, *, columns: bool = False) -> Blocks:
-        """Return rows in FP8, or their columns; of gradients the other layout is kept for later."""
+        """Quantise rows along rows or columns; the other layout of a gradient is cached."""
         layout = self._other_layouts.pop((operand, columns), None)
         if layout is not None:
             return layout
@@ -134,7 +134,7 @@ class ScaledMatmuls(Matmuls):
                 new_amax = self.magnitudes.seen.get(operand)
             amax = self.magnitudes.past[operand]
             if amax is not None and not self.magnitudes.is_sure:
-                amax = amax_of_rows(rows, self.offsets_e, amax)
+                amax = compute_row_amax(rows, self.offsets_e, amax)
         layouts = scaled_rows(
             rows,
             self.offsets_e,
@@ -155,7 +155,7 @@ class ScaledMatmuls(Matmuls):
         return layout
 
     def _is_wanted(self, operand: Operand, columns: bool) -> bool:
-        """Whether the backward reads a layout of a gradient later."""
+        """Whether the backward will read this layout of a gradient later."""
         wants = self.wants
         if wants is None:
             return False
@@ -165,7 +165,7 @@ class ScaledMatmuls(Matmuls):
 
 
 def quantise_by_rows(w_eNK: Tensor, recipe: Recipe, **layouts: bool) -> OperandPair:
-    """Return one matrix of every expert as the operands of these matmuls."""
+    """Quantise one matrix of every expert, with one scale per row or tensor."""
     per_row, power_of_two = recipe.scaling == "rowwise", recipe.power_of_two
     return scaled_matrices(w_eNK, per_row=per_row, power_of_two=power_of_two, **layouts)
 
@@ -208,7 +208,10 @@ class EmulatedMatmuls(Matmuls):
         return _multiply_emulated(a, b, self.offsets_e, expert_R, dtype)
 
     def weight_grad(self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget) -> Tensor:
-        dy, x = self._columns(dy_RN, is_gradient=True), self._columns(x_RK, is_gradient=False)
+        dy, x = (
+            self._transpose_rows(dy_RN, is_gradient=True),
+            self._transpose_rows(x_RK, is_gradient=False),
+        )
         offsets_e, dtype = self.padded_rows.offsets_e, target.dtype or self.matrices.dtypes[role]
         if self.is_packed:
             out, adds, scale = target.out, target.adds, target.scale
@@ -227,7 +230,7 @@ class EmulatedMatmuls(Matmuls):
 
     @cached_property
     def _rows_P(self) -> tuple[Tensor, Tensor]:
-        """Return the row that each padded row is, -1 for zeros, and its expert; int64 [P]."""
+        """Return each padded row's source row (-1 = zeros) and expert, int64 [P] each."""
         place_R, length = self.padded_rows.place_R, self.padded_rows.length
         row_P = torch.arange(length, device=place_R.device)
         source_P = row_P.new_full((length + 1,), -1)
@@ -235,8 +238,8 @@ class EmulatedMatmuls(Matmuls):
         expert_P = torch.searchsorted(self.padded_rows.offsets_e, row_P.int(), right=True)
         return source_P[:-1], expert_P
 
-    def _columns(self, rows: Tensor, *, is_gradient: bool) -> Blocks:
-        """Return rows as an operand of sums over rows."""
+    def _transpose_rows(self, rows: Tensor, *, is_gradient: bool) -> Blocks:
+        """Quantise rows as the transposed operand of a weight gradient, which sums over rows."""
         source_P, expert_P = self._rows_P
         return self._emulate(
             rows, over_rows=True, is_gradient=is_gradient, sources_M=source_P, expert_M=expert_P
@@ -246,13 +249,13 @@ class EmulatedMatmuls(Matmuls):
 def quantise_emulated(
     w_eNK: Tensor, recipe: Recipe, *, rows: bool = True, columns: bool = True
 ) -> OperandPair:
-    """Return one matrix of every expert as the operands of these matmuls. No autograd."""
+    """Quantise one matrix of every expert to the operands of these matmuls. No autograd."""
     is_packed = has_block_scaled_kernels(w_eNK.device)
     return quantise_microscaled_matrices(w_eNK, recipe, rows=rows, columns=columns, pack=is_packed)
 
 
 def _unpack_blocks(recipe: Recipe, matrix: Blocks, is_transposed: bool) -> Blocks:
-    """Return an operand of a matrix that was all-gathered packed."""
+    """Unpack an all-gathered matrix to an operand."""
     return unpack_matrices(matrix, recipe, transposed=is_transposed)
 
 
@@ -263,7 +266,7 @@ def _transpose_bytes(matrix: Blocks, is_transposed: bool) -> Blocks:
 def _multiply_emulated(
     a: Blocks, b: Blocks, offsets_e: Tensor, expert_R: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Return each expert row times its expert's matrix, by operands of bf16."""
+    """Multiply each expert row by its expert's matrix with emulated bf16 operands."""
     b_eKN = b.values.transpose(1, 2)
     if has_hopper_kernels(b_eKN.device):
         out_RN = grouped_gemm(a.values, b_eKN, offsets_e, dtype=torch.float32)

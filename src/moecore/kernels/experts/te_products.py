@@ -49,19 +49,19 @@ class TEMatmuls(Matmuls):
         self.recipe, self.saturates = recipe, recipe is not None
         self.w1_eCD, self.w2_eDF = weights.w1_eCD, weights.w2_eDF
         self.dtypes = {"w1": weights.w1_eCD.dtype, "w2": weights.w2_eDF.dtype}
-        self.index_cache = self.splits = index_cache or splits_on_host(index, recipe)
+        self.index_cache = self.splits = index_cache or read_splits(index, recipe)
         self._matrices: dict[Operand, Any] = {}  # by what is multiplied by them
 
     def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
         role, is_backward = MATRICES[operand]
         w_eNK = self.w1_eCD if role == "w1" else self.w2_eDF
         if operand not in self._matrices:
-            self._matrices[operand] = self._operands(w_eNK, "weight", over_rows=is_backward)
+            self._matrices[operand] = self._make_operands(w_eNK, "weight", over_rows=is_backward)
         out_RN = rows_RK.new_empty(rows_RK.shape[0], w_eNK.shape[2 if is_backward else 1])
         num_rows = sum(self.splits)
         if num_rows:
             role_of_rows: te_names.Operand = "gradient" if is_backward else "activation"
-            rows = self._operands(rows_RK, role_of_rows, over_rows=False)
+            rows = self._make_operands(rows_RK, role_of_rows, over_rows=False)
             layout: te_names.Layout = "NN" if is_backward else "TN"
             matrices = self._matrices[operand]
             te_names.multiply_experts(matrices, rows, layout, [out_RN[:num_rows]], self.splits)
@@ -73,8 +73,8 @@ class TEMatmuls(Matmuls):
         adds, shape = is_direct and target.adds, (len(self.splits), dy_RN.shape[1], x_RK.shape[1])
         grad = out.view(shape) if is_direct else dy_RN.new_empty(shape, dtype=dtype)  # type: ignore[union-attr]
         if sum(self.splits):
-            dy = self._operands(dy_RN, "gradient", over_rows=True)
-            x = self._operands(x_RK, "activation", over_rows=True)
+            dy = self._make_operands(dy_RN, "gradient", over_rows=True)
+            x = self._make_operands(x_RK, "activation", over_rows=True)
             te_names.multiply_experts(x, dy, "NT", list(grad.unbind()), self.splits, adds=adds)
         elif not adds:
             grad.zero_()
@@ -87,8 +87,8 @@ class TEMatmuls(Matmuls):
         del self.w1_eCD, self.w2_eDF
         self._matrices.clear()
 
-    def _operands(self, x: Tensor, operand: te_names.Operand, *, over_rows: bool) -> Any:
-        """Return expert rows, or a matrix [e, N, K] of every expert, as operands of products."""
+    def _make_operands(self, x: Tensor, operand: te_names.Operand, *, over_rows: bool) -> Any:
+        """Quantise or split expert rows, or matrices [e, N, K], into one operand per expert."""
         splits = [x.shape[1]] * x.shape[0] if operand == "weight" else self.splits
         x_RK = x.reshape(-1, x.shape[-1])[: sum(splits)]
         if self.recipe is None:
@@ -96,9 +96,9 @@ class TEMatmuls(Matmuls):
         return te_names.quantise_experts(x_RK, splits, self.recipe, operand, over_rows=over_rows)
 
 
-def te_problem(spec: ExpertSpec) -> str | None:
-    """Return why Transformer Engine cannot multiply such experts, in one line, or None."""
-    field, recipe = spec.torch_only_field(), spec.recipe
+def find_te_problem(spec: ExpertSpec) -> str | None:
+    """Return a one-line reason why Transformer Engine cannot multiply these experts, or None."""
+    field, recipe = spec.find_torch_only_field(), spec.recipe
     if field is not None:
         return f"{field} (True) must be False for expert_backend ('te'): use expert_backend='torch'"
     if recipe is not None and recipe.amax_history:
@@ -108,7 +108,7 @@ def te_problem(spec: ExpertSpec) -> str | None:
         )
     multiple = 1 if recipe is None else recipe.multiple
     multiple = BLOCK if recipe is not None and recipe.scaling == "blockwise" else multiple
-    if (problem := spec.fp8_size_problem(multiple)) is not None:
+    if (problem := spec.find_fp8_size_problem(multiple)) is not None:
         return problem
     is_gpu = spec.device is not None and spec.device.type not in ("cpu", "meta")
     dtypes = ({torch.bfloat16},) if recipe is not None else ({torch.bfloat16}, {torch.float16})
@@ -118,11 +118,11 @@ def te_problem(spec: ExpertSpec) -> str | None:
             f"dtype of the experts ({names}) must be torch.bfloat16 for expert_backend ('te'): "
             "convert the model, or set FSDPOptions.param_dtype"
         )
-    return spec.grouped_problem() or te_names.find_recipe_problem(recipe, spec.device)
+    return spec.find_grouped_problem() or te_names.find_recipe_problem(recipe, spec.device)
 
 
-def splits_on_host(index: ExpertIndex, recipe: Recipe | None) -> list[int]:
-    """Return how many rows each expert has, on the host. The host sync of a forward."""
+def read_splits(index: ExpertIndex, recipe: Recipe | None) -> list[int]:
+    """Read the number of rows of each expert on the host; one host sync per forward."""
     ends = index.offsets_e.tolist()
     splits = [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
     multiple = 1 if recipe is None else recipe.rows

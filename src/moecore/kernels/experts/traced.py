@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moecore.base.options.precision import Recipe
-from moecore.kernels.experts.backward import Grads, SavedState, differentiate
+from moecore.kernels.experts.backward import Grads, SavedState, compute_gradients
 from moecore.kernels.experts.contract import (
     LEAVE_OUT,
     ExpertMLPOptions,
@@ -31,7 +31,7 @@ from moecore.kernels.ops import Op
 from moecore.kernels.rows.activation import FLAT, make_options
 from moecore.kernels.rows.e4m3 import BLOCK, FP8
 from moecore.kernels.rows.index import ExpertIndex
-from moecore.kernels.rows.move import sum_rows_plain
+from moecore.kernels.rows.move import sum_rows_without_autograd
 from moecore.kernels.rows.record import Rows
 
 _INDEX = "Tensor row_ids_R, Tensor slots_SK, Tensor offsets_e"
@@ -53,18 +53,18 @@ _BACKWARD = (
 )
 
 
-def _record(name: str, schema: str) -> Any:
-    """Return a record of a schema's arguments, of which any may be left out."""
+def _make_record_class(name: str, schema: str) -> Any:
+    """Create a namedtuple class with one optional field per argument of a schema."""
     names = re.findall(r"(\w+)[,)]", schema.split("->")[0])
     return namedtuple(name, names, defaults=[None] * len(names))
 
 
-_Inputs = _record("_Inputs", _FORWARD)  # `handle` and those before it may have gradients
+_Inputs = _make_record_class("_Inputs", _FORWARD)  # `handle` and those before it may have gradients
 # h_RC is [0] where FC1 runs again, h_scales where H has no scales.
-_BackwardInputs = _record("_BackwardInputs", _BACKWARD)
+_BackwardInputs = _make_record_class("_BackwardInputs", _BACKWARD)
 
 
-def _options(args: Any) -> ExpertMLPOptions:
+def _make_options(args: Any) -> ExpertMLPOptions:
     activation = make_options(args.kind, args.limit, args.up_limit, args.alpha, args.interleaved)
     recipe = None
     if args.scaling:
@@ -75,41 +75,43 @@ def _options(args: Any) -> ExpertMLPOptions:
     )
 
 
-def _flat(options: ExpertMLPOptions, dtype: torch.dtype) -> tuple[Any, ...]:
+def _flatten_options(options: ExpertMLPOptions, dtype: torch.dtype) -> tuple[Any, ...]:
     activation, recipe = options.activation, options.recipe
     flat = astuple(recipe or Recipe())
     scaling = "" if recipe is None else recipe.scaling
     return *activation.flat, options.products, options.keep_h, scaling, *flat[1:], dtype
 
 
-def _rows(values: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Rows:
+def _make_rows(values: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Rows:
     return Rows(values) if scales is None else Rows(values, scales, dtype)
 
 
-def _index(args: Any) -> ExpertIndex:
+def _make_index(args: Any) -> ExpertIndex:
     return ExpertIndex(args.row_ids_R, args.weights_R, args.slots_SK, args.offsets_e)
 
 
-def _weights(args: Any) -> ExpertWeights:
-    return ExpertWeights(w1_eCD=args.w1_eCD, w2_eDF=args.w2_eDF).updated(_updates(args))
+def _make_weights(args: Any) -> ExpertWeights:
+    return ExpertWeights(w1_eCD=args.w1_eCD, w2_eDF=args.w2_eDF).replace_updates(
+        _list_updates(args)
+    )
 
 
-def _updates(args: Any) -> tuple[Any, ...]:
+def _list_updates(args: Any) -> tuple[Any, ...]:
     return args.a1_erD, args.b1_eCr, args.a2_erF, args.b2_eDr
 
 
 def _forward(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y_SD, or y_RD unsummed, and H: values (empty unless kept), scales or empty."""
+    """Run the forward; return y [S, D] or [R, D], and H's values and scales (empty if absent)."""
     args = _Inputs(*flat)
-    products = make_products(_options(args), _index(args), _weights(args))
-    x = products.prepare_rows(_rows(args.x_SD, args.x_scales, args.dtype))
+    products = make_products(_make_options(args), _make_index(args), _make_weights(args))
+    x = products.prepare_rows(_make_rows(args.x_SD, args.x_scales, args.dtype))
     h, a = products.fc1(x, keep=args.keep_h)
     # No output is another one's alias, an empty one neither.
     none, no_scales = (args.x_SD.new_empty(0, dtype=dtype) for dtype in (args.dtype, torch.float32))
     h_rows = Rows(none) if h is None else h
     y = products.fc2(a)
     if not args.unsummed:
-        y = sum_rows_plain(y, *products.row_map)
+        y = sum_rows_without_autograd(y, *products.row_map)
     return y, h_rows.values, no_scales if h_rows.scales is None else h_rows.scales
 
 
@@ -118,28 +120,30 @@ def _forward_fake(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
     (S, D), R, C = args.x_SD.shape, args.weights_R.shape[0], args.w1_eCD.shape[1]
     empty = partial(args.x_SD.new_empty, dtype=args.dtype)
     y = empty((R if args.unsummed else S, D))
-    recipe = _options(args).recipe
+    recipe = _make_options(args).recipe
     if args.keep_h and recipe is not None and recipe.hidden == "fp8":
         return y, empty((R, C), dtype=FP8), empty((R, C // BLOCK), dtype=torch.float32)
     return y, empty((R, C) if args.keep_h else (0,)), empty((0,), dtype=torch.float32)
 
 
 def _backward(*flat: Any) -> tuple[Tensor, ...]:
-    """Return dx, dw1, dw2, dweights and those of the updates, empty where not wanted."""
+    """Run the backward; return all gradients, with empty tensors for gradients not requested."""
     args = _BackwardInputs(*flat)
     h_scales = args.h_scales if args.h_scales.ndim > 1 else None
-    h = _rows(args.h_RC, h_scales, args.dtype) if args.h_RC.ndim > 1 else None
-    state = SavedState(_rows(args.x_SD, args.x_scales, args.dtype), h, _weights(args), _index(args))
-    products = make_products(_options(args), state.index, state.weights)
+    h = _make_rows(args.h_RC, h_scales, args.dtype) if args.h_RC.ndim > 1 else None
+    state = SavedState(
+        _make_rows(args.x_SD, args.x_scales, args.dtype), h, _make_weights(args), _make_index(args)
+    )
+    products = make_products(_make_options(args), state.index, state.weights)
     wants, dy = Wants(*args.wants), args.dy.contiguous()
-    grads = differentiate(products, state, dy, wants, unsummed=args.unsummed)
+    grads = compute_gradients(products, state, dy, wants, unsummed=args.unsummed)
     of_updates = (*(grads.update1 or (None, None)), *(grads.update2 or (None, None)))
     return tuple(dy.new_empty(0) if g is None else g for g in (*grads[:4], *of_updates))
 
 
 def _backward_fake(*flat: Any) -> tuple[Tensor, ...]:
     args = _BackwardInputs(*flat)
-    likes = (args.dy, args.w1_eCD, args.w2_eDF, args.weights_R, *_updates(args))
+    likes = (args.dy, args.w1_eCD, args.w2_eDF, args.weights_R, *_list_updates(args))
     wants = [*args.wants[:4], *(want for want in args.wants[4:] for _ in range(2))]
     return tuple(
         like.new_empty(like.shape) if want else args.dy.new_empty(0)
@@ -149,9 +153,9 @@ def _backward_fake(*flat: Any) -> tuple[Tensor, ...]:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     args, h = _Inputs(*inputs), Rows(*output[1:])
-    state = SavedState(Rows(args.x_SD, args.x_scales), h, _weights(args), _index(args))
+    state = SavedState(Rows(args.x_SD, args.x_scales), h, _make_weights(args), _make_index(args))
     ctx.save_for_backward(*state.tensors())
-    ctx.options, ctx.dtype = _options(args), args.dtype
+    ctx.options, ctx.dtype = _make_options(args), args.dtype
     ctx.is_unsummed, ctx.has_handle = args.unsummed, args.handle is not None
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)  # H would get a gradient of zeros, as large as itself
@@ -166,7 +170,7 @@ def _differentiate(ctx: Any, dy: Tensor | None, *_: None) -> Any:
     of_x = getattr(needs, leaf)
     wants = Wants(of_x, needs.w1_eCD, needs.w2_eDF, needs.weights_R, *of_updates)
     state = SavedState.of(ctx.saved_tensors, ctx.dtype)
-    grads_of_inputs = traced_backward(dy, state, ctx.options, ctx.is_unsummed, wants)
+    grads_of_inputs = run_traced_backward(dy, state, ctx.options, ctx.is_unsummed, wants)
     (a1, b1), (a2, b2) = (
         grads_of_inputs.update1 or (None, None),
         grads_of_inputs.update2 or (None, None),
@@ -185,7 +189,7 @@ _fwd = Op(
 
 
 def _refuse_history(weights: ExpertWeights, recipe: Recipe | None) -> None:
-    """Raise for what an operator does not take."""
+    """Raise a ValueError for delayed scaling, which the custom op does not support."""
     if weights.magnitudes is not None and recipe is not None:
         raise ValueError(
             f"Recipe.amax_history ({recipe.amax_history}) must be 0 for experts under "
@@ -193,18 +197,18 @@ def _refuse_history(weights: ExpertWeights, recipe: Recipe | None) -> None:
         )
 
 
-def traced_backward(
+def run_traced_backward(
     dy: Tensor, state: SavedState, options: ExpertMLPOptions, unsummed: bool, wants: Wants
 ) -> Grads:
-    """Return the gradients by the custom op; None where not wanted."""
+    """Compute the requested gradients by the custom op; None = not requested."""
     weights, index = state.weights, state.index
     _refuse_history(weights, options.recipe)
     rows = Rows(dy.new_empty(0)) if state.rows is None else state.rows
     h = Rows(dy.new_empty(0)) if state.h is None else state.h
     h_scales = dy.new_empty(0) if h.scales is None else h.scales
-    matrices = (weights.w1_eCD, weights.w2_eDF, *weights.updates(), index.weights_R)
+    matrices = (weights.w1_eCD, weights.w2_eDF, *weights.list_updates(), index.weights_R)
     places = (index.row_ids_R, index.slots_SK, index.offsets_e)
-    options_flat: Any = (*_flat(options, dy.dtype), unsummed, list(wants))
+    options_flat: Any = (*_flatten_options(options, dy.dtype), unsummed, list(wants))
     rows_flat = (rows.values, rows.scales, h.values, h_scales)
     *grads, a1, b1, a2, b2 = _bwd(
         *_BackwardInputs(dy, *rows_flat, *matrices, *places, *options_flat)
@@ -214,18 +218,18 @@ def traced_backward(
     return Grads(*(grad if want else None for grad, want in pairs))
 
 
-def traced_expert_mlp(
+def run_traced_expert_mlp(
     rows: Rows,
     weights: ExpertWeights,
     handle_RD: Tensor | None,
     index: ExpertIndex,
     options: ExpertMLPOptions,
 ) -> Tensor:
-    """Return what `expert_mlp` returns, by the custom op."""
+    """Compute `expert_mlp` by the custom op, which compilers can trace."""
     _refuse_history(weights, options.recipe)
-    matrices = (weights.w1_eCD, weights.w2_eDF, *weights.updates())
+    matrices = (weights.w1_eCD, weights.w2_eDF, *weights.list_updates())
     handle = rows.handle_SD if handle_RD is None else handle_RD
     leaves = (rows.values, *matrices, index.weights_R, handle, handle_RD is not None)
     places = (index.row_ids_R, index.slots_SK, index.offsets_e)
-    y, *_ = _fwd(*_Inputs(*leaves, rows.scales, *places, *_flat(options, rows.dtype)))
+    y, *_ = _fwd(*_Inputs(*leaves, rows.scales, *places, *_flatten_options(options, rows.dtype)))
     return y

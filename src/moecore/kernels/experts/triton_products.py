@@ -81,8 +81,8 @@ class TritonProducts:
         return rows
 
     def fc1(self, rows: Rows, *, keep: bool) -> tuple[Rows | None, Tensor]:
-        x = self._source(rows, "fc1")
-        h_RC, a_RF = self._fc1(x, self.low1.forward(x))
+        x = self._choose_source(rows, "fc1")
+        h_RC, a_RF = self._multiply_fc1(x, self.low1.forward(x))
         return Rows(h_RC) if keep else None, a_RF
 
     def fc2(self, a_RF: Tensor) -> Tensor:
@@ -90,14 +90,14 @@ class TritonProducts:
         return self._multiply(a, self.w2_eDF.transpose(1, 2), self.low2.forward(a))
 
     def recompute_h(self, rows: Rows) -> Rows:
-        x = self._source(rows, "recompute")
+        x = self._choose_source(rows, "recompute")
         return Rows(self._multiply(x, self.w1_eCD.transpose(1, 2), self.low1.forward(x)))
 
     def recompute_activation(self, h: Rows) -> Tensor:
         return weighted_activation(h.values, self.weights_R, self.row_map.num_rows, self.activation)
 
     def dy(self, dy: Tensor, *, unsummed: bool, wants: Wants | None = None) -> ProductSource:
-        return ProductSource(dy, None) if unsummed else self._source(Rows(dy), "dy")
+        return ProductSource(dy, None) if unsummed else self._choose_source(Rows(dy), "dy")
 
     def activation_bwd(self, dy: ProductSource, h: Rows) -> tuple[Tensor, Tensor, Tensor]:
         addend = self.low2.backward(dy)
@@ -118,14 +118,14 @@ class TritonProducts:
         return self._multiply(dh, self.w1_eCD, self.low1.backward(dh))
 
     def fc1_wgrad(self, rows: Rows, dh_RC: Tensor, target: GradTarget) -> Tensor:
-        return self._weight_grad(self._source(rows, "wgrad"), dh_RC, True, target)
+        return self._weight_grad(self._choose_source(rows, "wgrad"), dh_RC, True, target)
 
     def fc2_wgrad(self, dy: ProductSource, a_RF: Tensor, target: GradTarget) -> Tensor:
         return self._weight_grad(dy, a_RF, False, target)
 
     def fc1_update_grad(self, rows: Rows, dh_RC: Tensor) -> LowRankUpdate:
         dh = ProductSource(dh_RC, None, is_finite=True)
-        return self.low1.grad(self._source(rows, "wgrad"), dh)
+        return self.low1.grad(self._choose_source(rows, "wgrad"), dh)
 
     def fc2_update_grad(self, dy: ProductSource, a_RF: Tensor) -> LowRankUpdate:
         return self.low2.grad(ProductSource(a_RF, None, is_finite=True), dy)
@@ -133,8 +133,8 @@ class TritonProducts:
     def drop_weights(self) -> None:
         del self.w1_eCD, self.w2_eDF, self.low1, self.low2
 
-    def _source(self, rows: Rows, use: Use) -> ProductSource:
-        """Return source rows for kernels that gather, or gathered rows where those are faster."""
+    def _choose_source(self, rows: Rows, use: Use) -> ProductSource:
+        """Return source rows for kernels that gather, or gather them now if that is faster."""
         if self.tiles is None:
             return ProductSource(rows.widen(), self.row_map.row_ids_R)
         if rows.scales is not None:
@@ -147,8 +147,8 @@ class TritonProducts:
             return ProductSource(gather_used_rows(rows.values, *self.row_map), None)
         return ProductSource(rows.values, self.row_map.row_ids_R)
 
-    def _fc1(self, x: ProductSource, addend: Addend | None) -> tuple[Tensor, Tensor]:
-        """Return H and the weighted activation, which one kernel computes where it is gated."""
+    def _multiply_fc1(self, x: ProductSource, addend: Addend | None) -> tuple[Tensor, Tensor]:
+        """Compute H and the weighted activation, in one kernel if the activation is gated."""
         if self.activation.gated and self.tiles is not None and x.row_ids_R is None:
             return cooperative_activation(
                 x.rows, self.w1_eCD, self.tiles, self.weights_R, self.activation, addend=addend
@@ -161,7 +161,7 @@ class TritonProducts:
         return h_RC, self.recompute_activation(Rows(h_RC))
 
     def _multiply(self, source: ProductSource, b_eKN: Tensor, addend: Addend | None) -> Tensor:
-        """Return each expert row times its expert's matrix, plus the addend."""
+        """Multiply each expert row by its expert's matrix and add the addend."""
         if self.tiles is not None and source.row_ids_R is None:
             return cooperative_gemm(source.rows, b_eKN, self.tiles, addend=addend)
         out_RN = grouped_gemm(source.rows, b_eKN, self.offsets_e, row_ids_R=source.row_ids_R)
@@ -183,9 +183,9 @@ class TritonProducts:
         )
 
 
-def triton_problem(spec: ExpertSpec) -> str | None:
-    """Return why these kernels cannot multiply such experts, in one line, or None."""
-    field = spec.torch_only_field()
+def find_triton_problem(spec: ExpertSpec) -> str | None:
+    """Return a one-line reason why these kernels cannot multiply these experts, or None."""
+    field = spec.find_torch_only_field()
     if field is not None:
         return (
             f"{field} (True) must be False for expert_backend ('triton'): use "
@@ -207,4 +207,4 @@ def triton_problem(spec: ExpertSpec) -> str | None:
             f"device of the experts ({spec.device}) must be a Hopper GPU with Triton for "
             "expert_backend ('triton'): use expert_backend='torch'"
         )
-    return spec.grouped_problem()
+    return spec.find_grouped_problem()

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from moecore.base.options.precision import Recipe
-from moecore.kernels.common import launch, next_power_of_2, num_sms, tl, triton
+from moecore.kernels.common import count_sms, launch, next_power_of_2, tl, triton
 from moecore.kernels.grouped.gemm import count_row_tiles, locate_tile
 from moecore.kernels.rows.e4m3 import FP8
-from moecore.kernels.rows.microscaled_kernel import nvfp4_tensor_scale
+from moecore.kernels.rows.microscaled_kernel import compute_nvfp4_tensor_scale
 from moecore.kernels.rows.scaling import Blocks
 
 # 128 rows are one instruction's. With 128 columns registers spill on sm_120. Nothing is measured.
@@ -38,7 +38,7 @@ BYTES_K = 128  # of one step along the summed dim
 
 
 @triton.jit
-def _operand(
+def _load_operand(
     values_ptr,  # [rows, K / P] e4m3, or uint8 with two e2m1
     scales_ptr,  # [rows / ROWS, K / B] uint8 with e8m0, or e4m3
     rows,  # int64
@@ -63,12 +63,12 @@ def _operand(
 
 
 @triton.jit
-def _tensors_scale(a_amax_ptr, b_amax_ptr, expert, POWER_OF_TWO: tl.constexpr):
+def _load_tensor_scales(a_amax_ptr, b_amax_ptr, expert, POWER_OF_TWO: tl.constexpr):
     """Return the product of the scales of both tensors; 1 where there is none."""
     scale = 1.0
     if a_amax_ptr is not None:
-        a_scale = nvfp4_tensor_scale(tl.load(a_amax_ptr + expert), POWER_OF_TWO)
-        scale = a_scale * nvfp4_tensor_scale(tl.load(b_amax_ptr + expert), POWER_OF_TWO)
+        a_scale = compute_nvfp4_tensor_scale(tl.load(a_amax_ptr + expert), POWER_OF_TWO)
+        scale = a_scale * compute_nvfp4_tensor_scale(tl.load(b_amax_ptr + expert), POWER_OF_TWO)
     return scale
 
 
@@ -110,12 +110,14 @@ def block_scaled_grouped_gemm_kernel(
         out = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for step in tl.range(0, tl.cdiv(K, BLOCK_K), num_stages=STAGES):
             k = step * BLOCK_K
-            a, a_scales = _operand(a_ptr, a_scales_ptr, rows, in_rows, k, K, K, P, B, 1, BLOCK_K)
-            b, b_scales = _operand(
+            a, a_scales = _load_operand(
+                a_ptr, a_scales_ptr, rows, in_rows, k, K, K, P, B, 1, BLOCK_K
+            )
+            b, b_scales = _load_operand(
                 b_ptr, b_scales_ptr, b_rows, in_columns, k, K, K, P, B, B_ROWS, BLOCK_K
             )
             out = tl.dot_scaled(a, a_scales, FORMAT, b.T, b_scales, FORMAT, out)
-        out *= _tensors_scale(a_amax_ptr, b_amax_ptr, expert, POWER_OF_TWO)
+        out *= _load_tensor_scales(a_amax_ptr, b_amax_ptr, expert, POWER_OF_TWO)
         at = out_ptr + rows[:, None] * N + columns[None, :]
         tl.store(at, out.to(out_ptr.dtype.element_ty), mask=in_rows[:, None] & in_columns[None, :])
 
@@ -160,12 +162,14 @@ def block_scaled_grouped_wgrad_kernel(
         out = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for step in tl.range(0, tl.cdiv(end - start, BLOCK_K), num_stages=STAGES):
             k = start + step * BLOCK_K
-            x, x_scales = _operand(x_ptr, x_scales_ptr, rows, in_rows, k, end, W, P, B, 1, BLOCK_K)
-            y, y_scales = _operand(
+            x, x_scales = _load_operand(
+                x_ptr, x_scales_ptr, rows, in_rows, k, end, W, P, B, 1, BLOCK_K
+            )
+            y, y_scales = _load_operand(
                 y_ptr, y_scales_ptr, columns, in_columns, k, end, W, P, B, 1, BLOCK_K
             )
             out = tl.dot_scaled(x, x_scales, FORMAT, y.T, y_scales, FORMAT, out)
-        out *= _tensors_scale(x_amax_ptr, y_amax_ptr, expert, POWER_OF_TWO) * scale
+        out *= _load_tensor_scales(x_amax_ptr, y_amax_ptr, expert, POWER_OF_TWO) * scale
         at = out_ptr + (expert.to(tl.int64) * M + rows[:, None]) * N + columns[None, :]
         inside = in_rows[:, None] & in_columns[None, :]
         if ADD:
@@ -173,7 +177,7 @@ def block_scaled_grouped_wgrad_kernel(
         tl.store(at, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def _constants(operand: Blocks, recipe: Recipe) -> dict[str, Any]:
+def _make_constants(operand: Blocks, recipe: Recipe) -> dict[str, Any]:
     P = 1 if operand.values.dtype == FP8 else 2
     formats = {"FORMAT": "e4m3" if P == 1 else "e2m1", "POWER_OF_TWO": recipe.power_of_two}
     return {**formats, "P": P, "B": recipe.multiple, "BLOCK_K": BYTES_K * P, **PROGRAM}
@@ -197,10 +201,10 @@ def block_scaled_gemm(
     out_RN = a.values.new_empty(R, N, dtype=dtype)
     if not R:
         return out_RN
-    constants = _constants(a, recipe)
+    constants = _make_constants(a, recipe)
     launch(
         block_scaled_grouped_gemm_kernel,
-        num_sms(a.values.device),
+        count_sms(a.values.device),
         *(a.values, a.scales, a.amax, b.values, b.scales, b.amax, offsets_e, out_RN),
         *(e, N, bytes_K * constants["P"]),
         B_ROWS=N // b.scales.shape[1],
@@ -237,10 +241,10 @@ def block_scaled_wgrad(
     """
     (M, bytes_W), N, e = x.values.shape, y.values.shape[0], offsets_e.shape[0]
     out = x.scales.new_empty(e, M, N, dtype=dtype or torch.float32) if out is None else out
-    constants = _constants(x, recipe)
+    constants = _make_constants(x, recipe)
     launch(
         block_scaled_grouped_wgrad_kernel,
-        num_sms(x.values.device),
+        count_sms(x.values.device),
         *(x.values, x.scales, x.amax, y.values, y.scales, y.amax, offsets_e, out),
         *(e, M, N, bytes_W * constants["P"], scale),
         ADD=adds,

@@ -36,13 +36,13 @@ from functools import cache
 from torch import Tensor
 
 from moecore.kernels.common import (
+    count_sms,
     gl,
     gluon,
-    gluon_descriptor,
-    halves,
     hopper,
     launch,
-    num_sms,
+    make_gluon_descriptor,
+    split_halves,
     thread_barrier,
     tma_load,
     tma_store,
@@ -74,7 +74,7 @@ EPILOGUE_REGISTERS, PRODUCER_REGISTERS = 88, 24
 
 
 @gluon.jit
-def _load(operands, place, k, ring, slot, bar, CONST: gl.constexpr):
+def _load_step(operands, place, k, ring, slot, bar, CONST: gl.constexpr):
     """Load the blocks of a step, of the product or of its addend."""
     if CONST.ADDEND:
         a_desc, b_desc, K, N, u_desc, m_desc, rank = operands
@@ -195,7 +195,7 @@ def _consume(
         out = total_MN.to(dtype)
         if CONST.ACT is not None:
             column = n * HALF_N
-            gate, up = halves(out)
+            gate, up = split_halves(out)
             staged, released = stage[1], stage[2]
             hopper.mbarrier.wait(released.index(GROUP), parity)
             parity = 1 - parity
@@ -214,7 +214,7 @@ def _consume(
             tma_store(out_desc, [row, n * BLOCK_N], out_smem.index(GROUP))
         else:
             wide: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
-            lower, upper = halves(out)
+            lower, upper = split_halves(out)
             column = n * BLOCK_N
             store_part(out_ptr, gl.convert_layout(lower, wide), row, end, column, N, N)
             column += HALF_N
@@ -272,7 +272,7 @@ def sm90_bf16_grouped_kernel(
                 (_consume, (0, h_desc, out_ptr, out_desc, stage, ring, tiles, K, N, CONST)),
                 (_consume, (1, h_desc, out_ptr, out_desc, stage, ring, tiles, K, N, CONST)),
                 (_activate, (weights_ptr, h_ptr, out_ptr, stage, tiles, N, CONST)),
-                (load_row_tiles, (gl.constexpr(_load), operands, ring, tiles, K, CONST)),
+                (load_row_tiles, (gl.constexpr(_load_step), operands, ring, tiles, K, CONST)),
             ],
             [4, 2, 1],
             [CONST.CONSUMER_REGISTERS, CONST.EPILOGUE_REGISTERS, CONST.PRODUCER_REGISTERS],
@@ -282,7 +282,7 @@ def sm90_bf16_grouped_kernel(
             [
                 (_consume, (0, h_desc, out_ptr, out_desc, stage, ring, tiles, K, N, CONST)),
                 (_consume, (1, h_desc, out_ptr, out_desc, stage, ring, tiles, K, N, CONST)),
-                (load_row_tiles, (gl.constexpr(_load), operands, ring, tiles, K, CONST)),
+                (load_row_tiles, (gl.constexpr(_load_step), operands, ring, tiles, K, CONST)),
             ],
             [4, 1],
             [CONST.CONSUMER_REGISTERS, CONST.PRODUCER_REGISTERS],
@@ -290,7 +290,7 @@ def sm90_bf16_grouped_kernel(
 
 
 @cache
-def _constants(
+def _make_constants(
     b_is_NK: bool, options: ActivationOptions | None, has_addend: bool
 ) -> GroupedConstants:
     const = GroupedConstants(
@@ -308,7 +308,7 @@ def _constants(
     )
 
 
-def _launch(
+def _launch_kernel(
     a: Tensor,
     b: Tensor,
     tiles: RowTiles,
@@ -324,19 +324,19 @@ def _launch(
     b = b.transpose(1, 2) if b_is_NK else b
     width = BLOCK_N if h_RC is None else BLOCK_N // 2
     block = (BLOCK_M // 2, width)
-    const = _constants(b_is_NK, options, addend is not None)
+    const = _make_constants(b_is_NK, options, addend is not None)
     a_block, b_block = (BLOCK_M, BLOCK_K), (width, BLOCK_K) if b_is_NK else (BLOCK_K, BLOCK_N)
-    a_desc, b_desc = gluon_descriptor(a, a_block), gluon_descriptor(b, b_block)
+    a_desc, b_desc = make_gluon_descriptor(a, a_block), make_gluon_descriptor(b, b_block)
     u_desc = m_desc = rank = None
     if addend is not None:
         u_Rr, m = addend.rows_Rr, addend.b_erN
-        u_desc, rank = gluon_descriptor(u_Rr, a_block), u_Rr.shape[1]
-        m_desc = gluon_descriptor(m.transpose(1, 2) if b_is_NK else m, b_block)
-    h_desc = None if h_RC is None else gluon_descriptor(h_RC, block)
-    out_desc = gluon_descriptor(out, block)
+        u_desc, rank = make_gluon_descriptor(u_Rr, a_block), u_Rr.shape[1]
+        m_desc = make_gluon_descriptor(m.transpose(1, 2) if b_is_NK else m, b_block)
+    h_desc = None if h_RC is None else make_gluon_descriptor(h_RC, block)
+    out_desc = make_gluon_descriptor(out, block)
     launch(
         sm90_bf16_grouped_kernel,
-        num_sms(a.device),
+        count_sms(a.device),
         *(a_desc, b_desc, tiles.map, weights_R, h_RC, h_desc, out, out_desc, u_desc, m_desc),
         *(K, N, rank),
         CONST=const,
@@ -361,7 +361,7 @@ def cooperative_gemm(
     """
     out_RN = a_RK.new_empty(a_RK.shape[0], b_eKN.shape[2])
     if out_RN.numel():
-        _launch(a_RK, b_eKN, tiles, out_RN, addend)
+        _launch_kernel(a_RK, b_eKN, tiles, out_RN, addend)
     return out_RN
 
 
@@ -389,5 +389,5 @@ def cooperative_activation(
     h_RC, a_RF = x_RD.new_empty(R, C), x_RD.new_empty(R, C // 2)
     if R:
         w1_eDC = w1_eCD.transpose(1, 2)
-        _launch(x_RD, w1_eDC, tiles, a_RF, addend, h_RC, weights_R, options)
+        _launch_kernel(x_RD, w1_eDC, tiles, a_RF, addend, h_RC, weights_R, options)
     return h_RC, a_RF

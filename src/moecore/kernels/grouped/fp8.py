@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.common import (
-    gluon_descriptor,
+    count_sms,
     has_hopper_kernels,
     launch,
-    num_sms,
-    rows_of_experts,
+    make_gluon_descriptor,
+    split_by_expert,
 )
 from moecore.kernels.grouped.fp8_kernel import sm90_fp8_grouped_nt_kernel
 from moecore.kernels.grouped.fp8_wgrad_kernel import sm90_fp8_grouped_wgrad_kernel
@@ -45,7 +45,7 @@ def fp8_gemm_ref(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) ->
     """Compute `fp8_gemm` block by block in plain PyTorch; 0 past the rows. Host sync."""
     R, N = a.values.shape[0], b.values.shape[1]
     out_RN = torch.zeros(R, N, device=b.values.device)
-    for i, rows in enumerate(rows_of_experts(offsets_e)):
+    for i, rows in enumerate(split_by_expert(offsets_e)):
         for k in range(a.values.shape[1] // BLOCK):
             part = slice(k * BLOCK, (k + 1) * BLOCK)
             product = a.values[rows, part].float() @ b.values[i, :, part].float().T
@@ -74,12 +74,12 @@ def fp8_gemm(
         return out_RN
     if not has_hopper_kernels(device):
         return out_RN if out_RN.is_meta else fp8_gemm_ref(a, b, offsets_e, dtype)
-    a_desc = gluon_descriptor(a.values, (BLOCK_M, BLOCK))
-    b_desc = gluon_descriptor(b.values.view(-1, K), (BLOCK_N, BLOCK))
-    out_desc = gluon_descriptor(out_RN, (BLOCK_M // 2, BLOCK_N // 2))
+    a_desc = make_gluon_descriptor(a.values, (BLOCK_M, BLOCK))
+    b_desc = make_gluon_descriptor(b.values.view(-1, K), (BLOCK_N, BLOCK))
+    out_desc = make_gluon_descriptor(out_RN, (BLOCK_M // 2, BLOCK_N // 2))
     launch(
         sm90_fp8_grouped_nt_kernel,
-        num_sms(device),
+        count_sms(device),
         *(a_desc, b_desc, tiles.map, a.scales, b.scales, out_RN, out_desc),
         *(K, N, a.scales.stride(0), *b.scales.stride()),
         CONST=CONST,
@@ -92,7 +92,7 @@ def fp8_wgrad_ref(x: Blocks, y: Blocks, tiles: RowTiles) -> Tensor:
     """Return fp32 [e, M, N], tile by tile in plain PyTorch. Host sync."""
     M, N = x.values.shape[1], y.values.shape[1]
     out_eMN = torch.zeros(tiles.ends_e.shape[0], M, N, device=tiles.ends_e.device)
-    for i, of_expert in enumerate(rows_of_experts(tiles.ends_e)):
+    for i, of_expert in enumerate(split_by_expert(tiles.ends_e)):
         for t in range(of_expert.start, of_expert.stop):
             product = x.values[t].float() @ y.values[t].float().T
             x_scales_M = x.scales[t].repeat_interleave(BLOCK)
@@ -126,12 +126,12 @@ def fp8_wgrad(
         return store_grad(fp8_wgrad_ref(x, y, tiles), out, adds, dtype, scale)
     M, N, e = x.values.shape[1], y.values.shape[1], tiles.ends_e.shape[0]
     out_eMN = x.values.new_empty(e, M, N, dtype=dtype) if out is None else out
-    x_desc = gluon_descriptor(x.values.view(-1, BLOCK), (BLOCK_M, BLOCK))
-    y_desc = gluon_descriptor(y.values.view(-1, BLOCK), (BLOCK_N, BLOCK))
-    out_desc = None if adds else gluon_descriptor(out_eMN, (1, BLOCK_M // 2, BLOCK_N // 2))
+    x_desc = make_gluon_descriptor(x.values.view(-1, BLOCK), (BLOCK_M, BLOCK))
+    y_desc = make_gluon_descriptor(y.values.view(-1, BLOCK), (BLOCK_N, BLOCK))
+    out_desc = None if adds else make_gluon_descriptor(out_eMN, (1, BLOCK_M // 2, BLOCK_N // 2))
     launch(
         sm90_fp8_grouped_wgrad_kernel,
-        num_sms(out_eMN.device),
+        count_sms(out_eMN.device),
         *(x_desc, y_desc, x.scales, y.scales, tiles.ends_e, out_eMN, out_desc, e, M, N, scale),
         CONST=CONST,
         num_warps=4,

@@ -53,7 +53,7 @@ class LoadedScales(NamedTuple):
 
 
 @gluon.jit
-def _load(operands, place, k, ring, slot, bar, CONST: gl.constexpr):
+def _load_step(operands, place, k, ring, slot, bar, CONST: gl.constexpr):
     """Load the blocks of a step, and the scales of a."""
     a_desc, b_desc, scales, N = operands
     expert, row, end, n = place
@@ -179,7 +179,7 @@ def sm90_fp8_grouped_nt_kernel(
             (_consume, (1, scales, out, ring, tiles, K, N, CONST)),
             (
                 load_row_tiles,
-                (gl.constexpr(_load), (a_desc, b_desc, scales, N), ring, tiles, K, CONST),
+                (gl.constexpr(_load_step), (a_desc, b_desc, scales, N), ring, tiles, K, CONST),
             ),
         ],
         [4, 1],

@@ -31,7 +31,7 @@ from moecore.kernels.grouped.skeleton import (
 
 
 @gluon.jit
-def _load(operands, m, n, t, ring, slot, bar, CONST: gl.constexpr):
+def _load_step(operands, m, n, t, ring, slot, bar, CONST: gl.constexpr):
     """Load a row tile's columns of x and y."""
     x_desc, y_desc, M, N = operands
     tma_load(x_desc, [t * M + m * CONST.BLOCK_M, 0], bar, ring.a.index(slot))
@@ -39,7 +39,7 @@ def _load(operands, m, n, t, ring, slot, bar, CONST: gl.constexpr):
 
 
 @gluon.jit
-def _put(
+def _store_block(
     out_ptr,
     out_desc,  # None to add
     out_smem,
@@ -117,8 +117,8 @@ def _consume(
             lower_MN += sums_MN * scale_of_sum
             step += 1
         row, column = m * BLOCK_M, n * CONST.BLOCK_N + GROUP * HALF_N
-        _put(out_ptr, out_desc, stage, upper_MN * scale, expert, row, column, M, N)
-        _put(out_ptr, out_desc, stage, lower_MN * scale, expert, row + HALF_M, column, M, N)
+        _store_block(out_ptr, out_desc, stage, upper_MN * scale, expert, row, column, M, N)
+        _store_block(out_ptr, out_desc, stage, lower_MN * scale, expert, row + HALF_M, column, M, N)
     hopper.tma.store_wait(0)
 
 
@@ -159,7 +159,10 @@ def sm90_fp8_grouped_wgrad_kernel(
         [
             (_consume, (0, scales, out, ends_ptr, ring, tiles, M, N, scale, CONST)),
             (_consume, (1, scales, out, ends_ptr, ring, tiles, M, N, scale, CONST)),
-            (load_weight_tiles, (gl.constexpr(_load), operands, ends_ptr, ring, tiles, 1, CONST)),
+            (
+                load_weight_tiles,
+                (gl.constexpr(_load_step), operands, ends_ptr, ring, tiles, 1, CONST),
+            ),
         ],
         [4, 1],
         [CONST.CONSUMER_REGISTERS, CONST.PRODUCER_REGISTERS],

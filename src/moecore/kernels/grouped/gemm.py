@@ -22,14 +22,14 @@ from torch import Tensor
 
 from moecore.kernels.common import (
     INTERPRET,
+    count_sms,
     launch,
     next_power_of_2,
-    num_sms,
-    rows_of_experts,
+    split_by_expert,
     tl,
     triton,
 )
-from moecore.kernels.prepared import descriptor
+from moecore.kernels.prepared import make_descriptor
 from moecore.kernels.rows.activation import ActivationOptions, weighted_activation_ref
 from moecore.kernels.rows.activation_kernel import activate
 
@@ -43,7 +43,7 @@ def grouped_gemm_ref(
     rows_R = a if row_ids_R is None else a.index_select(0, row_ids_R)
     dtype = torch.promote_types(a.dtype, torch.float32)
     out = torch.zeros(rows_R.shape[0], b.shape[2], dtype=dtype, device=a.device)
-    for i, rows in enumerate(rows_of_experts(offsets_e)):
+    for i, rows in enumerate(split_by_expert(offsets_e)):
         out[rows] = rows_R[rows].to(dtype) @ b[i].to(dtype)
     return out.to(a.dtype)
 
@@ -132,7 +132,7 @@ def locate_tile(
 
 
 @triton.jit
-def _store(
+def _store_tile(
     out_ptr,
     out,  # [BLOCK_M, columns]
     rows,  # int64
@@ -205,12 +205,12 @@ def _grouped_gemm_fwd_kernel(
         out = total_MN if ADD else total_MN.to(out_ptr.dtype.element_ty)
         rows = rows.to(tl.int64)
         if PARTS == 1:
-            _store(out_ptr, out, rows, in_rows, column, N, N, ADD)
+            _store_tile(out_ptr, out, rows, in_rows, column, N, N, ADD)
         else:
             halves = tl.permute(tl.reshape(out, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
             lower, upper = tl.split(halves)
-            _store(out_ptr, lower, rows, in_rows, column, N, N, ADD)
-            _store(out_ptr, upper, rows, in_rows, column + BLOCK_N // 2, N, N, ADD)
+            _store_tile(out_ptr, lower, rows, in_rows, column, N, N, ADD)
+            _store_tile(out_ptr, upper, rows, in_rows, column + BLOCK_N // 2, N, N, ADD)
 
 
 @triton.jit(do_not_specialize=["num_experts"])
@@ -259,9 +259,9 @@ def _grouped_gemm_activation_fwd_kernel(
         a = activate(gate.to(tl.float32), up.to(tl.float32), ACT)
         a = a * tl.load(weights_ptr + rows, mask=in_rows, other=0.0)[:, None]
         rows = rows.to(tl.int64)
-        _store(h_ptr, gate, rows, in_rows, column, F, 2 * F)
-        _store(h_ptr + F, up, rows, in_rows, column, F, 2 * F)
-        _store(a_ptr, a.to(a_ptr.dtype.element_ty), rows, in_rows, column, F, F)
+        _store_tile(h_ptr, gate, rows, in_rows, column, F, 2 * F)
+        _store_tile(h_ptr + F, up, rows, in_rows, column, F, 2 * F)
+        _store_tile(a_ptr, a.to(a_ptr.dtype.element_ty), rows, in_rows, column, F, F)
 
 
 def grouped_gemm(
@@ -298,18 +298,18 @@ def grouped_gemm(
         return out
     b_is_NK = b.stride(1) == 1
     flat = (b.transpose(1, 2) if b_is_NK else b).reshape(-1, K if b_is_NK else N)
-    c = SMALL if INTERPRET else _config(gather, narrow, adds or out.dtype != a.dtype)
+    c = SMALL if INTERPRET else _choose_config(gather, narrow, adds or out.dtype != a.dtype)
     block_b = (c.block_n, c.block_k) if b_is_NK else (c.block_k, c.block_n)
-    a_desc = a if gather else descriptor(a, (c.block_m, c.block_k))
-    b_desc = descriptor(flat, block_b)
+    a_desc = a if gather else make_descriptor(a, (c.block_m, c.block_k))
+    b_desc = make_descriptor(flat, block_b)
     launch(
         _grouped_gemm_fwd_kernel,
-        num_sms(a.device),
+        count_sms(a.device),
         *(a, a_desc, b_desc, row_ids_R if gather else offsets_e, offsets_e, out, e, N, K),
         GATHER=gather,
         ADD=adds,
         B_IS_NK=b_is_NK,
-        **_shared(c, e),
+        **_make_constants(c, e),
         BLOCK_N=c.block_n,
         FLATTEN=c.flatten,
         PARTS=c.epilogue_parts,
@@ -342,19 +342,19 @@ def grouped_gemm_activation(
     if not R or not x_SD.shape[0]:
         return h_RC, a_RF
     c = SMALL if INTERPRET else GATHER
-    w1_desc = descriptor(w1_eCD.view(2 * e, F, D), (2, c.block_n // 2, c.block_k))
+    w1_desc = make_descriptor(w1_eCD.view(2 * e, F, D), (2, c.block_n // 2, c.block_k))
     launch(
         _grouped_gemm_activation_fwd_kernel,
-        num_sms(x_SD.device),
+        count_sms(x_SD.device),
         *(x_SD, w1_desc, row_ids_R, weights_R, offsets_e, h_RC, a_RF, e, F, D),
         ACT=options.constants,
-        **_shared(c, e),
+        **_make_constants(c, e),
         BLOCK_F=c.block_n // 2,
     )
     return h_RC, a_RF
 
 
-def _config(gather: bool, narrow: bool, wide: bool) -> TileConfig:
+def _choose_config(gather: bool, narrow: bool, wide: bool) -> TileConfig:
     if wide:
         return WIDE
     if narrow:
@@ -362,7 +362,7 @@ def _config(gather: bool, narrow: bool, wide: bool) -> TileConfig:
     return GATHER if gather else CONTIGUOUS
 
 
-def _shared(c: TileConfig, num_experts: int) -> dict[str, int]:
+def _make_constants(c: TileConfig, num_experts: int) -> dict[str, int]:
     """Return the compile-time arguments of both kernels."""
     return {
         "E_POW2": next_power_of_2(num_experts),

@@ -40,13 +40,13 @@ from torch import Tensor
 from moecore.kernels.common import (
     async_load,
     cdiv,
+    count_sms,
     gl,
     gluon,
-    gluon_descriptor,
-    halves,
     hopper,
     launch,
-    num_sms,
+    make_gluon_descriptor,
+    split_halves,
     thread_barrier,
     tl,
     tma_load,
@@ -75,7 +75,7 @@ ROWS_PER_SUM = 1024
 
 
 @gluon.jit
-def _produce(
+def _load_tiles(
     a_ptr,  # [S or R, K]
     a_desc,  # the same as blocks [BLOCK_M, BLOCK_K]
     b_desc,  # [e * K, N] as blocks [BLOCK_K, BLOCK_N]
@@ -142,7 +142,7 @@ def _fetch_h(
 
 
 @gluon.jit
-def _store(
+def _store_tile(
     total_MN,  # da
     stage,
     others_turn,  # barrier: the other group may use da_smem and h_smem
@@ -164,9 +164,9 @@ def _store(
     ACT: gl.constexpr = CONST.ACT
     da_smem, h_desc, h_smem, arrived = stage
     dtype: gl.constexpr = out_ptr.dtype.element_ty
-    lower, upper = halves(total_MN.to(dtype))
-    part0, part1 = halves(lower)
-    part2, part3 = halves(upper)
+    lower, upper = split_halves(total_MN.to(dtype))
+    part0, part1 = split_halves(lower)
+    part2, part3 = split_halves(upper)
     da_smem.index(0).store(part0)
     da_smem.index(1).store(part1)
     da_smem.index(2).store(part2)
@@ -267,7 +267,7 @@ def _consume(
         _, next_row, _, next_n = locate_rows(at, tiles, CONST.GROUP_M)
         hopper.mbarrier.wait(store_turn.index(GROUP), store_parity)
         store_parity = 1 - store_parity
-        _store(
+        _store_tile(
             total_MN,
             stage,
             store_turn.index(1 - GROUP),
@@ -338,7 +338,7 @@ def sm90_bf16_grouped_nn_act_bwd_kernel(
         [
             (_consume, (0, turns, stage, ring, tiles, outputs, R, sum_length, N, CONST)),
             (_consume, (1, turns, stage, ring, tiles, outputs, R, sum_length, N, CONST)),
-            (_produce, (a_ptr, a_desc, b_desc, row_ids_ptr, addend, ring, tiles, K, CONST)),
+            (_load_tiles, (a_ptr, a_desc, b_desc, row_ids_ptr, addend, ring, tiles, K, CONST)),
         ],
         [4, 4],
         [CONST.CONSUMER_REGISTERS, CONST.PRODUCER_REGISTERS],
@@ -385,7 +385,9 @@ def _finish_bwd_kernel(
 
 
 @cache
-def _constants(gathers: bool, options: ActivationOptions, has_addend: bool) -> GroupedConstants:
+def _make_constants(
+    gathers: bool, options: ActivationOptions, has_addend: bool
+) -> GroupedConstants:
     return GroupedConstants(
         *(BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M[gathers], STAGES, PRODUCER_REGISTERS),
         CONSUMER_REGISTERS=CONSUMER_REGISTERS,
@@ -431,19 +433,19 @@ def pingpong_activation_bwd(
         return dh_RC, dweights_R, a_RF
     parts = weights_R.new_empty(cdiv(F, BLOCK_N), R)
     gathers = row_ids_R is not None
-    const = _constants(gathers, options, addend is not None)
-    dy_desc = gluon_descriptor(dy, (BLOCK_M, BLOCK_K))
-    w2_desc = gluon_descriptor(w2_eDF, (BLOCK_K, BLOCK_N))
-    h_desc = gluon_descriptor(h_RC, (BLOCK_M, BLOCK_N // 4))
+    const = _make_constants(gathers, options, addend is not None)
+    dy_desc = make_gluon_descriptor(dy, (BLOCK_M, BLOCK_K))
+    w2_desc = make_gluon_descriptor(w2_eDF, (BLOCK_K, BLOCK_N))
+    h_desc = make_gluon_descriptor(h_RC, (BLOCK_M, BLOCK_N // 4))
     u_desc = m_desc = rank = None
     if addend is not None:
         u_Rr, m_erF = addend
-        u_desc, rank = gluon_descriptor(u_Rr, (BLOCK_M, BLOCK_K)), u_Rr.shape[1]
-        m_desc = gluon_descriptor(m_erF, (BLOCK_K, BLOCK_N))
+        u_desc, rank = make_gluon_descriptor(u_Rr, (BLOCK_M, BLOCK_K)), u_Rr.shape[1]
+        m_desc = make_gluon_descriptor(m_erF, (BLOCK_K, BLOCK_N))
     row_ids = row_ids_R if gathers else tiles.map
     launch(
         sm90_bf16_grouped_nn_act_bwd_kernel,
-        num_sms(dy.device),
+        count_sms(dy.device),
         *(dy, dy_desc, w2_desc, row_ids, tiles.map, weights_R, h_desc, a_RF, dh_RC, parts),
         *(u_desc, m_desc, rank, R, D, F),
         CONST=const,

@@ -24,10 +24,10 @@ from torch import Tensor
 from moecore.base.torch_private import scaled_grouped_mm, skips_communication
 from moecore.kernels.common import (
     INTERPRET,
+    count_sms,
     launch,
     next_power_of_2,
-    num_sms,
-    rows_of_experts,
+    split_by_expert,
     tl,
     triton,
     use_kernel,
@@ -41,7 +41,7 @@ GROUP_M = 8  # row tiles that share a matrix in L2
 
 
 @triton.jit
-def _block(values_ptr, rows, in_rows, k, end, width, BLOCK_K: tl.constexpr):
+def _load_block(values_ptr, rows, in_rows, k, end, width, BLOCK_K: tl.constexpr):
     """Return columns k to k + BLOCK_K of rows [rows, width]; 0 past the end."""
     columns = k + tl.arange(0, BLOCK_K)
     inside = in_rows[:, None] & (columns < end)[None, :]
@@ -80,8 +80,8 @@ def mixed_grouped_gemm_kernel(
         b_rows = expert.to(tl.int64) * N + columns
         out = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for step in tl.range(0, tl.cdiv(K, BLOCK_K), num_stages=STAGES):
-            a = _block(a_ptr, rows, in_rows, step * BLOCK_K, K, K, BLOCK_K)
-            b = _block(b_ptr, b_rows, in_columns, step * BLOCK_K, K, K, BLOCK_K)
+            a = _load_block(a_ptr, rows, in_rows, step * BLOCK_K, K, K, BLOCK_K)
+            b = _load_block(b_ptr, b_rows, in_columns, step * BLOCK_K, K, K, BLOCK_K)
             out = tl.dot(a, b.T, out, max_num_imprecise_acc=BLOCK_K)
         a_scales = tl.load(a_scales_ptr + rows, mask=in_rows, other=0.0)
         out *= a_scales[:, None]
@@ -122,8 +122,8 @@ def mixed_grouped_wgrad_kernel(
         in_rows, in_columns = rows < M, columns < N
         out = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for step in tl.range(0, tl.cdiv(end - start, BLOCK_K), num_stages=STAGES):
-            x = _block(x_ptr, rows, in_rows, start + step * BLOCK_K, end, P, BLOCK_K)
-            y = _block(y_ptr, columns, in_columns, start + step * BLOCK_K, end, P, BLOCK_K)
+            x = _load_block(x_ptr, rows, in_rows, start + step * BLOCK_K, end, P, BLOCK_K)
+            y = _load_block(y_ptr, columns, in_columns, start + step * BLOCK_K, end, P, BLOCK_K)
             out = tl.dot(x, y.T, out, max_num_imprecise_acc=BLOCK_K)
         out *= tl.load(x_scales_ptr + expert * M + rows, mask=in_rows, other=0.0)[:, None]
         out *= tl.load(y_scales_ptr + expert * N + columns, mask=in_columns, other=0.0)[None, :]
@@ -137,7 +137,7 @@ def mixed_gemm(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> T
     out_RN = a.values.new_empty(R, N, dtype=dtype)
     launch(
         mixed_grouped_gemm_kernel,
-        num_sms(a.values.device),
+        count_sms(a.values.device),
         *(a.values, a.scales, b.values, b.scales, offsets_e, out_RN, e, N, K),
         ALIGNED=ALIGNED,
         E_POW2=next_power_of_2(e),
@@ -153,7 +153,7 @@ def mixed_wgrad(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> 
     out_eMN = x.values.new_empty(e, M, N, dtype=dtype)
     launch(
         mixed_grouped_wgrad_kernel,
-        num_sms(x.values.device),
+        count_sms(x.values.device),
         *(x.values, x.scales, y.values, y.scales, offsets_e, out_eMN, e, M, N, P),
         ALIGNED=ALIGNED,
         **(SMALL if INTERPRET else PROGRAM),
@@ -161,25 +161,25 @@ def mixed_wgrad(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> 
     return out_eMN
 
 
-def is_reference(x: Tensor) -> bool:
+def needs_reference(x: Tensor) -> bool:
     """Return whether torch has no such product on this tensor's device."""
     return x.device.type == "cpu"
 
 
-def _is_mixed(a: Blocks, b: Blocks) -> bool:
+def _has_mixed_formats(a: Blocks, b: Blocks) -> bool:
     """Return whether the formats differ, which torch's grouped product does not support."""
     return a.values.dtype != b.values.dtype
 
 
-def _has_no_product(a: Blocks, b: Blocks) -> bool:
+def _needs_reference(a: Blocks, b: Blocks) -> bool:
     """Return whether references multiply these operands."""
-    return is_reference(b.values) and not (_is_mixed(a, b) and use_kernel(b.values))
+    return needs_reference(b.values) and not (_has_mixed_formats(a, b) and use_kernel(b.values))
 
 
 def scaled_gemm_ref(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
     """Compute `scaled_gemm` expert by expert in plain PyTorch. Host sync."""
     out_RN = torch.zeros(a.values.shape[0], b.values.shape[1], device=b.values.device)
-    for i, rows in enumerate(rows_of_experts(offsets_e)):
+    for i, rows in enumerate(split_by_expert(offsets_e)):
         product = a.values[rows].float() @ b.values[i].float().T
         out_RN[rows] = product * a.scales[rows, None] * b.scales[i]
     return out_RN.to(dtype)
@@ -189,12 +189,12 @@ def scaled_gemm(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> 
     """Return each expert row times its expert's matrix, [R, N]. No autograd; no sync on a GPU."""
     # Rows [R, K] are in expert order, matrices [e, N, K]; K and N are multiples of 16. A GPU gives
     # bf16. Rows past the last expert's hold nothing of meaning.
-    if _has_no_product(a, b):
+    if _needs_reference(a, b):
         return scaled_gemm_ref(a, b, offsets_e, dtype)
     R, b_eKN = a.values.shape[0], b.values.transpose(1, 2)
     if not R or skips_communication(b_eKN):
         return b_eKN.new_empty(R, b_eKN.shape[2], dtype=dtype)
-    if _is_mixed(a, b):
+    if _has_mixed_formats(a, b):
         return mixed_gemm(a, b, offsets_e, dtype)
     out_RN: Tensor = scaled_grouped_mm(
         a.values, b_eKN, a.scales, b.scales, offs=offsets_e, out_dtype=dtype
@@ -205,7 +205,7 @@ def scaled_gemm(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> 
 def scaled_wgrad_ref(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
     """Compute `scaled_wgrad` expert by expert in plain PyTorch. Host sync."""
     out = []
-    for i, rows in enumerate(rows_of_experts(offsets_e)):
+    for i, rows in enumerate(split_by_expert(offsets_e)):
         product = x.values[:, rows].float() @ y.values[:, rows].float().T
         out.append(product * x.scales[i, :, None] * y.scales[i])
     return torch.stack(out).to(dtype)
@@ -214,11 +214,11 @@ def scaled_wgrad_ref(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dtype
 def scaled_wgrad(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
     """Return each expert's sum of outer products of x [M, P] and y [N, P], [e, M, N]."""
     # Zero for an expert without rows; a GPU gives bf16. No autograd; no host sync on a GPU.
-    if _has_no_product(x, y):
+    if _needs_reference(x, y):
         return scaled_wgrad_ref(x, y, offsets_e, dtype)
     if skips_communication(x.values):
         return x.values.new_empty(*x.scales.shape, y.scales.shape[1], dtype=dtype)
-    if _is_mixed(x, y):
+    if _has_mixed_formats(x, y):
         return mixed_wgrad(x, y, offsets_e, dtype)
     x_scales, y_scales = x.scales.flatten(), y.scales.flatten()
     out_eMN: Tensor = scaled_grouped_mm(

@@ -38,9 +38,9 @@ from moecore.kernels.common import (
     use_kernel,
 )
 from moecore.kernels.rows.cast import (
-    amax_parts,
     cast_rows,
     choose_amax_ref,
+    compute_amax_parts,
     has_kernel,
     view_as_bytes,
 )
@@ -57,11 +57,11 @@ from moecore.kernels.rows.scaling import (
     LARGEST,
     Blocks,
     OperandPair,
-    amax_ref,
+    compute_amax_ref,
     encode_ref,
+    get_values_and_scales,
     quantise_ref,
     raise_seen_ref_,
-    values_and_scales,
 )
 
 NUM_WARPS = 8
@@ -125,7 +125,7 @@ def scaled_rows_ref(
         values, scales = quantise_ref(x_RD, -1, power_of_two, fmt, amax)
         of_rows = Blocks(values, scales.flatten().expand(R).contiguous(), "row")
     if columns:
-        amax_eD = _amax_of_columns(x_RD, layout) if amax is None else amax
+        amax_eD = _compute_column_amax(x_RD, layout) if amax is None else amax
         amax_eD = amax_eD.expand(offsets_e.shape[0] + 1, D)
         scales_eD, inverse_eD = block_scale_ref(amax_eD.contiguous(), power_of_two, LARGEST[fmt])
         values_RD = encode_ref(x_RD, inverse_eD[layout.expert_R], fmt)
@@ -136,19 +136,21 @@ def scaled_rows_ref(
     return OperandPair(of_rows, of_columns)
 
 
-def amax_of_rows(x_RD: Tensor, offsets_e: Tensor, past: Tensor) -> Tensor:
+def compute_row_amax(x_RD: Tensor, offsets_e: Tensor, past: Tensor) -> Tensor:
     """Return fp32 [n], whose largest entry gives the scale of expert rows. No host sync.
 
     If `past` [1] is not 0, the entries are `past`, otherwise largest magnitudes of the rows. Rows
     past the last expert's are not read.
     """
     if has_kernel(x_RD):
-        return amax_parts(x_RD if x_RD.stride(1) == 1 else x_RD.contiguous(), offsets_e, past)
+        return compute_amax_parts(
+            x_RD if x_RD.stride(1) == 1 else x_RD.contiguous(), offsets_e, past
+        )
     is_used = torch.arange(len(x_RD), device=x_RD.device) < offsets_e[-1]
-    return choose_amax_ref(past, amax_ref(torch.where(is_used[:, None], x_RD.detach(), 0)))
+    return choose_amax_ref(past, compute_amax_ref(torch.where(is_used[:, None], x_RD.detach(), 0)))
 
 
-def _amax_of_columns(x_RD: Tensor, layout: PaddedRows) -> Tensor:
+def _compute_column_amax(x_RD: Tensor, layout: PaddedRows) -> Tensor:
     """Return largest magnitudes of each expert's columns; the last row is of unused rows."""
     expert_RD = layout.expert_R[:, None].expand_as(x_RD)
     none_eD = x_RD.new_zeros(layout.offsets_e.shape[0] + 1, x_RD.shape[1])
@@ -291,7 +293,7 @@ class _ScaledInput(NamedTuple):
     def cast(self, out: OperandPair, amax: Tensor | None, seen: Tensor | None) -> OperandPair:
         """Write the operands by kernels."""
         x, offsets_e, e, formats = self.x, self.offsets_e, self.num_experts, self.formats
-        outputs = [t for side in out for t in values_and_scales(side)]
+        outputs = [t for side in out for t in get_values_and_scales(side)]
         if INTERPRET:
             outputs = [view_as_bytes(t) for t in outputs]
         (N, D), R, stride = x.shape[-2:], x.shape[:-1].numel(), x.stride(-2)
@@ -307,7 +309,7 @@ class _ScaledInput(NamedTuple):
             amax = torch.zeros(R * has_rows + e * D, device=x.device)
             launch(amax_kernel, grid, x, offsets_e, amax, *sizes, ROWS=has_rows, **shared)
         else:
-            amax = amax_parts(x, offsets_e) if amax is None else amax
+            amax = compute_amax_parts(x, offsets_e) if amax is None else amax
             parts = amax.shape[-1]
         P = 0 if out.columns is None else out.columns.values.shape[-1]
         launch(
@@ -328,7 +330,9 @@ class _ScaledInput(NamedTuple):
         return dict(E5M2=self.fmt == "e5m2", POWER_OF_TWO=self.power_of_two)
 
 
-def _empty(x: Tensor, fmt: str, shape: tuple[int, ...], scales: tuple[int, ...]) -> Blocks:
+def _make_empty_blocks(
+    x: Tensor, fmt: str, shape: tuple[int, ...], scales: tuple[int, ...]
+) -> Blocks:
     values = torch.empty(shape, dtype=DTYPES[fmt], device=x.device)
     return Blocks(values, torch.empty(scales, dtype=torch.float32, device=x.device), "row")
 
@@ -380,8 +384,8 @@ def scaled_rows(
     (R, D), e = x_RD.shape, offsets_e.shape[0]
     length = cdiv(R, ALIGNED) * ALIGNED + e * ALIGNED
     out = OperandPair(
-        _empty(x_RD, fmt, (R, D), (R,)) if rows else None,
-        _empty(x_RD, fmt, (D, length), (e, D)) if columns else None,
+        _make_empty_blocks(x_RD, fmt, (R, D), (R,)) if rows else None,
+        _make_empty_blocks(x_RD, fmt, (D, length), (e, D)) if columns else None,
     )
     source = _ScaledInput(x_RD, offsets_e, padded_e, e, per_row, power_of_two, fmt)
     return source.cast(out, amax, seen)
@@ -402,7 +406,7 @@ def scaled_matrices(
         )
     e, N, D = w_eND.shape
     out = OperandPair(
-        _empty(w_eND, "e4m3", (e, N, D), (e, N)) if rows else None,
-        _empty(w_eND, "e4m3", (e, D, N), (e, D)) if columns else None,
+        _make_empty_blocks(w_eND, "e4m3", (e, N, D), (e, N)) if rows else None,
+        _make_empty_blocks(w_eND, "e4m3", (e, D, N), (e, D)) if columns else None,
     )
     return _ScaledInput(w_eND, None, None, e, per_row, power_of_two).cast(out, None, None)

@@ -33,14 +33,14 @@ from torch.nn.functional import grouped_mm
 
 from moecore.kernels.common import (
     async_load,
+    count_sms,
     gl,
     gluon,
-    gluon_descriptor,
-    halves,
     has_hopper_kernels,
     hopper,
     launch,
-    num_sms,
+    make_gluon_descriptor,
+    split_halves,
     thread_barrier,
     tma_load,
 )
@@ -67,7 +67,7 @@ CONST = GroupedConstants(
 
 
 @gluon.jit
-def _gather(
+def _gather_steps(
     x_ptr,  # [S, M]
     y_desc,  # [R, N] as blocks [BLOCK_K, BLOCK_N]
     row_ids_ptr,  # [R] int32
@@ -117,7 +117,7 @@ def _gather(
 
 
 @gluon.jit
-def _load(operands, m, n, row, ring, slot, bar, CONST: gl.constexpr):
+def _load_step(operands, m, n, row, ring, slot, bar, CONST: gl.constexpr):
     """Load contiguous rows of a step."""
     x_desc, y_desc = operands
     tma_load(x_desc, [row, m * CONST.BLOCK_M], bar, ring.a.index(slot))
@@ -143,7 +143,7 @@ def _clear_rows(
 
 
 @gluon.jit
-def _add_to(
+def _add_block(
     out_ptr,  # one expert's [rows, num_columns], fp32 or bf16
     x,  # [*, *] fp32
     row,
@@ -163,9 +163,9 @@ def _add_to(
 def _add_tile(out_ptr, total_MN, m, n, M, N, TRANSPOSED: gl.constexpr):
     """Add a tile to global memory in four parts, so that the staging buffer stays small."""
     PART: gl.constexpr = total_MN.shape[1] // 4
-    lower, upper = halves(total_MN)
-    part0, part1 = halves(lower)
-    part2, part3 = halves(upper)
+    lower, upper = split_halves(total_MN)
+    part0, part1 = split_halves(lower)
+    part2, part3 = split_halves(upper)
     row = m * total_MN.shape[0]
     column = n * total_MN.shape[1]
     for i in gl.static_range(4):
@@ -178,9 +178,9 @@ def _add_tile(out_ptr, total_MN, m, n, M, N, TRANSPOSED: gl.constexpr):
         else:
             part = part3
         if TRANSPOSED:
-            _add_to(out_ptr, part.permute([1, 0]), column + i * PART, row, N, M)
+            _add_block(out_ptr, part.permute([1, 0]), column + i * PART, row, N, M)
         else:
-            _add_to(out_ptr, part, row, column + i * PART, M, N)
+            _add_block(out_ptr, part, row, column + i * PART, M, N)
 
 
 @gluon.jit
@@ -231,7 +231,7 @@ def _consume(
             expert_out = out_ptr + expert.to(gl.int64) * M * N
             _add_tile(expert_out, total_MN, m, n, M, N, TRANSPOSED)
         elif WIDE:
-            lower, upper = halves(total_MN)
+            lower, upper = split_halves(total_MN)
             row, column = m * BLOCK_M, n * BLOCK_N
             store_weight_block(out_desc, out_smem, lower, expert, row, column, TRANSPOSED)
             column += BLOCK_N // 2
@@ -286,7 +286,7 @@ def sm90_bf16_grouped_wgrad_kernel(
                     _consume,
                     (offsets_ptr, ring, tiles, out_smem, out_desc, out_ptr, M, N, scale, CONST),
                 ),
-                (_gather, (x_ptr, y_desc, row_ids_ptr, offsets_ptr, ring, tiles, M, CONST)),
+                (_gather_steps, (x_ptr, y_desc, row_ids_ptr, offsets_ptr, ring, tiles, M, CONST)),
             ],
             [CONST.PRODUCER_WARPS],
             [CONST.PRODUCER_REGISTERS],
@@ -301,7 +301,7 @@ def sm90_bf16_grouped_wgrad_kernel(
                 ),
                 (
                     load_weight_tiles,
-                    (gl.constexpr(_load), operands, offsets_ptr, ring, tiles, BLOCK_K, CONST),
+                    (gl.constexpr(_load_step), operands, offsets_ptr, ring, tiles, BLOCK_K, CONST),
                 ),
             ],
             [1],
@@ -310,7 +310,7 @@ def sm90_bf16_grouped_wgrad_kernel(
 
 
 @cache
-def _constants(gathers: bool, adds: bool, transposed: bool) -> GroupedConstants:
+def _make_constants(gathers: bool, adds: bool, transposed: bool) -> GroupedConstants:
     return CONST._replace(GATHER=gathers, ADD=adds, TRANSPOSED=transposed)
 
 
@@ -351,7 +351,7 @@ def grouped_wgrad(
         x_RM = x if row_ids_R is None else x.index_select(0, row_ids_R)
         lhs, rhs = (y_RN, x_RM) if transposed else (x_RM, y_RN)
         return store_grad(grouped_mm(lhs.t(), rhs, offs=offsets_e), out, adds, dtype, scale)
-    x, y_RN = _aligned(x), _aligned(y_RN)
+    x, y_RN = _align(x), _align(y_RN)
     (M, N), e = (x.shape[1], y_RN.shape[1]), offsets_e.shape[0]
     shape = (e, N, M) if transposed else (e, M, N)
     out = x.new_empty(shape, dtype=dtype) if out is None else out
@@ -360,21 +360,21 @@ def grouped_wgrad(
     columns = BLOCK_N * 2 // out.dtype.itemsize  # what the staging buffer has room for
     block = (1, columns, BLOCK_M) if transposed else (1, BLOCK_M, columns)
     gathers = row_ids_R is not None
-    x_desc = gluon_descriptor(x, (BLOCK_K, BLOCK_M))
-    y_desc = gluon_descriptor(y_RN, (BLOCK_K, BLOCK_N))
-    out_desc = None if adds else gluon_descriptor(out, block)
+    x_desc = make_gluon_descriptor(x, (BLOCK_K, BLOCK_M))
+    y_desc = make_gluon_descriptor(y_RN, (BLOCK_K, BLOCK_N))
+    out_desc = None if adds else make_gluon_descriptor(out, block)
     rows = row_ids_R if gathers else offsets_e
     launch(
         sm90_bf16_grouped_wgrad_kernel,
-        num_sms(x.device),
+        count_sms(x.device),
         *(x, x_desc, y_desc, rows, offsets_e, out_desc, out, e, M, N, scale),
-        CONST=_constants(gathers, adds, transposed),
+        CONST=_make_constants(gathers, adds, transposed),
         num_warps=CONSUMER_WARPS,
     )
     return out
 
 
-def _aligned(x: Tensor) -> Tensor:
+def _align(x: Tensor) -> Tensor:
     """Return a copy of a view whose address is not a multiple of 16 bytes."""
     return x if x.data_ptr() % 16 == 0 else x.clone()
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moecore.base.torch_private import grouped_mm_overload
-from moecore.kernels.common import KERNEL_DTYPES, has_hopper_kernels, rows_of_experts
+from moecore.kernels.common import KERNEL_DTYPES, has_hopper_kernels, split_by_expert
 from moecore.kernels.grouped.gemm import grouped_gemm
 from moecore.kernels.invariant.product import invariant_product
 
@@ -33,13 +33,13 @@ _active: set[str] = set()  # device types
 
 
 def is_batch_invariant() -> bool:
-    """Return whether a context is entered."""
+    """Return whether `batch_invariant` is active."""
     return bool(_active)
 
 
 @contextmanager
 def batch_invariant(device_type: str) -> Iterator[None]:
-    """Within, rows of products on a device type do not depend on other rows.
+    """Return a context in which each row of a product has bits that do not depend on other rows.
 
     A context within it changes nothing. Other threads of the process compute so too. Modules that
     were compiled by torch.compile or captured in CUDA graphs keep their own products.
@@ -54,7 +54,7 @@ def batch_invariant(device_type: str) -> Iterator[None]:
         warnings.simplefilter("ignore")  # torch says once that kernels are replaced
         for name, function in OPERATIONS[key].items():
             before = _TorchKernels(torch.library.get_kernel(f"aten::{name}", key).call_boxed, mm)
-            library.impl(name, partial(_replaced, function, before), key, with_keyset=True)
+            library.impl(name, partial(_replace, function, before), key, with_keyset=True)
     _active.add(device_type)
     try:
         yield
@@ -70,14 +70,14 @@ class _TorchKernels(NamedTuple):
     mm: Kernel
 
     def product(self, keys: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Return `invariant_product`, on a CPU of rows by torch's own kernel."""
+        """Compute `invariant_product`; on a CPU torch's kernel multiplies one row at a time."""
         return invariant_product(*args, **kwargs, multiply=partial(self.mm, keys))
 
 
-def _replaced(
+def _replace(
     function: Kernel, before: _TorchKernels, keys: Any, x: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Compute in the other way; integers, whose sums are exact, as torch does."""
+    """Call `function` for floats, and torch's kernel for integers, whose sums are exact."""
     if not x.is_floating_point():
         return before.kernel(keys, x, *args, **kwargs)
     return function(before, keys, x, *args, **kwargs)
@@ -121,13 +121,13 @@ def _grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Rows by experts; a product whose sums are over rows stays as it is."""
+    """Multiply each group by `invariant_product`; a product that sums over rows is unchanged."""
     if a.ndim == 3 or b.ndim == 2 or offs is None:
         return before.kernel(keys, a, b, offs, bias, out_dtype)  # type: ignore[no-any-return]
     if has_hopper_kernels(a.device) and a.dtype != torch.float32:
         return grouped_gemm(a.contiguous(), b, offs, dtype=out_dtype)  # its tiles are fixed
     out = a.new_empty(a.shape[0], b.shape[2], dtype=out_dtype or a.dtype)
-    for matrix, rows in zip(b, rows_of_experts(offs), strict=True):  # a host sync
+    for matrix, rows in zip(b, split_by_expert(offs), strict=True):  # a host sync
         out[rows] = before.product(keys, a[rows], matrix, dtype=out_dtype)
     return out
 
@@ -142,7 +142,7 @@ def _sum(
     dtype: torch.dtype | None = None,
     share: float = 1.0,
 ) -> Tensor:
-    """Add the elements of each row by a product with ones; other sums stay, those in fp64 too."""
+    """Sum each row by a product with ones; other sums and fp64 sums use torch's kernel."""
     is_of_rows = x.ndim > 1 and dim is not None and list(dim) in ([-1], [x.ndim - 1])
     is_wide = x.dtype not in KERNEL_DTYPES or dtype not in (None, *KERNEL_DTYPES)
     if not is_of_rows or not x.numel() or is_wide:
@@ -157,17 +157,21 @@ def _mean(before: _TorchKernels, keys: Any, x: Tensor, *args: Any, **kwargs: Any
     return _sum(before, keys, x, *args, **kwargs, share=1 / max(1, x.shape[-1] if x.ndim else 1))
 
 
-def _by_vectors(before: _TorchKernels, keys: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Compute a function of elements, all of them on whole vectors."""
+def _compute_by_vectors(
+    before: _TorchKernels, keys: Any, x: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Compute an elementwise function on padded input, so that all elements use SIMD vectors."""
     n = x.numel()
     vector = F.pad(x.flatten(), (0, -n % VECTORS), value=1.0)
     parts = [before.kernel(keys, part, *args, **kwargs) for part in vector.split(SERIAL)]
     return torch.cat(parts)[:n].view(x.shape)
 
 
-def _by_vectors_(before: _TorchKernels, keys: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The same in place."""
-    return x.copy_(_by_vectors(before, keys, x, *args, **kwargs))
+def _compute_by_vectors_(
+    before: _TorchKernels, keys: Any, x: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Compute `_compute_by_vectors` in place."""
+    return x.copy_(_compute_by_vectors(before, keys, x, *args, **kwargs))
 
 
 # What forwards of models multiply and add with. Weight gradients may also do so by other names.
@@ -186,6 +190,6 @@ OPERATIONS: dict[str, dict[str, Callable[..., Tensor]]] = {
     "CUDA": ROWS | {"mm.dtype": _mm_dtype},
     # Of torch's functions of one element these compute an array's last elements in another way.
     "CPU": ROWS
-    | dict.fromkeys(("rsqrt", "sigmoid", "silu", "softplus"), _by_vectors)
-    | dict.fromkeys(("rsqrt_", "sigmoid_", "silu_"), _by_vectors_),
+    | dict.fromkeys(("rsqrt", "sigmoid", "silu", "softplus"), _compute_by_vectors)
+    | dict.fromkeys(("rsqrt_", "sigmoid_", "silu_"), _compute_by_vectors_),
 }

@@ -42,7 +42,7 @@ def invariant_product_ref(
     dtype: torch.dtype | None = None,
     multiply: Multiply = torch.mm,
 ) -> Tensor:
-    """Return what `invariant_product` does, row by row: all calls of `multiply` are of one row."""
+    """Compute `invariant_product` row by row: every call of `multiply` has one row."""
     if a.ndim == 3:
         addends = [None] * len(a) if addend is None else addend.expand(len(a), -1, -1)
         parts = [
@@ -67,7 +67,7 @@ def invariant_product_ref(
 
 
 @triton.jit
-def _dot(a, b, total, WIDEN: tl.constexpr):
+def _add_product(a, b, total, WIDEN: tl.constexpr):
     """Add a @ b to total; the interpreter cannot multiply bf16, and fp32 is not cut to TF32."""
     if WIDEN:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
@@ -122,7 +122,7 @@ def _invariant_product_kernel(
         k_ok = k < K - start
         a = tl.load(a_tile + a_at, mask=m_ok & k_ok[None, :], other=0.0)
         b = tl.load(b_tile + b_at, mask=n_ok & k_ok[:, None], other=0.0)
-        total = _dot(a, b, total, WIDEN)
+        total = _add_product(a, b, total, WIDEN)
         a_tile += BK * a_column
         b_tile += BK * b_row
     total *= alpha
@@ -135,8 +135,8 @@ def _invariant_product_kernel(
 
 
 @cache
-def _tile(N: int, dtype: torch.dtype) -> dict[str, Any]:
-    """What a kernel is compiled for: nothing here may depend on M."""
+def _choose_tile(N: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Choose tile sizes from N and dtype; they must not depend on M."""
     if INTERPRET:
         return dict(BM=16, BN=32, BK=32, GROUP_M=2, WIDEN=dtype == torch.bfloat16)
     wide = dtype == torch.float32  # plain multiplications, of which a program holds fewer
@@ -187,7 +187,7 @@ def invariant_product(
     (B, M, K), N = a.shape, b.shape[2]
     out = a.new_empty(B, M, N, dtype=dtype or a.dtype)
     c = None if addend is None or beta == 0 else addend.expand(B, M, N)
-    a, b, tile = _as_read(a), _as_read(b), _tile(N, a.dtype)
+    a, b, tile = _align_strides(a), _align_strides(b), _choose_tile(N, a.dtype)
     c_strides = (0, 0, 0) if c is None else c.stride()
     strides = (*a.stride(), *b.stride(), *c_strides, float(alpha), float(beta))
     grid = (cdiv(M, tile["BM"]) * cdiv(N, tile["BN"]), B)
@@ -195,8 +195,8 @@ def invariant_product(
     return out
 
 
-def _as_read(x: Tensor) -> Tensor:
-    """Return matrices by rows or by columns at an address of 16 bytes: what a kernel is made for.
+def _align_strides(x: Tensor) -> Tensor:
+    """Copy matrices unless they are row- or column-major and aligned to 16 bytes.
 
     Strides of one row would say less than those of several.
     """

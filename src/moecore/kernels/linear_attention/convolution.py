@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moecore.kernels.common import no_autocast
+from moecore.kernels.common import disable_autocast
 from moecore.kernels.linear_attention import fla
 from moecore.kernels.zigzag import find_documents
 
@@ -37,13 +37,13 @@ def causal_convolution(
         before_nwD: the tokens before each document's first, in order; None = zeros.
         silu: whether the activation follows.
     """
-    with no_autocast(x_TD):
-        if fla.supports_convolution(x_TD) is None:
+    with disable_autocast(x_TD):
+        if fla.find_convolution_problem(x_TD) is None:
             return fla.causal_convolution(x_TD, weight_DW, bias_D, cu_seqlens, before_nwD, silu)
-        return _plain(x_TD, weight_DW, bias_D, cu_seqlens, before_nwD, silu)
+        return _convolve_documents(x_TD, weight_DW, bias_D, cu_seqlens, before_nwD, silu)
 
 
-def _plain(
+def _convolve_documents(
     x_TD: Tensor,
     weight_DW: Tensor,
     bias_D: Tensor | None,

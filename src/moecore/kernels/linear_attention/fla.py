@@ -35,22 +35,22 @@ CONVOLUTION = ("fla.modules.causal_conv1d", "causal_conv1d")
 PARAMETERS = {"initial_state", "output_final_state", "cu_seqlens"}
 
 
-def supports(rule: DeltaRule) -> str | None:
-    """Return why the package cannot compute such a rule, one line; None = it can."""
+def find_problem(rule: DeltaRule) -> str | None:
+    """Return a one-line reason why the package cannot compute this rule; None = it can."""
     if rule.k_Thk.shape[-1] > MAX_KEY_DIM:
         return f"key dims ({rule.k_Thk.shape[-1]}) must be <= {MAX_KEY_DIM} for {PACKAGE}"
     if rule.beta_TH is None and (rule.norm_qk or rule.g_THk.ndim == 3):
         return f"beta (None) must come with a decay per head and without norm_qk for {PACKAGE}"
-    reason, name = _refuse_device(rule.v_THv), _name_of(rule)
+    reason, name = _find_device_problem(rule.v_THv), _get_function_name(rule)
     is_on_meta = name == RULE_WITHOUT_RATES or (name == RULE and rule.norm_qk)
     if reason is None and rule.v_THv.is_meta and not is_on_meta:
         return f"rule (of {name[1]}) must be of {RULE[1]} with norm_qk, or without beta, on meta"
-    return reason or _why_wrong(rule) or _why_not(*name, rule.v_THv.is_meta)
+    return reason or _find_triton_problem(rule) or _find_import_problem(*name, rule.v_THv.is_meta)
 
 
-def supports_convolution(x_TD: Tensor) -> str | None:
-    """Return why the package cannot convolve such tokens, one line; None = it can."""
-    return _refuse_device(x_TD) or _why_not(*CONVOLUTION, x_TD.is_meta)
+def find_convolution_problem(x_TD: Tensor) -> str | None:
+    """Return a one-line reason why the package cannot convolve these tokens; None = it can."""
+    return _find_device_problem(x_TD) or _find_import_problem(*CONVOLUTION, x_TD.is_meta)
 
 
 def gated_delta_rule(
@@ -66,7 +66,7 @@ def gated_delta_rule(
     if v.is_meta:
         rule = rule._replace(q_Thk=q, k_Thk=k)
         return fla_on_meta.gated_delta_rule(rule, cu_seqlens, initial_nHkv)
-    o_1THv, states_nHkv = _function(*_name_of(rule))(
+    o_1THv, states_nHkv = _import_function(*_get_function_name(rule))(
         *(x[None] for x in (q, k, v, g)),
         scale=rule.scale,
         initial_state=initial_nHkv,
@@ -89,7 +89,7 @@ def causal_convolution(
     if x_TD.is_meta:
         return fla_on_meta.causal_convolution(x_TD, weight_DW, bias_D, before_nwD)
     state_nDW = None if before_nwD is None else F.pad(before_nwD.mT, (1, 0))
-    y_1TD, _ = _function(*CONVOLUTION)(
+    y_1TD, _ = _import_function(*CONVOLUTION)(
         x_TD[None],
         weight_DW,
         bias_D,
@@ -100,19 +100,19 @@ def causal_convolution(
     return y_1TD[0]  # type: ignore[no-any-return]
 
 
-def _name_of(rule: DeltaRule) -> tuple[str, str]:
+def _get_function_name(rule: DeltaRule) -> tuple[str, str]:
     if rule.beta_TH is None:
         return RULE_WITHOUT_RATES
     return RULE_BY_CHANNEL if rule.g_THk.ndim == 3 else RULE
 
 
-def _refuse_device(x: Tensor) -> str | None:
+def _find_device_problem(x: Tensor) -> str | None:
     if not is_gpu(x) or x.dtype not in HALVES:
         return f"tensors ({x.dtype} on {x.device.type}) must be of 16 bits on cuda for {PACKAGE}"
     return None
 
 
-def _why_wrong(rule: DeltaRule) -> str | None:
+def _find_triton_problem(rule: DeltaRule) -> str | None:
     device = rule.v_THv.device
     if device.type == "meta" or rule.g_THk.ndim == 3 or not has_hopper_kernels(device):
         return None
@@ -125,17 +125,17 @@ def _why_wrong(rule: DeltaRule) -> str | None:
 
 
 @cache
-def _function(module: str, name: str) -> Callable[..., Any]:
+def _import_function(module: str, name: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
 
 
 @cache
-def _why_not(module: str, name: str, on_meta: bool) -> str | None:
-    """Return why a function of the package cannot be called, or None; imports it."""
+def _find_import_problem(module: str, name: str, on_meta: bool) -> str | None:
+    """Import a function of the package; return why it cannot be called, or None."""
     if on_meta:  # which stands for a GPU of a host that has the package
         return None
     try:
-        function = _function(module, name)
+        function = _import_function(module, name)
     except (ImportError, AttributeError) as error:
         return f"{PACKAGE} must be installed and have {module}.{name} ({error}): install it"
     missing = PARAMETERS - inspect.signature(function).parameters.keys()

@@ -82,19 +82,19 @@ class _Scan:
         self.launch("recompute_w_u_fwd_kernel", *tensors, chunks=self.k + self.v)
         return w, u
 
-    def states(
+    def compute_states(
         self, k: Tensor, w: Tensor, u: Tensor, sums: Tensor, first: Tensor | None, last: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return the states before each chunk, and what each token writes."""
+        """Return the states before each chunk, and the values that tokens write to the state."""
         h, new = k.new_empty(self.num_chunks, self.H, self.k, self.v), torch.empty_like(u)
         tensors = k, u, w, new, sums, h, first, last
         self.launch("chunk_gated_delta_rule_fwd_kernel_h_blockdim64", *tensors, states=2)
         return h, new
 
-    def plain_states(
+    def compute_plain_states(
         self, k: Tensor, v: Tensor, sums: Tensor, first: Any, last: Any, dtype: torch.dtype
     ) -> Tensor:
-        """Return the states before each chunk, to which tokens add their values as they are."""
+        """Return the states before each chunk, for a rule without learning rates."""
         h = k.new_empty(self.num_chunks, self.H, self.k, self.v, dtype=dtype)
         self.launch("chunk_fwd_kernel_h", k, v, h, sums, first, last, states=1)
         return h
@@ -113,7 +113,7 @@ class _RuleOnMeta(torch.autograd.Function):
         num_documents: int,
     ) -> tuple[Tensor, Tensor]:
         inputs = [x.contiguous() for x in (q, k, v, g, beta)]
-        (q, q_rstd), (k, k_rstd) = map(_normed, inputs[:2])
+        (q, q_rstd), (k, k_rstd) = map(_normalise, inputs[:2])
         v, g, beta = inputs[2:]
         scan = _Scan(k, v, num_documents)
         sums = torch.empty_like(g, dtype=torch.float32)
@@ -123,7 +123,7 @@ class _RuleOnMeta(torch.autograd.Function):
         scan.launch(name, k, sums, beta, A, chunks=scan.k)
         w, u = scan.recompute_w_u(k, v, beta, sums, A)
         last = k.new_zeros(num_documents, scan.H, scan.k, scan.v, dtype=torch.float32)
-        h, new = scan.states(k, w, u, sums, initial, last)
+        h, new = scan.compute_states(k, w, u, sums, initial, last)
         o, by_chunk = torch.empty_like(v), scan.k + scan.v
         scan.launch("chunk_fwd_kernel_o", q, k, new, h, sums, o, states=1, chunks=by_chunk)
         ctx.scan = scan
@@ -134,17 +134,17 @@ class _RuleOnMeta(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, q_rstd, k, k_rstd, *rest = ctx.saved_tensors
         do, dlast = (grad.contiguous() for grad in grads)
-        (dq, dk), rest = _gradients(ctx.scan, (q, k, *rest), do, dlast)
-        return _of_length(q, q_rstd, dq), _of_length(k, k_rstd, dk), *rest, None
+        (dq, dk), rest = _compute_gradients(ctx.scan, (q, k, *rest), do, dlast)
+        return _differentiate_norm(q, q_rstd, dq), _differentiate_norm(k, k_rstd, dk), *rest, None
 
 
-def _gradients(
+def _compute_gradients(
     scan: _Scan, saved_tensors: Sequence[Any], do: Tensor, dlast: Tensor
 ) -> tuple[tuple[Tensor, Tensor], list[Tensor | None]]:
-    """Return those of normed queries and keys; and of values, decays, rates, and first states."""
+    """Return gradients of normalised q and k, and of values, decays, rates and first states."""
     q, k, v, sums, beta, A, initial = saved_tensors
     w, u = scan.recompute_w_u(k, v, beta, sums, A)
-    h, new = scan.states(k, w, u, sums, initial, None)
+    h, new = scan.compute_states(k, w, u, sums, initial, None)
     dv, by_chunk = torch.empty_like(do), scan.k + scan.v
     scan.launch("chunk_bwd_kernel_dv_local", q, k, sums, do, dv, chunks=by_chunk)
     dh, dinitial = torch.empty_like(h), None if initial is None else torch.empty_like(initial)
@@ -158,8 +158,8 @@ def _gradients(
     chunks = scan.v + 2 * scan.k
     scan.launch("chunk_bwd_kernel_dqkwg", *tensors, states=3, chunks=chunks)
     del tensors  # which has gradients of all value heads
-    dq = _of_key_heads(dq, q)
-    dk = _of_key_heads(dk, k)
+    dq = _sum_over_value_heads(dq, q)
+    dk = _sum_over_value_heads(dk, k)
     dsums = dsums.sum(0)
     dk_new, dvalues = k.new_empty(scan.T, scan.H, scan.k), torch.empty_like(v)
     of_sums, dbeta = torch.empty_like(sums), torch.empty_like(beta)
@@ -167,7 +167,7 @@ def _gradients(
     chunks = 5 * scan.k + 2 * scan.v + 2 * CHUNK
     scan.launch("prepare_wy_repr_bwd_kernel", *tensors, chunks=chunks)
     del tensors
-    dk_new = _of_key_heads(dk_new, k)
+    dk_new = _sum_over_value_heads(dk_new, k)
     dk += dk_new
     dsums += of_sums
     dg = torch.empty_like(sums)
@@ -191,7 +191,7 @@ class _RuleWithoutRatesOnMeta(torch.autograd.Function):
         sums = torch.empty_like(g, dtype=torch.float32)
         record_launch("chunk_local_cumsum_scalar_kernel", g, sums)
         last = k.new_empty(num_documents, scan.H, scan.k, scan.v, dtype=torch.float32)
-        h = scan.plain_states(k, v, sums, initial, last, k.dtype)
+        h = scan.compute_plain_states(k, v, sums, initial, last, k.dtype)
         o, by_chunk = torch.empty_like(v), scan.k + scan.v
         scan.launch("chunk_fwd_kernel_o", q, k, v, h, sums, o, states=1, chunks=by_chunk)
         ctx.scan = scan
@@ -202,7 +202,7 @@ class _RuleWithoutRatesOnMeta(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         scan, (q, k, v, sums, initial) = ctx.scan, ctx.saved_tensors
         do, dlast = (grad.contiguous() for grad in grads)
-        h = scan.plain_states(k, v, sums, initial, None, torch.float32)
+        h = scan.compute_plain_states(k, v, sums, initial, None, torch.float32)
         dh, dinitial = torch.empty_like(h), None if initial is None else torch.empty_like(initial)
         scan.launch("chunk_bwd_kernel_dh", q, sums, do, dlast, dh, dinitial, states=1)
         dq, dk = torch.empty_like(q), torch.empty_like(k)
@@ -219,19 +219,19 @@ class _RuleWithoutRatesOnMeta(torch.autograd.Function):
         return dq, dk, dv, dg, dinitial, None
 
 
-def _normed(x_Thk: Tensor) -> tuple[Tensor, Tensor]:
+def _normalise(x_Thk: Tensor) -> tuple[Tensor, Tensor]:
     out, rstd = torch.empty_like(x_Thk), x_Thk.new_empty(x_Thk.shape[:2], dtype=torch.float32)
     record_launch("l2norm_fwd_kernel", x_Thk, out, rstd)
     return out, rstd
 
 
-def _of_length(x_Thk: Tensor, rstd: Tensor, grad: Tensor) -> Tensor:
+def _differentiate_norm(x_Thk: Tensor, rstd: Tensor, grad: Tensor) -> Tensor:
     out = torch.empty_like(x_Thk)
     record_launch("l2norm_bwd_kernel", x_Thk, rstd, grad, out)
     return out
 
 
-def _of_key_heads(grad_THk: Tensor, x_Thk: Tensor) -> Tensor:
+def _sum_over_value_heads(grad_THk: Tensor, x_Thk: Tensor) -> Tensor:
     if grad_THk.shape == x_Thk.shape:
         return grad_THk
     return grad_THk.unflatten(1, (x_Thk.shape[1], -1)).sum(2)  # type: ignore[no-any-return]

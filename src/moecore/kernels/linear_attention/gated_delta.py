@@ -22,7 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import no_autocast, warn_plain
+from moecore.kernels.common import disable_autocast, warn_about_plain
 from moecore.kernels.linear_attention import fla
 from moecore.kernels.linear_attention.contract import DeltaRule
 from moecore.kernels.zigzag import find_documents, find_positions
@@ -107,8 +107,8 @@ def gated_delta_rule(
     Returns:
         o_THv in the dtype of q, and states_nHkv in fp32 (fp64 for fp64).
     """
-    with no_autocast(rule.v_THv):
-        if (reason := fla.supports(rule)) is None:
+    with disable_autocast(rule.v_THv):
+        if (reason := fla.find_problem(rule)) is None:
             return fla.gated_delta_rule(rule, cu_seqlens, initial_nHkv)
-        warn_plain(rule.v_THv, f"a gated delta rule of {rule.v_THv.dtype} ({reason})")
+        warn_about_plain(rule.v_THv, f"a gated delta rule of {rule.v_THv.dtype} ({reason})")
         return gated_delta_rule_ref(rule, cu_seqlens, initial_nHkv)

@@ -20,17 +20,17 @@ from torch import Tensor
 
 from moecore.kernels.common import (
     cdiv,
+    count_sms,
     launch,
     next_power_of_2,
-    num_sms,
     tl,
     triton,
     use_kernel,
-    warn_plain,
+    warn_about_plain,
 )
-from moecore.kernels.ops import Op, keep
+from moecore.kernels.ops import Op, make_save
 from moecore.kernels.routing.counts import MAX_EXPERTS, check_padding_mask
-from moecore.kernels.routing.scores import scores_ref, sqrtsoftplus
+from moecore.kernels.routing.scores import compute_scores_ref, compute_sqrtsoftplus
 
 
 def balance_statistics_ref(
@@ -46,7 +46,7 @@ def balance_statistics_ref(
     if padding_mask_T is not None:
         # On both sides: 0 * NaN would reach the gradient of padding.
         logits_TE = torch.where(padding_mask_T[:, None], 0, logits_TE)
-    scores_TE, log_sums_T = scores_ref(logits_TE, score_function), logits_TE.logsumexp(-1)
+    scores_TE, log_sums_T = compute_scores_ref(logits_TE, score_function), logits_TE.logsumexp(-1)
     if score_function != "softmax":
         scores_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
     if padding_mask_T is not None:
@@ -64,7 +64,7 @@ PROGRAMS_PER_SM = 4
 
 
 @triton.jit
-def _softmax_terms(x, in_cols):
+def _compute_softmax(x, in_cols):
     """Return softmax [t, e] (0 in masked columns) and logsumexp [t]; masked x is -inf."""
     top = tl.max(x, axis=1)
     exps = tl.where(in_cols[None, :], tl.exp(x - top[:, None]), 0.0)
@@ -73,19 +73,19 @@ def _softmax_terms(x, in_cols):
 
 
 @triton.jit
-def _score_terms(x, in_cols, FUNCTION: tl.constexpr):
+def _compute_scores(x, in_cols, FUNCTION: tl.constexpr):
     """Return scores of each logit [t, e] (0 in masked columns), their slopes and 1 / sum [t]."""
     if FUNCTION == "sigmoid":
         scores = tl.sigmoid(x)
         slopes = scores * (1.0 - scores)
     else:
-        scores, slopes = sqrtsoftplus(x)
+        scores, slopes = compute_sqrtsoftplus(x)
     scores = tl.where(in_cols[None, :], scores, 0.0)
     return scores, slopes, 1.0 / (tl.sum(scores, axis=1) + 1e-20)
 
 
 @triton.jit
-def _real_rows(
+def _find_real_rows(
     padding,  # uint8 [B * num_rows], 1 = padding; None = there is none
     first,  # int64, first row of the sequence
     rows,  # int32 [t], in the sequence
@@ -122,14 +122,14 @@ def balance_statistics_fwd_kernel(
     z_sums = tl.zeros([BLOCK_T], tl.float32)
     for tile in range(program % num_parts, tl.cdiv(num_rows, BLOCK_T), num_parts):
         rows = tile * BLOCK_T + tl.arange(0, BLOCK_T)
-        in_rows = _real_rows(padding, first, rows, num_rows)
+        in_rows = _find_real_rows(padding, first, rows, num_rows)
         inside = in_rows[:, None] & in_cols[None, :]
         addresses = base + rows.to(tl.int64)[:, None] * E + cols[None, :]
         x = tl.load(addresses, mask=inside, other=-float("inf"))
         x = tl.where(in_rows[:, None], x, 0.0)  # other rows: finite, then dropped
-        scores, log_sum = _softmax_terms(x, in_cols)
+        scores, log_sum = _compute_softmax(x, in_cols)
         if FUNCTION != "softmax":
-            scores, _, normalizer = _score_terms(x, in_cols, FUNCTION)
+            scores, _, normalizer = _compute_scores(x, in_cols, FUNCTION)
             scores = scores * normalizer[:, None]
         score_sums += tl.where(in_rows[:, None], scores, 0.0)
         z_sums += tl.where(in_rows, log_sum * log_sum, 0.0)
@@ -189,17 +189,17 @@ def balance_statistics_bwd_kernel(
     cols = tl.arange(0, BLOCK_E)
     in_cols = cols < E
     rows = (tl.program_id(0) % num_tiles) * BLOCK_T + tl.arange(0, BLOCK_T)
-    in_rows = _real_rows(padding, sequence * num_rows, rows, num_rows)
+    in_rows = _find_real_rows(padding, sequence * num_rows, rows, num_rows)
     inside = in_rows[:, None] & in_cols[None, :]
     addresses = (sequence * num_rows + rows)[:, None] * E + cols[None, :]
     dscores = tl.load(dscore_sums + sequence * E + cols, mask=in_cols, other=0.0)[None, :]
     dz = tl.load(dz_sum)
     x = tl.load(logits + addresses, mask=inside, other=-float("inf"))
     x = tl.where(in_rows[:, None], x, 0.0)
-    softmax, log_sum = _softmax_terms(x, in_cols)
+    softmax, log_sum = _compute_softmax(x, in_cols)
     dx = softmax * (2.0 * dz * log_sum)[:, None]
     if FUNCTION != "softmax":
-        scores, slopes, normalizer = _score_terms(x, in_cols, FUNCTION)
+        scores, slopes, normalizer = _compute_scores(x, in_cols, FUNCTION)
         mean = tl.sum(scores * dscores, axis=1) * normalizer
         dx += (dscores - mean[:, None]) * normalizer[:, None] * slopes
     else:
@@ -210,30 +210,30 @@ def balance_statistics_bwd_kernel(
     tl.store(dlogits + addresses, dx, mask=inside)
 
 
-def _bytes(mask_T: Tensor | None) -> Tensor | None:
+def _view_as_bytes(mask_T: Tensor | None) -> Tensor | None:
     return None if mask_T is None else mask_T.contiguous().view(torch.uint8)
 
 
-def _tile(num_experts: int) -> tuple[int, int]:
+def _choose_tile(num_experts: int) -> tuple[int, int]:
     """Return BLOCK_T and BLOCK_E of a tile of logits."""
     block_e = next_power_of_2(num_experts)
     return max(1, min(256, TILE // block_e)), block_e
 
 
-def _statistics(
+def _launch_forward(
     logits_TE: Tensor, padding_mask_T: Tensor | None, num_sequences: int, score_function: str
 ) -> tuple[Tensor, Tensor]:
     (T, E), B = logits_TE.shape, num_sequences
     if not T:
         return logits_TE.new_zeros(B, E), logits_TE.new_zeros(())
     logits_TE, num_rows = logits_TE.contiguous(), T // B
-    block_t, block_e = _tile(E)
-    num_parts = max(1, PROGRAMS_PER_SM * num_sms(logits_TE.device) // B)
+    block_t, block_e = _choose_tile(E)
+    num_parts = max(1, PROGRAMS_PER_SM * count_sms(logits_TE.device) // B)
     num_parts = min(num_parts, cdiv(num_rows, block_t))
     score_parts = logits_TE.new_empty(B * num_parts, E)
     z_parts = logits_TE.new_empty(B * num_parts)
     score_sums_BE, z_sum = logits_TE.new_empty(B, E), logits_TE.new_empty(())
-    args = (logits_TE, _bytes(padding_mask_T), score_parts, z_parts, num_rows, num_parts)
+    args = (logits_TE, _view_as_bytes(padding_mask_T), score_parts, z_parts, num_rows, num_parts)
     launch(
         balance_statistics_fwd_kernel,
         B * num_parts,
@@ -250,7 +250,7 @@ def _statistics(
     return score_sums_BE, z_sum
 
 
-def _statistics_bwd(
+def _launch_backward(
     logits_TE: Tensor,
     padding_mask_T: Tensor | None,
     dscore_sums_BE: Tensor,
@@ -262,10 +262,10 @@ def _statistics_bwd(
     dlogits_TE = torch.empty_like(logits_TE)
     if not T:
         return dlogits_TE
-    block_t, block_e = _tile(E)
+    block_t, block_e = _choose_tile(E)
     num_tiles = cdiv(T // B, block_t)
     grads = (dscore_sums_BE.contiguous(), dz_sum.contiguous())
-    args = (logits_TE, _bytes(padding_mask_T), *grads, dlogits_TE, T // B, num_tiles)
+    args = (logits_TE, _view_as_bytes(padding_mask_T), *grads, dlogits_TE, T // B, num_tiles)
     launch(
         balance_statistics_bwd_kernel,
         B * num_tiles,
@@ -280,12 +280,12 @@ def _statistics_bwd(
 
 _balance_statistics_bwd = Op(
     "balance_statistics_bwd",
-    _statistics_bwd,
+    _launch_backward,
     lambda logits_TE, *_: logits_TE.new_empty(logits_TE.shape),
 )
 
 
-def _statistics_backward(ctx: Any, dscore_sums_BE: Tensor, dz_sum: Tensor) -> tuple:
+def _backward(ctx: Any, dscore_sums_BE: Tensor, dz_sum: Tensor) -> tuple:
     if not ctx.needs_input_grad[0]:
         return (None,) * 4
     grads = (dscore_sums_BE, dz_sum)
@@ -295,10 +295,10 @@ def _statistics_backward(ctx: Any, dscore_sums_BE: Tensor, dz_sum: Tensor) -> tu
 
 _balance_statistics = Op(
     "balance_statistics",
-    _statistics,
+    _launch_forward,
     lambda x_TE, _, B, function: (x_TE.new_empty(B, x_TE.shape[1]), x_TE.new_empty(())),
-    save=keep(slice(2), slice(3, 4)),
-    backward=_statistics_backward,
+    save=make_save(slice(2), slice(3, 4)),
+    backward=_backward,
 )
 
 
@@ -332,7 +332,7 @@ def balance_statistics(
         if use_kernel(logits_TE) and is_small:
             return _balance_statistics(logits_TE, padding_mask_T, num_sequences, score_function)
         operation = f"balance statistics of {logits_TE.shape[1]} experts {logits_TE.dtype}"
-        warn_plain(logits_TE, operation)
+        warn_about_plain(logits_TE, operation)
     return balance_statistics_ref(
         logits_TE, num_sequences, score_function, padding_mask_T, sequences_T
     )

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import launch, next_power_of_2, tl, triton, use_kernel, warn_plain
-from moecore.kernels.ops import Op, keep
+from moecore.kernels.common import launch, next_power_of_2, tl, triton, use_kernel, warn_about_plain
+from moecore.kernels.ops import Op, make_save
 from moecore.kernels.routing.counts import MAX_EXPERTS
 
 
@@ -155,14 +155,14 @@ def balance_loss_bwd_kernel(
     tl.store(dz_sum, z_factor * tl.load(dlosses + 3) / total)
 
 
-def _loss_launch(num_sequences: int, num_experts: int) -> dict[str, int]:
+def _make_constants(num_sequences: int, num_experts: int) -> dict[str, int]:
     """Return the launch arguments that forward and backward share; one program does it all."""
     block_e = next_power_of_2(num_experts)
     block_b = min(next_power_of_2(num_sequences), LOSS_TILE // block_e)
     return {"E": num_experts, "BLOCK_B": block_b, "BLOCK_E": block_e, "num_warps": 8}
 
 
-def _loss(
+def _launch_forward(
     score_sums_BE: Tensor,
     z_sum: Tensor,
     counts_BX: Tensor,
@@ -174,11 +174,11 @@ def _loss(
         return z_sum.new_zeros(4)
     losses = z_sum.new_empty(4)
     args = (score_sums_BE.contiguous(), z_sum, counts_BX.contiguous(), global_counts_E, losses)
-    launch(balance_loss_fwd_kernel, 1, *args, B, *factors, **_loss_launch(B, E))
+    launch(balance_loss_fwd_kernel, 1, *args, B, *factors, **_make_constants(B, E))
     return losses
 
 
-def _loss_bwd(
+def _launch_backward(
     dlosses: Tensor, counts_BX: Tensor, global_counts_E: Tensor | None, factors: list[float]
 ) -> tuple[Tensor, Tensor]:
     B, E = counts_BX.shape[0], counts_BX.shape[1] - 1
@@ -186,18 +186,18 @@ def _loss_bwd(
         return dlosses.new_zeros(0, E), dlosses.new_zeros(())
     dscores, dz = dlosses.new_empty(B, E), dlosses.new_empty(())
     args = (dlosses.contiguous(), counts_BX.contiguous(), global_counts_E, dscores, dz)
-    launch(balance_loss_bwd_kernel, 1, *args, B, *factors, **_loss_launch(B, E))
+    launch(balance_loss_bwd_kernel, 1, *args, B, *factors, **_make_constants(B, E))
     return dscores, dz
 
 
 _balance_loss_bwd = Op(
     "balance_loss_bwd",
-    _loss_bwd,
+    _launch_backward,
     lambda d, counts_BX, *_: (d.new_empty(len(counts_BX), counts_BX.shape[1] - 1), d.new_empty(())),
 )
 
 
-def _loss_backward(ctx: Any, dlosses: Tensor) -> tuple:
+def _backward(ctx: Any, dlosses: Tensor) -> tuple:
     dscores, dz = _balance_loss_bwd(dlosses, *ctx.saved_tensors, *ctx.others)
     needs_scores, needs_z = ctx.needs_input_grad[:2]
     return dscores if needs_scores else None, dz if needs_z else None, None, None, None
@@ -205,10 +205,10 @@ def _loss_backward(ctx: Any, dlosses: Tensor) -> tuple:
 
 _balance_loss = Op(
     "balance_loss",
-    _loss,
+    _launch_forward,
     lambda score_sums_BE, z_sum, *_: z_sum.new_empty(4),
-    save=keep(slice(2, 4), slice(4, 5)),
-    backward=_loss_backward,
+    save=make_save(slice(2, 4), slice(4, 5)),
+    backward=_backward,
 )
 
 
@@ -243,7 +243,7 @@ def balance_loss(
     is_small = score_sums_BE.dtype == torch.float32 and E <= MAX_EXPERTS
     if use_kernel(score_sums_BE) and is_small:
         return _balance_loss(score_sums_BE, z_sum, counts_BX, global_counts_E, factors)
-    warn_plain(score_sums_BE, f"balance losses of {E} experts in {score_sums_BE.dtype}")
+    warn_about_plain(score_sums_BE, f"balance losses of {E} experts in {score_sums_BE.dtype}")
     losses = balance_loss_ref(
         score_sums_BE, z_sum, counts_BX, factors, global_counts_E=global_counts_E
     )

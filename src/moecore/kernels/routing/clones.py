@@ -42,11 +42,11 @@ class ClonePlan(NamedTuple):
 def plan_clones_ref(
     loads_E: Tensor, num_ranks: int, num_clones: int, min_share: float
 ) -> ClonePlan:
-    """Return the plan, step by step on the host."""
+    """Compute `plan_clones` on the host."""
     loads, e = loads_E.tolist(), loads_E.numel() // num_ranks
     ranks = [sum(loads[p * e : (p + 1) * e]) for p in range(num_ranks)]
     mean = -(-sum(loads) // num_ranks)
-    min_tokens = max(1, mean * _share(min_share) >> 16)
+    min_tokens = max(1, mean * _quantise_share(min_share) >> 16)
     clone_counts = [0] * num_ranks
     places = [(-1, 0, 0)] * (num_ranks * num_clones)
     for _ in places:
@@ -68,8 +68,8 @@ def plan_clones_ref(
     return ClonePlan(*columns.contiguous())
 
 
-def _share(min_share: float) -> int:
-    """Return a share in units of 2^-16, so that host and device round alike."""
+def _quantise_share(min_share: float) -> int:
+    """Round a share to an integer number of 2^-16, so that host and device have equal rounding."""
     return round(min_share * 2**16)
 
 
@@ -128,7 +128,7 @@ def _plan_clones_kernel(
 def plan_clones(
     loads_E: Tensor, *, num_ranks: int, num_clones: int, min_share: float = 0.0
 ) -> ClonePlan:
-    """Return which experts to clone where, and their parts. No host sync.
+    """Choose the experts to clone, their clones' ranks, and each clone's tokens. No host sync.
 
     Args:
         loads_E: int32, tokens of each expert, over all ranks; expert x is on rank x // (E / P).
@@ -146,7 +146,7 @@ def plan_clones(
         _plan_clones_kernel,
         1,
         *(loads_E.contiguous(), *plan),
-        SHARE=_share(min_share),
+        SHARE=_quantise_share(min_share),
         NUM_LOCAL=E // num_ranks,
         P=num_ranks,
         CLONES=num_clones,
@@ -157,7 +157,7 @@ def plan_clones(
     return plan
 
 
-def physical_ids_ref(
+def assign_physical_ids_ref(
     ids_TK: Tensor, places_TK: Tensor, plan: ClonePlan, num_local: int, num_clones: int
 ) -> Tensor:
     """Return the physical ids; `places_TK` = which of its expert's tokens each choice is."""
@@ -205,10 +205,10 @@ def _physical_ids_kernel(
     tl.store(out_ptr + choices, out, mask=inside)
 
 
-def physical_ids(
+def assign_physical_ids(
     ids_TK: Tensor, before_E: Tensor, plan: ClonePlan, *, num_local: int, num_clones: int
 ) -> Tensor:
-    """Return where each choice is computed, int32 [T, K]. No host sync.
+    """Map each choice to its expert or to a clone of the expert, int32 [T, K]. No host sync.
 
     ids_TK -1 = dropped, and stays. before_E, int32, has each expert's tokens on ranks before it.
 
@@ -222,7 +222,7 @@ def physical_ids(
         starts_E = offsets_E - offsets_E.diff(prepend=offsets_E.new_zeros(1))
         base_E = before_E - starts_E
         places_TK = rows_TK + base_E[ids_TK.clamp(min=0).long()]
-        return physical_ids_ref(ids_TK, places_TK, plan, num_local, num_clones)
+        return assign_physical_ids_ref(ids_TK, places_TK, plan, num_local, num_clones)
     out_TK, num_choices = torch.empty_like(rows_TK), ids_TK.numel()
     args = (ids_TK.contiguous(), rows_TK, offsets_E, before_E.contiguous(), *plan, out_TK)
     launch(

@@ -12,7 +12,15 @@ depend on. Counts are int64, because they are summed over ranks and micro-batche
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import cdiv, launch, next_power_of_2, tl, triton, use_kernel, warn_plain
+from moecore.kernels.common import (
+    cdiv,
+    launch,
+    next_power_of_2,
+    tl,
+    triton,
+    use_kernel,
+    warn_about_plain,
+)
 from moecore.kernels.ops import Op
 
 # Bins of a program's histogram, and (balance.py) a row of a tile; more use the references.
@@ -112,7 +120,7 @@ def add_expert_counts(counts_BE: Tensor, ids_TK: Tensor) -> None:
     if use_kernel(ids_TK) and E <= MAX_EXPERTS:
         _add_expert_counts(counts_BE, ids_TK, None, E)
     else:
-        warn_plain(ids_TK, f"counting {E} experts")
+        warn_about_plain(ids_TK, f"counting {E} experts")
         add_expert_counts_ref(counts_BE, ids_TK)
 
 
@@ -150,7 +158,7 @@ def count_experts_and_tokens(
     if use_kernel(ids_TK) and E <= MAX_EXPERTS:
         _add_expert_counts(counts_BX, ids_TK, padding_mask_T, E)
         return counts_BX
-    warn_plain(ids_TK, f"counting {E} experts")
+    warn_about_plain(ids_TK, f"counting {E} experts")
     add_expert_counts_ref(counts_BX[:, :E], ids_TK)
     if padding_mask_T is None:
         counts_BX[:, E] = T // max(B, 1)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.common import cdiv, launch, next_power_of_2, tl, triton, use_kernel
-from moecore.kernels.routing.scores import row_scores, scores_ref
+from moecore.kernels.routing.scores import compute_row_scores, compute_scores_ref
 
 UNIT = 2.0**-24  # nats
 TILE = 4096  # logits of a program of 4 warps, which holds whole rows
@@ -32,7 +32,7 @@ def add_entropy_ref(
     total_2: Tensor, logits_TE: Tensor, score_function: str, padding_mask_T: Tensor | None
 ) -> None:
     """Add the tokens' entropy and their number to total_2 in place, in plain PyTorch."""
-    scores_TE = scores_ref(logits_TE, score_function)
+    scores_TE = compute_scores_ref(logits_TE, score_function)
     if score_function != "softmax":
         scores_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
     units_T = (torch.special.entr(scores_TE).sum(-1).double() / UNIT).nan_to_num(0.0).round().long()
@@ -61,7 +61,7 @@ def _add_entropy_kernel(
     row_mask = rows < num_tokens
     real = columns < E
     logits = tl.load(logits_ptr + rows * E + columns, mask=row_mask & real, other=float("-inf"))
-    scores, _, _ = row_scores(tl.where(row_mask, logits, 0.0), FUNCTION)
+    scores, _, _ = compute_row_scores(tl.where(row_mask, logits, 0.0), FUNCTION)
     scores = tl.where(real, scores, 0.0)
     if FUNCTION != "softmax":
         scores = scores / (tl.sum(scores, axis=1, keep_dims=True) + 1e-20)

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.common import cdiv, launch, next_power_of_2, tl, triton, use_kernel
-from moecore.kernels.routing.scores import row_scores, scores_ref
+from moecore.kernels.routing.scores import compute_row_scores, compute_scores_ref
 
 NUM_BINS = 1000
 TILE = 1024  # logits of one warp, which holds whole rows
 
 
-def margin_range(bias_E: Tensor) -> tuple[Tensor, Tensor]:
+def compute_margin_range(bias_E: Tensor) -> tuple[Tensor, Tensor]:
     """Return the lower end of the first bin and the width of one, fp64 [..., 1] for [..., E]."""
     low, high = (f(dim=-1, keepdim=True).double() for f in (bias_E.amin, bias_E.amax))
     return low - 1, (high + 2 - low) / NUM_BINS
@@ -36,10 +36,10 @@ def add_margins_ref(
     score_function: str,
     padding_mask_T: Tensor | None,
 ) -> None:
-    """Do what `add_margins_` does, in plain PyTorch."""
+    """Compute `add_margins_` in plain PyTorch."""
     E, X = histogram_EX.shape
-    low, width = (edge.float() for edge in margin_range(bias_E))
-    scores_TE = scores_ref(logits_TE, score_function)
+    low, width = (edge.float() for edge in compute_margin_range(bias_E))
+    scores_TE = compute_scores_ref(logits_TE, score_function)
     cutoff_T1 = (scores_TE + bias_E).topk(top_k + 1, dim=-1).values[:, -1:]
     # A NaN would become an address; it lands in bin 0, of a step that will be skipped.
     bins_TE = ((cutoff_T1 - scores_TE - low) / width).nan_to_num(0.0).clamp(0, X - 1).long()
@@ -50,10 +50,10 @@ def add_margins_ref(
     histogram_EX.view(-1).scatter_add_(0, bins_TE.flatten(), counts_TE.flatten())
 
 
-def even_bias_ref(histogram_EX: Tensor, bias_E: Tensor, top_k: int) -> Tensor:
-    """Return what `even_bias` returns, in plain PyTorch."""
+def compute_even_bias_ref(histogram_EX: Tensor, bias_E: Tensor, top_k: int) -> Tensor:
+    """Return what `compute_even_bias` returns, in plain PyTorch."""
     E, X = histogram_EX.shape[-2:]
-    low_1, width_1 = margin_range(bias_E)
+    low_1, width_1 = compute_margin_range(bias_E)
     below_EX = histogram_EX.cumsum(-1)
     total_E1 = below_EX[..., -1:]
     target_E1 = total_E1.double() * top_k / E
@@ -84,7 +84,7 @@ def _add_margins_kernel(
     row_mask = rows < num_tokens
     real = columns < E
     logits = tl.load(logits_ptr + rows * E + columns, mask=row_mask & real, other=float("-inf"))
-    scores, _, _ = row_scores(tl.where(row_mask, logits, 0.0), FUNCTION)
+    scores, _, _ = compute_row_scores(tl.where(row_mask, logits, 0.0), FUNCTION)
     bias = tl.load(bias_ptr + columns, mask=real, other=0.0)
     low = tl.min(tl.where(real, bias, float("inf")), axis=1, keep_dims=True).to(tl.float64)
     high = tl.max(tl.where(real, bias, float("-inf")), axis=1, keep_dims=True).to(tl.float64)
@@ -173,8 +173,8 @@ def _even_bias_kernel(
     tl.store(out_ptr + row, tl.where(total > 0, solved, tl.load(bias_ptr + row)))
 
 
-def even_bias(histogram_EX: Tensor, bias_E: Tensor, top_k: int) -> Tensor:
-    """Return fp32 like bias_E: with it every expert gets K / E of the tokens that were counted.
+def compute_even_bias(histogram_EX: Tensor, bias_E: Tensor, top_k: int) -> Tensor:
+    """Return the bias [E], fp32, with which each expert gets about K / E of the counted tokens.
 
     Not exactly: who else is chosen moves too, and a quantile is as fine as its bin, within which
     it is interpolated. The old bias where nothing was counted. No host sync.
@@ -182,7 +182,7 @@ def even_bias(histogram_EX: Tensor, bias_E: Tensor, top_k: int) -> Tensor:
     `histogram_EX` is int64 [..., E, X], `bias_E` fp32 [..., E]: under it margins were counted.
     """
     if not use_kernel(bias_E):
-        return even_bias_ref(histogram_EX, bias_E, top_k)
+        return compute_even_bias_ref(histogram_EX, bias_E, top_k)
     E, X = histogram_EX.shape[-2:]
     out_E = torch.empty_like(bias_E, memory_format=torch.contiguous_format)
     launch(

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import cdiv, launch, next_power_of_2, use_kernel, warn_plain
-from moecore.kernels.ops import Op, keep
+from moecore.kernels.common import cdiv, launch, next_power_of_2, use_kernel, warn_about_plain
+from moecore.kernels.ops import Op, make_save
 from moecore.kernels.routing.route_kernel import route_bwd_kernel, route_fwd_kernel
-from moecore.kernels.routing.scores import scores_ref
+from moecore.kernels.routing.scores import compute_scores_ref
 
 # A program is one warp that holds a tile of whole rows: a row never spans two warps, so that a
 # reduction needs no shared memory and no barrier.
@@ -57,33 +57,33 @@ class RouteOptions:
 def route_ref(
     logits_TE: Tensor, bias_E: Tensor | None, options: RouteOptions
 ) -> tuple[Tensor, Tensor]:
-    """Return what `route` returns, in plain PyTorch; weights in the dtype of the logits or fp32."""
+    """Compute `route` in plain PyTorch; weights have the logits' dtype, at least fp32."""
     # Example, E=4, two groups, top_groups=1, K=2: scores [.1 .6 .5 .4] have group sums .7 and .9,
     # so the ids are [2, 3] although expert 1 has the best score.
     logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
     if options.score_order == "post":
-        ids_TK = _select(logits_TE.detach(), bias_E, options)
+        ids_TK = _select_experts(logits_TE.detach(), bias_E, options)
         weights_TK = logits_TE.gather(1, ids_TK).softmax(-1)
     else:
-        scores_TE = scores_ref(logits_TE, options.score_function)
-        ids_TK = _select(scores_TE.detach(), bias_E, options)
+        scores_TE = compute_scores_ref(logits_TE, options.score_function)
+        ids_TK = _select_experts(scores_TE.detach(), bias_E, options)
         weights_TK = scores_TE.gather(1, ids_TK)
         if options.normalize:
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
     return ids_TK.to(torch.int32), weights_TK * options.scale
 
 
-def _select(ranked_TE: Tensor, bias_E: Tensor | None, options: RouteOptions) -> Tensor:
-    """Return the ids [T, K] int64, best first; stable sorts keep lower ids first among equals."""
+def _select_experts(ranked_TE: Tensor, bias_E: Tensor | None, options: RouteOptions) -> Tensor:
+    """Select expert ids [T, K] int64 by descending score; equal scores are ordered by id."""
     (T, E), K = ranked_TE.shape, options.top_k
     if bias_E is not None:
         ranked_TE = ranked_TE + bias_E
-    order_TE = _best_first(ranked_TE)
+    order_TE = _sort_best_first(ranked_TE)
     if options.top_groups < options.num_groups:
         ranked_TGS = ranked_TE.view(T, options.num_groups, E // options.num_groups)
         # Added best first, as the kernel does: equal bits tie in both.
         best, *rest = ranked_TGS.topk(options.group_experts, dim=-1).values.unbind(-1)
-        groups_TG = _best_first(sum(rest, start=best))
+        groups_TG = _sort_best_first(sum(rest, start=best))
         excluded_TG = torch.ones_like(groups_TG, dtype=torch.uint8)
         excluded_TG.scatter_(1, groups_TG[:, : options.top_groups], 0)
         excluded_TE = excluded_TG[..., None].expand_as(ranked_TGS).reshape(T, E)
@@ -92,13 +92,13 @@ def _select(ranked_TE: Tensor, bias_E: Tensor | None, options: RouteOptions) -> 
     return order_TE[:, :K]
 
 
-def _best_first(x: Tensor) -> Tensor:
+def _sort_best_first(x: Tensor) -> Tensor:
     # PyTorch's sort on CUDA may place a NaN below -inf when its sign bit is set.
     x = x.masked_fill(x.isnan(), torch.nan)
     return x.sort(dim=-1, descending=True, stable=True).indices
 
 
-def _tokens_per_program(tile: int, num_columns: int) -> int:
+def _count_tokens_per_program(tile: int, num_columns: int) -> int:
     return max(1, min(MAX_TOKENS, tile // num_columns))
 
 
@@ -111,22 +111,22 @@ _NAMES = [field.name for field in fields(RouteOptions)]
 
 
 @cache
-def flat(options: RouteOptions) -> tuple[Any, ...]:
-    """Return the options as arguments of operations."""
+def flatten_options(options: RouteOptions) -> tuple[Any, ...]:
+    """Flatten the options to a tuple of custom op arguments."""
     return tuple(getattr(options, name) for name in _NAMES)
 
 
 @cache
-def _record(flat: tuple[Any, ...]) -> RouteOptions:
+def _make_options(flat: tuple[Any, ...]) -> RouteOptions:
     return RouteOptions(**dict(zip(_NAMES, flat, strict=True)))
 
 
-def forward(logits_TE: Tensor, bias_E: Tensor | None, *flat: Any) -> tuple[Tensor, Tensor]:
-    """Return what `route` does, by the kernel, without autograd."""
+def run_forward(logits_TE: Tensor, bias_E: Tensor | None, *flat: Any) -> tuple[Tensor, Tensor]:
+    """Compute `route` by the kernel, without autograd."""
     logits_TE = logits_TE.contiguous()
-    ids_TK, weights_TK = _route_fake(logits_TE, bias_E, *flat)
+    ids_TK, weights_TK = _make_fake(logits_TE, bias_E, *flat)
     bias_E = None if bias_E is None else bias_E.float().contiguous()
-    _launch_forward(logits_TE, bias_E, ids_TK, weights_TK, _record(flat), has_ids=False)
+    _launch_forward(logits_TE, bias_E, ids_TK, weights_TK, _make_options(flat), has_ids=False)
     return ids_TK, weights_TK
 
 
@@ -141,18 +141,18 @@ def _launch_forward(
 ) -> None:
     """Fill weights_TK, and ids_TK unless `has_ids`; all contiguous."""
     (T, E), K = logits_TE.shape, ids_TK.shape[1]
-    BT, constants = _forward_constants(E, K, options, has_ids)
+    BT, constants = _choose_forward_constants(E, K, options, has_ids)
     args = (logits_TE, bias_E, ids_TK, weights_TK, T, options.scale)
     launch(route_fwd_kernel, cdiv(T, BT), *args, **constants)
 
 
 @cache
-def _forward_constants(
+def _choose_forward_constants(
     E: int, K: int, options: RouteOptions, has_ids: bool
 ) -> tuple[int, dict[str, Any]]:
     G = options.num_groups if options.top_groups < options.num_groups else 1
     GP, SP, KP = (next_power_of_2(n) for n in (G, E // G, K))
-    BT = _tokens_per_program(FWD_TILE, max(GP * SP, KP))
+    BT = _count_tokens_per_program(FWD_TILE, max(GP * SP, KP))
     return BT, dict(
         E=E,
         K=K,
@@ -172,7 +172,7 @@ def _forward_constants(
     )
 
 
-def _route_fake(
+def _make_fake(
     logits_TE: Tensor, bias_E: Tensor | None, top_k: int, *rest: Any
 ) -> tuple[Tensor, Tensor]:
     shape = (logits_TE.shape[0], top_k)
@@ -192,7 +192,7 @@ def _route_bwd(
     (T, E), K = logits_TE.shape, ids_TK.shape[1]
     dlogits_TE = torch.empty_like(logits_TE)
     EP = next_power_of_2(E)
-    BT = _tokens_per_program(BWD_TILE, EP)
+    BT = _count_tokens_per_program(BWD_TILE, EP)
     launch(
         route_bwd_kernel,
         cdiv(T, BT),
@@ -231,16 +231,16 @@ def _backward(ctx: Any, _: Tensor | None, dweights_TK: Tensor | None) -> tuple[T
 
 _route_op = Op(
     "route",
-    forward,
-    _route_fake,
+    run_forward,
+    _make_fake,
     save=_setup_context,
     backward=_backward,
     schema=f"(Tensor logits_TE, Tensor? bias_E, {_OPTIONS}) -> (Tensor, Tensor)",
 )
 
 
-def check(num_experts: int, options: RouteOptions) -> None:
-    """Raise a ValueError for options that do not go with so many experts."""
+def check_options(num_experts: int, options: RouteOptions) -> None:
+    """Raise a ValueError if the options conflict with the number of experts."""
     E = num_experts
     allowed = options.top_groups * (E // options.num_groups)
     if E % options.num_groups or not 1 <= options.top_k <= allowed:
@@ -277,17 +277,17 @@ def route(logits_TE: Tensor, bias_E: Tensor | None, options: RouteOptions) -> tu
         Expert ids [T, K] int32, best first, and weights [T, K] fp32, differentiable in the logits.
     """
     E = logits_TE.shape[1]
-    check(E, options)
+    check_options(E, options)
     is_small = logits_TE.dtype != torch.float64 and E <= MAX_EXPERTS
     if not (is_small and use_kernel(logits_TE)):
-        warn_plain(logits_TE, f"routing to {E} experts in {logits_TE.dtype}")
+        warn_about_plain(logits_TE, f"routing to {E} experts in {logits_TE.dtype}")
         ids_TK, weights_TK = route_ref(logits_TE, bias_E, options)
         return ids_TK, weights_TK.float()
-    return _route_op(logits_TE.float(), bias_E, *flat(options))
+    return _route_op(logits_TE.float(), bias_E, *flatten_options(options))
 
 
 def route_weights_ref(logits_TE: Tensor, ids_TK: Tensor, options: RouteOptions) -> Tensor:
-    """Return what `route_weights` returns, in plain PyTorch, in fp32 or fp64 as the logits."""
+    """Compute `route_weights` in plain PyTorch, in fp32, or in fp64 for fp64 logits."""
     logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
     is_choice_TK = ids_TK >= 0
     ids_TK = ids_TK.long().clamp(min=0)
@@ -298,7 +298,7 @@ def route_weights_ref(logits_TE: Tensor, ids_TK: Tensor, options: RouteOptions) 
         weights_TK = logits_TK.masked_fill(out_TK, -torch.inf).softmax(-1)
         weights_TK = torch.where(is_choice_TK, weights_TK, 0)
     else:
-        scores_TE = scores_ref(logits_TE, options.score_function)
+        scores_TE = compute_scores_ref(logits_TE, options.score_function)
         weights_TK = torch.where(is_choice_TK, scores_TE.gather(1, ids_TK), 0)
         if options.normalize:
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
@@ -308,7 +308,7 @@ def route_weights_ref(logits_TE: Tensor, ids_TK: Tensor, options: RouteOptions) 
 def _route_weights(logits_TE: Tensor, ids_TK: Tensor, *flat: Any) -> Tensor:
     logits_TE, ids_TK = logits_TE.contiguous(), ids_TK.contiguous()
     weights_TK = logits_TE.new_empty(ids_TK.shape)
-    _launch_forward(logits_TE, None, ids_TK, weights_TK, _record(flat), has_ids=True)
+    _launch_forward(logits_TE, None, ids_TK, weights_TK, _make_options(flat), has_ids=True)
     return weights_TK
 
 
@@ -324,7 +324,7 @@ _route_weights_op = Op(
     "route_weights",
     _route_weights,
     lambda logits_TE, ids_TK, *_: logits_TE.new_empty(ids_TK.shape),
-    save=keep(slice(2), slice(3, 7)),
+    save=make_save(slice(2), slice(3, 7)),
     backward=_weights_backward,
     schema=f"(Tensor logits_TE, Tensor ids_TK, {_OPTIONS}) -> Tensor",
 )
@@ -345,6 +345,6 @@ def route_weights(logits_TE: Tensor, ids_TK: Tensor, options: RouteOptions) -> T
     is_small = logits_TE.dtype != torch.float64 and logits_TE.shape[1] <= MAX_EXPERTS
     if not (is_small and use_kernel(logits_TE)):
         operation = f"routing weights of {logits_TE.shape[1]} experts in {logits_TE.dtype}"
-        warn_plain(logits_TE, operation)
+        warn_about_plain(logits_TE, operation)
         return route_weights_ref(logits_TE, ids_TK, options).float()
-    return _route_weights_op(logits_TE.float(), ids_TK, *flat(options))
+    return _route_weights_op(logits_TE.float(), ids_TK, *flatten_options(options))

@@ -5,7 +5,7 @@ tokens, and P marks a size up to a power of two.
 """
 
 from moecore.kernels.common import tl, triton
-from moecore.kernels.routing.scores import exp, row_scores, row_sums, score
+from moecore.kernels.routing.scores import compute_exp, compute_row_scores, compute_scores, sum_rows
 
 # A row is ranked by (selection score, greatest first; then id, lowest first). The kernel compares
 # int32 keys that sort like the floats, so that equal floats tie exactly: -0.0 is 0.0, every NaN is
@@ -15,32 +15,32 @@ from moecore.kernels.routing.scores import exp, row_scores, row_sums, score
 
 
 @triton.jit
-def _key(x):
+def _encode_key(x):
     """Return int32 keys that sort like fp32 x."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0.0 + 0.0 is 0.0
     return tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
 @triton.jit
-def _float(key):
+def _decode_key(key):
     """Return the fp32 value of a key; a NaN for the key of excluded columns."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _best(keys, columns):
+def _find_best(keys, columns):
     """Return [rows, 1], the column of each row's greatest key, the lowest among equals."""
     best = tl.max(keys, axis=1, keep_dims=True)
     return tl.min(tl.where(keys == best, columns, keys.shape[1] - 1), axis=1, keep_dims=True)
 
 
 @triton.jit
-def _softmax_of_choices(choice_logits, in_k):
+def _compute_choice_softmax(choice_logits, in_k):
     """Return the softmax over a row's chosen logits, 0 elsewhere and in a row without any."""
     exps = tl.where(in_k, choice_logits, float("-inf"))
-    exps = exp(choice_logits - tl.max(exps, axis=1, keep_dims=True))
+    exps = compute_exp(choice_logits - tl.max(exps, axis=1, keep_dims=True))
     exps = tl.where(in_k, exps, 0.0)
-    total = row_sums(exps)
+    total = sum_rows(exps)
     return tl.div_rn(exps, tl.where(total == 0.0, 1.0, total))
 
 
@@ -60,15 +60,15 @@ def _exclude_groups(
     rest, sums = keys, tl.zeros([BT, GP], dtype=tl.float32)
     for _ in tl.static_range(GROUP_EXPERTS):
         greatest = tl.max(rest, axis=2, keep_dims=True)
-        sums += _float(tl.reshape(greatest, [BT, GP]))
+        sums += _decode_key(tl.reshape(greatest, [BT, GP]))
         # One of them goes, so that equals count as often as they are there.
         column = tl.min(tl.where(rest == greatest, columns, SP - 1), axis=2, keep_dims=True)
         rest = tl.where(columns == column, -0x80000000, rest)
     groups = tl.arange(0, GP)[None, :]
-    group_keys = tl.where(groups < G, _key(sums), -0x80000000)
+    group_keys = tl.where(groups < G, _encode_key(sums), -0x80000000)
     group_mask = tl.zeros([BT, GP], dtype=tl.int32)
     for _ in range(TOP_GROUPS):
-        best = _best(group_keys, groups)
+        best = _find_best(group_keys, groups)
         group_mask = tl.where(groups == best, 1, group_mask)
         group_keys = tl.where(groups == best, -0x80000000, group_keys)
     keys = tl.where(group_mask[:, :, None] != 0, keys, -0x80000000)
@@ -76,7 +76,7 @@ def _exclude_groups(
 
 
 @triton.jit
-def _choose(
+def _choose_experts(
     keys,  # [BT, GP * SP] int32
     K: tl.constexpr,
     S: tl.constexpr,  # experts of a group
@@ -90,7 +90,7 @@ def _choose(
     slots = tl.arange(0, KP)[None, :]
     choices = tl.zeros([BT, KP], dtype=tl.int32)
     for k in range(K):
-        best = _best(keys, columns)
+        best = _find_best(keys, columns)
         choices = tl.where(slots == k, best, choices)
         keys = tl.where(columns == best, -0x80000000, keys)
     if GP > 1:
@@ -138,7 +138,7 @@ def route_fwd_kernel(
     if POST:
         ranked = x
     else:
-        ranked, top, factor = row_scores(x, FUNCTION)
+        ranked, top, factor = compute_row_scores(x, FUNCTION)
     in_k = row_mask & (slots < K)
     if HAS_IDS:
         choices = tl.load(ids + rows * K + slots, mask=in_k, other=-1)
@@ -146,19 +146,19 @@ def route_fwd_kernel(
     else:
         if bias is not None:
             ranked += tl.load(bias + experts, mask=real, other=0.0)
-        keys = tl.where(real, _key(ranked), -0x80000000)
+        keys = tl.where(real, _encode_key(ranked), -0x80000000)
         if G > 1:
             keys = _exclude_groups(keys, G, TOP_GROUPS, GROUP_EXPERTS, BT, GP, SP)
-        choices = _choose(keys, K, S, BT, KP, GP, SP)
+        choices = _choose_experts(keys, K, S, BT, KP, GP, SP)
     # The chosen logits are read again, from cache: cheaper than a reduction per choice.
     choice_logits = tl.load(logits + rows * E + choices, mask=in_k, other=0.0)
     if POST:
-        w = _softmax_of_choices(choice_logits, in_k)
+        w = _compute_choice_softmax(choice_logits, in_k)
     else:
-        w, _ = score(choice_logits, top, factor, FUNCTION)
+        w, _ = compute_scores(choice_logits, top, factor, FUNCTION)
         w = tl.where(in_k, w, 0.0)
         if NORMALIZE:
-            w = tl.div_rn(w, row_sums(w) + 1e-20)
+            w = tl.div_rn(w, sum_rows(w) + 1e-20)
     if not HAS_IDS:
         tl.store(ids + rows * K + slots, choices, mask=in_k)
     tl.store(weights + rows * K + slots, w * scale, mask=row_mask & (slots < K))
@@ -193,15 +193,15 @@ def route_bwd_kernel(
     choice_logits = tl.load(logits + rows * E + choices, mask=in_k, other=0.0)
     background = tl.zeros([BT, EP], dtype=tl.float32)
     if POST:
-        p = _softmax_of_choices(choice_logits, in_k)
+        p = _compute_choice_softmax(choice_logits, in_k)
         dpicked = p * (dw - tl.sum(p * dw, axis=1, keep_dims=True))
     else:
         x = background
         if FUNCTION == "softmax":  # the other scores need nothing of the other experts
             x = tl.load(logits + rows * E + columns, mask=row_mask & (columns < E), other=0.0)
             x = tl.where(columns < E, x, float("-inf"))
-        scores, top, factor = row_scores(x, FUNCTION)
-        s, slope = score(choice_logits, top, factor, FUNCTION)
+        scores, top, factor = compute_row_scores(x, FUNCTION)
+        s, slope = compute_scores(choice_logits, top, factor, FUNCTION)
         s = tl.where(in_k, s, 0.0)
         if NORMALIZE:
             norm = tl.div_rn(1.0, tl.sum(s, axis=1, keep_dims=True) + 1e-20)

@@ -28,8 +28,8 @@ class _RouteTokens(torch.autograd.Function):
         selection_E: Tensor | None,
         flat: tuple[Any, ...],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        logits_TE = products.forward(x_TD, weight_ED, bias_E)
-        ids_TK, weights_TK = routes.forward(logits_TE, selection_E, *flat)
+        logits_TE = products.run_forward(x_TD, weight_ED, bias_E)
+        ids_TK, weights_TK = routes.run_forward(logits_TE, selection_E, *flat)
         ctx.save_for_backward(x_TD, weight_ED, logits_TE, ids_TK)
         ctx.bias_dtype = None if bias_E is None else bias_E.dtype
         ctx.options = flat[1:5]
@@ -47,7 +47,11 @@ class _RouteTokens(torch.autograd.Function):
         if dlogits_TE is None:
             return (None,) * 5
         needs = ctx.needs_input_grad[:3]
-        return (*products.gradients(needs, ctx.bias_dtype, dlogits_TE, x_TD, weight_ED), None, None)
+        return (
+            *products.compute_gradients(needs, ctx.bias_dtype, dlogits_TE, x_TD, weight_ED),
+            None,
+            None,
+        )
 
 
 _RouteTokens.__name__ = "moecore::route_tokens"  # in profiles, as the custom ops
@@ -71,9 +75,9 @@ def route_tokens(
         and weight_ED.shape[0] <= routes.MAX_EXPERTS
     )
     if can_fuse:
-        products.check(x_TD, weight_ED, bias_E)
-        routes.check(weight_ED.shape[0], options)
-        flat = routes.flat(options)
+        products.check_shapes(x_TD, weight_ED, bias_E)
+        routes.check_options(weight_ED.shape[0], options)
+        flat = routes.flatten_options(options)
         outputs: Any = _RouteTokens.apply(x_TD, weight_ED, bias_E, selection_E, flat)
         return outputs  # type: ignore[no-any-return]
     logits_TE = products.router_logits(x_TD, weight_ED, bias_E)

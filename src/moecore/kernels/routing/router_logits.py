@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moecore.base.torch_private import in_forward_mode
+from moecore.base.torch_private import is_in_forward_mode
 from moecore.kernels.common import (
     INTERPRET,
     cdiv,
+    count_sms,
+    disable_autocast,
     launch,
     next_power_of_2,
-    no_autocast,
-    num_sms,
     tl,
     triton,
     use_kernel,
@@ -49,13 +49,13 @@ def router_logits_ref(
     bias_E = None if bias_E is None else bias_E.to(dtype)
     x_TD, weight_ED = x_TD.to(dtype), weight_ED.to(dtype)
     # A compiled backward runs without autocast; forward-mode derivatives have none.
-    if torch.compiler.is_compiling() or in_forward_mode():
+    if torch.compiler.is_compiling() or is_in_forward_mode():
         return F.linear(x_TD, weight_ED, bias_E)
     return _RouterLinear.apply(x_TD, weight_ED, bias_E)  # type: ignore[no-any-return]
 
 
 class _RouterLinear(torch.autograd.Function):
-    """F.linear whose gradients autocast does not round: torch's own are under it in backward."""
+    """F.linear whose backward runs without autocast, so that gradients are not rounded."""
 
     generate_vmap_rule = True
 
@@ -74,7 +74,7 @@ class _RouterLinear(torch.autograd.Function):
         need_dx, need_dweight, need_dbias = ctx.needs_input_grad
         dlogits_TE = grads[0]
         dx_TD = dweight_ED = None
-        with no_autocast(dlogits_TE):
+        with disable_autocast(dlogits_TE):
             if need_dx:
                 dx_TD = _RouterLinear.apply(dlogits_TE, weight_ED.t(), None)
             if need_dweight:
@@ -91,7 +91,7 @@ class _RouterLinear(torch.autograd.Function):
 
 
 @triton.jit
-def _part(v, INDEX: tl.constexpr):
+def _extract_part(v, INDEX: tl.constexpr):
     """Return bf16 part 0 (hi), 1 (mid) or 2 (lo) of fp32 v; inf is all in the first part."""
     part = v.to(tl.bfloat16)
     for _ in tl.static_range(INDEX):
@@ -122,11 +122,11 @@ def _split_kernel(
     inside = (row < num_out_rows) & (column < OUT_COLUMNS)
     for s in tl.static_range(len(PARTS)):
         place = out + row * ROW_STRIDE + s * PART_STRIDE + column
-        tl.store(place, _part(value, PARTS[s]), mask=inside)
+        tl.store(place, _extract_part(value, PARTS[s]), mask=inside)
 
 
 @triton.jit
-def _dot(a, b, total, WIDEN: tl.constexpr):
+def _add_product(a, b, total, WIDEN: tl.constexpr):
     """Add a @ b to total; the interpreter cannot multiply bf16."""
     if WIDEN:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
@@ -185,10 +185,10 @@ def _product_kernel(
             b_ok = n_ok & k_ok[:, None]
             x_tile = tl.load(x_at + k * x_stride, mask=m_ok & k_ok[None, :], other=0.0)
             b_tile = tl.load(b_at + k * b_stride, mask=b_ok, other=0.0)
-            chunk = _dot(x_tile, b_tile, chunk, WIDEN)
+            chunk = _add_product(x_tile, b_tile, chunk, WIDEN)
             for p in tl.static_range(1, P):
                 b_tile = tl.load(b_at + (k * b_stride + p * part_stride), mask=b_ok, other=0.0)
-                small = _dot(x_tile, b_tile, small, WIDEN)
+                small = _add_product(x_tile, b_tile, small, WIDEN)
         total += chunk
     if P > 1:
         total += small
@@ -219,17 +219,17 @@ def _sum_splits_kernel(
     tl.store(out + index, total.to(out.dtype.element_ty), mask=index < size)
 
 
-def _split(v: Tensor, parts: tuple[int, ...], *, side_by_side: bool) -> Tensor:
-    """Return parts of a matrix in bf16, one matrix: side by side, or below each other."""
+def _split_into_parts(v: Tensor, parts: tuple[int, ...], *, side_by_side: bool) -> Tensor:
+    """Split an fp32 matrix into bf16 parts, concatenated along columns or rows."""
     # Each part is padded with zeros to a multiple of 8 in the stacked dim.
     rows, columns = v.shape
     out_rows, out_columns = rows, columns
     if side_by_side:
-        out_columns = _align_rows(columns)
+        out_columns = _align_num_rows(columns)
         shape = (rows, len(parts) * out_columns)
         part_stride = out_columns
     else:
-        out_rows = _align_rows(rows)
+        out_rows = _align_num_rows(rows)
         shape = (len(parts) * out_rows, columns)
         part_stride = out_rows * columns
     out = v.new_empty(shape, dtype=torch.bfloat16)
@@ -250,28 +250,30 @@ def _split(v: Tensor, parts: tuple[int, ...], *, side_by_side: bool) -> Tensor:
     return out
 
 
-def _align_rows(num_experts: int) -> int:
-    """Rows of 16 bytes, which tensor cores load fastest."""
+def _align_num_rows(num_experts: int) -> int:
+    """Round up the number of rows so that a column of bf16 has a multiple of 16 bytes."""
     return -(-num_experts // 8) * 8
 
 
 @cache
-def _tile(num_experts: int, num_parts: int) -> dict[str, Any]:
+def _choose_tile(num_experts: int, num_parts: int) -> dict[str, Any]:
     """BN is halved where a second accumulator needs the registers."""
     BN = min(128 if num_parts == 1 else 64, max(16, next_power_of_2(num_experts)))
     return dict(BM=128, BN=BN, BK=64, CHUNK=CHUNK, WIDEN=INTERPRET, num_warps=8, num_stages=3)
 
 
 @cache
-def _product_constants(D: int, E: int, P: int, EP: int, gradient_stride: int) -> dict[str, Any]:
+def _make_product_constants(
+    D: int, E: int, P: int, EP: int, gradient_stride: int
+) -> dict[str, Any]:
     """Constants of _product_kernel; the stride of dlogits is 0 in forward."""
-    return _tile(E, P) | dict(
+    return _choose_tile(E, P) | dict(
         D=D, E=E, P=P, GRADIENT=gradient_stride > 0, EP=EP, B_STRIDE=gradient_stride or 1
     )
 
 
-def forward(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
-    """Return what `router_logits` does, by the kernel, without autograd."""
+def run_forward(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
+    """Compute `router_logits` by the kernel, without autograd."""
     x_TD, weight_ED = x_TD.contiguous(), weight_ED.contiguous()
     (T, D), E = x_TD.shape, weight_ED.shape[0]
     logits_TE = x_TD.new_empty((T, E), dtype=torch.float32)
@@ -279,11 +281,15 @@ def forward(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
         return logits_TE
     parts, P, rows = weight_ED, 1, E
     if weight_ED.dtype == torch.float32:
-        parts, P, rows = _split(weight_ED, (0, 1, 2), side_by_side=False), 3, _align_rows(E)
-    tile = _tile(E, P)
+        parts, P, rows = (
+            _split_into_parts(weight_ED, (0, 1, 2), side_by_side=False),
+            3,
+            _align_num_rows(E),
+        )
+    tile = _choose_tile(E, P)
     bias_E = None if bias_E is None else bias_E.contiguous()
     args = (x_TD, parts, bias_E, logits_TE, T, D)
-    constants = _product_constants(D, E, P, rows, 0)
+    constants = _make_product_constants(D, E, P, rows, 0)
     launch(_product_kernel, cdiv(T, tile["BM"]) * cdiv(E, tile["BN"]), *args, **constants)
     return logits_TE
 
@@ -294,7 +300,9 @@ def _router_logits_bwd(
     """Return dx and dweight; an empty tensor for one that is not needed."""
     weight_ED, x_TD = weight_ED.contiguous(), x_TD.contiguous()
     if x_TD.shape[0] == 0:
-        dx_TD, dweight_ED = _empty_gradients(dlogits_TE, x_TD, weight_ED, need_dx, need_dweight)
+        dx_TD, dweight_ED = _make_empty_gradients(
+            dlogits_TE, x_TD, weight_ED, need_dx, need_dweight
+        )
         return dx_TD, dweight_ED.zero_()
     wide = weight_ED.dtype == torch.float32
     # A gradient that is rounded to bf16 at the end (dx always, dweight of a bf16 weight) needs no
@@ -304,43 +312,45 @@ def _router_logits_bwd(
     # its inner dim, rounded as that of any bf16 linear layer.
     # An fp32 weight: hi, hi, mid for dx, which takes mid, hi, hi of the weight; the last three
     # parts for dweight. A bf16 weight: hi, mid for both.
-    dlogits = _split(dlogits_TE.contiguous(), (0, 0, 1, 2) if wide else (0, 1), side_by_side=True)
-    EP = _align_rows(weight_ED.shape[0])
+    dlogits = _split_into_parts(
+        dlogits_TE.contiguous(), (0, 0, 1, 2) if wide else (0, 1), side_by_side=True
+    )
+    EP = _align_num_rows(weight_ED.shape[0])
     dweight_ED = weight_ED.new_empty(weight_ED.shape if need_dweight else (0,))
     if not need_dx:
         dx_TD = x_TD.new_empty(0)
     else:
-        weight = _split(weight_ED, (1, 0, 0) if wide else (0, 0), side_by_side=False)
-        with no_autocast(x_TD):
+        weight = _split_into_parts(weight_ED, (1, 0, 0) if wide else (0, 0), side_by_side=False)
+        with disable_autocast(x_TD):
             dx_TD = dlogits[:, : weight.shape[0]].mm(weight)  # `out=` takes three times as long
     if need_dweight:
         _sum_dweight(dlogits[:, EP:] if wide else dlogits, x_TD, dweight_ED)
     return dx_TD, dweight_ED
 
 
-def _empty_gradients(
+def _make_empty_gradients(
     dlogits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, need_dx: bool, need_dweight: bool
 ) -> tuple[Tensor, Tensor]:
     dx_TD = x_TD.new_empty(x_TD.shape if need_dx else (0,))
     return dx_TD, weight_ED.new_empty(weight_ED.shape if need_dweight else (0,))
 
 
-_router_logits_bwd_op = Op("router_logits_bwd", _router_logits_bwd, _empty_gradients)
+_router_logits_bwd_op = Op("router_logits_bwd", _router_logits_bwd, _make_empty_gradients)
 
 
 def _sum_dweight(dlogits: Tensor, x_TD: Tensor, dweight_ED: Tensor) -> None:
     """Fill dweight from the parts of dlogits: splits of the tokens, then their sum."""
     (T, D), E = x_TD.shape, dweight_ED.shape[0]
     P = 3 if dweight_ED.dtype == torch.float32 else 2
-    tile = _tile(E, P)
+    tile = _choose_tile(E, P)
     tiles = cdiv(D, tile["BM"]) * cdiv(E, tile["BN"])
-    num_splits = max(1, min(cdiv(2 * num_sms(x_TD.device), tiles), T // SPLIT_TOKENS))
+    num_splits = max(1, min(cdiv(2 * count_sms(x_TD.device), tiles), T // SPLIT_TOKENS))
     split_size = cdiv(T, num_splits)
     splits = dweight_ED
     if num_splits > 1:
         splits = x_TD.new_empty((num_splits, E, D), dtype=torch.float32)
     args = (x_TD, dlogits, None, splits, T, split_size)
-    constants = _product_constants(D, E, P, _align_rows(E), dlogits.stride(0))
+    constants = _make_product_constants(D, E, P, _align_num_rows(E), dlogits.stride(0))
     launch(_product_kernel, (tiles, num_splits), *args, **constants)
     if num_splits > 1:
         sums = (splits, dweight_ED, num_splits, E * D)
@@ -353,7 +363,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.bias_dtype = None if bias_E is None else bias_E.dtype
 
 
-def gradients(
+def compute_gradients(
     needs: tuple[bool, bool, bool],
     bias_dtype: torch.dtype | None,
     dlogits_TE: Tensor,
@@ -372,28 +382,28 @@ def gradients(
     return dx_TD if need_dx else None, dweight_ED if need_dweight else None, dbias_E
 
 
-def router_dweight(dlogits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-    """Return the gradient of the weight alone, as `router_logits` has it; not differentiable."""
+def compute_router_dweight(dlogits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    """Compute only the weight's gradient of `router_logits`; not differentiable."""
     if has_kernel(x_TD, weight_ED):
         return _router_logits_bwd(dlogits_TE, x_TD, weight_ED, False, True)[1]
     return (dlogits_TE.T @ x_TD.to(dlogits_TE.dtype)).to(weight_ED.dtype)
 
 
 def _backward(ctx: Any, dlogits_TE: Tensor) -> tuple[Tensor | None, ...]:
-    return gradients(ctx.needs_input_grad, ctx.bias_dtype, dlogits_TE, *ctx.saved_tensors)
+    return compute_gradients(ctx.needs_input_grad, ctx.bias_dtype, dlogits_TE, *ctx.saved_tensors)
 
 
 _router_logits_op = Op(
     "router_logits",
-    forward,
+    run_forward,
     lambda x_TD, w_ED, _: x_TD.new_empty(x_TD.shape[0], w_ED.shape[0], dtype=torch.float32),
     save=_setup_context,
     backward=_backward,
 )
 
 
-def check(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> None:
-    """Raise a ValueError for shapes that do not go together."""
+def check_shapes(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> None:
+    """Raise a ValueError if the shapes of tokens, weight and bias do not match."""
     E = weight_ED.shape[0]
     if x_TD.shape[1:] != weight_ED.shape[1:] or (bias_E is not None and bias_E.shape != (E,)):
         bias_shape = None if bias_E is None else tuple(bias_E.shape)
@@ -404,7 +414,7 @@ def check(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> None:
 
 
 def has_kernel(x_TD: Tensor, weight_ED: Tensor) -> bool:
-    """Return whether tensor cores multiply these, not torch."""
+    """Return whether moecore's kernel, and not torch, computes these logits."""
     wide = weight_ED.dtype in (torch.bfloat16, torch.float32)
     return x_TD.dtype == torch.bfloat16 and wide and use_kernel(x_TD, weight_ED)
 
@@ -425,7 +435,7 @@ def router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None)
         Logits [T, E] fp32. Gradients have the dtypes of the inputs; that of the bias is added up
         in fp32.
     """
-    check(x_TD, weight_ED, bias_E)
+    check_shapes(x_TD, weight_ED, bias_E)
     if has_kernel(x_TD, weight_ED):
         return _router_logits_op(x_TD, weight_ED, bias_E)
     return router_logits_ref(x_TD, weight_ED, bias_E)

@@ -11,7 +11,7 @@ choice its recorded weights, whichever kernel works them out. Two things would b
 product that the compiler fuses into the sum after it: of the two lanes that add their terms to
 one another, each would round only its partner's. So `route`'s kernels are launched with
 enable_fp_fusion=False. And a sum in the order of the layout, which follows alignment: so scores
-and weights are summed by `row_sums`, (x0 + x1) + (x2 + x3), in every layout.
+and weights are summed by `sum_rows`, (x0 + x1) + (x2 + x3), in every layout.
 
 Source: DeepSeek-V4 for sqrtsoftplus.
 """
@@ -25,7 +25,7 @@ from moecore.kernels.common import tl, triton
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 
 
-def scores_ref(logits_TE: Tensor, score_function: str) -> Tensor:
+def compute_scores_ref(logits_TE: Tensor, score_function: str) -> Tensor:
     """Return the scores [T, E] of fp32 or fp64 logits, in their dtype; differentiable."""
     if score_function == "softmax":
         return logits_TE.softmax(-1)
@@ -40,15 +40,15 @@ def scores_ref(logits_TE: Tensor, score_function: str) -> Tensor:
 
 
 @triton.jit
-def row_sums(x):
+def sum_rows(x):
     """Return [rows, 1], the sums of x [rows, a power of two] in one order: Note [same bits]."""
     if x.shape[1] > 1:
-        x = row_sums(tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]), axis=2))
+        x = sum_rows(tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]), axis=2))
     return x
 
 
 @triton.jit
-def exp(x):
+def compute_exp(x):
     """Return e^x to 2 or 3 ulp, x <= 200: the rounding error of x * log2(e) is carried along."""
     # exp(-200) is 0 in fp32; the clamp keeps -inf out of the error term, and lets a NaN through.
     x = tl.maximum(x, -200.0, propagate_nan=tl.PropagateNan.ALL)
@@ -58,13 +58,13 @@ def exp(x):
 
 
 @triton.jit
-def sqrtsoftplus(x):
+def compute_sqrtsoftplus(x):
     """Return sqrt(softplus(x)) and its derivative with respect to x."""
     # With h = exp(-|x| / 2), u = h^2 and r = log(1 + u) / u, which lies between log(2) and 1,
     # softplus(x) is u * r for x < 0 and x + u * r else. The square root of the first is h *
     # sqrt(r): neither exp(x) nor a logarithm near 1 is ever formed, so that score and slope keep
     # their digits down to exp(x / 2), where softplus in fp32 is 0 and its square root has no slope.
-    h = exp(-0.5 * tl.abs(x))
+    h = compute_exp(-0.5 * tl.abs(x))
     u = h * h
     # log(1 + u) = 2 artanh(z), z = u / (2 + u) <= 1/3: eight terms of the series leave 2e-9.
     z = u / (2.0 + u)
@@ -78,7 +78,7 @@ def sqrtsoftplus(x):
 
 
 @triton.jit
-def score(
+def compute_scores(
     x,  # fp32 logits
     top,  # [rows, 1], greatest logit; "softmax" only
     factor,  # [rows, 1], 1 / sum of exp(logit - top); "softmax" only
@@ -87,29 +87,29 @@ def score(
     """Return the scores and, unless "softmax", their slopes."""
     if FUNCTION == "sigmoid":
         # exp(89) is already inf, and its score 0.
-        s = 1.0 / (1.0 + exp(tl.minimum(-x, 89.0, propagate_nan=tl.PropagateNan.ALL)))
+        s = 1.0 / (1.0 + compute_exp(tl.minimum(-x, 89.0, propagate_nan=tl.PropagateNan.ALL)))
         slope = s * (1.0 - s)
     elif FUNCTION == "sqrtsoftplus":
-        s, slope = sqrtsoftplus(x)
+        s, slope = compute_sqrtsoftplus(x)
     else:
-        s = exp(x - top) * factor
+        s = compute_exp(x - top) * factor
         slope = s
     return s, slope
 
 
 @triton.jit
-def row_scores(
+def compute_row_scores(
     x,  # fp32 logits of whole rows; the caller masks what it gets in padding columns
     FUNCTION: tl.constexpr,
 ):
-    """Return the scores, and top and factor for `score`."""
+    """Return a row's scores, and the arguments `top` and `factor` of `compute_scores`."""
     if FUNCTION != "softmax":
         top = tl.zeros([x.shape[0], 1], dtype=tl.float32)
         factor = top
-        scores, _ = score(x, top, factor, FUNCTION)
+        scores, _ = compute_scores(x, top, factor, FUNCTION)
     else:
         top = tl.max(x, axis=1, keep_dims=True)
-        exps = exp(x - top)
-        factor = tl.div_rn(1.0, row_sums(exps))
+        exps = compute_exp(x - top)
+        factor = tl.div_rn(1.0, sum_rows(exps))
         scores = exps * factor
     return scores, top, factor

@@ -24,12 +24,12 @@ from torch import Tensor
 
 from moecore.base.fields import CheckedRecord, OneOf, Positive
 from moecore.kernels.common import KERNEL_DTYPES, can_skip_masks, cdiv, launch, use_kernel
-from moecore.kernels.ops import Op, keep
+from moecore.kernels.ops import Op, make_save
 from moecore.kernels.rows.activation_kernel import (
     BWD_TILE,
     FWD_TILE,
     ActivationConstants,
-    column_blocks,
+    choose_column_blocks,
     weighted_activation_bwd_kernel,
     weighted_activation_fwd_kernel,
 )
@@ -57,7 +57,7 @@ class ActivationOptions(CheckedRecord):
     alpha: Positive = 1.702  # sigmoid slope of "clamped_swiglu"
     interleaved: bool = False  # gate and up columns alternate; else all of gate comes first
     # fp32 [..., C] -> [..., F], in place of `kind`, which then tells whether there is a gate; known
-    # to `activation` alone, not to kernels. None = `kind`
+    # to `activate_rows` alone, not to kernels. None = `kind`
     function: Callable[[Tensor], Tensor] | None = None
 
     @property
@@ -88,32 +88,32 @@ def make_options(
     )
 
 
-def activation(h_RC: Tensor, options: ActivationOptions) -> Tensor:
+def activate_rows(h_RC: Tensor, options: ActivationOptions) -> Tensor:
     """Return the activated rows [..., F] in fp32 or fp64, in plain differentiable PyTorch."""
     h_RC = h_RC.to(torch.promote_types(h_RC.dtype, torch.float32))
     if options.function is not None:
         return options.function(h_RC)
     if not options.gated:
-        return _plain(h_RC, options.kind)
-    gate, up = halves(h_RC, options)
+        return _apply_plain(h_RC, options.kind)
+    gate, up = split_columns(h_RC, options)
     if options.kind == "swiglu":
         return F.silu(gate) * up
     if options.kind == "geglu":
         return F.gelu(gate, approximate="tanh") * up
     _, limit, up_limit, alpha, _ = options.flat
     if options.kind == "situ_glu":
-        return _cap(gate, limit) * torch.sigmoid(gate) * _cap(up, up_limit)
+        return _clamp_max(gate, limit) * torch.sigmoid(gate) * _clamp_max(up, up_limit)
     gate, up = gate.clamp(max=limit), up.clamp(-up_limit, up_limit)
     if options.kind == "limited_swiglu":
         return F.silu(gate) * up
     return (up + 1) * gate * torch.sigmoid(alpha * gate)
 
 
-def _cap(x: Tensor, limit: float) -> Tensor:
+def _clamp_max(x: Tensor, limit: float) -> Tensor:
     return limit * torch.tanh(x / limit)
 
 
-def _plain(h_RF: Tensor, kind: str) -> Tensor:
+def _apply_plain(h_RF: Tensor, kind: str) -> Tensor:
     if kind == "gelu":
         return F.gelu(h_RF)
     if kind == "silu":
@@ -121,7 +121,7 @@ def _plain(h_RF: Tensor, kind: str) -> Tensor:
     return F.relu(h_RF) if kind == "relu" else F.relu(h_RF).square()
 
 
-def _plain_slope(h_RF: Tensor, kind: str) -> Tensor:
+def _differentiate_plain(h_RF: Tensor, kind: str) -> Tensor:
     grad_RF = torch.ones_like(h_RF)
     if kind == "gelu":
         return torch.ops.aten.gelu_backward(grad_RF, h_RF)  # type: ignore[no-any-return]
@@ -131,7 +131,7 @@ def _plain_slope(h_RF: Tensor, kind: str) -> Tensor:
     return torch.where(h_RF <= 0, 0, grad_RF) if kind == "relu" else 2 * F.relu(h_RF)
 
 
-def halves(h_RC: Tensor, options: ActivationOptions) -> tuple[Tensor, Tensor]:
+def split_columns(h_RC: Tensor, options: ActivationOptions) -> tuple[Tensor, Tensor]:
     """Return views of the gate and the up columns, [..., F] each."""
     if options.interleaved:
         return h_RC[..., 0::2], h_RC[..., 1::2]
@@ -139,11 +139,11 @@ def halves(h_RC: Tensor, options: ActivationOptions) -> tuple[Tensor, Tensor]:
     return gate, up
 
 
-def activation_gradients(h_RC: Tensor, options: ActivationOptions) -> Tensor:
+def differentiate_activation(h_RC: Tensor, options: ActivationOptions) -> Tensor:
     """Return the derivative of each output column by its input columns, like h_RC, fp32 or fp64."""
     if not options.gated:
-        return _plain_slope(h_RC, options.kind)
-    gate, up = halves(h_RC, options)
+        return _differentiate_plain(h_RC, options.kind)
+    gate, up = split_columns(h_RC, options)
     _, limit, up_limit, alpha, _ = options.flat
     if options.kind == "swiglu":
         s = torch.sigmoid(gate)
@@ -164,7 +164,7 @@ def activation_gradients(h_RC: Tensor, options: ActivationOptions) -> Tensor:
         slope = near * s * (1 + alpha * low * (1 - s))
         parts = slope * (gate <= limit), low * s * (up.abs() <= up_limit)
     out_RC = torch.empty_like(h_RC)
-    for half, part in zip(halves(out_RC, options), parts, strict=True):
+    for half, part in zip(split_columns(out_RC, options), parts, strict=True):
         half.copy_(part)
     return out_RC
 
@@ -177,7 +177,7 @@ def weighted_activation_ref(
     if mask_R1 is not None:
         # On both sides: 0 * NaN would reach the gradient of unused rows.
         h_RC = torch.where(mask_R1, h_RC, 0)
-    a_RF = activation(h_RC, options)
+    a_RF = activate_rows(h_RC, options)
     if weights_R is not None:
         a_RF = a_RF * weights_R[:, None]
     a_RF = a_RF.to(h_RC.dtype)
@@ -197,12 +197,12 @@ def weighted_activation_bwd_ref(
     if mask_R1 is not None:
         h_RC, da_RF = torch.where(mask_R1, h_RC, 0), torch.where(mask_R1, da_RF, 0)
         weights_R = None if weights_R is None else torch.where(mask_R1[:, 0], weights_R, 0)
-    a_RF, da_RF, h = activation(h_RC, options), da_RF.to(dtype), h_RC.to(dtype)
+    a_RF, da_RF, h = activate_rows(h_RC, options), da_RF.to(dtype), h_RC.to(dtype)
     dweights_R = (da_RF * a_RF).sum(-1)
     if weights_R is not None:
         da_RF, a_RF = da_RF * weights_R[:, None], a_RF * weights_R[:, None]
-    dh_RC = activation_gradients(h, options)
-    for half in halves(dh_RC, options) if options.gated else (dh_RC,):
+    dh_RC = differentiate_activation(h, options)
+    for half in split_columns(dh_RC, options) if options.gated else (dh_RC,):
         half *= da_RF
     return dh_RC.to(h_RC.dtype), dweights_R, a_RF.to(h_RC.dtype)
 
@@ -213,11 +213,13 @@ def _make_row_mask(h_RC: Tensor, num_rows: Tensor | None) -> Tensor | None:
     return (torch.arange(h_RC.shape[0], device=h_RC.device) < num_rows)[:, None]
 
 
-def _forward(h_RC: Tensor, weights_R: Tensor | None, num_rows: Tensor | None, *flat: Any) -> Tensor:
+def _launch_forward(
+    h_RC: Tensor, weights_R: Tensor | None, num_rows: Tensor | None, *flat: Any
+) -> Tensor:
     options = make_options(*flat)
-    a_RF = _empty_output(h_RC, options.kind)
+    a_RF = _make_empty_output(h_RC, options.kind)
     R, F_ = a_RF.shape
-    blocks = column_blocks(F_, FWD_TILE)
+    blocks = choose_column_blocks(F_, FWD_TILE)
     grid = cdiv(R, blocks["BLOCK_R"]) * cdiv(F_, blocks["BLOCK_F"])
     weights_R = None if weights_R is None else weights_R.contiguous()
     args = (h_RC.contiguous(), weights_R, num_rows, a_RF, R)
@@ -233,15 +235,15 @@ def _forward(h_RC: Tensor, weights_R: Tensor | None, num_rows: Tensor | None, *f
     return a_RF
 
 
-def _backward(
+def _launch_backward(
     h_RC: Tensor, da_RF: Tensor, weights_R: Tensor | None, num_rows: Tensor | None, *flat: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     options, with_output = make_options(*flat[:-1]), flat[-1]
-    dh_RC, dweights_R, a_RF = _empty_gradients(h_RC, options.kind, with_output)
+    dh_RC, dweights_R, a_RF = _make_empty_gradients(h_RC, options.kind, with_output)
     R, F_ = da_RF.shape
     if not R or not F_:
         return dh_RC, dweights_R.zero_(), a_RF
-    blocks = column_blocks(F_, BWD_TILE)
+    blocks = choose_column_blocks(F_, BWD_TILE)
     weights_R = None if weights_R is None else weights_R.contiguous()
     inputs = (h_RC.contiguous(), da_RF.contiguous(), weights_R, num_rows)
     args = (*inputs, dh_RC, dweights_R, a_RF if with_output else None, R)
@@ -257,21 +259,23 @@ def _backward(
     return dh_RC, dweights_R, a_RF
 
 
-def _empty_output(h_RC: Tensor, kind: str) -> Tensor:
+def _make_empty_output(h_RC: Tensor, kind: str) -> Tensor:
     R, C = h_RC.shape
     return h_RC.new_empty(R, C // 2 if kind in GATED_KINDS else C)
 
 
-def _empty_gradients(h_RC: Tensor, kind: str, with_output: bool) -> tuple[Tensor, Tensor, Tensor]:
-    a_RF = _empty_output(h_RC, kind) if with_output else h_RC.new_empty(0)
+def _make_empty_gradients(
+    h_RC: Tensor, kind: str, with_output: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    a_RF = _make_empty_output(h_RC, kind) if with_output else h_RC.new_empty(0)
     return h_RC.new_empty(h_RC.shape), h_RC.new_empty(h_RC.shape[0], dtype=torch.float32), a_RF
 
 
 _SHARED_SCHEMA = f"Tensor? weights_R, Tensor? num_rows, {FLAT}"
 _weighted_activation_bwd = Op(
     "weighted_activation_bwd",
-    _backward,
-    lambda h_RC, _, __, ___, kind, *flat: _empty_gradients(h_RC, kind, flat[-1]),
+    _launch_backward,
+    lambda h_RC, _, __, ___, kind, *flat: _make_empty_gradients(h_RC, kind, flat[-1]),
     schema=f"(Tensor h_RC, Tensor da_RF, {_SHARED_SCHEMA}, bool with_output) "
     "-> (Tensor, Tensor, Tensor)",
 )
@@ -287,9 +291,9 @@ def _weighted_activation_backward(ctx: Any, da_RF: Tensor) -> tuple[Tensor | Non
 
 _weighted_activation = Op(
     "weighted_activation",
-    _forward,
-    lambda h_RC, _, __, kind, *flat: _empty_output(h_RC, kind),
-    save=keep(slice(3), slice(3, None)),
+    _launch_forward,
+    lambda h_RC, _, __, kind, *flat: _make_empty_output(h_RC, kind),
+    save=make_save(slice(3), slice(3, None)),
     backward=_weighted_activation_backward,
     schema=f"(Tensor h_RC, {_SHARED_SCHEMA}) -> Tensor",
 )

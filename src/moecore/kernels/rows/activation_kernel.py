@@ -21,7 +21,7 @@ class ActivationConstants(NamedTuple):
 
 
 @cache
-def column_blocks(num_columns: int, tile: int) -> dict[str, int]:
+def choose_column_blocks(num_columns: int, tile: int) -> dict[str, int]:
     """Return the tile: a power of two of columns with at most 1/8 idle where that can be."""
     fits = (n for n in (512, 256, 128) if -(-num_columns // n) * n * 8 <= num_columns * 9)
     block_F = next(fits, min(128, max(16, next_power_of_2(num_columns))))
@@ -33,7 +33,7 @@ def column_blocks(num_columns: int, tile: int) -> dict[str, int]:
 
 
 @triton.jit
-def _gelu_erf(h):
+def _compute_gelu_erf(h):
     """Return gelu by its definition, and its derivative."""
     cumulative = 0.5 * (1.0 + tl.erf(h * 0.7071067811865476))
     density = 0.3989422804014327 * tl.exp(-0.5 * h * h)
@@ -41,7 +41,7 @@ def _gelu_erf(h):
 
 
 @triton.jit
-def _gelu_tanh(gate):
+def _compute_gelu_tanh(gate):
     """Return gelu in its tanh form, and its derivative; (1 + tanh(z)) / 2 == sigmoid(2z)."""
     SLOPE: tl.constexpr = 1.5957691216057308  # 2 * sqrt(2 / pi)
     CUBE: tl.constexpr = 0.044715
@@ -52,7 +52,7 @@ def _gelu_tanh(gate):
 
 
 @triton.jit
-def _tanh(x):
+def _compute_tanh(x):
     """Return tanh to 3 fp32 ulps; Triton has none of its own, and 2 sigmoid(2x) - 1 cancels."""
     square = x * x
     # A least relative error up to 0.625, beyond which 1 - exp(-2x) loses no bit.
@@ -86,7 +86,7 @@ def activate_with_gradients(
         a = da_dup * up
         da_dgate = up * s * (1.0 + gate * (1.0 - s))
     elif KIND == "geglu":
-        da_dup, derivative = _gelu_tanh(gate)
+        da_dup, derivative = _compute_gelu_tanh(gate)
         a = da_dup * up
         da_dgate = up * derivative
     elif KIND == "clamped_swiglu":
@@ -105,12 +105,16 @@ def activate_with_gradients(
         da_dgate = tl.where(gate > LIMIT, 0.0, near * s * (1.0 + low * (1.0 - s)))
         da_dup = tl.where((up > UP_LIMIT) | (up < -UP_LIMIT), 0.0, low * s)
     elif KIND == "situ_glu":
-        s, low, near = tl.sigmoid(gate), _tanh(gate * (1.0 / LIMIT)), _tanh(up * (1.0 / UP_LIMIT))
+        s, low, near = (
+            tl.sigmoid(gate),
+            _compute_tanh(gate * (1.0 / LIMIT)),
+            _compute_tanh(up * (1.0 / UP_LIMIT)),
+        )
         a = LIMIT * low * s * (UP_LIMIT * near)
         da_dgate = UP_LIMIT * near * s * (1.0 - low * low + LIMIT * low * (1.0 - s))
         da_dup = LIMIT * low * s * (1.0 - near * near)
     elif KIND == "gelu":
-        a, da_dgate = _gelu_erf(gate)
+        a, da_dgate = _compute_gelu_erf(gate)
         da_dup = gate * 0.0
     elif KIND == "silu":
         s = tl.sigmoid(gate)

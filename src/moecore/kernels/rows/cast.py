@@ -52,13 +52,13 @@ from moecore.kernels.rows.scaling import (
     SCALE_KINDS,
     Blocks,
     OperandPair,
-    amax_ref,
     cast_ref,
-    operand_shape,
+    compute_amax_ref,
+    compute_operand_shape,
+    compute_scales_shape,
+    get_values_and_scales,
     raise_seen_ref_,
     round_up,
-    scales_shape,
-    values_and_scales,
 )
 
 PROGRAM = {"num_warps": 8, "maxnreg": 128}  # two programs on a multiprocessor
@@ -82,21 +82,23 @@ Parts = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 @functools.lru_cache(4096)
-def _shapes(T: int, D: int, kind: str) -> tuple[tuple[int, int], ...]:
+def _compute_shapes(T: int, D: int, kind: str) -> tuple[tuple[int, int], ...]:
     """Return the shapes of values and scales of both operands."""
-    (M, K), (m, k) = operand_shape(T, D, kind), operand_shape(D, T, kind)
-    return (M, K), scales_shape(M, K, kind), (m, k), scales_shape(m, k, kind)
+    (M, K), (m, k) = compute_operand_shape(T, D, kind), compute_operand_shape(D, T, kind)
+    return (M, K), compute_scales_shape(M, K, kind), (m, k), compute_scales_shape(m, k, kind)
 
 
-def _cast(x: Tensor, amax: Tensor | None, seen: Tensor | None, options: _CastOptions) -> Parts:
+def _launch_cast(
+    x: Tensor, amax: Tensor | None, seen: Tensor | None, options: _CastOptions
+) -> Parts:
     """Return values and scales of both operands; None for an operand that is not requested."""
     kind, fmt, power_of_two, rows, columns = options
     if not has_kernel(x) or not (rows or columns or seen is not None):
-        return _cast_ref(x, amax, seen, options)
-    x = _as_rows(x)
+        return _cast_plain(x, amax, seen, options)
+    x = _make_contiguous(x)
     D = x.shape[-1]
     T, device, dtype = x.numel() // D, x.device, DTYPES[fmt]
-    shapes = _shapes(T, D, kind)
+    shapes = _compute_shapes(T, D, kind)
     outputs: list[Tensor | None] = [None] * 4
     for i in ((0,) if rows else ()) + ((2,) if columns else ()):
         outputs[i] = torch.empty(shapes[i], dtype=dtype, device=device)
@@ -116,7 +118,7 @@ def _cast(x: Tensor, amax: Tensor | None, seen: Tensor | None, options: _CastOpt
         args, grid = (x, None, amax, 1, T, *size), cdiv(T, BLOCK) * cdiv(D, BLOCK)
         launch(amax_kernel, grid, *args, ROWS=rows, E_POW2=1, BLOCK=BLOCK, num_warps=8)
     elif kind == "tensor":
-        amax = _amax(x, None) if amax is None else amax
+        amax = _launch_amax(x, None) if amax is None else amax
         parts = amax.shape[0]
     (M, K), _, (m, k), _ = shapes
     is_narrow = power_of_two and kind != "block" and seen is None
@@ -136,7 +138,7 @@ def _cast(x: Tensor, amax: Tensor | None, seen: Tensor | None, options: _CastOpt
     return tuple(outputs)  # type: ignore[return-value]
 
 
-def _as_rows(x: Tensor) -> Tensor:
+def _make_contiguous(x: Tensor) -> Tensor:
     """Return x [..., D] with neighbouring columns: contiguous, or a matrix of strided rows."""
     if x.ndim != 2:
         if x.is_contiguous():
@@ -185,7 +187,9 @@ def has_kernel(x: Tensor) -> bool:
     return use_kernel(x) and x.numel() > 0 and x.dtype in KERNEL_DTYPES
 
 
-def _cast_ref(x: Tensor, amax: Tensor | None, seen: Tensor | None, options: _CastOptions) -> Parts:
+def _cast_plain(
+    x: Tensor, amax: Tensor | None, seen: Tensor | None, options: _CastOptions
+) -> Parts:
     """Compute `_cast_floats` in plain PyTorch."""
     kind, fmt, power_of_two, rows, columns = options
     x_TD = x.detach().reshape(-1, x.shape[-1])
@@ -194,17 +198,17 @@ def _cast_ref(x: Tensor, amax: Tensor | None, seen: Tensor | None, options: _Cas
     outputs: list[Tensor | None] = []
     for is_needed, part in ((rows, x_TD), (columns, x_TD.T)):
         operand = cast_ref(part.contiguous(), amax, kind, fmt, power_of_two) if is_needed else None
-        outputs += values_and_scales(operand)
+        outputs += get_values_and_scales(operand)
     return tuple(outputs)  # type: ignore[return-value]
 
 
-def _cast_fake(
+def _make_fake(
     x: Tensor, _: Any, __: Any, kind: str, fmt: str, ___: bool, rows: bool, columns: bool
 ) -> tuple[Tensor, ...]:
     T, D, outputs = math.prod(x.shape[:-1]), x.shape[-1], []
     for is_needed, shape in ((rows, (T, D)), (columns, (D, T))):
-        M, K = operand_shape(*shape, kind)
-        sizes = ((M, K), scales_shape(M, K, kind)) if is_needed else ((0,), (0,))
+        M, K = compute_operand_shape(*shape, kind)
+        sizes = ((M, K), compute_scales_shape(M, K, kind)) if is_needed else ((0,), (0,))
         outputs.append(x.new_empty(sizes[0], dtype=DTYPES[fmt]))
         outputs.append(x.new_empty(sizes[1], dtype=torch.float32))
     return tuple(outputs)
@@ -213,24 +217,26 @@ def _cast_fake(
 def _cast_without_none(x: Tensor, amax: Tensor | None, seen: Tensor | None, *options: Any) -> Any:
     """Return the outputs of `_cast_floats` with empty tensors for None, as custom ops require."""
     of_none = (DTYPES[options[1]], torch.float32)
-    parts = enumerate(_cast(x, amax, seen, _CastOptions(*options)))
+    parts = enumerate(_launch_cast(x, amax, seen, _CastOptions(*options)))
     return tuple(x.new_empty(0, dtype=of_none[i % 2]) if t is None else t for i, t in parts)
 
 
-def _num_parts(T: int, D: int, num_matrices: int) -> int:
+def _count_parts(T: int, D: int, num_matrices: int) -> int:
     tiles = cdiv(T, PART_ROWS) * cdiv(D, PART_COLUMNS)
     return next_power_of_2(min(tiles, max(MAX_PARTS // num_matrices, 1)))
 
 
-def amax_parts(x: Tensor, ends_e: Tensor | None = None, past: Tensor | None = None) -> Tensor:
+def compute_amax_parts(
+    x: Tensor, ends_e: Tensor | None = None, past: Tensor | None = None
+) -> Tensor:
     """Return fp32 [n], largest magnitudes of n parts of a matrix, by a kernel. NaN is ignored.
 
     x is [T, D], or [e, T, D] with a result [e, n]; all rows have one stride. `ends_e` is a running
-    sum of experts' rows; rows past its last entry are not read. `past` is as for `amax`.
+    sum of experts' rows; rows past its last entry are not read. `past` is as for `compute_amax`.
     """
     (T, D), matrices = x.shape[-2:], x.shape[:-2]
     num_matrices = matrices[0] if matrices else 1
-    n = _num_parts(T, D, num_matrices)
+    n = _count_parts(T, D, num_matrices)
     parts = torch.empty((*matrices, n), dtype=torch.float32, device=x.device)
     launch(
         amax_parts_kernel,
@@ -245,11 +251,11 @@ def amax_parts(x: Tensor, ends_e: Tensor | None = None, past: Tensor | None = No
     return parts
 
 
-def _amax(x: Tensor, past: Tensor | None) -> Tensor:
+def _launch_amax(x: Tensor, past: Tensor | None) -> Tensor:
     x_TD = x if x.ndim == 2 else x.detach().reshape(-1, x.shape[-1])
     if has_kernel(x):
-        return amax_parts(_as_rows(x_TD), None, past)
-    return choose_amax_ref(past, amax_ref(x_TD.detach()))
+        return compute_amax_parts(_make_contiguous(x_TD), None, past)
+    return choose_amax_ref(past, compute_amax_ref(x_TD.detach()))
 
 
 def choose_amax_ref(past: Tensor | None, amax: Tensor) -> Tensor:
@@ -257,8 +263,8 @@ def choose_amax_ref(past: Tensor | None, amax: Tensor) -> Tensor:
     return amax if past is None else torch.where(past > 0, past, amax)
 
 
-def _amax_fake(x: Tensor, past: Tensor | None) -> Tensor:
-    n = _num_parts(math.prod(x.shape[:-1]), x.shape[-1], 1) if has_kernel(x) else 1
+def _make_fake_amax(x: Tensor, past: Tensor | None) -> Tensor:
+    n = _count_parts(math.prod(x.shape[:-1]), x.shape[-1], 1) if has_kernel(x) else 1
     return x.new_empty(n, dtype=torch.float32)
 
 
@@ -270,14 +276,14 @@ _SCHEMA = (
 _cast_op = Op(
     "fp8_cast",
     lambda x, amax, *options: _cast_without_none(x, amax, None, *options),
-    lambda x, amax, *options: _cast_fake(x, amax, None, *options),
+    lambda x, amax, *options: _make_fake(x, amax, None, *options),
     schema=_SCHEMA.format(""),
 )
 _SEEN = _SCHEMA.format(", Tensor(a!) seen")
 _cast_seen_op = Op(
-    "fp8_cast_seen", _cast_without_none, _cast_fake, mutates_args=("seen",), schema=_SEEN
+    "fp8_cast_seen", _cast_without_none, _make_fake, mutates_args=("seen",), schema=_SEEN
 )
-_amax_op = Op("fp8_amax", _amax, _amax_fake)
+_amax_op = Op("fp8_amax", _launch_amax, _make_fake_amax)
 
 
 def cast(
@@ -304,7 +310,7 @@ def cast(
     """
     options = _CastOptions(kind, fmt, power_of_two, rows, columns)
     if is_plain_eager() and is_plain(x):
-        parts = _cast(x, amax, seen, options)
+        parts = _launch_cast(x, amax, seen, options)
     elif seen is None:
         parts = _cast_op(x.detach(), amax, *options)
     else:
@@ -315,7 +321,7 @@ def cast(
     )
 
 
-def amax(x: Tensor, past: Tensor | None = None) -> Tensor:
+def compute_amax(x: Tensor, past: Tensor | None = None) -> Tensor:
     """Return fp32 [n], the largest magnitudes of n parts of x. No autograd, no host sync.
 
     If `past`, fp32 [1], is not 0, all entries are `past` and x is not read.

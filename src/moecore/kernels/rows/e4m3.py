@@ -166,8 +166,8 @@ prmt.b32 $3, t1, t3, 0x7632;
 
 
 @triton.jit
-def _column(w0, w1, w2, w3, f0, f1, f2, f3, byte: tl.constexpr):
-    """Return one byte of each word, times the word's factor, as the bytes of one word."""
+def _gather_byte(w0, w1, w2, w3, f0, f1, f2, f3, byte: tl.constexpr):
+    """Gather byte `byte` of four words, scale each by its word's factor, and pack one word."""
     x0 = decode((w0 >> (8 * byte)) & 0xFF).to(tl.float16) * f0
     x1 = decode((w1 >> (8 * byte)) & 0xFF).to(tl.float16) * f1
     x2 = decode((w2 >> (8 * byte)) & 0xFF).to(tl.float16) * f2
@@ -188,10 +188,10 @@ def transpose_words(
 ):
     """Return four words: byte j of word i is byte i of word j times factor j, rounded in fp16."""
     if INTERPRETED:
-        o0 = _column(w0, w1, w2, w3, f0, f1, f2, f3, 0)
-        o1 = _column(w0, w1, w2, w3, f0, f1, f2, f3, 1)
-        o2 = _column(w0, w1, w2, w3, f0, f1, f2, f3, 2)
-        o3 = _column(w0, w1, w2, w3, f0, f1, f2, f3, 3)
+        o0 = _gather_byte(w0, w1, w2, w3, f0, f1, f2, f3, 0)
+        o1 = _gather_byte(w0, w1, w2, w3, f0, f1, f2, f3, 1)
+        o2 = _gather_byte(w0, w1, w2, w3, f0, f1, f2, f3, 2)
+        o3 = _gather_byte(w0, w1, w2, w3, f0, f1, f2, f3, 3)
         return o0, o1, o2, o3
     else:
         return tl.inline_asm_elementwise(

@@ -129,7 +129,7 @@ def _unlock(state_ptr):
 
 
 @triton.jit
-def _word(state_ptr, WORD: tl.constexpr):
+def _locate_word(state_ptr, WORD: tl.constexpr):
     return tl.load(state_ptr + WORD, cache_modifier=".cg")  # other programs write it
 
 
@@ -144,9 +144,9 @@ def _put_back(
     BLOCK: tl.constexpr,
 ):
     """Put a table's pages at the tails; return the new FREE, HOST_FREE and DEMAND."""
-    head, free = _word(state_ptr, HEAD), _word(state_ptr, FREE)
-    host_head, host_free = _word(state_ptr, HOST_HEAD), _word(state_ptr, HOST_FREE)
-    demand = _word(state_ptr, DEMAND)
+    head, free = _locate_word(state_ptr, HEAD), _locate_word(state_ptr, FREE)
+    host_head, host_free = _locate_word(state_ptr, HOST_HEAD), _locate_word(state_ptr, HOST_FREE)
+    demand = _locate_word(state_ptr, DEMAND)
     tl.debug_barrier()  # all threads have read what one of them writes in the end
     for start in range(0, num_entries, BLOCK):
         entries = start + tl.arange(0, BLOCK)
@@ -203,8 +203,8 @@ def take_pages(
     # still names before it takes anything, so a replayed forward whose backward did not run loses
     # no page.
     _lock(state_ptr)
-    head, host_head = _word(state_ptr, HEAD), _word(state_ptr, HOST_HEAD)
-    peak, missed = _word(state_ptr, PEAK), _word(state_ptr, MISSED)
+    head, host_head = _locate_word(state_ptr, HEAD), _locate_word(state_ptr, HOST_HEAD)
+    peak, missed = _locate_word(state_ptr, PEAK), _locate_word(state_ptr, MISSED)
     free, host_free, demand = _put_back(
         table_ptr, num_entries, state_ptr, free_ptr, num_pages, num_host, BLOCK
     )

@@ -58,8 +58,8 @@ class ExpertIndex(NamedTuple):
         return self.offsets_e.select(0, -1)
 
 
-def padded_length(num_rows: int, num_experts: int, multiple: int) -> int:
-    """Return a number of rows that is enough for `num_rows` after each expert's rows are padded."""
+def compute_padded_length(num_rows: int, num_experts: int, multiple: int) -> int:
+    """Return an upper bound of the rows after each expert's rows are padded."""
     # Example, 5 rows of 2 experts, multiple 4: 1 and 4 take 8, 2 and 3 take 8; 12 is enough.
     return cdiv(num_rows + num_experts * (multiple - 1), multiple) * multiple
 
@@ -246,11 +246,11 @@ def _build_index_bwd_kernel(
     tl.store(dpairs_ptr + pairs, grads, mask=pairs < num_pairs)
 
 
-def _index(
+def _launch_forward(
     ids_SK: Tensor, weights_SK: Tensor, first: int, num_local: int, multiple: int, length: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     N, R, device = ids_SK.numel(), length, ids_SK.device
-    row_ids_R, weights_R, slots_SK, offsets_e = _empty(ids_SK, weights_SK, num_local, R)
+    row_ids_R, weights_R, slots_SK, offsets_e = _make_empty(ids_SK, weights_SK, num_local, R)
     B = cdiv(N, BLOCK_N)
     ids_SK, weights_SK = ids_SK.contiguous(), weights_SK.contiguous()
     table_Be = torch.empty(B, num_local, dtype=torch.int32, device=device)
@@ -305,21 +305,21 @@ def _index(
     return row_ids_R, weights_R, slots_SK, offsets_e
 
 
-def _index_bwd(dweights_R: Tensor, slots_SK: Tensor) -> Tensor:
+def _run_bwd(dweights_R: Tensor, slots_SK: Tensor) -> Tensor:
     dweights_SK = torch.empty_like(slots_SK, dtype=dweights_R.dtype)
     args = (dweights_R.contiguous(), slots_SK, dweights_SK, slots_SK.numel())
     launch(_build_index_bwd_kernel, cdiv(slots_SK.numel(), 1024), *args, BLOCK=1024)
     return dweights_SK
 
 
-def _empty(ids_SK: Tensor, weights_SK: Tensor, num_local: int, R: int) -> tuple[Tensor, ...]:
+def _make_empty(ids_SK: Tensor, weights_SK: Tensor, num_local: int, R: int) -> tuple[Tensor, ...]:
     integers = partial(torch.empty, dtype=torch.int32, device=ids_SK.device)
     weights_R = torch.empty(R, dtype=weights_SK.dtype, device=ids_SK.device)
     return integers(R), weights_R, integers(tuple(ids_SK.shape)), integers(num_local)
 
 
 _build_index_bwd = Op(
-    "build_index_bwd", _index_bwd, lambda d_R, slots_SK: torch.empty_like(slots_SK, dtype=d_R.dtype)
+    "build_index_bwd", _run_bwd, lambda d_R, slots_SK: torch.empty_like(slots_SK, dtype=d_R.dtype)
 )
 
 
@@ -328,7 +328,7 @@ def _save_slots(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -
     ctx.set_materialize_grads(False)  # the integer outputs would get zeros of their size
 
 
-def _build_index_backward(ctx: Any, _: Any, dweights_R: Tensor | None, *__: Any) -> Any:
+def _backward(ctx: Any, _: Any, dweights_R: Tensor | None, *__: Any) -> Any:
     dweights_SK = None
     if ctx.needs_input_grad[1] and dweights_R is not None:
         dweights_SK = _build_index_bwd(dweights_R, *ctx.saved_tensors)
@@ -337,10 +337,10 @@ def _build_index_backward(ctx: Any, _: Any, dweights_R: Tensor | None, *__: Any)
 
 _build_index = Op(
     "build_index",
-    _index,
-    lambda ids_SK, weights_SK, _, e, __, R: _empty(ids_SK, weights_SK, e, R),
+    _launch_forward,
+    lambda ids_SK, weights_SK, _, e, __, R: _make_empty(ids_SK, weights_SK, e, R),
     save=_save_slots,
-    backward=_build_index_backward,
+    backward=_backward,
 )
 
 
@@ -353,7 +353,7 @@ def build_index(
     multiple: int = 1,
     length: int | None = None,
 ) -> ExpertIndex:
-    """Return which source row each expert row reads, and where each choice went.
+    """Build the `ExpertIndex`: each expert row's source row, and each choice's expert row.
 
     No host sync. weights_R is differentiable in weights_SK; rows that hold no pair may carry any
     gradient, NaN included.
@@ -365,9 +365,9 @@ def build_index(
         first: first global id owned here.
         num_local: number of experts owned here, e.
         multiple: each expert's rows are padded up to a multiple of this, a power of two.
-        length: when the caller knows that so many rows suffice without padding; R is this and room
-            for padding, `padded_length`. Rows past R are dropped: then offsets_e[-1] > R, and
-            experts may not read the index. Default is enough for every routing, S * K.
+        length: when the caller knows that so many rows suffice without padding; R also
+            includes padding, `compute_padded_length`. If rows past R are dropped,
+            offsets_e[-1] > R, and experts may not read the index. The default is S * K.
 
     Returns:
         The index. Padding rows and all rows past offsets_e[-1] have row id 0 and weight 0.
@@ -387,7 +387,7 @@ def build_index(
         )
     if multiple < 1 or multiple & (multiple - 1):
         raise ValueError(f"multiple ({multiple}) must be a power of two: use 1 for no padding")
-    R = padded_length(ids_SK.numel() if length is None else length, num_local, multiple)
+    R = compute_padded_length(ids_SK.numel() if length is None else length, num_local, multiple)
     if max(R, ids_SK.numel()) > MAX_ROWS:
         raise ValueError(
             f"expert rows ({R}) and choices ({ids_SK.numel()}) must be <= {MAX_ROWS}, what int32 "

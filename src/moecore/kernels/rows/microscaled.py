@@ -36,15 +36,15 @@ from moecore.kernels.rows.microscaled_kernel import (
     PACKED_ROWS,
     VALUES,
     finite_amax_kernel,
-    microscale_kernel,
+    quantise_microscaled_kernel,
 )
 from moecore.kernels.rows.microscaling import (
     BACKWARD,
     FORWARD,
     PACKED_BACKWARD,
     PACKED_FORWARD,
-    finite_magnitude,
-    product_dtype,
+    compute_finite_magnitude,
+    get_product_dtype,
     quantise_microscaled_matrices_ref,
     quantise_microscaled_ref,
 )
@@ -81,7 +81,7 @@ class _MicroscaleInput(NamedTuple):
             num_warps=NUM_WARPS,
         )
 
-    def amax(self, block: tuple[int, int]) -> Tensor:
+    def compute_amax(self, block: tuple[int, int]) -> Tensor:
         """Return the largest finite magnitude of each tensor."""
         amax = self.x_TK.new_zeros(self.num_scales, dtype=torch.float32)
         self.launch(finite_amax_kernel, block, amax)
@@ -103,7 +103,7 @@ class _MicroscaleInput(NamedTuple):
         if not is_nvfp4:
             amax = None
         elif amax is None:
-            amax = self.amax(block)
+            amax = self.compute_amax(block)
         *lead, N, K = self.shape
         scales, block_scales = new(self.num_scales, dtype=torch.float32), None
         if pack:
@@ -113,9 +113,9 @@ class _MicroscaleInput(NamedTuple):
             out = new(*lead, sizes[0], sizes[1] // (1 + is_nvfp4), dtype=torch.uint8)
             block_scales = new(*lead, *of_scales, dtype=torch.uint8)
         else:
-            out = new(self.shape, dtype=product_dtype(self.x_TK))
+            out = new(self.shape, dtype=get_product_dtype(self.x_TK))
         self.launch(
-            microscale_kernel,
+            quantise_microscaled_kernel,
             block,
             *(amax, out.view(torch.int32) if pack and transposed else out),
             *(block_scales, scales),
@@ -183,12 +183,12 @@ def quantise_microscaled(
     )
 
 
-def finite_amax(x_eNK: Tensor) -> Tensor:
+def compute_finite_amax(x_eNK: Tensor) -> Tensor:
     """Return fp32 [e], the largest finite magnitude of each contiguous matrix."""
     if not has_kernel(x_eNK):
-        return finite_magnitude(x_eNK).amax((1, 2))
+        return compute_finite_magnitude(x_eNK).amax((1, 2))
     rows = x_eNK.view(-1, x_eNK.shape[2])
-    return _MicroscaleInput(rows, x_eNK.shape, num_scales=x_eNK.shape[0]).amax((1, 16))
+    return _MicroscaleInput(rows, x_eNK.shape, num_scales=x_eNK.shape[0]).compute_amax((1, 16))
 
 
 def quantise_microscaled_matrices(

@@ -17,7 +17,7 @@ VALUES, PACKED_ROWS, PACKED_COLUMNS = (tl.constexpr(i) for i in range(3))  # wha
 
 
 @triton.jit
-def _transformed(x):  # 16 tensors of fp32: rows times their signs
+def _apply_hadamard(x):  # 16 tensors of fp32: rows times their signs
     """Return the 16 rows of `microscaling.hadamard`, added in its order."""
     for k in tl.static_range(4):
         sums: tl.tuple = ()
@@ -32,7 +32,7 @@ def _transformed(x):  # 16 tensors of fp32: rows times their signs
 
 
 @triton.jit
-def _load(
+def _load_blocks(
     x_ptr,  # [T, K], `stride` apart
     sources_ptr,  # [M] int64, or None: row i is x's row i
     T,
@@ -65,12 +65,12 @@ def _load(
             loaded *= 1.0 if (SIGN_BITS >> i) & 1 else -1.0
         x += (loaded,)
     if HADAMARD:
-        x = _transformed(x)
+        x = _apply_hadamard(x)
     return first, blocks, columns, x
 
 
 @triton.jit
-def _expert(experts_ptr, first, M, rows_of_expert):
+def _find_experts(experts_ptr, first, M, rows_of_expert):
     """Return the expert of each block, from its first row."""
     if experts_ptr is not None:
         return tl.load(experts_ptr + first, mask=first < M, other=0)
@@ -96,13 +96,15 @@ def finite_amax_kernel(
     B: tl.constexpr,
 ):
     """Raise the largest finite magnitudes of experts by those of a program's blocks."""
-    first, _, _, x = _load(x_ptr, sources_ptr, T, M, stride, K, HADAMARD, ROWS, COLUMNS, G, B)
+    first, _, _, x = _load_blocks(
+        x_ptr, sources_ptr, T, M, stride, K, HADAMARD, ROWS, COLUMNS, G, B
+    )
     largest = tl.zeros((G, B, COLUMNS), tl.float32)
     for i in tl.static_range(ROWS):
         size = tl.abs(x[i])
         largest = tl.maximum(largest, tl.where(size < float("inf"), size, 0.0))
     amax = tl.max(tl.max(largest, 2), 1)
-    expert = _expert(experts_ptr, first, M, rows_of_expert)
+    expert = _find_experts(experts_ptr, first, M, rows_of_expert)
     # A maximum is the same in any order. Rows of an expert are neighbours: mostly it is one.
     low = tl.min(expert, 0)
     if low == tl.max(expert, 0):
@@ -112,7 +114,7 @@ def finite_amax_kernel(
 
 
 @triton.jit
-def nvfp4_tensor_scale(amax, POWER_OF_TWO: tl.constexpr):  # fp32, finite
+def compute_nvfp4_tensor_scale(amax, POWER_OF_TWO: tl.constexpr):  # fp32, finite
     """Compute `microscaling.tensor_scales` of "nvfp4"."""
     scale = tl.div_rn(amax, tl.full(amax.shape, 2688.0, tl.float32))  # 6 * 448
     if POWER_OF_TWO:
@@ -122,7 +124,7 @@ def nvfp4_tensor_scale(amax, POWER_OF_TWO: tl.constexpr):  # fp32, finite
 
 
 @triton.jit
-def _mix(x):  # uint32
+def _hash(x):  # uint32
     """Compute `microscaling._mix`."""
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
@@ -130,16 +132,16 @@ def _mix(x):  # uint32
 
 
 @triton.jit
-def _draw(x, row, columns):  # fp32 [G, B, COLUMNS], int64 [G], [B, COLUMNS]
+def _draw_uniform(x, row, columns):  # fp32 [G, B, COLUMNS], int64 [G], [B, COLUMNS]
     """Compute `microscaling.draw_uniform`."""
-    of_row = _mix(row.to(tl.uint32) + FIRST_DRAW)[:, None, None]
-    of_place = _mix(of_row + columns.to(tl.uint32)[None, :, :])
-    hashed = _mix(of_place ^ (x.to(tl.uint32, bitcast=True) >> 16))
+    of_row = _hash(row.to(tl.uint32) + FIRST_DRAW)[:, None, None]
+    of_place = _hash(of_row + columns.to(tl.uint32)[None, :, :])
+    hashed = _hash(of_place ^ (x.to(tl.uint32, bitcast=True) >> 16))
     return (hashed >> 8).to(tl.float32) * 2.0**-24
 
 
 @triton.jit
-def nvfp4_block_scale(amax, scale):  # fp32 of one number of dims
+def compute_nvfp4_block_scale(amax, scale):  # fp32 of one number of dims
     """Compute `microscaling.nvfp4_scales`; return E4M3 in int32 or uint8, and fp32."""
     exact = tl.div_rn(amax, tl.full(amax.shape, 6.0, tl.float32))
     exact = tl.div_rn(exact, tl.broadcast_to(scale, amax.shape))
@@ -148,7 +150,7 @@ def nvfp4_block_scale(amax, scale):  # fp32 of one number of dims
 
 
 @triton.jit
-def e2m1_code(value, sign):  # as `to_e2m1` returns them
+def encode_e2m1(value, sign):  # as `to_e2m1` returns them
     """Return the four bits of E2M1, in int32."""
     code = tl.where(value < 2.0, value * 2.0, value + 2.0)
     return tl.where(value < 4.0, code, value * 0.5 + 4.0).to(tl.int32) | (sign >> 28) & 8
@@ -170,7 +172,7 @@ def to_e2m1(x, step, draw):  # fp32, scales of block and tensor, None = to the n
 
 
 @triton.jit(do_not_specialize=["T", "M", "rows_of_expert"])
-def microscale_kernel(
+def quantise_microscaled_kernel(
     x_ptr,  # [T, K], `stride` apart
     sources_ptr,  # [M] int64, or None
     experts_ptr,  # [M] int64, or None
@@ -201,9 +203,9 @@ def microscale_kernel(
             scale = tl.full((128,), 1.0, tl.float32)
             if E2M1:
                 amax = tl.load(amax_ptr + i, mask=i < NUM_SCALES, other=0.0)
-                scale = nvfp4_tensor_scale(amax, POWER_OF_TWO)
+                scale = compute_nvfp4_tensor_scale(amax, POWER_OF_TWO)
             tl.store(scales_ptr + i, scale, mask=i < NUM_SCALES)
-    first, blocks, columns, x = _load(
+    first, blocks, columns, x = _load_blocks(
         x_ptr, sources_ptr, T, M, stride, K, HADAMARD, ROWS, COLUMNS, G, B
     )
     largest = tl.zeros((G, B, COLUMNS), tl.float32)
@@ -214,9 +216,9 @@ def microscale_kernel(
             largest = tl.maximum(largest, magnitude(x[i]))
     amax = tl.max(largest, 2)
     if E2M1:
-        expert = _expert(experts_ptr, first, M, rows_of_expert)
-        scale = nvfp4_tensor_scale(tl.load(amax_ptr + expert), POWER_OF_TWO)[:, None]
-        scale_code, block = nvfp4_block_scale(amax, scale)
+        expert = _find_experts(experts_ptr, first, M, rows_of_expert)
+        scale = compute_nvfp4_tensor_scale(tl.load(amax_ptr + expert), POWER_OF_TWO)[:, None]
+        scale_code, block = compute_nvfp4_block_scale(amax, scale)
         step = tl.broadcast_to((block * scale)[:, :, None], (G, B, COLUMNS))
     else:
         block, inverse = block_scale(amax, True)
@@ -229,9 +231,9 @@ def microscale_kernel(
         if E2M1:
             draw = None
             if RANDOM:
-                draw = _draw(x[i], first + i, columns)
+                draw = _draw_uniform(x[i], first + i, columns)
             value, sign = to_e2m1(x[i], step, draw)
-            code = e2m1_code(value, sign)
+            code = encode_e2m1(value, sign)
             value = (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
         else:
             e4m3 = to_e4m3(x[i] * inverse[:, :, None])

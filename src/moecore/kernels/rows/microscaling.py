@@ -89,13 +89,13 @@ def quantise_nvfp4(
     """
     wide = _split_blocks(x.float(), block)
     amax = wide.abs().amax((-3, -1), keepdim=True)
-    scales = nvfp4_scales(amax, _expand_scales(scale))
+    scales = compute_nvfp4_scales(amax, _expand_scales(scale))
     step = scales.float() * _expand_scales(scale)
     values = to_e2m1(wide, step, None if draws is None else _split_blocks(draws, block))
     return values.reshape(x.shape), scales.squeeze(-1).squeeze(-2)
 
 
-def nvfp4_scales(amax: Tensor, scale: Tensor) -> Tensor:
+def compute_nvfp4_scales(amax: Tensor, scale: Tensor) -> Tensor:
     """Return the E4M3 scales of blocks from their largest magnitudes and the tensor's scale."""
     # A GPU multiplies by the reciprocal of a number, so what divides is a tensor.
     exact_scales = amax / torch.full_like(amax, LARGEST_E2M1) / scale
@@ -140,7 +140,7 @@ def unpack_matrices(weight: Blocks, recipe: Recipe, *, transposed: bool) -> Bloc
     """Return the emulated operand of packed all-gathered matrices [e, N, K]."""
     assert weight.amax is not None, "they were gathered by it"
     wide = _dequantise(unpack_e2m1(weight.values), weight.scales, recipe.weight_block)
-    scales = tensor_scales(weight.amax, recipe)
+    scales = compute_tensor_scales(weight.amax, recipe)
     return Blocks(wide.mT if transposed else wide, scales, (FORWARD, BACKWARD)[transposed])
 
 
@@ -156,19 +156,19 @@ def transpose_matrices(weight: Blocks) -> Blocks:
 def draw_uniform(x_MK: Tensor) -> Tensor:
     """Return fp32 in [0, 1), multiples of 2^-24, which depend only on position and value."""
     rows, columns = (torch.arange(n, dtype=torch.int32, device=x_MK.device) for n in x_MK.shape)
-    hashed = _mix(_mix(rows + SEED)[:, None] + columns)
-    hashed = _mix(hashed ^ (x_MK.float().view(torch.int32) >> 16 & 0xFFFF))
+    hashed = _hash(_hash(rows + SEED)[:, None] + columns)
+    hashed = _hash(hashed ^ (x_MK.float().view(torch.int32) >> 16 & 0xFFFF))
     return (hashed >> 8 & 0xFFFFFF).float() * 2.0**-24
 
 
-def _mix(x: Tensor) -> Tensor:
+def _hash(x: Tensor) -> Tensor:
     """Return a one-to-one hash of int32: MurmurHash3's finalizer; products wrap around."""
     x = (x ^ (x >> 16 & 0xFFFF)) * (0x85EBCA6B - 2**32)
     x = (x ^ (x >> 13 & 0x7FFFF)) * (0xC2B2AE35 - 2**32)
     return x ^ (x >> 16 & 0xFFFF)
 
 
-def hadamard(x_PC: Tensor) -> Tensor:
+def apply_hadamard(x_PC: Tensor) -> Tensor:
     """Return fp32: each 16 rows times their signs, then times a Hadamard matrix over 4.
 
     The transform is orthogonal: the product x^T y, summed over rows, is the same for two
@@ -185,7 +185,7 @@ def hadamard(x_PC: Tensor) -> Tensor:
     return x.reshape(P, C) * 0.25
 
 
-def tensor_scales(amax: Tensor, recipe: Recipe) -> Tensor:
+def compute_tensor_scales(amax: Tensor, recipe: Recipe) -> Tensor:
     """Return fp32 scales of tensors from their largest finite magnitudes; 1 for "mxfp8"."""
     if recipe.scaling == "mxfp8":
         return torch.ones_like(amax)
@@ -204,10 +204,10 @@ def _quantise_blocks(
 def _dequantise(values: Tensor, scales: Tensor, block: Any) -> Tensor:
     """Return values times the scales of their blocks, in the dtype in which products multiply."""
     wide = _split_blocks(values.float(), block) * _expand_scales(scales.float())
-    return wide.reshape(values.shape).to(product_dtype(values))
+    return wide.reshape(values.shape).to(get_product_dtype(values))
 
 
-def product_dtype(x: Tensor) -> torch.dtype:
+def get_product_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype in which a tensor's device multiplies emulated operands."""
     return torch.float32 if x.device.type == "cpu" else torch.bfloat16
 
@@ -242,13 +242,13 @@ def quantise_microscaled_ref(
     elif over_rows:
         x_MK = pad(x_MK, (0, 0, 0, -x_MK.shape[0] % size))
     if over_rows and is_nvfp4 and recipe.hadamard:
-        x_MK = hadamard(x_MK)
+        x_MK = apply_hadamard(x_MK)
     if expert_M is None:
         expert_M = torch.zeros(x_MK.shape[0], dtype=torch.int64, device=x_MK.device)
     amax = x_MK.new_zeros(num_experts + 1)
     if is_nvfp4:
-        amax.scatter_reduce_(0, expert_M, finite_magnitude(x_MK).amax(1), "amax")
-    scales = tensor_scales(amax, recipe)
+        amax.scatter_reduce_(0, expert_M, compute_finite_magnitude(x_MK).amax(1), "amax")
+    scales = compute_tensor_scales(amax, recipe)
     is_random = is_gradient and is_nvfp4 and recipe.stochastic_rounding
     of_blocks, draws = (
         scales[expert_M[:: block[0]]][:, None],
@@ -271,15 +271,15 @@ def quantise_microscaled_matrices_ref(
 ) -> Blocks:
     """Return one operand of `quantise_microscaled_matrices`; without `pack` in w's layout."""
     w_eNK = w_eNK.float()
-    amax_e = finite_magnitude(w_eNK).amax((1, 2)) if amax_e is None else amax_e
-    scales = tensor_scales(amax_e, recipe)
+    amax_e = compute_finite_magnitude(w_eNK).amax((1, 2)) if amax_e is None else amax_e
+    scales = compute_tensor_scales(amax_e, recipe)
     values, block_scales = _quantise_blocks(w_eNK, recipe, block, scales[:, None, None])
     if pack:
         return _pack(values, block_scales, amax_e, transposed=transposed)
     return Blocks(_dequantise(values, block_scales, block), scales, FORWARD)
 
 
-def finite_magnitude(x: Tensor) -> Tensor:
+def compute_finite_magnitude(x: Tensor) -> Tensor:
     """Return |x| as fp32, and 0 for NaN and infinity."""
     x = x.float().abs()
     return torch.where(x.isfinite(), x, 0)

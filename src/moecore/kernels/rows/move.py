@@ -32,12 +32,12 @@ from moecore.kernels.common import (
     cdiv,
     launch,
     next_power_of_2,
-    on_device,
     tl,
     triton,
+    use_device,
     use_kernel,
 )
-from moecore.kernels.ops import Op, keep
+from moecore.kernels.ops import Op, make_save
 
 FILL_ROWS = 32  # expert rows that one program checks for being named by no slot
 FILL_CHOICES = 32  # slots of each of them that it holds at a time
@@ -77,7 +77,7 @@ def sum_rows_ref(
 
 
 @cache
-def column_block(num_columns: int, itemsize: int) -> dict[str, int]:
+def choose_column_block(num_columns: int, itemsize: int) -> dict[str, int]:
     """Return the columns of one program, and its warps for one 16-byte access per thread."""
     # The most columns, up to 2048, that leave at most 1/8 idle.
     fits = (n for n in (2048, 1024, 512, 256) if -(-num_columns // n) * n * 8 <= num_columns * 9)
@@ -188,7 +188,7 @@ def _launch_gather(
     out_RD = x_SD.new_empty(R, D)
     if not R or not D:
         return out_RD
-    block = column_block(D, x_SD.element_size())
+    block = choose_column_block(D, x_SD.element_size())
     num_fill = cdiv(R, FILL_ROWS)
     inputs = (x_SD.contiguous(), row_ids_R.contiguous(), slots_SK.contiguous(), num_rows)
     launch(
@@ -209,7 +209,7 @@ def _launch_gather(
 def _launch_sum(y_RD: Tensor, slots_SK: Tensor) -> Tensor:
     (S, K), D = slots_SK.shape, y_RD.shape[1]
     out_SD = y_RD.new_empty(S, D)
-    block = column_block(D, y_RD.element_size())
+    block = choose_column_block(D, y_RD.element_size())
     args = (y_RD.contiguous(), slots_SK.contiguous(), out_SD)
     launch(_sum_rows_fwd_kernel, S * cdiv(D, block["BLOCK_D"]), *args, D=D, K=K, **block)
     return out_SD
@@ -218,7 +218,7 @@ def _launch_sum(y_RD: Tensor, slots_SK: Tensor) -> Tensor:
 # The references run inside the ops too: plain autograd would add 16-bit rows in 16 bits.
 
 
-def gather_rows_plain(
+def gather_rows_without_autograd(
     x_SD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor | None
 ) -> Tensor:
     """Compute `gather_rows` without autograd, for use inside other operations."""
@@ -227,7 +227,7 @@ def gather_rows_plain(
     return gather_rows_ref(x_SD, row_ids_R, slots_SK, num_rows)
 
 
-def sum_rows_plain(
+def sum_rows_without_autograd(
     y_RD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor | None
 ) -> Tensor:
     """Compute `sum_rows` without autograd, for use inside other operations."""
@@ -238,16 +238,16 @@ def sum_rows_plain(
 
 _gather_rows = Op(
     "gather_rows",
-    gather_rows_plain,
+    gather_rows_without_autograd,
     lambda x_SD, row_ids_R, *_: x_SD.new_empty(row_ids_R.shape[0], x_SD.shape[1]),
-    save=keep(slice(1, None)),
+    save=make_save(slice(1, None)),
     backward=lambda ctx, dout_RD: (_sum_rows(dout_RD, *ctx.saved_tensors), None, None, None),
 )
 _sum_rows: Op[Tensor] = Op(
     "sum_rows",
-    sum_rows_plain,
+    sum_rows_without_autograd,
     lambda y_RD, _, slots_SK, *__: y_RD.new_empty(slots_SK.shape[0], y_RD.shape[1]),
-    save=keep(slice(1, None)),
+    save=make_save(slice(1, None)),
     backward=lambda ctx, dout_SD: (_gather_rows(dout_SD, *ctx.saved_tensors), None, None, None),
 )
 
@@ -335,7 +335,7 @@ def copy_first_rows(target_RB: Tensor, source_RB: Tensor, num_rows: Tensor) -> N
         return
     words = (source_RB.view(torch.int32), target_RB.view(torch.int32))
     args = (*words, num_rows, source_RB.shape[0], row_bytes // 4)
-    with on_device(num_rows):  # the source or the target may lie in host memory
+    with use_device(num_rows):  # the source or the target may lie in host memory
         _copy_first_rows_kernel[(COPY_PROGRAMS,)](
             *args, PROGRAMS=COPY_PROGRAMS, BLOCK=COPY_WORDS, num_warps=8
         )

@@ -32,7 +32,7 @@ PACKED_DTYPE = torch.uint8
 PACKED_COLUMNS = 16  # of which D is a multiple
 
 
-def packed_bytes(dim: int) -> int:
+def count_packed_bytes(dim: int) -> int:
     """Return W, the bytes of a packed row of `dim` columns; 2048 have 16 scales, so 2112 bytes."""
     return cdiv(dim + 4 * cdiv(dim, BLOCK), ROW_BYTES) * ROW_BYTES
 
@@ -43,13 +43,13 @@ def pack_rows_ref(x_SD: Tensor) -> Tensor:
     B = cdiv(D, BLOCK)
     padded_x = torch.nn.functional.pad(x_SD.float(), (0, B * BLOCK - D))
     values, scales_SB1 = quantise_ref(padded_x.view(S, B, BLOCK), -1, power_of_two=True)
-    bytes_SW = x_SD.new_zeros(S, packed_bytes(D), dtype=PACKED_DTYPE)
+    bytes_SW = x_SD.new_zeros(S, count_packed_bytes(D), dtype=PACKED_DTYPE)
     bytes_SW[:, :D] = values.view(PACKED_DTYPE).flatten(1)[:, :D]
     bytes_SW[:, D : D + 4 * B] = scales_SB1[..., 0].view(PACKED_DTYPE)
     return bytes_SW
 
 
-def packed_views(bytes_SW: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+def view_packed_rows(bytes_SW: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """Return views of the values, float8_e4m3fn [S, D], and of the scales, fp32 [S, B]."""
     ends = dim + 4 * cdiv(dim, BLOCK)
     values_SD = bytes_SW[:, :dim].view(FP8)
@@ -63,7 +63,7 @@ def unpack_rows(values_SD: Tensor, scales_SB: Tensor, dtype: torch.dtype) -> Ten
 
 
 @cache
-def _program(dim: int) -> dict[str, int]:
+def _choose_program(dim: int) -> dict[str, int]:
     """Return the scales of one program, and its warps for 16 columns per thread."""
     # The most scales, up to 16, that leave at most 1/8 idle.
     B = cdiv(dim, BLOCK)
@@ -124,11 +124,11 @@ def _gather_packed_rows_kernel(
         tl.store(out_ptr + slot * D + columns, x, mask=inside & (slot >= 0))
 
 
-def _pack(x_SD: Tensor) -> Tensor:
+def _launch_pack(x_SD: Tensor) -> Tensor:
     if not use_kernel(x_SD):
         return pack_rows_ref(x_SD)
-    (S, D), program = x_SD.shape, _program(x_SD.shape[1])
-    bytes_SW = torch.empty(S, packed_bytes(D), dtype=PACKED_DTYPE, device=x_SD.device)
+    (S, D), program = x_SD.shape, _choose_program(x_SD.shape[1])
+    bytes_SW = torch.empty(S, count_packed_bytes(D), dtype=PACKED_DTYPE, device=x_SD.device)
     args = (x_SD, bytes_SW, bytes_SW.view(torch.float32))
     num_programs = S * cdiv(D, BLOCK * program["BLOCKS"])
     launch(_pack_rows_kernel, num_programs, *args, D=D, W=bytes_SW.shape[1], BLOCK=BLOCK, **program)
@@ -137,8 +137,10 @@ def _pack(x_SD: Tensor) -> Tensor:
 
 _pack_rows = Op(
     "pack_rows",
-    _pack,
-    lambda x_SD: x_SD.new_empty(x_SD.shape[0], packed_bytes(x_SD.shape[1]), dtype=PACKED_DTYPE),
+    _launch_pack,
+    lambda x_SD: x_SD.new_empty(
+        x_SD.shape[0], count_packed_bytes(x_SD.shape[1]), dtype=PACKED_DTYPE
+    ),
 )
 
 
@@ -165,14 +167,14 @@ def gather_packed_rows(
 ) -> Tensor:
     """Return each expert row's widened source row, [R, D]. No autograd, no host sync.
 
-    Values and scales are from `packed_views`, and the index is as for `gather_rows`. Source rows
-    without a slot may have any content; expert rows that no slot names are uninitialised.
+    Values and scales are from `view_packed_rows`, and the index is as for `gather_rows`. Source
+    rows without a slot may have any content; expert rows that no slot names are uninitialised.
     """
     (S, D), K, R = values_SD.shape, slots_SK.shape[1], row_ids_R.shape[0]
     if not use_kernel(values_SD):
         wide_SD = unpack_rows(values_SD, scales_SB, dtype)
         return gather_rows_ref(wide_SD, row_ids_R, slots_SK, num_rows)
-    out_RD, program = values_SD.new_empty(R, D, dtype=dtype), _program(D)
+    out_RD, program = values_SD.new_empty(R, D, dtype=dtype), _choose_program(D)
     args = (values_SD.view(PACKED_DTYPE), scales_SB, slots_SK.contiguous(), out_RD)
     launch(
         _gather_packed_rows_kernel,

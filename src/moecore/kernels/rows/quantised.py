@@ -29,7 +29,7 @@ from torch import Tensor
 
 from moecore.kernels.common import cdiv, launch, next_power_of_2, use_kernel
 from moecore.kernels.rows.e4m3 import BLOCK, FP8, LEAST_SCALE
-from moecore.kernels.rows.move import column_block
+from moecore.kernels.rows.move import choose_column_block
 from moecore.kernels.rows.quantised_kernel import (
     gather_row_blocks_kernel,
     quantise_rows_kernel,
@@ -58,14 +58,14 @@ def quantise_rows_ref(x_SD: Tensor, *, power_of_two: bool) -> Rows:
     return Rows(values.view(x_SD.shape), scales[..., 0], x_SD.dtype)
 
 
-def row_blocks_ref(x_RK: Tensor, power_of_two: bool) -> Blocks:
+def quantise_row_blocks_ref(x_RK: Tensor, power_of_two: bool) -> Blocks:
     """Return rows quantised per 1 x 128, with the transposed scales of `gather_row_blocks`."""
     rows = quantise_rows_ref(x_RK, power_of_two=power_of_two)
     assert rows.scales is not None
-    return Blocks(rows.values, _transposed_scales(rows.scales), "tile")
+    return Blocks(rows.values, _transpose_scales(rows.scales), "tile")
 
 
-def _transposed_scales(scales_RB: Tensor) -> Tensor:
+def _transpose_scales(scales_RB: Tensor) -> Tensor:
     R = scales_RB.shape[0]
     return F.pad(scales_RB.T, (0, round_up(R, SCALE_ROWS) - R)).contiguous()
 
@@ -77,12 +77,12 @@ def gather_row_blocks_ref(rows: Rows, row_ids_R: Tensor | None) -> Blocks:
     if row_ids_R is not None:
         values = values.view(torch.uint8).index_select(0, row_ids_R).view(FP8)
         scales = scales.index_select(0, row_ids_R)
-    return Blocks(values, _transposed_scales(scales), "tile")
+    return Blocks(values, _transpose_scales(scales), "tile")
 
 
 def tile_tokens_ref(rows: Rows | Blocks, row_ids_R: Tensor | None, tiles: RowTiles) -> Blocks:
     """Compute `tile_tokens` in plain PyTorch; unused tiles are 0."""
-    values_SD, scales_SB = _values_and_scales(rows)
+    values_SD, scales_SB = _get_values_and_scales(rows)
     tile = torch.arange(tiles.max_tiles, device=values_SD.device)
     _, first, end, _ = tiles.map[1:].long().unbind(1)
     row = first[:, None] + torch.arange(BLOCK, device=values_SD.device)
@@ -98,8 +98,8 @@ def tile_tokens_ref(rows: Rows | Blocks, row_ids_R: Tensor | None, tiles: RowTil
     return Blocks(values.flatten(2).transpose(1, 2).contiguous(), largest_tB, "block")
 
 
-def _values_and_scales(rows: Rows | Blocks) -> tuple[Tensor, Tensor]:
-    """Return the values [S, D], and the scales as [S, B]."""
+def _get_values_and_scales(rows: Rows | Blocks) -> tuple[Tensor, Tensor]:
+    """Return the rows' values [S, D] and scales [S, B]."""
     if isinstance(rows, Blocks):
         return rows.values, rows.scales.T[: rows.values.shape[0]]
     assert rows.scales is not None
@@ -135,7 +135,7 @@ def check_columns(name: str, size: int) -> None:
         )
 
 
-def empty_row_blocks(like: Tensor, num_rows: int, num_columns: int) -> Blocks:
+def make_empty_row_blocks(like: Tensor, num_rows: int, num_columns: int) -> Blocks:
     """Return uninitialised FP8 rows with transposed scales."""
     scales_shape = (num_columns // BLOCK, round_up(num_rows, SCALE_ROWS))
     return Blocks(
@@ -145,7 +145,7 @@ def empty_row_blocks(like: Tensor, num_rows: int, num_columns: int) -> Blocks:
     )
 
 
-def empty_rows(like_SD: Tensor) -> Rows:
+def make_empty_rows(like_SD: Tensor) -> Rows:
     """Return uninitialised FP8 rows of the shape of `like_SD`, which widen to its dtype."""
     S, D = like_SD.shape
     scales_SB = like_SD.new_empty(S, D // BLOCK, dtype=torch.float32)
@@ -171,7 +171,7 @@ def quantise_rows(x_SD: Tensor, *, power_of_two: bool, num_rows: Tensor | None =
     check_columns("D", D)
     if not use_kernel(x_SD):
         return quantise_rows_ref(x_SD, power_of_two=power_of_two)
-    out, num_blocks = empty_rows(x_SD), S * D // BLOCK
+    out, num_blocks = make_empty_rows(x_SD), S * D // BLOCK
     args = (x_SD, num_rows, out.values.view(torch.uint8), out.scales, num_blocks)
     launch(
         quantise_rows_kernel,
@@ -206,13 +206,13 @@ def gather_row_blocks(
         return gather_row_blocks_ref(rows, row_ids_R)
     moves = row_ids_R is not None and slots_SK is not None
     R = row_ids_R.shape[0] if row_ids_R is not None else S
-    out = empty_row_blocks(rows.values, R if moves else 0, D)
+    out = make_empty_row_blocks(rows.values, R if moves else 0, D)
     if not moves:
         scales_BR = rows.scales.new_empty(D // BLOCK, round_up(R, SCALE_ROWS))
         out = Blocks(rows.values, scales_BR, "tile")
     if R and S:
         K = slots_SK.shape[1] if slots_SK is not None else 1
-        num_scale, block = cdiv(R, SCALE_R), column_block(D, 1)
+        num_scale, block = cdiv(R, SCALE_R), choose_column_block(D, 1)
         num_copy = S * cdiv(D, block["BLOCK_D"]) if moves else 0
         slots_SK = None if slots_SK is None else slots_SK.contiguous()
         sources = (rows.values.view(torch.uint8), rows.scales, row_ids_R, slots_SK, num_rows)
@@ -244,7 +244,7 @@ def tile_tokens(rows: Rows | Blocks, row_ids_R: Tensor | None, tiles: RowTiles) 
         row_ids_R: int32, source row of each expert row; None for rows in expert order.
         tiles: from `map_row_tiles` of the R expert rows.
     """
-    values_SD, scales_SB = _values_and_scales(rows)
+    values_SD, scales_SB = _get_values_and_scales(rows)
     S, D = values_SD.shape
     check_columns("D", D)
     if not use_kernel(values_SD):

@@ -24,17 +24,17 @@ from torch import Tensor
 from moecore.kernels.common import cdiv, launch, tl, triton, use_kernel
 from moecore.kernels.rows.activation import (
     ActivationOptions,
-    activation,
+    activate_rows,
     weighted_activation_bwd_ref,
 )
 from moecore.kernels.rows.activation_kernel import activate, activate_with_gradients
 from moecore.kernels.rows.e4m3 import BLOCK, from_e4m3
 from moecore.kernels.rows.quantised import (
     check_columns,
-    empty_row_blocks,
-    empty_rows,
+    make_empty_row_blocks,
+    make_empty_rows,
+    quantise_row_blocks_ref,
     quantise_rows_ref,
-    row_blocks_ref,
 )
 from moecore.kernels.rows.quantised_kernel import store_row_blocks
 from moecore.kernels.rows.record import Rows
@@ -55,10 +55,10 @@ def quantised_activation_ref(
 ) -> tuple[Blocks, Rows | None]:
     """Compute `quantised_activation` in plain PyTorch."""
     h = quantise_rows_ref(h_RC, power_of_two=power_of_two) if quantise_h else None
-    a_RF = activation(h_RC, options)
+    a_RF = activate_rows(h_RC, options)
     if weights_R is not None:
         a_RF = a_RF * weights_R[:, None]
-    return row_blocks_ref(a_RF, power_of_two), h
+    return quantise_row_blocks_ref(a_RF, power_of_two), h
 
 
 def quantised_activation_bwd_ref(
@@ -73,7 +73,11 @@ def quantised_activation_bwd_ref(
     """Compute `quantised_activation_bwd` in plain PyTorch."""
     wide = h.widen().float(), da_RF.float()  # in which nothing is rounded before it is quantised
     dh_RC, dweights_R, a_RF = weighted_activation_bwd_ref(*wide, weights_R, num_rows, options)
-    return row_blocks_ref(dh_RC, power_of_two), dweights_R, row_blocks_ref(a_RF, power_of_two)
+    return (
+        quantise_row_blocks_ref(dh_RC, power_of_two),
+        dweights_R,
+        quantise_row_blocks_ref(a_RF, power_of_two),
+    )
 
 
 @triton.jit
@@ -236,10 +240,10 @@ def quantised_activation(
         return quantised_activation_ref(
             h_RC, weights_R, options, power_of_two=power_of_two, quantise_h=quantise_h
         )
-    out, h = empty_row_blocks(h_RC, R, F), None
+    out, h = make_empty_row_blocks(h_RC, R, F), None
     h_out: tuple[Tensor | None, Tensor | None] = (None, None)
     if quantise_h:
-        h = empty_rows(h_RC)
+        h = make_empty_rows(h_RC)
         h_out = h.values.view(torch.uint8), h.scales
     args = (h_RC, weights_R, num_rows, out.values.view(torch.uint8), out.scales, *h_out)
     launch(
@@ -280,7 +284,7 @@ def quantised_activation_bwd(
         return quantised_activation_bwd_ref(
             h, da_RF, weights_R, num_rows, options, power_of_two=power_of_two
         )
-    dh, a = empty_row_blocks(da_RF, R, C), empty_row_blocks(da_RF, R, F)
+    dh, a = make_empty_row_blocks(da_RF, R, C), make_empty_row_blocks(da_RF, R, F)
     dweights_R = da_RF.new_empty(R, dtype=torch.float32)
     sums = da_RF.new_empty(F // BLOCK, R, dtype=torch.float32)
     if F:

@@ -125,7 +125,7 @@ def _load_words(
 
 
 @triton.jit
-def _factor(scale, largest):
+def _compute_factor(scale, largest):
     """Return scale / largest as fp16 [rows, 1]."""
     return tl.div_rn(scale, largest).to(tl.float16)[:, None]
 
@@ -158,8 +158,8 @@ def tile_tokens_kernel(
         w2, s2 = _load_words(words, scales, row_ids_ptr, r + 2, end, W, SCALES_W)
         w3, s3 = _load_words(words, scales, row_ids_ptr, r + 3, end, W, SCALES_W)
         largest = tl.max(tl.maximum(tl.maximum(s0, s1), tl.maximum(s2, s3)), axis=0)
-        f0, f1 = _factor(s0, largest), _factor(s1, largest)
-        f2, f3 = _factor(s2, largest), _factor(s3, largest)
+        f0, f1 = _compute_factor(s0, largest), _compute_factor(s1, largest)
+        f2, f3 = _compute_factor(s2, largest), _compute_factor(s3, largest)
         o0, o1, o2, o3 = transpose_words(w0, w1, w2, w3, f0, f1, f2, f3)
         columns = block * 128 + 4 * tl.arange(0, 32)
         out = out_ptr + (tile.to(tl.int64) * D + columns[:, None]) * 32 + tl.arange(0, 32)[None, :]

@@ -16,7 +16,7 @@ from torch import Tensor
 from moecore.base.torch_private import register_dataclass
 from moecore.kernels.common import cdiv, launch, tl, triton, use_kernel
 from moecore.kernels.rows.e4m3 import from_e4m3
-from moecore.kernels.rows.packed import gather_packed_rows, packed_views, unpack_rows
+from moecore.kernels.rows.packed import gather_packed_rows, unpack_rows, view_packed_rows
 
 PROGRAM = {"BLOCKS": 32, "num_warps": 4}  # scales of one program: 32 elements per thread
 
@@ -40,7 +40,7 @@ class Rows:
         cls, bytes_SW: Tensor, dim: int, dtype: torch.dtype, handle_SD: Tensor | None = None
     ) -> Rows:
         """Return the rows that `pack_rows` packed, as views of the same memory."""
-        return cls(*packed_views(bytes_SW, dim), dtype, handle_SD=handle_SD)
+        return cls(*view_packed_rows(bytes_SW, dim), dtype, handle_SD=handle_SD)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -52,11 +52,11 @@ class Rows:
         if self.scales is None:
             return self.values
         if self.handle_SD is None:
-            return _wide(self.values, self.scales, self.dtype)
+            return _widen(self.values, self.scales, self.dtype)
         return _Widened.apply(self.handle_SD, self.values, self.scales)  # type: ignore[no-any-return]
 
 
-def _wide(values_SD: Tensor, scales_SB: Tensor, dtype: torch.dtype) -> Tensor:
+def _widen(values_SD: Tensor, scales_SB: Tensor, dtype: torch.dtype) -> Tensor:
     # The kernel reads values and scales side by side, as `pack_rows` leaves them; a compiler fuses
     # the plain form.
     is_packed = values_SD.stride(0) == 4 * scales_SB.stride(0)
@@ -71,7 +71,7 @@ class _Widened(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, handle_SD: Tensor, values_SD: Tensor, scales_SB: Tensor) -> Tensor:
-        return _wide(values_SD, scales_SB, handle_SD.dtype)
+        return _widen(values_SD, scales_SB, handle_SD.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:

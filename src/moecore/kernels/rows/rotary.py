@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.common import cdiv, launch, next_power_of_2, tl, triton, use_kernel
-from moecore.kernels.ops import Op, keep
+from moecore.kernels.ops import Op, make_save
 
 ELEMENTS = 4096  # of one program
 NUM_WARPS = 4
@@ -87,7 +87,9 @@ def _rotary_kernel(
     tl.store(y_row + y_second, (second * cos + first * sin).to(dtype), mask=mask)
 
 
-def _rotate(x: Tensor, cos_Td: Tensor, sin_Td: Tensor, neighbours: bool, backward: bool) -> Tensor:
+def _launch_rotary(
+    x: Tensor, cos_Td: Tensor, sin_Td: Tensor, neighbours: bool, backward: bool
+) -> Tensor:
     if x.stride(-1) != 1:
         x = x.contiguous()
     B, T, H, w = x.shape
@@ -113,15 +115,15 @@ def _rotate(x: Tensor, cos_Td: Tensor, sin_Td: Tensor, neighbours: bool, backwar
 _SCHEMA = "(Tensor {}, Tensor cos_Td, Tensor sin_Td, bool neighbours) -> Tensor"
 _rotary_bwd = Op(
     "rotary_bwd",
-    lambda dy, cos, sin, neighbours: _rotate(dy, cos, sin, neighbours, True),
+    lambda dy, cos, sin, neighbours: _launch_rotary(dy, cos, sin, neighbours, True),
     lambda dy, *_: dy.new_empty(dy.shape),
     schema=_SCHEMA.format("dy"),
 )
 _rotary = Op(
     "rotary",
-    lambda x, cos, sin, neighbours: _rotate(x, cos, sin, neighbours, False),
+    lambda x, cos, sin, neighbours: _launch_rotary(x, cos, sin, neighbours, False),
     lambda x, *_: x.new_empty(x.shape),
-    save=keep(slice(1, 3), slice(3, 4)),
+    save=make_save(slice(1, 3), slice(3, 4)),
     backward=lambda ctx, dy: (_rotary_bwd(dy, *ctx.saved_tensors, *ctx.others), None, None, None),
     schema=_SCHEMA.format("x"),
 )

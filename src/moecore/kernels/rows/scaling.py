@@ -97,18 +97,18 @@ class OperandPair(NamedTuple):
     columns: Blocks | None  # for sums over T; transposed
 
 
-def values_and_scales(side: Blocks | None) -> tuple[Tensor | None, Tensor | None]:
+def get_values_and_scales(side: Blocks | None) -> tuple[Tensor | None, Tensor | None]:
     """Return an operand's values and scales; None for an operand that was not made."""
     return (None, None) if side is None else (side.values, side.scales)
 
 
-def _from_tree(tensors: Iterable[Tensor], kind: Any) -> Blocks:
+def _make_blocks(tensors: Iterable[Tensor], kind: Any) -> Blocks:
     values, scales, *amax = tensors
     return Blocks(values, scales, kind, *amax)
 
 
 # Tensors that are saved for backward are found through pytree.
-register_pytree_node(Blocks, lambda b: (b.tensors(), b.kind), _from_tree)
+register_pytree_node(Blocks, lambda b: (b.tensors(), b.kind), _make_blocks)
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -116,12 +116,12 @@ def round_up(n: int, multiple: int) -> int:
     return cdiv(n, multiple) * multiple
 
 
-def operand_shape(rows: int, columns: int, kind: str) -> tuple[int, int]:
+def compute_operand_shape(rows: int, columns: int, kind: str) -> tuple[int, int]:
     """Return the padded M and K of an operand of [rows, columns]."""
     return round_up(rows, ALIGNED), round_up(columns, SCALE_KINDS[kind].multiple)
 
 
-def scales_shape(M: int, K: int, kind: str) -> tuple[int, int]:
+def compute_scales_shape(M: int, K: int, kind: str) -> tuple[int, int]:
     """Return the shape of an operand's scales in memory."""
     if kind == "tile":
         return cdiv(K, BLOCK), M
@@ -130,7 +130,7 @@ def scales_shape(M: int, K: int, kind: str) -> tuple[int, int]:
     return (M, 1) if kind == "row" else (1, 1)
 
 
-def amax_ref(x: Tensor) -> Tensor:
+def compute_amax_ref(x: Tensor) -> Tensor:
     """Return the largest magnitude as fp32 [1]; NaN is ignored, and no elements give 0."""
     if x.numel() == 0:
         return torch.zeros(1, device=x.device)
@@ -164,19 +164,19 @@ def encode_ref(x: Tensor, inverse: Tensor, fmt: str) -> Tensor:
 
 def raise_seen_ref_(x: Tensor, seen: Tensor) -> None:
     """Raise `seen`, fp32 [1], to the largest finite magnitude of a tensor."""
-    seen.copy_(torch.maximum(seen, amax_ref(torch.where(x.isinf(), 0, x))))
+    seen.copy_(torch.maximum(seen, compute_amax_ref(torch.where(x.isinf(), 0, x))))
 
 
 def cast_ref(x_TD: Tensor, amax: Tensor | None, kind: str, fmt: str, power_of_two: bool) -> Blocks:
     """Return [T, D] as the operand that is summed over D; `amax` scales a "tensor" operand."""
     T, D = x_TD.shape
-    M, K = operand_shape(T, D, kind)
+    M, K = compute_operand_shape(T, D, kind)
     M128, B = round_up(M, BLOCK), K // BLOCK
     x = pad(x_TD.float(), (0, K - D, 0, M128 - T))
     if SCALE_KINDS[kind].changes_along_k:
         x = x.view(M128 // BLOCK, BLOCK, B, BLOCK)
     elif kind == "tensor":
-        amax = (amax_ref(x_TD) if amax is None else amax).amax().reshape(1, 1)
+        amax = (compute_amax_ref(x_TD) if amax is None else amax).amax().reshape(1, 1)
     elif not K:
         amax = x.new_zeros(M128, 1)
     values, scales = quantise_ref(x, SCALE_KINDS[kind].dims, power_of_two, fmt, amax)
@@ -189,12 +189,12 @@ def cast_ref(x_TD: Tensor, amax: Tensor | None, kind: str, fmt: str, power_of_tw
     return Blocks(values.view(M128, K)[:M], scales, kind)
 
 
-def product_ref(a: Blocks, b: Blocks) -> Tensor:
+def multiply_ref(a: Blocks, b: Blocks) -> Tensor:
     """Return a @ b^T in fp32, as tensor cores sum it: by 128 of K where scales change along K."""
     a_MK, b_NK = a.values.float(), b.values.float()
     (M, K), N = a_MK.shape, b_NK.shape[0]
-    a_scales = _expanded(_by_rows(a), a.kind, M, K)
-    b_scales = _expanded(_by_rows(b), b.kind, N, K)
+    a_scales = _expand_scales(_view_scales_by_rows(a), a.kind, M, K)
+    b_scales = _expand_scales(_view_scales_by_rows(b), b.kind, N, K)
     step = BLOCK if SCALE_KINDS[a.kind].changes_along_k else max(K, 1)
     out_MN = torch.zeros(M, N, device=a_MK.device)
     for k in range(0, K, step):
@@ -203,7 +203,7 @@ def product_ref(a: Blocks, b: Blocks) -> Tensor:
     return out_MN
 
 
-def _by_rows(operand: Blocks) -> Tensor:
+def _view_scales_by_rows(operand: Blocks) -> Tensor:
     """Return the scales with the operand's rows, or blocks of rows, as the first dim."""
     if operand.kind == "tile":
         return operand.scales.T
@@ -212,7 +212,7 @@ def _by_rows(operand: Blocks) -> Tensor:
     return operand.scales
 
 
-def _expanded(scales: Tensor, kind: str, M: int, K: int) -> Tensor:
+def _expand_scales(scales: Tensor, kind: str, M: int, K: int) -> Tensor:
     """Return the scale of each element, [M, K]."""
     if kind == "block":
         scales = scales.repeat_interleave(BLOCK, 0)[:M]

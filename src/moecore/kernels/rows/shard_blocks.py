@@ -83,14 +83,14 @@ class MatrixShard(NamedTuple):
         return cdiv(self.rows, BLOCK) * cdiv(self.columns, BLOCK)
 
     def indices(self, part: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the full matrix's row of each row of a part, and column of each column."""
+        """Return the full matrix's row and column indices of a part's rows and columns."""
         row = torch.arange(part.numel() // max(self.part_columns, 1), device=part.device)
         if self.run:
             row = row // self.run * self.period + self.first_row + row % self.run
         return row, torch.arange(self.part_columns, device=part.device) + self.first_column
 
 
-def as_matrices(weight: Blocks, shape: torch.Size) -> OperandPair:
+def view_as_matrices(weight: Blocks, shape: torch.Size) -> OperandPair:
     """Return views of an all-gathered weight as the operand [e, N, K] that is summed over K."""
     # Gathered values are contiguous, in the parameter's shape: the last dim has the columns. Scales
     # of "block" have `MatrixShard.scales_shape`, with 0 in the padding.
@@ -102,7 +102,7 @@ def as_matrices(weight: Blocks, shape: torch.Size) -> OperandPair:
     return OperandPair(Blocks(values_eNK, scales, weight.kind, weight.amax), None)
 
 
-def as_operand(weight: Blocks) -> Blocks:
+def make_dense_operand(weight: Blocks) -> Blocks:
     """Return a dense weight as an operand [N, K], copied if K must be padded to whole blocks."""
     if weight.kind == "tensor":
         return Blocks(weight.values, weight.scales.view(1, 1), "tensor")
@@ -111,8 +111,8 @@ def as_operand(weight: Blocks) -> Blocks:
     return Blocks(operand_NK.view(weight.values.dtype), weight.scales, "block")
 
 
-def block_amax_ref_(part: Tensor, place: MatrixShard, amax: Tensor) -> None:
-    """Compute `block_amax_` in plain PyTorch."""
+def write_block_amax_ref_(part: Tensor, place: MatrixShard, amax: Tensor) -> None:
+    """Compute `write_block_amax_` in plain PyTorch."""
     row, column = place.indices(part)
     magnitudes = torch.zeros(place.rows, place.columns, device=part.device)
     magnitudes[row[:, None], column] = magnitude_ref(part.float()).view(-1, place.part_columns)
@@ -140,7 +140,7 @@ def quantise_blocks_ref_(
 
 
 @triton.jit
-def tile_of_part(
+def locate_tile(
     part,  # MatrixShard
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -166,7 +166,7 @@ def block_amax_kernel(
     BLOCK: tl.constexpr,
 ):
     """Write the part's largest magnitude in one block; 0 if no element is in the part."""
-    i, j, at, inside = tile_of_part(part, BLOCK, BLOCK)
+    i, j, at, inside = locate_tile(part, BLOCK, BLOCK)
     x = tl.load(part_ptr + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(amax_ptr + i * stride + j, tl.max(tl.max(magnitude(x), 1), 0))
 
@@ -183,7 +183,7 @@ def quantise_blocks_kernel(
     BLOCK: tl.constexpr,
 ):
     """Write the part's values in one block, and the block's scale."""
-    i, j, at, inside = tile_of_part(part, BLOCK, BLOCK)
+    i, j, at, inside = locate_tile(part, BLOCK, BLOCK)
     scale, inverse = block_scale(tl.load(amax_ptr + i * stride + j), POWER_OF_TWO)
     x = tl.load(part_ptr + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(values_ptr + at, to_e4m3(x * inverse), mask=inside)
@@ -221,7 +221,7 @@ def transpose_values_kernel(
         tl.store(to, tl.trans(low | (high << 16)), mask=mask)
 
 
-def block_amax_(part: Tensor, place: MatrixShard, amax: Tensor) -> None:
+def write_block_amax_(part: Tensor, place: MatrixShard, amax: Tensor) -> None:
     """Write a part's largest magnitude in each block of the full matrix. No host sync.
 
     NaN is ignored.
@@ -234,7 +234,7 @@ def block_amax_(part: Tensor, place: MatrixShard, amax: Tensor) -> None:
     if not part.numel():
         amax[:, : cdiv(place.columns, BLOCK)].zero_()
     elif not use_kernel(part):
-        block_amax_ref_(part, place, amax)
+        write_block_amax_ref_(part, place, amax)
     else:
         args = (part, amax, place, place.scales_shape[1])
         launch(block_amax_kernel, place.num_blocks, *args, BLOCK=BLOCK, num_warps=NUM_WARPS)
@@ -252,7 +252,7 @@ def quantise_blocks_(
     """Write the FP8 values of a part, and the scales of all blocks. No autograd, no host sync.
 
     Args:
-        part, place: as for `block_amax_`.
+        part, place: as for `write_block_amax_`.
         amax: fp32 of `place.scales_shape`, largest magnitudes of the full matrix's blocks.
         scales: fp32 of `place.scales_shape`, out. The padding of the last dim is not written.
         values: uint8, contiguous, one byte per element of the part, out.

@@ -28,41 +28,41 @@ from torch import Tensor
 from moecore.base.options.precision import Recipe
 from moecore.kernels.common import cdiv, launch, tl, triton, use_kernel
 from moecore.kernels.rows.e4m3 import block_scale_ref, magnitude_ref
-from moecore.kernels.rows.microscaled import finite_amax
+from moecore.kernels.rows.microscaled import compute_finite_amax
 from moecore.kernels.rows.microscaled_kernel import (
-    e2m1_code,
-    nvfp4_block_scale,
-    nvfp4_tensor_scale,
+    compute_nvfp4_block_scale,
+    compute_nvfp4_tensor_scale,
+    encode_e2m1,
     to_e2m1,
 )
-from moecore.kernels.rows.microscaling import nvfp4_scales, pack_e2m1, tensor_scales
+from moecore.kernels.rows.microscaling import compute_nvfp4_scales, compute_tensor_scales, pack_e2m1
 from moecore.kernels.rows.microscaling import to_e2m1 as to_e2m1_ref
 from moecore.kernels.rows.scaling import quantise_ref
-from moecore.kernels.rows.shard_blocks import MatrixShard, tile_of_part
+from moecore.kernels.rows.shard_blocks import MatrixShard, locate_tile
 
 SQUARE = 16  # rows and columns of one scale
 TILE = {"SIDE": SQUARE, "COLUMNS": 256, "num_warps": 4}  # of one program
 
 
-def num_matrices(shape: torch.Size) -> int:
+def count_matrices(shape: torch.Size) -> int:
     """Return the number of matrices of a weight: one per expert, or 1 for two dims."""
     return shape[0] if len(shape) > 2 else 1
 
 
-def _matrices(part: Tensor, first: int, amax: Tensor) -> tuple[Tensor, Tensor]:
+def _view_as_matrices(part: Tensor, first: int, amax: Tensor) -> tuple[Tensor, Tensor]:
     """Return a part as one row per matrix, and the slice of `amax` for these matrices."""
-    rows = part.reshape(num_matrices(part.shape), -1)
+    rows = part.reshape(count_matrices(part.shape), -1)
     return rows, amax[first : first + rows.shape[0]]
 
 
-def amax_of_matrices_(part: Tensor, first: int, amax: Tensor) -> None:
+def write_matrix_amax_(part: Tensor, first: int, amax: Tensor) -> None:
     """Write a part's largest magnitude in each matrix to fp32 `amax`, from matrix `first` on.
 
     NaN is ignored. Matrices without an element in the part get 0.
     """
     amax.zero_()
     if part.numel():
-        rows, part_amax = _matrices(part, first, amax)
+        rows, part_amax = _view_as_matrices(part, first, amax)
         part_amax.copy_(magnitude_ref(rows.float()).amax(1))
 
 
@@ -72,13 +72,13 @@ def cast_part_(
     """Write a part's FP8 to flat uint8 `values`, and the scales of all matrices."""
     scales.copy_(block_scale_ref(amax, power_of_two)[0])
     if part.numel():
-        rows, part_amax = _matrices(part, first, amax)
+        rows, part_amax = _view_as_matrices(part, first, amax)
         part_values, _ = quantise_ref(rows, 1, power_of_two, amax=part_amax[:, None])
         values.copy_(part_values.view(torch.uint8).view(-1))
 
 
-def amax_of_squares_ref_(part: Tensor, place: MatrixShard, amax: Tensor) -> None:
-    """Compute `amax_of_squares_` in plain PyTorch."""
+def write_square_amax_ref_(part: Tensor, place: MatrixShard, amax: Tensor) -> None:
+    """Compute `write_square_amax_` in plain PyTorch."""
     amax.zero_()
     if part.numel():
         row, column = place.indices(part)
@@ -100,8 +100,10 @@ def pack_part_ref_(
     recipe: Recipe,
 ) -> None:
     """Compute `pack_part_` in plain PyTorch."""
-    of_rows = tensor_scales(amax, recipe).repeat_interleave(squares.shape[0] // amax.numel())
-    scales.copy_(nvfp4_scales(squares, of_rows[:, None]))
+    of_rows = compute_tensor_scales(amax, recipe).repeat_interleave(
+        squares.shape[0] // amax.numel()
+    )
+    scales.copy_(compute_nvfp4_scales(squares, of_rows[:, None]))
     if part.numel():
         row, column = (index // SQUARE for index in place.indices(part))
         step = (scales.float() * of_rows[:, None])[row[:, None], column]
@@ -117,7 +119,7 @@ def square_amax_kernel(
     COLUMNS: tl.constexpr,
 ):
     """Write the part's largest magnitude in neighbouring squares; 0 in squares of other ranks."""
-    i, j, at, inside = tile_of_part(part, SIDE, COLUMNS)
+    i, j, at, inside = locate_tile(part, SIDE, COLUMNS)
     size = tl.abs(tl.load(part_ptr + at, mask=inside, other=0.0).to(tl.float32))
     size = tl.where(size == size, size, float("inf"))
     amax = tl.max(tl.reshape(tl.max(size, 0), (COLUMNS // SIDE, SIDE)), 1)
@@ -141,48 +143,48 @@ def pack_squares_kernel(
 ):
     """Write the scales of neighbouring squares, and the part's values in these squares."""
     WIDE: tl.constexpr = COLUMNS // SIDE
-    i, j, at, inside = tile_of_part(part, SIDE, COLUMNS)
+    i, j, at, inside = locate_tile(part, SIDE, COLUMNS)
     square, squares = j * WIDE + tl.arange(0, WIDE), part.columns // SIDE
     of_squares = i.to(tl.int64) * squares + square
     amax = tl.load(squares_ptr + of_squares, mask=square < squares, other=0.0)
-    scale = nvfp4_tensor_scale(tl.load(amax_ptr + i * SIDE // rows_of_matrix), POWER_OF_TWO)
-    scale_code, block = nvfp4_block_scale(amax, scale)
+    scale = compute_nvfp4_tensor_scale(tl.load(amax_ptr + i * SIDE // rows_of_matrix), POWER_OF_TWO)
+    scale_code, block = compute_nvfp4_block_scale(amax, scale)
     tl.store(scales_ptr + of_squares, scale_code.to(tl.uint8), mask=square < squares)
     x = tl.load(part_ptr + at, mask=inside, other=0.0).to(tl.float32)
     x = tl.reshape(x, (SIDE, WIDE, SIDE))
     step = tl.broadcast_to((block * scale)[None, :, None], (SIDE, WIDE, SIDE))
-    code = tl.reshape(e2m1_code(*to_e2m1(x, step, None)), (SIDE, COLUMNS // 2, 2))
+    code = tl.reshape(encode_e2m1(*to_e2m1(x, step, None)), (SIDE, COLUMNS // 2, 2))
     low, high = tl.split(code)
     first, _ = tl.split(tl.reshape(at, (SIDE, COLUMNS // 2, 2)))
     store_mask, _ = tl.split(tl.reshape(inside.to(tl.int32), (SIDE, COLUMNS // 2, 2)))
     tl.store(packed_ptr + first // 2, (low | high << 4).to(tl.uint8), mask=store_mask != 0)
 
 
-def _launch(kernel: object, place: MatrixShard, *args: object, **constants: object) -> None:
+def _launch_kernel(kernel: object, place: MatrixShard, *args: object, **constants: object) -> None:
     grid = place.rows // SQUARE * cdiv(place.columns, TILE["COLUMNS"])
     launch(kernel, grid, *args, **constants, **TILE)
 
 
-def amax_of_squares_(part: Tensor, place: MatrixShard, amax: Tensor) -> None:
+def write_square_amax_(part: Tensor, place: MatrixShard, amax: Tensor) -> None:
     """Write a part's largest magnitude in each 16 x 16 square to fp32 `amax` [R / 16, C / 16].
 
     A value that is not finite makes the magnitude of its square infinite.
     """
     if not part.numel() or not use_kernel(part):
-        amax_of_squares_ref_(part, place, amax)
+        write_square_amax_ref_(part, place, amax)
     else:
-        _launch(square_amax_kernel, place, part, amax, place)
+        _launch_kernel(square_amax_kernel, place, part, amax, place)
 
 
-def finite_amax_(part: Tensor, first: int, amax: Tensor) -> None:
+def write_finite_amax_(part: Tensor, first: int, amax: Tensor) -> None:
     """Write a part's largest finite magnitude in each matrix, from matrix `first` on, to `amax`.
 
     Matrices without an element in the part get 0.
     """
     amax.zero_()
     if part.numel():
-        matrices = num_matrices(part.shape)
-        part_amax = finite_amax(part.view(matrices, -1, part.shape[-1]))
+        matrices = count_matrices(part.shape)
+        part_amax = compute_finite_amax(part.view(matrices, -1, part.shape[-1]))
         amax[first : first + matrices].copy_(part_amax)
 
 
@@ -211,7 +213,7 @@ def pack_part_(
         return
     tensors = (part, squares, amax, scales.view(torch.uint8), codes)
     rows_of_matrix = place.rows // amax.numel()
-    _launch(
+    _launch_kernel(
         pack_squares_kernel,
         place,
         *(*tensors, place, rows_of_matrix),

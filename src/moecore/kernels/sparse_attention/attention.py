@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import cdiv, repeated
+from moecore.kernels.common import cdiv, repeat_on_meta
 from moecore.kernels.sparse_attention.contract import (
     IndexerHeads,
     KeySpans,
@@ -28,14 +28,14 @@ from moecore.kernels.sparse_attention.contract import (
     SparseOutput,
 )
 from moecore.kernels.sparse_attention.index import (
-    divergence,
-    divergence_gradient,
-    index_scores,
-    numbers_per_pair,
-    select,
-    span_scores,
+    compute_divergence,
+    compute_index_scores,
+    compute_span_scores,
+    count_numbers_per_pair,
+    differentiate_divergence,
+    select_keys,
 )
-from moecore.kernels.sparse_attention.keys import Keys, SelectedKeys, SpanOfKeys, product
+from moecore.kernels.sparse_attention.keys import Keys, SelectedKeys, SpanOfKeys, multiply
 
 # Of the largest tensor of a chunk: 128 queries of 2048 keys of 576, which are 576 MiB in fp32.
 CHUNK_NUMBERS = 128 * 2048 * 576
@@ -62,15 +62,15 @@ def sparse_attention(
         selected_tK: keys that were selected before, such as in another layer.
         diverges: give divergences too, whose gradients go to `index` alone.
     """
-    places = index or _no_indexer(heads.q_tHd)
+    places = index or _make_empty_indexer(heads.q_tHd)
     width = None if top_k is None else min(top_k, spans.longest)
     options = _SparseOptions(scale, width, diverges)
     o, selected, kl = _SparseAttention.apply(*heads, *places, selected_tK, spans, options)
     return SparseOutput(o, selected, kl)
 
 
-def _no_indexer(q_tHd: Tensor) -> IndexerHeads:
-    """Return what stands for an indexer without heads."""
+def _make_empty_indexer(q_tHd: Tensor) -> IndexerHeads:
+    """Return empty `IndexerHeads`, for attention without an indexer."""
     return IndexerHeads(*[q_tHd.new_empty(len(q_tHd), 0)] * 3)
 
 
@@ -93,7 +93,7 @@ class _Chunk(NamedTuple):
         return x_tX[self.begin : self.end]
 
 
-def _chunks(
+def _split_into_chunks(
     heads: LatentHeads, index: IndexerHeads, spans: KeySpans, width: int | None, selects: bool
 ) -> Iterator[_Chunk]:
     """Yield the chunks; `width`: keys read by a query, None = all."""
@@ -102,7 +102,7 @@ def _chunks(
     num_heads = max(H, index.q_thi.shape[1])
     of_query = [reach * num_heads if width is None else width * max(key_dim, num_heads)]
     if selects:
-        of_query.append(reach * numbers_per_pair(index))
+        of_query.append(reach * count_numbers_per_pair(index))
     size = max(1, CHUNK_NUMBERS // max(of_query))
     begins, number = range(0, t, size), cdiv(t, size)
     if heads.q_tHd.is_meta and number:  # the middle one stands for all
@@ -111,22 +111,22 @@ def _chunks(
     for begin in begins:
         end = min(t, begin + size)
         part = slice(begin, end)
-        first, last = spans.bounds(begin, end, N)
+        first, last = spans.get_bounds(begin, end, N)
         span = SpanOfKeys(first, last, spans.first_t[part], spans.last_t[part])
         of_index = index._replace(q_thi=index.q_thi[part], w_th=index.w_th[part])
         of_heads = heads._replace(q_tHd=heads.q_tHd[part])
-        with repeated(number) if heads.q_tHd.is_meta else nullcontext():
+        with repeat_on_meta(number) if heads.q_tHd.is_meta else nullcontext():
             yield _Chunk(begin, end, of_heads, of_index, span)
 
 
-def _latent_queries(heads: LatentHeads) -> Tensor:
-    """Return q_CHl, which keys are multiplied by."""
+def _compute_latent_queries(heads: LatentHeads) -> Tensor:
+    """Return q_CHl: the queries projected to the latent dim, which multiply the keys."""
     n = heads.up_HnL.shape[1]
     q_HCL = heads.q_tHd[..., :n].transpose(0, 1) @ heads.up_HnL
     return torch.cat((q_HCL.transpose(0, 1), heads.q_tHd[..., n:]), dim=-1)
 
 
-def _scores(q_CHl: Tensor, rows: Tensor, keys: Keys, scale: float) -> Tensor:
+def _compute_scores(q_CHl: Tensor, rows: Tensor, keys: Keys, scale: float) -> Tensor:
     scores_CHK = keys.dot(q_CHl, rows).mul_(scale)
     return scores_CHK.masked_fill_(~keys.seen_CK[:, None], -torch.inf)
 
@@ -154,25 +154,29 @@ class _SparseAttention(torch.autograd.Function):
         if new_width is not None:
             selected = q.new_empty(t, new_width, dtype=torch.int32)
         width = None if selected is None else selected.shape[1]
-        for chunk in _chunks(heads, index, spans, width, new_width is not None):
+        for chunk in _split_into_chunks(heads, index, spans, width, new_width is not None):
             keys: Keys = chunk.span
             if selected is not None and new_width is not None:
-                scores_CS = span_scores(chunk.indexer, chunk.span)
-                chunk.take(selected).copy_(select(scores_CS, chunk.span.first, new_width))
+                scores_CS = compute_span_scores(chunk.indexer, chunk.span)
+                chunk.take(selected).copy_(select_keys(scores_CS, chunk.span.first, new_width))
                 del scores_CS
             if selected is not None:
                 keys = SelectedKeys(chunk.take(selected))
             rows = keys.of(keys_Nl)
-            p = _scores(_latent_queries(chunk.heads), rows, keys, options.scale)
+            p = _compute_scores(_compute_latent_queries(chunk.heads), rows, keys, options.scale)
             lse_CH = p.logsumexp(-1)
             p = p.sub_(lse_CH[..., None]).exp_()
             o_CHL = keys.weigh(p.to(q.dtype), rows[..., :L]).to(q.dtype)
             chunk.take(o).copy_((o_CHL.transpose(0, 1) @ down).transpose(0, 1))
             chunk.take(lse).copy_(lse_CH)
             if kl is not None:
-                chunk.take(kl).copy_(divergence(p.mean(1), index_scores(chunk.indexer, keys)))
+                chunk.take(kl).copy_(
+                    compute_divergence(p.mean(1), compute_index_scores(chunk.indexer, keys))
+                )
         ctx.spans, ctx.options = spans, options
-        of_index = index if options.diverges else _no_indexer(q)  # a choice needs none of it again
+        of_index = (
+            index if options.diverges else _make_empty_indexer(q)
+        )  # a choice needs none of it again
         ctx.save_for_backward(*heads, *of_index, selected, o, lse)
         ctx.set_materialize_grads(False)
         if new_width is None:
@@ -196,13 +200,17 @@ class _SparseAttention(torch.autograd.Function):
             dk_Ni = torch.zeros_like(index.k_Ni, dtype=wide)
             dindex = torch.empty_like(index.q_thi), dk_Ni, torch.empty_like(index.w_th)
         width = None if selected is None else selected.shape[1]
-        for chunk in _chunks(heads, index, ctx.spans, width, False):
+        for chunk in _split_into_chunks(heads, index, ctx.spans, width, False):
             keys = chunk.span if selected is None else SelectedKeys(chunk.take(selected))
-            rows, q_CHl = keys.of(heads.keys_Nl), _latent_queries(chunk.heads)
-            p = _scores(q_CHl, rows, keys, options.scale).sub_(chunk.take(lse)[..., None]).exp_()
+            rows, q_CHl = keys.of(heads.keys_Nl), _compute_latent_queries(chunk.heads)
+            p = (
+                _compute_scores(q_CHl, rows, keys, options.scale)
+                .sub_(chunk.take(lse)[..., None])
+                .exp_()
+            )
             do_CHv, q_CHd = chunk.take(do), chunk.heads.q_tHd
             if dkl is not None and dindex is not None:
-                parts = divergence_gradient(
+                parts = differentiate_divergence(
                     chunk.take(dkl), p.mean(1), chunk.indexer, keys, dindex[1]
                 )
                 for total, part in zip((dindex[0], dindex[2]), parts, strict=True):
@@ -217,9 +225,9 @@ class _SparseAttention(torch.autograd.Function):
             dq_HCL = dq_CHl[..., :L].transpose(0, 1)
             chunk.take(dq)[..., :n].copy_((dq_HCL @ heads.up_HnL.mT).transpose(0, 1))
             chunk.take(dq)[..., n:].copy_(dq_CHl[..., L:])
-            dup += product(q_CHd[..., :n].permute(1, 2, 0), dq_HCL)
+            dup += multiply(q_CHd[..., :n].permute(1, 2, 0), dq_HCL)
             o_CHL = keys.weigh(p, rows[..., :L]).to(q_CHd.dtype)
-            ddown += product(o_CHL.permute(1, 2, 0), do_HCv)
+            ddown += multiply(o_CHL.permute(1, 2, 0), do_HCv)
             keys.add(dkeys, (ds, q_CHl), (p, do_CHL))
         sums = zip((dkeys, dup, ddown), heads[1:], strict=True)
         of_heads = (dq, *(d.to(x.dtype) for d, x in sums))

@@ -48,7 +48,7 @@ class KeySpans(NamedTuple):
     stride: int  # keys per query: ranks that hold parts of every document
     longest: int  # keys of the longest document, or more
 
-    def bounds(self, begin: int, end: int, num_keys: int) -> tuple[int, int]:
+    def get_bounds(self, begin: int, end: int, num_keys: int) -> tuple[int, int]:
         """Return the keys that queries [begin, end) may see, known without a host sync."""
         # Key `stride * i` is of the document of query i, and its own where the stride is 1. Ranks
         # hold two chunks of 2 * stride, so their own key is less than half a document further.

@@ -2,7 +2,7 @@
 
     I[c, s] = sum over h of w[c, h] * relu(q[c, h] . k[s]), in fp32; -inf where c does not see s
 
-The kernel of `span_scores` sums over heads in registers, so only [C, S] numbers are written. It
+The kernel of `compute_span_scores` sums over heads in registers and writes only [C, S] numbers. It
 reads its keys once, and the queries of all heads from the L2 cache. It computes 2 C S h i FLOPs.
 Tiles outside all spans are filled without a product. Plain PyTorch writes and
 reads C S h numbers.
@@ -23,14 +23,14 @@ DIMS = (16, 32, 64, 128)  # of a head: one step of a product
 SELECTING = 4  # numbers per pair that the selection from scores makes beside them
 
 
-def index_scores(index: IndexerHeads, keys: Keys) -> Tensor:
+def compute_index_scores(index: IndexerHeads, keys: Keys) -> Tensor:
     """Return I_CK of a chunk's queries, -inf where a query does not see a key."""
     dots_ChK = keys.dot(index.q_thi, keys.of(index.k_Ni)).relu_()
     scores_CK = torch.einsum("chk,ch->ck", dots_ChK, index.w_th.to(dots_ChK.dtype))
     return scores_CK.masked_fill_(~keys.seen_CK, -torch.inf)
 
 
-def select(scores_CS: Tensor, first: int, top_k: int) -> Tensor:
+def select_keys(scores_CS: Tensor, first: int, top_k: int) -> Tensor:
     """Return int32 [C, top_k], the keys of the largest scores, from `first` on, ascending.
 
     If a query sees fewer keys, -1 fills the end. Among equal scores the earlier keys are selected,
@@ -52,13 +52,13 @@ def select(scores_CS: Tensor, first: int, top_k: int) -> Tensor:
     return out.scatter_(1, places_CS, keys_CS.expand(C, S))[:, :top_k]
 
 
-def divergence(p_CK: Tensor, scores_CK: Tensor) -> Tensor:
+def compute_divergence(p_CK: Tensor, scores_CK: Tensor) -> Tensor:
     """Return KL_C of p against the softmax of scores; p is 0 where scores are -inf."""
     log_q_CK = scores_CK.log_softmax(-1).masked_fill(p_CK == 0, 0)
     return (torch.xlogy(p_CK, p_CK) - p_CK * log_q_CK).sum(-1)
 
 
-def divergence_gradient(
+def differentiate_divergence(
     dkl_C: Tensor, p_CK: Tensor, index: IndexerHeads, keys: Keys, dk_Ni: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return dq_Chi and dw_Ch, and add to dk_Ni, for the gradients of a chunk's divergences."""
@@ -75,7 +75,7 @@ def divergence_gradient(
     return keys.weigh(ddots_ChK, rows), dw_Ch
 
 
-def numbers_per_pair(index: IndexerHeads) -> int:
+def count_numbers_per_pair(index: IndexerHeads) -> int:
     """Return how many fp32 numbers a chunk makes per query and key."""
     return SELECTING if _has_kernel(index) else max(SELECTING, index.q_thi.shape[1])
 
@@ -138,10 +138,10 @@ def _index_scores_kernel(
     )
 
 
-def span_scores(index: IndexerHeads, span: SpanOfKeys) -> Tensor:
+def compute_span_scores(index: IndexerHeads, span: SpanOfKeys) -> Tensor:
     """Return I_CS of a chunk's queries, -inf where a query does not see a key. No host sync."""
     if not _has_kernel(index):
-        return index_scores(index, span)
+        return compute_index_scores(index, span)
     q_Chi, k_Si = index.q_thi.contiguous(), span.of(index.k_Ni).contiguous()
     (C, h, i), S = q_Chi.shape, len(k_Si)
     scores_CS = q_Chi.new_empty(C, S, dtype=torch.float32)

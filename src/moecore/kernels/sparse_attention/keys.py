@@ -45,7 +45,7 @@ class SelectedKeys:
 
     @cached_property
     def seen_CK(self) -> Tensor:
-        """Those that are keys, and not -1."""
+        """Return which entries are keys; -1 is none."""
         return self._selected_CK >= 0
 
     def of(self, x_ND: Tensor) -> Tensor:
@@ -53,18 +53,18 @@ class SelectedKeys:
         return x_ND.index_select(0, self._places).view(*self._selected_CK.shape, -1)
 
     def dot(self, q_CxD: Tensor, rows: Tensor) -> Tensor:
-        """One product a query."""
-        return product(q_CxD, rows.transpose(1, 2))
+        """Compute one matrix product per query."""
+        return multiply(q_CxD, rows.transpose(1, 2))
 
     def weigh(self, p_CxK: Tensor, rows: Tensor) -> Tensor:
-        """One product a query."""
-        return product(p_CxK, rows)
+        """Compute one matrix product per query."""
+        return multiply(p_CxK, rows)
 
     def add(self, total_ND: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
         """Add [C, K, D]; on GPUs in a fixed order only under torch's deterministic algorithms."""
         rows = None
         for p_CxK, q_CxD in pairs:
-            part = product(p_CxK.transpose(1, 2), q_CxD)
+            part = multiply(p_CxK.transpose(1, 2), q_CxD)
             if rows is None:
                 rows = part
             else:
@@ -82,7 +82,7 @@ class SpanOfKeys:
 
     @cached_property
     def seen_CK(self) -> Tensor:
-        """Those of the query's document up to its own."""
+        """Return the keys of the query's document, up to the query's position."""
         keys = torch.arange(self._span.start, self._span.stop, device=self.first_C.device)
         return (keys >= self.first_C[:, None]) & (keys <= self.last_C[:, None])
 
@@ -91,21 +91,21 @@ class SpanOfKeys:
         return x_ND[self._span]
 
     def dot(self, q_CxD: Tensor, rows: Tensor) -> Tensor:
-        """One product."""
-        return product(q_CxD.flatten(0, 1), rows.T).unflatten(0, q_CxD.shape[:2])  # type: ignore[no-any-return]
+        """Compute one matrix product for all queries."""
+        return multiply(q_CxD.flatten(0, 1), rows.T).unflatten(0, q_CxD.shape[:2])  # type: ignore[no-any-return]
 
     def weigh(self, p_CxK: Tensor, rows: Tensor) -> Tensor:
-        """One product."""
-        return product(p_CxK.flatten(0, 1), rows).unflatten(0, p_CxK.shape[:2])  # type: ignore[no-any-return]
+        """Compute one matrix product for all queries."""
+        return multiply(p_CxK.flatten(0, 1), rows).unflatten(0, p_CxK.shape[:2])  # type: ignore[no-any-return]
 
     def add(self, total_ND: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
         """Add the sum over queries."""
         for p_CxK, q_CxD in pairs:
-            rows = product(p_CxK.flatten(0, 1).T, q_CxD.flatten(0, 1))
+            rows = multiply(p_CxK.flatten(0, 1).T, q_CxD.flatten(0, 1))
             total_ND[self._span, : rows.shape[-1]] += rows
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
+def multiply(a: Tensor, b: Tensor) -> Tensor:
     """Return a @ b of two or three dims, summed and left in fp32 for 16 bits."""
     if a.dtype not in (torch.bfloat16, torch.float16):
         return a @ b

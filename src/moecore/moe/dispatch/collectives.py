@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.base.rank_checks import DTYPES, check_notes
+from moecore.base.rank_checks import DTYPES, check_headers
 from moecore.base.torch_private import all_gather_single, assert_async, skips_communication
 from moecore.moe.pairs import Pairs, exchange
 
@@ -77,7 +77,7 @@ class Attendance:
                 "the dtype of tokens": lambda n: str([*DTYPES, "another"][n]),
                 "torch.is_grad_enabled()": lambda n: str(bool(n)),
             }
-            check_notes(f"the exchange of {self._name}", notes, formatters, self._group)
+            check_headers(f"the exchange of {self._name}", notes, formatters, self._group)
 
 
 class _Exchanged(torch.autograd.Function):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.base.options.dispatch import NVLinkOptions
-from moecore.base.streams import Stream, current_stream, new_stream, on_stream
+from moecore.base.streams import Stream, create_stream, get_current_stream, use_stream
 from moecore.kernels.common import record_launch
 from moecore.kernels.exchange import clones as clone_kernels
 from moecore.kernels.exchange import copies
@@ -103,7 +103,7 @@ class Exchange:
         """Send tokens with their choices to the experts' ranks; return source rows."""
         tensors = (x_TD.contiguous(), ids_TK.contiguous(), weights_TK.contiguous())
         self._enter(SlotEvent.OPERATION)
-        return kernels.spread_choices(self.buffer, *tensors, num_local=num_local, etp=etp)
+        return kernels.spread_rows_and_choices(self.buffer, *tensors, num_local=num_local, etp=etp)
 
     def spread(
         self, x_TD: Tensor, peers_T: Tensor, places_S: Tensor, slots_SN: Tensor, num_rows: int
@@ -111,7 +111,7 @@ class Exchange:
         """Send rows to the ranks that received their tokens; return a copy per slot, [R, D]."""
         row_map = (peers_T, places_S, slots_SN)
         self._enter(SlotEvent.OPERATION)
-        return kernels.spread(self.buffer, x_TD.contiguous(), *row_map, num_rows)
+        return kernels.spread_rows(self.buffer, x_TD.contiguous(), *row_map, num_rows)
 
     def reduce(
         self,
@@ -128,7 +128,7 @@ class Exchange:
             choices = (choices[0].contiguous(), choices[1])
         row_map = (peers_T, places_S, slots_SN)
         self._enter(SlotEvent.OPERATION)
-        return kernels.reduce(self.buffer, y_RD.contiguous(), *row_map, choices)
+        return kernels.reduce_rows(self.buffer, y_RD.contiguous(), *row_map, choices)
 
     def can_copy(self) -> bool:
         """Whether `start_copies` may be called now; identical on all ranks."""
@@ -141,7 +141,7 @@ class Exchange:
         """Start to copy sums to the tokens' ranks. Keep the sums until `finish_copies`."""
         # Copy engines alone copy, on a stream of copies.
         self._enter(SlotEvent.COPY)
-        with on_stream(self._stream_after(sums_SD)):
+        with use_stream(self._stream_after(sums_SD)):
             self._copy(sums_SD)
 
     def finish_copies(
@@ -154,13 +154,13 @@ class Exchange:
 
     def _stream_after(self, x: Tensor) -> Stream:
         """Return the copy stream, after it waits for work queued on the current stream."""
-        self._stream = self._stream or new_stream(x.device)
+        self._stream = self._stream or create_stream(x.device)
         assert self._stream is not None, "copies are on a GPU, or in a dry run"
-        self._stream.wait_stream(current_stream(x.device))
+        self._stream.wait_stream(get_current_stream(x.device))
         return self._stream
 
     def _wait_for_stream(self, x: Tensor) -> None:
-        current = current_stream(x.device)
+        current = get_current_stream(x.device)
         assert current is not None
         current.wait_stream(self._stream)
 
@@ -171,7 +171,7 @@ class Exchange:
         self, sums_SD: Tensor, peers_T: Tensor, places_S: Tensor, choices: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor | None]:
         row_map = (peers_T, places_S, places_S[:, None])
-        return kernels.reduce(self.buffer, sums_SD, *row_map, choices, has_sums=True)
+        return kernels.reduce_rows(self.buffer, sums_SD, *row_map, choices, has_sums=True)
 
     def limit_rows(self, offsets_e: Tensor, num_rows: int) -> Tensor:
         """Limit the offsets to `num_rows`, and record larger offsets as a shortage."""

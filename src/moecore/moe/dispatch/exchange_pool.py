@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.base.options.dispatch import NVLinkOptions
-from moecore.kernels.common import num_sms, on_device
+from moecore.kernels.common import count_sms, use_device
 from moecore.kernels.exchange.buffer import (
     ROW_ALIGNMENT,
     SUM_DTYPES,
@@ -179,10 +179,10 @@ class ExchangePool(Holder):
                 "use 'alltoall'"
             )
         _refuse_capture()
-        programs = self._programs or num_sms(x_TD.device)
+        programs = self._programs or count_sms(x_TD.device)
         layout = self._layout(x_TD, top_k, self._compare_options(x_TD, top_k, programs), programs)
         # An evaluation may come first: a training step can not write tensors of inference mode.
-        with on_device(x_TD), torch.inference_mode(False):
+        with use_device(x_TD), torch.inference_mode(False):
             buffer = make_buffer(layout, self.group, x_TD.device, self.options.timeout_s)
         return Exchange(buffer, self.group, self.options, balanced_rows=self._balanced(layout))
 

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.base import install_command
-from moecore.base.rank_checks import gather
+from moecore.base.rank_checks import gather_objects
 from moecore.base.streams import wait_on_host
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows
@@ -52,7 +52,7 @@ INSTALL = f"{install_command('nccl-ep')}, or use 'alltoall'"
 def find_problem(group: dist.ProcessGroup, device_type: str) -> str | None:
     """Return why NCCL EP cannot run on a rank of a group, as "relation: fix"; None = it can."""
     # Collective. The same on all ranks.
-    problems = gather(_local_problem(device_type), group)
+    problems = gather_objects(_local_problem(device_type), group)
     return next((problem for problem in problems if problem is not None), None)
 
 

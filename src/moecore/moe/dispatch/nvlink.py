@@ -31,11 +31,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moecore.base.torch_private import version
+from moecore.base.torch_private import sum_versions
 from moecore.kernels.exchange.operations import SpreadChoices
 from moecore.kernels.experts.contract import Refetch, UnsummedInput
 from moecore.kernels.rows.index import ExpertIndex, build_index
-from moecore.kernels.rows.move import sum_rows_plain
+from moecore.kernels.rows.move import sum_rows_without_autograd
 from moecore.kernels.rows.record import Rows
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher, AllToAllPlan
 from moecore.moe.dispatch.exchange import Exchange
@@ -227,7 +227,7 @@ class _Sender:
         self._exchange = exchange
         self._stored_rows: _StoredRows | None = None
 
-    def start(
+    def start_sending(
         self,
         drows_RD: Tensor,
         dweights_R: Tensor | None,
@@ -239,7 +239,7 @@ class _Sender:
         # If `Exchange.can_copy` is False, it does nothing, and the dispatch's backward sends all.
         self._stored_rows = None
         if self._exchange.can_copy():
-            sums_SD = sum_rows_plain(drows_RD, row_ids_R, slots_SK, num_rows)
+            sums_SD = sum_rows_without_autograd(drows_RD, row_ids_R, slots_SK, num_rows)
             self._stored_rows = _StoredRows(
                 drows_RD, dweights_R, _versions(drows_RD, dweights_R), sums_SD
             )
@@ -250,7 +250,7 @@ class _Sender:
     ) -> tuple[Tensor, Tensor | None] | None:
         """Return the gradients of tokens and weights, [T, D] and [T, K]; None without copies."""
         # `grads` are the gradients of the expert rows and of their weights that were given to
-        # `start`.
+        # `start_sending`.
         stored_rows, self._stored_rows = self._stored_rows, None
         if stored_rows is None:
             return None
@@ -273,7 +273,7 @@ class _Sender:
 
 
 def _versions(*tensors: Tensor | None) -> tuple[int, ...]:
-    return tuple(version(t) for t in tensors if t is not None)
+    return tuple(sum_versions(t) for t in tensors if t is not None)
 
 
 class _Outputs(NamedTuple):

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.base.rank_checks import gather
-from moecore.base.torch_private import symmetric_memory
-from moecore.kernels.common import HAS_TRITON, INTERPRET, meta_is_gpu, num_peers_on_meta
+from moecore.base.rank_checks import gather_objects
+from moecore.base.torch_private import allocate_symmetric_memory
+from moecore.kernels.common import HAS_TRITON, INTERPRET, get_num_meta_peers, meta_is_gpu
 from moecore.kernels.exchange.buffer import MAX_RANKS, NUM_WORDS, ExchangeLayout, SymmetricBuffer
 from moecore.kernels.exchange.clones import CloneBuffer, CloneLayout
 
@@ -26,7 +26,7 @@ def make_buffer(
     """Allocate this rank's buffer of an exchange of rows. Collective."""
     peers, handles = _connect(layout, group, device, timeout_s)
     slots = tuple(
-        layout.sums_at(peer, handles["rank"]) for peer in (peers if layout.sums_slot else [])
+        layout.view_sums(peer, handles["rank"]) for peer in (peers if layout.sums_slot else [])
     )
     return SymmetricBuffer(layout=layout, sums_slots=slots, **handles)
 
@@ -48,10 +48,10 @@ def _connect(
 ) -> tuple[list[Tensor], dict[str, Any]]:
     """Return the memory of all ranks, and the fields of a `PeerBuffer`. Collective."""
     size = (layout.num_bytes,)
-    memory, handle = symmetric_memory(layout.num_bytes, group, device)
+    memory, handle = allocate_symmetric_memory(layout.num_bytes, group, device)
     memory.zero_()  # the flags
     peers = [handle.get_remote_tensor(g, size, torch.uint8) for g in range(layout.num_ranks)]
-    addresses = torch.tensor([layout.regions(peer.data_ptr()) for peer in peers])
+    addresses = torch.tensor([layout.locate_regions(peer.data_ptr()) for peer in peers])
     handles = dict(
         rank=dist.get_rank(group),
         bases=addresses.T.contiguous().to(device),
@@ -92,20 +92,20 @@ def find_problem(group: dist.ProcessGroup, device_type: str) -> str | None:
 def find_peer_problem(group: dist.ProcessGroup) -> str | None:
     """Return why GPUs of a group cannot read each other's memory; None = they can."""
     # As `find_problem`, without what is asked of kernels.
-    problems = gather(_peer_problem(group) or _memory_problem(group), group)
+    problems = gather_objects(_peer_problem(group) or _memory_problem(group), group)
     return next((p for p in problems if p), None)
 
 
 def are_peers_on_meta(group: dist.ProcessGroup) -> bool:
     """Return whether the GPUs of a simulated group on meta can read each other's memory."""
-    return len({rank // num_peers_on_meta() for rank in dist.get_process_group_ranks(group)}) == 1
+    return len({rank // get_num_meta_peers() for rank in dist.get_process_group_ranks(group)}) == 1
 
 
 def _peer_problem(group: dist.ProcessGroup) -> str | None:
     """Check hosts and peer access; the answer is identical on all ranks that see all GPUs."""
     device = torch.cuda.current_device()
     local_devices = {str(_properties(i).uuid): i for i in range(torch.cuda.device_count())}
-    places = gather((get_host_id(), str(_properties(device).uuid)), group)
+    places = gather_objects((get_host_id(), str(_properties(device).uuid)), group)
     hosts = len({host for host, _ in places})
     if hosts > 1:
         return f"must stay on one host (its ranks are on {hosts}): use 'alltoall'"
@@ -128,7 +128,7 @@ def _memory_problem(group: dist.ProcessGroup) -> str | None:
     """Try to allocate symmetric memory. All ranks of the group must call it, or none."""
     device = torch.device("cuda", torch.cuda.current_device())
     try:
-        symmetric_memory(1024, group, device)
+        allocate_symmetric_memory(1024, group, device)
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         return f"must have torch's symmetric memory, which fails here ({reason}): use 'alltoall'"

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from moecore.base.fields import Count, CountOrZero, check_arguments, quote
-from moecore.base.rank_checks import gather
+from moecore.base.rank_checks import gather_objects
 from moecore.packing.collate import PackedBatch, Rows, build_batch
 from moecore.packing.corpus.documents import (
     CorpusError,
@@ -216,7 +216,7 @@ class PositionedLoader(Generic[Batch]):
             return
         if self._data_ranks > 1:
             local_facts = self._batches.collect_rank_facts(), self._batches.data_rank
-            facts, numbers = zip(*gather(local_facts, self._group), strict=True)
+            facts, numbers = zip(*gather_objects(local_facts, self._group), strict=True)
             check_ranks(facts)
             missing = set(range(self._batches.data_ranks)) - set(numbers)
             if missing and dist.is_initialized():
@@ -272,7 +272,7 @@ class PositionedLoader(Generic[Batch]):
         Collective if there are several data ranks and torch.distributed is initialized.
         """
         local_state = self._make_state(self._cursors)
-        states = gather(local_state) if self._batches.data_ranks > 1 else [local_state]
+        states = gather_objects(local_state) if self._batches.data_ranks > 1 else [local_state]
         check_ranks([{**state["facts"], "rows taken": state["rows"]} for state in states])
         return merge_positions([self._make_state(self._loaded), *states])
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from moecore.base.fields import CheckedRecord, Count, CountOrZero, Rules, check_arguments
 from moecore.base.rank_checks import find_difference
-from moecore.base.streams import to_device
+from moecore.base.streams import copy_to_device
 from moecore.packing.collate import (
     PackedBatch,
     Piece,
@@ -118,7 +118,7 @@ class ScheduledBatch:
         Args:
             losses: the losses of the micro-batches, as `TrainStep.forward_backward` returns them.
         """
-        return (losses / to_device(torch.tensor(self.cps), losses.device)).sum()
+        return (losses / copy_to_device(torch.tensor(self.cps), losses.device)).sum()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,7 +214,7 @@ class ScheduledCollator(CheckedRecord):
 
 
 def _move_tensor(x: Any, device: torch.device | str) -> Any:
-    return to_device(x, device) if isinstance(x, Tensor) else x
+    return copy_to_device(x, device) if isinstance(x, Tensor) else x
 
 
 class ScheduledLoader(PositionedLoader[ScheduledBatch]):

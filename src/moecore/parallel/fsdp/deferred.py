@@ -1,6 +1,6 @@
 """`WeightGradients`: weight-gradient products that a backward stores and `run` computes.
 
-with engine.deferring(deferred):     computes input gradients; sinks store weight products
+with engine.defer_weight_gradients(deferred):  computes input gradients; sinks store products
     torch.autograd.backward(...)
 deferred.run()                       computes the products and reduces their units
 """
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.base.torch_private import storage_key
+from moecore.base.torch_private import get_storage_key
 from moecore.kernels.experts.contract import ComputeGrad
 
 
@@ -24,7 +24,7 @@ class WeightProduct(NamedTuple):
 
     number: int  # index of the parameter in its unit
     shape: torch.Size  # shape of the gradient
-    compute: ComputeGrad  # compute and operands: arguments of `GradSink.put`
+    compute: ComputeGrad  # compute and operands: arguments of `GradSink.accumulate`
     operands: tuple[Any, ...]
     stream: torch.cuda.Stream | None  # stream that made the operands; None on a CPU
 
@@ -62,7 +62,7 @@ class WeightGradients:
     def nbytes(self) -> int:
         """Bytes of device memory that the stored operands occupy; each storage counts once."""
         storages = {
-            storage_key(tensor): tensor.untyped_storage().nbytes()
+            get_storage_key(tensor): tensor.untyped_storage().nbytes()
             for products in self._products.values()
             for product in products
             for tensor in iterate_tensors(product.operands)
@@ -85,15 +85,15 @@ class WeightGradients:
         """Set the function that `run` calls."""
         self._run = run
 
-    def keep(self, unit: object, product: WeightProduct) -> None:
+    def store(self, unit: object, product: WeightProduct) -> None:
         """Store the product for the gradient of one of the unit's parameters."""
         self._products.setdefault(unit, deque()).append(product)
 
-    def holds(self, unit: object) -> bool:
+    def has_products(self, unit: object) -> bool:
         """Whether products for a unit's parameters are stored."""
         return unit in self._products
 
-    def take(self, unit: object) -> deque[WeightProduct]:
+    def pop_products(self, unit: object) -> deque[WeightProduct]:
         """Remove a unit's products and return them in the order in which they were stored."""
         return self._products.pop(unit, deque())
 

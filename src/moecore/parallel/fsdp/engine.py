@@ -22,7 +22,7 @@ reduced at that point. Any other resident unit is reduced by each backward. A fo
 announced is a separate step: it starts with new all-gathers, and its backward reduces and reshards
 all units.
 
-A backward in two parts (`deferring`) defers products of weight gradients:
+A backward in two parts (`defer_weight_gradients`) defers products of weight gradients:
 
     D    backward: gradients of inputs, and the weight gradients that autograd computes
     W    `WeightGradients.run`: the deferred products, unit by unit from the last to the first
@@ -48,9 +48,9 @@ from moecore.base.torch_private import (
     call_after_backward,
     has_next_node,
     is_recomputing,
+    sum_versions,
     tree_leaves,
     tree_map_only,
-    version,
 )
 from moecore.parallel.fsdp.deferred import WeightGradients
 from moecore.parallel.fsdp.progress import Progress
@@ -151,7 +151,7 @@ class UnitEngine:
 
     def end_forwards(self) -> None:
         """End a micro-batch: run a backward of zeros for forwards whose output had no backward."""
-        runs = [] if self._uneven is None else self._uneven.runs_without_backward()
+        runs = [] if self._uneven is None else self._uneven.list_runs_without_backward()
         for run in runs:
             start = torch.zeros((), requires_grad=True)
             start.register_hook(lambda _, run=run: self.pre_backward(run))
@@ -176,7 +176,7 @@ class UnitEngine:
             unit.gradients.drop()
 
     @contextmanager
-    def deferring(self, deferred: WeightGradients) -> Iterator[None]:
+    def defer_weight_gradients(self, deferred: WeightGradients) -> Iterator[None]:
         """Return a context in which backwards store their weight-gradient products in `deferred`.
 
         The backwards must be called without `inputs`, because gradients go to parameters. Use
@@ -204,7 +204,7 @@ class UnitEngine:
         self._check_consistent()
         self._in_backward = True
         for unit in reversed(self.units):
-            products = deferred.take(unit.gradients)
+            products = deferred.pop_products(unit.gradients)
             if products:
                 unit.gradients.compute(products)
                 self._reduce_grads(unit)
@@ -213,7 +213,7 @@ class UnitEngine:
         self._in_backward = False
 
     @contextmanager
-    def paired(self) -> Iterator[None]:
+    def pair_passes(self) -> Iterator[None]:
         """Return a context in which one announced forward alternates with one backward."""
         self._check_consistent()
         self._is_paired = True
@@ -235,7 +235,7 @@ class UnitEngine:
         is_recompute = is_recomputing()
         if not self._depth and not is_recompute:
             self._root_pre_forward()
-            args, kwargs = self._streams.on_device((args, kwargs))
+            args, kwargs = self._streams.copy_to_device((args, kwargs))
         forward = (
             self._active_runs[-1].forward if is_recompute and self._active_runs else self._forward
         )
@@ -355,8 +355,12 @@ class UnitEngine:
     def _get_grad_boundary(self, leaf: Tensor) -> GradBoundary:
         """Return an activation's `GradBoundary`; create and register it if there is none."""
         boundary: GradBoundary | None = getattr(leaf, GRAD_BOUNDARY, None)
-        if boundary is None or boundary.version != version(leaf) or boundary.engine is not self:
-            boundary = GradBoundary(self, version(leaf), is_leaf=leaf.is_leaf)
+        if (
+            boundary is None
+            or boundary.version != sum_versions(leaf)
+            or boundary.engine is not self
+        ):
+            boundary = GradBoundary(self, sum_versions(leaf), is_leaf=leaf.is_leaf)
             leaf.register_hook(boundary)
             setattr(leaf, GRAD_BOUNDARY, boundary)
         return boundary
@@ -396,7 +400,7 @@ class UnitEngine:
                 unit.sync_requires_grad()  # parameters may have been frozen since the forward
             call_after_backward(self._root_post_backward)
         if self._uneven is not None and run.visit is not None:
-            for parent in self._uneven.runs_of_parent(run.visit):  # whose outputs no module read
+            for parent in self._uneven.list_parent_runs(run.visit):  # whose outputs no module read
                 self.pre_backward(parent)
             self._uneven.pre_backward(run.visit)
         run.is_active, run.pending = True, run.inputs
@@ -414,7 +418,7 @@ class UnitEngine:
     def _end_run(self, run: ForwardRun) -> None:
         """End the backward of a run; a run whose backward has not begun expects none."""
         if not run.is_active:
-            run.expect_none()
+            run.stop_expecting()
             return
         self._close_run(run)
         self._reshard_if_unused(run.unit, run.forward)
@@ -441,7 +445,7 @@ class UnitEngine:
         run.is_active = False
         run.unit.backwards -= 1
         run.unit.gradients.is_expected = True
-        run.expect_none()
+        run.stop_expecting()
 
     def _root_post_backward(self) -> None:
         while self._active_runs:
@@ -464,7 +468,10 @@ class UnitEngine:
         accumulates = unit.options.accumulates and self._is_shared(unit)
         unit.gradients.reduces = not (
             accumulates
-            and (self._expects_grads(unit) or any(d.holds(unit.gradients) for d in self._deferred))
+            and (
+                self._expects_grads(unit)
+                or any(d.has_products(unit.gradients) for d in self._deferred)
+            )
         )
         with publish_errors(f"the reduction of {unit.options.name}"):
             unit.gradients.reduce()

@@ -33,15 +33,15 @@ from moecore.base.options.precision import Recipe, Scaling
 from moecore.base.params import GATHERED_BLOCKS
 from moecore.kernels.rows.e4m3 import FP8
 from moecore.kernels.rows.scaling import Blocks
-from moecore.kernels.rows.shard_blocks import MatrixShard, block_amax_, quantise_blocks_
+from moecore.kernels.rows.shard_blocks import MatrixShard, quantise_blocks_, write_block_amax_
 from moecore.kernels.rows.shard_matrices import (
     SQUARE,
-    amax_of_matrices_,
-    amax_of_squares_,
     cast_part_,
-    finite_amax_,
-    num_matrices,
+    count_matrices,
     pack_part_,
+    write_finite_amax_,
+    write_matrix_amax_,
+    write_square_amax_,
 )
 from moecore.moe.amax_history import history_of
 from moecore.parallel.fsdp.params import UnitParam, copy_all
@@ -141,7 +141,7 @@ class QuantisedFormat(ABC):
 
     def _count_matrices(self, shape: torch.Size) -> int:
         """Return the number of matrices in a parameter, each of which has a scale."""
-        return num_matrices(shape)
+        return count_matrices(shape)
 
     @abstractmethod
     def _get_blocks_shape(self, place: MatrixShard) -> tuple[int, int]:
@@ -177,7 +177,7 @@ class BlockFormat(QuantisedFormat):
 
     @override
     def _write_amax(self, shard: Tensor, part: _ShardPart) -> None:
-        block_amax_(shard, part.place, part.of_blocks)
+        write_block_amax_(shard, part.place, part.of_blocks)
 
     @override
     def _quantise_shard(self, shard: Tensor, part: _ShardPart, values: Tensor) -> None:
@@ -201,7 +201,7 @@ class MatrixFormat(QuantisedFormat):
 
     @override
     def _write_amax(self, shard: Tensor, part: _ShardPart) -> None:
-        amax_of_matrices_(shard, part.first, part.of_matrices)
+        write_matrix_amax_(shard, part.first, part.of_matrices)
 
     @override
     def _quantise_shard(self, shard: Tensor, part: _ShardPart, values: Tensor) -> None:
@@ -228,8 +228,8 @@ class PackedFormat(QuantisedFormat):
 
     @override
     def _write_amax(self, shard: Tensor, part: _ShardPart) -> None:
-        amax_of_squares_(shard, part.place, part.of_blocks)
-        finite_amax_(shard, part.first, part.of_matrices)
+        write_square_amax_(shard, part.place, part.of_blocks)
+        write_finite_amax_(shard, part.first, part.of_matrices)
 
     @override
     def _quantise_shard(self, shard: Tensor, part: _ShardPart, values: Tensor) -> None:

@@ -87,7 +87,7 @@ class Gradients:
         # Parameters with a gradient only on other ranks -> whether kernels divided it there.
         self._remote_grads: dict[int, bool] = {}
 
-    def sink(self, index: int, shape: torch.Size) -> GradSink | None:
+    def make_sink(self, index: int, shape: torch.Size) -> GradSink | None:
         """Return the object that receives a parameter's gradient from kernels.
 
         None = the parameter needs no gradient. `shape` is the shape that kernels use.
@@ -97,7 +97,7 @@ class Gradients:
             return None
         return _Sink(self, index, unsharded, shape)
 
-    def put(
+    def accumulate(
         self, index: int, shape: torch.Size, compute: ComputeGrad, *operands: Any
     ) -> Tensor | None:
         """Call `compute` to add a parameter's gradient to the sums, or defer the product.
@@ -118,7 +118,7 @@ class Gradients:
         """Store the product that computes a gradient; return False if products are not deferred."""
         if self.deferred is None:
             return False
-        self.deferred.keep(self, WeightProduct.of(index, shape, compute, operands))
+        self.deferred.store(self, WeightProduct.of(index, shape, compute, operands))
         self._deferred_grads.add(index)
         return True
 
@@ -138,7 +138,7 @@ class Gradients:
             if param.is_partial:  # `reduce` sums it over tensor parallel ranks
                 grad = compute(*operands, GradTarget())
             else:
-                grad = self.put(index, shape, compute, *operands)
+                grad = self.accumulate(index, shape, compute, *operands)
             if grad is not None:
                 param.add_grad(grad)
 
@@ -299,7 +299,7 @@ class Gradients:
             flat = flags.new_empty(sum(self._sizes))
             shards = self._list_shards(flat, indices)
         all_flags = flat[-self._num_flags :]
-        with streams.reducing():
+        with streams.use_reduce_stream():
             if self._transport is not None:
                 self._transport.reduce([*shards, all_flags], [*regions, flags])
                 if sums is self._buffer_views and self.buffer is not None:
@@ -401,11 +401,11 @@ class _Sink:
         self._gradients, self._index, self._param, self._shape = gradients, index, param, shape
         self._node = get_gradient_edge(param).node
 
-    def put(self, compute: ComputeGrad, *operands: Any) -> Tensor | None:
+    def accumulate(self, compute: ComputeGrad, *operands: Any) -> Tensor | None:
         """Let a kernel write the gradient into the sums; return it if autograd needs it."""
         if not self._may_take_gradient():
             return compute(*operands, GradTarget())
-        return self._gradients.put(self._index, self._shape, compute, *operands)
+        return self._gradients.accumulate(self._index, self._shape, compute, *operands)
 
     def defer(self, compute: ComputeGrad, *operands: Any) -> bool:
         """Store the product for a later computation; return False if autograd needs the result."""

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from moecore.base.copies import make_dtensor
-from moecore.base.params import GATHERED_BLOCKS, READS_PLAIN, grad_placements
+from moecore.base.params import GATHERED_BLOCKS, READS_PLAIN, make_grad_placements
 from moecore.base.torch_private import (
     StridedShard,
     apply_value_hooks,
@@ -27,7 +27,7 @@ from moecore.base.torch_private import (
     foreach_copy_,
     get_local_tensor,
     has_value_hooks,
-    parameter_like,
+    make_parameter_like,
     wrap_like,
 )
 from moecore.moe.param_reader import gathered_blocks
@@ -72,7 +72,7 @@ class UnitParam:
         local_data = local_data.to(device_type) if not local_data.is_meta else local_data
         shard = local_data.clone(memory_format=torch.contiguous_format)
         place = _make_placements(param, dim if is_cut else None, mesh, join)
-        self.sharded = parameter_like(make_dtensor(shard, *place, of=param), param)
+        self.sharded = make_parameter_like(make_dtensor(shard, *place, of=param), param)
         self.shard = get_local_tensor(self.sharded)  # this rank's local tensor
         self.unsharded: nn.Parameter | None = None  # None before the first all-gather
         register_params([self], unsharded=False)
@@ -119,7 +119,7 @@ class UnitParam:
         local = data.data
         if self._inner is not None and not self._is_plain:
             local = make_dtensor(local, *self._inner, of=self.sharded)
-        self.unsharded = parameter_like(local, self.sharded)
+        self.unsharded = make_parameter_like(local, self.sharded)
         blocks = gathered_blocks(self.sharded)
         if blocks is not None:  # `precision/stored.py`: the shard has no values
             setattr(self.unsharded, GATHERED_BLOCKS, blocks)
@@ -158,7 +158,7 @@ class UnitParam:
         """Wrap a local gradient as a DTensor over the mesh of tp, ep or etp ranks."""
         assert self._inner is not None, "the parameter has no inner mesh"
         mesh, placements = self._inner
-        return make_dtensor(grad, mesh, grad_placements(placements), of=self.sharded)
+        return make_dtensor(grad, mesh, make_grad_placements(placements), of=self.sharded)
 
     def accumulate_with_hooks(self, grad: Tensor) -> None:
         """Add a gradient to `.grad` of the sharded parameter, and call its accumulate hooks."""

@@ -240,7 +240,7 @@ class ShardPlan:
         """Return the plan of the parameter with this name; raise a ValueError if none has it."""
         return _get_first_match((param for param in self.params if param.name == name), name)
 
-    def unit_of(self, param: str) -> UnitPlan:
+    def find_unit(self, param: str) -> UnitPlan:
         """Return the unit that contains a parameter; raise a ValueError for an unknown name."""
         return _get_first_match((unit for unit in self.units if param in unit.params), param)
 

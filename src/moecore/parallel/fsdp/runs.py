@@ -188,7 +188,7 @@ class ForwardRun:
         unit.pending_backwards.add(self)
         self._pending_in.append(unit)
 
-    def expect_none(self) -> None:
+    def stop_expecting(self) -> None:
         """Remove this run from the `pending_backwards` of all units."""
         for unit in self._pending_in:
             unit.pending_backwards.discard(self)

@@ -17,7 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
-from moecore.base.streams import Stream, current_stream, new_event, new_stream, on_stream, to_device
+from moecore.base.streams import (
+    Stream,
+    copy_to_device,
+    create_event,
+    create_stream,
+    get_current_stream,
+    use_stream,
+)
 from moecore.base.torch_private import (
     all_gather_single,
     foreach_copy_,
@@ -108,7 +115,7 @@ class StreamMark:
     __slots__ = ("_event", "_is_set")
 
     def __init__(self, device_type: str) -> None:
-        self._event = new_event(device_type)
+        self._event = create_event(device_type)
         self._is_set = False
 
     def set(self) -> None:
@@ -132,19 +139,19 @@ class UnitStreams:
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
-        self._gather = new_stream(device_type, priority=-1)
-        self._reduce = new_stream(device_type, priority=-1)
+        self._gather = create_stream(device_type, priority=-1)
+        self._reduce = create_stream(device_type, priority=-1)
         self._queued: list[Stream] = []  # streams for which `join` must wait
 
     def mark(self) -> StreamMark:
         """Create a mark that is not set."""
         return StreamMark(self.device_type)
 
-    def on_device(self, value: Any) -> Any:
+    def copy_to_device(self, value: Any) -> Any:
         """Copy the CPU tensors in nested containers to the GPU, if the units are on a GPU."""
         if self.device_type != "cuda" or all(not _is_on_cpu(leaf) for leaf in tree_leaves(value)):
             return value
-        return tree_map_only(Tensor, lambda x: to_device(x, self.device_type), value)
+        return tree_map_only(Tensor, lambda x: copy_to_device(x, self.device_type), value)
 
     def join(self) -> None:
         """Make the current stream wait for all launched communication."""
@@ -162,22 +169,22 @@ class UnitStreams:
         if self._gather is not None:
             self._order_after_current(self._gather)
 
-    def gathering(self) -> AbstractContextManager[Any]:
+    def use_gather_stream(self) -> AbstractContextManager[Any]:
         """Return a context whose operations run on the all-gather stream."""
-        return on_stream(self._gather)
+        return use_stream(self._gather)
 
-    def reducing(self) -> AbstractContextManager[Any]:
+    def use_reduce_stream(self) -> AbstractContextManager[Any]:
         """Return a context whose operations run on the reduction stream.
 
         The reduction stream first waits for the current stream.
         """
         if self._reduce is not None:
             self._order_after_current(self._reduce)
-        return on_stream(self._reduce)
+        return use_stream(self._reduce)
 
     def _get_current_stream(self) -> Stream:
         """Return the GPU's current stream."""
-        stream = current_stream(self.device_type)
+        stream = get_current_stream(self.device_type)
         assert stream is not None, "only a GPU has streams"
         return stream
 

@@ -161,12 +161,12 @@ class UnevenRanks:
         if run in visit.runs:
             visit.runs.remove(run)
 
-    def runs_of_parent(self, visit: ForwardVisit) -> list[ForwardRun]:
+    def list_parent_runs(self, visit: ForwardVisit) -> list[ForwardRun]:
         """Return the runs of the enclosing module, or [] if its backward has begun."""
         outer = visit.outer
         return [] if outer is None or outer.is_in_backward else outer.runs.copy()
 
-    def runs_without_backward(self) -> list[ForwardRun]:
+    def list_runs_without_backward(self) -> list[ForwardRun]:
         """Return the runs of outermost forwards whose backward has not begun."""
         return [run for visit in self._outermost_visits for run in visit.runs]
 
@@ -257,7 +257,7 @@ class UnevenRanks:
         """Stop expecting the backward of a visit and of its children."""
         self._drop_children(visit)
         for run in visit.runs:
-            run.expect_none()
+            run.stop_expecting()
         for unit in visit.node.units:
             unit.pending_backwards.discard(visit)
         self._mark_in_backward(visit)
@@ -319,7 +319,7 @@ class UnevenRanks:
             inner = self._nodes.get(module)
             for unit in () if inner is None else inner.units:
                 if module is node.module and not run.is_skipped:
-                    inputs += unit.trained_params()
+                    inputs += unit.list_trained_params()
                 else:
                     inner_units.append((module, unit))
         if inputs and run.y_0D.requires_grad:
@@ -328,7 +328,7 @@ class UnevenRanks:
             runs = [of for of in unit.pending_backwards if getattr(of, "module", None) is module]
             open_runs = [of for of in runs if of.forward == forward]
             for of in open_runs:  # no gradient has reached it; other micro-batches' runs still wait
-                of.expect_none()
+                of.stop_expecting()
                 unit.gradients.is_expected = True
                 self._reshard_if_unused(unit, forward)
 
@@ -341,7 +341,7 @@ class UnevenRanks:
         experts, dense = list[Tensor](), list[Tensor]()
         for inner in node.walk():
             for unit in inner.units:
-                (dense if inner.layer is None else experts).extend(unit.trained_params())
+                (dense if inner.layer is None else experts).extend(unit.list_trained_params())
         without = [param for param in dense if param.grad is None]
         # With dense weights as inputs, autograd runs the same nodes as on other ranks.
         if inputs or dense or experts:

@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore.base.failures import publish_errors
-from moecore.base.rank_checks import DTYPES, check_notes
-from moecore.base.torch_private import no_dispatch_modes, set_versions, version
+from moecore.base.rank_checks import DTYPES, check_headers
+from moecore.base.torch_private import disable_dispatch_modes, set_versions, sum_versions
 from moecore.kernels.experts.contract import SINK
 from moecore.parallel.fsdp.buffers import Buffer
 from moecore.parallel.fsdp.formats import Format
@@ -135,7 +135,7 @@ class Unit:
         """Whether a parameter of the unit requires a gradient."""
         return any(param.sharded.requires_grad for param in self.params)
 
-    def trained_params(self) -> list[Tensor]:
+    def list_trained_params(self) -> list[Tensor]:
         """Return the unsharded parameters that require a gradient."""
         wholes = (param.unsharded for param in self.params)
         return [x for x in wholes if x is not None and x.requires_grad]
@@ -152,7 +152,7 @@ class Unit:
         """Return the version counters of the shards from which the last all-gather read."""
         if self.state is State.SHARDED or self.buffer is None:
             # In-place operations of a DTensor do not change the version of its local tensor.
-            return [version(param.sharded, param.shard) for param in self.params]
+            return [sum_versions(param.sharded, param.shard) for param in self.params]
         return self._versions
 
     def refresh(self) -> None:
@@ -180,7 +180,7 @@ class Unit:
         # only one of the two may need this all-gather.
         with (
             torch.no_grad(),
-            no_dispatch_modes(),
+            disable_dispatch_modes(),
             publish_errors(f"the all-gather of {self.options.name}"),
         ):
             self._all_gather()
@@ -192,7 +192,7 @@ class Unit:
             self._make_unsharded()
             self._streams.start()  # new memory: the current stream may still use it
         if self.buffer is not None and self._views is not None:
-            with self._streams.gathering() if self.is_sharded else nullcontext():
+            with self._streams.use_gather_stream() if self.is_sharded else nullcontext():
                 self.buffer.mark.wait()
                 self._fill_buffer(self._views)
                 self._unshard_mark.set()
@@ -273,8 +273,8 @@ class Unit:
                 data = self._views.parameters
             self._counting = self._format.make_unsharded(self.params, data)
         for index, param in enumerate(self.params):
-            setattr(param.unsharded, SINK, partial(self.gradients.sink, index))
-        self._current = [version(tensor) for tensor in self._counting]
+            setattr(param.unsharded, SINK, partial(self.gradients.make_sink, index))
+        self._current = [sum_versions(tensor) for tensor in self._counting]
         self._overwritten = [n + 1 for n in self._current]
 
     def _fill_buffer(self, views: UnitViews) -> None:
@@ -337,4 +337,4 @@ class CollectiveHeader:
 
     def check(self, unit: Unit, headers: Sequence[Sequence[int]], group: dist.ProcessGroup) -> None:
         """Raise a ValueError on all ranks of a group if their headers differ."""
-        check_notes(f"the all-gather of {unit.options.name}", headers, self._describe, group)
+        check_headers(f"the all-gather of {unit.options.name}", headers, self._describe, group)

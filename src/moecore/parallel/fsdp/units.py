@@ -89,7 +89,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
                 visit(child)
 
     visit(model)
-    is_tied = find_ties(model)
+    is_tied = make_is_tied(model)
     # A block at two places of the model is one block.
     return [b for b in dict.fromkeys(blocks) if b is model or not is_tied(b)]
 
@@ -104,7 +104,7 @@ def find_heads(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
     # heads belong to the root too.
     heads: list[nn.Module] = []
     in_blocks = {module for block in blocks for module in block.modules()}
-    after_a_block, is_tied = False, find_ties(model)
+    after_a_block, is_tied = False, make_is_tied(model)
     for module in model.modules():
         after_a_block |= module in blocks
         is_head = getattr(module, "is_fsdp_head", False)
@@ -114,7 +114,7 @@ def find_heads(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
     return heads
 
 
-def find_ties(model: nn.Module) -> Callable[[nn.Module], bool]:
+def make_is_tied(model: nn.Module) -> Callable[[nn.Module], bool]:
     """Return a predicate that says if other modules share the parameters of a module."""
     holders, parents = Counter[int](), Counter[nn.Module]()
     for module in model.modules():

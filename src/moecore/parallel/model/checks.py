@@ -25,18 +25,18 @@ from moecore.moe.expert_layout import expert_shapes
 from moecore.moe.experts import Experts
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.shared import SharedExpert
-from moecore.parallel.fsdp.units import find_ties, is_in_router_unit
+from moecore.parallel.fsdp.units import is_in_router_unit, make_is_tied
 from moecore.parallel.mesh import Meshes, ParallelConfig
 from moecore.parallel.model.family import (
     ContextParallelModel,
     DynamicContextModel,
     TensorParallelModel,
 )
-from moecore.parallel.model.parallel_state import parallel_state
-from moecore.parallel.model.request import Request, is_cut
+from moecore.parallel.model.parallel_state import get_parallel_state
+from moecore.parallel.model.request import Request, is_tp_sharded
 from moecore.parallel.pipeline.layout import PipelineLayout
-from moecore.precision.head import fp8_head_problem
-from moecore.precision.linear import weight_problem
+from moecore.precision.head import find_fp8_head_problem
+from moecore.precision.linear import find_weight_problem
 
 WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, DataParallel)
 
@@ -85,7 +85,7 @@ def check_stages(
 
 def check_layers(model: nn.Module, layers: Mapping[str, RoutedLayer], request: Request) -> None:
     """Raise an error if a model's MoE layers or tensor parallel parts cannot be sharded."""
-    if request.meshes.parallel.tp > 1 and not is_cut(model):
+    if request.meshes.parallel.tp > 1 and not is_tp_sharded(model):
         request.family.check_tensor_parallel(model, request.meshes.parallel.tp)
     if not layers:
         _check_dense(request)
@@ -97,7 +97,7 @@ def check_layers(model: nn.Module, layers: Mapping[str, RoutedLayer], request: R
                 f"{name} and {first} must not share one experts module, which is sharded and "
                 "counted with its layer: share the whole MoELayer, or untie them"
             )
-    is_tied = find_ties(model)
+    is_tied = make_is_tied(model)
     for name, layer in layers.items():
         _check_experts(name, layer, request.meshes)
         if request.meshes.parallel.ep * request.meshes.parallel.etp > 1:
@@ -176,7 +176,7 @@ def _check_fresh(model: nn.Module) -> None:
                 f"{owner} must not be wrapped for data parallelism, which parallelize_moe brings: "
                 "pass the module in it"
             )
-        if parallel_state(module) is not None:
+        if get_parallel_state(module) is not None:
             raise ValueError(
                 f"{owner} must not be parallelized already: call parallelize_moe once, on the whole"
             )
@@ -232,7 +232,7 @@ def _check_degrees(model: nn.Module, request: Request) -> None:
     if request.dense.graph:
         _check_graphs(model, request)
     owner = request.family.tensor_parallel(model)
-    if p.tp > 1 and not is_cut(model) and not isinstance(owner, TensorParallelModel):
+    if p.tp > 1 and not is_tp_sharded(model) and not isinstance(owner, TensorParallelModel):
         raise NotImplementedError(
             f"ParallelConfig.tp ({p.tp}) must be 1 for {type(model).__name__}: tensor parallelism "
             "needs a model with apply_tensor_parallel(tp_mesh), such as moecore.models.Decoder"
@@ -331,7 +331,7 @@ def _check_head(model: nn.Module, request: Request) -> None:
     dtype = request.fsdp.param_dtype or next(model.parameters()).dtype
     for V, D in shapes:
         local_shape = (V, D) if V % p.tp else (V // p.tp, D)
-        reason = fp8_head_problem(local_shape, precision.recipe, dtype, request.meshes.device)
+        reason = find_fp8_head_problem(local_shape, precision.recipe, dtype, request.meshes.device)
         if reason is not None:
             raise ValueError(
                 f"Precision.fp8_head (True) must be False for {name}, because {reason}: drop it"
@@ -387,11 +387,11 @@ def _check_experts(name: str, layer: RoutedLayer, meshes: Meshes) -> None:
 def _check_compute(name: str, layer: RoutedLayer, request: Request) -> None:
     """Raise an error if backend, recipe or configuration do not support an MoE layer."""
     experts, backend = layer.part("experts"), request.expert_backend
-    recipe = request.recipe_of(name, layer, "experts")
+    recipe = request.find_recipe(name, layer, "experts")
     recompute_fc1 = "expert_fc1" in request.memory.parts
     experts.check_backend(backend, recompute_fc1=recompute_fc1, recipe=recipe)
-    check_backend(backend, request.spec_of(layer, recipe))
-    shared = request.recipe_of(name, layer, "shared_experts")
+    check_backend(backend, request.make_expert_spec(layer, recipe))
+    shared = request.find_recipe(name, layer, "shared_experts")
     if isinstance(layer.part("shared"), SharedExpert) and shared is not None:
         _check_shared(name, layer.part("shared"), shared)
     layer.check_config(name, request.make_config(layer))
@@ -399,7 +399,7 @@ def _check_compute(name: str, layer: RoutedLayer, request: Request) -> None:
 
 def _check_shared(name: str, shared: SharedExpert, recipe: Recipe) -> None:
     """Raise a ValueError if shared experts cannot multiply in a recipe's FP8."""
-    problem = weight_problem(shared.w1, recipe) or weight_problem(shared.w2, recipe)
+    problem = find_weight_problem(shared.w1, recipe) or find_weight_problem(shared.w2, recipe)
     if recipe.amax_history:
         problem = "the layer keeps no history of amax"
     if problem is not None:

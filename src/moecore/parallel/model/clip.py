@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moecore.base.fields import MaxNorm, check_arguments
-from moecore.base.streams import to_device
+from moecore.base.streams import copy_to_device
 from moecore.base.torch_private import foreach_mul_, foreach_norm, get_local_tensor, mark
-from moecore.parallel.model.parallel_state import find_stages, rows_differ
+from moecore.parallel.model.parallel_state import find_row_difference, find_stages
 from moecore.parallel.model.parameter_guards import refuse_added
 from moecore.parallel.pipeline.stage_replicas import AllStages, lay_out_as_parameter
 
@@ -118,7 +118,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: MaxNorm | None) -> GradientNorm:
         ValueError: if a parameter was added after `parallelize_moe`, whose gradient is not reduced.
     """
     check_arguments(clip_grad_norm_, locals())
-    max_norm, is_wrong = math.inf if max_norm is None else max_norm, rows_differ(model)
+    max_norm, is_wrong = math.inf if max_norm is None else max_norm, find_row_difference(model)
     return unscale_and_clip_(model, max_norm, None, is_wrong=is_wrong)
 
 
@@ -245,14 +245,14 @@ def _sum_squares(
     if stages is None and not any(isinstance(p, DTensor) for p in params):
         return squares
     world = dist.get_world_size()
-    ranks = [world if stages is None else stages.num_copies(name) for name in names]
+    ranks = [world if stages is None else stages.count_copies(name) for name in names]
     # The division and the all-reduce keep a nan.
     copies = torch.tensor(
         [n // _count_shards(p) for n, p in zip(ranks, params, strict=True)], dtype=torch.float64
     )
-    squares /= to_device(copies, squares.device)
+    squares /= copy_to_device(copies, squares.device)
     if stages is not None:
-        squares = stages.place(names, squares)
+        squares = stages.scatter_values(names, squares)
     if is_wrong is not None:
         squares[:1] += torch.where(is_wrong, torch.nan, 0.0)
     dist.all_reduce(squares)

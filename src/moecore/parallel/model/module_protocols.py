@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from moecore.base.copies import copy_modules, make_dtensor
 from moecore.base.fields import PositiveOrZero, Seed, check_arguments
-from moecore.base.params import clean_name, derive_seed, global_indices
+from moecore.base.params import clean_name, compute_global_indices, derive_seed
 from moecore.base.torch_private import get_local_tensor
 from moecore.moe.experts import Experts
 from moecore.moe.router import Router
@@ -207,6 +207,6 @@ def _take_shard(values: Tensor, of: Tensor) -> Tensor:
     """Return this rank's shard of unsharded `values`, with the placements of the parameter `of`."""
     if not isinstance(of, DTensor):
         return values
-    for dim, index in enumerate(global_indices(of)):
+    for dim, index in enumerate(compute_global_indices(of)):
         values = values.index_select(dim, index.to(values.device))
     return make_dtensor(values.to(of.device), of.device_mesh, of.placements, of=of)

@@ -65,45 +65,45 @@ class ParallelState:
         return [model.get_submodule(name) for name in self.plan.blocks]
 
 
-def parallel_state(model: nn.Module) -> ParallelState | None:
+def get_parallel_state(model: nn.Module) -> ParallelState | None:
     """Return the state of a parallelized model or of its peft wrapper; None = a plain model."""
     state: ParallelState | None = getattr(model, PARALLEL_STATE, None)
     return state
 
 
-def parallel_states(model: nn.Module) -> list[ParallelState]:
+def list_parallel_states(model: nn.Module) -> list[ParallelState]:
     """Return the state of a parallelized model, or the states of its parallelized submodules."""
-    root_state = parallel_state(model)
+    root_state = get_parallel_state(model)
     if root_state is not None:  # submodules have no record then
         return [root_state]
-    states = (parallel_state(module) for module in model.modules())
+    states = (get_parallel_state(module) for module in model.modules())
     return [record for record in states if record is not None]
 
 
 def get_request(model: nn.Module) -> Request | None:
     """Return the arguments that `parallelize_moe` received; None = a plain model."""
-    state = parallel_state(model)
+    state = get_parallel_state(model)
     return None if state is None else state.request
 
 
 def list_engines(model: nn.Module) -> list[UnitEngine]:
     """Return the `UnitEngine` of a model, or the engines of its parallelized submodules."""
-    return [state.engine for state in parallel_states(model) if state.engine is not None]
+    return [state.engine for state in list_parallel_states(model) if state.engine is not None]
 
 
-def rows_differ(model: nn.Module) -> Tensor | None:
+def find_row_difference(model: nn.Module) -> Tensor | None:
     """Return a device bool that says if ranks that share rows received different contents.
 
     None = no forward of the step compared contents on the device. No host sync.
     """
-    flags = (r.arguments.end_step() for r in parallel_states(model) if r.arguments is not None)
+    flags = (r.arguments.end_step() for r in list_parallel_states(model) if r.arguments is not None)
     differences = [flag for flag in flags if flag is not None]
     return torch.stack(differences).any() if differences else None
 
 
-def moe_state(model: nn.Module) -> MoEState:
+def get_moe_state(model: nn.Module) -> MoEState:
     """Return the balance record of a parallelized model; raise a ValueError for any other model."""
-    record = parallel_state(model)
+    record = get_parallel_state(model)
     if record is None or record.state is None:
         raise ValueError(
             f"model ({type(model).__name__}) must be parallelized to have a balance record: "
@@ -114,7 +114,7 @@ def moe_state(model: nn.Module) -> MoEState:
 
 def get_capacity(model: nn.Module) -> Capacity:
     """Return the capacity record of a parallelized model."""
-    state = parallel_state(model)
+    state = get_parallel_state(model)
     assert state is not None and state.capacity is not None, "its balance record was found"
     return state.capacity
 
@@ -150,7 +150,7 @@ def find_stages(model: nn.Module) -> tuple[nn.Module, AllStages | None]:
 
 
 @torch.no_grad()
-def sum_copies(model: nn.Module) -> None:
+def all_reduce_stage_copies(model: nn.Module) -> None:
     """All-reduce the gradients of parameters that several pipeline stages have, in place.
 
     Collective, no host sync.

@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from moecore.base.torch_private import has_accumulate_hooks, is_inside
+from moecore.base.torch_private import has_accumulate_hooks, is_inside_custom_ops
 from moecore.parallel.model.parallel_state import list_engines
 
 REPLACED = "_moecore_replaced"  # attribute of a parameter that `parallelize_moe` replaced
@@ -114,7 +114,7 @@ def _make_replaced_error(optimizer: Optimizer) -> ValueError:
 def refuse_on_meta(model: nn.Module, caller: str) -> None:
     """Raise a ValueError if a parameter is on meta when `caller` is constructed."""
     on_meta = next((name for name, param in model.named_parameters() if param.is_meta), None)
-    if on_meta is not None and not is_inside():
+    if on_meta is not None and not is_inside_custom_ops():
         raise ValueError(
             f"{on_meta} (on meta) must have storage before the {caller} is made: call "
             "model.to_empty(device=...) and fill it (init_weights, load_hf, load)"

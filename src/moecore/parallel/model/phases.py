@@ -50,9 +50,9 @@ from moecore.parallel.pipeline.orders import PAIRING
 from moecore.parallel.pipeline.run import Pipeline
 from moecore.parallel.pipeline.schedule import make_schedule
 from moecore.parallel.pipeline.stage_replicas import make_all_stages
-from moecore.parallel.pipeline.stages import num_parts, take_stages
+from moecore.parallel.pipeline.stages import count_parts, take_stages
 from moecore.parallel.pipeline.transport import connect
-from moecore.precision.apply import linear_products
+from moecore.precision.apply import make_linear_products
 
 logger = logging.getLogger("moecore.parallelize")
 
@@ -156,7 +156,10 @@ def apply_layers(model: nn.Module, state: ParallelState) -> None:
             layer.shared_stream = stream
             recipe = recipes.get("shared_experts")
             if recipe is not None:
-                layer.part("shared").products = (linear_products(recipe), linear_products(recipe))
+                layer.part("shared").products = (
+                    make_linear_products(recipe),
+                    make_linear_products(recipe),
+                )
 
 
 def _scale_nvlink_options(
@@ -308,7 +311,7 @@ def cut_stages(model: nn.Module, request: Request) -> tuple[PipelineLayout | Non
         return None, ()
     staged = request.family.staged(model)
     bound = staged.stage_parts().bound
-    layout = request.pipeline.stages(pp, *num_parts(staged), bound)
+    layout = request.pipeline.stages(pp, *count_parts(staged), bound)
     chunks = layout.chunks(pp)
     rank_of = make_schedule(
         request.pipeline.schedule, pp=pp, chunks=chunks, num_micro_batches=1

@@ -42,7 +42,7 @@ from moecore.parallel.fsdp.units import (
 )
 from moecore.parallel.mesh import Meshes
 from moecore.parallel.model.phases import choose_dispatcher
-from moecore.parallel.model.request import Request, is_cut, list_roles
+from moecore.parallel.model.request import Request, is_tp_sharded, list_roles
 from moecore.precision.apply import check_precision
 
 Layers = Mapping[str, RoutedLayer]
@@ -70,7 +70,7 @@ def make_plan(model: nn.Module, layers: Layers, request: Request, fp32: Set[str]
         layers=tuple(_make_layer_plan(name, layer, request) for name, layer in layers.items()),
         linears=tuple(linears.items()),
         params=tuple(maker.params.values()),
-        units=tuple(maker.units()),
+        units=tuple(maker.plan_units()),
         blocks=tuple(maker.names[block] for block in maker.model_units.blocks),
         dispatcher=dispatcher,
         dispatcher_reason=reason,
@@ -81,7 +81,7 @@ def make_plan(model: nn.Module, layers: Layers, request: Request, fp32: Set[str]
 def cut_model(model: nn.Module, layers: Layers, request: Request) -> None:
     """Shard a model over tp, ep and etp, in place. No communication."""
     meshes, p = request.meshes, request.meshes.parallel
-    if p.tp > 1 and not is_cut(model):
+    if p.tp > 1 and not is_tp_sharded(model):
         request.family.tensor_parallel(model).apply_tensor_parallel(meshes.dense["tp"])
     if p.ep * p.etp > 1 or is_unsharded(meshes):
         mesh = meshes.expert["ep", "etp"]
@@ -105,7 +105,7 @@ def _make_layer_plan(name: str, layer: RoutedLayer, request: Request) -> LayerPl
         top_k=config.top_k,
         num_local=config.num_experts // request.meshes.parallel.ep,
         hidden_dim=config.hidden_dim,
-        recipes=tuple((role, request.recipe_of(name, layer, role)) for role in list_roles(layer)),
+        recipes=tuple((role, request.find_recipe(name, layer, role)) for role in list_roles(layer)),
     )
 
 
@@ -137,7 +137,7 @@ class _PlanBuilder:
         self.in_fp8 = {  # experts whose products quantise the stored weights
             layer.part("experts")
             for name, layer in layers.items()
-            if request.recipe_of(name, layer, "experts") is not None
+            if request.find_recipe(name, layer, "experts") is not None
         }
         self.owned = self._assign_parameters()
         self.role_of = {p: role for role, _, params in self.owned.values() for p in params}
@@ -178,7 +178,7 @@ class _PlanBuilder:
                 name=name,
                 kind=kind_of(clean_name(name)),
                 shape=tuple(param.shape),
-                dtype=dtype_name(param.dtype),
+                dtype=get_dtype_name(param.dtype),
                 itemsize=param.element_size(),
                 trainable=param.requires_grad,
                 mesh="expert" if param in experts else "dense",
@@ -208,11 +208,11 @@ class _PlanBuilder:
         has_pieces = any(p.dim == 0 and p.pieces > 1 for p in inner)
         dim = int(has_pieces)
         if experts is not None:
-            mesh, dim = self.meshes.expert_fsdp, expert_dim(experts, param, self.meshes)
+            mesh, dim = self.meshes.expert_fsdp, choose_expert_dim(experts, param, self.meshes)
         *replicates, (axis, size) = _list_axes(mesh)
         if has_pieces and experts is None:
             self._check_inputs(param, size)
-        if self.strategy_of(self.role_of[param]) == "no_shard":
+        if self.get_strategy(self.role_of[param]) == "no_shard":
             dim = None
         outer = [AxisPlacement(axis=name, size=n, dim=None) for name, n in replicates]
         return (*outer, AxisPlacement(axis=axis, size=size, dim=dim), *inner)
@@ -229,7 +229,7 @@ class _PlanBuilder:
                 "dp_shard, cp"
             )
 
-    def units(self) -> list[UnitPlan]:
+    def plan_units(self) -> list[UnitPlan]:
         """Return the plans of all units, in the order of their first use in forward."""
         model_units = self.model_units
         unsharded_experts = set(model_units.experts) if is_unsharded(self.meshes) else set()
@@ -257,9 +257,9 @@ class _PlanBuilder:
         keeps = role == "routers" or (is_unsharded(self.meshes) and first in self.in_fp8)
         values_dtype = None if keeps else options.param_dtype
         reduced = torch.float32 if role == "routers" else options.reduce_dtype
-        strategy = self.strategy_of(role)
+        strategy = self.get_strategy(role)
         params = [self.params[self.name_of[param]] for param in owned]
-        gather_dtype = None if values_dtype is None else dtype_name(values_dtype)
+        gather_dtype = None if values_dtype is None else get_dtype_name(values_dtype)
         fsdp_mesh = self.meshes.expert_fsdp if mesh == "expert" else self.meshes.dense_fsdp
         return UnitPlan(
             name=self.names[first],
@@ -279,13 +279,13 @@ class _PlanBuilder:
                 params,
                 ranks=1 if strategy == "no_shard" else fsdp_mesh.size(fsdp_mesh.ndim - 1),
                 gather_dtype=gather_dtype,
-                reduce_dtype=dtype_name(reduced),
+                reduce_dtype=get_dtype_name(reduced),
                 recipes=self.recipes,
                 fp32=self.fp32,
             ),
         )
 
-    def strategy_of(self, role: UnitRole) -> Strategy:
+    def get_strategy(self, role: UnitRole) -> Strategy:
         """Return the sharding strategy for units with this role."""
         options = self.options
         if role == "experts":
@@ -308,7 +308,7 @@ def check_parameters(name_of: Mapping[nn.Parameter, str]) -> None:
             )
 
 
-def expert_dim(experts: Experts, param: nn.Parameter, meshes: Meshes) -> int:
+def choose_expert_dim(experts: Experts, param: nn.Parameter, meshes: Meshes) -> int:
     """Choose the dim of an expert parameter that data ranks shard: dim 0 or the model dim."""
     # Dim 0 (experts) if the local count divides evenly, otherwise the model dim, because sharding
     # dim 0 would leave ranks empty. A strided w1 shards the model dim too, because DTensor cannot
@@ -320,7 +320,7 @@ def expert_dim(experts: Experts, param: nn.Parameter, meshes: Meshes) -> int:
     return 0 if dim is None or whole_experts or not divides else dim
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+def get_dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype, such as "float32"."""
     return str(dtype).removeprefix("torch.")
 
@@ -392,7 +392,7 @@ def _find_fp8_parameters(
     """Yield (parameter, recipe) for parameters that all products can read in FP8."""
     p = request.meshes.parallel
     for name, layer in layers.items():
-        recipe = _select_gatherable(request.recipe_of(name, layer, "experts"))
+        recipe = _select_gatherable(request.find_recipe(name, layer, "experts"))
         if recipe is not None and p.edp_replicate * p.edp_shard > 1:
             experts = layer.part("experts")
             if experts.is_separate:
@@ -405,7 +405,7 @@ def _find_fp8_parameters(
                 _check_pairs(name, experts, param, recipe, request.meshes)
                 yield param, recipe
         shared = layer.part("shared")
-        recipe = _select_gatherable(request.recipe_of(name, layer, "shared_experts"))
+        recipe = _select_gatherable(request.find_recipe(name, layer, "shared_experts"))
         if isinstance(shared, SharedExpert) and recipe is not None:
             yield from ((param, recipe) for param in (shared.w1, shared.w2))
     for name, module in model.named_modules():
@@ -419,7 +419,7 @@ def _check_pairs(
 ) -> None:
     """Raise a ValueError if "nvfp4" shards would split a byte, which has two values."""
     size, parts = experts.config.expert_dim, meshes.parallel.edp_shard
-    is_cut = expert_dim(experts, param, meshes) == param.ndim - 1
+    is_cut = choose_expert_dim(experts, param, meshes) == param.ndim - 1
     if recipe.scaling == "nvfp4" and is_cut and size // parts % 2:
         raise ValueError(
             f"{name}: MoEConfig.dim ({size}) / ParallelConfig.edp_shard ({parts}) must be even "

@@ -27,7 +27,7 @@ from moecore.base.options.precision import Precision, Recipe, Role
 from moecore.base.params import clean_name
 from moecore.base.rank_checks import check_equal, check_equal_weights, list_fields
 from moecore.kernels.experts.contract import ExpertSpec
-from moecore.kernels.experts.fp8_products import fp8_speed_problem
+from moecore.kernels.experts.fp8_products import find_fp8_speed_problem
 from moecore.moe.backends import ExpertBackend
 from moecore.moe.experts import Experts
 from moecore.moe.layer import RoutedLayer
@@ -58,7 +58,7 @@ class Request:
     loss: LossConvention
     pipeline: PipelineConfig | None
 
-    def recipe_of(self, layer_name: str, layer: RoutedLayer, role: Role) -> Recipe | None:
+    def find_recipe(self, layer_name: str, layer: RoutedLayer, role: Role) -> Recipe | None:
         """Return the FP8 recipe for a layer's "experts" or "shared_experts"; None = no FP8."""
         if role == "experts" and self.find_fp8_problem(layer_name, layer) is not None:
             return None
@@ -69,7 +69,7 @@ class Request:
         recipe = self._find_requested_recipe(layer_name, layer, "experts")
         if recipe is None or self.precision is None or not self.precision.only_faster:
             return None
-        return fp8_speed_problem(self.spec_of(layer, recipe))
+        return find_fp8_speed_problem(self.make_expert_spec(layer, recipe))
 
     def _find_requested_recipe(
         self, layer_name: str, layer: RoutedLayer, role: Role
@@ -103,7 +103,7 @@ class Request:
             moe = {**moe, "balance": config.balance}
         return replace(config, **moe)
 
-    def spec_of(self, layer: RoutedLayer, recipe: Recipe | None) -> ExpertSpec:
+    def make_expert_spec(self, layer: RoutedLayer, recipe: Recipe | None) -> ExpertSpec:
         """Return the local shapes, dtypes and recipe of a layer's experts, which select kernels."""
         experts: Experts = layer.part("experts")
         return experts.spec(
@@ -114,7 +114,7 @@ class Request:
             recipe=recipe,
         )
 
-    def entries(self) -> dict[str, Any]:
+    def list_entries(self) -> dict[str, Any]:
         """Return the arguments as {name: value} for the comparison between ranks.
 
         Degrees are not included, because `build_meshes` has compared them.
@@ -139,7 +139,7 @@ def compare_models(model: nn.Module, layers: Mapping[str, RoutedLayer], request:
     Collective over the world.
     """
     versions = {"torch.__version__": str(torch.__version__), "moecore.__version__": __version__}
-    entries = {**versions, **request.entries(), **_list_model_entries(model, layers)}
+    entries = {**versions, **request.list_entries(), **_list_model_entries(model, layers)}
     check_equal(entries, request.meshes.device_type)
 
 
@@ -184,7 +184,7 @@ def list_roles(layer: RoutedLayer) -> tuple[Role, ...]:
     return ("experts", "shared_experts") if is_native else ("experts",)
 
 
-def is_cut(model: nn.Module) -> bool:
+def is_tp_sharded(model: nn.Module) -> bool:
     """Whether a model has parameters that are already sharded over tp."""
     meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
     return any("tp" in (mesh.mesh_dim_names or ()) for mesh in meshes)

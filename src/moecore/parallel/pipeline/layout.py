@@ -83,7 +83,7 @@ class PipelineLayout:
         """The shortest layout string, which `parse_layout` can read."""
         return _shorten_text([stage.letters for stage in self.stages])
 
-    def picture(self, pp: NumStages, rank_of: Sequence[int] | None = None) -> str:
+    def format_table(self, pp: NumStages, rank_of: Sequence[int] | None = None) -> str:
         """Return a table of layer indices with a row per pp rank and a column per chunk.
 
         `rank_of` is `Schedule.rank_of`; None = stage s is on rank s % pp.
@@ -115,7 +115,7 @@ class LayoutCosts(CheckedRecord):
         elif not self.bound <= {*range(1, len(self.layers))}:
             yield "bound", f"be of layers 1 to {len(self.layers) - 1}: leave the others out"
 
-    def of_stages(self, layout: PipelineLayout) -> tuple[float, ...]:
+    def sum_stages(self, layout: PipelineLayout) -> tuple[float, ...]:
         """Return the cost of each stage."""
         return tuple(
             self.embedding * stage.embedding

@@ -7,7 +7,7 @@
     copy to device               0           1
 
 The copy to the host starts after a forward, and device memory is free after the next item. The copy
-to the device runs during the item before the backward (`next_backwards`, also used by `run.py`).
+to the device runs during the item before the backward (`find_next_backwards`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ StageBytes = Annotated[int, Bound(">=", 0), Bound("<", 2**63)]
 HALVINGS = 50
 
 
-def next_backwards(order: Sequence[Item]) -> list[Action | None]:
+def find_next_backwards(order: Sequence[Item]) -> list[Action | None]:
     """Return, for each item of a rank's order, the next later backward; None = no backward."""
     backwards: list[Action | None] = []
     upcoming: Action | None = None
@@ -38,12 +38,12 @@ def next_backwards(order: Sequence[Item]) -> list[Action | None]:
     return backwards[::-1]
 
 
-def offloads_last_block(order: Sequence[Item]) -> list[bool]:
+def list_last_block_offloads(order: Sequence[Item]) -> list[bool]:
     """Return, for each item of a rank's order, whether its forward offloads the last block.
 
     It is not, if the micro-batch's backward is the next backward of this item or the two after it.
     """
-    backwards = next_backwards(order)
+    backwards = find_next_backwards(order)
     flags = []
     for i, item in enumerate(order):
         soon = {action[1:] for action in backwards[i : i + 3] if action is not None}
@@ -103,7 +103,7 @@ def _find_live_stages(order: Sequence[Item]) -> set[int]:
     """Return the stages that run a backward directly after the forward of its micro-batch."""
     return {
         action.stage
-        for item, backward in zip(order, next_backwards(order), strict=True)
+        for item, backward in zip(order, find_next_backwards(order), strict=True)
         for action in list_actions(item)
         if backward is not None and action.kind == "F" and action[1:] == backward[1:]
     }
@@ -142,7 +142,7 @@ def _fits_timeline(
     before = freed = copies_end = 0.0  # end of the last item, and of the last two items' copies
     offload_ends: dict[Place, float] = {}
     return_ends: dict[Place, float] = {}
-    for span, backward in zip(spans, next_backwards([s.item for s in spans]), strict=True):
+    for span, backward in zip(spans, find_next_backwards([s.item for s in spans]), strict=True):
         begin = max(before, freed)
         if backward is not None and backward[1:] in offload_ends:
             copy_seconds = fractions[backward.stage] * seconds[backward.stage]

@@ -27,10 +27,10 @@ from moecore.parallel.arguments import SharedArguments
 from moecore.parallel.fsdp.deferred import WeightGradients
 from moecore.parallel.fsdp.engine import UnitEngine
 from moecore.parallel.pipeline.layout import PipelineLayout, Stage
-from moecore.parallel.pipeline.offload import next_backwards, offloads_last_block
+from moecore.parallel.pipeline.offload import find_next_backwards, list_last_block_offloads
 from moecore.parallel.pipeline.orders import Action, Item, Overlap, list_actions
 from moecore.parallel.pipeline.schedule import PipelineConfig, Schedule, make_schedule
-from moecore.parallel.pipeline.stages import StagedModel, hidden_shape
+from moecore.parallel.pipeline.stages import StagedModel, get_hidden_shape
 from moecore.parallel.pipeline.timeline import name_item
 from moecore.parallel.pipeline.transport import Groups, StageTransport
 
@@ -174,14 +174,14 @@ class _ScheduleRun:
         self._do: dict[str, Callable[[Action], Tensor | None]] = {
             "F": self._run_forward,
             "B": self._run_backward,
-            "D": self._backward_of_inputs,
+            "D": self._run_input_backward,
             "W": lambda action: self._deferred.pop((action.stage, action.micro_batch)).run(),
         }
 
     def all(self, items: Sequence[Item]) -> None:
         """Run all items of this rank's order and send their results."""
         for item, backward, offloads_last in zip(
-            items, next_backwards(items), offloads_last_block(items), strict=True
+            items, find_next_backwards(items), list_last_block_offloads(items), strict=True
         ):
             chunk, self._forward_chunk = self._forward_chunk, None
             self._offloads_last = offloads_last
@@ -264,13 +264,13 @@ class _ScheduleRun:
             torch.autograd.backward([forward.edge], [grad])
         return None if forward.hidden is None else forward.hidden.grad
 
-    def _backward_of_inputs(self, action: Action) -> Tensor | None:
+    def _run_input_backward(self, action: Action) -> Tensor | None:
         """Run a stage's backward with deferred weight gradients; return the input gradient."""
         deferred = self._deferred[action.stage, action.micro_batch] = WeightGradients()
-        with self._engine.deferring(deferred):
+        with self._engine.defer_weight_gradients(deferred):
             return self._run_backward(action)
 
     def _get_input_shape(self, stage: int, micro_batch: int) -> tuple[int, ...]:
         """Return the shape of a stage's input; an empty stage passes it to the next stage."""
         next_stage = next(s for s in self._stages[stage:] if s.layers or s.mtp or s.loss)
-        return hidden_shape(self._pipeline.model, next_stage, self._micro_batches[micro_batch])
+        return get_hidden_shape(self._pipeline.model, next_stage, self._micro_batches[micro_batch])

@@ -37,7 +37,7 @@ class Schedule:
     rank_of: tuple[int, ...]  # the rank of each stage
     orders: tuple[tuple[Item, ...], ...]  # the items of each rank, in order
 
-    def inputs_of(self, action: Action) -> list[Action]:
+    def list_dependencies(self, action: Action) -> list[Action]:
         """Return the actions that must run before an action: its dependencies.
 
         A dependency on a backward has the kind D, which a full backward B satisfies too.
@@ -67,7 +67,7 @@ class Schedule:
                     if any(
                         i not in finished_actions
                         for action in actions
-                        for i in self.inputs_of(action)
+                        for i in self.list_dependencies(action)
                     ):
                         break
                     yield rank, item
@@ -114,7 +114,7 @@ class Schedule:
                     f"{order[ran[rank]]}: move it after what it needs"
                 )
 
-    def peak_live(
+    def compute_peak_live(
         self, sizes: Sequence[int], deferred_sizes: Sequence[int] | None = None
     ) -> tuple[int, ...]:
         """Return the peak size of saved activations on each rank.

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moecore.base.params import clean_name
-from moecore.base.rank_checks import find_differing_tensors, gather, raise_on_all
-from moecore.base.streams import to_device
-from moecore.base.torch_private import default_timeout, get_local_tensor
+from moecore.base.rank_checks import find_differing_tensors, gather_objects, raise_on_all
+from moecore.base.streams import copy_to_device
+from moecore.base.torch_private import get_default_timeout, get_local_tensor
 from moecore.parallel.mesh import Meshes
 
 
@@ -40,11 +40,11 @@ class AllStages:
     holders: Mapping[str, dist.ProcessGroup]
     device: torch.device  # of the parameters, once they are real
 
-    def num_copies(self, name: str) -> int:
+    def count_copies(self, name: str) -> int:
         """Return the number of ranks whose stage has the parameter."""
         return self.num_holders[clean_name(name)] * (dist.get_world_size() // self.pp)
 
-    def place(self, names: list[str], values: Tensor) -> Tensor:
+    def scatter_values(self, names: list[str], values: Tensor) -> Tensor:
         """Scatter this stage's values into a vector with an element per parameter of all stages.
 
         Parameters of other stages have the value 0.
@@ -52,7 +52,7 @@ class AllStages:
         order = {name: i for i, name in enumerate(self.num_holders)}
         index = torch.tensor([order[clean_name(name)] for name in names], dtype=torch.int64)
         placed = values.new_zeros(len(order))
-        return placed.index_copy_(0, to_device(index, values.device), values)
+        return placed.index_copy_(0, copy_to_device(index, values.device), values)
 
 
 def make_all_stages(model: nn.Module, meshes: Meshes) -> AllStages:
@@ -62,7 +62,7 @@ def make_all_stages(model: nn.Module, meshes: Meshes) -> AllStages:
     """
     peers, device_type = meshes.dense.get_group("pp"), meshes.device_type
     named = {clean_name(name): param for name, param in model.named_parameters()}
-    forms = gather({name: _describe_parameter(p) for name, p in named.items()}, peers)
+    forms = gather_objects({name: _describe_parameter(p) for name, p in named.items()}, peers)
     raise_on_all(_find_odd_copy(forms), device_type, group=peers)
     stages_of: dict[str, list[int]] = {}
     for pp_rank, forms_of_rank in enumerate(forms):
@@ -111,7 +111,7 @@ def _make_peer_group(stages: tuple[int, ...], meshes: Meshes) -> Any:
     size = meshes.stage_group.size()
     for place in range(size):
         ranks = [stage * size + place for stage in stages]
-        group = dist.new_group(ranks, timeout=default_timeout())
+        group = dist.new_group(ranks, timeout=get_default_timeout())
         if dist.get_rank() in ranks:
             local_group = group
     return local_group if meshes.pp_rank in stages else None

@@ -62,7 +62,7 @@ class StageParts:
     # Layers that read further results of the layer before, so no stage can begin with them.
     bound: frozenset[int] = frozenset()
 
-    def elsewhere(self, name: str, module: nn.Module) -> AbsentModule:
+    def make_placeholder(self, name: str, module: nn.Module) -> AbsentModule:
         """Return the placeholder that replaces a module on ranks without it."""
         is_layer = name.startswith(f"{self.layers}.")
         return AbsentModule(module, results=self.results if is_layer else 1)
@@ -103,7 +103,7 @@ def take_stages(model: StagedModel, stages: Sequence[Stage]) -> None:
     Call it on a full model before `parallelize_moe`.
     """
     check_arguments(take_stages, locals())
-    parts, (num_layers, num_mtp) = model.stage_parts(), num_parts(model)
+    parts, (num_layers, num_mtp) = model.stage_parts(), count_parts(model)
     local_modules: dict[str, nn.Module] = {}
     for stage in stages:
         _check_range(stage, "layers", stage.layers, num_layers)
@@ -119,10 +119,12 @@ def take_stages(model: StagedModel, stages: Sequence[Stage]) -> None:
     entries = [f"{name}.{i}" for name in lists for i in range(_count_entries(model, name))]
     for name in (parts.embedding, *entries, *parts.final_modules, parts.head):
         if name not in local_modules:
-            model.set_submodule(name, parts.elsewhere(name, model.get_submodule(name)))
+            model.set_submodule(name, parts.make_placeholder(name, model.get_submodule(name)))
 
 
-def hidden_shape(model: StagedModel, stage: Stage, inputs: Mapping[str, Any]) -> tuple[int, ...]:
+def get_hidden_shape(
+    model: StagedModel, stage: Stage, inputs: Mapping[str, Any]
+) -> tuple[int, ...]:
     """Return the shape of a stage's input hidden states on this rank.
 
     Raises a ValueError for the first stage and for empty stages. No communication.
@@ -135,7 +137,7 @@ def hidden_shape(model: StagedModel, stage: Stage, inputs: Mapping[str, Any]) ->
     return model.hidden_shape(stage, inputs)
 
 
-def num_parts(model: StagedModel) -> tuple[int, int]:
+def count_parts(model: StagedModel) -> tuple[int, int]:
     """Return the number of layers and the number of multi-token prediction modules of a model."""
     parts = model.stage_parts()
     return _count_entries(model, parts.layers), 0 if parts.mtp is None else _count_entries(

@@ -132,7 +132,7 @@ class Box(NamedTuple):
     chunk: int
 
 
-def boxes(timeline: Timeline) -> Iterator[Box]:
+def list_boxes(timeline: Timeline) -> Iterator[Box]:
     """Yield the rectangles that `draw` paints; the actions of an `Overlap` have half the height."""
     for rank, spans in enumerate(timeline.spans):
         stages = sorted({action.stage for span in spans for action in list_actions(span.item)})
@@ -159,7 +159,7 @@ def draw(timeline: Timeline, path: str | os.PathLike[str]) -> None:
     except ImportError as error:
         raise ImportError(f"draw needs matplotlib: {install_command('bench')}") from error
 
-    rectangles = list(boxes(timeline))
+    rectangles = list(list_boxes(timeline))
     chunks = 1 + max(box.chunk for box in rectangles)
 
     def shade(box: Box) -> tuple[float, ...]:
@@ -218,7 +218,7 @@ class Costs(CheckedRecord):
                 yield name, f"have a time per stage, as forward ({number}): pass as many, or ()"
 
     @classmethod
-    def of_forward(
+    def from_forward(
         cls, forward: Sequence[PositiveOrZero], *, inputs: float = 1.0, weights: float = 1.0
     ) -> Costs:
         """Return costs without communication, from each stage's forward time.
@@ -262,7 +262,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
             f"schedule ({schedule.num_stages}): pass as many"
         )
     exposed = [0.0] * schedule.pp
-    spans = spans_of(schedule, lambda item: _compute_duration(item, costs)[1], costs.transfer)
+    spans = compute_spans(schedule, lambda item: _compute_duration(item, costs)[1], costs.transfer)
     for rank, items in enumerate(spans):
         for _, _, item in items:
             compute, seconds = _compute_duration(item, costs)
@@ -270,7 +270,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     return Timeline(spans=spans, exposed_exchange=tuple(exposed))
 
 
-def spans_of(
+def compute_spans(
     schedule: Schedule, duration: Callable[[Item], float], transfer: float
 ) -> tuple[tuple[Span, ...], ...]:
     """Compute start and end of each rank's items.
@@ -287,7 +287,7 @@ def spans_of(
     for rank, item in schedule.iterate_in_time_order():
         before = spans[rank][-1].end if spans[rank] else 0.0
         actions = list_actions(item)
-        arrivals = (ends[i] for action in actions for i in schedule.inputs_of(action))
+        arrivals = (ends[i] for action in actions for i in schedule.list_dependencies(action))
         start = max(before, *(end + transfer * (source != rank) for source, end in arrivals), 0.0)
         end = start + duration(item)
         spans[rank].append(Span(start, end, item))

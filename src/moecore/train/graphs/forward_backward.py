@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from moecore.base.fields import Bound, check_arguments
-from moecore.base.rank_checks import gather
+from moecore.base.rank_checks import gather_objects
 from moecore.base.torch_private import (
+    count_gradient_hooks,
     get_local_tensor,
-    hooks_around,
-    num_gradient_hooks,
+    list_module_hooks,
     tree_leaves,
     tree_map_only,
 )
@@ -35,9 +35,9 @@ from moecore.moe.shortage import SkippedSteps
 from moecore.moe.state import MoEState
 from moecore.parallel.model.parallel_state import (
     get_capacity,
+    get_moe_state,
+    get_parallel_state,
     get_progress,
-    moe_state,
-    parallel_state,
     reshard_units,
 )
 
@@ -89,7 +89,7 @@ class GraphedForwardBackward:
         self, forward_backward: Callable[..., Any], model: nn.Module, *, warm_up: WarmUp = 2
     ) -> None:
         check_arguments(GraphedForwardBackward.__init__, locals())
-        self._state = moe_state(model)
+        self._state = get_moe_state(model)
         self._capacity = get_capacity(model)
         _refuse_pipeline(model)
         _check_dispatchers(self._state)
@@ -176,7 +176,7 @@ class _Captured:
 
     def replay(self, inputs: Inputs) -> Any:
         """Replay the graph; set gradients, count micro-batches, and return copies of outputs."""
-        record = parallel_state(self.model)
+        record = get_parallel_state(self.model)
         if record is not None and record.arguments is not None:  # a replay runs no model hook
             named = {f"inputs[{place}]": x for place, x in enumerate(inputs)}
             record.arguments.check(named, None)
@@ -303,7 +303,7 @@ def _find_capture_problem(waits: list[warnings.WarningMessage], outputs: Any) ->
 
 def _find_first_problem(problem: str) -> str:
     """Return the problem of the first rank with a problem, or "". Collective over all ranks."""
-    of_ranks = gather(problem)
+    of_ranks = gather_objects(problem)
     if len(of_ranks) == 1:
         return problem
     return next((f"rank {r}: {text}" for r, text in enumerate(of_ranks) if text), "")
@@ -366,7 +366,7 @@ def _check_dispatchers(state: MoEState) -> None:
 
 def _refuse_pipeline(model: nn.Module) -> None:
     """Raise ValueError for a model with pipeline stages."""
-    record = parallel_state(model)
+    record = get_parallel_state(model)
     if record is not None and record.pipeline is not None:
         raise ValueError(
             f"model ({type(model).__name__}) must have no pipeline stages for a CUDA graph, "
@@ -423,7 +423,7 @@ class GraphFacts:
 def collect_facts(model: nn.Module, state: MoEState) -> GraphFacts:
     """Return the current facts of a model: modes, hooks, configs and addresses of tensors."""
     facts = list(_list_facts(model, state))
-    record = parallel_state(model)
+    record = get_parallel_state(model)
     exchanges = () if record is None or record.exchanges is None else record.exchanges.resources
     return GraphFacts(
         values=[value for _, value, _ in facts],
@@ -438,12 +438,12 @@ def _list_facts(model: nn.Module, state: MoEState) -> Iterator[tuple[tuple[str, 
     for name, module in model.named_modules():
         config = vars(module).get("config")
         yield ("train or eval mode", name), module.training, None
-        yield ("the number of hooks", name), len(hooks_around(module)), None
+        yield ("the number of hooks", name), len(list_module_hooks(module)), None
         yield ("the config", name), id(config), config
         for tensor_name, tensor in _list_tensors(module):
             local = get_local_tensor(tensor).detach()
             yield ("requires_grad", name, tensor_name), tensor.requires_grad, None
-            yield ("the number of hooks", name, tensor_name), num_gradient_hooks(tensor), None
+            yield ("the number of hooks", name, tensor_name), count_gradient_hooks(tensor), None
             yield ("the memory", name, tensor_name), local.data_ptr(), local
     for name, layer in state.layers.items():
         yield ("the balance config", name), id(layer.tracker.counts), layer.tracker.counts

@@ -24,12 +24,12 @@ from torch.distributed.tensor import DTensor
 from moecore.attention.sequence import RotaryTable
 from moecore.base.saved_tensors import Handle, TensorHandle, is_packing, use_packer
 from moecore.base.torch_private import (
-    autocast_dtype,
     foreach_copy_,
-    hooks_around,
+    get_autocast_dtype,
+    get_saved_tensor_hooks,
     is_plain_eager,
     is_recomputing,
-    saved_tensor_hooks,
+    list_module_hooks,
 )
 from moecore.kernels.experts.contract import SINK
 
@@ -178,7 +178,7 @@ class GraphedPart:
         if facts is None:
             return self._function(*args, **kwargs)
         kinds = tuple((x.shape, x.dtype, x.requires_grad) for x in tensors)
-        call = _Call(form, kinds, autocast_dtype(tensors[0]), facts)
+        call = _Call(form, kinds, get_autocast_dtype(tensors[0]), facts)
         if self._num_warm < WARM_UP or self._call is None:
             self._num_warm = self._num_warm + 1 if call == self._call else 1
             self._call = call
@@ -199,7 +199,7 @@ class GraphedPart:
         """Return whether a call with these tensors may warm up, capture or replay."""
         if not tensors or not _may_hold(tensors[0]) or is_recomputing():
             return False
-        if saved_tensor_hooks() is not None and not is_packing():
+        if get_saved_tensor_hooks() is not None and not is_packing():
             return False
         return self._may_run is None or self._may_run()
 
@@ -207,7 +207,7 @@ class GraphedPart:
         """Return the facts of the modules on which graphs rely; None if capture is impossible."""
         facts: list[Any] = []
         for i, module in enumerate(self._modules):
-            if i and hooks_around(module):
+            if i and list_module_hooks(module):
                 return None
             facts += (module.training, vars(module).get("config"))
             for tensors in (module._parameters, module._buffers):

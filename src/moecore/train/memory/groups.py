@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from moecore.base.saved_tensors import UsedRows
 from moecore.base.streams import Stream
-from moecore.base.torch_private import version
+from moecore.base.torch_private import sum_versions
 from moecore.train.memory.streams import CopyMark
 
 Key = tuple[str, int]  # a part's name, and how often its layer has entered that name before
@@ -79,7 +79,9 @@ class HostCopy:
         """Return whether `data` is a tensor's storage, with the tensor's values."""
         if self.data is None or self.is_back:
             return False
-        return self.size == tensor.untyped_storage().nbytes() and self.version == version(tensor)
+        return self.size == tensor.untyped_storage().nbytes() and self.version == sum_versions(
+            tensor
+        )
 
     def free(self) -> None:
         """Free the device memory, after the stream `home` was made to wait for a running copy."""
@@ -91,7 +93,7 @@ class HostCopy:
         """Return whether the storage on the device still has its memory and its values."""
         assert self.data is not None
         has_memory = self.data.untyped_storage().nbytes() == self.size
-        return has_memory and version(self.counter) == self.version
+        return has_memory and sum_versions(self.counter) == self.version
 
 
 @dataclass(eq=False, slots=True)

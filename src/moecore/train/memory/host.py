@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from moecore.base.saved_tensors import UsedRows
-from moecore.base.torch_private import host_memory, storage_key
-from moecore.kernels.common import on_device
+from moecore.base.torch_private import allocate_as_host_memory, get_storage_key
+from moecore.kernels.common import use_device
 from moecore.kernels.rows.move import copy_first_rows
 from moecore.train.memory.groups import HostCopy
 from moecore.train.memory.streams import CopyStream, CopyStreams, Job
@@ -72,7 +72,7 @@ class Slabs:
 
     def allocate_slab(self, num_bytes: int) -> Slab:
         """Allocate a slab; a RuntimeError if host memory is insufficient. Pinning is slow."""
-        with host_memory():
+        with allocate_as_host_memory():
             memory = torch.empty(
                 num_bytes, dtype=torch.uint8, device=self._device, pin_memory=self._is_pinned
             )
@@ -275,7 +275,7 @@ class MovedStorage:
     def _view(self, place: Tensor, memory: Tensor) -> Tensor:
         """Return the view of the host's or the device's memory at the place of another view."""
         itemsize = place.element_size()
-        is_host = storage_key(place) == storage_key(self.host)
+        is_host = get_storage_key(place) == get_storage_key(self.host)
         first = int(self.host.storage_offset()) // itemsize if is_host else 0
         flat = memory[: memory.numel() // itemsize * itemsize].view(place.dtype)
         start = int(place.storage_offset()) - first + int(flat.storage_offset())
@@ -284,7 +284,9 @@ class MovedStorage:
     def move_to_device(self) -> None:
         """Make the tensors views of device memory, into which the bytes were copied."""
         for tensor, place in self.tensors:
-            if storage_key(tensor) != storage_key(self.host):  # its owner gave it other memory
+            if get_storage_key(tensor) != get_storage_key(
+                self.host
+            ):  # its owner gave it other memory
                 place.copy_(tensor)
             tensor.data = place
 
@@ -347,7 +349,7 @@ class HostCopies:
         self._streams |= dict(zip(devices, streams, strict=True))
         try:
             for device, stream in zip(devices, streams, strict=True):
-                with on_device(jobs[device][0].source):
+                with use_device(jobs[device][0].source):
                     stream.start(jobs[device])
         finally:  # also after an error: no copy may write into memory that the caller frees
             for stream in streams:

@@ -33,7 +33,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from moecore.base.fields import Bound, CountOrZero, NumBytes, check_arguments
 from moecore.base.saved_tensors import use_packer
-from moecore.base.torch_private import get_local_tensor, is_recomputing, storage_key
+from moecore.base.torch_private import get_local_tensor, get_storage_key, is_recomputing
 from moecore.train.memory.groups import REST, Key, Layer, OffloadChunk, StorageGroup
 from moecore.train.memory.storages import SavedStorages
 
@@ -226,7 +226,7 @@ class Offload(SavedStorages):
             registries = [d for m in module.modules() for d in (m._parameters, m._buffers)]
             self._registries[module] = registries
         tensors = (t for registry in registries for t in registry.values() if t is not None)
-        return frozenset(storage_key(get_local_tensor(t)) for t in tensors)
+        return frozenset(get_storage_key(get_local_tensor(t)) for t in tensors)
 
     def _send(self, group: StorageGroup) -> None:
         """Start to copy out the storages of a part, unless its layer is the last."""

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from moecore.base.torch_private import (
+    get_storage_key,
     is_grouped_mm,
     run_backward,
     scaled_mm,
-    storage_key,
     tree_map_only,
 )
 from moecore.kernels.common import record_launch
@@ -85,7 +85,7 @@ class OnMeta(TorchFunctionMode):
         """Return a copy of a tensor on meta; views of one storage share a storage on meta."""
         if x.is_meta or type(x) is not Tensor:
             return x
-        key = storage_key(x)
+        key = get_storage_key(x)
         if key not in self.meta_copies:
             num_bytes = x.untyped_storage().nbytes()
             self.meta_copies[key] = x, torch.empty(num_bytes, dtype=torch.uint8, device=META)

@@ -24,12 +24,12 @@ from torch import Tensor
 from moecore.base.regions import intercept_products, is_in_region
 from moecore.base.saved_tensors import Handle, is_packing, pack_tensor, use_packer
 from moecore.base.torch_private import (
-    autocast_dtype,
+    get_autocast_dtype,
+    get_storage_key,
     is_plain_eager,
-    storage_key,
+    sum_versions,
     tree_flatten,
     tree_unflatten,
-    version,
 )
 from moecore.moe.pairs import get_rng_states, set_rng_states
 
@@ -159,7 +159,7 @@ class _RunningRegion:
 
     def _start(self, tensors: list[Tensor]) -> None:
         self._versions = _list_versions(tensors)
-        self._resident_keys = {storage_key(tensor) for tensor in tensors}
+        self._resident_keys = {get_storage_key(tensor) for tensor in tensors}
         self._largest = max((tensor.nbytes for tensor in tensors), default=0)
         self._num_values = self._num_products = 0
 
@@ -185,7 +185,7 @@ class _RunningRegion:
         for position, value in enumerate(self._open.inputs):
             if not isinstance(value, Tensor) or value.is_leaf:
                 continue
-            if storage_key(value) == storage_key(tensor) and value.dtype == tensor.dtype:
+            if get_storage_key(value) == get_storage_key(tensor) and value.dtype == tensor.dtype:
                 place = _ValuePlace("input", self._num_products, position)
                 return self._make_handle(place, value, tensor)
         return None  # of the product's own, such as attention's log-sum-exp
@@ -193,7 +193,7 @@ class _RunningRegion:
     def _is_saved(self, tensor: Tensor) -> bool:
         if tensor.nbytes * SMALL <= self._largest or not _is_plain(tensor):
             return True
-        return storage_key(tensor) in self._resident_keys
+        return get_storage_key(tensor) in self._resident_keys
 
     def _make_handle(self, place: _ValuePlace, base: Tensor, tensor: Tensor) -> _DroppedValue:
         self._last = self._num_products
@@ -204,8 +204,8 @@ class _RunningRegion:
         for number, leaf in enumerate(tree_flatten(output)[0]):
             if isinstance(leaf, Tensor) and leaf.requires_grad and not self._is_saved(leaf):
                 self._last = len(self.products)
-                _thread_regions.outputs[storage_key(leaf)] = _RegionOutput(
-                    self, number, leaf, version(leaf)
+                _thread_regions.outputs[get_storage_key(leaf)] = _RegionOutput(
+                    self, number, leaf, sum_versions(leaf)
                 )
 
     @property
@@ -229,7 +229,7 @@ class _RunningRegion:
         product.output, product.versions = output, _list_versions(_list_tensors(output))
         if function is F.scaled_dot_product_attention:
             product.numbers = get_rng_states()
-        self._resident_keys |= {storage_key(t) for t in _list_tensors(output)}
+        self._resident_keys |= {get_storage_key(t) for t in _list_tensors(output)}
         self._num_products += 1
         return output
 
@@ -337,7 +337,7 @@ class _RunningRegion:
             set_rng_states(product.numbers)
         output = _map(_rerun_leaf, product.output)
         self._replayed_outputs.append(output)
-        self._resident_keys |= {storage_key(t) for t in _list_tensors(output)}
+        self._resident_keys |= {get_storage_key(t) for t in _list_tensors(output)}
         return output
 
     def _find_outputs(self, output: Any) -> None:
@@ -408,8 +408,12 @@ def share_outputs() -> Iterator[None]:
 
 
 def _pack_output(tensor: Tensor) -> Handle | None:
-    output = _thread_regions.outputs.get(storage_key(tensor)) if _is_plain(tensor) else None
-    if output is None or output.version != version(tensor) or output.tensor.dtype != tensor.dtype:
+    output = _thread_regions.outputs.get(get_storage_key(tensor)) if _is_plain(tensor) else None
+    if (
+        output is None
+        or output.version != sum_versions(tensor)
+        or output.tensor.dtype != tensor.dtype
+    ):
         return None
     place = _ValuePlace("output", output.number)
     return _DroppedValue(
@@ -419,7 +423,7 @@ def _pack_output(tensor: Tensor) -> Handle | None:
 
 def _get_autocast(tensors: list[Tensor]) -> Any:
     """Return a context with the current autocast dtype; None without autocast."""
-    dtype = autocast_dtype(tensors[0]) if tensors else None
+    dtype = get_autocast_dtype(tensors[0]) if tensors else None
     return None if dtype is None else torch.autocast(tensors[0].device.type, dtype)
 
 
@@ -453,7 +457,7 @@ def _list_tensors(tree: Any) -> list[Tensor]:
 
 
 def _list_versions(tensors: list[Tensor]) -> tuple[int, ...]:
-    return tuple(map(version, tensors))
+    return tuple(map(sum_versions, tensors))
 
 
 def _is_plain(tensor: Tensor) -> bool:

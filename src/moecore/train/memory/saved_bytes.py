@@ -19,9 +19,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from moecore.base.copies import copy_modules
 from moecore.base.options.memory import MemoryOptions, StashOptions
-from moecore.base.saved_tensors import use_packer, used_rows
-from moecore.base.torch_private import storage_key
-from moecore.kernels.common import cdiv, meta_as
+from moecore.base.saved_tensors import find_used_rows, use_packer
+from moecore.base.torch_private import get_storage_key
+from moecore.kernels.common import cdiv, treat_meta_as
 from moecore.moe.balance import BalanceGroups, LoadTracker
 from moecore.moe.experts import Experts
 from moecore.moe.layer import RoutedLayer
@@ -85,7 +85,7 @@ def count_saved_bytes(
         if isinstance(module, Experts):
             module.recompute_fc1 = "expert_fc1" in options.parts
     on_meta = OnMeta(device_type)
-    weights = {storage_key(p) for p in copies[model].parameters()}
+    weights = {get_storage_key(p) for p in copies[model].parameters()}
     count = _Count(weights, on_meta.move, options.stash)
     without = {copies[module] for module in compiled}
     with warnings.catch_warnings():  # which the model's own options gave
@@ -97,7 +97,7 @@ def count_saved_bytes(
         for _, kind, module in list(find_parts(block)):
             count.wrap(module, i, NAMES.get(kind, kind))
         count.wrap(block, i, "rest")
-    with meta_as(device_type), use_packer(count), on_meta, torch.enable_grad():
+    with treat_meta_as(device_type), use_packer(count), on_meta, torch.enable_grad():
         out = run(copies[model])
     saved_bytes = count.sum_by_block(
         len(blocks), frozenset() if offload is None else offload.stored_keys
@@ -131,9 +131,9 @@ class _Count:
         self._place: tuple[int, str] = (-1, "")
 
     def __call__(self, tensor: Tensor) -> None:
-        rows = None if self.stash is None else used_rows(tensor)
+        rows = None if self.stash is None else find_used_rows(tensor)
         tensor, (block, part) = self.move(tensor), self._place
-        if storage_key(tensor) in self.weights:
+        if get_storage_key(tensor) in self.weights:
             return
         storage = tensor.untyped_storage()
         ref = StorageWeakRef(storage)

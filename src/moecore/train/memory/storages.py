@@ -29,10 +29,10 @@ from moecore.base.saved_tensors import (
     Handle,
     TensorHandle,
     UsedRows,
-    changed_in_place_error,
-    used_rows,
+    find_used_rows,
+    make_in_place_error,
 )
-from moecore.base.torch_private import storage_key, version
+from moecore.base.torch_private import get_storage_key, sum_versions
 from moecore.train.memory.groups import HostCopy, StorageGroup, StorageUse
 from moecore.train.memory.host import HostPool, view_bytes
 from moecore.train.memory.streams import CopyStreams
@@ -145,13 +145,13 @@ class SavedStorages:
         """Return the handle of a saved tensor; None passes it to the next packer."""
         if type(tensor) is not Tensor or tensor.layout != torch.strided:
             return None
-        rows = used_rows(tensor)
+        rows = find_used_rows(tensor)
         if not self._store.can_store(rows):
             return None
         storage = tensor.untyped_storage()
         if storage.nbytes() < max(self.min_bytes, 1) or tensor.device != self._streams.device:
             return None
-        if storage_key(tensor) in group.weights:
+        if get_storage_key(tensor) in group.weights:
             return TensorHandle(tensor)
         if tensor.is_conj() or tensor.is_neg():
             return None
@@ -194,7 +194,7 @@ class SavedStorages:
             size=storage.nbytes(),
             ref=ref,
             counter=counter,
-            version=version(tensor),
+            version=sum_versions(tensor),
             data=view_bytes(storage),
             home=group.stream,
             used_rows=rows,
@@ -224,8 +224,8 @@ class SavedStorages:
         """Return a storage on the device; later work of the current stream may read it."""
         copy, group = use.copy, use.group
         with self._hold_lock():
-            if version(copy.counter) != copy.version:
-                raise changed_in_place_error(shape, version(copy.counter), copy.version)
+            if sum_versions(copy.counter) != copy.version:
+                raise make_in_place_error(shape, sum_versions(copy.counter), copy.version)
             if copy.data is None:
                 self.late_bytes += copy.size
                 self._copy_back([copy])

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.base.streams import Stream, current_stream, is_capturing, new_stream, on_stream
+from moecore.base.streams import Stream, create_stream, get_current_stream, is_capturing, use_stream
 from moecore.kernels.common import record_launch
 
 PIECE_BYTES = 8 * 2**20  # 150 us
@@ -67,7 +67,7 @@ class CopyStream:
     def __init__(self, device: torch.device, name: str = "copy to device") -> None:
         self.device, self.name = device, name
         # Two streams in turns; the next work of the first one comes after all copies so far.
-        turns = (new_stream(device) for _ in range(2))
+        turns = (create_stream(device) for _ in range(2))
         self._turns = [stream for stream in turns if stream is not None]
 
     @property
@@ -77,7 +77,7 @@ class CopyStream:
 
     def as_current(self) -> AbstractContextManager[Any]:
         """Return a context in which the stream of the next copy is the current one."""
-        return on_stream(self.next)
+        return use_stream(self.next)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Start a copy of a tensor of equal shape and dtype; large tensors must be contiguous."""
@@ -104,11 +104,11 @@ class CopyStream:
     def wait_for_current_stream(self) -> None:
         """Make later copies wait for the work that is queued on the current stream now."""
         if self._turns:
-            self._turns[0].wait_stream(current_stream(self.device))
+            self._turns[0].wait_stream(get_current_stream(self.device))
 
     def start(self, jobs: Iterable[Job], *after: CopyMark) -> CopyMark:
         """Start copies after the current stream's work and the marks `after`; return their end."""
-        current = current_stream(self.device)
+        current = get_current_stream(self.device)
         # The current stream waits, too: it has already waited for most of these marks.
         for mark in after:
             mark.make_stream_wait(current)
@@ -124,7 +124,7 @@ class CopyStream:
 
     def wait_for_mark(self, mark: CopyMark) -> None:
         """Make the current stream wait for a mark; the host does not wait."""
-        mark.make_stream_wait(current_stream(self.device))
+        mark.make_stream_wait(get_current_stream(self.device))
 
     def is_capturing(self) -> bool:
         """Whether the current stream's work is captured in a CUDA graph."""
@@ -146,7 +146,7 @@ class CopyStreams:
 
     def current(self) -> Stream | None:
         """Return the current stream of the device; None on a CPU."""
-        return current_stream(self.device)
+        return get_current_stream(self.device)
 
     def is_capturing(self) -> bool:
         """Whether the current stream's work is captured in a CUDA graph."""

@@ -26,13 +26,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moecore.base.fields import check_arguments
-from moecore.base.torch_private import get_stored_local, storage_key, tree_leaves
+from moecore.base.torch_private import get_storage_key, get_stored_local, tree_leaves
 from moecore.moe.param_reader import gathered_blocks
 from moecore.parallel.fsdp.buffers import Buffer
 from moecore.parallel.model.parallel_state import (
     get_progress,
     list_engines,
-    parallel_states,
+    list_parallel_states,
     reshard_units,
 )
 from moecore.train.graphs.regions import drop_graphs
@@ -147,7 +147,7 @@ class TrainingOffload:
                     f"offload() must be between steps, but {progress.num_done} micro-batches of "
                     "this one are done: call finish() or drop() first"
                 )
-        for record in parallel_states(self._model) if selection != "optimizer" else ():
+        for record in list_parallel_states(self._model) if selection != "optimizer" else ():
             if record.capacity is not None and record.capacity.graph_steps is not None:
                 raise ValueError(
                     "GraphedForwardBackward (captured) must not rely on addresses that change: "
@@ -179,7 +179,7 @@ class TrainingOffload:
         groups: dict[int, list[Tensor]] = {}
         for tensor in {id(x): x for x in map(get_stored_local, self._list_values(part))}.values():
             if tensor.device == self._device and tensor.untyped_storage().nbytes():
-                groups.setdefault(storage_key(tensor), []).append(tensor)
+                groups.setdefault(get_storage_key(tensor), []).append(tensor)
         for tensors in groups.values():
             if not tensors[0].untyped_storage().resizable():
                 raise ValueError(
@@ -210,7 +210,7 @@ class TrainingOffload:
 
     def _free_buffers(self) -> None:
         drop_graphs(self._model)
-        for record in parallel_states(self._model):
+        for record in list_parallel_states(self._model):
             if record.exchanges is not None:
                 record.exchanges.close()
             if isinstance(record.stash, Stash):

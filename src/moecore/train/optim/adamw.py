@@ -23,9 +23,9 @@ from moecore.base.torch_private import foreach_add_, get_local_tensor, zeros_lik
 from moecore.kernels.adamw import AdamWOptions, AdamWTensors, ParamRow, adamw_
 from moecore.kernels.adamw_formats import (
     MOMENT_BLOCK,
+    count_moment_blocks,
     decode_moments_ref,
     encode_moments_ref,
-    num_moment_blocks,
 )
 
 FP8 = torch.float8_e4m3fn
@@ -92,7 +92,7 @@ class AdamW(torch.optim.AdamW):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), **self.own_options()}
+        return {**super().__getstate__(), **self.get_class_options()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -100,7 +100,7 @@ class AdamW(torch.optim.AdamW):
             group["fused"], group["foreach"] = True, None
         self._step_supports_amp_scaling = True
 
-    def own_options(self) -> dict[str, Any]:
+    def get_class_options(self) -> dict[str, Any]:
         """Return the options that are not in `param_groups`; ranks must agree on them."""
         return {"moment_dtype": self.moment_dtype, "master_remainder": self.master_remainder}
 
@@ -227,7 +227,7 @@ class AdamW(torch.optim.AdamW):
             for t in row[:4]:
                 kind += (t.dtype, t.is_contiguous())
             rows.setdefault(tuple(kind), []).append((row, number))
-        return [AdamWTensors.of(kind_rows) for kind_rows in rows.values()]
+        return [AdamWTensors.from_rows(kind_rows) for kind_rows in rows.values()]
 
     def prepare_state(self, param: Tensor) -> dict[str, Tensor]:
         """Return a parameter's state, allocated or converted to this optimizer's format."""
@@ -238,7 +238,7 @@ class AdamW(torch.optim.AdamW):
             shaped = dtypes.keys() - {"step", "exponents"}
             state |= {name: zeros_like(param, dtypes[name], device) for name in shaped}
             if "exponents" in dtypes:
-                blocks = num_moment_blocks(get_local_tensor(param).numel())
+                blocks = count_moment_blocks(get_local_tensor(param).numel())
                 state["exponents"] = torch.zeros(blocks, 2, dtype=torch.uint8, device=param.device)
         fits = ("exponents" in state) == ("exponents" in dtypes)
         for name, dtype in dtypes.items():

@@ -75,9 +75,9 @@ class HostAdamW(AdamW):
         self._slots: HostSlots | None = None
         super().__init__(params, lr, betas, eps, weight_decay, moment_dtype=moment_dtype)
 
-    def own_options(self) -> dict[str, Any]:
+    def get_class_options(self) -> dict[str, Any]:
         """Return the options that are not in `param_groups`; ranks must agree on them."""
-        return {**super().own_options(), "host_fraction": self.host_fraction}
+        return {**super().get_class_options(), "host_fraction": self.host_fraction}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.base.fields import CheckedRecord, Count, OneOf, Rules, check_arguments
-from moecore.base.params import clean_name, global_indices
+from moecore.base.params import clean_name, compute_global_indices
 from moecore.models.backbone import Embedding
 from moecore.moe.experts import Experts
 from moecore.moe.router import Router
@@ -107,7 +107,7 @@ class MatrixLayout(CheckedRecord):
         self, param: Tensor, coordinate: Sequence[int] | None = None
     ) -> list[MatrixPart]:
         """Return the indices of a mesh rank's shard in each part; None = this rank."""
-        indices = global_indices(param, coordinate)
+        indices = compute_global_indices(param, coordinate)
         if len(indices) == 2:
             indices = [torch.arange(1), *indices]
         if len(indices) == 4:  # gate and up in a dim of their own

@@ -170,7 +170,7 @@ class Muon(torch.optim.Optimizer):
             if "beta2" in group:
                 self.layouts[param].make_output_layout()
 
-    def own_options(self) -> dict[str, Any]:
+    def get_class_options(self) -> dict[str, Any]:
         """Return the options that are not in `param_groups`; ranks must agree on them."""
         return {"ns_dtype": self.ns_dtype, "layouts": list(self.layouts.values())}
 

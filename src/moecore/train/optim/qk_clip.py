@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from moecore.attention.sequence import Sequence
 from moecore.base.fields import Positive, check_arguments
-from moecore.base.params import clean_name, global_indices
+from moecore.base.params import clean_name, compute_global_indices
 from moecore.base.regions import run_and_save
 from moecore.base.torch_private import get_local_tensor
 from moecore.kernels.ops import Op
@@ -180,7 +180,7 @@ class _Projection(NamedTuple):
     def from_linear(cls, linear: nn.Linear) -> _Projection:
         """Return the record of a linear module."""
         params = [param for param in (linear.weight, linear.bias) if param is not None]
-        return cls({param: global_indices(param)[0].to(param.device) for param in params})
+        return cls({param: compute_global_indices(param)[0].to(param.device) for param in params})
 
     @property
     def weight(self) -> Tensor:

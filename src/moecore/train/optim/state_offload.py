@@ -26,7 +26,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from moecore.base.fields import Bound, check_arguments
-from moecore.base.torch_private import get_local_tensor, is_recomputing, storage_key, tree_leaves
+from moecore.base.torch_private import (
+    get_local_tensor,
+    get_storage_key,
+    is_recomputing,
+    tree_leaves,
+)
 from moecore.parallel.fsdp.units import find_blocks
 from moecore.parallel.model.parallel_state import list_engines
 from moecore.train.memory.host import HostCopies, MovedStorage, explain_memory_errors
@@ -224,7 +229,7 @@ def _find_movable(optimizer: Optimizer, device: torch.device) -> dict[str, list[
         for slot, value in optimizer.state.get(param, {}).items():
             if isinstance(value, Tensor):
                 local = get_local_tensor(value)
-                storages.setdefault(storage_key(local), {})[f"{number}.{slot}"] = local
+                storages.setdefault(get_storage_key(local), {})[f"{number}.{slot}"] = local
     groups = {next(iter(tensors)): list(tensors.values()) for tensors in storages.values()}
     return {name: group for name, group in groups.items() if _is_movable(group, device)}
 
