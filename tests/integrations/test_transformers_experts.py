@@ -134,7 +134,7 @@ def numbers_of(
     if remote:
         ids_TK[::3, 1] = ids_TK[5] = E
     weights_TK = weights_TK.to(dtype).requires_grad_()
-    forward = forward or experts
+    forward = experts if forward is None else forward
     is_remote_TK = ids_TK == E
     if remote and implementation == "eager":  # which not every class runs with these ids
         y_TD = forward(x_TD, ids_TK % E, weights_TK.masked_fill(is_remote_TK, 0))

@@ -88,10 +88,10 @@ def experts_forward(
         return sum_TD.to(hidden_states.dtype)
     # The norm precedes the weights, so each choice is a row, as if it were a token.
     ids_TK, K = top_k_index, top_k_index.shape[1]
-    ones = torch.ones_like(top_k_weights).view(-1, 1)
+    unit_N1 = torch.ones_like(top_k_weights).view(-1, 1)
     rows = x_TD.repeat_interleave(K, dim=0)
-    y_ND: Tensor = experts.post_expert_norm(
-        _compute(rows, ids_TK.view(-1, 1), ones, weights, plan.activation)
+    y_ND = experts.post_expert_norm(
+        _compute(rows, ids_TK.view(-1, 1), unit_N1, weights, plan.activation)
     )
     is_local_TK = (ids_TK >= 0) & (ids_TK < weights.w2_eDF.shape[0])
     weights_TK1 = top_k_weights.masked_fill(~is_local_TK, 0).unsqueeze(-1)
