@@ -409,8 +409,8 @@ class Decoder(nn.Module):
 
         Under FSDP, EP, CP or TP every rank passes the same tokens and a generator of the same
         seed. Layers of `Attention` keep keys and values, so a new token costs a forward of one
-        token. Under cp, and for other layers, sinks, compiled layers and sequences that are longer
-        than `max_seq_len`, each new token costs a full forward.
+        token. Under cp or tp, and for other layers, sinks, compiled layers and sequences that are
+        longer than `max_seq_len`, each new token costs a full forward.
 
         Args:
             tokens_BT: the prompt, int64, at least one token.
