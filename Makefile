@@ -47,7 +47,7 @@ test-for: $(READY)  ## run the tests that import FILE, however far: make test-fo
 	@found=$$($(PY) -m tools.affected tests $(FILE)) && echo "$${found:?no test imports $(FILE)}" && \
 	$(ON_CPUS) $(PY) -m pytest -q $(WORKERS) $$found $(ARGS)
 
-test-oldest: $(READY)  ## run the CPU tests with torch 2.11 and transformers 5.0 (downloads gigabytes once)
+test-oldest: $(READY)  ## run the CPU tests with torch 2.11 and transformers 5.17 (downloads gigabytes once)
 	tools/test_lane.sh oldest $(ARGS)
 
 test-newest: $(READY)  ## run the CPU tests with the newest torch, transformers, TRL and PEFT (likewise)
