@@ -146,7 +146,7 @@ def list_training_entries(
     options: dict[str, Any] = {}
     for place, optimizer in enumerate(optimizers):
         prefix = f"optimizer {place}" if len(optimizers) > 1 else "optimizer"
-        get_options: Callable[[], dict[str, Any]] = getattr(optimizer, "own_options", dict)
+        get_options: Callable[[], dict[str, Any]] = getattr(optimizer, "get_class_options", dict)
         options |= {f"{prefix}.{key}": value for key, value in get_options().items()}
         for number, group in enumerate(optimizer.param_groups):
             plain = {**group, "params": [names.get(p) for p in group["params"]]}

@@ -54,7 +54,7 @@ def batch_invariant(device_type: str) -> Iterator[None]:
         warnings.simplefilter("ignore")  # torch says once that kernels are replaced
         for name, function in OPERATIONS[key].items():
             before = _TorchKernels(torch.library.get_kernel(f"aten::{name}", key).call_boxed, mm)
-            library.impl(name, partial(_replace, function, before), key, with_keyset=True)
+            library.impl(name, partial(_call_for_floats, function, before), key, with_keyset=True)
     _active.add(device_type)
     try:
         yield
@@ -74,7 +74,7 @@ class _TorchKernels(NamedTuple):
         return invariant_product(*args, **kwargs, multiply=partial(self.mm, keys))
 
 
-def _replace(
+def _call_for_floats(
     function: Kernel, before: _TorchKernels, keys: Any, x: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     """Call `function` for floats, and torch's kernel for integers, whose sums are exact."""
