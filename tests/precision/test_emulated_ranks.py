@@ -78,8 +78,8 @@ def quantise(model: nn.Module, recipe: Recipe) -> None:
     apply_precision(model, Precision(recipe=recipe))
     for module in model.modules():
         if isinstance(module, MoELayer):
-            module.part("experts").set_backend("auto", recipe=recipe)
-            module.part("shared").products = (linear_products(recipe), linear_products(recipe))
+            module.get_part("experts").set_backend("auto", recipe=recipe)
+            module.get_part("shared").products = (linear_products(recipe), linear_products(recipe))
 
 
 def one_process(micros: list[list[Batch]], recipe: Recipe | None) -> dict[str, Tensor]:

@@ -37,7 +37,7 @@ def adopt(
         router: "weight" [E, D]. If the config has them, also "bias" [E], the selection bias buffer
             and the table of experts by token id.
         experts: stacked tensors by parameter name, with the shapes of
-            `expert_shapes(config, layout)`.
+            `compute_expert_shapes(config, layout)`.
         shared: module that maps [T, D] to [T, D], used unchanged.
         shared_gate: module that maps [T, D] to [T, 1], used unchanged under the name
             `layout.shared_gate`. The sigmoid of its output multiplies the shared output.
@@ -71,9 +71,9 @@ def adopt(
             f"MoEConfig.shared_hidden_dim ({config.shared_hidden_dim}) must be 0 in adopt without "
             "shared (None): pass the block's shared module"
         )
-    layer.part("experts").own_activation = own_activation
-    _fill(layer.part("router"), router)
-    _fill(layer.part("experts"), experts)
+    layer.get_part("experts").own_activation = own_activation
+    _fill(layer.get_part("router"), router)
+    _fill(layer.get_part("experts"), experts)
     if shared is not None:
         add_part(layer, layout.shared, shared)
     if shared_gate is not None:

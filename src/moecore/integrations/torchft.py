@@ -252,7 +252,7 @@ class Replicas:
             holder for record in capacities for holder in record.holders if holder is not None
         ]
         if holders and grads:
-            shortage = torch.stack([holder.min_factor(self._device) for holder in holders])
+            shortage = torch.stack([holder.compute_min_factor(self._device) for holder in holders])
             grads[0].masked_fill_(shortage.amax() > 0, torch.nan)
 
     def _add_counts(self) -> None:
@@ -261,7 +261,7 @@ class Replicas:
         layers = [layer for state in states for layer in state.layers.values()]
         counts = [layer.tracker.counts for layer in layers if layer.tracker.counts is not None]
         losses = [count.losses for count in counts]
-        numbers = [x for count in counts for x in count.tensors() if x is not count.losses]
+        numbers = [x for count in counts for x in count.list_tensors() if x is not count.losses]
         self._reduce(numbers, dist.ReduceOp.SUM)
         self._reduce(losses, dist.ReduceOp.AVG)
 

@@ -174,7 +174,7 @@ class StockModel(PlannedModel):
     @override
     def sizes(self) -> ModelSizes:
         hf, _, layers = _build_structure(self.model)
-        experts = {p for layer in layers for p in layer.part("experts").parameters()}
+        experts = {p for layer in layers for p in layer.get_part("experts").parameters()}
         cuts = ((m, (*split.columns, split.row)) for m, split in find_cuts(hf, 1)[0].items())
         tp_params = {p for m, names in cuts for n in names for p in m.get_submodule(n).parameters()}
         return count_sizes(hf, experts, tp_params)

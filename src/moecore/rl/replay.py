@@ -78,7 +78,7 @@ class RouterReplay:
                 )
         self.model = model
         self.layers = {n: m for n, m in moe_layers.items() if layers is None or n in layers}
-        self._routers: dict[str, Router] = {n: m.part("router") for n, m in self.layers.items()}
+        self._routers: dict[str, Router] = {n: m.get_part("router") for n, m in self.layers.items()}
         self._records: Choices | None = None
         self._replaying: TapeReplay | None = None
 
@@ -284,7 +284,7 @@ def _on_devices(choices: Mapping[str, Sequence[Tensor]], layers: Mapping[str, Mo
     """Return int32 copies of choices on the devices of their layers."""
     return {
         name: [
-            ids.to(layer.part("router").weight.device, torch.int32, copy=True).contiguous()
+            ids.to(layer.get_part("router").weight.device, torch.int32, copy=True).contiguous()
             for ids in choices[name]
         ]
         for name, layer in layers.items()

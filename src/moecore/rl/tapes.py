@@ -44,14 +44,14 @@ class ChoiceRecorder:
         self.records = records
 
     @torch.compiler.disable
-    def recorded_choice(
+    def get_recorded_choice(
         self, num_tokens: int, device: torch.device, choose: Callable[[], Tensor]
     ) -> tuple[Tensor, Tensor | None] | None:
         """Return None, so that the router chooses."""
         return None
 
     @torch.compiler.disable
-    def observe(self, ids_TK: Tensor) -> None:
+    def observe_choice(self, ids_TK: Tensor) -> None:
         """Append the router's choice, unless activation checkpointing recomputes the forward."""
         if not is_recomputing():
             _refuse_capture(ids_TK.device)
@@ -225,10 +225,10 @@ class _Player:
         self.name = name
 
     @torch.compiler.disable
-    def recorded_choice(
+    def get_recorded_choice(
         self, num_tokens: int, device: torch.device, choose: Callable[[], Tensor]
     ) -> tuple[Tensor, Tensor | None] | None:
-        """Return the ids and weights of this call's entry: see `ChoiceTape.recorded_choice`.
+        """Return the ids and weights of this call's entry: see `ChoiceTape.get_recorded_choice`.
 
         After the replay it returns None, and the router chooses.
         """
@@ -259,7 +259,7 @@ class _Player:
         return ids_TK, None if weights is None else weights[index]
 
     @torch.compiler.disable
-    def observe(self, ids_TK: Tensor) -> None:
+    def observe_choice(self, ids_TK: Tensor) -> None:
         """Do nothing, because the choice is recorded."""
 
     def make_rewind(self) -> Callable[[], None]:

@@ -254,9 +254,9 @@ def described(model: nn.Module) -> list[str]:
     fp32 where the rest is bf16, which test_bf16.py compares with stock for every family.
     """
     layers = list(moe_state(model).layers.values())
-    routers = {"moecore's" if layer.part("router") else "its own" for layer in layers}
+    routers = {"moecore's" if layer.get_part("router") else "its own" for layer in layers}
     experts = {
-        "its own" if layer.part("experts").own_activation else layer.config.activation
+        "its own" if layer.get_part("experts").own_activation else layer.config.activation
         for layer in layers
     }
     name = type(model).__name__

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from moecore.base.torch_private import skips_communication
 from moecore.kernels.linear_attention import DeltaRule, causal_convolution, gated_delta_rule
-from moecore.moe.dispatch.collectives import exchange_with_grad, gather_ranks
+from moecore.moe.dispatch.collectives import all_gather_rows, exchange_with_grad
 
 MAX_GROUPS = 1023  # groups that torch's grouped product supports
 
@@ -63,7 +63,7 @@ class LocalPieces:
         G, rank, lengths = self.group.size(), self.group.rank(), self.lengths.long()[:, None, None]
         back_w = torch.arange(w, 0, -1, device=x_tD.device)
         last = (self.borders[1:, None] - back_w).clamp(min=0)
-        last_GPwD = gather_ranks(x_tD[last], self.group)
+        last_GPwD = all_gather_rows(x_tD[last], self.group)
         # A piece may be shorter than w, so the chunk of each of the w tokens is computed.
         chunk_2 = rank + (2 * G - 1 - 2 * rank) * torch.arange(2, device=x_tD.device)
         place_n2w = chunk_2[:, None] * lengths - back_w

@@ -75,7 +75,7 @@ def experts_unwrapped(model: nn.Module) -> Iterator[list[_Wrapped]]:
 
 def adapt_experts(wrapped: list[_Wrapped], layers: Mapping[str, RoutedLayer]) -> None:
     """Move the LoRA updates of peft's wrappers to the experts of MoE layers."""
-    places = {f"{name}.{m.name_of('experts')}".rstrip("."): m for name, m in layers.items()}
+    places = {f"{name}.{m.get_part_name('experts')}".rstrip("."): m for name, m in layers.items()}
     for wrap in wrapped:
         layer = places.get(f"{wrap.block}.{wrap.child}")
         if layer is None:
@@ -84,7 +84,7 @@ def adapt_experts(wrapped: list[_Wrapped], layers: Mapping[str, RoutedLayer]) ->
                 ": use LoraConfig.target_modules, or register an adapter for the block, see "
                 "docs/extending.md"
             )
-        experts = layer.part("experts")
+        experts = layer.get_part("experts")
         for depth, wrapper in enumerate(wrap.wrappers):
             is_transposed = getattr(wrap.experts, "is_transposed", False)  # peft's default
             if is_transposed != experts.layout.transposed:
@@ -102,7 +102,7 @@ def adapt_experts(wrapped: list[_Wrapped], layers: Mapping[str, RoutedLayer]) ->
                     "LoraConfig.target_parameters"
                 )
             make: Any = _expert_lora_class()
-            experts.adapt(wrapper.parameter_name, make(wrapper, depth))
+            experts.add_low_rank_updates(wrapper.parameter_name, make(wrapper, depth))
 
 
 def refuse_peft_methods(model: nn.Module) -> None:

@@ -88,7 +88,7 @@ def record_logits(layer: MoELayer, router: nn.Module) -> MoELayer:
     for name in HOOKS:
         if "forward_hooks" in name:  # the hooks, and flags of their arguments
             vars(recorder)[name].update(vars(router)[name])
-    router_module = layer.part("router")
+    router_module = layer.get_part("router")
     router_module.recorder = recorder
     router_module.register_forward_hook(_pass_to_recorder)
     return layer

@@ -313,7 +313,7 @@ def _shard(
 ) -> None:
     """Replace parameters by DTensors, except routed experts'. Tied parameters stay tied."""
     layers = [m for m in model.modules() if isinstance(m, RoutedLayer)]
-    expert_modules = {m for layer in layers for m in layer.part("experts").modules()}
+    expert_modules = {m for layer in layers for m in layer.get_part("experts").modules()}
     sharded_of = dict[nn.Parameter, nn.Parameter]()
     for module in model.modules():
         for name, param in list(module._parameters.items()):
@@ -338,7 +338,7 @@ class TokenSliceHooks:
         self._tp, self._state = tp, threading.local()
         layer.register_forward_pre_hook(self._enter, with_kwargs=True)
         layer.register_forward_hook(self._leave)
-        router: Any = layer.part("router")
+        router: Any = layer.get_part("router")
         if hasattr(router, "recorder"):  # before transformers' hooks read the logits
             router.recorder.register_forward_hook(self._gather_logits, prepend=True)
 

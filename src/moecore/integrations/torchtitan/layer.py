@@ -47,7 +47,7 @@ class TitanLayer(MoELayer):
 
     @property
     def _router(self) -> Router:
-        result: Router = self.part("router")
+        result: Router = self.get_part("router")
         return result
 
     @property
@@ -72,10 +72,10 @@ class TitanLayer(MoELayer):
         """Initialise all parts in torchtitan's order, so that a seed gives torchtitan's values."""
         for role, by_name in fills.items():
             for name, fill in by_name.items():
-                if (param := getattr(self.part(role), name)) is not None:
+                if (param := getattr(self.get_part(role), name)) is not None:
                     fill(param)
-        if self.part("shared") is not None:
-            fill_shared(self.part("shared"))
+        if self.get_part("shared") is not None:
+            fill_shared(self.get_part("shared"))
         if self._router.selection_bias is not None:
             nn.init.zeros_(self._router.selection_bias)
 
@@ -111,7 +111,7 @@ def titan_layer(
         # The layer saves the bias, as in torchtitan's checkpoints, and the router does not.
         layer.register_buffer(names.expert_bias, router[names.expert_bias].float())
         bias_E = layer.get_buffer(names.expert_bias)
-        layer.part("router").register_buffer(names.expert_bias, bias_E, persistent=False)
+        layer.get_part("router").register_buffer(names.expert_bias, bias_E, persistent=False)
     if block.router._debug_force_load_balance:
         force_even_load(layer)
     return layer
@@ -146,10 +146,10 @@ def _block_config(block: Any, shape: torch.Size, *, update_bias: bool) -> MoECon
 
 def cut_dense_parts(layer: RoutedLayer, tp_mesh: DeviceMesh) -> None:
     """Keep a meta layer's router whole on every tp rank and cut its shared experts, in place."""
-    router = layer.part("router")
+    router = layer.get_part("router")
     for name in dict(router.named_parameters(recurse=False)):
         shard_parameter(router, name, tp_mesh, (Replicate(),))
-    shared = layer.part("shared")
+    shared = layer.get_part("shared")
     if shared is None:
         return
     # Every rank has its own tokens [T, D]; the tokens are all-gathered for the sharded matrices.

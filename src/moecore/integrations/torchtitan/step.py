@@ -90,14 +90,14 @@ def finish_step(model: nn.Module) -> MoEMetrics:
     """Return the step's metrics, and move the selection biases. One collective, no host sync."""
     state = moe_state(model)
     before = {
-        layer: layer.part("router").selection_bias.clone()
+        layer: layer.get_part("router").selection_bias.clone()
         for layer in state.layers.values()
         if isinstance(layer, TitanLayer) and layer.config.balance.bias_update_rate
     }
     get_capacity(model).poll()
     metrics = state.finish_step()
     for layer, old_E in before.items():
-        bias_E = layer.part("router").selection_bias
+        bias_E = layer.get_part("router").selection_bias
         bias_E -= (bias_E - old_E).mean()
     return metrics
 
@@ -132,13 +132,13 @@ class MoEMetricsProcessor(MetricsProcessor):
 
 def load_metrics(metrics: MoEMetrics) -> dict[str, float]:
     """Return the numbers that `MoEMetricsProcessor` logs."""
-    loads = list(metrics.load_max_over_mean().values())
+    loads = list(metrics.compute_load_max_over_mean().values())
     if not loads:  # a dense model
         return {}
     numbers = {
         "moe/load_max_over_mean": max(loads),
         "moe/load_max_over_mean_avg": sum(loads) / len(loads),
-        "moe/aux_loss": metrics.total_aux_loss(),
+        "moe/aux_loss": metrics.compute_total_aux_loss(),
     }
-    drops = list(metrics.drop_rate().values())
+    drops = list(metrics.compute_drop_rates().values())
     return numbers | ({"moe/drop_rate": sum(drops) / len(drops)} if drops else {})

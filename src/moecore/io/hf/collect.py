@@ -31,7 +31,7 @@ from moecore.io.hf.pieces import (
     overlaps,
     shard_runs,
 )
-from moecore.moe.param_reader import gathered_blocks
+from moecore.moe.param_reader import get_fp8_blocks
 from moecore.precision.stored import stored_values
 
 T = TypeVar("T")
@@ -145,7 +145,7 @@ class PartOwners:
 def read_local(tensor: Tensor, box: tuple[slice, ...]) -> Tensor:
     """Return a box of this rank's shard: a view, or a dequantised copy of FP8-only values."""
     local = local_part(tensor)
-    return local[box] if gathered_blocks(tensor) is None else stored_values(tensor, box)
+    return local[box] if get_fp8_blocks(tensor) is None else stored_values(tensor, box)
 
 
 class StoredCollector:

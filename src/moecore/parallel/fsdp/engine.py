@@ -213,7 +213,7 @@ class UnitEngine:
         self._in_backward = False
 
     @contextmanager
-    def paired(self) -> Iterator[None]:
+    def make_pair_context(self) -> Iterator[None]:
         """Return a context in which one announced forward alternates with one backward."""
         self._check_consistent()
         self._is_paired = True

@@ -152,11 +152,14 @@ def apply_layers(model: nn.Module, state: ParallelState) -> None:
         clones = request.dispatch.clones
         if placement is not None and clones is not None and placement.num_clones:
             layer.cloner = Cloner(placement, meshes.expert.get_group("ep"), clones, peers)
-        if isinstance(layer, MoELayer) and layer.part("shared") is not None:
+        if isinstance(layer, MoELayer) and layer.get_part("shared") is not None:
             layer.shared_stream = stream
             recipe = recipes.get("shared_experts")
             if recipe is not None:
-                layer.part("shared").products = (linear_products(recipe), linear_products(recipe))
+                layer.get_part("shared").products = (
+                    linear_products(recipe),
+                    linear_products(recipe),
+                )
 
 
 def _scale_nvlink_options(
@@ -177,7 +180,7 @@ def _scale_nvlink_options(
 def _set_experts(name: str, layer: RoutedLayer, request: Request, recipe: Recipe | None) -> None:
     """Set the backend and FP8 recipe of a layer's experts; log why FP8 is not used."""
     recompute_fc1 = "expert_fc1" in request.memory.parts
-    layer.part("experts").set_backend(
+    layer.get_part("experts").set_backend(
         request.expert_backend, recompute_fc1=recompute_fc1, recipe=recipe
     )
     why_wide = request.find_fp8_problem(name, layer)
