@@ -53,12 +53,12 @@ def adopt(
     if bool(layout.shared_gate) != (shared_gate is not None):
         raise ValueError(
             f"LayerLayout.shared_gate ({layout.shared_gate!r}) must name the shared_gate "
-            f"({_class_name(shared_gate)}) of adopt: pass both or neither"
+            f"({_get_class_name(shared_gate)}) of adopt: pass both or neither"
         )
     if shared_gate is not None and shared is None:
         raise ValueError(
-            f"shared_gate ({_class_name(shared_gate)}) must come with shared (None) in adopt: pass "
-            "the block's shared module"
+            f"shared_gate ({_get_class_name(shared_gate)}) must come with shared (None) in adopt: "
+            "pass the block's shared module"
         )
     if config.latent_dim:
         raise NotImplementedError(
@@ -72,8 +72,8 @@ def adopt(
             "shared (None): pass the block's shared module"
         )
     layer.get_part("experts").own_activation = own_activation
-    _fill(layer.get_part("router"), router)
-    _fill(layer.get_part("experts"), experts)
+    _assign_parameters(layer.get_part("router"), router)
+    _assign_parameters(layer.get_part("experts"), experts)
     if shared is not None:
         add_part(layer, layout.shared, shared)
     if shared_gate is not None:
@@ -98,7 +98,7 @@ def adopt_experts(
     """
     check_arguments(adopt_experts, locals())
     module = RoutedExperts(config, layout=layout, own_activation=own_activation, device="meta")
-    _fill(module, experts)
+    _assign_parameters(module, experts)
     return module
 
 
@@ -114,11 +114,11 @@ def _check_table(name: str, table_VK: Tensor, num_experts: int) -> None:
         )
 
 
-def _class_name(module: nn.Module | None) -> str:
+def _get_class_name(module: nn.Module | None) -> str:
     return "None" if module is None else type(module).__name__
 
 
-def _fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def _assign_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     assert isinstance(module, Router | Experts)
     slots = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers())
     if slots.keys() != tensors.keys():

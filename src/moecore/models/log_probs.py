@@ -57,7 +57,7 @@ class LogProbLoss(CheckedRecord):
     temperature: Positive = 1.0
     entropy: bool = False
 
-    def of_head(
+    def compute_from_hidden(
         self,
         hidden_BtD: Tensor,
         weight_VD: Tensor,
@@ -79,7 +79,7 @@ class LogProbLoss(CheckedRecord):
         )
         return self._call_function(numbers, labels_Bt, to_full_rows)
 
-    def of_logits(
+    def compute_from_logits(
         self, logits_BtV: Tensor, labels_Bt: Tensor, to_full_rows: Callable[[Tensor], Tensor]
     ) -> Tensor:
         """Return the loss from logits, for a model that scales or caps them after its head."""

@@ -131,7 +131,7 @@ class TensorParallel:
                 "pad the sequences"
             )
 
-    def sum_shared(self, value: Tensor) -> Tensor:
+    def all_reduce(self, value: Tensor) -> Tensor:
         """All-reduce a value that each rank uses differently; backward all-reduces gradients."""
         add = partial(_all_reduce, group=self.group)
         total: Tensor = run_and_save(exchange_with_grad, value, add, add)

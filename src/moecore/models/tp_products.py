@@ -159,14 +159,14 @@ def find_exchange(
     """
     if not is_plain_eager() or is_recomputing():
         return None
-    if not is_long(num_tokens * dim * x.element_size()):
+    if not is_slice_large(num_tokens * dim * x.element_size()):
         return None
     if any(find_exchange_problem(linear, x) is not None for linear in linears):
         return None
     return select_exchange(tp, x)
 
 
-def is_long(slice_bytes: int) -> bool:
+def is_slice_large(slice_bytes: int) -> bool:
     """Return whether a rank's slice has enough bytes for a sliced exchange to be faster."""
     return slice_bytes >= MIN_SLICE_BYTES
 

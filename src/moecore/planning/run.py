@@ -27,7 +27,7 @@ from moecore.base.options.memory import MemoryOptions
 from moecore.base.options.names import MomentDtype, PlannedDispatcher
 from moecore.base.options.precision import Precision
 from moecore.base.torch_private import clear_sharding_caches
-from moecore.families.family import family_of
+from moecore.families.family import find_family
 from moecore.models.config import DecoderConfig
 from moecore.parallel.fsdp.size import RankBytes, rank_bytes
 from moecore.parallel.mesh import ParallelConfig, build_meshes
@@ -418,7 +418,7 @@ def _compute_rank_size(run: TrainingRun, pp_rank: int) -> RankBytes:
     with refusing(run.model), fake_world(run.num_gpus, rank), quiet():
         model = run.planned_model.build(run.dtype)
         # No run trains the indexers of sparse attention, so their parameters have no gradients.
-        layers: Any = family_of(model).indexers(model)
+        layers: Any = find_family(model).find_indexers(model)
         indexers = {param for layer in layers for param in layer.indexer.parameters()}
         frozen = {name for name, param in model.named_parameters() if param in indexers}
         plan = plan_sharding(

@@ -35,7 +35,7 @@ import torch
 from moecore.base.options.layer import BalanceConfig, MoEOverrides
 from moecore.base.progress import show_progress
 from moecore.base.rank_checks import find_difference
-from moecore.families.transformers.packing import packing_problem
+from moecore.families.transformers.packing import find_packing_problem
 from moecore.io import init_adapters, load_hf
 from moecore.parallel.mesh import Meshes, build_meshes
 from moecore.planning import TransformersModel
@@ -80,7 +80,7 @@ def build_job(args: FinetuneConfig) -> FineTuning:
     if args.objective == "dpo" and not packed_rows:
         raise ValueError(
             f"--objective (dpo) must be sft for {type(hf).__name__}, because "
-            f"{packing_problem(hf)} needs rows of one example each"
+            f"{find_packing_problem(hf)} needs rows of one example each"
         )
     if args.recompute:
         recompute(hf)
@@ -145,7 +145,7 @@ def build_model(
         (f"--dynamic-cp ({longest})", longest is not None),
         ("--cuda-graph", args.cuda_graph),
     ):
-        if is_given and (other := packing_problem(model)) is not None:
+        if is_given and (other := find_packing_problem(model)) is not None:
             raise ValueError(
                 f"{option} must be left out for {type(model).__name__}, because {other} needs rows "
                 "of one example each"

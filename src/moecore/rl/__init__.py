@@ -9,13 +9,26 @@ from moecore.rl.objectives import (
     PPO,
     Objective,
     OwnObjective,
-    kl_estimate,
+    estimate_kl,
 )
 from moecore.rl.replay import RouterReplay
 from moecore.rl.rollouts import Rollouts, group_advantages
 
 __all__ = [
-    "DPO", "GRPO", "GSPO", "PPO", "Choices", "Engine", "Objective", "ObjectiveResult",
-    "OwnObjective", "Rollouts", "RouterReplay", "TokenScores", "choices_from_tensors",
-    "choices_to_tensors", "group_advantages", "kl_estimate",
+    "DPO",
+    "GRPO",
+    "GSPO",
+    "PPO",
+    "Choices",
+    "Engine",
+    "Objective",
+    "ObjectiveResult",
+    "OwnObjective",
+    "Rollouts",
+    "RouterReplay",
+    "TokenScores",
+    "choices_from_tensors",
+    "choices_to_tensors",
+    "estimate_kl",
+    "group_advantages",
 ]  # fmt: skip

@@ -80,7 +80,7 @@ class TitanLayer(MoELayer):
             nn.init.zeros_(self._router.selection_bias)
 
 
-def titan_layer(
+def adopt_titan_block(
     layer_class: type[Layer], block: Any, model: nn.Module, *, update_bias: bool = True
 ) -> Layer:
     """Return a layer with the parameters of a torchtitan block; an adapter for `layer_class`."""
@@ -95,7 +95,7 @@ def titan_layer(
     names = layer_class.names
     router: dict[str, Tensor] = dict(block.router.gate.named_parameters(recurse=False))
     experts = dict(block.get_submodule(names.experts).named_parameters(recurse=False))
-    config = _block_config(block, experts[names.expert_layout.w1].shape, update_bias=update_bias)
+    config = _make_config(block, experts[names.expert_layout.w1].shape, update_bias=update_bias)
     if config.expert_bias:
         router[names.expert_bias] = getattr(block, names.expert_bias)
     adopted = adopt(
@@ -117,7 +117,7 @@ def titan_layer(
     return layer
 
 
-def _block_config(block: Any, shape: torch.Size, *, update_bias: bool) -> MoEConfig:
+def _make_config(block: Any, shape: torch.Size, *, update_bias: bool) -> MoEConfig:
     """Return the config of a torchtitan MoE block, whose w1 has this shape."""
     (num_experts, hidden_dim, dim), router = shape, block.router
     weights_on_input = getattr(block, "score_before_experts", False)  # 0.3 has none

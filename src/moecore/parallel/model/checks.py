@@ -231,7 +231,7 @@ def _check_degrees(model: nn.Module, request: Request) -> None:
             )
     if request.dense.graph:
         _check_graphs(model, request)
-    owner = request.family.tensor_parallel(model)
+    owner = request.family.make_tensor_parallel_model(model)
     if p.tp > 1 and not is_cut(model) and not isinstance(owner, TensorParallelModel):
         raise NotImplementedError(
             f"ParallelConfig.tp ({p.tp}) must be 1 for {type(model).__name__}: tensor parallelism "
@@ -293,7 +293,7 @@ def _check_context(model: nn.Module, request: Request) -> None:
                 f"{dynamic} must go with loss ({request.loss!r}) = 'sum', because micro-batches "
                 "belong to different numbers of ranks: divide by the labels of the global batch"
             )
-    if not isinstance(request.family.context(model), protocol):
+    if not isinstance(request.family.make_context_parallel_model(model), protocol):
         raise NotImplementedError(
             f"{field} for {type(model).__name__}: context parallelism needs a model with "
             f"apply_context_{needs}, such as moecore.models.Decoder"
@@ -305,7 +305,7 @@ def _check_indexers(model: nn.Module, request: Request) -> None:
     """Raise an error if `indexer` is set for a model without indexers, or with tp > 1."""
     if request.indexer is None:
         return
-    if not request.family.indexers(model):
+    if not request.family.find_indexers(model):
         raise ValueError(
             f"indexer ({request.indexer}) must be None for {type(model).__name__}, which has no "
             "indexer of sparse attention that is known: leave it out"
@@ -322,7 +322,7 @@ def _check_head(model: nn.Module, request: Request) -> None:
     precision, p = request.precision, request.meshes.parallel
     if precision is None or not precision.fp8_head:
         return
-    shapes, name = request.family.head_shapes(model), type(model).__name__
+    shapes, name = request.family.get_head_shapes(model), type(model).__name__
     if not shapes or not request.memory.fused_loss:
         raise ValueError(
             f"Precision.fp8_head (True) must be False for {name}, whose loss is not made in chunks "

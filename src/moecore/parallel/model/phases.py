@@ -245,7 +245,7 @@ def apply_context(model: nn.Module, state: ParallelState) -> None:
         else:
             group = meshes.dense.get_group("cp")
         places[cp] = _make_context(meshes, options, group)
-    owner = request.family.context(model)
+    owner = request.family.make_context_parallel_model(model)
     if request.is_dynamic:
         owner.apply_context_groups(places)
     else:
@@ -309,7 +309,7 @@ def cut_stages(model: nn.Module, request: Request) -> tuple[PipelineLayout | Non
     pp = request.meshes.parallel.pp
     if pp == 1 or request.pipeline is None:
         return None, ()
-    staged = request.family.staged(model)
+    staged = request.family.make_staged_model(model)
     bound = staged.stage_parts().bound
     layout = request.pipeline.stages(pp, *num_parts(staged), bound)
     chunks = layout.chunks(pp)
@@ -330,7 +330,7 @@ def apply_pipeline(model: nn.Module, state: ParallelState) -> None:
     assert request.pipeline is not None and meshes.pipeline_groups is not None
     assert state.arguments is not None and state.engine is not None
     pipeline = state.pipeline = Pipeline(
-        model=request.family.staged(model),
+        model=request.family.make_staged_model(model),
         engine=state.engine,
         config=request.pipeline,
         layout=state.layout,
@@ -351,7 +351,7 @@ def list_chunks(
     """Group this rank's blocks by the index of their pipeline stage; None = no stages."""
     if state.layout is None:
         return None
-    staged = state.request.family.staged(model)
+    staged = state.request.family.make_staged_model(model)
     parts, chunks = staged.stage_parts(), {}
     for stage in state.stages:
         names = [f"{parts.layers}.{index}" for index in stage.layers]

@@ -82,7 +82,7 @@ def cut_model(model: nn.Module, layers: Layers, request: Request) -> None:
     """Shard a model over tp, ep and etp, in place. No communication."""
     meshes, p = request.meshes, request.meshes.parallel
     if p.tp > 1 and not is_cut(model):
-        request.family.tensor_parallel(model).apply_tensor_parallel(meshes.dense["tp"])
+        request.family.make_tensor_parallel_model(model).apply_tensor_parallel(meshes.dense["tp"])
     if p.ep * p.etp > 1 or is_unsharded(meshes):
         mesh = meshes.expert["ep", "etp"]
         for layer in layers.values():

@@ -93,7 +93,7 @@ class Request:
             sizes = [2**n for n in range(1, ranks.bit_length()) if ranks % 2**n == 0]
         elif p.cp > 1:
             sizes = [p.cp]
-        owner = self.family.context(model)
+        owner = self.family.make_context_parallel_model(model)
         return {cp: owner.context_options(options, cp, p.tp) for cp in sizes}
 
     def make_config(self, layer: RoutedLayer) -> MoEConfig:
