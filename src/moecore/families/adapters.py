@@ -103,8 +103,8 @@ def _find_blocks(
         verb = "looks" if len(dense) == 1 else "look"
         warnings.warn(
             f"{_format_blocks(dense)} {verb} like a router and a list of experts without an "
-            "adapter, so every rank computes all of them: pass parallelize_moe(..., adapters={...}), see "
-            "docs/extending.md",
+            "adapter, so every rank computes all of them: pass parallelize_moe(..., "
+            "adapters={...}), see docs/extending.md",
             stacklevel=7,
         )
     if "" in adapters_of:
