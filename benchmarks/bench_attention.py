@@ -26,7 +26,7 @@ from benchmarks.session import Ceilings, Session
 from moecore.attention.context_parallel import ring
 from moecore.attention.context_parallel.local_tokens import ChunkLayout
 from moecore.attention.function import attend
-from moecore.attention.sequence import Sequence, packed_sequence
+from moecore.attention.sequence import Sequence, make_packed_sequence
 from moecore.kernels.attention import AttentionMask, attention_backward, attention_forward
 
 NUM_TOKENS = {"cuda": (4096, 16384, 65536), "cpu": (64,)}
@@ -89,7 +89,7 @@ def test_attention(session: Session, ceilings: Ceilings, name: str, packed: bool
         sequence = Sequence()
         if packed:
             ends = torch.tensor([0, *lengths]).cumsum(0).int()
-            sequence = packed_sequence(ends, None, (1, T), device)
+            sequence = make_packed_sequence(ends, None, (1, T), device)
         bare = bare_of(sequence, scale)
         calls = {
             "attend": forward_backward(

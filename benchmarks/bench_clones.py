@@ -30,7 +30,7 @@ from moecore.kernels.routing.clones import ClonePlan, assign_physical_ids, plan_
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows
 from moecore.moe.experts import Experts
-from moecore.moe.forced import even_ids
+from moecore.moe.forced import make_even_ids
 from moecore.moe.records import ExpertInput
 
 
@@ -65,7 +65,7 @@ def measure(shape: Shape, args: argparse.Namespace, device: torch.device) -> lis
     P, e = args.ranks, shape.num_experts // args.ranks
     chosen = chosen_ids(shape, P, args.tokens, args.skew, device)
     counts_PE = torch.stack([torch.bincount(ids.flatten(), minlength=P * e) for ids in chosen])
-    found = {"even": busiest([even_ids(len(i), P * e, i.shape[1], device) for i in chosen], e)}
+    found = {"even": busiest([make_even_ids(len(i), P * e, i.shape[1], device) for i in chosen], e)}
     found["no clones"] = busiest(chosen, e)
     plans: dict[str, ClonePlan] = {}
     for c in args.clones:

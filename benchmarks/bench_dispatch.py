@@ -170,13 +170,13 @@ def make_layer(shape: Shape, meshes: Meshes) -> MoELayer:
         top_k=shape.top_k,
     )
     layer = MoELayer(config, device="meta", dtype=torch.bfloat16)
-    layer.part("experts").shard(meshes.expert["ep", "etp"])
+    layer.get_part("experts").shard(meshes.expert["ep", "etp"])
     layer.to_empty(device="cuda")
     torch.manual_seed(0)
     with torch.no_grad():
         for weight in _local_weights(layer):
             weight.normal_(0, 0.02)
-    layer.part("experts").set_backend("triton")
+    layer.get_part("experts").set_backend("triton")
     return layer
 
 
@@ -236,7 +236,7 @@ def bench_layer(
         memory = memory_fields(layer, call, x_TD)
         yield from layer_rows(shape, times, name, memory)
     for name, nvlink in nvlinks.items():
-        buffers = nvlink.exchanges.get(x_TD, shape.top_k).layout.num_bytes
+        buffers = nvlink.exchanges.get_exchange(x_TD, shape.top_k).layout.num_bytes
         if dist.get_rank() == 0:
             print(f"buffers of {name}, shared by all layers: {records.size(buffers)}", flush=True)
         nvlink.exchanges.close()
@@ -244,9 +244,9 @@ def bench_layer(
 
 def experts_call(layer: MoELayer, dispatcher: Dispatcher, x_TD: Tensor) -> Call:
     """Return forward and backward of the experts on the rows that the dispatcher brings."""
-    experts = layer.part("experts")
+    experts = layer.get_part("experts")
     with torch.no_grad():
-        inp = dispatcher.dispatch(x_TD.detach(), layer.part("router")(x_TD, MicroBatch()))
+        inp = dispatcher.dispatch(x_TD.detach(), layer.get_part("router")(x_TD, MicroBatch()))
     rows = inp.rows.widen()
     inp = dataclasses.replace(inp, rows=Rows(rows))
     if inp.unsummed is not None:

@@ -374,7 +374,7 @@ def _linear(inputs: Inputs, scaling: Scaling, amax_history: int = 0) -> Work:
     dy_TD = inputs.random(s.tokens, s.dim)
 
     if products.history is not None:  # after a first step
-        products.history.record(inputs.device, training=True)
+        products.history.get_current_amax(inputs.device, training=True)
         advance_histories([products.history], inputs.device, None)
 
     def each(op: Callable[[Tensor, Tensor], Tensor]) -> Call:

@@ -44,7 +44,7 @@ class Contender:
     def __init__(self, layer: MoELayer, backend: str, x_TD: Tensor, dy_TD: Tensor) -> None:
         self.layer, self.backend = layer, backend
         self.module: nn.Module = layer
-        self.experts = layer.part("experts")
+        self.experts = layer.get_part("experts")
         self.x, self.dy = x_TD, dy_TD
         if backend == COMPETITOR:
             self.module = layers.transformers_block(layer)
@@ -93,7 +93,7 @@ def test_layer(shape: Shape, routing: str, session: Session, ceilings: Ceilings)
     layer, x_TD = layers.make_layer(shape, routing, device=session.device)
     dy_TD = torch.randn_like(x_TD)
     with torch.no_grad():
-        ids_TK = layer.part("router")(x_TD).expert_ids_TK
+        ids_TK = layer.get_part("router")(x_TD).expert_ids_TK
         six = layers.SixProducts(layer, x_TD, ids_TK)
     reached = layers.hottest(ids_TK, shape.num_experts)
     if routing == "skewed" and abs(reached / shape.skew - 1) > layers.SKEW_TOLERANCE:

@@ -85,7 +85,7 @@ class Fp8Contender(Contender):
 
     def __init__(self, layer: MoELayer, name: str, x_TD: Tensor, dy_TD: Tensor) -> None:
         super().__init__(layer, name, x_TD, dy_TD)
-        self.way, own = WAYS[name], layer.part("experts")
+        self.way, own = WAYS[name], layer.get_part("experts")
         self.experts = Experts(own.config, layout=own.layout, device="meta")
         for role, parameter in own.named_parameters():
             self.experts.register_parameter(role, parameter)
@@ -116,7 +116,7 @@ def test_layer_fp8(shape: Shape, routing: str, session: Session, ceilings: Ceili
     layer, x_TD = layers.make_layer(shape, routing, device=session.device)
     dy_TD = torch.randn_like(x_TD)
     with torch.no_grad():
-        ids_TK = layer.part("router")(x_TD).expert_ids_TK
+        ids_TK = layer.get_part("router")(x_TD).expert_ids_TK
         six = layers.SixProducts(layer, x_TD, ids_TK)
     reached = layers.hottest(ids_TK, shape.num_experts)
     x_TD.requires_grad_()
@@ -180,7 +180,7 @@ def constant_weights(layer: MoELayer) -> Iterator[None]:
     def detach(router: nn.Module, args: object, routing: Routing) -> Routing:
         return replace(routing, weights_TK=routing.weights_TK.detach())
 
-    with layer.part("router").register_forward_hook(detach):
+    with layer.get_part("router").register_forward_hook(detach):
         yield
 
 

@@ -100,9 +100,9 @@ def parts(case: Case, rounds: int) -> dict[str, float]:
     found: defaultdict[str, list[float]] = defaultdict(list)
     layer = case.layer
     owners = {
-        "router": (layer.part("router"), "forward"),
+        "router": (layer.get_part("router"), "forward"),
         "dispatch": (layer.dispatcher, "dispatch"),
-        "experts": (layer.part("experts"), "forward"),
+        "experts": (layer.get_part("experts"), "forward"),
         "combine": (layer.dispatcher, "combine"),
         "balance": (layer.tracker, "attach"),
     }

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from benchmarks.bench_attention import lengths_of
 from benchmarks.records import append_rows, results_path
 from moecore.attention.context_parallel.local_tokens import ContextParallel, LocalTokens
-from moecore.attention.sequence import Sequence, packed_sequence
+from moecore.attention.sequence import Sequence, make_packed_sequence
 from moecore.families.transformers.linear_attention import SEQUENCE, accept_sequences
 
 MODULE = "benchmarks.bench_linear_attention"
@@ -113,7 +113,7 @@ def alone_calls(layer: nn.Module, T: int, device: torch.device) -> dict[str, Cal
     """Return the calls of one process."""
     x = inputs(layer, T, device)
     borders = torch.tensor([0, *lengths_of(T)]).cumsum(0).int()
-    documents = packed_sequence(borders, None, (1, T), device)
+    documents = make_packed_sequence(borders, None, (1, T), device)
     single = [
         call_of(layer, x[:, a:b].contiguous(), Sequence()) for a, b in pairwise(borders.tolist())
     ]

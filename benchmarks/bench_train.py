@@ -46,7 +46,7 @@ from benchmarks.trace import Breakdown, table, trace
 from moecore.base.options.dispatch import NVLinkOptions
 from moecore.models import DecoderConfig
 from moecore.models.size import active_params, flops_per_token, num_params
-from moecore.moe.forced import force_even_load, force_load
+from moecore.moe.forced import force_even_load, force_expert_loads
 from moecore.recipes import train
 from moecore.recipes.corpus_training import CorpusTraining
 from moecore.recipes.data import BatchShape
@@ -128,7 +128,7 @@ def main() -> int:
             if own.routing == "balanced":
                 force_even_load(job.model)
             elif own.routing != "learned":
-                force_load(job.model, shares_of(own.routing))
+                force_expert_loads(job.model, shares_of(own.routing))
             if not run.plain_host:
                 bind_to_gpu()
         except ARGUMENT_ERRORS as error:

@@ -59,7 +59,7 @@ def make_layer(shape: Shape, routing: str, *, device: torch.device) -> tuple[MoE
     if routing == "even":
         force_even_load(layer)
     if routing == "skewed":
-        router = layer.part("router")
+        router = layer.get_part("router")
         with torch.no_grad():
             logits_TE = F.linear(x_TD.float(), router.weight.float())
             router.bias.copy_(skewed_bias(logits_TE, shape.top_k, shape.skew))
@@ -104,7 +104,7 @@ class SixProducts:
     """
 
     def __init__(self, layer: MoELayer, x_TD: Tensor, ids_TK: Tensor) -> None:
-        experts, K = layer.part("experts"), ids_TK.shape[1]
+        experts, K = layer.get_part("experts"), ids_TK.shape[1]
         self.w1_EFD = experts.w1.detach().flatten(1, 2)
         self.w2_EDF = experts.w2.detach()
         counts_E = torch.bincount(ids_TK.flatten(), minlength=layer.config.num_experts)
@@ -164,8 +164,8 @@ def transformers_block(layer: MoELayer) -> nn.Module:
     )
     with torch.device("meta"):
         block = Qwen3MoeSparseMoeBlock(theirs)
-    experts = layer.part("experts")
-    block.gate.weight = nn.Parameter(layer.part("router").weight.detach())
+    experts = layer.get_part("experts")
+    block.gate.weight = nn.Parameter(layer.get_part("router").weight.detach())
     block.experts.gate_up_proj = nn.Parameter(experts.w1.detach().flatten(1, 2))
     block.experts.down_proj = nn.Parameter(experts.w2.detach())
     return block

@@ -131,7 +131,7 @@ def train(
             loss.backward()
         metrics = owner.finish().metrics
         curve.losses.append(float(loss.detach()))
-        curve.loads.append(max(metrics.load_max_over_mean().values()))
+        curve.loads.append(max(metrics.compute_load_max_over_mean().values()))
     curve.eval_loss = eval_loss(model, corpus, seed=seed + 1)
     return curve
 

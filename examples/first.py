@@ -29,6 +29,6 @@ for _ in range(3):
     step.forward_backward([{"input_ids": tokens, "labels": tokens}])  # a list of micro-batches
     done = step.finish()  # clips gradients, steps the optimizer, clears gradients
     if rank == 0:
-        print(done.norm, done.metrics.load_max_over_mean())
+        print(done.norm, done.metrics.compute_load_max_over_mean())
 
 torch.distributed.destroy_process_group()

@@ -516,7 +516,11 @@ def dense(name: str) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
         metrics = get_moe_state(model).finish_step()
-    shown = (metrics.load_max_over_mean(), metrics.drop_rate(), metrics.total_aux_loss())
+    shown = (
+        metrics.compute_load_max_over_mean(),
+        metrics.compute_drop_rates(),
+        metrics.compute_total_aux_loss(),
+    )
     return {
         "worst": worst,
         "shown": shown,

@@ -35,7 +35,7 @@ def test_the_arguments_for_transformer_engine() -> None:
     with te_defined():
         for key, num_linears in (("wide", 0), ("fp8", 19), ("dense", 19)):
             model = parallelize_moe(Decoder(preset("tiny")), meshes, **names[key])
-            experts = model.model.layers[1].mlp.part("experts")
+            experts = model.model.layers[1].mlp.get_part("experts")
             is_te = experts.backend == "te", getattr(experts.recipe, "backend", None) == "te"
             assert is_te == {"wide": (True, False), "fp8": (False, True)}.get(key, (False, False))
             assert len(list(list_fp8_linears(model))) == num_linears
@@ -49,7 +49,7 @@ def test_the_example_trains_in_fp8() -> None:
     layers = names["model"].model.layers
     is_fp8 = [any(list_fp8_linears(layer)) for layer in layers]
     assert is_fp8 == [False, True, True, True]
-    assert layers[1].mlp.part("experts").recipe == names["precision"].recipe
+    assert layers[1].mlp.get_part("experts").recipe == names["precision"].recipe
 
 
 @pytest.mark.parametrize(("row", "shape"), [("Qwen3-30B-A3B", "qwen3-30b"), ("V3", "dsv3-32e")])

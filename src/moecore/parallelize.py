@@ -25,7 +25,7 @@ from moecore.base.options.indexer import IndexerConfig
 from moecore.base.options.layer import MoEOverrides
 from moecore.base.options.memory import MemoryOptions
 from moecore.base.options.precision import NamedPrecision, Precision, Recipe
-from moecore.families.family import family_of
+from moecore.families.family import find_family
 from moecore.moe.backends import ExpertBackend
 from moecore.parallel.choice import choose_meshes, start_default_group
 from moecore.parallel.fsdp.plan import ShardPlan
@@ -171,7 +171,7 @@ def _choose_meshes(arguments: Mapping[str, Any]) -> Meshes:
     start_default_group()  # in which ranks share errors
     with share_errors():
         check_arguments(parallelize_moe, arguments)
-        family, model = family_of(arguments["model"]), arguments["model"]
+        family, model = find_family(arguments["model"]), arguments["model"]
         adapters = arguments["adapters"] or {}
         _, layers = family.copy_with_layers(family.unwrap(model), adapters)
     return choose_meshes(layer.config.num_experts for layer in layers.values())
@@ -180,7 +180,7 @@ def _choose_meshes(arguments: Mapping[str, Any]) -> Meshes:
 def _make_request(arguments: Mapping[str, Any]) -> Request:
     """Return a call's arguments as a `Request`, with default options in place of None."""
     return Request(
-        family=family_of(arguments["model"]),
+        family=find_family(arguments["model"]),
         meshes=arguments["meshes"],
         dispatch=DispatchOptions.of(arguments["dispatch"]),
         expert_backend=arguments["expert_backend"],

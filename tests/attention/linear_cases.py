@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moecore.attention.context_parallel.local_tokens import ContextParallel, LocalTokens
 from moecore.attention.linear import attend_linear, convolve
-from moecore.attention.sequence import Sequence, packed_sequence
+from moecore.attention.sequence import Sequence, make_packed_sequence
 from moecore.kernels.linear_attention import DeltaRule
 from tests.kernels.linear_attention.oracle import convolution_ref, delta_rule_ref
 
@@ -36,7 +36,7 @@ def linear_errors(
     sequence, borders = Sequence(), [T * row for row in range(B + 1)]
     if packed:
         borders = documents
-        sequence = packed_sequence(torch.tensor(documents), None, (B, T), torch.device("cpu"))
+        sequence = make_packed_sequence(torch.tensor(documents), None, (B, T), torch.device("cpu"))
     held = LocalTokens(cp, (B, T), sequence.cu_seqlens, sequence.max_seqlen)
 
     whole = [leaf.double().requires_grad_() for leaf in leaves]
@@ -77,9 +77,9 @@ def linear_half_ratios(cp: ContextParallel, packed: bool, device: torch.device) 
     q, k, v, do = (torch.randn(s, generator=g).bfloat16().to(device) for s in halves)
     decays, betas = (torch.randn(B, T, 4, generator=g).to(device) for _ in range(2))
     gates = [-decays.square() / 8, betas.sigmoid()]
-    sequence = packed_sequence(torch.tensor([0, T, 2 * T]), None, (B, T), device)
+    sequence = make_packed_sequence(torch.tensor([0, T, 2 * T]), None, (B, T), device)
     if packed:
-        sequence = packed_sequence(torch.tensor(documents), None, (B, T), device)
+        sequence = make_packed_sequence(torch.tensor(documents), None, (B, T), device)
     held = LocalTokens(cp, (B, T), sequence.cu_seqlens, sequence.max_seqlen)
     found = []
     for dtype, here in ((torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, held)):

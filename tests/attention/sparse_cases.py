@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moecore.attention.context_parallel.local_tokens import ContextParallel, LocalTokens
-from moecore.attention.sequence import Sequence, packed_sequence
+from moecore.attention.sequence import Sequence, make_packed_sequence
 from moecore.attention.sparse import KeyChoice, attend_sparse
 from moecore.kernels.sparse_attention import IndexerHeads, LatentHeads, attention
 
@@ -30,7 +30,7 @@ def sparse_errors(
     do, dkl = torch.randn(B, T, 2, 6, generator=g), torch.rand(B, T, generator=g)
     sequence = Sequence()
     if packed:
-        sequence = packed_sequence(torch.tensor(documents), None, (B, T), torch.device("cpu"))
+        sequence = make_packed_sequence(torch.tensor(documents), None, (B, T), torch.device("cpu"))
     held = LocalTokens(cp, (B, T), sequence.cu_seqlens, sequence.max_seqlen)
     of_rows, want = (2, 3), _found(leaves, sequence, kind, do, dkl)
     own = [

@@ -22,7 +22,7 @@ from moecore.attention.context_parallel.local_tokens import (
     check_documents,
 )
 from moecore.attention.function import attend
-from moecore.attention.sequence import Sequence, packed_sequence
+from moecore.attention.sequence import Sequence, make_packed_sequence
 from moecore.base.options.context import ContextOptions
 from moecore.kernels.attention import attention_backward
 from moecore.kernels.zigzag import assign_tokens, make_row_cu_seqlens
@@ -86,7 +86,7 @@ def errors(cp: ContextParallel, name: str, packed: bool) -> list[float]:
     leaves, do = heads(B, T, H, h, has_sinks)
     sequence = Sequence()
     if packed:
-        sequence = packed_sequence(torch.tensor(documents), None, (B, T), torch.device("cpu"))
+        sequence = make_packed_sequence(torch.tensor(documents), None, (B, T), torch.device("cpu"))
     held = LocalTokens(cp, (B, T), sequence.cu_seqlens, sequence.max_seqlen)
     sinks = leaves[3] if has_sinks else None
     want = attend(*leaves[:3], sequence, scale=SCALE, sinks_H=sinks, **options)
@@ -112,7 +112,7 @@ def half_ratios(cp: ContextParallel, packed: bool, device: torch.device) -> list
     *leaves, do = (torch.randn(s, generator=g).bfloat16().to(device) for s in shapes)
     sequence = Sequence()
     if packed:
-        sequence = packed_sequence(torch.tensor(documents), None, (B, T), device)
+        sequence = make_packed_sequence(torch.tensor(documents), None, (B, T), device)
     held = LocalTokens(cp, (B, T), sequence.cu_seqlens, sequence.max_seqlen)
     found = []
     for dtype, here in ((torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, held)):

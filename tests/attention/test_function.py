@@ -14,13 +14,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import moecore.attention.function as function
 from moecore.attention.function import attend
 from moecore.attention.linear import convolve
-from moecore.attention.sequence import Sequence, packed_sequence
+from moecore.attention.sequence import Sequence, make_packed_sequence
 from moecore.base.regions import recompute_products
 from moecore.train.memory.recompute import recompute, share_outputs
 
 LENGTHS = [5, 1, 4, 0]
 CU_SEQLENS = torch.tensor([0, 5, 6, 10, 10])
-PACKED = packed_sequence(CU_SEQLENS, None, (2, 5), torch.device("cpu"))
+PACKED = make_packed_sequence(CU_SEQLENS, None, (2, 5), torch.device("cpu"))
 SCALE = 0.3
 
 
@@ -152,7 +152,7 @@ def test_documents_that_are_not_those_of_the_rows(
     cu_seqlens: Any, max_seqlen: int | None, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        packed_sequence(torch.tensor(cu_seqlens), max_seqlen, (2, 5), torch.device("cpu"))
+        make_packed_sequence(torch.tensor(cu_seqlens), max_seqlen, (2, 5), torch.device("cpu"))
 
 
 @pytest.mark.gpu
@@ -169,7 +169,7 @@ def test_packed_documents_on_a_gpu(dims: tuple[int, int], window: int | None) ->
     grad = do.cuda().bfloat16()
 
     def run() -> tuple[Tensor, ...]:
-        sequence = packed_sequence(cu_seqlens, 400, (1, 512), cu_seqlens.device)
+        sequence = make_packed_sequence(cu_seqlens, 400, (1, 512), cu_seqlens.device)
         *qkv, sinks_H = given
         o = attend(*qkv, sequence, scale=0.08, window=window, sinks_H=sinks_H)
         return o, *torch.autograd.grad(o, given, grad)
@@ -185,7 +185,9 @@ def test_packed_documents_on_a_gpu(dims: tuple[int, int], window: int | None) ->
         cu_seqlens.copy_(torch.tensor(documents, dtype=torch.int32))
         graph.replay()
         leaves = [x.detach().cpu().double().requires_grad_() for x in given]
-        sequence = packed_sequence(torch.tensor(documents), None, (1, 512), torch.device("cpu"))
+        sequence = make_packed_sequence(
+            torch.tensor(documents), None, (1, 512), torch.device("cpu")
+        )
         *qkv, sinks_H = leaves
         o = attend(*qkv, sequence, scale=0.08, window=window, sinks_H=sinks_H)
         want = (o, *torch.autograd.grad(o, leaves, grad.cpu().double()))

@@ -348,7 +348,7 @@ def argument_sets() -> Iterator[tuple[type, dict[str, Any], set[str]]]:
 def trains(config: MoEConfig) -> None:
     layer = MoELayer(config)
     layer.init_weights(std=0.1, key="moe", seed=0)
-    layer.part("experts").set_backend("sequential")  # of any dims
+    layer.get_part("experts").set_backend("sequential")  # of any dims
     x = torch.randn(2, 3, config.dim, requires_grad=True)
     layer(x).sum().backward()
     with torch.no_grad():

@@ -50,7 +50,7 @@ def results() -> dict[str, dict[str, Tensor]]:
     dy_TD = torch.randn_like(x_TD)
     found = {}
     for name, recipe in RECIPES.items():
-        experts = layer.part("experts")
+        experts = layer.get_part("experts")
         experts.set_backend("auto", recipe=recipe)
         leaves = {"x": x_TD, "w1": experts.w1, "w2": experts.w2}
         y_TD = layer(x_TD)

@@ -63,10 +63,10 @@ def test_a_selection_bias_may_be_a_parameter(dtype: torch.dtype) -> None:
     router, experts = tensors()
     router["expert_bias"] = nn.Parameter(10.0 * torch.eye(8)[3].to(dtype))
     layer = adopt(config, LAYOUT, router=router, experts=experts)
-    bias = layer.part("router").selection_bias
+    bias = layer.get_part("router").selection_bias
     # Balancing moves it by 0.001; in bf16 it would stop moving at 0.5.
     assert bias is not None and bias.dtype == torch.float32 and not bias.requires_grad
-    assert (layer.part("router")(torch.randn(5, 32)).expert_ids_TK == 3).all()
+    assert (layer.get_part("router")(torch.randn(5, 32)).expert_ids_TK == 3).all()
 
 
 def test_latent_experts_have_no_argument_yet() -> None:

@@ -243,7 +243,7 @@ def run_case(case: Case, device: torch.device) -> dict[str, float]:
 def counted_copies() -> Iterator[Counter[str]]:
     """Count what dispatcher "nvlink" sends beside the experts' products, and forwards' clones."""
     counts: Counter[str] = Counter()
-    make, fetch = Clones.of, CloneExchange.fetch
+    make, fetch = Clones.from_plan, CloneExchange.fetch
 
     def counting_clones(*args: Any) -> Clones:
         counts["clones"] += 1
@@ -541,7 +541,7 @@ def _reference_forward(outputs: list[ReferenceOutput], cp: int) -> Any:
     ) -> Tensor:
         assert not any(value is not None for value in more.values()), "whole rows, no padding"
         params = dict(self.named_parameters()) | dict(self.named_buffers())
-        is_dealt = self.part("router").forced_ids is not None
+        is_dealt = self.get_part("router").forced_ids is not None
         given = dealt(self, x_BTD, cu_seqlens, cp) if is_dealt else None
         out = moe_reference(x_BTD, params, self.config, cu_seqlens=cu_seqlens, given_ids_NK=given)
         outputs.append(out)
@@ -554,7 +554,7 @@ def dealt(layer: MoELayer, x_BTD: Tensor, cu_seqlens: Tensor | None, cp: int) ->
     """Return the forced choices of rows; each cp rank deals by the order of the tokens it holds."""
     (B, T, _), device = x_BTD.shape, x_BTD.device
     num, E, K = B * T // cp, layer.config.num_experts, layer.config.top_k
-    ids_tK = layer.part("router").forced_ids(num, E, K, device)
+    ids_tK = layer.get_part("router").forced_ids(num, E, K, device)
     borders = make_row_cu_seqlens(B, B * T, device) if cu_seqlens is None else cu_seqlens.to(device)
     held = assign_tokens(borders, B * T, cp)
     ids_NK = ids_tK.new_empty(B * T, K)

@@ -215,7 +215,7 @@ def test_an_aborted_group_makes_no_stray(
     here._group, here._lineage = SimpleNamespace(errored=lambda: aborted), 5
     monkeypatch.setattr(Replicas, "_gather_lineages", lambda _: ([0, 5], [0, 1]))
     monkeypatch.setattr(Replicas, "_average_gradients", nothing)
-    monkeypatch.setattr(Replicas, "_add_counts", nothing)
+    monkeypatch.setattr(Replicas, "_reduce_counts", nothing)
     if aborted is not None:
         assert here.finish() is None
     else:
@@ -235,7 +235,7 @@ def test_rows_that_do_not_fit_skip_the_step_of_all(
     here._records = [SimpleNamespace(capacity=None), SimpleNamespace(capacity=capacity)]
     here._model, here._device = nn.Linear(2, 2), torch.device("cpu")
     here._model(torch.ones(1, 2)).sum().backward()
-    monkeypatch.setattr(here, "_reduce", lambda tensors, op: sent.extend(tensors))
+    monkeypatch.setattr(here, "_all_reduce", lambda tensors, op: sent.extend(tensors))
     here._average_gradients()
     assert all(grad.isfinite().all() for grad in sent) == (needed == 0.0) and len(sent) == 3
 

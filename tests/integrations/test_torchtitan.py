@@ -27,7 +27,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.base.options.precision import Precision, Recipe
-from moecore.integrations.torchtitan.options import MoECore, request_of
+from moecore.integrations.torchtitan.options import MoECore, make_request
 from moecore.models import PRESETS, Decoder
 from moecore.moe.forced import force_even_load
 from moecore.precision.apply import list_amax_histories
@@ -566,5 +566,5 @@ def test_without_a_row_factor_any_routing_fits(
     job = MoECore()
     job.dispatch.name = options.get("name", "auto")
     job.dispatch.nvlink.row_factor = options.get("row_factor")
-    found = request_of(job, ParallelConfig(dp_shard=2, edp_shard=1, ep=2))
+    found = make_request(job, ParallelConfig(dp_shard=2, edp_shard=1, ep=2))
     assert found["dispatch"] == DispatchOptions(name=dispatcher, nvlink=nvlink)  # type: ignore[arg-type]

@@ -229,7 +229,7 @@ def follow(trainer: Any) -> Run:
     for module in model.modules():
         if isinstance(module, MoELayer):
             run.dispatchers.add(type(module.dispatcher).__name__)
-            run.backends.add(module.part("experts").backend)
+            run.backends.add(module.get_part("experts").backend)
     run.state = {_clean(n): whole(t) for n, t in model.state_dict().items()}
     for param_name, param in model.named_parameters():
         if not isinstance(param, DTensor):
@@ -352,8 +352,10 @@ def decoder_oracle() -> Run:
         run.losses.append(float(sum(loss.detach() for loss in losses)))
         clip(run, model)
         metrics = state.finish_step()
-        run.metrics.append({"moe/load_max_over_mean": max(metrics.load_max_over_mean().values())})
-        run.metrics[-1]["moe/aux_loss"] = metrics.total_aux_loss()
+        run.metrics.append(
+            {"moe/load_max_over_mean": max(metrics.compute_load_max_over_mean().values())}
+        )
+        run.metrics[-1]["moe/aux_loss"] = metrics.compute_total_aux_loss()
         optimizer.step()
         optimizer.zero_grad()
     run.state = {n: t.detach().clone() for n, t in model.state_dict().items()}

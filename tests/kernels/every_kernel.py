@@ -110,7 +110,7 @@ def run_layer(device: str, num_tokens: int, **changes: Any) -> None:
     sizes: dict[str, Any] = dict(dim=256, hidden_dim=136, num_experts=8, top_k=2)
     config = MoEConfig(**(sizes | changes))
     layer = MoELayer(config, device=device, dtype=torch.bfloat16)
-    layer.part("experts").set_backend("triton")
+    layer.get_part("experts").set_backend("triton")
     x_BTD = torch.randn(1, num_tokens, config.dim, device=device, dtype=torch.bfloat16)
     layer(x_BTD.requires_grad_()).float().square().mean().backward()
 

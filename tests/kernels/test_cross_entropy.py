@@ -148,7 +148,7 @@ def over_parts(
             sent.append(statistics)
             return torch.cat(sent[:num_ranks] if meets else [statistics] * num_ranks)
 
-        with patch.object(loss_file, "gather_ranks", exchange):
+        with patch.object(loss_file, "all_gather_rows", exchange):
             for rank, part in enumerate(x_CV.clone().chunk(num_ranks, 1)):
                 group: Any = SimpleNamespace(size=lambda: num_ranks, rank=lambda rank=rank: rank)
                 rows = loss_file.combine_row_statistics(part.contiguous(), labels_C, group)

@@ -57,8 +57,14 @@ WRONG_DECODERS = [
         dict(mla=MLA, num_kv_heads=4, **LINEAR, linear_layers=(0,)),
         r"linear_layers \(\(0,\)\) must be \(\) with mla",
     ),
-    (dict(**LINEAR, linear_layers=(1, 0)), r"linear_layers \(\(1, 0\)\) must rise without"),
-    (dict(**LINEAR, linear_layers=(2,)), r"linear_layers \(\(2,\)\) must lie in \[0, num_"),
+    (
+        dict(**LINEAR, linear_layers=(1, 0)),
+        r"linear_layers \(\(1, 0\)\) must rise without",
+    ),
+    (
+        dict(**LINEAR, linear_layers=(2,)),
+        r"linear_layers \(\(2,\)\) must lie in \[0, num_",
+    ),
     (dict(**LINEAR, linear_layers=(0, 1)), r"must leave a layer of num_layers \(2\) to atten"),
     (dict(LINEAR), r"linear_layers \(\(\)\) must name layers with linear_attention and none"),
     (

@@ -112,7 +112,7 @@ def test_init_scale_of_each_kind():
         assert abs(param.std().item() / std - 1) < 5 / math.sqrt(2 * param.numel()), name
         stds.add(param.std().item())
     assert len(stds) == sum("norm" not in n for n, _ in model.named_parameters())
-    shared = Decoder(preset("tiny-shared")).layers[1].mlp.part("shared")
+    shared = Decoder(preset("tiny-shared")).layers[1].mlp.get_part("shared")
     assert shared.w2.std() < 0.6 * shared.w1.std()
 
 
@@ -161,8 +161,8 @@ def test_tied_head_is_one_parameter_with_both_gradients():
 def test_bf16_runs_close_to_fp32(name):
     exact, model = Decoder(preset(name)), Decoder(preset(name)).bfloat16()
     for module in model.modules():
-        if isinstance(module, MoELayer) and module.part("router").selection_bias is not None:
-            module.part("router").expert_bias = module.part("router").expert_bias.float()
+        if isinstance(module, MoELayer) and module.get_part("router").selection_bias is not None:
+            module.get_part("router").expert_bias = module.get_part("router").expert_bias.float()
     tokens = torch.randint(0, 100, (2, 24), generator=torch.Generator().manual_seed(0))
     loss = model(tokens, tokens)
     loss.backward()

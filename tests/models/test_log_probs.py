@@ -128,8 +128,10 @@ def test_a_loss_of_logits_is_that_of_the_head():
         entropy=True,
     )
     whole = lambda x: x  # noqa: E731
-    ours = losses.of_head(hidden.view(2, 6, 4), weight, labels_BT, whole, chunk_tokens=5)
-    other = losses.of_logits((hidden @ weight.t()).view(2, 6, 16), labels_BT, whole)
+    ours = losses.compute_from_hidden(
+        hidden.view(2, 6, 4), weight, labels_BT, whole, chunk_tokens=5
+    )
+    other = losses.compute_from_logits((hidden @ weight.t()).view(2, 6, 16), labels_BT, whole)
     torch.testing.assert_close(ours, other)
     for a, b in zip(
         torch.autograd.grad(ours, (hidden, weight)),
@@ -212,7 +214,7 @@ def test_logits_of_minus_infinity_add_nothing_to_the_entropy():
     excluded[..., 4] = -torch.inf
     excluded.requires_grad_()
     loss = LogProbLoss(labels_BT=labels_BT, function=lambda p, h: (p + h).sum(), entropy=True)
-    found = loss.of_logits(excluded, labels_BT, lambda rows: rows)
+    found = loss.compute_from_logits(excluded, labels_BT, lambda rows: rows)
     found.backward()
     kept = logits_BTV[..., :4].double().requires_grad_()  # the distribution without that token
     p = kept.log_softmax(-1)[:, :2]

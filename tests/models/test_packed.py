@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moecore import BalanceConfig, CapacityConfig, MemoryOptions, MoEConfig, MoELayer
 from moecore.models import Decoder, DecoderConfig
-from moecore.moe.micro_batch import position_order
+from moecore.moe.micro_batch import sort_by_position
 from moecore.train.graphs.regions import compile_blocks
 from moecore.train.memory.apply import apply_memory
 from tests.models.plain_decoder import plain_losses
@@ -217,10 +217,10 @@ def test_compiled_blocks() -> None:
 def test_drops_by_position_count_places_in_documents() -> None:
     """Tokens 0 1 2 | 3 4: places 0 1 2 0 1, so token 3 goes before token 1."""
     cu_seqlens = torch.tensor([0, 3, 5, 5], dtype=torch.int32)
-    order = position_order(5, 1, None, torch.device("cpu"), cu_seqlens)
+    order = sort_by_position(5, 1, None, torch.device("cpu"), cu_seqlens)
     assert order.tolist() == [0, 3, 1, 4, 2]
     mask = torch.tensor([False, True, False, True, False])  # places of 0, 2 and 4: 0 1 0
-    order = position_order(5, 1, mask, torch.device("cpu"), cu_seqlens)
+    order = sort_by_position(5, 1, mask, torch.device("cpu"), cu_seqlens)
     assert [t for t in order.tolist() if not mask[t]] == [0, 4, 2]
     config = MoEConfig(
         dim=16,

@@ -23,7 +23,7 @@ from moecore.kernels.exchange.clones import (
 from moecore.kernels.exchange.copies import SlotEvent
 from moecore.kernels.exchange.operations import SpreadChoices
 from moecore.kernels.rows.move import sum_rows_ref
-from moecore.moe.clones import carried
+from moecore.moe.clones import view_as_sendable_dtype
 from moecore.moe.dispatch.exchange import CloneExchange, Exchange
 from moecore.moe.dispatch.exchange_pool import ExchangePool
 from tests.kernels.exchange.oracles import (
@@ -184,7 +184,7 @@ class EmulatedCloneExchange(CloneExchange):
 
     def _gather(self, tensor: Tensor, places: Places) -> list[Tensor]:
         """Return those of one rank per block."""
-        mine = carried(tensor.contiguous())
+        mine = view_as_sendable_dtype(tensor.contiguous())
         out = mine.new_empty(self.group.size(), *mine.shape)
         all_gather_single(out.flatten(0, 1), mine, group=self.group)
         own = self.buffer.rank % places.etp
@@ -194,7 +194,7 @@ class EmulatedCloneExchange(CloneExchange):
 class EmulatedExchangePool(ExchangePool):
     """Makes emulated exchanges on the CPU."""
 
-    def _make_clones(self, device: torch.device) -> CloneExchange:
+    def _make_clone_exchange(self, device: torch.device) -> CloneExchange:
         buffer = CloneBuffer(
             layout=CloneLayout(num_ranks=self.group.size()),
             rank=dist.get_rank(self.group),
@@ -205,7 +205,7 @@ class EmulatedExchangePool(ExchangePool):
         )
         return EmulatedCloneExchange(buffer, self.group)
 
-    def _make(self, x_TD: Tensor, top_k: int) -> Exchange:
+    def _make_exchange(self, x_TD: Tensor, top_k: int) -> Exchange:
         most = self.options.max_tokens or self._compare_options(x_TD, top_k, 1)
         layout = ExchangeLayout(
             num_ranks=self.group.size(),

@@ -19,7 +19,7 @@ from moecore.moe.balance import (
     LOSS_NAMES,
     BalanceGroups,
     LoadTracker,
-    balance_losses,
+    compute_balance_losses,
 )
 from moecore.moe.micro_batch import MicroBatch
 from moecore.moe.records import Routing
@@ -49,7 +49,7 @@ def routing_from(ids_TK: Tensor, logits_TE: Tensor) -> Routing:
 
 def losses_of(routing: Routing, config: MoEConfig, num_sequences: int = 1, **kw: Any) -> Tensor:
     ids_TK = routing.chosen_ids_TK
-    return balance_losses(routing, ids_TK, num_sequences, config, BalanceGroups(), **kw)
+    return compute_balance_losses(routing, ids_TK, num_sequences, config, BalanceGroups(), **kw)
 
 
 # --------------------------------------------------------------------------- values
@@ -182,7 +182,7 @@ def test_losses_count_best_scores_where_bias_or_groups_choose(
     total.backward()
     assert_equal_to_scale(layer.router.weight.grad, params["router.weight"].grad)
     metrics = state.finish_step()
-    assert metrics.total_aux_loss() == pytest.approx(float(total.detach()), rel=1e-5)
+    assert metrics.compute_total_aux_loss() == pytest.approx(float(total.detach()), rel=1e-5)
     assert torch.equal(metrics.tokens_per_expert["layers.0"], choices_E.long())
     assert not torch.equal(seen_E, choices_E), "the test must tell the two apart"
 
@@ -214,7 +214,9 @@ def test_nothing_is_counted_without_gradients_or_without_backward() -> None:
     layer.train()(x)  # a forward whose loss is thrown away
     metrics = state.finish_step()
     assert not any(counts.any() for counts in metrics.tokens_per_expert.values())
-    assert metrics.total_aux_loss() == 0.0 and set(metrics.load_max_over_mean().values()) == {0.0}
+    assert metrics.compute_total_aux_loss() == 0.0 and set(
+        metrics.compute_load_max_over_mean().values()
+    ) == {0.0}
 
 
 def test_finish_step_counts_and_starts_anew() -> None:
@@ -237,8 +239,8 @@ def test_finish_step_counts_and_starts_anew() -> None:
         assert metrics.aux_losses[name][3].item() == pytest.approx(z[i], rel=1e-5)
         assert metrics.aux_losses[name][:3].tolist() == [0.0] * 3
         ratio = float(expected[i].max()) / float(expected[i].float().mean())
-        assert metrics.load_max_over_mean()[name] == pytest.approx(ratio)
-    assert metrics.total_aux_loss() == pytest.approx(sum(z), rel=1e-5)
+        assert metrics.compute_load_max_over_mean()[name] == pytest.approx(ratio)
+    assert metrics.compute_total_aux_loss() == pytest.approx(sum(z), rel=1e-5)
     assert not any(n.any() for n in state.finish_step().tokens_per_expert.values())
 
 
@@ -266,7 +268,7 @@ def test_a_layer_that_runs_twice_in_a_forward_says_so() -> None:
         layers[-1](layers[0](x_TD)).sum().backward()
         metrics = state.finish_step()
         counts = torch.stack(list(metrics.tokens_per_expert.values())).sum(0)
-        found.append((metrics.total_aux_loss(), counts))
+        found.append((metrics.compute_total_aux_loss(), counts))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
     assert torch.equal(found[0][1], found[1][1])
     for name, param in layer.named_parameters():
@@ -367,7 +369,7 @@ def test_a_layer_without_losses_launches_nothing_before_backward() -> None:
     tracker, y = LoadTracker(config), torch.ones(3, 5, requires_grad=True)
     routing = routing_from(torch.tensor([[0, 1], [2, -1], [0, 2]]), torch.zeros(3, 4))
     with Record() as record:
-        out = tracker.attach(y, routing, MicroBatch(), None)
+        out = tracker.attach_losses(y, routing, MicroBatch(), None)
     assert set(record.ops) == {"aten.detach.default"}
     out.sum().backward()
     assert tracker.counts is not None and tracker.counts.choices_E.tolist() == [2, 1, 2, 0]
@@ -386,7 +388,7 @@ def test_counts_are_kept_in_place() -> None:
         metrics = state.finish_step()
         assert not tracker.counts.choices_E.any() and not tracker.counts.losses.any()
         assert int(metrics.tokens_per_expert["layers.0"].sum()) == 3 * BASE.top_k
-        assert float(metrics.total_aux_loss()) > 0.4
+        assert float(metrics.compute_total_aux_loss()) > 0.4
     assert len(addresses) == 1
 
 
@@ -394,12 +396,12 @@ def test_losses_are_means_though_replays_are_not_seen() -> None:
     layer = make_layer(replace(BASE, balance=only("z", 0.5)))
     state, x = make_state(layer), torch.randn(3, 32)
     layer(x).sum().backward()
-    once = state.finish_step().total_aux_loss()
+    once = state.finish_step().compute_total_aux_loss()
     state.set_num_micro_batches(2)
     for _ in range(2):
         layer(x).sum().backward()
     layer.tracker.num_micro_batches = 0  # what two replays of a graph leave behind
-    assert state.finish_step().total_aux_loss() == pytest.approx(once)
+    assert state.finish_step().compute_total_aux_loss() == pytest.approx(once)
 
 
 def test_large_counts_stay_exact() -> None:
@@ -423,7 +425,9 @@ class Routed(nn.Module):
         logits = torch.nn.functional.linear(x, self.weight).float()
         ids = logits.topk(2).indices
         y = x * logits.sum(-1, keepdim=True).to(x.dtype)
-        return self.tracker.attach(y, routing_from(ids, logits), MicroBatch(num_sequences=2), None)
+        return self.tracker.attach_losses(
+            y, routing_from(ids, logits), MicroBatch(num_sequences=2), None
+        )
 
 
 @pytest.mark.parametrize("loss", [None, "micro_batch", "global_batch", "z"])

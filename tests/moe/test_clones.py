@@ -33,8 +33,15 @@ from moecore.kernels.exchange.clones import Places
 from moecore.kernels.experts.contract import ExpertWeights
 from moecore.kernels.experts.products import quantise_matrices
 from moecore.moe.balance import BalanceGroups
-from moecore.moe.clone_weights import with_clones
-from moecore.moe.clones import AnyClones, Cloner, Clones, PeerClones, PeriodicPlan, carried
+from moecore.moe.clone_weights import concatenate_clones
+from moecore.moe.clones import (
+    AnyClones,
+    Cloner,
+    Clones,
+    PeerClones,
+    PeriodicPlan,
+    view_as_sendable_dtype,
+)
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.low_rank import LowRank
@@ -67,7 +74,7 @@ FORMS = {
     "gate and up apart": Form(layout=ExpertLayout(gate_up="separate")),
     "adapted": Form(adapted=True),
 }
-EXPERTS = [4, 3, -1, -1, 2, 0]  # of the example of `Clones.of`
+EXPERTS = [4, 3, -1, -1, 2, 0]  # of the example of `Clones.from_plan`
 
 
 def placed(num_clones: int) -> tuple[Any, ExpertPlacement]:
@@ -89,7 +96,7 @@ def travel() -> list[Any]:
     """Experts' numbers go out to their clones; clones' gradients are powers of ten by place."""
     meshes, place = placed(2)
     group = meshes.expert.get_group("ep")
-    clones = Clones.of(EXPERTS, place, group)
+    clones = Clones.from_plan(EXPERTS, place, group)
     block = dist.get_rank(group)
     own = torch.tensor([2.0 * block, 2.0 * block + 1])
     (there,) = clones.fetch([own])
@@ -108,8 +115,8 @@ def both_ways() -> dict[str, AnyClones]:
     experts_N = torch.tensor(EXPERTS, dtype=torch.int32)
     places = Places(experts_N=experts_N, num_clones=2, num_local=2, etp=ETP)
     return {
-        "by sizes": Clones.of(EXPERTS, place, meshes.expert.get_group("ep")),
-        "over peers": PeerClones(pool.clones(torch.device("cpu")), places),
+        "by sizes": Clones.from_plan(EXPERTS, place, meshes.expert.get_group("ep")),
+        "over peers": PeerClones(pool.get_clone_exchange(torch.device("cpu")), places),
     }
 
 
@@ -132,7 +139,7 @@ def kept(clones: AnyClones) -> bool:
     """Return whether backward keeps no copy of this rank's experts, and gives them the gradient."""
     torch.manual_seed(dist.get_rank())
     w1, w2 = (torch.randn(2, D, D, requires_grad=True) for _ in range(2))
-    with with_clones(ExpertWeights(w1_eCD=w1, w2_eDF=w2), clones) as weights:
+    with concatenate_clones(ExpertWeights(w1_eCD=w1, w2_eDF=w2), clones) as weights:
         y = weights.w1_eCD * weights.w2_eDF
         joined = StorageWeakRef(weights.w1_eCD.untyped_storage())
         of_w1 = weights.w2_eDF.detach().clone()
@@ -156,8 +163,8 @@ def skewed_layer(
     layer.router.expert_bias[0] = 2.0
     if form.adapted:
         a, b = (nn.Parameter(torch.randn(E, *shape)) for shape in ((4, D), (2 * D, 4)))
-        layer.experts.adapt("w1", LowRank({"one": (a, b)}, {"one": 0.5}))
-    layer.part("experts").shard(meshes.expert["ep", "etp"])
+        layer.experts.add_low_rank_updates("w1", LowRank({"one": (a, b)}, {"one": 0.5}))
+    layer.get_part("experts").shard(meshes.expert["ep", "etp"])
     pool = None
     if over_peers:
         pool = EmulatedExchangePool(
@@ -226,7 +233,7 @@ def staying(*, over_peers: bool) -> Stays:
 
     def note(name: str) -> None:
         assert layer.cloner is not None and layer.cloner._shared_plan is not None
-        plan, _ = layer.cloner._shared_plan._tensors(x.device)
+        plan, _ = layer.cloner._shared_plan._get_tensors(x.device)
         plans[name] = plan.experts_N.tolist()
         if not over_peers:
             assert layer.cloner._shared_plan.experts == plans[name]
@@ -266,8 +273,8 @@ def skewed(options: CloneOptions | None, *, over_peers: bool = False) -> list[fl
     """Return rows that each block computes, most of experts 0 and 1, and clones per rank."""
     layer = skewed_layer(options, over_peers=over_peers)
     rows: list[int] = []
-    compute = layer._compute
-    layer._compute = lambda inp: (rows.append(int(inp.index.num_rows)), compute(inp))[1]
+    compute = layer._run_experts
+    layer._run_experts = lambda inp: (rows.append(int(inp.index.num_rows)), compute(inp))[1]
     torch.manual_seed(dist.get_rank())
     x = torch.randn(64, D)
     layer.eval()(x)  # with gradients
@@ -374,7 +381,7 @@ def test_a_kept_plan_with_an_empty_place_divides_by_no_load_of_expert_0() -> Non
     placement = ExpertPlacement(group=None, num_experts=4, ep=2, etp=1, num_clones=1)  # type: ignore[arg-type]
     plan = PeriodicPlan(placement, 1, min_excess=0.0, is_read=True)
     plan.end_step(loads_E, is_skipped=False)
-    part = plan.part_of(ids_TK)
+    part = plan.divide_choices(ids_TK)
     assert part.experts_N.tolist() == plan.experts == [-1, -1]
     assert part.starts_N.tolist() == part.stops_N.tolist() == [0, 0]
 
@@ -405,9 +412,9 @@ def test_what_rows_and_columns_share_is_fetched_once(scaling: Any, number: int) 
     clones: Any = OneClone(list(sent.values()))
     w1, w2 = own
     weights = ExpertWeights(w1_eCD=w1, w2_eDF=w2, quantised=(quantise(w1), quantise(w2)))
-    with with_clones(weights, clones) as joined:
+    with concatenate_clones(weights, clones) as joined:
         found = tree_leaves(joined.quantised)
     whole = (quantise(torch.cat(pair)) for pair in zip(own, others, strict=True))
     for leaf, expected in zip(found, tree_leaves(tuple(whole)), strict=True):
-        assert torch.equal(carried(leaf), carried(expected))
+        assert torch.equal(view_as_sendable_dtype(leaf), view_as_sendable_dtype(expected))
     assert len(clones.fetched) == number

@@ -70,7 +70,7 @@ def stress() -> dict[str, Any]:
         pool, wrong = pool_of(ep, etp), torch.zeros((), dtype=torch.int64, device="cuda")
         group = pool.group
         me, mine = dist.get_rank(group), random.Random(dist.get_rank())
-        exchange = pool.clones(wrong.device)
+        exchange = pool.get_clone_exchange(wrong.device)
         for seed in range(ROUNDS):
             dtype = (torch.float32, torch.bfloat16)[seed % 2]
             places = places_of(ep, etp, seed)
@@ -105,7 +105,7 @@ def pieces() -> bool:
         generator = torch.Generator("cuda").manual_seed(rank)
         shape = (NUM_LOCAL + NUM_CLONES, 5 << 20)
         everyone.append(torch.randn(shape, generator=generator, device="cuda"))
-    exchange = pool.clones(everyone[0].device)
+    exchange = pool.get_clone_exchange(everyone[0].device)
     right = fetch_ref([t[:NUM_LOCAL] for t in everyone], places)[me]
     home = bring_home_ref(everyone, places)[me]
     (there,) = exchange.fetch([everyone[me][:NUM_LOCAL].contiguous()], places)
@@ -162,7 +162,7 @@ def absent_rank() -> str:
     """The last rank stays away from one transfer; return rank 0's error."""
     pool = pool_of(NUM_RANKS, 1, timeout_s=1.0)
     places, rows = places_of(NUM_RANKS, 1, 0), torch.zeros(NUM_LOCAL, *SHAPE, device="cuda")
-    exchange, message = pool.clones(rows.device), ""
+    exchange, message = pool.get_clone_exchange(rows.device), ""
     exchange.fetch([rows], places)
     torch.cuda.synchronize()
     dist.barrier()
@@ -171,7 +171,7 @@ def absent_rank() -> str:
         exchange.fetch([rows], places)  # waits no more, for nobody
         torch.cuda.synchronize()
         try:
-            pool.clones(rows.device)
+            pool.get_clone_exchange(rows.device)
         except RuntimeError as error:
             message = str(error)
     dist.barrier()  # nobody frees what another rank still writes

@@ -116,7 +116,7 @@ class NotedExchangePool(ExchangePool):
         super().__init__(None, ep=RANKS, options=options)  # type: ignore[arg-type]
         self.rank, self.device, self.watch = rank, device, "skips"
 
-    def _make(self, x_TD: Tensor, top_k: int) -> Exchange:
+    def _make_exchange(self, x_TD: Tensor, top_k: int) -> Exchange:
         sizes: dict[str, Any] = dict(num_ranks=RANKS, max_tokens=TOKENS, top_k=top_k)
         programs: Any = dict(num_push=1, num_receive=1, sums_slot=True)
         layout = ExchangeLayout(row_bytes=DIM * x_TD.itemsize, **sizes, **programs)
@@ -187,7 +187,7 @@ def make_layer(words: list[str], model: Model, exchanges: NotedExchangePool) -> 
         group=None,
         layer=(0, "moe"),
     )
-    place.balanced_tokens = lambda num_tokens, top_k: num_tokens
+    place.compute_balanced_tokens = lambda num_tokens, top_k: num_tokens
     layer.dispatcher = NVLinkDispatcher(place, exchanges)
     if "again" in words:
         how = dict(use_reentrant=False, preserve_rng_state=False)
@@ -480,7 +480,7 @@ def stream_at_once(self: Any, x: Tensor) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "weaker"),
-    [("_wait_for_stream", lambda self, x: None), ("_stream_after", stream_at_once)],
+    [("_wait_for_stream", lambda self, x: None), ("_order_copy_stream", stream_at_once)],
 )
 def test_streams_that_do_not_wait_are_found(
     name: str, weaker: Any, monkeypatch: pytest.MonkeyPatch

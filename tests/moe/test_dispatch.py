@@ -11,7 +11,7 @@ from torch import Tensor
 from moecore import MoEConfig, MoELayer
 from moecore.kernels.invariant import batch_invariant
 from moecore.kernels.rows import move as rows
-from moecore.moe.dispatch.alltoall import send_order
+from moecore.moe.dispatch.alltoall import compute_send_order
 from moecore.moe.dispatch.local import ByChoice, LocalDispatcher
 from moecore.moe.records import ExpertInput, Routing
 
@@ -94,7 +94,7 @@ def test_expert_input_is_a_pytree_and_frozen() -> None:
 
 def test_worked_example_of_the_order_of_sending() -> None:
     needs = torch.tensor([[1, 0, 1], [0, 1, 1]]).bool()
-    token_ids, slots = send_order(needs, 4)
+    token_ids, slots = compute_send_order(needs, 4)
     assert token_ids.tolist() == [0, 2, 1, 2]
     assert slots.tolist() == [[0, -1], [-1, 2], [1, 3]]
     assert (token_ids.dtype, slots.dtype) == (torch.int32, torch.int32)
@@ -106,7 +106,7 @@ def test_order_of_sending(G: int, T: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     needs_GT = torch.rand(G, T, generator=generator) < torch.rand(1, generator=generator)
     wanted = [(g, t) for g in range(G) for t in range(T) if needs_GT[g, t]]
-    token_ids, slots = send_order(needs_GT, len(wanted))
+    token_ids, slots = compute_send_order(needs_GT, len(wanted))
     assert token_ids.tolist() == [t for _, t in wanted]
     expected = torch.full((T, G), -1)
     for m, (g, t) in enumerate(wanted):

@@ -22,7 +22,7 @@ from moecore.kernels.experts import grouped_products as expert_products
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows
 from moecore.moe import backends
-from moecore.moe.expert_layout import ExpertLayout, expert_shapes
+from moecore.moe.expert_layout import ExpertLayout, compute_expert_shapes
 from moecore.moe.experts import Experts
 from moecore.moe.records import ExpertInput
 from tests.moe.moe_cases import (
@@ -393,14 +393,14 @@ def test_shapes(layout: str, activation: Any) -> None:
     w1, w2, b1 = SHAPES[layout]
     if not config.gated:
         w1, b1 = ((8, 32, 16) if transposed else (8, 16, 32)), (8, 16)
-    shapes = expert_shapes(config, names)
+    shapes = compute_expert_shapes(config, names)
     assert shapes == {names.w1: w1, names.w2: w2, names.b1: b1, names.b2: (8, 32)}
     module = Experts(config, layout=names)
     assert {n: tuple(p.shape) for n, p in module.named_parameters()} == shapes
-    assert module.model_dim_of(getattr(module, names.w1)) == (1 if transposed else len(w1) - 1)
-    assert module.model_dim_of(getattr(module, names.w2)) == (2 if transposed else 1)
+    assert module.get_model_dim_idx(getattr(module, names.w1)) == (1 if transposed else len(w1) - 1)
+    assert module.get_model_dim_idx(getattr(module, names.w2)) == (2 if transposed else 1)
     for bias in (names.b1, names.b2):
-        assert module.model_dim_of(getattr(module, bias)) is None
+        assert module.get_model_dim_idx(getattr(module, bias)) is None
 
 
 @pytest.mark.parametrize(("ep", "etp"), [(1, 2), (2, 1), (4, 1), (1, 4), (2, 4)])
@@ -458,7 +458,7 @@ def test_init_weights_fills_gate_and_up_apart() -> None:
     experts = Experts(BASE, layout=LAYOUTS["separate"])
     experts.init_weights(std=1.0, key="e", seed=0)
     assert experts.w1.shape == experts.w3.shape == (8, 16, 32)
-    assert experts.model_dim_of(experts.w3) == 2 and not torch.equal(experts.w1, experts.w3)
+    assert experts.get_model_dim_idx(experts.w3) == 2 and not torch.equal(experts.w1, experts.w3)
     assert float(experts.w3.detach().std()) == pytest.approx(1.0, rel=0.1)
 
 

@@ -77,7 +77,7 @@ def plain_layer(layout: ExpertLayout | None = None, config: MoEConfig = CONFIG) 
     torch.manual_seed(0)
     names = LayerLayout(expert_layout=layout or ExpertLayout())
     layer = MoELayer(config, layout=names)
-    layer.part("experts").set_backend("auto", recipe=Recipe())
+    layer.get_part("experts").set_backend("auto", recipe=Recipe())
     return layer
 
 
@@ -323,7 +323,7 @@ def test_delayed_experts_have_scales_of_the_step_before() -> None:
     step.finish()
     y, _ = delayed_step(model, step, 1.0, 1.0)
     weights = {n: p.full_tensor().detach() for n, p in model[0].named_parameters()}
-    routing = MoELayer(CONFIG).part("router")
+    routing = MoELayer(CONFIG).get_part("router")
     routing.load_state_dict({"weight": weights["router.weight"]})
     found = routing(tokens())
     w1, w2 = weights["experts.w1"].flatten(1, 2), weights["experts.w2"]
@@ -429,7 +429,7 @@ def test_auto_is_fp8_where_that_is_faster(
     model = nn.Sequential(MoELayer(config), nn.Linear(128, 128))
     with caplog.at_level("INFO", "moecore.parallelize"):
         parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), precision="auto")
-    assert (model[0].part("experts").recipe is not None) == is_fp8
+    assert (model[0].get_part("experts").recipe is not None) == is_fp8
     assert not isinstance(model[1], ProductLinear)
     why = {256: "less than 384", 576: "multiple of 128"}.get(hidden_dim)
     logged = [r.getMessage() for r in caplog.records if "precision leaves" in r.getMessage()]
@@ -470,7 +470,7 @@ def test_tokens_that_the_router_keeps_are_kept_once() -> None:
     assert (torch.float8_e4m3fn, (24, 128)) not in seen
     y.sum().backward()
     seen.clear()
-    layer.part("router").weight.requires_grad_(False)
+    layer.get_part("router").weight.requires_grad_(False)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         layer(tokens().requires_grad_())
     assert (torch.float8_e4m3fn, (24, 128)) in seen
@@ -484,5 +484,5 @@ def test_tokens_that_the_router_keeps_are_kept_once() -> None:
     )
     seen.clear()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        layer.part("experts")(ExpertInput(Rows(tokens().requires_grad_()), index, None))
+        layer.get_part("experts")(ExpertInput(Rows(tokens().requires_grad_()), index, None))
     assert (torch.float8_e4m3fn, (24, 128)) in seen

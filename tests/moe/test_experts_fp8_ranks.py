@@ -88,7 +88,7 @@ def batch(rank: int) -> Tensor:
 def make_layer() -> MoELayer:
     torch.manual_seed(0)
     layer = MoELayer(CONFIG)
-    layer.part("experts").set_backend("auto", recipe=Recipe())
+    layer.get_part("experts").set_backend("auto", recipe=Recipe())
     return layer
 
 
@@ -178,7 +178,7 @@ def delayed_in_one_process() -> list[dict[str, Tensor]]:
     """Return the results of the last step, by rank: gradients of weights are of all tokens."""
     xs = [delayed_batch(rank) for rank in range(WORLD)]
     layer = make_layer()
-    layer.part("experts").set_backend("auto", recipe=DELAYED)
+    layer.get_part("experts").set_backend("auto", recipe=DELAYED)
     lengths = [len(x) for x in xs]
     for _ in range(DELAYED_STEPS):
         layer.zero_grad()
@@ -215,7 +215,7 @@ def delayed(rank: int) -> dict[str, float]:
 def travelled(recipe: Recipe | None, rank: int) -> tuple[list[str], str]:
     """Dtypes of what a backward spreads, and the error where a hook changes gradients."""
     model = sharded("ep6", "nvlink-fp8")
-    experts = model[0].part("experts")
+    experts = model[0].get_part("experts")
     experts.set_backend("auto", recipe=recipe)
     sent: list[str] = []
     with pytest.MonkeyPatch.context() as patched:

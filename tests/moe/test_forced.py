@@ -11,7 +11,12 @@ import torch
 
 from moecore import BalanceConfig
 from moecore.base.options.layer import CapacityConfig
-from moecore.moe.forced import even_ids, force_even_load, force_load, ids_of_shares
+from moecore.moe.forced import (
+    force_even_load,
+    force_expert_loads,
+    make_even_ids,
+    make_ids_from_shares,
+)
 from tests.moe.moe_cases import (
     ALL_LOSSES,
     BASE,
@@ -26,15 +31,15 @@ CPU = torch.device("cpu")
 
 
 def test_ids_by_hand() -> None:
-    assert even_ids(5, 8, 2, CPU).tolist() == [[0, 3], [6, 1], [4, 7], [2, 5], [0, 3]]
-    assert even_ids(0, 8, 2, CPU).shape == (0, 2)
+    assert make_even_ids(5, 8, 2, CPU).tolist() == [[0, 3], [6, 1], [4, 7], [2, 5], [0, 3]]
+    assert make_even_ids(0, 8, 2, CPU).shape == (0, 2)
 
 
 @pytest.mark.parametrize(
     ("T", "E", "K"), [(12, 12, 3), (8, 12, 3), (24, 12, 1), (5, 12, 12), (7, 12, 5), (9, 13, 5)]
 )
 def test_loads_are_even_and_experts_distinct(T: int, E: int, K: int) -> None:
-    ids_TK = even_ids(T, E, K, CPU)
+    ids_TK = make_even_ids(T, E, K, CPU)
     counts = torch.bincount(ids_TK.flatten(), minlength=E)
     assert int(counts.max() - counts.min()) <= 1
     assert all(len(set(row)) == K for row in ids_TK.tolist())
@@ -54,7 +59,7 @@ def test_loads_are_even_and_experts_distinct(T: int, E: int, K: int) -> None:
     ],
 )
 def test_experts_have_their_shares(E: int, K: int, shares: dict[int, float]) -> None:
-    ids_TK = ids_of_shares(997, E, K, CPU, shares=shares)
+    ids_TK = make_ids_from_shares(997, E, K, CPU, shares=shares)
     assert ids_TK.dtype == torch.int32 and all(len(set(row)) == K for row in ids_TK.tolist())
     others = (1 - sum(shares.values())) / max(1, E - len(shares))
     wanted = [shares.get(e, others) * 997 * K for e in range(E)]
@@ -64,8 +69,8 @@ def test_experts_have_their_shares(E: int, K: int, shares: dict[int, float]) -> 
 
 def test_a_layer_with_forced_shares_equals_the_oracle() -> None:
     layer = make_layer(replace(BASE, balance=ALL_LOSSES, zero_experts=2))
-    force_load(layer, {1: 0.4, 9: 0.2})
-    given = ids_of_shares(21, 10, 2, CPU, shares={1: 0.4, 9: 0.2})
+    force_expert_loads(layer, {1: 0.4, 9: 0.2})
+    given = make_ids_from_shares(21, 10, 2, CPU, shares={1: 0.4, 9: 0.2})
     compare_with_oracle(layer, tokens(3, 7, 32), given_ids_NK=given)
 
 
@@ -81,10 +86,10 @@ def test_a_layer_with_forced_shares_equals_the_oracle() -> None:
 def test_shares_that_no_routing_has(shares: dict[int, float], message: str) -> None:
     model = torch.nn.ModuleDict({"layer": make_layer(BASE)})
     with pytest.raises(ValueError, match=message):
-        force_load(model, shares)
+        force_expert_loads(model, shares)
     assert model["layer"].router.forced_ids is None
     with pytest.raises(ValueError, match="whose experts choose evenly"):
-        force_load(make_layer(OPTIONS["expert-choice"]), {})
+        force_expert_loads(make_layer(OPTIONS["expert-choice"]), {})
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
@@ -101,7 +106,7 @@ def test_shares_that_no_routing_has(shares: dict[int, float], message: str) -> N
 def test_against_the_oracle(fields: dict[str, Any], training: bool) -> None:
     layer = make_layer(replace(BASE, **fields)).train(training)
     force_even_load(layer)
-    given = even_ids(21, 8, layer.config.top_k, CPU)
+    given = make_even_ids(21, 8, layer.config.top_k, CPU)
     for mask in (None, padding(3, 7)):
         layer.tracker.counts = None
         layer.zero_grad()
@@ -124,4 +129,4 @@ def test_a_forced_layer_is_one_graph_in_eval() -> None:
     force_even_load(layer)
     router = torch.compile(layer.router, backend="aot_eager", fullgraph=True)
     x_TD = tokens(12, 32)
-    assert torch.equal(router(x_TD).expert_ids_TK, even_ids(12, 8, 2, CPU))
+    assert torch.equal(router(x_TD).expert_ids_TK, make_even_ids(12, 8, 2, CPU))

@@ -44,7 +44,7 @@ def hash_layer(config: MoEConfig = BASE) -> MoELayer:
 
 
 def table_of(layer: MoELayer) -> Tensor:
-    table: Tensor = layer.part("router").token_experts
+    table: Tensor = layer.get_part("router").token_experts
     return table
 
 

@@ -93,9 +93,11 @@ def test_rows_that_the_page_names(ep: int, flat: float, two: float) -> None:
     T, H, group = 100_000, ep // 8, None
     whole = ExpertPlacement(group=group, num_experts=256, ep=ep, etp=1)  # type: ignore[arg-type]
     domain = make_domain_placement(whole, group, H)  # type: ignore[arg-type]
-    assert whole.balanced_tokens(T, whole.num_experts + 1) == T  # some are zero experts
-    assert (ep - 8) * whole.balanced_tokens(T, 8) / T == pytest.approx(flat, abs=0.005)
-    assert (H - 1) * domain.balanced_domain_tokens(T, 8) / T == pytest.approx(two, abs=0.005)
+    assert whole.compute_balanced_tokens(T, whole.num_experts + 1) == T  # some are zero experts
+    assert (ep - 8) * whole.compute_balanced_tokens(T, 8) / T == pytest.approx(flat, abs=0.005)
+    assert (H - 1) * domain.compute_balanced_domain_tokens(T, 8) / T == pytest.approx(
+        two, abs=0.005
+    )
     page = (Path(__file__).parents[2] / "docs" / "dispatchers.md").read_text()
     assert f"| {ep} | {flat:.2f} | {two:.2f} | {two / flat:.2f} |" in page
 
@@ -109,8 +111,10 @@ def test_even_loads_are_those_of_random_choices(H: int, N: int, E: int, K: int) 
     domain = make_domain_placement(whole, group, H)
     ids_TK = torch.rand(T, E, generator=generator).topk(K).indices
     come = (ids_TK < domain.num_in_domain).any(1)
-    assert domain.balanced_domain_tokens(T, K) == pytest.approx(int(come.sum()), rel=0.02)
-    arrived = H * domain.balanced_domain_tokens(T, K)
+    assert domain.compute_balanced_domain_tokens(T, K) == pytest.approx(int(come.sum()), rel=0.02)
+    arrived = H * domain.compute_balanced_domain_tokens(T, K)
     needed = (ids_TK < whole.num_local).any(1)
-    assert domain.balanced_tokens(arrived, K) == pytest.approx(H * int(needed.sum()), rel=0.05)
-    assert domain.balanced_rows(arrived, K) == pytest.approx(T * K, rel=0.01)
+    assert domain.compute_balanced_tokens(arrived, K) == pytest.approx(
+        H * int(needed.sum()), rel=0.05
+    )
+    assert domain.compute_balanced_rows(arrived, K) == pytest.approx(T * K, rel=0.01)

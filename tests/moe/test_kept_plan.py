@@ -30,7 +30,7 @@ def where(place: ExpertPlacement, plan: PeriodicPlan, ids: list[int]) -> Tensor:
     ids_TK = torch.tensor(ids, dtype=torch.int32)[:, None]
     none_E = torch.zeros(place.num_experts, dtype=torch.int32)
     sizes = dict(num_local=place.num_local, num_clones=place.num_clones)
-    return assign_physical_ids(ids_TK, none_E, plan.part_of(ids_TK), **sizes)[:, 0]
+    return assign_physical_ids(ids_TK, none_E, plan.divide_choices(ids_TK), **sizes)[:, 0]
 
 
 def test_options_are_checked() -> None:
@@ -43,7 +43,7 @@ def test_worked_example() -> None:
     place = placed(2, 1, 1)
     plan = planned(place, [9, 3])
     assert plan.experts == [-1, 0]
-    part = plan.part_of(torch.zeros(3, 1, dtype=torch.int32))
+    part = plan.divide_choices(torch.zeros(3, 1, dtype=torch.int32))
     assert [t.tolist() for t in part] == [[-1, 0], [0, 2], [0, 3]]
     assert where(place, plan, [0, 1, 0, 0, -1]).tolist() == [0, 2, 0, 3, -1]
     assert where(place, plan, [1, -1]).tolist() == [2, -1]

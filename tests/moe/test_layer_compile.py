@@ -28,7 +28,7 @@ def make(name: str) -> tuple[MoELayer, torch.Tensor]:
     sizes: dict[str, Any] = dict(dim=32, hidden_dim=32, num_experts=4, top_k=2)
     layer = MoELayer(MoEConfig(**sizes | LAYERS[name]))
     if name == "fp8":
-        layer.part("experts").set_backend("auto", recipe=Recipe())
+        layer.get_part("experts").set_backend("auto", recipe=Recipe())
     return layer, torch.randn(2, 8, layer.config.dim)
 
 

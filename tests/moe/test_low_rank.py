@@ -38,20 +38,20 @@ def adapted(name: str, backend: str) -> tuple[MoELayer, MoELayer]:
         for param in plain.parameters():
             param.normal_()
     layer = copy.deepcopy(plain)
-    experts = layer.part("experts")
+    experts = layer.get_part("experts")
     experts.set_backend(backend)
     for name, (i, o) in {"w1": (D, config.fc1_dim), "w2": (F, D)}.items():
         pairs = {
             adapter: (nn.Parameter(torch.randn(E, r, i)), nn.Parameter(torch.randn(E, o, r)))
             for adapter, r in (("first", R), ("second", 1))
         }
-        experts.adapt(name, LowRank(pairs, {"first": SCALE, "second": 1.0}))
+        experts.add_low_rank_updates(name, LowRank(pairs, {"first": SCALE, "second": 1.0}))
     return layer, plain
 
 
 def formed(layer: MoELayer) -> dict[str, Tensor]:
     """Return the layer's matrices with their updates, differentiably."""
-    experts, found = layer.part("experts"), {}
+    experts, found = layer.get_part("experts"), {}
     for name, update in experts.lora.items():
         weight = getattr(experts, name).detach()
         for adapter, a in update.lora_A.items():
@@ -67,7 +67,7 @@ def formed(layer: MoELayer) -> dict[str, Tensor]:
 @pytest.mark.parametrize("num_tokens", [0, 1, 17])
 def test_updates_equal_formed_matrices(name: str, backend: str, num_tokens: int) -> None:
     layer, plain = adapted(name, backend)
-    trained = list(layer.part("experts").lora.parameters())
+    trained = list(layer.get_part("experts").lora.parameters())
     x = torch.randn(num_tokens, D, requires_grad=True)
     wanted = functional_call(plain, formed(layer), (x,))
     dy = torch.randn_like(wanted)
@@ -88,7 +88,7 @@ def test_frozen_matrices_have_no_gradient_and_updates_are_padded() -> None:
     assert {n for n, p in layer.named_parameters() if p.grad is not None} == {
         n for n, _ in layer.named_parameters() if ".lora." in n
     }
-    update = layer.part("experts").lora["w1"].update(lambda p: p, inputs=same, outputs=same)
+    update = layer.get_part("experts").lora["w1"].update(lambda p: p, inputs=same, outputs=same)
     assert update.a_erI.shape == (E, 4, D) and update.b_eOr.shape == (E, 2 * F, 4)
     short = LowRank({"a": (low(E, R, D), low(E, D, R))}, {"a": 1.0})
     update = short.update(lambda p: p, inputs=same, outputs=same)

@@ -69,9 +69,11 @@ def test_numbers_are_those_of_the_oracle(step: tuple[MoEMetrics, dict[str, list[
     for name, join in (("balance_loss", sum), ("z_loss", sum), ("router_entropy", mean)):
         assert found[name] == pytest.approx(join([found[f"{name}/{n}"] for n in seen]))
     assert found["expert_load_max_over_mean"] == max(found[f"expert_load/{n}"] for n in seen)
-    assert metrics.total_aux_loss() == pytest.approx(found["balance_loss"] + found["z_loss"])
-    assert metrics.drop_rate() == {"drops": found["drop_rate"]}
-    assert metrics.load_max_over_mean() == {n: found[f"expert_load/{n}"] for n in seen}
+    assert metrics.compute_total_aux_loss() == pytest.approx(
+        found["balance_loss"] + found["z_loss"]
+    )
+    assert metrics.compute_drop_rates() == {"drops": found["drop_rate"]}
+    assert metrics.compute_load_max_over_mean() == {n: found[f"expert_load/{n}"] for n in seen}
 
 
 def mean(values: list[float]) -> float:
@@ -117,8 +119,8 @@ def test_losses_that_are_not_in_use_have_no_numbers(name: str) -> None:
 
 
 def test_a_dense_model_has_no_numbers() -> None:
-    assert MoEMetrics().to_dict() == {} == MoEMetrics().drop_rate()
-    assert MoEMetrics().total_aux_loss() == 0.0
+    assert MoEMetrics().to_dict() == {} == MoEMetrics().compute_drop_rates()
+    assert MoEMetrics().compute_total_aux_loss() == 0.0
 
 
 def test_layers_below_all_that_is_trained_enter_no_mean() -> None:

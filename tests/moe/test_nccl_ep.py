@@ -240,9 +240,10 @@ def test_refusals_name_what_is_missing(
         package.core = CORE  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "nccl", package)
         monkeypatch.setitem(sys.modules, "nccl.core", CORE)
-    found = nccl_ep._local_problem("cuda")
+    found = nccl_ep._find_local_problem("cuda")
     assert (found or "").startswith(problem or "") and bool(found) == bool(problem)
     assert (
-        nccl_ep._local_problem("cpu") == "must go with device_type ('cpu') = 'cuda': use 'alltoall'"
+        nccl_ep._find_local_problem("cpu")
+        == "must go with device_type ('cpu') = 'cuda': use 'alltoall'"
     )
     assert os.environ["PATH"] == ""

@@ -34,7 +34,7 @@ from moecore.kernels.exchange.buffer import ERROR_WORD, NEEDED_WORD
 from moecore.kernels.experts.contract import Refetch, UnsummedInput
 from moecore.kernels.rows.record import Rows
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
-from moecore.moe.dispatch.exchange_pool import ExchangePool, divide
+from moecore.moe.dispatch.exchange_pool import ExchangePool, choose_program_split
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.dispatch.peer_memory import find_problem
 from moecore.moe.placement import ExpertPlacement
@@ -76,7 +76,7 @@ def pool_of(group: dist.ProcessGroup, **options: Any) -> EmulatedExchangePool:
 
 
 def exchange_of(exchanges: EmulatedExchangePool) -> EmulatedExchange:
-    made = exchanges.get(torch.zeros(3, 16), 2)
+    made = exchanges.get_exchange(torch.zeros(3, 16), 2)
     assert isinstance(made, EmulatedExchange)
     return made
 
@@ -220,7 +220,7 @@ def test_options_for_another_dispatcher_are_refused() -> None:
 
 @pytest.mark.parametrize(("programs", "push"), [(2, 1), (3, 1), (4, 1), (24, 10), (132, 66)])
 def test_some_programs_push_and_at_least_one_receives(programs: int, push: int) -> None:
-    sizes = divide(programs)
+    sizes = choose_program_split(programs)
     assert 0 < sizes["num_push"] == push < programs
     assert sizes["num_push"] + sizes["num_receive"] == programs
 
@@ -234,14 +234,16 @@ def test_more_tokens_than_room_are_refused_before_anything_is_sent(
     group: dist.ProcessGroup,
 ) -> None:
     exchanges = EmulatedExchangePool(group, ep=4, options=NVLinkOptions(max_tokens=8))
-    made = exchanges.get(torch.zeros(8, 16), 2)
-    assert exchanges.get(torch.zeros(0, 16), 2) is made, "one exchange for all layers"
-    assert exchanges.get(torch.zeros(8, 16), 3) is not made
-    assert exchanges.get(torch.zeros(8, 32, dtype=torch.bfloat16), 2) is made, "as many bytes"
+    made = exchanges.get_exchange(torch.zeros(8, 16), 2)
+    assert exchanges.get_exchange(torch.zeros(0, 16), 2) is made, "one exchange for all layers"
+    assert exchanges.get_exchange(torch.zeros(8, 16), 3) is not made
+    assert exchanges.get_exchange(torch.zeros(8, 32, dtype=torch.bfloat16), 2) is made, (
+        "as many bytes"
+    )
     with pytest.raises(ValueError, match=r"number of tokens \(9\) must be <= .*exchange \(8\)"):
-        exchanges.get(torch.zeros(9, 16), 2)
+        exchanges.get_exchange(torch.zeros(9, 16), 2)
     exchanges.close()
-    assert exchanges.get(torch.zeros(8, 16), 2) is not made
+    assert exchanges.get_exchange(torch.zeros(8, 16), 2) is not made
 
 
 @pytest.mark.parametrize(
@@ -255,12 +257,12 @@ def test_a_late_rank_is_an_error_until_closed(
         group, ep=4, options=NVLinkOptions(max_tokens=8, timeout_s=2.0)
     )
     x = torch.zeros(3, 16)
-    exchanges.get(x, 2).buffer.report[ERROR_WORD] = code
+    exchanges.get_exchange(x, 2).buffer.report[ERROR_WORD] = code
     message = what + r".*timeout_s \(2 s\), but rank 1 waited"
-    for use in (lambda: exchanges.get(x, 2), exchanges.check, exchanges.close):
+    for use in (lambda: exchanges.get_exchange(x, 2), exchanges.check, exchanges.close):
         with pytest.raises(RuntimeError, match=message):
             use()
-    exchanges.get(x, 2)
+    exchanges.get_exchange(x, 2)
 
 
 def test_too_many_rows_are_an_error_that_names_the_factor(group: dist.ProcessGroup) -> None:
@@ -293,7 +295,7 @@ def test_the_end_of_a_step_raises_what_went_wrong_in_the_exchanges_of_the_model(
     assert exchanges is not None and exchanges.options is options
     assert all(layer.dispatcher.exchanges is exchanges for layer in model)
     capacity.check()
-    exchange = exchanges.get(torch.zeros(3, 32), 2)
+    exchange = exchanges.get_exchange(torch.zeros(3, 32), 2)
     capacity.check()
     ends = (capacity.poll, capacity.check, partial(capacity.end_step, skips=False))
     for end in ends:
@@ -320,17 +322,17 @@ def test_a_late_rank_of_clones_is_an_error_until_closed(
     options = NVLinkOptions(max_tokens=8, row_factor=2.0, timeout_s=2.0)
     exchanges = EmulatedExchangePool(group, ep=4, options=options)
     cpu = torch.device("cpu")
-    clones = exchanges.clones(cpu)
-    assert exchanges.clones(cpu) is clones and exchanges.resources == (clones,)
+    clones = exchanges.get_clone_exchange(cpu)
+    assert exchanges.get_clone_exchange(cpu) is clones and exchanges.resources == (clones,)
     exchanges.check()
     clones.buffer.report[ERROR_WORD] = code
-    ends = (exchanges.poll, exchanges.check, lambda: exchanges.clones(cpu))
+    ends = (exchanges.poll, exchanges.check, lambda: exchanges.get_clone_exchange(cpu))
     for end in ends:
         with pytest.raises(ExchangeError, match=what):
             end()
     with pytest.raises(ExchangeError, match=what):
         exchanges.close()
-    assert exchanges.clones(cpu) is not clones and len(exchanges.resources) == 1
+    assert exchanges.get_clone_exchange(cpu) is not clones and len(exchanges.resources) == 1
 
 
 def test_dtypes_that_can_not_travel_are_refused(group: dist.ProcessGroup) -> None:
@@ -360,9 +362,9 @@ def sharded_layer(layout: str, **options: Any) -> tuple[MoELayer, list[str]]:
     """Return a layer over emulated exchanges, and the list of operations that it runs."""
     meshes, place = placed(*LAYOUTS[layout])
     layer = make_layer(PLAIN)
-    layer.part("experts").shard(meshes.expert["ep", "etp"])
+    layer.get_part("experts").shard(meshes.expert["ep", "etp"])
     layer.dispatcher = dispatcher = by_stores(place, **options)
-    exchange = dispatcher.exchanges.get(torch.zeros(0, PLAIN.dim), PLAIN.top_k)
+    exchange = dispatcher.exchanges.get_exchange(torch.zeros(0, PLAIN.dim), PLAIN.top_k)
     assert isinstance(exchange, EmulatedExchange)
     return layer, exchange.operations
 
@@ -441,14 +443,14 @@ def fp8() -> dict[str, Any]:
 
 
 def with_hook(layer: MoELayer, hook: Any, xs: list[Tensor]) -> list[Tensor]:
-    handle = layer.part("experts").register_forward_pre_hook(hook)
+    handle = layer.get_part("experts").register_forward_pre_hook(hook)
     found = gradients(layer, xs)
     handle.remove()
     return found
 
 
 def recomputed_fc1(layer: MoELayer, xs: list[Tensor]) -> list[Tensor]:
-    experts = layer.part("experts")
+    experts = layer.get_part("experts")
     before, experts.recompute_fc1 = experts.recompute_fc1, True
     found = gradients(layer, xs)
     experts.recompute_fc1 = before
@@ -485,7 +487,7 @@ def changed_gradient(layer: MoELayer, x: Tensor) -> str:
     def scale(_: nn.Module, args: tuple[Any, ...]) -> None:
         args[0].unsummed.handle_RD.register_hook(lambda grad: grad * 2)
 
-    hook = layer.part("experts").register_forward_pre_hook(scale)
+    hook = layer.get_part("experts").register_forward_pre_hook(scale)
     try:
         gradients(layer, [x])
     except RuntimeError as error:
@@ -584,12 +586,12 @@ def test_experts_that_keep_their_rows_refuse_to_have_them_sent_again(
     backend: Any, biased: bool
 ) -> None:
     layer = MoELayer(MoEConfig(dim=16, hidden_dim=32, num_experts=4, top_k=2, fc2_bias=biased))
-    layer.part("experts").set_backend(backend)
+    layer.get_part("experts").set_backend(backend)
     x = torch.randn(3, 16)
     inp = layer.dispatcher.dispatch(x, layer.router(x))
     with pytest.raises(ValueError, match=r"keep_rows \(False\) must be True for experts"):
         unsummed = UnsummedInput(x, refetch=Refetch(Rows, (x,)))
-        layer.part("experts")(replace(inp, unsummed=unsummed))
+        layer.get_part("experts")(replace(inp, unsummed=unsummed))
 
 
 def test_a_gradient_that_changes_after_it_was_sent_is_an_error(results: dict[str, Any]) -> None:
@@ -672,7 +674,7 @@ def test_what_stores_can_not_carry_is_an_error_where_they_were_asked_for(
     def uses_alltoall(rows_TD: Tensor, dtype: torch.dtype) -> bool:
         weights_TK = torch.zeros(3, 2, dtype=dtype)
         routing = Routing(expert_ids_TK=ids_TK, weights_TK=weights_TK, chosen_ids_TK=ids_TK)
-        return dispatcher._uses_alltoall(rows_TD, routing)
+        return dispatcher._is_sent_by_alltoall(rows_TD, routing)
 
     found = []
     for exchanges.watch in ("reruns", "graph", "skips", None):

@@ -29,7 +29,13 @@ from moecore.moe.dispatch.exchange_pool import ExchangePool
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.dispatch.peer_memory import find_problem
 from moecore.moe.placement import ExpertPlacement
-from moecore.moe.records import Dispatcher, ExpertInput, Routing, UnsummedRows, summed_input
+from moecore.moe.records import (
+    Dispatcher,
+    ExpertInput,
+    Routing,
+    UnsummedRows,
+    convert_to_summed_input,
+)
 from tests.helpers.ranks import gpu_of_rank, num_gpu_ranks, run_ranks
 from tests.moe.rounded import RoundedDispatcher
 
@@ -157,7 +163,7 @@ def run(dispatcher: Dispatcher, batch: Batch, *, sums: bool = False) -> list[Ten
         chosen_ids_TK=batch.ids_TK,
     )
     inp = dispatcher.dispatch(x_TD, routing)
-    inp = summed_input(inp) if sums else inp
+    inp = convert_to_summed_input(inp) if sums else inp
     where = (inp.index.row_ids_R, inp.index.slots_SK, inp.index.num_rows)
     y: Tensor | UnsummedRows
     if inp.unsummed is not None:
@@ -353,9 +359,9 @@ def make_layer(place: ExpertPlacement) -> MoELayer:
     config = MoEConfig(dim=256, hidden_dim=128, num_experts=place.num_experts, top_k=4)
     torch.manual_seed(0)
     layer = MoELayer(config, device="cuda", dtype=torch.bfloat16)
-    layer.part("experts").shard(meshes.expert["ep", "etp"])
+    layer.get_part("experts").shard(meshes.expert["ep", "etp"])
     backend = "triton" if has_hopper_kernels(gpu_of_rank(dist.get_rank())) else "torch"
-    layer.part("experts").set_backend(backend)
+    layer.get_part("experts").set_backend(backend)
     return layer
 
 

@@ -41,7 +41,7 @@ def test_capacity_bounds_every_expert(factor: float, drop: Any) -> None:
     dropped = (out.counts_E - C).clamp(min=0)
     assert torch.equal(metrics.dropped_per_expert["moe"], dropped)
     assert torch.equal(metrics.tokens_per_expert["moe"], out.counts_E)
-    assert metrics.drop_rate()["moe"] == pytest.approx(float(dropped.sum()) / 80)
+    assert metrics.compute_drop_rates()["moe"] == pytest.approx(float(dropped.sum()) / 80)
 
 
 def test_the_worked_example_of_dropping() -> None:

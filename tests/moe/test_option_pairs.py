@@ -64,7 +64,7 @@ def padding_of(choice: Choice, B: int, T: int) -> Tensor | None:
 @pytest.mark.parametrize("choice", CHOICES, ids=name_of)
 def test_against_the_oracle(choice: Choice, training: bool) -> None:
     layer = make_layer(config_of(choice)).train(training)
-    layer.part("experts").set_backend(choice["backend"])
+    layer.get_part("experts").set_backend(choice["backend"])
 
     def forward(x: Tensor, mask: Tensor | None) -> Any:
         if choice["recompute"] == "no":

@@ -60,7 +60,7 @@ def placement(folding: str) -> tuple[Any, ExpertPlacement]:
 
 def shard(layer: MoELayer, folding: str, dispatcher: str) -> None:
     meshes, place = placement(folding)
-    layer.part("experts").shard(meshes.expert["ep", "etp"])
+    layer.get_part("experts").shard(meshes.expert["ep", "etp"])
     layer.dispatcher = DISPATCHERS[dispatcher](place)
 
 
@@ -131,7 +131,7 @@ def run_choice(choice: Choice, training: bool) -> float:
     """Sharded experts against the oracle on each rank's own micro-batch."""
     config = config_of(choice)
     layer = make_layer(config).train(training)
-    layer.part("experts").set_backend(choice["backend"])
+    layer.get_part("experts").set_backend(choice["backend"])
     params = leaves(layer)
     shard(layer, choice["folding"], "alltoall")
     rank = dist.get_rank()

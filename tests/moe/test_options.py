@@ -40,7 +40,7 @@ from tests.moe.reference import moe_reference
 @pytest.mark.parametrize("name", CASES)
 def test_against_the_oracle(name: str, backend: str, training: bool, masked: bool) -> None:
     layer = make_layer(CASES[name]).train(training)
-    layer.part("experts").set_backend(backend)
+    layer.get_part("experts").set_backend(backend)
     mask = padding(3, 7) if masked else None
     compare_with_oracle(layer, tokens(3, 7, 32), padding_mask=mask)
 
@@ -74,7 +74,7 @@ class Tape:
         self.ids_TK = ids_TK
         self.seen: list[Tensor] = []
 
-    def recorded_choice(
+    def get_recorded_choice(
         self, num_tokens: int, device: torch.device, choose: Callable[[], Tensor]
     ) -> tuple[Tensor, Tensor | None]:
         assert num_tokens == self.ids_TK.shape[0]
@@ -222,7 +222,7 @@ def test_bf16_error_is_at_most_twice_that_of_plain_bf16(name: str, backend: str)
     """The router is fp32 in all three, so routing is equal and only the experts round."""
     config = CASES[name]
     layer = make_layer(config, std=0.2).bfloat16()
-    layer.part("experts").set_backend(backend)
+    layer.get_part("experts").set_backend(backend)
     x, factor, mask = tokens(2, 40, 32).bfloat16(), tokens(2, 40, 32, seed=2), padding(2, 40)
 
     def plain(dtype: torch.dtype) -> dict[str, Tensor]:

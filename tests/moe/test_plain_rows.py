@@ -6,15 +6,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moecore.moe.backends import gather_plain, sum_plain
+from moecore.moe.backends import gather_rows_by_index, sum_rows_by_index
 
 
 def test_gather_then_sum_of_one_row_each_is_the_identity() -> None:
     x = torch.randn(7, 5)
     order = torch.randperm(7).int()
-    assert torch.equal(sum_plain(gather_plain(x, order), order, 7), x)
+    assert torch.equal(sum_rows_by_index(gather_rows_by_index(x, order), order, 7), x)
     strided = torch.randn(5, 7).T
-    assert torch.equal(sum_plain(gather_plain(strided, order), order, 7), strided)
+    assert torch.equal(sum_rows_by_index(gather_rows_by_index(strided, order), order, 7), strided)
 
 
 @settings(max_examples=60, deadline=None, database=None)
@@ -28,7 +28,7 @@ def test_gather_and_sum_are_adjoint(S: int, R: int, seed: int, half: bool) -> No
     # Small whole numbers: exact in bf16, so that equality is exact.
     x = torch.randint(-4, 5, (S, 3), generator=generator).to(dtype).requires_grad_()
     y = torch.randint(-4, 5, (R, 3), generator=generator).to(dtype).requires_grad_()
-    gathered, summed = gather_plain(x, ids), sum_plain(y, ids, S)
+    gathered, summed = gather_rows_by_index(x, ids), sum_rows_by_index(y, ids, S)
     assert gathered.dtype == summed.dtype == dtype and summed.shape == x.shape
     by_hand = torch.zeros(S, 3)
     for r, s in enumerate(ids.tolist()):
@@ -45,18 +45,18 @@ def test_gradcheck() -> None:
     ids = torch.tensor([2, 0, 2, 2, 1], dtype=torch.int32)
     x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     y = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda t: gather_plain(t, ids), x)
-    assert torch.autograd.gradcheck(lambda t: sum_plain(t, ids, 4), y)
+    assert torch.autograd.gradcheck(lambda t: gather_rows_by_index(t, ids), x)
+    assert torch.autograd.gradcheck(lambda t: sum_rows_by_index(t, ids, 4), y)
 
 
 def test_bf16_sums_round_once() -> None:
     """1 + 256 ones: added in bf16 the sum sticks at 256."""
     ids = torch.zeros(257, dtype=torch.int32)
     ones = torch.ones(257, 2, dtype=torch.bfloat16)
-    assert sum_plain(ones, ids, 1).tolist() == [[256.0, 256.0]]  # 257 rounds to 256
+    assert sum_rows_by_index(ones, ids, 1).tolist() == [[256.0, 256.0]]  # 257 rounds to 256
     ids = torch.zeros(1000, dtype=torch.int32)
     ones = torch.ones(1000, 2, dtype=torch.bfloat16, requires_grad=True)
-    assert sum_plain(ones, ids, 1).tolist() == [[1000.0, 1000.0]]
+    assert sum_rows_by_index(ones, ids, 1).tolist() == [[1000.0, 1000.0]]
     x = torch.ones(1, 2, dtype=torch.bfloat16, requires_grad=True)
-    gather_plain(x, ids).backward(torch.ones(1000, 2, dtype=torch.bfloat16))
+    gather_rows_by_index(x, ids).backward(torch.ones(1000, 2, dtype=torch.bfloat16))
     assert x.grad is not None and x.grad.tolist() == [[1000.0, 1000.0]]

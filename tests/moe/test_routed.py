@@ -20,7 +20,7 @@ def pair() -> tuple[MoELayer, RoutedExperts]:
     """A layer, and its experts alone with the same weights."""
     torch.manual_seed(0)
     layer, experts = MoELayer(CONFIG), RoutedExperts(CONFIG)
-    for name, param in layer.part("experts").named_parameters():
+    for name, param in layer.get_part("experts").named_parameters():
         getattr(experts, name).data.copy_(param.data)
     return layer, experts
 
@@ -28,7 +28,7 @@ def pair() -> tuple[MoELayer, RoutedExperts]:
 def test_with_a_layers_choice_it_is_the_layer() -> None:
     layer, experts = pair()
     x_TD = torch.randn(7, 16)
-    routing = layer.part("router")(x_TD)
+    routing = layer.get_part("router")(x_TD)
     weights_TK = routing.weights_TK.detach().requires_grad_()
     y_TD = experts(x_TD, routing.expert_ids_TK.long(), weights_TK)
     assert torch.equal(y_TD, layer(x_TD))
@@ -58,7 +58,7 @@ def test_experts_that_return_their_input_are_not_dispatched() -> None:
         torch.nn.init.normal_(param)
     x_TD, weights_TK = torch.randn(3, 16, requires_grad=True), torch.rand(3, 2, requires_grad=True)
     ids_TK, leaves = torch.tensor([[0, 4], [6, 5], [7, 3]]), [x_TD, weights_TK]
-    with patch.object(experts, "_compute", wraps=experts._compute) as compute:
+    with patch.object(experts, "_run_experts", wraps=experts._run_experts) as compute:
         y_TD = experts(x_TD, ids_TK, weights_TK)
     assert int(compute.call_args.args[0].index.num_rows) == 2
     grads = torch.autograd.grad(y_TD.sum(), leaves)

@@ -79,7 +79,7 @@ def gradient_of(y: Tensor) -> Tensor:
 def make_layer(backend: Any, recipe: Recipe | None) -> MoELayer:
     torch.manual_seed(0)
     layer = MoELayer(CONFIG)
-    layer.part("experts").set_backend(backend, recipe=recipe)
+    layer.get_part("experts").set_backend(backend, recipe=recipe)
     return layer
 
 
@@ -243,20 +243,20 @@ def test_checkpoints_are_interchangeable(defined: None, tmp_path: Path) -> None:
 def test_padded_rows_and_plain_layers(defined: None) -> None:
     """A plain layer pads its rows; a capacity, no tokens and eval go the same way."""
     layer = make_layer("te", BLOCKWISE)
-    assert layer.part("experts").rows_multiple == 16 and layer.part("experts").waits_on_host
-    layer.part("experts").set_backend("te")
-    assert layer.part("experts").rows_multiple == 1
-    layer.part("experts").set_backend("auto", recipe=BLOCKWISE)
+    assert layer.get_part("experts").rows_multiple == 16 and layer.get_part("experts").waits_on_host
+    layer.get_part("experts").set_backend("te")
+    assert layer.get_part("experts").rows_multiple == 1
+    layer.get_part("experts").set_backend("auto", recipe=BLOCKWISE)
     assert layer(torch.zeros(0, 128)).shape == (0, 128)
     assert "Transformer Engine" in repr(layer)
     limited = replace(CONFIG, capacity=CapacityConfig(factor=1.0, pad=True))
     torch.manual_seed(0)
     small = MoELayer(limited)
     small.load_state_dict(layer.state_dict())
-    small.part("experts").set_backend("te", recipe=BLOCKWISE)
+    small.get_part("experts").set_backend("te", recipe=BLOCKWISE)
     own = MoELayer(limited)
     own.load_state_dict(layer.state_dict())
-    own.part("experts").set_backend("auto", recipe=Recipe())
+    own.get_part("experts").set_backend("auto", recipe=Recipe())
     x = batch(0)
     torch.testing.assert_close(small(x), own(x), rtol=2e-2, atol=2e-3)
 
@@ -267,7 +267,7 @@ def test_graphs_refuse_what_waits_for_the_host(defined: None) -> None:
     message = "expert_backend of 0.moe ('te') must be 'auto', 'triton' or 'torch' for a CUDA graph"
     with pytest.raises(ValueError, match=re.escape(message)):
         _check_dispatchers(state)
-    layer.part("experts").set_backend("torch")
+    layer.get_part("experts").set_backend("torch")
     _check_dispatchers(state)
 
 

@@ -329,7 +329,7 @@ def test_one_host_sync(name: str | None) -> None:
     torch.manual_seed(0)
     config = MoEConfig(dim=128, hidden_dim=128, num_experts=8, top_k=3)
     layer = MoELayer(config, device=CUDA, dtype=BF16)
-    layer.part("experts").set_backend("te", recipe=recipe)
+    layer.get_part("experts").set_backend("te", recipe=recipe)
     x = torch.randn(200, 128, device=CUDA, dtype=BF16, requires_grad=True)
     grad = torch.randn_like(x)
     layer(x).backward(grad)

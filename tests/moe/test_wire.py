@@ -145,7 +145,7 @@ def gradients(
 ) -> list[Tensor]:
     """Return a layer's output, and the gradients of tokens and parameters."""
     layer = copy.deepcopy(layer_of(config, dtype))
-    experts = layer.part("experts")
+    experts = layer.get_part("experts")
     backend = "auto" if recipe is not None else backend
     experts.set_backend(backend, recompute_fc1=recompute_fc1, recipe=recipe)
     if is_sharded:
@@ -212,8 +212,8 @@ def blockwise(folding: str, fp8: bool) -> MoELayer:
     torch.manual_seed(0)
     layer = MoELayer(replace(CONFIG, dim=256, hidden_dim=256), dtype=torch.bfloat16)
     layer.dispatcher = dispatcher_of(folding, fp8)
-    layer.part("experts").set_backend("auto", recipe=Recipe())
-    layer.part("experts").shard(placed(*FOLDINGS[folding][:2])[0].expert["ep", "etp"])
+    layer.get_part("experts").set_backend("auto", recipe=Recipe())
+    layer.get_part("experts").shard(placed(*FOLDINGS[folding][:2])[0].expert["ep", "etp"])
     return layer
 
 
@@ -239,7 +239,7 @@ def traffic(folding: str, fp8: bool) -> dict[str, Any]:
 def hooked(folding: str) -> str:
     """The error where a hook changes the gradient of experts whose gradients came as FP8."""
     layer = blockwise(folding, True)
-    layer.part("experts").register_forward_hook(lambda _, __, y: y * 2)
+    layer.get_part("experts").register_forward_hook(lambda _, __, y: y * 2)
     try:
         layer(torch.randn(8, 256, dtype=torch.bfloat16)).sum().backward()
     except RuntimeError as error:

@@ -28,7 +28,7 @@ from moecore.base.tables import format_bytes
 from moecore.cli import main
 from moecore.models import flops_per_token, preset
 from moecore.moe.dispatch.exchange import COPY, REDUCE, SPREAD
-from moecore.moe.placement import balanced_tokens
+from moecore.moe.placement import compute_balanced_tokens
 from moecore.planning import (
     CostTable,
     OptimizerOptions,
@@ -154,7 +154,7 @@ def test_tokens_travel_by_stores_into_peers_memory() -> None:
     names = Counter(work.name for work in travels)
     layers = NEAR.model.num_layers
     assert names[SPREAD] == 2 * layers and names[REDUCE] == layers == names[COPY]
-    sent = balanced_tokens(T, moe.top_k, moe.num_experts, moe.num_experts // 4)
+    sent = compute_balanced_tokens(T, moe.top_k, moe.num_experts, moe.num_experts // 4)
     once = 2 * 3 * sent * NEAR.model.dim * torch.bfloat16.itemsize  # to three others, and back
     assert {w.num_bytes for w in travels if w.name in (SPREAD, REDUCE)} == {once}
     # Two slots of rows, and a third of copied sums.
@@ -184,7 +184,7 @@ def test_pages_of_rows_are_planned_for_all_layers() -> None:
     )  # and their tables
     moe, T = deep.model.moe, deep.seq_len
     assert moe is not None
-    sources = 4 * balanced_tokens(T, moe.top_k, moe.num_experts, moe.num_experts // 4)
+    sources = 4 * compute_balanced_tokens(T, moe.top_k, moe.num_experts, moe.num_experts // 4)
     widths = T * moe.top_k * 2 * moe.hidden_dim + sources * moe.expert_dim  # of H and of X
     assert pages.pages == pytest.approx(1.5 * 6 * widths * 2, rel=0.01)
     kept = [

@@ -18,9 +18,9 @@ from moecore import MemoryOptions, NVLinkOptions, ParallelConfig, PipelineConfig
 from moecore.base.saved_tensors import use_packer
 from moecore.cli import main
 from moecore.families import use_causal_attention
-from moecore.families.family import family_of, swap_blocks
-from moecore.families.transformers.experts import find_experts_adapter, used_tensors
-from moecore.families.transformers.packing import packing_problem
+from moecore.families.family import find_family, swap_blocks
+from moecore.families.transformers.experts import find_experts_adapter, get_used_parameters
+from moecore.families.transformers.packing import find_packing_problem
 from moecore.io import decoder_config_from_hf
 from moecore.models import flops_per_token
 from moecore.parallel.fsdp.units import find_blocks
@@ -95,7 +95,7 @@ def test_parameters_gradients_and_state_are_those_of_the_class(family: str) -> N
     with torch.device("meta"):
         stock = tiny_model(family)
         for experts in filter(find_experts_adapter, stock.modules()):
-            for name, tensor in used_tensors(experts).items():
+            for name, tensor in get_used_parameters(experts).items():
                 experts.register_parameter(name, tensor)
     number = sum(param.numel() for param in stock.parameters())
     assert type(run.planned_model.build(torch.float32)) is kind
@@ -103,7 +103,9 @@ def test_parameters_gradients_and_state_are_those_of_the_class(family: str) -> N
     (size,) = list_rank_bytes(run)
     assert size.parameters == 4 * number
     # A class freezes biases of its routers, and an indexer gets no gradient.
-    idle = {p for layer in family_of(stock).indexers(stock) for p in layer.indexer.parameters()}
+    idle = {
+        p for layer in find_family(stock).find_indexers(stock) for p in layer.indexer.parameters()
+    }
     idle |= {
         param
         for param in run.planned_model.build(torch.float32).parameters()
@@ -233,7 +235,7 @@ def test_a_model_whose_layers_are_not_alike_is_run_whole() -> None:
 def test_activations_are_those_that_a_forward_keeps(family: str) -> None:
     """A forward on a CPU, to the byte; and the plan has what such a count has of a GPU."""
     model, positions = tiny_model(family), {"position_ids": torch.arange(48)[None]}
-    if packing_problem(model) is None:
+    if find_packing_problem(model) is None:
         use_causal_attention(model)
         positions = {}
     swap_blocks(model, {})

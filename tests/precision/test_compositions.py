@@ -109,7 +109,7 @@ def test_a_stash_changes_no_bit(name: str, how: str) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     model = make_tower(3, how, sizes=dict(dim=128, hidden_dim=128))
     for block in model.layers:
-        block.moe.part("experts").set_backend("auto", recipe=RECIPES[name])
+        block.moe.get_part("experts").set_backend("auto", recipe=RECIPES[name])
     expected = gradients(model, in_order)
     stash = stashed(model, factor=8.0)  # a few rows per expert, which "te" pads to 128
     assert_equal(gradients(model, in_order), expected)

@@ -78,8 +78,8 @@ def quantise(model: nn.Module, recipe: Recipe) -> None:
     apply_precision(model, Precision(recipe=recipe))
     for module in model.modules():
         if isinstance(module, MoELayer):
-            module.part("experts").set_backend("auto", recipe=recipe)
-            module.part("shared").products = (
+            module.get_part("experts").set_backend("auto", recipe=recipe)
+            module.get_part("shared").products = (
                 make_linear_products(recipe),
                 make_linear_products(recipe),
             )

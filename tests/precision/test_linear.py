@@ -193,9 +193,9 @@ def test_history_worked_example() -> None:
     history, scaled_by = AmaxHistory(2), []
     for step in ([3.0, 5.0], [2.0], [1.0], [1.0]):
         for micro_batch in step:
-            past = history.amax("input")
+            past = history.get_max_amax("input")
             scaled_by.append(micro_batch if past is None else past.item())
-            seen = history.record(CPU, training=True)["input"]
+            seen = history.get_current_amax(CPU, training=True)["input"]
             seen.copy_(seen.clamp(min=micro_batch))
         advance_histories([history], CPU, None)
     assert scaled_by == [3, 5, 5, 5, 2]
@@ -203,7 +203,7 @@ def test_history_worked_example() -> None:
     before = history.steps["input"].clone()
     advance_histories([history], CPU, None)  # no training forward since
     assert torch.equal(history.steps["input"], before)
-    assert history.amax("gradient").item() == 0  # type: ignore[union-attr]
+    assert history.get_max_amax("gradient").item() == 0  # type: ignore[union-attr]
     assert not history.is_sure
 
 
@@ -211,9 +211,9 @@ def test_an_operand_that_no_step_had_has_no_past() -> None:
     """A gradient of zeros, as of a head that begins at 0."""
     history, scaled_by = AmaxHistory(2), []
     for of_gradient in (0.0, 1e-6, 2e-6):
-        past = history.amax("gradient")
+        past = history.get_max_amax("gradient")
         scaled_by.append(of_gradient if past is None or past == 0 else past.item())
-        seen = history.record(CPU, training=True)
+        seen = history.get_current_amax(CPU, training=True)
         for operand, largest in (("input", 3.0), ("weight", 1.0), ("gradient", of_gradient)):
             seen[operand].fill_(largest)
         advance_histories([history], CPU, None)
@@ -223,7 +223,7 @@ def test_an_operand_that_no_step_had_has_no_past() -> None:
 def test_history_of_a_replayed_graph() -> None:
     """A replay adds to `seen` as a training forward does, but runs no Python."""
     history = AmaxHistory(2)
-    seen = history.record(CPU, training=True)["input"]
+    seen = history.get_current_amax(CPU, training=True)["input"]
     for amax in (3.0, 2.0, 1.0):
         seen.fill_(amax)
         advance_histories([history], CPU, None)
@@ -233,10 +233,10 @@ def test_history_of_a_replayed_graph() -> None:
 def test_history_of_a_rank_that_comes_later() -> None:
     """Steps that other ranks alone had are there for its first training forward."""
     history = AmaxHistory(2)
-    assert history.amax("weight") is None  # as on all ranks
+    assert history.get_max_amax("weight") is None  # as on all ranks
     advance_histories([history], CPU, None)  # a step of no rank
     push_amax([history], torch.tensor([3.0, 2.0, 0.0]))
-    assert [history.amax(o).item() for o in history.operands] == [3, 2, 0]  # type: ignore[union-attr]
+    assert [history.get_max_amax(o).item() for o in history.operands] == [3, 2, 0]  # type: ignore[union-attr]
     assert not history.is_sure
     push_amax([history], torch.tensor([0.0, 0.0, 1.0]))
     assert history.is_sure
@@ -256,7 +256,7 @@ def test_operands_that_no_step_had_are_scaled_by_their_own(size: float) -> None:
         wanted = values(first, larger, weight, dy=size * dy)
         assert all(torch.equal(a, b) and a.any() for a, b in zip(found, wanted, strict=True))
     advance_histories([late.history], CPU, None)
-    assert late.history.is_sure and late.history.amax("gradient") == (size * dy).abs().max()
+    assert late.history.is_sure and late.history.get_max_amax("gradient") == (size * dy).abs().max()
 
 
 def test_delayed_scaling_uses_and_makes_the_history() -> None:
@@ -300,7 +300,7 @@ def test_compiled_as_eager(recipe: Recipe) -> None:
             if products.history is not None:
                 advance_histories([products.history], CPU, None)
     if traced.history is not None:
-        assert traced.history.amax("gradient").item() == dy.abs().max().item()  # type: ignore[union-attr]
+        assert traced.history.get_max_amax("gradient").item() == dy.abs().max().item()  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("kind", ["tile", "block", "row", "tensor"])

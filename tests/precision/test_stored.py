@@ -146,7 +146,7 @@ def test_recipes_that_do_not_store(
 def test_trained_and_missing_experts_are_refused() -> None:
     config = MoEConfig(dim=128, hidden_dim=128, num_experts=2, top_k=1)
     layer = MoELayer(config)
-    layer.part("experts").set_backend("auto", recipe=Recipe())
+    layer.get_part("experts").set_backend("auto", recipe=Recipe())
     with pytest.raises(ValueError, match=r"experts.w1 \(trained\) must be frozen"):
         store_experts_in_fp8(layer)
     with pytest.raises(ValueError, match=r"model \(Linear\) must have routed experts"):

@@ -33,7 +33,7 @@ def test_experts_and_projections_get_the_recipe(
 
     dense, sparse = job.model.model.layers
     recipe = Recipe(scaling=scaling) if scaling else None
-    assert sparse.mlp.part("experts").recipe == recipe
+    assert sparse.mlp.get_part("experts").recipe == recipe
     assert any(list_fp8_linears(dense)) == (scaling is not None)
     assert torch.tensor(train_step(job, 1).metrics()["loss"]).isfinite()
 

@@ -133,7 +133,7 @@ def results(model: nn.Module, losses: Sequence[Tensor]) -> dict[str, Tensor]:
             found[f"grad/{name}"] = parameter.grad.clone()
     for i, layer in enumerate(layers_of(model)):
         if layer.tracker.counts is not None:
-            for j, tensor in enumerate(layer.tracker.counts.tensors()):
+            for j, tensor in enumerate(layer.tracker.counts.list_tensors()):
                 found[f"counts/{i}/{j}"] = tensor.clone()
     return found
 

@@ -143,7 +143,7 @@ def test_experts_that_choose_have_a_column_each() -> None:
 
 
 def taken(replay: RouterReplay) -> bool:
-    return any(layer.part("router").tape is not None for layer in replay.layers.values())
+    return any(layer.get_part("router").tape is not None for layer in replay.layers.values())
 
 
 def test_forward_without_an_entry(replay: RouterReplay) -> None:
@@ -372,7 +372,9 @@ def test_tokens_that_the_engine_did_not_run() -> None:
     randomize(model, 3, only="router.weight")
     seen: list[Tensor] = []
     for layer in layers_of(model):
-        layer.part("router").register_forward_hook(lambda m, a, out: seen.append(out.chosen_ids_TK))
+        layer.get_part("router").register_forward_hook(
+            lambda m, a, out: seen.append(out.chosen_ids_TK)
+        )
     with replay.replay(gaps):
         dropped = model(x)
     for found, name in zip(seen, gaps, strict=True):

@@ -106,7 +106,7 @@ def test_a_sequence_with_one_extreme_token_has_the_gradient_of_its_mean(sign: in
 def test_a_smooth_pair_has_both_orders(smoothing: float) -> None:
     """-(1 - s) log sigmoid(beta d) - s log sigmoid(-beta d): conservative DPO."""
     chosen, rejected = 0.7, -0.4
-    found = DPO(beta=BETA, label_smoothing=smoothing).pair_losses(
+    found = DPO(beta=BETA, label_smoothing=smoothing).compute_pair_losses(
         torch.tensor([[chosen, rejected]])
     )
     x = BETA * (chosen - rejected)

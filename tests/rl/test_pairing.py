@@ -108,7 +108,7 @@ def test_backward_after_the_replay_or_in_another_thread(case: Case, mode: Mode, 
     if "late" in when:
         run(lambda: fifo(losses))
     assert equal(results(model, losses), expected)
-    assert all(layer.part("router").tape is None for layer in layers_of(model))
+    assert all(layer.get_part("router").tape is None for layer in layers_of(model))
     assert torch.equal(model(inputs[0]), live)
 
 

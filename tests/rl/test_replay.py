@@ -149,7 +149,7 @@ def test_changed_router_against_the_reference(
     ids_TK[-3:] = -1
     ids_TK[5, 1:] = -1
     randomize(layer, 7, only="router.weight")
-    layer.part("router").requires_grad_(not frozen_router)
+    layer.get_part("router").requires_grad_(not frozen_router)
     tensors = leaves(layer)
     tensors["router.weight"].requires_grad_(not frozen_router)
     ours, truth = x.clone().requires_grad_(), x.clone().requires_grad_()
@@ -174,7 +174,7 @@ def test_changed_router_against_the_reference(
             found[key], wanted[key] = parameter.grad, tensors[key].grad
     assert worst(found, wanted) <= 1e-5  # type: ignore[arg-type]
     assert torch.equal(layer.tracker.counts.choices_E, expected.counts_E)  # type: ignore[union-attr]
-    live = layer.part("router")(x.flatten(0, 1)).chosen_ids_TK
+    live = layer.get_part("router")(x.flatten(0, 1)).chosen_ids_TK
     assert not torch.equal(live, ids_TK)
 
 

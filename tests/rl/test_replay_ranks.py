@@ -52,7 +52,7 @@ def train(model: nn.Module, inputs: list[Tensor]) -> dict[str, Tensor]:
         found[f"grad/{name.replace('_checkpoint_wrapped_module.', '')}"] = parameter.grad
     for i, layer in enumerate(layers_of(model)):
         assert layer.tracker.counts is not None
-        for j, tensor in enumerate(layer.tracker.counts.tensors()):
+        for j, tensor in enumerate(layer.tracker.counts.list_tensors()):
             found[f"counts/{i}/{j}"] = tensor.clone()
     # Now, not before the next forward: after a forward without gradient FSDP2's root shows its
     # gathered parameters, which are not those that hold the gradients.

@@ -54,7 +54,7 @@ def test_routes_are_recorded_and_replayed_by_token(meshes: Meshes) -> None:
         result = engine.forward_backward(other.take(mini), PPO())
         step.drop()
         torch.testing.assert_close(
-            result.scores.log_probs_N, wanted[other.token_indices(mini)], rtol=1e-6, atol=2e-6
+            result.scores.log_probs_N, wanted[other.find_token_indices(mini)], rtol=1e-6, atol=2e-6
         )
 
 

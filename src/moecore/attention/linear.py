@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from moecore.attention.context_parallel.states import convolution_over_ranks, rule_over_ranks
+from moecore.attention.context_parallel.states import convolve_over_ranks, run_rule_over_ranks
 from moecore.attention.sequence import Sequence
 from moecore.base.regions import run_product
 from moecore.kernels.linear_attention import DeltaRule, causal_convolution, gated_delta_rule
@@ -42,9 +42,9 @@ def attend_linear(
     beta = None if beta_BTH is None else beta_BTH.flatten(0, 1)
     rule = DeltaRule(q, k, v, g, beta, scale, norm_qk)
     if sequence.local_tokens is not None:
-        o = run_product(rule_over_ranks, rule, sequence.local_tokens.pieces(v_BTHv.device))
+        o = run_product(run_rule_over_ranks, rule, sequence.local_tokens.make_pieces(v_BTHv.device))
     else:
-        o, _ = run_product(gated_delta_rule, rule, _documents(sequence, v_BTHv))
+        o, _ = run_product(gated_delta_rule, rule, _get_document_borders(sequence, v_BTHv))
     return o.view(v_BTHv.shape)  # type: ignore[no-any-return]
 
 
@@ -78,23 +78,25 @@ def convolve(
     filters = weight_DW, bias_D
     x = x_BTD.flatten(0, 1)
     if sequence.local_tokens is not None:
-        pieces = sequence.local_tokens.pieces(x.device)
-        y = run_product(convolution_over_ranks, x, *filters, pieces, silu=silu)
+        pieces = sequence.local_tokens.make_pieces(x.device)
+        y = run_product(convolve_over_ranks, x, *filters, pieces, silu=silu)
     else:
-        y = run_product(causal_convolution, x, *filters, _documents(sequence, x_BTD), silu=silu)
+        y = run_product(
+            causal_convolution, x, *filters, _get_document_borders(sequence, x_BTD), silu=silu
+        )
     return y.view(x_BTD.shape)  # type: ignore[no-any-return]
 
 
-def _documents(sequence: Sequence, x_BTX: Tensor) -> Tensor:
+def _get_document_borders(sequence: Sequence, x_BTX: Tensor) -> Tensor:
     if sequence.cu_seqlens is not None:
         return sequence.cu_seqlens
     # A fake tensor is of one run, and would be found by real ones.
-    make = _row_documents if type(x_BTX) is Tensor else _row_documents.__wrapped__
+    make = _make_row_borders if type(x_BTX) is Tensor else _make_row_borders.__wrapped__
     return make(x_BTX.shape[0], x_BTX.shape[1], x_BTX.device)
 
 
 @lru_cache(maxsize=64)
 @torch.inference_mode(False)
-def _row_documents(B: int, T: int, device: torch.device) -> Tensor:
+def _make_row_borders(B: int, T: int, device: torch.device) -> Tensor:
     # The same tensor in every layer and step: a package reads it on the host once (`fla.py`).
     return make_row_cu_seqlens(B, B * T, device)

@@ -52,16 +52,16 @@ class RotaryTable:
         """Rotate each pair (i, i + d / 2) of the first d dims (Llama); computes in fp32."""
         d = 2 * self.cos_Td.shape[-1]
         if x_BTHd.shape[-1] == d:
-            return self._turn(x_BTHd, neighbours=False)
-        turned = self._turn(x_BTHd[..., :d], neighbours=False)
+            return self._rotate_dims(x_BTHd, neighbours=False)
+        turned = self._rotate_dims(x_BTHd[..., :d], neighbours=False)
         return torch.cat((turned, x_BTHd[..., d:]), dim=-1)
 
     def rotate_pairs(self, x_BTHw: Tensor) -> Tensor:
         """Rotate each pair (2i, 2i + 1) of the last d dims (DeepSeek); other dims are unchanged."""
         # The result has all firsts, then all seconds: q and k may have any common order of dims.
-        return self._turn(x_BTHw, neighbours=True)
+        return self._rotate_dims(x_BTHw, neighbours=True)
 
-    def _turn(self, x_BTHw: Tensor, neighbours: bool) -> Tensor:
+    def _rotate_dims(self, x_BTHw: Tensor, neighbours: bool) -> Tensor:
         if self.is_shared:
             return rotary(x_BTHw, self.cos_Td, self.sin_Td, neighbours=neighbours)
         one_row = x_BTHw.flatten(0, 1)[None]
@@ -129,7 +129,7 @@ def shift_rows(x_BT: Tensor, steps: int, fill: int) -> Tensor:
     return torch.cat((x_BT[:, steps:], end), dim=1)
 
 
-def packed_sequence(
+def make_packed_sequence(
     cu_seqlens: Tensor, max_seqlen: int | None, shape: tuple[int, int], device: torch.device
 ) -> Sequence:
     """Return the `Sequence` of documents packed into rows; `shape` is (B, T)."""

@@ -64,7 +64,7 @@ def attend_sparse(
     out: SparseOutput = run_product(
         sparse_attention,
         flat,
-        _spans(sequence, B, T, heads.q_tHd.device),
+        _make_key_spans(sequence, B, T, heads.q_tHd.device),
         scale=scale,
         index=index,
         top_k=choice.top_k,
@@ -80,7 +80,7 @@ def _gather_keys(x_BTX: Tensor, sequence: Sequence) -> Tensor:
     return (x_BTX if local_tokens is None else local_tokens.gather(x_BTX)).flatten(0, 1)
 
 
-def _spans(sequence: Sequence, B: int, T: int, device: torch.device) -> KeySpans:
+def _make_key_spans(sequence: Sequence, B: int, T: int, device: torch.device) -> KeySpans:
     stride = 1 if sequence.local_tokens is None else sequence.local_tokens.cp.size
     T *= stride
     places_BT = sequence.positions_BT

@@ -37,7 +37,7 @@ def clean_name(name: str) -> str:
 
 def get_local_param(param: Tensor, *, reads: bool = True) -> Tensor:
     """Return this rank's local tensor of a parameter; differentiable."""
-    # `reads` is False if the caller reads `gathered_blocks` instead of values, see `check_values`.
+    # `reads` is False if the caller reads `get_fp8_blocks` instead of values, see `check_values`.
     local = param
     if isinstance(param, DTensor) and torch.compiler.is_compiling():
         local = param.to_local(grad_placements=make_grad_placements(param.placements))

@@ -39,11 +39,11 @@ def replace_blocks(
     model: nn.Module,
     adapters: Mapping[type, Adapter],
     adapter_of: AdapterOf,
-    why_refused: WhyRefused,
+    get_refusal_reason: WhyRefused,
 ) -> dict[str, RoutedLayer]:
     """Replace every known MoE block in place and return all MoE layers by qualified name."""
     adapters_of = _find_blocks(
-        model, lambda block: adapters.get(type(block)) or adapter_of(block), why_refused
+        model, lambda block: adapters.get(type(block)) or adapter_of(block), get_refusal_reason
     )
     adapted_types = {type(model.get_submodule(name)) for name in adapters_of}
     for cls in adapters:
@@ -64,7 +64,7 @@ def replace_blocks(
 
 
 def _find_blocks(
-    model: nn.Module, adapter_of: AdapterOf, why_refused: WhyRefused
+    model: nn.Module, adapter_of: AdapterOf, get_refusal_reason: WhyRefused
 ) -> dict[str, Adapter]:
     """Return the adapter of each MoE block by qualified name; refuse or warn of unknown blocks."""
     adapters_of: dict[str, Adapter] = {}
@@ -82,28 +82,29 @@ def _find_blocks(
                 adapters_of[name] = adapter
         elif any(isinstance(m, RoutedLayer) or adapter_of(m) for m in module.children()):
             continue  # a block whose experts are swapped alone
-        elif why_refused(module) is not None:
+        elif get_refusal_reason(module) is not None:
             raise NotImplementedError(
                 f"MoE block {name} ({type(module).__name__}) must have stacked matrices that "
-                f"moecore can take: {why_refused(module)}; pass an adapter, see docs/extending.md"
+                f"moecore can take: {get_refusal_reason(module)}; pass an adapter, see "
+                "docs/extending.md"
             )
         elif any(name in ("experts", "expert") for name, _ in module.named_children()):
             unknown[name or "the model"] = type(module).__name__
-        elif _routes_densely(module):
+        elif _is_dense_router_block(module):
             dense[name or "the model"] = type(module).__name__
     if unknown:
         raise ValueError(
-            f"MoE {_blocks(unknown)} must have an adapter: pass parallelize_moe(..., adapters={{"
-            f"{next(iter(unknown.values()))}: fn(block, model) -> MoELayer}}), "
+            f"MoE {_format_blocks(unknown)} must have an adapter: pass parallelize_moe(..., "
+            f"adapters={{{next(iter(unknown.values()))}: fn(block, model) -> MoELayer}}), "
             "see docs/extending.md"
         )
-    _refuse_beside(dense, inside)
+    _refuse_unknown_siblings(dense, inside)
     if dense:
         verb = "looks" if len(dense) == 1 else "look"
         warnings.warn(
-            f"{_blocks(dense)} {verb} like a router and a list of experts without an adapter, so "
-            "every rank computes all of them: pass parallelize_moe(..., adapters={...}), see "
-            "docs/extending.md",
+            f"{_format_blocks(dense)} {verb} like a router and a list of experts without an "
+            "adapter, so every rank computes all of them: pass parallelize_moe(..., "
+            "adapters={...}), see docs/extending.md",
             stacklevel=7,
         )
     if "" in adapters_of:
@@ -114,7 +115,7 @@ def _find_blocks(
     return adapters_of
 
 
-def _refuse_beside(dense: Mapping[str, str], inside: Sequence[str]) -> None:
+def _refuse_unknown_siblings(dense: Mapping[str, str], inside: Sequence[str]) -> None:
     """Raise for an unknown MoE block in a list of layers whose other blocks have adapters."""
     paths = [name.rstrip(".").split(".") for name in inside]
     for name, class_name in dense.items():
@@ -134,7 +135,7 @@ def _refuse_beside(dense: Mapping[str, str], inside: Sequence[str]) -> None:
 def _make_layer(name: str, model: nn.Module, adapter: Adapter) -> RoutedLayer:
     """Return the MoE layer that will replace a block; the model is unchanged."""
     block = model.get_submodule(name)
-    state = _state_of(block)
+    state = _get_state_tensors(block)
     recorder = OriginRecorder(state)
     with recorder:
         layer = adapter(block, model)
@@ -145,12 +146,12 @@ def _make_layer(name: str, model: nn.Module, adapter: Adapter) -> RoutedLayer:
             "in a class of their own and register for it an adapter that returns RoutedExperts, "
             'see "Experts only" in docs/extending.md'
         )
-    if missing := _tensors_without_place(block, layer, state, recorder):
+    if missing := _list_unused_tensors(block, layer, state, recorder):
         raise ValueError(
             f"adapter of {name} ({type(block).__name__}) must pass every parameter and buffer of "
             f"its block to the {type(layer).__name__}, which lacks {', '.join(missing[:MAX_NAMES])}"
-            f"{_and_others(missing, MAX_NAMES)}: pass them to adopt, or delete them from the block "
-            "before parallelize_moe if the model needs none of them"
+            f"{_format_remaining(missing, MAX_NAMES)}: pass them to adopt, or delete them from the "
+            "block before parallelize_moe if the model needs none of them"
         )
     _refuse_hooks(name, block, layer)
     layer.train(block.training)
@@ -177,7 +178,7 @@ def _keep_order(layer: RoutedLayer, block: nn.Module) -> None:
         layer._modules[name] = layer._modules.pop(name)
 
 
-def _routes_densely(module: nn.Module) -> bool:
+def _is_dense_router_block(module: nn.Module) -> bool:
     """Whether a module is a router over feed-forward experts, by names and shapes."""
     # Either a child named router or gate with a matrix [E, D], E >= 2, and a ModuleList of E
     # modules of one class and of equal shapes: the first matrix reads D and the last matrix writes
@@ -185,7 +186,9 @@ def _routes_densely(module: nn.Module) -> bool:
     for name, child in module.named_children():
         if "router" in name or "gate" in name or "gating" in name:
             siblings = [m for m in module.children() if m is not child]
-            if any(_has_experts(siblings, *s, stacked="router" in name) for s in _shapes(child, 2)):
+            if any(
+                _has_experts(siblings, *s, stacked="router" in name) for s in _list_shapes(child, 2)
+            ):
                 return True
     return False
 
@@ -195,30 +198,30 @@ def _has_experts(modules: list[nn.Module], num_experts: int, dim: int, *, stacke
         return False
     for experts in modules:
         if isinstance(experts, nn.ModuleList) and len(experts) == num_experts:
-            shapes = [(type(e), *_shapes(e, 2)) for e in experts]
-            if shapes.count(shapes[0]) == num_experts and _maps(shapes[0][1:], dim):
+            shapes = [(type(e), *_list_shapes(e, 2)) for e in experts]
+            if shapes.count(shapes[0]) == num_experts and _is_feed_forward(shapes[0][1:], dim):
                 return True
-    stacks = [s for m in modules if not isinstance(m, CONVOLUTIONS) for s in _shapes(m, 3)]
-    return stacked and _maps([s[1:] for s in stacks if s[0] == num_experts], dim)
+    stacks = [s for m in modules if not isinstance(m, CONVOLUTIONS) for s in _list_shapes(m, 3)]
+    return stacked and _is_feed_forward([s[1:] for s in stacks if s[0] == num_experts], dim)
 
 
-def _maps(matrices: Sequence[Any], dim: int) -> bool:
+def _is_feed_forward(matrices: Sequence[Any], dim: int) -> bool:
     """Whether the first of at least two matrices reads the dim and the last one writes it."""
     return len(matrices) > 1 and matrices[0][1] == dim == matrices[-1][0]
 
 
-def _shapes(module: nn.Module, ndim: int) -> list[tuple[int, ...]]:
+def _list_shapes(module: nn.Module, ndim: int) -> list[tuple[int, ...]]:
     return [tuple(p.shape) for p in module.parameters() if p.ndim == ndim]
 
 
-def _blocks(classes: Mapping[str, str]) -> str:
+def _format_blocks(classes: Mapping[str, str]) -> str:
     """Return text with the first block's name and class and the number of further blocks."""
     name, class_name = next(iter(classes.items()))
     word = "block" if len(classes) == 1 else "blocks"
-    return f"{word} {name} ({class_name}){_and_others(list(classes))}"
+    return f"{word} {name} ({class_name}){_format_remaining(list(classes))}"
 
 
-def _and_others(names: list[str], num_listed: int = 1) -> str:
+def _format_remaining(names: list[str], num_listed: int = 1) -> str:
     return f" and {len(names) - num_listed} more" if len(names) > num_listed else ""
 
 
@@ -247,11 +250,11 @@ class OriginRecorder(DispatchMode):
         self._origins: dict[StorageWeakRef, list[_TensorRange]] = {}
         self.host_reads: frozenset[str] = frozenset()
         for name, tensor in tensors.items():
-            self._add(tensor, frozenset([name]))
+            self._add_origin(tensor, frozenset([name]))
 
-    def origins_of(self, value: Any) -> frozenset[str]:
+    def find_origins(self, value: Any) -> frozenset[str]:
         """Return the names of the block tensors from which the tensors of a tree were computed."""
-        names = [name for tensor in _tensors_in(value) for name in self._names_of(tensor)]
+        names = [name for tensor in _iterate_tensors(value) for name in self._find_names(tensor)]
         return frozenset(names)
 
     @override
@@ -267,37 +270,37 @@ class OriginRecorder(DispatchMode):
         operator = str(getattr(func, "overloadpacket", func)).rpartition(".")[2]
         if operator.endswith(SHAPE_READERS):
             return result
-        if names := self.origins_of((args, keywords)):
+        if names := self.find_origins((args, keywords)):
             if operator in HOST_READS:
                 self.host_reads |= names
             # Operators on lists write to their first argument and return nothing.
             changed = args[0] if operator.endswith("_") else ()
-            for tensor in _tensors_in((result, changed)):
-                self._add(tensor, names)
+            for tensor in _iterate_tensors((result, changed)):
+                self._add_origin(tensor, names)
         return result
 
-    def _add(self, tensor: Tensor, names: frozenset[str]) -> None:
-        if not names <= self._names_of(tensor):
+    def _add_origin(self, tensor: Tensor, names: frozenset[str]) -> None:
+        if not names <= self._find_names(tensor):
             key = StorageWeakRef(tensor.untyped_storage())
-            self._origins.setdefault(key, []).append(_TensorRange(*_bytes_of(tensor), names))
+            self._origins.setdefault(key, []).append(_TensorRange(*_get_byte_range(tensor), names))
 
-    def _names_of(self, tensor: Tensor) -> frozenset[str]:
+    def _find_names(self, tensor: Tensor) -> frozenset[str]:
         origins = self._origins.get(StorageWeakRef(tensor.untyped_storage()), ())
-        begin, end = _bytes_of(tensor)
+        begin, end = _get_byte_range(tensor)
         overlapping = (
             origin.names for origin in origins if origin.begin < end and begin < origin.end
         )
         return frozenset[str]().union(*overlapping)
 
 
-def _state_of(block: nn.Module) -> dict[str, Tensor]:
+def _get_state_tensors(block: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and persistent buffers of a block by name."""
     in_state_dict = {id(tensor) for tensor in block.state_dict(keep_vars=True).values()}
     buffers = {name: b for name, b in block.named_buffers() if id(b) in in_state_dict}
     return dict(block.named_parameters()) | buffers
 
 
-def _tensors_without_place(
+def _list_unused_tensors(
     block: nn.Module, layer: nn.Module, state: Mapping[str, Tensor], recorder: OriginRecorder
 ) -> list[str]:
     """Return the names of block tensors from which no tensor of the layer was computed.
@@ -305,7 +308,7 @@ def _tensors_without_place(
     Empty tensors are excluded. So are buffers whose values Python has read, such as a factor that
     the adapter wrote into the layer's config.
     """
-    placed = recorder.origins_of([*layer.parameters(), *layer.buffers()])
+    placed = recorder.find_origins([*layer.parameters(), *layer.buffers()])
     layer_tensors = {id(tensor) for tensor in (*layer.parameters(), *layer.buffers())}
     read = recorder.host_reads - {name for name, _ in block.named_parameters()}
     return [
@@ -315,11 +318,11 @@ def _tensors_without_place(
     ]
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
+def _iterate_tensors(value: Any) -> Iterator[Tensor]:
     return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
-def _bytes_of(tensor: Tensor) -> tuple[int, int]:
+def _get_byte_range(tensor: Tensor) -> tuple[int, int]:
     """Return the first byte of a tensor in its storage and the byte after its last."""
     begin = int(tensor.storage_offset())
     last = sum(

@@ -37,7 +37,7 @@ def adopt(
         router: "weight" [E, D]. If the config has them, also "bias" [E], the selection bias buffer
             and the table of experts by token id.
         experts: stacked tensors by parameter name, with the shapes of
-            `expert_shapes(config, layout)`.
+            `compute_expert_shapes(config, layout)`.
         shared: module that maps [T, D] to [T, D], used unchanged.
         shared_gate: module that maps [T, D] to [T, 1], used unchanged under the name
             `layout.shared_gate`. The sigmoid of its output multiplies the shared output.
@@ -53,12 +53,12 @@ def adopt(
     if bool(layout.shared_gate) != (shared_gate is not None):
         raise ValueError(
             f"LayerLayout.shared_gate ({layout.shared_gate!r}) must name the shared_gate "
-            f"({_class_name(shared_gate)}) of adopt: pass both or neither"
+            f"({_get_class_name(shared_gate)}) of adopt: pass both or neither"
         )
     if shared_gate is not None and shared is None:
         raise ValueError(
-            f"shared_gate ({_class_name(shared_gate)}) must come with shared (None) in adopt: pass "
-            "the block's shared module"
+            f"shared_gate ({_get_class_name(shared_gate)}) must come with shared (None) in adopt: "
+            "pass the block's shared module"
         )
     if config.latent_dim:
         raise NotImplementedError(
@@ -71,9 +71,9 @@ def adopt(
             f"MoEConfig.shared_hidden_dim ({config.shared_hidden_dim}) must be 0 in adopt without "
             "shared (None): pass the block's shared module"
         )
-    layer.part("experts").own_activation = own_activation
-    _fill(layer.part("router"), router)
-    _fill(layer.part("experts"), experts)
+    layer.get_part("experts").own_activation = own_activation
+    _assign_parameters(layer.get_part("router"), router)
+    _assign_parameters(layer.get_part("experts"), experts)
     if shared is not None:
         add_part(layer, layout.shared, shared)
     if shared_gate is not None:
@@ -98,7 +98,7 @@ def adopt_experts(
     """
     check_arguments(adopt_experts, locals())
     module = RoutedExperts(config, layout=layout, own_activation=own_activation, device="meta")
-    _fill(module, experts)
+    _assign_parameters(module, experts)
     return module
 
 
@@ -114,11 +114,11 @@ def _check_table(name: str, table_VK: Tensor, num_experts: int) -> None:
         )
 
 
-def _class_name(module: nn.Module | None) -> str:
+def _get_class_name(module: nn.Module | None) -> str:
     return "None" if module is None else type(module).__name__
 
 
-def _fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def _assign_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     assert isinstance(module, Router | Experts)
     slots = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers())
     if slots.keys() != tensors.keys():

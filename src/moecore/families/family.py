@@ -1,4 +1,4 @@
-"""The family of a model: `family_of` finds its record, `swap_blocks` replaces its MoE blocks."""
+"""The family of a model: `find_family` finds its record, `swap_blocks` replaces its MoE blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moecore.base.options.precision import Recipe
 from moecore.families.adapters import replace_blocks
 from moecore.families.fp32_modules import set_dtypes
 from moecore.families.transformers.attention import use_causal_attention
-from moecore.families.transformers.blocks import find_hf_adapter, why_refused
+from moecore.families.transformers.blocks import find_hf_adapter, get_refusal_reason
 from moecore.families.transformers.context import CausalContext
 from moecore.families.transformers.experts import run_vision_experts
 from moecore.families.transformers.fused_modules import (
@@ -30,20 +30,25 @@ from moecore.families.transformers.guards import (
     sync_generation,
     warn_about_cache,
 )
-from moecore.families.transformers.head import fuse_loss, plain_heads
+from moecore.families.transformers.head import find_plain_heads, fuse_loss
 from moecore.families.transformers.log_probs import accept_log_prob_losses
 from moecore.families.transformers.lora import (
     adapt_experts,
     disable_adapters,
-    experts_unwrapped,
     refuse_peft_methods,
+    unwrap_experts,
     unwrap_peft,
 )
 from moecore.families.transformers.outputs import refuse_lost_outputs
 from moecore.families.transformers.pipeline import StagedCausal
 from moecore.families.transformers.rows import hook_moe_layers
-from moecore.families.transformers.sparse_attention import sparse_layers, train_indexers
-from moecore.families.transformers.stock import is_hf, is_pretrained, outermost, runs_class_forward
+from moecore.families.transformers.sparse_attention import find_sparse_layers, train_indexers
+from moecore.families.transformers.stock import (
+    find_outermost_models,
+    is_hf,
+    is_pretrained,
+    is_stock_forward,
+)
 from moecore.families.transformers.tensor_parallel import CutTransformer
 from moecore.models.head import Head
 from moecore.moe.layer import RoutedLayer
@@ -66,7 +71,7 @@ class ProtocolFamily(Family):
         return set_dtypes(model, dtype)
 
     @override
-    def head_shapes(self, model: nn.Module) -> Sequence[tuple[int, int]]:
+    def get_head_shapes(self, model: nn.Module) -> Sequence[tuple[int, int]]:
         configs = (m.config for m in model.modules() if isinstance(m, Head))
         return [(config.vocab_size, config.dim) for config in configs]
 
@@ -93,8 +98,8 @@ class TransformersFamily(ProtocolFamily):
     def swap_blocks(
         self, model: nn.Module, adapters: Mapping[type, Adapter]
     ) -> dict[str, RoutedLayer]:
-        with experts_unwrapped(model) as wrapped:
-            layers = replace_blocks(model, adapters, find_hf_adapter, why_refused)
+        with unwrap_experts(model) as wrapped:
+            layers = replace_blocks(model, adapters, find_hf_adapter, get_refusal_reason)
             adapt_experts(wrapped, layers)
         return layers
 
@@ -105,7 +110,7 @@ class TransformersFamily(ProtocolFamily):
         run_vision_experts(model)
         accept_log_prob_losses(model)
         fuse_norms(model)
-        fuse_hyper_connections([m for m in model.modules() if runs_class_forward(m, LAYER)])
+        fuse_hyper_connections([m for m in model.modules() if is_stock_forward(m, LAYER)])
 
     @override
     def has_tokens(self, inputs: Mapping[str, Any]) -> bool | Tensor:
@@ -119,16 +124,16 @@ class TransformersFamily(ProtocolFamily):
         return has_rows(inputs, "input_ids", "inputs_embeds")
 
     @override
-    def arguments(self, batch: PackedBatch) -> dict[str, Any]:
+    def make_arguments(self, batch: PackedBatch) -> dict[str, Any]:
         names = ("input_ids", "position_ids", "padding_mask", "cu_seqlens", "max_seqlen")
         inputs: dict[str, Any] = {n: batch[n] for n in names}  # type: ignore[literal-required]
         return inputs | {"use_cache": False}
 
     @override
-    def vocab_size(self, model: nn.Module) -> int | None:
+    def get_vocab_size(self, model: nn.Module) -> int | None:
         config: Any = getattr(self.unwrap(model), "config", None)
         if not hasattr(config, "get_text_config"):
-            return super().vocab_size(model)
+            return super().get_vocab_size(model)
         size: int | None = getattr(config.get_text_config(), "vocab_size", None)
         return size
 
@@ -141,22 +146,22 @@ class TransformersFamily(ProtocolFamily):
         )
 
     @override
-    def staged(self, model: nn.Module) -> StagedModel:
+    def make_staged_model(self, model: nn.Module) -> StagedModel:
         is_causal = hasattr(model, "get_output_embeddings") and not hasattr(model, "stage_parts")
-        return StagedCausal(model) if is_causal else super().staged(model)
+        return StagedCausal(model) if is_causal else super().make_staged_model(model)
 
     @override
-    def tensor_parallel(self, model: nn.Module) -> Any:
+    def make_tensor_parallel_model(self, model: nn.Module) -> Any:
         return model if hasattr(model, "apply_tensor_parallel") else CutTransformer(model)
 
     @override
     def check_tensor_parallel(self, model: nn.Module, tp: int) -> None:
-        owner = self.tensor_parallel(model)
+        owner = self.make_tensor_parallel_model(model)
         if isinstance(owner, CutTransformer):
             owner.check(tp)
 
     @override
-    def context(self, model: nn.Module) -> Any:
+    def make_context_parallel_model(self, model: nn.Module) -> Any:
         if any(hasattr(model, f"apply_context_{suffix}") for suffix in ("parallel", "groups")):
             return model
         attributes = ("loss_function", "get_output_embeddings")
@@ -164,18 +169,18 @@ class TransformersFamily(ProtocolFamily):
         return CausalContext(model) if is_causal else model
 
     @override
-    def indexers(self, model: nn.Module) -> Sequence[nn.Module]:
-        return [layer for layer in sparse_layers(model) if layer.indexer is not None]
+    def find_indexers(self, model: nn.Module) -> Sequence[nn.Module]:
+        return [layer for layer in find_sparse_layers(model) if layer.indexer is not None]
 
     @override
     def train_indexers(self, model: nn.Module, config: IndexerConfig) -> None:
-        for outer in outermost(model):
+        for outer in find_outermost_models(model):
             use_causal_attention(outer)
         train_indexers(model, config)
 
     @override
-    def head_shapes(self, model: nn.Module) -> Sequence[tuple[int, int]]:
-        return [(head.out_features, head.in_features) for _, head in plain_heads(model)]
+    def get_head_shapes(self, model: nn.Module) -> Sequence[tuple[int, int]]:
+        return [(head.out_features, head.in_features) for _, head in find_plain_heads(model)]
 
     @override
     def fuse_loss(self, model: nn.Module, recipe: Recipe | None) -> None:
@@ -191,7 +196,7 @@ class TransformersFamily(ProtocolFamily):
             warn_about_cache(model)
 
 
-def family_of(model: nn.Module) -> Family:
+def find_family(model: nn.Module) -> Family:
     """Return `Transformers` if a module's class is from transformers, otherwise `Plain`."""
     of_transformers = any(is_hf(module) or is_pretrained(module) for module in model.modules())
     return TransformersFamily() if of_transformers else ProtocolFamily()
@@ -199,4 +204,4 @@ def family_of(model: nn.Module) -> Family:
 
 def swap_blocks(model: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str, RoutedLayer]:
     """Replace MoE blocks in place; return all MoE layers by qualified name."""
-    return family_of(model).swap_blocks(model, adapters)
+    return find_family(model).swap_blocks(model, adapters)

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from moecore.families.transformers.lora import trained_copies, without_adapters
-from moecore.families.transformers.stock import is_hf, outermost
+from moecore.families.transformers.lora import select_base_tensors, select_trained_copies
+from moecore.families.transformers.stock import find_outermost_models, is_hf
 
 SELECTION_BIASES = ("e_score_correction_bias", "expert_bias")
 
@@ -34,11 +34,13 @@ def is_selection_bias(name: str) -> bool:
     return name.endswith(SELECTION_BIASES)
 
 
-def keeps_fp32(model: nn.Module | None, dtype: torch.dtype | None) -> Callable[[str], bool]:
+def make_fp32_predicate(
+    model: nn.Module | None, dtype: torch.dtype | None
+) -> Callable[[str], bool]:
     """Return a predicate on tensor names: whether the tensor stays fp32."""
     # `model` has no adapters; None = a model that transformers does not support.
-    half = None if model is None else _half(model, dtype)
-    stocks = list(_stocks(model, half).values()) if model is not None and half else []
+    half = None if model is None else _find_half_dtype(model, dtype)
+    stocks = list(_make_stock_dtypes(model, half).values()) if model is not None and half else []
     return lambda name: is_selection_bias(name) or any(s.keeps(name) for s in stocks)
 
 
@@ -49,12 +51,12 @@ def set_dtypes(model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
     """
     # dtype None = the model's own dtype. Buffers that transformers casts to the compute dtype, such
     # as tables of decay rates, are cast while their module runs. They are saved without the cast.
-    half = _half(model, dtype)
+    half = _find_half_dtype(model, dtype)
     if half is None:
         return frozenset()
-    stocks = _stocks(model, half)
-    fp32_names = _fp32_names(model, stocks)
-    for name, tensor in _named(model).items():
+    stocks = _make_stock_dtypes(model, half)
+    fp32_names = _find_fp32_names(model, stocks)
+    for name, tensor in _get_named_tensors(model).items():
         if name in fp32_names and tensor.dtype in HALF:
             tensor.data = tensor.data.float()
     for hf, stock in stocks.items():
@@ -74,11 +76,11 @@ def _cast_in_forward(module: nn.Module, names: Sequence[str], dtype: torch.dtype
     forward: Any = module.forward
     is_class_forward = isinstance(forward, MethodType) and forward.__self__ is module
 
-    def unbound(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # A wrapper is bound to the module; a copy of the module has the forward of its class.
         return (forward if self is module else partial(type(self).forward, self))(*args, **kwargs)
 
-    function = forward.__func__ if is_class_forward else unbound
+    function = forward.__func__ if is_class_forward else call_forward
 
     def forward_with_cast(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         buffers = {name: self._buffers[name] for name in names}
@@ -93,24 +95,27 @@ def _cast_in_forward(module: nn.Module, names: Sequence[str], dtype: torch.dtype
     module.forward = MethodType(forward_with_cast, module)
 
 
-def _fp32_names(model: nn.Module, stocks: Mapping[Any, _Stock]) -> frozenset[str]:
-    tensors = _named(model)
+def _find_fp32_names(model: nn.Module, stocks: Mapping[Any, _Stock]) -> frozenset[str]:
+    tensors = _get_named_tensors(model)
     fp32_ids = {id(t) for n, t in tensors.items() if is_selection_bias(n)}
     for hf, stock in stocks.items():
-        hf_tensors = _named(hf)
-        for originals in (without_adapters(hf, hf_tensors), trained_copies(hf, hf_tensors)):
+        hf_tensors = _get_named_tensors(hf)
+        for originals in (
+            select_base_tensors(hf, hf_tensors),
+            select_trained_copies(hf, hf_tensors),
+        ):
             fp32_ids |= {id(t) for n, t in originals.items() if stock.keeps(n)}
     return frozenset(n for n, t in tensors.items() if id(t) in fp32_ids)
 
 
-def _half(model: nn.Module, dtype: torch.dtype | None) -> torch.dtype | None:
+def _find_half_dtype(model: nn.Module, dtype: torch.dtype | None) -> torch.dtype | None:
     """Return the 16-bit dtype in which a model computes, or None."""
     if dtype is None:
         dtype = next((p.dtype for p in model.parameters() if p.dtype in HALF), None)
     return dtype if dtype in HALF else None
 
 
-def _named(model: nn.Module) -> dict[str, torch.Tensor]:
+def _get_named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return parameters and buffers by name."""
     iterators = (f(remove_duplicate=False) for f in (model.named_parameters, model.named_buffers))
     return dict(itertools.chain(*iterators))
@@ -129,12 +134,12 @@ class _Stock:
         return name in self.fp32 or bool(self.pattern and re.search(self.pattern, name))
 
 
-def _stocks(model: nn.Module, dtype: torch.dtype) -> dict[Any, _Stock]:
+def _make_stock_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[Any, _Stock]:
     """Return the fp32 tensors of each outermost transformers model."""
-    return {hf: _stock(hf, dtype) for hf in outermost(model)}
+    return {hf: _make_stock_dtypes_of_model(hf, dtype) for hf in find_outermost_models(model)}
 
 
-def _stock(hf: Any, dtype: torch.dtype) -> _Stock:
+def _make_stock_dtypes_of_model(hf: Any, dtype: torch.dtype) -> _Stock:
     # As transformers.core_model_loading.build_glob_alternation reads them.
     pattern = "|".join(f"(?:{p.replace('*', '.*')})" for p in hf._get_dtype_plan(dtype))
     if not is_hf(hf):

@@ -124,15 +124,15 @@ class Replicas:
         local_name = torch.tensor([secrets.randbits(LINEAGE_BITS)], device=self._device)
         dist.broadcast(local_name, 0)
         self._name = int(local_name)  # identifies this start of the replica
-        self._lineage = self._first_lineage(first_step)
+        self._lineage = self._compute_first_lineage(first_step)
         self._place: ReplicaPlace | None = None
         timeout = timedelta(seconds=timeout_s)
         is_cpu = request.meshes.device_type == "cpu"
         self._group = ProcessGroupGloo(timeout) if is_cpu else ProcessGroupNCCL(timeout)
         self._manager = Manager(
             pg=self._group,
-            load_state_dict=self._load,
-            state_dict=self._state,
+            load_state_dict=self._load_state,
+            state_dict=self._make_state,
             min_replica_size=min_replicas,
             init_sync=False,  # ranks of one replica would receive states of different replicas
             use_async_quorum=False,  # a rejoining replica needs its state before its forward
@@ -170,7 +170,7 @@ class Replicas:
         """End the step if the vote of all ranks succeeds; None = dropped, call `begin` again."""
         lineages, names = self._gather_lineages()
         self._average_gradients()
-        self._add_counts()
+        self._reduce_counts()
         # Over NCCL a replica that left fails no call; the aborted group reports it after a sync.
         failed = self._manager.errored() or self._group.errored()
         is_lost = not failed and self._find_strays(lineages)
@@ -186,16 +186,16 @@ class Replicas:
         """Leave the job: stop this rank's threads and servers."""
         self._manager.shutdown()
 
-    def _state(self) -> dict[str, Any]:
+    def _make_state(self) -> dict[str, Any]:
         extra = {**self._step.state_dict(), "lineage": torch.tensor(self._lineage)}
         return collect_rank_state(self._model, self._optimizer, extra, scheduler=self._scheduler)
 
-    def _load(self, state: dict[str, Any]) -> None:
+    def _load_state(self, state: dict[str, Any]) -> None:
         extra = load_rank_state(state, self._model, self._optimizer, scheduler=self._scheduler)
         self._step.load_state_dict(extra)
         self._lineage = int(extra["lineage"])
 
-    def _first_lineage(self, first_step: int) -> int:
+    def _compute_first_lineage(self, first_step: int) -> int:
         """Return a hash of `first_step` and of the weights on all ranks of this replica."""
         tensors = [get_local_tensor(x.detach()) for x in self._model.state_dict().values()]
         sums = torch.stack([x.double().sum() for x in tensors]).cpu()
@@ -219,7 +219,7 @@ class Replicas:
         seen_2R = torch.zeros(2, self._place.num_replicas, dtype=torch.int64, device=self._device)
         local_entry = torch.tensor([self._lineage, self._name], device=self._device)
         seen_2R[:, self._place.replica] = local_entry
-        self._reduce([seen_2R], dist.ReduceOp.SUM)
+        self._all_reduce([seen_2R], dist.ReduceOp.SUM)
         lineages, names = seen_2R.tolist()
         return lineages, names
 
@@ -236,14 +236,14 @@ class Replicas:
         params = [param for param in self._model.parameters() if param.requires_grad]
         have = [param.grad is not None for param in params]
         have_P = torch.tensor(have, dtype=torch.int32, device=self._device)
-        self._reduce([have_P], dist.ReduceOp.SUM)
+        self._all_reduce([have_P], dist.ReduceOp.SUM)
         # A host sync, so that all replicas reduce the same gradients.
         for param, number in zip(params, have_P.tolist(), strict=True):
             if number and param.grad is None:
                 param.grad = torch.zeros_like(param)
         grads = [get_local_tensor(param.grad) for param in params if param.grad is not None]
         self._mark_shortage([grad for grad in grads if grad.numel()])
-        self._reduce(grads, dist.ReduceOp.AVG)
+        self._all_reduce(grads, dist.ReduceOp.AVG)
 
     def _mark_shortage(self, grads: list[Tensor]) -> None:
         """Write NaN to a gradient if rows exceeded a capacity, so that all replicas skip a step."""
@@ -252,23 +252,23 @@ class Replicas:
             holder for record in capacities for holder in record.holders if holder is not None
         ]
         if holders and grads:
-            shortage = torch.stack([holder.min_factor(self._device) for holder in holders])
+            shortage = torch.stack([holder.compute_min_factor(self._device) for holder in holders])
             grads[0].masked_fill_(shortage.amax() > 0, torch.nan)
 
-    def _add_counts(self) -> None:
+    def _reduce_counts(self) -> None:
         """Sum the counts of choices over replicas, and average the auxiliary losses."""
         states = [record.state for record in self._records if record.state is not None]
         layers = [layer for state in states for layer in state.layers.values()]
         counts = [layer.tracker.counts for layer in layers if layer.tracker.counts is not None]
         losses = [count.losses for count in counts]
-        numbers = [x for count in counts for x in count.tensors() if x is not count.losses]
-        self._reduce(numbers, dist.ReduceOp.SUM)
-        self._reduce(losses, dist.ReduceOp.AVG)
+        numbers = [x for count in counts for x in count.list_tensors() if x is not count.losses]
+        self._all_reduce(numbers, dist.ReduceOp.SUM)
+        self._all_reduce(losses, dist.ReduceOp.AVG)
 
-    def _reduce(self, tensors: Iterable[Tensor], op: dist.ReduceOp.RedOpType) -> None:
+    def _all_reduce(self, tensors: Iterable[Tensor], op: dist.ReduceOp.RedOpType) -> None:
         """All-reduce tensors over replicas, in place; a failure only makes the vote fail."""
         buckets = [
-            (bucket, torch.cat([x.flatten() for x in bucket])) for bucket in _buckets(tensors)
+            (bucket, torch.cat([x.flatten() for x in bucket])) for bucket in _make_buckets(tensors)
         ]
         works = [self._manager.allreduce(flat, reduce_op=op) for _, flat in buckets]
         for (bucket, flat), work in zip(buckets, works, strict=True):
@@ -277,7 +277,7 @@ class Replicas:
                 x.copy_(part.view_as(x))
 
 
-def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+def _make_buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Yield buckets: tensors of one dtype, in order, of at most `BUCKET` bytes or one tensor."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for x in tensors:

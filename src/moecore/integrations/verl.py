@@ -125,7 +125,7 @@ class MoECoreEngine(BaseEngine):
                 optimizer_config.override_optimizer_config or {}
             )
             self.optimizer = AdamW(self.module.parameters(), **rates)
-            self.lr_scheduler = self._schedule(self.optimizer)
+            self.lr_scheduler = self._make_schedule(self.optimizer)
         max_norm = self.optimizer_config.clip_grad if self.optimizer else None
         self._step = TrainStep(self.module, self.optimizer, max_norm=max_norm)
         self._offload = TrainingOffload(self.module, self.optimizer)
@@ -133,7 +133,7 @@ class MoECoreEngine(BaseEngine):
         model, optimizer = self.is_param_offload_enabled, self.is_optimizer_offload_enabled
         self.to("cpu", model=model, optimizer=optimizer, grad=model)
 
-    def _schedule(self, optimizer: AdamW) -> LRScheduler:
+    def _make_schedule(self, optimizer: AdamW) -> LRScheduler:
         """Return verl's learning rate schedule for the optimizer config."""
         config = self.optimizer_config
         steps = config.lr_warmup_steps or 0
@@ -173,7 +173,7 @@ class MoECoreEngine(BaseEngine):
         outputs: list[dict[str, Any]] = []
         number = len(micro_batches)
         inputs = [
-            self._inputs(micro_batch, loss_function, outputs, number)
+            self._make_inputs(micro_batch, loss_function, outputs, number)
             for micro_batch in micro_batches
         ]
         if forward_only:
@@ -183,7 +183,7 @@ class MoECoreEngine(BaseEngine):
             self._step.forward_backward(inputs)
         return postprocess_batch_func(output_lst=outputs, indices=indices, data=data)
 
-    def _inputs(
+    def _make_inputs(
         self,
         data: TensorDict,
         loss_function: Loss | None,

@@ -19,7 +19,7 @@ from moecore.attention.context_parallel.local_tokens import (
     select_cp_ranks,
 )
 from moecore.attention.kv_cache import KVCache
-from moecore.attention.sequence import Sequence, packed_sequence
+from moecore.attention.sequence import Sequence, make_packed_sequence
 from moecore.base.params import get_local_param
 from moecore.models.block import Block
 from moecore.models.config import DecoderConfig
@@ -117,7 +117,7 @@ class Backbone(nn.Module):
                 positions += self.cache.length
                 sequence = Sequence(cache=self.cache)
         else:
-            sequence = packed_sequence(cu_seqlens, max_seqlen, (B, T), device)
+            sequence = make_packed_sequence(cu_seqlens, max_seqlen, (B, T), device)
             assert sequence.positions_BT is not None
             positions, longest = sequence.positions_BT, sequence.max_seqlen
         if longest > self.config.max_seq_len:

@@ -487,8 +487,8 @@ class Decoder(nn.Module):
 
 def _residual_weights(layer: MoELayer) -> list[nn.Parameter]:
     """Return the weights whose products are an MoE layer's output: w2 or the latent's w_up."""
-    w2 = getattr(layer.part("experts"), layer.layout.expert_layout.w2)
+    w2 = getattr(layer.get_part("experts"), layer.layout.expert_layout.w2)
     weights = [layer.latent.w_up if layer.config.latent_dim else w2]
     if layer.config.shared_hidden_dim:
-        weights.append(layer.part("shared").w2)
+        weights.append(layer.get_part("shared").w2)
     return weights

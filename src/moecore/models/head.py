@@ -54,7 +54,7 @@ class Head(nn.Module):
         if log_prob_loss is not None:
             local_labels_BT = sequence.slice_local(log_prob_loss.labels_BT)
             to_full_rows = partial(_gather_over_cp, sequence=sequence)
-            return log_prob_loss.of_head(
+            return log_prob_loss.compute_from_hidden(
                 x_BTD,
                 weight_VD,
                 local_labels_BT,

@@ -82,7 +82,7 @@ class RMSNorm(nn.Module):
             return F.rms_norm(x, weight_D.shape, weight_D.to(x.dtype), self.eps)
         weight_D = weight_D.chunk(self.tp.size)[self.tp.rank]
         x_fp32 = x.to(wide)
-        squares = self.tp.sum_shared(x_fp32.square().sum(-1, keepdim=True))
+        squares = self.tp.all_reduce(x_fp32.square().sum(-1, keepdim=True))
         rms = torch.rsqrt(squares / self.weight.shape[0] + self.eps)
         return (x_fp32 * rms * weight_D).to(x.dtype)
 

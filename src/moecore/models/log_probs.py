@@ -32,7 +32,7 @@ from moecore.base.fields import CheckedRecord, Count, Positive, check_arguments
 from moecore.kernels.common import disable_autocast
 from moecore.kernels.cross_entropy import IGNORE_INDEX, softmax_gradient_
 from moecore.models.loss import RowStatistics, combine_row_statistics, find_product_dtype
-from moecore.moe.dispatch.collectives import gather_ranks
+from moecore.moe.dispatch.collectives import all_gather_rows
 from moecore.precision.head import add_product_, multiply
 
 Scalar = Callable[[Tensor, Tensor | None], Tensor]
@@ -57,7 +57,7 @@ class LogProbLoss(CheckedRecord):
     temperature: Positive = 1.0
     entropy: bool = False
 
-    def of_head(
+    def compute_from_hidden(
         self,
         hidden_BtD: Tensor,
         weight_VD: Tensor,
@@ -79,7 +79,7 @@ class LogProbLoss(CheckedRecord):
         )
         return self._call_function(numbers, labels_Bt, to_full_rows)
 
-    def of_logits(
+    def compute_from_logits(
         self, logits_BtV: Tensor, labels_Bt: Tensor, to_full_rows: Callable[[Tensor], Tensor]
     ) -> Tensor:
         """Return the loss from logits, for a model that scales or caps them after its head."""
@@ -235,7 +235,7 @@ def _compute_entropy_(x_CV: Tensor, rows: RowStatistics, group: dist.ProcessGrou
     x_CV.sub_(rows.highs_C[:, None])
     weighted_C = x_CV.exp().mul_(x_CV).sum(1)
     if group is not None:
-        weighted_C = gather_ranks(weighted_C, group).unflatten(0, (group.size(), -1)).sum(0)
+        weighted_C = all_gather_rows(weighted_C, group).unflatten(0, (group.size(), -1)).sum(0)
     entropy_C = rows.sums_C.log() - weighted_C / rows.sums_C
     return entropy_C.masked_fill(rows.local_labels_C == IGNORE_INDEX, 0)
 

@@ -29,7 +29,7 @@ from moecore.base.torch_private import get_autocast_dtype
 from moecore.kernels.common import disable_autocast
 from moecore.kernels.cross_entropy import IGNORE_INDEX, row_statistics
 from moecore.kernels.rows.scaled_cast import scaled_cast
-from moecore.moe.dispatch.collectives import gather_ranks
+from moecore.moe.dispatch.collectives import all_gather_rows
 from moecore.precision.head import HeadProducts, make_head_products
 
 
@@ -225,7 +225,7 @@ def combine_row_statistics(
     )
     statistics_C3 = row_statistics(logits_CV, local_labels_C)
     if group is not None:
-        statistics_C3 = gather_ranks(statistics_C3, group)
+        statistics_C3 = all_gather_rows(statistics_C3, group)
     highs_GC, sums_GC, label_logits_GC = statistics_C3.unflatten(0, (size, -1)).unbind(2)
     high_C = highs_GC.amax(0)
     sum_C = (sums_GC * (highs_GC - high_C).exp()).sum(0)

@@ -80,7 +80,7 @@ class Indexer(nn.Module):
         return IndexerHeads(q_BThi, k_BTi, w_BTh.float() * scale)
 
 
-def key_choice(config: IndexerConfig | None, layer: nn.Module, top_k: int) -> KeyChoice:
+def make_key_choice(config: IndexerConfig | None, layer: nn.Module, top_k: int) -> KeyChoice:
     """Return the rule by which a layer with an indexer selects keys.
 
     If `config` is None, the indexer is not trained.
@@ -90,7 +90,7 @@ def key_choice(config: IndexerConfig | None, layer: nn.Module, top_k: int) -> Ke
     return KeyChoice(top_k=None if is_warm_up else top_k, diverges=learns)
 
 
-def mean_divergence(divergence_BT: Tensor, sequence: Sequence) -> Tensor:
+def compute_mean_divergence(divergence_BT: Tensor, sequence: Sequence) -> Tensor:
     """Return this rank's sum over its tokens, divided by the number of tokens of all cp ranks.
 
     Padding counts in neither number.
@@ -168,7 +168,7 @@ class LatentAttention(nn.Module):
         """Return y_BTHv over the selected keys; backward of y_BTHv adds the indexer's gradient."""
         rotary, mla = sequence.rotary, self.mla
         assert rotary is not None and mla.sparse is not None
-        choice = key_choice(self.learning, self, mla.sparse.top_k)
+        choice = make_key_choice(self.learning, self, mla.sparse.top_k)
         with torch.set_grad_enabled(choice.diverges):  # a choice is a constant
             index = indexer(x_BTD.detach(), q_BTQ.detach(), rotary)
         n, v = mla.qk_nope_head_dim, mla.v_head_dim
@@ -183,7 +183,7 @@ class LatentAttention(nn.Module):
         if out.divergence_t is None:
             return y_BTHv
         assert self.learning is not None
-        loss = self.learning.loss_coef * mean_divergence(out.divergence_t, sequence)
+        loss = self.learning.loss_coef * compute_mean_divergence(out.divergence_t, sequence)
         y_BTHv = self.aux_loss.attach(y_BTHv, loss)
         return y_BTHv
 

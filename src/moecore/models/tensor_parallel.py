@@ -41,7 +41,11 @@ from moecore.base.peft_layers import find_lora_base, is_tuner_layer, list_lora_p
 from moecore.base.regions import run_and_save
 from moecore.base.torch_private import is_gloo, skips_communication
 from moecore.models.config import DecoderConfig
-from moecore.moe.dispatch.collectives import exchange_with_grad, gather_ranks, sum_ranks
+from moecore.moe.dispatch.collectives import (
+    all_gather_rows,
+    exchange_with_grad,
+    reduce_scatter_rows,
+)
 from moecore.moe.dispatch.peer_memory import find_peer_problem
 from moecore.moe.layer import MoELayer
 
@@ -127,7 +131,7 @@ class TensorParallel:
                 "pad the sequences"
             )
 
-    def sum_shared(self, value: Tensor) -> Tensor:
+    def all_reduce(self, value: Tensor) -> Tensor:
         """All-reduce a value that each rank uses differently; backward all-reduces gradients."""
         add = partial(_all_reduce, group=self.group)
         total: Tensor = run_and_save(exchange_with_grad, value, add, add)
@@ -152,7 +156,7 @@ def apply_tensor_parallel(model: nn.Module, config: DecoderConfig, tp_mesh: Devi
         return
     tp = TensorParallel(tp_mesh.get_group(), tp_mesh.get_local_rank(), tp_mesh.size())
     layers = [m for m in model.modules() if isinstance(m, MoELayer)]
-    expert_modules = {m for layer in layers for m in layer.part("experts").modules()}
+    expert_modules = {m for layer in layers for m in layer.get_part("experts").modules()}
     factors = _find_lora_shard_dims(model, tp.size)
     for path, module in model.named_modules():
         if module in expert_modules:
@@ -215,7 +219,7 @@ def check_tensor_parallel(config: DecoderConfig, tp: int) -> None:
 
 def _all_gather(x_BtD: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-gather along dim 1. With one sequence the result aliases the receive buffer."""
-    parts_GBtD: Tensor = gather_ranks(x_BtD, group)
+    parts_GBtD: Tensor = all_gather_rows(x_BtD, group)
     parts_GBtD = parts_GBtD.unflatten(0, (group.size(), x_BtD.shape[0]))
     return parts_GBtD.transpose(0, 1).flatten(1, 2)
 
@@ -224,7 +228,7 @@ def _reduce_scatter(y_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Reduce-scatter along dim 1."""
     size = group.size()
     parts_GBtD = y_BTD.unflatten(1, (size, y_BTD.shape[1] // size)).transpose(0, 1)
-    return sum_ranks(parts_GBtD.flatten(0, 1), group)
+    return reduce_scatter_rows(parts_GBtD.flatten(0, 1), group)
 
 
 def _all_reduce(value: Tensor, group: dist.ProcessGroup) -> Tensor:

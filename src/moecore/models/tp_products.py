@@ -47,7 +47,7 @@ from moecore.kernels.common import is_gpu, record_launch
 from moecore.kernels.experts.contract import GradSink, GradTarget, find_sink
 from moecore.kernels.linear import PlainProducts
 from moecore.models.tensor_parallel import TensorParallel
-from moecore.moe.dispatch.peer_memory import are_peers_on_meta
+from moecore.moe.dispatch.peer_memory import can_meta_peers_access
 from moecore.precision.plain import PLAIN_FORWARDS, ProductLinear
 
 # The least bytes of a sequence's slice [t, D] that a sliced exchange moves: below, its barriers and
@@ -159,14 +159,14 @@ def find_exchange(
     """
     if not is_plain_eager() or is_recomputing():
         return None
-    if not is_long(num_tokens * dim * x.element_size()):
+    if not is_slice_large(num_tokens * dim * x.element_size()):
         return None
     if any(find_exchange_problem(linear, x) is not None for linear in linears):
         return None
     return select_exchange(tp, x)
 
 
-def is_long(slice_bytes: int) -> bool:
+def is_slice_large(slice_bytes: int) -> bool:
     """Return whether a rank's slice has enough bytes for a sliced exchange to be faster."""
     return slice_bytes >= MIN_SLICE_BYTES
 
@@ -178,7 +178,7 @@ def select_exchange(tp: TensorParallel, x: Tensor) -> SlicedExchange | None:
     None: the graph would keep workspace addresses that a longer sequence replaces.
     """
     if x.is_meta:  # without `peer_problem`, which a group remembers
-        return ON_META if is_gpu(x) and are_peers_on_meta(tp.group) else None
+        return ON_META if is_gpu(x) and can_meta_peers_access(tp.group) else None
     if not x.is_cuda or torch.cuda.is_current_stream_capturing() or tp.peer_problem is not None:
         return None
     return SYMMETRIC_MEMORY

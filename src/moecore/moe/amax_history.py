@@ -47,12 +47,12 @@ class AmaxHistory:
         self.is_sure = False  # whether the host knows that every operand has a recorded amax
         self._answer: _Answer | None = None  # the pending copy that sets `is_sure`
 
-    def amax(self, operand: str) -> Tensor | None:
-        """Return fp32 [1], the maximum over recorded steps, 0 = none; None before a first step."""
+    def get_max_amax(self, operand: str) -> Tensor | None:
+        """Return an operand's maximum over recorded steps, fp32 [1]; 0 = none, None = no step."""
         return self._past.get(operand)
 
-    def record(self, device: torch.device, *, training: bool) -> dict[str, Tensor]:
-        """Return `seen`, which a training forward and its backward update; otherwise {}."""
+    def get_current_amax(self, device: torch.device, *, training: bool) -> dict[str, Tensor]:
+        """Return the tensors to which a training forward adds its amax; {} outside of training."""
         if not (training and torch.is_grad_enabled()):
             return {}
         # {} under torch.compile before the tensors exist: a graph cannot allocate tensors that its
@@ -60,15 +60,15 @@ class AmaxHistory:
         if not self.seen:
             if torch.compiler.is_compiling():
                 return {}
-            self.start(device)
+            self.allocate_current_amax(device)
         return self.seen
 
-    def start(self, device: torch.device) -> None:
+    def allocate_current_amax(self, device: torch.device) -> None:
         """Allocate the tensors of the current step, unless they exist."""
         if not self.seen:
             self.seen |= {operand: torch.zeros(1, device=device) for operand in self.operands}
 
-    def drop(self) -> None:
+    def reset_current_amax(self) -> None:
         """Set the amax of the current step to 0. No host sync."""
         for seen in self.seen.values():
             seen.zero_()
@@ -97,11 +97,11 @@ class AmaxHistory:
         wait_on_host()
         self.is_sure, self._answer = all(steps.any() for steps in self.steps.values()), None
 
-    def learn(self) -> None:
-        """Set `is_sure` if the device's answer has arrived on the host. No host sync."""
+    def poll_is_sure(self) -> None:
+        """Set `is_sure` if the asynchronous copy from the device is complete. No host sync."""
         answer = self._answer
         if answer is not None and (answer.event is None or answer.event.query()):
-            self.is_sure, self._answer = answer.of(self), None
+            self.is_sure, self._answer = answer.read(self), None
 
 
 class _Answer:
@@ -115,8 +115,8 @@ class _Answer:
         if self.event is not None:
             self.event.record()
 
-    def of(self, history: AmaxHistory) -> bool:
-        """Return the answer for one history."""
+    def read(self, history: AmaxHistory) -> bool:
+        """Return whether every operand of a history has an amax, from the copy on the host."""
         return bool(self._min_amax[self._index[history]] > 0)
 
 
@@ -134,7 +134,7 @@ def advance_histories(
     None = one rank. A skipped step (`is_skipped`, bool or a scalar on the device) adds nothing.
     """
     for history in histories:
-        history.start(device)
+        history.allocate_current_amax(device)
     largest = torch.cat([seen for history in histories for seen in history.seen.values()])
     if group is not None and group.size() > 1:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group)
@@ -164,13 +164,13 @@ def push_amax(histories: Sequence[AmaxHistory], largest: Tensor) -> None:
     collected = [seen for history in histories for seen in history.seen.values()]
     if collected:
         foreach_copy_(collected, torch.zeros(len(collected), device=largest.device).split(1))
-    _learn_sureness([history for history in histories if not history.is_sure])
+    _update_is_sure([history for history in histories if not history.is_sure])
 
 
-def _learn_sureness(histories: Sequence[AmaxHistory]) -> None:
+def _update_is_sure(histories: Sequence[AmaxHistory]) -> None:
     """Start or finish the copy that tells the host which histories have an amax of all operands."""
     for history in histories:
-        history.learn()
+        history.poll_is_sure()
     unasked = [h for h in histories if not h.is_sure and h._answer is None]
     if not unasked:
         return
@@ -181,10 +181,10 @@ def _learn_sureness(histories: Sequence[AmaxHistory]) -> None:
     answer = _Answer(unasked)
     for history in unasked:
         history._answer = answer
-        history.learn()
+        history.poll_is_sure()
 
 
-def history_of(module: nn.Module) -> AmaxHistory | None:
+def get_amax_history(module: nn.Module) -> AmaxHistory | None:
     """Return the amax history of a linear module's products, or None."""
     history: AmaxHistory | None = getattr(getattr(module, "products", None), "history", None)
     return history

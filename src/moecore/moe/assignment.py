@@ -4,7 +4,7 @@ Legend: N tokens that are routed together, T tokens of this rank, E experts, K c
 
 Every function is deterministic, and needs no host sync and no gradient. Weights are computed
 afterwards for the chosen ids (`kernels/routing/route.py`). If scores are equal, the lower expert id
-and the lower token index win. `within_capacity` receives an order of tokens instead.
+and the lower token index win. `mask_choices_within_capacity` receives an order of tokens instead.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def register_assignment(name: str, rule: AssignmentRule) -> None:
     ASSIGNMENTS.register(name, rule)
 
 
-def sinkhorn_ids(logits_NE: Tensor, top_k: int, padding_mask_N: Tensor | None) -> Tensor:
+def choose_by_sinkhorn(logits_NE: Tensor, top_k: int, padding_mask_N: Tensor | None) -> Tensor:
     """Return int64 [N, K]: each token's best experts by the scores after Sinkhorn's iterations."""
     # The scores are the matrix exp(logits) with alternately scaled rows and columns, so that every
     # row sums to 1 and every column to N / E: BASE layers (arXiv:2103.16716), with Sinkhorn's
@@ -54,7 +54,7 @@ def sinkhorn_ids(logits_NE: Tensor, top_k: int, padding_mask_N: Tensor | None) -
     return plan_NE.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
 
 
-def expert_choice_ids(
+def choose_tokens_by_expert(
     scores_NE: Tensor, capacity: Tensor | int, padding_mask_N: Tensor | None
 ) -> Tensor:
     """Return int64 [N, E]: column e contains e if expert e chose the token, otherwise -1."""
@@ -73,7 +73,7 @@ def expert_choice_ids(
     return torch.where(is_choice_NE, torch.arange(E, device=scores_NE.device), -1)
 
 
-def within_capacity(
+def mask_choices_within_capacity(
     ids_NK: Tensor,
     weights_NK: Tensor,
     num_experts: int,

@@ -23,16 +23,16 @@ class LossFactors:
     def __init__(self) -> None:
         self.gradient_scale = 1.0
         self.loss_scale: weakref.ref[Tensor] | None = None  # see `MoEState.set_loss_scale`
-        # Micro-batches of all data ranks over those with tokens; None = `MoEState.announce` has not
-        # been called in this step.
+        # Micro-batches of all data ranks over those with tokens; None =
+        # `MoEState.announce_micro_batches` has not been called in this step.
         self.token_weight: Tensor | None = None
 
-    def weighted(self, losses: Tensor) -> Tensor:
-        """Return losses times `token_weight`, so that micro-batches without tokens do not count."""
+    def apply_token_weight(self, losses: Tensor) -> Tensor:
+        """Multiply losses by `token_weight`, so that micro-batches without tokens do not count."""
         return losses if self.token_weight is None else losses * self.token_weight
 
-    def losses_gradient(self, losses: Tensor) -> Tensor:
-        """Return the gradient of the auxiliary losses; no host sync."""
+    def compute_losses_grad(self, losses: Tensor) -> Tensor:
+        """Return the gradient of the step's loss with respect to `losses`, fp32. No host sync."""
         grad = torch.full_like(losses, self.gradient_scale)
         scale = None if self.loss_scale is None else self.loss_scale()
         return grad if scale is None else grad * scale
@@ -58,7 +58,7 @@ class AuxLoss(LossFactors):
     def attach(self, y: Tensor, loss: Tensor) -> Tensor:
         """Attach a scalar loss of this rank's tokens to y: y's backward gives it its gradient."""
         self.check_loss_scale(y)
-        return _AttachLoss.apply(y, self.weighted(loss), self)  # type: ignore[no-any-return]
+        return _AttachLoss.apply(y, self.apply_token_weight(loss), self)  # type: ignore[no-any-return]
 
     def add(self, loss: Tensor) -> None:
         """Add the loss of a micro-batch to the step's total."""
@@ -66,8 +66,8 @@ class AuxLoss(LossFactors):
             self.total = torch.zeros_like(loss, dtype=torch.float32)
         self.total += loss
 
-    def step_total(self, device: torch.device) -> Tensor:
-        """Return the total of the step on a device, fp32 [1]; 0 before the first backward."""
+    def get_step_total(self, device: torch.device) -> Tensor:
+        """Return the loss summed over the step's backwards, fp32 [1]; 0 without backwards."""
         if self.total is None:
             return torch.zeros(1, device=device)
         return self.total[None]
@@ -90,7 +90,7 @@ class _AttachLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         (loss,) = ctx.saved_tensors
         ctx.owner.add(loss)
-        return grads[0], ctx.owner.losses_gradient(loss), None
+        return grads[0], ctx.owner.compute_losses_grad(loss), None
 
 
 def aux_losses(model: nn.Module) -> dict[str, AuxLoss]:

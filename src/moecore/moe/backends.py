@@ -19,7 +19,7 @@ expert (`kernels/grouped/wgrad.py`).
 
 Legend: S source rows, R expert rows, D model dim, F hidden dim of this rank, C columns of FC1 (2F
 with a gate, otherwise F), e local experts. "sequential" and experts with biases move rows in plain
-PyTorch (`gather_plain`, `sum_plain`); the fast implementation is `kernels/rows/move.py`.
+PyTorch (`gather_rows_by_index`, `sum_rows_by_index`). `kernels/rows/move.py` is faster.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from moecore.kernels.experts.products import find_products_problem, make_recipe_
 from moecore.kernels.rows.activation import ActivationOptions, activate_rows, weighted_activation
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.move import gather_rows, sum_rows
-from moecore.moe.records import ExpertInput, summed_input
+from moecore.moe.records import ExpertInput, convert_to_summed_input
 
 Computation = Callable[[ExpertInput, ExpertWeights, ActivationOptions], Tensor]
 
@@ -63,7 +63,7 @@ def register_expert_backend(name: str, computation: Computation) -> None:
     check_arguments(register_expert_backend, locals())
 
     def compute(inp: ExpertInput, weights: ExpertWeights, options: ActivationOptions) -> Tensor:
-        return computation(summed_input(inp), weights, options)
+        return computation(convert_to_summed_input(inp), weights, options)
 
     EXPERT_BACKENDS.register(name, compute)
 
@@ -81,20 +81,24 @@ def check_backend(name: str, spec: ExpertSpec) -> None:
         raise ValueError(problem)
 
 
-def separate_computation(name: str, spec: ExpertSpec, *, has_extras: bool) -> Computation | None:
+def find_separate_computation(
+    name: str, spec: ExpertSpec, *, has_extras: bool
+) -> Computation | None:
     """Return the function that replaces `expert_mlp` for these experts; None = `expert_mlp`."""
     # `has_extras`: they have biases or an activation of the model's own.
     is_floating = all(dtype.is_floating_point for dtype in spec.dtypes or ())
     may_group = name == "auto" and spec.recipe is None and is_floating
     if may_group and (problem := spec.find_grouped_problem()) is not None:
         warnings.warn(f"experts are multiplied one by one, slowly: {problem}", stacklevel=2)
-        return _sequential
-    return EXPERT_BACKENDS[name] or (_under_autograd if has_extras else None)
+        return _compute_expert_by_expert
+    return EXPERT_BACKENDS[name] or (_compute_under_autograd if has_extras else None)
 
 
-def _under_autograd(inp: ExpertInput, weights: ExpertWeights, options: ActivationOptions) -> Tensor:
+def _compute_under_autograd(
+    inp: ExpertInput, weights: ExpertWeights, options: ActivationOptions
+) -> Tensor:
     """Return y_SD by torch's grouped_mm under autograd, which saves more than X and H."""
-    inp = summed_input(inp)
+    inp = convert_to_summed_input(inp)
     rows_SD, index = inp.rows.values, inp.index
     check_backend("torch", ExpertSpec.of(inp.rows, weights, options))
     warn_about_plain(rows_SD, "an expert with biases or an activation of its own")
@@ -108,24 +112,26 @@ def _under_autograd(inp: ExpertInput, weights: ExpertWeights, options: Activatio
     # input; a `where` on all sides keeps that garbage, NaN included, out of every result.
     x_RD = gather_rows(rows_SD, *row_map)
     x_RD = torch.where(is_row_R1, x_RD, 0)
-    h_RC = _grouped(x_RD, weights.w1_eCD, weights.update1, index.offsets_e)
+    h_RC = _multiply_grouped(x_RD, weights.w1_eCD, weights.update1, index.offsets_e)
     h_RC = torch.where(is_row_R1, h_RC, 0)
     if weights.b1_eC is not None:
-        h_RC = h_RC + gather_plain(weights.b1_eC, expert_R)
+        h_RC = h_RC + gather_rows_by_index(weights.b1_eC, expert_R)
     weights_R1 = index.weights_R[:, None]
     if weights.b1_eC is None and weights.b2_eD is None:  # keeps H alone, on GPUs
         a_RF = weighted_activation(h_RC, index.weights_R, index.num_rows, options)
     else:  # differentiable twice
         a_RF = activate_rows(h_RC, options) * weights_R1
         a_RF = torch.where(is_row_R1, a_RF.to(x_RD.dtype), 0)
-    y_RD = _grouped(a_RF, weights.w2_eDF, weights.update2, index.offsets_e)
+    y_RD = _multiply_grouped(a_RF, weights.w2_eDF, weights.update2, index.offsets_e)
     y_RD = torch.where(is_row_R1, y_RD, 0)
     if weights.b2_eD is not None:
-        y_RD = y_RD + (gather_plain(weights.b2_eD, expert_R) * weights_R1).to(y_RD.dtype)
+        y_RD = y_RD + (gather_rows_by_index(weights.b2_eD, expert_R) * weights_R1).to(y_RD.dtype)
     return sum_rows(y_RD, *row_map)
 
 
-def _grouped(x_RI: Tensor, w_eOI: Tensor, update: LowRankUpdate | None, offs: Tensor) -> Tensor:
+def _multiply_grouped(
+    x_RI: Tensor, w_eOI: Tensor, update: LowRankUpdate | None, offs: Tensor
+) -> Tensor:
     """Return the products with each expert's matrix and LoRA update; unused rows are undefined."""
     y_RO = grouped_mm(x_RI, w_eOI.transpose(1, 2), offs=offs)
     if update is None:
@@ -134,36 +140,38 @@ def _grouped(x_RI: Tensor, w_eOI: Tensor, update: LowRankUpdate | None, offs: Te
     return y_RO + grouped_mm(u_Rr, update.b_eOr.transpose(1, 2), offs=offs)
 
 
-def _sequential(inp: ExpertInput, weights: ExpertWeights, options: ActivationOptions) -> Tensor:
-    inp = summed_input(inp)
+def _compute_expert_by_expert(
+    inp: ExpertInput, weights: ExpertWeights, options: ActivationOptions
+) -> Tensor:
+    inp = convert_to_summed_input(inp)
     rows_SD, index = inp.rows.values, inp.index
-    stops = _stops(index)
+    stops = _read_row_ends(index)
     parts = []
     for i, (start, stop) in enumerate(zip([0, *stops[:-1]], stops, strict=True)):
-        x_RD = gather_plain(rows_SD, index.row_ids_R[start:stop])
+        x_RD = gather_rows_by_index(rows_SD, index.row_ids_R[start:stop])
         weights_R1 = index.weights_R[start:stop, None]
-        h_RC = x_RD @ _matrix(weights.w1_eCD, weights.update1, i).T
+        h_RC = x_RD @ _compute_expert_matrix(weights.w1_eCD, weights.update1, i).T
         if weights.b1_eC is not None:
             h_RC = h_RC + weights.b1_eC[i]
         a_RF = activate_rows(h_RC, options) * weights_R1
-        y_RD = a_RF.to(x_RD.dtype) @ _matrix(weights.w2_eDF, weights.update2, i).T
+        y_RD = a_RF.to(x_RD.dtype) @ _compute_expert_matrix(weights.w2_eDF, weights.update2, i).T
         if weights.b2_eD is not None:
             y_RD = y_RD + (weights.b2_eD[i] * weights_R1).to(y_RD.dtype)
         parts.append(y_RD)
-    return sum_plain(torch.cat(parts), index.row_ids_R[: stops[-1]], rows_SD.shape[0])
+    return sum_rows_by_index(torch.cat(parts), index.row_ids_R[: stops[-1]], rows_SD.shape[0])
 
 
 # None = products of `kernels/experts/products.py`.
 EXPERT_BACKENDS: Registry[Computation | None] = Registry(
     "expert_backend",
-    {**dict.fromkeys(("auto", "triton", "torch", "te")), "sequential": _sequential},
+    {**dict.fromkeys(("auto", "triton", "torch", "te")), "sequential": _compute_expert_by_expert},
 )
 ExpertBackend = Annotated[
     Literal["auto", "triton", "torch", "te", "sequential"] | str, OneOf(EXPERT_BACKENDS)
 ]
 
 
-def _stops(index: ExpertIndex) -> list[int]:
+def _read_row_ends(index: ExpertIndex) -> list[int]:
     """Return the end of each expert's rows on the host. One host sync; on meta loads are even."""
     e, R = index.offsets_e.shape[0], index.row_ids_R.shape[0]
     if not index.offsets_e.is_meta:
@@ -172,7 +180,7 @@ def _stops(index: ExpertIndex) -> list[int]:
     return [R * i // e for i in range(1, e + 1)]
 
 
-def _matrix(w_eOI: Tensor, update: LowRankUpdate | None, i: int) -> Tensor:
+def _compute_expert_matrix(w_eOI: Tensor, update: LowRankUpdate | None, i: int) -> Tensor:
     return w_eOI[i] if update is None else w_eOI[i] + update.b_eOr[i] @ update.a_erI[i]
 
 
@@ -206,13 +214,13 @@ def _add_rows(y_RD: Tensor, ids_R: Tensor, num_rows: int) -> Tensor:
     return out.index_add_(0, ids_R, y_RD.to(dtype)).to(y_RD.dtype)
 
 
-def gather_plain(x_SD: Tensor, ids_R: Tensor) -> Tensor:
+def gather_rows_by_index(x_SD: Tensor, ids_R: Tensor) -> Tensor:
     """Return x_SD[ids_R]; its backward sums in fp32."""
     result: Tensor = _GatherRows.apply(x_SD, ids_R)
     return result
 
 
-def sum_plain(y_RD: Tensor, ids_R: Tensor, num_rows: int) -> Tensor:
+def sum_rows_by_index(y_RD: Tensor, ids_R: Tensor, num_rows: int) -> Tensor:
     """Return out[s] = sum of y_RD[r] over ids_R[r] == s, summed in fp32 and rounded once."""
     # Not bit-reproducible on CUDA: the adds are atomic.
     result: Tensor = _SumRows.apply(y_RD, ids_R, num_rows)

@@ -17,9 +17,9 @@ left out, and all other pairs have the same weight. The loss therefore does not 
 parallel layout. Ranks that share a micro-batch (cp, tp) count its tokens together. If each forward
 has its own cp, several data ranks share a micro-batch, which then counts once for each of them.
 
-The number of pairs must be known before the first backward. `MoEState.announce` sums it once per
-step. Without `announce` a forward knows only the ranks of this micro-batch. Its loss is then the
-mean over ranks with tokens, and the step takes the mean over all micro-batches.
+The number of pairs must be known before the first backward. `MoEState.announce_micro_batches`
+sums it once per step. Without this call a forward knows only the ranks of this micro-batch. Its
+loss is then the mean over ranks with tokens, and the step takes the mean over all micro-batches.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from moecore.kernels.routing.margins import NUM_BINS, add_margins_
 from moecore.moe.aux_loss import LossFactors
 from moecore.moe.micro_batch import MicroBatch
 from moecore.moe.records import Routing
-from moecore.moe.router import best_ids
+from moecore.moe.router import choose_best_ids
 
 LOSS_NAMES = ("micro_batch", "sequence", "global_batch", "z")
 
@@ -61,8 +61,8 @@ class BalanceGroups:
     by_cp: Mapping[int, dist.ProcessGroup] = field(default_factory=dict)
     weight: int = 1  # data ranks for which the auxiliary losses of a micro-batch count
 
-    def of(self, cp: int | None) -> BalanceGroups:
-        """Return the groups for a forward over `cp` context parallel ranks; None = `self.cp`."""
+    def select_cp(self, cp: int | None) -> BalanceGroups:
+        """Return the groups that count tokens of a forward over `cp` ranks; None = `self.cp`."""
         if cp in (None, self.cp):
             return self
         if cp not in self.by_cp:
@@ -102,7 +102,7 @@ class LoadCounts:
             margins_EX=zeros(E, NUM_BINS) if quantile else None,
         )
 
-    def tensors(self) -> list[Tensor]:
+    def list_tensors(self) -> list[Tensor]:
         """Return the tensors that are not None."""
         return [t for f in fields(self) if (t := getattr(self, f.name)) is not None]
 
@@ -126,7 +126,7 @@ class LoadTracker(LossFactors):
     def __init__(self, config: MoEConfig, *, runs: int = 1) -> None:
         super().__init__()
         self.runs = runs
-        self._check(config)
+        self._check_config(config)
         self.config = config
         self.groups = BalanceGroups()
         self.counts: LoadCounts | None = None
@@ -145,17 +145,17 @@ class LoadTracker(LossFactors):
         # Ranks with tokens in each forward of a step without `announce`, on CPUs, whose host reads
         # them without a wait.
         self.ranks_with_tokens: list[Tensor] = []
-        for tensor in self.counts.tensors() if self.counts else ():
+        for tensor in self.counts.list_tensors() if self.counts else ():
             tensor.zero_()
 
     def set_config(self, config: MoEConfig) -> None:
         """Use another balance config from the next step on; drops the counts."""
-        self._check(config)
+        self._check_config(config)
         self.config = config
         self.counts = None
         self.reset()
 
-    def _check(self, config: MoEConfig) -> None:
+    def _check_config(self, config: MoEConfig) -> None:
         # Which of its runs came before depends on the order of backwards.
         if self.runs > 1 and (coef := config.balance.global_batch_coef):
             raise ValueError(
@@ -163,14 +163,14 @@ class LoadTracker(LossFactors):
                 f"{self.runs} times in a forward: use micro_batch_coef"
             )
 
-    def start_in_flight(self) -> None:
-        """Prepare for several forwards before their backwards, until `reset`."""
+    def allow_forwards_in_flight(self) -> None:
+        """Allow several forwards before the first backward, until `reset`."""
         # A global-batch loss then counts the forwards that began before, whether their backward has
         # run or not, as of micro-batches that run one after the other.
         if self.config.balance.global_batch_coef:
             self._seen_E = torch.zeros(self.config.num_candidates, dtype=torch.int64)
 
-    def attach(
+    def attach_losses(
         self, y: Tensor, routing: Routing, micro_batch: MicroBatch, bias_E: Tensor | None
     ) -> Tensor:
         """Return y with auxiliary losses and counts attached to its backward; no host sync."""
@@ -181,14 +181,14 @@ class LoadTracker(LossFactors):
         if torch.compiler.is_compiling():
             result: Tensor = self._attach_uncompiled(y, routing, micro_batch, bias_E)
             return result
-        return self._attach(y, routing, micro_batch, bias_E)
+        return self._attach_losses(y, routing, micro_batch, bias_E)
 
     # Dynamo would guard on the Python state, which changes with every micro-batch, and recompile.
     @torch.compiler.disable
     def _attach_uncompiled(self, *args: Any) -> Tensor:
-        return self._attach(*args)
+        return self._attach_losses(*args)
 
-    def _attach(
+    def _attach_losses(
         self, y: Tensor, routing: Routing, micro_batch: MicroBatch, bias_E: Tensor | None
     ) -> Tensor:
         self._move_counts(y.device)
@@ -206,19 +206,19 @@ class LoadTracker(LossFactors):
             prior_E = None if counts is None else counts.choices_E
             if config.counts_best_scores:
                 assert logits_TE is not None
-                best_TK = best_ids(logits_TE, config, routing.padding_mask_T)
+                best_TK = choose_best_ids(logits_TE, config, routing.padding_mask_T)
                 prior_E = None if counts is None else counts.best_E
             ids_TK = routing.chosen_ids_TK if best_TK is None else best_TK
             if self._seen_E is not None:
-                prior_E = seen_E = self._count_forward(ids_TK)
-            num_sequences, sequences_T = micro_batch.sequences(ids_TK.shape[0])
+                prior_E = seen_E = self._add_forward_counts(ids_TK)
+            num_sequences, sequences_T = micro_batch.find_sequences(ids_TK.shape[0])
             observes = self.has_steps and y.device.type == "cpu" and not is_recomputing()
-            losses = balance_losses(
+            losses = compute_balance_losses(
                 routing,
                 ids_TK,
                 num_sequences,
                 config,
-                self.groups.of(micro_batch.cp),
+                self.groups.select_cp(micro_batch.cp),
                 prior_counts_E=prior_E,
                 sequences_T=sequences_T,
                 token_weight=self.token_weight,
@@ -237,8 +237,8 @@ class LoadTracker(LossFactors):
         result: Tensor = _Attach.apply(y, losses, self, seen_E, *observed)
         return result
 
-    def _count_forward(self, ids_TK: Tensor) -> Tensor:
-        """Return the summed counts of earlier forwards of this step, then add this forward's."""
+    def _add_forward_counts(self, ids_TK: Tensor) -> Tensor:
+        """Add this forward's load to the step's counts; return the counts before the addition."""
         if is_recomputing():  # it has seen what it saw at first; it is the oldest that waits
             self._repeated = self._priors[0]
             return self._repeated
@@ -271,11 +271,13 @@ class LoadTracker(LossFactors):
         counts = self.counts
         if counts is not None and counts.choices_E.device != device:
             counts_on_device = LoadCounts.zeros(self.config, device)
-            for new, old in zip(counts_on_device.tensors(), counts.tensors(), strict=True):
+            for new, old in zip(
+                counts_on_device.list_tensors(), counts.list_tensors(), strict=True
+            ):
                 new.copy_(old)
             self.counts = counts_on_device
 
-    def _end_in_flight(self, seen_E: Tensor | None) -> None:
+    def _end_forward_in_flight(self, seen_E: Tensor | None) -> None:
         """End the forward that read `seen_E`; raise if another forward was recomputed for it."""
         if seen_E is None:
             return
@@ -288,13 +290,13 @@ class LoadTracker(LossFactors):
                 "forwards: use micro_batch_coef"
             )
 
-    def commit(
+    def commit_counts(
         self, losses: Tensor | None, seen_E: Tensor | None, observed: tuple[Any, ...]
     ) -> None:
         """Add one micro-batch to the counts, in backward: two kernels, and one per option."""
         ids_TK, capacity_ids_TK, best_TK, logits_TE, bias_E, padding_mask_T = observed
         self.num_in_flight = max(0, self.num_in_flight - 1)
-        self._end_in_flight(seen_E)
+        self._end_forward_in_flight(seen_E)
         if _is_capturing(ids_TK):  # what is captured has not run
             self.num_captured += 1
         else:
@@ -366,15 +368,15 @@ class _Attach(torch.autograd.Function):
             )
         if not ctx.is_committed:
             with torch.no_grad():
-                ctx.tracker.commit(losses, ctx.seen_E, tuple(observed))
+                ctx.tracker.commit_counts(losses, ctx.seen_E, tuple(observed))
         ctx.is_committed = True
         dlosses = None
         if ctx.needs_input_grad[1]:
-            dlosses = ctx.tracker.losses_gradient(losses)
+            dlosses = ctx.tracker.compute_losses_grad(losses)
         return grads[0], dlosses, None, None, *[None] * len(observed)
 
 
-def balance_losses(
+def compute_balance_losses(
     routing: Routing,
     ids_TK: Tensor,
     num_sequences: int,

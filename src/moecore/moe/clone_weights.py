@@ -1,6 +1,6 @@
 """Weights of a rank's local experts and clones, concatenated for the experts' kernels.
 
-    with_clones(ExpertWeights of e experts, Clones) -> ExpertWeights of e + n experts
+    concatenate_clones(ExpertWeights of e experts, Clones) -> ExpertWeights of e + n experts
 
 Backward returns the clones' gradients to the ranks of their experts. Only the clones' weights are
 saved for backward. Backward concatenates them with the experts' weights again.
@@ -28,12 +28,12 @@ from moecore.kernels.experts.contract import (
     LowRankUpdate,
 )
 from moecore.kernels.rows.scaling import OperandPair
-from moecore.moe.clones import AnyClones, carried
+from moecore.moe.clones import AnyClones, view_as_sendable_dtype
 
 
 @contextmanager
-def with_clones(weights: ExpertWeights, clones: AnyClones | None) -> Iterator[ExpertWeights]:
-    """Yield the weights of e + n experts, or None without clones.
+def concatenate_clones(weights: ExpertWeights, clones: AnyClones | None) -> Iterator[ExpertWeights]:
+    """Concatenate weights of experts and clones; yield them, or None if there are no clones.
 
     In this context, saved tensors of the concatenated weights are stored as their two parts.
     """
@@ -41,7 +41,7 @@ def with_clones(weights: ExpertWeights, clones: AnyClones | None) -> Iterator[Ex
         yield weights
         return
     memory = _CloneMemory(clones)
-    extended = _extend_weights(weights, memory)
+    extended = _append_clone_weights(weights, memory)
     with use_packer(memory.pack):
         yield extended
 
@@ -58,7 +58,7 @@ class _CloneMemory:
         """Return [e + n, ...], a copy if there are clones on this rank."""
         if not clones.shape[0]:
             return local_part.view_as(local_part)
-        full = _cat(local_part, clones)
+        full = _concatenate(local_part, clones)
         self._parts[get_storage_key(full)] = full, local_part.detach(), clones
         return full
 
@@ -79,11 +79,13 @@ class _JoinHandle:
 
     def unpack(self) -> Tensor:
         """Concatenate the parts, and return the view of the copy."""
-        return _cat(*self._parts).as_strided(*self._view)
+        return _concatenate(*self._parts).as_strided(*self._view)
 
 
-def _cat(local_part: Tensor, clones: Tensor) -> Tensor:
-    return torch.cat([carried(local_part), carried(clones)]).view(local_part.dtype)
+def _concatenate(local_part: Tensor, clones: Tensor) -> Tensor:
+    return torch.cat([view_as_sendable_dtype(local_part), view_as_sendable_dtype(clones)]).view(
+        local_part.dtype
+    )
 
 
 class _Extend(torch.autograd.Function):
@@ -150,7 +152,7 @@ class _HomeSink:
         wide = torch.promote_types(self._dtype, torch.float32)
         (home,) = self._clones.add_clone_grads_([compute(*operands, GradTarget(dtype=wide))])
         self._is_home = True
-        grad = self._sink.accumulate(_put, home, self._dtype)
+        grad = self._sink.accumulate(_write_grad, home, self._dtype)
         if grad is None:
             return None
         return torch.cat([grad, grad.new_zeros(self._clones.num_local_clones, *grad.shape[1:])])
@@ -160,7 +162,7 @@ class _HomeSink:
         return False
 
 
-def _put(grad: Tensor, dtype: torch.dtype, target: GradTarget) -> Tensor:
+def _write_grad(grad: Tensor, dtype: torch.dtype, target: GradTarget) -> Tensor:
     """Write an already computed gradient to a target."""
     if target.scale != 1.0:
         grad = grad * target.scale
@@ -169,7 +171,7 @@ def _put(grad: Tensor, dtype: torch.dtype, target: GradTarget) -> Tensor:
     return target.out.add_(grad) if target.adds else target.out.copy_(grad)
 
 
-def _extend_weights(weights: ExpertWeights, memory: _CloneMemory) -> ExpertWeights:
+def _append_clone_weights(weights: ExpertWeights, memory: _CloneMemory) -> ExpertWeights:
     """Fetch the clones' weights, and return the concatenated weights. Collective."""
     clones, quantised = memory.clones, weights.quantised
     updates = [u for u in (weights.update1, weights.update2) if u is not None]
@@ -201,12 +203,12 @@ def _extend_weights(weights: ExpertWeights, memory: _CloneMemory) -> ExpertWeigh
         update1=update1,
         update2=update2,
         sinks=(sinks[0], sinks[1]),
-        quantised=None if quantised is None else _extend_pair(quantised, memory),
+        quantised=None if quantised is None else _append_clone_matrices(quantised, memory),
     )
 
 
 @torch.no_grad()
-def _extend_pair(
+def _append_clone_matrices(
     quantised: tuple[OperandPair, OperandPair], memory: _CloneMemory
 ) -> tuple[OperandPair, OperandPair]:
     """Fetch the clones' quantised matrices, and return the concatenated matrices. Collective."""
@@ -218,10 +220,10 @@ def _extend_pair(
     clone_leaves = memory.clones.fetch([leaf.contiguous() for leaf in leaves.values()])
     full_leaves = dict(zip(leaves, map(memory.join, leaves.values(), clone_leaves), strict=True))
 
-    def whole_of(leaf: Tensor) -> Tensor:
+    def get_full_leaf(leaf: Tensor) -> Tensor:
         full = full_leaves[leaf.data_ptr()]
         is_first = leaf.stride() == leaves[leaf.data_ptr()].stride()
         return full if is_first else full.transpose(1, 2)
 
-    pair: tuple[OperandPair, OperandPair] = tree_map_only(Tensor, whole_of, quantised)
+    pair: tuple[OperandPair, OperandPair] = tree_map_only(Tensor, get_full_leaf, quantised)
     return pair

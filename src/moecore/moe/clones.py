@@ -33,7 +33,7 @@ from moecore.base.torch_private import all_gather_single, is_recomputing
 from moecore.kernels.exchange.clones import Places
 from moecore.kernels.routing.clones import ClonePlan, assign_physical_ids, plan_clones
 from moecore.kernels.routing.counts import add_expert_counts
-from moecore.moe.dispatch.collectives import exchange_all
+from moecore.moe.dispatch.collectives import run_collectives
 from moecore.moe.dispatch.exchange import CloneExchange
 from moecore.moe.dispatch.exchange_pool import ExchangePool
 from moecore.moe.pairs import Pairs
@@ -94,27 +94,27 @@ class Cloner:
             self._shared_plan.clear()
 
     @torch.compiler.disable
-    def place(
+    def place_clones(
         self, routing: Routing, pairs: Pairs | None, *, training: bool
     ) -> tuple[Routing, AnyClones | None]:
-        """Return the routing with physical ids, and this forward's clones or None."""
+        """Plan a forward's clones; return the routing with physical ids, and the clones or None."""
         p, ids_TK = self._placement, routing.expert_ids_TK
         if ids_TK.is_meta:  # loads are even, so there are no clones
-            return replace(routing, physical_TK=p.physical_ids(ids_TK)), None
-        plan, before_E = self._plan(ids_TK, pairs)
+            return replace(routing, physical_TK=p.convert_to_physical_ids(ids_TK)), None
+        plan, before_E = self._make_plan(ids_TK, pairs)
         sizes = dict(num_local=p.num_local, num_clones=p.num_clones)
         routing = replace(routing, physical_TK=assign_physical_ids(ids_TK, before_E, plan, **sizes))
         if training and torch.is_grad_enabled() and not is_recomputing():
-            self._count(plan.experts_N)
-        return routing, self._clones(plan.experts_N, pairs)
+            self._count_clones(plan.experts_N)
+        return routing, self._make_clones(plan.experts_N, pairs)
 
-    def _plan(self, ids_TK: Tensor, pairs: Pairs | None) -> tuple[ClonePlan, Tensor]:
+    def _make_plan(self, ids_TK: Tensor, pairs: Pairs | None) -> tuple[ClonePlan, Tensor]:
         """Return the plan, and int32 [E], each expert's tokens on ranks before this rank."""
         p = self._placement
         if self._shared_plan is not None:
             none_E = torch.zeros(p.num_experts, dtype=torch.int32, device=ids_TK.device)
-            return self._shared_plan.part_of(ids_TK), none_E
-        counts_GE = self._counts(ids_TK, pairs)
+            return self._shared_plan.divide_choices(ids_TK), none_E
+        counts_GE = self._gather_counts(ids_TK, pairs)
         plan = plan_clones(
             counts_GE.sum(0, dtype=torch.int32),
             num_ranks=p.ep,
@@ -123,7 +123,7 @@ class Cloner:
         )
         return plan, counts_GE[: dist.get_rank(p.group)].sum(0, dtype=torch.int32)
 
-    def _clones(self, experts_N: Tensor, pairs: Pairs | None) -> AnyClones | None:
+    def _make_clones(self, experts_N: Tensor, pairs: Pairs | None) -> AnyClones | None:
         """Return the clones of a plan, or None if there are none.
 
         With collectives and a plan per forward, this is a host sync.
@@ -132,30 +132,30 @@ class Cloner:
         if self._exchanges is not None:
             sizes = dict(num_clones=p.num_clones, num_local=p.num_local, etp=p.etp)
             places = Places(experts_N=experts_N, **sizes)
-            return PeerClones(self._exchanges.clones(experts_N.device), places)
+            return PeerClones(self._exchanges.get_clone_exchange(experts_N.device), places)
         experts = experts_N.tolist() if self._shared_plan is None else self._shared_plan.experts
-        return None if max(experts) < 0 else Clones.of(experts, p, self._group, pairs)
+        return None if max(experts) < 0 else Clones.from_plan(experts, p, self._group, pairs)
 
-    def _count(self, experts_N: Tensor) -> None:
+    def _count_clones(self, experts_N: Tensor) -> None:
         """Add this forward's clones on this rank to the counts, on the device."""
         here_c = experts_N.view(self._placement.ep, -1)[dist.get_rank(self._group)] >= 0
         counts_2 = self.counts(experts_N.device)
         counts_2[0] += here_c.sum()
         counts_2[1] += 1
 
-    def _counts(self, ids_TK: Tensor, pairs: Pairs | None) -> Tensor:
+    def _gather_counts(self, ids_TK: Tensor, pairs: Pairs | None) -> Tensor:
         """All-gather the number of tokens of each rank for each expert, int64 [G, E]."""
         p = self._placement
         local_counts_1E = torch.zeros(1, p.num_experts, dtype=torch.int64, device=ids_TK.device)
         add_expert_counts(local_counts_1E, ids_TK)
         if self._exchanges is not None:
-            return self._exchanges.clones(ids_TK.device).gather(local_counts_1E)
+            return self._exchanges.get_clone_exchange(ids_TK.device).gather(local_counts_1E)
         counts_GE = local_counts_1E.new_empty(p.group.size(), p.num_experts)
-        exchange_all(all_gather_single, [counts_GE], [local_counts_1E], pairs, group=p.group)
+        run_collectives(all_gather_single, [counts_GE], [local_counts_1E], pairs, group=p.group)
         return counts_GE
 
-    def cut(self, inp: ExpertInput, clones: AnyClones | None) -> ExpertInput:
-        """Add the clones to the experts' input, and remove empty places from its index."""
+    def add_clones_to_input(self, inp: ExpertInput, clones: AnyClones | None) -> ExpertInput:
+        """Return the experts' input with the clones, and without empty places in its index."""
         number = self._placement.num_local + (0 if clones is None else clones.num_local_clones)
         index = inp.index._replace(offsets_e=inp.index.offsets_e[:number])
         return replace(inp, index=index, clones=clones)
@@ -174,7 +174,7 @@ class Clones:
     order: tuple[int, ...]  # index of the received clone in each slot
 
     @classmethod
-    def of(
+    def from_plan(
         cls,
         experts: Sequence[int],
         placement: ExpertPlacement,
@@ -249,8 +249,11 @@ class Clones:
         splits = [list(self.receive_splits), list(self.send_splits)]
         receive, send = reversed(splits) if is_home else splits
         outs = [t.new_empty((number, *t.shape[1:])) for t in tensors]
-        inward, outward = list(map(carried, outs)), [carried(t.contiguous()) for t in tensors]
-        exchange_all(
+        inward, outward = (
+            list(map(view_as_sendable_dtype, outs)),
+            [view_as_sendable_dtype(t.contiguous()) for t in tensors],
+        )
+        run_collectives(
             dist.all_to_all_single,
             inward,
             outward,
@@ -287,8 +290,8 @@ class PeerClones:
 AnyClones = Clones | PeerClones
 
 
-def carried(tensor: Tensor) -> Tensor:
-    """Return a view of a tensor in a dtype that every communicator can send."""
+def view_as_sendable_dtype(tensor: Tensor) -> Tensor:
+    """Return a view of a tensor as a dtype that every communicator can send."""
     return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
 
 
@@ -321,11 +324,11 @@ class PeriodicPlan:
         if self._plan is not None:
             self._plan.experts_N.fill_(-1)
 
-    def part_of(self, ids_TK: Tensor) -> ClonePlan:
-        """Divide this rank's choices by the plan's shares of each expert's tokens."""
+    def divide_choices(self, ids_TK: Tensor) -> ClonePlan:
+        """Divide this rank's choices between experts and clones by the shares of the plan."""
         # No communication, no host sync. Example: expert 0 had nine tokens, and its clone has
         # tokens 6 to 9. Of three choices on this rank, the last is sent to the clone.
-        plan, loads_N = self._tensors(ids_TK.device)
+        plan, loads_N = self._get_tensors(ids_TK.device)
         E = self._placement.num_experts
         local_counts_1E = torch.zeros(1, E, dtype=torch.int64, device=ids_TK.device)
         add_expert_counts(local_counts_1E, ids_TK)
@@ -344,7 +347,7 @@ class PeriodicPlan:
         if self._steps_remaining > 0:
             return
         self._steps_remaining = self._num_steps
-        p, (plan, loads_N) = self._placement, self._tensors(loads_E.device)
+        p, (plan, loads_N) = self._placement, self._get_tensors(loads_E.device)
         new_plan = plan_clones(
             loads_E.int(), num_ranks=p.ep, num_clones=p.num_clones, min_share=self._min_excess
         )
@@ -354,7 +357,7 @@ class PeriodicPlan:
         if self._is_read:
             self.experts = plan.experts_N.tolist()
 
-    def _tensors(self, device: torch.device) -> tuple[ClonePlan, Tensor]:
+    def _get_tensors(self, device: torch.device) -> tuple[ClonePlan, Tensor]:
         if self._plan is None or self._loads_N is None:
             empty_N = torch.full((len(self.experts),), -1, dtype=torch.int32, device=device)
             self._plan = ClonePlan(empty_N, empty_N.clone(), empty_N.clone())

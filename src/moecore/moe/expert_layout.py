@@ -48,7 +48,7 @@ class ExpertLayout(CheckedRecord):
             )
 
 
-def expert_shapes(config: MoEConfig, layout: ExpertLayout) -> dict[str, tuple[int, ...]]:
+def compute_expert_shapes(config: MoEConfig, layout: ExpertLayout) -> dict[str, tuple[int, ...]]:
     """Return the global shape of each expert parameter by name."""
     E, D, F_ = config.num_experts, config.expert_dim, config.hidden_dim
     separate = config.gated and layout.gate_up == "separate"

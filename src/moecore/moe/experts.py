@@ -42,9 +42,14 @@ from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.scaling import GATHERED_KINDS, OperandPair
 from moecore.kernels.rows.shard_blocks import view_as_matrices
 from moecore.moe.amax_history import AmaxHistory
-from moecore.moe.backends import EXPERT_BACKENDS, ExpertBackend, check_backend, separate_computation
-from moecore.moe.clone_weights import with_clones
-from moecore.moe.expert_layout import ExpertLayout, expert_shapes
+from moecore.moe.backends import (
+    EXPERT_BACKENDS,
+    ExpertBackend,
+    check_backend,
+    find_separate_computation,
+)
+from moecore.moe.clone_weights import concatenate_clones
+from moecore.moe.expert_layout import ExpertLayout, compute_expert_shapes
 from moecore.moe.low_rank import LowRank, SlicePart
 from moecore.moe.param_reader import ParamReader
 from moecore.moe.records import ExpertInput, UnsummedRows
@@ -61,7 +66,7 @@ class Experts(nn.Module):
         w2: [E, D, F].
         b1: [E, 2, F] or [E, F], with `fc1_bias`.
         b2: [E, D], with `fc2_bias`.
-        lora: low-rank updates of w1 and w2 that `adapt` adds, by the matrix's name.
+        lora: low-rank updates of w1 and w2 that `add_low_rank_updates` adds, by the matrix's name.
 
     `own_activation` replaces the config's activation. It maps FC1's output [R, C] in fp32 to
     [R, F], elementwise, as differentiable torch code without parameters. The config's activation
@@ -88,12 +93,12 @@ class Experts(nn.Module):
                 "use 'split'"
             )
         self.reader = ParamReader()
-        # (key, options) of the last forward; see `_depends_on`.
+        # (key, options) of the last forward; see `_make_options_key`.
         self._options_cache: tuple[Any, ExpertMLPOptions | None] = (None, None)
         self.set_backend(backend)
         self.etp_rank = 0  # which slice of F (and of D in b2) is this rank's; set when sharded
         self.etp_size = 1
-        for name, shape in expert_shapes(config, self.layout).items():
+        for name, shape in compute_expert_shapes(config, self.layout).items():
             parameter = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
             self.register_parameter(name, parameter)
 
@@ -114,7 +119,7 @@ class Experts(nn.Module):
         self, backend: str, *, recompute_fc1: bool = False, recipe: Recipe | None = None
     ) -> None:
         """Raise ValueError for a backend that cannot compute or recompute these experts."""
-        check_backend(backend, self.spec(recipe=recipe))
+        check_backend(backend, self.make_spec(recipe=recipe))
         if recompute_fc1 and (EXPERT_BACKENDS[backend] is not None or self.has_extras):
             feature = "biases" if self._is_biased else "an activation of the model's own"
             wrong = (
@@ -125,7 +130,7 @@ class Experts(nn.Module):
                 "checkpointing instead"
             )
 
-    def adapt(self, name: str, update: LowRank) -> None:
+    def add_low_rank_updates(self, name: str, update: LowRank) -> None:
         """Add low-rank updates to a matrix, by the layout's name of w1 or w2."""
         names = (self.layout.w1, self.layout.w2)
         if name not in names or self.is_separate:
@@ -145,7 +150,7 @@ class Experts(nn.Module):
         names = mesh.mesh_dim_names or ()
         dims = tuple(n for n in names if mesh.size(names.index(n)) > 1) or ("ep",)
         submesh = mesh[dims]  # once: it takes a millisecond
-        for role, dim in self._hidden_dims().items():
+        for role, dim in self._get_hidden_dims().items():
             strided = role in ("w1", "b1") and self.is_strided
             etp = StridedShard(dim, split_factor=2) if strided else Shard(dim)
             placements = {"ep": Shard(0), "etp": etp}
@@ -167,7 +172,7 @@ class Experts(nn.Module):
         """Whether gate and up of FC1 are two parameters."""
         return self.config.gated and self.layout.gate_up == "separate"
 
-    def _hidden_dims(self) -> dict[str, int]:
+    def _get_hidden_dims(self) -> dict[str, int]:
         """Return {role: dim that etp shards} of the parameters that exist."""
         split = int(self.config.gated and self.layout.gate_up == "split")
         transposed = self.layout.transposed
@@ -180,7 +185,7 @@ class Experts(nn.Module):
             dims["b2"] = 1
         return dims
 
-    def model_dim_of(self, param: nn.Parameter) -> int | None:
+    def get_model_dim_idx(self, param: nn.Parameter) -> int | None:
         """Return the index of a matrix's dim of size D (model dim); None for a bias."""
         transposed = self.layout.transposed
         fc1 = [self.layout.w1] + [self.layout.w3] * self.is_separate
@@ -198,8 +203,8 @@ class Experts(nn.Module):
             else:
                 init_normal_(parameter, std=std, key=f"{key}.{name}", seed=seed)
 
-    def spec(self, **fields: Any) -> ExpertSpec:
-        """Return the properties that decide which backends can compute these experts."""
+    def make_spec(self, **fields: Any) -> ExpertSpec:
+        """Make the record of properties that decide which backends can compute these experts."""
         return ExpertSpec(
             gated=self.config.gated,
             interleaved=self._is_interleaved,
@@ -214,20 +219,24 @@ class Experts(nn.Module):
         """Return y_SD, the weighted sum over the local experts of each source row."""
         # It has the dtype of `inp.rows`, is added in fp32 and rounded once, and is a partial sum
         # under ep and etp. Expert rows are not summed where `inp.unsummed` is set.
-        with self.reader.reading():
-            weights = self._weights(inp.rows.dtype)
-            with NOTHING if inp.clones is None else with_clones(weights, inp.clones) as all_weights:
-                return self._multiply(inp, all_weights or weights)
+        with self.reader.exclude_from_activations():
+            weights = self._prepare_weights(inp.rows.dtype)
+            with (
+                NOTHING
+                if inp.clones is None
+                else concatenate_clones(weights, inp.clones) as all_weights
+            ):
+                return self._run_backend(inp, all_weights or weights)
 
-    def _multiply(self, inp: ExpertInput, weights: ExpertWeights) -> Tensor | UnsummedRows:
-        depends_on = self._depends_on(inp.rows, weights)
+    def _run_backend(self, inp: ExpertInput, weights: ExpertWeights) -> Tensor | UnsummedRows:
+        depends_on = self._make_options_key(inp.rows, weights)
         last, options = self._options_cache
         if options is None or depends_on is None or depends_on != last:
-            activation = activation_options(
+            activation = make_activation_options(
                 self.config, interleaved=self._is_interleaved, function=self.own_activation
             )
             spec = ExpertSpec.of(inp.rows, weights, activation, self.recipe)
-            compute = separate_computation(self.backend, spec, has_extras=self.has_extras)
+            compute = find_separate_computation(self.backend, spec, has_extras=self.has_extras)
             if compute is not None:
                 return compute(inp, weights, activation)
             options = ExpertMLPOptions(
@@ -238,7 +247,7 @@ class Experts(nn.Module):
             )
             if depends_on is not None:
                 self._options_cache = depends_on, options
-        with _counting(inp, is_quantised=self.recipe is not None):
+        with _declare_used_rows(inp, is_quantised=self.recipe is not None):
             y = expert_mlp(
                 inp.rows,
                 weights,
@@ -249,7 +258,7 @@ class Experts(nn.Module):
             )
         return y if inp.unsummed is None else UnsummedRows(y)
 
-    def _depends_on(self, rows: Rows, weights: ExpertWeights) -> tuple[Any, ...] | None:
+    def _make_options_key(self, rows: Rows, weights: ExpertWeights) -> tuple[Any, ...] | None:
         """Return the key under which a forward's options are cached; None = do not cache."""
         w1_eCD, w2_eDF = weights.w1_eCD, weights.w2_eDF
         if torch.compiler.is_compiling() or w1_eCD.is_meta:
@@ -267,7 +276,7 @@ class Experts(nn.Module):
 
     @property
     def updates(self) -> Mapping[str, LowRank]:
-        """The low-rank updates that `adapt` added, by the name of their matrix."""
+        """The low-rank updates that `add_low_rank_updates` added, by the name of their matrix."""
         return self._modules.get("lora") or {}  # type: ignore[return-value]
 
     @property
@@ -294,36 +303,38 @@ class Experts(nn.Module):
     def _is_interleaved(self) -> bool:
         return self.config.gated and self.layout.gate_up == "interleaved"
 
-    def _weights(self, dtype: torch.dtype) -> ExpertWeights:
+    def _prepare_weights(self, dtype: torch.dtype) -> ExpertWeights:
         config = self.config
-        w1_eCD, sink1 = self._fc1_eCD(dtype)
-        w2_eDF = self._weight("w2", dtype)
+        w1_eCD, sink1 = self._read_fc1_eCD(dtype)
+        w2_eDF = self._read_param("w2", dtype)
         if self.layout.transposed:
             w2_eDF = w2_eDF.transpose(1, 2)
         return ExpertWeights(
             w1_eCD=w1_eCD,
             w2_eDF=w2_eDF,
-            b1_eC=self._weight("b1", dtype).flatten(1) if config.fc1_bias else None,
-            b2_eD=self._fc2_bias(dtype) if config.fc2_bias else None,
-            update1=self._update(self.layout.w1, dtype, outputs=self._slice_columns),
-            update2=self._update(self.layout.w2, dtype, inputs=self._slice_hidden),
-            sinks=(sink1, self._sink("w2", w2_eDF)),
-            quantised=self._quantised(w1_eCD, w2_eDF),
-            magnitudes=self._magnitudes(w1_eCD.device),
+            b1_eC=self._read_param("b1", dtype).flatten(1) if config.fc1_bias else None,
+            b2_eD=self._read_fc2_bias(dtype) if config.fc2_bias else None,
+            update1=self._make_lora_update(self.layout.w1, dtype, outputs=self._slice_columns),
+            update2=self._make_lora_update(self.layout.w2, dtype, inputs=self._slice_hidden),
+            sinks=(sink1, self._make_grad_sink("w2", w2_eDF)),
+            quantised=self._quantise_matrices(w1_eCD, w2_eDF),
+            magnitudes=self._get_amax_tensors(w1_eCD.device),
         )
 
-    def _magnitudes(self, device: torch.device) -> Magnitudes | None:
-        """Return the recorded and the new maxima (amax) of expert rows, for delayed FP8 scaling."""
+    def _get_amax_tensors(self, device: torch.device) -> Magnitudes | None:
+        """Return recorded and current amax tensors of expert rows, for delayed FP8 scaling."""
         history = self.history
         if history is None:
             return None
-        seen = history.record(device, training=self.training)
-        past = {operand: history.amax(operand) for operand in OPERANDS}
+        seen = history.get_current_amax(device, training=self.training)
+        past = {operand: history.get_max_amax(operand) for operand in OPERANDS}
         collected = {operand: seen[operand] for operand in OPERANDS if seen}
         return Magnitudes(past, history.is_sure, collected)
 
-    def _quantised(self, w1_eCD: Tensor, w2_eDF: Tensor) -> tuple[OperandPair, OperandPair] | None:
-        """Return both matrices quantised by the recipe; None = the kernels quantise them."""
+    def _quantise_matrices(
+        self, w1_eCD: Tensor, w2_eDF: Tensor
+    ) -> tuple[OperandPair, OperandPair] | None:
+        """Quantise both matrices by the recipe; None = the kernels quantise them."""
         recipe = self.recipe
         if recipe is None:
             return None
@@ -334,38 +345,38 @@ class Experts(nn.Module):
         operands: list[OperandPair | None] = []
         for roles, matrices in ((fc1, w1_eCD), (["w2"], w2_eDF)):
             params = [getattr(self, getattr(self.layout, role)) for role in roles]
-            blocks = self.reader.blocks_of(params[0])
+            blocks = self.reader.read_fp8_blocks(params[0])
             if blocks is not None and blocks.kind == GATHERED_KINDS.get(recipe.weight_block):
                 operands.append(view_as_matrices(blocks, matrices.shape))
                 continue
             check_values(matrices)
             make = partial(quantise_matrices, matrices, recipe)
-            operands.append(self.reader.quantised((recipe, *roles), params, make))
+            operands.append(self.reader.get_quantised_weights((recipe, *roles), params, make))
         w1, w2 = operands
         return None if w1 is None or w2 is None else (w1, w2)
 
-    def _fc1_eCD(self, dtype: torch.dtype) -> tuple[Tensor, GradSink | None]:
-        """Return FC1's weight as [e, C, D], copied if gate and up are separate, and its sink."""
-        w1 = self._weight("w1", dtype)
+    def _read_fc1_eCD(self, dtype: torch.dtype) -> tuple[Tensor, GradSink | None]:
+        """Read FC1 as [e, C, D], a copy if gate and up are separate; return it and a sink."""
+        w1 = self._read_param("w1", dtype)
         if self.is_separate:
-            return torch.cat([w1, self._weight("w3", dtype)], dim=1), None
+            return torch.cat([w1, self._read_param("w3", dtype)], dim=1), None
         w1_eCD = w1.transpose(1, 2) if self.layout.transposed else w1.flatten(1, -2)
-        return w1_eCD, self._sink("w1", w1_eCD)
+        return w1_eCD, self._make_grad_sink("w1", w1_eCD)
 
-    def _sink(self, role: str, matrices: Tensor) -> GradSink | None:
+    def _make_grad_sink(self, role: str, matrices: Tensor) -> GradSink | None:
         """Return the sink of a weight's gradient; None if memory orders differ."""
         if self.layout.transposed:
             return None
         return find_sink(getattr(self, getattr(self.layout, role)), matrices.shape)
 
-    def _weight(self, role: str, dtype: torch.dtype) -> Tensor:
-        """Return this rank's part of a parameter, cast to `dtype` unless a recipe quantises it."""
+    def _read_param(self, role: str, dtype: torch.dtype) -> Tensor:
+        """Read a parameter's local shard, cast to `dtype` unless a recipe quantises it."""
         param = getattr(self, getattr(self.layout, role))
         if self.recipe is not None:  # it is quantised as it is
             return self.reader.read(param, cast=False)
         return self.reader.read(param).to(dtype)
 
-    def _update(
+    def _make_lora_update(
         self,
         name: str,
         dtype: torch.dtype,
@@ -376,7 +387,7 @@ class Experts(nn.Module):
         """Return the low-rank update of a matrix on this rank, or None."""
         if name not in self.updates:
             return None
-        return self.updates[name].update(
+        return self.updates[name].make_update(
             lambda param: self.reader.read(param).to(dtype), inputs=inputs, outputs=outputs
         )
 
@@ -392,14 +403,14 @@ class Experts(nn.Module):
         result: Tensor = a_erF.unflatten(2, (self.etp_size, -1))[:, :, self.etp_rank]
         return result
 
-    def _fc2_bias(self, dtype: torch.dtype) -> Tensor:
+    def _read_fc2_bias(self, dtype: torch.dtype) -> Tensor:
         """Return b2 with zeros outside this etp rank's slice of D, for the sum over etp."""
-        b2_eD = self._weight("b2", dtype)
+        b2_eD = self._read_param("b2", dtype)
         before = self.etp_rank * b2_eD.shape[1]
         return F.pad(b2_eD, (before, self.config.expert_dim - before - b2_eD.shape[1]))
 
 
-def _counting(inp: ExpertInput, *, is_quantised: bool) -> AbstractContextManager[None]:
+def _declare_used_rows(inp: ExpertInput, *, is_quantised: bool) -> AbstractContextManager[None]:
     """Return a context that tells saved-tensor packers which of R and S rows are used."""
     # Lengths tell matrices apart. Where R is S the source rows are known by their storage, unless
     # experts save quantised rows instead.
@@ -419,13 +430,13 @@ def _counting(inp: ExpertInput, *, is_quantised: bool) -> AbstractContextManager
     return mark_used_rows(*ranges)
 
 
-def activation_options(
+def make_activation_options(
     config: MoEConfig,
     *,
     interleaved: bool = False,
     function: Callable[[Tensor], Tensor] | None = None,
 ) -> ActivationOptions:
-    """Return the activation of a layer's experts; `interleaved` = gate and up columns alternate."""
+    """Make the options of a layer's activation; `interleaved` = gate and up columns alternate."""
     return ActivationOptions(
         kind=config.activation,
         limit=config.activation_limit,

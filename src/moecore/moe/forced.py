@@ -26,10 +26,10 @@ def force_even_load(model: nn.Module) -> None:
     """
     for layer in model.modules():
         if isinstance(layer, MoELayer) and layer.config.assignment != "expert_choice":
-            _force(layer, even_ids)
+            _force_choices(layer, make_even_ids)
 
 
-def force_load(model: nn.Module, shares: Mapping[int, float]) -> None:
+def force_expert_loads(model: nn.Module, shares: Mapping[int, float]) -> None:
     """Force loads in every MoELayer, in place: named experts get given shares of the choices.
 
     The remaining experts have equal shares. A rank's loads differ from the shares by a few choices.
@@ -63,16 +63,16 @@ def force_load(model: nn.Module, shares: Mapping[int, float]) -> None:
         if config.assignment == "expert_choice":
             raise ValueError(f"shares must be left out for {name}, whose experts choose evenly")
     for layer in layers.values():
-        _force(layer, partial(ids_of_shares, shares=dict(shares)))
+        _force_choices(layer, partial(make_ids_from_shares, shares=dict(shares)))
 
 
-def _force(layer: MoELayer, ids: Callable[[int, int, int, torch.device], Tensor]) -> None:
-    layer.part("router").forced_ids = ids
+def _force_choices(layer: MoELayer, ids: Callable[[int, int, int, torch.device], Tensor]) -> None:
+    layer.get_part("router").forced_ids = ids
     off: Any = dict(bias_update_rate=0.0, bias_update="sign", bias_per_micro_batch=False)
     layer.set_balance(replace(layer.config.balance, **off))
 
 
-def ids_of_shares(
+def make_ids_from_shares(
     num_tokens: int,
     num_experts: int,
     top_k: int,
@@ -93,7 +93,7 @@ def ids_of_shares(
     return ids_TK.clamp(max=num_experts - 1).to(torch.int32)
 
 
-def even_ids(num_tokens: int, num_experts: int, top_k: int, device: torch.device) -> Tensor:
+def make_even_ids(num_tokens: int, num_experts: int, top_k: int, device: torch.device) -> Tensor:
     """Return int32 ids [T, K]: the j-th choice of all tokens is `j * step % E`."""
     # The step is the first number from 2E / 3K on that has no divisor in common with E. A token's
     # experts then span two thirds of all, so it goes to about as many ranks as one with random

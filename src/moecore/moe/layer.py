@@ -80,11 +80,11 @@ class RoutedLayer(nn.Module):
         """Number of times that the layer runs in one forward of its model."""
         return self.tracker.runs
 
-    def name_of(self, role: str) -> str:
+    def get_part_name(self, role: str) -> str:
         """Return the name of a part relative to this layer, by its role; "" = this layer."""
         raise NotImplementedError
 
-    def part(self, role: str) -> Any:
+    def get_part(self, role: str) -> Any:
         """Return the part with role "router", "experts" or "shared"; None if there is none."""
         raise NotImplementedError
 
@@ -101,14 +101,14 @@ class RoutedLayer(nn.Module):
         # These fields decide no parameter and no option of the kernels.
         self.config = config
         self.tracker.set_config(config)
-        for owner in (self.part("router"), self.part("experts")):
+        for owner in (self.get_part("router"), self.get_part("experts")):
             if owner is not None:
                 owner.config = config
 
     def drop_step(self) -> None:
         """Drop the counts since the last optimizer step, and cast copies of weights."""
         self.tracker.reset()
-        self.part("experts").reader.drop_copies()
+        self.get_part("experts").reader.drop_copies()
         if self.cloner is not None:
             self.cloner.drop_step()
 
@@ -116,7 +116,7 @@ class RoutedLayer(nn.Module):
         """Return the forward of zero tokens, without the hooks of this module."""
         return self.forward(x_0D)  # type: ignore[no-any-return]
 
-    def _compute(self, expert_input: ExpertInput) -> Any:
+    def _run_experts(self, expert_input: ExpertInput) -> Any:
         """Run the experts module, and return the sums [S, L] or `UnsummedRows`."""
         raise NotImplementedError
 
@@ -132,11 +132,11 @@ class RoutedLayer(nn.Module):
             expert_input = self._dispatch(rows_TL, routing)
         rows = expert_input.rows
         if is_kept and rows.values is rows_TL:
-            expert_input = expert_input.with_rows(
+            expert_input = expert_input.replace_rows(
                 Rows(rows.values, rows.scales, rows.wide_dtype, is_kept=True)
             )
         with mark("moecore::experts"):
-            y_SL = self._compute(expert_input)
+            y_SL = self._run_experts(expert_input)
         with mark("moecore::combine"):
             y_TL = self.dispatcher.combine(y_SL, expert_input.plan)
         return (
@@ -145,14 +145,14 @@ class RoutedLayer(nn.Module):
 
     def _dispatch(self, rows_TL: Tensor, routing: Routing) -> ExpertInput:
         """Dispatch the rows, and return the input of local experts and of local clones."""
-        multiple = self.part("experts").rows_multiple
+        multiple = self.get_part("experts").rows_multiple
         if multiple > 1:
             routing = replace(routing, rows_multiple=multiple)
         if self.cloner is None:
             return self.dispatcher.dispatch(rows_TL, routing)
         pairs, training = self.dispatcher.pairs, self.training
-        routing, clones = self.cloner.place(routing, pairs, training=training)
-        return self.cloner.cut(self.dispatcher.dispatch(rows_TL, routing), clones)
+        routing, clones = self.cloner.place_clones(routing, pairs, training=training)
+        return self.cloner.add_clones_to_input(self.dispatcher.dispatch(rows_TL, routing), clones)
 
     def _track_load(
         self, y: Tensor, routing: Routing, micro_batch: MicroBatch, bias_E: Tensor | None
@@ -162,7 +162,7 @@ class RoutedLayer(nn.Module):
             if y.requires_grad and not torch.compiler.is_compiling():
                 y.register_hook(_warn_of_eval)
             return y
-        return self.tracker.attach(y, routing, micro_batch, bias_E)
+        return self.tracker.attach_losses(y, routing, micro_batch, bias_E)
 
 
 class MoELayer(RoutedLayer):
@@ -237,7 +237,7 @@ class MoELayer(RoutedLayer):
         ValueError is raised for a child that is not moecore's, such as a model's shared expert.
         """
         check_arguments(MoELayer.init_weights, locals())
-        for name, child in _named_parts(self):
+        for name, child in _iterate_parts(self):
             if not isinstance(child, Router | Experts | SharedExpert | Latent):
                 raise ValueError(
                     f"{name} ({type(child).__name__}) must be filled by its own model: call its "
@@ -245,12 +245,12 @@ class MoELayer(RoutedLayer):
                 )
             child.init_weights(std=std, key=f"{key}.{name}", seed=seed)
 
-    def name_of(self, role: str) -> str:
+    def get_part_name(self, role: str) -> str:
         """Return the name of the child with role "router", "experts" or "shared"."""
         result: str = getattr(self.layout, role)
         return result
 
-    def part(self, role: str) -> Any:
+    def get_part(self, role: str) -> Any:
         """Return the child with role "router", "experts" or "shared"; None if there is none."""
         path = getattr(self.layout, role)
         if path in self._modules:
@@ -260,8 +260,8 @@ class MoELayer(RoutedLayer):
             module = None if module is None else module._modules.get(name)
         return module
 
-    def _compute(self, expert_input: ExpertInput) -> Any:
-        return self.part("experts")(expert_input)
+    def _run_experts(self, expert_input: ExpertInput) -> Any:
+        return self.get_part("experts")(expert_input)
 
     def forward(
         self,
@@ -295,45 +295,45 @@ class MoELayer(RoutedLayer):
             ValueError: when the mask or `cu_seqlens` has a wrong shape or dtype, when no group of
                 `cp` ranks exists, or when a layer with assignment "hash" has no ids of its tokens.
         """
-        groups = self.tracker.groups.of(cp)
+        groups = self.tracker.groups.select_cp(cp)
         group, cp_size = groups.micro_batch, groups.cp
-        micro_batch = MicroBatch.of(x, padding_mask, cu_seqlens, group, cp_size, token_ids)
+        micro_batch = MicroBatch.from_input(x, padding_mask, cu_seqlens, group, cp_size, token_ids)
         x_TD = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
-        router = self.part("router")
-        shared = SharedRun(self._shared, x_TD, self.shared_stream)
+        router = self.get_part("router")
+        shared = SharedRun(self._run_shared_experts, x_TD, self.shared_stream)
         tokens_TD = x_TD
         if micro_batch.padding_mask_T is not None:  # 0 * NaN would reach the router's gradient
             tokens_TD = x_TD.masked_fill(micro_batch.padding_mask_T[:, None], 0)
         with mark("moecore::router"):
             routing = router(tokens_TD, micro_batch)
-        rows_TL, routing = self._rows(autocast(tokens_TD), routing)
+        rows_TL, routing = self._make_routed_rows(autocast(tokens_TD), routing)
         is_kept = rows_TL is tokens_TD and router.weight.requires_grad
         y_TL = self._run_routed_experts(rows_TL, routing, is_kept=is_kept)
-        y_TD = self.latent.up(y_TL) if self.config.latent_dim else y_TL
+        y_TD = self.latent.project_up(y_TL) if self.config.latent_dim else y_TL
         if shared.y_TD is not None:
             y_TD = y_TD + shared.wait()
         y = y_TD.to(x.dtype)
         y = y if x.ndim == 2 else y.view(x.shape)
         return self._track_load(y, routing, micro_batch, router.selection_bias)
 
-    def _rows(self, rows_TD: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
+    def _make_routed_rows(self, rows_TD: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
         """Return the rows to dispatch, [T, L], and the routing whose weights the experts apply."""
-        rows_TL = self.latent.down(rows_TD) if self.config.latent_dim else rows_TD
+        rows_TL = self.latent.project_down(rows_TD) if self.config.latent_dim else rows_TD
         if not self.config.weights_on_input:
             return rows_TL, routing
         weights_T1 = routing.weights_TK  # one per token; those of the experts' outputs become 1
         rows_TL = (rows_TL * weights_T1).to(rows_TL.dtype)
         return rows_TL, replace(routing, weights_TK=torch.ones_like(weights_T1))
 
-    def _shared(self, x_TD: Tensor) -> Tensor | None:
+    def _run_shared_experts(self, x_TD: Tensor) -> Tensor | None:
         """Return the shared expert's output, [T, D]; None without a shared expert."""
-        shared = self.part("shared")
+        shared = self.get_part("shared")
         if shared is None:
             return None
         y_TD: Tensor = shared(x_TD)
         if not self.layout.shared_gate:
             return y_TD
-        gate_T1 = torch.sigmoid(self.part("shared_gate")(x_TD).float())
+        gate_T1 = torch.sigmoid(self.get_part("shared_gate")(x_TD).float())
         return (y_TD * gate_T1).to(y_TD.dtype)
 
 
@@ -347,11 +347,11 @@ def add_part(layer: nn.Module, path: str, part: nn.Module) -> None:
     layer.add_module(name, part)
 
 
-def _named_parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+def _iterate_parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield names and modules of a layer's parts, including parts below empty modules."""
     for name, child in module.named_children():
         if type(child) is nn.Module:
-            yield from _named_parts(child, f"{prefix}{name}.")
+            yield from _iterate_parts(child, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", child
 

@@ -39,7 +39,9 @@ class LowRank(nn.Module):
         """Names of the adapters that forward adds, in order."""
         return list(self.lora_A)
 
-    def update(self, read: Read, *, inputs: SlicePart, outputs: SlicePart) -> LowRankUpdate | None:
+    def make_update(
+        self, read: Read, *, inputs: SlicePart, outputs: SlicePart
+    ) -> LowRankUpdate | None:
         """Return the update that forward adds on this rank; None = no adapter."""
         # `read` returns this rank's part of a parameter, `inputs` of [e, r, I] and `outputs` of
         # [e, O, r] what belongs to this rank's parts of I and O, all differentiably.

@@ -59,7 +59,7 @@ class MoEMetrics:
             rate, and a loss that is off is left out. If some layers have tokens, layers without
             tokens are left out, such as layers below all trained parameters.
         """
-        values = self._on_host()
+        values = self._copy_to_host()
         if not values["tokens_per_expert"]:
             return {}
         indexer_losses = {n: value for n, (value,) in values.pop("indexer_losses").items()}
@@ -69,10 +69,14 @@ class MoEMetrics:
                 name: {layer: value for layer, value in of_layers.items() if layer in active_layers}
                 for name, of_layers in values.items()
             }
-        loads = {layer: _over_mean(counts) for layer, counts in values["tokens_per_expert"].items()}
-        numbers = _named("expert_load", {layer: max(of_E) for layer, of_E in loads.items()})
+        loads = {
+            layer: _divide_by_mean(counts) for layer, counts in values["tokens_per_expert"].items()
+        }
+        numbers = _add_layer_names(
+            "expert_load", {layer: max(of_E) for layer, of_E in loads.items()}
+        )
         numbers = {"expert_load_max_over_mean": max(numbers.values()), **numbers}
-        numbers |= _with_mean("drop_rate", _drop_rates(values))
+        numbers |= _add_layer_mean("drop_rate", _compute_drop_rates(values))
         z = LOSS_NAMES.index("z")
         for name, places in (("balance_loss", range(z)), ("z_loss", [z])):
             of_layers = {
@@ -80,31 +84,33 @@ class MoEMetrics:
                 for layer, losses in values["aux_losses"].items()
             }
             if any(of_layers.values()):  # a loss that is in use is above 0
-                numbers |= {name: sum(of_layers.values()), **_named(name, of_layers)}
+                numbers |= {name: sum(of_layers.values()), **_add_layer_names(name, of_layers)}
         for name in ("router_entropy", "clones_per_rank"):
-            numbers |= _with_mean(name, {layer: value for layer, (value,) in values[name].items()})
+            numbers |= _add_layer_mean(
+                name, {layer: value for layer, (value,) in values[name].items()}
+            )
         if indexer_losses:
             numbers |= {"indexer_loss": sum(indexer_losses.values())}
-            numbers |= _named("indexer_loss", indexer_losses)
+            numbers |= _add_layer_names("indexer_loss", indexer_losses)
         if per_expert:
             for layer, of_E in loads.items():
                 numbers |= {f"expert_load/{layer}/{e}": load for e, load in enumerate(of_E)}
         return numbers
 
-    def load_max_over_mean(self) -> dict[str, float]:
+    def compute_load_max_over_mean(self) -> dict[str, float]:
         """Return layer name -> maximum over mean of experts' loads. One host sync."""
-        counts = self._on_host()["tokens_per_expert"]
-        return {layer: max(_over_mean(counts)) for layer, counts in counts.items()}
+        counts = self._copy_to_host()["tokens_per_expert"]
+        return {layer: max(_divide_by_mean(counts)) for layer, counts in counts.items()}
 
-    def drop_rate(self) -> dict[str, float]:
+    def compute_drop_rates(self) -> dict[str, float]:
         """Return layer name -> share of the choices that capacity dropped. One host sync."""
-        return _drop_rates(self._on_host())
+        return _compute_drop_rates(self._copy_to_host())
 
-    def total_aux_loss(self) -> float:
+    def compute_total_aux_loss(self) -> float:
         """Return the sum over layers of all auxiliary losses. One host sync."""
-        return sum(map(sum, self._on_host()["aux_losses"].values()), start=0.0)
+        return sum(map(sum, self._copy_to_host()["aux_losses"].values()), start=0.0)
 
-    def _on_host(self) -> dict[str, LayerNumbers]:
+    def _copy_to_host(self) -> dict[str, LayerNumbers]:
         """Return field -> layer -> numbers, by one copy; fp64 is exact for counts up to 2^53."""
         of_fields = {f.name: getattr(self, f.name) for f in fields(self)}
         parts = [
@@ -119,24 +125,24 @@ class MoEMetrics:
         }
 
 
-def _over_mean(counts: list[float]) -> list[float]:
+def _divide_by_mean(counts: list[float]) -> list[float]:
     mean = max(sum(counts) / len(counts), 1e-9)
     return [count / mean for count in counts]
 
 
-def _drop_rates(values: dict[str, LayerNumbers]) -> dict[str, float]:
+def _compute_drop_rates(values: dict[str, LayerNumbers]) -> dict[str, float]:
     return {
         layer: sum(drops) / max(sum(values["tokens_per_expert"][layer]), 1)
         for layer, drops in values["dropped_per_expert"].items()
     }
 
 
-def _named(name: str, of_layers: dict[str, float]) -> dict[str, float]:
+def _add_layer_names(name: str, of_layers: dict[str, float]) -> dict[str, float]:
     return {f"{name}/{layer}": value for layer, value in of_layers.items()}
 
 
-def _with_mean(name: str, of_layers: dict[str, float]) -> dict[str, float]:
+def _add_layer_mean(name: str, of_layers: dict[str, float]) -> dict[str, float]:
     """Return layers' numbers under `name/layer` and the mean under `name`; {} for no layers."""
     if not of_layers:
         return {}
-    return {name: sum(of_layers.values()) / len(of_layers), **_named(name, of_layers)}
+    return {name: sum(of_layers.values()) / len(of_layers), **_add_layer_names(name, of_layers)}

@@ -42,7 +42,7 @@ class MicroBatch:
     token_ids_T: Tensor | None = None
 
     @classmethod
-    def of(
+    def from_input(
         cls,
         x: Tensor,
         padding_mask: Tensor | None,
@@ -91,7 +91,7 @@ class MicroBatch:
             all_gather_single(out, x_TX.contiguous(), group=self.group)
         if self.cp > 1:
             in_order = torch.empty_like(out)
-            in_order[self._tokens(len(out), out.device).flatten()] = out
+            in_order[self._compute_token_indices(len(out), out.device).flatten()] = out
             return in_order
         B = max(self.num_sequences, 1)
         by_rank = out.unflatten(0, (self.num_ranks, B, x_TX.shape[0] // B))
@@ -103,13 +103,15 @@ class MicroBatch:
         if self.group is None:
             return x_NX
         if self.cp > 1:
-            return x_NX[self._tokens(len(x_NX), x_NX.device)[dist.get_rank(self.group)]]
+            return x_NX[
+                self._compute_token_indices(len(x_NX), x_NX.device)[dist.get_rank(self.group)]
+            ]
         B, G = max(self.num_sequences, 1), self.num_ranks
         by_rank = x_NX.unflatten(0, (B, G, x_NX.shape[0] // (B * G)))
         result: Tensor = by_rank[:, dist.get_rank(self.group)].flatten(0, 1)
         return result
 
-    def _tokens(self, num_tokens: int, device: torch.device) -> Tensor:
+    def _compute_token_indices(self, num_tokens: int, device: torch.device) -> Tensor:
         """Return int64 [ranks, T]: each rank's token indices among the N tokens, with cp."""
         B, tp = max(self.num_sequences, 1), self.num_ranks // self.cp
         borders = self.cu_seqlens
@@ -124,7 +126,7 @@ class MicroBatch:
             return None
         return self.gather(self.padding_mask_T.to(torch.uint8)).bool()
 
-    def sequences(self, num_tokens: int) -> tuple[int, Tensor | None]:
+    def find_sequences(self, num_tokens: int) -> tuple[int, Tensor | None]:
         """Return the number of sequences, and int64 [T], the sequence of each local token."""
         # The latter is None where sequences are consecutive tokens of equal number.
         if self.cu_seqlens is None:
@@ -133,7 +135,7 @@ class MicroBatch:
         return len(self.cu_seqlens) - 1, self.slice_local(documents_N)
 
 
-def position_order(
+def sort_by_position(
     num_tokens: int,
     num_sequences: int,
     padding_mask_N: Tensor | None,
@@ -145,7 +147,7 @@ def position_order(
     # `cu_seqlens` replaces `num_sequences` of equal number.
     # Example, two sequences of two tokens: 0 2 1 3; with token 2 as padding 2 0 3 1.
     if cu_seqlens is not None:
-        return _document_order(num_tokens, cu_seqlens, padding_mask_N)
+        return _sort_documents_by_position(num_tokens, cu_seqlens, padding_mask_N)
     B = max(num_sequences, 1)
     if padding_mask_N is None:
         return torch.arange(num_tokens, device=device).view(B, num_tokens // B).t().flatten()
@@ -153,7 +155,9 @@ def position_order(
     return positions_BT.flatten().sort(stable=True).indices
 
 
-def _document_order(num_tokens: int, cu_seqlens: Tensor, padding_mask_N: Tensor | None) -> Tensor:
+def _sort_documents_by_position(
+    num_tokens: int, cu_seqlens: Tensor, padding_mask_N: Tensor | None
+) -> Tensor:
     real_N = torch.ones(num_tokens, dtype=torch.bool, device=cu_seqlens.device)
     if padding_mask_N is not None:
         real_N = ~padding_mask_N
@@ -163,7 +167,7 @@ def _document_order(num_tokens: int, cu_seqlens: Tensor, padding_mask_N: Tensor 
     return (count_N - before_N[starts_N]).sort(stable=True).indices
 
 
-def capacity_of(
+def compute_capacity(
     factor: float, num_tokens: int, top_k: int, num_experts: int, padding_mask_N: Tensor | None
 ) -> tuple[int, Tensor | int]:
     """Return the capacity of an expert as a maximum for buffers, and without the padding."""

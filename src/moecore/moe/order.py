@@ -90,7 +90,7 @@ def reorder_experts(
             f"top_groups ({layer.config.top_groups}) must equal num_groups "
             f"({layer.config.num_groups}) for another order, which would mix groups"
         )
-    router, experts = layer.part("router"), layer.part("experts")
+    router, experts = layer.get_part("router"), layer.get_part("experts")
     # All have one entry per expert in dim 0, routers also for those that return their input.
     order_E = torch.cat([order_E, torch.arange(E, layer.config.num_candidates).to(order_E)])
     tensors = [t for module in (router, experts) for t in (*module.parameters(), *module.buffers())]

@@ -106,7 +106,7 @@ class Pairs:
         return output
 
     @contextmanager
-    def early_launch(self, *, waits: bool = False) -> Iterator[None]:
+    def launch_early(self, *, waits: bool = False) -> Iterator[None]:
         """Return a context whose collectives wait only for work queued before the last `waits`."""
         if not torch.cuda.is_initialized():
             yield
@@ -150,10 +150,10 @@ class _Pair:
         try:
             return forward(), get_rng_states()
         except BaseException as error:
-            self._fail(error)
+            self._set_error(error)
             return None
         finally:
-            self._end(self._forward)
+            self._end_side(self._forward)
 
     def run_backward(self, backward: Callable[[], None], stream: torch.cuda.Stream | None) -> None:
         """Wait until the baton is handed over for the first time, then run the backward."""
@@ -164,23 +164,23 @@ class _Pair:
                 with _use_stream(stream):
                     backward()
         except BaseException as error:
-            self._fail(error)
+            self._set_error(error)
         finally:
-            self._end(side)
+            self._end_side(side)
 
-    def give_back(self) -> None:
+    def give_back_baton(self) -> None:
         """Return the baton to a side that handed it over early. Called before exchanges."""
-        if self._other(self._holder).is_early:
-            self.hand_over()
+        if self._get_other_side(self._holder).is_early:
+            self.hand_over_baton()
 
-    def hand_over(self, *, is_early: bool = False) -> None:
+    def hand_over_baton(self, *, is_early: bool = False) -> None:
         """Hand the baton over; return when the other side hands it back, or has ended."""
         # The caller holds the baton. With `is_early` it comes back before the other's next
         # exchange.
         side = self._holder
-        other = self._other(side)
+        other = self._get_other_side(side)
         with self._changing:
-            self._check()
+            self._raise_if_other_failed()
             if not other.is_running:
                 return
             # Activation checkpointing sets the generators in backward. Each side gets them back as
@@ -191,24 +191,24 @@ class _Pair:
             other.turn.release()
         side.turn.acquire()
         side.is_early = False
-        self._check()
+        self._raise_if_other_failed()
         set_rng_states(numbers)
         for model in self._models:
             model.resume(side.is_backward)
 
-    def _other(self, side: _Side) -> _Side:
+    def _get_other_side(self, side: _Side) -> _Side:
         return self._forward if side is self._backward else self._backward
 
-    def _check(self) -> None:
+    def _raise_if_other_failed(self) -> None:
         if self.error is not None:
             raise _OtherFailed
 
-    def _fail(self, error: BaseException) -> None:
+    def _set_error(self, error: BaseException) -> None:
         with self._changing:
             self.error = self.error or error
 
-    def _end(self, side: _Side) -> None:
-        other = self._other(side)
+    def _end_side(self, side: _Side) -> None:
+        other = self._get_other_side(side)
         with self._changing:
             side.is_running = False
             if self._holder is side and other.is_running:  # not so after an interrupt
@@ -222,16 +222,16 @@ def exchange(
     """Run independent collectives. In a pair the other side runs meanwhile."""
     # Each function in `starts` accepts `async_op` and returns its work. With `may_overlap` the
     # collectives read no result of work launched after the last `read_numbers`, and write memory
-    # that was allocated inside `Pairs.early_launch`.
+    # that was allocated inside `Pairs.launch_early`.
     pair = None if pairs is None else pairs.open_pair
     if pairs is None or pair is None:
         for start in starts:
             start()
         return
-    pair.give_back()
-    with pairs.early_launch() if may_overlap else nullcontext():
+    pair.give_back_baton()
+    with pairs.launch_early() if may_overlap else nullcontext():
         works = [start(async_op=True) for start in starts]
-    pair.hand_over()
+    pair.hand_over_baton()
     for work in works:
         work.wait()
 
@@ -244,10 +244,10 @@ def read_numbers(start: Callable[..., Any], numbers: Tensor, pairs: Pairs | None
         start()
         return numbers.tolist()
     work = start(async_op=True)
-    with pairs.early_launch(waits=True):
+    with pairs.launch_early(waits=True):
         work.wait()
         on_host = ToHost(numbers)
-    pair.hand_over(is_early=True)
+    pair.hand_over_baton(is_early=True)
     return on_host.read().tolist()
 
 
@@ -270,7 +270,7 @@ def get_rng_states() -> list[Tensor]:
 
 
 def set_rng_states(states: Sequence[Tensor]) -> None:
-    """Set the states that `generators` returned."""
+    """Set the generators' states to states that `get_rng_states` returned."""
     torch.set_rng_state(states[0])
     for state in states[1:]:
         torch.cuda.set_rng_state(state)

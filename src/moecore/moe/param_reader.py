@@ -27,13 +27,13 @@ from moecore.kernels.rows.scaling import Blocks
 T = TypeVar("T")
 
 
-def gathered_blocks(param: Tensor) -> Blocks | None:
+def get_fp8_blocks(param: Tensor) -> Blocks | None:
     """Return the FP8 blocks of a parameter that was all-gathered in FP8, otherwise None."""
     return getattr(param, GATHERED_BLOCKS, None)
 
 
 @torch.no_grad()
-def _value_key(param: Tensor) -> tuple[int, ...]:
+def _make_value_key(param: Tensor) -> tuple[int, ...]:
     """Return the address and the versions of a parameter, which change with its values."""
     # An operation on a DTensor increments the DTensor's version, one on its local part the part's.
     local = get_local_tensor(param)
@@ -54,8 +54,8 @@ class ParamReader:
         self.keep = keep
         self._shares = False  # whether later micro-batches of the step use the copies
         self._copies: dict[Hashable, tuple[tuple[int, ...], Any]] = {}  # value key, copy
-        # Storage -> weights and their copies, inside `reading`. References to the tensors keep
-        # their storage keys unique.
+        # Storage -> weights and their copies, inside `exclude_from_activations`. References to the
+        # tensors keep their storage keys unique.
         self._operands: dict[int, Tensor] = {}
         self._packs = False  # whether `_pack` is called for saved tensors
 
@@ -69,22 +69,22 @@ class ParamReader:
             self._operands[get_storage_key(local)] = local
         return local
 
-    def blocks_of(self, param: nn.Parameter) -> Blocks | None:
+    def read_fp8_blocks(self, param: nn.Parameter) -> Blocks | None:
         """Return the FP8 blocks of a parameter that was all-gathered in FP8, otherwise None."""
-        blocks = gathered_blocks(param)
+        blocks = get_fp8_blocks(param)
         if blocks is not None and self._packs:
             for tensor in blocks.tensors():
                 self._operands[get_storage_key(tensor)] = tensor
         return blocks
 
-    def quantised(
+    def get_quantised_weights(
         self, key: Hashable, params: Sequence[nn.Parameter], make: Callable[[], T]
     ) -> T | None:
         """Return quantised weights that forward and backward share; None if `keep` is False."""
         if not self.keep:
             return None
         before, copy = self._copies.pop(key, (None, None))
-        value_key = tuple(number for param in params for number in _value_key(param))
+        value_key = tuple(number for param in params for number in _make_value_key(param))
         if before != value_key:
             copy = None  # freed before its successor is made
             with torch.no_grad():
@@ -95,14 +95,14 @@ class ParamReader:
             self._operands[get_storage_key(tensor)] = tensor
         return cast(T, copy)
 
-    def reading(self) -> AbstractContextManager[None]:
+    def exclude_from_activations(self) -> AbstractContextManager[None]:
         """Return a context in which saved weights and their copies do not count as activations."""
         if torch.compiler.is_compiling() or not is_packing():
             return NOTHING
-        return self._packing()
+        return self._pack_saved_weights()
 
     @contextmanager
-    def _packing(self) -> Iterator[None]:
+    def _pack_saved_weights(self) -> Iterator[None]:
         self._packs = True
         try:
             with use_packer(self._pack):

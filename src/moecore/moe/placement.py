@@ -23,12 +23,12 @@ from moecore.base.options.dispatch import DISPATCHERS
 from moecore.moe.records import Dispatcher, Routing
 
 
-def balanced_tokens(num_tokens: int, top_k: int, num_experts: int, num_local: int) -> int:
+def compute_balanced_tokens(num_tokens: int, top_k: int, num_experts: int, num_local: int) -> int:
     """Return the average tokens received by a rank of `num_local` experts, by random choice."""
-    return round(num_tokens * _chance(top_k, num_experts, num_local))
+    return round(num_tokens * _compute_choice_probability(top_k, num_experts, num_local))
 
 
-def _chance(top_k: int, num_experts: int, num_local: int) -> float:
+def _compute_choice_probability(top_k: int, num_experts: int, num_local: int) -> float:
     """Return the probability that one of K random choices of E experts is among e of them."""
     E, e = num_experts, num_local
     if top_k > E:  # the remaining choices are zero experts
@@ -67,7 +67,7 @@ class ExpertPlacement:
         """Physical id of this rank's first expert."""
         return dist.get_rank(self.group) // self.etp * self.num_physical
 
-    def physical_ids(self, ids_TK: Tensor) -> Tensor:
+    def convert_to_physical_ids(self, ids_TK: Tensor) -> Tensor:
         """Return the physical id of each expert on the rank that owns it; -1 is unchanged."""
         # Example, two ranks of two experts, room for one clone: [0, 1, 2, 3, -1] give [0, 1, 3, 4,
         # -1].
@@ -76,15 +76,15 @@ class ExpertPlacement:
         block_TK = torch.div(ids_TK, self.num_local, rounding_mode="floor")
         return torch.where(ids_TK < 0, ids_TK, ids_TK + block_TK * self.num_clones)
 
-    def balanced_rows(self, num_tokens: int, top_k: int) -> int:
+    def compute_balanced_rows(self, num_tokens: int, top_k: int) -> int:
         """Return the expert rows of a rank with even loads, for T tokens per rank."""
         return num_tokens * top_k * self.etp
 
-    def balanced_tokens(self, num_tokens: int, top_k: int) -> int:
+    def compute_balanced_tokens(self, num_tokens: int, top_k: int) -> int:
         """Return how many of T tokens one rank receives on average, by random choices."""
-        return balanced_tokens(num_tokens, top_k, self.num_experts, self.num_local)
+        return compute_balanced_tokens(num_tokens, top_k, self.num_experts, self.num_local)
 
-    def max_rows(self, routing: Routing) -> int:
+    def compute_max_rows(self, routing: Routing) -> int:
         """Return the maximum of expert rows of one rank, if all ranks have equally many tokens."""
         (T, K), num_physical = routing.destinations_TK.shape, self.num_physical
         max_source_rows = min(T * min(K, num_physical), num_physical * routing.max_rows_per_expert)
@@ -107,31 +107,31 @@ class DomainPlacement(ExpertPlacement):
         """Number of physical experts of a domain."""
         return self.num_physical * self.ep
 
-    def ids_inside(self, ids_AK: Tensor, domain: int) -> Tensor:
+    def convert_to_domain_ids(self, ids_AK: Tensor, domain: int) -> Tensor:
         """Convert physical ids of all domains to ids of one domain; -1 = in another domain."""
         ids_AK = ids_AK - domain * self.num_in_domain
         return ids_AK.masked_fill((ids_AK < 0) | (ids_AK >= self.num_in_domain), -1)
 
-    def balanced_domain_tokens(self, num_tokens: int, top_k: int) -> int:
+    def compute_balanced_domain_tokens(self, num_tokens: int, top_k: int) -> int:
         """Return how many of T tokens one domain receives on average, by random choices."""
-        return round(num_tokens * self._reach_probability(top_k, self.num_experts))
+        return round(num_tokens * self._compute_reach_probability(top_k, self.num_experts))
 
-    def balanced_rows(self, num_tokens: int, top_k: int) -> int:
+    def compute_balanced_rows(self, num_tokens: int, top_k: int) -> int:
         """Return the expert rows of a rank with even loads, for A (`num_tokens`) received rows."""
         all_tokens = num_tokens / (
-            self.num_domains * self._reach_probability(top_k, self.num_experts)
+            self.num_domains * self._compute_reach_probability(top_k, self.num_experts)
         )
         return round(all_tokens * top_k * self.etp)
 
-    def balanced_tokens(self, num_tokens: int, top_k: int) -> int:
+    def compute_balanced_tokens(self, num_tokens: int, top_k: int) -> int:
         """Return how many of A received rows one rank of the domain receives on average."""
-        share = self._reach_probability(top_k, self.num_local) / self._reach_probability(
-            top_k, self.num_experts
-        )
+        share = self._compute_reach_probability(
+            top_k, self.num_local
+        ) / self._compute_reach_probability(top_k, self.num_experts)
         return round(num_tokens * share)
 
-    def _reach_probability(self, top_k: int, num_experts: int) -> float:
-        return _chance(top_k, self.num_domains * self.num_experts, num_experts)
+    def _compute_reach_probability(self, top_k: int, num_experts: int) -> float:
+        return _compute_choice_probability(top_k, self.num_domains * self.num_experts, num_experts)
 
 
 def make_domain_placement(

@@ -85,14 +85,14 @@ def split_zero_experts(routing: Routing, num_experts: int) -> tuple[Routing, Ten
 class ChoiceTape(Protocol):
     """Observes every choice of a router, and may replace it; see `moecore.rl.replay`."""
 
-    def recorded_choice(
+    def get_recorded_choice(
         self, num_tokens: int, device: torch.device, choose: Callable[[], Tensor]
     ) -> tuple[Tensor, Tensor | None] | None:
         """Return int32 ids and fp32 weights [T, K] of this forward; None = the router chooses."""
         # `choose()` is the router's choice, for ids without a record. It is collective if the rule
         # compares tokens. A weight of -1 is the router's for this choice; None = all weights are.
 
-    def observe(self, ids_TK: Tensor) -> None:
+    def observe_choice(self, ids_TK: Tensor) -> None:
         """Observe the expert ids of this forward, before capacity drops choices."""
 
     def make_rewind(self) -> Callable[[], None]:
@@ -120,7 +120,7 @@ class ExpertInput:
         plan: the dispatcher's record for `combine`. No other stage reads it.
         unsummed: set by a dispatcher that adds expert rows itself, otherwise None. Experts then
             return `UnsummedRows`, and write the gradient of each expert row to its handle. Experts
-            that always sum their rows call `summed_input` first.
+            that always sum their rows call `convert_to_summed_input` first.
         balanced: numbers of used rows with even loads, if buffers have a capacity above the number
             of received rows; None = S and R are the exact numbers.
         clones: experts of other ranks that this forward computes after the local experts
@@ -141,7 +141,7 @@ class ExpertInput:
     clones: Any = None
     receiver: GradientReceiver | None = None
 
-    def with_rows(self, rows: Rows) -> ExpertInput:
+    def replace_rows(self, rows: Rows) -> ExpertInput:
         """Return a copy with other rows; `replace` costs four times as much host time."""
         fields = (self.index, self.plan, self.unsummed, self.balanced, self.clones, self.receiver)
         return ExpertInput(rows, *fields)
@@ -203,10 +203,10 @@ class _HandleRows(torch.autograd.Function):
         return drows_RD.index_copy_(0, slots_S.long(), drows_SD)[:R], None, None
 
 
-def summed_input(inp: ExpertInput) -> ExpertInput:
+def convert_to_summed_input(inp: ExpertInput) -> ExpertInput:
     """Return the input with unquantised, differentiable rows, for experts that sum their rows."""
     if inp.unsummed is None:
-        return inp if inp.rows.scales is None else inp.with_rows(Rows(inp.rows.widen()))
+        return inp if inp.rows.scales is None else inp.replace_rows(Rows(inp.rows.widen()))
     if inp.unsummed.refetch is not None:
         raise ValueError(
             "NVLinkOptions.keep_rows (False) must be True for experts that keep their rows "

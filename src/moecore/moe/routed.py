@@ -54,11 +54,11 @@ class RoutedExperts(RoutedLayer, Experts):
         self.dispatcher = LocalDispatcher(config.num_experts)
         self.tracker = LoadTracker(config)
 
-    def name_of(self, role: str) -> str:
+    def get_part_name(self, role: str) -> str:
         """Return "": the experts are this module."""
         return ""
 
-    def part(self, role: str) -> Any:
+    def get_part(self, role: str) -> Any:
         """Return this module as "experts", and None for any other role."""
         return self if role == "experts" else None
 
@@ -77,7 +77,7 @@ class RoutedExperts(RoutedLayer, Experts):
         choices_0K = x_0D.new_zeros(0, self.config.top_k, requires_grad=x_0D.requires_grad)
         return self.forward(x_0D, choices_0K.detach().int(), choices_0K)
 
-    def _compute(self, expert_input: ExpertInput) -> Any:
+    def _run_experts(self, expert_input: ExpertInput) -> Any:
         return Experts.forward(self, expert_input)
 
     def forward(  # type: ignore[override]

@@ -29,8 +29,12 @@ from moecore.kernels.routing.route import RouteOptions, route, route_weights
 from moecore.kernels.routing.route_tokens import route_tokens
 from moecore.kernels.routing.router_logits import router_logits, router_logits_ref
 from moecore.kernels.routing.scores import compute_scores_ref
-from moecore.moe.assignment import expert_choice_ids, sinkhorn_ids, within_capacity
-from moecore.moe.micro_batch import MicroBatch, capacity_of, position_order
+from moecore.moe.assignment import (
+    choose_by_sinkhorn,
+    choose_tokens_by_expert,
+    mask_choices_within_capacity,
+)
+from moecore.moe.micro_batch import MicroBatch, compute_capacity, sort_by_position
 from moecore.moe.records import ChoiceTape, Routing
 
 TABLE_ROWS = 8192  # of token ids that are given experts at once
@@ -58,7 +62,7 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.options = _options(config)  # `set_config` changes no field of it
+        self.options = _make_route_options(config)  # `set_config` changes no field of it
         self.expert_bias_name = expert_bias_name
         self.token_experts_name = token_experts_name
         self.tape: ChoiceTape | None = None
@@ -84,7 +88,10 @@ class Router(nn.Module):
     @property
     def is_collective_free(self) -> bool:
         """Whether a token's experts depend on no other token, so a forward has no collective."""
-        is_local = self._factor() is None and self.config.assignment in ("learned", "hash")
+        is_local = self._get_capacity_factor() is None and self.config.assignment in (
+            "learned",
+            "hash",
+        )
         return is_local and not (self.training and self.config.balance.bias_per_micro_batch)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Router:
@@ -129,17 +136,17 @@ class Router(nn.Module):
             x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - width, 1 + width)
         with disable_autocast(x_TD):
             if self._is_plain:
-                weight_ED, bias_E = self._parts()
+                weight_ED, bias_E = self._read_weight_and_bias()
                 inputs = (self.selection_bias, self.options)
                 logits_TE, ids_TK, weights_TK = route_tokens(x_TD, weight_ED, bias_E, *inputs)
             else:
-                logits_TE = self._logits(x_TD)
-                ids_TK, weights_TK = self._choose(logits_TE, micro_batch)
+                logits_TE = self._compute_logits(x_TD)
+                ids_TK, weights_TK = self._choose_or_replay(logits_TE, micro_batch)
             if micro_batch.padding_mask_T is not None:
                 ids_TK = ids_TK.masked_fill(micro_batch.padding_mask_T[:, None], -1)
             if self.tape is not None:
-                self.tape.observe(ids_TK)
-            remaining_TK, capacity = self._drop(ids_TK, weights_TK, micro_batch)
+                self.tape.observe_choice(ids_TK)
+            remaining_TK, capacity = self._drop_choices(ids_TK, weights_TK, micro_batch)
         return Routing(
             expert_ids_TK=remaining_TK,
             weights_TK=weights_TK,
@@ -160,23 +167,25 @@ class Router(nn.Module):
             return False
         return not (self.training and config.balance.bias_per_micro_batch)
 
-    def _parts(self) -> tuple[Tensor, Tensor | None]:
+    def _read_weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
         return get_local_param(self.weight), None if self.bias is None else get_local_param(
             self.bias
         )
 
-    def _logits(self, x_TD: Tensor) -> Tensor:
-        weight_ED, bias_E = self._parts()
+    def _compute_logits(self, x_TD: Tensor) -> Tensor:
+        weight_ED, bias_E = self._read_weight_and_bias()
         if self.config.router_dtype == "float64":
             return router_logits_ref(x_TD, weight_ED, bias_E, dtype=torch.float64)
         return router_logits(x_TD, weight_ED, bias_E)
 
-    def _choose(self, logits_TE: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Return int32 ids and fp32 weights [T, K], from the tape if it has a record."""
+    def _choose_or_replay(
+        self, logits_TE: Tensor, micro_batch: MicroBatch
+    ) -> tuple[Tensor, Tensor]:
+        """Choose experts, or replay a tape's record; return int32 ids and fp32 weights [T, K]."""
         if self.tape is not None:
             T, device = logits_TE.shape[0], logits_TE.device
             logits = logits_TE.detach()
-            choices = self.tape.recorded_choice(
+            choices = self.tape.get_recorded_choice(
                 T, device, lambda: self._choose_experts(logits, micro_batch)[0]
             )
             if choices is not None:
@@ -195,15 +204,15 @@ class Router(nn.Module):
             ids_TK = self.forced_ids(T, E, self.config.top_k, logits_TE.device)
             return ids_TK, route_weights(logits_TE, ids_TK, options)
         if choice == "learned" or (choice == "sinkhorn" and not self.training):
-            return route(logits_TE, self._bias(logits_TE, micro_batch), options)
+            return route(logits_TE, self._get_selection_bias(logits_TE, micro_batch), options)
         with torch.no_grad():
             if choice == "hash":
-                ids_TK = self._ids_of_tokens(logits_TE, micro_batch.token_ids_T)
+                ids_TK = self._look_up_ids(logits_TE, micro_batch.token_ids_T)
             else:
-                ids_TK = self._assign(logits_TE, micro_batch).to(torch.int32)
+                ids_TK = self._assign_experts(logits_TE, micro_batch).to(torch.int32)
         return ids_TK, route_weights(logits_TE, ids_TK, options)
 
-    def _ids_of_tokens(self, logits_TE: Tensor, token_ids_T: Tensor | None) -> Tensor:
+    def _look_up_ids(self, logits_TE: Tensor, token_ids_T: Tensor | None) -> Tensor:
         """Look up each token's experts in the hash table; return int32 ids [T, K]."""
         T, table_VK = len(logits_TE), self._buffers[self.token_experts_name]
         assert table_VK is not None
@@ -217,15 +226,17 @@ class Router(nn.Module):
             )
         return F.embedding(token_ids_T, table_VK).int()  # indexing takes -1 for the last row
 
-    def _bias(self, logits_TE: Tensor, micro_batch: MicroBatch) -> Tensor | None:
+    def _get_selection_bias(self, logits_TE: Tensor, micro_batch: MicroBatch) -> Tensor | None:
         """Return the selection bias: the buffer, or a bias computed for this micro-batch."""
         bias_E = self.selection_bias
         if bias_E is None or not (self.training and self.config.balance.bias_per_micro_batch):
             return bias_E
-        result: Tensor | None = bias_of_micro_batch(logits_TE, bias_E, self.config, micro_batch)
+        result: Tensor | None = compute_micro_batch_bias(
+            logits_TE, bias_E, self.config, micro_batch
+        )
         return result
 
-    def _assign(self, logits_TE: Tensor, micro_batch: MicroBatch) -> Tensor:
+    def _assign_experts(self, logits_TE: Tensor, micro_batch: MicroBatch) -> Tensor:
         """Return ids [T, K] of a rule that compares tokens: Sinkhorn, expert choice, a user's."""
         config, E, K = self.config, self.config.num_experts, self.config.top_k
         logits_NE, padding_N = micro_batch.gather(logits_TE), micro_batch.gather_padding()
@@ -233,30 +244,32 @@ class Router(nn.Module):
         if rule is not None:
             return micro_batch.slice_local(rule(logits_NE, K, padding_N))
         if config.assignment == "sinkhorn":
-            return micro_batch.slice_local(sinkhorn_ids(logits_NE, K, padding_N))
+            return micro_batch.slice_local(choose_by_sinkhorn(logits_NE, K, padding_N))
         scores_NE = compute_scores_ref(logits_NE, config.score_function)
-        _, capacity = capacity_of(self._factor() or 1.0, scores_NE.shape[0], K, E, padding_N)
-        return micro_batch.slice_local(expert_choice_ids(scores_NE, capacity, padding_N))
+        _, capacity = compute_capacity(
+            self._get_capacity_factor() or 1.0, scores_NE.shape[0], K, E, padding_N
+        )
+        return micro_batch.slice_local(choose_tokens_by_expert(scores_NE, capacity, padding_N))
 
-    def _drop(
+    def _drop_choices(
         self, ids_TK: Tensor, weights_TK: Tensor, micro_batch: MicroBatch
     ) -> tuple[Tensor, int | None]:
         """Return the ids with -1 for dropped choices, and the maximum of tokens per expert."""
-        config, factor, K = self.config, self._factor(), self.config.top_k
+        config, factor, K = self.config, self._get_capacity_factor(), self.config.top_k
         if factor is None:
             return ids_TK, None
         padding_N = micro_batch.gather_padding()
         N = ids_TK.shape[0] * micro_batch.num_ranks
-        max_tokens, capacity = capacity_of(factor, N, K, config.num_experts, padding_N)
+        max_tokens, capacity = compute_capacity(factor, N, K, config.num_experts, padding_N)
         if config.assignment == "expert_choice" and self.tape is None:
             return (
                 ids_TK,
                 max_tokens,
             )  # experts chose at most that many; a tape's choice may have more
-        tokens_N = position_order(
+        tokens_N = sort_by_position(
             N, micro_batch.num_sequences, padding_N, ids_TK.device, micro_batch.cu_seqlens
         )
-        stays_NK = within_capacity(
+        stays_NK = mask_choices_within_capacity(
             micro_batch.gather(ids_TK),
             micro_batch.gather(weights_TK),
             config.num_experts,
@@ -266,7 +279,7 @@ class Router(nn.Module):
         )
         return ids_TK.masked_fill(~micro_batch.slice_local(stays_NK), -1), max_tokens
 
-    def _factor(self) -> float | None:
+    def _get_capacity_factor(self) -> float | None:
         """Return the capacity factor for the current mode, training or eval; None = no limit."""
         capacity, experts_choose = self.config.capacity, self.config.assignment == "expert_choice"
         if capacity is None:
@@ -278,7 +291,7 @@ class Router(nn.Module):
 
 @torch.compiler.disable
 @torch.no_grad()
-def bias_of_micro_batch(
+def compute_micro_batch_bias(
     logits_TE: Tensor, bias_E: Tensor, config: MoEConfig, micro_batch: MicroBatch
 ) -> Tensor:
     """Return fp32 [E]: the bias that balances the loads of one micro-batch without its padding."""
@@ -298,15 +311,15 @@ def bias_of_micro_batch(
     return compute_even_bias(histogram_EX, bias_E, config.top_k)
 
 
-def best_ids(logits_TE: Tensor, config: MoEConfig, padding_mask_T: Tensor | None) -> Tensor:
+def choose_best_ids(logits_TE: Tensor, config: MoEConfig, padding_mask_T: Tensor | None) -> Tensor:
     """Return int32 [T, K]: experts with each token's best scores, without bias and group limits."""
     # Runs one kernel, and a second with padding, whose ids are -1. No gradient.
-    options = replace(_options(config), num_groups=1, top_groups=1)
+    options = replace(_make_route_options(config), num_groups=1, top_groups=1)
     ids_TK, _ = route(logits_TE.detach(), None, options)
     return ids_TK if padding_mask_T is None else ids_TK.masked_fill(padding_mask_T[:, None], -1)
 
 
-def _options(config: MoEConfig) -> RouteOptions:
+def _make_route_options(config: MoEConfig) -> RouteOptions:
     return RouteOptions(
         top_k=config.top_k,
         score_function=config.score_function,

@@ -19,7 +19,7 @@ from moecore.base.options.layer import MoEConfig
 from moecore.base.params import get_local_param, init_normal_
 from moecore.kernels.linear import LinearProducts, PlainProducts
 from moecore.kernels.rows.activation import weighted_activation
-from moecore.moe.experts import activation_options
+from moecore.moe.experts import make_activation_options
 
 
 class _Matrices(nn.Module):
@@ -62,7 +62,7 @@ class SharedExpert(_Matrices):
         """Return y_TD in the dtype of x_TD."""
         by_w1, by_w2 = self.products
         h_TF = by_w1(x_TD, self.w1)
-        a_TF = weighted_activation(h_TF, None, None, activation_options(self.config))
+        a_TF = weighted_activation(h_TF, None, None, make_activation_options(self.config))
         if self.gate is None:
             return by_w2(a_TF, self.w2)
         gate_Tn = torch.sigmoid(F.linear(x_TD, get_local_param(self.gate)).float())
@@ -135,11 +135,11 @@ class Latent(_Matrices):
         if self.norm is not None:
             nn.init.ones_(self.norm)
 
-    def down(self, x_TD: Tensor) -> Tensor:
+    def project_down(self, x_TD: Tensor) -> Tensor:
         """Return [T, L] in the dtype of x."""
         return F.linear(x_TD, get_local_param(self.w_down).to(x_TD.dtype))
 
-    def up(self, y_TL: Tensor) -> Tensor:
+    def project_up(self, y_TL: Tensor) -> Tensor:
         """Return [T, D] in the dtype of y."""
         if self.norm is not None:
             weight = get_local_param(self.norm).to(y_TL.dtype)

@@ -43,7 +43,7 @@ class Shortage:
     report: Tensor  # copy of the first word in host memory, written when rows exceed the capacity
     even: float  # rows of even loads
 
-    def min_factor(self) -> Tensor:
+    def compute_min_factor(self) -> Tensor:
         """Return the smallest factor for which all rows fit; 0 = all rows fitted. No host sync."""
         return self.words[0] * (self.words[-1] > 0) / self.even
 
@@ -111,9 +111,9 @@ class Holder(ABC):
         self.wait()
         self.poll(is_error=is_error)
 
-    def min_factor(self, device: torch.device) -> Tensor:
+    def compute_min_factor(self, device: torch.device) -> Tensor:
         """Return the smallest factor for which all rows fit; 0 = all rows fitted. No host sync."""
-        factors = [shortage.min_factor() for shortage in self.shortages]
+        factors = [shortage.compute_min_factor() for shortage in self.shortages]
         return torch.stack(factors).amax() if factors else torch.zeros((), device=device)
 
     def clear(self, *, host: bool = True) -> None:
@@ -128,11 +128,11 @@ class SkippedSteps:
     def __init__(self) -> None:
         self._flags: deque[bool | ToHost] = deque()
 
-    def note(self, is_skipped: bool | Tensor) -> None:
+    def record_step(self, is_skipped: bool | Tensor) -> None:
         """Store whether the step that ends is skipped, on every rank. No host sync."""
         self._flags.append(ToHost(is_skipped) if isinstance(is_skipped, Tensor) else is_skipped)
 
-    def pop(self) -> bool:
+    def pop_skips(self) -> bool:
         """Return whether any stored step except the last was skipped, and remove these steps.
 
         Waits on the host for the flags of these steps.
@@ -174,24 +174,24 @@ class Capacity:
         self.skips = skips
         self.poll()
         if skips and self.graph_steps is None:
-            self.enlarge()
+            self.enlarge_buffers()
 
-    def enlarge(self) -> None:
+    def enlarge_buffers(self) -> None:
         """Enlarge buffers to the capacity that skipped steps needed, if the host sees it."""
         for holder in self._holders:
             min_factor = max((shortage.factor_seen for shortage in holder.shortages), default=0.0)
             for shortage in holder.shortages:
                 shortage.clear(device=False)
-            factor = next_factor(min_factor)
+            factor = compute_next_factor(min_factor)
             if factor > (holder.factor or math.inf):  # otherwise the buffer is already enlarged
                 logger.warning(
                     "%s (%s) was too small on rank %d: that step was skipped, the next have %s",
-                    *(holder.option, holder.factor, rank_or_zero(), factor),
+                    *(holder.option, holder.factor, get_rank_or_zero(), factor),
                 )
                 holder.resize(factor)
 
     @contextmanager
-    def watched(self, watch: Watch) -> Iterator[None]:
+    def watch_shortages(self, watch: Watch) -> Iterator[None]:
         """Return a context whose forwards belong to a step that handles shortages as `watch`.
 
         If contexts are nested, the outermost `watch` is used.
@@ -206,11 +206,11 @@ class Capacity:
                 holder.watch = was
 
     @contextmanager
-    def graphed(self) -> Iterator[None]:
+    def enter_graph(self) -> Iterator[None]:
         """Return a context whose steps are captured in or replayed from a CUDA graph."""
         self.is_graphed = True
         try:
-            with self.watched("graph"):
+            with self.watch_shortages("graph"):
                 yield
         finally:
             self.is_graphed = False
@@ -220,7 +220,7 @@ class Capacity:
         # The last step is excluded, because its flag may not have reached the host. Collective
         # with a host sync after a skipped step, otherwise neither.
         holders = [holder for holder in self._holders if holder.factor is not None]
-        if self.graph_steps is None or not self.graph_steps.pop() or not holders:
+        if self.graph_steps is None or not self.graph_steps.pop_skips() or not holders:
             return False
         is_short = any(shortage.num_seen for holder in holders for shortage in holder.shortages)
         flag = torch.tensor(float(is_short), device=self._device)
@@ -229,11 +229,11 @@ class Capacity:
         return bool(flag.item())
 
 
-def next_factor(factor: float) -> float:
+def compute_next_factor(factor: float) -> float:
     """Return the next capacity factor: the needed factor plus 5%, rounded up."""
     return math.ceil(factor * SLACK * 100) / 100
 
 
-def rank_or_zero() -> int:
+def get_rank_or_zero() -> int:
     """Return the rank of this process; 0 without torch.distributed."""
     return dist.get_rank() if dist.is_initialized() else 0

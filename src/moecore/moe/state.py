@@ -73,7 +73,9 @@ class MoEState:
             other.gradient_scale = scale
 
     @torch.no_grad()
-    def announce(self, have_tokens: Sequence[bool | Tensor], device: torch.device) -> None:
+    def announce_micro_batches(
+        self, have_tokens: Sequence[bool | Tensor], device: torch.device
+    ) -> None:
         """Set which micro-batches of the coming step have tokens on this rank."""
         # With auxiliary losses it is collective: one small all-reduce, no host sync.
         trackers = [la.tracker for la in self.layers.values() if la.config.balance.needs_loss]
@@ -122,9 +124,9 @@ class MoEState:
         Micro-batches of a step share cast weights until `is_last`.
         """
         for layer in self.layers.values():
-            layer.part("experts").reader.start_micro_batch(is_last=is_last)
+            layer.get_part("experts").reader.start_micro_batch(is_last=is_last)
             if in_flight:
-                layer.tracker.start_in_flight()
+                layer.tracker.allow_forwards_in_flight()
 
     def check_step(self) -> None:
         """Raise if the step's gradients or auxiliary losses are wrong, before biases change."""
@@ -135,7 +137,7 @@ class MoEState:
         for name, tracker in seen.items():
             count = tracker.num_micro_batches
             if count not in (0, tracker.runs * self.num_micro_batches):
-                self._reset()
+                self._reset_layers()
                 raise ValueError(
                     f"num_micro_batches ({self.num_micro_batches}) must equal the backwards of a "
                     f"step, but {name} saw {count}: set TrainStep.num_micro_batches, and run one "
@@ -156,22 +158,22 @@ class MoEState:
         """Return the counts of all ranks, update the biases, and clear the counts."""
         if not self.layers:
             return MoEMetrics()
-        counts = {name: self._counts(layer) for name, layer in self.layers.items()}
+        counts = {name: self._get_layer_counts(layer) for name, layer in self.layers.items()}
         metrics = self._sum_over_ranks(counts)
         if skipped is not True:
             for names in _group_by_options(self.layers):
-                self._move_biases(names, counts, metrics.tokens_per_expert, skipped)
+                self._update_biases(names, counts, metrics.tokens_per_expert, skipped)
         for name, layer in self.layers.items():
             if layer.cloner is not None:
                 loads_E = metrics.tokens_per_expert[name][: layer.config.num_experts]
                 layer.cloner.end_step(loads_E, is_skipped=skipped)
-        self._reset()
+        self._reset_layers()
         return metrics
 
     @property
     def tapes(self) -> list[ChoiceTape]:
         """Tapes that record or replay choices, one per router that has a tape."""
-        routers = [layer.part("router") for layer in self.layers.values()]
+        routers = [layer.get_part("router") for layer in self.layers.values()]
         return [r.tape for r in routers if r is not None and r.tape is not None]
 
     def _sum_over_ranks(self, counts: Mapping[str, LoadCounts]) -> MoEMetrics:
@@ -189,7 +191,7 @@ class MoEState:
         device = next(iter(choices.values())).device
         cloners = {name: la.cloner for name, la in self.layers.items() if la.cloner is not None}
         clones = {name: c.counts(device) for name, c in cloners.items()}
-        indexers = {name: other.step_total(device) for name, other in self._aux_losses.items()}
+        indexers = {name: other.get_step_total(device) for name, other in self._aux_losses.items()}
         parts = [
             torch.cat(list(tensors.values())).double()
             for tensors in (choices, losses, entropies, capacity_choices, clones, indexers)
@@ -204,7 +206,7 @@ class MoEState:
         if group is not None:
             dist.all_reduce(flat, group=group)
             if compares:
-                self._check_number(flat[-2:].tolist(), group)
+                self._check_num_micro_batches(flat[-2:].tolist(), group)
         all_choices, all_losses, all_entropies, *optional = flat.split([len(p) for p in parts])
         units_L, tokens_L = all_entropies.view(-1, 2).unbind(1)
         entropy_L = units_L * UNIT / tokens_L.clamp(min=1)
@@ -212,28 +214,28 @@ class MoEState:
         # Outside of graphs `check_step` has compared the two.
         shares = self.num_micro_batches * self.groups.data_ranks
         metrics = MoEMetrics(
-            tokens_per_expert=_split(all_choices.long(), choices),
-            aux_losses=_split((all_losses / shares).float(), losses),
+            tokens_per_expert=_split_by_names(all_choices.long(), choices),
+            aux_losses=_split_by_names((all_losses / shares).float(), losses),
             router_entropy={
                 name: entropy
                 for name, entropy in zip(counts, entropy_L.unbind(), strict=True)
-                if self.layers[name].part("router") is not None
+                if self.layers[name].get_part("router") is not None
             },
         )
         if capacity_choices:
-            for name, n_E in _split(optional[0].long(), capacity_choices).items():
+            for name, n_E in _split_by_names(optional[0].long(), capacity_choices).items():
                 metrics.dropped_per_expert[name] = metrics.tokens_per_expert[name] - n_E
         if clones:
-            for name, (copies, forwards) in _split(
+            for name, (copies, forwards) in _split_by_names(
                 optional[bool(capacity_choices)], clones
             ).items():
                 metrics.clones_per_rank[name] = copies / forwards.clamp(min=1)
         if indexers:
             indexer_sums = (optional[-1 - compares] / shares).float()
-            metrics.indexer_losses.update(_split(indexer_sums, indexers))
+            metrics.indexer_losses.update(_split_by_names(indexer_sums, indexers))
         return metrics
 
-    def _check_number(self, sums: Sequence[float], group: dist.ProcessGroup) -> None:
+    def _check_num_micro_batches(self, sums: Sequence[float], group: dist.ProcessGroup) -> None:
         """Raise on all ranks if ranks have different numbers of micro-batches.
 
         Args:
@@ -248,7 +250,7 @@ class MoEState:
                 "that share it: set TrainStep.num_micro_batches to one number on every rank"
             )
 
-    def _move_biases(
+    def _update_biases(
         self,
         names: list[str],
         counts: Mapping[str, LoadCounts],
@@ -258,7 +260,7 @@ class MoEState:
         """Update the selection biases of layers with equal options, unless the step was skipped."""
         config = self.layers[names[0]].config
         rate = config.balance.bias_update_rate
-        biases = [self.layers[name].part("router").selection_bias for name in names]
+        biases = [self.layers[name].get_part("router").selection_bias for name in names]
         bias_LE = torch.stack(biases)
         if config.balance.bias_update == "quantile":
             margins_LEX = torch.stack([counts[name].margins_EX for name in names])  # type: ignore[misc]
@@ -274,19 +276,19 @@ class MoEState:
             move_LE = move_LE.masked_fill(is_skipped, 0.0)
         foreach_add_(biases, list(move_LE))
 
-    def _reset(self) -> None:
+    def _reset_layers(self) -> None:
         for other in self._aux_losses.values():
             other.reset()
         for layer in self.layers.values():
             layer.drop_step()
 
-    def _counts(self, layer: Any) -> LoadCounts:
+    def _get_layer_counts(self, layer: Any) -> LoadCounts:
         """Return the layer's counts of this step; zeros if no micro-batch was counted."""
-        device = next(layer.part("experts").parameters()).device
+        device = next(layer.get_part("experts").parameters()).device
         return layer.tracker.counts or LoadCounts.zeros(layer.tracker.config, device)
 
 
-def _split(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _split_by_names(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Split `flat` into parts with the names and lengths of `like`."""
     return dict(zip(like, flat.split([len(t) for t in like.values()]), strict=True))
 
@@ -300,7 +302,7 @@ def _group_by_options(layers: Mapping[str, Any]) -> list[list[str]]:
     for name, layer in layers.items():
         config = layer.config
         rate = config.balance.bias_update_rate
-        if rate and any(p.requires_grad for p in layer.part("router").parameters()):
+        if rate and any(p.requires_grad for p in layer.get_part("router").parameters()):
             bias_options = (config.balance.bias_update, rate)
             groups.setdefault((config.num_candidates, config.top_k, *bias_options), []).append(name)
     return list(groups.values())

@@ -95,7 +95,7 @@ def make_current_plan(model: nn.Module) -> tuple[ShardPlan, Coordinate]:
     modules = {clean_name(n): m for n, m in model.named_modules()}
     layers = {name: m for name, m in modules.items() if isinstance(m, RoutedLayer)}
     kind_of, coordinate = make_kind_lookup(model, layers), dict[str, int]()
-    experts = {p for layer in layers.values() for p in layer.part("experts").parameters()}
+    experts = {p for layer in layers.values() for p in layer.get_part("experts").parameters()}
     named = ((clean_name(name), param) for name, param in model.named_parameters())
     params = tuple(
         ParamPlan(
@@ -146,13 +146,13 @@ def _make_layer_plan(name: str, layer: RoutedLayer) -> LayerPlan:
     config = layer.config
     return LayerPlan(
         name=name,
-        experts=f"{name}.{layer.name_of('experts')}".strip("."),
+        experts=f"{name}.{layer.get_part_name('experts')}".strip("."),
         num_experts=config.num_experts,
         zero_experts=config.zero_experts,
         top_k=config.top_k,
         num_local=config.num_experts,
         hidden_dim=config.hidden_dim,
-        recipes=(("experts", layer.part("experts").recipe),),
+        recipes=(("experts", layer.get_part("experts").recipe),),
     )
 
 
@@ -260,14 +260,14 @@ def _describe_products(
     layer: RoutedLayer, request: Request | None, compute_args: ComputeArgs
 ) -> str:
     """Return the products of a layer's experts, and the bytes that the layer saves for backward."""
-    config, experts = layer.config, layer.part("experts")
+    config, experts = layer.config, layer.get_part("experts")
     backend, weight = experts.backend, next(experts.parameters())
     if backend == "auto" and request is not None:
         backend = (
             f"auto ({choose_products('auto', request.make_expert_spec(layer, experts.recipe))})"
         )
     elif backend == "auto":
-        spec = experts.spec(
+        spec = experts.make_spec(
             dim=config.expert_dim,
             hidden_dim=config.hidden_dim,
             dtypes=frozenset([weight.dtype]),
@@ -346,7 +346,7 @@ def list_compute_args(model: nn.Module) -> ComputeArgs:
 
 def describe_layer(layer: RoutedLayer, compute_args: ComputeArgs) -> str:
     """Return the bytes per token that a layer saves for backward, by part."""
-    config, experts = layer.config, layer.part("experts")
+    config, experts = layer.config, layer.get_part("experts")
     options = MemoryOptions(recompute=("expert_fc1",) if experts.recompute_fc1 else ())
     weight = next(experts.parameters())
     dtype = compute_args["dtype_of"](weight) if "dtype_of" in compute_args else weight.dtype

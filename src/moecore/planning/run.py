@@ -27,7 +27,7 @@ from moecore.base.options.memory import MemoryOptions
 from moecore.base.options.names import MomentDtype, PlannedDispatcher
 from moecore.base.options.precision import Precision
 from moecore.base.torch_private import clear_sharding_caches
-from moecore.families.family import family_of
+from moecore.families.family import find_family
 from moecore.models.config import DecoderConfig
 from moecore.parallel.fsdp.size import RankBytes, rank_bytes
 from moecore.parallel.mesh import ParallelConfig, build_meshes
@@ -374,7 +374,7 @@ def list_rank_bytes(run: TrainingRun) -> tuple[RankBytes, ...]:
 def _build_with_frozen(model: PlannedModel, dtype: torch.dtype) -> tuple[nn.Module, frozenset[str]]:
     """Return a model on meta, and the names of its indexers' parameters, which no run trains."""
     module = model.build(dtype)
-    layers: Any = family_of(module).indexers(module)
+    layers: Any = find_family(module).find_indexers(module)
     indexers = {param for layer in layers for param in layer.indexer.parameters()}
     return module, frozenset(n for n, param in module.named_parameters() if param in indexers)
 

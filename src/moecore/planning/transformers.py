@@ -28,8 +28,8 @@ from moecore.base import install_command
 from moecore.base.fields import CheckedRecord, check_arguments, quote
 from moecore.base.options.context import ContextOptions
 from moecore.families import use_causal_attention
-from moecore.families.family import family_of, swap_blocks
-from moecore.families.transformers.packing import packing_problem
+from moecore.families.family import find_family, swap_blocks
+from moecore.families.transformers.packing import find_packing_problem
 from moecore.families.transformers.tensor_parallel import find_cuts
 from moecore.io.hf.config_fields import HFConfig, read_config
 from moecore.io.hf.files import format_with_source
@@ -132,7 +132,7 @@ class StockModel(PlannedModel):
     @override
     def bound(self) -> frozenset[int]:
         hf = _build_structure(self.model).model
-        return family_of(hf).staged(hf).stage_parts().bound
+        return find_family(hf).make_staged_model(hf).stage_parts().bound
 
     @override
     def select_layers(self, layers: Sequence[int]) -> TransformersModel:
@@ -142,7 +142,7 @@ class StockModel(PlannedModel):
     @override
     def build(self, dtype: torch.dtype) -> nn.Module:
         model: nn.Module = _build_model(self.model, dtype)
-        if packing_problem(model) is None:
+        if find_packing_problem(model) is None:
             use_causal_attention(model)
         return model.train()
 
@@ -161,7 +161,7 @@ class StockModel(PlannedModel):
                 f"{type(scan).__name__}, whose scan is a Python loop over tokens: lower it"
             )
         arguments = {"input_ids": tokens_BT, "labels": tokens_BT, "use_cache": False}
-        if packing_problem(hf) is not None:
+        if find_packing_problem(hf) is not None:
             # Not on meta: transformers reads on the host that no row has two sequences.
             arguments["position_ids"] = torch.arange(tokens_BT.shape[1])[None]
         return arguments
@@ -169,7 +169,7 @@ class StockModel(PlannedModel):
     @override
     def sizes(self) -> ModelSizes:
         hf, _, layers = _build_structure(self.model)
-        experts = {p for layer in layers for p in layer.part("experts").parameters()}
+        experts = {p for layer in layers for p in layer.get_part("experts").parameters()}
         cuts = ((m, (*split.columns, split.row)) for m, split in find_cuts(hf, 1)[0].items())
         tp_params = {p for m, names in cuts for n in names for p in m.get_submodule(n).parameters()}
         return count_sizes(hf, experts, tp_params)
@@ -177,18 +177,18 @@ class StockModel(PlannedModel):
     @override
     def check(self, *, pp: int, tp: int, cp: int) -> None:
         hf, _, _ = _build_structure(self.model)
-        family = family_of(hf)
+        family = find_family(hf)
         if tp > 1:
             family.check_tensor_parallel(hf, tp)
         if cp > 1:
-            family.context(hf).context_options(ContextOptions(), cp, tp)
+            family.make_context_parallel_model(hf).context_options(ContextOptions(), cp, tp)
         if pp > 1:
-            family.staged(hf)
+            family.make_staged_model(hf)
 
     @override
     def source(self, dtype: torch.dtype) -> ModelSource:
         hf, path = _build_structure(self.model).model, self.model.source
-        packs = packing_problem(hf) is None
+        packs = find_packing_problem(hf) is None
         imports = ["from transformers import AutoConfig, " + type(hf).__name__]
         imports += ["from moecore.families import use_causal_attention"] if packs else []
         return ModelSource(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from moecore.base.options.precision import Precision, Recipe, Role, find_fp8_exclusion
 from moecore.base.params import clean_name
 from moecore.kernels.linear import PlainProducts
-from moecore.moe.amax_history import AmaxHistory, advance_histories, history_of
+from moecore.moe.amax_history import AmaxHistory, advance_histories, get_amax_history
 from moecore.moe.experts import Experts
 from moecore.moe.shared import SharedExpert
 from moecore.precision.emulated import EmulatedLinearProducts
@@ -123,7 +123,7 @@ def list_amax_histories(model: nn.Module) -> dict[str, AmaxHistory]:
         if isinstance(module, Experts):
             history = module.history
         else:
-            history = history_of(module) if isinstance(module, ProductLinear) else None
+            history = get_amax_history(module) if isinstance(module, ProductLinear) else None
         if history is not None:
             histories[clean_name(name)] = history
     return histories
@@ -146,7 +146,7 @@ def advance_amax(
 def drop_amax(model: nn.Module) -> None:
     """Drop the amax values that delayed scaling recorded since the last step."""
     for history in list_amax_histories(model).values():
-        history.drop()
+        history.reset_current_amax()
 
 
 def has_history(model: nn.Module) -> bool:

@@ -36,7 +36,7 @@ from moecore.kernels.rows.cast import cast, compute_amax
 from moecore.kernels.rows.scaling import ALIGNED, KINDS, Blocks, OperandPair, get_values_and_scales
 from moecore.kernels.rows.shard_blocks import make_dense_operand, transpose_operand
 from moecore.moe.amax_history import AmaxHistory, OperandName
-from moecore.moe.param_reader import gathered_blocks
+from moecore.moe.param_reader import get_fp8_blocks
 from moecore.precision.scaled_product import multiply
 
 
@@ -178,7 +178,7 @@ class QuantisedProducts(LinearProducts):
 
     def get_past_amax(self, operand: OperandName) -> Tensor | None:
         """Return the operand's amax over earlier steps; None without delayed scaling."""
-        return None if self.history is None else self.history.amax(operand)
+        return None if self.history is None else self.history.get_max_amax(operand)
 
     @abstractmethod
     def prepare(self, x: Tensor, weight: Tensor, weight_NK: Tensor, training: bool) -> LinearCall:
@@ -288,7 +288,7 @@ class Fp8Products(QuantisedProducts):
     @override
     def prepare(self, x: Tensor, weight: Tensor, weight_NK: Tensor, training: bool) -> LinearCall:
         history = self.history
-        seen = {} if history is None else history.record(x.device, training=training)
+        seen = {} if history is None else history.get_current_amax(x.device, training=training)
         columns = torch.is_grad_enabled() and weight_NK.requires_grad
         is_sure = history is None or history.is_sure
         x_amax = choose_scaling_amax(self.get_past_amax("input"), x, is_sure=is_sure)
@@ -440,7 +440,7 @@ def check_operands(x: Tensor, weight_NK: Tensor, recipe: Recipe) -> None:
 
 def read_gathered_blocks(kind: str | None, weight: Tensor, weight_NK: Tensor) -> Blocks:
     """Return the all-gathered blocks of a weight without values; raise for another kind."""
-    blocks = None if torch.compiler.is_compiling() else gathered_blocks(weight)
+    blocks = None if torch.compiler.is_compiling() else get_fp8_blocks(weight)
     if blocks is None or blocks.kind != kind:
         check_values(weight_NK)
     assert blocks is not None, "it has no values"

@@ -18,7 +18,7 @@ from moecore.kernels.rows.e4m3 import BLOCK, FP8
 from moecore.kernels.rows.scaling import Blocks
 from moecore.kernels.rows.shard_blocks import MatrixShard, quantise_blocks_, write_block_amax_
 from moecore.moe.experts import Experts
-from moecore.moe.param_reader import gathered_blocks
+from moecore.moe.param_reader import get_fp8_blocks
 
 OF_EXPERTS = {"ep", "etp"}  # mesh dims whose ranks own different experts or slices of experts
 
@@ -49,7 +49,7 @@ def store_experts_in_fp8(model: nn.Module) -> None:
         _check_storable(clean_name(f"{name}.{attribute}"), experts, getattr(experts, attribute))
     for _, experts, attribute in places:
         param = getattr(experts, attribute)
-        if gathered_blocks(param) is None:
+        if get_fp8_blocks(param) is None:
             assert experts.recipe is not None
             fp8_param = _store_blocks(param, power_of_two=experts.recipe.power_of_two)
             experts._parameters[attribute] = fp8_param
@@ -61,7 +61,7 @@ def store_experts_in_fp8(model: nn.Module) -> None:
 def refuse_fp8_storage(model: nn.Module, verb: str) -> None:
     """Raise ValueError if a parameter is stored only in FP8; `verb` names the refused use."""
     for name, param in model.named_parameters():
-        if gathered_blocks(param) is not None:
+        if get_fp8_blocks(param) is not None:
             raise ValueError(
                 f"{clean_name(name)} (FP8 alone) must have values to be {verb}: save_adapters, and "
                 "load them beside the base without store_experts_in_fp8"
@@ -70,7 +70,7 @@ def refuse_fp8_storage(model: nn.Module, verb: str) -> None:
 
 def read_stored_values(param: Tensor, box: tuple[slice, ...]) -> Tensor:
     """Return a box of the values of a parameter stored in FP8, in the parameter's dtype."""
-    blocks = gathered_blocks(param)
+    blocks = get_fp8_blocks(param)
     assert blocks is not None, "the parameter is not stored in FP8"
     shape = get_local_tensor(param).shape
     rows, columns = torch.arange(shape[:-1].numel()).view(shape[:-1]), torch.arange(shape[-1])

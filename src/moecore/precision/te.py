@@ -75,7 +75,7 @@ class TELinearProducts(QuantisedProducts):
                 f"Recipe.amax_history ({recipe.amax_history}) must be 0 with backend ('te') under "
                 "torch.compile and dispatch modes: use backend='moecore'"
             )
-        seen = {} if history is None else history.record(x.device, training=training)
+        seen = {} if history is None else history.get_current_amax(x.device, training=training)
         weight_amax = self.get_past_amax("weight")
         if (
             weight_amax is None and recipe.scaling == "tensorwise"

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from moecore.families.transformers.linear_attention import linear_layers
+from moecore.families.transformers.linear_attention import find_linear_layers
 
 ENVIRONMENT = {  # variable -> the values that the option accepts; the first is the default
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
@@ -37,7 +37,7 @@ def use_deterministic_algorithms() -> None:
 
 def check_deterministic(model: Any, device: torch.device) -> None:
     """Raise ValueError for a model whose kernels have no deterministic algorithm on the device."""
-    is_linear = getattr(model.config, "linear_attention", None) or linear_layers(model)
+    is_linear = getattr(model.config, "linear_attention", None) or find_linear_layers(model)
     if device.type == "cuda" and is_linear:
         raise ValueError(
             "--deterministic must not go with linear attention on GPUs, whose kernels are selected "

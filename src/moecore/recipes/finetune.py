@@ -27,7 +27,7 @@ from moecore.base.fields import Bound, Count, CountOrZero
 from moecore.base.options.layer import BalanceConfig, MoEOverrides
 from moecore.base.progress import show_progress
 from moecore.base.rank_checks import find_difference
-from moecore.families.transformers.packing import packing_problem
+from moecore.families.transformers.packing import find_packing_problem
 from moecore.io import init_adapters, load_hf
 from moecore.models import DecoderConfig, document_cost
 from moecore.packing import DocumentCost, ScheduledCollator
@@ -180,7 +180,7 @@ def build_job(args: FinetuneConfig) -> FineTuning:
     if args.objective == "dpo" and not packed_rows:
         raise ValueError(
             f"--objective (dpo) must be sft for {type(hf).__name__}, because "
-            f"{packing_problem(hf)} needs rows of one example each"
+            f"{find_packing_problem(hf)} needs rows of one example each"
         )
     if args.recompute:
         recompute(hf)
@@ -242,7 +242,7 @@ def build_model(
     device = torch.device(meshes.device_type)
     has_adapters, longest = args.lora is not None, args.sharding.dynamic_cp
     needs_packing = longest is not None or args.cuda_graph
-    if needs_packing and (other := packing_problem(model)) is not None:
+    if needs_packing and (other := find_packing_problem(model)) is not None:
         option = "--cuda-graph" if longest is None else f"--dynamic-cp ({longest})"
         raise ValueError(
             f"{option} must be left out for {type(model).__name__}, because {other} needs rows of "

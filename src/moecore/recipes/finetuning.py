@@ -176,7 +176,7 @@ class PreferenceTuning(FineTuning):
 
     def rewards(self, rollouts: Rollouts, log_probs_N: Tensor) -> Metrics:
         """Return the means over the pairs of all data ranks, by the names of TRL. Collective."""
-        rewards_i2 = self.objective.beta * self.objective.log_ratios(log_probs_N, rollouts)
+        rewards_i2 = self.objective.beta * self.objective.compute_log_ratios(log_probs_N, rollouts)
         margins_i = rewards_i2[:, 0] - rewards_i2[:, 1]
         sums = torch.stack([*rewards_i2.sum(0), margins_i.sum(), (margins_i > 0).sum()])
         sums = torch.cat([sums, sums.new_full((1,), len(margins_i))])
@@ -194,8 +194,8 @@ class PreferenceTuning(FineTuning):
         """Return the sum of the losses of this data rank's pairs."""
         rollouts = self.with_reference(batch)
         log_probs_N = self.engine.log_probs(rollouts).log_probs_N
-        log_ratios_i2 = self.objective.log_ratios(log_probs_N, rollouts)
-        return self.objective.pair_losses(log_ratios_i2).sum()
+        log_ratios_i2 = self.objective.compute_log_ratios(log_probs_N, rollouts)
+        return self.objective.compute_pair_losses(log_ratios_i2).sum()
 
     def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
         """Return the tokens of completions."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from moecore.base.fields import CheckedRecord, Count
 from moecore.base.progress import Report, show_progress
 from moecore.families import use_causal_attention
-from moecore.families.transformers.packing import packing_problem
+from moecore.families.transformers.packing import find_packing_problem
 from moecore.io import decoder_config_from_hf, export_hf, merge_adapters, save_adapters
 from moecore.io.checkpoint.ranks import on_first_rank
 from moecore.models import DecoderConfig
@@ -106,7 +106,7 @@ def build_hf(config: Any, path: Path, dtype: torch.dtype = torch.float32) -> nn.
 
 def packs(hf: nn.Module) -> bool:
     """Return whether a model keeps several documents of a row apart."""
-    return packing_problem(hf) is None
+    return find_packing_problem(hf) is None
 
 
 def decoder_of(path: Path) -> DecoderConfig | None:

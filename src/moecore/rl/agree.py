@@ -63,7 +63,7 @@ def gather_totals(
         local_totals.num_micro_batches,
         local_totals.num_responses,
     ]
-    numbers += [weight, _digest(global_entries), _digest(shared)]
+    numbers += [weight, _hash_entries(global_entries), _hash_entries(shared)]
     local_row = torch.tensor(numbers, dtype=torch.int64, device=meshes.device_type)
     all_rows = local_row.new_empty(dist.get_world_size() * len(local_row))
     all_gather_single(all_rows, local_row)
@@ -89,12 +89,12 @@ def gather_totals(
     )
 
 
-def _digest(entries: Mapping[str, Any]) -> int:
+def _hash_entries(entries: Mapping[str, Any]) -> int:
     text = repr({name: make_comparable(value) for name, value in entries.items()})
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
 
 
-def sum_of_data_ranks(value: Tensor, meshes: Meshes) -> Tensor:
+def sum_over_data_ranks(value: Tensor, meshes: Meshes) -> Tensor:
     """Return the sum over data-parallel ranks of a value that their tp, cp and pp ranks replicate.
 
     Collective over the world.

@@ -150,7 +150,7 @@ def choices_from_tensors(tensors: Mapping[str, Tensor]) -> Choices:
     }
 
 
-def local_choices_of(
+def convert_from_engine_indices(
     indices_BSLK: Any, layers: Mapping[str, MoELayer], engine_layers: Sequence[str | None]
 ) -> dict[str, Tensor]:
     """Return layer name -> int32 [T, K], this rank's part of an engine's choices. No collective."""
@@ -177,7 +177,7 @@ def local_choices_of(
     for i, name in enumerate(engine_layers):
         if name is None:
             continue
-        micro_batch = _micro_batch(layers[name].tracker.groups, B)
+        micro_batch = _make_micro_batch(layers[name].tracker.groups, B)
         if S % micro_batch.num_ranks:
             raise ValueError(
                 f"indices sequence ({S}) must be a multiple of the ranks that share one "
@@ -192,7 +192,7 @@ def local_choices_of(
     return {name: local_choices[name] for name in layers}
 
 
-def engine_indices(
+def convert_to_engine_indices(
     choices: Mapping[str, Sequence[Tensor]], layers: Mapping[str, MoELayer], batch_size: int
 ) -> list[Tensor]:
     """Return one int32 [B, S, L, K] per forward; B is `batch_size`. Collective over tp."""
@@ -213,14 +213,14 @@ def engine_indices(
             )
         layer_ids = []
         for name, layer in layers.items():
-            micro_batch = _micro_batch(layer.tracker.groups, batch_size)
+            micro_batch = _make_micro_batch(layer.tracker.groups, batch_size)
             ids_NK = micro_batch.gather(choices[name][i].to(torch.int32))
             layer_ids.append(ids_NK.unflatten(0, (batch_size, ids_NK.shape[0] // batch_size)))
         result.append(torch.stack(layer_ids, dim=2))
     return result
 
 
-def _micro_batch(groups: BalanceGroups, num_sequences: int) -> MicroBatch:
+def _make_micro_batch(groups: BalanceGroups, num_sequences: int) -> MicroBatch:
     if groups.by_cp:
         raise ValueError(
             "ContextOptions.dynamic (True) must be False for the choices of an engine, which do "

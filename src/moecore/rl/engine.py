@@ -29,8 +29,8 @@ from moecore.base.rank_checks import check_equal
 from moecore.models.log_probs import LogProbLoss
 from moecore.parallel.fsdp.progress import check_grad_mode
 from moecore.parallel.model.parallel_state import get_parallel_state
-from moecore.rl.agree import Totals, gather_totals, sum_of_data_ranks
-from moecore.rl.invariance import check_invariant, invariant
+from moecore.rl.agree import Totals, gather_totals, sum_over_data_ranks
+from moecore.rl.invariance import check_invariant, use_batch_invariance
 from moecore.rl.micro_batches import (
     RolloutRow,
     RowLimits,
@@ -148,12 +148,12 @@ class Engine:
             self.model, self.step = model, step
             self._request, self._pipeline = state.request, state.pipeline
             self._meshes = state.request.meshes
-            self._layers = RoutedLayers.of(model, self._meshes)
-            self._limits = RowLimits.of(max_tokens, self._meshes.parallel)
+            self._layers = RoutedLayers.from_model(model, self._meshes)
+            self._limits = RowLimits.from_parallel(max_tokens, self._meshes.parallel)
         check_equal({"reference is None": reference is None}, self._meshes.device_type)
         self._reference = None if reference is None else TrainStep(reference)
         steps = [step, *filter(None, [self._reference])]
-        sizes = [_vocab_size_of(part.model) for part in steps]
+        sizes = [_get_vocab_size(part.model) for part in steps]
         self._vocab_size = min(filter(None, sizes), default=None)
         self._offloads = [TrainingOffload(part.model, part.optimizers) for part in steps]
 
@@ -181,7 +181,7 @@ class Engine:
                 raise ValueError(
                     "routes (True) must be False for rollouts with routes_NLK: drop one"
                 )
-        return self._scores(self.step, rollouts, entropy=entropy, routes=routes)
+        return self._compute_scores(self.step, rollouts, entropy=entropy, routes=routes)
 
     def reference_log_probs(self, rollouts: Rollouts) -> TokenScores:
         """Return the reference model's log-probabilities, with its own routing; see `log_probs`.
@@ -194,9 +194,9 @@ class Engine:
             check_arguments(Engine.reference_log_probs, arguments)
         rollouts = rollouts.replace(routes_NLK=None, route_weights_NLK=None)
         if self._reference is not None:
-            return self._scores(self._reference, rollouts, entropy=False)
+            return self._compute_scores(self._reference, rollouts, entropy=False)
         with self._request.family.disable_adapters(self.model):
-            return self._scores(self.step, rollouts, entropy=False)
+            return self._compute_scores(self.step, rollouts, entropy=False)
 
     def forward_backward(
         self,
@@ -221,21 +221,26 @@ class Engine:
         with self._raise_on_all_ranks("forward_backward() of rollouts"):
             check_arguments(Engine.forward_backward, arguments)
             check_grad_mode("forward_backward()")
-        with publish_errors("forward_backward() of rollouts"), self._computing(self.model):
-            rows, totals = self._rows(rollouts, objective, entropy=objective.entropy)
+        with (
+            publish_errors("forward_backward() of rollouts"),
+            self._use_batch_invariance(self.model),
+        ):
+            rows, totals = self._make_rows(rollouts, objective, entropy=objective.entropy)
             number = self.step.num_micro_batches = totals.num_micro_batches
             is_mean = self._request.loss == "mean"
             factor = number * self._meshes.data_ranks if is_mean else 1
-            shares_N = _shares(rollouts, objective.mean, totals, factor).to(self._meshes.device)
-            scores = self._empty(rollouts, objective.entropy)
+            shares_N = _compute_shares(rollouts, objective.mean, totals, factor).to(
+                self._meshes.device
+            )
+            scores = self._make_empty_scores(rollouts, objective.entropy)
             micro_batches = [
-                self._inputs(row, scores, objective, shares_N[row.token_idx_N]) for row in rows
+                self._make_inputs(row, scores, objective, shares_N[row.token_idx_N]) for row in rows
             ]
-            with self._replaying(rows, rollouts):
+            with self._replay_routes(rows, rollouts):
                 losses = self.step.forward_backward(micro_batches)
-            loss = sum_of_data_ranks(losses.sum() / factor, self._meshes)
+            loss = sum_over_data_ranks(losses.sum() / factor, self._meshes)
             return ObjectiveResult(
-                loss=loss, scores=self._of_stages(scores), num_micro_batches=number
+                loss=loss, scores=self._reduce_over_stages(scores), num_micro_batches=number
             )
 
     def weights(self, **options: Any) -> WeightStream:
@@ -257,23 +262,23 @@ class Engine:
         for offload in self._offloads:
             offload.onload(selection)
 
-    def _scores(
+    def _compute_scores(
         self, step: TrainStep, rollouts: Rollouts, *, entropy: bool, routes: bool = False
     ) -> TokenScores:
-        with publish_errors("log_probs() of rollouts"), self._computing(step.model):
-            rows, _ = self._rows(rollouts, None, entropy=entropy, routes=routes)
-            scores = self._empty(rollouts, entropy)
-            micro_batches = [self._inputs(row, scores, None, None) for row in rows]
-            context = self._layers.record() if routes else self._replaying(rows, rollouts)
+        with publish_errors("log_probs() of rollouts"), self._use_batch_invariance(step.model):
+            rows, _ = self._make_rows(rollouts, None, entropy=entropy, routes=routes)
+            scores = self._make_empty_scores(rollouts, entropy)
+            micro_batches = [self._make_inputs(row, scores, None, None) for row in rows]
+            context = self._layers.record() if routes else self._replay_routes(rows, rollouts)
             with context:
                 step.losses(micro_batches)
             if routes:
                 scores = replace(scores, routes_NLK=self._layers.gather_routes(rows, rollouts))
-            return self._of_stages(scores)
+            return self._reduce_over_stages(scores)
 
     @contextmanager
     def _raise_on_all_ranks(self, action: str) -> Iterator[None]:
-        """Return a context whose ValueErrors all ranks raise; the other ranks wait in `_rows`."""
+        """Return a context whose ValueErrors all ranks raise; other ranks wait in `_make_rows`."""
         problem = None
         try:
             yield
@@ -283,14 +288,14 @@ class Engine:
             with publish_errors(action):
                 gather_totals(self._meshes, None, problem, global_entries={}, shared={})
 
-    def _computing(self, model: nn.Module) -> AbstractContextManager[None]:
+    def _use_batch_invariance(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which the model is batch invariant if the engine is."""
         state = get_parallel_state(model)
         if state is None or not self._is_invariant:
             return nullcontext()
-        return invariant(state.layers, self._meshes.device.type)
+        return use_batch_invariance(state.layers, self._meshes.device.type)
 
-    def _replaying(
+    def _replay_routes(
         self, rows: Sequence[RolloutRow], rollouts: Rollouts
     ) -> AbstractContextManager[None]:
         """Return a context in which forwards of rows replay `Rollouts.routes_NLK`, if given."""
@@ -298,7 +303,7 @@ class Engine:
             return nullcontext()
         return self._layers.replay_rows(rows)
 
-    def _rows(
+    def _make_rows(
         self,
         rollouts: Rollouts,
         objective: Objective | None,
@@ -319,7 +324,7 @@ class Engine:
                 self._layers.check(rollouts)
             group_size = 1 if objective is None else objective.group_size
             assignments = assign_sequences(rollouts, self._limits, group_size)
-            local_totals = _totals(rollouts, len(assignments), group_size)
+            local_totals = _compute_totals(rollouts, len(assignments), group_size)
         global_entries: dict[str, Any] = {
             "the objective": type(objective).__name__,
             "entropy": entropy,
@@ -348,7 +353,7 @@ class Engine:
             build_row(rollouts, sequences, self._limits, device) for sequences in assignments
         ], totals
 
-    def _inputs(
+    def _make_inputs(
         self,
         row: RolloutRow,
         scores: TokenScores,
@@ -376,13 +381,13 @@ class Engine:
             temperature=row.rollouts.temperature,
             entropy=scores.entropy_N is not None,
         )
-        return self._request.family.arguments(row.batch) | {"log_prob_loss": log_prob_loss}
+        return self._request.family.make_arguments(row.batch) | {"log_prob_loss": log_prob_loss}
 
-    def _empty(self, rollouts: Rollouts, entropy: bool) -> TokenScores:
+    def _make_empty_scores(self, rollouts: Rollouts, entropy: bool) -> TokenScores:
         zeros_N = torch.zeros(len(rollouts.tokens_N), device=self._meshes.device)
         return TokenScores(log_probs_N=zeros_N, entropy_N=zeros_N.clone() if entropy else None)
 
-    def _of_stages(self, scores: TokenScores) -> TokenScores:
+    def _reduce_over_stages(self, scores: TokenScores) -> TokenScores:
         """All-reduce scores over pp, because only the stage with the head computes them."""
         if self._pipeline is not None:
             for numbers_N in (scores.log_probs_N, scores.entropy_N):
@@ -391,9 +396,9 @@ class Engine:
         return scores
 
 
-def _vocab_size_of(model: nn.Module) -> int | None:
+def _get_vocab_size(model: nn.Module) -> int | None:
     state = get_parallel_state(model)
-    return None if state is None else state.request.family.vocab_size(model)
+    return None if state is None else state.request.family.get_vocab_size(model)
 
 
 def _check_ids(tokens_N: Tensor, vocab_size: int | None) -> None:
@@ -430,7 +435,7 @@ def _check_losses(name: str, loss_N: object, log_probs_N: Tensor) -> None:
         )
 
 
-def _weights(rollouts: Rollouts) -> Tensor:
+def _compute_weights(rollouts: Rollouts) -> Tensor:
     """Return the weight of each token in a mean, fp64 [N], on the CPU; 0 outside of responses."""
     mask_N = rollouts.response_mask_N.cpu()
     weights_N = rollouts.weights_N
@@ -438,13 +443,13 @@ def _weights(rollouts: Rollouts) -> Tensor:
     return (unit_weights_N if weights_N is None else weights_N.cpu().double()).where(mask_N, 0)
 
 
-def _of_sequences(rollouts: Rollouts, weights_N: Tensor) -> Tensor:
+def _sum_sequences(rollouts: Rollouts, weights_N: Tensor) -> Tensor:
     """Return the sum of the weights of each sequence, fp64 [n]."""
     sums_n = weights_N.new_zeros(rollouts.num_sequences)
     return sums_n.index_add(0, rollouts.sequence_N.cpu(), weights_N)
 
 
-def _totals(rollouts: Rollouts, num_micro_batches: int, group_size: int) -> Totals:
+def _compute_totals(rollouts: Rollouts, num_micro_batches: int, group_size: int) -> Totals:
     """Return the totals of a data-parallel rank's rollouts; raise for invalid numbers."""
     for name in PER_TOKEN:
         value_N = getattr(rollouts, name)
@@ -457,10 +462,10 @@ def _totals(rollouts: Rollouts, num_micro_batches: int, group_size: int) -> Tota
                 f"Rollouts.{name} must be finite in responses, as fp32: leave out sequences "
                 "without numbers"
             )
-    weights_N = _weights(rollouts)
+    weights_N = _compute_weights(rollouts)
     if bool((weights_N < 0).any()):
         raise ValueError("Rollouts.weights_N must be >= 0 in responses: clamp them")
-    num_responses = int((_of_sequences(rollouts, weights_N) > 0).sum())
+    num_responses = int((_sum_sequences(rollouts, weights_N) > 0).sum())
     if group_size > 1 and num_responses < rollouts.num_sequences:
         raise ValueError(
             f"rollouts ({num_responses} responses with a weight) must have one in each sequence "
@@ -473,12 +478,12 @@ def _totals(rollouts: Rollouts, num_micro_batches: int, group_size: int) -> Tota
     )
 
 
-def _shares(rollouts: Rollouts, mean: Mean, totals: Totals, factor: float) -> Tensor:
+def _compute_shares(rollouts: Rollouts, mean: Mean, totals: Totals, factor: float) -> Tensor:
     """Return the factor of each token's loss in the global mean, times `factor`, fp32 [N]."""
-    weights_N = _weights(rollouts)
+    weights_N = _compute_weights(rollouts)
     if mean == "token":
         # This order, because a factor over weights of 1e-308 overflows.
         return (weights_N / totals.weight * factor).float()
-    of_sequence_N = _of_sequences(rollouts, weights_N)[rollouts.sequence_N.cpu()]
+    of_sequence_N = _sum_sequences(rollouts, weights_N)[rollouts.sequence_N.cpu()]
     shares_N = torch.where(weights_N > 0, weights_N / of_sequence_N, 0)
     return (shares_N * (factor / totals.num_responses)).float()

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from moecore.families.transformers.packing import longest_position_readers
-from moecore.families.transformers.sparse_attention import sparse_layers
+from moecore.families.transformers.packing import find_longest_position_readers
+from moecore.families.transformers.sparse_attention import find_sparse_layers
 from moecore.kernels.invariant import batch_invariant
 from moecore.moe.dispatch.local import ByChoice, LocalDispatcher
 from moecore.moe.layer import RoutedLayer
@@ -24,7 +24,7 @@ SAME_ORDER = 2  # choices: their sum is the same in either order
 
 
 @contextmanager
-def invariant(layers: Mapping[str, RoutedLayer], device_type: str) -> Iterator[None]:
+def use_batch_invariance(layers: Mapping[str, RoutedLayer], device_type: str) -> Iterator[None]:
     """Return a context in which forwards of MoE layers and other modules are batch invariant."""
     with ExitStack() as undo:
         undo.enter_context(batch_invariant(device_type))
@@ -41,11 +41,11 @@ def check_invariant(model: nn.Module, state: ParallelState) -> None:
 
     The result is equal on every rank; no collective.
     """
-    for name, value, fix in _obstacles(model, state):
+    for name, value, fix in _find_obstacles(model, state):
         raise ValueError(f"{name} ({value}) must {fix} for an Engine with batch_invariant=True")
 
 
-def _obstacles(model: nn.Module, state: ParallelState) -> Iterator[tuple[str, Any, str]]:
+def _find_obstacles(model: nn.Module, state: ParallelState) -> Iterator[tuple[str, Any, str]]:
     """Yield each option that rules out batch invariance: name, value, requirement."""
     request, degrees = state.request, state.request.meshes.parallel
     for axis in ("tp", "cp", "etp"):
@@ -73,14 +73,14 @@ def _obstacles(model: nn.Module, state: ParallelState) -> Iterator[tuple[str, An
             "be another one, because it adds experts where they are,",
         )
     for name, layer in state.layers.items():
-        yield from _obstacles_of(name, layer)
+        yield from _find_layer_obstacles(name, layer)
     config = getattr(model, "config", None)
     types = getattr(config, "layer_types", None) or ()
     if "linear_attention" in types:
         yield "layer_types", "'linear_attention'", "have attention alone"
-    for module in sparse_layers(model):
+    for module in find_sparse_layers(model):
         yield "a layer of sparse attention", type(module).__name__, "not be in the model"
-    for name, rope_type, _ in longest_position_readers(model):
+    for name, rope_type, _ in find_longest_position_readers(model):
         fix = "have angles that do not depend on the longest sequence of a row, as 'yarn' has,"
         yield f"rope_type of {name!r}", repr(rope_type), fix
     if linear := getattr(config, "linear_attention", None):
@@ -89,7 +89,7 @@ def _obstacles(model: nn.Module, state: ParallelState) -> Iterator[tuple[str, An
         yield "mla.sparse", sparse, "be None, because keys are scored in chunks of tokens,"
 
 
-def _obstacles_of(name: str, layer: RoutedLayer) -> Iterator[tuple[str, Any, str]]:
+def _find_layer_obstacles(name: str, layer: RoutedLayer) -> Iterator[tuple[str, Any, str]]:
     config = layer.config
     if config.capacity is not None:
         yield f"capacity of layer {name!r}", config.capacity, "be None, because it compares tokens,"

@@ -45,7 +45,7 @@ class RowLimits:
     of_row: int
 
     @classmethod
-    def of(cls, max_tokens: int, parallel: ParallelConfig) -> RowLimits:
+    def from_parallel(cls, max_tokens: int, parallel: ParallelConfig) -> RowLimits:
         """Return the limits of a parallel layout."""
         of_document = get_length_multiple(parallel.cp)
         limits = cls(
@@ -58,14 +58,14 @@ class RowLimits:
             )
         return limits
 
-    def padded_length(self, length: int) -> int:
+    def compute_padded_length(self, length: int) -> int:
         """Return the number of tokens of a sequence with its padding."""
         return -(-length // self.of_document) * self.of_document
 
 
 def assign_sequences(rollouts: Rollouts, limits: RowLimits, group_size: int) -> list[list[int]]:
     """Return the indices of the sequences of each micro-batch."""
-    lengths = [limits.padded_length(length) for length in rollouts.lengths]
+    lengths = [limits.compute_padded_length(length) for length in rollouts.lengths]
     number = rollouts.num_sequences
     if number % group_size:
         raise ValueError(
@@ -128,7 +128,9 @@ def build_row(
     selection = rollouts.take(sequences)
     borders = selection.borders
     padded_tokens = (
-        sum(limits.padded_length(length) for length in selection.lengths) if sequences else 1
+        sum(limits.compute_padded_length(length) for length in selection.lengths)
+        if sequences
+        else 1
     )
     row_tokens = -(-padded_tokens // limits.of_row) * limits.of_row
     collate = PackedCollator(row_tokens=row_tokens, multiple=limits.of_document)
@@ -147,8 +149,8 @@ def build_row(
     for name in ("input_ids", "position_ids", "padding_mask"):
         batch[name] = batch[name].to(device)
     return RolloutRow(
-        rollouts=_on_device(selection, device),
-        token_idx_N=rollouts.token_indices(sequences).to(device),
+        rollouts=_move_to_device(selection, device),
+        token_idx_N=rollouts.find_token_indices(sequences).to(device),
         batch=batch,
         labels_BT=labels_T[None].to(device),
         rows_M=rows_M.to(device),
@@ -157,7 +159,7 @@ def build_row(
     )
 
 
-def _on_device(rollouts: Rollouts, device: torch.device) -> Rollouts:
+def _move_to_device(rollouts: Rollouts, device: torch.device) -> Rollouts:
     mask_N = rollouts.response_mask_N.to(device)
     changes = {"tokens_N": rollouts.tokens_N.to(device), "response_mask_N": mask_N}
     for name in PER_TOKEN:

@@ -63,7 +63,7 @@ class Objective(Protocol):
         """Return the loss of each token, fp32 [N]; values outside of responses are ignored."""
 
 
-def kl_estimate(
+def estimate_kl(
     log_probs_N: Annotated[Tensor, "pass fp32 [N]"],
     ref_log_probs_N: Annotated[Tensor, "pass fp32 [N]"],
     estimator: KLEstimator,
@@ -74,7 +74,7 @@ def kl_estimate(
     Where d exceeds 80, "k3" uses d = 80 and the token's gradient is 0, because exp(d) overflows
     fp32.
     """
-    check_arguments(kl_estimate, locals())
+    check_arguments(estimate_kl, locals())
     if log_probs_N.shape != ref_log_probs_N.shape:
         raise ValueError(
             f"ref_log_probs_N {tuple(ref_log_probs_N.shape)} must have the shape of log_probs_N "
@@ -99,7 +99,7 @@ class PPO(CheckedRecord):
     Attributes:
         clip: the lower bound of the clipped ratio is 1 - clip.
         clip_high: the upper bound of the clipped ratio is 1 + clip_high; None = clip.
-        kl: the estimator of the penalty: see `kl_estimate`.
+        kl: the estimator of the penalty: see `estimate_kl`.
         kl_coef: coefficient of the KL penalty; > 0 needs `ref_log_probs_N`.
         entropy_coef: coefficient of the entropy, which is subtracted from the loss.
         mean: over tokens, or over sequences.
@@ -123,7 +123,7 @@ class PPO(CheckedRecord):
         """See `Objective`."""
         return self.entropy_coef > 0
 
-    def log_ratio(self, log_probs_N: Tensor, rollouts: Rollouts) -> Tensor:
+    def compute_log_ratio(self, log_probs_N: Tensor, rollouts: Rollouts) -> Tensor:
         """Return log r of each token, [N]."""
         old_N = rollouts.old_log_probs_N
         return log_probs_N - (log_probs_N.detach() if old_N is None else old_N)
@@ -131,14 +131,14 @@ class PPO(CheckedRecord):
     def __call__(self, log_probs_N: Tensor, entropy_N: Tensor | None, rollouts: Rollouts) -> Tensor:
         """Return the loss of each token, fp32 [N]."""
         assert rollouts.advantages_N is not None, "the engine has looked"
-        ratio_N = self.log_ratio(log_probs_N, rollouts).clamp(max=MAX_LOG_RATIO).exp()
+        ratio_N = self.compute_log_ratio(log_probs_N, rollouts).clamp(max=MAX_LOG_RATIO).exp()
         high = self.clip if self.clip_high is None else self.clip_high
         clipped_N = ratio_N.clamp(1 - self.clip, 1 + high)
         advantages_N = rollouts.advantages_N
         loss_N = -torch.minimum(ratio_N * advantages_N, clipped_N * advantages_N)
         if self.kl_coef:
             assert rollouts.ref_log_probs_N is not None, "the engine has looked"
-            kl_N = kl_estimate(log_probs_N, rollouts.ref_log_probs_N, self.kl)
+            kl_N = estimate_kl(log_probs_N, rollouts.ref_log_probs_N, self.kl)
             loss_N = loss_N + self.kl_coef * kl_N
         return loss_N if entropy_N is None else loss_N - self.entropy_coef * entropy_N
 
@@ -163,9 +163,9 @@ class GSPO(PPO):
     clip_high: Positive | None = 4e-4
     mean: Mean = "sequence"
 
-    def log_ratio(self, log_probs_N: Tensor, rollouts: Rollouts) -> Tensor:
+    def compute_log_ratio(self, log_probs_N: Tensor, rollouts: Rollouts) -> Tensor:
         """Return the mean of log r over the response of each token's sequence, [N]."""
-        of_tokens_N = PPO.log_ratio(self, log_probs_N, rollouts)
+        of_tokens_N = PPO.compute_log_ratio(self, log_probs_N, rollouts)
         counts_n = rollouts.sum_responses(torch.ones_like(log_probs_N))
         return rollouts.spread(rollouts.sum_responses(of_tokens_N) / counts_n.clamp(min=1))
 
@@ -191,16 +191,16 @@ class DPO(CheckedRecord):
 
     def __call__(self, log_probs_N: Tensor, entropy_N: Tensor | None, rollouts: Rollouts) -> Tensor:
         """Return the loss of each token's pair, [N]."""
-        loss_i = self.pair_losses(self.log_ratios(log_probs_N, rollouts))
+        loss_i = self.compute_pair_losses(self.compute_log_ratios(log_probs_N, rollouts))
         return rollouts.spread(loss_i.repeat_interleave(2))
 
-    def log_ratios(self, log_probs_N: Tensor, rollouts: Rollouts) -> Tensor:
+    def compute_log_ratios(self, log_probs_N: Tensor, rollouts: Rollouts) -> Tensor:
         """Return log p / p_ref of each response, fp32 [pairs, 2], the chosen one first."""
         assert rollouts.ref_log_probs_N is not None, "the engine has looked"
         ratios_n = rollouts.sum_responses(log_probs_N - rollouts.ref_log_probs_N)
         return ratios_n.view(-1, 2)
 
-    def pair_losses(self, log_ratios_i2: Tensor) -> Tensor:
+    def compute_pair_losses(self, log_ratios_i2: Tensor) -> Tensor:
         """Return the loss of each pair, fp32 [pairs]."""
         logits_i = self.beta * (log_ratios_i2[:, 0] - log_ratios_i2[:, 1])
         loss_i = -torch.nn.functional.logsigmoid(logits_i)

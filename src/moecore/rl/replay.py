@@ -29,10 +29,10 @@ from moecore.rl.choices import (
     Choices,
     check_choices,
     check_weights,
-    engine_indices,
-    local_choices_of,
+    convert_from_engine_indices,
+    convert_to_engine_indices,
 )
-from moecore.rl.tapes import ChoiceRecorder, TapeReplay, refuse_active_tapes, remove
+from moecore.rl.tapes import ChoiceRecorder, TapeReplay, refuse_active_tapes, remove_tapes
 
 Unrecorded = Literal["drop", "route"]
 
@@ -78,7 +78,7 @@ class RouterReplay:
                 )
         self.model = model
         self.layers = {n: m for n, m in moe_layers.items() if layers is None or n in layers}
-        self._routers: dict[str, Router] = {n: m.part("router") for n, m in self.layers.items()}
+        self._routers: dict[str, Router] = {n: m.get_part("router") for n, m in self.layers.items()}
         self._records: Choices | None = None
         self._replaying: TapeReplay | None = None
 
@@ -111,7 +111,7 @@ class RouterReplay:
         try:
             yield
         finally:
-            remove(tapes)
+            remove_tapes(tapes)
         self._records = records
 
     def choices(self, device: torch.device | str | None = None) -> Choices:
@@ -180,8 +180,8 @@ class RouterReplay:
                 check_weights(weights, choices)
             self._check_unrecorded(unrecorded)
             refuse_active_tapes(self._routers)
-        records = _on_devices(choices, self.layers)
-        device_weights = None if weights is None else _weights_on_devices(weights, records)
+        records = _copy_choices_to_devices(choices, self.layers)
+        device_weights = None if weights is None else _copy_weights_to_devices(weights, records)
         run = TapeReplay(
             self.model, self._routers, records, device_weights, fill=unrecorded == "route"
         )
@@ -235,7 +235,10 @@ class RouterReplay:
         check_arguments(RouterReplay.from_engine, locals())
         names = list(self.layers) if layer_names is None else layer_names
         forwards = indices if isinstance(indices, list | tuple) else [indices]
-        every = [local_choices_of(indices_BSLK, self.layers, names) for indices_BSLK in forwards]
+        every = [
+            convert_from_engine_indices(indices_BSLK, self.layers, names)
+            for indices_BSLK in forwards
+        ]
         return {name: [forward_choices[name] for forward_choices in every] for name in self.layers}
 
     def to_engine(
@@ -254,7 +257,7 @@ class RouterReplay:
                 of times, on different tokens, or with different K.
         """
         check_arguments(RouterReplay.to_engine, locals())
-        return engine_indices(choices, self.layers, batch_size)
+        return convert_to_engine_indices(choices, self.layers, batch_size)
 
     def _check_unrecorded(self, unrecorded: str) -> None:
         for name, layer in self.layers.items():
@@ -265,7 +268,7 @@ class RouterReplay:
                 )
 
 
-def _weights_on_devices(
+def _copy_weights_to_devices(
     weights: Mapping[str, Sequence[Tensor]], records: Choices
 ) -> dict[str, list[Tensor]]:
     """Return fp32 copies of weights: 0 at dropped choices, -1 in rows that the router must fill."""
@@ -280,11 +283,13 @@ def _weights_on_devices(
     }
 
 
-def _on_devices(choices: Mapping[str, Sequence[Tensor]], layers: Mapping[str, MoELayer]) -> Choices:
+def _copy_choices_to_devices(
+    choices: Mapping[str, Sequence[Tensor]], layers: Mapping[str, MoELayer]
+) -> Choices:
     """Return int32 copies of choices on the devices of their layers."""
     return {
         name: [
-            ids.to(layer.part("router").weight.device, torch.int32, copy=True).contiguous()
+            ids.to(layer.get_part("router").weight.device, torch.int32, copy=True).contiguous()
             for ids in choices[name]
         ]
         for name, layer in layers.items()

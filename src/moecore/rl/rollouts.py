@@ -184,7 +184,7 @@ class Rollouts(CheckedRecord):
                 f"sequences ({quote(indices)}) must be numbers from 0 to {self.num_sequences - 1}: "
                 "take those that there are"
             )
-        token_idx_N = self.token_indices(indices)
+        token_idx_N = self.find_token_indices(indices)
         lengths = self.lengths
         changes = {
             field.name: getattr(self, field.name)[token_idx_N.to(getattr(self, field.name).device)]
@@ -194,7 +194,7 @@ class Rollouts(CheckedRecord):
         borders = torch.tensor([0, *(lengths[i] for i in indices)]).cumsum(0)
         return replace(self, cu_seqlens=borders, **changes)
 
-    def token_indices(self, sequences: Sequence[int]) -> Tensor:
+    def find_token_indices(self, sequences: Sequence[int]) -> Tensor:
         """Return int64, the token indices of the given sequences."""
         borders = self.borders
         ranges = [torch.arange(borders[i], borders[i + 1]) for i in sequences]

@@ -47,14 +47,14 @@ class RoutedLayers:
     meshes: Meshes
 
     @classmethod
-    def of(cls, model: nn.Module, meshes: Meshes) -> RoutedLayers:
+    def from_model(cls, model: nn.Module, meshes: Meshes) -> RoutedLayers:
         """Return the layers of a parallelized model. Collective over pp."""
         # Modules of multi-token prediction make no log-probabilities, and sampling engines list
         # none of their layers.
         mtp_layers = [m for m in model.modules() if isinstance(m, MTPLayer)]
         unused = {inner for module in mtp_layers for inner in module.modules()}
         local_layers = {
-            clean_name(name): (_places(model, name), module.config)
+            clean_name(name): (_find_sort_key(model, name), module.config)
             for name, module in model.named_modules()
             if isinstance(module, MoELayer) and module not in unused
         }
@@ -110,9 +110,9 @@ class RoutedLayers:
         shape = (len(rollouts.tokens_N), *self.shape)
         routes_NLK = torch.full(shape, -1, dtype=torch.int32, device=self.meshes.device)
         choices = {} if self.replay is None else self.replay.choices()
-        for name, layer, place in self._local_layers():
+        for name, layer, place in self._iterate_local_layers():
             for row, ids_tK in zip(rows, choices[name], strict=True):
-                ids_TK = _of_row(row, layer).gather(ids_tK)
+                ids_TK = _make_row_micro_batch(row, layer).gather(ids_tK)
                 is_token_T = row.read_T >= 0
                 routes_NLK[row.token_idx_N[row.read_T[is_token_T]], place] = ids_TK[is_token_T]
         if self.meshes.pipeline_groups is not None:  # -1 in the layers of other stages
@@ -126,33 +126,35 @@ class RoutedLayers:
         routes = [row.rollouts.routes_NLK for row in rows]
         weights = [row.rollouts.route_weights_NLK for row in rows]
         return self.replay.replay(
-            self._local_choices(rows, routes),
-            weights=None if weights[0] is None else self._local_choices(rows, weights),
+            self._make_local_choices(rows, routes),
+            weights=None if weights[0] is None else self._make_local_choices(rows, weights),
             unrecorded="route",
         )
 
-    def _local_choices(
+    def _make_local_choices(
         self, rows: Sequence[RolloutRow], values: Sequence[Tensor | None]
     ) -> dict[str, list[Tensor]]:
         """Return this rank's [T, K] by layer and row, from the [N, L, K] of each row."""
-        local_choices: dict[str, list[Tensor]] = {name: [] for name, _, _ in self._local_layers()}
+        local_choices: dict[str, list[Tensor]] = {
+            name: [] for name, _, _ in self._iterate_local_layers()
+        }
         for row, values_NLK in zip(rows, values, strict=True):
             assert values_NLK is not None, "all rows are of the same rollouts"
             full_TLK = row.gather_at_positions(values_NLK, -1)
-            for name, layer, place in self._local_layers():
+            for name, layer, place in self._iterate_local_layers():
                 local_choices[name].append(
-                    _of_row(row, layer).slice_local(full_TLK[:, place]).contiguous()
+                    _make_row_micro_batch(row, layer).slice_local(full_TLK[:, place]).contiguous()
                 )
         return local_choices
 
-    def _local_layers(self) -> Iterator[tuple[str, MoELayer, int]]:
+    def _iterate_local_layers(self) -> Iterator[tuple[str, MoELayer, int]]:
         """Yield (name, layer, index among all layers) of each layer of this rank."""
         places = {name: place for place, name in enumerate(self.configs)}
         for name, layer in ({} if self.replay is None else self.replay.layers).items():
             yield name, layer, places[name]
 
 
-def _places(model: nn.Module, name: str) -> list[int]:
+def _find_sort_key(model: nn.Module, name: str) -> list[int]:
     """Return the index of a module among its siblings, and of each of its parents: a sort key."""
     # Modules that other stages have leave `AbsentModule` in their place, so places are those of the
     # whole model.
@@ -163,7 +165,7 @@ def _places(model: nn.Module, name: str) -> list[int]:
     return places
 
 
-def _of_row(row: RolloutRow, layer: MoELayer) -> MicroBatch:
+def _make_row_micro_batch(row: RolloutRow, layer: MoELayer) -> MicroBatch:
     groups = layer.tracker.groups
     micro_batch = MicroBatch(group=groups.micro_batch, cp=groups.cp)
     return replace(micro_batch, cu_seqlens=row.batch["cu_seqlens"].to(row.read_T.device))

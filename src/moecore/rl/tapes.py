@@ -44,14 +44,14 @@ class ChoiceRecorder:
         self.records = records
 
     @torch.compiler.disable
-    def recorded_choice(
+    def get_recorded_choice(
         self, num_tokens: int, device: torch.device, choose: Callable[[], Tensor]
     ) -> tuple[Tensor, Tensor | None] | None:
         """Return None, so that the router chooses."""
         return None
 
     @torch.compiler.disable
-    def observe(self, ids_TK: Tensor) -> None:
+    def observe_choice(self, ids_TK: Tensor) -> None:
         """Append the router's choice, unless activation checkpointing recomputes the forward."""
         if not is_recomputing():
             _refuse_capture(ids_TK.device)
@@ -102,17 +102,17 @@ class TapeReplay:
     def open(self) -> None:
         """Set the tapes of the routers, and hook the model's forwards."""
         self._hooks = [
-            self.model.register_forward_pre_hook(self._begin),
-            self.model.register_forward_hook(self._end),
+            self.model.register_forward_pre_hook(self._begin_forward),
+            self.model.register_forward_hook(self._end_forward),
         ]
-        self._insert()
+        self._set_tapes()
 
     def close(self) -> None:
         """Remove the tapes and hooks; later backwards still replay: see Note [late backward]."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self.selected, self._current_forward = [], None, None
-        remove(self._tapes)
+        remove_tapes(self._tapes)
 
     def make_rewind(self, name: str) -> Callable[[], None]:
         """Return a function that forgets the layer's replays since this call."""
@@ -138,12 +138,12 @@ class TapeReplay:
                     f" {remaining[0]} was not: run all forwards, or replay(choices, strict=False)"
                 )
 
-    def index(self, name: str) -> int | None:
+    def take_entry(self, name: str) -> int | None:
         """Return the entry that this call of a layer replays; None = the router chooses."""
         if is_recomputing():
-            return self._of_recompute(name)
+            return self._find_recomputed_entry(name)
         if not self._hooks:  # a late backward failed and left the tapes behind
-            remove(self._tapes)
+            remove_tapes(self._tapes)
             return None
         if self.selected is None:
             index = self._next[name]
@@ -161,11 +161,11 @@ class TapeReplay:
         self._replayed_entries[name].add(index)
         return index
 
-    def _of_recompute(self, name: str) -> int:
+    def _find_recomputed_entry(self, name: str) -> int:
         """Return the entry of the forward that is recomputed: see Note [pairing]."""
         while self._entered:
             _mark_next_nodes(self._entered.pop())
-        node_forward = _forward_of(get_current_node())
+        node_forward = _get_tape_forward(get_current_node())
         hits = [
             index for forward, index in self._calls[name] if forward and forward is node_forward
         ]
@@ -180,7 +180,7 @@ class TapeReplay:
         )
 
     @torch.compiler.disable
-    def _begin(self, module: nn.Module, args: Any) -> None:
+    def _begin_forward(self, module: nn.Module, args: Any) -> None:
         if is_recomputing():
             return
         if self._current_forward is not None:
@@ -192,7 +192,7 @@ class TapeReplay:
         self._entered.clear()  # a backward has failed
 
     @torch.compiler.disable
-    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if is_recomputing() or self._current_forward is None:
             return
         for leaf in tree_leaves(output):
@@ -209,10 +209,10 @@ class TapeReplay:
         if all(router.tape is tape for router, tape in self._tapes.items()):
             return
         refuse_active_tapes(self.routers)
-        self._insert()
-        call_after_backward(lambda: remove(self._tapes))
+        self._set_tapes()
+        call_after_backward(lambda: remove_tapes(self._tapes))
 
-    def _insert(self) -> None:
+    def _set_tapes(self) -> None:
         for router, tape in self._tapes.items():
             router.tape = tape
 
@@ -225,15 +225,15 @@ class _Player:
         self.name = name
 
     @torch.compiler.disable
-    def recorded_choice(
+    def get_recorded_choice(
         self, num_tokens: int, device: torch.device, choose: Callable[[], Tensor]
     ) -> tuple[Tensor, Tensor | None] | None:
-        """Return the ids and weights of this call's entry: see `ChoiceTape.recorded_choice`.
+        """Return the ids and weights of this call's entry: see `ChoiceTape.get_recorded_choice`.
 
         After the replay it returns None, and the router chooses.
         """
         _refuse_capture(device)
-        index = self.replay.index(self.name)
+        index = self.replay.take_entry(self.name)
         if index is None:
             return None
         records = self.replay.records[self.name]
@@ -259,7 +259,7 @@ class _Player:
         return ids_TK, None if weights is None else weights[index]
 
     @torch.compiler.disable
-    def observe(self, ids_TK: Tensor) -> None:
+    def observe_choice(self, ids_TK: Tensor) -> None:
         """Do nothing, because the choice is recorded."""
 
     def make_rewind(self) -> Callable[[], None]:
@@ -267,14 +267,14 @@ class _Player:
         return self.replay.make_rewind(self.name)
 
 
-def _forward_of(node: Any) -> _TapeForward | None:
+def _get_tape_forward(node: Any) -> _TapeForward | None:
     forward: _TapeForward | None = node.metadata.get(FORWARD)
     return forward
 
 
 def _mark_next_nodes(node: Any) -> None:
     """Copy a node's forward to its upstream nodes, up to nodes that have a forward."""
-    forward, nodes = _forward_of(node), [node]
+    forward, nodes = _get_tape_forward(node), [node]
     while nodes:
         for next_node, _ in nodes.pop().next_functions:
             if next_node is not None and FORWARD not in next_node.metadata:
@@ -282,7 +282,7 @@ def _mark_next_nodes(node: Any) -> None:
                 nodes.append(next_node)
 
 
-def remove(tapes: Mapping[Router, Any]) -> None:
+def remove_tapes(tapes: Mapping[Router, Any]) -> None:
     """Remove these tapes from their routers; a router with another tape keeps it."""
     for router, tape in tapes.items():
         if router.tape is tape:

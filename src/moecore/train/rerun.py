@@ -21,7 +21,7 @@ from moecore.moe.aux_loss import aux_losses
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.pairs import get_rng_states, set_rng_states
 from moecore.moe.records import ChoiceTape
-from moecore.moe.shortage import Capacity, Holder, Watch, next_factor, rank_or_zero
+from moecore.moe.shortage import Capacity, Holder, Watch, compute_next_factor, get_rank_or_zero
 from moecore.parallel.model.parallel_state import list_engines, list_parallel_states
 from moecore.precision.apply import drop_amax
 
@@ -55,7 +55,7 @@ class Reruns:
         while True:
             before, self._factors, self._is_running = get_rng_states(), None, True
             try:
-                with self.watched("reruns"):
+                with self.watch_shortages("reruns"):
                     result = run()
             finally:
                 self._is_running = False
@@ -80,11 +80,11 @@ class Reruns:
         return self._compute_local_factors().amax() > 0 if self._asks else None
 
     @contextmanager
-    def watched(self, watch: Watch) -> Iterator[None]:
-        """Return a context whose forwards belong to a step: see `Capacity.watched`."""
+    def watch_shortages(self, watch: Watch) -> Iterator[None]:
+        """Return a context whose forwards belong to a step: see `Capacity.watch_shortages`."""
         with ExitStack() as stack:
             for capacity in self._capacities:
-                stack.enter_context(capacity.watched(watch))
+                stack.enter_context(capacity.watch_shortages(watch))
             yield
 
     def poll(self, *, skips: bool) -> None:
@@ -99,7 +99,7 @@ class Reruns:
                 holder.clear(host=False)
         for capacity in self._capacities:
             if capacity.graph_steps is not None:
-                capacity.graph_steps.note(is_skipped)
+                capacity.graph_steps.record_step(is_skipped)
 
     def check(self) -> None:
         """Raise an ExchangeError if rows did not fit. Host sync."""
@@ -109,7 +109,9 @@ class Reruns:
     def _compute_local_factors(self) -> Tensor:
         """Return the factor that each holder's rows needed on this rank; 0 = they fit."""
         device, zero = self._device, torch.zeros((), device=self._device)
-        return torch.stack([zero if h is None else h.min_factor(device) for h in self._holders])
+        return torch.stack(
+            [zero if h is None else h.compute_min_factor(device) for h in self._holders]
+        )
 
     def _reduce_factors(self) -> ToHost:
         """Return the largest factor of any rank for each holder, on its way to the host."""
@@ -124,8 +126,8 @@ def _enlarge(holder: Holder, factor: float) -> None:
     holder.clear()
     if not factor:
         return
-    new_factor = next_factor(factor)
-    if rank_or_zero() == 0:
+    new_factor = compute_next_factor(factor)
+    if get_rank_or_zero() == 0:
         text = "%s (%s) was too small: the step runs again with %s"
         logger.warning(text, holder.option, holder.factor, new_factor)
     holder.resize(new_factor)

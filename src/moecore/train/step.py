@@ -234,7 +234,7 @@ class TrainStep:
         progress.is_open = progress.has_failed = True
         self._is_scaled = self._scale is None
         try:
-            with self._reruns.watched("skips"):
+            with self._reruns.watch_shortages("skips"):
                 yield
             if not self._is_scaled:
                 raise ValueError(
@@ -266,7 +266,7 @@ class TrainStep:
         has_tokens = self._request.family.has_tokens
         flags = [has_tokens(inputs) for inputs in micro_batches]
         for state in self._states:
-            state.announce(flags, self._request.meshes.device)
+            state.announce_micro_batches(flags, self._request.meshes.device)
 
     def forward_backward(self, micro_batches: Sequence[Mapping[str, Any]]) -> Tensor:
         """Run forward and backward of all micro-batches of a step; return their losses.

@@ -38,7 +38,7 @@ from moecore.families.family import swap_blocks
 from moecore.families.fp32_modules import SELECTION_BIASES, set_dtypes
 from moecore.families.transformers.context import CausalContext
 from moecore.families.transformers.cuts import OUTPUTS, find_cuts
-from moecore.families.transformers.packing import packing_problem
+from moecore.families.transformers.packing import find_packing_problem
 from moecore.io import Saver, export_hf, load, load_hf
 from moecore.parallel.model.parallel_state import get_moe_state
 from tests.families.transformers.family_cases import (
@@ -254,13 +254,13 @@ def described(model: nn.Module) -> list[str]:
     fp32 where the rest is bf16, which test_bf16.py compares with stock for every family.
     """
     layers = list(get_moe_state(model).layers.values())
-    routers = {"moecore's" if layer.part("router") else "its own" for layer in layers}
+    routers = {"moecore's" if layer.get_part("router") else "its own" for layer in layers}
     experts = {
-        "its own" if layer.part("experts").own_activation else layer.config.activation
+        "its own" if layer.get_part("experts").own_activation else layer.config.activation
         for layer in layers
     }
     name = type(model).__name__
-    other = packing_problem(model)
+    other = find_packing_problem(model)
     parts = "yes" if other is None else f"no, {other}"
     kept = {n.removesuffix(".weight").split(".")[-1] for n in set_dtypes(model, torch.bfloat16)}
     kept -= {*SELECTION_BIASES, "inv_freq", "original_inv_freq"}  # which are fp32 in each
@@ -423,7 +423,7 @@ def test_documents_are_kept_apart_or_refused(family: str) -> None:
     model, cuts = tiny_model(family), [0, 3, 8, 9, 18]
     ids_BT = torch.randint(52, 61, (2, 9), generator=torch.Generator().manual_seed(0))
     given: dict[str, Any] = {"input_ids": ids_BT, "cu_seq_lens_q": torch.tensor(cuts)}
-    other = packing_problem(model)
+    other = find_packing_problem(model)
     if other is not None:
         with pytest.raises(NotImplementedError, match=re.escape(f"because {other} needs whole")):
             CausalContext(model).context_options(ContextOptions(), 2, 1)

@@ -24,9 +24,9 @@ from moecore import (
 )
 from moecore.families import use_causal_attention
 from moecore.families.family import swap_blocks
-from moecore.families.transformers.attention import _causal_attention
+from moecore.families.transformers.attention import _attend_causally
 from moecore.families.transformers.context import CausalContext
-from moecore.families.transformers.linear_attention import SEQUENCE, linear_layers
+from moecore.families.transformers.linear_attention import SEQUENCE, find_linear_layers
 from moecore.packing import PackedCollator
 from tests.families.transformers.family_models import freeze_indexers, tiny_model
 from tests.families.transformers.hf_models import (
@@ -111,9 +111,9 @@ def test_what_it_does_not_compute_is_refused() -> None:
         loss_of(model.train())
     query = torch.zeros(1, 2, 4, 8)
     with pytest.raises(ValueError, match=r"softcap \(30.0\) must be None"):
-        _causal_attention(model, query, query, query, None, softcap=30.0)
+        _attend_causally(model, query, query, query, None, softcap=30.0)
     with pytest.raises(ValueError, match="position_bias"):
-        _causal_attention(model, query, query, query, None, sliding_window=2, position_bias=1.0)
+        _attend_causally(model, query, query, query, None, sliding_window=2, position_bias=1.0)
     sparse = tiny_model("deepseek_v32")
     use_causal_attention(sparse)
     sparse.base_model.layers[0].self_attn.attention_dropout = 0.1
@@ -221,7 +221,7 @@ def test_time_steps_of_documents_have_the_limits_of_the_model(family: str) -> No
     cuts, ids, found = [0, 3, 16, 32], TOKENS % 61, []
     for kind in ("unlimited", "one by one", "packed"):
         model = tiny_model(family)
-        for layer in linear_layers(model):
+        for layer in find_linear_layers(model):
             layer.time_step_limit = (0.0, math.inf) if kind == "unlimited" else (0.5, 0.7)
         if kind == "packed":
             use_causal_attention(model)

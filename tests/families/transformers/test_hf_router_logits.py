@@ -84,7 +84,7 @@ def test_gradient_checkpointing_records_once(name: str, meshes: Meshes) -> None:
     layers = [m for m in model.modules() if isinstance(m, MoELayer)]
     runs: list[None] = []
     for layer in layers:
-        layer.part("router").register_forward_pre_hook(lambda *_: runs.append(None))
+        layer.get_part("router").register_forward_pre_hook(lambda *_: runs.append(None))
     for step in (1, 2):  # hooks that piled up would show in the second step
         found, expected = run(model, padding_mask(), **asked), run(plain, padding_mask(), **asked)
         assert_equal_numbers(found, expected)  # one tensor of router logits per layer, too
@@ -164,7 +164,7 @@ def test_a_layer_that_is_not_recorded(meshes: Meshes) -> None:
     model, _ = pair("qwen3-moe")
     parallelize_moe(model, meshes)
     layer = next(m for m in model.modules() if isinstance(m, MoELayer))
-    layer.part("router")._forward_hooks.clear()
+    layer.get_part("router")._forward_hooks.clear()
     ids, _ = batch()
     model(ids)
     with pytest.raises(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from moecore.families.family import family_of
+from moecore.families.family import find_family
 from moecore.families.transformers import fused_modules
 from moecore.families.transformers.fused_modules import fuse_hyper_connections
 from tests.families.transformers.family_models import batch, loss_of, tiny_model
@@ -85,7 +85,7 @@ def test_parallelized_models_get_them_and_customised_layers_stay(stock: Any) -> 
     own = second.ffn_hc.forward = lambda streams: type(second.ffn_hc).forward(
         second.ffn_hc, streams
     )
-    family_of(model).prepare(model)
+    find_family(model).prepare(model)
     assert "forward" in vars(first) and "forward" in vars(first.attn_hc)
     assert "forward" not in vars(second) and second.ffn_hc.forward is own
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from moecore import MemoryOptions, Meshes, ParallelConfig, build_meshes, parallelize_moe
 from moecore.families import use_causal_attention
-from moecore.families.family import family_of
+from moecore.families.family import find_family
 from moecore.models.log_probs import LogProbLoss
 from moecore.packing import PackedCollator
 from tests.families.transformers.family_models import tiny_model
@@ -80,7 +80,7 @@ def scored(model: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
     loss = LogProbLoss(
         labels_BT=batch["labels"], function=function, temperature=TEMPERATURE, entropy=True
     )
-    out = model(**family_of(model).arguments(batch), log_prob_loss=loss)
+    out = model(**find_family(model).make_arguments(batch), log_prob_loss=loss)
     return seen[0], seen[1], out.loss
 
 
@@ -130,7 +130,7 @@ def test_logits_of_all_tokens_never_exist(trains: bool, meshes: Meshes) -> None:
     batch = PackedCollator(row_tokens=2500)([torch.arange(50) % 61] * 50)
     loss = LogProbLoss(labels_BT=batch["labels"], function=lambda x, _: x.sum())
     with torch.set_grad_enabled(trains), LargestStorage() as seen:
-        out = model(**family_of(model).arguments(batch), log_prob_loss=loss)
+        out = model(**find_family(model).make_arguments(batch), log_prob_loss=loss)
         if trains:
             out.loss.backward()
     assert seen.num_elements == 2048 * 4096

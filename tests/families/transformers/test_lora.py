@@ -221,10 +221,10 @@ def test_a_matrix_that_cannot_be_updated(transposed: bool) -> None:
     update = LowRank({}, {})
     separate = Experts(config, layout=ExpertLayout(w1="g", w3="u", gate_up="separate"))
     with pytest.raises(ValueError, match=r"LoRA of experts \(g\) must be on g or w2, and FC1"):
-        separate.adapt("g", update)
+        separate.add_low_rank_updates("g", update)
     layout = ExpertLayout(gate_up="concatenated", transposed=transposed)
     with pytest.raises(ValueError, match=r"LoRA of experts \(b1\) must be on w1 or w2"):
-        Experts(config, layout=layout).adapt("b1", update)
+        Experts(config, layout=layout).add_low_rank_updates("b1", update)
 
 
 def two_adapters() -> nn.Module:

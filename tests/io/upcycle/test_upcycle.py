@@ -107,7 +107,7 @@ def backward(y: Tensor, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def chosen_experts(layer: MoELayer, x_TD: Tensor) -> Tensor:
-    return layer.part("router")(x_TD).expert_ids_TK.sort(-1).values
+    return layer.get_part("router")(x_TD).expert_ids_TK.sort(-1).values
 
 
 def assert_same_as_dense(layer: MoELayer, dense: dict[str, Tensor], activation: str) -> None:

@@ -36,7 +36,7 @@ from moecore.kernels.rows.cast import cast
 from moecore.kernels.rows.quantised import quantise_weights
 from moecore.kernels.rows.shard_blocks import make_dense_operand, view_as_matrices
 from moecore.models import Decoder, DecoderConfig
-from moecore.moe.param_reader import gathered_blocks
+from moecore.moe.param_reader import get_fp8_blocks
 from moecore.parallel.fsdp.formats import BlockFormat
 from moecore.parallel.fsdp.size import rank_bytes
 from moecore.parallel.fsdp.transport import PackedTransport
@@ -139,7 +139,7 @@ def differs(model: Decoder, power_of_two: bool) -> list[str]:
     for unit in fp8_units(model):
         unit.wait_for_unshard()
         for param in unit.params:
-            weight, found = whole_of(param), gathered_blocks(param.unsharded)
+            weight, found = whole_of(param), get_fp8_blocks(param.unsharded)
             assert found is not None and weight.dtype == torch.float32
             assert get_local_tensor(param.unsharded).untyped_storage().nbytes() == 2
             rows, columns = weight.shape[:-1].numel(), weight.shape[-1]

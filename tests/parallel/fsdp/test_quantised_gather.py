@@ -96,7 +96,9 @@ def trained(rank: int, case: str, fsdp: FSDPOptions) -> tuple[dict[str, Tensor],
     model, meshes = Decoder(CONFIG, device="meta"), build_meshes(parallel, "cpu")
     if "adapted" in case:
         low = (nn.Parameter(torch.empty(2, *n, device="meta")) for n in ((4, 96), (64, 4)))
-        model.model.layers[1].mlp.experts.adapt("w1", LowRank({"one": tuple(low)}, {"one": 0.5}))
+        model.model.layers[1].mlp.experts.add_low_rank_updates(
+            "w1", LowRank({"one": tuple(low)}, {"one": 0.5})
+        )
     fsdp = replace(fsdp, **options)
     parallelize_moe(model, meshes, fsdp=fsdp, precision=PRECISIONS[name], **call)
     model.to_empty(device="cpu")

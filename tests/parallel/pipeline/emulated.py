@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moecore.families.family import family_of
+from moecore.families.family import find_family
 from moecore.parallel.pipeline.layout import Stage
 from moecore.parallel.pipeline.stages import StagedModel, get_hidden_shape, take_stages
 
 
 def staged(model: nn.Module) -> StagedModel:
-    return family_of(model).staged(model)
+    return find_family(model).make_staged_model(model)
 
 
 def stages_of(layout: str) -> list[Stage]:

@@ -125,7 +125,7 @@ class FakeGraph:
             self.outputs = function(*inputs)
         self.grads = [p.grad for p in self.model.parameters()]
         for layer in get_moe_state(self.model).layers.values():
-            for counted in layer.tracker.counts.tensors():  # what is captured has not run
+            for counted in layer.tracker.counts.list_tensors():  # what is captured has not run
                 counted.zero_()
 
     def replay(self) -> None:

@@ -158,10 +158,10 @@ def train_graphed(x: Tensor) -> dict[str, Any]:
     found["two in a step"] = error_of(owner.finish)
     owner.drop()
 
-    model[1].part("router").tape = object()
+    model[1].get_part("router").tape = object()
     with pytest.raises(NotImplementedError, match="must not be recorded or replayed in a CUDA"):
         run(x)
-    model[1].part("router").tape = None
+    model[1].get_part("router").tape = None
 
     exchanges.resources = (buffers, object())  # one of an evaluation
     run(x)

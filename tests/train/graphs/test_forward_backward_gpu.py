@@ -206,7 +206,7 @@ class Job:
         return found | {
             "norm": norm.total,
             "counts": counts.square().sum().item(),
-            "aux loss": routed.total_aux_loss(),
+            "aux loss": routed.compute_total_aux_loss(),
             "loss scale": 1.0 if done.loss_scale is None else done.loss_scale.item(),
         }
 
@@ -318,7 +318,7 @@ def outgrown() -> list[Any]:
         job.run(job.batch(n))
         job.owner.drop()
     for layer in get_moe_state(job.model).layers.values():
-        bias_E = layer.part("router").selection_bias
+        bias_E = layer.get_part("router").selection_bias
         bias_E.copy_(torch.arange(len(bias_E), 0, -1))
     skipped = []
     for n in range(WARM_UP + 4):

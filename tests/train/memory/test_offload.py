@@ -441,9 +441,11 @@ def test_what_is_made_of_weights_stays() -> None:
     reader, param = ParamReader(), nn.Parameter(torch.randn(4, 4))
     reader.start_micro_batch(is_last=False)
     asked = []
-    with use_packer(asked.append), reader.reading():
+    with use_packer(asked.append), reader.exclude_from_activations():
         weight = reader.read(param)
-        made = reader.quantised("key", [param], lambda: (torch.randn(4, 4), torch.randn(4)))
+        made = reader.get_quantised_weights(
+            "key", [param], lambda: (torch.randn(4, 4), torch.randn(4))
+        )
         x = torch.randn(4, 4, requires_grad=True)
         _ = (x * weight) @ made[0] + x * made[1]
     keys = {get_storage_key(tensor) for tensor in asked}

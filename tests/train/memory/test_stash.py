@@ -35,7 +35,7 @@ from moecore.kernels.common import cdiv
 from moecore.kernels.rows.free_list import DEMAND_WORD, FREE_WORD, HOST_FREE_WORD, PEAK_WORD
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows
-from moecore.moe.experts import _counting
+from moecore.moe.experts import _declare_used_rows
 from moecore.moe.records import BalancedRows, ExpertInput
 from moecore.parallel.model import phases
 from moecore.parallel.model.parallel_state import get_capacity
@@ -158,7 +158,7 @@ def test_with_other_options(group: None, name: str, monkeypatch: pytest.MonkeyPa
     assert_equal(gradients(model, in_order), want)
     assert len(widths(stash)) == num_widths and all_free(stash)
     for block in model.layers:
-        block.moe.part("experts").set_backend("auto", recompute_fc1=True)
+        block.moe.get_part("experts").set_backend("auto", recompute_fc1=True)
     stash.pages.clear()
     assert_equal(gradients(model, in_order), want)
     has_x = name != "rows that are sent again"
@@ -213,7 +213,7 @@ def test_matrices_are_told_apart(length: int) -> None:
     x = packed[:, :16].view(torch.float32)
     inp = ExpertInput(Rows(x), index, None, balanced=BalancedRows(3, 4))
     for is_quantised in (False, True):
-        with _counting(inp, is_quantised=is_quantised):
+        with _declare_used_rows(inp, is_quantised=is_quantised):
             of_x, of_h = find_used_rows(x), find_used_rows(h)
             others = (ids_SK, torch.zeros(4, length).T, torch.zeros(length + 1, 4)[:length])
             assert [find_used_rows(other) for other in others] == [None] * 3
@@ -225,7 +225,7 @@ def test_matrices_are_told_apart(length: int) -> None:
             assert of_h is not None and of_h.slots is None and of_h.balanced == 4
             assert int(of_h.num_rows) == 4
     inp = replace(inp, balanced=None)
-    with _counting(inp, is_quantised=False):
+    with _declare_used_rows(inp, is_quantised=False):
         assert find_used_rows(x) is None and find_used_rows(h) is None
 
 
@@ -511,7 +511,7 @@ def test_it_is_not_used_where_shapes_are_exact() -> None:
 def test_experts_that_keep_other_rows_have_none_in_pages(group: None, backend: Any) -> None:
     model, options = make_tower(2), MemoryOptions(stash=StashOptions())
     for block in model.layers:
-        block.moe.part("experts").set_backend(backend)
+        block.moe.get_part("experts").set_backend(backend)
     if backend == "torch":
         assert apply_stash(model.layers, options, torch.device("cpu")) is not None
         return

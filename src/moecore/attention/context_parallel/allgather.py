@@ -41,7 +41,7 @@ class _KeyBlock(NamedTuple):
     mask: AttentionMask
 
 
-def _blocks(local_tokens: LocalTokens, window: int | None) -> Iterator[_KeyBlock]:
+def _iterate_key_blocks(local_tokens: LocalTokens, window: int | None) -> Iterator[_KeyBlock]:
     rank, last = local_tokens.cp.rank, 2 * local_tokens.cp.size - 1
     halves: tuple[tuple[Half, int], ...] = (("early", rank), ("late", last - rank))
     for half, chunk in halves:
@@ -87,14 +87,16 @@ class GatherAttention(torch.autograd.Function):
         """Return the attention output of both chunks of queries."""
         layout, (B, t, H, _) = local_tokens.layout, q.shape
         ks, vs = (k, v) if k.shape[1] != t else _gather_kv(local_tokens, k, v)
-        qs, ks, vs = layout.flat(q), layout.flat(ks), layout.flat(vs)
+        qs, ks, vs = layout.flatten_rows(q), layout.flatten_rows(ks), layout.flatten_rows(vs)
         o = q.new_empty(*qs.shape[:3], v.shape[-1])
         lse = q.new_empty(
             qs.shape[0], H, qs.shape[1], dtype=torch.promote_types(q.dtype, torch.float32)
         )
-        for half, num, mask in _blocks(local_tokens, window):
-            keys, values = layout.first_chunks(ks, num), layout.first_chunks(vs, num)
-            o_half, lse_half = attention_forward(layout.half(qs, half), keys, values, mask, scale)
+        for half, num, mask in _iterate_key_blocks(local_tokens, window):
+            keys, values = layout.select_first_chunks(ks, num), layout.select_first_chunks(vs, num)
+            o_half, lse_half = attention_forward(
+                layout.select_half(qs, half), keys, values, mask, scale
+            )
             layout.write_half(o, half, o_half)
             layout.write_half(lse, half, lse_half, dim=2)
         if sinks is not None:
@@ -111,13 +113,13 @@ class GatherAttention(torch.autograd.Function):
         local_tokens: LocalTokens = ctx.local_tokens
         layout, is_unsharded = local_tokens.layout, k.shape[1] != q.shape[1]
         ks, vs = (k, v) if is_unsharded else _gather_kv(local_tokens, k, v)
-        do, qs, os, ks, vs = (layout.flat(x) for x in (grads[0], q, o, ks, vs))
+        do, qs, os, ks, vs = (layout.flatten_rows(x) for x in (grads[0], q, o, ks, vs))
         dq = torch.empty_like(qs, memory_format=torch.contiguous_format)
         dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (ks, vs))
-        for half, num, mask in _blocks(local_tokens, ctx.window):
-            k_first, v_first = (layout.first_chunks(x, num) for x in (ks, vs))
-            do_half, q_half, o_half = (layout.half(x, half) for x in (do, qs, os))
-            lse_half = layout.half(lse, half, dim=2)
+        for half, num, mask in _iterate_key_blocks(local_tokens, ctx.window):
+            k_first, v_first = (layout.select_first_chunks(x, num) for x in (ks, vs))
+            do_half, q_half, o_half = (layout.select_half(x, half) for x in (do, qs, os))
+            lse_half = layout.select_half(lse, half, dim=2)
             dq_half, *dkv = attention_backward(
                 do_half, q_half, k_first, v_first, o_half, lse_half, mask, ctx.scale
             )

@@ -67,15 +67,15 @@ def _exchange(
 def _exchange_heads(
     tensors: tuple[Tensor, ...], group: dist.ProcessGroup, layout: ChunkLayout, to_tokens: bool
 ) -> tuple[Tensor, ...]:
-    def by_heads(x_BtHd: Tensor) -> Tensor:
+    def split_heads(x_BtHd: Tensor) -> Tensor:
         G = group.size()
         result: Tensor = x_BtHd.unflatten(2, (G, x_BtHd.shape[2] // G)).movedim(2, 0)
         return result
 
-    def beside(x_GBthd: Tensor) -> Tensor:
+    def join_heads(x_GBthd: Tensor) -> Tensor:
         return x_GBthd.movedim(0, 2).flatten(2, 3)
 
-    before, after = (by_heads, layout.join) if to_tokens else (layout.split, beside)
+    before, after = (split_heads, layout.join) if to_tokens else (layout.split, join_heads)
     return _exchange(tensors, group, before, after)
 
 

@@ -72,12 +72,12 @@ class ChunkLayout:
         chunks = torch.cat((halves[:, :, 0], halves[:, :, 1].flip(0)))
         return chunks.transpose(0, 1).flatten(1, 2)
 
-    def flat(self, x_BtX: Tensor) -> Tensor:
+    def flatten_rows(self, x_BtX: Tensor) -> Tensor:
         """Return packed rows as one row [1, B * t, ...], other rows unchanged."""
         return x_BtX if self._cu_seqlens is None else x_BtX.flatten(0, 1)[None]
 
-    def half(self, x_BtX: Tensor, half: Half, dim: int = 1) -> Tensor:
-        """Return the early or the late half of a rank's `flat` tokens."""
+    def select_half(self, x_BtX: Tensor, half: Half, dim: int = 1) -> Tensor:
+        """Return the early or the late half of a rank's tokens, which `flatten_rows` returned."""
         if half == "all":
             return x_BtX
         if self._cu_seqlens is not None:
@@ -86,26 +86,26 @@ class ChunkLayout:
         return x_BtX.narrow(dim, C if half == "late" else 0, C)
 
     def write_half(self, x_BtX: Tensor, half: Half, values_BCX: Tensor, dim: int = 1) -> None:
-        """Write values to the tokens that `half` returns."""
+        """Write values to the tokens that `select_half` returns."""
         if half == "all":
             x_BtX.copy_(values_BCX)
         elif self._cu_seqlens is not None:
             x_BtX.index_copy_(dim, self._halves[half == "late"], values_BCX)
         else:
-            self.half(x_BtX, half, dim).copy_(values_BCX)
+            self.select_half(x_BtX, half, dim).copy_(values_BCX)
 
-    def first_chunks(self, x_BTX: Tensor, num_chunks: int) -> Tensor:
-        """Return the first `num_chunks` of each document's 2 * G chunks, of `flat` full rows."""
+    def select_first_chunks(self, x_BTX: Tensor, num_chunks: int) -> Tensor:
+        """Return the first `num_chunks` of the 2 * G chunks of each document in flat full rows."""
         if self._cu_seqlens is None:
             return x_BTX[:, : num_chunks * (x_BTX.shape[1] // (2 * self.size))]
-        return x_BTX[:, self._first(num_chunks)]
+        return x_BTX[:, self._find_first_chunks(num_chunks)]
 
     def add_first_chunks(self, x_BTX: Tensor, num_chunks: int, values: Tensor) -> None:
-        """Add values to the tokens that `first_chunks` returns."""
+        """Add values to the tokens that `select_first_chunks` returns."""
         if self._cu_seqlens is None:
-            self.first_chunks(x_BTX, num_chunks).add_(values)
+            self.select_first_chunks(x_BTX, num_chunks).add_(values)
         else:
-            x_BTX.index_add_(1, self._first(num_chunks), values)
+            x_BTX.index_add_(1, self._find_first_chunks(num_chunks), values)
 
     def mask(
         self, queries: int, keys: int, *, causal: bool = True, window: int | None = None
@@ -154,8 +154,8 @@ class ChunkLayout:
         early = torch.arange(num, device=borders.device) + borders[documents]
         return early, early + borders.diff()[documents]
 
-    def _first(self, num_chunks: int) -> Tensor:
-        """Return int64 [B * C * num_chunks], the tokens that `first_chunks` returns."""
+    def _find_first_chunks(self, num_chunks: int) -> Tensor:
+        """Return int64 [B * C * num_chunks], the tokens that `select_first_chunks` returns."""
         if num_chunks not in self._firsts:
             borders = self._chunk_borders.long()
             num = self._num_tokens // (2 * self.size) * num_chunks
@@ -251,7 +251,7 @@ class LocalTokens:
         """The tokens of this rank in its ring, after the all-to-all of "a2a+p2p"."""
         return self._ring or self
 
-    def pieces(self, device: torch.device) -> LocalPieces:
+    def make_pieces(self, device: torch.device) -> LocalPieces:
         """Return this rank's pieces of documents, or of rows. Cached."""
         if self._pieces is None:
             B, T = self._shape

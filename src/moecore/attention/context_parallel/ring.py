@@ -105,7 +105,7 @@ def _send_to_next(x: Tensor, group: dist.ProcessGroup) -> _RingTransfer:
     return _RingTransfer(x, recv_buffer, dist.batch_isend_irecv(operations))
 
 
-def _rounds(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
+def _iterate_ring(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
     """Yield (source rank, its keys and values), local ones first, while the next are received."""
     G, rank = group.size(), group.rank()
     for step in range(G):
@@ -140,16 +140,16 @@ class _Queries(NamedTuple):
     def differentiate(self, block: _RingBlock, ks: Tensor, vs: Tensor) -> list[Tensor]:
         """Add a block's gradient of queries to `dq`; return its gradients of keys and values."""
         queries, keys, mask = block
-        do, q, o = (self.layout.half(x, queries) for x in (self.do, self.q, self.o))
-        lse = self.layout.half(self.lse, queries, dim=2)
-        k, v = (self.layout.half(x, keys) for x in (ks, vs))
+        do, q, o = (self.layout.select_half(x, queries) for x in (self.do, self.q, self.o))
+        lse = self.layout.select_half(self.lse, queries, dim=2)
+        k, v = (self.layout.select_half(x, keys) for x in (ks, vs))
         dq, *dkv = attention_backward(do, q, k, v, o, lse, mask, self.scale)
         _add_half(self.layout, self.dq, queries, dq)
         return dkv
 
 
 def _add_half(layout: ChunkLayout, total: Tensor, half: Half, part: Tensor) -> None:
-    layout.write_half(total, half, layout.half(total, half) + part)
+    layout.write_half(total, half, layout.select_half(total, half) + part)
 
 
 def _add_parts(
@@ -174,17 +174,17 @@ class RingAttention(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         """Return the merged attention output of the keys of all ranks."""
-        qs, ks, vs = (layout.flat(x) for x in (q, k, v))
+        qs, ks, vs = (layout.flatten_rows(x) for x in (q, k, v))
         o, lse = q, q
-        for source, kv in _rounds(_pack_kv(ks, vs), group):
+        for source, kv in _iterate_ring(_pack_kv(ks, vs), group):
             queries, keys, mask = select_block(layout, group.rank(), source)
-            k_half, v_half = (layout.half(x, keys) for x in _unpack_kv(kv, ks, vs))
-            q_half = layout.half(qs, queries)
+            k_half, v_half = (layout.select_half(x, keys) for x in _unpack_kv(kv, ks, vs))
+            q_half = layout.select_half(qs, queries)
             o_new, lse_new = attention_forward(q_half, k_half, v_half, mask, scale)
             if source == group.rank():
                 o, lse = o_new.to(lse_new.dtype, copy=True), lse_new.clone()
                 continue
-            old = layout.half(o, queries), layout.half(lse, queries, dim=2)
+            old = layout.select_half(o, queries), layout.select_half(lse, queries, dim=2)
             o_sum, lse_sum = merge_blocks(*old, o_new, lse_new)
             layout.write_half(o, queries, o_sum)
             layout.write_half(lse, queries, lse_sum, dim=2)
@@ -200,13 +200,13 @@ class RingAttention(torch.autograd.Function):
         """Return the gradients of q, k, v and sinks."""
         q, k, v, o, lse, sinks = ctx.saved_tensors
         layout, group, scale = ctx.where
-        do, qs, ks, vs, os = (layout.flat(x) for x in (grads[0], q, k, v, o))
+        do, qs, ks, vs, os = (layout.flatten_rows(x) for x in (grads[0], q, k, v, o))
         dq = torch.zeros_like(qs, dtype=lse.dtype, memory_format=torch.contiguous_format)
         rank, local_kv = group.rank(), _pack_kv(ks, vs)
         local_queries = _Queries(layout, scale, do, qs, os, lse, dq)
         first, last = split_local_block(layout)
         travelling, parts = None, []
-        for source, kv in _rounds(local_kv, group):
+        for source, kv in _iterate_ring(local_kv, group):
             if source == rank:
                 parts = [
                     (block.keys, local_queries.differentiate(block, ks, vs)) for block in first

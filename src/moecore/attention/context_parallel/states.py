@@ -33,7 +33,7 @@ from torch import Tensor
 
 from moecore.base.torch_private import skips_communication
 from moecore.kernels.linear_attention import DeltaRule, causal_convolution, gated_delta_rule
-from moecore.moe.dispatch.collectives import exchange_with_grad, gather_ranks
+from moecore.moe.dispatch.collectives import all_gather_rows, exchange_with_grad
 
 MAX_GROUPS = 1023  # groups that torch's grouped product supports
 
@@ -63,7 +63,7 @@ class LocalPieces:
         G, rank, lengths = self.group.size(), self.group.rank(), self.lengths.long()[:, None, None]
         back_w = torch.arange(w, 0, -1, device=x_tD.device)
         last = (self.borders[1:, None] - back_w).clamp(min=0)
-        last_GPwD = gather_ranks(x_tD[last], self.group)
+        last_GPwD = all_gather_rows(x_tD[last], self.group)
         # A piece may be shorter than w, so the chunk of each of the w tokens is computed.
         chunk_2 = rank + (2 * G - 1 - 2 * rank) * torch.arange(2, device=x_tD.device)
         place_n2w = chunk_2[:, None] * lengths - back_w
@@ -86,29 +86,31 @@ class LocalPieces:
         chains = states.unflatten(0, (num // 2, 2)).transpose(0, 1).flatten(1, 2)
         num_chains = chains.shape[1]
         chains = F.pad(chains, (0, 0, 0, 0, 0, -num_chains % G))
-        local_parts = self._to_parts(chains.unflatten(1, (G, chains.shape[1] // G)).transpose(0, 1))
+        local_parts = self._exchange_states(
+            chains.unflatten(1, (G, chains.shape[1] // G)).transpose(0, 1)
+        )
         by_chunk = torch.cat((local_parts[:, 0], local_parts[:, 1].flip(0)))
         entering = [local_parts.new_zeros(local_parts.shape[2], k, v)]
         for last in by_chunk[:-1]:
             entering.append(torch.baddbmm(last[..., :v], last[..., v:], entering[-1]))
         first, second = torch.stack(entering).chunk(2)
-        parts = self._to_parts(torch.stack((first, second.flip(0)), dim=1))
+        parts = self._exchange_states(torch.stack((first, second.flip(0)), dim=1))
         parts = parts.transpose(0, 1).flatten(1, 2)[:, :num_chains]
         result: Tensor = parts.unflatten(1, (num // 2, H)).transpose(0, 1).flatten(0, 1)
         return result
 
-    def _to_parts(self, x_G: Tensor) -> Tensor:
+    def _exchange_states(self, x_G: Tensor) -> Tensor:
         """All-to-all along the first dim; backward does the same to gradients."""
-        return exchange_with_grad(x_G, self._all_to_all, self._all_to_all)
+        return exchange_with_grad(x_G, self._run_all_to_all, self._run_all_to_all)
 
-    def _all_to_all(self, send_buffer: Tensor) -> Tensor:
+    def _run_all_to_all(self, send_buffer: Tensor) -> Tensor:
         recv_buffer = torch.empty_like(send_buffer, memory_format=torch.contiguous_format)
         if not skips_communication(send_buffer):  # a mode counts bytes instead of sending them
             dist.all_to_all_single(recv_buffer, send_buffer.contiguous(), group=self.group)
         return recv_buffer
 
 
-def rule_over_ranks(rule: DeltaRule, pieces: LocalPieces) -> Tensor:
+def run_rule_over_ranks(rule: DeltaRule, pieces: LocalPieces) -> Tensor:
     """Return `gated_delta_rule`'s o_tHv for this rank's tokens. Collective."""
     v_tHv, k = rule.v_THv, rule.k_Thk.shape[-1]
     (_, H, v), num = v_tHv.shape, len(pieces.borders) - 1
@@ -119,11 +121,11 @@ def rule_over_ranks(rule: DeltaRule, pieces: LocalPieces) -> Tensor:
     wide_tHv, states = gated_delta_rule(wide, pieces.borders, initial)
     own_tHv, factors_tHk = wide_tHv.split((v, k), dim=-1)
     entering = pieces.compute_initial_states(states, v).to(v_tHv.dtype)
-    result: Tensor = own_tHv + _read(factors_tHk, entering, pieces.borders)
+    result: Tensor = own_tHv + _read_states(factors_tHk, entering, pieces.borders)
     return result
 
 
-def _read(r_tHk: Tensor, states_PHkv: Tensor, borders: Tensor) -> Tensor:
+def _read_states(r_tHk: Tensor, states_PHkv: Tensor, borders: Tensor) -> Tensor:
     """Return [t, H, v], each token's r times the state before its piece."""
     (t, H, k), num, v = r_tHk.shape, len(states_PHkv), states_PHkv.shape[-1]
     multiple = 16 // r_tHk.element_size()  # strides of grouped_mm are multiples of 16 bytes
@@ -142,7 +144,7 @@ def _read(r_tHk: Tensor, states_PHkv: Tensor, borders: Tensor) -> Tensor:
     return result
 
 
-def convolution_over_ranks(
+def convolve_over_ranks(
     x_tD: Tensor, weight_DW: Tensor, bias_D: Tensor | None, pieces: LocalPieces, *, silu: bool
 ) -> Tensor:
     """Return `causal_convolution`'s y_tD for this rank's tokens. Collective."""

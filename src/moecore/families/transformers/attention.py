@@ -62,7 +62,7 @@ def use_causal_attention(model: nn.Module) -> None:
             "layer_types ('chunked_attention') must not be in the config of a model for "
             "use_causal_attention, whose attention has no chunks: leave the model's own"
         )
-    AttentionInterface.register(CAUSAL, _causal_attention)
+    AttentionInterface.register(CAUSAL, _attend_causally)
     hf.set_attn_implementation(CAUSAL)
     accept_sequences(hf)
     attend_sparsely(hf)
@@ -70,7 +70,7 @@ def use_causal_attention(model: nn.Module) -> None:
         setattr(hf, READER, RowReader(hf))
 
 
-def _causal_attention(
+def _attend_causally(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -91,17 +91,17 @@ def _causal_attention(
     if window is not None and window >= (sequence.max_seqlen or num_tokens):
         window = None
     if kwargs.get("softcap") is not None:
-        raise _unknown("softcap", kwargs["softcap"])
+        raise _make_unsupported_error("softcap", kwargs["softcap"])
     if local_tokens is None and sequence.cu_seqlens is None and window is None and sinks_H is None:
         result: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, **kwargs
         )
         return result
     if attention_mask is not None:
-        raise _unknown("attention_mask", tuple(attention_mask.shape))
+        raise _make_unsupported_error("attention_mask", tuple(attention_mask.shape))
     for name in UNKNOWN:
         if kwargs.get(name) not in (None, 0.0):
-            raise _unknown(name, kwargs[name])
+            raise _make_unsupported_error(name, kwargs[name])
     scaling = kwargs.get("scaling")
     o_BTHv = attend(
         query.transpose(1, 2),
@@ -115,7 +115,7 @@ def _causal_attention(
     return o_BTHv, None
 
 
-def _unknown(name: str, value: Any) -> ValueError:
+def _make_unsupported_error(name: str, value: Any) -> ValueError:
     return ValueError(
         f"{name} ({value}) must be None for use_causal_attention, which does not compute it with "
         "documents, windows or sinks: leave the model's own attention"

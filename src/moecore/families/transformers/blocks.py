@@ -66,35 +66,35 @@ def find_hf_adapter(module: nn.Module) -> Callable[[Any, nn.Module], RoutedLayer
     return find_experts_adapter(module)
 
 
-def why_refused(module: nn.Module) -> str | None:
+def get_refusal_reason(module: nn.Module) -> str | None:
     """Return the reason why a transformers MoE block is not supported, or None."""
     return REFUSED.get(type(module).__name__) if is_hf(module) else None
 
 
-def _softmax_block(block: Any, model: nn.Module, layout: LayerLayout = STACKED) -> MoELayer:
+def _adopt_softmax_block(block: Any, model: nn.Module, layout: LayerLayout = STACKED) -> MoELayer:
     """Qwen3-MoE, OLMoE and Mixtral: softmax over all experts, then the best K."""
     refuse_customised(block, layout)
     normalize = getattr(block.gate, "norm_topk_prob", True)  # Mixtral, Qwen3-VL, Qwen3.5 always do
     return _adopt_stacked(block, layout, top_k=block.gate.top_k, normalize_weights=normalize)
 
 
-def _deepseek_v3(block: Any, model: nn.Module) -> MoELayer:
+def _adopt_deepseek_v3(block: Any, model: nn.Module) -> MoELayer:
     """DeepSeek-V3: sigmoid scores, a selection bias, group-limited top-k, shared experts."""
     refuse_customised(block, STACKED)
     return _adopt_stacked(
         block,
         STACKED,
-        top_k=_option(block, "top_k", "num_experts_per_tok"),
+        top_k=_get_option(block, "top_k", "num_experts_per_tok"),
         score_function="sigmoid",
         expert_bias=True,
-        normalize_weights=_option(block, "norm_topk_prob"),
-        routed_scaling_factor=_option(block, "routed_scaling_factor"),
-        num_groups=_option(block, "num_group", "n_group"),
-        top_groups=_option(block, "topk_group"),
+        normalize_weights=_get_option(block, "norm_topk_prob"),
+        routed_scaling_factor=_get_option(block, "routed_scaling_factor"),
+        num_groups=_get_option(block, "num_group", "n_group"),
+        top_groups=_get_option(block, "topk_group"),
     )
 
 
-def _option(block: Any, *names: str) -> Any:
+def _get_option(block: Any, *names: str) -> Any:
     """Return an option's value from the block's gate, the block or its config."""
     # Forward reads the router's attribute, or the block's in early releases of 5. Both are copies
     # of the config's value.
@@ -102,7 +102,7 @@ def _option(block: Any, *names: str) -> Any:
     return next(getattr(o, n) for o in owners for n in names if hasattr(o, n))
 
 
-def _deepseek_v4(block: Any, model: nn.Module) -> MoELayer:
+def _adopt_deepseek_v4(block: Any, model: nn.Module) -> MoELayer:
     """DeepSeek-V4: a selection bias, or in the first layers experts by token id."""
     refuse_customised(block, DEEPSEEK_V4)
     gate = block.gate
@@ -115,7 +115,7 @@ def _deepseek_v4(block: Any, model: nn.Module) -> MoELayer:
     return _adopt_stacked(block, DEEPSEEK_V4, layer_class=_WithTokens, **routing)
 
 
-def _gpt_oss(block: Any, model: nn.Module) -> MoELayer:
+def _adopt_gpt_oss(block: Any, model: nn.Module) -> MoELayer:
     """gpt-oss: softmax over the K chosen logits, biases everywhere, interleaved gate and up."""
     refuse_customised(block, GPT_OSS)
     routing = {"top_k": block.router.top_k, "score_order": "post", "router_bias": True}
@@ -123,7 +123,7 @@ def _gpt_oss(block: Any, model: nn.Module) -> MoELayer:
     return _adopt_stacked(block, GPT_OSS, layer_class=_WithScores, **routing)
 
 
-def _llama4(block: Any, model: nn.Module) -> MoELayer:
+def _adopt_llama4(block: Any, model: nn.Module) -> MoELayer:
     """Llama 4: the sigmoid of the top-1 logit scales the expert's input; a shared expert."""
     refuse_customised(block, LLAMA4)
     routing = {"top_k": block.router.top_k, "score_function": "sigmoid", "weights_on_input": True}
@@ -157,8 +157,8 @@ def _adopt_stacked(
     layer = adopt(
         MoEConfig(**read.fields, **routing),
         layout,
-        router=_tensors(router),
-        experts=_tensors(experts),
+        router=_get_tensors(router),
+        experts=_get_tensors(experts),
         shared=getattr(block, layout.shared, None),
         shared_gate=getattr(block, layout.shared_gate) if layout.shared_gate else None,
         own_activation=read.own_activation,
@@ -167,11 +167,11 @@ def _adopt_stacked(
     return record_logits(layer, router)
 
 
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
+def _get_tensors(module: nn.Module) -> dict[str, Tensor]:
     return dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
 
 
-def _deepseek_v2(block: Any, model: nn.Module) -> MoELayer:
+def _adopt_deepseek_v2(block: Any, model: nn.Module) -> MoELayer:
     """DeepSeek-V2: softmax scores, group-limited top-k if the gate has it, shared experts."""
     refuse_customised(block, STACKED)
     gate = block.gate
@@ -184,7 +184,7 @@ def _deepseek_v2(block: Any, model: nn.Module) -> MoELayer:
 
 # Adapter -> classes of blocks whose code, including the router, is equal up to names.
 _FORMS: dict[Callable[[Any, nn.Module], MoELayer], tuple[str, ...]] = {
-    _softmax_block: (
+    _adopt_softmax_block: (
         "FlexOlmoSparseMoeBlock",
         "MellumSparseMoeBlock",
         "MiniMaxSparseMoeBlock",
@@ -195,15 +195,15 @@ _FORMS: dict[Callable[[Any, nn.Module], MoELayer], tuple[str, ...]] = {
         "Qwen3VLMoeTextSparseMoeBlock",
     ),
     # And a shared expert with a sigmoid gate.
-    partial(_softmax_block, layout=QWEN2_MOE): (
+    partial(_adopt_softmax_block, layout=QWEN2_MOE): (
         "Qwen2MoeSparseMoeBlock",
         "Qwen3NextSparseMoeBlock",
         "Qwen3OmniMoeTalkerTextSparseMoeBlock",
         "Qwen3_5MoeSparseMoeBlock",
         "Qwen4ExpTextSparseMoeBlock",
     ),
-    _deepseek_v2: ("DeepseekOcr2TextMoe", "DeepseekV2Moe", "UnlimitedOcrTextMoe"),
-    _deepseek_v3: (
+    _adopt_deepseek_v2: ("DeepseekOcr2TextMoe", "DeepseekV2Moe", "UnlimitedOcrTextMoe"),
+    _adopt_deepseek_v3: (
         "BailingHybridMoE",
         "DeepseekV32MoE",
         "DeepseekV3MoE",
@@ -218,8 +218,8 @@ _FORMS: dict[Callable[[Any, nn.Module], MoELayer], tuple[str, ...]] = {
         "KimiLinearMoE",
         "SolarOpenMoE",
     ),
-    _deepseek_v4: ("DeepseekV4SparseMoeBlock",),
-    _gpt_oss: ("GptOssMLP",),
-    _llama4: ("Llama4TextMoe",),
+    _adopt_deepseek_v4: ("DeepseekV4SparseMoeBlock",),
+    _adopt_gpt_oss: ("GptOssMLP",),
+    _adopt_llama4: ("Llama4TextMoe",),
 }
 _ADAPTERS = {name: adapter for adapter, names in _FORMS.items() for name in names}

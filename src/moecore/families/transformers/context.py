@@ -21,14 +21,14 @@ from moecore.base.options.context import ContextOptions
 from moecore.families.transformers.attention import use_causal_attention
 from moecore.families.transformers.head import IS_SCORED
 from moecore.families.transformers.linear_attention import SEQUENCE
-from moecore.families.transformers.packing import packing_problem
-from moecore.families.transformers.rows import READER, RowReader, shifted_labels, tokens_of
-from moecore.families.transformers.sparse_attention import sparse_layers
+from moecore.families.transformers.packing import find_packing_problem
+from moecore.families.transformers.rows import READER, RowReader, get_shifted_labels, get_tokens
+from moecore.families.transformers.sparse_attention import find_sparse_layers
 from moecore.families.transformers.stock import (
     CAUSAL_LOSS,
+    get_loss_name,
     has_causal_loss,
     is_stock,
-    loss_of_class,
 )
 from moecore.models.loss import count_labels
 from moecore.models.tensor_parallel import sum_value
@@ -49,9 +49,9 @@ class CausalContext:
 
         See `ContextOptions.resolve`.
         """
-        name, other = type(self.model).__name__, packing_problem(self.model)
+        name, other = type(self.model).__name__, find_packing_problem(self.model)
         problem = None if other is None else f"{other} needs whole rows on a rank"
-        if (problem := problem or _why_no_causal_model(self.model)) is not None:
+        if (problem := problem or _find_loss_problem(self.model)) is not None:
             raise NotImplementedError(
                 f"cp ({cp}) must be 1 for {name}, because {problem}: leave out "
                 "ParallelConfig.cp and ContextOptions.dynamic"
@@ -64,7 +64,7 @@ class CausalContext:
             kv_heads = num_heads
         local_heads, is_sparse = (
             (num_heads // tp, max(kv_heads // tp, 1)),
-            bool(sparse_layers(self.model)),
+            bool(find_sparse_layers(self.model)),
         )
         resolved = options.resolve(cp, *local_heads, has_latents=is_sparse)
         if is_sparse and resolved.way != "allgather":
@@ -108,7 +108,7 @@ class CausalContext:
                     "rows, and read the logits of this rank's tokens"
                 )
         reader: RowReader = getattr(self.model, READER)
-        tokens = tokens_of(args, kwargs)
+        tokens = get_tokens(args, kwargs)
         _refuse_tensors_of_rows(kwargs, tokens)
         sequence = reader.build_sequence(tokens, kwargs)
         kwargs = {n: value for n, value in kwargs.items() if n != "cp"} | {SEQUENCE: sequence}
@@ -120,7 +120,7 @@ class CausalContext:
                 f"{CAUSAL_LOSS} under context parallelism, where a rank has a part of each row: "
                 "set it back, or use cp=1"
             )
-        shifted_BT = shifted_labels(kwargs)
+        shifted_BT = get_shifted_labels(kwargs)
         if kwargs.get("num_items_in_batch") is None:
             kwargs["num_items_in_batch"] = count_labels(shifted_BT).clamp(min=1)
         local_labels_BT = sequence.slice_local(shifted_BT)
@@ -140,10 +140,10 @@ class CausalContext:
         return output
 
 
-def _why_no_causal_model(model: Any) -> str | None:
+def _find_loss_problem(model: Any) -> str | None:
     """Return the reason why a model's loss is not a sum over tokens, or None."""
     function = model.loss_function
-    if loss_of_class(model) is None:
+    if get_loss_name(model) is None:
         return "its forward has no loss of transformers' loss_function"
     if not has_causal_loss(model):
         name = getattr(function, "__name__", type(function).__name__)

@@ -17,10 +17,14 @@ from typing import Any
 from torch import nn
 
 from moecore.base.torch_private import HAS_SEPARATE_PIECES
-from moecore.families.transformers.linear_attention import rule_of
+from moecore.families.transformers.linear_attention import find_rule
 from moecore.families.transformers.linear_cuts import cut_linear_attention
-from moecore.families.transformers.module_cut import ModuleCut, adapters, named_linears
-from moecore.families.transformers.stock import is_hf, names_in_forward, overridden_methods
+from moecore.families.transformers.module_cut import ModuleCut, adapters, get_named_linears
+from moecore.families.transformers.stock import (
+    find_names_in_forward,
+    is_hf,
+    list_overridden_methods,
+)
 from moecore.moe.layer import MoELayer
 from moecore.parallel.fsdp.units import find_blocks
 
@@ -59,7 +63,7 @@ def find_cuts(model: nn.Module, tp: int) -> tuple[dict[nn.Module, ModuleCut], li
                 continue
             is_attention = not module._modules.keys().isdisjoint(OUTPUTS)
             make_cut = cut_attention if is_attention else cut_mlp
-            make_cut = cut_linear_attention if rule_of(module) else make_cut
+            make_cut = cut_linear_attention if find_rule(module) else make_cut
             module_cut = make_cut(names[module], module, tp)
             if isinstance(module_cut, ModuleCut):
                 cuts[module] = module_cut
@@ -76,7 +80,7 @@ def cut_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
         return _cut_heads(name, module, tp)
     if type(module).__name__ in STACKED:
         return _cut_stack(name, module, tp)
-    linears = named_linears(module)
+    linears = get_named_linears(module)
     value_dim = getattr(module, "v_head_dim", None) or getattr(module, "head_dim", None)
     key_dim = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None)
     row = next((n for n in OUTPUTS if n in linears), None)
@@ -85,7 +89,7 @@ def cut_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
     H = linears[row].in_features // value_dim
     kv_heads = linears["k_proj"].out_features // key_dim if "k_proj" in linears else H
     sizes: dict[str, tuple[int, ...]] = {
-        "q_proj": (H * key_dim, *_gated(module, H * key_dim)),
+        "q_proj": (H * key_dim, *_get_gated_query_sizes(module, H * key_dim)),
         "q_b_proj": (H * key_dim,),
         "kv_b_proj": (H * (getattr(module, "qk_nope_head_dim", 0) + value_dim),),
         "gate_proj": (H, H * value_dim),
@@ -96,8 +100,8 @@ def cut_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
     for child, linear in linears.items():
         if child in sizes and linear.out_features not in sizes[child]:
             return f"{child} ({linear.out_features} outputs) is not {H} heads"
-    norms = tuple(n for n in ("q_norm", "k_norm") if _is_of_all(module, n, linears))
-    problem = _unknown(module, {*sizes, *OF_ALL_HEADS, row}, H)
+    norms = tuple(n for n in ("q_norm", "k_norm") if _is_norm_over_all_heads(module, n, linears))
+    problem = _find_unknown_part(module, {*sizes, *OF_ALL_HEADS, row}, H)
     if problem is None and linears[row].bias is not None and row in adapters(module):
         problem = f"{row} has a bias and adapters"
     if problem is None and not linears.keys() & {"q_proj", "q_b_proj"}:
@@ -129,7 +133,7 @@ def _check_heads(name: str, heads: int, kv_heads: int, tp: int) -> None:
 
 def _cut_heads(name: str, module: Any, tp: int) -> ModuleCut | str:
     fused_cut = FUSED_BY_HEAD[type(module).__name__]
-    if not {*fused_cut.columns, fused_cut.row} <= named_linears(module).keys():
+    if not {*fused_cut.columns, fused_cut.row} <= get_named_linears(module).keys():
         return "linears are not plain"
     H = module.num_attention_heads
     _check_heads(name, H, H, tp)
@@ -137,7 +141,7 @@ def _cut_heads(name: str, module: Any, tp: int) -> ModuleCut | str:
 
 
 def _cut_stack(name: str, module: Any, tp: int) -> ModuleCut | str:
-    linears, d, kv_heads = named_linears(module), module.head_dim, module.num_key_value_heads
+    linears, d, kv_heads = get_named_linears(module), module.head_dim, module.num_key_value_heads
     if linears.keys() != {"qkv_proj", "o_proj"}:
         return "linears are not plain"
     H = linears["o_proj"].in_features // d
@@ -148,7 +152,7 @@ def _cut_stack(name: str, module: Any, tp: int) -> ModuleCut | str:
     return ModuleCut((), "o_proj", counts=counts, stacks=stacks, num_shared=num_shared)
 
 
-def _gated(module: Any, size: int) -> tuple[int, ...]:
+def _get_gated_query_sizes(module: Any, size: int) -> tuple[int, ...]:
     """Return the size of queries with gates, if transformers cuts them by heads too."""
     # The size does not show the order of gates, so transformers' tp plan must shard them by heads.
     plan = getattr(getattr(module, "config", None), "base_model_tp_plan", None) or {}
@@ -156,14 +160,14 @@ def _gated(module: Any, size: int) -> tuple[int, ...]:
     return (2 * size,) if is_by_head else ()
 
 
-def _is_of_all(module: nn.Module, name: str, linears: Mapping[str, nn.Linear]) -> bool:
+def _is_norm_over_all_heads(module: nn.Module, name: str, linears: Mapping[str, nn.Linear]) -> bool:
     """Whether a norm of queries or keys has a weight for each element of all heads."""
     norm, linear = getattr(module, name, None), linears.get(f"{name[0]}_proj")
     weight = getattr(norm, "weight", None)
     return linear is not None and weight is not None and weight.numel() == linear.out_features
 
 
-def _unknown(module: nn.Module, known_names: set[str], num_heads: int) -> str | None:
+def _find_unknown_part(module: nn.Module, known_names: set[str], num_heads: int) -> str | None:
     """Return the name of a part of an attention module that may depend on all heads, or None."""
     for child, part in module.named_children():
         is_norm = "Norm" in type(part).__name__ and not list(part.children())
@@ -172,7 +176,7 @@ def _unknown(module: nn.Module, known_names: set[str], num_heads: int) -> str | 
     for child, tensor in (*module._parameters.items(), *module._buffers.items()):
         if child in module._buffers or (tensor is not None and tensor.shape != (num_heads,)):
             return f"{child} may not have an element per head"
-    for method in overridden_methods(type(module)):
+    for method in list_overridden_methods(type(module)):
         code = getattr(inspect.unwrap(getattr(type(module), method)), "__code__", None)
         counts = COUNTS.intersection(getattr(code, "co_names", ()))
         if counts:
@@ -188,7 +192,7 @@ def cut_mlp(name: str, module: nn.Module, tp: int) -> ModuleCut | None:
         return None
     *columns, row = names
     halves = tuple(columns) if names in FUSED_MLPS else ()
-    linears = named_linears(module)
+    linears = get_named_linears(module)
     if linears.keys() != parts.keys() or not all(_has_halves(module, n) for n in halves):
         return None
     if linears[row].bias is not None and row in adapters(module):
@@ -210,4 +214,4 @@ def _has_halves(module: Any, name: str) -> bool:
     # bias has no dim 1, and the dim 1 of a LoRA factor is small.
     linear = module.get_submodule(name)
     is_plain_linear = type(linear) is nn.Linear and linear.bias is None
-    return "chunk" in names_in_forward(module) and is_plain_linear and HAS_SEPARATE_PIECES
+    return "chunk" in find_names_in_forward(module) and is_plain_linear and HAS_SEPARATE_PIECES

@@ -58,7 +58,9 @@ def route_experts(experts: Any, model: nn.Module) -> RoutedExperts:
     layout = read_layout(experts)
     read = read_experts(experts, layout)
     config = MoEConfig(**read.fields, top_k=1)  # not used: the model's router chooses
-    return adopt_experts(config, layout, used_tensors(experts), own_activation=read.own_activation)
+    return adopt_experts(
+        config, layout, get_used_parameters(experts), own_activation=read.own_activation
+    )
 
 
 def read_layout(experts: Any) -> ExpertLayout:
@@ -75,7 +77,7 @@ def read_layout(experts: Any) -> ExpertLayout:
     )
 
 
-def used_tensors(experts: Any) -> dict[str, nn.Parameter]:
+def get_used_parameters(experts: Any) -> dict[str, nn.Parameter]:
     """Return the parameters of an experts module by name, without rows of zero experts."""
     # LongCat-Flash's FC1 has rows for experts that return their input, but its checkpoints do not.
     tensors = dict(experts.named_parameters(recurse=False))
@@ -115,7 +117,7 @@ def read_experts(experts: Any, layout: ExpertLayout) -> ReadExperts:
 def read_activation(experts: Any, layout: ExpertLayout) -> ActivationOptions:
     """Return the activation of an experts module: moecore's if the values are equal."""
     gated, interleaved = getattr(experts, "has_gate", True), layout.gate_up == "interleaved"
-    activation = _activation_of(experts, gated=gated)
+    activation = _get_stock_activation(experts, gated=gated)
     options = _match_activation_options(activation, experts, gated, interleaved)
     if options is not None:
         return options
@@ -123,7 +125,7 @@ def read_activation(experts: Any, layout: ExpertLayout) -> ActivationOptions:
     return ActivationOptions(kind=kind, function=activation)
 
 
-def _activation_of(experts: Any, *, gated: bool) -> Callable[[Tensor], Tensor]:
+def _get_stock_activation(experts: Any, *, gated: bool) -> Callable[[Tensor], Tensor]:
     """Return the module's own activation, [R, C] -> [R, F], without a reference to its matrices."""
     # `copy.copy` calls constructors of FSDP2's classes, and fails for parametrized classes.
     shell: Any = object.__new__(type(experts))
@@ -138,10 +140,10 @@ def _activation_of(experts: Any, *, gated: bool) -> Callable[[Tensor], Tensor]:
     if hasattr(shell, "_apply_gate") and gated:
         result: Callable[[Tensor], Tensor] = shell._apply_gate
         return result
-    return partial(_gate, shell.act_fn) if gated else shell.act_fn
+    return partial(_apply_gated_activation, shell.act_fn) if gated else shell.act_fn
 
 
-def _gate(act_fn: Callable[[Tensor], Tensor], h_RC: Tensor) -> Tensor:
+def _apply_gated_activation(act_fn: Callable[[Tensor], Tensor], h_RC: Tensor) -> Tensor:
     """Return act_fn(gate) * up, as releases without `_apply_gate` compute it."""
     gate, up = h_RC.chunk(2, dim=-1)
     return act_fn(gate) * up
@@ -151,9 +153,9 @@ def _match_activation_options(
     stock_activation: Callable[[Tensor], Tensor], experts: Any, gated: bool, interleaved: bool
 ) -> ActivationOptions | None:
     """Return the activation of moecore whose values equal the module's own, or None."""
-    h_RC = _samples(gated)
+    h_RC = _make_samples(gated)
     reference = stock_activation(h_RC)
-    limit, alpha = (_number_of(experts, names) for names in (LIMITS, SLOPES))
+    limit, alpha = (_find_number(experts, names) for names in (LIMITS, SLOPES))
     for kind in get_args(Activation):
         options = ActivationOptions(
             kind=kind, limit=limit or 7.0, alpha=alpha or 1.702, interleaved=interleaved
@@ -165,7 +167,7 @@ def _match_activation_options(
     return None
 
 
-def _number_of(experts: Any, names: Sequence[str]) -> float | None:
+def _find_number(experts: Any, names: Sequence[str]) -> float | None:
     """Return a module's clamp limit or slope, looked up under transformers' names for it."""
     values = (getattr(experts, name, None) for name in names)
     return next((v for v in values if isinstance(v, int | float) and 0 < v < inf), None)
@@ -173,7 +175,7 @@ def _number_of(experts: Any, names: Sequence[str]) -> float | None:
 
 def _is_elementwise(activation: Callable[[Tensor], Tensor], gated: bool, interleaved: bool) -> bool:
     """Return whether the output of a column does not depend on other columns."""
-    h_RC = _samples(gated)
+    h_RC = _make_samples(gated)
     if not gated:
         return torch.equal(activation(h_RC[:, :3]), activation(h_RC)[:, :3])
     F_ = h_RC.shape[1] // 2
@@ -181,7 +183,7 @@ def _is_elementwise(activation: Callable[[Tensor], Tensor], gated: bool, interle
     return torch.equal(activation(h_RC[:, list(columns)]), activation(h_RC)[:, :3])
 
 
-def _samples(gated: bool) -> Tensor:
+def _make_samples(gated: bool) -> Tensor:
     """Return rows [R, C] with all pairs of gate and up, small and past any clamp, fp32."""
     steps = torch.linspace(-12.0, 12.0, 97, dtype=torch.float32, device="cpu")
     values = torch.cat([steps, steps / 64, steps * 64])
@@ -194,7 +196,7 @@ def has_vision_experts(block: nn.Module) -> bool:
     return is_hf(block) and isinstance(getattr(block, "vision_moe", None), nn.Module)
 
 
-def kinds_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+def get_image_mask(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
     """Return the mask of image tokens from the block's arguments; None = no image token."""
     _, kinds_BT, *_ = [*args, *kwargs.values(), None]
     result: Tensor | None = kinds_BT
@@ -205,13 +207,13 @@ def run_vision_experts(model: nn.Module) -> None:
     """Run image experts in every forward, so that text-only ranks join the all-to-alls."""
     for block in model.modules():
         if has_vision_experts(block):
-            block.register_forward_hook(_run_vision_experts, with_kwargs=True)
+            block.register_forward_hook(_run_vision_experts_on_text, with_kwargs=True)
 
 
-def _run_vision_experts(
+def _run_vision_experts_on_text(
     block: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    (hidden_BTD, *_), kinds_BT = (*args, *kwargs.values()), kinds_of(args, kwargs)
+    (hidden_BTD, *_), kinds_BT = (*args, *kwargs.values()), get_image_mask(args, kwargs)
     layers = (m for m in block.vision_moe.modules() if isinstance(m, RoutedLayer))
     is_local = all(isinstance(layer.dispatcher, LocalDispatcher) for layer in layers)
     if is_local or (kinds_BT is not None and kinds_BT.any()):  # as of the block

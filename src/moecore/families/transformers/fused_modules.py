@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from moecore.base.torch_private import get_autocast_dtype
-from moecore.families.transformers.stock import runs_class_forward
+from moecore.families.transformers.stock import is_stock_forward
 from moecore.kernels.hyper_connections import (
     CollapsedStreams,
     SinkhornOptions,
@@ -48,12 +48,12 @@ def fuse_norms(model: nn.Module) -> None:
     """Replace the forward of a model's RMS norms by one that uses the fused kernel on GPUs."""
     for module in model.modules():
         if "RMSNorm" in type(module).__name__ and is_rms_norm(module):
-            module.forward = MethodType(_rms_norm, module)
+            module.forward = MethodType(_apply_rms_norm, module)
 
 
 def is_rms_norm(module: nn.Module) -> bool:
     """Whether a module, on any device including meta, computes the same as `F.rms_norm`."""
-    eps, weight = _eps(module), getattr(module, "weight", None)
+    eps, weight = _get_eps(module), getattr(module, "weight", None)
     has_other_tensors = len(list(module.parameters())) + len(list(module.buffers())) != 1
     has_other_inputs = len(signature(type(module).forward).parameters) != 2  # self and x
     if eps is None or weight is None or weight.ndim != 1 or has_other_tensors or has_other_inputs:
@@ -72,39 +72,39 @@ def is_rms_norm(module: nn.Module) -> bool:
     return True
 
 
-def _eps(module: nn.Module) -> float | None:
+def _get_eps(module: nn.Module) -> float | None:
     return next(
         (value for name in EPS if isinstance(value := getattr(module, name, None), float)), None
     )
 
 
-def _rms_norm(module: Any, x: Tensor) -> Tensor:
+def _apply_rms_norm(module: Any, x: Tensor) -> Tensor:
     weight_D = module.weight
     is_plain = x.is_cuda and weight_D.dtype == x.dtype and not torch.is_autocast_enabled("cuda")
     if torch.compiler.is_compiling() or not is_plain:
         y: Tensor = type(module).forward(module, x)
         return y
-    return F.rms_norm(x, weight_D.shape, weight_D, _eps(module))
+    return F.rms_norm(x, weight_D.shape, weight_D, _get_eps(module))
 
 
 def fuse_hyper_connections(layers: Iterable[Any]) -> None:
     """Replace the forward of DeepSeek-V4 decoder layers by the fused version, in place."""
     for layer in layers:
         connections = (layer.attn_hc, layer.ffn_hc)
-        if all(runs_class_forward(connection, CONNECTION) for connection in connections):
-            layer.forward = MethodType(_layer, layer)
+        if all(is_stock_forward(connection, CONNECTION) for connection in connections):
+            layer.forward = MethodType(_run_layer, layer)
             for connection in connections:
-                connection.forward = MethodType(_collapse, connection)
+                connection.forward = MethodType(_collapse_streams, connection)
 
 
-def _layer(
+def _run_layer(
     layer: Any, hidden_states: Tensor, input_ids: Tensor | None = None, **kwargs: Any
 ) -> Tensor:
     """Replacement forward of a decoder layer; hidden_states are [B, T, N, D]."""
     if torch.compiler.is_compiling() or get_autocast_dtype(hidden_states) is not None:
         out: Tensor = type(layer).forward(layer, hidden_states, input_ids=input_ids, **kwargs)
         return out
-    mixed = partial(_mixed, layer, input_ids=input_ids)
+    mixed = partial(_run_fused_layer, layer, input_ids=input_ids)
     # Since transformers 5.23 the class checkpoints in its forward, before that in `__call__`.
     is_plain_call = type(layer).__call__ is nn.Module.__call__
     if not (is_plain_call and layer.gradient_checkpointing and layer.training):
@@ -114,17 +114,19 @@ def _layer(
     return out
 
 
-def _mixed(layer: Any, hidden_states: Tensor, *, input_ids: Tensor | None, **kwargs: Any) -> Tensor:
+def _run_fused_layer(
+    layer: Any, hidden_states: Tensor, *, input_ids: Tensor | None, **kwargs: Any
+) -> Tensor:
     """Compute the class's forward with fused kernels."""
     x_BTD, collapsed = layer.attn_hc(hidden_states, fused=True)
     y_BTD, _ = layer.self_attn(layer.input_layernorm(x_BTD), **kwargs)
-    hidden_states = _expand(y_BTD, collapsed)
+    hidden_states = _expand_streams(y_BTD, collapsed)
     x_BTD, collapsed = layer.ffn_hc(hidden_states, fused=True)
     y_BTD = layer.mlp(layer.post_attention_layernorm(x_BTD), input_ids=input_ids)
-    return _expand(y_BTD, collapsed)
+    return _expand_streams(y_BTD, collapsed)
 
 
-def _collapse(
+def _collapse_streams(
     connection: Any, hidden_streams: Tensor, *, fused: bool = False
 ) -> tuple[Tensor, CollapsedStreams] | tuple[Tensor, Tensor, Tensor]:
     """Return a sublayer's input and the collapsed streams; without `fused`, the stock outputs."""
@@ -141,7 +143,7 @@ def _collapse(
     return x_TD.unflatten(0, hidden_streams.shape[:2]), collapsed
 
 
-def _expand(y_BTD: Tensor, collapsed: CollapsedStreams) -> Tensor:
+def _expand_streams(y_BTD: Tensor, collapsed: CollapsedStreams) -> Tensor:
     """Return the streams after a sublayer, [B, T, N, D]."""
     result: Tensor = expand_streams(y_BTD.flatten(0, 1), collapsed).unflatten(0, y_BTD.shape[:2])
     return result

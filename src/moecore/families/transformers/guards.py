@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moecore.families.transformers.stock import is_hf, is_pretrained, named, parameters_of
+from moecore.families.transformers.stock import get_forward_parameters, is_hf, is_pretrained, named
 
 # Arguments of `Decoder.forward` that transformers has under another name, or moecore elsewhere.
 NATIVE = {
@@ -57,10 +57,10 @@ def sync_generation(model: nn.Module) -> None:
     for module in model.modules():
         if is_pretrained(module) and hasattr(module, "generate"):
             hf: Any = module
-            hf.generate = partial(_generate, hf.generate)
+            hf.generate = partial(_run_generate, hf.generate)
 
 
-def _generate(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run_generate(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Wrapper of `generate` with the same arguments."""
     kwargs.setdefault("synced_gpus", dist.is_initialized() and dist.get_world_size() > 1)
     return generate(*args, **kwargs)
@@ -75,7 +75,7 @@ def refuse_native_names(model: nn.Module) -> None:
 
 def _check_names(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     """Forward pre-hook that raises for an argument of moecore's decoder."""
-    unknown = NATIVE.keys() - parameters_of(type(module).forward).keys()
+    unknown = NATIVE.keys() - get_forward_parameters(type(module).forward).keys()
     for name in sorted(kwargs.keys() & unknown):
         raise ValueError(
             f"{name} must be given as {NATIVE[name]} to {type(module).__name__}: it is an argument "

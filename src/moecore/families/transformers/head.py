@@ -33,7 +33,7 @@ from typing_extensions import override
 
 from moecore.base.options.precision import Recipe
 from moecore.base.torch_private import sum_versions, tree_map_only
-from moecore.families.transformers.stock import named, outermost
+from moecore.families.transformers.stock import find_outermost_models, named
 from moecore.models.loss import IGNORE_INDEX, linear_cross_entropy
 from moecore.models.tensor_parallel import TensorParallel
 from moecore.moe.dispatch.collectives import exchange_with_grad
@@ -86,7 +86,7 @@ class Logits(Tensor):
     source: LogitsSource
 
     @staticmethod
-    def of(source: LogitsSource, shape: torch.Size, dtype: torch.dtype) -> Logits:
+    def make_lazy(source: LogitsSource, shape: torch.Size, dtype: torch.dtype) -> Logits:
         """Return lazy logits of a shape and dtype; the last dim is V."""
         # Code that bypasses __torch_function__ reads NaN.
         memory = source.hidden.new_full((), math.nan, dtype=dtype, requires_grad=False)
@@ -147,18 +147,18 @@ class Logits(Tensor):
         return func(*values[0], **values[1])
 
 
-def _float(logits: Logits) -> Logits:
-    return Logits.of(logits.source, logits.shape, torch.float32)
+def _convert_to_float(logits: Logits) -> Logits:
+    return Logits.make_lazy(logits.source, logits.shape, torch.float32)
 
 
-def _view(logits: Logits, *shape: Any) -> Logits | None:
+def _view_as_rows(logits: Logits, *shape: Any) -> Logits | None:
     vocabulary = logits.shape[-1]
     is_flat = shape == (-1, vocabulary) and logits.dtype == torch.float32
     flat = torch.Size((logits.numel() // vocabulary, vocabulary))
-    return Logits.of(logits.source, flat, logits.dtype) if is_flat else None
+    return Logits.make_lazy(logits.source, flat, logits.dtype) if is_flat else None
 
 
-def _cross_entropy(
+def _compute_cross_entropy(
     logits: Any,
     labels_N: Tensor,
     weight: None = None,
@@ -195,9 +195,9 @@ def _cross_entropy(
 
 
 WITHOUT_VALUES: Mapping[Any, Callable[..., Tensor | None]] = {
-    Tensor.float: _float,
-    Tensor.view: _view,
-    F.cross_entropy: _cross_entropy,
+    Tensor.float: _convert_to_float,
+    Tensor.view: _view_as_rows,
+    F.cross_entropy: _compute_cross_entropy,
 }
 
 
@@ -208,7 +208,7 @@ class HeadWithoutLogits(nn.Linear):
 
     @override
     def forward(self, input: Tensor) -> Tensor:
-        forwards = _forwards()
+        forwards = _get_running_forwards()
         is_cut = isinstance(self.weight, DTensor)  # over tensor parallel ranks
         if not forwards or forwards[-1].head is not self or is_cut or torch.compiler.is_compiling():
             return super().forward(input)
@@ -217,7 +217,7 @@ class HeadWithoutLogits(nn.Linear):
         forwards[-1].sources.append(source)
         ranks = 1 if source.tp is None else source.tp.size
         shape = torch.Size((*input.shape[:-1], ranks * self.weight.shape[0]))
-        return Logits.of(source, shape, input.dtype)
+        return Logits.make_lazy(source, shape, input.dtype)
 
 
 @dataclass(eq=False)
@@ -229,7 +229,7 @@ class RunningForward:
     sources: list[LogitsSource] = field(default_factory=list)
 
 
-def _forwards() -> list[RunningForward]:
+def _get_running_forwards() -> list[RunningForward]:
     """Return the running forwards of this thread, outermost first."""
     if not hasattr(_STATE, "forwards"):
         _STATE.forwards = []
@@ -237,9 +237,9 @@ def _forwards() -> list[RunningForward]:
     return forwards
 
 
-def plain_heads(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Linear]]:
+def find_plain_heads(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Linear]]:
     """Yield each transformers model whose head is an `nn.Linear` without bias, with the head."""
-    for outer in outermost(model):
+    for outer in find_outermost_models(model):
         head = getattr(outer, "get_output_embeddings", lambda: None)()
         # A subclass, such as an adapter's, may compute another function.
         if type(head) is nn.Linear and head.bias is None:
@@ -248,7 +248,7 @@ def plain_heads(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Linear]]:
 
 def fuse_loss(model: nn.Module, recipe: Recipe | None) -> None:
     """Make transformers models in a module compute their training loss in chunks of tokens."""
-    for outer, head in plain_heads(model):
+    for outer, head in find_plain_heads(model):
         head.__class__ = HeadWithoutLogits
         head.loss_recipe = recipe  # type: ignore[assignment]
         outer.register_forward_pre_hook(_enter, with_kwargs=True)
@@ -259,11 +259,13 @@ def _enter(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     has_labels = named(model, args, kwargs).get("labels") is not None
     trains = model.training and torch.is_grad_enabled()
     trains = has_labels and (trains or hasattr(model, IS_SCORED))
-    _forwards().append(RunningForward(model, model.get_output_embeddings() if trains else None))
+    _get_running_forwards().append(
+        RunningForward(model, model.get_output_embeddings() if trains else None)
+    )
 
 
 def _leave(model: nn.Module, _args: Any, _output: Any) -> None:
-    forwards = _forwards()
+    forwards = _get_running_forwards()
     if not forwards or forwards[-1].model is not model:
         return  # another hook has refused the arguments
     for source in forwards.pop().sources:
@@ -277,7 +279,7 @@ def cut_vocabulary(model: nn.Module, tp: TensorParallel) -> list[nn.Module]:
     """
     # Other classes, and a vocabulary that tp does not divide, are replicated.
     embeddings = list[nn.Module]()
-    for outer in outermost(model):
+    for outer in find_outermost_models(model):
         get = (getattr(outer, f"get_{side}_embeddings", None) for side in ("input", "output"))
         ends: list[Any] = [None if of is None else of() for of in get]
         parts = [m for m in ends if getattr(m, "weight", None) is not None]
@@ -288,7 +290,7 @@ def cut_vocabulary(model: nn.Module, tp: TensorParallel) -> list[nn.Module]:
                 VocabularyHooks(tp, module)
             else:
                 setattr(module, TP, tp)
-                module.register_forward_hook(_gather)
+                module.register_forward_hook(_gather_logits)
             embeddings.append(module)
     return embeddings
 
@@ -319,10 +321,10 @@ class VocabularyHooks:
 
     def _leave(self, embedding: Any, _args: Any, x: Tensor) -> Tensor:
         embedding.padding_idx = self._state.padding_idx
-        return self._tp.sum_shared(x.masked_fill(self._state.is_other[..., None], 0))
+        return self._tp.all_reduce(x.masked_fill(self._state.is_other[..., None], 0))
 
 
-def _gather(head: Any, _args: Any, logits: Tensor) -> Tensor:
+def _gather_logits(head: Any, _args: Any, logits: Tensor) -> Tensor:
     """All-gather logits over the vocabulary; `Logits` are returned as is and gather on use."""
     if isinstance(logits, Logits):
         return logits

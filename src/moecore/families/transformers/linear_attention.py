@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from moecore.attention.linear import attend_linear, convolve, scan_states
 from moecore.attention.sequence import Sequence
-from moecore.families.transformers.stock import names_in_forward
+from moecore.families.transformers.stock import find_names_in_forward
 
 SEQUENCE = "moecore_sequence"  # argument of decoder layers and of attention
 CONVOLUTION = "causal_conv1d_fn"
@@ -29,24 +29,24 @@ SILU = ("silu", "swish")
 Function = Callable[..., Any]
 
 
-def linear_layers(model: nn.Module) -> list[nn.Module]:
+def find_linear_layers(model: nn.Module) -> list[nn.Module]:
     """Return the modules whose forward calls a supported convolution and delta rule."""
-    return [module for module in model.modules() if rule_of(module)]
+    return [module for module in model.modules() if find_rule(module)]
 
 
-def rule_of(module: nn.Module) -> str | None:
+def find_rule(module: nn.Module) -> str | None:
     """Return the name of the linear attention rule that a module's forward calls, or None."""
-    called = names_in_forward(module)
+    called = find_names_in_forward(module)
     return next((rule for rule in RULES if rule in called), None) if CONVOLUTION in called else None
 
 
 def accept_sequences(model: nn.Module) -> None:
     """Make a model's linear attention layers use the `Sequence` in their arguments."""
-    for module in linear_layers(model):
+    for module in find_linear_layers(model):
         of_file = inspect.unwrap(type(module).forward).__globals__
-        for name in names_in_forward(module) & FUNCTIONS.keys():
+        for name in find_names_in_forward(module) & FUNCTIONS.keys():
             if not hasattr(of_file[name], "stands_before"):
-                of_file[name] = _before(of_file[name], FUNCTIONS[name])
+                of_file[name] = _make_replacement(of_file[name], FUNCTIONS[name])
 
 
 def refuse_shortcut(module: nn.Module) -> None:
@@ -56,10 +56,10 @@ def refuse_shortcut(module: nn.Module) -> None:
     """
     of_file = inspect.unwrap(type(module).forward).__globals__
     if SHORTCUT in of_file:
-        of_file[SHORTCUT] = _no_shortcut
+        of_file[SHORTCUT] = _skip_fused_layer
 
 
-def _before(stock: Function, function: Function) -> Function:
+def _make_replacement(stock: Function, function: Function) -> Function:
     """Return a dispatcher: `function` if the call has documents or cp ranks, otherwise `stock`."""
 
     @wraps(stock)
@@ -73,7 +73,7 @@ def _before(stock: Function, function: Function) -> Function:
     return called
 
 
-def _convolution(
+def _convolve_sequence(
     sequence: Sequence,
     hidden_states: Tensor,  # [B, D, T]
     weight: Tensor,
@@ -93,7 +93,7 @@ def _convolution(
     return result
 
 
-def _delta_rule(
+def _attend_delta_rule(
     sequence: Sequence,
     query: Tensor,  # [B, T, heads, dims], as all
     key: Tensor,
@@ -121,7 +121,7 @@ def _delta_rule(
     return out, None
 
 
-def _state_space_scan(
+def _scan_state_space(
     sequence: Sequence,
     hidden_states: Tensor,  # [B, T, heads, dims]
     dt: Tensor,
@@ -144,7 +144,7 @@ def _state_space_scan(
     return scan_states(hidden_states, step_BTH, A.float(), B, C, D, sequence)
 
 
-def _no_shortcut(*_args: Any, **_: Any) -> None:
+def _skip_fused_layer(*_args: Any, **_: Any) -> None:
     """Replacement of a full-layer kernel; None makes the caller run the separate parts."""
 
 
@@ -157,11 +157,11 @@ def _refuse_cache(has_cache: bool) -> None:
 
 
 RULES: dict[str, Function] = {
-    "torch_chunk_gated_delta_rule": _delta_rule,
-    "chunk_kimi_delta_attention": _delta_rule,
-    "mamba2_chunk_scan": _state_space_scan,
+    "torch_chunk_gated_delta_rule": _attend_delta_rule,
+    "chunk_kimi_delta_attention": _attend_delta_rule,
+    "mamba2_chunk_scan": _scan_state_space,
 }
 FUNCTIONS = RULES | {
-    CONVOLUTION: _convolution,
-    SHORTCUT: _no_shortcut,
+    CONVOLUTION: _convolve_sequence,
+    SHORTCUT: _skip_fused_layer,
 }

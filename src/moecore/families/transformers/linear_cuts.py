@@ -21,13 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from moecore.families.transformers.linear_attention import rule_of
+from moecore.families.transformers.linear_attention import find_rule
 from moecore.families.transformers.module_cut import (
     ModuleCut,
     Stack,
     adapters,
-    local_rows,
-    named_linears,
+    get_named_linears,
+    iterate_local_rows,
 )
 
 FILTERS = "conv1d"
@@ -52,7 +52,7 @@ class _LinearHeads:
 def cut_linear_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
     """Return how a layer is sharded by heads, or the name of a part that cannot be sharded."""
     # Heads that ranks cannot share are a ValueError.
-    layer = LAYERS[rule_of(module) or ""](module, tp)
+    layer = LAYERS[find_rule(module) or ""](module, tp)
     groups = [heads for heads, _ in layer.channels]
     if any(n % tp for n in layer.heads) or any(n % tp and tp % n for n in groups):
         numbers = ", ".join(dict.fromkeys(map(str, (*layer.heads, *groups))))
@@ -60,10 +60,10 @@ def cut_linear_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
             f"{name}: heads of linear attention ({numbers}) must be multiples of "
             f"ParallelConfig.tp ({tp}): lower tp"
         )
-    problem = _unknown(module, layer)
+    problem = _find_unknown_part(module, layer)
     if problem is not None:
         return problem
-    linears = named_linears(module)
+    linears = get_named_linears(module)
     head_exchanges = {n: layer.columns[n] for n in layer.kinds if n in linears}
     for child in head_exchanges:
         if linears[child].out_features % tp:
@@ -84,22 +84,22 @@ def cut_linear_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
     )
 
 
-def _unknown(module: Any, layer: _LinearHeads) -> str | None:
+def _find_unknown_part(module: Any, layer: _LinearHeads) -> str | None:
     """Return the name of a part that may depend on all heads, or None."""
-    linears, params = named_linears(module), dict(module.named_parameters())
-    sizes = {n: _rows(stack) for n, stack in layer.columns.items()}
+    linears, params = get_named_linears(module), dict(module.named_parameters())
+    sizes = {n: _count_rows(stack) for n, stack in layer.columns.items()}
     for child, linear in linears.items():
         if child in sizes and linear.out_features != sizes[child]:
             return f"{child} ({linear.out_features} outputs) is not of {sizes[child]} rows of heads"
-    if layer.row not in linears or linears[layer.row].in_features != _rows(layer.values):
+    if layer.row not in linears or linears[layer.row].in_features != _count_rows(layer.values):
         return f"{layer.row} does not read all heads"
     if linears[layer.row].bias is not None and layer.row in adapters(module):
         return f"{layer.row} has a bias and adapters"
     filters = getattr(module, FILTERS, None)
-    if type(filters) is not nn.Conv1d or filters.groups != _rows(layer.channels):
+    if type(filters) is not nn.Conv1d or filters.groups != _count_rows(layer.channels):
         return f"{FILTERS} is not plain"
     for child, stack in layer.params_by_head.items():
-        if child in params and params[child].numel() != _rows(stack):
+        if child in params and params[child].numel() != _count_rows(stack):
             return f"{child} may not have an element per head"
     if not all(_is_gated_norm(module.get_submodule(n), size) for n, size in layer.groups.items()):
         return "norm is not known"
@@ -116,15 +116,15 @@ def _unknown(module: Any, layer: _LinearHeads) -> str | None:
     return None
 
 
-def _rows(stack: Stack) -> int:
+def _count_rows(stack: Stack) -> int:
     return sum(heads * size for heads, size in stack)
 
 
-def _local_size(stack: Stack, tp: int) -> int:
-    return sum(rows.stop - rows.start for rows in local_rows(stack, 0, tp))
+def _count_local_rows(stack: Stack, tp: int) -> int:
+    return sum(rows.stop - rows.start for rows in iterate_local_rows(stack, 0, tp))
 
 
-def _delta_net(module: Any, tp: int) -> _LinearHeads:
+def _read_delta_net_heads(module: Any, tp: int) -> _LinearHeads:
     k, v = (module.num_k_heads, module.head_k_dim), (module.num_v_heads, module.head_v_dim)
     per_head = (module.num_v_heads, 1)
     counts = ("num_k_heads", "num_v_heads", "key_dim", "value_dim")
@@ -148,7 +148,7 @@ def _delta_net(module: Any, tp: int) -> _LinearHeads:
     )
 
 
-def _kimi_delta(module: Any, tp: int) -> _LinearHeads:
+def _read_kimi_delta_heads(module: Any, tp: int) -> _LinearHeads:
     x, per_head = (module.num_heads, module.head_dim), (module.num_heads, 1)
     counts = {n: getattr(module, n) // tp for n in ("num_heads", "qkv_dim")}
     linears = ("q_proj", "k_proj", "v_proj", "g_proj", "g_b_proj")
@@ -165,7 +165,7 @@ def _kimi_delta(module: Any, tp: int) -> _LinearHeads:
     )
 
 
-def _mamba2(module: Any, tp: int) -> _LinearHeads:
+def _read_mamba2_heads(module: Any, tp: int) -> _LinearHeads:
     x, per_head = (module.num_heads, module.head_dim), (module.num_heads, 1)
     group = (module.n_groups, module.ssm_state_size)  # of B, as of C
     channels = (x, group, group)
@@ -185,24 +185,24 @@ def _mamba2(module: Any, tp: int) -> _LinearHeads:
         },
         counts=dict(
             num_heads=module.num_heads // tp,
-            intermediate_size=_local_size((x,), tp),
+            intermediate_size=_count_local_rows((x,), tp),
             n_groups=max(1, module.n_groups // tp),
-            conv_dim=_local_size(channels, tp),
+            conv_dim=_count_local_rows(channels, tp),
         ),
         replicated=(),
-        groups={"norm": _rows((x,)) // module.n_groups} if is_shared else {},
+        groups={"norm": _count_rows((x,)) // module.n_groups} if is_shared else {},
     )
 
 
 LAYERS = {
-    "torch_chunk_gated_delta_rule": _delta_net,
-    "chunk_kimi_delta_attention": _kimi_delta,
-    "mamba2_chunk_scan": _mamba2,
+    "torch_chunk_gated_delta_rule": _read_delta_net_heads,
+    "chunk_kimi_delta_attention": _read_kimi_delta_heads,
+    "mamba2_chunk_scan": _read_mamba2_heads,
 }
 
 
 def _is_gated_norm(norm: Any, size: int) -> bool:
-    """Whether a norm of groups of `size` computes what `gated_norm` does."""
+    """Whether a norm of groups of `size` computes what `apply_gated_norm` does."""
     eps = getattr(norm, "variance_epsilon", None)
     if eps is None or getattr(norm, "group_size", None) != size:
         return False
@@ -213,12 +213,12 @@ def _is_gated_norm(norm: Any, size: int) -> bool:
         def mean(squares: torch.Tensor) -> torch.Tensor:
             return squares.view(-1, size).mean(-1).repeat_interleave(size)
 
-        reference = gated_norm(x[None], gate[None], weight, eps, mean)
+        reference = apply_gated_norm(x[None], gate[None], weight, eps, mean)
         y = functional_call(norm, {"weight": weight}, (x[None], gate[None]))
     return torch.allclose(y, reference, rtol=1e-5, atol=1e-5)
 
 
-def gated_norm(
+def apply_gated_norm(
     x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, mean: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """Return weight * h / sqrt(mean(h^2) + eps) of h = x * silu(gate), in fp32 up to the weight."""

@@ -21,10 +21,10 @@ from moecore.families.transformers.head import IS_SCORED, Logits
 from moecore.families.transformers.rows import READER, SEQUENCE
 from moecore.families.transformers.stock import (
     CAUSAL_LOSS,
-    loss_of_class,
+    find_outermost_models,
+    get_forward_parameters,
+    get_loss_name,
     named,
-    outermost,
-    parameters_of,
 )
 from moecore.models.log_probs import LogProbLoss
 
@@ -34,7 +34,7 @@ OWN_LOSS = "_loss_function"  # attribute of a model whose loss function was set
 
 def accept_log_prob_losses(model: nn.Module) -> None:
     """Make forwards of transformers models in a module accept a `log_prob_loss` argument."""
-    for outer in outermost(model):
+    for outer in find_outermost_models(model):
         if hasattr(outer, "get_output_embeddings"):
             outer.register_forward_pre_hook(_enter, with_kwargs=True)
             outer.register_forward_hook(_leave, always_call=True)
@@ -46,7 +46,7 @@ def _enter(
     if ARGUMENT not in kwargs:
         return None
     loss: LogProbLoss = kwargs[ARGUMENT]
-    if (name := loss_of_class(model)) != CAUSAL_LOSS:
+    if (name := get_loss_name(model)) != CAUSAL_LOSS:
         raise NotImplementedError(
             f"log_prob_loss must be of a causal language model, whose forward calls loss_function: "
             f"the loss of {type(model).__name__} is {name or 'its own'}, so compute "
@@ -61,10 +61,10 @@ def _enter(
     if named(model, args, kwargs).get("labels") is not None:
         raise ValueError("labels must be None with a log_prob_loss, which has its own")
     setattr(model, IS_SCORED, vars(model).get(OWN_LOSS))
-    model.loss_function = _function(loss)
+    model.loss_function = _make_loss_function(loss)
     kwargs = {name: value for name, value in kwargs.items() if name != ARGUMENT}
     kwargs["labels"] = loss.labels_BT
-    if any(p.kind is p.VAR_KEYWORD for p in parameters_of(type(model).forward).values()):
+    if any(p.kind is p.VAR_KEYWORD for p in get_forward_parameters(type(model).forward).values()):
         kwargs["shift_labels"] = loss.labels_BT  # these labels are already shifted
     return args, kwargs
 
@@ -80,7 +80,7 @@ def _leave(model: Any, _args: Any, _output: Any) -> None:
         model.loss_function = before
 
 
-def _function(loss: LogProbLoss) -> Callable[..., Tensor]:
+def _make_loss_function(loss: LogProbLoss) -> Callable[..., Tensor]:
     """Return a `loss_function` for a transformers model that computes a `LogProbLoss`."""
 
     def of(logits: Tensor, labels: Tensor, *_: Any, **keywords: Any) -> Tensor:
@@ -95,10 +95,12 @@ def _function(loss: LogProbLoss) -> Callable[..., Tensor]:
         if isinstance(logits, Logits):
             source = logits.source
             log_probs = source.start_backward(
-                loss.of_head(source.hidden, source.weight, labels, gather, group=source.group)
+                loss.compute_from_hidden(
+                    source.hidden, source.weight, labels, gather, group=source.group
+                )
             )
         else:
-            log_probs = loss.of_logits(logits, labels, gather)
+            log_probs = loss.compute_from_logits(logits, labels, gather)
         return log_probs if local_tokens is None else log_probs / local_tokens.cp.size
 
     return of

@@ -60,9 +60,9 @@ class _Wrapped:
 
 
 @contextmanager
-def experts_unwrapped(model: nn.Module) -> Iterator[list[_Wrapped]]:
+def unwrap_experts(model: nn.Module) -> Iterator[list[_Wrapped]]:
     """Replace peft's wrappers of experts by the experts; an exception restores the wrappers."""
-    wrappers = list(_find_wrapped(model)) if "peft" in sys.modules else []
+    wrappers = list(_find_wrapped_experts(model)) if "peft" in sys.modules else []
     for wrapper in wrappers:
         wrapper.parent._modules[wrapper.child] = wrapper.experts
     try:
@@ -75,7 +75,7 @@ def experts_unwrapped(model: nn.Module) -> Iterator[list[_Wrapped]]:
 
 def adapt_experts(wrapped: list[_Wrapped], layers: Mapping[str, RoutedLayer]) -> None:
     """Move the LoRA updates of peft's wrappers to the experts of MoE layers."""
-    places = {f"{name}.{m.name_of('experts')}".rstrip("."): m for name, m in layers.items()}
+    places = {f"{name}.{m.get_part_name('experts')}".rstrip("."): m for name, m in layers.items()}
     for wrap in wrapped:
         layer = places.get(f"{wrap.block}.{wrap.child}")
         if layer is None:
@@ -84,7 +84,7 @@ def adapt_experts(wrapped: list[_Wrapped], layers: Mapping[str, RoutedLayer]) ->
                 ": use LoraConfig.target_modules, or register an adapter for the block, see "
                 "docs/extending.md"
             )
-        experts = layer.part("experts")
+        experts = layer.get_part("experts")
         for depth, wrapper in enumerate(wrap.wrappers):
             is_transposed = getattr(wrap.experts, "is_transposed", False)  # peft's default
             if is_transposed != experts.layout.transposed:
@@ -101,8 +101,8 @@ def adapt_experts(wrapped: list[_Wrapped], layers: Mapping[str, RoutedLayer]) ->
                     "experts that return their input have none: leave it out of "
                     "LoraConfig.target_parameters"
                 )
-            make: Any = _expert_lora_class()
-            experts.adapt(wrapper.parameter_name, make(wrapper, depth))
+            make: Any = _make_expert_lora_class()
+            experts.add_low_rank_updates(wrapper.parameter_name, make(wrapper, depth))
 
 
 def refuse_peft_methods(model: nn.Module) -> None:
@@ -166,14 +166,14 @@ def disable_adapters(model: Any) -> Iterator[None]:
             param.requires_grad_(is_trained)
 
 
-def without_adapters(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def select_base_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a model's tensors without the adapters, under the names of the model before peft."""
     holders, homes = _peft_paths(model)
     base_tensors = {n: t for n, t in tensors.items() if not n.startswith(holders)}
-    return {_renamed(n, homes): t for n, t in base_tensors.items()}
+    return {_rename_without_peft(n, homes): t for n, t in base_tensors.items()}
 
 
-def trained_copies(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def select_trained_copies(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of `modules_to_save` copies under the names of the original modules."""
     _, homes = _peft_paths(model)
     copy_of = {}
@@ -185,7 +185,7 @@ def trained_copies(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str,
         active = f"{path}.modules_to_save.{module.active_adapters[0]}"
         for name, tensor in tensors.items():
             if name.startswith(f"{active}."):
-                copy_of[_renamed(path + name.removeprefix(active), homes)] = tensor
+                copy_of[_rename_without_peft(path + name.removeprefix(active), homes)] = tensor
     return copy_of
 
 
@@ -204,20 +204,20 @@ def _peft_paths(model: nn.Module) -> tuple[tuple[str, ...], list[str]]:
     return tuple(holders), sorted(homes, key=len, reverse=True)
 
 
-def _renamed(name: str, homes: list[str]) -> str:
+def _rename_without_peft(name: str, homes: list[str]) -> str:
     for home in homes:  # sorted: the longest prefix first
         if name.startswith(home):
             name = home[:-1].rpartition(".")[0] + name[len(home) - 1 :]
     return name
 
 
-def _find_wrapped(model: nn.Module) -> Iterator[_Wrapped]:
+def _find_wrapped_experts(model: nn.Module) -> Iterator[_Wrapped]:
     from peft.tuners.lora.layer import ParamWrapper
     from peft.utils.other import AuxiliaryTrainingWrapper
 
     for name, parent in model.named_modules():
         if isinstance(parent, AuxiliaryTrainingWrapper):
-            _check_copy(name, parent, model)
+            _refuse_block_copy(name, parent, model)
         if isinstance(parent, ParamWrapper):
             continue
         for child, wrapper in parent._modules.items():
@@ -241,7 +241,7 @@ def _check_stacked(name: str, wrappers: list[Any]) -> None:
             )
 
 
-def _check_copy(name: str, wrapper: Any, model: nn.Module) -> None:
+def _refuse_block_copy(name: str, wrapper: Any, model: nn.Module) -> None:
     """Raise for a trainable copy of a MoE block or its parts, which a MoELayer would replace."""
     block = model.get_submodule(name.rpartition(".")[0])
     siblings = [m for m in block.children() if m is not wrapper]
@@ -262,7 +262,7 @@ def _is_stack(module: nn.Module) -> bool:
 
 
 @functools.cache
-def _expert_lora_class() -> type[LowRank]:
+def _make_expert_lora_class() -> type[LowRank]:
     """Return a `LowRank` subclass that peft's set_adapter and disable_adapter find in a model."""
     from peft.tuners.lora.layer import LoraLayer
 

@@ -16,7 +16,7 @@ from moecore.base.torch_private import StridedShard
 Stack = tuple[tuple[int, int], ...]
 
 
-def local_rows(stack: Stack, rank: int, tp: int) -> Iterator[slice]:
+def iterate_local_rows(stack: Stack, rank: int, tp: int) -> Iterator[slice]:
     """Yield the rows of a rank's heads in each section; several ranks may share a head."""
     # Example: 4 heads of 8 rows, then 1 head of 8 rows. Rank 1 of 2 has rows 16:32 and 32:40.
     start = 0
@@ -65,7 +65,7 @@ class ModuleCut:
     buffers: Mapping[str, int] | None = None
 
 
-def named_linears(module: nn.Module) -> dict[str, nn.Linear]:
+def get_named_linears(module: nn.Module) -> dict[str, nn.Linear]:
     """Return the linears of a module by name, including the base layers of peft's LoRA."""
     linears = dict[str, nn.Linear]()
     for name, child in module.named_children():
@@ -73,11 +73,11 @@ def named_linears(module: nn.Module) -> dict[str, nn.Linear]:
         if type(base) is nn.Linear:
             linears[name] = base
         elif base is child:
-            linears |= {f"{name}.{inner}": part for inner, part in named_linears(child).items()}
+            linears |= {f"{name}.{inner}": part for inner, part in get_named_linears(child).items()}
     return linears
 
 
-def output_linears(module: nn.Module) -> list[Any]:
+def list_output_linears(module: nn.Module) -> list[Any]:
     """Return [linear]; for a peft LoRA layer, its base linear and the B of each adapter."""
     base = find_lora_base(module)
     return [module] if base is None else [base, *(b for _, b in list_lora_pairs(module))]
@@ -85,11 +85,11 @@ def output_linears(module: nn.Module) -> list[Any]:
 
 def adapters(module: nn.Module) -> dict[str, list[tuple[nn.Linear, nn.Linear]]]:
     """Return linear name -> (A, B) of each LoRA adapter, for the adapted linears of a module."""
-    layers = {name: module.get_submodule(name) for name in named_linears(module)}
+    layers = {name: module.get_submodule(name) for name in get_named_linears(module)}
     return {n: list_lora_pairs(m) for n, m in layers.items() if find_lora_base(m) is not None}
 
 
-def owner_of(module: nn.Module, name: str) -> tuple[Any, str]:
+def find_owner(module: nn.Module, name: str) -> tuple[Any, str]:
     """Return the submodule that has the attribute of a dotted name, and the attribute's name."""
     path, _, attribute = name.rpartition(".")
     return module.get_submodule(path), attribute
@@ -99,7 +99,7 @@ def cut_placements(
     module: nn.Module, module_cut: ModuleCut
 ) -> Iterator[tuple[tuple[nn.Module, str], Placement]]:
     """Yield ((owner, parameter name), placement) of each parameter that tp shards."""
-    linears, adapted = named_linears(module), adapters(module)
+    linears, adapted = get_named_linears(module), adapters(module)
     halves = StridedShard(0, split_factor=2)
     columns = {
         name: halves if name in module_cut.halves else Shard(0) for name in module_cut.columns
@@ -114,6 +114,6 @@ def cut_placements(
         for pair in adapted[name]:
             yield (pair[name != module_cut.row], "weight"), columns.get(name, Shard(1))
     for name in module_cut.params_by_head:
-        owner, attribute = owner_of(module, name)
+        owner, attribute = find_owner(module, name)
         shape = getattr(owner, attribute).shape
         yield (owner, attribute), Shard(next(dim for dim, n in enumerate(shape) if n > 1))

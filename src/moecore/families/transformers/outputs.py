@@ -25,13 +25,13 @@ def refuse_lost_outputs(model: nn.Module) -> None:
     for module in model.modules():
         if not is_hf(module) or getattr(module, "base_model", None) is not module:
             continue  # transformers records in the base model, not in the model with the loss
-        refusal = _refusal()
+        refusal = _find_version_problem()
         if refusal is not None and getattr(module.config, OPTION, False):
             raise NotImplementedError(refusal)
         module.register_forward_hook(partial(_check_recorded, refusal), with_kwargs=True)
 
 
-def _refusal() -> str | None:
+def _find_version_problem() -> str | None:
     """Return the error text if the installed transformers uses router logits wrongly, or None."""
     version = sys.modules["transformers"].__version__
     if tuple(int(n) for n in version.split(".")[:2]) >= (5, 6):
@@ -88,7 +88,7 @@ def record_logits(layer: MoELayer, router: nn.Module) -> MoELayer:
     for name in HOOKS:
         if "forward_hooks" in name:  # the hooks, and flags of their arguments
             vars(recorder)[name].update(vars(router)[name])
-    router_module = layer.part("router")
+    router_module = layer.get_part("router")
     router_module.recorder = recorder
     router_module.register_forward_hook(_pass_to_recorder)
     return layer

@@ -16,28 +16,28 @@ from torch import Tensor, nn
 
 from moecore.base.torch_private import tree_map_only
 from moecore.families.adapters import CONVOLUTIONS
-from moecore.families.transformers.linear_attention import linear_layers
-from moecore.families.transformers.sparse_attention import sparse_layers
-from moecore.families.transformers.stock import CAUSAL_LOSS, loss_of_class, names_in_forward
+from moecore.families.transformers.linear_attention import find_linear_layers
+from moecore.families.transformers.sparse_attention import find_sparse_layers
+from moecore.families.transformers.stock import CAUSAL_LOSS, find_names_in_forward, get_loss_name
 
 POSITIONS = "position_ids"  # argument of a rotary embedding
 
 
-def longest_position_readers(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
+def find_longest_position_readers(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
     """Yield name, rope type and module of each embedding that reads the longest position."""
     for name, module in model.named_modules():
         kind = getattr(module, "rope_type", None)
         types = kind.values() if isinstance(kind, dict) else [kind]
         for rope_type in types:
-            if isinstance(rope_type, str) and _reads_longest(module, rope_type):
+            if isinstance(rope_type, str) and _is_longest_position_reader(module, rope_type):
                 yield name, rope_type, module
                 break
 
 
-def _reads_longest(module: nn.Module, rope_type: str) -> bool:
+def _is_longest_position_reader(module: nn.Module, rope_type: str) -> bool:
     if "dynamic" in rope_type or rope_type == "longrope":  # as transformers' dynamic_rope_update
         return True
-    return rope_type != "default" and "max" in names_in_forward(module)
+    return rope_type != "default" and "max" in find_names_in_forward(module)
 
 
 class LongestPosition:
@@ -45,15 +45,15 @@ class LongestPosition:
 
     def __init__(self, model: nn.Module) -> None:
         self._num_tokens: int | None = None
-        for _, _, module in longest_position_readers(model):
-            module.register_forward_pre_hook(self._append, with_kwargs=True)
-            module.register_forward_hook(self._drop)
+        for _, _, module in find_longest_position_readers(model):
+            module.register_forward_pre_hook(self._append_position, with_kwargs=True)
+            module.register_forward_hook(self._drop_position)
 
     def begin(self, num_tokens: int | None) -> None:
         """Set the length of the full rows for the next forward; None = this rank has full rows."""
         self._num_tokens = num_tokens
 
-    def _append(
+    def _append_position(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if self._num_tokens is None:
@@ -65,7 +65,7 @@ class LongestPosition:
             return args, kwargs | {POSITIONS: extended}
         return (args[0], extended, *args[2:]), kwargs
 
-    def _drop(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _drop_position(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if self._num_tokens is None:
             return None
         # Angles are [B, t, d]: a pair of cos and sin, or one complex tensor.
@@ -81,7 +81,7 @@ KINDS = ("full_attention", "sliding_attention", "mlp", "moe")
 LINEAR, SPARSE = "linear_attention", "indexed_attention"
 
 
-def packing_problem(model: nn.Module, *, has_row_inputs: bool = True) -> str | None:
+def find_packing_problem(model: nn.Module, *, has_row_inputs: bool = True) -> str | None:
     """Return the part of a model that needs unsharded rows of one sequence each, or None.
 
     `has_row_inputs`: whether `use_causal_attention` was called, after which linear and sparse
@@ -89,9 +89,12 @@ def packing_problem(model: nn.Module, *, has_row_inputs: bool = True) -> str | N
     """
     config: Any = model.config
     text = config.get_text_config()
-    linear = linear_layers(model) if has_row_inputs else []
-    row_layers = {LINEAR: len(linear), SPARSE: len(sparse_layers(model)) if has_row_inputs else 0}
-    if (other := unsupported_layer(text, row_layers)) is not None:
+    linear = find_linear_layers(model) if has_row_inputs else []
+    row_layers = {
+        LINEAR: len(linear),
+        SPARSE: len(find_sparse_layers(model)) if has_row_inputs else 0,
+    }
+    if (other := find_unsupported_layer(text, row_layers)) is not None:
         return other
     for owner, field in [
         (config, "is_encoder_decoder"),
@@ -107,17 +110,17 @@ def packing_problem(model: nn.Module, *, has_row_inputs: bool = True) -> str | N
     return None
 
 
-def one_document_problem(model: nn.Module) -> str | None:
+def find_one_document_problem(model: nn.Module) -> str | None:
     """Return the part of a model that needs one document per row, or None; cp may shard the row."""
-    for name, rope_type, _ in longest_position_readers(model):
+    for name, rope_type, _ in find_longest_position_readers(model):
         return f"rope_type ({rope_type!r}) of {name}, which reads the longest position of all rows"
-    loss = loss_of_class(model)
+    loss = get_loss_name(model)
     if loss is not None and loss not in TOKEN_LOSSES:
         return f"a head of whole rows ({loss} of {type(model).__name__})"
     return None
 
 
-def unsupported_layer(text: Any, row_layers: Mapping[str, int] | None = None) -> str | None:
+def find_unsupported_layer(text: Any, row_layers: Mapping[str, int] | None = None) -> str | None:
     """Return the first of a config's `layer_types` that moecore does not support, or None.
 
     `row_layers` has the number of supported layers of further kinds. Such a kind is supported if

@@ -83,7 +83,7 @@ class StagedCausal:
 
     def hidden_shape(self, stage: Stage, inputs: Mapping[str, Any]) -> tuple[int, ...]:
         """Return the shape of a stage's input: [B, T / cp, D], or that shape between layers."""
-        cp = None if self._reader is None else self._reader.ranks_of(inputs.get("cp"))
+        cp = None if self._reader is None else self._reader.select_ranks(inputs.get("cp"))
         B, T = inputs["input_ids"].shape
         sizes = (self._width,) if 0 in stage.layers else getattr(self.model, SIZES)
         return B, T // (1 if cp is None else cp.size), *sizes
@@ -113,7 +113,7 @@ class StagedCausal:
         check_hidden(hidden, stage, self.hidden_shape(stage, inputs))
         if not stage.loss:
             inputs = {n: v for n, v in inputs.items() if n not in LABELS}
-        with self._only_stage(stage, hidden) as outputs:
+        with self._replace_other_stages(stage, hidden) as outputs:
             setattr(self.model, RUNS_STAGE, True)
             try:
                 out = self.model(**{**inputs, "use_cache": False, "return_dict": True})
@@ -126,10 +126,10 @@ class StagedCausal:
         return output
 
     @contextmanager
-    def _only_stage(self, stage: Stage, hidden: Tensor | None) -> Iterator[list[Tensor]]:
+    def _replace_other_stages(self, stage: Stage, hidden: Tensor | None) -> Iterator[list[Tensor]]:
         """Replace parts of other stages by `AbsentModule`; yield the list that gets the output."""
         parts, get = self.stage_parts(), self.get_submodule
-        layers = _names_of_layers(self, parts)
+        layers = _list_layer_names(self, parts)
         line = [parts.embedding, *layers, *parts.final_modules, parts.head]
         stage_names = [parts.embedding] * stage.embedding + [layers[i] for i in stage.layers]
         stage_names += [*parts.final_modules, parts.head] * stage.loss
@@ -155,20 +155,20 @@ class StagedCausal:
                 instead.weight = nothing  # models read its device
                 ends.callback(delattr, instead, "weight")
                 hook(parts.embedding, lambda *_: nothing)
-                hook(line[first - 1], lambda *call: _with_first(call[-1], hidden))
+                hook(line[first - 1], lambda *call: _replace_first(call[-1], hidden))
             if not stage.loss:
                 head: Any = get(parts.head)
                 head.weight = torch.empty(0)  # models read its dtype
                 ends.callback(delattr, head, "weight")
                 # An embedding's output is sent unchanged.
-                hook(line[last and last + 1], lambda *call: outputs.append(_first(call[-1])))
+                hook(line[last and last + 1], lambda *call: outputs.append(_get_first(call[-1])))
             yield outputs
 
     def _check_output(self, layer: nn.Module, _args: Any, output: Any) -> None:
         """Raise for a layer that returns results which are not sent to the next stage."""
         if (1 if isinstance(output, Tensor) else len(output)) != self.stage_parts().results:
             problem = f"{type(layer).__name__} returns more than hidden states"
-            raise _refusal(self.model, problem)
+            raise _make_refusal(self.model, problem)
 
 
 @dataclass
@@ -198,7 +198,7 @@ def _run_shell(model: Any, parts: StageParts) -> _Shell:
     # One row, so that code which unpacks hidden states as several tensors raises.
     ids = torch.zeros(1, 8, dtype=torch.int64, device="cpu")
     stage_shell = _Shell(torch.zeros(1, 8, config.hidden_size, dtype=dtype, device="cpu"))
-    line = [*_names_of_layers(shell, parts), *parts.final_modules, parts.head]
+    line = [*_list_layer_names(shell, parts), *parts.final_modules, parts.head]
     for name in (parts.embedding, *line):
         shell.set_submodule(name, parts.make_placeholder(name, shell.get_submodule(name)))
     for module in shell.modules():  # on the CPU, where the model may be on meta
@@ -227,57 +227,57 @@ def _check_between(model: Any, parts: StageParts) -> tuple[StageParts, tuple[int
         NotImplementedError: if the model computes anything between layers, or passes more than
             hidden states between layers.
     """
-    shell, layers = _run_shell(model, parts), _names_of_layers(model, parts)
+    shell, layers = _run_shell(model, parts), _list_layer_names(model, parts)
     names, num_layers = shell.names, len(layers)
     early = next((name for name in names[:num_layers] if name not in layers), None)
     if early is not None:
-        raise _refusal(model, f"it runs {early} in front of a layer")
+        raise _make_refusal(model, f"it runs {early} in front of a layer")
     if shell.failed is not None:
         location = (
             f"where {names[-1]} returns hidden states alone" if names else "without its layers"
         )
         reason = " ".join(str(shell.failed).split())
-        raise _refusal(model, f"its forward fails {location} ({reason})") from shell.failed
+        raise _make_refusal(model, f"its forward fails {location} ({reason})") from shell.failed
     line = [*layers, *parts.final_modules, parts.head]
     if names[:num_layers] != layers or names[-1] != parts.head or sorted(names) != sorted(line):
-        raise _refusal(model, "it does not run its layers in turn, once each")
+        raise _make_refusal(model, "it does not run its layers in turn, once each")
     _, hidden, outputs = shell.entered[0]
     if hidden is None or hidden.shape[:2] != shell.embedded.shape[:2]:
-        raise _refusal(model, f"no hidden states enter {layers[0]}")
+        raise _make_refusal(model, f"no hidden states enter {layers[0]}")
     for name, x, _ in shell.entered[: num_layers + 1]:
         if x is None or x.shape != hidden.shape or x.data_ptr() != hidden.data_ptr():
-            raise _refusal(model, f"it changes hidden states in front of {name}")
+            raise _make_refusal(model, f"it changes hidden states in front of {name}")
     if sum_versions(shell.embedded) or sum_versions(hidden) != outputs:
-        raise _refusal(model, "it changes hidden states in place")
+        raise _make_refusal(model, "it changes hidden states in place")
     return replace(parts, final_modules=tuple(names[num_layers:-1])), tuple(hidden.shape[2:])
 
 
-def _first(results: Any) -> Tensor:
+def _get_first(results: Any) -> Tensor:
     first: Tensor = results if isinstance(results, Tensor) else results[0]
     return first
 
 
-def _with_first(results: Any, first: Tensor) -> Any:
+def _replace_first(results: Any, first: Tensor) -> Any:
     return first if isinstance(results, Tensor) else (first, *results[1:])
 
 
-def _names_of_layers(model: Any, parts: StageParts) -> list[str]:
+def _list_layer_names(model: Any, parts: StageParts) -> list[str]:
     return [f"{parts.layers}.{i}" for i in range(len(model.get_submodule(parts.layers)))]
 
 
 def _find_parts(model: Any) -> StageParts:
     """Return the names of a model's embedding, layers, final modules and head."""
     if getattr(model.config, "is_encoder_decoder", False):
-        raise _refusal(model, "has an encoder")
+        raise _make_refusal(model, "has an encoder")
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if embedding is None or head is None:
-        raise _refusal(model, "has no embedding, or no head")
+        raise _make_refusal(model, "has no embedding, or no head")
     blocks = find_blocks(model)
     name_of = {module: name for name, module in model.named_modules()}
     owners = {name_of[block].rpartition(".")[0] for block in blocks}
     lists = [name for name in owners if isinstance(model.get_submodule(name), nn.ModuleList)]
     if len(owners) != 1 or len(lists) != 1 or len(model.get_submodule(lists[0])) != len(blocks):
-        raise _refusal(model, f"has its layers in {sorted(owners)}, not in one list")
+        raise _make_refusal(model, f"has its layers in {sorted(owners)}, not in one list")
     siblings = list(model.get_submodule(lists[0].rpartition(".")[0]).children())
     siblings = siblings[siblings.index(model.get_submodule(lists[0])) + 1 :]
     # Layers with sparse attention may return their selected keys, which later layers use.
@@ -296,11 +296,11 @@ def _find_parts(model: Any) -> StageParts:
     prefixes = tuple(f"{name}." for name in names)
     for name, _ in model.named_parameters():
         if not name.startswith(prefixes):
-            raise _refusal(model, f"has {name} beside its layers")
+            raise _make_refusal(model, f"has {name} beside its layers")
     return parts
 
 
-def _refusal(model: nn.Module, problem: str) -> NotImplementedError:
+def _make_refusal(model: nn.Module, problem: str) -> NotImplementedError:
     return NotImplementedError(
         f"model ({type(model).__name__}) must be embedding, layers, norm and head alone to be cut "
         f"to pipeline stages, but {problem}"

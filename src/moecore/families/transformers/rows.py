@@ -31,17 +31,22 @@ from moecore.attention.context_parallel.local_tokens import (
     check_documents,
     select_cp_ranks,
 )
-from moecore.attention.sequence import Sequence, packed_sequence, shift_rows
+from moecore.attention.sequence import Sequence, make_packed_sequence, shift_rows
 from moecore.base.torch_private import call_after_backward
-from moecore.families.transformers.experts import has_vision_experts, kinds_of
+from moecore.families.transformers.experts import get_image_mask, has_vision_experts
 from moecore.families.transformers.linear_attention import SEQUENCE
 from moecore.families.transformers.packing import (
     LongestPosition,
-    one_document_problem,
-    packing_problem,
-    unsupported_layer,
+    find_one_document_problem,
+    find_packing_problem,
+    find_unsupported_layer,
 )
-from moecore.families.transformers.stock import has_causal_loss, named, outermost, parameters_of
+from moecore.families.transformers.stock import (
+    find_outermost_models,
+    get_forward_parameters,
+    has_causal_loss,
+    named,
+)
 from moecore.models.loss import IGNORE_INDEX, count_labels
 from moecore.moe.layer import MoELayer, RoutedLayer
 
@@ -63,7 +68,7 @@ class RowReader:
     def __init__(self, model: nn.Module) -> None:
         self.cp: ContextParallel | None = None  # cp ranks; None = this rank has full rows
         self.groups: Mapping[int, ContextParallel] = {}  # cp of a forward -> its ranks
-        self._other = packing_problem(model) or one_document_problem(model)
+        self._other = find_packing_problem(model) or find_one_document_problem(model)
         base: Any = model.base_model
         self._longest = LongestPosition(base)
         model.register_forward_pre_hook(_pass_divisor, with_kwargs=True)
@@ -72,7 +77,7 @@ class RowReader:
 
     def attach(self, model: Any) -> None:
         """Add hooks to the model's MoE layers, which pass them documents and padding."""
-        choices = _choices(model.base_model)
+        choices = _make_token_selectors(model.base_model)
         for block in _list_entries(model.base_model):
             layers = [m for m in block.modules() if isinstance(m, RoutedLayer)]
             layers = [layer for layer in layers if not hasattr(layer, SEQUENCE)]
@@ -87,9 +92,12 @@ class RowReader:
     def build_sequence(self, tokens: Tensor, inputs: Kwargs) -> Sequence:
         """Return documents, padding and local tokens of full rows: ids [B, T] or embeddings."""
         shape, device = (tokens.shape[0], tokens.shape[1]), tokens.device
-        cu_seqlens, longest = _first_argument(inputs, DOCUMENTS), _first_argument(inputs, LONGEST)
+        cu_seqlens, longest = (
+            _get_first_argument(inputs, DOCUMENTS),
+            _get_first_argument(inputs, LONGEST),
+        )
         sequence, mask_BT = Sequence(), inputs.get("padding_mask")
-        ranks = self.ranks_of(inputs.get("cp"))
+        ranks = self.select_ranks(inputs.get("cp"))
         _refuse_lost_labels(inputs)
         if cu_seqlens is not None:
             if self._other is not None:
@@ -97,9 +105,9 @@ class RowReader:
                     f"cu_seqlens must be None for a model with {self._other}, which does not keep "
                     "documents apart: give rows of one sequence each"
                 )
-            sequence = packed_sequence(cu_seqlens, longest, shape, device)
+            sequence = make_packed_sequence(cu_seqlens, longest, shape, device)
         elif longest is not None:
-            raise _without_documents(longest)
+            raise _make_missing_documents_error(longest)
         elif inputs.get("position_ids") is not None:
             raise ValueError(
                 "position_ids must be None after use_causal_attention without cu_seq_lens_q, "
@@ -115,7 +123,7 @@ class RowReader:
             mask_BT = sequence.slice_local(mask_BT.to(device))
         return replace(sequence, padding_mask_BT=mask_BT)
 
-    def ranks_of(self, cp: int | None) -> ContextParallel | None:
+    def select_ranks(self, cp: int | None) -> ContextParallel | None:
         """Return the cp ranks of a forward; None = no context parallelism."""
         return select_cp_ranks(cp, self.cp, self.groups)
 
@@ -123,7 +131,7 @@ class RowReader:
         self, base: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
     ) -> tuple[tuple[Any, ...], Kwargs]:
         """Forward pre-hook: replace row arguments by a `Sequence`, and slice tokens over cp."""
-        tokens = tokens_of(args, kwargs)
+        tokens = get_tokens(args, kwargs)
         sequence = kwargs.get(SEQUENCE) or self.build_sequence(tokens, kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in READ}
         kwargs[SEQUENCE] = sequence
@@ -151,7 +159,7 @@ class MaskReader:
         model.register_forward_pre_hook(_pass_divisor, with_kwargs=True)
         base.register_forward_pre_hook(self._enter, with_kwargs=True)
         base.register_forward_hook(self._leave)
-        choices = _choices(base)
+        choices = _make_token_selectors(base)
         for layer in base.modules():
             if isinstance(layer, RoutedLayer):
                 tell = partial(self._pass_rows, choices.get(layer, Tensor.flatten))
@@ -177,7 +185,7 @@ class MaskReader:
             return
         begins = (positions_BT[:, 1:] == 0).nonzero().tolist()  # (row, token before a document)
         text = self._model.config.get_text_config()
-        other, of_documents = unsupported_layer(text), one_document_problem(self._model)
+        other, of_documents = find_unsupported_layer(text), find_one_document_problem(self._model)
         if begins and of_documents is not None:
             raise ValueError(
                 f"position_ids must be of rows of one sequence each for a model with "
@@ -190,7 +198,7 @@ class MaskReader:
                 "apart: give rows of one sequence each",
                 stacklevel=2,
             )
-        elif begins and text._attn_implementation in MASKED and _attends(mask, *begins[0]):
+        elif begins and text._attn_implementation in MASKED and _is_visible(mask, *begins[0]):
             name, implementation = type(self._model).__name__, text._attn_implementation
             raise ValueError(
                 f"position_ids must be of rows of one sequence each for {name} with "
@@ -204,7 +212,7 @@ class MaskReader:
         if hasattr(self._model, READER):  # the RowReader passes padding too
             return None
         inputs = named(base, args, kwargs)
-        tokens = _first_argument(inputs, TOKENS)
+        tokens = _get_first_argument(inputs, TOKENS)
         if tokens is None:
             return None
         self._state.sequence = self._build_sequence(tokens, inputs)
@@ -213,11 +221,11 @@ class MaskReader:
     def _build_sequence(self, tokens: Tensor, inputs: Kwargs) -> Sequence:
         cu_seqlens, mask_BT = inputs.get("cu_seqlens"), inputs.get("padding_mask")
         if cu_seqlens is not None:
-            of_documents = one_document_problem(self._model)
-            other = packing_problem(self._model, has_row_inputs=False) or of_documents
+            of_documents = find_one_document_problem(self._model)
+            other = find_packing_problem(self._model, has_row_inputs=False) or of_documents
             if other is not None:
                 fix = "give rows of one sequence each"
-                if packing_problem(self._model) is None and of_documents is None:
+                if find_packing_problem(self._model) is None and of_documents is None:
                     fix = "call use_causal_attention(model)"
                 raise ValueError(
                     f"cu_seqlens must be None for a model with {other}, which does not keep "
@@ -229,9 +237,11 @@ class MaskReader:
                     "apart: pass both, or call use_causal_attention(model)"
                 )
             shape = tokens.shape[0], tokens.shape[1]
-            sequence = packed_sequence(cu_seqlens, inputs.get("max_seqlen"), shape, tokens.device)
+            sequence = make_packed_sequence(
+                cu_seqlens, inputs.get("max_seqlen"), shape, tokens.device
+            )
         elif inputs.get("max_seqlen") is not None:
-            raise _without_documents(inputs["max_seqlen"])
+            raise _make_missing_documents_error(inputs["max_seqlen"])
         else:
             sequence = Sequence()
         mask = inputs.get("attention_mask")
@@ -275,10 +285,12 @@ class MaskReader:
         self, choose: Choose, layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
     ) -> tuple[Any, Kwargs] | None:
         sequence = getattr(self._state, "sequence", None)
-        return None if sequence is None else _row_keywords(sequence, choose, layer, args, kwargs)
+        return (
+            None if sequence is None else _add_row_arguments(sequence, choose, layer, args, kwargs)
+        )
 
 
-def _attends(mask: Any, row: int, place: int) -> bool:
+def _is_visible(mask: Any, row: int, place: int) -> bool:
     """Whether the token after `place` of a row attends to `place`; mask None = causal attention."""
     if not isinstance(mask, Tensor) or mask.ndim != 4:
         return mask is None
@@ -294,27 +306,27 @@ class ModalityHooks:
         block.register_forward_pre_hook(self._enter, with_kwargs=True)
 
     def _enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> None:
-        self._state.kinds_BT = kinds_of(args, kwargs)
+        self._state.kinds_BT = get_image_mask(args, kwargs)
 
-    def text(self, x_BT: Tensor) -> Tensor:
+    def select_text(self, x_BT: Tensor) -> Tensor:
         """Return the entries of text, in order."""
         kinds_BT = self._state.kinds_BT
         return x_BT.flatten() if kinds_BT is None else x_BT[kinds_BT == 0]  # host sync
 
-    def images(self, x_BT: Tensor) -> Tensor:
+    def select_images(self, x_BT: Tensor) -> Tensor:
         """Return the entries of images, in order."""
         kinds_BT = self._state.kinds_BT
         return x_BT.flatten()[:0] if kinds_BT is None else x_BT[kinds_BT != 0]
 
 
-def _choices(base: nn.Module) -> dict[nn.Module, Choose]:
+def _make_token_selectors(base: nn.Module) -> dict[nn.Module, Choose]:
     """Return MoE layer -> function that selects its tokens, for layers of one modality."""
     choose_of = dict[nn.Module, Choose]()
     blocks: list[Any] = [block for block in base.modules() if has_vision_experts(block)]
     for block in blocks:
         reader = ModalityHooks(block)
-        choose_of |= dict.fromkeys(block.text_moe.modules(), reader.text)
-        choose_of |= dict.fromkeys(block.vision_moe.modules(), reader.images)
+        choose_of |= dict.fromkeys(block.text_moe.modules(), reader.select_text)
+        choose_of |= dict.fromkeys(block.vision_moe.modules(), reader.select_images)
     return choose_of
 
 
@@ -324,9 +336,9 @@ def _pass_divisor(
     """Forward pre-hook: pass the loss's divisor as `num_items_in_batch`, at least 1."""
     inputs = named(model, args, kwargs)
     _refuse_lost_labels(inputs)
-    number = _first_argument(inputs, ("num_items_in_batch", "num_tokens"))
-    if number is None and inputs.get("labels") is not None and _divides_by_labels(model):
-        number = count_labels(shifted_labels(inputs))
+    number = _get_first_argument(inputs, ("num_items_in_batch", "num_tokens"))
+    if number is None and inputs.get("labels") is not None and _is_loss_divided_by_labels(model):
+        number = count_labels(get_shifted_labels(inputs))
     if number is None:
         return None
     number = number.masked_fill(number == 0, 1) if isinstance(number, Tensor) else number or 1
@@ -336,7 +348,7 @@ def _pass_divisor(
 
 def _refuse_lost_labels(inputs: Kwargs) -> None:
     """Raise on CPUs for a document that spans rows, because labels are shifted within rows."""
-    cu_seqlens, labels_BT = _first_argument(inputs, DOCUMENTS), inputs.get("labels")
+    cu_seqlens, labels_BT = _get_first_argument(inputs, DOCUMENTS), inputs.get("labels")
     if labels_BT is None or cu_seqlens is None or inputs.get("shift_labels") is not None:
         return
     if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
@@ -344,7 +356,7 @@ def _refuse_lost_labels(inputs: Kwargs) -> None:
     B, T = labels_BT.shape
     borders = set(cu_seqlens.tolist())
     position = next((row * T for row in range(1, B) if row * T not in borders), None)
-    if position is not None and B * T in borders:  # otherwise `packed_sequence` raises
+    if position is not None and B * T in borders:  # otherwise `make_packed_sequence` raises
         raise ValueError(
             f"cu_seqlens must have {position}, where a row begins, because labels are shifted "
             f"within rows ({T} tokens): end documents with rows, or pass labels "
@@ -352,19 +364,21 @@ def _refuse_lost_labels(inputs: Kwargs) -> None:
         )
 
 
-def _divides_by_labels(model: Any) -> bool:
+def _is_loss_divided_by_labels(model: Any) -> bool:
     """Whether a model passes forward arguments to transformers' causal language model loss."""
-    hands_on = any(p.kind is p.VAR_KEYWORD for p in parameters_of(type(model).forward).values())
+    hands_on = any(
+        p.kind is p.VAR_KEYWORD for p in get_forward_parameters(type(model).forward).values()
+    )
     return hands_on and has_causal_loss(model)
 
 
-def shifted_labels(inputs: Kwargs) -> Tensor:
+def get_shifted_labels(inputs: Kwargs) -> Tensor:
     """Return the labels of full rows, each at the position of the token that predicts it."""
     shifted_BT: Tensor | None = inputs.get("shift_labels")
     return shift_rows(inputs["labels"], 1, IGNORE_INDEX) if shifted_BT is None else shifted_BT
 
 
-def tokens_of(args: tuple[Any, ...], kwargs: Kwargs) -> Tensor:
+def get_tokens(args: tuple[Any, ...], kwargs: Kwargs) -> Tensor:
     """Return a forward's token ids or embeddings; raise for a mask, which would be ignored."""
     if kwargs.get("attention_mask") is not None:
         raise ValueError(
@@ -381,11 +395,11 @@ def tokens_of(args: tuple[Any, ...], kwargs: Kwargs) -> Tensor:
     return tokens
 
 
-def _first_argument(inputs: Kwargs, names: tuple[str, ...]) -> Any:
+def _get_first_argument(inputs: Kwargs, names: tuple[str, ...]) -> Any:
     return next((inputs[name] for name in names if inputs.get(name) is not None), None)
 
 
-def _without_documents(longest: Any) -> ValueError:
+def _make_missing_documents_error(longest: Any) -> ValueError:
     return ValueError(
         f"max_seqlen ({longest}) must come with cu_seqlens (None), of whose documents it is the "
         "longest: pass both or neither"
@@ -411,10 +425,10 @@ def _pass_rows(
     choose: Choose, layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
 ) -> tuple[Any, Kwargs] | None:
     """Forward pre-hook of a MoE layer: pass it documents and padding."""
-    return _row_keywords(getattr(layer, SEQUENCE), choose, layer, args, kwargs)
+    return _add_row_arguments(getattr(layer, SEQUENCE), choose, layer, args, kwargs)
 
 
-def _row_keywords(
+def _add_row_arguments(
     sequence: Sequence, choose: Choose, layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
 ) -> tuple[Any, Kwargs] | None:
     mask_BT = sequence.padding_mask_BT
@@ -438,5 +452,5 @@ def hook_moe_layers(model: nn.Module) -> None:
         reader: RowReader | None = getattr(module, READER, None)
         if reader is not None:
             reader.attach(module)
-    for module in outermost(model):
+    for module in find_outermost_models(model):
         MaskReader(module)

@@ -21,38 +21,39 @@ from moecore.attention.sequence import Sequence
 from moecore.attention.sparse import KeyChoice, attend_sparse
 from moecore.base.options.indexer import IndexerConfig
 from moecore.families.transformers.linear_attention import SEQUENCE
-from moecore.families.transformers.stock import is_hf, names_in_forward
+from moecore.families.transformers.stock import find_names_in_forward, is_hf
 from moecore.kernels.sparse_attention import IndexerHeads, LatentHeads
-from moecore.models.mla import key_choice, mean_divergence
+from moecore.models.mla import compute_mean_divergence, make_key_choice
 from moecore.moe.aux_loss import AuxLoss
 
-# Classes whose forward `_forward` replaces. Other classes with an indexer have gates, sinks, pools.
+# Classes whose forward `_run_sparse_attention` replaces. Other classes with an indexer have
+# gates, sinks or pools.
 CLASSES = ("DeepseekV32Attention", "GlmMoeDsaAttention")
 CONFIG = "_moecore_indexer"  # attribute of layers whose indexers are trained
 BY_PAIRS, BY_HALVES = "apply_rotary_pos_emb_interleave", "apply_rotary_pos_emb"
 
 
-def sparse_layers(model: nn.Module) -> list[nn.Module]:
+def find_sparse_layers(model: nn.Module) -> list[nn.Module]:
     """Return a model's attention modules whose class is one of `CLASSES`."""
     return [m for m in model.modules() if is_hf(m) and type(m).__name__ in CLASSES]
 
 
 def attend_sparsely(model: nn.Module) -> None:
     """Replace the forward of a model's sparse attention layers; it reads a `Sequence` argument."""
-    for module in sparse_layers(model):
-        module.forward = MethodType(_forward, module)
+    for module in find_sparse_layers(model):
+        module.forward = MethodType(_run_sparse_attention, module)
 
 
 def train_indexers(model: nn.Module, config: IndexerConfig) -> None:
     """Give the indexers of a model an auxiliary loss, and set the stage of their training."""
-    layers: list[Any] = sparse_layers(model)
+    layers: list[Any] = find_sparse_layers(model)
     for layer in layers:
         setattr(layer, CONFIG, config)
         if layer.indexer is not None:
             layer.aux_loss = AuxLoss()
 
 
-def _forward(
+def _run_sparse_attention(
     layer: Any,
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
@@ -73,20 +74,20 @@ def _forward(
     q_BTHd = layer.q_b_proj(q_a_BTA).unflatten(-1, (-1, n + r))
     latent_BTL, turned_BTr = layer.kv_a_proj_with_mqa(x_BTD).split((layer.kv_lora_rank, r), dim=-1)
     latent_BTL = layer.kv_a_layernorm(latent_BTL)
-    q_turned, turned_BT1r = _function(layer, BY_PAIRS)(
+    q_turned, turned_BT1r = _get_module_function(layer, BY_PAIRS)(
         q_BTHd[..., n:], turned_BTr.unsqueeze(2), *position_embeddings, unsqueeze_dim=2
     )
-    sequence, choice = kwargs.get(SEQUENCE) or Sequence(), _choice(layer, prev_topk_indices)
+    sequence, choice = kwargs.get(SEQUENCE) or Sequence(), _choose_keys(layer, prev_topk_indices)
     index = None
     if layer.indexer is not None:
         with torch.set_grad_enabled(choice.diverges):  # selected keys have no gradient
             of_tokens = x_BTD.detach(), q_a_BTA.detach()
-            index = _index(layer.indexer, *of_tokens, position_embeddings)
+            index = _compute_indexer_heads(layer.indexer, *of_tokens, position_embeddings)
     if past_key_values is not None:
-        latent_BTL, turned_BT1r, index = _cached(
+        latent_BTL, turned_BT1r, index = _update_cache(
             layer, past_key_values, latent_BTL, turned_BT1r, index
         )
-    up_HnL, down_HLv = _by_head(layer)
+    up_HnL, down_HLv = _split_kv_weight(layer)
     out = attend_sparse(
         LatentHeads(
             torch.cat((q_BTHd[..., :n], q_turned), dim=-1),
@@ -101,18 +102,20 @@ def _forward(
     )
     o_BTHv = out.o_tHv
     if out.divergence_t is not None:
-        loss = getattr(layer, CONFIG).loss_coef * mean_divergence(out.divergence_t, sequence)
+        loss = getattr(layer, CONFIG).loss_coef * compute_mean_divergence(
+            out.divergence_t, sequence
+        )
         o_BTHv = layer.aux_loss.attach(o_BTHv, loss)
     selected = prev_topk_indices if out.selected_tK is None else out.selected_tK
     y_BTD = layer.o_proj(o_BTHv.flatten(2))
     return (y_BTD, None, selected) if hasattr(layer, "skip_topk") else (y_BTD, None)
 
 
-def _choice(layer: Any, selected_BTK: Tensor | None) -> KeyChoice:
+def _choose_keys(layer: Any, selected_BTK: Tensor | None) -> KeyChoice:
     """Return the keys of a layer: its indexer's choice, the previous layer's choice, or all."""
     config: IndexerConfig | None = getattr(layer, CONFIG, None)
     if layer.indexer is not None:
-        return key_choice(config, layer, layer.indexer.index_topk)
+        return make_key_choice(config, layer, layer.indexer.index_topk)
     if config is not None and config.stage == "warm_up":
         return KeyChoice()
     if selected_BTK is None:
@@ -123,12 +126,12 @@ def _choice(layer: Any, selected_BTK: Tensor | None) -> KeyChoice:
     return KeyChoice(selected_BTK=selected_BTK)
 
 
-def _index(
+def _compute_indexer_heads(
     indexer: Any, x_BTD: Tensor, q_a_BTA: Tensor, turns: tuple[Tensor, Tensor]
 ) -> IndexerHeads:
     """Return an indexer's queries, keys and head weights, computed as in the stock class."""
-    is_by_pairs = BY_PAIRS in names_in_forward(indexer)
-    turn = _function(indexer, BY_PAIRS if is_by_pairs else BY_HALVES)
+    is_by_pairs = BY_PAIRS in find_names_in_forward(indexer)
+    turn = _get_module_function(indexer, BY_PAIRS if is_by_pairs else BY_HALVES)
     r = indexer.qk_rope_head_dim
     q_BThi = indexer.wq_b(q_a_BTA).unflatten(-1, (indexer.n_heads, indexer.head_dim))
     k_BT1i = indexer.k_norm(indexer.wk(x_BTD)).unsqueeze(2)
@@ -141,7 +144,7 @@ def _index(
     )
 
 
-def _by_head(layer: Any) -> tuple[Tensor, Tensor]:
+def _split_kv_weight(layer: Any) -> tuple[Tensor, Tensor]:
     """Return up_HnL and down_HLv of `kv_b_proj`."""
     # A product with the identity includes adapters, FP8 and tp.
     linear, L = layer.kv_b_proj, layer.kv_lora_rank
@@ -152,7 +155,7 @@ def _by_head(layer: Any) -> tuple[Tensor, Tensor]:
     return up_LHn.permute(1, 2, 0), down_LHv.transpose(0, 1)
 
 
-def _cached(
+def _update_cache(
     layer: Any, cache: Any, latent_BTL: Tensor, turned_BT1r: Tensor, index: IndexerHeads | None
 ) -> tuple[Tensor, Tensor, IndexerHeads | None]:
     """Update a cache, and return the keys; raise if the cache had keys of earlier forwards."""
@@ -174,6 +177,6 @@ def refuse_earlier_keys(num_tokens: int, num_keys: int) -> None:
         )
 
 
-def _function(module: Any, name: str) -> Any:
+def _get_module_function(module: Any, name: str) -> Any:
     """Return a global function of the Python module that defines a module's class."""
     return inspect.unwrap(type(module).forward).__globals__[name]

@@ -33,17 +33,17 @@ def is_pretrained(module: nn.Module) -> bool:
     return any(cls.__module__ == "transformers.modeling_utils" for cls in type(module).__mro__)
 
 
-def outermost(module: nn.Module) -> Iterator[Any]:
+def find_outermost_models(module: nn.Module) -> Iterator[Any]:
     """Yield each outermost `PreTrainedModel` in a module, or the module if it is one."""
     if is_pretrained(module):
         yield module
         return
     for child in module.children():
-        yield from outermost(child)
+        yield from find_outermost_models(child)
 
 
 @cache
-def parameters_of(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+def get_forward_parameters(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     """Return the parameters of a class's forward by name, in order, without self."""
     parameters = list(inspect.signature(forward).parameters.values())[1:]
     return {parameter.name: parameter for parameter in parameters}
@@ -51,21 +51,23 @@ def parameters_of(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter
 
 def named(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a module's forward by name, including positional arguments."""
-    return dict(zip(parameters_of(type(module).forward), args, strict=False)) | dict(kwargs)
+    return dict(zip(get_forward_parameters(type(module).forward), args, strict=False)) | dict(
+        kwargs
+    )
 
 
-def names_in_forward(module: nn.Module) -> frozenset[str]:
+def find_names_in_forward(module: nn.Module) -> frozenset[str]:
     """Return the global and attribute names that the code of a module's forward reads."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return frozenset(getattr(code, "co_names", ()))
 
 
-def loss_of_class(model: Any) -> str | None:
+def get_loss_name(model: Any) -> str | None:
     """Return the name of the loss that a model's class selects; None if forward has no loss.
 
     A `loss_function` that was set on the model is ignored.
     """
-    if "loss_function" not in names_in_forward(model):
+    if "loss_function" not in find_names_in_forward(model):
         return None
     from transformers.loss.loss_utils import LOSS_MAPPING
 
@@ -75,13 +77,13 @@ def loss_of_class(model: Any) -> str | None:
 
 def has_causal_loss(model: Any) -> bool:
     """Whether a model's forward computes transformers' `ForCausalLMLoss`."""
-    if loss_of_class(model) != CAUSAL_LOSS:
+    if get_loss_name(model) != CAUSAL_LOSS:
         return False
     function = model.loss_function
     return is_stock(function) and getattr(function, "__name__", "") == CAUSAL_LOSS
 
 
-def runs_class_forward(module: nn.Module, name: str) -> bool:
+def is_stock_forward(module: nn.Module, name: str) -> bool:
     """Whether a module is of transformers' class `name` and runs the unmodified class forward."""
     is_class = is_hf(module) and type(module).__name__ == name
     return is_class and "forward" not in vars(module) and is_stock(type(module).forward)
@@ -92,17 +94,17 @@ def refuse_customised(block: nn.Module, layout: LayerLayout) -> None:
     home = (type(block).__module__,)
     kind = type(block).__name__
     parts = (layout.router, layout.experts, layout.shared, layout.shared_gate)
-    _check(block, kind, home, children=parts)
+    _check_part(block, kind, home, children=parts)
     for name, tensor in {**block._parameters, **block._buffers}.items():
         if tensor is not None:
             _refuse_extra(kind, name)
     for path in (layout.router, layout.experts):
         part = block.get_submodule(path)
         function = "act_fn" if path == layout.experts else "score_fn"
-        _check(part, f"{path} ({type(part).__name__}) of {kind}", home, children=(function,))
+        _check_part(part, f"{path} ({type(part).__name__}) of {kind}", home, children=(function,))
         if (replacement := part._modules.get(function)) is not None:
             name = f"{path}.{function} ({type(replacement).__name__}) of {kind}"
-            _check(replacement, name, ACTIVATION_MODULES)
+            _check_part(replacement, name, ACTIVATION_MODULES)
     _check_implementation(block.get_submodule(layout.experts), kind)
 
 
@@ -114,11 +116,11 @@ def refuse_customised_experts(experts: nn.Module, children: tuple[str, ...]) -> 
             f"has_post_expert_norm (True) of {kind} must be False: moecore weights rows before "
             "FC2, and a norm of each expert's output is not built yet"
         )
-    _check(experts, kind, (type(experts).__module__,), children=children)
+    _check_part(experts, kind, (type(experts).__module__,), children=children)
     _check_implementation(experts, kind)
 
 
-def _check(
+def _check_part(
     part: nn.Module, name: str, homes: tuple[str, ...], children: tuple[str, ...] = ()
 ) -> None:
     """Raise unless a part's class is defined in `homes`, unpatched, and all children are known."""
@@ -128,7 +130,7 @@ def _check(
             f"{name} must be of {homes[0]}, whose maths its adapter knows: take off subclasses and "
             f"wrappers (LoRA of peft works on dense layers and experts), {WAY_OUT}"
         )
-    for method in overridden_methods(cls):
+    for method in list_overridden_methods(cls):
         function = getattr(cls, method)
         patched = vars(part).get(method)
         if not is_stock(function) or (patched and getattr(patched, "__func__", 0) is not function):
@@ -148,7 +150,7 @@ def _refuse_extra(name: str, extra: str) -> None:
     )
 
 
-def overridden_methods(cls: type) -> Iterator[str]:
+def list_overridden_methods(cls: type) -> Iterator[str]:
     """Yield the names of the methods that a class and its bases add to `nn.Module` or override."""
     for base in cls.__mro__:
         if base is nn.Module:

@@ -39,16 +39,16 @@ from moecore.base.torch_private import skips_communication, tree_map_only
 from moecore.families.transformers.cuts import find_cuts
 from moecore.families.transformers.head import cut_vocabulary
 from moecore.families.transformers.linear_attention import refuse_shortcut
-from moecore.families.transformers.linear_cuts import gated_norm
+from moecore.families.transformers.linear_cuts import apply_gated_norm
 from moecore.families.transformers.module_cut import (
     ModuleCut,
     Stack,
     cut_placements,
-    local_rows,
-    output_linears,
-    owner_of,
+    find_owner,
+    iterate_local_rows,
+    list_output_linears,
 )
-from moecore.families.transformers.stock import named, outermost
+from moecore.families.transformers.stock import find_outermost_models, named
 from moecore.models.tensor_parallel import TensorParallel
 from moecore.moe.dispatch.collectives import exchange_with_grad
 from moecore.moe.layer import MoELayer, RoutedLayer
@@ -80,7 +80,7 @@ class CutTransformer:
                 TokenSliceHooks(tp, layer)
         _shard(self.model, tp_mesh, places)
         for module, module_cut in cuts.items():
-            _hook(tp, module, module_cut)
+            _hook_module(tp, module, module_cut)
         GradientShareHooks(tp, self.model)
 
     def check(self, tp: int) -> None:
@@ -102,7 +102,7 @@ class CutTransformer:
 
 def _check_drawn(model: nn.Module, tp: int) -> None:
     drawn = {f"{n}.p": m.p for n, m in model.named_modules() if isinstance(m, nn.Dropout)}
-    for outer in outermost(model):
+    for outer in find_outermost_models(model):
         fields = vars(outer.config.get_text_config()) if hasattr(outer, "config") else {}
         drawn |= {n: x for n, x in fields.items() if "drop" in n or "jitter" in n}
     for name, value in drawn.items():
@@ -113,11 +113,11 @@ def _check_drawn(model: nn.Module, tp: int) -> None:
             )
 
 
-def _hook(tp: TensorParallel, module: Any, module_cut: ModuleCut) -> None:
+def _hook_module(tp: TensorParallel, module: Any, module_cut: ModuleCut) -> None:
     """Add the hooks and attributes with which a module runs on its shards of the weights."""
     row: Any = module.get_submodule(module_cut.row)
     if row.bias is None:
-        row.register_forward_hook(partial(_add, tp))
+        row.register_forward_hook(partial(_all_reduce_output, tp))
     else:
         row.__class__, row.tp = BiasedRow, tp
     for name in module_cut.norms:
@@ -129,10 +129,10 @@ def _hook(tp: TensorParallel, module: Any, module_cut: ModuleCut) -> None:
         head = tp.rank * (linear.out_features // head_dim) // tp.size
         linear.register_forward_hook(partial(_slice_head, head, head_dim))
     for name, stack in (module_cut.stacks or {}).items():
-        for linear in output_linears(module.get_submodule(name)):
+        for linear in list_output_linears(module.get_submodule(name)):
             linear.__class__, linear.rows = (
                 FullRowsLinear,
-                list(local_rows(stack, tp.rank, tp.size)),
+                list(iterate_local_rows(stack, tp.rank, tp.size)),
             )
         module.config = LocalHeadsConfig(module.config, stack[0][0] // tp.size)
     if module_cut.num_shared and hasattr(module, "num_key_value_groups"):
@@ -142,18 +142,19 @@ def _hook(tp: TensorParallel, module: Any, module_cut: ModuleCut) -> None:
     for name, stack in module_cut.local_reads.items():
         part = module.get_submodule(name)
         _replace_attributes(
-            part, {n: partial(_full_rows_linear, tp, n, stack) for n in part._parameters}
+            part, {n: partial(_gather_weight_rows, tp, n, stack) for n in part._parameters}
         )
     if module_cut.local_reads:
         refuse_shortcut(module)
     for name, size in module_cut.groups.items():
         norm = module.get_submodule(name)
-        norm.forward = partial(_group_norm, tp, size, norm)
+        norm.forward = partial(_apply_group_norm, tp, size, norm)
     for name, number in module_cut.counts.items():
-        setattr(*owner_of(module, name), number)
+        setattr(*find_owner(module, name), number)
     if module_cut.buffers:
         _replace_attributes(
-            module, {n: partial(_local_part, tp, n, dim) for n, dim in module_cut.buffers.items()}
+            module,
+            {n: partial(_slice_local_part, tp, n, dim) for n, dim in module_cut.buffers.items()},
         )
 
 
@@ -165,7 +166,7 @@ def _replace_attributes(
     module.__class__ = type(base.__name__, (base,), properties | {"__module__": base.__module__})
 
 
-def _local_part(tp: TensorParallel, name: str, dim: int, module: nn.Module) -> Tensor:
+def _slice_local_part(tp: TensorParallel, name: str, dim: int, module: nn.Module) -> Tensor:
     buffer = module._buffers[name]
     assert buffer is not None, "it has a number per head"
     return buffer.chunk(tp.size, dim)[tp.rank]
@@ -194,11 +195,11 @@ class LocalHeadsConfig:
         return getattr(self._config, name)
 
 
-def _full_rows_linear(tp: TensorParallel, name: str, stack: Stack, module: nn.Module) -> Any:
+def _gather_weight_rows(tp: TensorParallel, name: str, stack: Stack, module: nn.Module) -> Any:
     param = module._parameters[name]
     if param is None or isinstance(param, DTensor):  # outside of forward, such as initialisation
         return param
-    return torch.cat([param[rows] for rows in local_rows(stack, tp.rank, tp.size)])
+    return torch.cat([param[rows] for rows in iterate_local_rows(stack, tp.rank, tp.size)])
 
 
 class StackedRowsHook:
@@ -212,32 +213,32 @@ class StackedRowsHook:
         self._group, ranks = tp.group, range(tp.size)
         self._num_local = sum(heads * size for heads, size in stack) // tp.size
 
-        def common(maker: int, taker: int) -> list[tuple[int, int]]:
+        def find_common_ranges(maker: int, taker: int) -> list[tuple[int, int]]:
             """Return the ranges of the columns that rank `maker` computes for rank `taker`."""
             start = maker * self._num_local
-            rows = list(local_rows(stack, taker, tp.size))
+            rows = list(iterate_local_rows(stack, taker, tp.size))
             ranges = [(max(r.start - start, 0), min(r.stop - start, self._num_local)) for r in rows]
             return [(a, b) for a, b in ranges if a < b]
 
-        self._send_ranges = [common(tp.rank, taker) for taker in ranks]
-        self._receive_ranges = [common(maker, tp.rank) for maker in ranks]
+        self._send_ranges = [find_common_ranges(tp.rank, taker) for taker in ranks]
+        self._receive_ranges = [find_common_ranges(maker, tp.rank) for maker in ranks]
 
     def __call__(self, _linear: nn.Module, _args: Any, y: Tensor) -> Tensor:
         """Return [..., outputs of a rank's heads]; backward sums the gradients of shared heads."""
-        return run_and_save(exchange_with_grad, y, self._dispatch, self._back)  # type: ignore[no-any-return]
+        return run_and_save(exchange_with_grad, y, self._exchange_outputs, self._exchange_grads)  # type: ignore[no-any-return]
 
-    def _dispatch(self, y: Tensor) -> Tensor:
+    def _exchange_outputs(self, y: Tensor) -> Tensor:
         y_TN = y.flatten(0, -2)
         pieces = [[y_TN[:, a:b] for a, b in to] for to in self._send_ranges]
-        local_parts = self._swapped(pieces, self._receive_ranges)
+        local_parts = self._exchange_pieces(pieces, self._receive_ranges)
         result: Tensor = torch.cat(local_parts, 1).unflatten(0, y.shape[:-1])
         return result
 
-    def _back(self, grad: Tensor) -> Tensor:
+    def _exchange_grads(self, grad: Tensor) -> Tensor:
         grad_TN = grad.flatten(0, -2)
         widths = [b - a for maker in self._receive_ranges for a, b in maker]
         pieces = iter(grad_TN.split(widths, 1))
-        back = self._swapped(
+        back = self._exchange_pieces(
             [[next(pieces) for _ in to] for to in self._receive_ranges], self._send_ranges
         )
         dtype = torch.promote_types(grad.dtype, torch.float32)  # for sums over ranks
@@ -247,7 +248,7 @@ class StackedRowsHook:
         result: Tensor = sums_TN.to(grad.dtype).unflatten(0, grad.shape[:-1])
         return result
 
-    def _swapped(
+    def _exchange_pieces(
         self, pieces: list[list[Tensor]], ranges: list[list[tuple[int, int]]]
     ) -> list[Tensor]:
         """Send each rank its pieces, [T, columns]; return the received pieces, as in `ranges`."""
@@ -263,7 +264,7 @@ class StackedRowsHook:
         return [part.view(T, width) for part, width in zip(parts, widths, strict=True)]
 
 
-def _group_norm(
+def _apply_group_norm(
     tp: TensorParallel, size: int, norm: Any, hidden_states: Tensor, gate: Tensor | None = None
 ) -> Tensor:
     """Return a rank's columns of a gated norm whose groups of `size` columns span several ranks."""
@@ -276,7 +277,7 @@ def _group_norm(
         )
         return result
 
-    return gated_norm(hidden_states, gate, norm.weight, norm.variance_epsilon, mean)
+    return apply_gated_norm(hidden_states, gate, norm.weight, norm.variance_epsilon, mean)
 
 
 class BiasedRow(nn.Linear):
@@ -286,11 +287,11 @@ class BiasedRow(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return [..., N], identical on all ranks. Collective."""
-        return self.tp.sum_shared(F.linear(input, self.weight)) + self.bias
+        return self.tp.all_reduce(F.linear(input, self.weight)) + self.bias
 
 
-def _add(tp: TensorParallel, _linear: nn.Module, _args: Any, y: Tensor) -> Tensor:
-    return tp.sum_shared(y)
+def _all_reduce_output(tp: TensorParallel, _linear: nn.Module, _args: Any, y: Tensor) -> Tensor:
+    return tp.all_reduce(y)
 
 
 def _gather_columns(tp: TensorParallel, _norm: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -313,7 +314,7 @@ def _shard(
 ) -> None:
     """Replace parameters by DTensors, except routed experts'. Tied parameters stay tied."""
     layers = [m for m in model.modules() if isinstance(m, RoutedLayer)]
-    expert_modules = {m for layer in layers for m in layer.part("experts").modules()}
+    expert_modules = {m for layer in layers for m in layer.get_part("experts").modules()}
     sharded_of = dict[nn.Parameter, nn.Parameter]()
     for module in model.modules():
         for name, param in list(module._parameters.items()):
@@ -338,7 +339,7 @@ class TokenSliceHooks:
         self._tp, self._state = tp, threading.local()
         layer.register_forward_pre_hook(self._enter, with_kwargs=True)
         layer.register_forward_hook(self._leave)
-        router: Any = layer.part("router")
+        router: Any = layer.get_part("router")
         if hasattr(router, "recorder"):  # before transformers' hooks read the logits
             router.recorder.register_forward_hook(self._gather_logits, prepend=True)
 
@@ -363,15 +364,15 @@ class TokenSliceHooks:
                 ("input_ids", inputs.get("input_ids"), 0),
             ):
                 if of_tokens is not None:
-                    inputs[name] = self._local_rows(of_tokens[..., None], padding, fill)[..., 0]
-            return (self._local_rows(x, padding),), inputs
+                    inputs[name] = self._slice_rows(of_tokens[..., None], padding, fill)[..., 0]
+            return (self._slice_rows(x, padding),), inputs
         fills = {"top_k_index": -1, "top_k_weights": 0}
         local_inputs = {
-            name: self._local_rows(inputs[name], padding, fill) for name, fill in fills.items()
+            name: self._slice_rows(inputs[name], padding, fill) for name, fill in fills.items()
         }
-        return (self._local_rows(x, padding),), local_inputs
+        return (self._slice_rows(x, padding),), local_inputs
 
-    def _local_rows(self, x_TD: Tensor, padding: int, fill: float = 0) -> Tensor:
+    def _slice_rows(self, x_TD: Tensor, padding: int, fill: float = 0) -> Tensor:
         """Return this rank's slice of the tokens; they are the second to last dim."""
         x_TD = F.pad(x_TD, (0, 0, 0, padding), value=fill) if padding else x_TD
         size = x_TD.shape[-2] // self._tp.size
@@ -403,9 +404,9 @@ class GradientShareHooks:
         self._size, self._state = tp.size, threading.local()
         model.register_forward_pre_hook(self._enter)
         model.register_forward_hook(self._leave, always_call=True)
-        for outer in outermost(model):
+        for outer in find_outermost_models(model):
             if outer is not model or outer.base_model is not model:
-                outer.base_model.register_forward_pre_hook(self._check)
+                outer.base_model.register_forward_pre_hook(self._refuse_base_call)
 
     def _enter(self, _model: nn.Module, _args: Any) -> None:
         self._state.depth = self._depth + 1
@@ -415,20 +416,20 @@ class GradientShareHooks:
         head = getattr(model, "get_output_embeddings", lambda: None)()
         if isinstance(head, AbsentModule):  # a pipeline stage whose gradient is received
             return output
-        return tree_map_only(Tensor, self._divided, output)
+        return tree_map_only(Tensor, self._divide_grad, output)
 
     @property
     def _depth(self) -> int:
         return getattr(self._state, "depth", 0)
 
-    def _check(self, base: nn.Module, _args: Any) -> None:
+    def _refuse_base_call(self, base: nn.Module, _args: Any) -> None:
         if not self._depth and torch.is_grad_enabled():
             raise ValueError(
                 f"{type(base).__name__} must be called by its whole model under tensor "
                 f"parallelism ({self._size}), which begins backward: call the model"
             )
 
-    def _divided(self, x: Tensor) -> Tensor:
+    def _divide_grad(self, x: Tensor) -> Tensor:
         if not x.requires_grad:
             return x
         return exchange_with_grad(x, lambda x: x, lambda grad: grad / self._size)

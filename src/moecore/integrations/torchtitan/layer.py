@@ -47,7 +47,7 @@ class TitanLayer(MoELayer):
 
     @property
     def _router(self) -> Router:
-        result: Router = self.part("router")
+        result: Router = self.get_part("router")
         return result
 
     @property
@@ -72,15 +72,15 @@ class TitanLayer(MoELayer):
         """Initialise all parts in torchtitan's order, so that a seed gives torchtitan's values."""
         for role, by_name in fills.items():
             for name, fill in by_name.items():
-                if (param := getattr(self.part(role), name)) is not None:
+                if (param := getattr(self.get_part(role), name)) is not None:
                     fill(param)
-        if self.part("shared") is not None:
-            fill_shared(self.part("shared"))
+        if self.get_part("shared") is not None:
+            fill_shared(self.get_part("shared"))
         if self._router.selection_bias is not None:
             nn.init.zeros_(self._router.selection_bias)
 
 
-def titan_layer(
+def adopt_titan_block(
     layer_class: type[Layer], block: Any, model: nn.Module, *, update_bias: bool = True
 ) -> Layer:
     """Return a layer with the parameters of a torchtitan block; an adapter for `layer_class`."""
@@ -95,7 +95,7 @@ def titan_layer(
     names = layer_class.names
     router: dict[str, Tensor] = dict(block.router.gate.named_parameters(recurse=False))
     experts = dict(block.get_submodule(names.experts).named_parameters(recurse=False))
-    config = _block_config(block, experts[names.expert_layout.w1].shape, update_bias=update_bias)
+    config = _make_config(block, experts[names.expert_layout.w1].shape, update_bias=update_bias)
     if config.expert_bias:
         router[names.expert_bias] = getattr(block, names.expert_bias)
     adopted = adopt(
@@ -111,13 +111,13 @@ def titan_layer(
         # The layer saves the bias, as in torchtitan's checkpoints, and the router does not.
         layer.register_buffer(names.expert_bias, router[names.expert_bias].float())
         bias_E = layer.get_buffer(names.expert_bias)
-        layer.part("router").register_buffer(names.expert_bias, bias_E, persistent=False)
+        layer.get_part("router").register_buffer(names.expert_bias, bias_E, persistent=False)
     if block.router._debug_force_load_balance:
         force_even_load(layer)
     return layer
 
 
-def _block_config(block: Any, shape: torch.Size, *, update_bias: bool) -> MoEConfig:
+def _make_config(block: Any, shape: torch.Size, *, update_bias: bool) -> MoEConfig:
     """Return the config of a torchtitan MoE block, whose w1 has this shape."""
     (num_experts, hidden_dim, dim), router = shape, block.router
     weights_on_input = getattr(block, "score_before_experts", False)  # 0.3 has none
@@ -146,10 +146,10 @@ def _block_config(block: Any, shape: torch.Size, *, update_bias: bool) -> MoECon
 
 def cut_dense_parts(layer: RoutedLayer, tp_mesh: DeviceMesh) -> None:
     """Keep a meta layer's router whole on every tp rank and cut its shared experts, in place."""
-    router = layer.part("router")
+    router = layer.get_part("router")
     for name in dict(router.named_parameters(recurse=False)):
         shard_parameter(router, name, tp_mesh, (Replicate(),))
-    shared = layer.part("shared")
+    shared = layer.get_part("shared")
     if shared is None:
         return
     # Every rank has its own tokens [T, D]; the tokens are all-gathered for the sharded matrices.

@@ -32,8 +32,8 @@ from moecore.base.options.context import ContextOptions
 from moecore.base.options.layer import BalanceConfig
 from moecore.families.family import swap_blocks
 from moecore.families.transformers.context import CausalContext
-from moecore.integrations.torchtitan.options import moecore_options
-from moecore.integrations.torchtitan.parallelize import Version, parallelize_own_loss
+from moecore.integrations.torchtitan.options import get_moecore_options
+from moecore.integrations.torchtitan.parallelize import Version, parallelize_own_loss_model
 from moecore.kernels.zigzag import find_positions
 from moecore.models import Decoder, DecoderConfig, flops_per_token, num_params
 from moecore.moe.forced import force_even_load
@@ -60,7 +60,7 @@ class DecoderArgs:
                 f"training.seq_len ({seq_len}) must be <= DecoderConfig.max_seq_len ({longest}): "
                 "shorten it, or register a flavor with a larger max_seq_len"
             )
-        self.hf_weights = moecore_options(config).hf_weights
+        self.hf_weights = get_moecore_options(config).hf_weights
         self.even_load = config.debug.moe_force_load_balance
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
@@ -78,8 +78,8 @@ class OwnDecoder(Decoder):
             force_even_load(self)
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:  # type: ignore[override]
-        """Load the job's weights, or initialise from the seed; see `_fill`."""
-        _fill(self, self, self.hf_weights, super().init_weights)
+        """Load the job's weights, or initialise from the seed; see `_fill_parameters`."""
+        _fill_parameters(self, self, self.hf_weights, super().init_weights)
 
     def forward(  # type: ignore[override]
         self,
@@ -98,7 +98,7 @@ class OwnDecoder(Decoder):
         return share_of_loss(self, super().forward(tokens_BT, labels, num_tokens=1, **inputs))
 
 
-def document_inputs(starts_BT: Tensor) -> dict[str, Any]:
+def make_document_inputs(starts_BT: Tensor) -> dict[str, Any]:
     """Return `positions` [B, T], `cu_seqlens` and `max_seqlen` of the documents of rows.
 
     Args:
@@ -139,12 +139,12 @@ class HFArgs:
         """Read the model's config and the job's options, and check them."""
         source = attrgetter(self.assets)(config) if self.source is None else self.source
         self.hf_config = _read_config(source, self.assets)
-        self.hf_weights = moecore_options(config).hf_weights
+        self.hf_weights = get_moecore_options(config).hf_weights
         _check_config(self.hf_config, config.training.seq_len)
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         """Return the number of parameters and the FLOPs per token of forward and backward."""
-        return _model_size(self.hf_config, model, seq_len)
+        return _compute_model_size(self.hf_config, model, seq_len)
 
 
 class HFModel(nn.Module):
@@ -174,10 +174,10 @@ class HFModel(nn.Module):
         CausalContext(self.hf).apply_context_parallel(cp)
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
-        """Load the job's weights, or initialise from the seed; see `_fill`."""
+        """Load the job's weights, or initialise from the seed; see `_fill_parameters`."""
         from moecore.io.hf.load import init_hf
 
-        _fill(self.hf, self, self.hf_weights, partial(init_hf, self.hf))
+        _fill_parameters(self.hf, self, self.hf_weights, partial(init_hf, self.hf))
 
     def forward(
         self,
@@ -199,7 +199,7 @@ class HFModel(nn.Module):
         return share_of_loss(self, loss)
 
 
-def _fill(
+def _fill_parameters(
     model: nn.Module, owner: nn.Module, hf_weights: str | None, from_seed: Callable[[int], Any]
 ) -> None:
     """Load `moecore.hf_weights`, or fill from the seed that torchtitan gave every rank."""
@@ -240,7 +240,7 @@ class HFNames(StateDictAdapter):
         return {f"{PREFIX}{name}": tensor for name, tensor in hf_state_dict.items()}
 
 
-def parallelize_hf(
+def parallelize_hf_model(
     model: nn.Module,
     parallel_dims: ParallelDims,
     job: Any,
@@ -260,7 +260,7 @@ def parallelize_hf(
             layer.set_balance(balance)
         if job.debug.moe_force_load_balance:
             force_even_load(layer)
-    return parallelize_own_loss(model, parallel_dims, job, version=version)
+    return parallelize_own_loss_model(model, parallel_dims, job, version=version)
 
 
 def _read_config(source: Source, field: str) -> Any:
@@ -303,7 +303,7 @@ def _check_config(config: Any, seq_len: int) -> None:
         )
 
 
-def _model_size(config: Any, model: nn.Module, seq_len: int) -> tuple[int, int]:
+def _compute_model_size(config: Any, model: nn.Module, seq_len: int) -> tuple[int, int]:
     """Return the number of parameters and the FLOPs per token of forward and backward."""
     total, idle = 0, 0.0
     for name, param in model.named_parameters():

@@ -53,13 +53,13 @@ ELSEWHERE = {
 }
 
 
-def _elsewhere(prefix: str) -> tuple[str, ...]:
+def _list_options_elsewhere(prefix: str) -> tuple[str, ...]:
     """Return the names in ELSEWHERE of a section, "" for the whole's own."""
     split = (name.rpartition(".") for name in ELSEWHERE)
     return tuple(name for head, _, name in split if head == prefix)
 
 
-def _switched(source: Any, **instead: Any) -> Any:
+def _make_switchable_section(source: Any, **instead: Any) -> Any:
     """Return a record's section with a field `enable`, for records whose defaults have effects."""
     return section(source, enable=(bool, False), **instead)
 
@@ -69,24 +69,28 @@ _MODEL_FIELDS = tuple(
 )
 # None = torchtitan's option decides.
 _STRATEGY = (Strategy | None, None)
-_CAPACITY = _switched(CapacityConfig, factor=(float | None, None))
+_CAPACITY = _make_switchable_section(CapacityConfig, factor=(float | None, None))
 
 MoECore: Any = section(
     parallelize_moe,
-    without=_elsewhere(""),
+    without=_list_options_elsewhere(""),
     hf_weights=(str | None, None),
     documents=(bool, False),
     dispatch=(
         section(
             DispatchOptions,
             nvlink=(section(NVLinkOptions, row_factor=(get_args(RowFactor)[0] | None, None)), None),
-            clones=(_switched(CloneOptions), None),
+            clones=(_make_switchable_section(CloneOptions), None),
         ),
         None,
     ),
-    dense=(section(DenseOptions, without=_elsewhere("dense")), None),
+    dense=(section(DenseOptions, without=_list_options_elsewhere("dense")), None),
     memory=(
-        section(MemoryOptions, without=_elsewhere("memory"), stash=(_switched(StashOptions), None)),
+        section(
+            MemoryOptions,
+            without=_list_options_elsewhere("memory"),
+            stash=(_make_switchable_section(StashOptions), None),
+        ),
         None,
     ),
     moe=(
@@ -98,12 +102,12 @@ MoECore: Any = section(
         ),
         None,
     ),
-    context=(section(ContextOptions, without=_elsewhere("context")), None),
-    precision=(_switched(Precision, recipe=(section(Recipe), None)), None),
+    context=(section(ContextOptions, without=_list_options_elsewhere("context")), None),
+    precision=(_make_switchable_section(Precision, recipe=(section(Recipe), None)), None),
     fsdp=(
         section(
             FSDPOptions,
-            without=_elsewhere("fsdp"),
+            without=_list_options_elsewhere("fsdp"),
             dense_strategy=_STRATEGY,
             experts_strategy=_STRATEGY,
         ),
@@ -111,7 +115,7 @@ MoECore: Any = section(
     ),
     pipeline=(section(PipelineConfig), None),
     adamw=(section(AdamW), None),
-    muon=(section(Muon, without=_elsewhere("muon"), enable=(bool, False)), None),
+    muon=(section(Muon, without=_list_options_elsewhere("muon"), enable=(bool, False)), None),
 )
 
 
@@ -122,17 +126,17 @@ class JobConfig:
     moecore: MoECore = field(default_factory=MoECore)
 
 
-def moecore_options(job_config: Any) -> Any:
+def get_moecore_options(job_config: Any) -> Any:
     """Return the job's choices, a `MoECore`; the defaults for a job without the section."""
     options = getattr(job_config, "moecore", None)
     return MoECore() if options is None else options
 
 
-def request_of(options: Any, parallel: ParallelConfig, **fsdp: Any) -> dict[str, Any]:
+def make_request(options: Any, parallel: ParallelConfig, **fsdp: Any) -> dict[str, Any]:
     """Return a job's choices as arguments of `parallelize_moe`, without the balance."""
     # `fsdp` are fields of `FSDPOptions` that torchtitan's own options decide.
     keywords = arguments(options, "moecore", without=("dispatch", "moe", "fsdp"))
-    keywords["dispatch"] = _dispatch_of(options.dispatch, parallel)
+    keywords["dispatch"] = _make_dispatch_options(options.dispatch, parallel)
     if not changed(options.context):
         keywords["context"] = None
     keywords["pipeline"] = keywords["pipeline"] if parallel.pp > 1 else None
@@ -144,7 +148,7 @@ def request_of(options: Any, parallel: ParallelConfig, **fsdp: Any) -> dict[str,
     return keywords | {"moe": {name: value for name, value in moe.items() if name != "balance"}}
 
 
-def _dispatch_of(options: Any, parallel: ParallelConfig) -> DispatchOptions:
+def _make_dispatch_options(options: Any, parallel: ParallelConfig) -> DispatchOptions:
     """Return a job's dispatcher and its options, without a capacity that no step can raise."""
     keywords = arguments(options, "moecore.dispatch")
     if keywords["name"] != "nvlink" and not changed(options.nvlink):  # nothing is asked of stores
@@ -165,7 +169,7 @@ NEEDS = {
 }
 
 
-def import_error(error: ModuleNotFoundError, module: str) -> ImportError:
+def make_import_error(error: ModuleNotFoundError, module: str) -> ImportError:
     """Return the ImportError of a module whose import from torchtitan failed."""
     if (error.name or "").partition(".")[0] == "triton":
         return ImportError(

@@ -25,7 +25,7 @@ from torchtitan.tools import utils
 
 from moecore.base.options.layer import BalanceConfig
 from moecore.families.family import swap_blocks
-from moecore.integrations.torchtitan.options import moecore_options, request_of
+from moecore.integrations.torchtitan.options import get_moecore_options, make_request
 from moecore.integrations.torchtitan.sections import changed, named, set_fields
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.shortage import Holder
@@ -45,12 +45,12 @@ class Version:
 
     rules: Callable[[Any, ParallelDims, bool], list[Rule]]  # bool: the model makes its own loss
     block: type  # torchtitan's class of MoE blocks
-    adapter: Callable[..., RoutedLayer]  # takes `update_bias` too, see `titan_layer`
+    adapter: Callable[..., RoutedLayer]  # takes `update_bias` too, see `adopt_titan_block`
     apply_tp: Callable[[nn.Module, ParallelDims, Meshes, Any], Meshes]  # a model over tp, in place
     checkpoint: Callable[[nn.Module, Any], None]  # activation checkpointing, in place
 
 
-def parallelize_titan(
+def parallelize_titan_model(
     model: nn.Module,
     parallel_dims: ParallelDims,
     job: Any,
@@ -61,33 +61,33 @@ def parallelize_titan(
 ) -> nn.Module:
     """Return torchtitan's model with its MoE blocks as sharded moecore layers; a parallelize_fn."""
     check_job(job, parallel_dims, version, own_loss=False)
-    weights = moecore_options(job).hf_weights
+    weights = get_moecore_options(job).hf_weights
     if weights is not None:
         raise NotImplementedError(
             f"moecore.hf_weights ({weights!r}) must be absent for torchtitan's own models: use "
             "checkpoint.initial_load_in_hf"
         )
     swap_blocks(model, {version.block: partial(version.adapter, update_bias=update_bias)})
-    meshes = titan_meshes(parallel_dims)
+    meshes = make_meshes(parallel_dims)
     if parallel_dims.tp > 1:
         meshes = version.apply_tp(model, parallel_dims, meshes, job)
     version.checkpoint(model, job)
     return compile_and_shard(model, meshes, job)
 
 
-def parallelize_own_loss(
+def parallelize_own_loss_model(
     model: nn.Module, parallel_dims: ParallelDims, job: Any, *, version: Version, **_: Any
 ) -> nn.Module:
     """Shard a model that makes its own loss by the job's config; a parallelize_fn."""
     check_job(job, parallel_dims, version, own_loss=True)
     version.checkpoint(model, job)
-    return compile_and_shard(model, titan_meshes(parallel_dims), job)
+    return compile_and_shard(model, make_meshes(parallel_dims), job)
 
 
 def check_job(job: Any, parallel_dims: ParallelDims, version: Version, *, own_loss: bool) -> None:
     """Raise a NotImplementedError for what a job asks and cannot have, before any collective."""
     tp, rules = parallel_dims.tp, version.rules(job, parallel_dims, own_loss)
-    rules += _rules(job, parallel_dims) + _common_rules(job, parallel_dims, own_loss)
+    rules += _make_rules(job, parallel_dims) + _make_common_rules(job, parallel_dims, own_loss)
     for field, value, refused, requirement in rules:
         if refused:
             raise NotImplementedError(
@@ -102,7 +102,7 @@ def check_job(job: Any, parallel_dims: ParallelDims, version: Version, *, own_lo
         )
 
 
-def _rules(job: Any, d: ParallelDims) -> list[Rule]:
+def _make_rules(job: Any, d: ParallelDims) -> list[Rule]:
     """Return the rules of what torchtitan has options for, where moecore's own take its place."""
     training, seq_len = job.training, job.training.seq_len
     offload, length = training.enable_cpu_offload, f"a multiple of tensor parallelism ({d.tp})"
@@ -130,14 +130,14 @@ def _rules(job: Any, d: ParallelDims) -> list[Rule]:
     return rules
 
 
-def _common_rules(job: Any, d: ParallelDims, own_loss: bool) -> list[Rule]:
+def _make_common_rules(job: Any, d: ParallelDims, own_loss: bool) -> list[Rule]:
     """Return the rules of options of moecore beside torchtitan's, and of those that do nothing."""
-    options, ac, degrees = moecore_options(job), job.activation_checkpoint, job.parallelism
+    options, ac, degrees = get_moecore_options(job), job.activation_checkpoint, job.parallelism
     reshard, backend = degrees.fsdp_reshard_after_forward, job.compile.backend
-    recomputes = _recomputes(options, d.pp)
+    recomputes = _is_compiled_by_moecore(options, d.pp)
     mode = getattr(ac, "mode", ac)  # None or "none" = none
     checkpoints = mode is not None and mode != "none"
-    wrong_backend = compiles_model(job) and backend != "inductor"
+    wrong_backend = is_compiled_job(job) and backend != "inductor"
     strategies = [options.fsdp.dense_strategy, options.fsdp.experts_strategy]
     twice = reshard != "default" and strategies != [None, None]
     requirement = "1 for torchtitan's own models (use moecore's decoder),"
@@ -173,7 +173,7 @@ def check_model(field: str, model_class: type, known_classes: Iterable[type]) ->
         raise NotImplementedError(
             f"{field} ({model_class.__qualname__}) must be one of "
             f"{', '.join(c.__qualname__ for c in known_classes)}: write a parallelize_fn around "
-            "moecore.integrations.torchtitan.parallelize.parallelize_titan"
+            "moecore.integrations.torchtitan.parallelize.parallelize_titan_model"
         )
 
 
@@ -188,9 +188,9 @@ def check_replaced(field: str, value: Any, known_values: Container[Any]) -> None
 
 def compile_and_shard(model: nn.Module, meshes: Meshes, job: Any) -> nn.Module:
     """Compile blocks, then `parallelize_moe` in torchtitan's loss convention."""
-    options, p = moecore_options(job), meshes.parallel
+    options, p = get_moecore_options(job), meshes.parallel
     keeps = job.parallelism.fsdp_reshard_after_forward == "never"
-    request = request_of(
+    request = make_request(
         options,
         p,
         param_dtype=TORCH_DTYPE_MAP[job.training.mixed_precision_param],
@@ -202,12 +202,12 @@ def compile_and_shard(model: nn.Module, meshes: Meshes, job: Any) -> nn.Module:
         balance = set_fields(options.moe.balance, "moecore.moe.balance")
         change = partial(replace, layer.config.balance, **balance)
         layer.set_balance(named(change, BalanceConfig, "moecore.moe.balance"))
-    compiled = compiles_model(job)
-    compiles_blocks = compiled and _recomputes(options, p.pp)
+    compiled = is_compiled_job(job)
+    compiles_blocks = compiled and _is_compiled_by_moecore(options, p.pp)
     request["dense"] = replace(request["dense"], compile=compiles_blocks)
     if compiled and not compiles_blocks:
         blocks = model.get_submodule("layers").children()
-        compile_blocks(map(_unwrapped, blocks), backend=job.compile.backend, dynamic=False)
+        compile_blocks(map(_unwrap_checkpoint, blocks), backend=job.compile.backend, dynamic=False)
     head = getattr(model, "lm_head", None)
     if head is not None:  # torchtitan 0.3's chunked loss runs it, after the model
         head.is_fsdp_head = True
@@ -220,51 +220,53 @@ def compile_and_shard(model: nn.Module, meshes: Meshes, job: Any) -> nn.Module:
         except UserWarning as unused:
             raise ValueError(f"{unused}: drop it from section moecore") from unused
     if p.cp > 1 and p.pp == 1:  # before the hook that compares what cp ranks are given
-        model.register_forward_pre_hook(_whole_rows, prepend=True, with_kwargs=True)
+        model.register_forward_pre_hook(_restore_full_rows, prepend=True, with_kwargs=True)
     # `finish_step` looks at shortages, which are errors.
     if request["dispatch"].nvlink is not None and p.pp == 1:
-        model.register_forward_pre_hook(partial(_watch, get_capacity(model).holders))
+        model.register_forward_pre_hook(
+            partial(_watch_training_forwards, get_capacity(model).holders)
+        )
     local = job.training.local_batch_size * meshes.data_ranks
     get_moe_state(model).set_num_micro_batches(max(1, job.training.global_batch_size // local))
     setattr(model, OPTIONS, options)
     return model
 
 
-def _recomputes(options: Any, pp: int) -> bool:
+def _is_compiled_by_moecore(options: Any, pp: int) -> bool:
     """Return whether moecore decides what blocks save, so that it compiles them itself too."""
     return bool(changed(options.memory)) or pp > 1
 
 
-def _whole_rows(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _restore_full_rows(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Give a model whole rows in place of those that torchtitan has cut over cp."""
     keywords = {name: value for name, value in kwargs.items() if name not in (TOKENS, "positions")}
     return (kwargs[TOKENS],), keywords
 
 
-def _watch(holders: Sequence[Holder | None], *_: Any) -> None:
+def _watch_training_forwards(holders: Sequence[Holder | None], *_: Any) -> None:
     """Let a capacity hold in forwards of training alone."""
     for holder in holders:
         if holder is not None:
             holder.watch = "skips" if torch.is_grad_enabled() else None
 
 
-def _unwrapped(block: nn.Module) -> nn.Module:
+def _unwrap_checkpoint(block: nn.Module) -> nn.Module:
     """Return what a checkpoint wrapper, which has one child, runs; a block has several."""
     children = list(block.children())
     return children[0] if len(children) == 1 else block
 
 
-def without_router(names: list[str]) -> list[str]:
+def select_without_router(names: list[str]) -> list[str]:
     """Return the modules whose product selective checkpointing makes again, without the router."""
     return [name for name in names if name != "moe.router.gate"]
 
 
-def compiles_model(job: Any) -> bool:
+def is_compiled_job(job: Any) -> bool:
     """Return whether the job asks for torch.compile of the model."""
     return job.compile.enable and "model" in job.compile.components
 
 
-def titan_meshes(parallel_dims: ParallelDims) -> Meshes:
+def make_meshes(parallel_dims: ParallelDims) -> Meshes:
     """Return moecore's meshes for torchtitan's degrees: the same ranks, dims in the same order."""
     d = parallel_dims
     parallel = ParallelConfig(

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moecore.integrations.torchtitan.models import OwnDecoder, document_inputs, share_of_loss
+from moecore.integrations.torchtitan.models import OwnDecoder, make_document_inputs, share_of_loss
 from moecore.integrations.torchtitan.step import STEP
 from moecore.models.loss import count_labels
 from moecore.train.step import TrainStep
@@ -66,7 +66,7 @@ class RowSchedule(StageSchedule):
                 tokens_BT=all_rows_BT[part], labels_BT=labels[part], num_tokens=num_tokens
             )
             if cu_seqlens is not None and positions is not None:
-                row_inputs = document_inputs(positions[part] == 0)  # a host sync
+                row_inputs = make_document_inputs(positions[part] == 0)  # a host sync
                 inputs |= {name: row_inputs[name] for name in ("cu_seqlens", "max_seqlen")}
             micro_batches.append(inputs)
         losses += [loss * num_tokens for loss in self.run(micro_batches)]

@@ -38,9 +38,10 @@ def section(
     hints, fields = get_type_hints(owner), {}
     for name, parameter in signature(source).parameters.items():
         if parameter.kind is Parameter.KEYWORD_ONLY and name not in without:
-            fields[name] = (_config_field_type(hints[name]), parameter.default)
+            fields[name] = (_get_field_type(hints[name]), parameter.default)
     entries = [
-        (name, kind, _default(kind, value)) for name, (kind, value) in (fields | instead).items()
+        (name, kind, _get_default(kind, value))
+        for name, (kind, value) in (fields | instead).items()
     ]
     names = {"__doc__": source.__doc__, SOURCE: (source, hints), "__module__": __name__}
     return make_dataclass(f"{source.__name__}Section", entries, kw_only=True, namespace=names)
@@ -73,7 +74,7 @@ def arguments(job: Any, path: str, *, without: tuple[str, ...] = ()) -> dict[str
         if is_dataclass(value):
             values[name] = None if is_off(value, field_path) else call(value, field_path)
         else:
-            values[name] = _read(value, hints[name], field_path)
+            values[name] = _read_argument(value, hints[name], field_path)
     return values
 
 
@@ -106,22 +107,22 @@ def is_off(job: Any, path: str) -> bool:
     return True
 
 
-def _config_field_type(hint: Any) -> Any:
+def _get_field_type(hint: Any) -> Any:
     """Return the type of a job's field for an argument of this type."""
     if hint is torch.dtype:
         return str
     if get_origin(hint) is tuple:
         first = get_args(hint)[0]
-        item = str if get_origin(first) in (Literal, tuple) else _config_field_type(first)
+        item = str if get_origin(first) in (Literal, tuple) else _get_field_type(first)
         return list[item]  # type: ignore[valid-type]
     if get_origin(hint) in (Union, types.UnionType):
-        members = [_config_field_type(member) for member in get_args(hint)]
+        members = [_get_field_type(member) for member in get_args(hint)]
         lists = [member for member in members if get_origin(member) is list]
         return lists[0] if lists else Union[tuple(members)]  # noqa: UP007
     return hint
 
 
-def _default(kind: Any, value: Any) -> Any:
+def _get_default(kind: Any, value: Any) -> Any:
     if is_dataclass(kind):
         return field(default_factory=cast(Any, kind))
     if isinstance(value, torch.dtype):
@@ -132,7 +133,7 @@ def _default(kind: Any, value: Any) -> Any:
     return field(default=value)
 
 
-def _read(value: Any, hint: Any, path: str) -> Any:
+def _read_argument(value: Any, hint: Any, path: str) -> Any:
     """Return the value of a job's field as an argument of this type."""
     if hint is torch.dtype:
         dtype = getattr(torch, value, None)
@@ -142,21 +143,21 @@ def _read(value: Any, hint: Any, path: str) -> Any:
     if not isinstance(value, list):
         return value
     members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else ()
-    if len(value) == 1 and any(_accepts(member, value[0]) for member in members):
+    if len(value) == 1 and any(_is_accepted(member, value[0]) for member in members):
         return value[0]
     if get_origin(hint) is tuple and get_origin(get_args(hint)[0]) is tuple:
-        return tuple(_override(pair, path) for pair in value)
+        return tuple(_parse_override(pair, path) for pair in value)
     return tuple(value)
 
 
-def _accepts(hint: Any, value: Any) -> bool:
+def _is_accepted(hint: Any, value: Any) -> bool:
     """Return whether a value is of a Literal or a class of numbers."""
     if get_origin(hint) is Literal:
         return value in get_args(hint)
     return hint in (int, float) and isinstance(value, int | float)
 
 
-def _override(pair: str, path: str) -> tuple[str, Recipe | None]:
+def _parse_override(pair: str, path: str) -> tuple[str, Recipe | None]:
     """Return a pattern and its recipe of "PATTERN=SCALING"; None for "none"."""
     pattern, _, name = pair.rpartition("=")
     recipes: dict[str, Recipe | None] = {"none": None}

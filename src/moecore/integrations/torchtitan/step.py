@@ -36,7 +36,7 @@ def finish_at_step(optimizers: Any, model_parts: list[nn.Module], *_: Any) -> No
             if step is not None:
                 getattr(optimizers, METRICS).append(step.finish().metrics)
             elif part in delayed:  # reads the new weights
-                advance_amax(part, _ranks_of(part))
+                advance_amax(part, _get_group(part))
 
     optimizers.register_step_pre_hook(before_step)
     optimizers.register_step_post_hook(after_step)
@@ -52,7 +52,7 @@ def save_histories(optimizers: Any, parts: list[nn.Module]) -> None:
 
     def state_dict() -> dict[str, Any]:
         # Names do not depend on the layout, because DCP raises for names that a checkpoint lacks.
-        entries = {f"{AMAX}degrees": _degrees_of(parts[0])}
+        entries = {f"{AMAX}degrees": _get_degrees(parts[0])}
         for name, history in histories.items():
             history.allocate_steps(device)
             entries |= {f"{AMAX}{name}.{o}": steps for o, steps in history.steps.items()}
@@ -61,7 +61,7 @@ def save_histories(optimizers: Any, parts: list[nn.Module]) -> None:
 
     def load_state_dict(state: dict[str, Any]) -> None:
         load({name: value for name, value in state.items() if not name.startswith(AMAX)})
-        has_same_degrees = torch.equal(state[f"{AMAX}degrees"].cpu(), _degrees_of(parts[0]))
+        has_same_degrees = torch.equal(state[f"{AMAX}degrees"].cpu(), _get_degrees(parts[0]))
         for name, history in histories.items():
             operands = {o: state[f"{AMAX}{name}.{o}"] for o in history.operands}
             history.load(
@@ -72,7 +72,7 @@ def save_histories(optimizers: Any, parts: list[nn.Module]) -> None:
     optimizers.state_dict, optimizers.load_state_dict = state_dict, load_state_dict
 
 
-def _degrees_of(model: nn.Module) -> Tensor:
+def _get_degrees(model: nn.Module) -> Tensor:
     """Return the degrees on which magnitudes of gradients depend: see `map_amax_operands`."""
     request = get_request(model)
     assert request is not None, "delayed scaling comes from a call of parallelize_moe"
@@ -80,7 +80,7 @@ def _degrees_of(model: nn.Module) -> Tensor:
     return torch.tensor([meshes.data_ranks, meshes.parallel.cp, meshes.parallel.tp])
 
 
-def _ranks_of(model: nn.Module) -> dist.ProcessGroup | None:
+def _get_group(model: nn.Module) -> dist.ProcessGroup | None:
     request = get_request(model)
     return None if request is None else request.meshes.stage_group
 
@@ -90,14 +90,14 @@ def finish_step(model: nn.Module) -> MoEMetrics:
     """Return the step's metrics, and move the selection biases. One collective, no host sync."""
     state = get_moe_state(model)
     before = {
-        layer: layer.part("router").selection_bias.clone()
+        layer: layer.get_part("router").selection_bias.clone()
         for layer in state.layers.values()
         if isinstance(layer, TitanLayer) and layer.config.balance.bias_update_rate
     }
     get_capacity(model).poll()
     metrics = state.finish_step()
     for layer, old_E in before.items():
-        bias_E = layer.part("router").selection_bias
+        bias_E = layer.get_part("router").selection_bias
         bias_E -= (bias_E - old_E).mean()
     return metrics
 
@@ -132,13 +132,13 @@ class MoEMetricsProcessor(MetricsProcessor):
 
 def load_metrics(metrics: MoEMetrics) -> dict[str, float]:
     """Return the numbers that `MoEMetricsProcessor` logs."""
-    loads = list(metrics.load_max_over_mean().values())
+    loads = list(metrics.compute_load_max_over_mean().values())
     if not loads:  # a dense model
         return {}
     numbers = {
         "moe/load_max_over_mean": max(loads),
         "moe/load_max_over_mean_avg": sum(loads) / len(loads),
-        "moe/aux_loss": metrics.total_aux_loss(),
+        "moe/aux_loss": metrics.compute_total_aux_loss(),
     }
-    drops = list(metrics.drop_rate().values())
+    drops = list(metrics.compute_drop_rates().values())
     return numbers | ({"moe/drop_rate": sum(drops) / len(drops)} if drops else {})

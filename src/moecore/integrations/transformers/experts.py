@@ -26,7 +26,7 @@ from moecore.kernels.experts.products import choose_products
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows
-from moecore.moe.backends import Computation, separate_computation
+from moecore.moe.backends import Computation, find_separate_computation
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.records import ExpertInput
 
@@ -161,7 +161,7 @@ _run_eager = torch.compiler.disable(_run)
 def _choose(spec: ExpertSpec, activation: ActivationOptions) -> ExpertMLPOptions | Computation:
     """Return the options of `expert_mlp`, or the computation that replaces it."""
     has_extras = spec.fc1_bias or spec.fc2_bias or spec.own_activation
-    computation = separate_computation("auto", spec, has_extras=has_extras)
+    computation = find_separate_computation("auto", spec, has_extras=has_extras)
     if computation is not None:
         return computation
     return ExpertMLPOptions(activation=activation, products=choose_products("auto", spec))

@@ -181,7 +181,7 @@ class MoETrainer(Trainer):
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Return the FLOPs that Trainer counts for a batch."""
-        return int(super().floating_point_ops(_with_token_counts(inputs)))
+        return int(super().floating_point_ops(_add_token_counts(inputs)))
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log; add the load metrics of the last step to the training loss."""
@@ -235,7 +235,7 @@ class MoETrainer(Trainer):
             self._saver.check()
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        super()._track_num_input_tokens(_with_token_counts(inputs))
+        super()._track_num_input_tokens(_add_token_counts(inputs))
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
         return False  # so Trainer clips by the Accelerator, which knows both meshes
@@ -250,7 +250,9 @@ class MoETrainer(Trainer):
         step, state = self.state.global_step, self.state
         if state.best_global_step == step:
             state.best_model_checkpoint = str(make_step_path(self._root, step))
-        state.stateful_callbacks = _states([*self.callback_handler.callbacks, self.control])
+        state.stateful_callbacks = _get_callback_states(
+            [*self.callback_handler.callbacks, self.control]
+        )
         generators = gather(get_host_rng_state()[None].to(self.args.device))
         extra = {STATE: state_text(state), GENERATORS: generators.cpu()}
         extra |= self.accelerator.owner.state_dict()
@@ -265,7 +267,7 @@ class MoETrainer(Trainer):
         load(self.state.best_model_checkpoint, self.model)
 
 
-def _with_token_counts(inputs: Any) -> Any:
+def _add_token_counts(inputs: Any) -> Any:
     """Return a batch with an attention mask, from which Trainer counts tokens."""
     if isinstance(inputs, ScheduledBatch):
         tokens_N = torch.ones(inputs.num_tokens, dtype=torch.bool)
@@ -275,7 +277,7 @@ def _with_token_counts(inputs: Any) -> Any:
     return inputs
 
 
-def _states(callbacks: list[Any]) -> dict[str, Any]:
+def _get_callback_states(callbacks: list[Any]) -> dict[str, Any]:
     """Return class name -> state of each callback with a state, in Trainer's format."""
     states: dict[str, Any] = {}
     for callback in callbacks:
@@ -321,9 +323,9 @@ class ShardedAccelerator(Accelerator):
     def gather(self, tensor: Any) -> Any:
         """All-gather tensors of all data ranks, concatenated along the first dim. Collective."""
         rows = super().gather(tensor)
-        return recursively_apply(self._of_data_ranks, rows) if self.copies > 1 else rows
+        return recursively_apply(self._select_data_ranks, rows) if self.copies > 1 else rows
 
-    def _of_data_ranks(self, rows: Tensor) -> Tensor:
+    def _select_data_ranks(self, rows: Tensor) -> Tensor:
         result: Tensor = rows.unflatten(0, (self.num_processes, self.copies, -1))[:, 0].flatten(
             0, 1
         )

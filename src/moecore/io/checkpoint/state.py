@@ -301,7 +301,7 @@ def _find_gate_up_dims(model: nn.Module) -> dict[int, int]:
     for module in model.modules():
         if isinstance(module, Experts) and module.is_strided:
             w1 = getattr(module, module.layout.w1)
-            model_dim = module.model_dim_of(w1)
+            model_dim = module.get_model_dim_idx(w1)
             assert model_dim is not None, "FC1 is a matrix"
             dims[id(w1)] = 3 - model_dim
             if module.config.fc1_bias:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moecore.base.torch_private import get_local_tensor
-from moecore.moe.param_reader import gathered_blocks
+from moecore.moe.param_reader import get_fp8_blocks
 
 # Words whose products are there at once, 16 bytes each: what a CPU's cache holds, and enough for a
 # GPU to work longer than its launches take.
@@ -91,7 +91,7 @@ class Digests:
 
 def list_local_storage(tensor: Tensor) -> list[Tensor]:
     """Return the tensors that store this rank's shard: local values, or FP8 blocks and scales."""
-    blocks = gathered_blocks(tensor)
+    blocks = get_fp8_blocks(tensor)
     return [get_local_tensor(tensor).detach()] if blocks is None else blocks.tensors()
 
 

@@ -24,7 +24,7 @@ from moecore.io.checkpoint.ranks import gather_objects, run_and_share_errors
 from moecore.io.checkpoint.shard_file import CHUNK_BYTES, Meter, ShardReader, compute_layout
 from moecore.io.hf.files import Box, find_common_boxes
 from moecore.io.hf.pieces import ShardRuns, TensorPiece, find_shard_runs, get_local_part
-from moecore.moe.param_reader import gathered_blocks
+from moecore.moe.param_reader import get_fp8_blocks
 from moecore.precision.stored import read_stored_values
 
 
@@ -107,7 +107,7 @@ class PartOwners:
 def read_local(tensor: Tensor, box: tuple[slice, ...]) -> Tensor:
     """Return a box of this rank's shard: a view, or a dequantised copy of FP8-only values."""
     local = get_local_part(tensor)
-    return local[box] if gathered_blocks(tensor) is None else read_stored_values(tensor, box)
+    return local[box] if get_fp8_blocks(tensor) is None else read_stored_values(tensor, box)
 
 
 class StoredCollector:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from moecore.base.fields import NumBytes, check_arguments, format_name
-from moecore.families.fp32_modules import is_selection_bias, keeps_fp32
+from moecore.families.fp32_modules import is_selection_bias, make_fp32_predicate
 from moecore.io.checkpoint.comparison import select_tensors
 from moecore.io.checkpoint.directory import (
     Step,
@@ -129,7 +129,7 @@ def open_native(
     num_mtp = len({name.split(".")[1] for name in tensors if name.startswith("mtp.")})
     values = finish_config(read_config(config), num_mtp)
     recipes, copies, reader = _plan_files(tensors, values, layout)
-    keeps = keeps_fp32(reader, dtype)
+    keeps = make_fp32_predicate(reader, dtype)
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
     items = list(make_items(dtypes, recipes, copies, dtype, keeps))
     problems = compare_config(values, manifest.facts.config)

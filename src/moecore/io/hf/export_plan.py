@@ -18,9 +18,13 @@ from torch import Tensor, nn
 
 from moecore.base.fields import format_name
 from moecore.base.params import clean_name
-from moecore.families.fp32_modules import keeps_fp32
+from moecore.families.fp32_modules import make_fp32_predicate
 from moecore.families.transformers.blocks import find_hf_adapter
-from moecore.families.transformers.lora import trained_copies, unwrap_peft, without_adapters
+from moecore.families.transformers.lora import (
+    select_base_tensors,
+    select_trained_copies,
+    unwrap_peft,
+)
 from moecore.io.checkpoint.config_differences import (
     TRAINING,
     find_moe_differences,
@@ -102,7 +106,7 @@ def plan_export(
 
     def plan_items() -> list[Item]:
         recipes = _plan_recipes(base, values, owners.shapes, choose_names(layout, values))
-        keeps = keeps_fp32(base, dtype)
+        keeps = make_fp32_predicate(base, dtype)
         return list(make_items(owners.dtypes, recipes, map_model_copies(base), dtype, keeps))
 
     records = list_parallel_states(base)
@@ -113,7 +117,7 @@ def plan_export(
 def collect_export_tensors(base: nn.Module, values: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return this rank's tensors to write, under the names of a model without adapters."""
     all_tensors = collect_model_tensors(base)
-    tensors = without_adapters(base, all_tensors) | trained_copies(base, all_tensors)
+    tensors = select_base_tensors(base, all_tensors) | select_trained_copies(base, all_tensors)
     return tensors | make_empty_shared_experts(base, values, tensors)
 
 

@@ -32,7 +32,11 @@ from torch.distributed.tensor import DTensor
 from moecore.base.failures import share_call_errors, share_errors
 from moecore.base.fields import Seed, check_arguments
 from moecore.base.params import clean_name, init_normal_
-from moecore.families.transformers.lora import trained_copies, unwrap_peft, without_adapters
+from moecore.families.transformers.lora import (
+    select_base_tensors,
+    select_trained_copies,
+    unwrap_peft,
+)
 from moecore.io.checkpoint.config_differences import find_config
 from moecore.io.checkpoint.files import join_problems, refuse_problems
 from moecore.io.checkpoint.ranks import (
@@ -178,7 +182,7 @@ def _fill_model(
         meter.add(part.nbytes)
     for buffer, value in plan.buffers:
         buffer.copy_(value)
-    for name, copy in trained_copies(model, plan.tensors).items():
+    for name, copy in select_trained_copies(model, plan.tensors).items():
         get_local_part(copy).copy_(get_local_part(plan.targets[name]))
     if plan.ties_head:
         as_type(Any, model).tie_weights()
@@ -256,7 +260,7 @@ def make_load_plan(
         )
     sources = _drop_zero_experts(model, sources)
     tensors = collect_model_tensors(model)
-    targets = without_adapters(model, tensors)
+    targets = select_base_tensors(model, tensors)
     copies = map_model_copies(model)
     recipes = _plan_recipes(model, {name: tuple(t.shape) for name, t in targets.items()}, sources)
     if find_stages(model)[1] is not None:

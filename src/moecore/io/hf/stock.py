@@ -25,7 +25,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from moecore.base.fields import format_name
 from moecore.base.torch_private import DispatchMode
-from moecore.families.transformers.experts import find_experts_adapter, used_tensors
+from moecore.families.transformers.experts import find_experts_adapter, get_used_parameters
 from moecore.io.hf.config_fields import check_layers
 from moecore.io.hf.files import format_with_source
 from moecore.io.hf.names import list_routed_pieces
@@ -78,7 +78,7 @@ def build_reader(
         ) from None
     if reader is not None and not any(map(find_experts_adapter, model.modules() if model else ())):
         for experts in filter(find_experts_adapter, reader.modules()):
-            for name, tensor in used_tensors(experts).items():
+            for name, tensor in get_used_parameters(experts).items():
                 experts.register_parameter(name, tensor)
     return reader
 

@@ -20,7 +20,7 @@ from moecore.io.upcycle.upcycle import UpcycleOptions, upcycle_mlp
 from moecore.kernels.rows.activation import activate_rows
 from moecore.models.config import DecoderConfig
 from moecore.models.decoder import Decoder
-from moecore.moe.experts import activation_options
+from moecore.moe.experts import make_activation_options
 from moecore.moe.layer import LayerLayout, MoELayer
 
 PROBE_TOKENS = 16
@@ -307,7 +307,9 @@ def _check_same_output(
     b1 = dense["b1"].flatten() if "b1" in dense else None
     x_TD = torch.randn(PROBE_TOKENS, config.dim, generator=torch.Generator().manual_seed(0)).to(w1)
     x_TD = x_TD * (PROBE_STD / F.linear(x_TD, w1).std().clamp(min=1e-3))
-    hidden_TF = activate_rows(F.linear(x_TD, w1, b1), activation_options(config)).to(x_TD.dtype)
+    hidden_TF = activate_rows(F.linear(x_TD, w1, b1), make_activation_options(config)).to(
+        x_TD.dtype
+    )
     target_TD = F.linear(hidden_TF, w2_DF, dense.get("b2"))
     was_training = block.training
     block.eval()

@@ -21,9 +21,9 @@ from moecore.kernels.rows.record import Rows
 from moecore.moe.dispatch.collectives import (
     Attendance,
     EqualSizes,
-    gather_all,
-    gather_ranks,
-    sum_ranks,
+    all_gather_rows,
+    all_gather_tensors,
+    reduce_scatter_rows,
 )
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Dispatcher, ExpertInput, Routing
@@ -50,13 +50,13 @@ class AllGatherDispatcher(Dispatcher):
         """All-gather the tokens with 4 collectives. One host sync; with `routing.pad` only once."""
         p, T = self.placement, x_TD.shape[0]
         if routing.pad:
-            self._sizes.check(T, x_TD.device)
-            C, num_rows = T, p.max_rows(routing)
+            self._sizes.check_num_tokens(T, x_TD.device)
+            C, num_rows = T, p.compute_max_rows(routing)
         else:
             block_TK = torch.div(routing.destinations_TK, p.num_physical, rounding_mode="floor")
             pairs_P = (block_TK.flatten() == torch.arange(p.ep, device=x_TD.device)[:, None]).sum(1)
-            sizes = T, p.balanced_rows(*routing.destinations_TK.shape)
-            note = self.attendance.number(x_TD)
+            sizes = T, p.compute_balanced_rows(*routing.destinations_TK.shape)
+            note = self.attendance.encode_number(x_TD)
             local_counts = F.pad(F.pad(pairs_P, (1, 0), value=note), (1, 0), value=T)
             C, num_rows = (
                 sizes if x_TD.is_meta else _exchange_counts(local_counts, p, self.attendance)
@@ -67,7 +67,7 @@ class AllGatherDispatcher(Dispatcher):
             F.pad(routing.weights_TK, pad),
             F.pad(routing.destinations_TK, pad, value=-1),
         )
-        rows_SD, weights_SK, ids_SK = gather_all(tensors, p.group, self.pairs)
+        rows_SD, weights_SK, ids_SK = all_gather_tensors(tensors, p.group, self.pairs)
         index = build_index(
             ids_SK,
             weights_SK,
@@ -80,14 +80,14 @@ class AllGatherDispatcher(Dispatcher):
 
     def combine(self, y_SD: Tensor, plan: AllGatherPlan) -> Tensor:
         """Send every rank its tokens' partial sums and sum them in fp32. 1 collective."""
-        return sum_ranks(y_SD, self.placement.group, self.pairs)[: plan.num_tokens]
+        return reduce_scatter_rows(y_SD, self.placement.group, self.pairs)[: plan.num_tokens]
 
 
 def _exchange_counts(
     local_counts: Tensor, p: ExpertPlacement, attendance: Attendance
 ) -> tuple[int, int]:
     """Return the buffer sizes C and R from all ranks' counts. The dispatcher's only host sync."""
-    counts = gather_ranks(local_counts[None], p.group).tolist()
-    attendance.check([row[1] for row in counts])
+    counts = all_gather_rows(local_counts[None], p.group).tolist()
+    attendance.check_numbers([row[1] for row in counts])
     block = p.first_physical // p.num_physical
     return max(row[0] for row in counts), sum(row[2 + block] for row in counts)

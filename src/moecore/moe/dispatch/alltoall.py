@@ -32,10 +32,10 @@ from moecore.kernels.rows.record import Rows
 from moecore.moe.dispatch.collectives import (
     Attendance,
     EqualSizes,
-    exchange_all,
+    drop_unneeded_grads,
     exchange_with_grad,
-    outputs_without_grad,
-    required_grads,
+    list_outputs_without_grad,
+    run_collectives,
 )
 from moecore.moe.dispatch.wire import Receiver, Wire, gather_fp8_rows, make_handle
 from moecore.moe.pairs import Pairs, read_numbers
@@ -97,7 +97,7 @@ class TokenExchange:
         # rows after the sent rows are uninitialised and not read.
         token_ids_M, slots_TG, counts_G3 = order
         if pairs is not None:
-            send_rows = self._rows_of(x_TD, routing, token_ids_M, slots_TG)
+            send_rows = self._gather_send_rows(x_TD, routing, token_ids_M, slots_TG)
         if x_TD.is_meta:
             send_splits = receive_splits = [even[0]] * self.group.size()
             num_choices = even[1]
@@ -107,23 +107,23 @@ class TokenExchange:
             send_splits, receive_splits, num_choices = splits
         if pairs is None:
             token_ids_M = token_ids_M[: sum(send_splits)]
-            send_rows = self._rows_of(x_TD, routing, token_ids_M, slots_TG)
+            send_rows = self._gather_send_rows(x_TD, routing, token_ids_M, slots_TG)
         order_and_splits = (token_ids_M, slots_TG, send_splits, receive_splits)
-        plan = AllToAllPlan(*order_and_splits, self.wire.receiver())
-        return self._send(send_rows, plan, pairs, may_overlap=True), num_choices
+        plan = AllToAllPlan(*order_and_splits, self.wire.make_receiver())
+        return self._send_rows(send_rows, plan, pairs, may_overlap=True), num_choices
 
     def send_static(
         self, x_TD: Tensor, routing: Routing, needs_GT: Tensor, num_slots: int, pairs: Pairs | None
     ) -> ReceivedRows:
         """Exchange `num_slots` rows with every rank: no host sync after the first call."""
-        self._sizes.check(x_TD.shape[0], x_TD.device)
-        token_ids_M, slots_TG, is_row_M = static_send_order(needs_GT, num_slots)
+        self._sizes.check_num_tokens(x_TD.shape[0], x_TD.device)
+        token_ids_M, slots_TG, is_row_M = compute_static_send_order(needs_GT, num_slots)
         splits = [num_slots] * self.group.size()
-        plan = AllToAllPlan(token_ids_M, slots_TG, splits, splits, self.wire.receiver())
-        send_rows = self._rows_of(x_TD, routing, token_ids_M, slots_TG, is_row_M)
-        return self._send(send_rows, plan, pairs, may_overlap=False)
+        plan = AllToAllPlan(token_ids_M, slots_TG, splits, splits, self.wire.make_receiver())
+        send_rows = self._gather_send_rows(x_TD, routing, token_ids_M, slots_TG, is_row_M)
+        return self._send_rows(send_rows, plan, pairs, may_overlap=False)
 
-    def _rows_of(
+    def _gather_send_rows(
         self,
         x_TD: Tensor,
         routing: Routing,
@@ -132,7 +132,7 @@ class TokenExchange:
         is_row_M: Tensor | None = None,
     ) -> _SendRows:
         """Gather the M rows to send; `is_row_M` = rows with a token, None = all rows."""
-        words_MN, rows_MD = self.wire.gather(x_TD, token_ids_M, slots_TG)
+        words_MN, rows_MD = self.wire.gather_rows(x_TD, token_ids_M, slots_TG)
         weights_MK = gather_rows(routing.weights_TK, token_ids_M, slots_TG)
         ids_MK = routing.destinations_TK.index_select(0, token_ids_M)
         if is_row_M is not None:
@@ -140,7 +140,7 @@ class TokenExchange:
         ids_and_weights = torch.cat([ids_MK, weights_MK.detach().view(torch.int32)], dim=1)
         return _SendRows(rows_MD, ids_and_weights, weights_MK, words_MN)
 
-    def _send(
+    def _send_rows(
         self, send_rows: _SendRows, plan: AllToAllPlan, pairs: Pairs | None, *, may_overlap: bool
     ) -> ReceivedRows:
         leaf_SD, ids_SK, weights_SK, words_SW = _Send.apply(
@@ -190,18 +190,20 @@ class AllToAllDispatcher(Dispatcher):
         """Send tokens to their experts' ranks: one host sync, 3 collectives."""
         # With `routing.pad` there is no host sync after the first call, and splits are equal.
         p, (T, K) = self.placement, routing.expert_ids_TK.shape
-        self._exchange.wire.check(x_TD.shape[1])
+        self._exchange.wire.check_dim(x_TD.shape[1])
         if routing.pad:
             num_slots = min(T, p.num_physical * routing.max_rows_per_expert)
             needs_GT = self._is_owned(routing.destinations_TK).any(-1).repeat_interleave(p.etp, 0)
             received_rows = self._exchange.send_static(
                 x_TD, routing, needs_GT, num_slots, self.pairs
             )
-            num_rows = p.max_rows(routing)
+            num_rows = p.compute_max_rows(routing)
         else:
             # The order is queued before the host waits for splits, with M the most rows.
-            order = self.prepare(routing.destinations_TK, self.attendance.number(x_TD))
-            even = p.balanced_tokens(T, K), p.balanced_rows(T, K)
+            order = self.prepare_send_order(
+                routing.destinations_TK, self.attendance.encode_number(x_TD)
+            )
+            even = p.compute_balanced_tokens(T, K), p.compute_balanced_rows(T, K)
             received_rows, num_rows = self._exchange.send(
                 x_TD, routing, order, self.pairs, even=even
             )
@@ -215,12 +217,14 @@ class AllToAllDispatcher(Dispatcher):
         )
         balanced = None
         if routing.pad and not torch.compiler.is_compiling():  # a tracer would guard on T
-            balanced = BalancedRows(p.group.size() * p.balanced_tokens(T, K), p.balanced_rows(T, K))
+            balanced = BalancedRows(
+                p.group.size() * p.compute_balanced_tokens(T, K), p.compute_balanced_rows(T, K)
+            )
         parts = (received_rows.rows, index, received_rows.plan)
         return ExpertInput(*parts, balanced=balanced, receiver=received_rows.plan.receiver)
 
-    def prepare(self, ids_TK: Tensor, note: int) -> SendOrder:
-        """Return the rows to send for physical ids; -1 = dropped. No host sync or communication."""
+    def prepare_send_order(self, ids_TK: Tensor, note: int) -> SendOrder:
+        """Return the rows that this rank will send; id -1 = dropped. No host sync or collective."""
         p, (T, K) = self.placement, ids_TK.shape
         owned_PTK = self._is_owned(ids_TK)
         return build_send_order(owned_PTK, T * min(p.ep, K) * p.etp, note, repeats=p.etp)
@@ -244,31 +248,31 @@ def build_send_order(owned_PTK: Tensor, num_rows: int, note: int, *, repeats: in
     """Return the order of at most `num_rows` rows to send to blocks of `repeats` ranks each."""
     needs_GT = owned_PTK.any(-1).repeat_interleave(repeats, 0)
     choices_G = owned_PTK.sum((1, 2)).repeat_interleave(repeats)
-    order = send_order(needs_GT, num_rows)
+    order = compute_send_order(needs_GT, num_rows)
     notes_G = torch.full_like(choices_G, note)
     return SendOrder(*order, torch.stack([needs_GT.sum(1), choices_G, notes_G], dim=1))
 
 
-def send_order(needs_GT: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return token_ids_M (0 for unused rows) and slots_TG of an `AllToAllPlan`."""
+def compute_send_order(needs_GT: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Order the rows to send by rank; return token_ids_M (0 = unused) and slots_TG."""
     # No host sync.
     slots_GT = (needs_GT.flatten().cumsum(0) - 1).view(needs_GT.shape)
-    return _order(needs_GT, slots_GT, num_rows, unused=0)
+    return _order_rows(needs_GT, slots_GT, num_rows, unused=0)
 
 
-def static_send_order(needs_GT: Tensor, num_slots: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `send_order`'s results with `num_slots` rows per rank, and a mask of the used rows."""
+def compute_static_send_order(needs_GT: Tensor, num_slots: int) -> tuple[Tensor, Tensor, Tensor]:
+    """As `compute_send_order` with `num_slots` rows per rank; and return a mask of used rows."""
     # M is G * num_sent, token_ids_M is 0 where unused, and used_M is bool. Example, three tokens,
     # two ranks, 2 rows each, needs [[1, 0, 1], [0, 1, 0]]: token_ids_M [0, 2, 1, 0], slots_TG [[0,
     # -1], [-1, 2], [1, -1]], used_M [1, 1, 1, 0].
     G = needs_GT.shape[0]
     starts_G1 = torch.arange(G, device=needs_GT.device)[:, None] * num_slots
     slots_GT = needs_GT.cumsum(1) - 1 + starts_G1
-    token_ids_M, slots_TG = _order(needs_GT, slots_GT, G * num_slots, unused=-1)
+    token_ids_M, slots_TG = _order_rows(needs_GT, slots_GT, G * num_slots, unused=-1)
     return token_ids_M.clamp(min=0), slots_TG, token_ids_M >= 0
 
 
-def _order(
+def _order_rows(
     needs_GT: Tensor, slots_GT: Tensor, num_rows: int, *, unused: int
 ) -> tuple[Tensor, Tensor]:
     """Return int32 the token of each row, or `unused`, and slots_TG, -1 = not sent."""
@@ -301,7 +305,7 @@ def _exchange_counts(
     start = partial(dist.all_to_all_single, recv_counts_G3, send_counts_G3, group=group)
     send_counts, recv_counts = read_numbers(start, all_counts_2G3, pairs)
     tokens, choices, notes = zip(*recv_counts, strict=True)
-    attendance.check(notes)
+    attendance.check_numbers(notes)
     return [n for n, _, _ in send_counts], list(tokens), sum(choices)
 
 
@@ -318,11 +322,11 @@ def _all_to_all(
     """Exchange the first rows of each tensor concurrently; return `length` rows for each."""
     # Returned rows after the received rows are uninitialised. See `exchange` for `may_overlap`.
     may_overlap = may_overlap and pairs is not None and pairs.open_pair is not None
-    with pairs.early_launch() if may_overlap and pairs is not None else nullcontext():
+    with pairs.launch_early() if may_overlap and pairs is not None else nullcontext():
         outs = [None if x is None else x.new_empty((length, *x.shape[1:])) for x in xs]
     recv_buffers = [None if out is None else out[: sum(receive_splits)] for out in outs]
     send_buffers = [None if x is None else x[: sum(send_splits)] for x in xs]
-    exchange_all(
+    run_collectives(
         dist.all_to_all_single,
         recv_buffers,
         send_buffers,
@@ -386,11 +390,11 @@ class _Send(torch.autograd.Function):
         if words_MW is not None:
             leaf_SD, words_SW = make_handle(rows_MD, length), rows_SN
         outs = leaf_SD, ids_SK, weights_SK.view(torch.float32), words_SW
-        ctx.mark_non_differentiable(*outputs_without_grad(outs, ctx.needs_input_grad))
+        ctx.mark_non_differentiable(*list_outputs_without_grad(outs, ctx.needs_input_grad))
         return outs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        drows_SD, _, dweights_SK, _ = required_grads(grads, ctx.needs_input_grad)
+        drows_SD, _, dweights_SK, _ = drop_unneeded_grads(grads, ctx.needs_input_grad)
         drows_MD, dweights_MK = _AllToAll.apply(drows_SD, dweights_SK, *ctx.args)
         return drows_MD, None, dweights_MK, *(None,) * 5

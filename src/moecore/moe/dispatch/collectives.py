@@ -27,7 +27,7 @@ class EqualSizes:
         self.group = group
         self._is_first = True
 
-    def check(self, num_tokens: int, device: torch.device) -> None:
+    def check_num_tokens(self, num_tokens: int, device: torch.device) -> None:
         """Compare token counts over ranks; one small collective, at first with a host sync."""
         # Every forward compares, because collectives of unequal sizes hang, abort or mix up rows.
         # After the first call, the device asserts equality before rows are sent.
@@ -62,12 +62,12 @@ class Attendance:
         self._group, (self._layer, self._name) = group, layer
         self.joins = self.is_skipped = False
 
-    def number(self, x_TD: Tensor) -> int:
+    def encode_number(self, x_TD: Tensor) -> int:
         """Return this rank's number, which encodes layer, dtype, grad mode and `joins`."""
         dtype = DTYPES.index(x_TD.dtype) if x_TD.dtype in DTYPES else len(DTYPES)
         return self._layer << 6 | dtype << 2 | torch.is_grad_enabled() << 1 | self.joins
 
-    def check(self, numbers: Sequence[int]) -> None:
+    def check_numbers(self, numbers: Sequence[int]) -> None:
         """Raise on all ranks if ranks differ in layer, dtype or grad mode."""
         self.is_skipped = all(n & 1 for n in numbers)
         if len({n >> 1 for n in numbers}) > 1:
@@ -102,7 +102,7 @@ class _GatherRanks(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         ctx.args = (group, pairs)
         outs = tuple(_gather_from_ranks(xs_C, group, pairs))
-        ctx.mark_non_differentiable(*outputs_without_grad(outs, ctx.needs_input_grad[2:]))
+        ctx.mark_non_differentiable(*list_outputs_without_grad(outs, ctx.needs_input_grad[2:]))
         return outs
 
     @staticmethod
@@ -110,7 +110,7 @@ class _GatherRanks(torch.autograd.Function):
         return (
             None,
             None,
-            *_SumRanks.apply(*ctx.args, *required_grads(grads, ctx.needs_input_grad[2:])),
+            *_SumRanks.apply(*ctx.args, *drop_unneeded_grads(grads, ctx.needs_input_grad[2:])),
         )
 
 
@@ -135,17 +135,17 @@ def exchange_with_grad(
     return result
 
 
-def outputs_without_grad(outs: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor]:
+def list_outputs_without_grad(outs: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor]:
     """Return the outputs whose inputs of the function need no gradient."""
     return [out for out, need in zip(outs, needs, strict=False) if out is not None and not need]
 
 
-def required_grads(grads: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | None]:
-    """Replace the gradients of inputs that need no gradient by None."""
+def drop_unneeded_grads(grads: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | None]:
+    """Return the gradients, with None for inputs that need no gradient."""
     return [grad if need else None for grad, need in zip(grads, needs, strict=False)]
 
 
-def exchange_all(
+def run_collectives(
     collective: Callable[..., Any],
     outs: Sequence[Tensor | None],
     xs: Sequence[Tensor | None],
@@ -170,7 +170,7 @@ def _gather_from_ranks(
         None if x_C is None else x_C.new_empty((group.size() * x_C.shape[0], *x_C.shape[1:]))
         for x_C in xs_C
     ]
-    exchange_all(all_gather_single, outs, xs_C, pairs, group=group)
+    run_collectives(all_gather_single, outs, xs_C, pairs, group=group)
     return outs
 
 
@@ -181,11 +181,11 @@ def _sum_over_ranks(
         None if y_S is None else torch.empty_like(y_S, memory_format=torch.contiguous_format)
         for y_S in ys_S
     ]
-    exchange_all(dist.all_to_all_single, pieces, ys_S, pairs, group=group)
-    return [None if x_S is None else _sum_of_parts(x_S, group.size()) for x_S in pieces]
+    run_collectives(dist.all_to_all_single, pieces, ys_S, pairs, group=group)
+    return [None if x_S is None else _sum_parts(x_S, group.size()) for x_S in pieces]
 
 
-def _sum_of_parts(x_S: Tensor, num_parts: int) -> Tensor:
+def _sum_parts(x_S: Tensor, num_parts: int) -> Tensor:
     """Split dim 0 into `num_parts` parts and return their sum, in order and in fp32."""
     parts_GC = x_S.unflatten(0, (num_parts, x_S.shape[0] // num_parts))
     result: Tensor = parts_GC.sum(0, dtype=torch.promote_types(x_S.dtype, torch.float32)).to(
@@ -194,21 +194,23 @@ def _sum_of_parts(x_S: Tensor, num_parts: int) -> Tensor:
     return result
 
 
-def gather_all(
+def all_gather_tensors(
     xs_C: Sequence[Tensor], group: dist.ProcessGroup, pairs: Pairs | None = None
 ) -> tuple[Tensor, ...]:
-    """Apply `gather_ranks` to each tensor, all concurrently; in a pair the other side runs."""
+    """Apply `all_gather_rows` to each tensor, all concurrently; in a pair the other side runs."""
     result: tuple[Tensor, ...] = _GatherRanks.apply(group, pairs, *xs_C)
     return result
 
 
-def gather_ranks(x_C: Tensor, group: dist.ProcessGroup) -> Tensor:
+def all_gather_rows(x_C: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-gather C rows of every rank, in rank order: [G * C, ...]. C is equal on all ranks."""
-    return gather_all((x_C,), group)[0]
+    return all_gather_tensors((x_C,), group)[0]
 
 
-def sum_ranks(y_S: Tensor, group: dist.ProcessGroup, pairs: Pairs | None = None) -> Tensor:
-    """Return the sum over ranks of block g of C rows on rank g: [S / G, ...]; gathered backward."""
+def reduce_scatter_rows(
+    y_S: Tensor, group: dist.ProcessGroup, pairs: Pairs | None = None
+) -> Tensor:
+    """Reduce-scatter blocks of C rows: rank g receives the sum of block g. Backward all-gathers."""
     # Summed in fp32 and in rank order. An all-to-all sends as many bytes as a reduce-scatter, which
     # would round after every addition of a 16-bit dtype. Collective; in a pair the other side runs.
     result: Tensor = _SumRanks.apply(group, pairs, y_S)[0]

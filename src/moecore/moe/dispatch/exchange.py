@@ -27,7 +27,7 @@ from moecore.kernels.exchange.buffer import (
 )
 from moecore.kernels.exchange.clones import CloneBuffer, Places
 from moecore.kernels.exchange.copies import SlotEvent, SlotState
-from moecore.moe.placement import balanced_tokens
+from moecore.moe.placement import compute_balanced_tokens
 from moecore.moe.shortage import Shortage
 
 # Operations of a `MetaExchange`, by the names of their kernels.
@@ -141,8 +141,8 @@ class Exchange:
         """Start to copy sums to the tokens' ranks. Keep the sums until `finish_copies`."""
         # Copy engines alone copy, on a stream of copies.
         self._enter(SlotEvent.COPY)
-        with use_stream(self._stream_after(sums_SD)):
-            self._copy(sums_SD)
+        with use_stream(self._order_copy_stream(sums_SD)):
+            self._copy_sums(sums_SD)
 
     def finish_copies(
         self, sums_SD: Tensor, peers_T: Tensor, places_S: Tensor, choices: tuple[Tensor, Tensor]
@@ -152,7 +152,7 @@ class Exchange:
         self._enter(SlotEvent.READ)
         return self._reduce_copies(sums_SD, peers_T, places_S, choices)
 
-    def _stream_after(self, x: Tensor) -> Stream:
+    def _order_copy_stream(self, x: Tensor) -> Stream:
         """Return the copy stream, after it waits for work queued on the current stream."""
         self._stream = self._stream or create_stream(x.device)
         assert self._stream is not None, "copies are on a GPU, or in a dry run"
@@ -164,7 +164,7 @@ class Exchange:
         assert current is not None
         current.wait_stream(self._stream)
 
-    def _copy(self, sums_SD: Tensor) -> None:
+    def _copy_sums(self, sums_SD: Tensor) -> None:
         copies.copy_sums(self.buffer, sums_SD)
 
     def _reduce_copies(
@@ -202,8 +202,8 @@ class MetaExchange(Exchange):
     ) -> kernels.SpreadChoices:
         """Return S source rows."""
         T, K = ids_TK.shape
-        self._tokens_per_peer = balanced_tokens(T, K, num_local * self.ep, num_local)
-        self._operate(SPREAD, x_TD)
+        self._tokens_per_peer = compute_balanced_tokens(T, K, num_local * self.ep, num_local)
+        self._record_operation(SPREAD, x_TD)
         return kernels.SpreadChoices.empty(x_TD, ids_TK, weights_TK, self.layout.source_rows)
 
     def reduce(
@@ -215,7 +215,7 @@ class MetaExchange(Exchange):
         choices: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the sums [T, D], and gradients [T, K] if `choices` are given."""
-        self._operate(REDUCE, y_RD)
+        self._record_operation(REDUCE, y_RD)
         T = peers_T.shape[0]
         weights_TK = None if choices is None else choices[0].new_empty(T, choices[1].shape[1])
         return y_RD.new_empty(T, y_RD.shape[1]), weights_TK
@@ -224,12 +224,12 @@ class MetaExchange(Exchange):
         self, x_TD: Tensor, peers_T: Tensor, places_S: Tensor, slots_SN: Tensor, num_rows: int
     ) -> Tensor:
         """Return `num_rows` rows."""
-        self._operate(SPREAD, x_TD)
+        self._record_operation(SPREAD, x_TD)
         return x_TD.new_empty(num_rows, x_TD.shape[1])
 
-    def _copy(self, sums_SD: Tensor) -> None:
+    def _copy_sums(self, sums_SD: Tensor) -> None:
         """Record copies of all source rows, including holes."""
-        self._record(COPY, sums_SD, self.layout.max_tokens)
+        self._record_launch(COPY, sums_SD, self.layout.max_tokens)
 
     def _reduce_copies(
         self, sums_SD: Tensor, peers_T: Tensor, places_S: Tensor, choices: tuple[Tensor, Tensor]
@@ -240,11 +240,11 @@ class MetaExchange(Exchange):
         record_launch("sum of copied rows", sums_SD, home_TD)
         return home_TD, dweights_R.new_empty(T, slots_SK.shape[1])
 
-    def _operate(self, name: str, rows: Tensor) -> None:
+    def _record_operation(self, name: str, rows: Tensor) -> None:
         self._enter(SlotEvent.OPERATION)
-        self._record(name, rows)
+        self._record_launch(name, rows)
 
-    def _record(self, name: str, rows: Tensor, num_tokens: int | None = None) -> None:
+    def _record_launch(self, name: str, rows: Tensor, num_tokens: int | None = None) -> None:
         """Record an operation that sends to each other rank as many bytes as it receives."""
         ranks, tokens = (
             self.layout.num_ranks,

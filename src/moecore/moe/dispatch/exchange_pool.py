@@ -26,7 +26,7 @@ from moecore.kernels.exchange.buffer import (
     ExchangeLayout,
     SymmetricBuffer,
 )
-from moecore.moe.dispatch.collectives import gather_ranks
+from moecore.moe.dispatch.collectives import all_gather_rows
 from moecore.moe.dispatch.exchange import CloneExchange, Exchange, ExchangeError, MetaExchange
 from moecore.moe.dispatch.peer_memory import make_buffer, make_clone_buffer
 from moecore.moe.dispatch.wire import Wire
@@ -99,7 +99,7 @@ class ExchangePool(Holder):
             row_factor=min_factor,
         )
 
-    def get(self, x_TD: Tensor, top_k: int) -> Exchange:
+    def get_exchange(self, x_TD: Tensor, top_k: int) -> Exchange:
         """Return the exchange for these tokens. All ranks together allocate it at first use."""
         # What cannot travel, and an earlier operation that failed, raise before anything is sent.
         problem = find_row_problem(x_TD)
@@ -109,24 +109,24 @@ class ExchangePool(Holder):
         key = (D * x_TD.itemsize, top_k)
         if x_TD.is_meta:
             if key not in self._meta_entries:
-                self._meta_entries[key] = self._on_meta(x_TD, top_k)
+                self._meta_entries[key] = self._make_meta_exchange(x_TD, top_k)
             return self._meta_entries[key]
         exchange = self._entries.get(key)
         if exchange is None:
-            exchange = self._entries[key] = self._make(x_TD, top_k)
+            exchange = self._entries[key] = self._make_exchange(x_TD, top_k)
         exchange.poll()
         max_tokens = exchange.layout.max_tokens
-        if max_tokens < T and not self.tokens.note(T):
+        if max_tokens < T and not self.tokens.record_length(T):
             raise ValueError(
                 f"number of tokens ({T}) must be <= max_tokens of the exchange ({max_tokens}): set "
                 "NVLinkOptions.max_tokens to the most tokens of any rank"
             )
         return exchange
 
-    def clones(self, device: torch.device) -> CloneExchange:
+    def get_clone_exchange(self, device: torch.device) -> CloneExchange:
         """Return the exchange of clones. All ranks together allocate it at first use."""
         if self._clones is None:
-            self._clones = self._make_clones(device)
+            self._clones = self._make_clone_exchange(device)
         self._clones.poll()
         return self._clones
 
@@ -158,7 +158,7 @@ class ExchangePool(Holder):
                 torch.cuda.synchronize(resource.buffer.state.device)
 
     def close(self) -> None:
-        """Free all buffers, and raise pending errors; collective. A later `get` allocates again."""
+        """Free buffers and raise pending errors. Collective. `get_exchange` allocates again."""
         try:
             self.check()
         finally:
@@ -172,7 +172,7 @@ class ExchangePool(Holder):
         self._entries.clear()
         self._clones = None
 
-    def _make(self, x_TD: Tensor, top_k: int) -> Exchange:
+    def _make_exchange(self, x_TD: Tensor, top_k: int) -> Exchange:
         if not x_TD.is_cuda:
             raise ValueError(
                 f"device of the tokens ({x_TD.device}) must be a GPU for dispatcher ('nvlink'): "
@@ -180,40 +180,46 @@ class ExchangePool(Holder):
             )
         _refuse_capture()
         programs = self._programs or count_sms(x_TD.device)
-        layout = self._layout(x_TD, top_k, self._compare_options(x_TD, top_k, programs), programs)
+        layout = self._make_layout(
+            x_TD, top_k, self._compare_options(x_TD, top_k, programs), programs
+        )
         # An evaluation may come first: a training step can not write tensors of inference mode.
         with use_device(x_TD), torch.inference_mode(False):
             buffer = make_buffer(layout, self.group, x_TD.device, self.options.timeout_s)
-        return Exchange(buffer, self.group, self.options, balanced_rows=self._balanced(layout))
+        return Exchange(
+            buffer, self.group, self.options, balanced_rows=self._count_balanced_rows(layout)
+        )
 
-    def _make_clones(self, device: torch.device) -> CloneExchange:
+    def _make_clone_exchange(self, device: torch.device) -> CloneExchange:
         _refuse_capture()
         with torch.cuda.device(device), torch.inference_mode(False):
             buffer = make_clone_buffer(self.group, device, self.options.timeout_s)
             return CloneExchange(buffer, self.group)
 
-    def _on_meta(self, x_TD: Tensor, top_k: int) -> Exchange:
+    def _make_meta_exchange(self, x_TD: Tensor, top_k: int) -> Exchange:
         max_tokens = self.options.max_tokens or x_TD.shape[0]
-        layout = self._layout(x_TD, top_k, max_tokens, self._programs or 1)
+        layout = self._make_layout(x_TD, top_k, max_tokens, self._programs or 1)
         none = torch.empty(0, dtype=torch.int32, device="meta")
         words: Any = dict(bases=none, state=none, report=none, timeout_ns=0)
         buffer = SymmetricBuffer(layout=layout, rank=dist.get_rank(self.group), **words)
-        balanced = self._balanced(layout)
+        balanced = self._count_balanced_rows(layout)
         exchange = MetaExchange(buffer, self.group, self.options, balanced_rows=balanced)
         exchange.ep = self.ep
         return exchange
 
-    def _layout(self, x_TD: Tensor, top_k: int, max_tokens: int, programs: int) -> ExchangeLayout:
+    def _make_layout(
+        self, x_TD: Tensor, top_k: int, max_tokens: int, programs: int
+    ) -> ExchangeLayout:
         return ExchangeLayout(
             num_ranks=self.group.size(),
             max_tokens=max(1, max_tokens),
             row_bytes=x_TD.shape[1] * x_TD.itemsize,
             top_k=top_k,
-            **divide(programs),
+            **choose_program_split(programs),
             sums_slot=self.options.overlap_weight_grads,
         )
 
-    def _balanced(self, layout: ExchangeLayout) -> int:
+    def _count_balanced_rows(self, layout: ExchangeLayout) -> int:
         """Return the expert rows of a rank with even loads."""
         return layout.source_rows * layout.top_k // self.ep
 
@@ -223,7 +229,7 @@ class ExchangePool(Holder):
         choices = (options.overlap_weight_grads, options.keep_rows, self.wire.fp8)
         sizes = (options.max_tokens or T, D, top_k, SUM_DTYPES.index(x_TD.dtype), programs)
         local_sizes = (*sizes, *map(int, choices))
-        rows = gather_ranks(torch.tensor([local_sizes], device=x_TD.device), self.group).tolist()
+        rows = all_gather_rows(torch.tensor([local_sizes], device=x_TD.device), self.group).tolist()
         for g, row in enumerate(rows):
             if row[1:] != rows[0][1:]:
                 other, first = (dist.get_global_rank(self.group, i) for i in (g, 0))
@@ -263,8 +269,8 @@ class TokenCapacity(Holder):
         """One shortage after a forward was too long, otherwise none."""
         return () if self._shortage is None else (self._shortage,)
 
-    def note(self, num_tokens: int) -> bool:
-        """Record a forward longer than the buffers; return whether the step is repeated."""
+    def record_length(self, num_tokens: int) -> bool:
+        """Record that a forward exceeds the buffers; return whether the step will be repeated."""
         if self.watch != "reruns":
             return False
         if self._shortage is None:
@@ -311,8 +317,8 @@ def _refuse_capture() -> None:
         )
 
 
-def divide(programs: int) -> dict[str, int]:
-    """Return the fields of `ExchangeLayout` that `bench_dispatch --sweep` found fastest."""
+def choose_program_split(programs: int) -> dict[str, int]:
+    """Divide an operation's Triton programs between sending and receiving, as measured fastest."""
     is_small = programs < FEW_PROGRAMS
     push = max(1, programs * 5 // 12) if is_small else programs // 2
     return dict(num_push=push, num_receive=programs - push, rounds=16 if is_small else 8)

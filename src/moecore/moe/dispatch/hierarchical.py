@@ -81,28 +81,30 @@ class HierarchicalDispatcher(Dispatcher):
         # With `routing.pad` no host sync after the first call.
         (T, K), ids_TK = routing.expert_ids_TK.shape, routing.destinations_TK
         num_experts, H = self.domain.num_in_domain, self._across.group.size()
-        self._across.wire.check(x_TD.shape[1])
+        self._across.wire.check_dim(x_TD.shape[1])
         if routing.pad:
             num_slots = min(T, num_experts * routing.max_rows_per_expert)
             needs_HT = is_owned(ids_TK, num_experts, H).any(-1)
             received_rows = self._across.send_static(x_TD, routing, needs_HT, num_slots, self.pairs)
         else:
-            order = self.prepare(ids_TK, self._across.attendance.number(x_TD))
-            even = self.domain.balanced_domain_tokens(T, K), 0
+            order = self.prepare_send_order(ids_TK, self._across.attendance.encode_number(x_TD))
+            even = self.domain.compute_balanced_domain_tokens(T, K), 0
             received_rows, _ = self._across.send(x_TD, routing, order, self.pairs, even=even)
         rows_AD = received_rows.rows.widen()  # the same when it is packed again
         inp = self._dispatch_inside(rows_AD, received_rows, routing)
         balanced = inp.balanced
         if balanced is not None:
             p = self.placement
-            balanced = BalancedRows(p.group.size() * p.balanced_tokens(T, K), p.balanced_rows(T, K))
+            balanced = BalancedRows(
+                p.group.size() * p.compute_balanced_tokens(T, K), p.compute_balanced_rows(T, K)
+            )
         if received_rows.plan.receiver is not None:
             received_rows.plan.receiver.next = inp.receiver
         plan = HierarchicalPlan(received_rows.plan, inp.plan, rows_AD.shape[0])
         parts = (inp.rows, inp.index, plan, inp.unsummed, balanced)
         return ExpertInput(*parts, receiver=inp.receiver)
 
-    def prepare(self, ids_TK: Tensor, note: int) -> SendOrder:
+    def prepare_send_order(self, ids_TK: Tensor, note: int) -> SendOrder:
         """Return the rows to send across, for physical ids. No host sync or communication."""
         (T, K), H = ids_TK.shape, self._across.group.size()
         return build_send_order(is_owned(ids_TK, self.domain.num_in_domain, H), T * min(H, K), note)
@@ -113,7 +115,9 @@ class HierarchicalDispatcher(Dispatcher):
         """Dispatch the received rows within this domain."""
         H, inside, outer = self._across.group.size(), self._inside, self._across.attendance
         weights_AK = received_rows.weights_SK
-        ids_AK = self.domain.ids_inside(received_rows.ids_SK, dist.get_rank(self._across.group))
+        ids_AK = self.domain.convert_to_domain_ids(
+            received_rows.ids_SK, dist.get_rank(self._across.group)
+        )
         spare = H * routing.expert_ids_TK.shape[0] - rows_AD.shape[0]
         if spare > 0 and inside.has_spare_rows(pads=False):  # its shapes are to follow from T
             rows_AD, weights_AK = (F.pad(x, (0, 0, 0, spare)) for x in (rows_AD, weights_AK))

@@ -34,7 +34,7 @@ from moecore.base.rank_checks import gather_objects
 from moecore.base.streams import wait_on_host
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows
-from moecore.moe.dispatch.collectives import Attendance, exchange_with_grad, gather_ranks
+from moecore.moe.dispatch.collectives import Attendance, all_gather_rows, exchange_with_grad
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Dispatcher, ExpertInput, Routing
 
@@ -52,11 +52,11 @@ INSTALL = f"{install_command('nccl-ep')}, or use 'alltoall'"
 def find_problem(group: dist.ProcessGroup, device_type: str) -> str | None:
     """Return why NCCL EP cannot run on a rank of a group, as "relation: fix"; None = it can."""
     # Collective. The same on all ranks.
-    problems = gather_objects(_local_problem(device_type), group)
+    problems = gather_objects(_find_local_problem(device_type), group)
     return next((problem for problem in problems if problem is not None), None)
 
 
-def _local_problem(device_type: str) -> str | None:
+def _find_local_problem(device_type: str) -> str | None:
     if device_type != "cuda":
         return f"must go with device_type ({device_type!r}) = 'cuda': use 'alltoall'"
     capability = torch.cuda.get_device_capability()
@@ -73,12 +73,12 @@ def _local_problem(device_type: str) -> str | None:
         text = "none" if versions is None else str(versions.version)
         min_version = ".".join(map(str, MIN_NCCL))
         return f"must have NCCL {min_version} or later loaded (here {text}): {INSTALL}"
-    if _nvcc() is None:
+    if _find_nvcc() is None:
         return "must find nvcc, which compiles its kernels at first use: set CUDA_HOME"
     return None
 
 
-def _nvcc() -> str | None:
+def _find_nvcc() -> str | None:
     for name in ("NCCL_EP_JIT_NVCC", "NVCC"):
         if os.environ.get(name):
             return os.environ[name]
@@ -97,16 +97,16 @@ class EPGroups:
         self._communicator: Any = None
         self._groups: dict[tuple[int, int, int], EPGroup] = {}
 
-    def get(self, num_experts: int, row_bytes: int, max_tokens: int) -> EPGroup:
+    def get_group(self, num_experts: int, row_bytes: int, max_tokens: int) -> EPGroup:
         """Return the group for a number of experts, row size and tokens per rank. Collective."""
         # Powers of two, so that few groups are made where the number of tokens changes.
         num_tokens = min(MAX_TOKENS, max(MIN_TOKENS, 1 << (max_tokens - 1).bit_length()))
         key = (num_experts, row_bytes, num_tokens)
         if key not in self._groups:
-            self._groups[key] = self._make(*key)
+            self._groups[key] = self._make_group(*key)
         return self._groups[key]
 
-    def _make(self, num_experts: int, row_bytes: int, num_tokens: int) -> EPGroup:
+    def _make_group(self, num_experts: int, row_bytes: int, num_tokens: int) -> EPGroup:
         from nccl import ep
         from nccl.ep.interop.torch import get_nccl_comm_from_group
 
@@ -139,12 +139,12 @@ class EPGroup:
         self._group, self._handles = group, list[Any]()
         self._idle = defaultdict[int, list[Any]](list)  # by the choices of a token
 
-    def start(self, ids_TK: Tensor, max_tokens: int) -> Flight:
+    def exchange_routing(self, ids_TK: Tensor, max_tokens: int) -> Flight:
         """Exchange the routing of at most `max_tokens` tokens of each rank: one host sync."""
         from nccl import ep
 
         chunks = [ids_TK[i : i + self.num_tokens] for i in range(0, max_tokens, self.num_tokens)]
-        device, stream = ids_TK.device, _stream(ids_TK)
+        device, stream = ids_TK.device, _get_stream_handle(ids_TK)
         counts = torch.zeros(len(chunks), 1 + self.num_local, dtype=torch.int32, device=device)
         flight = Flight(self, [chunk.shape[0] for chunk in chunks], ids_TK.shape[1])
         for chunk_CK, counts_N in zip(chunks, counts, strict=True):
@@ -168,7 +168,7 @@ class EPGroup:
             flight.num_choices += sum(choices)
         return flight
 
-    def give_back(self, flight: Flight) -> None:
+    def return_handles(self, flight: Flight) -> None:
         """Return the handles of a forward to the idle handles."""
         self._idle[flight.top_k] += flight.handles
 
@@ -198,7 +198,7 @@ class Flight:
 
     def __del__(self) -> None:
         if self._group is not None:
-            self._group.give_back(self)
+            self._group.return_handles(self)
 
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the received rows, their local expert ids (-1 = another rank's), and weights."""
@@ -207,43 +207,43 @@ class Flight:
         weights_SK = weights_TK.new_empty(S, K)
         ids_SK = torch.empty_like(weights_SK, dtype=torch.int64)
         send_buffers, outputs = (x_TD, weights_TK), (rows_SD, weights_SK, ids_SK)
-        for ep, handle, (x, w), (rows, weights, ids) in self._calls(send_buffers, outputs):
+        for ep, handle, (x, w), (rows, weights, ids) in self._iterate_chunks(send_buffers, outputs):
             outs = ep.DispatchOutputs(tokens=rows, topk_weights=weights, topk_idx=ids)
             inputs = ep.DispatchInputs(tokens=x, topk_weights=w)
-            handle.dispatch(inputs, outs, stream=_stream(x_TD))
+            handle.dispatch(inputs, outs, stream=_get_stream_handle(x_TD))
         return rows_SD, ids_SK, weights_SK
 
     def combine(self, y_SD: Tensor) -> Tensor:
         """Return each token's sum over ranks."""
         y_TD = y_SD.new_empty(sum(self.tokens), y_SD.shape[1])
-        for ep, handle, (out,), (y,) in self._calls((y_TD,), (y_SD.contiguous(),)):
+        for ep, handle, (out,), (y,) in self._iterate_chunks((y_TD,), (y_SD.contiguous(),)):
             inputs, outs = ep.CombineInputs(tokens=y), ep.CombineOutputs(tokens=out)
-            handle.combine(inputs, outs, stream=_stream(y_SD))
+            handle.combine(inputs, outs, stream=_get_stream_handle(y_SD))
         return y_TD
 
-    def dispatch_back(self, dy_TD: Tensor) -> Tensor:
-        """Return the gradient of each row of a combine."""
+    def compute_row_grads(self, dy_TD: Tensor) -> Tensor:
+        """Run a combine's backward: dispatch the tokens' gradients; return the rows' gradients."""
         dy_SD = dy_TD.new_empty(sum(self.rows), dy_TD.shape[1])
-        for ep, handle, (x,), (out,) in self._calls((dy_TD.contiguous(),), (dy_SD,)):
+        for ep, handle, (x,), (out,) in self._iterate_chunks((dy_TD.contiguous(),), (dy_SD,)):
             inputs, outs = ep.DispatchInputs(tokens=x), ep.DispatchOutputs(tokens=out)
             config = ep.DispatchConfig(pass_direction=ep.PassDir.BWD)
-            handle.dispatch(inputs, outs, config=config, stream=_stream(dy_TD))
+            handle.dispatch(inputs, outs, config=config, stream=_get_stream_handle(dy_TD))
         return dy_SD
 
-    def combine_back(self, dx_SD: Tensor, dweights_SK: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradients of a dispatch's tokens and weights."""
+    def compute_token_grads(self, dx_SD: Tensor, dweights_SK: Tensor) -> tuple[Tensor, Tensor]:
+        """Run a dispatch's backward: combine the rows' gradients; return tokens' and weights'."""
         T = sum(self.tokens)
         dx_TD = dx_SD.new_empty(T, dx_SD.shape[1])
         dweights_TK = dweights_SK.new_empty(T, self.top_k)
         grads = (dx_SD.contiguous(), dweights_SK.contiguous())
-        for ep, handle, outs, (dx, dw) in self._calls((dx_TD, dweights_TK), grads):
+        for ep, handle, outs, (dx, dw) in self._iterate_chunks((dx_TD, dweights_TK), grads):
             inputs = ep.CombineInputs(tokens=dx, topk_weights=dw)
             config = ep.CombineConfig(pass_direction=ep.PassDir.BWD)
             outputs = ep.CombineOutputs(tokens=outs[0], topk_weights=outs[1])
-            handle.combine(inputs, outputs, config=config, stream=_stream(dx_SD))
+            handle.combine(inputs, outputs, config=config, stream=_get_stream_handle(dx_SD))
         return dx_TD, dweights_TK
 
-    def _calls(
+    def _iterate_chunks(
         self, of_tokens: tuple[Tensor, ...], of_rows: tuple[Tensor, ...]
     ) -> Iterator[tuple[Any, Any, list[Any], list[Any]]]:
         """Yield per chunk the `ep` module, the handle, and descriptors of token and row tensors."""
@@ -272,20 +272,22 @@ class NCCLEPDispatcher(Dispatcher):
         """Send tokens to their experts' ranks: two host syncs, one small torch collective."""
         # NCCL EP has a collective and a host sync of its own; the latter in backward, too.
         p, (T, K) = self.placement, routing.destinations_TK.shape
-        _check(x_TD, routing, p, self._groups.ranks_per_domain)
+        _check_inputs(x_TD, routing, p, self._groups.ranks_per_domain)
         if x_TD.is_meta:
             flight = Flight(None, [T], K)
-            flight.rows.append(p.group.size() * p.balanced_tokens(T, K))
-            flight.num_choices = p.balanced_rows(T, K)
+            flight.rows.append(p.group.size() * p.compute_balanced_tokens(T, K))
+            flight.num_choices = p.compute_balanced_rows(T, K)
             wait_on_host()
         else:
-            local_numbers = torch.tensor([[T, self.attendance.number(x_TD)]], device=x_TD.device)
-            numbers, notes = zip(*gather_ranks(local_numbers, p.group).tolist(), strict=True)
-            self.attendance.check(notes)
+            local_numbers = torch.tensor(
+                [[T, self.attendance.encode_number(x_TD)]], device=x_TD.device
+            )
+            numbers, notes = zip(*all_gather_rows(local_numbers, p.group).tolist(), strict=True)
+            self.attendance.check_numbers(notes)
             max_tokens = max(1, *numbers)
             num_experts, row_bytes = p.num_physical * p.ep, x_TD.shape[1] * x_TD.itemsize
-            group = self._groups.get(num_experts, row_bytes, max_tokens)
-            flight = group.start(routing.destinations_TK, max_tokens)
+            group = self._groups.get_group(num_experts, row_bytes, max_tokens)
+            flight = group.exchange_routing(routing.destinations_TK, max_tokens)
         rows_SD, ids_SK, weights_SK = _EPDispatch.apply(x_TD, routing.weights_TK, flight)
         index = build_index(
             ids_SK.int(),
@@ -305,10 +307,12 @@ class NCCLEPDispatcher(Dispatcher):
                 f"dtype of the experts' output ({y_SD.dtype}) must be that of their input "
                 f"({plan.dtype}) for dispatcher ('nccl_ep'): use 'alltoall'"
             )
-        return exchange_with_grad(y_SD, plan.combine, plan.dispatch_back)
+        return exchange_with_grad(y_SD, plan.combine, plan.compute_row_grads)
 
 
-def _check(x_TD: Tensor, routing: Routing, p: ExpertPlacement, ranks_per_domain: int) -> None:
+def _check_inputs(
+    x_TD: Tensor, routing: Routing, p: ExpertPlacement, ranks_per_domain: int
+) -> None:
     """Raise a ValueError for inputs that NCCL EP would reject by assertion, on all ranks."""
     (_, D), K = x_TD.shape, routing.destinations_TK.shape[1]
     experts = p.num_physical * ranks_per_domain
@@ -330,7 +334,7 @@ def _check(x_TD: Tensor, routing: Routing, p: ExpertPlacement, ranks_per_domain:
         raise ValueError(f"{relation} with dispatcher ('nccl_ep'): use 'alltoall'")
 
 
-def _stream(x: Tensor) -> int:
+def _get_stream_handle(x: Tensor) -> int:
     return torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
 
 
@@ -351,4 +355,4 @@ class _EPDispatch(torch.autograd.Function):
             drows_SD = torch.zeros(shape, dtype=dtype, device=device)
         if dweights_SK is None:
             dweights_SK = torch.zeros(shape[0], ctx.flight.top_k, device=device)
-        return *ctx.flight.combine_back(drows_SD, dweights_SK), None
+        return *ctx.flight.compute_token_grads(drows_SD, dweights_SK), None

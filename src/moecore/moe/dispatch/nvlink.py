@@ -88,24 +88,24 @@ class NVLinkDispatcher(Dispatcher):
         """Send tokens to their experts' ranks. No collective; one host sync, at the first call."""
         # With `NVLinkOptions.row_factor` "exact" each call has one host sync. Holes of the source
         # rows are uninitialised; no slot names them.
-        if self._uses_alltoall(x_TD, routing):
+        if self._is_sent_by_alltoall(x_TD, routing):
             return self._alltoall.dispatch(x_TD, routing)
         # On meta a plan of a step is made, so its capacity is limited.
         is_limited = self.exchanges.watch is not None or x_TD.is_meta
         wire = self.exchanges.wire
-        wire.check(x_TD.shape[1])
-        exchange = self.exchanges.get(x_TD, routing.destinations_TK.shape[1])
+        wire.check_dim(x_TD.shape[1])
+        exchange = self.exchanges.get_exchange(x_TD, routing.destinations_TK.shape[1])
         tokens = (x_TD, routing.weights_TK, routing.destinations_TK)
         num_tokens, max_tokens = x_TD.shape[0], exchange.layout.max_tokens
         if num_tokens > max_tokens:  # `TokenCapacity` reruns the step with larger buffers
             tokens = (tokens[0][:max_tokens], tokens[1][:max_tokens], tokens[2][:max_tokens])
         sender = _Sender(exchange) if exchange.layout.sums_slot else None
         is_as: Any = dict(is_limited=is_limited, multiple=routing.rows_multiple)
-        index_of = partial(_index_of, exchange=exchange, place=self.placement, **is_as)
+        index_of = partial(_build_index, exchange=exchange, place=self.placement, **is_as)
         arguments = (exchange, wire, self.placement, sender, index_of)
         outputs = _Outputs(*_Dispatch.apply(*tokens, *arguments))
         places = (outputs.peers_T, outputs.places_S, outputs.slots_SK)
-        plan = NVLinkPlan(exchange, x_TD.dtype, num_tokens, *places, wire.receiver())
+        plan = NVLinkPlan(exchange, x_TD.dtype, num_tokens, *places, wire.make_receiver())
         refetch = None
         if not exchange.options.keep_rows:
             fetch = partial(_repeat_spread, exchange, wire)
@@ -115,12 +115,12 @@ class NVLinkDispatcher(Dispatcher):
             ExpertIndex(*outputs[4:]),
             plan,
             UnsummedInput(outputs.handle_RD, sender, refetch),
-            self._balanced(exchange),
+            self._count_balanced_rows(exchange),
             receiver=plan.receiver,
         )
 
-    def _uses_alltoall(self, x_TD: Tensor, routing: Routing) -> bool:
-        """Whether all-to-all sends these tokens; identical on all ranks."""
+    def _is_sent_by_alltoall(self, x_TD: Tensor, routing: Routing) -> bool:
+        """Whether the all-to-all dispatcher sends these tokens; identical on all ranks."""
         # With `ExchangePool.is_required` they go by all-to-all if the capacity is limited and no
         # step reads shortages. Without it they go by all-to-all if stores cannot carry the rows, or
         # if the forward is part of no step that is rerun and of no CUDA graph.
@@ -138,9 +138,9 @@ class NVLinkDispatcher(Dispatcher):
             return problem is not None or watch not in ("reruns", "graph")
         return pool.factor is not None and watch is None
 
-    def _balanced(self, exchange: Exchange) -> BalancedRows:
+    def _count_balanced_rows(self, exchange: Exchange) -> BalancedRows:
         layout = exchange.layout
-        source = self.placement.balanced_tokens(layout.max_tokens, layout.top_k)
+        source = self.placement.compute_balanced_tokens(layout.max_tokens, layout.top_k)
         expert = None if self.counts_rows else exchange.balanced_rows
         return BalancedRows(layout.num_ranks * source, expert)
 
@@ -165,7 +165,7 @@ class NVLinkDispatcher(Dispatcher):
         return F.pad(y_TD, (0, 0, 0, missing)) if missing else y_TD
 
 
-def _index_of(
+def _build_index(
     choices: SpreadChoices,
     *,
     exchange: Exchange,
@@ -173,7 +173,7 @@ def _index_of(
     is_limited: bool,
     multiple: int,
 ) -> ExpertIndex:
-    """Return the index. R has space for any routing, or the capacity of `row_factor`."""
+    """Build the index of expert rows. R fits any routing, or is limited by `row_factor`."""
     owned = dict(first=place.first_physical, num_local=place.num_physical)
     num_rows = exchange.layout.source_rows * min(exchange.layout.top_k, place.num_physical)
     factor = exchange.options.row_factor
@@ -241,7 +241,7 @@ class _Sender:
         if self._exchange.can_copy():
             sums_SD = sum_rows_without_autograd(drows_RD, row_ids_R, slots_SK, num_rows)
             self._stored_rows = _StoredRows(
-                drows_RD, dweights_R, _versions(drows_RD, dweights_R), sums_SD
+                drows_RD, dweights_R, _get_versions(drows_RD, dweights_R), sums_SD
             )
             self._exchange.start_copies(sums_SD)
 
@@ -255,7 +255,7 @@ class _Sender:
         if stored_rows is None:
             return None
         is_untouched = grads[0] is stored_rows.drows_RD and grads[1] is stored_rows.dweights_R
-        if not is_untouched or _versions(*grads) != stored_rows.versions:
+        if not is_untouched or _get_versions(*grads) != stored_rows.versions:
             raise RuntimeError(
                 "gradients of the experts' input must not change after the experts' backward with "
                 "NVLinkOptions.overlap_weight_grads (True), which has sent them already: remove "
@@ -272,7 +272,7 @@ class _Sender:
         )
 
 
-def _versions(*tensors: Tensor | None) -> tuple[int, ...]:
+def _get_versions(*tensors: Tensor | None) -> tuple[int, ...]:
     return tuple(sum_versions(t) for t in tensors if t is not None)
 
 

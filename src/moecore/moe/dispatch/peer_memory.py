@@ -24,7 +24,7 @@ def make_buffer(
     layout: ExchangeLayout, group: dist.ProcessGroup, device: torch.device, timeout_s: float
 ) -> SymmetricBuffer:
     """Allocate this rank's buffer of an exchange of rows. Collective."""
-    peers, handles = _connect(layout, group, device, timeout_s)
+    peers, handles = _allocate_peer_memory(layout, group, device, timeout_s)
     slots = tuple(
         layout.view_sums(peer, handles["rank"]) for peer in (peers if layout.sums_slot else [])
     )
@@ -36,17 +36,17 @@ def make_clone_buffer(
 ) -> CloneBuffer:
     """Allocate this rank's slots for clones. Collective."""
     layout = CloneLayout(num_ranks=group.size())
-    _, handles = _connect(layout, group, device, timeout_s)
+    _, handles = _allocate_peer_memory(layout, group, device, timeout_s)
     return CloneBuffer(layout=layout, **handles)
 
 
-def _connect(
+def _allocate_peer_memory(
     layout: ExchangeLayout | CloneLayout,
     group: dist.ProcessGroup,
     device: torch.device,
     timeout_s: float,
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    """Return the memory of all ranks, and the fields of a `PeerBuffer`. Collective."""
+    """Allocate symmetric memory; return all ranks' memory and `PeerBuffer` fields. Collective."""
     size = (layout.num_bytes,)
     memory, handle = allocate_symmetric_memory(layout.num_bytes, group, device)
     memory.zero_()  # the flags
@@ -92,20 +92,24 @@ def find_problem(group: dist.ProcessGroup, device_type: str) -> str | None:
 def find_peer_problem(group: dist.ProcessGroup) -> str | None:
     """Return why GPUs of a group cannot read each other's memory; None = they can."""
     # As `find_problem`, without what is asked of kernels.
-    problems = gather_objects(_peer_problem(group) or _memory_problem(group), group)
+    problems = gather_objects(
+        _find_peer_access_problem(group) or _find_memory_problem(group), group
+    )
     return next((p for p in problems if p), None)
 
 
-def are_peers_on_meta(group: dist.ProcessGroup) -> bool:
+def can_meta_peers_access(group: dist.ProcessGroup) -> bool:
     """Return whether the GPUs of a simulated group on meta can read each other's memory."""
     return len({rank // get_num_meta_peers() for rank in dist.get_process_group_ranks(group)}) == 1
 
 
-def _peer_problem(group: dist.ProcessGroup) -> str | None:
+def _find_peer_access_problem(group: dist.ProcessGroup) -> str | None:
     """Check hosts and peer access; the answer is identical on all ranks that see all GPUs."""
     device = torch.cuda.current_device()
-    local_devices = {str(_properties(i).uuid): i for i in range(torch.cuda.device_count())}
-    places = gather_objects((get_host_id(), str(_properties(device).uuid)), group)
+    local_devices = {
+        str(_get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())
+    }
+    places = gather_objects((get_host_id(), str(_get_device_properties(device).uuid)), group)
     hosts = len({host for host, _ in places})
     if hosts > 1:
         return f"must stay on one host (its ranks are on {hosts}): use 'alltoall'"
@@ -124,7 +128,7 @@ def _peer_problem(group: dist.ProcessGroup) -> str | None:
     return None
 
 
-def _memory_problem(group: dist.ProcessGroup) -> str | None:
+def _find_memory_problem(group: dist.ProcessGroup) -> str | None:
     """Try to allocate symmetric memory. All ranks of the group must call it, or none."""
     device = torch.device("cuda", torch.cuda.current_device())
     try:
@@ -135,7 +139,7 @@ def _memory_problem(group: dist.ProcessGroup) -> str | None:
     return None
 
 
-def _properties(index: int) -> Any:
+def _get_device_properties(index: int) -> Any:
     return torch.cuda.get_device_properties(index)
 
 

@@ -26,7 +26,7 @@ class Wire:
 
     fp8: bool = False
 
-    def check(self, dim: int) -> None:
+    def check_dim(self, dim: int) -> None:
         """Raise a ValueError if rows of `dim` columns cannot be packed."""
         if self.fp8 and dim % PACKED_COLUMNS:
             raise ValueError(
@@ -38,7 +38,7 @@ class Wire:
         """Return the rows to send: x_TD, or packed [T, W]. No autograd."""
         return pack_rows(x_TD.contiguous()) if self.fp8 else x_TD
 
-    def gather(
+    def gather_rows(
         self, x_TD: Tensor, token_ids_M: Tensor, slots_TG: Tensor
     ) -> tuple[Tensor | None, Tensor]:
         """Return the packed rows of M tokens or None, and differentiable rows or a handle.
@@ -61,7 +61,7 @@ class Wire:
             return Rows(rows_SN)
         return Rows.from_bytes(rows_SN, like.shape[1], like.dtype, handle_SD)
 
-    def receiver(self) -> Receiver | None:
+    def make_receiver(self) -> Receiver | None:
         """Return the receiver of gradients of the experts' output; None = autograd sends them."""
         return Receiver() if self.fp8 and not torch.compiler.is_compiling() else None
 

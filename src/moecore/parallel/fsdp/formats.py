@@ -14,7 +14,7 @@ on one rank. Scales are not all-gathered, because every rank computes all of the
 quantise a weight twice, which needs as many bytes as bf16.
 
 A quantised unsharded parameter has shape, dtype and gradient, but its memory is one NaN. Products
-read its `Blocks` (`moe.param_reader.gathered_blocks`).
+read its `Blocks` (`moe.param_reader.get_fp8_blocks`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from moecore.kernels.rows.shard_matrices import (
     write_matrix_amax_,
     write_square_amax_,
 )
-from moecore.moe.amax_history import history_of
+from moecore.moe.amax_history import get_amax_history
 from moecore.parallel.fsdp.params import UnitParam, copy_all
 
 
@@ -205,7 +205,7 @@ class MatrixFormat(QuantisedFormat):
 
     @override
     def _quantise_shard(self, shard: Tensor, part: _ShardPart, values: Tensor) -> None:
-        past = None if part.history is None else part.history.amax("weight")
+        past = None if part.history is None else part.history.get_max_amax("weight")
         amax = part.of_matrices
         if past is not None:  # all ranks must use the same scale, also if one skipped the linear
             amax = torch.where(past > 0, past, amax)
@@ -260,7 +260,7 @@ class _ShardPart:
         self.first = (
             _find_shard_start(param) if param.slot.dim == 0 and len(param.shape) > 2 else 0
         )  # matrix
-        self.history = history_of(param.owners[0][0])
+        self.history = get_amax_history(param.owners[0][0])
 
 
 def _find_shard_start(param: UnitParam) -> int:

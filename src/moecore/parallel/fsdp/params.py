@@ -30,7 +30,7 @@ from moecore.base.torch_private import (
     make_parameter_like,
     wrap_like,
 )
-from moecore.moe.param_reader import gathered_blocks
+from moecore.moe.param_reader import get_fp8_blocks
 from moecore.parallel.fsdp.plan import FlatSlot
 
 LARGE = 1 << 22  # elements from which a separate copy is faster than a fused copy
@@ -120,7 +120,7 @@ class UnitParam:
         if self._inner is not None and not self._is_plain:
             local = make_dtensor(local, *self._inner, of=self.sharded)
         self.unsharded = make_parameter_like(local, self.sharded)
-        blocks = gathered_blocks(self.sharded)
+        blocks = get_fp8_blocks(self.sharded)
         if blocks is not None:  # `precision/stored.py`: the shard has no values
             setattr(self.unsharded, GATHERED_BLOCKS, blocks)
         return (

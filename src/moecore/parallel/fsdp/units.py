@@ -57,7 +57,7 @@ def find_units(model: nn.Module, options: FSDPOptions) -> Units:
         blocks=blocks,
         groups=groups,
         routers=routers,
-        experts=[m.part("experts") for m in layers],
+        experts=[m.get_part("experts") for m in layers],
         heads=heads,
         first_use=sorted([*parts, *([h] for h in heads)], key=lambda units: place[units[0]]),
     )
@@ -219,7 +219,7 @@ def _separate_routers(layers: list[RoutedLayer], options: FSDPOptions) -> list[l
     # the first block and reduced after its backward. Until then its gradients are unsharded: 50 MB
     # for Qwen3-30B-A3B, 430 MB for DeepSeek-V3.
     of_dtype: dict[torch.dtype, list[nn.Module]] = {}
-    for router in (m.part("router") for m in layers):
+    for router in (m.get_part("router") for m in layers):
         if router is not None and is_in_router_unit(router, options):
             of_dtype.setdefault(router.weight.dtype, []).append(router)
     return list(of_dtype.values())
@@ -233,8 +233,8 @@ def _list_layers(blocks: list[nn.Module]) -> list[RoutedLayer]:
 def _list_first_modules(blocks: list[nn.Module], first_routers: set[nn.Module]) -> list[nn.Module]:
     """Return the first modules of the blocks' router and expert units, in the order of use."""
     layers = _list_layers(blocks)
-    parts = [m.part("router") for m in layers if m.part("router") in first_routers]
-    return [*parts, *(m.part("experts") for m in layers)]
+    parts = [m.get_part("router") for m in layers if m.get_part("router") in first_routers]
+    return [*parts, *(m.get_part("experts") for m in layers)]
 
 
 def make_kind_lookup(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> Callable[[str], str]:
@@ -245,7 +245,11 @@ def make_kind_lookup(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> Cal
     roles: dict[str, str] = {}
     for name, layer in layers.items():
         of_role = {"router": "router", "experts": "experts", "shared": "shared experts"}
-        parts = {layer.name_of(r): kind for r, kind in of_role.items() if layer.part(r) is not None}
+        parts = {
+            layer.get_part_name(r): kind
+            for r, kind in of_role.items()
+            if layer.get_part(r) is not None
+        }
         if isinstance(layer, MoELayer):
             parts["latent"] = "latent"
             if layer.layout.shared_gate:

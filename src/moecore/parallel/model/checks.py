@@ -21,7 +21,7 @@ from moecore.base.options.precision import Recipe
 from moecore.base.torch_private import HAS_SEPARATE_PIECES, has_gradient_hooks
 from moecore.moe.backends import check_backend
 from moecore.moe.dispatch.wire import Wire
-from moecore.moe.expert_layout import expert_shapes
+from moecore.moe.expert_layout import compute_expert_shapes
 from moecore.moe.experts import Experts
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.shared import SharedExpert
@@ -91,7 +91,7 @@ def check_layers(model: nn.Module, layers: Mapping[str, RoutedLayer], request: R
         _check_dense(request)
     owners: dict[nn.Module, str] = {}
     for name, layer in layers.items():
-        first = owners.setdefault(layer.part("experts"), name)
+        first = owners.setdefault(layer.get_part("experts"), name)
         if first != name:
             raise ValueError(
                 f"{name} and {first} must not share one experts module, which is sharded and "
@@ -101,8 +101,8 @@ def check_layers(model: nn.Module, layers: Mapping[str, RoutedLayer], request: R
     for name, layer in layers.items():
         _check_experts(name, layer, request.meshes)
         if request.meshes.parallel.ep * request.meshes.parallel.etp > 1:
-            Wire(request.dispatch.fp8).check(layer.config.expert_dim)
-        if is_tied(layer.part("experts")):  # experts modules are sharded separately
+            Wire(request.dispatch.fp8).check_dim(layer.config.expert_dim)
+        if is_tied(layer.get_part("experts")):  # experts modules are sharded separately
             raise ValueError(
                 f"{name}: parameters of experts must not be shared with another module, because "
                 "experts live on a mesh of their own: untie them"
@@ -231,7 +231,7 @@ def _check_degrees(model: nn.Module, request: Request) -> None:
             )
     if request.dense.graph:
         _check_graphs(model, request)
-    owner = request.family.tensor_parallel(model)
+    owner = request.family.make_tensor_parallel_model(model)
     if p.tp > 1 and not is_tp_sharded(model) and not isinstance(owner, TensorParallelModel):
         raise NotImplementedError(
             f"ParallelConfig.tp ({p.tp}) must be 1 for {type(model).__name__}: tensor parallelism "
@@ -293,7 +293,7 @@ def _check_context(model: nn.Module, request: Request) -> None:
                 f"{dynamic} must go with loss ({request.loss!r}) = 'sum', because micro-batches "
                 "belong to different numbers of ranks: divide by the labels of the global batch"
             )
-    if not isinstance(request.family.context(model), protocol):
+    if not isinstance(request.family.make_context_parallel_model(model), protocol):
         raise NotImplementedError(
             f"{field} for {type(model).__name__}: context parallelism needs a model with "
             f"apply_context_{needs}, such as moecore.models.Decoder"
@@ -305,7 +305,7 @@ def _check_indexers(model: nn.Module, request: Request) -> None:
     """Raise an error if `indexer` is set for a model without indexers, or with tp > 1."""
     if request.indexer is None:
         return
-    if not request.family.indexers(model):
+    if not request.family.find_indexers(model):
         raise ValueError(
             f"indexer ({request.indexer}) must be None for {type(model).__name__}, which has no "
             "indexer of sparse attention that is known: leave it out"
@@ -322,7 +322,7 @@ def _check_head(model: nn.Module, request: Request) -> None:
     precision, p = request.precision, request.meshes.parallel
     if precision is None or not precision.fp8_head:
         return
-    shapes, name = request.family.head_shapes(model), type(model).__name__
+    shapes, name = request.family.get_head_shapes(model), type(model).__name__
     if not shapes or not request.memory.fused_loss:
         raise ValueError(
             f"Precision.fp8_head (True) must be False for {name}, whose loss is not made in chunks "
@@ -355,9 +355,11 @@ def _check_dense(request: Request) -> None:
 def _check_experts(name: str, layer: RoutedLayer, meshes: Meshes) -> None:
     """Raise an error if a layer's experts cannot be sharded over ep, etp and edp_shard."""
     p, config = meshes.parallel, layer.config
-    experts = layer.part("experts")
+    experts = layer.get_part("experts")
     layout_names = (
-        set(expert_shapes(config, experts.layout)) if isinstance(experts, Experts) else set()
+        set(compute_expert_shapes(config, experts.layout))
+        if isinstance(experts, Experts)
+        else set()
     )
     module_names = {n for n, _ in experts.named_parameters() if not n.startswith("lora.")}
     if not isinstance(experts, Experts) or module_names != layout_names:
@@ -386,14 +388,14 @@ def _check_experts(name: str, layer: RoutedLayer, meshes: Meshes) -> None:
 
 def _check_compute(name: str, layer: RoutedLayer, request: Request) -> None:
     """Raise an error if backend, recipe or configuration do not support an MoE layer."""
-    experts, backend = layer.part("experts"), request.expert_backend
+    experts, backend = layer.get_part("experts"), request.expert_backend
     recipe = request.find_recipe(name, layer, "experts")
     recompute_fc1 = "expert_fc1" in request.memory.parts
     experts.check_backend(backend, recompute_fc1=recompute_fc1, recipe=recipe)
     check_backend(backend, request.make_expert_spec(layer, recipe))
     shared = request.find_recipe(name, layer, "shared_experts")
-    if isinstance(layer.part("shared"), SharedExpert) and shared is not None:
-        _check_shared(name, layer.part("shared"), shared)
+    if isinstance(layer.get_part("shared"), SharedExpert) and shared is not None:
+        _check_shared(name, layer.get_part("shared"), shared)
     layer.check_config(name, request.make_config(layer))
 
 
@@ -413,7 +415,7 @@ def _check_routers(
     layers: Mapping[str, RoutedLayer], is_tied: Callable[[nn.Module], bool], options: FSDPOptions
 ) -> None:
     """Raise a ValueError if a router with a separate unit is shared by two layers or modules."""
-    owned = {name: layer.part("router") for name, layer in layers.items()}
+    owned = {name: layer.get_part("router") for name, layer in layers.items()}
     routers = {name: router for name, router in owned.items() if router is not None}
     for name, router in routers.items():
         is_shared = list(routers.values()).count(router) > 1 or is_tied(router)

@@ -1,6 +1,6 @@
 """`Family`: the support for one kind of model, such as transformers models.
 
-`moecore.families.family_of(model)` returns the family of a model. Other packages call its methods.
+`moecore.families.find_family(model)` returns a model's family. Other packages call its methods.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Family(Protocol):
     def set_dtypes(self, model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
         """Prepare a model for compute in `dtype`; return names of tensors that stay in fp32."""
 
-    def staged(self, model: nn.Module) -> StagedModel:
+    def make_staged_model(self, model: nn.Module) -> StagedModel:
         """Return the `StagedModel` of a model that can be split into pipeline stages.
 
         Raises a NotImplementedError for any other model.
@@ -70,7 +70,7 @@ class Family(Protocol):
             )
         return cast(StagedModel, model)
 
-    def tensor_parallel(self, model: nn.Module) -> Any:
+    def make_tensor_parallel_model(self, model: nn.Module) -> Any:
         """Return the object that shards the model over tp; its class is `TensorParallelModel`.
 
         An object of another class means that the model does not support tensor parallelism.
@@ -81,21 +81,21 @@ class Family(Protocol):
         """Raise a ValueError if the model cannot be sharded over `tp` tensor parallel ranks."""
         return  # `Decoder.apply_tensor_parallel` checks its config
 
-    def context(self, model: nn.Module) -> Any:
+    def make_context_parallel_model(self, model: nn.Module) -> Any:
         """Return the object that applies context parallelism to the model.
 
         It supports cp if it is a `ContextParallelModel` or a `DynamicContextModel`.
         """
         return model
 
-    def indexers(self, model: nn.Module) -> Sequence[nn.Module]:
+    def find_indexers(self, model: nn.Module) -> Sequence[nn.Module]:
         """Return the layers whose sparse attention has a trainable indexer."""
         layers = (m for m in model.modules() if hasattr(m, "train_indexer"))
         return [layer for layer in layers if layer.indexer is not None]
 
     def train_indexers(self, model: nn.Module, config: IndexerConfig) -> None:
         """Add an auxiliary loss to each layer with an indexer, which trains the indexer."""
-        for layer in self.indexers(model):
+        for layer in self.find_indexers(model):
             cast(Any, layer).train_indexer(config)
 
     def has_tokens(self, inputs: Mapping[str, Any]) -> bool | Tensor:
@@ -103,7 +103,7 @@ class Family(Protocol):
         mask_BT = inputs.get("padding_mask_BT")
         return has_rows(inputs, "tokens_BT") if mask_BT is None else ~mask_BT.all()
 
-    def arguments(self, batch: PackedBatch) -> dict[str, Any]:
+    def make_arguments(self, batch: PackedBatch) -> dict[str, Any]:
         """Convert a packed batch to keyword arguments of the model's forward, without labels."""
         return {
             "tokens_BT": batch["input_ids"],
@@ -112,7 +112,7 @@ class Family(Protocol):
             "max_seqlen": batch["max_seqlen"],
         }
 
-    def vocab_size(self, model: nn.Module) -> int | None:
+    def get_vocab_size(self, model: nn.Module) -> int | None:
         """Return the size of the model's vocabulary, or None if its config has no size."""
         size = getattr(getattr(model, "config", None), "vocab_size", None)
         return size if isinstance(size, int) else None
@@ -124,7 +124,7 @@ class Family(Protocol):
             "pass a reference model"
         )
 
-    def head_shapes(self, model: nn.Module) -> Sequence[tuple[int, int]]:
+    def get_head_shapes(self, model: nn.Module) -> Sequence[tuple[int, int]]:
         """Return the shapes [V, D] of the heads whose loss is computed in chunks of tokens."""
 
     def fuse_loss(self, model: nn.Module, recipe: Recipe | None) -> None:

@@ -152,11 +152,11 @@ def apply_layers(model: nn.Module, state: ParallelState) -> None:
         clones = request.dispatch.clones
         if placement is not None and clones is not None and placement.num_clones:
             layer.cloner = Cloner(placement, meshes.expert.get_group("ep"), clones, peers)
-        if isinstance(layer, MoELayer) and layer.part("shared") is not None:
+        if isinstance(layer, MoELayer) and layer.get_part("shared") is not None:
             layer.shared_stream = stream
             recipe = recipes.get("shared_experts")
             if recipe is not None:
-                layer.part("shared").products = (
+                layer.get_part("shared").products = (
                     make_linear_products(recipe),
                     make_linear_products(recipe),
                 )
@@ -180,7 +180,7 @@ def _scale_nvlink_options(
 def _set_experts(name: str, layer: RoutedLayer, request: Request, recipe: Recipe | None) -> None:
     """Set the backend and FP8 recipe of a layer's experts; log why FP8 is not used."""
     recompute_fc1 = "expert_fc1" in request.memory.parts
-    layer.part("experts").set_backend(
+    layer.get_part("experts").set_backend(
         request.expert_backend, recompute_fc1=recompute_fc1, recipe=recipe
     )
     why_wide = request.find_fp8_problem(name, layer)
@@ -245,7 +245,7 @@ def apply_context(model: nn.Module, state: ParallelState) -> None:
         else:
             group = meshes.dense.get_group("cp")
         places[cp] = _make_context(meshes, options, group)
-    owner = request.family.context(model)
+    owner = request.family.make_context_parallel_model(model)
     if request.is_dynamic:
         owner.apply_context_groups(places)
     else:
@@ -309,7 +309,7 @@ def cut_stages(model: nn.Module, request: Request) -> tuple[PipelineLayout | Non
     pp = request.meshes.parallel.pp
     if pp == 1 or request.pipeline is None:
         return None, ()
-    staged = request.family.staged(model)
+    staged = request.family.make_staged_model(model)
     bound = staged.stage_parts().bound
     layout = request.pipeline.stages(pp, *count_parts(staged), bound)
     chunks = layout.chunks(pp)
@@ -330,7 +330,7 @@ def apply_pipeline(model: nn.Module, state: ParallelState) -> None:
     assert request.pipeline is not None and meshes.pipeline_groups is not None
     assert state.arguments is not None and state.engine is not None
     pipeline = state.pipeline = Pipeline(
-        model=request.family.staged(model),
+        model=request.family.make_staged_model(model),
         engine=state.engine,
         config=request.pipeline,
         layout=state.layout,
@@ -351,7 +351,7 @@ def list_chunks(
     """Group this rank's blocks by the index of their pipeline stage; None = no stages."""
     if state.layout is None:
         return None
-    staged = state.request.family.staged(model)
+    staged = state.request.family.make_staged_model(model)
     parts, chunks = staged.stage_parts(), {}
     for stage in state.stages:
         names = [f"{parts.layers}.{index}" for index in stage.layers]

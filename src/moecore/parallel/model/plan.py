@@ -82,11 +82,11 @@ def cut_model(model: nn.Module, layers: Layers, request: Request) -> None:
     """Shard a model over tp, ep and etp, in place. No communication."""
     meshes, p = request.meshes, request.meshes.parallel
     if p.tp > 1 and not is_tp_sharded(model):
-        request.family.tensor_parallel(model).apply_tensor_parallel(meshes.dense["tp"])
+        request.family.make_tensor_parallel_model(model).apply_tensor_parallel(meshes.dense["tp"])
     if p.ep * p.etp > 1 or is_unsharded(meshes):
         mesh = meshes.expert["ep", "etp"]
         for layer in layers.values():
-            layer.part("experts").shard(mesh)
+            layer.get_part("experts").shard(mesh)
 
 
 def is_unsharded(meshes: Meshes) -> bool:
@@ -99,7 +99,7 @@ def _make_layer_plan(name: str, layer: RoutedLayer, request: Request) -> LayerPl
     config = layer.config
     return LayerPlan(
         name=name,
-        experts=f"{name}.{layer.name_of('experts')}".strip("."),
+        experts=f"{name}.{layer.get_part_name('experts')}".strip("."),
         num_experts=config.num_experts,
         zero_experts=config.zero_experts,
         top_k=config.top_k,
@@ -135,7 +135,7 @@ class _PlanBuilder:
         self.name_of = {param: name for name, param in model.named_parameters()}
         self.model_units = find_units(model, self.options)
         self.in_fp8 = {  # experts whose products quantise the stored weights
-            layer.part("experts")
+            layer.get_part("experts")
             for name, layer in layers.items()
             if request.find_recipe(name, layer, "experts") is not None
         }
@@ -313,7 +313,7 @@ def choose_expert_dim(experts: Experts, param: nn.Parameter, meshes: Meshes) -> 
     # Dim 0 (experts) if the local count divides evenly, otherwise the model dim, because sharding
     # dim 0 would leave ranks empty. A strided w1 shards the model dim too, because DTensor cannot
     # all-gather two strided dims. Biases are small and shard dim 0.
-    p, dim = meshes.parallel, experts.model_dim_of(param)
+    p, dim = meshes.parallel, experts.get_model_dim_idx(param)
     strided = experts.is_strided and p.etp > 1
     whole_experts = (experts.config.num_experts // p.ep) % p.edp_shard == 0 and not strided
     divides = experts.config.expert_dim % p.edp_shard == 0
@@ -394,7 +394,7 @@ def _find_fp8_parameters(
     for name, layer in layers.items():
         recipe = _select_gatherable(request.find_recipe(name, layer, "experts"))
         if recipe is not None and p.edp_replicate * p.edp_shard > 1:
-            experts = layer.part("experts")
+            experts = layer.get_part("experts")
             if experts.is_separate:
                 raise ValueError(
                     f"{name}: {GATHER} must go with ExpertLayout.gate_up ('separate') = 'split' or "
@@ -404,7 +404,7 @@ def _find_fp8_parameters(
                 param = getattr(experts, attribute)
                 _check_pairs(name, experts, param, recipe, request.meshes)
                 yield param, recipe
-        shared = layer.part("shared")
+        shared = layer.get_part("shared")
         recipe = _select_gatherable(request.find_recipe(name, layer, "shared_experts"))
         if isinstance(shared, SharedExpert) and recipe is not None:
             yield from ((param, recipe) for param in (shared.w1, shared.w2))

@@ -77,7 +77,7 @@ class Request:
         """Return the recipe that the argument `precision` selects, or None."""
         if self.precision is None:
             return None
-        part = layer.name_of("experts" if role == "experts" else "shared")
+        part = layer.get_part_name("experts" if role == "experts" else "shared")
         return self.precision.find_recipe(clean_name(f"{layer_name}.{part}".strip(".")), role)
 
     @property
@@ -93,7 +93,7 @@ class Request:
             sizes = [2**n for n in range(1, ranks.bit_length()) if ranks % 2**n == 0]
         elif p.cp > 1:
             sizes = [p.cp]
-        owner = self.family.context(model)
+        owner = self.family.make_context_parallel_model(model)
         return {cp: owner.context_options(options, cp, p.tp) for cp in sizes}
 
     def make_config(self, layer: RoutedLayer) -> MoEConfig:
@@ -105,8 +105,8 @@ class Request:
 
     def make_expert_spec(self, layer: RoutedLayer, recipe: Recipe | None) -> ExpertSpec:
         """Return the local shapes, dtypes and recipe of a layer's experts, which select kernels."""
-        experts: Experts = layer.part("experts")
-        return experts.spec(
+        experts: Experts = layer.get_part("experts")
+        return experts.make_spec(
             dim=layer.config.expert_dim,
             hidden_dim=layer.config.hidden_dim // self.meshes.parallel.etp,
             dtypes=frozenset([self.fsdp.param_dtype or next(experts.parameters()).dtype]),
@@ -180,7 +180,7 @@ def _list_model_entries(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> 
 
 def list_roles(layer: RoutedLayer) -> tuple[Role, ...]:
     """Return the roles of the layer's expert products that moecore computes."""
-    is_native = isinstance(layer.part("shared"), SharedExpert)
+    is_native = isinstance(layer.get_part("shared"), SharedExpert)
     return ("experts", "shared_experts") if is_native else ("experts",)
 
 

@@ -59,7 +59,7 @@ def shard_model(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> UnitEngine
     if meshes.parallel.pp == 1:  # otherwise a stage's forward runs a part of the modules
         layers = [layer for layer in model.modules() if isinstance(layer, RoutedLayer)]
         exchanges = {
-            layer: layer.part("experts")
+            layer: layer.get_part("experts")
             for layer in layers
             if not isinstance(layer.dispatcher, LocalDispatcher)
         }

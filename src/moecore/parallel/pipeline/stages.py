@@ -70,7 +70,7 @@ class StageParts:
 
 @runtime_checkable
 class StagedModel(Protocol):
-    """A model that can run pipeline stages (`Family.staged`)."""
+    """A model that can run pipeline stages (`Family.make_staged_model`)."""
 
     def stage_parts(self) -> StageParts:
         """Return the names of the modules that stages contain. `take_stages` keeps these names."""

@@ -137,10 +137,10 @@ class GraphedForwardBackward:
         # The host sees that a step later, without a wait, and captures with larger buffers.
         if self._capacity.is_outgrown():
             self.close()
-            self._capacity.enlarge()
+            self._capacity.enlarge_buffers()
         if self._captured is not None:
             return self._captured.replay(inputs)
-        with self._capacity.graphed():
+        with self._capacity.enter_graph():
             return self._run_before_replay(inputs)
 
     def _run_before_replay(self, inputs: Inputs) -> Any:
@@ -312,7 +312,7 @@ def _find_first_problem(problem: str) -> str:
 def _check_start(model: nn.Module, state: MoEState) -> None:
     """Raise if choices are recorded or replayed, or a parameter has a gradient already."""
     for name, layer in state.layers.items():
-        router = layer.part("router")
+        router = layer.get_part("router")
         if router is not None and router.tape is not None:
             raise NotImplementedError(
                 f"choices of {name} must not be recorded or replayed in a CUDA graph, which would "
@@ -347,9 +347,9 @@ def _check_dispatchers(state: MoEState) -> None:
                 f"clones of {name} ({layer.cloner.options}) must go with dispatcher 'nvlink' for a "
                 "CUDA graph, because the host reads their plan with any other: leave them out"
             )
-        if layer.part("experts").waits_on_host:
+        if layer.get_part("experts").waits_on_host:
             raise ValueError(
-                f"expert_backend of {name} ({layer.part('experts').backend!r}) must be 'auto', "
+                f"expert_backend of {name} ({layer.get_part('experts').backend!r}) must be 'auto', "
                 "'triton' or 'torch' for a CUDA graph, because it reads sizes on the host"
             )
         if layer.dispatcher.waits_on_host and not pads:
@@ -388,7 +388,7 @@ def _get_gpu(model: nn.Module) -> torch.device:
 def _drop_copies(state: MoEState) -> None:
     """Drop the FP8 copies of expert weights, so that the next forward makes new ones."""
     for layer in state.layers.values():
-        layer.part("experts").reader.drop_copies()
+        layer.get_part("experts").reader.drop_copies()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

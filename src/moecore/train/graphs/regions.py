@@ -91,12 +91,12 @@ def drop_graphs(model: nn.Module) -> None:
 
 
 def _graph_layer(name: str, layer: RoutedLayer, memory: GraphMemory) -> None:
-    router, dispatcher = layer.part("router"), layer.dispatcher
+    router, dispatcher = layer.get_part("router"), layer.dispatcher
     if isinstance(router, Router):
         _replace_by_graph(
             f"{name}.router", router, "forward", [router], memory, partial(_is_free, router)
         )
-    shared = layer.part("shared") if isinstance(layer, MoELayer) else None
+    shared = layer.get_part("shared") if isinstance(layer, MoELayer) else None
     if shared is not None:
         shared_memory = GraphMemory() if layer.shared_stream is not None else memory
         _replace_by_graph(

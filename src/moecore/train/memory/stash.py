@@ -29,7 +29,7 @@ from moecore.kernels.common import cdiv
 from moecore.kernels.rows.free_list import PEAK_WORD, PagePool, return_pages
 from moecore.kernels.rows.pages import MAX_MATRICES, PageLayout, copy_rows, take_rows
 from moecore.moe.dispatch.exchange import ExchangeError
-from moecore.moe.shortage import Holder, Shortage, rank_or_zero
+from moecore.moe.shortage import Holder, Shortage, get_rank_or_zero
 from moecore.train.memory.groups import HostCopy, StorageGroup
 from moecore.train.memory.offload import Offload
 from moecore.train.memory.streams import CopyMark, CopyStreams, Job
@@ -350,8 +350,8 @@ class Stash(Offload, Holder):
         min_factor = math.ceil(shortage.factor_seen * 1000) / 1000
         return ExchangeError(
             f"{self.option} ({self.factor}) must be >= {min_factor:g} for the "
-            f"{shortage.num_seen} pages of rows that rank {rank_or_zero()} keeps: raise it, or set "
-            "host_bytes; results since then are not valid",
+            f"{shortage.num_seen} pages of rows that rank {get_rank_or_zero()} keeps: raise it, or "
+            "set host_bytes; results since then are not valid",
             stash_factor=min_factor,
         )
 

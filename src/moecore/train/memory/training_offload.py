@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from moecore.base.fields import check_arguments
 from moecore.base.torch_private import get_storage_key, get_stored_local, tree_leaves
-from moecore.moe.param_reader import gathered_blocks
+from moecore.moe.param_reader import get_fp8_blocks
 from moecore.parallel.fsdp.buffers import Buffer
 from moecore.parallel.model.parallel_state import (
     get_progress,
@@ -200,7 +200,7 @@ class TrainingOffload:
         if part == "weights":
             yield from params
             yield from self._model.buffers()
-            for blocks in filter(None, map(gathered_blocks, params)):
+            for blocks in filter(None, map(get_fp8_blocks, params)):
                 yield from blocks.tensors()
         elif part == "grads":
             yield from (param.grad for param in params if param.grad is not None)

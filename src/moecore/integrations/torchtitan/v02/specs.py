@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from moecore.base import torch_private
-from moecore.integrations.torchtitan.options import MoECore, import_error, moecore_options
+from moecore.integrations.torchtitan.options import MoECore, get_moecore_options, make_import_error
 
 try:
     from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 except ModuleNotFoundError as error:
-    raise import_error(error, "v02.specs") from error
+    raise make_import_error(error, "v02.specs") from error
 from torchtitan.components import optimizer as titan_optimizer
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.lr_scheduler import build_lr_schedulers
@@ -40,7 +40,7 @@ from torchtitan.protocols import BaseModelArgs
 
 from moecore.base.options.layer import BalanceConfig
 from moecore.integrations.torchtitan import models, parallelize
-from moecore.integrations.torchtitan.layer import TitanLayer, cut_dense_parts, titan_layer
+from moecore.integrations.torchtitan.layer import TitanLayer, adopt_titan_block, cut_dense_parts
 from moecore.integrations.torchtitan.pipeline import RowSchedule, check_stages
 from moecore.integrations.torchtitan.sections import arguments, changed
 from moecore.integrations.torchtitan.step import MoEMetricsProcessor, finish_at_step
@@ -100,7 +100,7 @@ def _rules(job: Any, parallel_dims: ParallelDims, own_loss: bool) -> list[parall
     hf_replicas = checkpoint.enable and (
         checkpoint.initial_load_in_hf or checkpoint.last_save_in_hf
     )
-    optimizer, changed_options = job.optimizer, changed(moecore_options(job))
+    optimizer, changed_options = job.optimizer, changed(get_moecore_options(job))
     optimizer_options = [n for n in changed_options if n.startswith(("adamw.", "muon."))]
     as_titan = bool(optimizer_options) and not _is_fused_adamw(optimizer)
     name = f"{optimizer.name}, {optimizer.implementation}"
@@ -133,7 +133,7 @@ def _cut(model: Any, _: ParallelDims, meshes: Meshes, job: Any) -> Meshes:
     dense_tp(model, tp_mesh, enable_float8_tensorwise_tp=False, **options)
     for layer in (m for m in model.modules() if isinstance(m, TitanMoE)):
         cut_dense_parts(layer, tp_mesh)
-    if parallelize.compiles_model(job):
+    if parallelize.is_compiled_job(job):
         # What the embedding's reduce-scatter returns is a tensor that still waits. torch 2.13
         # gives such an input of a compiled graph no gradient.
         model.tok_embeddings.register_forward_hook(lambda _, __, x: x.clone())
@@ -143,11 +143,11 @@ def _cut(model: Any, _: ParallelDims, meshes: Meshes, job: Any) -> Meshes:
 def _checkpoint(model: nn.Module, job: Any) -> None:
     ac, field = job.activation_checkpoint, "per_op_sac_force_recompute_mm_shapes_by_fqns"
     if ac.mode != "none":
-        ac = replace(ac, **{field: parallelize.without_router(getattr(ac, field))})
+        ac = replace(ac, **{field: parallelize.select_without_router(getattr(ac, field))})
         apply_ac(model, ac, op_sac_save_list=SAVED_OPS)
 
 
-titan_moe = partial(titan_layer, TitanMoE)
+titan_moe = partial(adopt_titan_block, TitanMoE)
 V02 = parallelize.Version(
     rules=_rules, block=MoE, adapter=titan_moe, apply_tp=_cut, checkpoint=_checkpoint
 )
@@ -164,7 +164,7 @@ class LabelledDataLoader(BaseDataLoader):
         self.state_dict, self.load_state_dict = loader.state_dict, loader.load_state_dict
         self.has_cp = job.parallelism.context_parallel_degree > 1
         self.eos = None
-        if moecore_options(job).documents:
+        if get_moecore_options(job).documents:
             self.eos = getattr(tokenizer, "eos_id", None)
             if self.eos is None:
                 raise ValueError(
@@ -179,7 +179,7 @@ class LabelledDataLoader(BaseDataLoader):
             if self.has_cp:  # torchtitan cuts the input
                 labels[parallelize.TOKENS] = tokens_BT
             if self.eos is not None:
-                labels |= models.document_inputs(tokens_BT.roll(1, 1) == self.eos)
+                labels |= models.make_document_inputs(tokens_BT.roll(1, 1) == self.eos)
             yield {**inputs, **labels}, labels_BT
 
 
@@ -230,7 +230,7 @@ def accelerated(spec: TrainSpec) -> TrainSpec:
     moves = spec.build_optimizers_fn is MOVING_BIAS
     return replace(
         spec,
-        parallelize_fn=partial(parallelize.parallelize_titan, version=V02, update_bias=moves),
+        parallelize_fn=partial(parallelize.parallelize_titan_model, version=V02, update_bias=moves),
         pipelining_fn=pipelining,
         build_optimizers_fn=build_optimizers,
         build_metrics_processor_fn=build_metrics_processor,
@@ -240,7 +240,7 @@ def accelerated(spec: TrainSpec) -> TrainSpec:
 def decoder_spec(flavors: Mapping[str, DecoderConfig]) -> TrainSpec:
     """Return the TrainSpec of moecore's own decoder, by name of a flavor; see `models`."""
     args = {name: models.DecoderArgs(decoder=config) for name, config in flavors.items()}
-    return _own_loss_spec(models.OwnDecoder, args, parallelize.parallelize_own_loss)
+    return _make_own_loss_spec(models.OwnDecoder, args, parallelize.parallelize_own_loss_model)
 
 
 def hf_spec(
@@ -254,11 +254,13 @@ def hf_spec(
         balance: of every MoE layer; None = no auxiliary loss, and selection biases stay.
     """
     args = {name: TitanHFArgs(source) for name, source in flavors.items()}
-    spec = _own_loss_spec(models.HFModel, args, partial(models.parallelize_hf, balance=balance))
+    spec = _make_own_loss_spec(
+        models.HFModel, args, partial(models.parallelize_hf_model, balance=balance)
+    )
     return replace(spec, state_dict_adapter=models.HFNames)
 
 
-def _own_loss_spec(
+def _make_own_loss_spec(
     model_cls: type[Any], args: Mapping[str, Any], parallelize_fn: Callable[..., nn.Module]
 ) -> TrainSpec:
     """Return the TrainSpec of a model that makes its loss itself."""
@@ -287,13 +289,13 @@ class MuonContainer(titan_optimizer.OptimizersContainer):
             muon = Muon(assignment, config.lr, weight_decay=config.weight_decay, **muon_options)
             self.optimizers += [
                 muon,
-                AdamW(assignment.adamw_params, **_adamw_options(config, options)),
+                AdamW(assignment.adamw_params, **_make_adamw_options(config, options)),
             ]
         params = [p for part in model_parts for p in part.parameters() if p.requires_grad]
         self._post_init(params, {"lr": config.lr})
 
 
-def _adamw_options(config: Any, options: Any) -> dict[str, Any]:
+def _make_adamw_options(config: Any, options: Any) -> dict[str, Any]:
     betas, keywords = (config.beta1, config.beta2), arguments(options.adamw, "moecore.adamw")
     return dict(
         lr=config.lr, betas=betas, eps=config.eps, weight_decay=config.weight_decay, **keywords
@@ -319,7 +321,7 @@ def build_optimizers(
     elif options.muon.enable:
         optimizers = MuonContainer(model_parts, optimizer_config, options)
     else:
-        adamw_options = _adamw_options(optimizer_config, options)
+        adamw_options = _make_adamw_options(optimizer_config, options)
         optimizers = titan_optimizer.OptimizersContainer(model_parts, AdamW, adamw_options)
     finish_at_step(optimizers, model_parts)
     return optimizers

@@ -21,13 +21,13 @@ from functools import partial
 
 from torch import nn
 
-from moecore.integrations.torchtitan.options import import_error
+from moecore.integrations.torchtitan.options import make_import_error
 
 try:
     from torchtitan.protocols.model_spec import ModelSpec
     from torchtitan.trainer import Trainer
 except ModuleNotFoundError as error:
-    raise import_error(error, "v03.jobs") from error
+    raise make_import_error(error, "v03.jobs") from error
 from torchtitan.components.optimizer import default_adamw, register_moe_load_balancing_hook
 from torchtitan.components.quantization.utils import has_quantization
 from torchtitan.config import TrainingConfig
@@ -44,8 +44,8 @@ from moecore.integrations.torchtitan import models
 from moecore.integrations.torchtitan.parallelize import (
     check_model,
     check_replaced,
-    parallelize_own_loss,
-    parallelize_titan,
+    parallelize_own_loss_model,
+    parallelize_titan_model,
 )
 from moecore.integrations.torchtitan.step import finish_at_step
 from moecore.integrations.torchtitan.v03.parts import (
@@ -95,7 +95,7 @@ def accelerated(job: Trainer.Config) -> MoETrainer.Config:
     check_replaced("ModelSpec.post_optimizer_build_fn", hook, (None, moving))
     spec = replace(
         spec,
-        parallelize_fn=partial(parallelize_titan, version=V03, update_bias=hook is moving),
+        parallelize_fn=partial(parallelize_titan_model, version=V03, update_bias=hook is moving),
         pipelining_fn=pipelining,
         post_optimizer_build_fn=finish_at_step,
     )
@@ -112,7 +112,7 @@ def accelerated(job: Trainer.Config) -> MoETrainer.Config:
 def decoder_job(decoder: DecoderConfig, name: str = "decoder") -> OwnLossTrainer.Config:
     """Return a job that trains moecore's own decoder on text; see `models`."""
     model = TitanDecoder.Config(decoder=decoder)
-    return _own_loss_job(name, model, parallelize_own_loss, seq_len=decoder.max_seq_len)
+    return _make_own_loss_job(name, model, parallelize_own_loss_model, seq_len=decoder.max_seq_len)
 
 
 def hf_job(
@@ -125,13 +125,13 @@ def hf_job(
             `hf_assets_path`.
         balance: of every MoE layer; None = no auxiliary loss, and selection biases stay.
     """
-    parallelize = partial(models.parallelize_hf, balance=balance)
-    job = _own_loss_job("hf", TitanHF.Config(source=source), parallelize, seq_len=4096)
+    parallelize = partial(models.parallelize_hf_model, balance=balance)
+    job = _make_own_loss_job("hf", TitanHF.Config(source=source), parallelize, seq_len=4096)
     job.model_spec.state_dict_adapter = models.HFNames
     return job
 
 
-def _own_loss_job(
+def _make_own_loss_job(
     flavor: str, model: BaseModel.Config, parallelize: Callable[..., nn.Module], *, seq_len: int
 ) -> OwnLossTrainer.Config:
     """Return the job of a model that makes its loss itself."""
@@ -156,7 +156,7 @@ def _own_loss_job(
     )
 
 
-def _accelerated_job(make: Callable[[], Trainer.Config]) -> MoETrainer.Config:
+def _make_accelerated_job(make: Callable[[], Trainer.Config]) -> MoETrainer.Config:
     return accelerated(make())
 
 
@@ -171,6 +171,6 @@ for _module, _jobs in (
     (deepseek_v3_jobs, ("deepseek_v3_debugmodel", "deepseek_v3_16b", "deepseek_v3_671b")),
 ):
     for _job in _jobs:
-        globals()[_job] = partial(_accelerated_job, getattr(_module, _job))
+        globals()[_job] = partial(_make_accelerated_job, getattr(_module, _job))
 for _name, _decoder in PRESETS.items():
     globals()[f"decoder_{_name.replace('-', '_')}"] = partial(decoder_job, _decoder, _name)

@@ -26,14 +26,19 @@ from torchtitan.trainer import Trainer
 
 from moecore.base.torch_private import grouped_mm_overload
 from moecore.integrations.torchtitan import models
-from moecore.integrations.torchtitan.layer import Fills, TitanLayer, cut_dense_parts, titan_layer
+from moecore.integrations.torchtitan.layer import (
+    Fills,
+    TitanLayer,
+    adopt_titan_block,
+    cut_dense_parts,
+)
 from moecore.integrations.torchtitan.options import MoECore
 from moecore.integrations.torchtitan.parallelize import (
     TOKENS,
     Rule,
     Version,
-    compiles_model,
-    without_router,
+    is_compiled_job,
+    select_without_router,
 )
 from moecore.integrations.torchtitan.pipeline import MicroBatchSchedule, check_stages
 from moecore.integrations.torchtitan.sections import changed
@@ -69,7 +74,7 @@ class OwnLossTrainer(MoETrainer):
         """Yield torchtitan's batches, with `moecore.documents` those of their positions."""
         for inputs, labels in super().batch_generator(data_iterable):
             if self.config.moecore.documents:
-                inputs = inputs | models.document_inputs(inputs["positions"] == 0)
+                inputs = inputs | models.make_document_inputs(inputs["positions"] == 0)
             yield inputs, labels
 
     def post_dataloading_process(
@@ -177,8 +182,8 @@ class TitanMoE(TitanLayer, Module):
 
 
 def titan_moe(block: Any, model: nn.Module, *, update_bias: bool = True) -> TitanMoE:
-    """Return a TitanMoE that holds the parameters of a torchtitan block: see `titan_layer`."""
-    layer = titan_layer(TitanMoE, block, model, update_bias=update_bias)
+    """Return a TitanMoE with the parameters of a torchtitan block: see `adopt_titan_block`."""
+    layer = adopt_titan_block(TitanMoE, block, model, update_bias=update_bias)
     parts = {"experts": block.routed_experts.inner_experts, "router": block.router.gate}
     layer.fills = {
         role: {name: part._param_init[name] for name, _ in part.named_parameters(recurse=False)}
@@ -194,7 +199,7 @@ def _rules(job: Any, parallel_dims: ParallelDims, own_loss: bool) -> list[Rule]:
     has_titan_tp = parallel_dims.tp > 1 and not own_loss  # torchtitan's own tensor parallelism
     partly, compiled = (
         has_titan_tp and backend != "partial_dtensor",
-        has_titan_tp and compiles_model(job),
+        has_titan_tp and is_compiled_job(job),
     )
     optimizer_options = [n for n in changed(job.moecore) if n.startswith(("adamw.", "muon."))]
     optimizer = "absent, because optimizers of 0.3 are its own, 'DistMuon' among them,"
@@ -235,7 +240,7 @@ def _cut(model: nn.Module, parallel_dims: ParallelDims, meshes: Meshes, job: Any
 def _checkpoint(model: nn.Module, job: Any) -> None:
     ac = job.activation_checkpoint
     if type(ac) is SelectiveAC.Config:
-        names = without_router(ac.force_recompute_mm_shapes_by_fqns)
+        names = select_without_router(ac.force_recompute_mm_shapes_by_fqns)
         ac = derive(ac, SavingAC.Config, force_recompute_mm_shapes_by_fqns=names)
     if ac is not None:
         ac.build(dump_folder=job.dump_folder).apply(model)
