@@ -47,7 +47,7 @@ def matrices_of(param: Tensor, layout: MatrixLayout) -> Iterable[nn.Parameter]:
     """Yield the matrices of a parameter as parameters of two dims, which share its memory."""
     assert param.grad is not None
     values, grads = layout.view(param.detach()), layout.view(param.grad)
-    for part in layout.parts(param):
+    for part in layout.list_parts(param):
         rows = slice(int(part.rows[0]), int(part.rows[-1]) + 1)
         columns = slice(int(part.columns[0]), int(part.columns[-1]) + 1)
         for value, grad in zip(values[:, rows, columns], grads[:, rows, columns], strict=True):

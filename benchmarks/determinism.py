@@ -160,7 +160,7 @@ def options_of(run: Run) -> TrainConfig | FinetuneConfig:
         )
     native = NATIVE[run.size] | CASES[run.case]
     optimizer = OptimizerConfig(lr=3e-4)
-    return TrainConfig(steps=steps, sample_bytes=0, optimizer=optimizer, **native, **options)
+    return TrainConfig(steps=steps, sample_tokens=0, optimizer=optimizer, **native, **options)
 
 
 def recipe_of(run: Run) -> ModuleType:

@@ -137,7 +137,7 @@ METHODS: tuple[tuple[Any, str], ...] = (
     *((PackedBatchSampler([1], 4), n) for n in ("set_epoch", "state_dict", "load_state_dict")),
     (CorpusLoader(SOURCES, ROWS), "load_state_dict"),
     (schedule_documents([1], ranks=1, max_tokens=1), "select_rank_groups"),
-    *((TABLE, n) for n in ("of", "read", "on", "write", "extended", "seconds", "wall")),
+    *((TABLE, n) for n in ("of", "read", "on", "write", "extend", "seconds", "wall")),
     *((REPLAY, n) for n in ("choices", "replay", "select", "to_engine", "from_engine")),
 )
 

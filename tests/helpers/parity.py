@@ -262,7 +262,7 @@ def counted_copies() -> Iterator[Counter[str]]:
 
     with (
         patch.object(Exchange, "start_copies", counting("sums", Exchange.start_copies)),
-        patch.object(Clones, "of", counting_clones),
+        patch.object(Clones, "from_plan", counting_clones),
         patch.object(CloneExchange, "fetch", counting_peers),
     ):
         yield counts

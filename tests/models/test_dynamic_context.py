@@ -200,7 +200,7 @@ def by_document(config: DecoderConfig, model: Decoder, num_labels: int, data_ran
 
 @contextmanager
 def tampered(case: Case, model: Decoder) -> Iterator[None]:
-    groups, of = model.model.context_groups, BalanceGroups.of
+    groups, of = model.model.context_groups, BalanceGroups.select_cp
 
     def wrong(self: BalanceGroups, cp: int | None) -> BalanceGroups:
         if case.tamper == "micro-batch":
@@ -209,7 +209,7 @@ def tampered(case: Case, model: Decoder) -> Iterator[None]:
 
     if case.tamper == "group":
         model.apply_context_groups({**groups, 4: groups[2]})
-    with patch.object(BalanceGroups, "of", wrong):
+    with patch.object(BalanceGroups, "select_cp", wrong):
         yield
 
 

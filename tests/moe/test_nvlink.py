@@ -227,7 +227,7 @@ def test_some_programs_push_and_at_least_one_receives(programs: int, push: int) 
 
 def test_tokens_on_a_cpu_are_refused(group: dist.ProcessGroup) -> None:
     with pytest.raises(ValueError, match=r"device of the tokens \(cpu\) must be a GPU"):
-        ExchangePool(group, ep=4).get(torch.zeros(3, 16), 2)
+        ExchangePool(group, ep=4).get_exchange(torch.zeros(3, 16), 2)
 
 
 def test_more_tokens_than_room_are_refused_before_anything_is_sent(

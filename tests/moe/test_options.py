@@ -80,7 +80,7 @@ class Tape:
         assert num_tokens == self.ids_TK.shape[0]
         return self.ids_TK, None
 
-    def observe(self, ids_TK: Tensor) -> None:
+    def observe_choice(self, ids_TK: Tensor) -> None:
         self.seen.append(ids_TK)
 
 

@@ -24,7 +24,7 @@ import torch
 
 from moecore.recipes.launch import launch
 
-COMMANDS = ("train", "pretrain", "finetune", "grpo", "tiny-model", "recipes")
+COMMANDS = ("train", "pretrain", "finetune", "grpo", "tiny-model")  # that import torch
 
 
 def leave_or_raise(codes: list[int | None]) -> int:

@@ -210,7 +210,7 @@ def test_each_implementation_names_what_it_cannot_compute() -> None:
     ):
         heads = (q, k, v) if shape is None else block(shape, torch.bfloat16)[:3]
         with pytest.raises(AssertionError, match=message):
-            raise AssertionError(kernel.supports(*heads, mask))
+            raise AssertionError(kernel.find_problem(*heads, mask))
 
 
 @pytest.mark.parametrize("queries", [3, 8])
@@ -373,7 +373,7 @@ def test_a_fused_kernel_is_the_reference(case: str, dtype: torch.dtype) -> None:
     if kernel is flash4:
         pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
     q, k, v, do = block(shape, dtype, "cuda")
-    assert kernel.supports(q, k, v, mask) is None
+    assert kernel.find_problem(q, k, v, mask) is None
     wide = [x.double() for x in (q, k, v)]
     o_want, lse_want = forward_of(reference, *wide, mask, SCALE)
     want = backward_of(reference, do.double(), *wide, o_want, lse_want, mask, SCALE)
@@ -414,12 +414,12 @@ def test_deterministic_algorithms_exclude_kernels(monkeypatch: pytest.MonkeyPatc
         assert rule.choose_kernel(q, k, v, AttentionMask()) is flash
         torch.use_deterministic_algorithms(True, warn_only=True)  # what torch excludes cuDNN by
         assert rule.choose_kernel(q, k, v, AttentionMask()) is cudnn
-    monkeypatch.setattr(flash4, "refuse_half", lambda *_: None)
-    monkeypatch.setattr(flash4, "_why_not", lambda: None)
+    monkeypatch.setattr(flash4, "find_half_problem", lambda *_: None)
+    monkeypatch.setattr(flash4, "_find_import_problem", lambda: None)
     q, k, v, _ = block((2, 8, 8, 4, 2, 64, 64), torch.bfloat16)
     for major, is_supported in ((9, True), (10, True), (12, False)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, major=major: (major, 0))
-        assert (flash4.supports(q, k, v, AttentionMask()) is None) == is_supported
+        assert (flash4.find_problem(q, k, v, AttentionMask()) is None) == is_supported
 
 
 DETERMINISTIC = {

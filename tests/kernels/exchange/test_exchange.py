@@ -75,11 +75,11 @@ def test_layout_and_tiles() -> None:
     assert sizes[3] >= 2 * 8 * 512 * 4 and all(r % ALIGNMENT == 0 for r in regions)
     few, tiles = replace(layout, num_push=12, num_receive=12), exchange_tiles
     words, sums, narrow = Columns(3584, 4), Columns(7168, 2), Columns(24, 2)
-    assert [tiles.move_tile(layout, words, n) for n in (64, 8)] == [(32, 512), (8, 2048)]
-    assert [tiles.move_tile(few, words, n) for n in (512, 8)] == [(64, 128), (8, 1024)]
-    assert tiles.move_tile(layout, Columns(1024, 4), 32, 32) == (32, 512)
-    assert [tiles.add_tile(layout, n) for n in (sums, narrow)] == [(8, 1024), (8, 32)]
-    assert [tiles.sum_tile(layout, n) for n in (sums, narrow)] == [(16, 1024), (64, 32)]
+    assert [tiles.choose_move_tile(layout, words, n) for n in (64, 8)] == [(32, 512), (8, 2048)]
+    assert [tiles.choose_move_tile(few, words, n) for n in (512, 8)] == [(64, 128), (8, 1024)]
+    assert tiles.choose_move_tile(layout, Columns(1024, 4), 32, 32) == (32, 512)
+    assert [tiles.choose_add_tile(layout, n) for n in (sums, narrow)] == [(8, 1024), (8, 32)]
+    assert [tiles.choose_sum_tile(layout, n) for n in (sums, narrow)] == [(16, 1024), (64, 32)]
 
 
 # --------------------------------------------------------------------------- kernels

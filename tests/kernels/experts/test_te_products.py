@@ -124,7 +124,7 @@ def test_low_rank_updates_are_added_as_torchs_products_add_them() -> None:
         leaf = {n: t.detach().clone().requires_grad_() for n, t in leaves.items()}
         torch.manual_seed(1)
         pairs = [torch.randn(5, *s).requires_grad_() for s in ((8, 32), (64, 8), (8, 32), (32, 8))]
-        weights = ExpertWeights(w1_eCD=leaf["w1"], w2_eDF=leaf["w2"]).updated(pairs)
+        weights = ExpertWeights(w1_eCD=leaf["w1"], w2_eDF=leaf["w2"]).replace_updates(pairs)
         index = index_of(ids, leaf["weights"], None)
         y = expert_mlp(Rows(leaf["x"]), weights, index, options_of(None, products=products))
         y.backward(gradient_of(y))

@@ -113,7 +113,7 @@ def test_where_the_package_cannot_differentiate(
     version: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A decay per head on Hopper, between two releases of Triton; not a decay per channel."""
-    for name in ("_refuse_device", "_why_not"):
+    for name in ("_find_device_problem", "_find_import_problem"):
         monkeypatch.setattr(fla, name, lambda *_: None)
     monkeypatch.setattr(fla, "has_hopper_kernels", lambda _: True)
     monkeypatch.setattr(fla, "find_spec", lambda _: None)

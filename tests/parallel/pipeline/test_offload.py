@@ -102,7 +102,7 @@ class Watch:
 
     @contextmanager
     def on(self, offload: Offload) -> Iterator[None]:
-        forward, backward, free = _ScheduleRun._forward, _ScheduleRun._backward, offload.free
+        forward, backward, free = _ScheduleRun._run_forward, _ScheduleRun._run_backward, offload.free
 
         def run_forward(run: _ScheduleRun, action: Action) -> Tensor | None:
             before = offload.out_bytes, offload.candidate_bytes
@@ -131,8 +131,8 @@ class Watch:
                 self.misplaced += sum(c.size for c in gone if c.data is not None)
 
         with (
-            patch.object(_ScheduleRun, "_forward", run_forward),
-            patch.object(_ScheduleRun, "_backward", run_backward),
+            patch.object(_ScheduleRun, "_run_forward", run_forward),
+            patch.object(_ScheduleRun, "_run_backward", run_backward),
             patch.object(offload, "free", run_free),
         ):
             yield
