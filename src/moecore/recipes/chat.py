@@ -6,16 +6,16 @@ rows.py reads files and data sets, and makes one of three forms of each row:
     {"prompt": "...", "completion": "..."}       text as it is, without a chat template; or messages
     {"text": "..."}                              learned in full, in pieces of --seq-len
 
-Of a chat the assistant's messages are learned. A template that marks them with {% generation %}
-decides itself which tokens these are. Else an answer begins where the prompt of the messages before
-it ends, as the model will see that prompt, and ends where the template's last special token does,
-or behind the last answer with the end of the sequence. So does an answer whose mark ends before,
-or no answer of the model would ever end. What a prompt begins of the answer, such as reasoning,
-belongs to the prompt if the answer has all of it.
+The loss counts the assistant's messages of a chat. A template may mark
+these tokens with {% generation %}. Without marks, an answer begins at the end of the prompt that the
+model will see, and ends with the template's last special token. The last answer ends with the
+end-of-sequence token. A mark that ends earlier is extended to that token, because the model must
+learn to end an answer. If a prompt contains the beginning of an answer, such as reasoning, and the
+answer repeats it in full, it belongs to the prompt.
 
-Note "turns that change": some templates render a message otherwise once others follow it, such as
-those that drop the reasoning of earlier turns. A chat whose renderings do not grow in place becomes
-one example per answer, each rendered up to the only answer that is learned.
+Note "turns that change": some templates render a message differently when other messages follow, for
+example without the reasoning of earlier turns. Such a chat becomes one example per answer: the chat
+up to that answer, and the loss counts only that answer.
 
 Legend: T tokens of an example.
 """
@@ -40,18 +40,18 @@ PROBES = ("a", "0", ".")  # a vocabulary of text has an id for one of them
 
 @dataclass(frozen=True, slots=True)
 class Borders:
-    """What stands before and after the tokens of a document.
+    """The special tokens before and after the tokens of a document.
 
     Attributes:
-        begin: what the tokenizer adds before a text, such as `<s>` of Llama and Gemma.
-        end: what the tokenizer adds after a text, and the end-of-sequence token.
+        begin: tokens that the tokenizer adds before a text, such as `<s>` of Llama and Gemma.
+        end: tokens that the tokenizer adds after a text, and the end-of-sequence token.
     """
 
     begin: tuple[int, ...]
     end: tuple[int, ...]
 
     def content(self, ids: Sequence[int]) -> slice:
-        """Return where the ids of a text lie without the borders that the text itself spells.
+        """Return the slice of ids without the special tokens that the text itself contains.
 
         `Borders((1,), (2,)).content([1, 3, 4, 2, 2])` is `slice(1, 3)`.
         """

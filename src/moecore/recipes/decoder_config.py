@@ -19,7 +19,7 @@ Factor = Annotated[float, Bound(">=", 1)]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RotaryOptions(CheckedRecord):
-    """Rotary embedding for longer sequences; what is None stays as the model's config has it.
+    """Rotary embedding for longer sequences; None = the value of the model's config.
 
     Attributes:
         theta: the base of the rotary frequencies.
@@ -112,7 +112,7 @@ def default_balance(moe: MoEConfig) -> dict[str, Any]:
 
     A model without an expert bias gets the global-batch loss. A bias with sigmoid scores is solved
     by quantiles. docs/findings.md has the loads of both in the first 300 steps. Published strengths
-    of the loss, such as 0.001 of Qwen3-MoE, come from runs of a million steps.
+    of the loss, such as 0.001 of Qwen3-MoE, are of runs of a million steps.
     """
     if not moe.expert_bias:
         return {"micro_batch_coef": 0.0, "global_batch_coef": 0.05}

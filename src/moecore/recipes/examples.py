@@ -162,7 +162,7 @@ def _document(example: Example) -> dict[str, Tensor]:
 
 
 def split_examples(examples: list[Any], *, share: float, seed: int) -> tuple[list[Any], list[Any]]:
-    """Return what is trained on and what is held out: at least one example of each."""
+    """Return training examples and held-out examples, at least one of each."""
     order = torch.randperm(len(examples), generator=generator_of(f"{seed}/held out")).tolist()
     count = min(max(1, round(share * len(examples))), len(examples) - 1)
     held_out = set(order[:count])
@@ -172,7 +172,7 @@ def split_examples(examples: list[Any], *, share: float, seed: int) -> tuple[lis
 
 
 def digest_of(examples: Sequence[Any]) -> str:
-    """Return what other tokens, answers or another order of examples change."""
+    """Return a digest of the examples' tokens and answers in their order."""
     digest = hashlib.sha256()
     for part in (part for example in examples for part in example.parts):
         digest.update(len(part.tokens_T).to_bytes(8, "little"))

@@ -6,8 +6,8 @@
 or for prompts of messages lists of one assistant's message. `columns` has a list for each other
 column of --data, and completion_ids, the tokens. The result is one number per completion.
 
-Two models share each device. `parallelize_moe` has sharded the policy over all ranks. The sampler
-is transformers' own model, whole on each rank, with its `generate`. A step is
+Two models share each device. `parallelize_moe` has sharded the policy over all ranks. Each
+rank has a full copy of the sampler, a transformers model with `generate`. A step is
 
     sync      `Engine.weights` streams the policy's weights into the sampler
     sample    a group of completions of each of the rank's prompts, the training off the device
@@ -209,7 +209,7 @@ class Reinforcement(TrainingJob[Samples]):
         self._ends = set(end if isinstance(end, list) else [end])
 
     def begin(self) -> None:
-        """Print what is trained."""
+        """Print the model, the ranks and the data of the run."""
         prompts, group = self.args.batch_size, self.sampling.group
         progress = f"{begins(self, 'from its weights')} to step {self.args.steps}"
         say(

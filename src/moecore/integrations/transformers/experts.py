@@ -2,7 +2,7 @@
 
     register_experts    registers "moecore" in transformers' `ExpertsInterface`
 
-transformers' experts modules then call `experts_forward` in place of their own forward. Parameters
+Experts modules of transformers then call `experts_forward` as their forward. Parameters
 stay in the module, in transformers' names, shapes and order, and the kernels read views of them.
 The router, its auxiliary loss and the shared experts do not change.
 
@@ -36,7 +36,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class ExpertsPlan(NamedTuple):
-    """What a module's first forward reads from the module."""
+    """The layout and activation of an experts module, read in its first forward."""
 
     layout: ExpertLayout
     activation: ActivationOptions
@@ -111,7 +111,7 @@ def _ensure_plan(experts: Any) -> None:
 
 
 def _operands(experts: Any, layout: ExpertLayout, x_TD: Tensor) -> tuple[Tensor, ExpertWeights]:
-    """Return rows and views of the parameters, in autocast's dtype or that of the parameters."""
+    """Return rows and views of the parameters, in autocast's dtype or the parameters' dtype."""
     w1, w2 = (get_local_param(getattr(experts, name)) for name in (layout.w1, layout.w2))
     dtype = get_autocast_dtype(x_TD) or w2.dtype
     b1, b2 = (getattr(experts, name, None) for name in (layout.b1, layout.b2))

@@ -112,10 +112,9 @@ def load_hf(
     Experts in files may be stacked ("fused", as in transformers' memory) or separate (as
     published). Files may be in fp32, bf16, fp16, DeepSeek-V3's block-wise FP8 or gpt-oss's MXFP4;
     the last two are dequantised into the parameter's dtype. For a PeftModel, the base model and the
-    trained copies of `modules_to_save` are filled, and adapters are unchanged. Buffers that no file
-    has, such as transformers' rotary frequencies, are recomputed, because `to_empty` leaves them
-    undefined. Gradients and counts of an unfinished step are dropped (`TrainStep.drop`). Each
-    pipeline stage loads its own tensors.
+    trained copies of `modules_to_save` are filled, and adapters are unchanged. Buffers without a
+    file, such as rotary frequencies, are recomputed. Gradients and counts of an unfinished step are
+    dropped (`TrainStep.drop`). Each pipeline stage loads its tensors.
 
     Args:
         path: a directory that every rank sees, with config.json and model.safetensors, or shards
@@ -127,7 +126,6 @@ def load_hf(
             if the transformers class has none. False loads the common tensors, reports the others
             and warns of config differences. A partly stored parameter is always an error.
         cast: allow rounding to a parameter's narrower dtype (fp32 files into a bf16 model).
-            Widening and dequantisation are always allowed.
         progress: called with (bytes filled, bytes of this rank's tensors).
 
     Raises:
@@ -140,7 +138,7 @@ def load_hf(
         check_arguments(load_hf, arguments)
         start, path = time.monotonic(), Path(path)
         outer_model, model = model, unwrap_peft(model)
-    # Rank 0 reads headers and config for all: thousands of ranks would read the same.
+    # Rank 0 reads for all: thousands of ranks would read the same headers and config.
     table, config = on_first_rank(lambda: (read_headers(path), read_config(path)))
     with HFFiles(path, table) as files:
         with share_errors():
@@ -369,10 +367,8 @@ def _find_dtype_problem(source: TensorSource, target_dtype: torch.dtype, cast: b
 def init_hf(model: nn.Module, seed: Seed = 0) -> None:
     """Initialize a transformers model from a seed; values do not depend on the parallel layout.
 
-    transformers' own initialisation does not support DTensors and MoELayers. Norms are 1 and biases
-    0 (also gpt-oss's router bias and DeepSeek-V3's selection bias). Other parameters are N(0, s^2)
-    with s the config's `initializer_range`. Buffers that no file has (rotary frequencies) are
-    recomputed. No communication.
+    Norms are 1, biases 0, and other parameters N(0, s^2) with s the config's `initializer_range`.
+    Buffers without a file, such as rotary frequencies, are recomputed. No communication.
 
     Args:
         model: plain or parallelized, with storage; has a `config`.
