@@ -149,7 +149,7 @@ def test_each_part_matters(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
             sequence.Sequence, "shift_tokens", lambda self, x, *how: sequence.shift_rows(x, *how)
         )
     else:
-        monkeypatch.setattr(micro_batch.MicroBatch, "sequences", lambda self, _: (1, None))
+        monkeypatch.setattr(micro_batch.MicroBatch, "find_sequences", lambda self, _: (1, None))
     assert max(errors(model, batch).values()) > 1e-3
 
 

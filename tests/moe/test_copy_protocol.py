@@ -129,7 +129,9 @@ class NotedExchangePool(ExchangePool):
         return NotedExchange(buffer, self.group, self.options, balanced_rows=balanced)
 
 
-def spread_rows_and_choices(buffer: Any, x_TD: Tensor, ids_TK: Tensor, *_: Any, **__: Any) -> SpreadChoices:
+def spread_rows_and_choices(
+    buffer: Any, x_TD: Tensor, ids_TK: Tensor, *_: Any, **__: Any
+) -> SpreadChoices:
     buffer.note("operation", None)
     rows_S = torch.arange(buffer.layout.source_rows, dtype=torch.int32)
     ids_SK = torch.full((rows_S.shape[0], ids_TK.shape[1]), -1, dtype=torch.int32)

@@ -496,7 +496,6 @@ class TrainStep:
 
     def _get_skip_flag(self) -> Tensor | None:
         """Return a device bool: whether ranks or capacities require a skip. None = never."""
-        flags = [
-            f for f in (self._reruns.is_short(), find_row_difference(self.model)) if f is not None
-        ]
+        values = self._reruns.is_short(), find_row_difference(self.model)
+        flags = [flag for flag in values if flag is not None]
         return torch.stack(flags).any() if flags else None

@@ -80,7 +80,7 @@ class Job:
     def unknown(self) -> set[str]:
         """Return operands that have scales of their own values."""
         histories = list_amax_histories(self.model).values()
-        return {o for h in histories for o in h.operands if not h.amax(o)}
+        return {o for h in histories for o in h.operands if not h.get_max_amax(o)}
 
     def save(self, folder: Path) -> Path:
         return save(folder, 1, self.model, self.optimizer)

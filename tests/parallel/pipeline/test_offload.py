@@ -102,7 +102,11 @@ class Watch:
 
     @contextmanager
     def on(self, offload: Offload) -> Iterator[None]:
-        forward, backward, free = _ScheduleRun._run_forward, _ScheduleRun._run_backward, offload.free
+        forward, backward, free = (
+            _ScheduleRun._run_forward,
+            _ScheduleRun._run_backward,
+            offload.free,
+        )
 
         def run_forward(run: _ScheduleRun, action: Action) -> Tensor | None:
             before = offload.out_bytes, offload.candidate_bytes

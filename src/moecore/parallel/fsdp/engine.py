@@ -355,12 +355,9 @@ class UnitEngine:
     def _get_grad_boundary(self, leaf: Tensor) -> GradBoundary:
         """Return an activation's `GradBoundary`; create and register it if there is none."""
         boundary: GradBoundary | None = getattr(leaf, GRAD_BOUNDARY, None)
-        if (
-            boundary is None
-            or boundary.version != sum_versions(leaf)
-            or boundary.engine is not self
-        ):
-            boundary = GradBoundary(self, sum_versions(leaf), is_leaf=leaf.is_leaf)
+        version = sum_versions(leaf)
+        if boundary is None or boundary.version != version or boundary.engine is not self:
+            boundary = GradBoundary(self, version, is_leaf=leaf.is_leaf)
             leaf.register_hook(boundary)
             setattr(leaf, GRAD_BOUNDARY, boundary)
         return boundary
@@ -465,16 +462,13 @@ class UnitEngine:
 
     def _reduce_grads(self, unit: Unit) -> None:
         """Reduce a unit's gradients, or accumulate them if later backwards will add gradients."""
-        accumulates = unit.options.accumulates and self._is_shared(unit)
-        unit.gradients.reduces = not (
+        accumulates, grads = unit.options.accumulates and self._is_shared(unit), unit.gradients
+        grads.reduces = not (
             accumulates
-            and (
-                self._expects_grads(unit)
-                or any(d.has_products(unit.gradients) for d in self._deferred)
-            )
+            and (self._expects_grads(unit) or any(d.has_products(grads) for d in self._deferred))
         )
         with publish_errors(f"the reduction of {unit.options.name}"):
-            unit.gradients.reduce()
+            grads.reduce()
 
     def _expects_grads(self, unit: Unit) -> bool:
         """Whether later backwards of the step add gradients to a resident unit."""
