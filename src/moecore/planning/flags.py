@@ -286,8 +286,9 @@ def _precision(args: Any) -> Precision | None:
 
 
 def _memory(args: Any) -> MemoryOptions:
+    parts = MemoryOptions(recompute=args.recompute).parts
     return MemoryOptions(
-        recompute="gemm_last" if args.recompute == ("gemm_last",) else args.recompute,
+        recompute="gemm_last" if args.recompute == ("gemm_last",) else parts,
         offload=args.offload,
         stash=StashOptions() if args.stash else None,
     )

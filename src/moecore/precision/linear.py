@@ -263,7 +263,8 @@ def make_quantised_op(name: str, products: type[QuantisedProducts]) -> Op:
 
     def inputs_of(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         *tensors, recipe, dtype = arguments
-        return *tensors[:3], LinearCall(*tensors[3:], _recipe_of(recipe), dtype)
+        call: tuple[Any, ...] = (*tensors[3:], _recipe_of(recipe), dtype)
+        return *tensors[:3], LinearCall(*call)
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         products.save(ctx, inputs_of(inputs), output)

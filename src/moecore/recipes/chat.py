@@ -6,16 +6,16 @@ rows.py reads files and data sets, and makes one of three forms of each row:
     {"prompt": "...", "completion": "..."}       text as it is, without a chat template; or messages
     {"text": "..."}                              learned in full, in pieces of --seq-len
 
-The loss counts the assistant's messages of a chat. A template may mark
-these tokens with {% generation %}. Without marks, an answer begins at the end of the prompt that the
-model will see, and ends with the template's last special token. The last answer ends with the
-end-of-sequence token. A mark that ends earlier is extended to that token, because the model must
-learn to end an answer. If a prompt contains the beginning of an answer, such as reasoning, and the
-answer repeats it in full, it belongs to the prompt.
+The loss counts the assistant's messages of a chat. A template may mark these tokens with {%
+generation %}. Without marks, an answer begins at the end of the prompt that the model will see, and
+ends with the template's last special token. The last answer ends with the end-of-sequence token. A
+mark that ends earlier is extended to that token, because the model must learn to end an answer. If
+a prompt contains the beginning of an answer, such as reasoning, and the answer repeats it in full,
+it belongs to the prompt.
 
-Note "turns that change": some templates render a message differently when other messages follow, for
-example without the reasoning of earlier turns. Such a chat becomes one example per answer: the chat
-up to that answer, and the loss counts only that answer.
+Note "turns that change": some templates render a message differently when other messages follow,
+for example without the reasoning of earlier turns. Such a chat becomes one example per answer: the
+chat up to that answer, and the loss counts only that answer.
 
 Legend: T tokens of an example.
 """

@@ -440,7 +440,7 @@ class Sender:
     def __init__(self, events: list[Any]) -> None:
         self.events = events
 
-    def start(self, *gradients_and_index: Any) -> None:
+    def start_sending(self, *gradients_and_index: Any) -> None:
         self.events.append(("start", *gradients_and_index))
 
 

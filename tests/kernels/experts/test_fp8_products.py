@@ -199,7 +199,7 @@ def test_sinks_and_sender() -> None:
     sent: list[Any] = []
 
     class Sender:
-        def start(self, *args: Any) -> None:
+        def start_sending(self, *args: Any) -> None:
             assert not any(sink.taken for sink in sinks)
             sent.append(args)
 

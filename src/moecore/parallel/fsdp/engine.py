@@ -480,7 +480,6 @@ class UnitEngine:
 
 
 def _requires_grad(leaf: Any) -> bool:
-    """Whether a value is a tensor that requires a gradient."""
     return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
