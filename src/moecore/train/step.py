@@ -455,9 +455,9 @@ class TrainStep:
                 arguments.raise_pending_errors()
         lr = self.optimizers[0].param_groups[0]["lr"] if self.optimizers else None
         lr = lr.clone() if isinstance(lr, Tensor) else lr  # a scheduler changes it in place
-        merged = merge_metrics(metrics)
+        all_metrics = merge_metrics(metrics)
         return StepResult(
-            norm=norm, is_skipped=is_skipped, metrics=merged, lr=lr, loss_scale=loss_scale
+            norm=norm, is_skipped=is_skipped, metrics=all_metrics, lr=lr, loss_scale=loss_scale
         )
 
     def drop(self) -> None:
