@@ -264,7 +264,7 @@ class Graphed:
 
 
 def pad_borders(batch: StepBatch) -> StepBatch:
-    """Return the batch with as many borders as that of any rank. Collective, waits on the host."""
+    """Pad the batch to the largest number of borders of any rank. Collective; one host sync."""
     if batch.cu_seqlens_An is None:
         return batch
     num_borders = torch.tensor(batch.cu_seqlens_An.shape[1])

@@ -139,7 +139,7 @@ def check_graph(args: RunConfig, dynamic_cp: int | None = None) -> None:
 
 
 def check_dynamic_cp(args: RunConfig, max_tokens: int, parallel: ParallelConfig) -> None:
-    """Raise ValueError for what other options do not fit."""
+    """Raise ValueError for options that do not fit together."""
     name, p = f"--dynamic-cp ({max_tokens})", parallel
     if p.cp > 1:
         raise ValueError(

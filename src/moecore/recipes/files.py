@@ -100,7 +100,7 @@ def find_config(path: Path, option: str = "--hf-config") -> Path:
 def model_directory(path: Path, option: str = "--model") -> Path:
     """Return a directory as it is, and of a name of the hub the directory in the cache.
 
-    The first process of a host downloads what the cache lacks. Other processes wait for it.
+    The first process of a host downloads files that the cache lacks. Other processes wait for it.
     """
     if path.exists() or not HUB_ID.fullmatch(str(path)):
         return path

@@ -208,9 +208,9 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def dry_run(args: GRPOConfig) -> int:
-    """Print options, plan and first prompts; return 0 if the plan fits the GPU, else 1.
+    """Print options, plan and first prompts; return 0 if the plan fits the GPU and 1 if not.
 
-    The plan is that of the policy's training: a micro-batch is a row of `seq_len` tokens.
+    The plan is for the training of the policy: a micro-batch is a row of `seq_len` tokens.
     """
     world_size = args.gpus or ranks_to_start(args)
     args, config = check(args, world_size)

@@ -20,7 +20,7 @@ CONFIGS = Path(__file__).parent / "configs"
 
 @dataclass(frozen=True, slots=True)
 class ShippedRecipe:
-    """A config that ships with moecore, and what its comments say."""
+    """A config that ships with moecore, and the texts of its comments."""
 
     name: str
     title: str

@@ -29,7 +29,7 @@ Metrics = dict[str, float]
 
 
 class Moment:
-    """A point of this rank's work: on a GPU in its stream, else in time."""
+    """A point of this rank's work: an event in the GPU's stream, or a host time."""
 
     def __init__(self, device: torch.device) -> None:
         self.time = time.perf_counter()

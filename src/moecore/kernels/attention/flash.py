@@ -5,7 +5,7 @@ A row that sees no key has lse = inf there, not -inf: exp(s - lse) is then 0 in 
 The backward adds up dq with atomics, so bits differ from run to run, except under torch's
 deterministic algorithms without `warn_only`. The forward's tiles begin with each document, have
 sizes by head dim, and no two programs share a sum of keys: a document's bits do not depend on
-others. The operators are private: their arguments are those of torch 2.13, called as
+others. The operators are private: their arguments follow torch 2.13, called as
 `torch.nn.attention.varlen` does.
 
 Source: arXiv:2307.08691.

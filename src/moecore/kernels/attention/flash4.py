@@ -2,7 +2,7 @@
 
 It compiles a kernel when a process first needs it, of a pair of head dims and a kind of mask. The
 backward adds up dq with atomics, whose order is fixed under torch's deterministic algorithms. The
-functions are private: their arguments are those of 4.0.0b36, and a release without them is not
+functions are private: their arguments follow 4.0.0b36, and a release without them is not
 used.
 
 Source: arXiv:2407.08608, the algorithm on Hopper.

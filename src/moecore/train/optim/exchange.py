@@ -145,8 +145,8 @@ def make_plan(
 
     if outputs is None:
         return make_rank_plan(members)
-    beside = _list_members(outputs, [layout.make_output_layout() for layout in layouts])
-    return replace(make_rank_plan(members), outputs=make_rank_plan(beside))
+    output_members = _list_members(outputs, [layout.make_output_layout() for layout in layouts])
+    return replace(make_rank_plan(members), outputs=make_rank_plan(output_members))
 
 
 def _list_members(tensors: Sequence[Tensor], layouts: Sequence[MatrixLayout]) -> list[_Member]:
