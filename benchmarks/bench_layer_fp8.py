@@ -105,7 +105,7 @@ class Fp8Contender(Contender):
         """Return parameters and buffers, and quantised weights that forwards share."""
         found = super().there_before()
         if self.way.shares:
-            weights = self.experts._weights(self.x.dtype)
+            weights = self.experts._prepare_weights(self.x.dtype)
             assert weights.quantised is not None
             found += tree_leaves(weights.quantised)
         return found
