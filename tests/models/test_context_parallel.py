@@ -298,9 +298,9 @@ def tampered(what: str) -> Iterator[None]:
         return replace(sequence, rotary=plain_rotary(self, tokens_BT))
 
     broken: dict[str, Any] = {
-        "order": (MicroBatch, "_tokens", consecutive),
+        "order": (MicroBatch, "_compute_token_indices", consecutive),
         "positions": (Backbone, "build_sequence", wrong_positions),
-        "merge": (ring, "merge", wrong_merge),
+        "merge": (ring, "merge_blocks", wrong_merge),
         "chunk": (ring, "select_block", lambda *a: swapped(block_of(*a))),
     }
     with patch.object(*broken[what]) if what else nullcontext():

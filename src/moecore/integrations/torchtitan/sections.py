@@ -113,13 +113,20 @@ def _get_field_type(hint: Any) -> Any:
         return str
     if get_origin(hint) is tuple:
         first = get_args(hint)[0]
-        item = str if get_origin(first) in (Literal, tuple) else _get_field_type(first)
+        kinds = [get_origin(member) for member in _get_union_members(first)]
+        item = str if set(kinds) <= {Literal, tuple} else _get_field_type(first)
         return list[item]  # type: ignore[valid-type]
-    if get_origin(hint) in (Union, types.UnionType):
-        members = [_get_field_type(member) for member in get_args(hint)]
+    if len(members := _get_union_members(hint)) > 1:
+        members = [_get_field_type(member) for member in members]
         lists = [member for member in members if get_origin(member) is list]
         return lists[0] if lists else Union[tuple(members)]  # noqa: UP007
     return hint
+
+
+def _get_union_members(hint: Any) -> list[Any]:
+    """Return the members of a union, otherwise a list of only this type."""
+    is_union = get_origin(hint) in (Union, types.UnionType)
+    return list(get_args(hint)) if is_union else [hint]
 
 
 def _get_default(kind: Any, value: Any) -> Any:
@@ -142,7 +149,7 @@ def _read_argument(value: Any, hint: Any, path: str) -> Any:
         return dtype
     if not isinstance(value, list):
         return value
-    members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else ()
+    members = _get_union_members(hint)
     if len(value) == 1 and any(_is_accepted(member, value[0]) for member in members):
         return value[0]
     if get_origin(hint) is tuple and get_origin(get_args(hint)[0]) is tuple:

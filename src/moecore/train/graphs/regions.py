@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -76,7 +77,8 @@ def graph_blocks(blocks: Mapping[str, nn.Module]) -> None:
             for method in getattr(module, "compile_regions", ()):
                 inside = _list_inner_modules(module)
                 may_run = partial(_can_replay, inside)
-                _replace_by_graph(f"{full_name}.{method}", module, method, inside, memory, may_run)
+                full_method = f"{full_name}.{method}"
+                _replace_by_graph(full_method, getattr(module, method), inside, memory, may_run)
             if isinstance(module, RoutedLayer):
                 _graph_layer(full_name, module, memory)
 
@@ -94,28 +96,27 @@ def _graph_layer(name: str, layer: RoutedLayer, memory: GraphMemory) -> None:
     router, dispatcher = layer.get_part("router"), layer.dispatcher
     if isinstance(router, Router):
         _replace_by_graph(
-            f"{name}.router", router, "forward", [router], memory, partial(_is_free, router)
+            f"{name}.router", router.forward, [router], memory, partial(_is_free, router)
         )
     shared = layer.get_part("shared") if isinstance(layer, MoELayer) else None
     if shared is not None:
         shared_memory = GraphMemory() if layer.shared_stream is not None else memory
-        _replace_by_graph(
-            f"{name}.shared", shared, "forward", list(shared.modules()), shared_memory
-        )
+        _replace_by_graph(f"{name}.shared", shared.forward, list(shared.modules()), shared_memory)
     if isinstance(dispatcher, (AllToAllDispatcher, HierarchicalDispatcher)):
-        _replace_by_graph(f"{name}.dispatcher", dispatcher, "prepare", [], memory)
+        _replace_by_graph(f"{name}.dispatcher", dispatcher.prepare_send_order, [], memory)
 
 
 def _replace_by_graph(
     name: str,
-    owner: Any,
-    method: str,
+    method: Callable[..., Any],
     modules: Sequence[nn.Module],
     memory: GraphMemory,
     may_run: Callable[[], bool] | None = None,
 ) -> None:
-    part = GraphedPart(name, getattr(owner, method), modules, memory, may_run)
-    setattr(owner, method, part)
+    """Replace the bound method of its object by a part that records and replays CUDA graphs."""
+    part = GraphedPart(name, method, modules, memory, may_run)
+    bound = cast(MethodType, method)
+    setattr(bound.__self__, bound.__name__, part)
 
 
 def _is_free(router: Router) -> bool:
