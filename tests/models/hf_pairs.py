@@ -281,6 +281,8 @@ def gpt_oss() -> Pair:
         rms_norm_eps=1e-5,
         rope_parameters=rope,
     )
+    for layer in hf.model.layers:
+        layer.mlp.experts.limit = 1.0  # transformers 5.17 has 7.0 as a constant
     ours = DecoderConfig(
         **SHAPE,
         num_kv_heads=2,
