@@ -33,7 +33,7 @@ FITTING = {"step": ("native",), "layout": ("hf",), "max_shard_size": ("native", 
 
 
 def run_inspect(args: Any) -> int:
-    """Print the format, metadata and tensors of a checkpoint; return the exit code."""
+    """Print the format, metadata and tensors of a checkpoint; return 0, the exit code."""
     path, kind = _find_checkpoint(args.path)
     readers = {"native": _read_native_facts, "Hugging Face": _read_hf_facts, "DCP": _read_dcp_facts}
     facts = readers[kind](path)
@@ -122,7 +122,7 @@ def _describe_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _count_totals(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Count tensors, bytes, and elements by dtype."""
+    """Count tensors, bytes, and elements by dtype from name -> {shape, dtype name}."""
     elements = Counter[str]()
     for entry in tensors.values():
         elements[entry["dtype"]] += math.prod(entry["shape"])
@@ -132,7 +132,11 @@ def _count_totals(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_verify(args: Any) -> int:
-    """Check a checkpoint; return 1 if it is damaged or incomplete."""
+    """Check a checkpoint; return 0, or 1 if a Hugging Face directory has problems.
+
+    Raises:
+        ValueError: if a native or DCP checkpoint is damaged.
+    """
     path, kind = _find_checkpoint(args.path)
     if kind == "native":
         from moecore.io.checkpoint.store import verify
@@ -158,7 +162,7 @@ def run_verify(args: Any) -> int:
 
 
 def run_convert(args: Any) -> int:
-    """Convert a checkpoint into another format; return the exit code."""
+    """Convert a checkpoint into another format; return 0, the exit code."""
     path, kind = _find_checkpoint(args.source)
     to = args.to or ("hf" if kind == "native" else "native")
     if (kind == "native") == (to == "native"):
@@ -195,7 +199,7 @@ def _convert_to_native(args: Any, path: Path, kind: str, _: str, progress: Progr
 
 
 def _convert_from_native(args: Any, path: Path, _: str, to: str, progress: Progress | None) -> Path:
-    """Convert a native checkpoint to the format `to`; return the path of the result."""
+    """Convert a native checkpoint to the format `to` (hf, megatron, ...); return the new path."""
     from moecore.io.hf.convert import native_to_hf
     from moecore.io.interchange.convert import native_to_dcp
 
@@ -220,7 +224,7 @@ def _drop_none(**options: Any) -> dict[str, Any]:
 
 
 def run_prune(args: Any) -> int:
-    """Delete the oldest checkpoints of a run, or list them; return the exit code."""
+    """Delete the oldest checkpoints of a run, or list them with --dry-run; return 0."""
     if args.keep < 1:
         raise UsageError(f"--keep ({args.keep}) must be >= 1: the newest must stay")
     if not args.path.is_dir():
@@ -237,7 +241,7 @@ def run_prune(args: Any) -> int:
 
 
 def _find_checkpoint(path: Path) -> tuple[Path, str]:
-    """Return path and format of the checkpoint at `path`; for a run, of its latest checkpoint."""
+    """Return path and format ("native", "DCP", "Hugging Face") of a checkpoint or run's latest."""
     if not path.is_dir():
         raise UsageError(f"path ({path}) must be a directory: it is not there")
     if (path / MANIFEST).is_file():

@@ -72,7 +72,11 @@ def find_decoder_differences(
     *,
     skipped_fields: Collection[str] = TRAINING,
 ) -> list[Difference]:
-    """Return the fields in which a decoder's config differs; [] if `reference` is no decoder's."""
+    """Return the fields in which a decoder's config differs from a reference.
+
+    The result is [] if `reference` is None or is not a decoder's config. Fields in
+    `skipped_fields`, such as "moe.balance", are not compared.
+    """
     values = asdict(reference) if isinstance(reference, DecoderConfig) else reference
     if values is None or not values.keys() >= _NO_DEFAULT:
         return []
@@ -80,7 +84,7 @@ def find_decoder_differences(
 
 
 def list_training_fields(moe: MoEConfig | None) -> frozenset[str]:
-    """Return `TRAINING`, without moe.capacity if the MoE layer also drops tokens in eval."""
+    """Return `TRAINING`, without moe.capacity if an MoE layer drops tokens in eval, too."""
     drops = moe is not None and moe.capacity is not None and moe.capacity.eval_factor is not None
     return TRAINING - {"moe.capacity"} if drops else TRAINING
 
@@ -103,7 +107,7 @@ def find_hf_differences(
 def find_saved_differences(
     config: Config | None, values: Mapping[str, Any] | None
 ) -> list[Difference]:
-    """Compare a model's config with the config in a checkpoint; return the fields that differ."""
+    """Return the fields in which a model's and a saved config differ; [] if one is incomplete."""
     if config is None or values is None or find_missing_fields(config, values):
         return []
     if isinstance(config, DecoderConfig):
@@ -112,7 +116,7 @@ def find_saved_differences(
 
 
 def find_missing_fields(config: Config | None, values: Mapping[str, Any] | None) -> list[str]:
-    """Return the fields that a comparison needs and that the checkpoint's config does not have."""
+    """Return the fields that a comparison needs and the checkpoint's config lacks; [] for None."""
     if config is None or values is None:
         return []
     names = _NO_DEFAULT if isinstance(config, DecoderConfig) else {"model_type"}
@@ -161,7 +165,7 @@ def _select_json_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_config(model: nn.Module) -> Config | None:
-    """Return the config of the one native or transformers model in a module; None otherwise."""
+    """Return the config of a module's only native or transformers model; None for 0 or 2 models."""
     modules = {id(part): part for part in _find_models(model)}
     if len(modules) != 1:
         return None
@@ -181,7 +185,7 @@ def _find_models(module: nn.Module) -> Iterator[nn.Module]:
 def _find_hf_differences(
     config: Mapping[str, Any], reference: Mapping[str, Any], prefix: str
 ) -> Iterator[Difference]:
-    """Yield the fields that both transformers configs have with different values."""
+    """Yield the fields that both configs have with different values, as `prefix` + field name."""
     # Only fields that both have. An unknown one is compared, too: a needless refusal names the
     # field, while a difference that nobody compared would change results silently.
     values, other = _select_compared_fields(config), _select_compared_fields(reference)
@@ -235,7 +239,7 @@ def _select_compared_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_rope_options(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return field prefix -> rotary options of a config, with one entry per kind of layer."""
+    """Return rotary options by path, such as "rope_parameters.", one entry per kind of layer."""
     if all(values.get(name) is None for name in ROPE):
         return {}
     rope: dict[str, Any] = {}
@@ -268,7 +272,7 @@ def _normalize_rope_options(
 def _find_differences(
     config: Any, reference: Mapping[str, Any], prefix: str, skipped_fields: Collection[str]
 ) -> Iterator[Difference]:
-    """Yield the fields in which a config dataclass differs from nested saved values."""
+    """Yield the fields in which a config dataclass differs from nested values, under `prefix`."""
     for field in fields(config):
         name = prefix + field.name
         value, other = getattr(config, field.name), reference.get(field.name, field.default)

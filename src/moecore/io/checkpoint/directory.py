@@ -134,7 +134,7 @@ def prune(root: str | os.PathLike[str], keep: Keep) -> list[Path]:
 
 
 def _remove_prunable(root: Path, keep: int) -> list[Path]:
-    """Delete the checkpoints of `find_prunable` and return them; the caller has the lock."""
+    """Delete the checkpoints of `find_prunable` and return them; the caller has the run's lock."""
     removed, problems = [], []
     for path in find_prunable(root, keep):
         try:
@@ -212,7 +212,11 @@ def make_step_path(root: Path, step: int) -> Path:
 
 
 def create_draft(root: Path, step: int) -> Path:
-    """Create an empty draft of a step, delete leftovers; ValueError if the step is not new."""
+    """Delete leftovers of killed saves, then create and return a temporary directory.
+
+    Raises:
+        ValueError: if the run already has this step or a later step.
+    """
     root.mkdir(parents=True, exist_ok=True)
     final = make_step_path(root, step)
     _refuse_older_step(final)
@@ -223,7 +227,10 @@ def create_draft(root: Path, step: int) -> Path:
 
 
 def publish(draft: Path, manifest: Manifest, *, keep: int) -> None:
-    """Complete a draft, set `latest` to it, and delete all but `keep` checkpoints; 0 = none."""
+    """Rename a draft to its step's directory, set `latest` to it and prune the run.
+
+    `keep` is the number of the newest checkpoints that stay (0 = all).
+    """
     root, final = draft.parent, make_step_path(draft.parent, manifest.facts.step)
     write_new(draft / MANIFEST, manifest.text)
     sync_directory(draft)
@@ -262,7 +269,7 @@ def _check_shard_files(draft: Path, manifest: Manifest) -> None:
 
 
 def _refuse_older_step(final: Path) -> None:
-    """Raise ValueError if the run already has this step or a later one."""
+    """Raise ValueError if the run of the step directory `final` has this step or a later one."""
     step, newest = _parse_step(final) or 0, None
     try:
         newest = _find_newest_step(final.parent)
@@ -278,7 +285,7 @@ def _refuse_older_step(final: Path) -> None:
 
 
 def _resolve_pointer(root: Path) -> Path | None:
-    """Return the checkpoint that the pointer file names or None; ValueError for a wrong digest."""
+    """Return the checkpoint that `latest` names; None if missing, ValueError for a wrong digest."""
     named = _read_pointer(root)
     if named is None:
         return None
@@ -296,7 +303,7 @@ def _resolve_pointer(root: Path) -> Path | None:
 
 
 def _read_pointer(root: Path) -> tuple[str, str] | None:
-    """Read the pointer file; return the name of a checkpoint and its manifest's SHA-256."""
+    """Return the checkpoint's name and its manifest's SHA-256 from `latest`; None without it."""
     try:
         text = read_beginning(root / POINTER, 200).decode("ascii", errors="replace")
     except FileNotFoundError:
@@ -326,7 +333,7 @@ def _parse_step(path: Path) -> int | None:
 
 
 def _write_pointer(root: Path, name: str, manifest: bytes) -> Path:
-    """Write a pointer file under a temporary name and return its path."""
+    """Write name and SHA-256 of the manifest bytes to a temporary pointer file; return its path."""
     pointer = root / f".{POINTER}-{uuid.uuid4().hex[:8]}"
     try:
         write_new(pointer, f"{name} {hashlib.sha256(manifest).hexdigest()}\n")
