@@ -53,7 +53,7 @@ def run_inspect(args: Any) -> int:
 
 
 def _read_native_facts(path: Path) -> dict[str, Any]:
-    """Return the metadata and tensors of a native checkpoint, for printing."""
+    """Return name -> value of a native checkpoint's metadata, files and tensors, for printing."""
     manifest = read_manifest(path)
     facts = manifest.facts
     return {
@@ -73,7 +73,7 @@ def _read_native_facts(path: Path) -> dict[str, Any]:
 
 
 def _read_hf_facts(path: Path) -> dict[str, Any]:
-    """Return the metadata and tensors of a Hugging Face directory, for printing."""
+    """Return name -> value of a Hugging Face directory's metadata and tensors, for printing."""
     from moecore.io.hf.config_fields import read_config
     from moecore.io.hf.files import HFFiles
     from moecore.io.hf.names import find_layout
@@ -97,7 +97,7 @@ def _read_hf_facts(path: Path) -> dict[str, Any]:
 
 
 def _read_dcp_facts(path: Path) -> dict[str, Any]:
-    """Return the files and tensors of a DCP checkpoint, for printing."""
+    """Return name -> value of a DCP checkpoint's files and tensors, for printing."""
     from moecore.io.interchange.convert import find_naming
     from moecore.io.interchange.dcp import DCPFiles
 
@@ -132,11 +132,7 @@ def _count_totals(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_verify(args: Any) -> int:
-    """Check a checkpoint; return 0, or 1 if a Hugging Face directory has problems.
-
-    Raises:
-        ValueError: if a native or DCP checkpoint is damaged.
-    """
+    """Check a checkpoint; return 0, or 1 for broken Hugging Face files; otherwise ValueError."""
     path, kind = _find_checkpoint(args.path)
     if kind == "native":
         from moecore.io.checkpoint.store import verify
@@ -185,7 +181,7 @@ def run_convert(args: Any) -> int:
 
 
 def _convert_to_native(args: Any, path: Path, kind: str, _: str, progress: Progress | None) -> Path:
-    """Convert a Hugging Face directory or a DCP checkpoint; return the native checkpoint's path."""
+    """Convert a "Hugging Face" or "DCP" checkpoint (`kind`); return the path of the result."""
     from moecore.io.hf.convert import hf_to_native
     from moecore.io.interchange.convert import dcp_to_native
 

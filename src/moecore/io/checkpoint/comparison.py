@@ -40,7 +40,7 @@ from moecore.io.checkpoint.state import (
 
 @dataclass(slots=True)
 class Comparison:
-    """What a load will set, and the differences between the checkpoint and the objects to load."""
+    """The objects that a load will set, and their differences from the checkpoint."""
 
     model: set[str] = field(default_factory=set)  # the model's tensors that are loaded
     optimizers: list[Optimizer] = field(default_factory=list)

@@ -90,14 +90,14 @@ def list_training_fields(moe: MoEConfig | None) -> frozenset[str]:
 
 
 def find_moe_differences(config: MoEConfig, reference: MoEConfig) -> list[Difference]:
-    """Compare two MoE configs; return the differing fields that change a layer's eval output."""
+    """Return the fields in which two MoE configs differ and that change a layer's eval output."""
     return list(_find_differences(config, asdict(reference), "moe.", list_training_fields(config)))
 
 
 def find_hf_differences(
     config: Mapping[str, Any], reference: Mapping[str, Any]
 ) -> list[Difference]:
-    """Compare the `to_dict` values of two transformers configs; return the fields that differ."""
+    """Compare `to_dict()` of two transformers configs; return the fields that change the output."""
     kinds = [values.get("model_type") for values in (config, reference)]
     if kinds[0] != kinds[1]:  # then other fields mean other things
         return [Difference("model_type", *map(_format_value, kinds))]
@@ -124,7 +124,7 @@ def find_missing_fields(config: Config | None, values: Mapping[str, Any] | None)
 
 
 def convert_config(config: object) -> dict[str, Any]:
-    """Convert a mapping, dataclass or transformers config to dicts; ValueError for other types."""
+    """Convert a mapping, dataclass or transformers config to nested dicts; otherwise ValueError."""
     try:
         values = _read_values(config)
     except RecursionError:
@@ -201,7 +201,7 @@ def _find_hf_differences(
 def _find_rope_differences(
     config: Mapping[str, Any], reference: Mapping[str, Any], prefix: str
 ) -> Iterator[Difference]:
-    """Yield the rotary embedding options in which two transformers configs differ."""
+    """Yield the rotary options in which two transformers configs differ, under `prefix`."""
     # There are two spellings, and not every release writes the defaults out.
     options, other = _read_rope_options(config), _read_rope_options(reference)
     for location in sorted(options.keys() & other.keys()):
@@ -219,7 +219,7 @@ def _find_rope_differences(
 
 
 def _select_compared_fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that change a model's output, without rotary fields and aliases."""
+    """Return the fields that change a model's output, except rotary fields and aliases."""
     result = {
         name: value
         for name, value in values.items()
@@ -254,7 +254,7 @@ def _read_rope_options(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def _normalize_rope_options(
     options: Mapping[str, Any], values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return rotary options with transformers' defaults and without options that are not read."""
+    """Return rotary options with defaults from config `values` and without unread options."""
     result = {name: values.get(name) for name in (THETA, "partial_rotary_factor")}
     result |= {name: value for name, value in options.items() if value is not None}
     old = result.pop("type", None)
@@ -297,5 +297,5 @@ def _convert_tuple_to_list(value: Any) -> Any:
 
 
 def _format_value(value: Any) -> str:
-    """Return a config value as short text; "given" for a nested config."""
+    """Return a config value as text of at most 80 characters; "given" for a nested config."""
     return "given" if is_dataclass(value) or isinstance(value, Mapping) else f"{value!r:.80}"

@@ -194,7 +194,7 @@ def refuse_used_directory(root: Path) -> None:
 
 
 def find_complete_checkpoints(root: Path) -> list[Path]:
-    """Return all complete checkpoints by step; other names, such as step-0000006, are ignored."""
+    """Return all complete checkpoints, lowest step first; other names are ignored."""
     if not root.is_dir():
         return []
     paths = [path for path in root.iterdir() if _parse_step(path) is not None and is_complete(path)]
@@ -202,7 +202,7 @@ def find_complete_checkpoints(root: Path) -> list[Path]:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether a checkpoint directory has a manifest, which a save writes last."""
+    """Whether a step directory has a manifest, the file that a save writes last."""
     return (path / MANIFEST).is_file()
 
 
@@ -212,11 +212,7 @@ def make_step_path(root: Path, step: int) -> Path:
 
 
 def create_draft(root: Path, step: int) -> Path:
-    """Delete leftovers of killed saves, then create and return a temporary directory.
-
-    Raises:
-        ValueError: if the run already has this step or a later step.
-    """
+    """Create a step's temporary directory, remove leftovers; ValueError if the step is not new."""
     root.mkdir(parents=True, exist_ok=True)
     final = make_step_path(root, step)
     _refuse_older_step(final)
@@ -227,10 +223,7 @@ def create_draft(root: Path, step: int) -> Path:
 
 
 def publish(draft: Path, manifest: Manifest, *, keep: int) -> None:
-    """Rename a draft to its step's directory, set `latest` to it and prune the run.
-
-    `keep` is the number of the newest checkpoints that stay (0 = all).
-    """
+    """Complete a draft, set `latest` to it, and prune to the newest `keep` steps (0 = keep all)."""
     root, final = draft.parent, make_step_path(draft.parent, manifest.facts.step)
     write_new(draft / MANIFEST, manifest.text)
     sync_directory(draft)
@@ -256,7 +249,7 @@ def publish(draft: Path, manifest: Manifest, *, keep: int) -> None:
 
 
 def _check_shard_files(draft: Path, manifest: Manifest) -> None:
-    """Raise OSError if a shard file of the manifest is missing or has the wrong size."""
+    """Raise OSError if a shard file of the manifest is missing in `draft` or has a wrong size."""
     for name, file in manifest.files.items():
         try:
             descriptor = open_regular(draft / name)  # a network file system then asks its server

@@ -137,12 +137,12 @@ def _list_deletable_entries(path: Path) -> list[str]:
 
 
 def find_leftovers(root: Path) -> list[Path]:
-    """Return what killed saves left in a run: drafts, half-deleted checkpoints, pointer files."""
+    """Return the leftovers of killed saves: drafts, half-deleted checkpoints, pointer files."""
     return [path for path in sorted(root.glob(".*")) if _LEFTOVER.fullmatch(path.name)]
 
 
 def remove_leftovers(root: Path) -> None:
-    """Delete what killed saves left in the run `root`, except files that cannot be deleted."""
+    """Delete the leftovers of killed saves in the run `root`, except undeletable files."""
     # Never under its own name: a stopped job could go on and publish its draft.
     for leftover in find_leftovers(root):
         with contextlib.suppress(OSError):

@@ -147,7 +147,7 @@ class _JoinedScheduler:
         return {f"{i}.{key}": v for i, state in enumerate(states) for key, v in state.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the state of each scheduler."""
+        """Set the state of each scheduler from a joined state dict."""
         states: list[dict[str, Any]] = [{} for _ in self._parts]
         for name, value in state_dict.items():
             i, _, key = name.partition(".")
@@ -203,7 +203,7 @@ def decode_scheduler_state(scheduler: Scheduler, values: dict[str, Any]) -> dict
 
 
 def _find_learning_rates(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of each learning rate list in a scheduler's state, nested ones too."""
+    """Yield (name, list) of each learning rate list in a scheduler's state, nested ones too."""
     for name, entry in value.items() if isinstance(value, dict) else ():
         if name.endswith(("base_lrs", "_last_lr")):
             yield name, entry
@@ -228,7 +228,7 @@ def encode_scheduler_state(scheduler: Scheduler) -> dict[str, Any]:
 
 
 def _tensors_to_numbers(value: Any) -> Any:
-    """Replace scalar tensors by Python numbers, with one host synchronisation for each tensor."""
+    """Replace scalar tensors in nested values by numbers; waits for the device per tensor."""
     if isinstance(value, Tensor) and value.ndim == 0:
         return value.item()
     if isinstance(value, dict):

@@ -110,10 +110,7 @@ def _touch_owner_regularly(root: Path, text: bytes, stop: threading.Event) -> No
 
 
 def _release_lock(root: Path, text: bytes, stop: threading.Event, pid: int) -> None:
-    """Stop the heartbeat thread and delete the lock if the owner file's content is `text`.
-
-    `pid` is the process that acquired the lock. A forked process deletes nothing.
-    """
+    """Stop the heartbeat and delete the lock if it has `text`; a fork of process `pid` keeps it."""
     stop.set()
     if pid != os.getpid():  # of a process that was forked
         return
@@ -152,7 +149,7 @@ def _write_draft(draft: Path, text: str) -> float:
 
 
 def _remove_dead_lock(root: Path, current_time: float) -> None:
-    """Rename the lock if its owner is dead at `current_time` (of the file system), else OSError."""
+    """Rename the lock if its owner is dead at `current_time` (file system); OSError if alive."""
     owner, text, touched = _read_owner(root)
     if not text:
         return  # released meanwhile

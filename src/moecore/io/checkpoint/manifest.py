@@ -84,7 +84,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ManifestFacts:
-    """Metadata of a save without its tensors; every value is JSON-able."""
+    """Metadata of a save except its tensors, such as step, config and optimizer groups, as JSON."""
 
     step: int
     world_size: int
@@ -99,7 +99,7 @@ class ManifestFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """A validated manifest of a checkpoint; `text` is its line of JSON."""
+    """The validated index of a checkpoint: metadata, shard files, tensors, and its JSON `text`."""
 
     facts: ManifestFacts
     files: dict[str, StoredFile]
@@ -267,7 +267,7 @@ def _parse_files(values: Any) -> dict[str, StoredFile]:
 
 
 def _parse_tensors(values: Any, files: Mapping[str, Any]) -> dict[str, StoredTensor]:
-    """Validate the manifest's "tensors" and return tensor name -> `StoredTensor`."""
+    """Validate the manifest's "tensors" and return name -> `StoredTensor`; `files` as in JSON."""
     _require(isinstance(values, dict), "tensors must be an object")
     seen: set[tuple[str, str]] = set()
     tensors = {}
@@ -327,7 +327,7 @@ def require_grid(name: str, shape: Sequence[int], chunks: Sequence[ManifestChunk
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:
-    """Raise NotImplementedError for a dtype that safetensors does not support."""
+    """Raise NotImplementedError if safetensors lacks the dtype of the tensor `name`."""
     if dtype not in DTYPE_NAMES:
         raise NotImplementedError(
             f"tensor {format_name(name)} ({dtype}) must have a dtype of safetensors to be saved: "

@@ -262,7 +262,7 @@ def _count_contiguous_elements(sizes: Sequence[int], lengths: Sequence[int]) -> 
 def find_file_problem(
     path: Path, layout: FileLayout, stored_file: StoredFile, *, full: bool, meter: Meter
 ) -> str | None:
-    """Return an error text for a damaged shard file, or None; `full` also compares the SHA-256."""
+    """Return an error text for a damaged shard file or None; `full` also checks the SHA-256."""
     try:
         descriptor = open_regular(path)
     except FileNotFoundError:

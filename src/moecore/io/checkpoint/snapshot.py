@@ -130,7 +130,7 @@ def _check_extra(values: Mapping[str, Any]) -> None:
 
 
 def _is_unchanged_by_json(value: Any) -> bool:
-    """Whether a value is equal after a round trip through JSON: no tuples, only string keys."""
+    """Whether JSON restores a JSON-able value exactly: it has no tuples and only string keys."""
     if isinstance(value, dict):
         return all(isinstance(k, str) and _is_unchanged_by_json(v) for k, v in value.items())
     if isinstance(value, list):
@@ -174,7 +174,7 @@ def read_versions() -> dict[str, str]:
 
 
 def _encode_config(config: object) -> dict[str, Any] | None:
-    """Convert a config to JSON values; None stays None."""
+    """Convert a config object to JSON values (None for None); raise ValueError if not JSON-able."""
     if config is None:
         return None
     values = convert_config(config)

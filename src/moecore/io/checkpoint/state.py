@@ -76,7 +76,7 @@ class ModelView:
         return tensor if dim is None else split_halves(tensor, dim)
 
     def get_name(self, param: Tensor) -> str:
-        """Return the name of a parameter; raise ValueError if the model does not have it."""
+        """Return a parameter's name; raise ValueError if the model does not have the parameter."""
         if id(param) not in self._names:
             raise ValueError(
                 f"optimizer parameter {tuple(param.shape)} must be one of the model's: build the "

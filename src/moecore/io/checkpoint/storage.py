@@ -81,11 +81,8 @@ class _DCPStorage:
 class Writer(_DCPStorage, StorageWriter):
     """DCP storage writer: ranks write shard files into `draft`, rank 0 makes it a checkpoint.
 
-    Args:
-        draft: the temporary directory of the save.
-        facts: metadata for the manifest.
-        keep: number of the newest checkpoints that stay; 0 = all.
-        meter: counts the written bytes.
+    `draft` is the temporary directory of the save. `facts` is for the manifest, `keep` as in
+    `save`.
     """
 
     def __init__(
@@ -99,7 +96,7 @@ class Writer(_DCPStorage, StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's planned blocks into its shard file; return a completed future."""
-        items = _group_by_key(plan.items)
+        items = _assign_keys(plan.items)
         future: Future[list[WriteResult]] = Future()
         future.set_result(self._write_shard_file(items, planner) if items else [])
         return future
@@ -151,7 +148,7 @@ class Writer(_DCPStorage, StorageWriter):
         publish(self._draft, make_manifest(self._facts, files, tensors), keep=self._keep)
 
 
-def _group_by_key(items: list[WriteItem]) -> dict[str, WriteItem]:
+def _assign_keys(items: list[WriteItem]) -> dict[str, WriteItem]:
     """Return safetensors key -> block; further blocks of tensor "a" have the keys "a#1", "a#2"."""
     blocks: dict[str, WriteItem] = {}
     for item in items:
@@ -232,7 +229,7 @@ class LocalSavePlanner(dcp.DefaultSavePlanner):
 
 
 class BlockLoadPlanner(dcp.DefaultLoadPlanner):
-    """DCP load planner that supports shards with several blocks of one tensor."""
+    """DCP load planner for shards with several blocks of one tensor (_StridedShard)."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -276,7 +273,7 @@ class Reader(_DCPStorage, StorageReader):
         }
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the shapes, dtypes and chunks of the manifest's tensors as DCP metadata."""
+        """Convert shapes, dtypes and chunks of the manifest's tensors to DCP's Metadata."""
         entries: dict[str, Any] = {
             name: TensorStorageMetadata(
                 properties=TensorProperties(dtype=tensor.dtype),
@@ -317,10 +314,7 @@ class Reader(_DCPStorage, StorageReader):
 
 
 def run_dcp_call(verb: str, path: Path, action: Callable[[], object]) -> None:
-    """Run `action`, a DCP call; raise a one-line OSError if a rank or a collective failed.
-
-    `verb`, such as "write", and the directory `path` are for the message.
-    """
+    """Run a DCP call; raise OSError ("could not `verb` `path`") if a rank or collective failed."""
     try:
         if not dist.is_initialized():
             # A plain model in one process is what the caller has, not an oversight. No

@@ -304,10 +304,7 @@ def _read_into_objects(
     *,
     strict: bool,
 ) -> dict[str, Any]:
-    """Read the checkpoint into model, optimizers, `amax` and generators; return `extra`.
-
-    With `strict`, optimizer state that the checkpoint lacks is deleted.
-    """
+    """Read into model, optimizers, `amax` and generators; `strict` as in `load`. Return `extra`."""
     target = {f"model.{name}": view.stored_views[name] for name in sorted(fit.model)}
     extra = {
         name: torch.empty(tensor.shape, dtype=tensor.dtype)
