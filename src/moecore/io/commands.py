@@ -33,7 +33,7 @@ FITTING = {"step": ("native",), "layout": ("hf",), "max_shard_size": ("native", 
 
 
 def run_inspect(args: Any) -> int:
-    """Print the format, metadata and tensors of a checkpoint; return the exit code."""
+    """Print the format, metadata and tensors of a checkpoint; return 0, the exit code."""
     path, kind = _find_checkpoint(args.path)
     readers = {"native": _read_native_facts, "Hugging Face": _read_hf_facts, "DCP": _read_dcp_facts}
     facts = readers[kind](path)
@@ -53,7 +53,7 @@ def run_inspect(args: Any) -> int:
 
 
 def _read_native_facts(path: Path) -> dict[str, Any]:
-    """Return the metadata and tensors of a native checkpoint, for printing."""
+    """Return name -> value of a native checkpoint's metadata, files and tensors, for printing."""
     manifest = read_manifest(path)
     facts = manifest.facts
     return {
@@ -73,7 +73,7 @@ def _read_native_facts(path: Path) -> dict[str, Any]:
 
 
 def _read_hf_facts(path: Path) -> dict[str, Any]:
-    """Return the metadata and tensors of a Hugging Face directory, for printing."""
+    """Return name -> value of a Hugging Face directory's metadata and tensors, for printing."""
     from moecore.io.hf.config_fields import read_config
     from moecore.io.hf.files import HFFiles
     from moecore.io.hf.names import find_layout
@@ -97,7 +97,7 @@ def _read_hf_facts(path: Path) -> dict[str, Any]:
 
 
 def _read_dcp_facts(path: Path) -> dict[str, Any]:
-    """Return the files and tensors of a DCP checkpoint, for printing."""
+    """Return name -> value of a DCP checkpoint's files and tensors, for printing."""
     from moecore.io.interchange.convert import find_naming
     from moecore.io.interchange.dcp import DCPFiles
 
@@ -122,7 +122,7 @@ def _describe_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _count_totals(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Count tensors, bytes, and elements by dtype."""
+    """Count tensors, bytes, and elements by dtype from name -> {shape, dtype name}."""
     elements = Counter[str]()
     for entry in tensors.values():
         elements[entry["dtype"]] += math.prod(entry["shape"])
@@ -132,7 +132,7 @@ def _count_totals(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_verify(args: Any) -> int:
-    """Check a checkpoint; return 1 if it is damaged or incomplete."""
+    """Check a checkpoint; return 0, or 1 for broken Hugging Face files; otherwise ValueError."""
     path, kind = _find_checkpoint(args.path)
     if kind == "native":
         from moecore.io.checkpoint.store import verify
@@ -158,7 +158,7 @@ def run_verify(args: Any) -> int:
 
 
 def run_convert(args: Any) -> int:
-    """Convert a checkpoint into another format; return the exit code."""
+    """Convert a checkpoint into another format; return 0, the exit code."""
     path, kind = _find_checkpoint(args.source)
     to = args.to or ("hf" if kind == "native" else "native")
     if (kind == "native") == (to == "native"):
@@ -181,7 +181,7 @@ def run_convert(args: Any) -> int:
 
 
 def _convert_to_native(args: Any, path: Path, kind: str, _: str, progress: Progress | None) -> Path:
-    """Convert a Hugging Face directory or a DCP checkpoint; return the native checkpoint's path."""
+    """Convert a "Hugging Face" or "DCP" checkpoint (`kind`); return the path of the result."""
     from moecore.io.hf.convert import hf_to_native
     from moecore.io.interchange.convert import dcp_to_native
 
@@ -195,7 +195,7 @@ def _convert_to_native(args: Any, path: Path, kind: str, _: str, progress: Progr
 
 
 def _convert_from_native(args: Any, path: Path, _: str, to: str, progress: Progress | None) -> Path:
-    """Convert a native checkpoint to the format `to`; return the path of the result."""
+    """Convert a native checkpoint to the format `to` (hf, megatron, ...); return the new path."""
     from moecore.io.hf.convert import native_to_hf
     from moecore.io.interchange.convert import native_to_dcp
 
@@ -220,7 +220,7 @@ def _drop_none(**options: Any) -> dict[str, Any]:
 
 
 def run_prune(args: Any) -> int:
-    """Delete the oldest checkpoints of a run, or list them; return the exit code."""
+    """Delete the oldest checkpoints of a run, or list them with --dry-run; return 0."""
     if args.keep < 1:
         raise UsageError(f"--keep ({args.keep}) must be >= 1: the newest must stay")
     if not args.path.is_dir():
@@ -237,7 +237,7 @@ def run_prune(args: Any) -> int:
 
 
 def _find_checkpoint(path: Path) -> tuple[Path, str]:
-    """Return path and format of the checkpoint at `path`; for a run, of its latest checkpoint."""
+    """Return path and format ("native", "DCP", "Hugging Face") of a checkpoint or run's latest."""
     if not path.is_dir():
         raise UsageError(f"path ({path}) must be a directory: it is not there")
     if (path / MANIFEST).is_file():

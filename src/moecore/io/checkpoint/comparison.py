@@ -40,7 +40,7 @@ from moecore.io.checkpoint.state import (
 
 @dataclass(slots=True)
 class Comparison:
-    """The objects that a load sets, and the differences between checkpoint and these objects."""
+    """The objects that a load will set, and their differences from the checkpoint."""
 
     model: set[str] = field(default_factory=set)  # the model's tensors that are loaded
     optimizers: list[Optimizer] = field(default_factory=list)
@@ -68,7 +68,8 @@ def compare(
     If `optimizer` or `scheduler` is None, its state is not loaded.
 
     Args:
-        union: names and groups of all pipeline stages.
+        view: of this rank's model.
+        union: tensor names and parameter groups of all pipeline stages.
         cast: allow dtypes that differ from the saved dtypes.
     """
     fit = Comparison()
@@ -92,7 +93,10 @@ def compare(
 
 
 def refuse_differences(fit: Comparison, path: Path, *, strict: bool) -> None:
-    """Raise one ValueError with all differences that a `strict` or other load does not allow."""
+    """Raise one ValueError that lists all differences that this load does not allow.
+
+    Without `strict`, names and shapes may differ (`fit.left_out`), but not dtypes (`fit.refused`).
+    """
     problems = fit.refused + (fit.left_out if strict else [])
     fix = "build them as when it was saved"
     if strict and not fit.refused:
@@ -113,8 +117,8 @@ def allocate_optimizer_target(
 ) -> tuple[list[dict[Tensor, dict[str, Tensor]]], dict[str, Tensor]]:
     """Return the tensors into which a load reads optimizer state.
 
-    The first result has them by optimizer, parameter and slot. The second has their stored views by
-    the names of the checkpoint.
+    The first result has param -> state key -> tensor for each optimizer. The second result maps the
+    checkpoint's names, such as "optimizer.exp_avg.<fqn>", to views of these tensors.
     """
     states = [allocate_optimizer_state(o, view, fit.matrices, fit.scalars) for o in fit.optimizers]
     views = {k: v for state in states for k, v in map_state_views(state, view, fit.scalars).items()}
@@ -122,7 +126,7 @@ def allocate_optimizer_target(
 
 
 def allocate_amax_target(model: nn.Module, manifest: Manifest) -> dict[str, Tensor]:
-    """Return an empty tensor for each saved amax history that this rank's modules have."""
+    """Return name -> uninitialized tensor [steps] for each saved amax history that a rank needs."""
     operands = map_amax_operands(model)
     return {
         name: torch.empty(tensor.shape)
@@ -132,7 +136,7 @@ def allocate_amax_target(model: nn.Module, manifest: Manifest) -> dict[str, Tens
 
 
 def select_rng_target(manifest: Manifest) -> dict[str, Tensor]:
-    """Return this rank's generator states that the checkpoint has with equal shape and dtype."""
+    """Return "rng.<device>.<rank>" -> tensor to load this rank's saved generator state into."""
     layouts = {name: (tensor.shape, tensor.dtype) for name, tensor in manifest.tensors.items()}
     states = copy_rng_states()
     return {n: t for n, t in states.items() if layouts.get(n) == (tuple(t.shape), t.dtype)}
@@ -146,7 +150,7 @@ def _compare_model(
     *,
     cast: bool,
 ) -> None:
-    """Compare the model's tensors with the stored tensors; record differences in `fit`."""
+    """Compare the model's tensors with the checkpoint's; add loadable names and errors to `fit`."""
     for name, tensor in sorted(view.stored_views.items()):
         if name not in stored_tensors:
             fit.left_out.append(f"{name} of the model is not in the checkpoint")
@@ -167,7 +171,7 @@ def _compare_model(
 def _compare_optimizers(
     fit: Comparison, view: ModelView, union: StagePart, manifest: Manifest, *, cast: bool
 ) -> None:
-    """Compare groups and state of the optimizers with the checkpoint; record results in `fit`."""
+    """Compare groups and state of the optimizers with the checkpoint; add results to `fit`."""
     groups, saved_class = manifest.facts.optimizer, manifest.facts.optimizer_class
     if groups is None or saved_class is None:
         fit.left_out.append("optimizer state is not in the checkpoint")
@@ -231,7 +235,7 @@ def _compare_optimizers(
 def _find_shape_problem(
     optimizer: Optimizer, view: ModelView, name: str, stored_slots: dict[str, StoredTensor]
 ) -> str | None:
-    """Return an error text if stored optimizer state has a wrong shape; otherwise None."""
+    """Return an error text if stored state of parameter `name` has a wrong shape, or None."""
     for key, tensor in stored_slots.items():
         like = get_state_template(optimizer, view.tensors[name], key.partition(".")[0])
         shape = tuple(view.view(name, like).shape)
@@ -243,7 +247,7 @@ def _find_shape_problem(
 def _map_params_to_groups(
     classes: str, groups: list[dict[str, Any]]
 ) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Map each parameter name to the class of its optimizer and to its group."""
+    """Map parameter names to (optimizer class, group); `classes`: see `name_optimizer_classes`."""
     return {
         name: (kind, group)
         for kind, group in zip(split_class_names(classes, len(groups)), groups, strict=True)
@@ -252,7 +256,7 @@ def _map_params_to_groups(
 
 
 def _compare_scheduler(fit: Comparison, scheduler: Scheduler, manifest: Manifest) -> None:
-    """Compare the scheduler with the saved state; record the scheduler or the error in `fit`."""
+    """Compare the scheduler with the saved state; set `fit.scheduler`, or add an error to `fit`."""
     values = manifest.facts.scheduler
     if values is None:
         fit.left_out.append("scheduler state is not in the checkpoint")

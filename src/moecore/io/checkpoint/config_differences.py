@@ -72,7 +72,11 @@ def find_decoder_differences(
     *,
     skipped_fields: Collection[str] = TRAINING,
 ) -> list[Difference]:
-    """Return the fields in which a decoder's config differs; [] if `reference` is no decoder's."""
+    """Return the fields in which a decoder's config differs from a reference.
+
+    The result is [] if `reference` is None or is not a decoder's config. Fields in
+    `skipped_fields`, such as "moe.balance", are not compared.
+    """
     values = asdict(reference) if isinstance(reference, DecoderConfig) else reference
     if values is None or not values.keys() >= _NO_DEFAULT:
         return []
@@ -80,20 +84,20 @@ def find_decoder_differences(
 
 
 def list_training_fields(moe: MoEConfig | None) -> frozenset[str]:
-    """Return `TRAINING`, without moe.capacity if the MoE layer also drops tokens in eval."""
+    """Return `TRAINING`, without moe.capacity if an MoE layer drops tokens in eval, too."""
     drops = moe is not None and moe.capacity is not None and moe.capacity.eval_factor is not None
     return TRAINING - {"moe.capacity"} if drops else TRAINING
 
 
 def find_moe_differences(config: MoEConfig, reference: MoEConfig) -> list[Difference]:
-    """Compare two MoE configs; return the differing fields that change a layer's eval output."""
+    """Return the fields in which two MoE configs differ and that change a layer's eval output."""
     return list(_find_differences(config, asdict(reference), "moe.", list_training_fields(config)))
 
 
 def find_hf_differences(
     config: Mapping[str, Any], reference: Mapping[str, Any]
 ) -> list[Difference]:
-    """Compare the `to_dict` values of two transformers configs; return the fields that differ."""
+    """Compare `to_dict()` of two transformers configs; return the fields that change the output."""
     kinds = [values.get("model_type") for values in (config, reference)]
     if kinds[0] != kinds[1]:  # then other fields mean other things
         return [Difference("model_type", *map(_format_value, kinds))]
@@ -103,7 +107,7 @@ def find_hf_differences(
 def find_saved_differences(
     config: Config | None, values: Mapping[str, Any] | None
 ) -> list[Difference]:
-    """Compare a model's config with the config in a checkpoint; return the fields that differ."""
+    """Return the fields in which a model's and a saved config differ; [] if one is incomplete."""
     if config is None or values is None or find_missing_fields(config, values):
         return []
     if isinstance(config, DecoderConfig):
@@ -112,7 +116,7 @@ def find_saved_differences(
 
 
 def find_missing_fields(config: Config | None, values: Mapping[str, Any] | None) -> list[str]:
-    """Return the fields that a comparison needs and that the checkpoint's config does not have."""
+    """Return the fields that a comparison needs and the checkpoint's config lacks; [] for None."""
     if config is None or values is None:
         return []
     names = _NO_DEFAULT if isinstance(config, DecoderConfig) else {"model_type"}
@@ -120,7 +124,7 @@ def find_missing_fields(config: Config | None, values: Mapping[str, Any] | None)
 
 
 def convert_config(config: object) -> dict[str, Any]:
-    """Convert a mapping, dataclass or transformers config to dicts; ValueError for other types."""
+    """Convert a mapping, dataclass or transformers config to nested dicts; otherwise ValueError."""
     try:
         values = _read_values(config)
     except RecursionError:
@@ -161,7 +165,7 @@ def _select_json_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_config(model: nn.Module) -> Config | None:
-    """Return the config of the one native or transformers model in a module; None otherwise."""
+    """Return the config of a module's only native or transformers model; None for 0 or 2 models."""
     modules = {id(part): part for part in _find_models(model)}
     if len(modules) != 1:
         return None
@@ -181,7 +185,7 @@ def _find_models(module: nn.Module) -> Iterator[nn.Module]:
 def _find_hf_differences(
     config: Mapping[str, Any], reference: Mapping[str, Any], prefix: str
 ) -> Iterator[Difference]:
-    """Yield the fields that both transformers configs have with different values."""
+    """Yield the fields that both configs have with different values, as `prefix` + field name."""
     # Only fields that both have. An unknown one is compared, too: a needless refusal names the
     # field, while a difference that nobody compared would change results silently.
     values, other = _select_compared_fields(config), _select_compared_fields(reference)
@@ -197,7 +201,7 @@ def _find_hf_differences(
 def _find_rope_differences(
     config: Mapping[str, Any], reference: Mapping[str, Any], prefix: str
 ) -> Iterator[Difference]:
-    """Yield the rotary embedding options in which two transformers configs differ."""
+    """Yield the rotary options in which two transformers configs differ, under `prefix`."""
     # There are two spellings, and not every release writes the defaults out.
     options, other = _read_rope_options(config), _read_rope_options(reference)
     for location in sorted(options.keys() & other.keys()):
@@ -215,7 +219,7 @@ def _find_rope_differences(
 
 
 def _select_compared_fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that change a model's output, without rotary fields and aliases."""
+    """Return the fields that change a model's output, except rotary fields and aliases."""
     result = {
         name: value
         for name, value in values.items()
@@ -235,7 +239,7 @@ def _select_compared_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_rope_options(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return field prefix -> rotary options of a config, with one entry per kind of layer."""
+    """Return rotary options by path, such as "rope_parameters.", one entry per kind of layer."""
     if all(values.get(name) is None for name in ROPE):
         return {}
     rope: dict[str, Any] = {}
@@ -250,7 +254,7 @@ def _read_rope_options(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def _normalize_rope_options(
     options: Mapping[str, Any], values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return rotary options with transformers' defaults and without options that are not read."""
+    """Return rotary options with defaults from config `values` and without unread options."""
     result = {name: values.get(name) for name in (THETA, "partial_rotary_factor")}
     result |= {name: value for name, value in options.items() if value is not None}
     old = result.pop("type", None)
@@ -268,7 +272,7 @@ def _normalize_rope_options(
 def _find_differences(
     config: Any, reference: Mapping[str, Any], prefix: str, skipped_fields: Collection[str]
 ) -> Iterator[Difference]:
-    """Yield the fields in which a config dataclass differs from nested saved values."""
+    """Yield the fields in which a config dataclass differs from nested values, under `prefix`."""
     for field in fields(config):
         name = prefix + field.name
         value, other = getattr(config, field.name), reference.get(field.name, field.default)
@@ -293,5 +297,5 @@ def _convert_tuple_to_list(value: Any) -> Any:
 
 
 def _format_value(value: Any) -> str:
-    """Return a config value as short text; "given" for a nested config."""
+    """Return a config value as text of at most 80 characters; "given" for a nested config."""
     return "given" if is_dataclass(value) or isinstance(value, Mapping) else f"{value!r:.80}"

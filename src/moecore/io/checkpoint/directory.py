@@ -134,7 +134,7 @@ def prune(root: str | os.PathLike[str], keep: Keep) -> list[Path]:
 
 
 def _remove_prunable(root: Path, keep: int) -> list[Path]:
-    """Delete the checkpoints of `find_prunable` and return them; the caller has the lock."""
+    """Delete the checkpoints of `find_prunable` and return them; the caller has the run's lock."""
     removed, problems = [], []
     for path in find_prunable(root, keep):
         try:
@@ -194,7 +194,7 @@ def refuse_used_directory(root: Path) -> None:
 
 
 def find_complete_checkpoints(root: Path) -> list[Path]:
-    """Return all complete checkpoints by step; other names, such as step-0000006, are ignored."""
+    """Return all complete checkpoints, lowest step first; other names are ignored."""
     if not root.is_dir():
         return []
     paths = [path for path in root.iterdir() if _parse_step(path) is not None and is_complete(path)]
@@ -202,7 +202,7 @@ def find_complete_checkpoints(root: Path) -> list[Path]:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether a checkpoint directory has a manifest, which a save writes last."""
+    """Whether a step directory has a manifest, the file that a save writes last."""
     return (path / MANIFEST).is_file()
 
 
@@ -212,7 +212,7 @@ def make_step_path(root: Path, step: int) -> Path:
 
 
 def create_draft(root: Path, step: int) -> Path:
-    """Create an empty draft of a step, delete leftovers; ValueError if the step is not new."""
+    """Create a step's temporary directory, remove leftovers; ValueError if the step is not new."""
     root.mkdir(parents=True, exist_ok=True)
     final = make_step_path(root, step)
     _refuse_older_step(final)
@@ -223,7 +223,7 @@ def create_draft(root: Path, step: int) -> Path:
 
 
 def publish(draft: Path, manifest: Manifest, *, keep: int) -> None:
-    """Complete a draft, set `latest` to it, and delete all but `keep` checkpoints; 0 = none."""
+    """Complete a draft, set `latest` to it, and prune to the newest `keep` steps (0 = keep all)."""
     root, final = draft.parent, make_step_path(draft.parent, manifest.facts.step)
     write_new(draft / MANIFEST, manifest.text)
     sync_directory(draft)
@@ -249,7 +249,7 @@ def publish(draft: Path, manifest: Manifest, *, keep: int) -> None:
 
 
 def _check_shard_files(draft: Path, manifest: Manifest) -> None:
-    """Raise OSError if a shard file of the manifest is missing or has the wrong size."""
+    """Raise OSError if a shard file of the manifest is missing in `draft` or has a wrong size."""
     for name, file in manifest.files.items():
         try:
             descriptor = open_regular(draft / name)  # a network file system then asks its server
@@ -262,7 +262,7 @@ def _check_shard_files(draft: Path, manifest: Manifest) -> None:
 
 
 def _refuse_older_step(final: Path) -> None:
-    """Raise ValueError if the run already has this step or a later one."""
+    """Raise ValueError if the run of the step directory `final` has this step or a later one."""
     step, newest = _parse_step(final) or 0, None
     try:
         newest = _find_newest_step(final.parent)
@@ -278,7 +278,7 @@ def _refuse_older_step(final: Path) -> None:
 
 
 def _resolve_pointer(root: Path) -> Path | None:
-    """Return the checkpoint that the pointer file names or None; ValueError for a wrong digest."""
+    """Return the checkpoint that `latest` names; None if missing, ValueError for a wrong digest."""
     named = _read_pointer(root)
     if named is None:
         return None
@@ -296,7 +296,7 @@ def _resolve_pointer(root: Path) -> Path | None:
 
 
 def _read_pointer(root: Path) -> tuple[str, str] | None:
-    """Read the pointer file; return the name of a checkpoint and its manifest's SHA-256."""
+    """Return the checkpoint's name and its manifest's SHA-256 from `latest`; None without it."""
     try:
         text = read_beginning(root / POINTER, 200).decode("ascii", errors="replace")
     except FileNotFoundError:
@@ -326,7 +326,7 @@ def _parse_step(path: Path) -> int | None:
 
 
 def _write_pointer(root: Path, name: str, manifest: bytes) -> Path:
-    """Write a pointer file under a temporary name and return its path."""
+    """Write name and SHA-256 of the manifest bytes to a temporary pointer file; return its path."""
     pointer = root / f".{POINTER}-{uuid.uuid4().hex[:8]}"
     try:
         write_new(pointer, f"{name} {hashlib.sha256(manifest).hexdigest()}\n")

@@ -27,7 +27,15 @@ _LEFTOVER = re.compile(r"\.step-[0-9]+\.tmp-\w+|\.step-[0-9a-f]{8}\.old|\.latest
 
 
 def open_regular(path: Path, *, follow: bool = False) -> int:
-    """Open a regular file and return its descriptor; `follow` allows a symlink to a file."""
+    """Open a regular file for reading; return its descriptor, which the caller closes.
+
+    Args:
+        follow: allow a symlink to a regular file.
+
+    Raises:
+        ValueError: for a directory, a FIFO or a device, and without `follow` for a symlink.
+        FileNotFoundError: if there is no file.
+    """
     # O_NONBLOCK: opening a FIFO without a writer would wait.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     if not follow and path.is_symlink():
@@ -40,7 +48,7 @@ def open_regular(path: Path, *, follow: bool = False) -> int:
 
 
 def read_regular(path: Path, *, max_bytes: int, follow: bool = False) -> bytes:
-    """Return the bytes of a regular file; ValueError if it has more than `max_bytes`."""
+    """Return a regular file's bytes; ValueError above `max_bytes`. `follow` allows a symlink."""
     with open(open_regular(path, follow=follow), "rb") as file:
         size = os.fstat(file.fileno()).st_size  # of a sparse file, too
         check_size(path, size, max_bytes)
@@ -50,7 +58,7 @@ def read_regular(path: Path, *, max_bytes: int, follow: bool = False) -> bytes:
 
 
 def check_size(path: Path, size: int, max_bytes: int) -> None:
-    """Raise ValueError if a file has more than `max_bytes` bytes."""
+    """Raise ValueError if `size`, the bytes of the file at `path`, is more than `max_bytes`."""
     if size > max_bytes:
         raise ValueError(
             f"path ({path}) must have at most {max_bytes} bytes, but has {size}: it is damaged, or "
@@ -59,7 +67,7 @@ def check_size(path: Path, size: int, max_bytes: int) -> None:
 
 
 def read_beginning(path: Path, max_bytes: int) -> bytes:
-    """Return at most the first `max_bytes` bytes of a regular file."""
+    """Return at most the first `max_bytes` bytes of a regular file; raise as `open_regular`."""
     with open(open_regular(path), "rb") as file:
         return file.read(max_bytes)
 
@@ -117,7 +125,7 @@ def _delete_path(path: Path) -> None:
 
 
 def _list_deletable_entries(path: Path) -> list[str]:
-    """List the entries of a directory; raise OSError if an entry cannot be deleted."""
+    """Return the sorted relative paths below a directory; OSError if one cannot be deleted."""
     if path.is_symlink():
         return []
     paths = []
@@ -129,12 +137,12 @@ def _list_deletable_entries(path: Path) -> list[str]:
 
 
 def find_leftovers(root: Path) -> list[Path]:
-    """Return the files that killed saves left: drafts, half-deleted checkpoints and pointers."""
+    """Return the leftovers of killed saves: drafts, half-deleted checkpoints, pointer files."""
     return [path for path in sorted(root.glob(".*")) if _LEFTOVER.fullmatch(path.name)]
 
 
 def remove_leftovers(root: Path) -> None:
-    """Delete the files that killed saves left under `root`, except files that cannot be deleted."""
+    """Delete the leftovers of killed saves in the run `root`, except undeletable files."""
     # Never under its own name: a stopped job could go on and publish its draft.
     for leftover in find_leftovers(root):
         with contextlib.suppress(OSError):
@@ -147,7 +155,7 @@ def remove_leftovers(root: Path) -> None:
 
 
 def join_problems(problems: Sequence[str]) -> str:
-    """Join the first error texts in one line, followed by the number of further error texts."""
+    """Join the first `MAX_LINES` error texts in one line; add the number of further error texts."""
     first = "; ".join(format_error_line(problem, MAX_CHARS) for problem in problems[:MAX_LINES])
     remaining = len(problems) - MAX_LINES
     return first if remaining <= 0 else f"{first} (and {remaining} more)"

@@ -37,7 +37,7 @@ def concat_param_groups(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]
 
 
 def name_optimizer_classes(optimizers: Sequence[Optimizer]) -> str:
-    """Return the optimizers' class name, or one class per group, such as "Muon, AdamW, AdamW"."""
+    """Return the common class name, or one name per parameter group, such as "Muon, AdamW"."""
     # An optimizer that only computes elsewhere declares the class whose state it has.
     names = [
         str(getattr(optimizer, "checkpoint_class", type(optimizer).__name__))
@@ -48,7 +48,7 @@ def name_optimizer_classes(optimizers: Sequence[Optimizer]) -> str:
 
 
 def split_class_names(name: str, num_groups: int) -> list[str]:
-    """Return one class name per group from the text of `name_optimizer_classes`."""
+    """Return one class name per parameter group from the text of `name_optimizer_classes`."""
     names = name.split(", ")
     return names * num_groups if len(names) == 1 else names
 
@@ -56,7 +56,10 @@ def split_class_names(name: str, num_groups: int) -> list[str]:
 def collect_hyperparameters(
     optimizers: Sequence[Optimizer], model: ModelView
 ) -> list[dict[str, Any]]:
-    """Return names and hyperparameters of each group as JSON values, without `RUN_OPTIONS`."""
+    """Return {"params": parameter names, option: JSON value} of each parameter group, in order.
+
+    Options such as fused and foreach (`RUN_OPTIONS`) are left out.
+    """
     groups = []
     for group in concat_param_groups(optimizers):
         values = {k: v for k, v in group.items() if k != "params" and k not in RUN_OPTIONS}
@@ -67,7 +70,7 @@ def collect_hyperparameters(
 
 
 def find_group_mismatches(present: list[dict[str, Any]], groups: list[dict[str, Any]]) -> list[str]:
-    """Compare the optimizers' groups with the saved groups; return one error text per mismatch."""
+    """Compare current groups (`present`) with saved groups; return one error text per mismatch."""
     # State goes by name, so the order within a group decides about nothing.
     if [sorted(group["params"]) for group in present] != [sorted(g["params"]) for g in groups]:
         return [
@@ -85,7 +88,7 @@ def find_group_mismatches(present: list[dict[str, Any]], groups: list[dict[str, 
 
 
 def find_option_mismatches(group: Mapping[str, Any], saved_group: Mapping[str, Any]) -> list[str]:
-    """Return an error text for each option of two groups that changes a parameter's state."""
+    """Return error texts for options that decide which state tensors exist, such as amsgrad."""
     ignored = SCHEDULER_OPTIONS | RUN_OPTIONS | {"params"}
     odd = sorted((group.keys() - ignored) ^ (saved_group.keys() - SCHEDULER_OPTIONS - {"params"}))
     problems = []
@@ -105,7 +108,7 @@ def find_option_mismatches(group: Mapping[str, Any], saved_group: Mapping[str, A
 
 
 def restore_hyperparameters(optimizers: Sequence[Optimizer], groups: list[dict[str, Any]]) -> None:
-    """Set hyperparameters to saved values, in place; `find_group_mismatches` has returned []."""
+    """Set hyperparameters in place to saved `groups` that passed `find_group_mismatches`."""
     for group, saved_group in zip(concat_param_groups(optimizers), groups, strict=True):
         for key, value in saved_group.items():
             current = group.get(key)
@@ -132,7 +135,7 @@ Schedulers = Scheduler | Sequence[Scheduler]
 
 
 class _JoinedScheduler:
-    """Joins several schedulers; the last_epoch of the first one has the key "0.last_epoch"."""
+    """Several schedulers as one, whose state dict has keys such as "0.last_epoch"."""
 
     def __init__(self, parts: Sequence[Scheduler]) -> None:
         self._parts = parts
@@ -144,7 +147,7 @@ class _JoinedScheduler:
         return {f"{i}.{key}": v for i, state in enumerate(states) for key, v in state.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the state of each scheduler."""
+        """Set the state of each scheduler from a joined state dict."""
         states: list[dict[str, Any]] = [{} for _ in self._parts]
         for name, value in state_dict.items():
             i, _, key = name.partition(".")
@@ -156,7 +159,7 @@ class _JoinedScheduler:
 def join_schedulers(
     scheduler: Schedulers | None, optimizers: Sequence[Optimizer]
 ) -> Scheduler | None:
-    """Join a list of schedulers, in the order of the optimizers, and return one scheduler."""
+    """Return a list as one scheduler; ValueError if it is empty or not in the optimizers' order."""
     if not isinstance(scheduler, Sequence):
         return scheduler
     if not scheduler:
@@ -178,7 +181,7 @@ def _name_scheduler(scheduler: Scheduler) -> str:
 
 
 def decode_scheduler_state(scheduler: Scheduler, values: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict for `load_state_dict` of this scheduler from the saved JSON values.
+    """Convert saved JSON values to a state dict for this scheduler's `load_state_dict`.
 
     Raises:
         ValueError: if the keys differ from the scheduler's, or a learning rate is not finite.
@@ -200,7 +203,7 @@ def decode_scheduler_state(scheduler: Scheduler, values: dict[str, Any]) -> dict
 
 
 def _find_learning_rates(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of each learning rate list in a scheduler's state, nested ones too."""
+    """Yield (name, list) of each learning rate list in a scheduler's state, nested ones too."""
     for name, entry in value.items() if isinstance(value, dict) else ():
         if name.endswith(("base_lrs", "_last_lr")):
             yield name, entry
@@ -225,7 +228,7 @@ def encode_scheduler_state(scheduler: Scheduler) -> dict[str, Any]:
 
 
 def _tensors_to_numbers(value: Any) -> Any:
-    """Replace scalar tensors by Python numbers, with one host synchronisation for each tensor."""
+    """Replace scalar tensors in nested values by numbers; waits for the device per tensor."""
     if isinstance(value, Tensor) and value.ndim == 0:
         return value.item()
     if isinstance(value, dict):
@@ -236,7 +239,7 @@ def _tensors_to_numbers(value: Any) -> Any:
 
 
 def _restore_types(template: Any, value: Any) -> Any:
-    """Convert JSON values to the types in `template`: tuples, tensors and integer keys."""
+    """Convert JSON values to the types in the state `template`: tuples, tensors, integer keys."""
     if isinstance(template, Tensor) and isinstance(value, int | float):
         return torch.full_like(template, value)
     if isinstance(template, tuple) and isinstance(value, list):
@@ -257,7 +260,7 @@ def copy_json(values: T) -> T:
 
 
 def check_json(label: str, values: Mapping[str, Any]) -> None:
-    """Raise ValueError for the first of these values that the manifest's JSON does not support."""
+    """Raise ValueError for the first value that JSON cannot store; `label` begins the message."""
     for name, value in values.items():
         try:
             json.dumps(value, sort_keys=True)
@@ -271,7 +274,7 @@ def check_json(label: str, values: Mapping[str, Any]) -> None:
 
 
 def _can_change_to(key: str, current: Any, value: Any) -> bool:
-    """Whether a load may replace the current value of a hyperparameter by the saved value."""
+    """Whether a load may replace `current`, the value of option `key`, by the saved `value`."""
     if key == WIDTH:
         return bool(current == value)
     if current is None or value is None:
@@ -290,7 +293,7 @@ def _can_change_to(key: str, current: Any, value: Any) -> bool:
 
 
 def is_finite(value: object) -> bool:
-    """Whether a value is a number that a float can represent."""
+    """Whether a value is an int or float (no bool) that a finite float can represent."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
     try:

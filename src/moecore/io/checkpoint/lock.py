@@ -52,7 +52,11 @@ class RunLock:
         self._end: weakref.finalize[..., RunLock] | None = None  # runs once, at exit at the latest
 
     def acquire(self) -> None:
-        """Create the lock, or check that this object has it; OSError names another live owner."""
+        """Create the lock; a second call only checks that this object still has the lock.
+
+        Raises:
+            OSError: if another live job has the lock, or took the lock over from this object.
+        """
         if self._end is not None:
             if not _owner_has_text(self.root, self._text):
                 raise OSError(
@@ -82,7 +86,7 @@ class RunLock:
             self._end = None
 
     def _start_heartbeat(self, text: bytes) -> None:
-        """Store the text of the owner file, and start the thread that updates the file's time."""
+        """Start the thread that updates the owner file's mtime; `text` is its content."""
         stop = threading.Event()
         self._text = text
         self._end = weakref.finalize(self, _release_lock, self.root, text, stop, os.getpid())
@@ -98,7 +102,7 @@ def _owner_has_text(root: Path, text: bytes) -> bool:
 
 
 def _touch_owner_regularly(root: Path, text: bytes, stop: threading.Event) -> None:
-    """Update the owner file's modification time every `BEAT_SECONDS` until `stop` is set."""
+    """Until `stop` is set, update the owner file's mtime every `BEAT_SECONDS` if it has `text`."""
     while not stop.wait(BEAT_SECONDS):
         with contextlib.suppress(OSError, ValueError):  # such as when the root was removed
             if _owner_has_text(root, text):
@@ -106,7 +110,7 @@ def _touch_owner_regularly(root: Path, text: bytes, stop: threading.Event) -> No
 
 
 def _release_lock(root: Path, text: bytes, stop: threading.Event, pid: int) -> None:
-    """Stop the heartbeat thread and delete the lock, unless another process owns it."""
+    """Stop the heartbeat and delete the lock if it has `text`; a fork of process `pid` keeps it."""
     stop.set()
     if pid != os.getpid():  # of a process that was forked
         return
@@ -120,7 +124,7 @@ def _release_lock(root: Path, text: bytes, stop: threading.Event, pid: int) -> N
 
 @contextlib.contextmanager
 def hold_lock(root: Path) -> Iterator[None]:
-    """Return a context that acquires the run's lock, unless this process already owns the lock."""
+    """Return a context with the run's lock acquired; no effect if this process has the lock."""
     owner = _read_owner(root)[0]
     process = _describe_this_process()
     lock = RunLock(root)
@@ -145,7 +149,7 @@ def _write_draft(draft: Path, text: str) -> float:
 
 
 def _remove_dead_lock(root: Path, current_time: float) -> None:
-    """Rename the lock directory if its owner is dead; raise OSError if its owner is alive."""
+    """Rename the lock if its owner is dead at `current_time` (file system); OSError if alive."""
     owner, text, touched = _read_owner(root)
     if not text:
         return  # released meanwhile
@@ -165,7 +169,7 @@ def _remove_dead_lock(root: Path, current_time: float) -> None:
 
 
 def _is_owner_dead(owner: dict[str, Any], idle_seconds: float) -> bool:
-    """Whether the owner process has ended; on another host, whether its heartbeat is too old."""
+    """Whether an owner's process has ended, or on another host made no heartbeat for too long."""
     if owner.get("machine") and owner.get("machine") == _read_machine_id():
         start_ticks = _read_start_ticks(owner.get("pid"))
         return start_ticks is None or start_ticks != owner.get("started")
@@ -179,7 +183,7 @@ def find_dead_drafts(root: Path) -> list[Path]:
 
 
 def _try_rename(source: Path, target: Path) -> bool:
-    """Rename a directory; return False if the target exists or the source is missing."""
+    """Rename a directory; return False if `target` is not empty or `source` does not exist."""
     try:
         source.rename(target)
     except FileNotFoundError:
@@ -194,7 +198,7 @@ def _try_rename(source: Path, target: Path) -> bool:
 
 
 def _read_owner(root: Path) -> tuple[dict[str, Any], bytes, float]:
-    """Return the owner's JSON ({} if invalid), its bytes (b"" without a lock), and its mtime."""
+    """Return the owner's JSON ({} if invalid), bytes (b"" without a lock) and mtime in seconds."""
     path = root / LOCK / OWNER
     try:
         text = read_beginning(path, _OWNER_BYTES)

@@ -75,7 +75,7 @@ class ManifestChunk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
-    """Shape, dtype and chunks of a stored tensor. The chunks form a grid; () without elements."""
+    """Shape, dtype and chunks of a stored tensor. The chunks form a grid; () if it is empty."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -84,7 +84,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ManifestFacts:
-    """Metadata of a save without its tensors; every value is JSON-able."""
+    """Metadata of a save except its tensors, such as step, config and optimizer groups, as JSON."""
 
     step: int
     world_size: int
@@ -99,7 +99,7 @@ class ManifestFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """A validated manifest of a checkpoint; `text` is its line of JSON."""
+    """The validated index of a checkpoint: metadata, shard files, tensors, and its JSON `text`."""
 
     facts: ManifestFacts
     files: dict[str, StoredFile]
@@ -112,7 +112,7 @@ class Manifest:
         return sum(file.size for file in self.files.values())
 
     def list_file_entries(self, file: str) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Return key -> (dtype, sizes) for each chunk that the shard file has."""
+        """Return key -> (dtype, shape) of each chunk in the shard file `file`."""
         return {
             chunk.key: (tensor.dtype, chunk.sizes)
             for tensor in self.tensors.values()
@@ -124,7 +124,7 @@ class Manifest:
 def make_manifest(
     facts: ManifestFacts, files: Mapping[str, StoredFile], tensors: Mapping[str, StoredTensor]
 ) -> Manifest:
-    """Build a manifest and its JSON text; raise ValueError for values that are not valid."""
+    """Build a manifest and its JSON text; raise ValueError if a value breaks the format."""
     values = asdict(facts) | {
         "format": FORMAT,
         "files": {name: asdict(file) for name, file in files.items()},
@@ -267,7 +267,7 @@ def _parse_files(values: Any) -> dict[str, StoredFile]:
 
 
 def _parse_tensors(values: Any, files: Mapping[str, Any]) -> dict[str, StoredTensor]:
-    """Validate the manifest's "tensors" and return tensor name -> `StoredTensor`."""
+    """Validate the manifest's "tensors" and return name -> `StoredTensor`; `files` as in JSON."""
     _require(isinstance(values, dict), "tensors must be an object")
     seen: set[tuple[str, str]] = set()
     tensors = {}
@@ -292,7 +292,7 @@ def _parse_tensors(values: Any, files: Mapping[str, Any]) -> dict[str, StoredTen
 
 
 def _parse_chunk(value: Any, num_dims: int, files: Mapping[str, Any], label: str) -> ManifestChunk:
-    """Validate one chunk of a tensor with `num_dims` dims and return it."""
+    """Validate a chunk of a tensor with `num_dims` dims; `label` begins the error text."""
     _require_keys(value, {"file", "key", "offsets", "sizes"}, f"{label}: a chunk")
     file, key = value["file"], value["key"]
     _require(isinstance(file, str) and file in files, f"{label}: its file must be one of files")
@@ -303,7 +303,7 @@ def _parse_chunk(value: Any, num_dims: int, files: Mapping[str, Any], label: str
 
 
 def require_grid(name: str, shape: Sequence[int], chunks: Sequence[ManifestChunk]) -> None:
-    """Raise ValueError unless the chunks form a grid that covers each element once."""
+    """Raise ValueError unless the chunks of tensor `name` form a grid with each element once."""
     # Example: shape (4, 6) with blocks (2, 6) at (0, 0), (2, 3) at (2, 0) and (2, 3) at (2, 3) is
     # refused: the cut of dim 1 at 3 must go through all rows. DTensor shards always are a grid.
     label = f"tensor {name!r:.120}"
@@ -327,7 +327,7 @@ def require_grid(name: str, shape: Sequence[int], chunks: Sequence[ManifestChunk
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:
-    """Raise NotImplementedError for a dtype that safetensors does not support."""
+    """Raise NotImplementedError if safetensors lacks the dtype of the tensor `name`."""
     if dtype not in DTYPE_NAMES:
         raise NotImplementedError(
             f"tensor {format_name(name)} ({dtype}) must have a dtype of safetensors to be saved: "
@@ -340,12 +340,12 @@ def _dump_json(values: Mapping[str, Any]) -> str:
 
 
 def _compute_digest(values: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of the manifest's values as JSON."""
+    """Return the hex SHA-256 of the manifest's values as JSON."""
     return hashlib.sha256(_dump_json(values).encode()).hexdigest()
 
 
 def _parse_sizes(value: Any, label: str) -> tuple[int, ...]:
-    """Validate a JSON list of dim sizes or offsets and return it as a tuple."""
+    """Convert a JSON list of counts to a tuple, or raise ValueError; `label` begins its text."""
     _require(
         isinstance(value, list) and all(map(_is_count, value)), f"{label}: sizes must be counts"
     )
@@ -360,7 +360,7 @@ def _is_count(value: Any, *, min_value: int = 0) -> bool:
 
 
 def _require_keys(value: Any, keys: Iterable[str], label: str) -> None:
-    """Raise ValueError unless a JSON value is an object with exactly these keys."""
+    """Raise ValueError, beginning with `label`, unless a value is a dict with exactly `keys`."""
     _require(
         isinstance(value, dict) and value.keys() == set(keys), f"{label} must have {list(keys)}"
     )

@@ -46,7 +46,11 @@ Hashes = dict[Key, str]
 
 
 def check_rank_agreement(snapshot: Snapshot, group: Group = None) -> None:
-    """Raise a ValueError on every rank for the first value that differs. Collective."""
+    """Raise ValueError on every rank for the first value of a snapshot that ranks disagree on.
+
+    The values of DTensors, generator states and the config are not compared. Collective over
+    `group` (None = the default group).
+    """
     if not dist.is_initialized():
         return
     local_hashes = run_and_share_errors(lambda: _hash_snapshot(snapshot), group)
@@ -69,7 +73,7 @@ def check_rank_agreement(snapshot: Snapshot, group: Group = None) -> None:
 
 
 def _compare_stages(hashes: list[tuple[int, Hashes]]) -> None:
-    """Compare the hashes of one rank per pipeline stage; raise for the first difference."""
+    """Raise ValueError if stages differ; `hashes` has (rank, its hashes) for one rank per stage."""
     seen: dict[Key, tuple[int, str]] = {}
     for rank, rank_hashes in hashes:
         for key, value in rank_hashes.items():
@@ -86,7 +90,7 @@ def _compare_stages(hashes: list[tuple[int, Hashes]]) -> None:
 
 
 def _raise_disagreement(key: Key, first: int, rank: int, *, is_present: bool) -> None:
-    """Raise the ValueError for a value that differs between two ranks or is on one of them only."""
+    """Raise ValueError: the ranks' values differ, or only one rank has it (`is_present` False)."""
     kind, name = key
     wrong = f"of rank {rank} must equal that of rank {first}, because only one is kept"
     if not is_present:
@@ -95,7 +99,7 @@ def _raise_disagreement(key: Key, first: int, rank: int, *, is_present: bool) ->
 
 
 def _hash_snapshot(snapshot: Snapshot) -> Hashes:
-    """Return a hash of each value and tensor of a snapshot that ranks must agree on."""
+    """Return (kind, name) -> hash of each value and tensor that ranks must agree on."""
     facts = snapshot.facts
     values: dict[Key, Any] = {
         ("save", "step"): facts.step,
@@ -113,7 +117,7 @@ def _hash_snapshot(snapshot: Snapshot) -> Hashes:
 
 
 def _hash_tensors(tensors: Mapping[str, Tensor]) -> Hashes:
-    """Return a hash of each tensor's dtype and shape, and of the first bytes of plain tensors."""
+    """Return (kind, name) -> text of dtype, shape and a hash of the first bytes (plain tensors)."""
     hashes: Hashes = {}
     parts: dict[Key, Tensor] = {}
     for name, tensor in tensors.items():
@@ -139,7 +143,7 @@ def _view_first_bytes(tensor: Tensor, limit: int | None) -> Tensor:
 
 
 def _copy_to_host(parts: dict[Key, Tensor]) -> dict[Key, Tensor]:
-    """Copy byte tensors to host memory, with one host synchronisation per device."""
+    """Return host copies of uint8 tensors, with one host synchronisation per device."""
     host_parts = {key: part for key, part in parts.items() if part.device.type == "cpu"}
     for device in {part.device for part in parts.values()} - {torch.device("cpu")}:
         group = {key: part for key, part in parts.items() if part.device == device}
@@ -149,7 +153,7 @@ def _copy_to_host(parts: dict[Key, Tensor]) -> dict[Key, Tensor]:
 
 
 def _hash_json(value: Any) -> str:
-    """Return the SHA-256 of a value's JSON; the order of dict entries does not change it."""
+    """Return the hex SHA-256 of a value's JSON; the order of dict entries does not change it."""
     if isinstance(value, dict):
         value = sorted([str(key), entry] for key, entry in value.items())
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class ControlGroup:
-    """A gloo group of all ranks, destroyed with this object. Construction is collective."""
+    """A gloo group of all ranks (None without torch.distributed). Construction is collective."""
 
     # Its collectives cannot match the training's on another rank: gloo aborts for unequal sizes.
 
@@ -58,7 +58,7 @@ def is_first_rank() -> bool:
 
 
 def on_first_rank(action: Callable[[], T], group: Group = None) -> T:
-    """Run an action on rank 0 and return its result, or raise its error, on every rank."""
+    """Run an action on rank 0; return its result or raise its error on every rank. Collective."""
     if not dist.is_initialized():
         return action()
     outcome: list[Any] = [None, None]
@@ -75,7 +75,7 @@ def on_first_rank(action: Callable[[], T], group: Group = None) -> T:
 
 
 def check_same_path(path: Path) -> None:
-    """Raise ValueError on every rank if paths differ, or if only some ranks see the path."""
+    """Raise ValueError on every rank if ranks pass other names, or only some see the directory."""
     answers = gather_objects((path.name, path.is_dir()))
     if len({name for name, _ in answers}) > 1:
         raise ValueError(
@@ -91,7 +91,7 @@ def check_same_path(path: Path) -> None:
 
 
 def check_visible(draft: Path, group: Group = None) -> None:
-    """Raise ValueError on every rank if a rank does not see the draft that rank 0 created."""
+    """Raise ValueError on every rank if a rank does not see the directory that rank 0 created."""
     seen = gather_objects(draft.is_dir(), group)
     if not all(seen):
         raise ValueError(

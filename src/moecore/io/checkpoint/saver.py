@@ -206,6 +206,7 @@ class Saver:
             self._control.close()
 
     def _check_open(self) -> None:
+        """Raise ValueError after `close`."""
         if self._closed:
             raise ValueError("Saver (closed) must be open to save: make another one")
 
@@ -226,7 +227,7 @@ class Saver:
     def _write_checkpoint(
         self, draft: Path, snapshot: Snapshot, locals_: Mapping[str, Tensor]
     ) -> None:
-        """Write the local tensors into the draft and publish the checkpoint. Collective."""
+        """Write name -> local tensor into the draft and publish the checkpoint. Collective."""
         meter = Meter(self._progress)
         write_checkpoint(draft, snapshot, locals_, keep=self._keep, meter=meter, group=self._group)
 

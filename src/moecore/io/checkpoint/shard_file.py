@@ -40,7 +40,7 @@ logger = logging.getLogger("moecore.io")
 
 
 class Meter:
-    """Counts the bytes that all threads read or write, and calls `progress` (done, expected)."""
+    """Counts the bytes that all threads move; `progress` is called with (bytes done, expected)."""
 
     def __init__(self, progress: Progress | None = None) -> None:
         self._progress, self._lock = progress, Lock()
@@ -60,7 +60,7 @@ class Meter:
                 self._progress(self.moved_bytes, self.total)
 
     def log(self, message: str) -> None:
-        """Log a message on rank 0 with the bytes that it moved, the seconds and the GB/s."""
+        """On rank 0, log `message` with the moved GB, the seconds since construction and GB/s."""
         if not is_first_rank():
             return
         seconds, size = time.perf_counter() - self._start, self.moved_bytes / 1e9
@@ -78,7 +78,7 @@ class FileLayout:
 
 
 def compute_layout(entries: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> FileLayout:
-    """Return the safetensors layout of key -> (dtype, sizes); `begins` is in file order."""
+    """Return the file layout of key -> (dtype, shape); the keys of `begins` are in file order."""
     order = sorted(entries, key=lambda key: (-entries[key][0].itemsize, key))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     spans, end = {}, 0
@@ -98,7 +98,10 @@ def compute_layout(entries: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> 
 
 
 class ShardWriter:
-    """Writes one new safetensors file sequentially; a second thread computes its SHA-256."""
+    """Writes one new safetensors file sequentially; a second thread computes its SHA-256.
+
+    `header` is from `compute_layout`. `pinned` stages tensors of a GPU in pinned host memory.
+    """
 
     def __init__(self, path: Path, header: bytes, *, pinned: bool, meter: Meter) -> None:
         self._buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned)
@@ -120,7 +123,7 @@ class ShardWriter:
         os.close(self._fd)
 
     def add(self, tensor: Tensor) -> None:
-        """Append the elements of a tensor to the file, row-major. Synchronises with the device."""
+        """Append a tensor's elements, row-major, in the layout's order. Waits for the device."""
         for piece in split_chunks(tensor.detach()):
             if piece.device.type == "cpu" and piece.is_contiguous() and piece.nbytes > DIRECT_BYTES:
                 self._flush_buffer()
@@ -159,7 +162,7 @@ class ShardWriter:
 
 
 def split_chunks(tensor: Tensor) -> Iterator[Tensor]:
-    """Split a tensor into consecutive row-major parts of at most `CHUNK_BYTES` each."""
+    """Yield consecutive row-major views of a tensor with at most `CHUNK_BYTES` each."""
     if tensor.nbytes <= CHUNK_BYTES:
         yield tensor
     elif tensor.is_contiguous():
@@ -179,7 +182,7 @@ def get_memory_view(tensor: Tensor) -> memoryview:
 
 
 class ShardReader:
-    """Reads slices of the tensors in a shard file; `buffer` (uint8) is for strided slices."""
+    """Reads slices of the tensors in a shard file; `buffer` (uint8) stages strided slices."""
 
     def __init__(self, path: Path, layout: FileLayout, buffer: Tensor, meter: Meter) -> None:
         self._path, self._layout, self._buffer, self._meter = path, layout, buffer, meter
@@ -235,7 +238,7 @@ class ShardReader:
         self.read(key, dtype, sizes, after, out.narrow(dim, half, out.shape[dim] - half))
 
     def _read_bytes(self, target: memoryview, begin: int, meter: Meter | None = None) -> None:
-        """Read bytes of the file from position `begin` on, until `target` is full."""
+        """Fill `target` with the file's bytes from `begin` on; add their number to `meter`."""
         offset = 0
         while offset < len(target):
             count = os.preadv(self._fd, [target[offset : offset + CHUNK_BYTES]], begin + offset)
@@ -247,7 +250,7 @@ class ShardReader:
 
 
 def _count_contiguous_elements(sizes: Sequence[int], lengths: Sequence[int]) -> int:
-    """Return the length of each contiguous run of a slice (shape `lengths`) of a tensor."""
+    """Return how many elements each contiguous run of a slice has; `lengths` is its shape."""
     run = 1
     for size, length in zip(reversed(sizes), reversed(lengths), strict=True):
         run *= length
@@ -259,7 +262,7 @@ def _count_contiguous_elements(sizes: Sequence[int], lengths: Sequence[int]) -> 
 def find_file_problem(
     path: Path, layout: FileLayout, stored_file: StoredFile, *, full: bool, meter: Meter
 ) -> str | None:
-    """Return an error text for a damaged shard file, or None; `full` also compares the SHA-256."""
+    """Return an error text for a damaged shard file or None; `full` also checks the SHA-256."""
     try:
         descriptor = open_regular(path)
     except FileNotFoundError:

@@ -80,7 +80,12 @@ def take_snapshot(
     scheduler: Schedulers | None,
     config: object,
 ) -> Snapshot:
-    """Collect the tensors and facts of a save; raise its errors, also for an unfinished step."""
+    """Collect the tensors (without a copy) and the metadata that `save` writes.
+
+    Raises:
+        ValueError: for an unfinished training step, or a value that JSON cannot store.
+        NotImplementedError: for state that a checkpoint cannot store.
+    """
     _check_finished(model)
     view = ModelView(model)
     tensors = {f"model.{name}": tensor for name, tensor in view.stored_views.items()}
@@ -125,7 +130,7 @@ def _check_extra(values: Mapping[str, Any]) -> None:
 
 
 def _is_unchanged_by_json(value: Any) -> bool:
-    """Whether a value is equal after a round trip through JSON: no tuples, only string keys."""
+    """Whether JSON restores a JSON-able value exactly: it has no tuples and only string keys."""
     if isinstance(value, dict):
         return all(isinstance(k, str) and _is_unchanged_by_json(v) for k, v in value.items())
     if isinstance(value, list):
@@ -169,7 +174,7 @@ def read_versions() -> dict[str, str]:
 
 
 def _encode_config(config: object) -> dict[str, Any] | None:
-    """Convert a config to JSON values; None stays None."""
+    """Convert a config object to JSON values (None for None); raise ValueError if not JSON-able."""
     if config is None:
         return None
     values = convert_config(config)
@@ -192,7 +197,7 @@ def is_first_of_stage(stages: AllStages) -> bool:
 
 
 def join_stage_parts(part: StagePart, stages: AllStages | None, group: Group = None) -> StagePart:
-    """Merge the `StagePart` of all pipeline stages. Collective if there are several stages."""
+    """Return the union of all stages' parts. Collective, except if `stages` is None (one stage)."""
     return part if stages is None else _merge_parts(_gather_parts(part, stages, group))
 
 
@@ -225,7 +230,7 @@ def join_stages(snapshot: Snapshot, group: Group = None) -> Snapshot:
 
 
 def _gather_parts(part: StagePart, stages: AllStages, group: Group) -> list[StagePart]:
-    """Gather the `StagePart` of each pipeline stage from its first rank. Collective."""
+    """Return the `StagePart` of each pipeline stage, in stage order. Collective."""
     rank_parts = gather_objects(part if is_first_of_stage(stages) else None, group)
     return [stage_part for stage_part in rank_parts if stage_part is not None]
 
@@ -257,7 +262,7 @@ def collect_rank_state(
     *,
     scheduler: Schedulers | None = None,
 ) -> dict[str, Any]:
-    """Return this rank's state for `load_rank_state`; it shares memory with model and optimizer."""
+    """Return this rank's training state, without a copy, to restore it by `load_rank_state`."""
     snapshot = take_snapshot(0, model, optimizer, extra, scheduler=scheduler, config=None)
     facts = {"optimizer": snapshot.facts.optimizer, "scheduler": snapshot.facts.scheduler}
     return {"tensors": get_local_tensors(snapshot), **facts}
@@ -271,7 +276,7 @@ def load_rank_state(
     *,
     scheduler: Schedulers | None = None,
 ) -> dict[str, Tensor]:
-    """Restore `collect_rank_state` in place, drop an unfinished step, and return `extra`."""
+    """Set model, optimizer, scheduler and generators to `state`; return its `extra` tensors."""
     drop_step(model)
     kinds = defaultdict[str, dict[str, Tensor]](dict)
     for name, tensor in state["tensors"].items():

@@ -39,7 +39,7 @@ Optimizers = Optimizer | Sequence[Optimizer]
 
 
 class ModelView:
-    """Maps names to a model's tensors, and to the views of them that a checkpoint stores."""
+    """Maps names to a model's tensors (`tensors`), and to the views that a checkpoint stores."""
 
     def __init__(self, model: nn.Module) -> None:
         refuse_fp8_storage(model, "saved or loaded")
@@ -67,12 +67,16 @@ class ModelView:
         self.stored_views = {name: self.view(name, t.detach()) for name, t in self.tensors.items()}
 
     def view(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the view that a checkpoint stores of a tensor, given its parameter's `name`."""
+        """Return the view that a checkpoint stores of parameter `name` or of its optimizer state.
+
+        A dim with gate, then up, is split into two dims (`split_halves`). Other tensors are
+        unchanged.
+        """
         dim = self._halved_dims[name]
         return tensor if dim is None else split_halves(tensor, dim)
 
     def get_name(self, param: Tensor) -> str:
-        """Return the name of a parameter; raise ValueError if the model does not have it."""
+        """Return a parameter's name; raise ValueError if the model does not have the parameter."""
         if id(param) not in self._names:
             raise ValueError(
                 f"optimizer parameter {tuple(param.shape)} must be one of the model's: build the "
@@ -82,7 +86,11 @@ class ModelView:
 
 
 def list_optimizers(optimizer: Optimizers | None, model: ModelView) -> list[Optimizer]:
-    """Return optimizers as a list with state on the device; ValueError for a shared parameter."""
+    """Return the optimizers as a list ([] for None), and load offloaded state to the device.
+
+    Raises:
+        ValueError: for an empty list, a parameter of two optimizers, or of another model.
+    """
     if optimizer is None:
         return []
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
@@ -108,7 +116,7 @@ def list_optimizers(optimizer: Optimizers | None, model: ModelView) -> list[Opti
 def collect_optimizer_tensors(
     optimizers: Sequence[Optimizer], model: ModelView
 ) -> dict[str, Tensor]:
-    """Return "<slot>.<fqn>" -> stored view of each optimizer state tensor, sharing its memory."""
+    """Return names such as "exp_avg.norm.weight" -> view of each state tensor, without a copy."""
     tensors: dict[str, Tensor] = {}
     seen: set[str] = set()
     for owner, param in ((o, param) for o in optimizers for param in o.state):
@@ -138,13 +146,13 @@ def allocate_optimizer_state(
     matrices: Mapping[str, torch.dtype],
     scalars: Mapping[str, torch.dtype],
 ) -> dict[Tensor, dict[str, Tensor]]:
-    """Return param -> slot -> tensor into which a load reads the optimizer's saved state.
+    """Return param -> state key ("exp_avg") -> tensor into which a load reads the saved state.
 
     Existing state tensors with the right layout are reused.
 
     Args:
-        matrices: "<slot>.<fqn>" -> saved dtype of state that has the parameter's layout.
-        scalars: "<slot>.<fqn>" -> saved dtype of scalar state.
+        matrices: "<state key>.<fqn>" -> saved dtype of state that has the parameter's layout.
+        scalars: "<state key>.<fqn>" -> saved dtype of scalar state.
     """
     slots: dict[str, list[str]] = {}
     for key in (*matrices, *scalars):
@@ -176,7 +184,7 @@ def allocate_optimizer_state(
 def map_state_views(
     state: Mapping[Tensor, Mapping[str, Tensor]], model: ModelView, scalars: Collection[str]
 ) -> dict[str, Tensor]:
-    """Return "<slot>.<fqn>" -> stored view of each tensor of `allocate_optimizer_state`."""
+    """Return "exp_avg.<fqn>" -> view that a checkpoint stores; `scalars` names the scalar state."""
     views = {}
     for param, slots in state.items():
         name = model.get_name(param)
@@ -187,7 +195,7 @@ def map_state_views(
 
 
 def restore_optimizer_state(optimizer: Optimizer, state: dict[Tensor, dict[str, Tensor]]) -> None:
-    """Move the loaded tensors of `allocate_optimizer_state` into the optimizer; empties `state`."""
+    """Move `state`, from `allocate_optimizer_state`, into the optimizer; `state` is then empty."""
     restore = getattr(optimizer, "restore_state", None)
     while state:
         param, slots = state.popitem()
@@ -198,13 +206,13 @@ def restore_optimizer_state(optimizer: Optimizer, state: dict[Tensor, dict[str, 
 
 
 def get_state_template(optimizer: Optimizer, param: Tensor, slot: str) -> Tensor:
-    """Return a tensor with the shape and placements of a parameter's optimizer state `slot`."""
+    """Return a tensor with the shape and placements of state `slot`, such as "exp_avg"."""
     like: Tensor = _call_optional(optimizer, "state_like", param, param, slot)
     return like
 
 
 def _call_optional(optimizer: Optimizer, name: str, default: Any, *args: Any) -> Any:
-    """Call a method that only moecore's optimizers have; return `default` if it is missing."""
+    """Call the optimizer's method `name`; return `default` if its class has no such method."""
     # AdamW has stored_state, moment_dtype_of and state_device_of, Muon state_like.
     method = getattr(optimizer, name, None)
     return default if method is None else method(*args)
@@ -226,7 +234,7 @@ def _choose_moment_dtype(
 def _reuse_or_allocate(
     current: object, like: Tensor, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return the current tensor if it has this layout, dtype and device; otherwise a new tensor."""
+    """Return `current` if it has this dtype, device and `like`'s layout, otherwise a new tensor."""
     if (
         isinstance(current, Tensor)
         and (current.shape, current.dtype, current.device) == (like.shape, dtype, device)
@@ -242,7 +250,10 @@ def _get_dtensor_layout(tensor: Tensor) -> object:
 
 
 def map_amax_operands(model: nn.Module) -> dict[str, tuple[AmaxHistory, str]]:
-    """Map "<fqn>.<operand>" to (amax history, operand) of the FP8 modules (delayed scaling)."""
+    """Map "<fqn>.<operand>" to (amax history, operand) of the FP8 modules (delayed scaling).
+
+    Names of gradient operands end in the parallel degrees, such as ".dp4.cp1.tp2".
+    """
     # The loss of a data rank is a mean over its tokens, so how large gradients are depends on who
     # has which tokens: their names have these degrees, and another folding finds none.
     degrees = "dp1.cp1.tp1"
@@ -262,7 +273,10 @@ def map_amax_operands(model: nn.Module) -> dict[str, tuple[AmaxHistory, str]]:
 
 @torch.no_grad()
 def restore_amax(model: nn.Module, saved_histories: Mapping[str, Tensor]) -> None:
-    """Set the amax histories of a model to saved values; clear histories without a saved value."""
+    """Set the model's amax histories to saved values; clear histories without a saved value.
+
+    `saved_histories` has the names of `map_amax_operands` and fp32 tensors [steps], newest first.
+    """
     steps_by_history: dict[AmaxHistory, dict[str, Tensor]] = {}
     for name, (history, operand) in map_amax_operands(model).items():
         steps = steps_by_history.setdefault(history, {})
@@ -289,7 +303,7 @@ def restore_rng(states: Mapping[str, Tensor]) -> None:
 
 
 def _is_storable(value: Tensor, like: Tensor) -> bool:
-    """Whether optimizer state is a scalar or has the shape of `like`: a checkpoint stores both."""
+    """Whether optimizer state can be stored: it is a plain scalar or has the shape of `like`."""
     if value.ndim == 0:
         return not isinstance(value, DTensor)
     return value.shape == like.shape and isinstance(value, DTensor) == isinstance(like, DTensor)

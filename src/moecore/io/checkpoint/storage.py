@@ -79,7 +79,11 @@ class _DCPStorage:
 
 
 class Writer(_DCPStorage, StorageWriter):
-    """DCP storage writer: each rank writes one shard file; the coordinator publishes the draft."""
+    """DCP storage writer: ranks write shard files into `draft`, rank 0 makes it a checkpoint.
+
+    `draft` is the temporary directory of the save. `facts` is for the manifest, `keep` as in
+    `save`.
+    """
 
     def __init__(
         self, draft: Path, rank: int, facts: ManifestFacts, *, keep: int, meter: Meter
@@ -91,8 +95,8 @@ class Writer(_DCPStorage, StorageWriter):
         """Do nothing: DCP requires this method, and the draft directory already exists."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the tensor blocks that DCP planned for this rank into this rank's shard file."""
-        items = _group_by_key(plan.items)
+        """Write this rank's planned blocks into its shard file; return a completed future."""
+        items = _assign_keys(plan.items)
         future: Future[list[WriteResult]] = Future()
         future.set_result(self._write_shard_file(items, planner) if items else [])
         return future
@@ -100,7 +104,7 @@ class Writer(_DCPStorage, StorageWriter):
     def _write_shard_file(
         self, items: dict[str, WriteItem], planner: SavePlanner
     ) -> list[WriteResult]:
-        """Write these blocks into one safetensors file; return a DCP WriteResult for each block."""
+        """Write key -> block into one safetensors file; return a DCP WriteResult for each block."""
         blocks, chunks = {}, {}
         for key, item in items.items():
             data = item.tensor_data
@@ -125,7 +129,7 @@ class Writer(_DCPStorage, StorageWriter):
         ]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Build the manifest and publish the checkpoint. DCP calls it on the coordinator."""
+        """Build the manifest from the results of all ranks, and publish. DCP calls it on rank 0."""
         chunks: dict[str, list[ManifestChunk]] = {}
         files: dict[str, StoredFile] = {}
         for result in itertools.chain.from_iterable(results):
@@ -144,8 +148,8 @@ class Writer(_DCPStorage, StorageWriter):
         publish(self._draft, make_manifest(self._facts, files, tensors), keep=self._keep)
 
 
-def _group_by_key(items: list[WriteItem]) -> dict[str, WriteItem]:
-    """Return key in the shard file -> block to write; a tensor's next blocks have key "name#i"."""
+def _assign_keys(items: list[WriteItem]) -> dict[str, WriteItem]:
+    """Return safetensors key -> block; further blocks of tensor "a" have the keys "a#1", "a#2"."""
     blocks: dict[str, WriteItem] = {}
     for item in items:
         assert item.tensor_data is not None, "everything saved is a tensor"
@@ -162,7 +166,10 @@ Blocks = dict[torch.Size, tuple[slice, ...]]  # offset in the tensor -> place in
 
 
 def _find_blocks(tensor: Any) -> Blocks:
-    """Return the contiguous blocks of this rank's DTensor shard; {} if the shard is one block."""
+    """Return global offset -> slices of the local tensor, per contiguous block of a DTensor shard.
+
+    The result is {} for a shard that is one block, and for a tensor that is not a DTensor.
+    """
     # Gate and up in one dim: DCP takes the part for one block. Example: [8] over tp=2, placed
     # _StridedShard(0, split_factor=2): rank 1 has rows 2 3 6 7, {2: [0:2], 6: [2:4]}.
     if not isinstance(tensor, DTensor):
@@ -181,14 +188,14 @@ def _find_blocks(tensor: Any) -> Blocks:
 
 
 def _make_chunk(offset: torch.Size, place: tuple[slice, ...]) -> ChunkStorageMetadata:
-    """Return DCP's record of a block, given the block's slices of the local tensor."""
+    """Return DCP's metadata of a block at a global offset; `place` slices the local tensor."""
     return ChunkStorageMetadata(offset, torch.Size(part.stop - part.start for part in place))
 
 
 class LocalSavePlanner(dcp.DefaultSavePlanner):
-    """DCP save planner that supports shards with several blocks, and copies of local tensors.
+    """DCP save planner for shards with several blocks; it writes the tensors in `locals_`.
 
-    `locals_` has the local tensors to write, such as the host copies of a background save.
+    `locals_` maps names to local tensors, such as the host copies of a background save.
     """
 
     def __init__(self, locals_: Mapping[str, Tensor]) -> None:
@@ -197,7 +204,7 @@ class LocalSavePlanner(dcp.DefaultSavePlanner):
         self._blocks: dict[str, Blocks] = {}
 
     def create_local_plan(self) -> SavePlan:
-        """Return the blocks that this rank may write, several of them for a strided shard."""
+        """Return the blocks that this rank may write; a strided shard has several blocks."""
         plan = super().create_local_plan()
         self._blocks = {name: _find_blocks(tensor) for name, tensor in self.state_dict.items()}
         items = [block for item in plan.items for block in self._split_item(item)]
@@ -205,7 +212,7 @@ class LocalSavePlanner(dcp.DefaultSavePlanner):
         return self.plan
 
     def _split_item(self, item: WriteItem) -> Iterator[WriteItem]:
-        """Yield one DCP write item for each block of a shard."""
+        """Yield one DCP write item per block of a shard; the item itself if it is one block."""
         blocks, data = self._blocks[item.index.fqn], item.tensor_data
         if not blocks or data is None:
             yield item
@@ -216,20 +223,20 @@ class LocalSavePlanner(dcp.DefaultSavePlanner):
             yield replace(item, index=index, tensor_data=data)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Return the values of a block from this rank's local tensors."""
+        """Return a view of this rank's local tensor with the values of a block to write."""
         local, blocks = self._locals[index.fqn], self._blocks[index.fqn]
         return local[blocks[_get_offset(index)]] if blocks else local
 
 
 class BlockLoadPlanner(dcp.DefaultLoadPlanner):
-    """DCP load planner that supports shards with several blocks of one tensor."""
+    """DCP load planner for shards with several blocks of one tensor (_StridedShard)."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._blocks: dict[str, Blocks] = {}
 
     def create_local_plan(self) -> LoadPlan:
-        """Return the reads that fill this rank's shards, several of them for a strided shard."""
+        """Return the reads that fill this rank's shards; a strided shard needs several reads."""
         plan = super().create_local_plan()
         all_blocks = {name: _find_blocks(tensor) for name, tensor in self.state_dict.items()}
         self._blocks = {name: blocks for name, blocks in all_blocks.items() if blocks}
@@ -255,7 +262,7 @@ def _get_offset(index: MetadataIndex) -> torch.Size:
 
 
 class Reader(_DCPStorage, StorageReader):
-    """DCP storage reader: reads slices of the shard files that a manifest lists."""
+    """DCP storage reader: reads slices of the shard files in the checkpoint directory `path`."""
 
     def __init__(self, path: Path, manifest: Manifest, meter: Meter) -> None:
         self._path, self._manifest, self._meter = path, manifest, meter
@@ -266,7 +273,7 @@ class Reader(_DCPStorage, StorageReader):
         }
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the shapes, dtypes and chunks of the manifest's tensors as DCP metadata."""
+        """Convert shapes, dtypes and chunks of the manifest's tensors to DCP's Metadata."""
         entries: dict[str, Any] = {
             name: TensorStorageMetadata(
                 properties=TensorProperties(dtype=tensor.dtype),
@@ -286,7 +293,7 @@ class Reader(_DCPStorage, StorageReader):
         """Do nothing: DCP requires this method, and the manifest is already read."""
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the planned slices from the shard files directly into the tensors to load."""
+        """Read the planned slices directly into the tensors to load; return a completed future."""
         by_file: dict[str, list[Any]] = {}
         for item in plan.items:
             chunk, dtype = self._chunks[item.storage_index]
@@ -307,7 +314,7 @@ class Reader(_DCPStorage, StorageReader):
 
 
 def run_dcp_call(verb: str, path: Path, action: Callable[[], object]) -> None:
-    """Run a DCP call; replace DCP's CheckpointException by an OSError with a one-line message."""
+    """Run a DCP call; raise OSError ("could not `verb` `path`") if a rank or collective failed."""
     try:
         if not dist.is_initialized():
             # A plain model in one process is what the caller has, not an oversight. No

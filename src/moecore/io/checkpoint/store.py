@@ -241,7 +241,7 @@ def _refresh_buffers(path: Path, model: nn.Module) -> None:
 
 
 def start_draft(lock: RunLock, step: int, group: Group = None) -> Path:
-    """Acquire the run's lock on rank 0 and create a draft directory that every rank sees."""
+    """Acquire the run's lock on rank 0 and create the temporary directory of a save. Collective."""
 
     def lock_and_create() -> Path:
         lock.acquire()
@@ -261,7 +261,15 @@ def write_checkpoint(
     meter: Meter,
     group: Group = None,
 ) -> None:
-    """Write and publish a snapshot in a draft, or remove the draft. Collective over `group`."""
+    """Write a snapshot into the draft directory and publish it as a checkpoint. Collective.
+
+    After an error, rank 0 removes the draft and every rank raises OSError.
+
+    Args:
+        locals_: name -> this rank's local tensor, with the contents to write.
+        keep: number of the newest checkpoints that stay; 0 = all.
+        group: None = the default group.
+    """
     # Of the snapshot's tensors only the layout is read; `locals_` has their contents on this rank.
     save_snapshot = partial(
         dcp.save,
@@ -296,7 +304,7 @@ def _read_into_objects(
     *,
     strict: bool,
 ) -> dict[str, Any]:
-    """Read the checkpoint into model, optimizers, `amax` and generators; return `extra`."""
+    """Read into model, optimizers, `amax` and generators; `strict` as in `load`. Return `extra`."""
     target = {f"model.{name}": view.stored_views[name] for name in sorted(fit.model)}
     extra = {
         name: torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -347,7 +355,7 @@ def verify(
 
 
 def verify_files(path: Path, manifest: Manifest, mode: Verify, meter: Meter) -> None:
-    """Check the shard files, each on one rank; raise on every rank if a file is damaged."""
+    """Check each shard file on one rank; raise on every rank if a file is damaged. Collective."""
     rank, world = get_rank_and_world()
     names = sorted(manifest.files)[rank::world]
     if mode == "full":

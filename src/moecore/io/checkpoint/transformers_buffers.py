@@ -43,14 +43,14 @@ def recompute_buffers(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
 
 
 def _find_owner_model(model: nn.Module, path: str) -> Any:
-    """Return the innermost transformers model with the module at `path`; None without one."""
+    """Return the innermost transformers model with the module at `path`; None if there is none."""
     names = path.split(".")
     around = [model, *(model.get_submodule(".".join(names[:i])) for i in range(1, len(names)))]
     return next((m for m in reversed(around) if hasattr(m, "_init_weights")), None)
 
 
 def _initialize_buffers(module: nn.Module, owner: Any) -> dict[str, Tensor | None]:
-    """Return a module's buffers as transformers initializes them, with NaN for other buffers."""
+    """Return the buffers as `owner._init_weights` sets them; NaN in buffers that it leaves out."""
     shell = copy.copy(module)
     shell._parameters = {
         name: None if param is None else nn.Parameter(param.detach().to("meta"))

@@ -47,7 +47,7 @@ class WeightMeta(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WeightBucket:
-    """Streamed tensors in one buffer: `flat` is uint8 on the model's device."""
+    """Several Hugging Face tensors in one buffer: `flat` is uint8 on the model's device."""
 
     metas: tuple[WeightMeta, ...]
     flat: Tensor
@@ -73,12 +73,12 @@ def align(num_bytes: int) -> int:
 
 
 def make_meta(item: Item) -> WeightMeta:
-    """Return name, dtype and shape of an item."""
+    """Return name, dtype and shape of an item, a Hugging Face tensor to assemble."""
     return WeightMeta(item.name, item.dtype, item.shape)
 
 
 class _SentBox(NamedTuple):
-    """A box of one part of an item, and the ranks whose shards contain the box."""
+    """A box (rectangular part) of a Hugging Face tensor to send, and the ranks that have it."""
 
     part: int  # which of the item's parts
     overlap: PieceOverlap
@@ -87,14 +87,14 @@ class _SentBox(NamedTuple):
     ranks: list[int]  # that have the box
 
     def find_sender(self, writer: int | None) -> int:
-        """Return the rank that sends the box; -1 if every receiving rank already has the box."""
+        """Return the rank that sends the box to `writer` (None = to all); -1 if none has to."""
         _, world = get_rank_and_world()
         has_box = len(self.ranks) == world if writer is None else writer in self.ranks
         return -1 if has_box else self.ranks[0]
 
 
 class _SentCopy(NamedTuple):
-    """A box to copy, the name of its source tensor, and the item's index in the bucket."""
+    """A box to copy into a bucket: its model tensor `source`, and the index of its item."""
 
     source: str
     item: int
@@ -102,7 +102,7 @@ class _SentCopy(NamedTuple):
 
 
 class BucketCollector(ErrorKeeper):
-    """Assembles buckets of items on every rank, or on one rank, the writer.
+    """Assembles buckets of items (Hugging Face tensors) on every rank, or on one rank, the writer.
 
     Every rank calls it for the same items in the same order. A rank with an error, such as out of
     memory, must still send and receive, because other ranks wait for it. The message buffer is
@@ -151,8 +151,13 @@ class BucketCollector(ErrorKeeper):
     ) -> WeightBucket | None:
         """Assemble the items in a new bucket from the shards of all ranks. Collective.
 
-        It is on the device of the model on every rank, or on the CPU of the writer. The result is
-        None on the other ranks and after an error of this rank.
+        Args:
+            read: returns a box of this rank's shard of a tensor.
+            writer: the only rank that gets the bucket, on its CPU. None = every rank, on the
+                device.
+
+        Returns:
+            None on other ranks than the writer, and after an error of this rank.
         """
         assert self._message is not None, "a pass is open"
         bucket, parts = None, list[list[Tensor]]()
@@ -201,7 +206,7 @@ class BucketCollector(ErrorKeeper):
         parts: list[list[Tensor]],
         read: Read,
     ) -> None:
-        """Send several boxes in one message from `sender` to the writer, or to every rank."""
+        """Send boxes in one message from `sender` to `writer`, None = to every rank. Collective."""
         assert self._message is not None, "a pass is open"
         pieces, at = list[Tensor](), 0
         for copy in copies:
@@ -224,7 +229,7 @@ class BucketCollector(ErrorKeeper):
                 foreach_copy_([_get_copy_target(copy, parts) for copy in copies], pieces)
 
     def _list_boxes(self, item: Item, *, is_cached: bool) -> list[_SentBox]:
-        """Return the boxes of an item; `is_cached` stores them for the next pass."""
+        """Return the boxes to send for an item; `is_cached` stores them for the next pass."""
         if item.name in self._boxes:
             return self._boxes[item.name]
         boxes = list(self._find_boxes(item))
@@ -233,7 +238,7 @@ class BucketCollector(ErrorKeeper):
         return boxes
 
     def _find_boxes(self, item: Item) -> Iterator[_SentBox]:
-        """Yield each box of an item with the ranks whose shards contain it."""
+        """Yield each box to send for an item, with the ranks whose shards contain the box."""
         max_numel = self.capacity // item.dtype.itemsize
         for number, (source, piece) in enumerate(item.parts):
             full_shape = self._owners.shapes[source]
@@ -244,7 +249,7 @@ class BucketCollector(ErrorKeeper):
                     yield _SentBox(number, overlap, shape, size, ranks)
 
     def _count_row_bytes(self, item: Item) -> int:
-        """Return the bytes of an item's largest row, the smallest unit of a message."""
+        """Return the bytes of an item's largest row (dim 0), the smallest unit of a message."""
         sizes = []
         for source, piece in item.parts:
             rows = next(iter(piece.get_box(self._owners.shapes[source])), slice(0, 1))
@@ -253,7 +258,7 @@ class BucketCollector(ErrorKeeper):
 
 
 class RankCollector(BucketCollector):
-    """Assembles one tensor at a time on the rank that writes it; implements `Collector`."""
+    """Assembles one Hugging Face tensor at a time on the rank that writes it (a `Collector`)."""
 
     def __init__(
         self,
@@ -272,14 +277,16 @@ class RankCollector(BucketCollector):
         return None if bucket is None else next(bucket.tensors())[1]
 
     def _read(self, name: str, box: tuple[slice, ...]) -> Tensor:
+        """Return a box of this rank's shard of a tensor."""
         return read_local(self._tensors[name], box)
 
 
 def compute_bucket_size(item: Item) -> int:
-    """Return the bytes that an item needs in a bucket, temporary reordered parts included."""
+    """Return the bytes that an item needs in a bucket, with temporary copies of strided pieces."""
     numels = (math.prod(piece.shape) for _, piece in item.parts if piece.view is not None)
     return align(item.nbytes) + sum(numels) * item.dtype.itemsize
 
 
 def _get_copy_target(copy: _SentCopy, parts: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Return the view of the bucket into which a box is copied."""
     return parts[copy.item][copy.box.part][copy.box.overlap.source].view(copy.box.shape)

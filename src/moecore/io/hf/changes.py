@@ -38,14 +38,14 @@ class WeightsVersion:
 
 
 class Digests:
-    """Computes digests of tensors; the random factors differ between objects."""
+    """Computes 128-bit hashes (digests) of tensors; random factors differ between objects."""
 
     def __init__(self) -> None:
         self._seed = int.from_bytes(os.urandom(7), "little")
         self._factors: dict[tuple[int, torch.device], Tensor] = {}
 
     def compute(self, sources: Mapping[str, Sequence[Tensor]]) -> dict[str, tuple[int, int]]:
-        """Return name -> digest of this rank's shards. Synchronises with the device."""
+        """Return name -> digest of the local shards of its tensors. Waits for the device."""
         with torch.no_grad():
             digests = {
                 name: self._hash_tensors(map(list_local_storage, ts))
@@ -62,14 +62,14 @@ class Digests:
         return values
 
     def _hash_tensors(self, parts: Iterable[list[Tensor]]) -> Tensor:
-        """Return the digest int64 [2] of several tensors."""
+        """Return one digest, int64 [2], of all tensors in the lists."""
         digests = [self._hash_bytes(_view_as_bytes(x)) for tensors in parts for x in tensors]
         if len(digests) == 1:
             return digests[0]
         return self._hash_bytes(_view_as_bytes(torch.stack(digests)), 2)
 
     def _hash_bytes(self, bits: Tensor, level: int = 0) -> Tensor:
-        """Return the digest int64 [2] of the bytes uint8 [n]."""
+        """Return the digest int64 [2] of uint8 [n]; `level` chooses the random factors."""
         words = torch.nn.functional.pad(bits, (0, -bits.numel() % 4)).view(torch.int32)
         factors = self._get_factors(level, bits.device)
         parts: tuple[Tensor, ...] = words.split(factors.shape[1])

@@ -30,7 +30,7 @@ from moecore.precision.stored import read_stored_values
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A Hugging Face tensor to assemble; each part is (name of a model tensor, piece)."""
+    """A Hugging Face tensor to assemble; each part is (name of a model tensor, `TensorPiece`)."""
 
     name: str
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class Item:
 
 
 class Collector(Protocol):
-    """Protocol: assembles full tensors. Every rank requests the same tensors in the same order."""
+    """Protocol: assembles Hugging Face tensors. Every rank requests them in the same order."""
 
     def collect_tensor(self, item: Item, writer: int) -> Tensor | None:
         """Return the full tensor on the CPU of rank `writer`, and None on other ranks."""
@@ -60,6 +60,7 @@ class ErrorKeeper:
 
     @contextmanager
     def _keep_error(self) -> Iterator[None]:
+        """Return a context that stores an exception instead of raising it."""
         try:
             yield
         except Exception as error:
@@ -72,7 +73,7 @@ class ErrorKeeper:
 
 
 class LocalPart(NamedTuple):
-    """Shape and dtype of the full tensor, and the index runs of this rank's shard."""
+    """Shape and dtype of a full tensor, and the runs of global indices of this rank's shard."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -80,7 +81,7 @@ class LocalPart(NamedTuple):
 
 
 class PartOwners:
-    """Gathers which ranks have which shard of each tensor. Construction is collective."""
+    """Knows which ranks have which shard of each tensor. Construction gathers it, a collective."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         parts = run_and_share_errors(
@@ -97,7 +98,7 @@ class PartOwners:
                 self.ranks.setdefault(name, {}).setdefault(shard_runs, []).append(rank)
 
     def merge(self, other: PartOwners) -> PartOwners:
-        """Return the union of these owners and the owners of other tensors."""
+        """Return the union of this object and another object for tensors of other names."""
         result = copy(self)
         result.shapes, result.dtypes = self.shapes | other.shapes, self.dtypes | other.dtypes
         result.ranks = self.ranks | other.ranks
@@ -105,13 +106,13 @@ class PartOwners:
 
 
 def read_local(tensor: Tensor, box: tuple[slice, ...]) -> Tensor:
-    """Return a box of this rank's shard: a view, or a dequantised copy of FP8-only values."""
+    """Return a box of this rank's shard: a view, or a dequantised copy if only FP8 is stored."""
     local = get_local_part(tensor)
     return local[box] if get_fp8_blocks(tensor) is None else read_stored_values(tensor, box)
 
 
 class StoredCollector:
-    """Reads boxes or full Hugging Face tensors from a native checkpoint's model."""
+    """Reads boxes or Hugging Face tensors from a native checkpoint; `stack` closes its files."""
 
     def __init__(
         self, path: Path, manifest: Manifest, tensors: Mapping[str, StoredTensor], stack: ExitStack
@@ -152,14 +153,14 @@ class StoredCollector:
 
 
 def write_piece(part: Tensor, piece: TensorPiece, file_tensor: Tensor) -> None:
-    """Copy the values of a piece into the piece's view of the file tensor."""
+    """Copy a piece's values, `part`, into the strided view `piece.view` of the file tensor."""
     assert piece.view is not None, "other pieces are file tensors"
     target = piece.view.apply(file_tensor)
     target.copy_(part.view(target.shape))
 
 
 def describe_part(tensor: Tensor) -> LocalPart:
-    """Return the shape, dtype and index runs of this rank's shard of a tensor."""
+    """Return shape and dtype of a tensor, and the runs of indices in this rank's shard."""
     return LocalPart(
         tuple(tensor.shape), tensor.dtype, find_shard_runs(compute_global_indices(tensor))
     )

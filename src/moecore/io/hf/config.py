@@ -4,8 +4,6 @@ Families are Nemotron-H, Qwen3-Next, Qwen3-MoE, Qwen2-MoE, Mixtral, OLMoE, gpt-o
 DeepSeek-V2, -V3 and -V3.2 and Kimi-K2, and the dense models Qwen3, Qwen2, Llama and Mistral, as
 published (with rope_theta, rope_scaling) and as transformers >= 5 writes them (rope_parameters).
 An option that changes the computation and that the decoder lacks is refused, never dropped.
-Dropout is not read: it is 0 in every published config of these families, and another value is
-refused too.
 """
 
 from __future__ import annotations
@@ -50,9 +48,8 @@ def decoder_config_from_hf(config: HFConfig) -> DecoderConfig:
     """Convert a Hugging Face config.json to the config of the native decoder.
 
     Args:
-        config: a directory, a config.json, or its content as a mapping. For a directory with
-            weights, the multi-token prediction modules in the files are counted instead of the ones
-            in config.json.
+        config: a directory, a config.json, or its content as a mapping. In a directory with
+            weights, the files determine the number of multi-token prediction modules.
 
     Raises:
         ValueError: if a field is missing or invalid.
@@ -88,7 +85,7 @@ def decoder_config_from_hf(config: HFConfig) -> DecoderConfig:
 def _read_softmax_moe(
     fields: Fields, hidden_dim: str, normalizes: bool, coef: float, *, shared_hidden_dim: int = 0
 ) -> MoEConfig:
-    """Build a softmax router's MoEConfig; `coef` is transformers' default balance coefficient."""
+    """Build a softmax router's MoEConfig; `hidden_dim` is the config.json field of that size."""
     return MoEConfig(
         dim=fields.need("hidden_size"),
         hidden_dim=fields.need(hidden_dim),
@@ -143,7 +140,7 @@ def _read_qwen3_next(fields: Fields) -> DecoderConfig:
 
 
 def _read_qwen(fields: Fields, *, shared_hidden_dim: int = 0, **overrides: Any) -> DecoderConfig:
-    """Build the DecoderConfig of a Qwen MoE config.json; `overrides` are further fields."""
+    """Build the DecoderConfig of a Qwen MoE config.json; `overrides` are further arguments."""
     num_layers, step = fields.need("num_hidden_layers"), fields.get("decoder_sparse_step", 1)
     dense = set(fields.get("mlp_only_layers", []))
     dense |= {i for i in range(num_layers) if (i + 1) % step}
@@ -326,7 +323,7 @@ def _read_sigmoid_router(fields: Fields) -> dict[str, Any]:
 def _build_first_dense(
     fields: Fields, attention: dict[str, Any], choice: dict[str, Any]
 ) -> DecoderConfig:
-    """Build a DecoderConfig whose first layers are dense, with shared experts and MTP modules."""
+    """Build a config with dense first layers; `choice` has the router's MoEConfig arguments."""
     num_layers, first = fields.need("num_hidden_layers"), fields.need("first_k_dense_replace")
     attention |= _read_mtp(fields)
     F_, shared = fields.need("moe_intermediate_size"), fields.get("n_shared_experts", 0)
@@ -355,7 +352,7 @@ def _read_mtp(fields: Fields) -> dict[str, Any]:
 
 
 def _count_stored_mtp(path: Path, fields: Fields) -> dict[str, int]:
-    """Return the number of MTP modules in weight files as a config field; {} without weights."""
+    """Return {config field: number of MTP modules in the weight files}; {} without weights."""
     path = path if path.is_dir() else path.parent
     if not fields.family.has_mtp or not ((path / INDEX).is_file() or (path / SINGLE).is_file()):
         return {}
@@ -437,7 +434,10 @@ def compare_config(
     *,
     skipped_fields: Collection[str] = TRAINING,
 ) -> list[str]:
-    """Compare a config.json with the model's config; return an error text per differing field."""
+    """Compare config.json fields with the model's config; return an error text per difference.
+
+    The result is [] if `model` is None. `skipped_fields`, such as "moe.balance", are not compared.
+    """
     # Where the native decoder can be both models, their native configs are compared, however a
     # config.json spells them. Other models are compared where both name a field.
     if isinstance(model, Mapping) and "model_type" in model:

@@ -30,7 +30,7 @@ def _make_count_check(min_value: int, max_value: int = MAX_COUNT) -> Callable[[A
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a value is a finite number of reasonable size."""
+    """Whether a value is a finite int or float with an absolute value below 1e30."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and -1e30 < value < 1e30 and math.isfinite(value)
 
@@ -123,7 +123,7 @@ def _decode_floats(value: Any) -> Any:
 
 
 def check_kind(name: str, value: Any) -> Any:
-    """Return `value`; raise ValueError if its type is wrong for the field `name`."""
+    """Return `value`; raise ValueError if its type is wrong for the config.json field `name`."""
     words, matches = FIELD_KINDS.get(name, ("", None))
     if matches is not None and not matches(value):
         raise ValueError(f"config.json {name} ({value!r:.40}) must be {words}: correct it")
@@ -131,7 +131,7 @@ def check_kind(name: str, value: Any) -> Any:
 
 
 def check_layers(values: Mapping[str, Any]) -> None:
-    """Raise ValueError if a config.json has more than `MAX_LAYERS` layers."""
+    """Raise ValueError if a config.json has a field with more than `MAX_LAYERS` layers."""
     # Classes of transformers make lists with an entry for each layer before they check anything.
     for name, value in values.items():
         if isinstance(value, Mapping):
@@ -167,7 +167,7 @@ class NativeFamily:
 
 
 class Fields:
-    """Gives checked access to the fields of a config.json."""
+    """The fields of a config.json; access checks their types with `check_kind`."""
 
     def __init__(self, values: Mapping[str, Any], family: NativeFamily) -> None:
         self.values, self.family = dict(values), family
@@ -197,7 +197,7 @@ class Fields:
         return default if value is None else check_kind(name, value)
 
     def refuse(self, name: str, wrong: bool, value: Any = None) -> None:
-        """Raise NotImplementedError if `wrong`: the native decoder does not support the value."""
+        """Raise NotImplementedError if `wrong`; the text has `value` (None = the field's)."""
         if wrong:
             value = self.values.get(name) if value is None else value
             raise NotImplementedError(
@@ -207,7 +207,7 @@ class Fields:
             )
 
     def read_rope(self) -> dict[str, Any]:
-        """Return the rotary options: rope_type, rope_theta and the options of the type."""
+        """Return rotary options: rope_type, rope_theta, partial_rotary_factor and the type's."""
         options = {"rope_theta": self.values.get("rope_theta"), **self.get("rope_scaling", {})}
         options |= self.get("rope_parameters", {})
         options.setdefault("rope_type", options.pop("type", None))
@@ -263,7 +263,11 @@ def read_latent_attention(fields: Fields) -> dict[str, Any]:
 
 
 def find_windows(fields: Fields, pattern: Sequence[bool]) -> tuple[int, ...]:
-    """Return the attention window of each layer in the shortest period; () if none masks."""
+    """Return the attention window of each layer of a period in tokens, 0 = full attention.
+
+    `pattern` says which layers have a window. The result is () if no layer has a window smaller
+    than max_position_embeddings.
+    """
     window, length = fields.get("sliding_window", None), fields.need("max_position_embeddings")
     if window is None or window >= length or not any(pattern):
         return ()
@@ -283,7 +287,7 @@ def _read_attention_bias(fields: Fields) -> AttentionBias | None:
 
 
 def _read_rotary_dim(fields: Fields, head_dim: int, part: float) -> int:
-    """Return the number of head dims with rotary embedding; 0 means all dims."""
+    """Return the number of head dims that rotate; 0 = all. `part` is partial_rotary_factor."""
     turns_all = "partial_rotary_factor" not in fields.family.defaults
     fields.refuse("partial_rotary_factor", part != 1 and turns_all, part)
     turned = int(head_dim * part)
@@ -296,7 +300,7 @@ def _read_rotary_dim(fields: Fields, head_dim: int, part: float) -> int:
 
 
 def _read_yarn(fields: Fields) -> YarnConfig | None:
-    """Return the YaRN config of the rotary embedding; None without YaRN."""
+    """Return the YaRN config of the rotary embedding; None if rope_type is the default."""
     rope = fields.read_rope()
     kind = rope["rope_type"]
     fields.refuse("rope_type", kind not in (*PLAIN, "yarn"), kind)

@@ -110,7 +110,7 @@ def native_to_hf(
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """The model of a native checkpoint, described as Hugging Face tensors."""
+    """The model of a native checkpoint, with the Hugging Face tensors that it converts to."""
 
     values: dict[str, Any]
     items: list[Item]
@@ -123,7 +123,11 @@ class StoredModel:
 def open_native(
     path: Path, stack: ExitStack, *, config: HFConfig, dtype: torch.dtype | None, layout: HFLayout
 ) -> StoredModel:
-    """Verify a native checkpoint, compare it with config.json, and return its model."""
+    """Verify a native checkpoint, compare it with config.json, and return its model.
+
+    `stack` closes the files. `dtype` is as in `native_to_hf`, `layout` determines the file names.
+    ValueError lists all differences from `config`.
+    """
     manifest = verify(path)
     tensors = select_tensors(PREFIX + _find_prefix(select_tensors(PREFIX, manifest)), manifest)
     num_mtp = len({name.split(".")[1] for name in tensors if name.startswith("mtp.")})
@@ -192,7 +196,7 @@ def _find_prefix(names: Collection[str]) -> str:
 
 
 def _has_decoder_names(names: Collection[str]) -> bool:
-    """Whether tensor names are the native decoder's; a dense decoder has transformers' names."""
+    """Whether names are the native decoder's; False for a dense decoder, named as transformers'."""
     suffixes = (".mlp.experts.w1", ".self_attn.o_bias")
     return any(name.endswith(suffixes) or name.startswith("mtp.") for name in names)
 
@@ -200,7 +204,7 @@ def _has_decoder_names(names: Collection[str]) -> bool:
 def _plan_files(
     tensors: Mapping[str, StoredTensor], values: dict[str, Any], layout: HFLayout
 ) -> tuple[dict[str, FileRecipe], dict[str, str], nn.Module | None]:
-    """Return the recipes of the tensors, the file copies, and the transformers model on meta."""
+    """Return recipes by tensor, copy -> original, and the transformers model on meta or None."""
     if not _has_decoder_names(tensors):
         tied, reader = values.get("tie_word_embeddings", False), build_reader(values)
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
@@ -216,7 +220,7 @@ def _plan_files(
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """The source files of a native checkpoint, the plan that reads them, and the options."""
+    """The files to convert to a native checkpoint, the plan that reads them, and the options."""
 
     path: Path
     files: BoxReader
@@ -256,7 +260,7 @@ def write_native(root: Path, conversion: Conversion) -> Path:
 
 
 def _require_matching_files(conversion: Conversion) -> None:
-    """Raise ValueError if the file tensors differ from the tensors of the decoder."""
+    """Raise ValueError if the file tensors differ from the tensors of the decoder's config."""
     sources, plan, copies = conversion.sources, conversion.plan, map_hf_copies(conversion.config)
     problems = conversion.problems + find_shape_problems(sources, map_file_shapes(plan), copies)
     if not problems:
@@ -269,7 +273,7 @@ def _require_matching_files(conversion: Conversion) -> None:
 def _find_dtype_problems(
     sources: Mapping[str, TensorSource], plan: Mapping[str, FileRecipe], dtype: torch.dtype | None
 ) -> list[str]:
-    """Return an error text for each tensor whose stored dtypes cannot be converted."""
+    """Return an error text for each tensor whose stored dtypes cannot be converted to `dtype`."""
     problems = []
     for name, recipe in plan.items():
         parts = [sources[piece.name] for piece in recipe.pieces]
@@ -319,7 +323,7 @@ def _write_files(draft: Path, conversion: Conversion) -> Manifest:
 
 
 def _choose_dtype(name: str, source: TensorSource, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of a tensor in the native checkpoint."""
+    """Return a tensor's dtype in the native checkpoint; `dtype` is as in `hf_to_native`."""
     if is_selection_bias(name):
         return torch.float32
     if dtype is not None:
@@ -334,7 +338,7 @@ def _write_tensor(
     files: BoxReader,
     dtype: torch.dtype,
 ) -> None:
-    """Read a tensor's pieces in chunks and append them to the shard file."""
+    """Read a tensor's pieces in chunks, convert them to `dtype`, and append them to the file."""
     for piece in recipe.pieces:
         rows = piece.shape[0] if piece.shape else 1
         step = max(1, CHUNK_BYTES // max(1, math.prod(piece.shape[1:]) * 4))

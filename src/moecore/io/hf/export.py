@@ -125,7 +125,7 @@ def export_hf(
 def write_directory(
     path: Path, shards: list[list[Item]], config: dict[str, Any], collector: Collector, meter: Meter
 ) -> None:
-    """Write the safetensors files, the index and config.json to a new directory. Collective."""
+    """Write the items of each shard, the index and config.json to a new directory. Collective."""
     with open_draft(path) as draft:
         _write_shards(draft, shards, collector, meter)
         on_first_rank(lambda: _write_config_and_index(draft, shards, config))
@@ -175,7 +175,7 @@ def check_dtype(dtype: torch.dtype | None) -> None:
 
 
 def fill_shards(items: Sequence[Item], max_shard_bytes: int) -> list[list[Item]]:
-    """Distribute the tensors to files of at most `max_shard_bytes`, in order."""
+    """Return the items of each file, in order; a file with one larger item exceeds the limit."""
     return list(group_by_size(items, lambda item: item.nbytes, max_shard_bytes))
 
 
@@ -205,11 +205,13 @@ class _ExportOutput(ErrorKeeper):
         self._writer: ShardWriter | None = None
 
     def open(self, file: Path, layout: FileLayout) -> None:
+        """Create the safetensors file; store an error instead of raising it."""
         with self._keep_error():
             self._writer = ShardWriter(file, layout.header, pinned=False, meter=self._meter)
             self._meter.expect(layout.size)
 
     def add(self, tensor: Tensor | None) -> None:
+        """Append a tensor in the layout's order; None on ranks that do not write it."""
         with self._keep_error():
             if self._writer is not None and tensor is not None and self._error is None:
                 self._writer.add(tensor)
@@ -226,14 +228,14 @@ class _ExportOutput(ErrorKeeper):
 
 
 def sort_for_file(shard: Sequence[Item]) -> tuple[FileLayout, list[Item]]:
-    """Return the layout of a file for these tensors, and the tensors in file order."""
+    """Return the layout of a file for these items, and the items in the order of the file."""
     by_name = {item.name: item for item in shard}
     layout = compute_layout({name: (item.dtype, item.shape) for name, item in by_name.items()})
     return layout, [by_name[name] for name in layout.begins]
 
 
 def _write_config_and_index(draft: Path, shards: list[list[Item]], config: dict[str, Any]) -> None:
-    """Write config.json, and the index if there are several files."""
+    """Write config.json with the most frequent dtype, and the index if there are several files."""
     sizes: dict[torch.dtype, int] = {}
     for item in itertools.chain(*shards):
         sizes[item.dtype] = sizes.get(item.dtype, 0) + item.nbytes
@@ -253,7 +255,7 @@ def _write_config_and_index(draft: Path, shards: list[list[Item]], config: dict[
 
 
 def _make_file_name(number: int, total: int) -> str:
-    """Return the name of file `number` among `total` safetensors files."""
+    """Return the name of safetensors file `number` (from 0) among `total` files."""
     return SINGLE if total == 1 else f"model-{number + 1:05d}-of-{total:05d}.safetensors"
 
 

@@ -65,7 +65,7 @@ ADAPTERS = ("lora_", "base_layer.", "modules_to_save.", "original_module.")
 
 @dataclass(frozen=True, slots=True)
 class ExportPlan:
-    """The Hugging Face tensors to write, the model's tensors, and the config.json to write."""
+    """The Hugging Face tensors to write (`items`), the ranks with their parts, and config.json."""
 
     items: list[Item]
     owners: PartOwners
@@ -84,8 +84,9 @@ def plan_export(
 ) -> ExportPlan:
     """Plan the Hugging Face tensors of a model without its adapters. Collective.
 
-    If `needs_config` is False, a native decoder may have config None. The tensors then have the
-    names that all families except Mixtral use.
+    `config`, `dtype` and `layout` are as in `export_hf`. If `needs_config` is False, a native
+    decoder may have config None. Its tensors then have the names that all families except Mixtral
+    use.
     """
     base = unwrap_peft(model)
 
@@ -115,7 +116,7 @@ def plan_export(
 
 
 def collect_export_tensors(base: nn.Module, values: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return this rank's tensors to write, under the names of a model without adapters."""
+    """Return name -> tensor to write of this rank; `values` are the fields of config.json."""
     all_tensors = collect_model_tensors(base)
     tensors = select_base_tensors(base, all_tensors) | select_trained_copies(base, all_tensors)
     return tensors | make_empty_shared_experts(base, values, tensors)
@@ -124,7 +125,7 @@ def collect_export_tensors(base: nn.Module, values: Mapping[str, Any]) -> dict[s
 def _plan_recipes(
     model: nn.Module, values: Mapping[str, Any], shapes: Shapes, layout: HFLayout
 ) -> dict[str, FileRecipe]:
-    """Return the recipe of each tensor; raise if the written files could not restore the model."""
+    """Return name -> recipe of each model tensor; raise if files could not restore the model."""
     if isinstance(model, Decoder):
         recipes = plan_hf_tensors(model.config, layout)
         for name in recipes.keys() - shapes.keys():
@@ -149,7 +150,7 @@ def _cut_after_list_index(name: str) -> str:
 
 
 def choose_names(layout: ExportLayout, config: Mapping[str, Any]) -> HFLayout:
-    """Return the layout of the file names: "mixtral" for Mixtral's per-expert names."""
+    """Return "mixtral" for Mixtral's config.json and "per_expert", otherwise `layout`."""
     mixtral = config.get("model_type") == "mixtral"
     return "mixtral" if mixtral and layout == "per_expert" else layout
 
@@ -161,9 +162,15 @@ def make_items(
     dtype: torch.dtype | None,
     keeps: Callable[[str], bool],
 ) -> Iterator[Item]:
-    """Yield an item (Hugging Face tensor) for each piece of the recipes, in model order.
+    """Yield an `Item` (Hugging Face tensor to write) for each piece of the recipes, in model order.
 
     A tied head is left out. DeepSeek-V3's copies of the embedding follow at the end.
+
+    Args:
+        dtypes, recipes: by the name of the model tensor.
+        copies: name of a file tensor -> name of the file tensor with equal values.
+        dtype: of float tensors; None keeps their dtypes.
+        keeps: whether the model tensor of this name keeps its dtype.
     """
     items: dict[str, Item] = {}
     for name, recipe in recipes.items():
@@ -182,7 +189,7 @@ def make_items(
 
 
 def make_export_config(model: nn.Module, config: HFConfig | None) -> dict[str, Any]:
-    """Return the config.json to write, without dtypes; raise ValueError for another model's."""
+    """Return config.json's fields without dtypes; ValueError if `config` is another model's."""
     if isinstance(model, Decoder):
         return _check_decoder_config(model, config)
     model_config = getattr(model, "config", None)
@@ -213,7 +220,7 @@ def _check_decoder_config(model: Decoder, config: HFConfig | None) -> dict[str, 
 
 
 def _refuse_wrapper(model: nn.Module) -> NoReturn:
-    """Raise ValueError for a module that wraps a model; the message names the wrapped model."""
+    """Raise ValueError that names the model in this module; NotImplementedError without a model."""
     for path, module in model.named_modules():
         if isinstance(module, Decoder) or find_transformers_class(type(module)) is not None:
             raise ValueError(
@@ -226,7 +233,7 @@ def _refuse_wrapper(model: nn.Module) -> NoReturn:
 def finish_config(
     values: Mapping[str, Any], num_mtp: int, model_class: type | None = None
 ) -> dict[str, Any]:
-    """Return the config.json without quantisation, with the MTP count and a class that loads it."""
+    """Return config.json with `num_mtp`, a class that loads it, and without quantisation."""
     values = {k: v for k, v in values.items() if k != "quantization_config"}
     for key in MTP_KEYS:
         if key in values:
@@ -261,7 +268,11 @@ def _check_values(
 def build_checked_reader(
     model: nn.Module, values: Mapping[str, Any], shapes: Shapes
 ) -> nn.Module | None:
-    """Build the class that reads the export, on meta, and compare names; None if unknown."""
+    """Build the transformers model that would load the export, on meta; None if unknown.
+
+    Raises:
+        ValueError: if the model's names, `shapes` or routing differ from the built model's.
+    """
     is_part = getattr(model, "base_model", None) is model  # the whole reads it, if there is one
     full_reader = build_reader({**values, "architectures": None}) if is_part else None
     reader = full_reader or build_reader(values, model)
@@ -273,7 +284,7 @@ def build_checked_reader(
 
 
 def check_tied(tensors: Mapping[str, Tensor], copies: Mapping[str, str]) -> None:
-    """Raise ValueError if a head that the config ties to the embedding has other values."""
+    """Raise ValueError if the config ties head and embedding and the model's values differ."""
     if HEAD not in copies or not {HEAD, EMBEDDING} <= tensors.keys():
         return
     if tensors[HEAD] is tensors[EMBEDDING]:
@@ -288,7 +299,7 @@ def check_tied(tensors: Mapping[str, Tensor], copies: Mapping[str, str]) -> None
 
 
 def _check_names(model: nn.Module, kind: Any, class_shapes: Shapes, shapes: Shapes) -> None:
-    """Raise ValueError if the model's tensor names or shapes differ from the class's."""
+    """Raise ValueError if the model's `shapes` differ from `class_shapes`, of the class `kind`."""
     for name, shape in class_shapes.items():
         if name not in shapes:
             raise ValueError(
@@ -309,7 +320,7 @@ def _check_names(model: nn.Module, kind: Any, class_shapes: Shapes, shapes: Shap
 
 
 def _check_layers(model: nn.Module, kind: Any, reader: nn.Module) -> None:
-    """Raise ValueError if an MoE layer routes differently than the layer of its class."""
+    """Raise ValueError if an MoE layer routes differently than the same layer of `reader`."""
     layers = {clean_name(n): m for n, m in model.named_modules() if isinstance(m, MoELayer)}
     for path, layer in layers.items():
         block = reader.get_submodule(path)  # is there, as names and shapes agree
@@ -324,7 +335,7 @@ def _check_layers(model: nn.Module, kind: Any, reader: nn.Module) -> None:
 
 
 def _get_fix(kind_name: str, missing: str, class_shapes: Shapes, shapes: Shapes) -> str:
-    """Return the fix for the error message about a tensor that the model lacks."""
+    """Return the fix for the error message about the tensor `missing`, which the model lacks."""
     if any(part in name for name in shapes for part in ADAPTERS):
         return "merge adapters first, with peft's merge_and_unload(), and pass what it returns"
     for name in shapes:

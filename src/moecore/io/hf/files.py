@@ -50,7 +50,7 @@ class FileTensor:
 
 
 def find_common_boxes(box: Box, chunks: Iterable[Any]) -> Iterator[tuple[Any, Box, Box]]:
-    """Yield each chunk that overlaps a box, with the slices of the overlap in chunk and box."""
+    """Yield (chunk, slices in the chunk, slices in the box) for each chunk that overlaps a box."""
     for chunk in chunks:
         sides = list(zip(box, chunk.offsets, chunk.sizes, strict=True))
         spans = [(max(s.start, o), min(s.stop, o + n)) for s, o, n in sides]
@@ -61,10 +61,10 @@ def find_common_boxes(box: Box, chunks: Iterable[Any]) -> Iterator[tuple[Any, Bo
 
 
 class BoxReader(Protocol):
-    """Reads boxes of stored tensors."""
+    """Protocol: reads boxes (a slice with start and stop per dim) of stored tensors."""
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Return a box of a stored tensor as a new CPU tensor."""
+        """Return a box of the stored tensor `name` as a new CPU tensor."""
 
 
 class HFFiles:
@@ -79,7 +79,7 @@ class HFFiles:
         self._open: dict[str, Any] = {}
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Read a box (slices with start and stop) of a tensor and return it as a new tensor."""
+        """Read a box (a slice with start and stop per dim) of a tensor as a new CPU tensor."""
         entry = self.tensors[name]
         try:
             if entry.file not in self._open:
@@ -108,7 +108,7 @@ class HFFiles:
 
 
 def read_headers(path: Path) -> dict[str, FileTensor]:
-    """Read the headers of all safetensors files; return name -> tensor, checked with the index."""
+    """Return name -> tensor of all safetensors headers; ValueError if files or index disagree."""
     if not path.is_dir():
         raise ValueError(f"path ({path}) must be a Hugging Face directory: it is not there")
     weight_map = read_index(path)
@@ -131,7 +131,7 @@ def read_headers(path: Path) -> dict[str, FileTensor]:
 
 
 def read_index(path: Path) -> dict[str, str] | None:
-    """Read the index file; return tensor name -> file name, or None for a single file."""
+    """Return tensor name -> file name from the index; None for a single file without index."""
     if not (path / INDEX).is_file():
         if (path / SINGLE).is_file():
             return None
@@ -174,7 +174,7 @@ def read_json(file: Path, *, max_bytes: int = MAX_CONFIG) -> dict[str, Any]:
 
 
 def _read_header(file: Path) -> dict[str, FileTensor]:
-    """Read the header of one safetensors file; return name -> file, dtype and shape."""
+    """Return name -> `FileTensor` from the header of one safetensors file, or raise ValueError."""
     try:
         shard = safe_open(file, framework="pt", device="cpu")
     except SafetensorError as error:
@@ -201,7 +201,7 @@ def format_one_line(error: BaseException) -> str:
 
 
 def format_with_source(error: BaseException) -> str:
-    """Return the text of an error in transformers' code, with the line that raised it."""
+    """Return the text of an error, with the line of transformers' code that raised the error."""
     # Python's own errors name no field of a config, but the source line does.
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.line for frame in frames if "/transformers/models/" in frame.filename]

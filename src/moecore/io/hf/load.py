@@ -172,7 +172,7 @@ def _fill_model(
     files: HFFiles,
     meter: Meter,
 ) -> None:
-    """Read this rank's shards from the files, then fill tensors that no file contains."""
+    """Read this rank's shards from the files, then fill buffers and adapters' copies of modules."""
     dtypes = {name: source.dtype for name, source in sources.items()}
     meter.expect(sum(get_local_part(target).nbytes for target in plan.targets.values()))
     for piece, box, part in list_shard_boxes(plan.targets, plan.recipes, dtypes, CHUNK_BYTES):
@@ -188,7 +188,7 @@ def _fill_model(
 
 @dataclass(slots=True)
 class LoadPlan:
-    """The tensors to fill, their recipes, and the mismatches between model and files."""
+    """The tensors that `load_hf` fills, the recipes to read them, and all mismatches."""
 
     tensors: dict[str, Tensor]  # of the model, with those of adapters
     targets: dict[str, Tensor]  # of the model that the files describe
@@ -203,7 +203,7 @@ class LoadPlan:
 def find_config_problems(
     path: Path, model: nn.Module, config: Mapping[str, Any], *, strict: bool
 ) -> list[str]:
-    """Return the differences of config.json and the model; without `strict`, warn and return []."""
+    """Return differences of config.json and model as texts; without `strict`, warn, return []."""
     model_config = find_config(model) if "model_type" in config else None
     try:
         problems = compare_config(_normalize_config(config, model), model_config)
@@ -219,7 +219,7 @@ def find_config_problems(
 
 
 def _normalize_config(values: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
-    """Return the fields of config.json as the model's transformers config class writes them."""
+    """Return config.json's fields as the model's transformers config class would write them."""
     config: Any = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
     if isinstance(model, Decoder) or kind is None or kind != values.get("model_type"):
@@ -251,7 +251,7 @@ def make_load_plan(
     strict: bool,
     cast: bool,
 ) -> LoadPlan:
-    """Compare the model's tensors with the files; return the plan with all mismatches."""
+    """Compare the model's tensors with the files; `problems` are earlier error texts to include."""
     if not (files.path / CONFIG).is_file():
         raise ValueError(
             f"path ({files.path}) must be visible to every rank: use a shared file system"
@@ -294,7 +294,7 @@ def _drop_zero_experts(
 def _plan_recipes(
     model: nn.Module, shapes: Mapping[str, tuple[int, ...]], sources: Mapping[str, TensorSource]
 ) -> dict[str, FileRecipe]:
-    """Return the recipe of each model tensor; a recipe may name missing file tensors."""
+    """Return the recipe of each model tensor; a recipe may name tensors that the files lack."""
     if isinstance(model, Decoder):
         return plan_hf_tensors(model.config, find_layout(sources), shapes)
     reader = build_reader(
@@ -309,7 +309,7 @@ def _plan_recipes(
 def _drop_copies(
     targets: Mapping[str, Tensor], recipes: dict[str, FileRecipe], copies: Mapping[str, str]
 ) -> bool:
-    """Remove the recipe of a tied head; return whether the load must tie the weights again."""
+    """Remove the recipe of a tied head; return whether to call the model's `tie_weights` later."""
     # `to_empty` makes two of them. In a sharded model the first forward, which sets all owners of
     # a parameter, makes the two one again, so the head is read from the embedding's tensor.
     if HEAD not in copies or HEAD not in targets:
@@ -324,7 +324,7 @@ def _drop_copies(
 
 
 def _select_unexpected(left_over: list[str], first_ignored: int | None) -> list[str]:
-    """Return the unused file tensors that are an error with `strict`."""
+    """Return unused names that are errors: not of MTP layers, which begin at `first_ignored`."""
     names = [n for n in left_over if not n.endswith("rotary_emb.inv_freq")]  # follows from config
     if first_ignored is None:
         return names
@@ -335,7 +335,7 @@ def _select_unexpected(left_over: list[str], first_ignored: int | None) -> list[
 def _find_tensor_problems(
     target: Tensor, recipe: FileRecipe, sources: Mapping[str, TensorSource], cast: bool
 ) -> list[str]:
-    """Return an error text for each wrong shape or dtype of a tensor's pieces."""
+    """Return an error text for each wrong shape or dtype in a recipe; `cast` as in `load_hf`."""
     problems = []
     for piece in recipe.pieces:
         source = sources.get(piece.name)
@@ -352,7 +352,7 @@ def _find_tensor_problems(
 
 
 def _find_dtype_problem(source: TensorSource, target_dtype: torch.dtype, cast: bool) -> str:
-    """Return why a file tensor cannot be loaded into `target_dtype`; "" if it can."""
+    """Return why a file tensor cannot be loaded into `target_dtype`; "" if possible."""
     if source.dtype == target_dtype:
         return ""
     floats = source.dtype.is_floating_point and target_dtype.is_floating_point

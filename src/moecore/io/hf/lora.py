@@ -49,7 +49,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class StoredAdapter:
-    """An adapter tensor, and the piece of peft's files that stores it."""
+    """An adapter's tensor in the model, and the piece of peft's file that stores it."""
 
     tensor: Tensor
     piece: TensorPiece
@@ -70,7 +70,7 @@ class StoredAdapter:
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """A weight, its peft layer, and the function that adds the layer's active adapters to it."""
+    """A weight with adapters: `add` adds the active adapters of the peft `layer` to its shard."""
 
     weight: Tensor
     layer: Any  # of peft
@@ -236,7 +236,7 @@ def _get_lora_configs(model: nn.Module) -> dict[str, Any]:
 
 
 def collect_adapter_tensors(model: nn.Module, adapter: str) -> dict[str, StoredAdapter]:
-    """Return the tensors of one adapter under their names in peft's files."""
+    """Return the tensors of one adapter by their names in peft's files."""
     from peft import get_peft_model_state_dict
 
     configs = _get_lora_configs(model)
@@ -299,7 +299,7 @@ def _write_adapter_files(
 
 
 def _init_layer(path: str, layer: Any, adapter: str, seed: int, *, is_normal: bool) -> None:
-    """Initialize A and B of one adapter in one peft layer."""
+    """Initialize A and B of one adapter in one layer; with `is_normal` A is normal, not uniform."""
     for kind in (*layer.adapter_layer_names, *layer.other_param_names):
         owners = getattr(layer, kind)  # of parameters, or plain values such as r
         if not isinstance(owners, nn.ModuleDict | nn.ParameterDict) or adapter not in owners:
@@ -354,7 +354,7 @@ def merge_adapters(model: nn.Module) -> None:
 
 
 def find_merges(model: nn.Module) -> list[Merge]:
-    """Return a `Merge` for each weight with active adapters; raise for adapters other than LoRA."""
+    """Return a `Merge` per weight with active adapters; NotImplementedError if one is not LoRA."""
     for unmerged_layer in find_unmerged(model).values():
         _refuse_unmergeable_layer(unmerged_layer)
     items = []
@@ -379,14 +379,14 @@ def refuse_unmerged(model: nn.Module) -> None:
 
 
 def find_unmerged(model: nn.Module) -> dict[str, nn.Module]:
-    """Return name -> layer for each layer whose forward adds adapters to its weight's product."""
+    """Return name -> layer for each layer whose forward adds adapters' outputs to its own."""
     return {
         n: m for n, m in model.named_modules() if is_tuner_layer(m) and _list_applied_adapters(m)
     }
 
 
 def _require_merges(model: nn.Module) -> list[Merge]:
-    """Return the merges of a model; raise ValueError if no adapter is active."""
+    """Return the model's weights with adapters to merge; ValueError if no adapter is active."""
     merges = find_merges(model)
     if not merges:
         raise ValueError(
@@ -417,7 +417,7 @@ def _get_layer_kind(layer: Any) -> str | None:
 
 
 def _list_applied_adapters(layer: Any) -> list[str]:
-    """Return the names of the adapters that the layer's forward adds."""
+    """Return the names of the adapters that the layer's forward adds; [] if they are merged."""
     if isinstance(layer, LowRank):
         return layer.in_use
     if layer.disable_adapters or layer.merged:
@@ -427,7 +427,7 @@ def _list_applied_adapters(layer: Any) -> list[str]:
 
 
 def _add_to_dense(layer: Any, local: Tensor) -> None:
-    """Add a linear or embedding layer's adapters to this rank's shard. Collective."""
+    """Add a linear or embedding layer's adapters to `local`, this rank's shard. Collective."""
     indices = compute_global_indices(layer.get_base_layer().weight)
     total = _widen(local)
     for adapter in _list_applied_adapters(layer):
@@ -443,7 +443,7 @@ def _add_to_dense(layer: Any, local: Tensor) -> None:
 
 
 def _add_to_experts(experts: Experts, name: str, update: Any, local: Tensor) -> None:
-    """Add the adapters of an expert weight to this rank's shard, by expert. Collective."""
+    """Add adapters of the expert weight `name` to `local`, this rank's shard. Collective."""
     weight = getattr(experts, name)
     indices, *rest = compute_global_indices(weight)
     updates = [
@@ -470,7 +470,7 @@ def _widen(tensor: Tensor) -> Tensor:
 
 
 def _select_shard(tensor: Tensor, indices: list[Tensor]) -> Tensor:
-    """Return the elements of an unsharded tensor at a shard's global indices."""
+    """Return the elements of an unsharded tensor at a shard's global indices per dim."""
     for dim, index in enumerate(indices):
         if index.numel() != tensor.shape[dim]:
             tensor = tensor.index_select(dim, index.to(tensor.device))

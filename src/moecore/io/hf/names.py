@@ -104,7 +104,7 @@ def plan_hf_tensors(
 
 
 def map_hf_copies(config: DecoderConfig) -> dict[str, str]:
-    """Map the name of each copy that files may contain to the tensor with equal values."""
+    """Map each copy that files may have (a tied head, MTP's embedding) to the original's name."""
     head = EMBEDDING if config.tie_embeddings else HEAD
     copies = {HEAD: EMBEDDING} if config.tie_embeddings else {}
     for k in range(config.num_mtp_layers if not config.attention_gate else 0):
@@ -115,7 +115,7 @@ def map_hf_copies(config: DecoderConfig) -> dict[str, str]:
 
 
 def collect_model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name; tied ones appear under every name."""
+    """Return parameters and persistent buffers by name; a tied tensor is under every name."""
     if not isinstance(model, Decoder) and not hasattr(_get_config(model), "model_type"):
         refuse_model(model)
     tensors: dict[str, Tensor] = {}
@@ -139,7 +139,7 @@ def refuse_model(model: nn.Module) -> NoReturn:
 
 
 def map_model_copies(model: nn.Module) -> dict[str, str]:
-    """Map the name of each copy that a model's files may contain to the copied tensor."""
+    """Map the name of each copy that files may have (a tied head) to the original's name."""
     if isinstance(model, Decoder):
         return map_hf_copies(model.config)
     if not getattr(_get_config(model), "tie_word_embeddings", False):
@@ -150,7 +150,7 @@ def map_model_copies(model: nn.Module) -> dict[str, str]:
 
 
 def find_first_ignored_layer(model: nn.Module) -> int | None:
-    """Return the index of the first layer in files that the model ignores (MTP); None if none."""
+    """Return the index of the first MTP layer if the model ignores MTP layers; otherwise None."""
     family = None if isinstance(model, Decoder) else FAMILIES.get(_get_config(model).model_type)
     if family is None or not family.has_mtp:
         return None
@@ -171,7 +171,7 @@ def find_layout(names: Collection[str]) -> HFLayout:
 def _list_native_pieces(
     name: str, shape: tuple[int, ...], config: DecoderConfig, layout: HFLayout
 ) -> tuple[TensorPiece, ...]:
-    """Return the pieces of one native tensor, under names that `_translate_name` completes."""
+    """Return the pieces of one native tensor; `_translate_name` translates their names later."""
     prefix, _, part = name.partition(".mlp.")
     if name.endswith(".linear_attn.in_proj.weight"):
         return _list_mamba2_pieces(name, shape, config)
@@ -202,7 +202,7 @@ def _list_native_pieces(
 def list_routed_pieces(
     name: str, shape: tuple[int, ...], layout: HFLayout
 ) -> tuple[TensorPiece, ...]:
-    """Return the pieces of a router, w1 [E, (2,) F, D] or w2 [E, D, F]; () for other tensors."""
+    """Return the file tensors of a router, w1 [E, (2,) F, D] or w2 [E, D, F]; () for others."""
     prefix, _, part = name.rpartition(".mlp.")
     mlp_path = f"{prefix}.{'block_sparse_moe' if layout == 'mixtral' else 'mlp'}"
     if part == "router.weight":
@@ -265,7 +265,7 @@ def _list_mamba2_pieces(
 
 
 def _translate_name(name: str, config: DecoderConfig, layout: HFLayout) -> str:
-    """Translate a tensor name to the family's file name; names in MoE layers do not change."""
+    """Translate a native name to the family's name in files; names in MoE layers do not change."""
     if config.pattern:
         name = name if layout == "fused" else re.sub(r"^model\.", "backbone.", name)
         for native, hf_name in NEMOTRON_H:
@@ -291,7 +291,7 @@ def _translate_name(name: str, config: DecoderConfig, layout: HFLayout) -> str:
 def _list_shared_pieces(
     mlp_path: str, part: str, shape: tuple[int, ...], config: DecoderConfig
 ) -> tuple[TensorPiece, ...]:
-    """Return the pieces of a shared expert: Qwen2-MoE's if it has a gate, or DeepSeek-V3's."""
+    """Return the pieces of a shared expert's tensor `part`; () for gates of several experts."""
     moe = config.moe
     assert moe is not None, "as above"
     if moe.shared_gate and moe.num_shared_experts > 1:

@@ -27,7 +27,7 @@ ShardRuns = tuple[Runs, ...]  # what a shard holds, per dim
 
 @dataclass(frozen=True, slots=True)
 class FileView:
-    """A strided view of a file tensor: start index, and (file dim, length, step) of each dim."""
+    """A strided view of a file tensor: start per file dim, and (file dim, length, step) per dim."""
 
     file_shape: tuple[int, ...]
     starts: tuple[int, ...]
@@ -67,7 +67,7 @@ class TensorPiece:
 
 @dataclass(frozen=True, slots=True)
 class FileRecipe:
-    """The pieces of one model tensor; their regions cover the tensor without overlap."""
+    """How files store one model tensor: as pieces whose regions cover it without overlap."""
 
     shape: tuple[int, ...]
     pieces: tuple[TensorPiece, ...]
@@ -79,13 +79,13 @@ class FileRecipe:
 
 
 def map_file_shapes(plan: Mapping[str, FileRecipe]) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of each file tensor in a plan."""
+    """Return name -> shape of each file tensor in a plan (recipe by model tensor)."""
     return {p.name: p.file_shape for recipe in plan.values() for p in recipe.pieces}
 
 
 @dataclass(frozen=True, slots=True)
 class PieceOverlap:
-    """Equal elements of a piece and a shard: a box of the piece and a box of the shard."""
+    """The elements that a piece and a shard have in common, as a box (slices) of each."""
 
     source: tuple[slice, ...]  # per dim of the piece
     target: tuple[slice, ...]  # per dim of the shard
@@ -97,7 +97,7 @@ def get_local_part(tensor: Tensor) -> Tensor:
 
 
 class ShardBox(NamedTuple):
-    """A box of a piece, and the view of the local shard into which its elements belong."""
+    """A box (slices) of a piece to read, and the view of the local shard to fill with it."""
 
     piece: TensorPiece
     box: tuple[slice, ...]
@@ -110,7 +110,11 @@ def list_shard_boxes(
     dtypes: Mapping[str, torch.dtype],
     max_bytes: int,
 ) -> list[ShardBox]:
-    """Return the boxes of all pieces that this rank's shards need from the files."""
+    """Return the boxes of file tensors that this rank must read, and the shard views to fill.
+
+    `tensors` and `recipes` are by model tensor, `dtypes` by file tensor. A box has at most
+    `max_bytes`, or one row.
+    """
     boxes = []
     for name, recipe in recipes.items():
         local, shard_runs = (
@@ -125,14 +129,17 @@ def list_shard_boxes(
 
 
 def find_shard_runs(indices: Sequence[Tensor]) -> ShardRuns:
-    """Convert a shard's global indices to runs of consecutive indices, per dim."""
+    """Convert a shard's global indices, per dim, to runs (first, length) of consecutive indices."""
     return tuple(tuple(find_runs(index)) for index in indices)
 
 
 def find_overlaps(
     shard_runs: ShardRuns, piece: TensorPiece, shape: Sequence[int], *, max_numel: int = 1 << 62
 ) -> Iterator[PieceOverlap]:
-    """Yield the boxes in which a shard and a piece overlap; the boxes are disjoint."""
+    """Yield the disjoint boxes in which a shard and a piece of a model tensor overlap.
+
+    `shape` is the model tensor's. A box has at most `max_numel` elements, or one index of dim 0.
+    """
     # A box has at most `max_numel` elements, where its first dim allows it. Example: [E=4, 2, F=4,
     # D=1] cut over F, this rank has columns 2 and 3 (runs per dim: (0, 4), (0, 2), (2, 2), (0, 1));
     # the piece "fused" is [4, 8, 1]. The boxes are [0:4, 2:4, 0:1] -> [0:4, 0:1, 0:2, 0:1] and
@@ -159,7 +166,7 @@ def find_overlaps(
 
 
 def _group_region_dims(sizes: list[int], shape: Sequence[int]) -> list[list[int]]:
-    """Return for each dim of the piece the list of region dims that it flattens."""
+    """Return, for each dim of a piece (`shape`), the region dims (`sizes`) that it flattens."""
     groups: list[list[int]] = []
     d = 0
     for size in shape:
@@ -177,7 +184,7 @@ def _group_region_dims(sizes: list[int], shape: Sequence[int]) -> list[list[int]
 
 
 def _merge_runs(runs: Sequence[tuple[int, int, int]], sizes: list[int], group: list[int]) -> slice:
-    """Return the slice of a piece's dim that flattens these dims of the region."""
+    """Return the slice of a piece's dim that flattens the region dims `group`, one run per dim."""
     start = 0
     for d in group:
         start = start * sizes[d] + runs[d][0]
@@ -185,7 +192,7 @@ def _merge_runs(runs: Sequence[tuple[int, int, int]], sizes: list[int], group: l
 
 
 def _find_common_runs(runs: Runs, part: slice) -> Iterator[tuple[int, int, int]]:
-    """Yield the overlaps of runs and a slice: (start in slice, start in shard, length)."""
+    """Yield (start in the slice, start in the shard, length) where `runs` and `part` overlap."""
     at = 0
     for first, length in runs:
         start, stop = max(first, part.start), min(first + length, part.stop)
@@ -195,5 +202,5 @@ def _find_common_runs(runs: Runs, part: slice) -> Iterator[tuple[int, int, int]]
 
 
 def _split_runs(runs: list[tuple[int, int, int]], size: int) -> list[tuple[int, int, int]]:
-    """Split runs into runs of at most `size` indices."""
+    """Split runs (start in region, start in shard, length) into runs of at most `size` indices."""
     return [(a + i, b + i, min(size, n - i)) for a, b, n in runs for i in range(0, n, size)]

@@ -34,7 +34,7 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """A logical tensor that files store unchanged; subclasses dequantise it in `read`."""
+    """A tensor of a Hugging Face directory under its unquantised name; subclasses dequantise it."""
 
     name: str
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ class TensorSource:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of the stored tensors that `read` reads."""
+        """Full names of the tensors in the files that `read` reads."""
         return (self.name,)
 
     def read(self, files: BoxReader, box: Box) -> Tensor:
@@ -61,11 +61,11 @@ class FP8Source(TensorSource):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of values and scales."""
+        """Full names of the two tensors in the files: FP8 values, then scales."""
         return self.name, self.name + SCALE
 
     def read(self, files: BoxReader, box: Box) -> Tensor:
-        """Read a box and the scales of its blocks; return the dequantised fp32 values."""
+        """Read a box and the scales of its blocks; return the dequantised values, fp32."""
         sides = zip(box, self.block, strict=True)
         over = tuple(slice(s.start // b, -(-s.stop // b)) for s, b in sides)
         values_rc = files.read(self.name, box)
@@ -75,18 +75,18 @@ class FP8Source(TensorSource):
 
 @dataclass(frozen=True, slots=True)
 class MXFP4Source(TensorSource):
-    """Stacked matrices in MXFP4; `read` returns bf16, which represents every MXFP4 number."""
+    """Stacked matrices [E, I, O] in MXFP4; `read` returns bf16, which represents every value."""
 
     dtype: torch.dtype = torch.bfloat16
     quantized: bool = True
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of values and scales."""
+        """Full names of the two tensors in the files: packed values, then scales."""
         return f"{self.name}_blocks", f"{self.name}_scales"
 
     def read(self, files: BoxReader, box: Box) -> Tensor:
-        """Read a box in complete groups of 32 inputs; return the dequantised bf16 values."""
+        """Read a box (expert, input and output slices); return its dequantised bf16 values."""
         experts, inputs, outputs = box
         first, last = inputs.start // MX_GROUP, -(-inputs.stop // MX_GROUP)
         groups = (experts, outputs, slice(first, last))
@@ -99,13 +99,13 @@ class MXFP4Source(TensorSource):
 
 @dataclass(frozen=True, slots=True)
 class ViewedSource(TensorSource):
-    """A strided view of another logical tensor."""
+    """A strided `view` of another tensor of the directory, `origin`."""
 
     origin: TensorSource = field(kw_only=True)
     view: FileView = field(kw_only=True)
 
     def read(self, files: BoxReader, box: Box) -> Tensor:
-        """Read the smallest box of the origin that contains this box; return the box."""
+        """Read a box of the view by the smallest box of `origin` that contains its elements."""
         starts, dims, rest = list(self.view.starts), list[ViewDim](), list(self.view.dims)
         sizes, inner_box = list[int](), list[slice]()
         for part, n in zip(box, self.shape, strict=True):
@@ -132,7 +132,7 @@ class ViewedSource(TensorSource):
 def read_box(
     files: BoxReader, sources: Mapping[str, TensorSource], piece: TensorPiece, box: Box
 ) -> Tensor:
-    """Read a box of a piece, dequantise it, and return it as a new CPU tensor."""
+    """Read a box of a piece from the file tensor `sources[piece.name]`; return new CPU values."""
     source = sources[piece.name]
     if piece.view is not None:
         parts = (source.name, piece.shape, source.dtype, source.quantized)
@@ -141,7 +141,7 @@ def read_box(
 
 
 def list_stored_names(sources: Iterable[TensorSource]) -> list[str]:
-    """Return the names of the stored tensors that these logical tensors read."""
+    """Return the names of all file tensors (values and scales) that these sources read."""
     return [name for source in sources for name in source.parts]
 
 
@@ -178,7 +178,11 @@ def dequantize_mxfp4(blocks_ogb: Tensor, scales_og: Tensor) -> Tensor:
 def find_sources(
     files: HFFiles, quantization: Mapping[str, Any] | None
 ) -> tuple[dict[str, TensorSource], list[str]]:
-    """Return logical name -> source for all tensors of a directory, and the problems found."""
+    """Return name -> source for all tensors of a directory, and an error text per problem.
+
+    A quantised tensor has its unquantised name. `quantization` is config.json's
+    quantization_config.
+    """
     entries, problems = files.tensors, list[str]()
     sources: dict[str, TensorSource] = {}
     size = (quantization or {}).get("weight_block_size") or (128, 128)
@@ -204,7 +208,7 @@ def find_sources(
 
 
 def _find_fp8_problems(files: HFFiles, name: str, block: tuple[Any, ...]) -> list[str]:
-    """Return an error text if an FP8 tensor has no scales or scales of a wrong shape."""
+    """Return an error text if an FP8 tensor lacks one scale per `block` of rows and columns."""
     shape, scales = files.tensors[name].shape, files.tensors.get(name + SCALE)
     if scales is None:
         return [f"{name} (fp8) has no {name}{SCALE}"]

@@ -51,7 +51,10 @@ def build_reader(
     model: nn.Module | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> nn.Module | None:
-    """Build the transformers model of a config.json on meta; None for an unknown class."""
+    """Build the transformers model of a config.json on meta; None for an unknown class.
+
+    config.json names the class, unless `model` has the same model_type. Then its class is used.
+    """
     # config.json names the class, unless `model` has the same model_type: then its class is used.
     import transformers
 
@@ -85,7 +88,7 @@ def build_reader(
 
 @contextmanager
 def _limit_modules() -> Iterator[None]:
-    """Return a context in which at most `MOST_MODULES` modules can be registered."""
+    """Return a context in which registering more than `MOST_MODULES` modules is a ValueError."""
     # A config may ask for any number of layers or experts, under any name, and transformers builds
     # them one by one.
     number = itertools.count(1)
@@ -114,7 +117,7 @@ def compute_published_shapes(reader: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def rename_shapes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
-    """Return the shapes under transformers' names instead of moecore's names."""
+    """Return name -> shape with transformers' fused expert names instead of moecore's names."""
     hf_shapes = dict[str, tuple[int, ...]]()
     for name, shape in shapes.items():
         prefix, _, _ = name.rpartition(".mlp.")
@@ -127,7 +130,14 @@ def rename_shapes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
 def plan_stock_tensors(
     reader: nn.Module | None, shapes: Shapes, *files: Shapes
 ) -> dict[str, FileRecipe]:
-    """Return each model tensor's recipe; raise if transformers computes values while loading."""
+    """Return each model tensor's recipe; raise NotImplementedError if its values are computed.
+
+    Args:
+        reader: the transformers model on meta; None = the files have the model's names.
+        shapes: of the model's tensors, by name.
+        *files: names and shapes of file tensors; the first that has a tensor's file tensors is
+            used.
+    """
     # If `reader` is None, files have the model's names. Earlier entries of `files` have priority.
     names = dict(zip(shapes, rename_shapes(shapes), strict=True))
     targets = {} if reader is None else get_shapes(reader.state_dict())
@@ -160,7 +170,7 @@ def plan_stock_tensors(
 def plan_written_tensors(
     reader: nn.Module | None, shapes: Shapes, layout: str
 ) -> dict[str, FileRecipe]:
-    """Return the recipes for writing: transformers' in-memory ("fused") or published names."""
+    """Return recipes for writing: in-memory names if `layout` is "fused", or published names."""
     if reader is None:
         return plan_stock_tensors(None, shapes)
     files = (
@@ -172,7 +182,10 @@ def plan_written_tensors(
 def trace(
     reader: nn.Module, files: Shapes, names: Collection[str]
 ) -> dict[str, tuple[TensorPiece, ...] | str]:
-    """Run transformers' rules on meta; return each tensor's pieces, or why it has none."""
+    """Run transformers' loading rules on meta; return each tensor's pieces, or why it has none.
+
+    `files` are the shapes of the file tensors. A tensor without file tensors has no entry.
+    """
     # The result has no entry for a tensor that transformers would not find in the files.
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
@@ -216,7 +229,7 @@ def trace(
 def _read_pieces(
     arena: _Arena, outcome: Tensor | str, shape: Sequence[int], files: Shapes
 ) -> tuple[TensorPiece, ...] | str:
-    """Return the pieces of one traced tensor, or the reason why it has none."""
+    """Return the pieces of one traced tensor with this `shape`, or the reason why it has none."""
     if isinstance(outcome, str):
         return outcome
     try:
@@ -230,7 +243,7 @@ def _read_pieces(
 
 
 def _make_piece(link: _Link, files: Shapes) -> TensorPiece:
-    """Return the piece for one box of a traced tensor."""
+    """Convert a link, one box of a traced tensor and its view of a file tensor, to a piece."""
     box, name, view, offset = link
     region, file = tuple(slice(start, start + length) for start, length in box), files[name]
     if not offset and view.is_contiguous() and view.numel() == math.prod(file):
@@ -243,7 +256,7 @@ def _make_piece(link: _Link, files: Shapes) -> TensorPiece:
 def _locate_view(
     view: Tensor, offset: int, shape: Sequence[int]
 ) -> tuple[list[int], list[ViewDim]]:
-    """Return start and dims of a strided view, as coordinates of the tensor with this shape."""
+    """Return start and dims (see `FileView`) of a strided view of a tensor with this `shape`."""
     # Example: [3, 4] transposed has sizes (4, 3), strides (1, 4): [0, 0], [(1, 4, 1), (0, 3, 1)].
     rows = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     starts = [offset // row % max(1, n) for row, n in zip(rows, shape, strict=True)]
@@ -267,7 +280,7 @@ def _locate_view(
 def _split_gate_up(
     piece: TensorPiece, shape: Sequence[int], split_shape: Sequence[int]
 ) -> TensorPiece:
-    """Convert a piece of [E, 2F, D] to a piece of [E, 2, F, D], which separates gate and up."""
+    """Convert a piece of [E, 2F, D] (`shape`) to one of [E, 2, F, D] (`split_shape`), if needed."""
     if len(split_shape) == len(shape) or not piece.region:
         return piece
     d = next(d for d in range(len(shape)) if shape[d] != split_shape[d])
@@ -283,11 +296,11 @@ def _split_gate_up(
 
 
 class _Untraceable(ValueError):
-    """Raised if values are computed or no strided view describes them."""
+    """Raised if no strided view of a file describes a traced tensor's values."""
 
 
 class _Link(NamedTuple):
-    """A box of a traced tensor, and the view of a file tensor that has its elements."""
+    """A box of a traced tensor, and the `view` (from `offset` on) of the file tensor it is from."""
 
     box: Box
     file: str
@@ -306,7 +319,7 @@ class _Range:
 
 
 class _Arena(DispatchMode):
-    """Assigns address ranges to meta tensors and records which tensors were copied."""
+    """Torch dispatch mode that records which file tensors have the elements of meta tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -314,7 +327,7 @@ class _Arena(DispatchMode):
         self._ranges, self._firsts, self._next = list[_Range](), list[int](), FIRST_ADDRESS
 
     def place(self, shape: Sequence[int], file: str = "", parts: Any = ()) -> Tensor:
-        """Return a meta tensor at new addresses; record its file or the inputs of the copy."""
+        """Return a meta tensor at new addresses, of file tensor `file` or of a copy of `parts`."""
         self._ranges.append(_Range(self._next, tuple(shape), file, tuple(parts)))
         self._firsts.append(self._next)
         strides = torch.empty(shape, dtype=torch.uint8, device="meta").stride()
@@ -336,14 +349,14 @@ class _Arena(DispatchMode):
         return self.place(out.shape, parts=zip(at, tensors, strict=True))
 
     def find_range(self, view: Tensor) -> _Range:
-        """Return the address range in which a tensor starts."""
+        """Return the address range in which a tensor starts; `_Untraceable` if there is none."""
         i = bisect.bisect_right(self._firsts, view.storage_offset()) - 1
         if i < 0:
             raise _Untraceable("transformers computes its values")
         return self._ranges[i]
 
     def list_links(self, view: Tensor) -> Iterator[_Link]:
-        """Yield boxes that cover a tensor, each with the file view of its elements."""
+        """Yield boxes that cover a traced tensor, each with the file view of its elements."""
         owner, full_box = self.find_range(view), tuple((0, n) for n in view.shape)
         offset = int(view.storage_offset()) - owner.first
         if owner.file:

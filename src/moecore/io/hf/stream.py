@@ -97,7 +97,7 @@ def stream_weights(
 def _add_adapter_items(
     model: nn.Module, plan: ExportPlan, dtype: torch.dtype | None, lora: LoRA
 ) -> ExportPlan:
-    """Append the active adapter's tensors to the plan (lora="apart"). Collective."""
+    """With lora="apart", return the plan with the active adapter's tensors added. Collective."""
     local_tensors = run_and_share_errors(lambda: _find_adapter(model, lora))
     pieces: dict[str, TensorPiece] = {}
     for of_rank in gather_objects({name: piece for name, (_, piece) in local_tensors.items()}):
@@ -111,7 +111,7 @@ def _add_adapter_items(
 
 
 def _find_adapter(model: nn.Module, lora: LoRA) -> dict[str, tuple[Tensor, TensorPiece]]:
-    """Return the active adapter's tensors by peft's names if lora="apart"; otherwise {}."""
+    """Return peft name -> (tensor, piece) of the active adapter if lora="apart"; otherwise {}."""
     if lora == "merged" or unwrap_peft(model) is model:
         return {}
     names: list[str] = cast(Any, model).active_adapters
@@ -245,7 +245,7 @@ class WeightStream:
         self._version = WeightsVersion(run.digests, self._digests)
 
     def _begin(self) -> _StreamPass:
-        """Compute the digests of the current weights and return a pass, without communication."""
+        """Return a new pass with the digests of the current weights, without communication."""
         base = unwrap_peft(self._model)
         tensors = collect_export_tensors(base, self._plan.values)
         tensors |= {n: t for n, (t, _) in _find_adapter(self._model, self._lora).items()}
@@ -271,7 +271,7 @@ class WeightStream:
         return run
 
     def _check_end(self, run: _StreamPass) -> None:
-        """Raise RuntimeError if tensors changed during the pass. Synchronises with the device."""
+        """Raise RuntimeError if tensors changed during the pass `run`. Waits for the device."""
         self._collector.check()
         names = {name for item in self._items for name, _ in item.parts} & run.sources.keys()
         digests = self._compute_digests({name: run.sources[name] for name in names})
@@ -295,7 +295,7 @@ class _PassExit(RuntimeError):
 
 
 class _StreamPass:
-    """The state of one pass: remaining buckets, merged weights and digests."""
+    """One iteration over all buckets of a stream, with the merged weights that it needs."""
 
     def __init__(
         self,
@@ -347,7 +347,7 @@ class _StreamPass:
             run_and_share_errors(fail, self._group)
 
     def _update_merged_weights(self, names: Iterable[str]) -> None:
-        """Merge adapters into the weights of these names; free merged weights of other names."""
+        """Merge adapters into the weights `names`; free all other merged weights. Collective."""
         before, self._merged_weights = self._merged_weights, {}
         for name in names:
             source = self.sources.get(name)  # None = of another stage
@@ -357,14 +357,14 @@ class _StreamPass:
                 self._merged_weights[name] = source.merge_adapters()
 
     def _read(self, name: str, box: tuple[slice, ...]) -> Tensor:
-        """Return a box of this rank's shard, with adapters added if the weight was merged."""
+        """Return a box of this rank's shard, with adapters added if the weight has any."""
         weight = self._merged_weights.get(name)
         return read_local(self.sources[name].tensor, box) if weight is None else weight[box]
 
 
 @dataclass(frozen=True, slots=True)
 class _StreamSource:
-    """A tensor of the model and the adapters that are added to it."""
+    """A tensor of the model, and the adapters to add to it when it is streamed."""
 
     tensor: Tensor
     merge: Merge | None
@@ -378,7 +378,7 @@ class _StreamSource:
         return () if self.merge is None else self.merge.list_factors()
 
     def check(self, name: str) -> None:
-        """Raise ValueError if the memory of an input tensor was freed."""
+        """Raise ValueError if the memory of an input was freed; `name` is for the message."""
         parts = (part for x in self.list_inputs() for part in list_local_storage(x))
         if any(part.numel() and not part.untyped_storage().nbytes() for part in parts):
             raise ValueError(

@@ -37,7 +37,7 @@ class BroadcastGroup(Protocol):
     """Protocol of a process group such as `dist.ProcessGroupNCCL(store, rank, size)`."""
 
     def broadcast(self, tensor: Tensor, root: int) -> Any:
-        """Start a broadcast of rank `root`'s tensor; the returned work has `wait()`."""
+        """Start a broadcast from rank `root` into `tensor`; return a work with `wait()`."""
 
     def size(self) -> int:
         """Return the number of ranks in the group."""
@@ -112,7 +112,7 @@ def _send_metas(group: BroadcastGroup, metas: tuple[WeightMeta, ...], device: to
 
 
 def _receive_metas(group: BroadcastGroup, device: torch.device) -> tuple[WeightMeta, ...]:
-    """Receive and parse a bucket's header; () ends the pass."""
+    """Receive a bucket's header; return its tensors' metas, or () at the end of the pass."""
     size = torch.zeros(1, dtype=torch.int64, device=device)
     _broadcast(group, size)
     num_bytes = int(size.item())
@@ -124,7 +124,7 @@ def _receive_metas(group: BroadcastGroup, device: torch.device) -> tuple[WeightM
 
 
 def _parse_metas(text: bytes) -> tuple[WeightMeta, ...]:
-    """Parse a bucket's header; raise a one-line ValueError if the header is invalid."""
+    """Parse a bucket's JSON header; raise a one-line ValueError if the header is invalid."""
     try:
         header = json.loads(text)
     except (ValueError, RecursionError):  # of Unicode, too
@@ -155,7 +155,7 @@ def _parse_metas(text: bytes) -> tuple[WeightMeta, ...]:
 
 
 def _make_header_error(problem: str) -> ValueError:
-    """Return the ValueError for an invalid bucket header."""
+    """Return the ValueError for an invalid bucket header; `problem` is the reason."""
     return ValueError(
         f"the header of a bucket of weights must be one of send_weights, but {problem}: call "
         "send_weights of the same moecore on rank 0 of this group"
@@ -163,7 +163,7 @@ def _make_header_error(problem: str) -> ValueError:
 
 
 def _broadcast(group: BroadcastGroup, tensor: Tensor) -> None:
-    """Broadcast a tensor from rank 0; raise a one-line RuntimeError if a rank has ended."""
+    """Broadcast rank 0's tensor in place; raise a one-line RuntimeError if a rank has ended."""
     try:
         group.broadcast(tensor, 0).wait()
     except RuntimeError as error:
@@ -176,7 +176,7 @@ def _broadcast(group: BroadcastGroup, tensor: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BucketHandle:
-    """A picklable handle with which another process on the same GPU opens a bucket."""
+    """A picklable handle of a bucket: `rebuild(*arguments)` maps its memory in another process."""
 
     metas: tuple[WeightMeta, ...]
     rebuild: Callable[..., Tensor]

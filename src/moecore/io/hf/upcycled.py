@@ -28,7 +28,7 @@ from moecore.moe.layer import LayerLayout, MoELayer
 
 @dataclass(frozen=True, slots=True)
 class UpcycledFamily:
-    """The transformers MoE family in which an upcycled dense family is written."""
+    """The transformers MoE family whose config and names are used for an upcycled dense model."""
 
     model_type: str
     some_dense: bool  # whether layers may stay dense
@@ -72,7 +72,10 @@ def make_upcycled_config(model: nn.Module) -> dict[str, Any] | None:
 def make_empty_shared_experts(
     model: nn.Module, values: Mapping[str, Any], like: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return Qwen2-MoE's shared experts, with hidden dim 0; {} for other classes."""
+    """Return name -> empty tensor of Qwen2-MoE's shared experts; {} for other classes.
+
+    `values` are the fields of config.json. `like` has the model's tensors by moecore's names.
+    """
     if isinstance(model, Decoder) or values.get("model_type") != "qwen2_moe":
         return {}
     if values["shared_expert_intermediate_size"] != 0:
@@ -104,7 +107,7 @@ def _find_moe_layers(model: nn.Module) -> dict[int, MoEConfig]:
 
 
 def _refuse_unknown_family(values: Mapping[str, Any], layers: Mapping[int, MoEConfig]) -> None:
-    """Raise ValueError if transformers has no MoE class for the dense family."""
+    """Raise ValueError for a dense model's config without an MoE class in transformers."""
     if any("expert" in name for name in values):
         return
     activation = next(iter(layers.values())).activation
@@ -151,7 +154,7 @@ def _build_moe_config(
 def _require_routing_rule(
     i: int, config: MoEConfig, first: MoEConfig, family: UpcycledFamily
 ) -> None:
-    """Raise ValueError unless layer i routes as the family does and has the first layer's sizes."""
+    """Raise ValueError unless layer i routes as the family does and has the sizes of `first`."""
     normalizes = family.always_normalizes or first.normalizes
     expected_config = MoEConfig(
         dim=first.dim,

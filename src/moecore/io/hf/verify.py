@@ -50,7 +50,7 @@ def verify_hf(path: str | os.PathLike[str]) -> list[str]:
 
 
 def _find_problems(path: Path) -> list[str]:
-    """Return the problems of a directory's config, headers and shards."""
+    """Return an error text per problem of a directory's config, headers and shard files."""
     try:
         config = read_config(path)
         with HFFiles(path) as files:
@@ -64,7 +64,10 @@ def _find_problems(path: Path) -> list[str]:
 def find_content_problems(
     sources: Mapping[str, Shaped], config: Mapping[str, Any], described: HFConfig
 ) -> list[str]:
-    """Compare tensors with the model that a config.json describes; return the differences."""
+    """Compare tensors with the model of a config.json; return an error text per difference.
+
+    `config` has the fields. `described` is the directory, file or mapping that contains them.
+    """
     try:
         native = decoder_config_from_hf(described)
         plan = plan_hf_tensors(native, find_layout(sources))
@@ -78,7 +81,7 @@ def find_content_problems(
 def find_shape_problems(
     files: Mapping[str, Shaped], shapes: Mapping[str, tuple[int, ...]], copies: Collection[str] = ()
 ) -> list[str]:
-    """Return an error text per difference of names and shapes; names in `copies` are optional."""
+    """Compare `files` with the expected `shapes`; return error texts. `copies` may be missing."""
     problems = [f"{name} is missing" for name in shapes if name not in files]
     problems += [
         f"{name} is not in the model that {CONFIG} describes"
@@ -96,7 +99,11 @@ def find_shape_problems(
 def find_copy_problems(
     files: BoxReader, sources: Mapping[str, TensorSource], copies: Mapping[str, str]
 ) -> list[str]:
-    """Return an error text per copy that differs from its original; each rank reads some rows."""
+    """Return an error text per file tensor that should equal another file tensor and does not.
+
+    `copies` maps its name to the other name. Each rank compares a part of the rows, without
+    communication.
+    """
     rank, world = get_rank_and_world()
     problems = []
     for copy, original in copies.items():
@@ -120,7 +127,7 @@ def find_copy_problems(
 
 
 def _find_stray_shards(path: Path, files: HFFiles) -> list[str]:
-    """Return an error text for each unlisted shard file and for a wrong total size in the index."""
+    """Return an error text per shard file without tensors, and for a wrong size in the index."""
     problems = []
     shards = {entry.file for entry in files.tensors.values()}
     names = {p.name for p in path.glob("model*.safetensors")}
@@ -161,7 +168,7 @@ def _compare_with_transformers(
 
 
 def _find_missing_experts(sources: Mapping[str, Shaped], config: Mapping[str, Any]) -> list[str]:
-    """Return an error text for each missing or additional expert of a layer."""
+    """Return an error text per missing or surplus expert, by the expert count in `config`."""
     counts = (config[key] for key in EXPERT_KEYS if FIELD_KINDS["num_experts"][1](config.get(key)))
     want, problems = next(counts, 0), list[str]()
     experts_by_role: dict[tuple[str, str], set[int]] = {}
@@ -179,6 +186,6 @@ def _find_missing_experts(sources: Mapping[str, Shaped], config: Mapping[str, An
 
 
 def _is_mtp_layer(layer: int, config: Mapping[str, Any]) -> bool:
-    """Whether `layer` is the index of a multi-token prediction layer, after the last layer."""
+    """Whether `layer` is an index of a multi-token prediction layer, behind the last layer."""
     first = config.get("num_hidden_layers") or layer + 1
     return first <= layer < first + max((config.get(key) or 0 for key in MTP_KEYS), default=0)

@@ -144,7 +144,7 @@ def native_to_dcp(
 
 
 def find_naming(files: DCPFiles) -> str:
-    """Infer from its tensor names which `DCPNames` a directory uses."""
+    """Return "megatron", "dcp" or "dcp-transformers", inferred from the tensor names."""
     if find_prefixes(files, WORDS):
         return "megatron"
     is_native = any(".mlp.experts.w1" in n or ".mlp.router.weight" in n for n in files.tensors)
@@ -159,7 +159,7 @@ class SplicedSource(TensorSource):
     spans: tuple[tuple[str, tuple[int, ...], int, int], ...] = ()
 
     def read(self, files: BoxReader, box: Box) -> Tensor:
-        """Read a box from the stored tensors and return it as a new CPU tensor."""
+        """Read a box (slices) from the stored tensors and return it as a new CPU tensor."""
         pieces, at = [], 0
         for key, index, start, stop in self.spans:
             first, last = max(box[0].start, at), min(box[0].stop, at + stop - start)
@@ -174,7 +174,7 @@ class SplicedSource(TensorSource):
 def _find_sources(
     files: DCPFiles, config: DecoderConfig
 ) -> tuple[dict[str, TensorSource], dict[str, FileRecipe], list[str]]:
-    """Return the Hugging Face tensors of a DCP directory, their plan, and the problems."""
+    """Return name -> file tensor, the plan that reads them, and error texts for problems."""
     kind = find_naming(files)
     if kind == "megatron":
         spliced_sources, problems = _find_megatron_sources(files, config)
@@ -195,7 +195,7 @@ def _find_sources(
 
 
 def _find_prefix(files: DCPFiles, ending: str) -> str:
-    """Return the prefix of the model's tensor names; raise ValueError for several models."""
+    """Return the prefix of the tensor name `ending`; ValueError if several models have it."""
     candidates = find_prefixes(files, ending) or [""]
     if len(candidates) > 1 and "" not in candidates:
         raise ValueError(
@@ -208,7 +208,7 @@ def _find_prefix(files: DCPFiles, ending: str) -> str:
 def _find_megatron_sources(
     files: DCPFiles, config: DecoderConfig
 ) -> tuple[dict[str, TensorSource], list[str]]:
-    """Return the Hugging Face tensors of a Megatron-Core directory, and the problems found."""
+    """Return Hugging Face name -> source in a Megatron-Core directory, or {} and error texts."""
     for option, value in read_options(files.path / "common.pt", OTHER_FUNCTIONS).items():
         if value:
             raise NotImplementedError(
@@ -247,7 +247,7 @@ def _find_megatron_sources(
 def _pair_parts_with_places(
     block: MegatronBlock, places: tuple[LayerPlace, ...]
 ) -> Iterator[tuple[TensorPart, tuple[LayerPlace, int]]]:
-    """Yield each part of a block with its stored place and its first row there."""
+    """Yield (part of a block, (its stored place, its first row there)) for each part."""
     at = 0
     for part in block.parts if places else ():
         row, begin = at, 0
@@ -260,7 +260,7 @@ def _pair_parts_with_places(
 
 
 def _plan_megatron_tensors(model: StoredModel) -> dict[str, NewTensor]:
-    """Return the Megatron-Core tensors to write, with one chunk per layer and expert."""
+    """Return key -> Megatron-Core tensor to write, with one chunk per layer and expert."""
     config = decoder_config_from_hf(model.values)
     items_by_name = {item.name: item for item in model.items}
     plans = (
@@ -288,14 +288,14 @@ def _plan_megatron_tensors(model: StoredModel) -> dict[str, NewTensor]:
 
 
 def _concat_parts(block: MegatronBlock, items: Mapping[str, Item], collector: Collector) -> Tensor:
-    """Concatenate the rows of a block's parts from the Hugging Face tensors."""
+    """Concatenate the rows of a Megatron-Core block from the Hugging Face tensors `items`."""
     names = dict.fromkeys(part.name for part in block.parts)
     tensors = {name: _collect_tensor(collector, items[name]) for name in names}
     return torch.cat([tensors[part.name][part.start : part.stop] for part in block.parts])
 
 
 def _plan_native_tensors(model: StoredModel, dtype: torch.dtype | None) -> dict[str, NewTensor]:
-    """Return the native decoder's tensors to write, with one chunk per tensor."""
+    """Return name -> native decoder tensor to write, with one chunk per tensor."""
     if not model.is_decoder and any(".experts." in name for name in model.tensors):
         raise ValueError(
             "names ('dcp') must be those of the checkpoint, which is a transformers model's: use "
@@ -315,7 +315,7 @@ def _make_one_chunk_tensor(item: Item, collector: Collector) -> NewTensor:
 
 
 def _collect_tensor(collector: Collector, item: Item) -> Tensor:
-    """Read the full Hugging Face tensor of an item."""
+    """Read and return the full Hugging Face tensor of an item, on the CPU."""
     tensor = collector.collect_tensor(item, 0)
     assert tensor is not None, "one process has every tensor"
     return tensor

@@ -66,7 +66,7 @@ class DCPFiles:
         self._last = None
 
     def _load_chunk(self, name: str, chunk: DCPChunk, dtype: torch.dtype) -> Tensor:
-        """Load one chunk of a tensor and check its dtype and shape."""
+        """Return a chunk of tensor `name`; raise OSError if it is damaged or its shape differs."""
         if self._last is not None and self._last[0] is chunk:
             return self._last[1]
         self._last = None
@@ -99,7 +99,7 @@ class DCPFiles:
 
 
 def _check_entry_sizes(part: IO[bytes], length: int) -> None:
-    """Raise ValueError if the chunk's zip entries would decompress to more bytes."""
+    """Raise ValueError if zip entries in `part` unpack to more than `length` bytes; rewind it."""
     if zipfile.is_zipfile(part):
         part.seek(0)
         with zipfile.ZipFile(part) as entries:
@@ -167,7 +167,7 @@ def write_dcp(path: Path, tensors: Mapping[str, NewTensor], meter: Meter) -> Non
 
 
 class _Planner(SavePlanner):
-    """DCP save planner that computes each chunk only when DCP writes it."""
+    """DCP save planner that computes the values of each chunk only when DCP writes the chunk."""
 
     def __init__(self, tensors: Mapping[str, NewTensor], meter: Meter) -> None:
         self._meter = meter
@@ -206,7 +206,7 @@ class _Planner(SavePlanner):
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """Compute the values of a chunk."""
+        """Compute and return the values of a chunk."""
         chunk = self._chunks[write_item.index]
         value = chunk.make().reshape(chunk.sizes).contiguous()
         self._meter.add(value.nbytes)
@@ -214,7 +214,7 @@ class _Planner(SavePlanner):
 
 
 def find_prefixes(files: DCPFiles, ending: str) -> list[str]:
-    """Return each prefix of the tensor name `ending`, such as "model.", without optimizer's."""
+    """Return each prefix, such as "model.", of tensor names with this ending, except "optim..."."""
     names = [name for name in files.tensors if name == ending or name.endswith(f".{ending}")]
     parts = [name.removesuffix(ending) for name in names]
     return [p for p in parts if not any(part.startswith("optim") for part in p.split("."))]

@@ -65,7 +65,7 @@ class DCPTensor:
 
 
 class _MetadataRecord:
-    """Replaces an object whose class is not imported; stores constructor arguments and state."""
+    """Stands for an unpickled object of any class; stores constructor arguments and state."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
@@ -75,7 +75,7 @@ class _MetadataRecord:
         self.state = state
 
     def get(self, name: str) -> Any:
-        """Return a stored attribute; None if it is missing."""
+        """Return an attribute of the unpickled state; None if it is missing."""
         return self.state.get(name) if isinstance(self.state, dict) else None
 
 
@@ -83,7 +83,7 @@ class _Unpickler(pickle.Unpickler):
     """Unpickler that builds only records, sizes and dtypes; any other name raises."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the class for a name of the pickle; raise UnpicklingError for other names."""
+        """Return the class that stands for a name in the pickle, or raise UnpicklingError."""
         if name in RECORDS and module.startswith(HOMES):
             return type(name, (_MetadataRecord,), {})
         if module == "torch":
@@ -98,14 +98,14 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _refuse_large_memo(raw: bytes) -> None:
-    """Raise an error if a memo index exceeds the pickle's size: it would allocate much memory."""
+    """Raise `_WrongError` if a pickle's memo index exceeds its size, which would take memory."""
     for opcode, number, _ in genops(raw):
         if opcode.name.endswith("PUT") and isinstance(number, int) and number >= len(raw):
             raise _WrongError(f"its memo has {number} entries, more than it has bytes")
 
 
 def read_metadata(path: Path) -> dict[str, DCPTensor]:
-    """Parse `.metadata` of a complete DCP directory; return name -> tensor."""
+    """Parse `.metadata` of a DCP directory; return name -> tensor. ValueError if it is damaged."""
     try:
         raw = read_regular(path / METADATA, follow=True, max_bytes=MAX_TABLE)
     except FileNotFoundError:
@@ -171,7 +171,7 @@ class _WrongError(Exception):
 
 
 def _parse_tensors(path: Path, metadata: Any) -> dict[str, DCPTensor]:
-    """Validate the unpickled metadata and return name -> tensor."""
+    """Validate unpickled metadata and return name -> tensor; raise `_WrongError` if invalid."""
     entries = _require_attribute(metadata, "state_dict_metadata", dict)
     places: dict[tuple[str, tuple[int, ...]], Any] = {}
     for index, info in _require_attribute(metadata, "storage_data", dict).items():
@@ -188,7 +188,7 @@ def _parse_tensors(path: Path, metadata: Any) -> dict[str, DCPTensor]:
 
 
 def _parse_tensor(path: Path, name: str, entry: Any, places: dict[Any, Any]) -> DCPTensor:
-    """Validate one tensor's metadata and return the tensor with its chunks."""
+    """Validate one tensor's metadata; `places` maps (name, offsets) to the file position."""
     shape = _require_counts(name, entry.get("size"))
     dtype = _require_attribute(entry, "properties", _MetadataRecord).state[0]
     if not isinstance(name, str) or dtype not in DTYPE_NAMES:
@@ -212,7 +212,7 @@ def _parse_tensor(path: Path, name: str, entry: Any, places: dict[Any, Any]) -> 
 
 
 def _is_partition(blocks: Sequence[Block], shape: tuple[int, ...], dim: int = 0) -> bool:
-    """Whether blocks cover each element of a box once; recurses over slabs between edges."""
+    """Whether blocks cover each element of a box `shape` once; recursion begins at dim 0."""
     # Example: [0:2, 0:1], [0:1, 1:3] and [1:2, 1:3] in (2, 3): dim 0 has the slabs 0:1 and 1:2, and
     # the first block is in both; in each slab dim 1 has the edges 0, 1 and 3 and one block between.
     if dim == len(shape):
@@ -228,7 +228,7 @@ def _is_partition(blocks: Sequence[Block], shape: tuple[int, ...], dim: int = 0)
 
 
 def _locate_chunk(path: Path, name: str, info: _MetadataRecord) -> tuple[str, int, int]:
-    """Return file, first byte and length of a chunk; raise an error if the bytes do not exist."""
+    """Return file, first byte and byte count of a chunk; `_WrongError` if they do not exist."""
     file, start, length = (info.get(n) for n in ("relative_path", "offset", "length"))
     if not isinstance(file, str) or Path(file).name != file:
         raise _WrongError(f"{name} is in {reprlib.repr(file)}, which is no file of the directory")
@@ -244,7 +244,7 @@ def _locate_chunk(path: Path, name: str, info: _MetadataRecord) -> tuple[str, in
 
 
 def _require_attribute(record: Any, name: str, kind: type) -> Any:
-    """Return a record's attribute; raise an error if its type is not `kind`."""
+    """Return a record's attribute; raise `_WrongError` if its type is not `kind`."""
     value = record.get(name) if isinstance(record, _MetadataRecord) else None
     if not isinstance(value, kind):
         raise _WrongError(f"{name} ({type(value).__name__}) must be a {kind.__name__}")
@@ -252,7 +252,7 @@ def _require_attribute(record: Any, name: str, kind: type) -> Any:
 
 
 def _require_counts(name: str, values: Any) -> tuple[int, ...]:
-    """Return a tuple of sizes; raise an error unless all values are integers >= 0."""
+    """Return a tuple of sizes; raise `_WrongError` unless all values are integers >= 0."""
     if not isinstance(values, tuple) or not all(type(n) is int and n >= 0 for n in values):
         raise _WrongError(f"{name} has the sizes {reprlib.repr(values)}")
     return tuple(values)

@@ -121,7 +121,7 @@ class MegatronBlock:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """The stored tensor, and the index into its first dims, where a block's rows are stored."""
+    """The stored tensor `key`, and the index into its first dims, at which a block is stored."""
 
     key: str
     index: tuple[int, ...]  # into its first dims, which are layers, experts, both or none
@@ -130,7 +130,7 @@ class LayerPlace:
 
 
 def build_megatron_blocks(config: DecoderConfig) -> list[MegatronBlock]:
-    """Return the decoder's blocks in model order; raise for tensors that Megatron-Core lacks."""
+    """Return the decoder's blocks in order; NotImplementedError if Megatron-Core lacks a tensor."""
     shapes = map_file_shapes(plan_hf_tensors(config, "per_expert"))
     unnamed = ["proj.bias", "proj_bias", "router.bias", "sinks", "conv1d.weight"]
     unnamed += ["q_proj.weight"] if config.attention_gate else []
@@ -192,7 +192,7 @@ def _refuse_unnamed(name: str, shapes: Shapes) -> NoReturn:
 
 
 def get_written_place(block: MegatronBlock, config: DecoderConfig) -> LayerPlace:
-    """Return the stored tensor and index to which Megatron-Core writes a block."""
+    """Return the Megatron-Core tensor, and the index into it, to which a block is written."""
     is_stacked = not config.dense_layers  # all layers are alike
     return next(_list_candidate_places(block, config, stacked=is_stacked))[0]
 
@@ -200,7 +200,7 @@ def get_written_place(block: MegatronBlock, config: DecoderConfig) -> LayerPlace
 def find_places(
     block: MegatronBlock, shapes: Shapes, config: DecoderConfig
 ) -> tuple[tuple[LayerPlace, ...], list[str]]:
-    """Find where a directory stores a block's rows; return the places and shape problems."""
+    """Return where a directory stores a block's rows (() if nowhere), and error texts."""
     for stacked in (True, False):
         for places in _list_candidate_places(block, config, stacked=stacked):
             num_dims = [(shapes.get(place.key), len(place.index)) for place in places]
@@ -212,7 +212,7 @@ def find_places(
 
 
 def find_unused(shapes: Shapes, used_keys: set[str]) -> Iterator[str]:
-    """Yield the names of stored model tensors that no block reads."""
+    """Yield the names of stored model tensors that are not in `used_keys`."""
     for name in shapes:
         if name.startswith(ROOTS) and name not in used_keys and "_extra_state" not in name:
             yield name
@@ -221,7 +221,7 @@ def find_unused(shapes: Shapes, used_keys: set[str]) -> Iterator[str]:
 def _list_candidate_places(
     block: MegatronBlock, config: DecoderConfig, *, stacked: bool
 ) -> Iterator[tuple[LayerPlace, ...]]:
-    """Yield the places at which Megatron-Core may store a block; the first one is written."""
+    """Yield the places where a block may be stored; `stacked`: one tensor for all layers."""
     prefix = f"{block.layers}." if block.layers else ""
     index, dims = [block.layer], [config.num_layers]
     if not stacked or block.layers != LAYERS:
@@ -240,7 +240,7 @@ def _list_candidate_places(
 
 
 def _list_expert_names(name: str, expert: int | None) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield each possible tensor name of an expert's matrix, with the index if it is stacked."""
+    """Yield (possible tensor name, index of the expert in it) for a matrix of an expert."""
     if expert is None:
         yield name, ()
         return
@@ -253,7 +253,7 @@ def _list_expert_names(name: str, expert: int | None) -> Iterator[tuple[str, tup
 
 
 def _find_shape_problem(place: LayerPlace, block: MegatronBlock, shapes: Shapes) -> Iterator[str]:
-    """Yield an error text if the stored tensor has a wrong shape."""
+    """Yield an error text if the stored tensor has a wrong shape for the block."""
     shape, depth = shapes[place.key], len(place.index)
     expected_shape = (*place.dims, place.rows, *block.shape[1:])
     is_padded = block.names[0] in (WORDS, OUTPUT) and shape[depth] >= place.rows
@@ -304,7 +304,7 @@ def _build_layer_blocks(hf: str, config: DecoderConfig, shapes: Shapes) -> list[
 
 
 def _build_qkv_block(hf: str, config: DecoderConfig, shapes: Shapes) -> MegatronBlock:
-    """Build the block of the fused QKV projection in grouped-query attention."""
+    """Build the block of a layer's fused QKV; `hf` is the layer's Hugging Face name prefix."""
     q, k, v = (f"{hf}self_attn.{name}_proj.weight" for name in "qkv")
     d, groups = config.head_dim, config.num_kv_heads
     per_group = config.num_heads // groups * d
@@ -317,7 +317,7 @@ def _build_qkv_block(hf: str, config: DecoderConfig, shapes: Shapes) -> Megatron
 
 
 def _build_mtp_blocks(hf: str, config: DecoderConfig, shapes: Shapes) -> list[MegatronBlock]:
-    """Build the blocks of a multi-token prediction module: norms, projection and one layer."""
+    """Build the blocks of a multi-token prediction module; `hf` is its Hugging Face prefix."""
     blocks = _build_blocks(MTP_NORMS, shapes, hf=hf)
     for block in _build_layer_blocks(hf, config, shapes):
         inner = ("transformer_layer.", "mtp_model_layer.")
@@ -327,7 +327,7 @@ def _build_mtp_blocks(hf: str, config: DecoderConfig, shapes: Shapes) -> list[Me
 
 
 def build_optional_head(config: DecoderConfig, shapes: Shapes) -> MegatronBlock | None:
-    """Return the block of an output layer that is stored although the config ties it; or None."""
+    """Return the block of an output layer that is stored although it is tied; otherwise None."""
     if HEAD not in map_hf_copies(config) or OUTPUT not in shapes:
         return None
     shape = (config.vocab_size, config.dim)

@@ -220,14 +220,14 @@ def upcycle_modules(
 
 
 def _select_child_tensors(tensors: Mapping[str, Tensor], role: str) -> dict[str, Tensor]:
-    """Return the tensors of one child module, with the child's name removed."""
+    """Return the tensors of the child module `role`, with the child's name removed."""
     return {n.removeprefix(f"{role}."): t for n, t in tensors.items() if n.startswith(f"{role}.")}
 
 
 def _find_mlps(
     model: nn.Module, mlps: Collection[str] | Callable[[str, nn.Module], bool]
 ) -> dict[str, nn.Module]:
-    """Return name -> module for each MLP that `mlps` selects."""
+    """Return name -> module for each MLP that `mlps` selects; ValueError if none or missing."""
     modules = dict(model.named_modules())
     mlp_names = [n for n, m in modules.items() if mlps(n, m)] if callable(mlps) else list(mlps)
     if not mlp_names:
@@ -244,7 +244,7 @@ def _find_mlps(
 
 
 def _read_mlp(name: str, block: nn.Module, names: MLPNames, activation: str) -> dict[str, Tensor]:
-    """Return the weights and biases of a dense MLP in the format of `upcycle_mlp`."""
+    """Return w1, w2, b1 and b2 of an MLP in the format of `upcycle_mlp`; ValueError if unfit."""
     gated = activation in GATED_ACTIVATIONS
     if names.gate is not None and not gated:
         raise ValueError(
@@ -272,7 +272,7 @@ def _read_mlp(name: str, block: nn.Module, names: MLPNames, activation: str) -> 
 
 
 def _get_linear(name: str, block: nn.Module, child: str) -> nn.Linear:
-    """Return the `nn.Linear` named `child` of an MLP; raise ValueError if it is missing."""
+    """Return the `nn.Linear` `child` of the MLP `block`; ValueError, with `name`, if missing."""
     module = dict(block.named_modules()).get(child)
     if not isinstance(module, nn.Linear):
         raise ValueError(
@@ -283,7 +283,7 @@ def _get_linear(name: str, block: nn.Module, child: str) -> nn.Linear:
 
 
 def _stack_gate_up(name: str, parts: Sequence[Tensor], gated: bool) -> Tensor:
-    """Stack gate and up as [2, F, ...]; return the only matrix if there is no gate."""
+    """Stack gate and up as [2, F, ...]; return the only part if the MLP is not gated."""
     parts = [part.detach() for part in parts]
     if not gated:
         return parts[0]
@@ -302,7 +302,7 @@ def _stack_gate_up(name: str, parts: Sequence[Tensor], gated: bool) -> Tensor:
 def _check_same_output(
     name: str, block: nn.Module, dense: Mapping[str, Tensor], config: MoEConfig
 ) -> None:
-    """Run the MLP on random tokens; raise ValueError if its output is not the expected one."""
+    """Run the MLP `block` on random tokens; ValueError if `dense` computes another output."""
     w1, w2_DF = dense["w1"].flatten(0, -2), dense["w2"]
     b1 = dense["b1"].flatten() if "b1" in dense else None
     x_TD = torch.randn(PROBE_TOKENS, config.dim, generator=torch.Generator().manual_seed(0)).to(w1)

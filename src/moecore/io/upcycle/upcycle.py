@@ -171,7 +171,7 @@ def check_upcycle(config: MoEConfig, options: UpcycleOptions) -> None:
 
 
 def compute_weight_sum(config: MoEConfig) -> float:
-    """Return S, the sum of a token's routing weights at step 0 (Note [scale])."""
+    """Return S, the sum of a token's routing weights at step 0 (all logits about 0)."""
     K, s = config.top_k, config.routed_scaling_factor
     if config.normalizes:
         return s
@@ -237,14 +237,14 @@ def _split_shards(w: Tensor, dim: int, G: int) -> Tensor:
 
 
 def _repeat_shards(w_Gx: Tensor, X: int) -> Tensor:
-    """Repeat all shards X times: expert j * G + g is shard g."""
+    """Repeat the shards [G, ...] X times: expert j * G + g is shard g."""
     return w_Gx.detach().repeat(X, *([1] * (w_Gx.ndim - 1)))
 
 
 def _sample_router_rows(
     config: MoEConfig, options: UpcycleOptions, key: str, *, like: Tensor
 ) -> Tensor:
-    """Sample router rows [E, D] on the CPU; rows of one virtual group are equal."""
+    """Sample the router weight [E, D] on the CPU, with the dtype and device of `like`."""
     std = _choose_router_std(config, options)
     if std < torch.finfo(like.dtype).tiny:
         raise ValueError(
@@ -257,7 +257,7 @@ def _sample_router_rows(
 
 
 def _choose_router_std(config: MoEConfig, options: UpcycleOptions) -> float:
-    """Return the std of the router's weights; raise ValueError if it would change the output."""
+    """Return the std of the router's weights; ValueError if `options` demand a larger std."""
     everyone = config.score_function == "softmax" and config.top_k == config.num_experts
     if config.normalizes or everyone:
         return ROUTER_STD if options.router_std is None else options.router_std
@@ -274,7 +274,7 @@ def _choose_router_std(config: MoEConfig, options: UpcycleOptions) -> float:
 def _check_dense(
     dense: Mapping[str, Tensor], config: MoEConfig, options: UpcycleOptions, key: str
 ) -> None:
-    """Raise ValueError if the dense tensors have wrong names or shapes, or are sharded."""
+    """Raise ValueError if tensors of the MLP `key` have wrong names or shapes, or are sharded."""
     D, F = config.dim, config.hidden_dim * options.granularity
     columns = (2, F) if config.gated else (F,)
     shapes: dict[str, tuple[int, ...]] = {"w1": (*columns, D), "w2": (D, F)}
