@@ -324,7 +324,7 @@ class _Step:
     def _step_round(
         self, matrix_round: ExchangeRound, of_means: ExchangeRound | None, group: dist.ProcessGroup
     ) -> None:
-        """Orthogonalise matrices on their owners; `of_means` is the round of their means, or None."""
+        """Orthogonalise matrices on their owners; `of_means` is the exchange of means, or None."""
         views = self.views
         updates: list[Any] = [None] * len(views)
         for place in matrix_round.params:

@@ -40,7 +40,7 @@ from moecore.parallel.model.parallel_state import find_stages, get_request
 BLOCK_NUMEL = 1 << 26  # logits that exist at once
 
 
-def _raise_max(
+def _update_max(
     max_H: Tensor,
     q_BTHd: Tensor,
     k_BShd: Tensor,
@@ -85,7 +85,7 @@ def _raise_max(
 
 _raise_max_op = Op(
     "raise_max_scores",
-    _raise_max,
+    _update_max,
     lambda max_H, q, k, places, cu_seqlens, padding, scale: None,
     mutates_args=("max_H",),
 )
@@ -249,9 +249,9 @@ class _ScoreWatcher:
     def __call__(self, q_BTHd: Tensor, k_BThd: Tensor, sequence: Sequence, scale: float) -> None:
         """Update the maximum with a training forward; in eval or without gradients do nothing."""
         if self.module.training and torch.is_grad_enabled():
-            run_and_save(self._raise, q_BTHd.detach(), k_BThd.detach(), sequence, scale)
+            run_and_save(self._update, q_BTHd.detach(), k_BThd.detach(), sequence, scale)
 
-    def _raise(self, q_BTHd: Tensor, k_BThd: Tensor, sequence: Sequence, scale: float) -> None:
+    def _update(self, q_BTHd: Tensor, k_BThd: Tensor, sequence: Sequence, scale: float) -> None:
         places_T, padding_BT, tp = None, sequence.padding_mask_BT, self.module.tp
         if padding_BT is not None and tp is not None:
             padding_BT = tp.gather(padding_BT)

@@ -162,7 +162,7 @@ class StateOffload:
             first.register_hook(lambda _: self._before_backward_of(number))
 
     def _before_backward_of(self, number: int) -> None:
-        """In the last micro-batch, fetch a part per block whose backward is done; all at block 0."""
+        """In the last micro-batch, fetch a part per block after its backward; all at block 0's."""
         progress = next((p for p in (r.progress() for r in self._engines) if p is not None), None)
         if self._stream.is_capturing() or (progress is not None and not progress.is_last):
             return
