@@ -193,7 +193,7 @@ class Offload(SavedStorages):
 
     @contextmanager
     def part(self, name: str, module: nn.Module) -> Iterator[None]:
-        """Return the context of the forward of `module`, a part that has this name in all layers."""
+        """Return the context of the forward of `module`, which has this part name in all layers."""
         # Weights and buffers of `module` are not offloaded. Outside of a block it does nothing.
         layer = self._layer
         if layer is None or not torch.is_grad_enabled() or is_recomputing():

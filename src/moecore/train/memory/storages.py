@@ -134,7 +134,7 @@ class SavedStorages:
     # Forward.
 
     def _start_forward(self, share: float) -> None:
-        """Begin a forward, of whose saved bytes at most this share is offloaded; drop old records."""
+        """Begin a forward that offloads at most this share of saved bytes; drop old records."""
         self._share = share
         self._offered = self._offload_bytes = 0
         with self._hold_lock():

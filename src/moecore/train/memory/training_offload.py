@@ -139,7 +139,7 @@ class TrainingOffload:
             self._guards.clear()
 
     def _check(self, selection: PartOrAll) -> None:
-        """Raise ValueError within a step, or while a captured graph needs the tensors' addresses."""
+        """Raise ValueError within a step, or while a captured graph relies on tensor addresses."""
         progress = get_progress(self._model)
         if progress is not None:
             progress.check_between("offload()")
