@@ -41,7 +41,7 @@ MAX_LOG_RATIO = 80.0
 
 @runtime_checkable
 class Objective(Protocol):
-    """A loss per token of sampled sequences: what `Engine.forward_backward` accepts."""
+    """Protocol of a function from log-probabilities of sampled sequences to a loss per token."""
 
     @property
     def mean(self) -> Mean:
@@ -126,8 +126,7 @@ class PPO(CheckedRecord):
     def compute_log_ratio(self, log_probs_N: Tensor, rollouts: Rollouts) -> Tensor:
         """Return log(p / p_old) of each token, fp32 [N].
 
-        Without `old_log_probs_N`, p_old is the detached p: the value is 0, and the gradient is that
-        of p.
+        Without `old_log_probs_N` p_old is the detached p, so the value is 0 and has a gradient.
         """
         old_N = rollouts.old_log_probs_N
         return log_probs_N - (log_probs_N.detach() if old_N is None else old_N)

@@ -358,7 +358,7 @@ class TrainStep:
         return self.scale(loss / self.num_micro_batches if is_mean else loss)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return a loss, which the caller has divided, times the loss scale; without one, as is."""
+        """Return a loss, divided by num_micro_batches, times the loss scale; 1 without a scale."""
         self._is_scaled = True
         return loss if self._scale_value is None else loss * self._scale_value
 

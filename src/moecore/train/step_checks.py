@@ -20,7 +20,7 @@ def check_parts(
     optimizer: Optimizer | Sequence[Optimizer] | None,
     loss_scale: DynamicLossScale | None,
 ) -> tuple[list[nn.Module], list[Optimizer]]:
-    """Return both as lists; ValueError if a check that needs no communication fails."""
+    """Return models and optimizers as lists; ValueError if a check of this rank alone fails."""
     models = [model] if isinstance(model, nn.Module) else list(model)
     if not models:
         raise ValueError("model ([]) must be at least one model: pass that of parallelize_moe")

@@ -36,7 +36,7 @@ ALIGN_BYTES = 64  # a cache line; no dtype needs more
 
 @dataclass(slots=True)
 class Slab:
-    """A block of uint8 memory that is allocated from front to back, and freed only as a whole."""
+    """A block of uint8 memory that is allocated from front to back, without single frees."""
 
     memory: Tensor
     used_bytes: int = 0

@@ -272,7 +272,7 @@ class _RunningRegion:
                 stack.enter_context(self._restore_generators())
                 stack.enter_context(torch.enable_grad())
                 stack.enter_context(self._context or nullcontext())
-                hooks = torch.autograd.graph.saved_tensors_hooks(self._store_saved, _refuse_unpack)
+                hooks = torch.autograd.graph.saved_tensors_hooks(self._store_tensor, _refuse_unpack)
                 stack.enter_context(hooks)
                 stack.enter_context(intercept_products(self, has_products=self.has_products))
                 output = self.function(*args, **kwargs)
@@ -318,7 +318,7 @@ class _RunningRegion:
                     "of its own: leave it out of MemoryOptions.recompute"
                 )
 
-    def _store_saved(self, tensor: Tensor) -> None:
+    def _store_tensor(self, tensor: Tensor) -> None:
         # Both runs save the same tensors in the same order, so a place in it names a value.
         if not self._is_saved(tensor):
             place = _ValuePlace("saved", self._num_values)
