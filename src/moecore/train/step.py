@@ -224,6 +224,7 @@ class TrainStep:
 
     @contextmanager
     def _run_context(self, number: int, *, to_come: float) -> Iterator[None]:
+        """Return the context of micro-batches; `to_come` forwards are left in the step (or inf)."""
         progress = self._progress
         progress.is_last = progress.num_done + 1 == self.num_micro_batches
         in_parts = number < to_come < math.inf
@@ -260,8 +261,7 @@ class TrainStep:
         model has auxiliary losses; no host sync.
 
         Args:
-            micro_batches: all micro-batches of the step on this rank, as in `forward_backward`;
-                only masks and shapes are read.
+            micro_batches: as in `forward_backward`; only masks and shapes are read.
         """
         has_tokens = self._request.family.has_tokens
         flags = [has_tokens(inputs) for inputs in micro_batches]

@@ -241,7 +241,6 @@ class _RunningRegion:
     # The second run.
 
     def count_handle(self, place: _ValuePlace) -> None:
-        """Count a new handle of a value."""
         self._expected_counts[place] += 1
 
     def get_value(self, place: _ValuePlace) -> Tensor:
@@ -326,6 +325,7 @@ class _RunningRegion:
             self._store_value(place, tensor)
 
     def _rerun_product(self, number: int, inputs: list[Any]) -> Any:
+        """Store wanted inputs of a product, and return its saved output instead of running it."""
         self._num_products += 1
         for position, value in enumerate(inputs):
             if isinstance(value, Tensor):

@@ -152,6 +152,7 @@ class _StorageCounter:
     def _forward_in_part(
         self, forward: Callable[..., Any], place: tuple[int, str], *args: Any, **kwargs: Any
     ) -> Any:
+        """Call a forward whose saved tensors count for `place`, a block and a part."""
         if self._place[1] not in OUTER:
             return forward(*args, **kwargs)
         before, self._place = self._place, place

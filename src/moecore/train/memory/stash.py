@@ -315,6 +315,7 @@ class Stash(Offload, Holder):
         super()._send(group)
 
     def _start_forward(self, share: float) -> None:
+        """Begin a forward; copy out groups of last layers that still wait for their backward."""
         super()._start_forward(share)
         with self._hold_lock():
             in_capture, resting, self._resting = self._streams.is_capturing(), self._resting, []
