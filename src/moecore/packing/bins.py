@@ -107,7 +107,7 @@ class _Capacities:
         self._largest = [bin_tokens] * (2 * self._leaves)  # of a node; children 2i and 2i + 1
 
     def find_first_bin(self, tokens: int) -> tuple[int, int]:
-        """Return the first bin that can take `tokens` tokens, and its remaining capacity."""
+        """Return the index of the first bin that can take `tokens` more, and its capacity left."""
         largest, node = self._largest, 1
         while node < self._leaves:
             node *= 2
@@ -116,6 +116,7 @@ class _Capacities:
         return node - self._leaves, largest[node]
 
     def set_capacity(self, index: int, capacity: int) -> None:
+        """Set the remaining capacity of bin `index`, in tokens."""
         largest, node = self._largest, index + self._leaves
         largest[node] = capacity
         while node > 1:
@@ -176,6 +177,7 @@ def _cut_long_documents(
 def _pack_windows(
     pieces: Iterator[tuple[Document, int]], bin_tokens: int, window: int
 ) -> Iterator[list[Document]]:
+    """Pack (document, number of tokens) pairs from a buffer of `window`, and yield full bins."""
     window_pieces = list(islice(pieces, window))
     while window_pieces:
         bins = list(pack_lengths([length for _, length in window_pieces], bin_tokens))
@@ -312,6 +314,7 @@ class PackedBatchSampler:
 
     @property
     def _step(self) -> int:
+        """Number of bins in one batch of all data ranks."""
         return self._rows * self._data_ranks
 
     def _facts(self) -> dict[str, Any]:
@@ -325,6 +328,7 @@ class PackedBatchSampler:
         }
 
     def _bins(self, epoch: int) -> Bins:
+        """Return the bins of an epoch, which are packed at the first call."""
         if self._epoch_bins is None or self._epoch_bins[0] != epoch:
             self._epoch_bins = (epoch, self._pack(epoch))
         return self._epoch_bins[1]
@@ -342,6 +346,7 @@ class PackedBatchSampler:
         return Bins(np.concatenate(bins), np.cumsum([0, *map(len, bins)]))
 
     def _order(self, label: str, epoch: int, count: int) -> Integers:
+        """Return a permutation of 0 .. count - 1, shuffled by `label` and epoch if `shuffle`."""
         if not self._shuffle:
             return np.arange(count)
         generator = torch.Generator().manual_seed(hash_parts(self._seed, label, epoch) >> 1)

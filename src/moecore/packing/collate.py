@@ -190,7 +190,7 @@ def build_batch(
 
 
 def read_document(document: Document, number: int) -> Piece:
-    """Return a document's token ids and its unshifted labels."""
+    """Return a document as one piece; ValueError, with its `number`, if a value is invalid."""
     name = f"documents[{number}]"
     length = length_of(document, name)
     if not length:
@@ -207,6 +207,7 @@ def read_document(document: Document, number: int) -> Piece:
 
 
 def _read_token_values(document: Mapping[str, Any], key: str, name: str, length: int) -> Integers:
+    """Return `document[key]` as int64; ValueError unless it has one number per token."""
     numbers = _convert_to_int64(document[key], f"{name}[{key!r}]")
     if len(numbers) != length:
         raise ValueError(
@@ -217,7 +218,7 @@ def _read_token_values(document: Mapping[str, Any], key: str, name: str, length:
 
 
 def _convert_to_int64(numbers: Any, name: str) -> Integers:
-    """Return a list, array or tensor of integers as an int64 array."""
+    """Return a list, array or tensor of integers as int64; ValueError, with `name`, for others."""
     try:
         tensor = torch.as_tensor(np.asarray(numbers) if isinstance(numbers, list) else numbers)
     except (TypeError, ValueError, RuntimeError, OverflowError):

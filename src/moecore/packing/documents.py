@@ -37,13 +37,13 @@ Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def hash_parts(*parts: object) -> int:
-    """Return a 64-bit hash of the parts, equal in all processes."""
+    """Return a 64-bit hash of the parts' texts, equal in all processes and runs."""
     text = "/".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "little")
 
 
 def as_lengths(lengths: Lengths, name: str = "lengths", minimum: int = 1) -> Integers:
-    """Return lengths as int64 [N]. Raise unless they are integers >= `minimum` and < 2**31."""
+    """Return lengths as int64 [N]; ValueError unless they are integers >= `minimum`, < 2**31."""
     numbers = lengths
     if isinstance(numbers, Tensor):
         numbers = numbers.numpy(force=True)
@@ -67,7 +67,7 @@ def as_lengths(lengths: Lengths, name: str = "lengths", minimum: int = 1) -> Int
 
 
 def length_of(document: Document, name: str = "documents") -> int:
-    """Return the number of tokens of a document. Raise if the object is no document."""
+    """Return the number of tokens of a document; ValueError, with `name`, for other objects."""
     ids = document
     if isinstance(document, Mapping):
         if "input_ids" not in document:
@@ -84,14 +84,14 @@ def length_of(document: Document, name: str = "documents") -> int:
 
 
 def cut_document(document: Document, start: int, stop: int) -> Document:
-    """Return the tokens [start, stop) of a document, with their labels and masks."""
+    """Return tokens [start, stop) of a document; a mapping keeps its labels and masks."""
     if not isinstance(document, Mapping):
         return document[start:stop]
     return {key: document[key][start:stop] for key in KEYS if key in document}
 
 
 def cut_lengths(lengths_N: Integers, max_tokens: int) -> tuple[Integers, Integers, Integers]:
-    """Return each piece's document, start and length, in pieces of at most `max_tokens` tokens."""
+    """Cut documents; return each piece's document, start and length, three int64 [pieces]."""
     pieces_N = -(-lengths_N // max_tokens)
     documents = np.repeat(np.arange(len(lengths_N)), pieces_N)
     firsts = np.repeat(np.cumsum(pieces_N) - pieces_N, pieces_N)

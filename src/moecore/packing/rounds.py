@@ -36,7 +36,7 @@ ROUNDING = 1e-9  # relative error of sums of costs
 
 @dataclass(slots=True)
 class RankBlock:
-    """A group of cp ranks in a round, and the documents that these ranks share."""
+    """A group of `cp` ranks in a round; `load` is time and `tokens` is per rank."""
 
     cp: int
     documents: list[int] = field(default_factory=list)  # longest first
@@ -89,7 +89,8 @@ class Documents:
     def bound_remaining_time(self, longest: int, work: float, tokens: int) -> float:
         """Return a lower bound of the time of the remaining documents.
 
-        `longest` is the index of the longest remaining document, `work` and `tokens` are sums.
+        `longest` is the index of the longest of them, `work` their total rank time, `tokens` their
+        sum.
         """
         if longest == len(self):
             return 0.0
@@ -118,7 +119,7 @@ class Documents:
         return min_costs
 
     def sum_work_and_tokens(self, indices: list[int]) -> tuple[float, int]:
-        """Return the total work (rank seconds) and the total tokens of the documents `indices`."""
+        """Return the total work (time summed over ranks) and tokens of the documents `indices`."""
         return sum(self.work[i] for i in indices), sum(self.lengths[i] for i in indices)
 
     def list_times(self, index: int) -> list[float]:
@@ -127,12 +128,12 @@ class Documents:
         return [self.cost[cp][index] for cp in fitting]
 
     def find_first_fitting(self, cp: int, load: float, tokens: int) -> int:
-        """Return the first document, longest first, within `load` and `tokens` on cp ranks."""
+        """Return the longest document of at most `load` time and `tokens` per rank; N = none."""
         return max(bisect_left(self._cost_up[cp], -load), bisect_left(self._tokens_up[cp], -tokens))
 
 
 class RemainingDocuments:
-    """The remaining documents, as linked lists that skip taken documents and the trial's."""
+    """The documents that no round has taken, without those that the current trial has taken."""
 
     def __init__(self, count: int) -> None:
         self._next = list(range(count + 1))
@@ -215,6 +216,7 @@ class _Search:
                     yield blocks
 
     def _take_documents(self, indices: list[int]) -> None:
+        """Remove documents that a round has taken, with their work and tokens."""
         for index in indices:
             self.remaining.take(index)
         self.remaining.commit_trial()
@@ -245,7 +247,8 @@ def _fill_blocks(
 ) -> tuple[Blocks, float]:
     """Return the blocks of a trial, and the least time limit that gives the same blocks.
 
-    The documents of the blocks are taken for the trial.
+    Each block has at least `fewest` ranks, if so many are idle, and a time of at most `limit`. Its
+    documents are taken for the trial.
     """
     limit *= 1 + ROUNDING
     blocks, min_limit = _open_blocks(documents, remaining, limit, fewest)
@@ -299,6 +302,7 @@ def _open_blocks(
 
 
 def _add_document(documents: Documents, block: RankBlock, index: int) -> None:
+    """Add a document to a block, with its time and tokens on the block's cp ranks."""
     block.documents.append(index)
     block.load += documents.cost[block.cp][index]
     block.tokens += documents.tokens[block.cp][index]

@@ -128,6 +128,7 @@ def serpentine(costs: Sequence[float]) -> list[int]:
 
 
 def _make_groups(blocks: Blocks, order: list[int], labels: list[int]) -> tuple[DocumentGroup, ...]:
+    """Convert a round's blocks; `order` maps document numbers of blocks to the caller's indices."""
     groups, first = [], 0
     for block in blocks:
         numbers = tuple(order[i] for i in block.documents)

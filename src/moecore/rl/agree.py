@@ -90,6 +90,7 @@ def gather_totals(
 
 
 def _hash_entries(entries: Mapping[str, Any]) -> int:
+    """Return a 56-bit hash of names and values, equal for equal entries on all ranks."""
     text = repr({name: make_comparable(value) for name, value in entries.items()})
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
 

@@ -45,7 +45,7 @@ def check_choices(choices: Mapping[str, Sequence[Tensor]], layers: Mapping[str, 
 
 
 def check_ids(label: str, ids_TK: Tensor, config: MoEConfig) -> None:
-    """Raise ValueError for expert ids that a layer cannot replay. Host syncs on a GPU."""
+    """Raise ValueError, with `label` as name, for ids that a layer cannot replay. Host syncs."""
     K, E = config.choices_per_token, config.num_candidates
     if ids_TK.ndim != 2 or ids_TK.shape[1] != K:
         raise ValueError(
@@ -92,7 +92,7 @@ def check_weights(
 
 
 def check_entry_weights(label: str, weights_TK: Tensor, ids_TK: Tensor) -> None:
-    """Raise ValueError if weights are invalid or lack the shape of the ids. Host sync on a GPU."""
+    """Raise ValueError, with `label` as name, if weights are invalid or no [T, K]. Host sync."""
     if weights_TK.shape != ids_TK.shape or not weights_TK.is_floating_point():
         raise ValueError(
             f"{label} ({weights_TK.dtype} {tuple(weights_TK.shape)}) must be floating "
@@ -153,8 +153,11 @@ def choices_from_tensors(tensors: Mapping[str, Tensor]) -> Choices:
 def convert_from_engine_indices(
     indices_BSLK: Any, layers: Mapping[str, MoELayer], engine_layers: Sequence[str | None]
 ) -> dict[str, Tensor]:
-    """Return layer name -> int32 [T, K], this rank's part of an engine's choices. No collective."""
-    # `engine_layers` has for each of the L layers its name, or None to skip it.
+    """Return layer name -> int32 [T, K], this rank's part of an engine's choices. No collective.
+
+    `engine_layers` has the name of each of the engine's L layers; None skips a layer. Raises a
+    ValueError for wrong shapes, ids or names.
+    """
     try:
         ids_BSLK = torch.as_tensor(indices_BSLK)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -221,6 +224,7 @@ def convert_to_engine_indices(
 
 
 def _make_micro_batch(groups: BalanceGroups, num_sequences: int) -> MicroBatch:
+    """Return the layout by which tp and cp share sequences; ValueError for a dynamic cp."""
     if groups.by_cp:
         raise ValueError(
             "ContextOptions.dynamic (True) must be False for the choices of an engine, which do "

@@ -6,8 +6,6 @@
         -> forward of the model: log-probabilities of responses, without logits in memory
         -> the objective: a loss per token, times the token's share of the global mean
         -> `TrainStep`: backward; `TrainStep.finish` runs the optimizers
-    between steps
-        -> weights with Hugging Face names and free device memory for the inference engine
 
 Legend: N tokens of a data-parallel rank's rollouts, L MoE layers, K experts per token.
 """
@@ -265,6 +263,7 @@ class Engine:
     def _compute_scores(
         self, step: TrainStep, rollouts: Rollouts, *, entropy: bool, routes: bool = False
     ) -> TokenScores:
+        """Run the model of `step` without gradients, and return the scores. Collective."""
         with publish_errors("log_probs() of rollouts"), self._use_batch_invariance(step.model):
             rows, _ = self._make_rows(rollouts, None, entropy=entropy, routes=routes)
             scores = self._make_empty_scores(rollouts, entropy)
@@ -278,7 +277,7 @@ class Engine:
 
     @contextmanager
     def _raise_on_all_ranks(self, action: str) -> Iterator[None]:
-        """Return a context whose ValueErrors all ranks raise; other ranks wait in `_make_rows`."""
+        """Return a context whose ValueError all ranks raise, as other ranks are in `_make_rows`."""
         problem = None
         try:
             yield
@@ -311,7 +310,7 @@ class Engine:
         entropy: bool,
         routes: bool = False,
     ) -> tuple[list[RolloutRow], Totals]:
-        """Return this rank's micro-batches, and the totals of the global batch. Collective."""
+        """Check rollouts; return this rank's micro-batches, and the global totals. Collective."""
         with self._raise_on_all_ranks("rollouts"):
             for name in () if objective is None else objective.needs:
                 if getattr(rollouts, name) is None:
@@ -360,7 +359,7 @@ class Engine:
         objective: Objective | None,
         shares_N: Tensor | None,
     ) -> Mapping[str, Any]:
-        """Return arguments of a forward that stores log-probabilities in `scores`, and the loss."""
+        """Return forward arguments whose loss function fills `scores`; 0 without an objective."""
 
         def loss(log_probs_BT: Tensor, entropy_BT: Tensor | None) -> Tensor:
             log_probs_N = row.scatter_to_tokens(log_probs_BT)
@@ -402,6 +401,7 @@ def _get_vocab_size(model: nn.Module) -> int | None:
 
 
 def _check_ids(tokens_N: Tensor, vocab_size: int | None) -> None:
+    """Raise ValueError for token ids outside of the vocabulary; None = only for negative ids."""
     if not len(tokens_N):
         return
     min_id, max_id = (int(x) for x in tokens_N.aminmax())
@@ -444,13 +444,13 @@ def _compute_weights(rollouts: Rollouts) -> Tensor:
 
 
 def _sum_sequences(rollouts: Rollouts, weights_N: Tensor) -> Tensor:
-    """Return the sum of the weights of each sequence, fp64 [n]."""
+    """Return the sum of the token weights of each sequence, fp64 [n]."""
     sums_n = weights_N.new_zeros(rollouts.num_sequences)
     return sums_n.index_add(0, rollouts.sequence_N.cpu(), weights_N)
 
 
 def _compute_totals(rollouts: Rollouts, num_micro_batches: int, group_size: int) -> Totals:
-    """Return the totals of a data-parallel rank's rollouts; raise for invalid numbers."""
+    """Return the totals of this rank's rollouts; ValueError for values not finite or < 0."""
     for name in PER_TOKEN:
         value_N = getattr(rollouts, name)
         if value_N is None:
@@ -479,7 +479,7 @@ def _compute_totals(rollouts: Rollouts, num_micro_batches: int, group_size: int)
 
 
 def _compute_shares(rollouts: Rollouts, mean: Mean, totals: Totals, factor: float) -> Tensor:
-    """Return the factor of each token's loss in the global mean, times `factor`, fp32 [N]."""
+    """Return `factor` times each token's weight in the global mean of losses, fp32 [N]."""
     weights_N = _compute_weights(rollouts)
     if mean == "token":
         # This order, because a factor over weights of 1e-308 overflows.

@@ -90,6 +90,7 @@ def _find_obstacles(model: nn.Module, state: ParallelState) -> Iterator[tuple[st
 
 
 def _find_layer_obstacles(name: str, layer: RoutedLayer) -> Iterator[tuple[str, Any, str]]:
+    """Yield the layer's options that rule out batch invariance: name, value, requirement."""
     config = layer.config
     if config.capacity is not None:
         yield f"capacity of layer {name!r}", config.capacity, "be None, because it compares tokens,"

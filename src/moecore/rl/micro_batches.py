@@ -46,7 +46,7 @@ class RowLimits:
 
     @classmethod
     def from_parallel(cls, max_tokens: int, parallel: ParallelConfig) -> RowLimits:
-        """Return the limits of a parallel layout."""
+        """Return the limits of a parallel layout; ValueError if tp and cp do not divide a row."""
         of_document = get_length_multiple(parallel.cp)
         limits = cls(
             max_tokens=max_tokens, of_document=of_document, of_row=of_document * parallel.tp
@@ -59,12 +59,16 @@ class RowLimits:
         return limits
 
     def compute_padded_length(self, length: int) -> int:
-        """Return the number of tokens of a sequence with its padding."""
+        """Return the number of tokens of a sequence of `length` tokens with its padding."""
         return -(-length // self.of_document) * self.of_document
 
 
 def assign_sequences(rollouts: Rollouts, limits: RowLimits, group_size: int) -> list[list[int]]:
-    """Return the indices of the sequences of each micro-batch."""
+    """Return the sequence indices of each micro-batch, packed by first-fit decreasing.
+
+    `group_size` consecutive sequences stay in one micro-batch, such as the 2 of a DPO pair. Raises
+    a ValueError if the number of sequences is not a multiple, or a group exceeds `max_tokens`.
+    """
     lengths = [limits.compute_padded_length(length) for length in rollouts.lengths]
     number = rollouts.num_sequences
     if number % group_size:
@@ -124,7 +128,7 @@ class RolloutRow:
 def build_row(
     rollouts: Rollouts, sequences: Sequence[int], limits: RowLimits, device: torch.device
 ) -> RolloutRow:
-    """Return a micro-batch of the given sequences; without sequences, a row of padding."""
+    """Return the row of the sequences with these indices, on `device`; [] = a row of padding."""
     selection = rollouts.take(sequences)
     borders = selection.borders
     padded_tokens = (
@@ -160,6 +164,7 @@ def build_row(
 
 
 def _move_to_device(rollouts: Rollouts, device: torch.device) -> Rollouts:
+    """Copy rollouts to `device`; token values become fp32, and 0 outside of responses."""
     mask_N = rollouts.response_mask_N.to(device)
     changes = {"tokens_N": rollouts.tokens_N.to(device), "response_mask_N": mask_N}
     for name in PER_TOKEN:

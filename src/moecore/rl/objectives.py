@@ -41,11 +41,11 @@ MAX_LOG_RATIO = 80.0
 
 @runtime_checkable
 class Objective(Protocol):
-    """Protocol of the objectives that `Engine.forward_backward` accepts."""
+    """Protocol of a function from log-probabilities of sampled sequences to a loss per token."""
 
     @property
     def mean(self) -> Mean:
-        """Whether the loss is a mean over tokens or over sequences."""
+        """Whether the loss is a mean over tokens ("token") or over sequences ("sequence")."""
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -53,7 +53,7 @@ class Objective(Protocol):
 
     @property
     def entropy(self) -> bool:
-        """Whether the objective reads entropies."""
+        """Whether the engine computes entropies; otherwise the objective receives None."""
 
     @property
     def group_size(self) -> int:
@@ -115,16 +115,19 @@ class PPO(CheckedRecord):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """See `Objective`."""
+        """Fields of `Rollouts` that must not be None; reference values only if `kl_coef` > 0."""
         return ("advantages_N", *(["ref_log_probs_N"] if self.kl_coef else []))
 
     @property
     def entropy(self) -> bool:
-        """See `Objective`."""
+        """Whether the loss reads entropies, because `entropy_coef` > 0."""
         return self.entropy_coef > 0
 
     def compute_log_ratio(self, log_probs_N: Tensor, rollouts: Rollouts) -> Tensor:
-        """Return log r of each token, [N]."""
+        """Return log(p / p_old) of each token, fp32 [N].
+
+        Without `old_log_probs_N` p_old is the detached p, so the value is 0 and has a gradient.
+        """
         old_N = rollouts.old_log_probs_N
         return log_probs_N - (log_probs_N.detach() if old_N is None else old_N)
 
@@ -164,7 +167,7 @@ class GSPO(PPO):
     mean: Mean = "sequence"
 
     def compute_log_ratio(self, log_probs_N: Tensor, rollouts: Rollouts) -> Tensor:
-        """Return the mean of log r over the response of each token's sequence, [N]."""
+        """Return for each token the mean of log(p / p_old) over its sequence's response, [N]."""
         of_tokens_N = PPO.compute_log_ratio(self, log_probs_N, rollouts)
         counts_n = rollouts.sum_responses(torch.ones_like(log_probs_N))
         return rollouts.spread(rollouts.sum_responses(of_tokens_N) / counts_n.clamp(min=1))
@@ -190,7 +193,7 @@ class DPO(CheckedRecord):
     group_size: ClassVar[int] = 2
 
     def __call__(self, log_probs_N: Tensor, entropy_N: Tensor | None, rollouts: Rollouts) -> Tensor:
-        """Return the loss of each token's pair, [N]."""
+        """Return for each token the loss of its pair of sequences, [N]."""
         loss_i = self.compute_pair_losses(self.compute_log_ratios(log_probs_N, rollouts))
         return rollouts.spread(loss_i.repeat_interleave(2))
 
@@ -201,7 +204,7 @@ class DPO(CheckedRecord):
         return ratios_n.view(-1, 2)
 
     def compute_pair_losses(self, log_ratios_i2: Tensor) -> Tensor:
-        """Return the loss of each pair, fp32 [pairs]."""
+        """Return the loss of each pair from `compute_log_ratios`, fp32 [pairs]."""
         logits_i = self.beta * (log_ratios_i2[:, 0] - log_ratios_i2[:, 1])
         loss_i = -torch.nn.functional.logsigmoid(logits_i)
         if self.label_smoothing:

@@ -196,7 +196,7 @@ class RouterReplay:
             run.check_complete()
 
     def _share_errors(self) -> AbstractContextManager[None]:
-        """Return a context whose errors all data-parallel ranks raise."""
+        """Return a context whose errors all data-parallel ranks raise, not only this rank."""
         layer = next(iter(self.layers.values()))
         group = layer.tracker.groups.global_batch
         return nullcontext() if group is None else share_errors(group)
@@ -260,6 +260,7 @@ class RouterReplay:
         return convert_to_engine_indices(choices, self.layers, batch_size)
 
     def _check_unrecorded(self, unrecorded: str) -> None:
+        """Raise NotImplementedError for unrecorded="route" if experts choose tokens in a layer."""
         for name, layer in self.layers.items():
             if unrecorded == "route" and layer.config.assignment == "expert_choice":
                 raise NotImplementedError(
@@ -286,7 +287,7 @@ def _copy_weights_to_devices(
 def _copy_choices_to_devices(
     choices: Mapping[str, Sequence[Tensor]], layers: Mapping[str, MoELayer]
 ) -> Choices:
-    """Return int32 copies of choices on the devices of their layers."""
+    """Return contiguous int32 copies of choices, on the devices of their routers."""
     return {
         name: [
             ids.to(layer.get_part("router").weight.device, torch.int32, copy=True).contiguous()

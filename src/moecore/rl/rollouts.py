@@ -195,13 +195,14 @@ class Rollouts(CheckedRecord):
         return replace(self, cu_seqlens=borders, **changes)
 
     def find_token_indices(self, sequences: Sequence[int]) -> Tensor:
-        """Return int64, the token indices of the given sequences."""
+        """Return the token indices of these sequences in their order, int64 on the CPU."""
         borders = self.borders
         ranges = [torch.arange(borders[i], borders[i + 1]) for i in sequences]
         return torch.cat([torch.empty(0, dtype=torch.int64), *ranges])
 
 
 def _check_length(name: str, values: Tensor, number: int, of: str) -> None:
+    """Raise ValueError unless `values` is [number], one value per `of`."""
     if values.shape != (number,):
         raise ValueError(
             f"{name} {tuple(values.shape)} must be one number per {of} ({number}): pass [{number}]"

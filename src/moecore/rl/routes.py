@@ -77,7 +77,7 @@ class RoutedLayers:
         return len(self.configs), next(iter(self.configs.values())).choices_per_token
 
     def check(self, rollouts: Rollouts) -> None:
-        """Raise ValueError for routes that the layers cannot replay. Host syncs; no collective."""
+        """Raise ValueError for routes or weights that the layers cannot replay. Host syncs."""
         routes_NLK, weights_NLK = rollouts.routes_NLK, rollouts.route_weights_NLK
         choices = {name: config.choices_per_token for name, config in self.configs.items()}
         if len(set(choices.values())) != 1:
@@ -134,7 +134,7 @@ class RoutedLayers:
     def _make_local_choices(
         self, rows: Sequence[RolloutRow], values: Sequence[Tensor | None]
     ) -> dict[str, list[Tensor]]:
-        """Return this rank's [T, K] by layer and row, from the [N, L, K] of each row."""
+        """Return layer name -> this rank's [T, K] of each row, from the [N, L, K] of each row."""
         local_choices: dict[str, list[Tensor]] = {
             name: [] for name, _, _ in self._iterate_local_layers()
         }
@@ -166,6 +166,7 @@ def _find_sort_key(model: nn.Module, name: str) -> list[int]:
 
 
 def _make_row_micro_batch(row: RolloutRow, layer: MoELayer) -> MicroBatch:
+    """Return the layout by which tp and cp share the tokens of a row in a layer."""
     groups = layer.tracker.groups
     micro_batch = MicroBatch(group=groups.micro_batch, cp=groups.cp)
     return replace(micro_batch, cu_seqlens=row.batch["cu_seqlens"].to(row.read_T.device))

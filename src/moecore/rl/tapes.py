@@ -38,7 +38,7 @@ FORWARD = "moecore_forward"
 
 
 class ChoiceRecorder:
-    """The tape of one layer that is recorded: int32 [T, K] ids are appended to `records`."""
+    """Records a router's choices: each call appends its int32 [T, K] expert ids to `records`."""
 
     def __init__(self, records: list[Tensor]) -> None:
         self.records = records
@@ -71,8 +71,8 @@ class _TapeForward:
 class TapeReplay:
     """State of one `with replay.replay(...)`; hooks on the outputs keep it alive afterwards.
 
-    `routers`, `records` (checked choices) and `weights` have layer names as keys. With `fill`,
-    routers choose for rows of -1. Forwards use the entry `selected`, or the next entry if it is
+    `routers`, `records` (expert ids) and `weights` have layer names as keys. With `fill`, routers
+    choose for rows of -1. Forwards use the entry `selected`, or the next entry if it is
     None.
     """
 
@@ -100,7 +100,7 @@ class TapeReplay:
         self._hooks: list[Any] = []
 
     def open(self) -> None:
-        """Set the tapes of the routers, and hook the model's forwards."""
+        """Start the replay: set the tape of each router, and hook the model's forwards."""
         self._hooks = [
             self.model.register_forward_pre_hook(self._begin_forward),
             self.model.register_forward_hook(self._end_forward),
@@ -115,7 +115,7 @@ class TapeReplay:
         remove_tapes(self._tapes)
 
     def make_rewind(self, name: str) -> Callable[[], None]:
-        """Return a function that forgets the layer's replays since this call."""
+        """Return a function after which layer `name` replays again all entries since this call."""
         calls, replayed_entries, next_entry = (
             len(self._calls[name]),
             set(self._replayed_entries[name]),
@@ -139,7 +139,7 @@ class TapeReplay:
                 )
 
     def take_entry(self, name: str) -> int | None:
-        """Return the entry that this call of a layer replays; None = the router chooses."""
+        """Return the index in `records[name]` that this call replays; None = the router chooses."""
         if is_recomputing():
             return self._find_recomputed_entry(name)
         if not self._hooks:  # a late backward failed and left the tapes behind
@@ -162,7 +162,7 @@ class TapeReplay:
         return index
 
     def _find_recomputed_entry(self, name: str) -> int:
-        """Return the entry of the forward that is recomputed: see Note [pairing]."""
+        """Return the index that the recomputed forward has replayed: see Note [pairing]."""
         while self._entered:
             _mark_next_nodes(self._entered.pop())
         node_forward = _get_tape_forward(get_current_node())
@@ -181,6 +181,7 @@ class TapeReplay:
 
     @torch.compiler.disable
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
+        """Start a forward of the model; RuntimeError if the previous forward has failed."""
         if is_recomputing():
             return
         if self._current_forward is not None:
@@ -193,6 +194,7 @@ class TapeReplay:
 
     @torch.compiler.disable
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Mark the autograd nodes of the outputs with the forward, and hook the outputs."""
         if is_recomputing() or self._current_forward is None:
             return
         for leaf in tree_leaves(output):
@@ -218,7 +220,7 @@ class TapeReplay:
 
 
 class _Player:
-    """The tape of one layer that is replayed."""
+    """The tape of one router: it returns the recorded choices of layer `name` to the router."""
 
     def __init__(self, replay: TapeReplay, name: str) -> None:
         self.replay = replay
@@ -263,11 +265,12 @@ class _Player:
         """Do nothing, because the choice is recorded."""
 
     def make_rewind(self) -> Callable[[], None]:
-        """Return a function that undoes the calls after this call."""
+        """Return a function after which the layer replays again the entries since this call."""
         return self.replay.make_rewind(self.name)
 
 
 def _get_tape_forward(node: Any) -> _TapeForward | None:
+    """Return the forward to which an autograd node belongs, or None if the node has no mark."""
     forward: _TapeForward | None = node.metadata.get(FORWARD)
     return forward
 
@@ -300,6 +303,7 @@ def refuse_active_tapes(routers: Mapping[str, Router]) -> None:
 
 
 def _refuse_capture(device: torch.device) -> None:
+    """Raise NotImplementedError during a CUDA graph capture."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(
             "record() and replay() must run without CUDA graph capture: a graph would repeat the "

@@ -52,7 +52,7 @@ class DynamicLossScale(CheckedRecord):
 
 
 class LossScale:
-    """The scale of one `TrainStep`, equal on every rank, and the steps since its last change."""
+    """The loss scale, fp32 `value`, and `num_good`, steps since it changed, both on the device."""
 
     def __init__(self, options: DynamicLossScale, device: torch.device) -> None:
         self.options = options
@@ -61,7 +61,7 @@ class LossScale:
 
     @torch.no_grad()
     def update(self, is_skipped: Tensor) -> None:
-        """End a step: halve the scale if `is_skipped` (equal on all ranks), otherwise grow it."""
+        """Halve the scale after a skipped step; double it after `growth_interval` good steps."""
         self.num_good.add_(1).masked_fill_(is_skipped, 0)
         grows = self.num_good >= self.options.growth_interval
         factor = 1.0 + grows.float() - 0.5 * is_skipped.float()
@@ -69,12 +69,12 @@ class LossScale:
         self.num_good.masked_fill_(grows, 0)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return copies of `value` and `num_good`, on the device."""
+        """Return device copies of both as "loss_scale" and "loss_scale_num_good"."""
         return {"loss_scale": self.value.clone(), "loss_scale_num_good": self.num_good.clone()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load `value` and `num_good` in place; ValueError if one is missing or invalid."""
+        """Load a `state_dict` in place; ValueError if an entry is missing or invalid. Host sync."""
         missing = [name for name in self.state_dict() if name not in state]
         if missing:
             raise ValueError(
@@ -98,7 +98,7 @@ def is_fp16(model: nn.Module) -> bool:
 
 
 def check_loss_scale(model: nn.Module, loss_scale: DynamicLossScale | None) -> None:
-    """Raise for fp16 without a loss scale, and for a model that must not have a loss scale."""
+    """Raise ValueError for fp16 without a scale, and for fp16 weights or FP8 histories with one."""
     if loss_scale is None:
         if is_fp16(model):
             raise ValueError(

@@ -12,7 +12,7 @@ from moecore.train.memory.compiled import make_inductor_options
 
 
 def compile_dense(model: nn.Module, state: ParallelState) -> None:
-    """Compile the code between two MoE layers, with `DenseOptions.compile`."""
+    """Compile code between MoE layers in place if `DenseOptions.compile`; set `state.compiled`."""
     if not state.request.dense.compile:
         return
     blocks = state.blocks(model)
@@ -21,7 +21,7 @@ def compile_dense(model: nn.Module, state: ParallelState) -> None:
 
 
 def reduce_saved_memory(model: nn.Module, state: ParallelState) -> None:
-    """Apply the memory options: recomputation, offload, and storage of saved rows in pages."""
+    """Apply `MemoryOptions` to blocks in place; set `state.offload` and `state.stash`, or None."""
     blocks, request = state.blocks(model), state.request
     device = request.meshes.device
     chunks = list_chunks(model, blocks, state)
@@ -32,7 +32,7 @@ def reduce_saved_memory(model: nn.Module, state: ParallelState) -> None:
 
 
 def graph_dense(model: nn.Module, state: ParallelState) -> None:
-    """Capture parts of each block in CUDA graphs, with `DenseOptions.graph`."""
+    """Replace parts of blocks by CUDA graphs in place, if `DenseOptions.graph`."""
     if not state.request.dense.graph:
         return
     blocks = state.blocks(model)

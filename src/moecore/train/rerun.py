@@ -30,7 +30,10 @@ T = TypeVar("T")
 
 
 class Reruns:
-    """Repeats a step until all rows fit. All ranks construct it together, with a host sync."""
+    """Repeats a step until all rows of experts fit into buffers of limited size ("holders").
+
+    All ranks construct it together, with a host sync. `capacities` has one entry per model.
+    """
 
     def __init__(self, capacities: Sequence[Capacity], device: torch.device) -> None:
         self._capacities, self._device = capacities, device
@@ -46,7 +49,11 @@ class Reruns:
         self._factors: ToHost | None = None  # the factor that any rank needed of each holder
 
     def run(self, run: Callable[[], T], drop: Callable[[], None], tapes: Sequence[ChoiceTape]) -> T:
-        """Call `run` until its rows fit on every rank, and return its result."""
+        """Call `run`, one step, until its rows fit on every rank; return the last call's result.
+
+        Before a repetition it calls `drop`, rewinds `tapes` (recorded router choices), restores
+        random states and enlarges buffers.
+        """
         # If any rank has a limited capacity, each run has one all-reduce, for which the host waits.
         # Layers in CUDA graphs are not rerun and do neither. Recorded choices are rewound.
         if not self._asks or any(capacity.is_graphed for capacity in self._capacities):
@@ -71,29 +78,32 @@ class Reruns:
                     _enlarge(holder, factor)
 
     def end_forwards(self) -> None:
-        """All-reduce needed capacities after a step's last forward, on every rank. Collective."""
+        """After the last forward in `run`, start to all-reduce needed capacities. Collective."""
         if self._is_running and self._asks_early:
             self._factors = self._reduce_factors()
 
     def is_short(self) -> Tensor | None:
-        """Return a bool on the device: whether rows of this rank did not fit. None = no limit."""
+        """Return a device bool: whether rows of this rank did not fit; None without any limit."""
         return self._compute_local_factors().amax() > 0 if self._asks else None
 
     @contextmanager
     def watch_shortages(self, watch: Watch) -> Iterator[None]:
-        """Return a context whose forwards belong to a step: see `Capacity.watch_shortages`."""
+        """Return a context whose steps repeat ("reruns") or skip ("skips") if rows do not fit."""
         with ExitStack() as stack:
             for capacity in self._capacities:
                 stack.enter_context(capacity.watch_shortages(watch))
             yield
 
     def poll(self, *, skips: bool) -> None:
-        """Raise errors that the host sees; with `skips`, enlarge buffers instead. No host sync."""
+        """Raise errors of exchanges that have reached the host, without a host sync.
+
+        With `skips`, rows that did not fit are no error: their buffers are enlarged.
+        """
         for capacity in self._capacities:
             capacity.end_step(skips=skips)
 
     def end_step(self, is_skipped: bool | Tensor) -> None:
-        """Clear the row counts for the next step. No host sync."""
+        """Clear the device's row counts; store `is_skipped` for CUDA graphs. No host sync."""
         for holder in self._holders:
             if holder is not None and self._asks:
                 holder.clear(host=False)
@@ -107,14 +117,14 @@ class Reruns:
             capacity.check()
 
     def _compute_local_factors(self) -> Tensor:
-        """Return the factor that each holder's rows needed on this rank; 0 = they fit."""
+        """Return float [holders]: the capacity factor that this rank needed; 0 = all rows fit."""
         device, zero = self._device, torch.zeros((), device=self._device)
         return torch.stack(
             [zero if h is None else h.compute_min_factor(device) for h in self._holders]
         )
 
     def _reduce_factors(self) -> ToHost:
-        """Return the largest factor of any rank for each holder, on its way to the host."""
+        """All-reduce the needed factors by maximum; start their copy to the host. Collective."""
         factors = self._compute_local_factors()
         if dist.is_initialized():
             dist.all_reduce(factors, dist.ReduceOp.MAX)
@@ -122,6 +132,7 @@ class Reruns:
 
 
 def _enlarge(holder: Holder, factor: float) -> None:
+    """Clear row counts, and enlarge buffers to the needed factor; 0 keeps their size. Host sync."""
     holder.wait()  # a backward may still run
     holder.clear()
     if not factor:
@@ -134,7 +145,7 @@ def _enlarge(holder: Holder, factor: float) -> None:
 
 
 def drop_step(model: nn.Module) -> None:
-    """Drop the micro-batches since the last optimizer step, as `TrainStep.drop` does."""
+    """Drop gradients, counts and auxiliary losses since the last optimizer step. No collective."""
     for engine in list_engines(model):
         engine.drop_step()
     for record in list_parallel_states(model):

@@ -45,12 +45,12 @@ T = TypeVar("T")
 
 
 class TrainStep:
-    """Runs the optimizer steps of a parallelized model sequentially. Construct it on every rank.
+    """Runs optimizer steps of a parallelized model: micro-batches, clipping, update, metrics.
 
     A nan or inf in the gradient of any rank skips the step: weights, optimizer state and expert
     biases do not change on any rank. Fused optimizers (`moecore.train.AdamW`, torch's with
-    fused=True) skip and clip on the device while they read the gradients. With any other optimizer
-    the host waits for the norm.
+    fused=True) skip and clip on the device. With any other optimizer the host waits for the norm.
+    Construct it on every rank.
 
     Args:
         model: a model that `parallelize_moe` has changed, or several that are parts of one model.
@@ -146,7 +146,7 @@ class TrainStep:
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
-        """Return the context in which forward and backward of one micro-batch run."""
+        """Return the context in which the caller runs forward and backward of one micro-batch."""
         number = self._progress.num_done + 1
         with publish_errors(f"micro-batch {number} of {self.num_micro_batches}"):
             self._progress.check_between("micro_batch()")
@@ -224,6 +224,7 @@ class TrainStep:
 
     @contextmanager
     def _run_context(self, number: int, *, to_come: float) -> Iterator[None]:
+        """Return the context of micro-batches; `to_come` forwards are left in the step (or inf)."""
         progress = self._progress
         progress.is_last = progress.num_done + 1 == self.num_micro_batches
         in_parts = number < to_come < math.inf
@@ -255,13 +256,12 @@ class TrainStep:
         """Announce which micro-batches of the step have tokens, before the first micro-batch.
 
         An auxiliary loss is the mean over the micro-batches of all data ranks that have tokens, so
-        backward needs their number. `forward_backward` calls this method. A loop over
+        backward needs this number. `forward_backward` calls this method. A loop over
         `micro_batch()` calls it if some micro-batches may consist of padding. Collective if the
         model has auxiliary losses; no host sync.
 
         Args:
-            micro_batches: all micro-batches of the step on this rank, as in `forward_backward`;
-                only masks and shapes are read.
+            micro_batches: as in `forward_backward`; only masks and shapes are read.
         """
         has_tokens = self._request.family.has_tokens
         flags = [has_tokens(inputs) for inputs in micro_batches]
@@ -286,7 +286,7 @@ class TrainStep:
             last forward, or with a stash or pipeline stages for the last backward.
 
         Raises:
-            ValueError: for a wrong number of them, after a micro_batch(), or under no_grad().
+            ValueError: for another number of micro-batches, after micro_batch(), in no_grad().
             PipelineError: when a neighbouring stage has failed; it names stage and micro-batch.
         """
         with publish_errors(f"a step of {self.num_micro_batches} micro-batches"):
@@ -301,7 +301,7 @@ class TrainStep:
             return self._reruns.run(run, self.drop, tapes)
 
     def _run_all(self, micro_batches: Sequence[Mapping[str, Any]]) -> Tensor:
-        """Run forward and backward of all micro-batches once; return their losses."""
+        """Run forward and backward of all micro-batches once; return fp32 undivided losses."""
         self.announce(micro_batches)
         pipeline = self._pipeline
         if pipeline is None:
@@ -327,7 +327,7 @@ class TrainStep:
         return torch.stack([get_loss(self.model(**inputs)).float() for inputs in micro_batches])
 
     def _run_in_pairs(self, micro_batches: Sequence[Mapping[str, Any]]) -> list[Tensor]:
-        """Run each forward with the preceding micro-batch's backward; return the losses."""
+        """Run each forward with the preceding micro-batch's backward; return undivided losses."""
         losses: list[Tensor] = []
 
         def forward(inputs: Mapping[str, Any]) -> Tensor:
@@ -358,12 +358,12 @@ class TrainStep:
         return self.scale(loss / self.num_micro_batches if is_mean else loss)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Multiply a loss, divided by num_micro_batches, by the loss scale if there is one."""
+        """Return a loss, divided by num_micro_batches, times the loss scale; 1 without a scale."""
         self._is_scaled = True
         return loss if self._scale_value is None else loss * self._scale_value
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the loss scale for a checkpoint's `extra`; {} without a loss scale."""
+        """Return copies of the loss scale and its step count, for a checkpoint; {} without one."""
         return {} if self._scale is None else self._scale.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -401,7 +401,7 @@ class TrainStep:
 
     @publish_errors("finish()")
     def finish(self) -> StepResult:
-        """End the step: clip, optimizer, zero_grad, counts of all ranks, expert biases.
+        """End the step: clip, run optimizers, zero gradients, reduce loads, update expert biases.
 
         Call it on every rank. It runs one collective for the norm, one for the counts of all layers
         and one with quantile balancing. No host sync with fused optimizers or without an optimizer.
@@ -492,7 +492,7 @@ class TrainStep:
             exchanges.close()
 
     def _get_skip_flag(self) -> Tensor | None:
-        """Return a device bool: whether ranks or capacities require a skip. None = never."""
+        """Return a device bool: whether rows exceed a capacity or differ on ranks, or None."""
         values = self._reruns.is_short(), find_row_difference(self.model)
         flags = [flag for flag in values if flag is not None]
         return torch.stack(flags).any() if flags else None

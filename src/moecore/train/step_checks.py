@@ -20,7 +20,7 @@ def check_parts(
     optimizer: Optimizer | Sequence[Optimizer] | None,
     loss_scale: DynamicLossScale | None,
 ) -> tuple[list[nn.Module], list[Optimizer]]:
-    """Return models and optimizers as lists; raise ValueError if this rank refuses any of them."""
+    """Return models and optimizers as lists; ValueError if a check of this rank alone fails."""
     models = [model] if isinstance(model, nn.Module) else list(model)
     if not models:
         raise ValueError("model ([]) must be at least one model: pass that of parallelize_moe")
@@ -44,7 +44,11 @@ def compare_steps(
     optimizers: Sequence[Optimizer],
     request: Request,
 ) -> None:
-    """Raise on every rank if ranks differ in `entries`, optimizers or parameters. Collective."""
+    """Raise ValueError on all ranks if they differ in `entries`, optimizers or trained parameters.
+
+    Collective. `entries` maps a name for the error text to a value, compared by `repr`. `request`
+    has the model's meshes. Parameters are compared within a pipeline stage.
+    """
     meshes = request.meshes
     check_equal(entries, meshes.device_type)
     trained = list_training_entries(model, optimizers)

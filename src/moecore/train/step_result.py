@@ -20,7 +20,8 @@ class StepResult:
         norm: the gradient's norm before clipping, without the loss scale; None if the step had no
             optimizer and no `clip()`.
         is_skipped: whether the step was skipped, because the gradient was not finite or rows
-            exceeded a capacity. No weight, optimizer state or bias has changed then.
+            exceeded a capacity. No weight, optimizer state or expert bias has changed then. A
+            device bool, or False if `norm` is None.
         metrics: loads and auxiliary losses of the MoE layers.
         lr: the step's learning rate of the first optimizer's first group; None without an
             optimizer.
@@ -36,9 +37,8 @@ class StepResult:
     def to_dict(self, *, per_expert: bool = True) -> dict[str, float]:
         """Return name -> number for a logger: the numbers of `metrics` and of this record.
 
-        The record's names are "grad_norm", "skipped", "lr" and "loss_scale"; a field that is None
-        has no entry. One host sync: later copies do not wait. `per_expert` is an argument of
-        `MoEMetrics.to_dict`.
+        The names of this record are "grad_norm", "skipped" (0.0 or 1.0), "lr" and "loss_scale". A
+        field that is None has no entry. `per_expert` is passed to `MoEMetrics.to_dict`. Host sync.
         """
         numbers = self.metrics.to_dict(per_expert=per_expert)
         if self.norm is not None:
@@ -49,7 +49,7 @@ class StepResult:
 
 
 def merge_metrics(metrics: Sequence[MoEMetrics]) -> MoEMetrics:
-    """Merge the metrics of several models; layer names are prefixed by the model's number."""
+    """Merge the metrics of several models; layer "a" of model 1 is "1.a". One model: unchanged."""
     if len(metrics) == 1:
         return metrics[0]
     of_fields = {

@@ -145,7 +145,7 @@ def find_first_document(ordinal: int, count: int, partitions: int) -> int:
 
 
 class IndexedDocuments:
-    """The documents of a dataset by ordinal; key None = the order of the dataset."""
+    """The documents of a dataset by ordinal, in a permutation per epoch; key None = in order."""
 
     def __init__(self, documents: Any, key: int | None, *, partitions: int) -> None:
         self._documents, self._key, self.length = documents, key, len(documents)
@@ -198,7 +198,7 @@ class StreamedDocuments:
         return number, lambda: document
 
     def _read_from(self, ordinal: int) -> Iterator[tuple[int, int, Any]]:
-        """Yield the ordinal, the index in the stream and the document, from an ordinal on."""
+        """Yield (ordinal, index in the stream, document) without end, from this ordinal on."""
         while True:
             epoch, inside = divmod(ordinal, self.length) if self.length else (0, ordinal)
             begin, read = ordinal - inside, inside - inside % self._block
@@ -225,13 +225,13 @@ class StreamedDocuments:
             self.length, ordinal = read, max(ordinal, begin + read)
 
     def _find_epoch_start(self, begin: int) -> int:
-        """Return the document with which the epoch from ordinal `begin` on begins."""
+        """Return the index of the first document of the epoch that begins at ordinal `begin`."""
         if self.length and self._key is None:
             return find_first_document(begin, self.length, self._partitions)
         return 0
 
     def _read_epoch(self, begin: int, count: int) -> Iterator[Any]:
-        """Yield the documents of the epoch from ordinal `begin` on, without the first `count`."""
+        """Yield documents of the epoch that starts at ordinal `begin`, after the first `count`."""
         first = self._find_epoch_start(begin)
         skip_count = max(0, count - (self.length or 0) + first) if first else 0  # of 0 .. first
         if not skip_count:
@@ -256,7 +256,7 @@ def _make_length_error(expected_length: int, count: str) -> ValueError:
 
 
 def _read_examples(dataset: Any) -> Iterator[dict[str, Any]]:
-    """Yield all rows of a streaming dataset, whose `__iter__` would yield a worker's part."""
+    """Yield all rows of a Hugging Face streaming dataset, not only this worker's part."""
     if "fsspec.asyn" in sys.modules:  # its lock does not survive a fork, see datasets
         sys.modules["fsspec.asyn"].reset_lock()
     for batch in dataset.iter(batch_size=READ_BATCH):
@@ -283,7 +283,7 @@ class DocumentReader:
         self._empty = 0  # documents without tokens since the last one with tokens
 
     def __call__(self, ordinal: int) -> Integers:
-        """Return the token ids of a document. Raise CorpusError if it cannot be read."""
+        """Return the token ids of an ordinal's document; CorpusError if it cannot be read."""
         self._number = None
         try:
             self._number, read = self.documents.take(ordinal)
@@ -299,10 +299,11 @@ class DocumentReader:
             raise self._make_error(error) from error
 
     def refuse(self, problem: str) -> NoReturn:
-        """Raise a CorpusError that names the last read document."""
+        """Raise a CorpusError with this text that names the last read document."""
         raise self._make_error(problem)
 
     def _make_error(self, problem: object) -> CorpusError:
+        """Return a CorpusError with the text of `problem`, the source and the document."""
         name, line = shorten_text(self._source.name), shorten_text(problem)
         if not isinstance(problem, str | ValueError):  # a KeyError's text is the key
             line = f"{type(problem).__name__}: {line}"
@@ -325,7 +326,7 @@ def describe_location(documents: Any, number: int) -> str:
 
 
 def tokenize_document(source: CorpusSource, document: Any, vocab_size: int | None) -> Integers:
-    """Return the token ids of a document, in the smallest dtype that holds them."""
+    """Tokenize a document; return ids in the smallest unsigned dtype, or raise ValueError."""
     ids = document if source.tokenize is None else source.tokenize(document)
     array = np.asarray(ids)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):

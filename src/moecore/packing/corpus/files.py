@@ -30,7 +30,7 @@ MAX_CHARS = 300  # characters of a path, a name or another library's error in a 
 
 
 def shorten_text(text: object, max_chars: int = MAX_CHARS) -> str:
-    """Return a text as one line of at most `max_chars` characters, without its middle."""
+    """Return a text as one line of at most `max_chars` characters; "..." replaces the middle."""
     line = " ".join(str(text).split())
     half = (max_chars - 3) // 2
     return line if len(line) <= max_chars else f"{line[:half]}...{line[-half:]}"
@@ -70,7 +70,7 @@ class SizedFile:
             )
 
     def read(self, start: int, count: int) -> bytes:
-        """Read and return the bytes [start, start + count) of the file."""
+        """Return the bytes [start, start + count); ValueError if the file has become shorter."""
         parts: list[bytes] = []
         try:
             while count > 0 and (part := os.pread(self._descriptor, count, start)):
@@ -182,10 +182,11 @@ class JsonLines:
         return document
 
     def location(self, index: int) -> str:
-        """Return the file and the line of a document, for error messages."""
+        """Return the file and the line of a document as text, for error messages."""
         return f"{self._file.short_path} line {self._find_line(index) + 1}"
 
     def _find_line(self, index: int) -> int:
+        """Return the line number, from 0, of document `index`, which counts no skipped lines."""
         return index + int(np.searchsorted(self._before, index, side="right"))
 
     def _raise_invalid_line(self, line: int, field: str | None) -> None:
@@ -210,13 +211,13 @@ class _LineRange(NamedTuple):
 
 
 def _concatenate_line_numbers(numbers: list[array[int]], firsts: list[int]) -> Integers:
-    """Return the line numbers of all parts, counted from the start of the file."""
+    """Return the line numbers of all parts from the start of the file, int64, part after part."""
     pairs = zip(numbers, firsts, strict=True)
     return np.concatenate([np.frombuffer(part, np.int64) + first for part, first in pairs])
 
 
 def _parse_file(file: SizedFile, field: str | None) -> list[_LineRange]:
-    """Parse a file in parts of `PART` bytes, in parallel processes; return each part's lines."""
+    """Parse a file in parts of `PART` bytes in parallel processes; return the lines of each."""
     tasks = [(file, start, field) for start in range(0, file.size, PART)] or [(file, 0, field)]
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     cores = len(os.sched_getaffinity(0)) // max(1, int(ranks) if ranks.isdecimal() else 1)
@@ -236,7 +237,7 @@ def _parse_file(file: SizedFile, field: str | None) -> list[_LineRange]:
 
 
 def _parse_part(task: tuple[SizedFile, int, str | None]) -> _LineRange:
-    """Return the lines of (file, first byte, field) that begin in `PART` bytes from that byte."""
+    """Return the lines that begin in the `PART` bytes of a task (file, first byte, field)."""
     file, first, field = task
     part = _LineRange(array("q"), array("q"), array("q"), array("I"))
     for number, (start, line) in enumerate(_read_lines(file, first, min(first + PART, file.size))):
@@ -257,7 +258,7 @@ def _parse_part(task: tuple[SizedFile, int, str | None]) -> _LineRange:
 
 
 def _read_lines(file: SizedFile, first: int, stop: int) -> Iterator[tuple[int, bytes]]:
-    """Yield the start and the bytes without line end of each line that begins in a range."""
+    """Yield (first byte, bytes without line end) of each line that begins in [first, stop)."""
     start, fragments = first, list[bytes]()  # the incomplete line
     is_inside = first > 0 and file.read(first - 1, 1) != b"\n"  # a line of the previous part
     for block in file.read_blocks(first, file.size, CHUNK):
@@ -281,6 +282,6 @@ _EMPTY = object()
 
 
 def _parse_line(line: bytes) -> Any:
-    """Return the JSON value of a line, or `_EMPTY`."""
+    """Return the JSON value of a line; `_EMPTY` for a line of blanks. ValueError if invalid."""
     text = strip_line(line.decode())
     return json.loads(text) if text else _EMPTY

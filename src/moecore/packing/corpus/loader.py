@@ -48,7 +48,7 @@ PARTITIONS_PER_ROW = 8  # with up to 8 workers per rank, no two workers read one
 
 
 class RankBatches(IterableDataset[Any]):
-    """Yields (batch, cursors after it, lengths of sources) for a rank or one of its workers."""
+    """Yields (batch, cursors after the batch, source lengths) for one data rank or its worker."""
 
     def __init__(
         self,
@@ -68,17 +68,17 @@ class RankBatches(IterableDataset[Any]):
         self.set_start(0, {}, {})
 
     def set_start(self, row: int, cursors: Cursors, lengths: Mapping[str, int | None]) -> None:
-        """Set the row, cursors and source lengths at which the next iteration begins."""
+        """Set the position (row of the run, cursors, source lengths) of the next iteration."""
         self._first, self._cursors, self._lengths = row, dict(cursors), dict(lengths)
 
     def get_facts(self) -> dict[str, Any]:
-        """Return `collect_facts` the sources, computed once."""
+        """Return the result of `collect_facts` for the sources, computed once."""
         if self._facts is None:
             self._facts = collect_facts(self.sources, self._options)
         return self._facts
 
     def collect_rank_facts(self) -> dict[str, Any]:
-        """Return the sources, options and position, which must be equal on all data ranks."""
+        """Return name -> value for everything that must be equal on all data ranks."""
         return {
             **self.get_facts(),
             **{f"weight of {s.name}": s.weight for s in self.sources},
@@ -97,6 +97,7 @@ class RankBatches(IterableDataset[Any]):
             yield error, {}, {}
 
     def _read_batches(self) -> Iterator[Any]:
+        """Yield the entries of this worker: its batches are every `workers`-th of the rank."""
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
         partition_ids = self._find_worker_partitions(worker, workers)
@@ -138,7 +139,7 @@ class RankBatches(IterableDataset[Any]):
         )
 
     def _find_row_index(self, number: int, place: int) -> int:
-        """Return the index in the run of row `place` of this rank's batch `number`."""
+        """Return the row index in the run of row `place` in this rank's batch `number`."""
         return self._first + (number * self.data_ranks + self.data_rank) * self.rows + place
 
     def _find_worker_partitions(self, worker: int, workers: int) -> frozenset[int]:
@@ -152,7 +153,7 @@ class RankBatches(IterableDataset[Any]):
     def _order_documents(
         self, place: int, source: CorpusSource, partition_ids: frozenset[int]
     ) -> IndexedDocuments | StreamedDocuments:
-        """Return a reader of a source's documents by ordinal, for these partitions."""
+        """Return source number `place` as documents by ordinal, for these partitions."""
         options = self._options
         key = hash_parts(options.seed, "order", source.name) if options.shuffle else None
         if source.is_indexed:
@@ -179,7 +180,7 @@ Batch = TypeVar("Batch")
 
 
 class PositionedLoader(Generic[Batch]):
-    """An endless iterator over the batches of a `RankBatches`, with the position after the last."""
+    """An endless iterator over this rank's batches that saves and loads its position."""
 
     def __init__(self, batches: RankBatches, workers: int, *, data_ranks: int) -> None:
         self._batches, self._workers, self._data_ranks = batches, workers, data_ranks
@@ -211,7 +212,7 @@ class PositionedLoader(Generic[Batch]):
         return result
 
     def _compare_ranks(self) -> None:
-        """Raise if sources, options or positions differ between data ranks. Collective, once."""
+        """Raise CorpusError if sources, options or positions differ on ranks. Collective, once."""
         if self._has_checked_ranks:
             return
         if self._data_ranks > 1:
@@ -228,6 +229,7 @@ class PositionedLoader(Generic[Batch]):
         self._has_checked_ranks = True
 
     def _start_workers(self) -> Iterator[Any]:
+        """Return an iterator over a DataLoader that runs `RankBatches` in worker processes."""
         loader = DataLoader(
             self._batches,
             batch_size=None,
@@ -240,7 +242,7 @@ class PositionedLoader(Generic[Batch]):
             return iter(loader)
 
     def _receive_batch(self, batches: Iterator[Any]) -> Any:
-        """Return the next worker's batch. Raise CorpusError if the worker has ended."""
+        """Return the next entry of the DataLoader; CorpusError if a worker process has ended."""
         try:
             return next(batches)
         except (RuntimeError, OSError, EOFError) as error:
@@ -267,10 +269,7 @@ class PositionedLoader(Generic[Batch]):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last batch, as JSON, identical on every rank.
-
-        Collective if there are several data ranks and torch.distributed is initialized.
-        """
+        """Return the JSON position after the last batch, equal on ranks. Collective over ranks."""
         local_state = self._make_state(self._cursors)
         states = gather_objects(local_state) if self._batches.data_ranks > 1 else [local_state]
         check_ranks([{**state["facts"], "rows taken": state["rows"]} for state in states])
@@ -294,6 +293,7 @@ class PositionedLoader(Generic[Batch]):
         self.close()
 
     def _make_state(self, cursors: Cursors) -> dict[str, Any]:
+        """Return a state with this rank's position and these cursors, as JSON values."""
         return {
             "rows": self._rows,
             "partitions": self._batches.partitions,

@@ -98,7 +98,7 @@ class MegatronDocuments:
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self._dtype), *parts])
 
     def location(self, document: int) -> str:
-        """Return the file and the number of a document, for error messages."""
+        """Return the file and the number of a document as text, for error messages."""
         return f"{self._prefix}.bin document {document}"
 
     def _read_entries(self, start: int, dtype: str, first: int, count: int) -> np.ndarray[Any, Any]:
@@ -107,7 +107,7 @@ class MegatronDocuments:
         return np.frombuffer(self._index.read(start + first * width, count * width), dtype)
 
     def _check_document_starts(self, sequences: int, borders: int, digest: Any) -> None:
-        """Raise unless the first sequences of documents ascend from 0 to `sequences`."""
+        """Raise ValueError unless documents ascend from sequence 0 to the last; feed `digest`."""
         last = 0
         for first, count in _split_into_blocks(borders):
             block = self._read_entries(self._borders, "<i8", first, count)
@@ -123,7 +123,7 @@ class MegatronDocuments:
             )
 
     def _check_sequences(self, sequences: int, digest: Any) -> None:
-        """Raise unless each sequence is inside PREFIX.bin."""
+        """Raise ValueError unless each sequence is inside PREFIX.bin; add the index to `digest`."""
         stop = 0
         for first, count in _split_into_blocks(sequences):
             sizes = self._read_entries(self._sizes, "<i4", first, count)
@@ -147,6 +147,6 @@ class MegatronDocuments:
 
 
 def _split_into_blocks(count: int) -> Iterator[tuple[int, int]]:
-    """Yield the first entry and the number of entries of each block of an array."""
+    """Yield (first entry, number of entries) for blocks of an array with `count` entries."""
     for first in range(0, count, BLOCK):
         yield first, min(BLOCK, count - first)

@@ -30,7 +30,7 @@ from moecore.packing.documents import Integers, cut_lengths, hash_parts
 
 
 class Cursor(NamedTuple):
-    """The position of one source in one partition."""
+    """The position of one source in one partition (every L-th document), saved to resume."""
 
     rows: int  # rows that the source has produced
     ordinal: int  # ordinal of the current document, or of the first document of the window
@@ -40,7 +40,7 @@ class Cursor(NamedTuple):
 
 
 class RowPacker(ABC):
-    """Makes rows from the documents of one source in one partition."""
+    """Packs documents of one source in one partition into rows; `cursor` is the position."""
 
     def __init__(
         self, documents: DocumentReader, shape: RowShape, cursor: Cursor, *, partitions: int
@@ -50,10 +50,10 @@ class RowPacker(ABC):
 
     @abstractmethod
     def next(self) -> list[Piece]:
-        """Return the pieces of the next row."""
+        """Return the documents' pieces of the next row, and advance `cursor`."""
 
     def _check_unchanged(self, tokens: int, end: int) -> None:
-        """Raise if a saved cursor does not fit the document, or the window, of `end` offsets."""
+        """Raise CorpusError if a resumed document or window has other `tokens`, or is too short."""
         cursor = self.cursor
         if cursor.rows and (tokens != cursor.tokens or cursor.offset > end):
             self._documents.refuse(
@@ -63,7 +63,7 @@ class RowPacker(ABC):
 
 
 class SplitPacker(RowPacker):
-    """Concatenates documents and cuts them at the end of each row."""
+    """Packs rows from concatenated documents, which are cut at the end of each row."""
 
     _document: Integers | None = None
 
@@ -111,12 +111,13 @@ class WholePacker(RowPacker):
         return window.get_row(offset)
 
     def _read_window(self, first: int) -> _Window:
+        """Read a window of documents of this partition, from ordinal `first` on."""
         ordinals = range(first, first + self._partitions * self._shape.window, self._partitions)
         return _Window([self._documents(ordinal) for ordinal in ordinals], self._shape)
 
 
 class _Window:
-    """Rows of documents that are packed together, in the order of their first documents."""
+    """Documents that are packed together, as rows in the order of their first documents."""
 
     def __init__(self, documents: Sequence[Integers], shape: RowShape) -> None:
         self._documents, self._row_tokens = documents, shape.tokens
@@ -154,13 +155,13 @@ class RowShape(NamedTuple):
 
 
 def cut_piece(document: Integers, start: int, stop: int) -> Piece:
-    """Return the tokens [start, stop) of a document, and the next token as the last label."""
+    """Return tokens [start, stop) of a document; the label of the last is the token after it."""
     after = int(document[stop]) if stop < len(document) else IGNORE_INDEX
     return Piece(document[start:stop], after)
 
 
 class Partition:
-    """The rows of one of the L partitions.
+    """Produces the rows of one partition, which has every L-th document of each source.
 
     The next row is from the source with the largest credit: its share of the rows minus its rows.
     So a source of share w has about n * w of n rows; the difference is less than the number of
@@ -200,7 +201,7 @@ class Partition:
         return sum(cursor.rows for cursor in self.cursors)
 
     def next(self) -> list[Piece]:
-        """Return the pieces of the next row."""
+        """Return the pieces of the next row, all from one source, and advance the cursors."""
         credits = [c.credit + w for c, w in zip(self.cursors, self._shares, strict=True)]
         source_idx = int(np.argmax(credits))
         pieces = self._sources[source_idx].next()

@@ -54,7 +54,7 @@ class Position(NamedTuple):
 
 
 def collect_facts(sources: Sequence[CorpusSource], options: CorpusOptions) -> dict[str, Any]:
-    """Return the facts that decide a loader's rows, as JSON."""
+    """Return fact name -> JSON value for all that decides a loader's rows, in fixed order."""
     facts: dict[str, Any] = {"number of sources": len(sources)}
     facts |= {f"name of source {i}": source.name for i, source in enumerate(sources)}
     facts |= {name: getattr(options, name) for name in ROW_OPTIONS}
@@ -77,6 +77,7 @@ def _collect_source_facts(source: CorpusSource) -> dict[str, Any]:
 
 
 def _hash_sampled_tokens(source: CorpusSource) -> str:
+    """Return a digest of the tokens of up to 16 documents, spread over an indexed source."""
     digest, count = hashlib.sha256(), 0
     numbers = np.linspace(0, len(source.documents) - 1, SAMPLED).astype(int)
     for number in np.unique(numbers).tolist():
@@ -93,13 +94,13 @@ def _hash_sampled_tokens(source: CorpusSource) -> str:
 
 
 def hash_position(cursors: Cursors, lengths: Mapping[str, int | None]) -> str:
-    """Return a SHA-256 digest (16 hex digits) of cursors and source lengths."""
+    """Return the first 16 hex digits of a SHA-256 of cursors and source lengths."""
     text = repr((sorted((n, list(map(tuple, c))) for n, c in cursors.items()), dict(lengths)))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def check_ranks(facts_of_ranks: Sequence[Mapping[str, Any]]) -> None:
-    """Raise the same CorpusError on each rank if facts of ranks differ."""
+    """Raise CorpusError if a fact differs between ranks; the argument has each rank's facts."""
     for name in facts_of_ranks[0]:
         values = [facts.get(name) for facts in facts_of_ranks]
         for rank, value in enumerate(values):
@@ -115,7 +116,7 @@ def check_ranks(facts_of_ranks: Sequence[Mapping[str, Any]]) -> None:
 def check_state(
     state: Mapping[str, Any], facts: Mapping[str, Any], sources: Sequence[CorpusSource]
 ) -> Position:
-    """Return the position of a state. Raise ValueError if no loader with these facts made it."""
+    """Return the position in a state; ValueError unless a loader with these facts made it."""
     values = _convert_to_json(state)
     for name, annotation in FIELDS.items():
         check_value(f"state[{name!r}]", values[name], annotation)
@@ -151,6 +152,7 @@ def _convert_to_json(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_facts(state_facts: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    """Raise ValueError if the facts of a state and of this loader differ."""
     loader_facts = json.loads(json.dumps(facts))
     for name in [*loader_facts, *(state_facts.keys() - loader_facts.keys())]:
         if (
@@ -168,7 +170,10 @@ def _check_facts(state_facts: Mapping[str, Any], facts: Mapping[str, Any]) -> No
 def _parse_cursors(
     entry: Any, partitions: int, step: int, num_sources: int
 ) -> tuple[int, list[Cursor]]:
-    """Parse and validate an entry of state["cursors"]; return the partition and its cursors."""
+    """Parse and validate an entry of state["cursors"]; return the partition and its cursors.
+
+    Ordinals in a partition grow by `step`. Raises a ValueError for other forms or values.
+    """
     credit = Annotated[float, Bound(">=", -num_sources - 1), Bound("<=", num_sources + 1)]
     kinds: tuple[Any, ...] = (Number, Number, Number, credit, Number)
     try:
@@ -190,7 +195,7 @@ def _parse_cursors(
 
 
 def _check_rows(cursors: Cursors, rows: int, partitions: int) -> None:
-    """Raise unless the sum of each partition's cursors is the partition's number of rows."""
+    """Raise ValueError unless each partition has as many rows as `rows` of the run imply."""
     for number in {*range(min(rows, partitions)), *cursors}:
         expected_rows = max(0, -(-(rows - number) // partitions))
         num_rows = sum(cursor.rows for cursor in cursors.get(number, []))
@@ -203,6 +208,7 @@ def _check_rows(cursors: Cursors, rows: int, partitions: int) -> None:
 
 
 def _check_lengths(lengths: Mapping[str, Any], sources: Sequence[CorpusSource]) -> None:
+    """Raise ValueError for an unknown source, or an indexed source of another length."""
     source_lengths = {s.name: len(s.documents) if s.is_indexed else None for s in sources}
     for name, length in lengths.items():
         if name not in source_lengths or (

@@ -80,7 +80,7 @@ class ScheduledBatch:
     def counts(self) -> Tensor:
         """Return int64 [4]: labels, tokens without padding, squared lengths, tokens with padding.
 
-        The sums over data ranks are the step's counts: the first rank of a group counts the group's
+        The sums over data ranks are the step's counts. The first rank of a group counts the group's
         documents, and each rank counts its own tokens with padding.
         """
         totals = torch.zeros(4, dtype=torch.int64)
@@ -175,7 +175,7 @@ class ScheduledCollator(CheckedRecord):
         )
 
     def schedule_pieces(self, pieces: Sequence[Piece]) -> ScheduledBatch:
-        """Schedule the documents of a step over all ranks, and return this rank's micro-batches."""
+        """Schedule a step's documents, the same on all ranks; return this rank's micro-batches."""
         lengths = [len(piece.ids) for piece in pieces]
         plan = schedule_documents(
             lengths,
@@ -204,6 +204,7 @@ class ScheduledCollator(CheckedRecord):
     def _make_micro_batch(
         self, group: DocumentGroup, pieces: Sequence[Piece], longest: int
     ) -> PackedBatch:
+        """Return a group's documents as one row; `longest` limits padding documents."""
         tokens = min(self.max_tokens, max(1, -(-group.tokens // TILE)) * TILE)
         return build_batch(
             [[pieces[i] for i in group.documents]],
@@ -279,6 +280,7 @@ class ScheduledLoader(PositionedLoader[ScheduledBatch]):
 
 
 def _check_row_tokens(options: CorpusOptions, collator: ScheduledCollator) -> None:
+    """Raise ValueError if `multiple` is not 1, or the largest group cannot compute a full row."""
     largest, max_tokens = collator.largest, collator.max_tokens
     if options.multiple > 1:
         raise ValueError(
@@ -300,4 +302,5 @@ def _check_row_tokens(options: CorpusOptions, collator: ScheduledCollator) -> No
 
 
 def _schedule_rows(collator: ScheduledCollator, rows: Rows) -> ScheduledBatch:
+    """Schedule the documents of all rows; a `collate` of `RankBatches`."""
     return collator.schedule_pieces([piece for row in rows for piece in row])

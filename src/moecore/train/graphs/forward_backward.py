@@ -48,7 +48,7 @@ WarmUp = Annotated[int, Bound(">=", 2), "the first call makes buffers, the last 
 
 
 class GraphedForwardBackward:
-    """Runs forward and backward of a step, as one CUDA graph after the warm-up.
+    """Runs forward and backward of an optimizer step; after the warm-up as one CUDA graph.
 
     Every rank calls it for the same steps, with inputs of the same shapes. Evaluation, checkpoints
     and steps of other shapes run eagerly between these calls. The memory of all activations stays
@@ -144,7 +144,7 @@ class GraphedForwardBackward:
             return self._run_before_replay(inputs)
 
     def _run_before_replay(self, inputs: Inputs) -> Any:
-        """Run a warm-up call, or capture and replay."""
+        """Run a warm-up call, or capture the graph and replay it; return the outputs."""
         device_inputs = tuple(x.to(self._device, non_blocking=True, copy=True) for x in inputs)
         if self._num_warm < self._warm_up:
             is_last = self._num_warm == self._warm_up - 1
@@ -162,7 +162,7 @@ class GraphedForwardBackward:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Captured:
-    """A captured graph, the tensors that it reads and writes, and the facts on which it relies."""
+    """A captured CUDA graph, its input, output and gradient tensors, and `GraphFacts`."""
 
     graph: torch.cuda.CUDAGraph
     model: nn.Module
@@ -198,7 +198,7 @@ class _Captured:
 def _capture(
     function: Callable[..., Any], model: nn.Module, state: MoEState, inputs: Inputs
 ) -> _Captured:
-    """Capture a call without a replay; raise on all ranks if the capture fails on any rank."""
+    """Capture a call, which computes nothing; RuntimeError on all ranks if any rank fails."""
     _drop_copies(state)
     trackers = {name: layer.tracker for name, layer in state.layers.items()}
     for tracker in trackers.values():
@@ -260,7 +260,7 @@ def _capture_graph(
 
 
 def _call_without_syncs(function: Callable[..., Any], inputs: Inputs) -> Any:
-    """Run a warm-up call and return its outputs; raise on all ranks if it cannot be captured."""
+    """Run the function and return its outputs; ValueError on all ranks if it waits for the GPU."""
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -280,7 +280,7 @@ def _call_without_syncs(function: Callable[..., Any], inputs: Inputs) -> Any:
 
 
 def _find_capture_problem(waits: list[warnings.WarningMessage], outputs: Any) -> str:
-    """Return the reason why a graph cannot capture a call; "" = it can."""
+    """Return the error text for a call that waits or returns no plain tensors; "" = no error."""
     if waits:
         return (
             f"forward_backward must not wait for the GPU in a CUDA graph, but does in "
@@ -302,7 +302,7 @@ def _find_capture_problem(waits: list[warnings.WarningMessage], outputs: Any) ->
 
 
 def _find_first_problem(problem: str) -> str:
-    """Return the problem of the first rank with a problem, or "". Collective over all ranks."""
+    """Return the first rank's nonempty error text, or "". Collective over all ranks."""
     of_ranks = gather_objects(problem)
     if len(of_ranks) == 1:
         return problem
@@ -310,7 +310,7 @@ def _find_first_problem(problem: str) -> str:
 
 
 def _check_start(model: nn.Module, state: MoEState) -> None:
-    """Raise if choices are recorded or replayed, or a parameter has a gradient already."""
+    """Raise if a router is recorded or replayed, or if a parameter already has a gradient."""
     for name, layer in state.layers.items():
         router = layer.get_part("router")
         if router is not None and router.tape is not None:
@@ -393,7 +393,7 @@ def _drop_copies(state: MoEState) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphFacts:
-    """Facts on which a graph relies, compared before a replay, in the order of `_name_class`."""
+    """Host-side facts that a captured graph relies on: modes, hooks, configs and addresses."""
 
     values: list[Any]
     owners: list[Any]  # owners of addresses in `values`, so that no other object gets them
@@ -433,7 +433,7 @@ def collect_facts(model: nn.Module, state: MoEState) -> GraphFacts:
 
 
 def _list_facts(model: nn.Module, state: MoEState) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
-    """Yield each fact as its name and path, its value, and the owner of an address or None."""
+    """Yield ((fact, name, ..), value, owner) per fact; the owner keeps an address, or is None."""
     yield ("the number of micro-batches of a step",), state.num_micro_batches, None
     for name, module in model.named_modules():
         config = vars(module).get("config")

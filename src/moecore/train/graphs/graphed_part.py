@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class _Turn:
-    """One forward of a part, in flight until its backward has run (`has_ended`)."""
+    """A token for one forward whose backward is pending, until `has_ended` is True."""
 
     __slots__ = ("__weakref__", "has_ended")
 
@@ -47,7 +47,7 @@ class _Turn:
 
 
 class _GraphSlot:
-    """The memory of one forward of all parts."""
+    """A pool of graph memory for one forward through all parts, until its backward has run."""
 
     # A graph may use memory that another graph of its pool has freed during capture. So graphs of a
     # pool run one forward through all parts, and its backward, before the next forward. Each slot
@@ -59,31 +59,31 @@ class _GraphSlot:
 
     @property
     def pool(self) -> Any:
-        """The memory pool of the slot's graphs."""
+        """The handle of the CUDA memory pool in which the slot's graphs are captured."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         return self._pool
 
     @property
     def is_free(self) -> bool:
-        """Whether no backward needs tensors that forwards have saved in the slot."""
-        self._turns = [turn for turn in self._turns if _is_open(turn)]
+        """Whether the backward of each forward in this slot has run, or its graph was freed."""
+        self._turns = [turn for turn in self._turns if _is_in_flight(turn)]
         return not self._turns
 
     def take(self) -> _Turn:
-        """Return a new turn of a part; the slot is in use until the backward of the turn."""
+        """Mark the slot as in use; return the token that ends this when its backward has run."""
         turn = _Turn()
         self._turns.append(weakref.ref(turn))
         return turn
 
 
-def _is_open(turn_ref: weakref.ref[_Turn]) -> bool:
+def _is_in_flight(turn_ref: weakref.ref[_Turn]) -> bool:
     turn = turn_ref()
     return turn is not None and not turn.has_ended
 
 
 class GraphMemory:
-    """Slots, stream and gradient buffers of the parts that one forward runs sequentially."""
+    """Memory that graphs of parts share: slots, a capture stream, and gradient buffers."""
 
     def __init__(self) -> None:
         self.slots = [_GraphSlot()]
@@ -102,13 +102,13 @@ class GraphMemory:
         return self._stream
 
     def clear(self) -> None:
-        """Free all memory, after the graphs of all parts were freed."""
+        """Drop the slots and gradient buffers; call it after the graphs of all parts were freed."""
         self.slots = [_GraphSlot()]
         self._current = self.slots[0]
         self._grads.clear()
 
     def choose_slot(self, pairs: Mapping[_GraphSlot, _GraphPair]) -> _GraphSlot:
-        """Return the slot for a part in this forward; a free slot if a forward is in flight."""
+        """Return the slot that a part uses in this forward; `pairs` maps slots to its graphs."""
         pair = pairs.get(self._current)
         if pair is not None and not pair.is_free:
             free = next((slot for slot in self.slots if slot.is_free), None)
@@ -119,7 +119,7 @@ class GraphMemory:
         return self._current
 
     def get_grads(self, outputs: list[Tensor]) -> list[Tensor]:
-        """Return buffers for the gradients of outputs; all parts share the buffers."""
+        """Return a buffer for the gradient of each output, shared by parts with equal shapes."""
         # A backward copies gradients in and reads them before the backward of another part.
         keys = [(i, x.shape, x.dtype, x.device) for i, x in enumerate(outputs)]
         for key, x in zip(keys, outputs, strict=True):
@@ -129,7 +129,7 @@ class GraphMemory:
 
 
 class _Call(NamedTuple):
-    """Properties of a call that must equal those of the captured call for a replay."""
+    """The arguments and state of a call; a replay needs the same as at capture."""
 
     form: Any  # the arguments without their tensors (`make_form`)
     tensors: tuple[tuple[torch.Size, torch.dtype, bool], ...]  # and whether each needs a gradient
@@ -138,7 +138,7 @@ class _Call(NamedTuple):
 
 
 class GraphedPart:
-    """Callable that replaces a method, and replays CUDA graphs of its forward and backward.
+    """Callable that replaces a method; after a warm-up it replays CUDA graphs of both passes.
 
     The method reads parameters of `modules`, and only the first module may have hooks. A call uses
     the graphs only if `may_run` returns True.
@@ -162,7 +162,7 @@ class GraphedPart:
         return GraphedPart, self._init_args
 
     def drop(self) -> None:
-        """Free the graphs and their memory; the part then warms up and is captured again."""
+        """Free the graphs and the shared memory; the part then warms up and is captured again."""
         self._num_warm, self._call, self._pairs = 0, None, {}
         self._memory.clear()
 
@@ -204,7 +204,7 @@ class GraphedPart:
         return self._may_run is None or self._may_run()
 
     def _collect_facts(self) -> list[Any] | None:
-        """Return the facts of the modules on which graphs rely; None if capture is impossible."""
+        """Return the modules' modes, configs and addresses, or None if capture is impossible."""
         facts: list[Any] = []
         for i, module in enumerate(self._modules):
             if i and list_module_hooks(module):
@@ -219,7 +219,7 @@ class GraphedPart:
         return facts
 
     def _capture_call(self, form: Any, tensors: list[Tensor], slot: _GraphSlot) -> _GraphPair:
-        """Capture the graphs of a call; a RuntimeError if the capture fails."""
+        """Capture a call with arguments like `tensors`; RuntimeError if the capture fails."""
         inputs = [
             torch.empty(x.shape, dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
             for x in tensors
@@ -241,7 +241,7 @@ class GraphedPart:
 
 @dataclass(eq=False, slots=True)
 class _GraphPair:
-    """The forward and backward graphs of a part, and the tensors that they read and write."""
+    """The captured forward and backward of a part in one slot, with their static tensors."""
 
     slot: _GraphSlot
     forward: Callable[[], None]
@@ -256,13 +256,13 @@ class _GraphPair:
 
     @property
     def is_free(self) -> bool:
-        """Whether no backward needs tensors that the last forward has saved."""
+        """Whether the backward of the last forward of these graphs has run, or was dropped."""
         # A pair has the memory of one forward in flight. A further forward before its backward, as
         # between pipeline stages, captures another pair, which has memory of its own from then on.
-        return self.holder is None or not _is_open(self.holder)
+        return self.holder is None or not _is_in_flight(self.holder)
 
     def run(self, tensors: list[Tensor], parameters: list[Tensor]) -> Any:
-        """Return the part's result for these inputs, with autograd if there is a backward graph."""
+        """Replay the forward for these inputs; return the result, whose backward also replays."""
         if self.backward is None:
             self.replay(tensors)
             outputs = _copy_tensors(self.outputs)
@@ -271,14 +271,14 @@ class _GraphPair:
         return fill_form(self.form, outputs)
 
     def replay(self, tensors: list[Tensor]) -> None:
-        """Copy the inputs to the graph's tensors, and replay the forward."""
+        """Copy `tensors` to the static inputs of the graph, and replay the forward."""
         with torch.no_grad():
             foreach_copy_(self.inputs, tensors)
         self.forward()
 
 
 class _GraphReplay(torch.autograd.Function):
-    """Replays the forward graph of a part, and in backward its backward graph."""
+    """Autograd function that replays a part's forward graph, and in backward its backward graph."""
 
     @staticmethod
     def forward(
@@ -318,7 +318,7 @@ def _capture(
     memory: GraphMemory,
     slot: _GraphSlot,
 ) -> _GraphPair:
-    """Capture the graphs of a function; the backward graph computes gradients of `sources`."""
+    """Capture a function's forward, and a backward for gradients of `sources`."""
     saved_tensors: list[Tensor] = []
     forward, result = _record(partial(_run_forward, function, saved_tensors), memory, slot)
     outputs: list[Tensor] = []
@@ -342,7 +342,7 @@ def _capture(
 
 
 def _run_forward(function: Callable[[], Any], saved_tensors: list[Tensor]) -> Any:
-    """Run a function; append saved tensors that no other packer accepts to `saved_tensors`."""
+    """Run a function; append tensors saved for backward to `saved_tensors`, to keep them alive."""
 
     def keep(tensor: Tensor) -> Handle:
         saved_tensors.append(tensor.detach())
@@ -355,7 +355,7 @@ def _run_forward(function: Callable[[], Any], saved_tensors: list[Tensor]) -> An
 def _compute_gradients(
     outputs: list[Tensor], sources: list[Tensor], output_grads: list[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the sources; None for unused sources."""
+    """Return the gradients of `sources` from `output_grads`; None for unused sources."""
     # Autograd's thread of the device may run a pair's backward, so this one runs in its own thread.
     with torch.autograd.set_multithreading_enabled(False):
         return torch.autograd.grad(outputs, sources, output_grads, allow_unused=True)
@@ -364,7 +364,7 @@ def _compute_gradients(
 def _record(
     function: Callable[[], T], memory: GraphMemory, slot: _GraphSlot
 ) -> tuple[Callable[[], None], T]:
-    """Capture a function; return the replay of its graph, and the function's result."""
+    """Capture a function in a CUDA graph; return the graph's replay, and the function's result."""
     graph, current, collects = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), gc.isenabled()
     gc.disable()  # the free of a dead model may wait for the GPU, which breaks a capture
     memory.stream.wait_stream(current)
@@ -387,7 +387,7 @@ def _record(
 
 @contextmanager
 def _alias_params(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """Return a context with alias parameters; hooks and gradients stay with the originals."""
+    """Yield aliases that replace trained parameters in the context, without hooks and `.grad`."""
     trained, aliases = list(_list_trained_params(modules)), list[Tensor]()
     for module, name, param in trained:
         alias = nn.Parameter(param.detach())
@@ -404,7 +404,7 @@ def _alias_params(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
 def _list_trained_params(
     modules: Sequence[nn.Module],
 ) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Yield (module, name, parameter) of the trained parameters."""
+    """Yield (module, name, parameter) of trained parameters that modules have directly."""
     for module in modules:
         for name, param in module._parameters.items():
             if param is not None and param.requires_grad:
@@ -431,7 +431,7 @@ def _copy_tensors(tensors: list[Tensor]) -> list[Tensor]:
 
 
 class _FormSlot(NamedTuple):
-    """The place of a tensor in a form; a form is a nested value with slots instead of tensors."""
+    """The position of a tensor in a form, which is a nested value with slots for tensors."""
 
     number: int
 
@@ -445,7 +445,7 @@ class _FormRecord(NamedTuple):
 
 
 def make_form(value: Any, tensors: list[Tensor]) -> Any:
-    """Return the form of a value, and append the value's tensors to `tensors` in slot order."""
+    """Return `value` with slots in place of tensors, which are appended to `tensors` in order."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return _FormSlot(len(tensors) - 1)
@@ -468,7 +468,7 @@ def make_form(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def fill_form(form: Any, tensors: list[Tensor]) -> Any:
-    """Return the value of a form with these tensors in its slots."""
+    """Return the value from which `make_form` made a form, with `tensors` in its slots."""
     cls = type(form)
     if cls is _FormSlot:
         return tensors[form.number]

@@ -24,7 +24,7 @@ from moecore.train.graphs.graphed_part import GraphedPart, GraphMemory
 
 
 def find_compiled_modules(block: nn.Module) -> set[nn.Module]:
-    """Return the modules whose code is compiled as part of a block's compile regions."""
+    """Return the modules in a block whose code `compile_blocks` compiles; MoE layers are not."""
     layers = (module for module in block.modules() if isinstance(module, RoutedLayer))
     owners = [m for m in block.modules() if hasattr(m, "compile_regions")]
     modules: set[nn.Module] = set()
@@ -34,7 +34,7 @@ def find_compiled_modules(block: nn.Module) -> set[nn.Module]:
 
 
 def _list_inner_modules(owner: nn.Module) -> list[nn.Module]:
-    """Return the modules that the compile regions of an owner call, the owner first."""
+    """Return an owner and the submodules that its compile regions call, all but `eager_parts`."""
     parts = (owner.get_submodule(name) for name in getattr(owner, "eager_parts", ()))
     eager = {module for part in parts for module in part.modules()}
     return [m for m in owner.modules() if m not in eager]
@@ -69,7 +69,11 @@ def compile_blocks(blocks: Iterable[nn.Module], **options: Any) -> None:
 
 
 def graph_blocks(blocks: Mapping[str, nn.Module]) -> None:
-    """Replace parts of each block by CUDA graphs from their fourth call on, in place."""
+    """Replace parts of blocks by CUDA graphs from their fourth call on, in place.
+
+    The parts are methods in `compile_regions`, routers, shared experts, and the work of dispatcher
+    "alltoall" before its host sync. `blocks` maps names for errors to blocks that run sequentially.
+    """
     memory = GraphMemory()
     for name, block in blocks.items():
         for path, module in block.named_modules():
@@ -93,6 +97,7 @@ def drop_graphs(model: nn.Module) -> None:
 
 
 def _graph_layer(name: str, layer: RoutedLayer, memory: GraphMemory) -> None:
+    """Replace the router, the shared experts and `dispatcher.prepare` of an MoE layer by graphs."""
     router, dispatcher = layer.get_part("router"), layer.dispatcher
     if isinstance(router, Router):
         _replace_by_graph(
@@ -113,18 +118,18 @@ def _replace_by_graph(
     memory: GraphMemory,
     may_run: Callable[[], bool] | None = None,
 ) -> None:
-    """Replace the bound method of its object by a part that records and replays CUDA graphs."""
+    """Replace a bound method, which reads `modules`, by a `GraphedPart` on its object."""
     part = GraphedPart(name, method, modules, memory, may_run)
     bound = cast(MethodType, method)
     setattr(bound.__self__, bound.__name__, part)
 
 
 def _is_free(router: Router) -> bool:
-    """Return whether each token's choice uses only its own scores, without a tape or forced ids."""
+    """Return whether the router has no collective, no tape of choices and no forced expert ids."""
     return router.is_collective_free and router.tape is None and router.forced_ids is None
 
 
 def _can_replay(modules: Iterable[nn.Module]) -> bool:
-    """Return whether no module observes attention scores or must run eagerly."""
+    """Return whether no module observes attention scores (`QKClip`) or must run eagerly."""
     names = ("observe_scores", "is_eager")
     return not any(getattr(module, name, None) for module in modules for name in names)

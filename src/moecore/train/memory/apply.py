@@ -33,11 +33,13 @@ def apply_memory(
     compiled: Set[nn.Module] = frozenset(),
     stages: Mapping[int, Sequence[nn.Module]] | None = None,
 ) -> Offload | None:
-    """Recompute and offload parts of blocks, in place; return the `Offload`, or None."""
-    # Blocks are called one after the other. "expert_fc1" of the options is the experts' own: see
-    # `Experts.set_backend`. `compiled` are modules inside of what is compiled already, with
-    # `make_inductor_options`: there the compiler recomputes, and nothing is offloaded. `stages` of
-    # a pipeline are indices of blocks that are called one after the other; None = all blocks.
+    """Apply recomputation and offload to blocks, in place; return the `Offload`, None without one.
+
+    `compiled` are modules inside of compiled code, which are left out. `stages` maps a pipeline
+    stage to its blocks, which run sequentially; None = all blocks do.
+    """
+    # "expert_fc1" of the options is the experts' own: see `Experts.set_backend`. In compiled code
+    # the compiler recomputes (`make_inductor_options`), and nothing is offloaded.
     if stages is None and isinstance(options.offload_fraction, tuple):
         raise ValueError(
             f"MemoryOptions.offload_fraction ({quote(options.offload_fraction)}) must be one "
@@ -62,7 +64,7 @@ def apply_stash(
     *,
     compiled: Set[nn.Module] = frozenset(),
 ) -> Stash | None:
-    """Store saved rows of routed experts in pages, in place; None if no layer has spare rows."""
+    """Store saved rows of routed experts in pages, in place; None if off or without spare rows."""
     if options.stash is None:
         return None
     modules = (module for block in blocks for module in block.modules())
@@ -94,6 +96,7 @@ def _has_spare_rows(module: nn.Module) -> bool:
 def _apply_recompute(
     blocks: Iterable[nn.Module], options: MemoryOptions, compiled: Set[nn.Module]
 ) -> None:
+    """Wrap the forwards of selected parts, in place; warn about an option that no block has."""
     recompute_parts = set(options.parts) - {"expert_fc1"}
     if not recompute_parts:
         return
@@ -117,7 +120,7 @@ def _apply_recompute(
 def _choose_offload_kinds(
     blocks: Iterable[nn.Module], options: MemoryOptions, compiled: Set[nn.Module]
 ) -> dict[nn.Module, str]:
-    """Return the modules whose saved tensors are offloaded, with the kind of each."""
+    """Return module -> part name for offloaded modules; warn about an option that no block has."""
     kinds: dict[nn.Module, str] = {}
     for block in blocks:
         inside: set[nn.Module] = set()
@@ -141,6 +144,7 @@ def _choose_offload_kinds(
 
 
 def _recompute(part: BlockPart, use: PartUse) -> None:
+    """Wrap a part's forward: an MoE layer is checkpointed, another part becomes a region."""
     name, kind, module = part
     if kind == "moe":
         wrap(module, _run_checkpointed)
@@ -153,6 +157,7 @@ def _recompute(part: BlockPart, use: PartUse) -> None:
 def _run_as_region(
     forward: Callable[..., Any], name: str, has_products: bool, args: Any, kwargs: dict[str, Any]
 ) -> Any:
+    """Call a forward as a recomputed region, or plainly with a cache of keys; for `wrap`."""
     if any(map(_is_cache, (*args, *kwargs.values()))):
         return forward(*args, **kwargs)
     return recompute(name, forward, args, kwargs, has_products=has_products)
@@ -164,6 +169,7 @@ def _is_cache(argument: Any) -> bool:
 
 
 def _run_checkpointed(forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call a forward under torch's activation checkpointing; for `wrap`."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)

@@ -42,7 +42,7 @@ class Marks(CustomGraphPass):
 
     @classmethod
     def from_blocks(cls, blocks: Iterable[nn.Module], options: MemoryOptions) -> Marks:
-        """Return the marks of a model's blocks."""
+        """Return the pass that marks the parts of blocks that `MemoryOptions.recompute` selects."""
         parts, products = set[str](), set[str]()
         for block in blocks:
             for part in find_parts(block):
@@ -53,7 +53,7 @@ class Marks(CustomGraphPass):
         return cls(frozenset(parts), frozenset(products))
 
     def __call__(self, graph: Graph) -> None:
-        """Mark the nodes of a joint graph."""
+        """Set `node.meta["recompute"]` of the selected nodes of a joint graph, in place."""
         for node in graph.nodes:
             if self._is_dropped(node):
                 node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
@@ -63,6 +63,7 @@ class Marks(CustomGraphPass):
         return f"moecore.train.memory.compiled 1 {list(map(sorted, (self.parts, self.products)))}"
 
     def _is_dropped(self, node: Node) -> bool:
+        """Return whether a node's value is recomputed in backward instead of saved."""
         modules = {
             _get_last_name(path) for path, _ in node.meta.get("nn_module_stack", {}).values()
         }
@@ -83,7 +84,7 @@ class Marks(CustomGraphPass):
 
 
 def make_inductor_options(blocks: Iterable[nn.Module], options: MemoryOptions) -> dict[str, Any]:
-    """Return the `options` with which torch.compile recomputes parts of blocks not yet compiled."""
+    """Return `options` for torch.compile of blocks, so that Inductor recomputes selected parts."""
     marks = Marks.from_blocks(blocks, options)
     return {"joint_custom_pre_pass": marks} if marks.parts else {}
 
@@ -95,7 +96,7 @@ def _get_last_name(path: str) -> str:
 
 
 def _is_small(node: Node) -> bool:
-    """Whether a saved value is small compared with its inputs, such as a sum."""
+    """Whether a node's value has at most 1 / `SMALL` of the bytes of its largest input."""
     value = node.meta.get("val")
     inputs = [n.meta["val"] for n in node.all_input_nodes if "val" in n.meta]
     sizes = [_count_bytes(x) for x in inputs if isinstance(x, torch.Tensor)]
@@ -105,6 +106,6 @@ def _is_small(node: Node) -> bool:
 
 
 def _count_bytes(x: torch.Tensor) -> int:
-    """Return the bytes of a tensor; dynamic sizes have the values of the call that compiles."""
+    """Return the size in bytes of a fake tensor; dynamic dims have their hints."""
     sizes: list[int] = [n if isinstance(n, int) else n.node.hint for n in x.shape]
     return math.prod(sizes) * x.element_size()

@@ -24,27 +24,27 @@ REST: Key = ("", 0)  # tensors that a block saves outside of parts
 
 @dataclass(slots=True)
 class Readers:
-    """Counts of existing handles, and of handles not yet unpacked in this turn (one backward)."""
+    """Counts of existing handles, and of handles that the current backward ("turn") must unpack."""
 
     alive: int = 0
     remaining: int = 0
     turn: int = 0
 
     def add_handle(self) -> int:
-        """Count a new handle; return the turn (backward) in which the handle will be unpacked."""
+        """Count a new handle; return the turn, the number of the backward that will unpack it."""
         self.alive += 1
         self.remaining += 1
         return self.turn
 
     def count_unpack(self, turn: int) -> tuple[int, bool]:
-        """Count an unpacking; return the handle's next turn, and whether this turn has ended."""
+        """Count an unpacking; return the handle's next turn, and whether the turn has ended."""
         if turn != self.turn:
             return turn, False
         self.remaining -= 1
         return turn + 1, self._has_turn_ended()
 
     def remove_handle(self, turn: int) -> bool:
-        """Count a deleted handle; return whether no handle remains to be unpacked in this turn."""
+        """Count a deleted handle; return whether this ends the turn, as no handle remains in it."""
         self.alive -= 1
         if turn != self.turn:
             return False
@@ -60,7 +60,7 @@ class Readers:
 
 @dataclass(eq=False, slots=True)
 class HostCopy:
-    """One saved storage: on the device, in a store, or both."""
+    """A storage saved for backward: on the device, in a `Store` (host or pages), or both."""
 
     size: int
     ref: StorageWeakRef  # to the saved storage
@@ -76,7 +76,7 @@ class HostCopy:
     readers: Readers = field(default_factory=Readers)
 
     def has_storage_of(self, tensor: Tensor) -> bool:
-        """Return whether `data` is a tensor's storage, with the tensor's values."""
+        """Return whether `data` is the storage of `tensor`, unchanged since it was saved."""
         if self.data is None or self.is_back:
             return False
         return self.size == tensor.untyped_storage().nbytes() and self.version == sum_versions(
@@ -84,7 +84,7 @@ class HostCopy:
         )
 
     def free(self) -> None:
-        """Free the device memory, after the stream `home` was made to wait for a running copy."""
+        """Free the device memory, after `home` (a stream) was made to wait for a running copy."""
         if self.busy is not None:
             self.busy.make_stream_wait(self.home)
         self.data, self.busy, self.is_back = None, None, False
@@ -120,7 +120,7 @@ class StorageGroup:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Layer:
-    """One forward of a block; a block that saves nothing adopts the preceding block's groups."""
+    """One forward of a block with its saved groups; without any it adopts the previous block's."""
 
     index: int
     is_last: bool
@@ -128,7 +128,7 @@ class Layer:
     groups: dict[Key, StorageGroup] = field(default_factory=dict)
 
     def link_to_previous(self, previous: Layer | None) -> None:
-        """Let the backward of each group prefetch the preceding layer's group of the same part."""
+        """Let the backward of each group prefetch the previous layer's group of the same key."""
         self.groups = {key: group for key, group in self.groups.items() if group.readers.alive}
         previous_groups = dict(previous.groups) if previous is not None else {}
         if not self.groups:
@@ -143,7 +143,7 @@ class Layer:
 
 @dataclass(eq=False, slots=True)
 class OffloadChunk:
-    """One forward of blocks whose backward is announced, such as a pipeline stage's forward."""
+    """One forward of blocks (a pipeline stage's) whose backward the caller announces."""
 
     offloads_last: bool  # whether the last block is also offloaded
     layers: list[Layer] = field(default_factory=list)
@@ -152,7 +152,7 @@ class OffloadChunk:
 
 @dataclass(slots=True)
 class StorageUse:
-    """A handle's storage and group, and the turns in which it is unpacked next."""
+    """What a handle refers to: storage and group, with the turns in which it is unpacked next."""
 
     copy: HostCopy
     group: StorageGroup

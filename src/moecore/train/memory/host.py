@@ -36,7 +36,7 @@ ALIGN_BYTES = 64  # a cache line; no dtype needs more
 
 @dataclass(slots=True)
 class Slab:
-    """A block of uint8 memory that is allocated from front to back."""
+    """A block of uint8 memory that is allocated from front to back, without single frees."""
 
     memory: Tensor
     used_bytes: int = 0
@@ -47,14 +47,14 @@ class Slab:
         return self.memory.numel() - self.used_bytes
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Return the next bytes, which must be free."""
+        """Return the next `num_bytes`, uint8; the caller checks that they are free."""
         data = self.memory[self.used_bytes : self.used_bytes + num_bytes]
         self.used_bytes += round_up_to_alignment(num_bytes)
         return data
 
 
 class Slabs:
-    """A growing list of slabs for copies of a device's tensors; pinned for a GPU."""
+    """A growing list of slabs in host memory, pinned for a GPU; on meta without memory."""
 
     def __init__(self, device_type: str) -> None:
         self._is_pinned = device_type == "cuda"
@@ -67,7 +67,7 @@ class Slabs:
         return sum(slab.memory.numel() for slab in self.slabs)
 
     def find_slab(self, num_bytes: int) -> Slab | None:
-        """Return a slab with at least `num_bytes` (aligned) free bytes, or None."""
+        """Return a slab with at least `num_bytes` (an aligned size) free; None if there is none."""
         return next((slab for slab in self.slabs if slab.free_bytes >= num_bytes), None)
 
     def allocate_slab(self, num_bytes: int) -> Slab:
@@ -86,7 +86,7 @@ class Slabs:
 
 @dataclass(frozen=True, slots=True)
 class HostPiece:
-    """Memory of a pool, uint8; a piece `of_graph` belongs to a CUDA graph, which writes it."""
+    """A piece of a `HostPool`, uint8; `of_graph` = a CUDA graph writes it in every replay."""
 
     memory: Tensor
     of_graph: bool
@@ -115,7 +115,7 @@ class HostPool:
         return True
 
     def copy_out(self, copies: Sequence[HostCopy]) -> list[HostCopy]:
-        """Start to copy storages to the host, as far as there is host memory."""
+        """Start to copy storages to the host; return the copies for which there is host memory."""
         for copy in copies:
             copy.piece = self._allocate_piece(copy.size)
         stored_copies = [copy for copy in copies if copy.piece is not None]
@@ -127,7 +127,7 @@ class HostPool:
         return stored_copies
 
     def copy_back(self, copies: Sequence[HostCopy], freed_pieces: Sequence[HostPiece] = ()) -> None:
-        """Start to copy storages back to the device, and free `freed_pieces`."""
+        """Start to copy storages to each copy's `data` on the device, and free `freed_pieces`."""
         self.free_pieces(freed_pieces)
         # Each storage has a mark of its own: the host's link is slow, and backward waits for the
         # storage that it reads, not for the whole group.
@@ -148,7 +148,7 @@ class HostPool:
         self._slabs.clear()
 
     def _allocate_piece(self, num_bytes: int) -> HostPiece | None:
-        """Return a piece; None if `max_bytes` is reached. In a capture no memory is pinned."""
+        """Return a piece; None if `max_bytes` is reached, or a capture would have to pin memory."""
         in_capture = self._streams.is_capturing()
         memory = self._find_free_piece(round_up_to_size_class(num_bytes), in_capture)
         if memory is not None:
@@ -163,6 +163,7 @@ class HostPool:
         return None
 
     def _find_free_piece(self, size: int, in_capture: bool) -> Tensor | None:
+        """Return memory of a size class, freed or new; None if there is none."""
         for of_graph in (True, False) if in_capture else (False,):
             if self._free[size, of_graph]:
                 return self._free[size, of_graph].pop()
@@ -172,7 +173,7 @@ class HostPool:
         return None if slab is None else slab.allocate(size)
 
     def _grow(self, size: int) -> Slab | None:
-        """Allocate a slab as large as all slabs, up to `SLAB_BYTES`, or as large as needed."""
+        """Allocate a slab as large as all slabs, up to `SLAB_BYTES`, or as needed; None if full."""
         pool_bytes = self.num_bytes
         limit = float("inf") if self.max_bytes is None else self.max_bytes
         min_bytes = round_up_to_power_of_two(size)
@@ -193,7 +194,7 @@ class HostPool:
 
 @contextmanager
 def explain_memory_errors(subject: str) -> Iterator[None]:
-    """Return a context that turns an error of host memory into a MemoryError naming `subject`."""
+    """Return a context that raises memory errors as a MemoryError: `subject` must fit."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -202,7 +203,7 @@ def explain_memory_errors(subject: str) -> Iterator[None]:
 
 
 def _make_row_copier(copy: HostCopy) -> Callable[[Tensor, Tensor], None] | None:
-    """Return a function that copies only the used first rows of a copy; None = copy all bytes."""
+    """Return a function that copies only the used first rows; None = copy all bytes."""
     rows = copy.used_rows
     if rows is None or rows.num_rows is None or copy.data is None or copy.data.is_meta:
         return None
@@ -219,13 +220,13 @@ def _get_host_memory(copy: HostCopy) -> Tensor:
 
 
 def round_up_to_size_class(num_bytes: int) -> int:
-    """Return the size of a piece: 1000 -> 1024, 1025 -> 1152, 1153 -> 1280; 1 -> 64."""
+    """Return the size class in bytes: 1000 -> 1024, 1025 -> 1152, 1153 -> 1280; 1 -> 64."""
     step = max(ALIGN_BYTES, round_up_to_power_of_two(num_bytes) // 16)
     return -(-max(num_bytes, 1) // step) * step
 
 
 def round_up_to_alignment(num_bytes: int) -> int:
-    """Round a tensor's bytes up to the alignment of a slab."""
+    """Round a size in bytes up to a multiple of `ALIGN_BYTES`."""
     return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
@@ -251,7 +252,7 @@ class MovedStorage:
     tensors: list[tuple[Tensor, Tensor]]  # each with another tensor of its place in the storage
 
     def move_to_host(self) -> None:
-        """Make the tensors views of host memory, and free the device memory."""
+        """Make the tensors views of host memory, to which the caller copied; free device memory."""
         for tensor, place in self.tensors:
             tensor.data = self._view(place, self.host)
         self.free()
@@ -273,7 +274,7 @@ class MovedStorage:
             self.memory.untyped_storage().resize_(0)
 
     def _view(self, place: Tensor, memory: Tensor) -> Tensor:
-        """Return the view of the host's or the device's memory at the place of another view."""
+        """Return the view of `memory` with the shape, strides and position of the view `place`."""
         itemsize = place.element_size()
         is_host = get_storage_key(place) == get_storage_key(self.host)
         first = int(self.host.storage_offset()) // itemsize if is_host else 0
@@ -292,7 +293,7 @@ class MovedStorage:
 
 
 class HostCopies:
-    """Named host memory for copies of tensors; the next `fill` overwrites all copies."""
+    """Host memory for copies of tensors, by name and reused; the next `fill` overwrites it."""
 
     def __init__(self) -> None:
         self._copies: dict[str, Tensor] = {}
@@ -300,7 +301,7 @@ class HostCopies:
         self._streams: dict[torch.device, CopyStream] = {}
 
     def reserve(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return name -> memory for a copy; missing memory is allocated, which is slow to pin."""
+        """Return name -> host memory like each tensor; new memory is pinned, which is slow."""
         new = [name for name in tensors if name not in self._copies]
         for name in tensors.keys() - new:
             tensor, copy = tensors[name], self._copies[name]
@@ -324,7 +325,7 @@ class HostCopies:
         return {name: self._copies[name] for name in tensors}
 
     def reserve_storages(self, groups: Mapping[str, Sequence[Tensor]]) -> list[MovedStorage]:
-        """Return one record per storage, each with the tensors in the storage."""
+        """Reserve host memory for storages; each name has the tensors that share one storage."""
         memory = {name: view_bytes(group[0].untyped_storage()) for name, group in groups.items()}
         return [
             MovedStorage(memory[name], host, [(tensor, tensor.data) for tensor in groups[name]])
@@ -339,7 +340,7 @@ class HostCopies:
         return copies
 
     def copy_and_wait(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Copy sources to host targets after the current streams' work; one host sync."""
+        """Copy (host target, source) pairs after the current streams' work. One host sync."""
         # One host sync waits for the copies and the work before them. Other streams go on.
         jobs = defaultdict[torch.device, list[Job]](list)
         for target, source in pairs:

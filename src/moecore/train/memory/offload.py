@@ -82,9 +82,11 @@ class Offload(SavedStorages):
         part_of: Callable[[nn.Module], str | None],
         fraction: Fraction | None = None,
     ) -> None:
-        """Wrap the forward of blocks and of their parts; call it for each pipeline stage."""
-        # `part_of` names a module's part, or None. A block that it names also offloads tensors that
-        # it saves outside of parts. A fraction of None is `self.fraction`.
+        """Wrap the forward of blocks and of their parts; call it for each pipeline stage.
+
+        `part_of` returns the name of a module's part, or None. A block with a name also offloads
+        tensors that it saves outside of parts. `fraction` None is the `fraction` of this object.
+        """
         for index, block in enumerate(blocks):
             for module in block.modules():
                 name = part_of(module)
@@ -114,9 +116,11 @@ class Offload(SavedStorages):
     def chunk(
         self, *, offloads_last: bool, resident_input: Tensor | None = None
     ) -> Iterator[OffloadChunk]:
-        """Return the context of a forward of blocks whose backward `bring_back` announces."""
-        # With `offloads_last` the last block is offloaded, too; `free` then frees its memory.
-        # `resident_input` stays: the caller holds this input until backward.
+        """Return the context of a forward of blocks whose backward `bring_back` announces.
+
+        With `offloads_last` the last block is offloaded, and `free` frees its memory.
+        `resident_input` is not offloaded, because the caller holds this input until backward.
+        """
         # Forwards and backwards of other stages run between forward and backward of a stage. Only
         # the pipeline has their order, so it announces the backward.
         chunk, is_done = OffloadChunk(offloads_last), False
@@ -156,9 +160,11 @@ class Offload(SavedStorages):
         rest: nn.Module | None = None,
         fraction: Fraction | None = None,
     ) -> Iterator[None]:
-        """Return the context of the forward of block `index` of `num_layers`."""
-        # `rest` is the block, if tensors that it saves outside of parts are offloaded too, or None.
-        # The fraction is read from block 0; None = `self.fraction`.
+        """Return the context of the forward of block `index` of `num_layers` blocks.
+
+        `rest` is the block if tensors that it saves outside of parts are offloaded, otherwise None.
+        Block 0 sets the fraction of the forward; None = `self.fraction`.
+        """
         # Nothing is offloaded under no_grad, in a recomputed forward and in a compiler. Under the
         # caller's own hooks of saved tensors (activation checkpointing) `use_packer` does nothing.
         if not torch.is_grad_enabled() or is_recomputing() or torch.compiler.is_compiling():
@@ -187,8 +193,8 @@ class Offload(SavedStorages):
 
     @contextmanager
     def part(self, name: str, module: nn.Module) -> Iterator[None]:
-        """Return the context of a part's forward; outside of a block it does nothing."""
-        # Its name is equal in all layers. Weights and buffers of `module` are not offloaded.
+        """Return the context of the forward of `module`, which has this part name in all layers."""
+        # Weights and buffers of `module` are not offloaded. Outside of a block it does nothing.
         layer = self._layer
         if layer is None or not torch.is_grad_enabled() or is_recomputing():
             yield
@@ -202,7 +208,7 @@ class Offload(SavedStorages):
 
     @contextmanager
     def _offload_saved_tensors(self, key: Key, module: nn.Module) -> Iterator[None]:
-        """Return a context in which saved tensors are offloaded."""
+        """Return a context whose saved tensors are offloaded as a group of the running layer."""
         layer = self._layer
         assert layer is not None
         group = StorageGroup(
@@ -252,7 +258,7 @@ def call_in_context(
     args: Any,
     kwargs: dict[str, Any],
 ) -> Any:
-    """Call a forward in a context: a `function` of `wrap`."""
+    """Call a forward in `context()` and return its result; a `function` for `wrap`."""
     with context():
         return forward(*args, **kwargs)
 
@@ -264,6 +270,7 @@ def _call_unless_compiled(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
+    """Call a wrapped forward; torch.compile traces the forward without the wrapper."""
     if torch.compiler.is_compiling():
         return forward(*args, **kwargs)
     return function(forward, *bound_args, args, kwargs)

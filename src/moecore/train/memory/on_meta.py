@@ -82,7 +82,7 @@ class OnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def move(self, x: Tensor) -> Tensor:
-        """Return a copy of a tensor on meta; views of one storage share a storage on meta."""
+        """Return a meta tensor for a real one; views of one storage share a meta storage."""
         if x.is_meta or type(x) is not Tensor:
             return x
         key = get_storage_key(x)
@@ -95,7 +95,7 @@ class OnMeta(TorchFunctionMode):
 
 
 def list_tensors(*values: Any) -> list[Tensor]:
-    """Return the tensors of an operation's arguments, also within lists, tuples and dicts."""
+    """Return the tensors in nested lists, tuples and dicts, in order."""
     tensors: list[Tensor] = []
     for value in values:
         if type(value) in PLAIN_VALUES:  # most of them, at a tenth of the time
@@ -123,7 +123,7 @@ def _expand_masks(index: Any) -> Iterator[Any]:
 
 
 class _AttentionOnMeta(torch.autograd.Function):
-    """Attention [B, H, T, d] -> [B, H, T, v], in memory [B, T, H, v]."""
+    """Attention [B, H, T, d] -> [B, H, T, v] on meta, with the saved tensors of flash kernels."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -145,7 +145,7 @@ class _AttentionOnMeta(torch.autograd.Function):
 
 
 class _Norm(torch.autograd.Function):
-    """RMSNorm as one kernel, as on a GPU."""
+    """RMSNorm on meta, which saves and records the tensors of one fused GPU kernel."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
@@ -164,7 +164,7 @@ class _Norm(torch.autograd.Function):
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Grouped product of [R, K] and [e, K, N] -> [R, N]."""
+    """Grouped matrix product on meta: [R, K] and [e, K, N] -> [R, N], with its saved tensors."""
 
     @staticmethod
     def forward(ctx: Any, a_RK: Tensor, b_eKN: Tensor, offs: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 def _run_grouped_mm(a_RK: Tensor, b_eKN: Tensor, *, offs: Tensor, **_: Any) -> Tensor:
-    """Replace torch's grouped_mm, which on meta accepts only bf16."""
+    """Run torch's grouped_mm on meta for any dtype; 2D `b_eKN` [R, N] gives [groups, M, N]."""
     if b_eKN.ndim == 2:  # of weights' gradients, without their own: [M, R] by [R, N] -> [e, M, N]
         dw_eMN = a_RK.new_empty(len(offs), a_RK.shape[0], b_eKN.shape[1])
         record_launch("grouped_mm", a_RK, b_eKN, dw_eMN)

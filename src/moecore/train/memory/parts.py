@@ -25,7 +25,7 @@ QKV = {"q_proj", "k_proj", "v_proj", "qkv_proj", "wq", "wk", "wv"}
 
 
 class BlockPart(NamedTuple):
-    """A module of a block, its name, and its kind."""
+    """A module of a transformer block that `MemoryOptions` can select, with its name and kind."""
 
     name: str
     kind: Kind
@@ -49,7 +49,7 @@ def find_parts(block: nn.Module) -> Iterator[BlockPart]:
 
 
 def find_part_use(part: BlockPart, options: Set[Recomputed]) -> PartUse:
-    """Return which operations of a part are recomputed with parts of `MemoryOptions.recompute`."""
+    """Return how a part is recomputed if `options` are the values of `MemoryOptions.recompute`."""
     _, kind, module = part
     if kind in ("norm", "moe"):
         return PartUse(options & {kind})
@@ -66,6 +66,7 @@ def find_part_use(part: BlockPart, options: Set[Recomputed]) -> PartUse:
 
 
 def _find_kind(name: str, module: nn.Module) -> Kind | None:
+    """Return the kind of a module with this qualified name in its block; None = no part."""
     if isinstance(module, Experts):
         return "experts"
     if isinstance(module, RoutedLayer):

@@ -37,7 +37,7 @@ SMALL = 8  # a tensor at most 1 / SMALL of the largest input is saved, not recom
 
 
 class _Stop(Exception):
-    """Ends a recomputation that has computed all dropped values."""
+    """Raised to end a recomputation once all dropped values are known."""
 
 
 class _View(NamedTuple):
@@ -58,7 +58,7 @@ class _View(NamedTuple):
 
 
 class _ValuePlace(NamedTuple):
-    """Identifies a value of a region: "saved" and its number, "input" of a product, or "output"."""
+    """Identifies a value of a region: kind "saved", "input" of product `number`, or "output"."""
 
     kind: str
     number: int
@@ -67,7 +67,7 @@ class _ValuePlace(NamedTuple):
 
 @dataclass(slots=True)
 class _RegionProduct:
-    """A product that the region ran in forward, and its saved output."""
+    """A matrix product or attention of a region's forward, and its saved output."""
 
     inputs: list[Any]  # until the call ends
     output: Any = None  # of the call, until the region ends; then handles
@@ -77,7 +77,7 @@ class _RegionProduct:
 
 
 class _DroppedValue:
-    """Handle of a dropped value of a region."""
+    """The handle of a value that is not saved, but recomputed by its region in backward."""
 
     __slots__ = ("_base", "_place", "_region", "_view")
 
@@ -135,7 +135,7 @@ class _RunningRegion:
     # The first run.
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the function and return its result; save the inputs for the recomputation."""
+        """Run the region's function and return its result; save what the recomputation reads."""
         leaves, self._tree = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._start(tensors)
@@ -153,7 +153,7 @@ class _RunningRegion:
         ]
         for number, product in enumerate(self.products):
             product.is_needed = number < self._last
-            product.output = _map(_save_output, product.output) if product.is_needed else None
+            product.output = _map_tree(_save_output, product.output) if product.is_needed else None
         self._resident_keys.clear()
         return output
 
@@ -164,7 +164,7 @@ class _RunningRegion:
         self._num_values = self._num_products = 0
 
     def _check_unchanged(self, inputs: list[Tensor]) -> None:
-        """Raise if the function changed inputs or outputs of products in place."""
+        """Raise NotImplementedError if the function changed inputs or product outputs in place."""
         has_same_inputs = self._versions == _list_versions(inputs)
         if not has_same_inputs or any(
             p.versions != _list_versions(_list_tensors(p.output)) for p in self.products
@@ -200,7 +200,7 @@ class _RunningRegion:
         return _DroppedValue(self, place, _View.from_tensor(base), _View.from_tensor(tensor))
 
     def _register_outputs(self, output: Any) -> None:
-        """Register the outputs, so that consumers that save them drop them too."""
+        """Register large outputs, so that modules that save them save a handle of the region."""
         for number, leaf in enumerate(tree_flatten(output)[0]):
             if isinstance(leaf, Tensor) and leaf.requires_grad and not self._is_saved(leaf):
                 self._last = len(self.products)
@@ -234,18 +234,17 @@ class _RunningRegion:
         return output
 
     def save_generator(self, generator: torch.Generator) -> None:
-        """Save the state of a generator of the model, from which the function draws."""
+        """Save the state of a model's own random generator, before the function draws from it."""
         if not self._is_rerun:
             self._own_numbers.setdefault(generator, generator.get_state())
 
     # The second run.
 
     def count_handle(self, place: _ValuePlace) -> None:
-        """Count a handle of a value."""
         self._expected_counts[place] += 1
 
     def get_value(self, place: _ValuePlace) -> Tensor:
-        """Return a value, recomputed if needed; free it after its last handle."""
+        """Return a value; its first use reruns the region, and its last handle frees the value."""
         if place not in self._values:
             self._rerun()
         value = self._values[place]
@@ -272,12 +271,12 @@ class _RunningRegion:
                 stack.enter_context(self._restore_generators())
                 stack.enter_context(torch.enable_grad())
                 stack.enter_context(self._context or nullcontext())
-                hooks = torch.autograd.graph.saved_tensors_hooks(self._find_value, _refuse_unpack)
+                hooks = torch.autograd.graph.saved_tensors_hooks(self._store_tensor, _refuse_unpack)
                 stack.enter_context(hooks)
                 stack.enter_context(intercept_products(self, has_products=self.has_products))
                 output = self.function(*args, **kwargs)
             if wants_output:
-                self._find_outputs(output)
+                self._store_outputs(output)
         except _Stop:
             pass
         finally:
@@ -298,7 +297,7 @@ class _RunningRegion:
 
     @contextmanager
     def _restore_generators(self) -> Iterator[None]:
-        """Return a context with the generator states of the forward."""
+        """Return a context with the random states of the forward; restore the current ones."""
         before, own_states = get_rng_states(), {g: g.get_state() for g in self._own_numbers}
         set_rng_states(self._numbers)
         for generator, state in self._own_numbers.items():
@@ -318,34 +317,35 @@ class _RunningRegion:
                     "of its own: leave it out of MemoryOptions.recompute"
                 )
 
-    def _find_value(self, tensor: Tensor) -> None:
+    def _store_tensor(self, tensor: Tensor) -> None:
         # Both runs save the same tensors in the same order, so a place in it names a value.
         if not self._is_saved(tensor):
             place = _ValuePlace("saved", self._num_values)
             self._num_values += 1
-            self._find(place, tensor)
+            self._store_value(place, tensor)
 
     def _rerun_product(self, number: int, inputs: list[Any]) -> Any:
+        """Store wanted inputs of a product, and return its saved output instead of running it."""
         self._num_products += 1
         for position, value in enumerate(inputs):
             if isinstance(value, Tensor):
-                self._find(_ValuePlace("input", number, position), value)
+                self._store_value(_ValuePlace("input", number, position), value)
         product = self.products[number]
         if not product.is_needed:
             raise _Stop
         if product.numbers:  # of products only attention draws; it is left out, and its states set
             set_rng_states(product.numbers)
-        output = _map(_rerun_leaf, product.output)
+        output = _map_tree(_rerun_leaf, product.output)
         self._replayed_outputs.append(output)
         self._resident_keys |= {get_storage_key(t) for t in _list_tensors(output)}
         return output
 
-    def _find_outputs(self, output: Any) -> None:
+    def _store_outputs(self, output: Any) -> None:
         for number, leaf in enumerate(tree_flatten(output)[0]):
             if isinstance(leaf, Tensor):
-                self._find(_ValuePlace("output", number), leaf)
+                self._store_value(_ValuePlace("output", number), leaf)
 
-    def _find(self, place: _ValuePlace, tensor: Tensor) -> None:
+    def _store_value(self, place: _ValuePlace, tensor: Tensor) -> None:
         if place in self._expected_counts:
             self._values[place] = tensor.detach()
             if len(self._values) == len(self._expected_counts):
@@ -353,7 +353,7 @@ class _RunningRegion:
 
 
 class _RegionOutput(NamedTuple):
-    """An output of a region; the reference keeps its storage key unique."""
+    """A registered output of a region; the reference keeps its storage key unique."""
 
     region: _RunningRegion
     number: int
@@ -380,7 +380,7 @@ def recompute(
     *,
     has_products: bool = True,
 ) -> Any:
-    """Run a function as a region; save only its inputs and the outputs of its products."""
+    """Run a function as a region, which saves only its inputs and its products' outputs."""
     # Arguments may nest tensors and other values. has_products=False saves host time; the function
     # must then run no product and use only torch's default generators.
     kwargs = dict(kwargs or {})
@@ -393,7 +393,7 @@ def recompute(
 
 @contextmanager
 def share_outputs() -> Iterator[None]:
-    """Return a block's context, in which consumers of a region's output save the region instead."""
+    """Return a block's context, in which consumers of a region's output save its handle."""
     regions = _thread_regions
     if regions.is_sharing or not torch.is_grad_enabled() or not is_plain_eager():
         yield
@@ -432,7 +432,7 @@ def _save_output(leaf: Any) -> Any:
 
 
 def _rerun_leaf(leaf: Any) -> Any:
-    """Return an input leaf for the recomputation: tensors are unpacked and detached."""
+    """Return a saved leaf: a (handle, requires_grad) pair as a detached tensor, others as is."""
     if not isinstance(leaf, tuple):
         return leaf
     handle, requires_grad = leaf
@@ -440,15 +440,15 @@ def _rerun_leaf(leaf: Any) -> Any:
 
 
 def _get_generator_offset(state: Tensor) -> int:
-    """Return how many numbers a GPU's generator has drawn."""
+    """Return the offset in a CUDA generator's state, which grows with each draw."""
     return int(state.view(torch.int64)[1])
 
 
-def _map(function: Callable[[Any], Any], output: Any) -> Any:
+def _map_tree(function: Callable[[Any], Any], output: Any) -> Any:
     if isinstance(output, list):
-        return [_map(function, item) for item in output]
+        return [_map_tree(function, item) for item in output]
     if isinstance(output, tuple) and not (len(output) == 2 and hasattr(output[0], "unpack")):
-        return tuple(_map(function, item) for item in output)
+        return tuple(_map_tree(function, item) for item in output)
     return function(output)
 
 

@@ -40,7 +40,7 @@ Parts = Mapping[str, int]
 
 @dataclass(frozen=True, slots=True)
 class SavedBytes:
-    """Bytes that one block's forward saves, by part; shared bytes count for the first part."""
+    """Bytes that one block's forward saves, by part name; shared bytes count for the first part."""
 
     device: Parts
     host: Parts
@@ -86,7 +86,7 @@ def count_saved_bytes(
             module.recompute_fc1 = "expert_fc1" in options.parts
     on_meta = OnMeta(device_type)
     weights = {get_storage_key(p) for p in copies[model].parameters()}
-    count = _Count(weights, on_meta.move, options.stash)
+    count = _StorageCounter(weights, on_meta.move, options.stash)
     without = {copies[module] for module in compiled}
     with warnings.catch_warnings():  # which the model's own options gave
         warnings.simplefilter("ignore")
@@ -108,7 +108,7 @@ def count_saved_bytes(
 
 @dataclass(slots=True)
 class _Storage:
-    """A saved storage, or its pages; block -1 is outside of blocks."""
+    """A saved storage (or its pages), with its part and the blocks that save it; -1 = no block."""
 
     num_bytes: int
     ref: StorageWeakRef  # while it is there no other storage has its key
@@ -116,7 +116,7 @@ class _Storage:
     blocks: list[int]
 
 
-class _Count:
+class _StorageCounter:
     """Counts each saved storage once; it is the last packer, and an observer of an offload.
 
     If a graph is freed during the forward, such as the graph of unused scores, its storages are not
@@ -146,12 +146,13 @@ class _Count:
         self.storages[ref.cdata].blocks.append(block)
 
     def wrap(self, module: nn.Module, block: int, part: str) -> None:
-        """Count a module's saved tensors for a part; a nested part counts for the outer part."""
+        """Wrap a module's forward so that its saved tensors count for a part of `block`."""
         module.forward = partial(self._forward_in_part, module.forward, (block, part))
 
     def _forward_in_part(
         self, forward: Callable[..., Any], place: tuple[int, str], *args: Any, **kwargs: Any
     ) -> Any:
+        """Call a forward whose saved tensors count for `place`, a block and a part."""
         if self._place[1] not in OUTER:
             return forward(*args, **kwargs)
         before, self._place = self._place, place
@@ -161,6 +162,7 @@ class _Count:
             self._place = before
 
     def sum_by_block(self, num_blocks: int, host_keys: Set[int]) -> ModelSavedBytes:
+        """Sum bytes by block and part; storages in `host_keys` count as host memory."""
         sums: list[tuple[Counter[str], Counter[str]]]
         sums = [(Counter(), Counter()) for _ in range(num_blocks + 1)]
         for address, storage in self.storages.items():
@@ -176,7 +178,7 @@ class _Count:
 def _copy_to_meta(
     model: nn.Module, dtype_of: Callable[[Tensor], torch.dtype]
 ) -> dict[nn.Module, nn.Module]:
-    """Return a copy on meta of each module, with its unwrapped forward and without observers."""
+    """Return module -> copy on meta, with parameters of `dtype_of` and no wrappers or observers."""
 
     def compute_param(param: nn.Parameter) -> nn.Parameter:
         empty = torch.empty(_compute_shape(param), dtype=dtype_of(param), device=META)

@@ -39,7 +39,7 @@ PAGE_ALIGNMENT = 16  # bytes that a thread copies at once
 
 @dataclass(eq=False, slots=True)
 class DispatchPages:
-    """The saved matrices of one dispatch that share a page table."""
+    """Saved matrices of one dispatch whose used rows are in pages of one page table."""
 
     table: Tensor
     layout: PageLayout
@@ -57,13 +57,13 @@ class DispatchPages:
         copy_rows(matrices, self.table, self.layout, stash=True)
 
     def read(self, matrices: Sequence[Tensor | None], over: DispatchPages | None) -> None:
-        """Copy used rows back and return the pages of `over`; unused rows are not written."""
+        """Copy used rows to `matrices` (None = skip), and free the pages of `over`."""
         freed_table = None if over is None else (over.table, over.layout.num_entries)
         copy_rows(matrices, self.table, self.layout, stash=False, over=freed_table)
 
 
 class PagePlace(NamedTuple):
-    """A `HostCopy.piece`: a dispatch, and the index of a matrix among its matrices."""
+    """The place of a matrix in a `PageStore`: its dispatch, and its index in the dispatch."""
 
     of: DispatchPages
     number: int
@@ -71,7 +71,7 @@ class PagePlace(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _PageKind:
-    """Unused page tables for matrices of one layout; each mark ends the table's last use."""
+    """Free page tables for matrices of one layout; each mark is the end of the table's last use."""
 
     layout: PageLayout
     of_eager: list[tuple[Tensor, CopyMark]] = field(default_factory=list)
@@ -79,7 +79,7 @@ class _PageKind:
 
 
 class PageStore:
-    """A `Store` in device pages, for matrices whose used rows are counted on the device."""
+    """A `Store` in pages on the device, for matrices whose used rows the device counts."""
 
     def __init__(self, streams: CopyStreams, options: StashOptions, num_layers: int) -> None:
         self._streams, self.options, self._num_layers = streams, options, num_layers
@@ -95,11 +95,11 @@ class PageStore:
         return 0 if self.pool is None else self.pool.pages.nbytes
 
     def can_store(self, rows: UsedRows | None) -> bool:
-        """Return whether used rows are counted, and their number with even loads is known."""
+        """Return whether the used rows are counted, and their number with even loads is known."""
         return rows is not None and rows.balanced is not None
 
     def copy_out(self, copies: Sequence[HostCopy]) -> list[HostCopy]:
-        """Start to copy used rows to pages."""
+        """Start to copy used rows to pages; return `copies`, because all are accepted."""
         in_capture = self._return_pending_pages()
         if not copies:
             return []
@@ -118,7 +118,7 @@ class PageStore:
         return list(copies)
 
     def copy_back(self, copies: Sequence[HostCopy], freed_pieces: Sequence[PagePlace] = ()) -> None:
-        """Start to copy used rows back; the same launch returns the pages of `freed_pieces`."""
+        """Start to copy used rows to each copy's `data`; the same launch frees `freed_pieces`."""
         in_capture = self._return_pending_pages()
         matrices: dict[DispatchPages, list[Tensor | None]] = {}
         for copy in copies:
@@ -141,7 +141,7 @@ class PageStore:
         self._return_pages(over, in_capture=in_capture)
 
     def free_pieces(self, pieces: Sequence[PagePlace]) -> None:
-        """Return pages to the pool, after their last read."""
+        """Return the pages of these matrices to the pool, after their last read."""
         self._return_pages(_release_places(pieces), in_capture=self._return_pending_pages())
 
     def clear(self) -> None:
@@ -152,14 +152,14 @@ class PageStore:
 
     @property
     def shortage(self) -> Shortage | None:
-        """The peak number of needed pages, if pages were insufficient; None without a pool."""
+        """The number of pages that was needed if the pool was too small; None without a pool."""
         if self.pool is None:
             return None
         words = (self.pool.state[PEAK_WORD:], self.pool.report[PEAK_WORD:])
         return Shortage(*words, self._balanced_pages)
 
     def _return_pending_pages(self) -> bool:
-        """Return whether a capture runs; if not, return pages whose return was postponed."""
+        """Return pages whose return a capture postponed; return whether a capture runs now."""
         in_capture = self._streams.is_capturing()
         if self._pending_returns and not in_capture:
             pending, self._pending_returns = self._pending_returns, []
@@ -185,10 +185,10 @@ class PageStore:
     def _make_dispatch(
         self, pool: PagePool, group: Sequence[HostCopy], *, in_capture: bool
     ) -> tuple[DispatchPages, CopyMark | None]:
-        """Return a dispatch with a table, and the mark at which the table was emptied or None."""
+        """Return a dispatch with an unused table, and the end of its last use or None if new."""
         rows = {r.slots is not None: r for copy in group if (r := copy.used_rows) is not None}
         listed, first = rows.get(True), rows.get(False)
-        key = tuple(_describe_row(copy) for copy in group)
+        key = tuple(_get_row_format(copy) for copy in group)
         lengths = tuple(0 if r is None else r.length for r in (listed, first))
         kind = self._kinds.get((key, lengths))
         if kind is None:
@@ -211,6 +211,7 @@ class PageStore:
         return dispatch, emptied
 
     def _check_widths(self, pool: PagePool, rows: Sequence[tuple[int, bool]]) -> None:
+        """Raise ValueError if a row, given as (bytes, listed), is larger than a page."""
         widest = max(width for width, _ in rows)
         if widest > pool.page_bytes:
             page_rows = self.options.page_rows
@@ -228,14 +229,14 @@ class PageStore:
                 "one forward and backward first"
             )
         options, num_layers = self.options, self._num_layers
-        widest = max(_describe_row(copy)[0] for copy in copies)
+        widest = max(_get_row_format(copy)[0] for copy in copies)
         page_bytes = cdiv(options.page_rows * widest, PAGE_ALIGNMENT) * PAGE_ALIGNMENT
         # A page has `page_rows` rows of the widest matrix, and more rows of a narrower one. Each
         # layer has pages for the first one's rows with even loads, times the factor.
         num_pages, self._balanced_pages = 0, 0.0
         for copy in copies:
             assert copy.used_rows is not None and copy.used_rows.balanced is not None
-            rows, step = max(1, copy.used_rows.balanced), page_bytes // _describe_row(copy)[0]
+            rows, step = max(1, copy.used_rows.balanced), page_bytes // _get_row_format(copy)[0]
             num_pages += num_layers * cdiv(math.ceil(options.factor * rows), step)
             self._balanced_pages += num_layers * rows / step
         num_host_pages = options.host_bytes // page_bytes
@@ -255,14 +256,14 @@ def _read(
     source.read(matrices, over)
 
 
-def _describe_row(copy: HostCopy) -> tuple[int, bool]:
-    """Return the bytes of a row, and whether `UsedRows.slots` lists the used rows."""
+def _get_row_format(copy: HostCopy) -> tuple[int, bool]:
+    """Return the size of a row in bytes, and whether `UsedRows.slots` lists the used rows."""
     assert copy.used_rows is not None
     return copy.size // copy.used_rows.length, copy.used_rows.slots is not None
 
 
 def _group_by_dispatch(copies: Sequence[HostCopy]) -> list[list[HostCopy]]:
-    """Group copies that can share a table: at most one list and one count of used rows each."""
+    """Group consecutive copies that can share a page table: one `UsedRows` of each kind."""
     groups: list[list[HostCopy]] = []
     rows: dict[bool, UsedRows] = {}
     for copy in copies:
@@ -277,7 +278,7 @@ def _group_by_dispatch(copies: Sequence[HostCopy]) -> list[list[HostCopy]]:
 
 
 def _release_places(pieces: Sequence[PagePlace]) -> list[DispatchPages]:
-    """Decrement the dispatches' counts of needed matrices; return dispatches with count 0."""
+    """Count matrices that backward no longer needs; return dispatches without needed matrices."""
     dispatches = []
     for of, _ in pieces:
         of.remaining -= 1
@@ -287,7 +288,7 @@ def _release_places(pieces: Sequence[PagePlace]) -> list[DispatchPages]:
 
 
 class Stash(Offload, Holder):
-    """Stores used rows of a model's experts in pages; `num_layers` counts runs of MoE layers."""
+    """An `Offload` of experts' used rows to pages; `num_layers` counts the runs of MoE layers."""
 
     option = "StashOptions.factor"
     is_known_late = True  # a backward is the first to wait for the last copies
@@ -314,6 +315,7 @@ class Stash(Offload, Holder):
         super()._send(group)
 
     def _start_forward(self, share: float) -> None:
+        """Begin a forward; copy out groups of last layers that still wait for their backward."""
         super()._start_forward(share)
         with self._hold_lock():
             in_capture, resting, self._resting = self._streams.is_capturing(), self._resting, []
@@ -326,7 +328,7 @@ class Stash(Offload, Holder):
 
     @property
     def factor(self) -> float:
-        """Number of device pages over the number that even loads fill."""
+        """`StashOptions.factor`: number of device pages over the number that even loads fill."""
         return self.pages.options.factor
 
     @property
@@ -336,7 +338,7 @@ class Stash(Offload, Holder):
         return () if shortage is None else (shortage,)
 
     def resize(self, factor: float) -> None:
-        """Free all pages, which must be unused; later forwards allocate a pool with this factor."""
+        """Free all pages, which must be unused, and set the factor of the next pool. Host sync."""
         self.free_pages()
         self.pages.options = replace(self.pages.options, factor=factor)
 
@@ -346,7 +348,7 @@ class Stash(Offload, Holder):
         self.pages.clear()
 
     def error(self, shortage: Shortage) -> ExchangeError:
-        """Return the error that names the sufficient factor."""
+        """Return the error for insufficient pages, whose text names the sufficient factor."""
         min_factor = math.ceil(shortage.factor_seen * 1000) / 1000
         return ExchangeError(
             f"{self.option} ({self.factor}) must be >= {min_factor:g} for the "

@@ -39,7 +39,7 @@ from moecore.train.memory.streams import CopyStreams
 
 
 class Store(Protocol):
-    """Memory for copies of storages; one thread at a time calls it. No host sync."""
+    """Memory for copies of saved storages; one thread at a time calls it. No host sync."""
 
     def can_store(self, rows: UsedRows | None) -> bool:
         """Return whether this store can hold a storage with these used rows; None = all rows."""
@@ -57,7 +57,7 @@ class Store(Protocol):
         ...
 
     def free_pieces(self, pieces: Sequence[Any]) -> None:
-        """Return the store's memory of copies that backward no longer needs."""
+        """Free the store's memory of copies that backward no longer needs."""
         ...
 
     def clear(self) -> None:
@@ -66,7 +66,7 @@ class Store(Protocol):
 
 
 class _Offloaded:
-    """The handle of a saved tensor: a view of a storage that a `HostCopy` describes."""
+    """The handle that replaces a saved tensor until backward: a view of a `HostCopy`'s storage."""
 
     __slots__ = ("_dtype", "_offset", "_shape", "_storages", "_stride", "_use")
 
@@ -134,6 +134,7 @@ class SavedStorages:
     # Forward.
 
     def _start_forward(self, share: float) -> None:
+        """Begin a forward that offloads at most this share of saved bytes; drop old records."""
         self._share = share
         self._offered = self._offload_bytes = 0
         with self._hold_lock():
@@ -142,7 +143,7 @@ class SavedStorages:
             self._staying = {a: ref for a, ref in self._staying.items() if not ref.expired()}
 
     def _pack(self, group: StorageGroup, tensor: Tensor) -> Handle | None:
-        """Return the handle of a saved tensor; None passes it to the next packer."""
+        """Return a handle for a tensor that autograd saves; None passes it to the next packer."""
         if type(tensor) is not Tensor or tensor.layout != torch.strided:
             return None
         rows = find_used_rows(tensor)
@@ -171,7 +172,7 @@ class SavedStorages:
         return _Offloaded(self, use, tensor)
 
     def _is_within_share(self, ref: StorageWeakRef, size: int) -> bool:
-        """Return whether a newly saved storage is within the fraction to offload."""
+        """Count a newly saved storage of `size` bytes; return whether the share allows offload."""
         stays = self._staying.get(ref.cdata)
         if stays is not None and not stays.expired():
             return False
@@ -186,6 +187,7 @@ class SavedStorages:
     def _add_copy(
         self, tensor: Tensor, ref: StorageWeakRef, group: StorageGroup, rows: UsedRows | None
     ) -> HostCopy:
+        """Create the record of a tensor's storage, first saved by this group."""
         storage = tensor.untyped_storage()
         counter = tensor.detach()
         if not tensor.is_inference():
@@ -204,6 +206,7 @@ class SavedStorages:
         return copy
 
     def _copy_out(self, group: StorageGroup) -> None:
+        """Start to copy the group's storages to the store, unless changed or without handles."""
         ready = [copy for copy in group.fresh if copy.readers.alive and copy.is_unchanged()]
         stored_copies = self._store.copy_out(ready)
         self._offload_bytes -= sum(copy.size for copy in group.fresh if copy.piece is None)
@@ -221,7 +224,7 @@ class SavedStorages:
     # Backward.
 
     def _fetch(self, use: StorageUse, shape: torch.Size) -> Tensor:
-        """Return a storage on the device; later work of the current stream may read it."""
+        """Return a storage's bytes on the device; RuntimeError if changed since forward."""
         copy, group = use.copy, use.group
         with self._hold_lock():
             if sum_versions(copy.counter) != copy.version:
@@ -252,7 +255,7 @@ class SavedStorages:
     def _copy_groups_back(
         self, groups: Iterable[StorageGroup], freed_pieces: Sequence[Any] = ()
     ) -> None:
-        """Start to copy groups back, in the order of backward, and free `freed_pieces`."""
+        """Start to copy groups to the device, in the order of backward; free `freed_pieces`."""
         for group in groups:
             copies = [c for c in reversed(group.fresh) if c.readers.alive and c.data is None]
             if copies:

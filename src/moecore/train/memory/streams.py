@@ -20,14 +20,14 @@ PIECE_BYTES = 8 * 2**20  # 150 us
 
 
 class Job(NamedTuple):
-    """A copy that a `CopyStream` starts: `run(target, source)`; `run` None copies all bytes."""
+    """A copy for a `CopyStream`, which calls `run(target, source)`; None = copy all bytes."""
 
     target: Any
     source: Any
     run: Callable[[Any, Any], None] | None = None
 
     def start(self, stream: CopyStream) -> None:
-        """Start the copy; on a CPU it is complete at return."""
+        """Launch the copy on the stream; on a CPU the copy is complete at return."""
         if self.run is None:
             stream.copy(self.target, self.source)
             return
@@ -36,7 +36,7 @@ class Job(NamedTuple):
 
 
 class CopyMark:
-    """An event on a stream; a stream that waits for it waits for all earlier work. CPU: none."""
+    """A point on a stream: waiting for it waits for all earlier work of the stream. CPU: no-op."""
 
     __slots__ = ("_event", "_passed", "in_capture")
 
@@ -62,7 +62,7 @@ class CopyMark:
 
 
 class CopyStream:
-    """Runs copies in order, while a GPU computes; `name` is recorded for copies in a dry run."""
+    """Runs copies in order on side streams of a device; `name` labels copies in a dry run."""
 
     def __init__(self, device: torch.device, name: str = "copy to device") -> None:
         self.device, self.name = device, name
@@ -107,7 +107,7 @@ class CopyStream:
             self._turns[0].wait_stream(get_current_stream(self.device))
 
     def start(self, jobs: Iterable[Job], *after: CopyMark) -> CopyMark:
-        """Start copies after the current stream's work and the marks `after`; return their end."""
+        """Launch copies after the current stream's work and the marks `after`; return their end."""
         current = get_current_stream(self.device)
         # The current stream waits, too: it has already waited for most of these marks.
         for mark in after:
@@ -119,7 +119,7 @@ class CopyStream:
         return CopyMark(self.next, start_mark.in_capture)
 
     def mark(self) -> CopyMark:
-        """Return a mark after all copies that were started."""
+        """Return a mark that is reached when all launched copies are done."""
         return CopyMark(self.next)
 
     def wait_for_mark(self, mark: CopyMark) -> None:
@@ -137,7 +137,7 @@ class CopyStream:
 
 
 class CopyStreams:
-    """The copy streams of one device's activations; copies out and copies back overlap."""
+    """A stream for copies of activations to the host and one for copies back, which overlap."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -139,6 +139,7 @@ class TrainingOffload:
             self._guards.clear()
 
     def _check(self, selection: PartOrAll) -> None:
+        """Raise ValueError within a step, or while a captured graph relies on tensor addresses."""
         progress = get_progress(self._model)
         if progress is not None:
             progress.check_between("offload()")
@@ -167,6 +168,7 @@ class TrainingOffload:
         self._guards += [o.register_step_pre_hook(refuse_step) for o in self._optimizers]
 
     def _refuse(self, verb: str, required_parts: frozenset[str]) -> None:
+        """Raise ValueError for the call `verb` if one of the parts is offloaded."""
         lacks = self.offloaded_parts & required_parts
         if lacks:
             raise ValueError(
@@ -175,7 +177,7 @@ class TrainingOffload:
             )
 
     def _send(self, part: Part) -> list[MovedStorage]:
-        """Move the storages of a part to the host."""
+        """Copy the storages of a part to the host, free their device memory, and return records."""
         groups: dict[int, list[Tensor]] = {}
         for tensor in {id(x): x for x in map(get_stored_local, self._list_values(part))}.values():
             if tensor.device == self._device and tensor.untyped_storage().nbytes():
@@ -196,6 +198,7 @@ class TrainingOffload:
         return storages
 
     def _list_values(self, part: Part) -> Iterator[Tensor]:
+        """Yield the tensors of a part; none for "buffers"."""
         params = list(self._model.parameters())
         if part == "weights":
             yield from params
@@ -209,6 +212,7 @@ class TrainingOffload:
             yield from (leaf for leaf in leaves if isinstance(leaf, Tensor))
 
     def _free_buffers(self) -> None:
+        """Free graphs, exchanges, pages, and buffers of units. Collective with "nvlink"."""
         drop_graphs(self._model)
         for record in list_parallel_states(self._model):
             if record.exchanges is not None:

@@ -105,7 +105,7 @@ class AdamW(torch.optim.AdamW):
         return {"moment_dtype": self.moment_dtype, "master_remainder": self.master_remainder}
 
     def moment_dtype_of(self, param: Tensor) -> torch.dtype:
-        """Return the dtype of a parameter's moments in a checkpoint."""
+        """Return the dtype of a parameter's moments in a checkpoint: bf16 instead of FP8."""
         dtypes = self._get_state_dtypes(param)
         return torch.bfloat16 if "exponents" in dtypes else dtypes["exp_avg"]
 
@@ -115,10 +115,10 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def stored_state(self, param: Tensor) -> dict[str, Tensor]:
-        """Return a parameter's state in checkpoint format: scalars and tensors of its shape.
+        """Return a parameter's state for a checkpoint; {} before the first step.
 
-        FP8 moments are converted to bf16, which is exact and allocates. Other tensors are not
-        copied.
+        Names are "exp_avg", "exp_avg_sq", "step", and with `master_remainder` "remainder". FP8
+        moments are converted to new bf16 tensors, which is exact. Other tensors are not copied.
         """
         # A block of FP8 is 128 neighbours of a rank's shard in memory, which no other layout has.
         # The same layout loads the bf16 moments to the bit; another rounds them to nearest in its
@@ -131,7 +131,10 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def restore_state(self, param: Tensor, saved_state: dict[str, Tensor]) -> None:
-        """Set a parameter's state from any AdamW's state; tensors that fit are not copied."""
+        """Set a parameter's state from an AdamW state, converted to this optimizer's dtypes.
+
+        Tensors of the right dtype and device are not copied. A missing "remainder" becomes 0.
+        """
         state, dtypes = dict(saved_state), self._get_state_dtypes(param)
         device = self.state_device_of(param)
         self.state[param] = state
@@ -203,7 +206,7 @@ class AdamW(torch.optim.AdamW):
         return loss
 
     def _launch_update(self, tensors: AdamWTensors, options: AdamWOptions) -> None:
-        """Increment the step counts and run one kernel; a skipped step changes nothing."""
+        """Increment step counts and run one kernel; with `found_inf` > 0 nothing changes."""
         grad_scale, found_inf = get_scale_signals(self, tensors.weights[0].device)
         steps = list(tensors.steps)
         if found_inf is None:
@@ -214,7 +217,7 @@ class AdamW(torch.optim.AdamW):
         adamw_(tensors, options, grad_scale=grad_scale, found_inf=found_inf)
 
     def _collect_tensors(self, group: dict[str, Any], first: int) -> list[AdamWTensors]:
-        """Collect this rank's shards that have gradients, one record per kernel launch."""
+        """Collect shards with gradients per launch; `first` numbers the group's first parameter."""
         rows: dict[Any, list[tuple[Any, ...]]] = {}
         for number, param in enumerate(group["params"], first):
             if param.grad is None or (self.host_params and param in self.host_params):
@@ -230,7 +233,7 @@ class AdamW(torch.optim.AdamW):
         return [AdamWTensors.from_rows(kind_rows) for kind_rows in rows.values()]
 
     def prepare_state(self, param: Tensor) -> dict[str, Tensor]:
-        """Return a parameter's state, allocated or converted to this optimizer's format."""
+        """Return `self.state[param]`: zeros if new, converted if its dtypes or device differ."""
         state: dict[str, Tensor] = self.state[param]
         dtypes, device = self._get_state_dtypes(param), self.state_device_of(param)
         if not state:
@@ -261,7 +264,7 @@ class AdamW(torch.optim.AdamW):
 def find_state_dtypes(
     dtype: torch.dtype, moment_dtype: torch.dtype, master_remainder: bool
 ) -> Mapping[str, torch.dtype]:
-    """Return state name -> dtype of the optimizer state of a parameter with dtype `dtype`."""
+    """Return state name -> dtype for a parameter of dtype `dtype`; FP8 moments are uint8 codes."""
     is_fp8 = moment_dtype == FP8 and dtype != torch.float64
     moments = torch.float64 if dtype == torch.float64 else moment_dtype
     dtypes = dict.fromkeys(MOMENTS, torch.uint8 if is_fp8 else moments)  # torch pickles no FP8
@@ -274,7 +277,7 @@ def find_state_dtypes(
 
 
 def _read_options(group: dict[str, Any]) -> AdamWOptions:
-    """Return the options of a param group, which callers and schedulers may have changed."""
+    """Return the current options of a param group; ValueError for `amsgrad` or `maximize`."""
     for name in ("amsgrad", "maximize"):
         if group[name]:
             raise ValueError(
@@ -296,7 +299,7 @@ def run_closure(closure: Callable[[], Any] | None) -> Any:
 
 
 def get_grad(param: Tensor) -> Tensor:
-    """Return a parameter's gradient with its placements; raise if it is sparse or complex."""
+    """Return a gradient with its parameter's placements; ValueError if it is sparse or complex."""
     grad = param.grad
     assert grad is not None, "the caller skips parameters without one"
     if grad.is_sparse or not param.is_floating_point():
@@ -312,14 +315,17 @@ def get_grad(param: Tensor) -> Tensor:
 def get_scale_signals(
     optimizer: torch.optim.Optimizer, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the scalars grad_scale and found_inf that clipping sets on a fused optimizer."""
+    """Return `optimizer.grad_scale` and `found_inf`, which clipping sets, as scalars on `device`.
+
+    Gradients are divided by grad_scale. found_inf > 0 skips the step. None = not set.
+    """
     signals = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
     grad_scale, found_inf = (None if x is None else x.to(device).view(()) for x in signals)
     return grad_scale, found_inf
 
 
 def _encode_moments(param: Tensor, moments: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Convert both moments to FP8 codes and exponents, rounded to nearest."""
+    """Convert both moments to FP8, rounded to nearest: state name -> uint8 codes or exponents."""
     m, v = (get_local_tensor(moment).to(param.device).reshape(-1) for moment in moments)
     codes = [torch.empty(m.numel(), dtype=torch.uint8, device=param.device) for _ in MOMENTS]
     exponents = [codes[0].new_empty(0, 2)]
@@ -336,7 +342,7 @@ def _encode_moments(param: Tensor, moments: Sequence[Tensor]) -> dict[str, Tenso
 def _decode_moments(
     param: Tensor, moments: Sequence[Tensor], exponents: Tensor
 ) -> dict[str, Tensor]:
-    """Convert the FP8 codes and exponents of both moments to bf16 moments."""
+    """Convert the FP8 codes and exponents of both moments: state name -> bf16 moment."""
     m, v = (get_local_tensor(moment).reshape(-1) for moment in moments)
     flat = [torch.empty(m.numel(), dtype=torch.bfloat16, device=m.device) for _ in MOMENTS]
     for start in range(0, m.numel(), CHUNK):
@@ -347,7 +353,7 @@ def _decode_moments(
 
 
 def _reshape_like(param: Tensor, flat: Tensor) -> Tensor:
-    """Return a tensor of a parameter's layout whose local shard has the values of `flat`."""
+    """Return a tensor (or DTensor) like `param` whose local shard has the values of `flat`."""
     result = torch.empty_like(param, dtype=flat.dtype, device=flat.device)
     get_local_tensor(result).copy_(flat.view_as(get_local_tensor(result)))
     return result

@@ -32,13 +32,13 @@ Index = slice | Tensor
 
 
 class MatrixBlock(NamedTuple):
-    """The indices of matrices of one shape in a [batch, rows, columns] tensor."""
+    """Where pieces of matrices are in a [batch, rows, columns] tensor: an index per dim."""
 
     place: int  # index of the tensor in a list of tensors
     batch: Index
     rows: Index
     columns: Index
-    shape: tuple[int, int, int]
+    shape: tuple[int, int, int]  # of the indexed values
     part: int  # index of the `MatrixLayout` part, which determines the learning rate
 
     @property
@@ -47,7 +47,7 @@ class MatrixBlock(NamedTuple):
         return not any(isinstance(i, Tensor) for i in (self.batch, self.rows, self.columns))
 
     def read(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the block's values, as a view if `is_view`."""
+        """Return the block's values in `tensors[place]`, as a view if `is_view`, else a copy."""
         values = tensors[self.place]
         for dim, index in enumerate((self.batch, self.rows, self.columns)):
             if isinstance(index, Tensor):
@@ -57,7 +57,7 @@ class MatrixBlock(NamedTuple):
         return values
 
     def write(self, tensors: Sequence[Tensor], values: Tensor) -> None:
-        """Copy values to the block's indices."""
+        """Copy values of the block's shape to its indices in `tensors[place]`."""
         target = tensors[self.place]
         indices = (self.batch, self.rows, self.columns)
         if self.is_view:
@@ -72,7 +72,10 @@ class MatrixBlock(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExchangeRound:
-    """One exchange as one rank runs it; lists of blocks are indexed by the other rank."""
+    """One all-to-all to the matrices' owner ranks, and one back, as this rank runs both.
+
+    The outer lists of blocks are indexed by the other rank of the group.
+    """
 
     params: list[int]  # indices of the exchanged parameters
     owned: list[tuple[int, int, int]]  # [n, rows, columns] that this rank orthogonalises
@@ -84,8 +87,11 @@ class ExchangeRound:
     def exchange(
         self, like: Tensor, sources: Sequence[Tensor], *, back: bool, group: dist.ProcessGroup
     ) -> Tensor:
-        """Run the all-to-all; return the received values, flat, in `like`'s dtype. Collective."""
-        # Sources are tensors of all parameters, or, on the way back, the matrices of `owned`.
+        """Run an all-to-all of pieces of `sources`; return the received values, flat. Collective.
+
+        To owners, sources are the updates of all parameters. With `back`, sources are the results
+        for `owned`. `like` has the dtype and device of the buffer.
+        """
         out, into = (self.returns, self.results) if back else (self.sends, self.receives)
         pieces = [block.read(sources).reshape(-1) for blocks in out for block in blocks]
         send_buffer = torch.cat(pieces) if pieces else like.new_empty(0)
@@ -95,7 +101,7 @@ class ExchangeRound:
         return recv_buffer
 
     def unpack(self, recv_buffer: Tensor, *, back: bool) -> Iterator[tuple[MatrixBlock, Tensor]]:
-        """Split the received buffer; yield blocks and their values. `back` = results of owners."""
+        """Split a buffer of `exchange` with the same `back`; yield each block with its values."""
         blocks = list(chain.from_iterable(self.results if back else self.receives))
         sizes = [prod(block.shape) for block in blocks]
         for block, values in zip(blocks, recv_buffer.split(sizes), strict=True):
@@ -104,7 +110,7 @@ class ExchangeRound:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MatrixPlan:
-    """The matrices that one rank orthogonalises in a step, and the exchanges that it runs."""
+    """The matrices that this rank orthogonalises in a Muon step, and the exchanges that it runs."""
 
     local_blocks: dict[int, list[MatrixBlock]]  # parameter index -> blocks of unsharded matrices
     rounds: list[tuple[dist.ProcessGroup, ExchangeRound]]  # exchanges of sharded matrices
@@ -117,7 +123,11 @@ def make_plan(
     group_of: Callable[[tuple[int, ...]], dist.ProcessGroup],
     outputs: Sequence[Tensor] | None = None,
 ) -> MatrixPlan:
-    """Return the plan of a step; `outputs` are tensors with one number per output, or None."""
+    """Return this rank's plan of a Muon step, without communication.
+
+    `group_of` returns the process group of global ranks. `outputs` are the tensors of
+    `make_output_means`, exchanged with their matrices; None without `beta2`.
+    """
     members = _list_members(params, layouts)
     shared: dict[tuple[int, ...], list[_Member]] = {}
     for member in members:
@@ -186,7 +196,7 @@ class _MatrixShards:
         )
 
     def _count_ranks_by_matrix(self, number: int) -> Tensor:
-        """Return for each matrix of a part how many ranks store any piece of it."""
+        """Return int64 [batch]: how many ranks store any piece of each matrix of part `number`."""
         counts = torch.zeros(self.layout.batch, dtype=torch.int64)
         for parts in self.rank_parts:
             part = parts[number]
@@ -195,7 +205,7 @@ class _MatrixShards:
         return counts
 
     def _find_ranks_with_full(self, number: int) -> Tensor:
-        """Return bool [ranks, batch]: whether a rank stores a matrix of a part completely."""
+        """Return bool [ranks, batch]: whether a rank stores a full matrix of part `number`."""
         mask = torch.zeros(len(self.ranks), self.layout.batch, dtype=torch.bool)
         for rank, parts in enumerate(self.rank_parts):
             part = parts[number]
@@ -212,12 +222,12 @@ class _Member(NamedTuple):
     device: torch.device
 
     def block(self, part: MatrixPart, number: int, mask: Tensor) -> MatrixBlock | None:
-        """Return the block of selected matrices (bool mask) in a rank's local tensor, or None."""
+        """Return the block of local matrices in `mask` (bool) of part `number`; None if empty."""
         (batch,) = mask.nonzero(as_tuple=True)
         return _make_block(self.place, batch, part.rows, part.columns, number, self.device)
 
     def list_local_blocks(self) -> list[MatrixBlock]:
-        """Return the blocks of all matrices that this rank stores."""
+        """Return the blocks of this rank's local tensor, one per part that is not empty."""
         ranks, rank_parts = self.shards.ranks, self.shards.rank_parts
         parts = rank_parts[ranks.index(dist.get_rank())] if len(ranks) > 1 else rank_parts[0]
         blocks = [self.block(p, i, torch.ones_like(p.batch) > 0) for i, p in enumerate(parts)]
@@ -238,7 +248,7 @@ Owners = dict[tuple[int, int], Tensor]  # (place of the parameter, part) -> int6
 
 
 def _assign_owners(members: list[_Member], num_ranks: int) -> Owners:
-    """Choose the owner of each matrix, identically on all ranks."""
+    """Choose the owner of each matrix by cost, identically on all ranks, as an index of a rank."""
     loads = [0] * num_ranks
     owners: Owners = {}
     every = list(range(num_ranks))
@@ -261,7 +271,7 @@ def _assign_owners(members: list[_Member], num_ranks: int) -> Owners:
 
 
 def _make_round(members: list[_Member], owners: Owners, rank: int) -> ExchangeRound:
-    """Return a round from one rank's view; sender and receiver list blocks in the same order."""
+    """Return the exchange of these members' matrices as rank `rank` of the group runs it."""
     num_ranks = len(members[0].shards.ranks)
     lists: Iterator[list[list[MatrixBlock]]] = ([[] for _ in range(num_ranks)] for _ in range(4))
     sends, receives, returns, results = lists
@@ -297,7 +307,7 @@ def _make_round(members: list[_Member], owners: Owners, rank: int) -> ExchangeRo
 
 
 def _convert_index(index: Tensor, device: torch.device) -> Index:
-    """Convert an index to a slice if its steps are equal."""
+    """Return an index as a slice if its steps are equal, otherwise as a tensor on `device`."""
     first, step = int(index[0]), int(index[1] - index[0]) if index.numel() > 1 else 1
     if step > 0 and torch.equal(index, torch.arange(index.numel()) * step + first):
         return slice(first, int(index[-1]) + 1, step)

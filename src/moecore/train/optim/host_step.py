@@ -94,7 +94,7 @@ class HostAdamW(AdamW):
         return torch.device("cpu") if param in self.host_params else param.device
 
     def restore_state(self, param: Tensor, saved_state: dict[str, Tensor]) -> None:
-        """Set a parameter's state from any AdamW's state; tensors that fit are not copied."""
+        """Set a parameter's state as `AdamW` does; MemoryError if host memory is insufficient."""
         if param not in self.host_params:
             super().restore_state(param, saved_state)
             return
@@ -160,7 +160,7 @@ class HostAdamW(AdamW):
         )
 
     def _collect_rows(self, group: dict[str, Any]) -> list[list[Row]]:
-        """Return this rank's shards that the host steps, in one list per pair of dtypes."""
+        """Return a row for each shard that the host steps; rows of a list have equal dtypes."""
         rows: dict[Any, list[Row]] = {}
         for param in group["params"]:
             if param not in self.host_params or param.grad is None:
@@ -178,7 +178,12 @@ class HostAdamW(AdamW):
     def _step_on_host(
         self, number: int, columns: Columns, copies: Columns, signals: dict[Any, Any]
     ) -> None:
-        """Step a chunk of a group by torch's fused AdamW; copies and moments change in place."""
+        """Step a chunk by torch's fused AdamW on the CPU; copies and moments change in place.
+
+        `number` is the group's index. `columns` has weights, gradients, moments and steps, and
+        `copies` are host copies of the first two. `signals` has host values of "grad_scale" and
+        each group's lr.
+        """
         # fp32 parameters have the bits of `torch.optim.AdamW(fused=True)` on a CPU. A GPU rounds
         # divisions and roots differently, by at most 2 fp32 ulps a step. bf16 and fp16 parameters
         # are stepped in fp32, with fp32 moments, and rounded to nearest, as `AdamW` does.
@@ -208,7 +213,7 @@ class HostAdamW(AdamW):
 
 
 def cut_into_chunks(rows: Iterable[Row], max_elements: int, multiple: int) -> Iterator[list[Row]]:
-    """Yield chunks of rows of at most `max_elements`; rows are cut at multiples of `multiple`."""
+    """Yield lists of rows of at most `max_elements` elements, cut at multiples of `multiple`."""
     chunk, room = list[Row](), max_elements
     for *tensors, scalar in rows:
         start, end = 0, tensors[0].numel()
@@ -225,7 +230,7 @@ def cut_into_chunks(rows: Iterable[Row], max_elements: int, multiple: int) -> It
 
 
 class HostSlots:
-    """A few pieces of host memory, pinned for a GPU; each stores the copies of one chunk."""
+    """A fixed number of host buffers, pinned for a GPU; each stores the copies of one chunk."""
 
     def __init__(self, stream: CopyStream, num_slots: int) -> None:
         self.stream, self._num_slots = stream, num_slots
@@ -240,7 +245,10 @@ class HostSlots:
                 self._slabs.allocate_slab(num_bytes)
 
     def start(self, chunks: Iterable[Columns]) -> Iterator[list[list[Tensor]]]:
-        """Start the first copies to the host; return an iterator over the chunks' copies."""
+        """Start the first copies to the host; return an iterator over the chunks' host copies.
+
+        The host waits for each chunk's copy. Copies are valid until the iterator advances.
+        """
         # Copies that the caller starts before it takes the next chunk precede the slot's next use.
         remaining, filled = iter(chunks), deque[tuple[Tensor, list[list[Tensor]], CopyMark]]()
 
@@ -269,13 +277,13 @@ class HostSlots:
 
 
 def _compute_slot_bytes(columns: Columns) -> int:
-    """Return the bytes of a slot, divided equally among its columns."""
+    """Return the bytes that a chunk needs in a slot, which columns divide into equal parts."""
     sizes = (sum(tensor.nbytes for tensor in column) for column in columns)
     return len(columns) * round_up_to_alignment(max(sizes))
 
 
 def _make_views(memory: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Return consecutive flat views of memory for tensors of one dtype."""
+    """Return flat views of uint8 memory, one after the other, with sizes and dtype of `like`."""
     num_bytes = sum(tensor.nbytes for tensor in like)
     views = memory[:num_bytes].view(like[0].dtype).split([tensor.numel() for tensor in like])
     return list(views)

@@ -59,7 +59,10 @@ class MatrixCut(CheckedRecord):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MatrixLayout(CheckedRecord):
-    """A parameter as [batch, rows, columns] before the cut; transposed: columns are outputs."""
+    """A parameter as [batch, rows, columns]; with `sections` each matrix is several in one.
+
+    `transposed` means that columns, not rows, are the outputs of the linear.
+    """
 
     batch: Count
     rows: Count
@@ -80,7 +83,7 @@ class MatrixLayout(CheckedRecord):
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """Rows and columns of each part; a part is one matrix of the cut."""
+        """(rows, columns) of each part; a part is one of the matrices of `sections`, or all."""
         if self.sections is None:
             return [(self.rows, self.columns)]
         sizes = [size * self.sections.repeats for size in self.sections.sizes]
@@ -89,7 +92,10 @@ class MatrixLayout(CheckedRecord):
         return [(self.rows, size) for size in sizes]
 
     def make_output_layout(self) -> MatrixLayout:
-        """Return the layout of one number per output: [batch, rows, 1], or [batch, 1, columns]."""
+        """Return the layout of one number per output: [batch, rows, 1], or [batch, 1, columns].
+
+        Raises a ValueError if `sections` divides the inputs.
+        """
         if self.sections is not None and self.sections.dim != int(self.transposed):
             raise ValueError(
                 f"MatrixCut.dim ({self.sections.dim}) must be {int(self.transposed)}, that of "
@@ -99,14 +105,14 @@ class MatrixLayout(CheckedRecord):
         return replace(self, rows=1) if self.transposed else replace(self, columns=1)
 
     def view(self, local: Tensor) -> Tensor:
-        """View a rank's local shard as [batch, rows, columns]; shares memory."""
+        """View a local shard as [batch, rows, columns]; columns are its last dim. Shares memory."""
         first, *middle, last = local.shape
         return local[None] if local.ndim == 2 else local.view(first, math.prod(middle), last)
 
     def list_parts(
         self, param: Tensor, coordinate: Sequence[int] | None = None
     ) -> list[MatrixPart]:
-        """Return the indices of a mesh rank's shard in each part; None = this rank."""
+        """Return the shard's indices in each part, for a mesh coordinate; None = this rank."""
         indices = compute_global_indices(param, coordinate)
         if len(indices) == 2:
             indices = [torch.arange(1), *indices]
@@ -123,17 +129,17 @@ class MatrixLayout(CheckedRecord):
 
 
 class MatrixPart(NamedTuple):
-    """The indices of a rank's shard in the matrices of one part."""
+    """Which elements of one part's matrices a rank's shard has, as int64 indices per dim."""
 
     batch: Tensor  # which matrices, in local order
-    rows: Tensor  # places in the rank's own tensor
-    of_rows: Tensor  # their places in the matrix
+    rows: Tensor  # indices in the rank's local tensor
+    of_rows: Tensor  # the indices of the same rows in the full matrix
     columns: Tensor  # as `rows`
     of_columns: Tensor  # as `of_rows`
 
 
 def _list_pieces(sections: MatrixCut, index: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield per piece its positions in `index`, and their positions in the piece's matrix."""
+    """Yield for each piece its positions in `index`, and their indices in the piece's matrix."""
     run, place = index // sum(sections.sizes), index % sum(sections.sizes)
     start = 0
     for size in sections.sizes:
@@ -150,7 +156,7 @@ Overrides = Annotated[
 
 
 class Decision(NamedTuple):
-    """The decision of `assign_matrices` for a parameter; layout None = AdamW steps it."""
+    """What steps a parameter: Muon if it has a layout, AdamW if None; and the reason for logs."""
 
     param: nn.Parameter
     layout: MatrixLayout | None
@@ -159,9 +165,9 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class MatrixAssignment:
-    """The parameters that Muon steps, with their matrices, and AdamW's; prints as a table.
+    """The optimizer of each trained parameter, Muon or AdamW; printing shows a table.
 
-    `decisions` has for each name the parameter, its `MatrixLayout` or None, and the reason.
+    `decisions` maps each name to the parameter, its `MatrixLayout` (None = AdamW), and the reason.
     """
 
     decisions: dict[str, Decision]
@@ -220,7 +226,7 @@ def assign_matrices(model: nn.Module, overrides: Overrides = ()) -> MatrixAssign
 
 
 class _Owner(NamedTuple):
-    """A module with a parameter: its name, its parent module, and the parameter's name in it."""
+    """A module with a parameter: its path, the module, its parent, and the parameter's name."""
 
     path: str
     module: nn.Module
@@ -240,6 +246,7 @@ def _find_owners(model: nn.Module) -> dict[nn.Parameter, list[_Owner]]:
 
 
 def _apply_override(name: str, decision: Decision, override: Choice | MatrixCut | None) -> Decision:
+    """Return the decision that an override asks for; ValueError if the parameter is no matrix."""
     param, layout, _ = decision
     if override is None or (override == "muon" and layout is not None):
         return decision
@@ -258,7 +265,7 @@ def _apply_override(name: str, decision: Decision, override: Choice | MatrixCut 
 def _decide(
     path: str, module: nn.Module, parent: nn.Module, leaf: str
 ) -> tuple[MatrixLayout | None, str]:
-    """Return the matrices of a parameter in one of its modules, and the reason; see `_Owner`."""
+    """Return the layout of a parameter of a module (None = AdamW), and the reason; see `_Owner`."""
     param, last = getattr(module, leaf), path.rpartition(".")[2]
     if isinstance(module, Experts):
         return _make_expert_layout(module, leaf)
@@ -285,6 +292,7 @@ def _decide(
 
 
 def _make_full_layout(param: Tensor) -> MatrixLayout | None:
+    """Return the layout of a 2D or 3D parameter without sections; None for other dims."""
     if param.ndim not in (2, 3):
         return None
     batch, rows, columns = (1, *param.shape)[-3:]
@@ -292,7 +300,7 @@ def _make_full_layout(param: Tensor) -> MatrixLayout | None:
 
 
 def _make_expert_layout(experts: Experts, leaf: str) -> tuple[MatrixLayout | None, str]:
-    """Return the layout: one matrix per expert, with gate and up of FC1 separated."""
+    """Return an expert weight's layout, one matrix per expert (None for a bias), and a reason."""
     layout, config, param = experts.layout, experts.config, getattr(experts, leaf)
     if leaf not in (layout.w1, layout.w2, layout.w3):
         return None, BIAS
@@ -313,7 +321,7 @@ def _make_expert_layout(experts: Experts, leaf: str) -> tuple[MatrixLayout | Non
 
 
 def _make_shared_layout(shared: SharedExpert, leaf: str) -> tuple[MatrixLayout | None, str]:
-    """Return the layout: the shared experts of a layer are one MLP."""
+    """Return the layout of a shared-expert weight, a single MLP per layer, and a reason."""
     if leaf == "gate":
         return None, "gates of shared experts"
     rows, columns = getattr(shared, leaf).shape
@@ -325,6 +333,7 @@ def _make_shared_layout(shared: SharedExpert, leaf: str) -> tuple[MatrixLayout |
 def _make_linear_layout(
     linear: nn.Linear, parent: nn.Module, last: str
 ) -> tuple[MatrixLayout | None, str]:
+    """Return a linear's layout (None = unknown fused order), and a reason; `last`: its name."""
     rows, columns = linear.weight.shape
     sections = MatrixCut(sizes=(rows // 2, rows // 2)) if last == "gate_up_proj" else None
     if any(word in last for word in FUSED):
@@ -335,7 +344,7 @@ def _make_linear_layout(
 
 
 def _find_fused_cut(parent: Any, last: str, rows: int) -> MatrixCut | None:
-    """Return the cut of a transformers module's fused queries, keys, values; None = unknown."""
+    """Return the cut of a transformers module's fused queries, keys, values; None if unknown."""
     if last == "qkv_proj" and hasattr(parent, "o_proj"):  # Phi-3
         queries = parent.o_proj.weight.shape[1]
         return MatrixCut(sizes=(queries, (rows - queries) // 2, (rows - queries) // 2))
@@ -349,7 +358,7 @@ def _find_fused_cut(parent: Any, last: str, rows: int) -> MatrixCut | None:
 
 
 def compute_lr_factor(layout: MatrixLayout, shape: tuple[int, int], adjust: str) -> float:
-    """Return the factor on the learning rate of one part; see `Muon`."""
+    """Return the factor on lr of one part of this shape; `adjust` is `Muon`'s `adjust_lr_fn`."""
     if adjust == "match_rms_adamw":
         return float(0.2 * max(shape) ** 0.5)
     outputs, inputs = reversed(shape) if layout.transposed else shape

@@ -6,8 +6,7 @@ Legend: b matrices of a parameter on this rank, R rows, C columns.
                                              -> [pieces back] -> weight
 
 Memory traffic per step: weight and momentum are read and written, the gradient is read. A sharded
-matrix needs 2 bytes per element to send its pieces to the owner rank, and 2 bytes to return them,
-in bf16.
+matrix sends and returns its pieces, each way with 2 bytes per element in bf16.
 
 With `beta2` owners also divide each output by its root mean square (`output_means.py`).
 
@@ -66,7 +65,7 @@ class MuonOptions(CheckedRecord):
 
     @classmethod
     def from_group(cls, group: dict[str, Any]) -> MuonOptions:
-        """Return the options of a param group, which callers and schedulers may have changed."""
+        """Return the current options of a param group; ValueError if one is out of range."""
         options = {f.name: group[f.name] for f in fields(cls) if f.name in group}
         options["ns_coefficients"] = tuple(options["ns_coefficients"])
         options["adjust_lr_fn"] = options["adjust_lr_fn"] or "original"  # torch's None
@@ -135,7 +134,7 @@ class Muon(torch.optim.Optimizer):
         self._step_supports_amp_scaling = True
 
     def _drop_plans(self) -> None:
-        """Drop plans and process groups; `_get_plan` and `_get_process_group` recreate them."""
+        """Drop cached plans and process groups; the next step recreates them."""
         self._plans: dict[tuple[int, ...], MatrixPlan] = {}
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
@@ -161,6 +160,7 @@ class Muon(torch.optim.Optimizer):
             raise
 
     def _check_group(self, group: dict[str, Any]) -> None:
+        """Raise ValueError if a parameter has no layout, or its layout does not support `beta2`."""
         for param in group["params"]:
             if param not in self.layouts:
                 raise ValueError(
@@ -179,7 +179,7 @@ class Muon(torch.optim.Optimizer):
         return torch.promote_types(param.dtype, torch.float32)
 
     def state_like(self, param: nn.Parameter, slot: str) -> Tensor:
-        """Return a tensor with the shape and placements of a parameter's state in this slot."""
+        """Return a tensor with the shape and placements of a parameter's state named `slot`."""
         if slot == MEANS:
             return make_output_means(param, self.layouts[param], self.moment_dtype_of(param))
         return param
@@ -201,8 +201,7 @@ class Muon(torch.optim.Optimizer):
         """Update all parameters that have a gradient; collective if matrices are sharded.
 
         Raises:
-            ValueError: when an option of a group has a wrong type or range; no parameter has
-                changed.
+            ValueError: before any update, when a group's option has a wrong type or range.
         """
         loss = run_closure(closure)
         group_options = [MuonOptions.from_group(group) for group in self.param_groups]
@@ -214,7 +213,7 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _get_plan(self, params: list[nn.Parameter], *, has_means: bool) -> MatrixPlan:
-        """Return the plan for parameters with gradients, cached for each set of parameters."""
+        """Return the cached plan for these parameters; `has_means` = with NorMuon's means."""
         key = (has_means, *map(id, params))
         if key not in self._plans:
             layouts = [self.layouts[param] for param in params]
@@ -223,6 +222,7 @@ class Muon(torch.optim.Optimizer):
         return self._plans[key]
 
     def _get_process_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """Return the process group of global ranks, created once. Collective over these ranks."""
         if len(ranks) == dist.get_world_size():
             world = dist.group.WORLD
             assert world is not None, "a DTensor of several ranks has a process group"
@@ -233,7 +233,7 @@ class Muon(torch.optim.Optimizer):
 
 
 class _MatrixViews(NamedTuple):
-    """This rank's shard of a parameter as [b, R, C]."""
+    """This rank's shard of a parameter, its gradient and its state, each viewed as [b, R, C]."""
 
     weight: Tensor
     grad: Tensor
@@ -241,14 +241,14 @@ class _MatrixViews(NamedTuple):
     means: Tensor | None = None  # [b, R, 1], or [b, 1, C] of transposed matrices
 
     def slice_matrices(self, batch: slice) -> _MatrixViews:
-        """Slice the batch dim of all views; return views of these matrices only."""
+        """Return views of the matrices in a slice of the batch dim."""
         weight, grad, momentum, means = self
         means = None if means is None else means[batch]
         return _MatrixViews(weight[batch], grad[batch], momentum[batch], means)
 
 
 class _Step:
-    """One step of some parameters with one set of options."""
+    """One `Muon.step` of the parameters of one param group; prepares state and options."""
 
     def __init__(self, optimizer: Muon, options: MuonOptions, params: list[nn.Parameter]) -> None:
         self.options, self.dtype = options, optimizer.ns_dtype
@@ -270,7 +270,7 @@ class _Step:
         self.ns_options["coefficients"] = options.ns_coefficients
 
     def run(self, plan: MatrixPlan) -> None:
-        """Update the weights and momentum of all parameters of the plan. Collective if sharded."""
+        """Update weights and state of the plan's parameters. Collective if matrices are sharded."""
         for chunk in self._split_local_matrices(plan):
             self._step_local_matrices(chunk, plan.outputs)
         beside = plan.outputs.rounds if plan.outputs else [(None, None)] * len(plan.rounds)
@@ -280,7 +280,7 @@ class _Step:
     def _split_local_matrices(
         self, plan: MatrixPlan
     ) -> Iterator[list[tuple[int, slice, list[MatrixBlock]]]]:
-        """Yield chunks of about `CHUNK_NUMEL` elements of this rank's unsharded matrices."""
+        """Yield chunks of unsharded matrices, each as (parameter index, batch slice, blocks)."""
         chunk: list[tuple[int, slice, list[MatrixBlock]]] = []
         numel = 0
         for place, blocks in plan.local_blocks.items():
@@ -299,7 +299,7 @@ class _Step:
     def _step_local_matrices(
         self, chunk: list[tuple[int, slice, list[MatrixBlock]]], outputs: MatrixPlan | None
     ) -> None:
-        """Update a chunk of the matrices that this rank stores completely."""
+        """Update a chunk of unsharded matrices; `outputs` is the plan of their means, or None."""
         targets, matrices = [], []
         for place, batch, blocks in chunk:
             views = self.views[place].slice_matrices(batch)
@@ -324,7 +324,7 @@ class _Step:
     def _step_round(
         self, matrix_round: ExchangeRound, of_means: ExchangeRound | None, group: dist.ProcessGroup
     ) -> None:
-        """Gather matrices on their owners, orthogonalise them, and apply the returned pieces."""
+        """Orthogonalise matrices on their owners; `of_means` is the exchange of means, or None."""
         views = self.views
         updates: list[Any] = [None] * len(views)
         for place in matrix_round.params:
@@ -345,7 +345,7 @@ class _Step:
     def _divide_round(
         self, orthogonal: list[Tensor], of_means: ExchangeRound, group: dist.ProcessGroup
     ) -> None:
-        """Send means to the matrices' owners, divide the matrices, and return the means."""
+        """Send means to their owners, divide the owned matrices in place, return the means."""
         means: list[Any] = [view.means for view in self.views]
         like = means[of_means.params[0]]
         recv_buffer = of_means.exchange(like, means, back=False, group=group)
@@ -378,7 +378,7 @@ class _Step:
     def _apply_update(
         self, weight: Tensor, block: MatrixBlock, values: Tensor, layout: MatrixLayout
     ) -> None:
-        """Subtract decay and update from the weights of a block, computed in fp32 or fp64."""
+        """Apply weight decay and an orthogonalised update, `values`, to a block of `weight`."""
         factor = compute_lr_factor(layout, layout.shapes[block.part], self.options.adjust_lr_fn)
         local_block = block._replace(place=0)
         old = local_block.read([weight])
@@ -401,7 +401,7 @@ def _make_views(param: nn.Parameter, layout: MatrixLayout, state: list[Tensor]) 
 
 
 def _prepare_state(optimizer: Muon, param: nn.Parameter, slot: str) -> Tensor:
-    """Return a parameter's state: zeros at first, otherwise converted to `moment_dtype_of`."""
+    """Return the state named `slot`: zeros at first, later converted to `moment_dtype_of`."""
     state: dict[str, Tensor] = optimizer.state[param]
     dtype = optimizer.moment_dtype_of(param)
     value = state.get(slot)
@@ -418,7 +418,7 @@ def orthogonalize(
     coefficients: Sequence[float] = COEFFICIENTS,
     eps: float = 1e-7,
 ) -> Tensor:
-    """Return matrices of x's singular vectors with singular values of about 1; zeros stay zeros."""
+    """Return matrices with x's singular vectors and singular values of about 1; 0 stays 0."""
     # Newton-Schulz turns a matrix U S V^T into about U V^T with matrix products only. Each step is
     # X <- a X + (b A + c A A) X with A = X X^T, a square of the shorter side. The usual
     # coefficients are chosen for the steepest start, so singular values end between 0.7 and 1.2,
@@ -437,7 +437,7 @@ def orthogonalize(
 
 
 def orthogonalize_all(matrices: Sequence[Tensor], **options: object) -> list[Tensor]:
-    """Orthogonalise each tensor [n, R, C]; matrices of equal shape are multiplied as a batch."""
+    """Orthogonalise tensors [n, R, C], batched by shape; `options` go to `orthogonalize`."""
     of_shape: dict[torch.Size, list[int]] = {}
     for i, x in enumerate(matrices):
         of_shape.setdefault(x.shape[1:], []).append(i)

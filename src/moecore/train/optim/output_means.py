@@ -25,7 +25,7 @@ PART_NUMEL = 1 << 26  # elements that are fp32 at once
 
 
 def make_output_means(param: Tensor, layout: MatrixLayout, dtype: torch.dtype) -> Tensor:
-    """Return zeros with one number per output: the parameter's shape, with size 1 for inputs."""
+    """Return zeros with one number per output: the parameter's shape and layout, inputs size 1."""
     dim = param.ndim - 2 if layout.transposed else param.ndim - 1
     local = get_local_tensor(param.detach())
     means = torch.zeros(_reduce_shape(local.shape, dim), dtype=dtype, device=local.device)
@@ -43,9 +43,10 @@ def make_output_means(param: Tensor, layout: MatrixLayout, dtype: torch.dtype) -
 def divide_by_means_(
     x_nRC: Tensor, means: Tensor, *, beta2: float, found_inf: Tensor | None = None
 ) -> None:
-    """Update means, [n, R, 1] or [n, 1, C], with an update's squares, and divide the update.
+    """Update running mean squares of outputs, and divide an update by their roots, in place.
 
-    Both change in place. If the scalar `found_inf` is above 0, the means do not change.
+    `means` is [n, R, 1] or [n, 1, C]. The update keeps its norm per matrix. If the scalar
+    `found_inf` is above 0, the means do not change.
     """
     inputs = x_nRC.numel() / means.numel()
     new = torch.full((), 1 - beta2, dtype=means.dtype, device=means.device)

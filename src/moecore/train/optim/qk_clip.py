@@ -40,7 +40,7 @@ from moecore.parallel.model.parallel_state import find_stages, get_request
 BLOCK_NUMEL = 1 << 26  # logits that exist at once
 
 
-def _raise_max(
+def _update_max(
     max_H: Tensor,
     q_BTHd: Tensor,
     k_BShd: Tensor,
@@ -49,7 +49,11 @@ def _raise_max(
     padding_BS: Tensor | None,
     scale: float,
 ) -> None:
-    """Update a running maximum of logits, without padding and pairs of different documents."""
+    """Update `max_H` in place with the largest scaled logit of each head.
+
+    `places_T` are the positions of local queries in the full row; None = 0 .. T - 1. Padding, later
+    keys and keys of other documents do not count.
+    """
     document_S = None
     if cu_seqlens is not None:  # documents are packed over all rows
         q_BTHd, k_BShd = q_BTHd.flatten(0, 1)[None], k_BShd.flatten(0, 1)[None]
@@ -81,7 +85,7 @@ def _raise_max(
 
 _raise_max_op = Op(
     "raise_max_scores",
-    _raise_max,
+    _update_max,
     lambda max_H, q, k, places, cu_seqlens, padding, scale: None,
     mutates_args=("max_H",),
 )
@@ -89,7 +93,7 @@ _raise_max_op = Op(
 
 @torch.compiler.disable
 def _gather_keys(q_BtHd: Tensor, k: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor]:
-    """Return the keys of full rows, and the positions of this cp rank's queries. Collective."""
+    """All-gather keys over cp; return them and int64 positions of local queries. Collective."""
     local_tokens = sequence.local_tokens
     assert local_tokens is not None, "asked for only with tokens on several ranks"
     k_BThd = k if k.shape[1] > q_BtHd.shape[1] else local_tokens.gather_values(k)
@@ -147,8 +151,8 @@ class QKClip:
     def step(self, *, is_skipped: bool | Tensor = False) -> None:
         """Scale the projections of heads above tau, and reset maxima. One all-reduce, no host sync.
 
-        Call it on every rank, after the optimizer. With `is_skipped` no projection changes.
-        Projections of attention with a frozen projection never change.
+        Call it on every rank, after the optimizer. With `is_skipped`, a bool or a device bool, no
+        projection changes. Projections of attention with a frozen projection never change.
         """
         if not self._watchers:
             return
@@ -166,29 +170,29 @@ class QKClip:
             watcher.max_H.fill_(-torch.inf)
 
     def close(self) -> None:
-        """Remove the recording from the model."""
+        """Stop recording; forwards of the model then compute no maximum."""
         for watcher in self._watchers:
             watcher.module.observe_scores = None
 
 
 class _Projection(NamedTuple):
-    """Weight and bias of a projection, each with the global indices of this rank's rows."""
+    """A linear's weight and bias, each mapped to the global indices of this rank's rows."""
 
     params: dict[Tensor, Tensor]
 
     @classmethod
     def from_linear(cls, linear: nn.Linear) -> _Projection:
-        """Return the record of a linear module."""
+        """Return the weight and bias (if any) of a linear module with their row indices."""
         params = [param for param in (linear.weight, linear.bias) if param is not None]
         return cls({param: compute_global_indices(param)[0].to(param.device) for param in params})
 
     @property
     def weight(self) -> Tensor:
-        """The matrix."""
+        """The weight of the linear."""
         return next(iter(self.params))
 
     def scale(self, factors_Hd: Tensor) -> None:
-        """Multiply each row by its factor: [heads, rows of a head]."""
+        """Multiply row h * d + i of weight and bias by `factors_Hd[h, i]`, in place."""
         for param, rows in self.params.items():
             local = get_local_tensor(param)
             factors = factors_Hd.flatten()[rows].to(local.dtype)
@@ -196,9 +200,9 @@ class _Projection(NamedTuple):
 
 
 class _ScoreWatcher:
-    """Records the running maximum logits of this rank's heads of an attention module.
+    """Records the maximum logit of each local head of an attention module, in `max_H`.
 
-    `num_heads` counts the heads of all tp ranks.
+    `num_heads` counts the heads of all tp ranks. `queries` and `keys` name the module's linears.
     """
 
     def __init__(self, name: str, module: Any, num_heads: int, queries: str, keys: str) -> None:
@@ -243,11 +247,11 @@ class _ScoreWatcher:
         return cls(name, module, module.config.num_heads, "q_proj", "k_proj")
 
     def __call__(self, q_BTHd: Tensor, k_BThd: Tensor, sequence: Sequence, scale: float) -> None:
-        """Update the maximum with a training forward; does nothing outside of training."""
+        """Update the maximum with a training forward; in eval or without gradients do nothing."""
         if self.module.training and torch.is_grad_enabled():
-            run_and_save(self._raise, q_BTHd.detach(), k_BThd.detach(), sequence, scale)
+            run_and_save(self._update, q_BTHd.detach(), k_BThd.detach(), sequence, scale)
 
-    def _raise(self, q_BTHd: Tensor, k_BThd: Tensor, sequence: Sequence, scale: float) -> None:
+    def _update(self, q_BTHd: Tensor, k_BThd: Tensor, sequence: Sequence, scale: float) -> None:
         places_T, padding_BT, tp = None, sequence.padding_mask_BT, self.module.tp
         if padding_BT is not None and tp is not None:
             padding_BT = tp.gather(padding_BT)

@@ -43,7 +43,7 @@ Fraction = Annotated[float, Bound(">=", 0), Bound("<=", 1)]
 
 @dataclass(slots=True)
 class _StatePart:
-    """State tensors that are copied together; `mark` is the end of the copies."""
+    """State storages that are copied together; `mark` ends their last copies on the stream."""
 
     storages: list[MovedStorage]
     place: Literal["leaving", "away", "coming"]  # to the host, on the host, to the device
@@ -137,7 +137,7 @@ class StateOffload:
 
     @torch.compiler.disable
     def _before_blocks(self, *_: Any) -> None:
-        """Start the copy to the host; free parts that returned for a step that did not run."""
+        """Before block 0, start the copy to the host, or free parts that no step has used."""
         if self._stream.is_capturing() or is_recomputing():
             return
         if not self._parts:
@@ -151,7 +151,7 @@ class StateOffload:
 
     @torch.compiler.disable
     def _after_block(self, number: int, _: nn.Module, __: Any, output: Any) -> None:
-        """Free the device memory of the parts up to this block; register its backward hook."""
+        """Free parts 0 .. `number` on the device; let the block's backward fetch parts."""
         if self._stream.is_capturing():
             return
         for part in self._parts[: number + 1]:
@@ -162,7 +162,7 @@ class StateOffload:
             first.register_hook(lambda _: self._before_backward_of(number))
 
     def _before_backward_of(self, number: int) -> None:
-        """Fetch a part per block whose backward is done; all parts at block 0's backward."""
+        """In the last micro-batch, fetch a part per block after its backward; all at block 0's."""
         progress = next((p for p in (r.progress() for r in self._engines) if p is not None), None)
         if self._stream.is_capturing() or (progress is not None and not progress.is_last):
             return
@@ -173,7 +173,7 @@ class StateOffload:
 
     @torch.no_grad()
     def _send(self) -> None:
-        """Start to copy state to the host."""
+        """Choose state tensors, reserve host memory, and start their copies to the host."""
         movable = _find_movable(self._optimizer, self._device)
         nbytes = {name: tensors[0].untyped_storage().nbytes() for name, tensors in movable.items()}
         selection = select_largest(self._fraction, nbytes)
@@ -205,7 +205,7 @@ class StateOffload:
             part.place = "away"
 
     def _fetch(self, part: _StatePart) -> None:
-        """Start to copy a part to the device."""
+        """Allocate a part on the device and start its copy, if it is on the host."""
         if part.place != "away":
             return
         try:
@@ -222,7 +222,7 @@ class StateOffload:
 
 @torch.no_grad()
 def _find_movable(optimizer: Optimizer, device: torch.device) -> dict[str, list[Tensor]]:
-    """Return name -> this rank's state tensors of one storage, if offload can free the storage."""
+    """Return name -> local state tensors that share a storage, if the storage can be freed."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     storages: dict[int, dict[str, Tensor]] = {}
     for number, param in enumerate(params):
@@ -235,7 +235,7 @@ def _find_movable(optimizer: Optimizer, device: torch.device) -> dict[str, list[
 
 
 def _is_movable(tensors: list[Tensor], device: torch.device) -> bool:
-    """Return whether tensors of one storage fill it, on a device, and none of them is a scalar."""
+    """Return whether a storage's tensors are on `device`, fill the storage, and are no scalars."""
     storage = tensors[0].untyped_storage()
     if not all(tensor.ndim for tensor in tensors):  # optimizers read scalars on the host
         return False
@@ -244,7 +244,7 @@ def _is_movable(tensors: list[Tensor], device: torch.device) -> bool:
 
 
 def select_largest(fraction: float, sizes: dict[Key, int]) -> set[Key]:
-    """Return the keys of the largest sizes whose sum is at most a fraction of the total."""
+    """Return the keys of the largest sizes that fit in `fraction` of the total, largest first."""
     room, keys = fraction * sum(sizes.values()), set()
     for key in sorted(sizes, key=lambda key: -sizes[key]):
         if sizes[key] <= room:
@@ -254,7 +254,7 @@ def select_largest(fraction: float, sizes: dict[Key, int]) -> set[Key]:
 
 
 def compute_shard_bytes(param: Tensor) -> int:
-    """Return the bytes of the largest shard of a parameter, which is equal on all ranks."""
+    """Return the size in bytes of a parameter's largest shard, equal on all ranks."""
     num_parts = 1
     if isinstance(param, DTensor):
         for dim, placement in enumerate(param.placements):
@@ -263,7 +263,7 @@ def compute_shard_bytes(param: Tensor) -> int:
 
 
 def _divide_into_parts(sizes: dict[str, int], num_parts: int) -> list[list[str]]:
-    """Divide names into parts of about equal bytes: {a: 1, b: 6, c: 3} in 2 is [a, b], [c]."""
+    """Divide names in order into parts of similar bytes: {a: 1, b: 6, c: 3} in 2 is [a, b], [c]."""
     parts: list[list[str]] = [[] for _ in range(num_parts)]
     total, before = sum(sizes.values()), 0
     for name, size in sizes.items():

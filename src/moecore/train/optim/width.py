@@ -32,10 +32,10 @@ from moecore.train.optim.muon import AdjustLR, Muon
 
 
 class WidthRate(NamedTuple):
-    """Factors of one parameter: on the std of its initial weights, and on lr by optimizer."""
+    """Factors of one parameter, relative to the base model: on initial weights and on lr."""
 
-    std: float
-    lr: Mapping[str, float]  # of "adamw", and by `adjust_lr_fn` of Muon
+    std: float  # on the standard deviation of the initial weights
+    lr: Mapping[str, float]  # by "adamw", or by Muon's `adjust_lr_fn`
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,9 @@ class WidthRates:
 
     @torch.no_grad()
     def scale_weights(self, model: nn.Module) -> None:
-        """Multiply initial weights by their factors, in place; after `init_weights`, on any layout.
+        """Multiply initial weights by their factors, in place, after `init_weights`.
+
+        The model may be sharded.
 
         Raises:
             ValueError: for a trained parameter without a factor.
@@ -101,7 +103,7 @@ class WidthRates:
         optimizer.param_groups[:] = groups
 
     def _get_rate(self, name: str, param: Tensor) -> WidthRate | None:
-        """Return the factors of a parameter; None if it was and is frozen."""
+        """Return the factors of a parameter; None if frozen, ValueError if trained but unknown."""
         if name not in self.rates and param.requires_grad:
             raise ValueError(
                 f"model ({name}) must have the trained parameters that width_rates has seen: call "
@@ -138,6 +140,7 @@ def width_rates(model: nn.Module, base: nn.Module) -> WidthRates:
 
 
 def _compute_rate(name: str, decision: Decision, base: Decision) -> WidthRate:
+    """Return the factors of a parameter of the model, whose base model has `base`."""
     inputs, outputs = (
         a / b for a, b in zip(_count_sides(name, decision), _count_sides(name, base), strict=True)
     )
@@ -152,7 +155,7 @@ def _compute_rate(name: str, decision: Decision, base: Decision) -> WidthRate:
 
 
 def _count_sides(name: str, decision: Decision) -> tuple[int, int]:
-    """Return the number of inputs and outputs of a parameter; a vector has one input."""
+    """Return (inputs, outputs) of a parameter; a vector or bias has one input."""
     param, layout, reason = decision
     if layout is not None:
         sides = layout.columns, layout.rows
@@ -166,7 +169,7 @@ def _count_sides(name: str, decision: Decision) -> tuple[int, int]:
 
 
 def _compute_spectral_ratio(layout: MatrixLayout, adjust: str) -> float:
-    """Return the target spectral norm of an update over the norm of Muon's update."""
+    """Return sqrt(outputs / inputs), the target spectral norm, over the norm of Muon's update."""
     shape = layout.shapes[0]
     outputs, inputs = reversed(shape) if layout.transposed else shape
     return float((outputs / inputs) ** 0.5 / compute_lr_factor(layout, shape, adjust))
