@@ -125,7 +125,7 @@ class UnitEngine:
             unit.reshard()
 
     def start_micro_batches(self, *, pending_forwards: float, in_parts: bool = False) -> None:
-        """Announce micro-batches of a step, which share resident units.
+        """Announce micro-batches of a step, which share units that stay unsharded until backward.
 
         Args:
             pending_forwards: number of forwards with gradients that have not ended in the step.
@@ -156,12 +156,12 @@ class UnitEngine:
             start.backward()
 
     def end_step(self) -> None:
-        """Reshard all units before weights change. Later backwards of earlier forwards raise."""
+        """Reshard all units before weights change. A later backward raises a RuntimeError."""
         self._step += 1
         self.reshard()
 
     def drop_step(self) -> None:
-        """Discard the step: reshard all units, drop unreduced gradients and micro-batches."""
+        """Discard the step: reshard all units; drop unreduced gradients and deferred products."""
         self._in_step, self._pending_forwards, self._in_parts = False, 0, False
         progress = self.progress()
         if progress is not None:
@@ -191,7 +191,7 @@ class UnitEngine:
                 unit.gradients.deferred = None
 
     def _compute_deferred_in_step(self, deferred: WeightGradients) -> None:
-        """Run deferred products; raise a ValueError outside of a step's micro-batches."""
+        """Run deferred products once; raise a ValueError outside of a TrainStep's micro-batch."""
         if deferred in self._deferred:
             self._check_open("WeightGradients.run()")
             self._compute_deferred(deferred)
@@ -211,7 +211,7 @@ class UnitEngine:
 
     @contextmanager
     def pair_passes(self) -> Iterator[None]:
-        """Return a context in which one forward and one backward take turns, see `resume`."""
+        """Return a context in which a forward and a backward take turns and call `resume`."""
         self._check_consistent()
         self._is_paired = True
         try:
@@ -297,7 +297,7 @@ class UnitEngine:
         return output
 
     def _root_pre_forward(self) -> None:
-        """Begin an outermost forward: use the sharded parameters that modules have now."""
+        """Begin an outermost forward: adopt the sharded parameters that modules have now."""
         withdraw_records()
         self._header.start(self.progress())
         self._forward += 1
@@ -330,7 +330,7 @@ class UnitEngine:
             )
 
     def _root_post_forward(self, module: nn.Module, *, has_failed: bool) -> None:
-        """End an outermost forward: register sharded parameters, which the caller can read."""
+        """End an outermost forward, failed or not: register sharded parameters for the caller."""
         self._outermost_run = None
         if module is self._root and torch.is_grad_enabled():
             self._pending_forwards = max(0, self._pending_forwards - 1)
@@ -343,7 +343,7 @@ class UnitEngine:
                 unit.reshard()  # prefetched for a module that did not run
 
     def _unshard_for_use(self, unit: Unit, prefetch: Sequence[Unit]) -> None:
-        """Wait for a unit's all-gather, register its parameters; launch those of `prefetch`."""
+        """Unshard a unit, register its parameters, and launch the all-gathers of `prefetch`."""
         unit.wait_for_unshard()
         unit.register_params(unsharded=True)
         for other in prefetch:
@@ -411,7 +411,7 @@ class UnitEngine:
             self._end_run(run)
 
     def _end_run(self, run: ForwardRun) -> None:
-        """End the backward of a run; a run whose backward has not begun expects none."""
+        """End the backward of a forward, or stop expecting the backward if it has not begun."""
         if not run.is_active:
             run.stop_expecting()
             return
@@ -419,7 +419,7 @@ class UnitEngine:
         self._reshard_if_unused(run.unit, run.forward)
 
     def _reshard_if_unused(self, unit: Unit, forward: int) -> None:
-        """Reduce and reshard a unit if no backward of the model's forward number `forward` uses it."""
+        """Reduce and reshard a unit that no backward of model forward number `forward` uses."""
         if unit.backwards or unit.runs[True]:
             return
         if not unit.options.is_resident:

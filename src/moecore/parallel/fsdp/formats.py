@@ -102,7 +102,7 @@ class QuantisedFormat(ABC):
         self._parts: list[_ShardPart] = []
 
     def make_unsharded(self, params: Sequence[UnitParam], data: Sequence[Tensor]) -> list[Tensor]:
-        """Create unsharded parameters without values, whose `Blocks` read the buffer."""
+        """Create unsharded parameters without values, whose FP8 operands read `data` (`Format`)."""
         self._parts = self._make_parts(params)
         counting = list[Tensor]()
         for param, memory, part in zip(params, data, self._parts, strict=True):

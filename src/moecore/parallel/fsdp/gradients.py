@@ -336,7 +336,7 @@ class Gradients:
                 param.accumulate_with_hooks(part.view(param.shard.shape))
 
     def _check_trained(self, ranks_by_param: Sequence[float]) -> None:
-        """Raise a ValueError if some ranks, but not all, train a parameter (`ranks_by_param`)."""
+        """Raise a ValueError if only some ranks train a parameter; the list counts these ranks."""
         every = self._layout.ranks if self._transport is not None else 1
         for group in self._replicas:
             every *= group.size()

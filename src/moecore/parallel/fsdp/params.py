@@ -180,7 +180,7 @@ class UnitParam:
 
 
 def register_params(params: Sequence[UnitParam], *, unsharded: bool) -> None:
-    """Register on the modules the unsharded parameters if `unsharded`, otherwise the shards."""
+    """Register unsharded parameters on their modules, or sharded parameters if not `unsharded`."""
     for param in params:
         for module, attribute in param.owners:
             module._parameters[attribute] = param.unsharded if unsharded else param.sharded
@@ -227,11 +227,11 @@ class UnitViews:
 def make_views(
     params: Sequence[UnitParam], flat: Tensor, beside: int, values_per_byte: int = 1
 ) -> UnitViews:
-    """Return the views of a unit's flat buffer, one per parameter in each list.
+    """Return views of a unit's flat buffer `flat`, one per parameter in each list.
 
     Args:
         params: the unit's parameters.
-        flat: the buffer, 1-D.
+        flat: the 1-D buffer.
         beside: offset in values, after all shards, where copies of strided parameters begin.
         values_per_byte: values of a parameter in one element of `flat`.
     """

@@ -140,7 +140,7 @@ class ForwardVisit:
             self.outputs.append(Output(get_gradient_edge(x), x.shape, x.dtype, x.device))
 
     def drop_graph(self) -> None:
-        """Drop the recorded graph edges, whose hooks refer to this visit."""
+        """Drop the recorded graph edges of this forward and of its submodules' forwards."""
         self.inputs.clear()
         self.outputs.clear()
         for child in self.children:
