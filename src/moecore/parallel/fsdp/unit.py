@@ -205,7 +205,7 @@ class Unit:
         set_versions(self._counting, self._current)
 
     def can_unshard(self) -> bool:
-        """Whether a prefetch can take the buffer: its present unit is idle and not UNSHARDING."""
+        """Whether a prefetch may take the shared buffer; not from a unit in use or UNSHARDING."""
         holder = None if self.buffer is None else self.buffer.holder
         if holder is None or holder is self:
             return True
@@ -340,7 +340,7 @@ class CollectiveHeader:
         ]
 
     def of(self, unit: Unit) -> list[int]:
-        """Return this rank's header for the all-gather of a unit."""
+        """Return the numbers of this rank's header for the all-gather of a unit."""
         trained = bytes(param.sharded.requires_grad for param in unit.params)
         return [self._index[unit], *self._of_forward, (sum(trained) << 32) + zlib.crc32(trained)]
 

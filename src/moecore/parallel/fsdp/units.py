@@ -41,10 +41,7 @@ class Units:
 
 
 def find_units(model: nn.Module, options: FSDPOptions) -> Units:
-    """Group the modules of a model into units (FSDP2's parameter groups), as modules of each unit.
-
-    MoE blocks must already be replaced by MoE layers.
-    """
+    """Return the modules of each unit (FSDP2's parameter group), after MoE blocks were replaced."""
     blocks = find_blocks(model)
     layers = [m for m in model.modules() if isinstance(m, RoutedLayer)]
     stacks = [_list_layers(stack) for stack in _group_blocks(model, blocks, max(len(blocks), 1))]
@@ -256,9 +253,9 @@ def _list_first_modules(blocks: list[nn.Module], first_routers: set[nn.Module]) 
 
 
 def make_kind_lookup(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> Callable[[str], str]:
-    """Return a function that maps a clean parameter name to its kind, such as "attention".
+    """Return a function that maps a parameter name to its kind, such as "attention".
 
-    `layers` maps names to the model's MoE layers.
+    `layers` maps names to the model's MoE layers. Names have no prefixes of wrappers.
     """
     roles: dict[str, str] = {}
     for name, layer in layers.items():

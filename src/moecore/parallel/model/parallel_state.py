@@ -61,7 +61,7 @@ class ParallelState:
         return [pool for pool in (self.exchanges, self.ep_groups) if pool is not None]
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
-        """Return the model's block modules, whose names the plan has."""
+        """Return the model's blocks, such as decoder layers, by the names in the plan."""
         return [model.get_submodule(name) for name in self.plan.blocks]
 
 
