@@ -45,7 +45,7 @@ from moecore.parallel.mesh import make_host_group
 
 @dataclass(kw_only=True, slots=True)
 class _ContentsCheck:
-    """A comparison of the tensor contents of one forward, whose result may be pending."""
+    """A comparison of one forward's device tensors between ranks, whose result may be pending."""
 
     names: tuple[str, ...]
     bounds: Tensor  # int64 [2, names]: maxima over ranks of the checksum and of its complement
@@ -53,7 +53,7 @@ class _ContentsCheck:
     copy: ToHost | None = None
 
     def start_copy(self) -> None:
-        """Launch the copy of the result to the host; the stream waits for the all-reduce."""
+        """Launch the copy of the result to the host, once; the stream waits for the all-reduce."""
         if self.work is not None:
             self.work.wait()
             self.work, self.copy = None, ToHost(self.bounds)
@@ -84,9 +84,9 @@ class Contents:
         self._of_step: list[_ContentsCheck] = []
 
     def compare(self, tensors: Mapping[str, Tensor], groups: Sequence[dist.ProcessGroup]) -> None:
-        """Launch a comparison of tensors between the ranks of all groups, for the current step.
+        """Launch a comparison of tensors by name, as one all-reduce of checksums over each group.
 
-        Collective. All ranks must pass the same names.
+        Collective. All ranks must pass the same names. A CUDA graph capture compares nothing.
         """
         if not groups or _is_capturing(tensors):  # a replay would compare with nobody
             return
@@ -117,7 +117,7 @@ class Contents:
         return False
 
     def wait(self) -> str | None:
-        """Read all pending results; return the start of an error text, or None. Host sync."""
+        """Read all pending results; return the start of an error text, None if equal. Host sync."""
         comparisons, self._unread = self._unread, []
         problems = [check.find_problem() for check in comparisons]
         problem = next((check for check in problems if check is not None), None)
@@ -130,7 +130,7 @@ class Contents:
         self._of_step = []
 
     def end_step(self) -> Tensor | None:
-        """Return a device bool that says if contents of this step differed; None = not compared."""
+        """End a step; return a 0-dim device bool, True if contents differed, None if unchecked."""
         comparisons, self._of_step = self._of_step, []
         if not comparisons:
             return None
@@ -140,7 +140,7 @@ class Contents:
 
 
 def _is_capturing(tensors: Mapping[str, Tensor]) -> bool:
-    """Return whether the current stream of a tensor's device is capturing a CUDA graph."""
+    """Whether the current stream of a device of the tensors is capturing a CUDA graph."""
     devices = {x.device for x in tensors.values()}
     return any(is_capturing(get_current_stream(device)) for device in devices)
 
@@ -155,7 +155,7 @@ Ranks = tuple[dist.ProcessGroup, ...]  # groups whose product is the ranks that 
 
 
 class SharedArguments:
-    """Raises a ValueError if the ranks that share rows receive different forward arguments.
+    """Raises a ValueError if ranks that process the same sequences receive different arguments.
 
     Args:
         groups: cp degree -> process groups for the model's device. Entry 0 is used by forwards
@@ -173,11 +173,11 @@ class SharedArguments:
 
     @torch.compiler.disable
     def check(self, arguments: Mapping[str, Any], cp: int | None) -> None:
-        """Raise a ValueError if the arguments differ between the ranks that share rows.
+        """Raise a ValueError if arguments, by name, differ between ranks with the same sequences.
 
-        `cp` is the forward's context parallel degree. Collective over the ranks that share rows.
-        The first check with gradients is collective over the world, so that all ranks raise an
-        error, and synchronises the host.
+        Contents of device tensors are reported by a later check. `cp` is the forward's argument cp,
+        or None. Collective over these ranks. The first check with gradients is collective over the
+        world, so that all ranks raise an error, and synchronises the host.
         """
         if is_inside_custom_ops():
             return
@@ -217,7 +217,7 @@ class SharedArguments:
         self.check(named, None)
 
     def end_step(self) -> Tensor | None:
-        """Return a device bool that says if argument contents differed in this step's forwards.
+        """End a step; return a 0-dim device bool, True if argument contents differed in the step.
 
         None = no contents were compared on the device. No host sync.
         """
@@ -234,9 +234,10 @@ class SharedArguments:
             raise ValueError(problem + ADVICE)
 
     def _find_difference(self, entries: Mapping[str, Any], place: int) -> str | None:
-        """Compare host values, and results of earlier forwards, over the groups of `place`.
+        """Compare the reprs of values by name, and results of earlier forwards. Collective.
 
-        Return the start of an error text, or None. Collective.
+        `place` is the cp degree that selects the groups. Returns the start of an error text, or
+        None if all ranks agree.
         """
         groups = self._host_groups[place]
         if not groups:
@@ -255,9 +256,9 @@ class SharedArguments:
 
 
 def _describe_value(value: Any, name: str, on_device: dict[str, Tensor]) -> Any:
-    """Return a description of an argument's value whose `repr` ranks compare.
+    """Return a nested description of an argument's value whose `repr` ranks compare.
 
-    Device tensors are added to `on_device` under their name.
+    Device tensors are added to `on_device`, with `name` and their index as key, such as "x[0]".
     """
     if isinstance(value, Mapping):
         items = ((make_comparable(key), entry) for key, entry in value.items())
@@ -280,7 +281,7 @@ def _describe_value(value: Any, name: str, on_device: dict[str, Tensor]) -> Any:
 
 
 def _describe_tensor(x: Tensor, name: str, on_device: dict[str, Tensor]) -> str:
-    """Describe a tensor by dtype and shape, with a digest of a CPU tensor's values."""
+    """Return dtype, shape and a CPU tensor's digest as text; add a device tensor to `on_device`."""
     facts = f"{x.dtype} {tuple(x.shape)} on {x.device.type}"
     if type(x) not in (Tensor, nn.Parameter) or x.layout != torch.strided or x.is_meta:
         return facts  # its bytes are not contents, or it has none

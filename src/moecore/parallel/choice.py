@@ -24,14 +24,15 @@ from moecore.parallel.mesh import (
 
 
 def start_default_group() -> None:
-    """Initialise the default process group if it does not exist."""
+    """Initialise the default process group, with NCCL if a GPU is available, unless it exists."""
     if not dist.is_initialized():
         start_process_group(_get_device_type())
 
 
 def choose_meshes(expert_counts: Iterable[int]) -> Meshes:
-    """Build meshes for MoE layers with these numbers of experts, over all ranks. Collective.
+    """Build the dense and the expert mesh over all ranks, with the largest possible ep. Collective.
 
+    `expert_counts` has the number of experts of each MoE layer, in any order.
     ep is the largest number that divides the ranks of a host (or of an NVLink domain) and every
     layer's number of experts. Example: 6 experts on a host of 4 ranks have ep 2 and edp_shard 2.
     Dense parameters are sharded over all ranks. A model without MoE layers has ep 1.
@@ -53,9 +54,10 @@ def _get_device_type() -> str:
 
 
 def _find_domain() -> tuple[int, str]:
-    """Return the size of a rank's fast domain and its name, such as (8, "a host"). Collective.
+    """Return the number of neighbouring ranks with fast links, and their domain. Collective.
 
-    The domain is an NVLink domain, a host, or the world if the launcher sets no hosts.
+    The domain is "an NVLink domain" if every GPU is in a domain across hosts, "the world" if
+    LOCAL_WORLD_SIZE is not set, otherwise "a host".
     """
     world_size = dist.get_world_size()
     if "LOCAL_WORLD_SIZE" not in os.environ:  # a launcher that tells no hosts, or one process

@@ -90,7 +90,7 @@ def find_problems(facts: Sequence[RankFacts]) -> list[str]:
 
 
 def _find_differences(facts: Sequence[RankFacts]) -> Iterator[str]:
-    """Yield versions, environment variables and arguments that differ between ranks."""
+    """Yield an error line per version, environment variable or option that ranks do not share."""
     for kind in ("versions", "environment"):
         names = sorted({name for rank_facts in facts for name in getattr(rank_facts, kind)})
         for name in names:
@@ -109,7 +109,7 @@ def _find_differences(facts: Sequence[RankFacts]) -> Iterator[str]:
 
 
 def _find_host_problems(facts: Sequence[RankFacts]) -> Iterator[str]:
-    """Yield the problems of hosts and NVLink domains, such as unequal numbers of ranks."""
+    """Yield an error line per problem of a host or of an NVLink domain across hosts."""
     by_host = defaultdict[str, list[int]](list)
     for rank, rank_facts in enumerate(facts):
         by_host[rank_facts.host].append(rank)
@@ -131,9 +131,9 @@ def _find_host_problems(facts: Sequence[RankFacts]) -> Iterator[str]:
 def _find_single_host_problems(
     facts: Sequence[RankFacts], ranks: Sequence[int], first: RankFacts
 ) -> Iterator[str]:
-    """Yield the problems of one host: rank numbers, clock, shared memory, disk and GPU access.
+    """Yield an error line per problem of a host: rank numbers, clock, memory, disk, GPU access.
 
-    `facts` has the measurements of the host's `ranks`; `first` has those of rank 0.
+    `facts[i]` describes the host's rank `ranks[i]`, and `first` describes global rank 0.
     """
     name = facts[0].name
     if list(ranks) != list(range(ranks[0], ranks[0] + len(ranks))):
@@ -159,14 +159,12 @@ def _find_single_host_problems(
     if memory is not None and memory < SHARED_MEMORY:
         yield (
             f"/dev/shm of {name} ({_format_gib(memory)} free) must have "
-            f"{_format_gib(SHARED_MEMORY)}, "
-            "for NCCL and data loaders: --shm-size of its container"
+            f"{_format_gib(SHARED_MEMORY)}, for NCCL and data loaders: --shm-size of its container"
         )
     if disk is not None and disk < DISK:
         yield (
             f"disk of checkpoints on {name} ({_format_gib(disk)} free) must have "
-            f"{_format_gib(DISK)}: "
-            "remove old ones by moecore checkpoint prune"
+            f"{_format_gib(DISK)}: remove old ones by moecore checkpoint prune"
         )
     blind = [
         rank
@@ -183,7 +181,7 @@ def _find_single_host_problems(
 
 
 def _find_rank_problems(facts: Sequence[RankFacts]) -> Iterator[str]:
-    """Yield the problems of each rank: unreadable facts, limits, GPU memory, NCCL variables."""
+    """Yield an error line per problem of a rank: unreadable facts, limits, GPU memory, NCCL."""
     for rank, rank_facts in enumerate(facts):
         yield from (
             f"rank {rank} on {rank_facts.name}: {failure}" for failure in rank_facts.failures
@@ -214,7 +212,7 @@ def _find_rank_problems(facts: Sequence[RankFacts]) -> Iterator[str]:
 
 
 def _find_link_problems(facts: Sequence[RankFacts]) -> Iterator[str]:
-    """Yield the ranks that receive messages at less than half of the median rate."""
+    """Yield an error line per rank that receives messages at less than half of the median rate."""
     for link in ("inside a host", "between hosts"):
         rates = {
             rank: rank_facts.rates[link]
@@ -239,7 +237,7 @@ def _format_ranks(ranks: Sequence[int]) -> str:
 
 
 def _list_present_values(facts: Sequence[RankFacts], field: str) -> list[Any]:
-    """Return a field's values of all ranks, without None."""
+    """Return the values of one attribute of `RankFacts` on all ranks, without None."""
     return [value for row in facts if (value := getattr(row, field)) is not None]
 
 
@@ -259,7 +257,7 @@ def _format_gib(num_bytes: int) -> str:
 
 
 def run_doctor(args: Any) -> int:
-    """Run `moecore doctor`: print the problems of this job's hosts; return 1 if there is a problem.
+    """Run `moecore doctor`: print problems of this job's hosts; return the exit status, 0 or 1.
 
     Collective. `args` has the command's options `timeout` and `checkpoints`.
     """
@@ -296,7 +294,7 @@ def _print_report(facts: Sequence[RankFacts], lines: Sequence[str]) -> None:
 
 @contextmanager
 def _convert_errors(rule: str) -> Iterator[None]:
-    """Return a context that raises a collective's error as a one-line ValueError with `rule`."""
+    """Return a context that raises a collective's error as a ValueError "`rule`: ..., (error)"."""
     try:
         yield
     except (dist.DistError, RuntimeError) as error:
@@ -334,7 +332,7 @@ class _FactReader:
     def read(
         self, name: str, function: Callable[[], T], default: T, rule: str = "readable by this rank"
     ) -> T:
-        """Return the function's result; if it raises, record an error text and return `default`."""
+        """Return function(); if it fails, record "`name` must be `rule`" and return `default`."""
         try:
             return function()
         except (OSError, ValueError, RuntimeError) as error:
@@ -346,7 +344,10 @@ class _FactReader:
 
 
 def _collect_facts(device_type: str, checkpoints: Path | None) -> RankFacts:
-    """Measure this rank, its GPU, its host and its links. Collective."""
+    """Measure this rank, its GPU, host and links. Collective.
+
+    `checkpoints` is a directory whose disk is measured; None = no directory.
+    """
     reader, is_gpu = _FactReader(), device_type == "cuda"
     # The file's name is made by rank 0. All ranks exchange it, with or without a directory.
     local_key = get_host_id(), f".doctor-{uuid.uuid4().hex}"
@@ -405,7 +406,7 @@ def _measure_disk(
 ) -> tuple[int | None, bool]:
     """Return a directory's free bytes, and whether this rank sees a file that rank 0 writes there.
 
-    Collective. `name` is the file's name.
+    Collective. `name` is the file's name. Free bytes None = no directory, or it is not writable.
     """
     is_first, shown_path = dist.get_rank() == 0, f"--checkpoints ({quote(str(directory))})"
     rule = "a directory that every rank can write"
@@ -413,8 +414,7 @@ def _measure_disk(
     def write() -> bool:
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
-            # Every rank writes a file, because every rank writes checkpoints. It keeps its own
-            # name from the other ranks: only the file of rank 0 is looked for.
+            # Every rank writes a file, as for checkpoints. Only the file of rank 0 has a name.
             with tempfile.TemporaryFile(dir=directory) as file:
                 file.write(b"moecore doctor")
             if is_first:
@@ -436,7 +436,7 @@ def _measure_disk(
 
 
 def _find_peer_problem(hosts: Sequence[str], device_type: str) -> str | None:
-    """Return why this host's GPUs cannot access each other's memory, or None. Collective."""
+    """Return why GPUs of this host lack peer access, or None. `hosts[i]` = rank i's. Collective."""
     if device_type != "cuda":
         return None
     local_host = hosts[dist.get_rank()]
@@ -449,9 +449,9 @@ def _find_peer_problem(hosts: Sequence[str], device_type: str) -> str | None:
 
 
 def _measure_rates(hosts: Sequence[str], device_type: str) -> dict[str, float]:
-    """Measure the receive rate from the previous rank in rings inside and between hosts.
+    """Measure the rate at which this rank receives from the previous rank in rings. Collective.
 
-    Returns bytes per second by link. Collective.
+    Returns bytes per second by "inside a host" and "between hosts". `hosts[i]` = rank i's host id.
     """
     rank, rates = dist.get_rank(), dict[str, float]()
     by_host = [[r for r, h in enumerate(hosts) if h == host] for host in dict.fromkeys(hosts)]

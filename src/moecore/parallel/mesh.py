@@ -75,6 +75,7 @@ class ParallelConfig(CheckedRecord):
     etp: Degree = 1
 
     def _rules(self) -> Rules:
+        """Yield the field and the error text of each broken rule."""
         for view, names in (("dense", DENSE_DIMS), ("expert", EXPERT_DIMS)):
             open_names = [name for name in names if getattr(self, name) == -1]
             if len(open_names) > 1:
@@ -159,12 +160,12 @@ class Meshes:
 
     @property
     def data_ranks(self) -> int:
-        """Number of different micro-batches; cp and tp ranks of a data rank share a micro-batch."""
+        """Number of data parallel ranks. The cp and tp ranks of a data rank share micro-batches."""
         return self.parallel.dp_replicate * self.parallel.dp_shard
 
     @property
     def data_rank(self) -> int:
-        """Index of this rank's micro-batch, from 0 to `data_ranks` - 1."""
+        """This rank's index among the data parallel ranks, from 0 to `data_ranks` - 1."""
         shard = self.dense.get_local_rank("dp_shard")
         return self.dense.get_local_rank("dp_replicate") * self.parallel.dp_shard + shard
 
@@ -229,9 +230,8 @@ def build_meshes(
         "ranks_per_domain": ranks_per_domain,
         "device_type": device_type,
     }
-    check_equal(
-        mesh_arguments, choose_object_device_type(world.get_group())
-    )  # before the groups, which other degrees would mix up
+    # before the groups, which other degrees would mix up
+    check_equal(mesh_arguments, choose_object_device_type(world.get_group()))
     if ranks_per_domain is None and device_type == "cuda" and "LOCAL_WORLD_SIZE" in os.environ:
         domain = count_ranks_per_fabric(read_local_fabric()) or domain
     dense = _make_mesh(device_type, tuple(getattr(p, d) for d in DENSE_DIMS), DENSE_DIMS)
@@ -254,7 +254,10 @@ def build_meshes(
 
 
 def _resolve_ranks_per_domain(ranks_per_domain: int | None, world_size: int) -> int:
-    """Check `ranks_per_domain`, or derive it from the ranks per host if it is None."""
+    """Return `ranks_per_domain`; raise a ValueError if it does not divide the world size.
+
+    For None, return LOCAL_WORLD_SIZE, or the world size if that is not set or does not divide it.
+    """
     if ranks_per_domain is None:
         of_host = read_launcher_number("LOCAL_WORLD_SIZE", world_size)
         return of_host if world_size % of_host == 0 else world_size
@@ -267,10 +270,10 @@ def _resolve_ranks_per_domain(ranks_per_domain: int | None, world_size: int) -> 
 
 
 def count_ranks_per_fabric(local_fabric: str | None) -> int | None:
-    """Return the largest n such that each group of n consecutive ranks is inside one fabric.
+    """Return the largest n for which each group of n consecutive ranks is in one NVLink domain.
 
-    None = a rank has no fabric. `local_fabric` is the id of this rank's fabric (`base/fabric.py`).
-    Collective. Example: fabrics with 72 and 56 ranks give 8.
+    `local_fabric` is the id of the multi-host NVLink domain of this rank's GPU; None = no domain.
+    If any rank has None, the result is None. Collective. Domains of 72 and 56 ranks give 8.
     """
     names = gather_objects(local_fabric)
     if None in names:
@@ -286,10 +289,7 @@ class DomainGroups(NamedTuple):
 
 
 def make_domain_groups(meshes: Meshes) -> DomainGroups:
-    """Create the process groups inside and across domains. Call `check_domains` first.
-
-    Collective.
-    """
+    """Create the groups of dispatcher "hierarchical", after `check_domains`. Collective."""
     num_ranks, domain_size = meshes.parallel.ep * meshes.parallel.etp, meshes.ranks_per_domain
     sizes = (dist.get_world_size() // num_ranks, num_ranks // domain_size, domain_size)
     view = _make_mesh(meshes.device_type, sizes, ("dispatch", "domain", "place"))
@@ -330,8 +330,7 @@ def split_context_group(
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Split a context parallel group: return the inner group and the outer group of this rank.
 
-    The inner group has `inner` consecutive cp ranks. The outer group has every `inner`-th cp rank.
-    Collective.
+    The inner group has `inner` consecutive cp ranks, the outer every `inner`-th rank. Collective.
     """
     tp, size = meshes.parallel.tp, dist.get_world_size()
     sizes = (size // (cp * tp), cp // inner, inner, tp)
@@ -342,8 +341,7 @@ def split_context_group(
 def make_host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return a group of the same ranks whose collectives support CPU tensors.
 
-    If `group` has a CPU backend, the function returns `group`. Otherwise it creates a gloo group.
-    Collective over the group.
+    This is `group` if it has a CPU backend, otherwise a new gloo group. Collective over the group.
     """
     if has_cpu_backend(group):
         return group
@@ -357,7 +355,7 @@ def make_host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def concatenate_meshes(*meshes: DeviceMesh) -> DeviceMesh:
-    """Join the axes of several device meshes into one mesh. No communication."""
+    """Return a mesh with the axes and groups of several meshes, in order. No communication."""
     ranks, local_rank = torch.zeros((), dtype=torch.int), dist.get_rank()
     for mesh in meshes:  # the steps along the dims of one view are the same everywhere
         ranks = ranks.reshape(*ranks.shape, *(1 for _ in mesh.shape)) + (mesh.mesh - local_rank)
@@ -387,7 +385,9 @@ def _format_mesh(mesh: DeviceMesh) -> str:
 
 
 def start_process_group(device_type: str, timeout: timedelta | None = None) -> None:
-    """Initialise the default process group with torchrun's ranks, or with this process only.
+    """Initialise the default process group, of one rank if torchrun's RANK is not set.
+
+    "cuda" also makes GPU LOCAL_RANK the current device. `timeout` None = torch's default.
 
     Raises:
         ValueError: if an environment variable of the launcher is not a number in its range.
@@ -457,7 +457,7 @@ def _flatten_group(view: DeviceMesh, names: tuple[str, str]) -> dist.ProcessGrou
 def _make_stage_groups(
     world: DeviceMesh, dense: DeviceMesh, p: ParallelConfig
 ) -> tuple[dist.ProcessGroup, tuple[dist.ProcessGroup, dist.ProcessGroup] | None]:
-    """Create the group of this rank's pipeline stage and the two `Meshes.pipeline_groups`."""
+    """Return `Meshes.stage_group` and `Meshes.pipeline_groups`; with pp 1, the world and None."""
     if p.pp == 1:
         return world.get_group(), None
     view = _make_mesh(world.device_type, (p.pp, world.size() // p.pp), ("pp", "stage"))

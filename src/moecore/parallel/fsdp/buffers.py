@@ -63,7 +63,7 @@ def plan_buffers(plan: ShardPlan) -> Iterator[BufferPlan]:
 
 
 def _group_by_dtype(units: Sequence[UnitPlan]) -> dict[str, list[tuple[UnitPlan, int]]]:
-    """Return the units' layouts that need a buffer, grouped by the dtype of their all-gather."""
+    """Return {dtype of the all-gather: [(unit, index of a layout that needs a buffer)]}."""
     layouts_of = defaultdict(list)
     for unit in units:
         for i, layout in enumerate(unit.layouts):
@@ -86,7 +86,7 @@ def _make_plans(
     layouts: Sequence[tuple[UnitPlan, int]],
     number: int,
 ) -> Iterator[BufferPlan]:
-    """Distribute layouts round-robin over `number` buffers and yield the buffers' plans."""
+    """Distribute (unit, layout index) pairs round-robin over `number` buffers; yield the plans."""
     for first in range(min(number, len(layouts))):
         users = layouts[first::number]
         sizes = [
@@ -114,7 +114,7 @@ class Buffer(Generic[Holder]):
         self._flat: Tensor | None = None
 
     def flat(self, device: torch.device) -> Tensor:
-        """Return the tensor, which is allocated at the first call."""
+        """Return the 1-D tensor, which is allocated at the first call and on a new device."""
         if self._flat is None or self._flat.device != device:
             with torch.inference_mode(False):
                 self._flat = torch.empty(self.numel, dtype=self.dtype, device=device)

@@ -32,7 +32,11 @@ class WeightProduct(NamedTuple):
     def of(
         cls, number: int, shape: torch.Size, compute: ComputeGrad, operands: tuple[Any, ...]
     ) -> WeightProduct:
-        """Return a product with the current stream, which must have computed the operands."""
+        """Create a product, which records the current stream, on which the operands were computed.
+
+        `number` is the parameter's index in its unit, and `shape` the shape of its gradient.
+        `compute(*operands, target)` computes the gradient.
+        """
         device = next(iterate_tensors(operands)).device
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         return cls(number, shape, compute, operands, stream)
@@ -49,7 +53,7 @@ class WeightProduct(NamedTuple):
 
 
 class WeightGradients:
-    """The deferred weight gradients of one micro-batch and pipeline stage.
+    """Weight-gradient products of one micro-batch and pipeline stage, deferred by its backward.
 
     After `run` the object can be used for another backward.
     """
@@ -82,19 +86,19 @@ class WeightGradients:
         self._products.clear()
 
     def bind(self, run: Callable[[], None]) -> None:
-        """Set the function that `run` calls."""
+        """Set the function that `run` calls; the engine passes it."""
         self._run = run
 
     def store(self, unit: object, product: WeightProduct) -> None:
-        """Store the product for the gradient of one of the unit's parameters."""
+        """Append a product to the products stored for `unit`, a hashable key."""
         self._products.setdefault(unit, deque()).append(product)
 
     def has_products(self, unit: object) -> bool:
-        """Whether products for a unit's parameters are stored."""
+        """Whether products are stored for `unit`, the key given to `store`."""
         return unit in self._products
 
     def pop_products(self, unit: object) -> deque[WeightProduct]:
-        """Remove a unit's products and return them in the order in which they were stored."""
+        """Remove the products stored for `unit` and return them in order; empty if none exist."""
         return self._products.pop(unit, deque())
 
 

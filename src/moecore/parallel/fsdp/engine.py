@@ -6,30 +6,27 @@ A unit is a parameter group of FSDP2. The engine registers these hooks:
     post_forward    reshard the unit, unless it is resident
     pre_backward    the gradient of an output arrives: as pre_forward
     post_backward   the gradient of the last input arrives: reduce the unit's gradients, reshard it
-    end of backward reduce the remaining units, reshard those that the step does not use again, and
-                    wait for all communication
+    end of backward reduce remaining units, reshard units without further use in the step, join
 
-Outside of forward and backward the modules have their sharded parameters, so a single rank may read
-them. A resident unit (`UnitOptions.is_resident`) stays unsharded until its backward. Two counts,
-which are equal on all ranks, decide when a resident unit is reduced and resharded:
+Outside of forward and backward the modules have their sharded parameters. A resident unit
+(`UnitOptions.is_resident`) stays unsharded until its backward. Two counts, which are equal on all
+ranks, decide when a resident unit is reduced and resharded:
 
     `_pending_forwards`         announced forwards with gradients that have not ended
     `Unit.pending_backwards`    forwards of the unit's modules whose backward has not ended
 
 The micro-batches of a step share resident units and run in any order. A resident unit is resharded
 when both counts are 0, or at the end of the micro-batches. A unit that accumulates gradients is
-reduced at that point. Any other resident unit is reduced by each backward. A forward that is not
-announced is a separate step: it starts with new all-gathers, and its backward reduces and reshards
-all units.
+reduced at that point, any other resident unit by each backward. A forward that is not announced is
+a separate step with new all-gathers, whose backward reduces and reshards all units.
 
-A backward in two parts (`defer_weight_gradients`) defers products of weight gradients:
+`defer_weight_gradients` splits a backward in two parts:
 
     D    backward: gradients of inputs, and the weight gradients that autograd computes
     W    `WeightGradients.run`: the deferred products, unit by unit from the last to the first
 
-Each part reduces the gradients that it computes. A unit that is reduced by each micro-batch is
-therefore reduced twice, and stores no sums between D and W. A unit that accumulates is reduced
-once, after its last product. W reads no weight, so D reshards a unit as any backward does.
+D and W each reduce the gradients that they compute. A unit that accumulates is reduced once, after
+its last product. W reads no weight, so D reshards a unit as any backward does.
 """
 
 from __future__ import annotations
@@ -63,9 +60,10 @@ GRAD_BOUNDARY = "_moecore_grad_boundary"
 
 
 class UnitEngine:
-    """Runs the units of a model, in the order of forward but with the root's unit last.
+    """Hooks that unshard, reshard and reduce a model's units (FSDP2's parameter groups).
 
     Args:
+        units: in the order of forward, with the root's unit last.
         exchanges: MoE layer -> its experts, for layers that dispatch tokens to other ranks. Ranks
             may then skip modules that other ranks run (`UnevenRanks`). None = no rank skips.
     """
@@ -127,7 +125,7 @@ class UnitEngine:
             unit.reshard()
 
     def start_micro_batches(self, *, pending_forwards: float, in_parts: bool = False) -> None:
-        """Announce micro-batches of a step, which share resident units.
+        """Announce micro-batches of a step, which share units that stay unsharded until backward.
 
         Args:
             pending_forwards: number of forwards with gradients that have not ended in the step.
@@ -150,7 +148,7 @@ class UnitEngine:
         self.reshard()
 
     def end_forwards(self) -> None:
-        """End a micro-batch: run a backward of zeros for forwards whose output had no backward."""
+        """End a micro-batch: run a zero backward for forwards of the model that had no backward."""
         runs = [] if self._uneven is None else self._uneven.list_runs_without_backward()
         for run in runs:
             start = torch.zeros((), requires_grad=True)
@@ -158,12 +156,12 @@ class UnitEngine:
             start.backward()
 
     def end_step(self) -> None:
-        """Reshard all units before weights change. Later backwards of earlier forwards raise."""
+        """Reshard all units before weights change. A later backward raises a RuntimeError."""
         self._step += 1
         self.reshard()
 
     def drop_step(self) -> None:
-        """Discard the step: reshard all units, drop unreduced gradients and micro-batches."""
+        """Discard the step: reshard all units; drop unreduced gradients and deferred products."""
         self._in_step, self._pending_forwards, self._in_parts = False, 0, False
         progress = self.progress()
         if progress is not None:
@@ -179,8 +177,7 @@ class UnitEngine:
     def defer_weight_gradients(self, deferred: WeightGradients) -> Iterator[None]:
         """Return a context in which backwards store their weight-gradient products in `deferred`.
 
-        The backwards must be called without `inputs`, because gradients go to parameters. Use
-        `deferred` with this engine only.
+        The backwards must be called without `inputs`. Use `deferred` with this engine only.
         """
         deferred.bind(partial(self._compute_deferred_in_step, deferred))
         if deferred not in self._deferred:
@@ -194,7 +191,7 @@ class UnitEngine:
                 unit.gradients.deferred = None
 
     def _compute_deferred_in_step(self, deferred: WeightGradients) -> None:
-        """Run deferred products; raise a ValueError outside of a step's micro-batches."""
+        """Run deferred products once; raise a ValueError outside of a TrainStep's micro-batch."""
         if deferred in self._deferred:
             self._check_open("WeightGradients.run()")
             self._compute_deferred(deferred)
@@ -214,7 +211,7 @@ class UnitEngine:
 
     @contextmanager
     def pair_passes(self) -> Iterator[None]:
-        """Return a context in which one announced forward alternates with one backward."""
+        """Return a context in which a forward and a backward take turns and call `resume`."""
         self._check_consistent()
         self._is_paired = True
         try:
@@ -224,14 +221,14 @@ class UnitEngine:
 
     def resume(self, is_backward: bool) -> None:
         """Unshard the units that the forward (or backward) of a pair uses, before it continues."""
-        # The other side of the pair may have resharded these units or used their buffers. All ranks
-        # all-gather the same units, because a skipped module counts as a module that runs.
+        # The other side may have resharded these units. Skipped modules count as running modules.
         for unit in self.units:
             if unit.runs[is_backward] or (is_backward and unit.backwards):
                 self._unshard_for_use(unit, ())
 
     @torch.compiler.disable
     def _pre_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Unshard the unit for a module's forward, and return the cast (args, kwargs). A hook."""
         is_recompute = is_recomputing()
         if not self._depth and not is_recompute:
             self._root_pre_forward()
@@ -254,9 +251,8 @@ class UnitEngine:
         unit.runs[is_recompute].append(run)  # `_post_forward` removes it and decreases `_depth`
         is_first = module is unit.modules[0] and not is_recompute
         self._unshard_for_use(unit, unit.prefetch_forward if is_first else ())
-        # A recomputed forward belongs to a running backward, so the unit expects no further
-        # backward. The first forward of a reentrant checkpoint runs without gradients: its visit,
-        # or the outermost run, counts instead.
+        # A recomputed forward expects no further backward. The first forward of a reentrant
+        # checkpoint runs without gradients: its visit, or the outermost run, counts instead.
         waits = None if is_recompute else run or visit or self._outermost_run
         if waits is not None:
             waits.expect_in(unit)
@@ -264,8 +260,7 @@ class UnitEngine:
             visit.has_inputs = any(_requires_grad(leaf) for leaf in _list_leaves((args, kwargs)))
         if run is not None:
             run.versions = unit.versions()
-            for leaf in _list_leaves((args, kwargs)):
-                # A parameter outlives a step.
+            for leaf in _list_leaves((args, kwargs)):  # parameters outlive a step
                 if _requires_grad(leaf) and not isinstance(leaf, nn.Parameter):
                     self._get_grad_boundary(leaf).ends.append(run)
                     run.inputs += 1
@@ -275,6 +270,7 @@ class UnitEngine:
 
     @torch.compiler.disable
     def _post_forward(self, unit: Unit, module: nn.Module, _args: Any, output: Any) -> Any:
+        """Reshard the unit unless it is resident or in use, and return the output. A hook."""
         is_recompute = is_recomputing()
         if not unit.runs[is_recompute]:  # the forward failed before its own hook
             return output
@@ -301,7 +297,7 @@ class UnitEngine:
         return output
 
     def _root_pre_forward(self) -> None:
-        """Begin an outermost forward: use the sharded parameters that modules have now."""
+        """Begin an outermost forward: adopt the sharded parameters that modules have now."""
         withdraw_records()
         self._header.start(self.progress())
         self._forward += 1
@@ -317,6 +313,7 @@ class UnitEngine:
         self._streams.start()
 
     def _check_consistent(self) -> None:
+        """Raise a RuntimeError if an earlier backward ended in an exception."""
         if self._in_backward:
             raise RuntimeError(
                 "the last backward ended in an exception: gradients, counts and gathered weights "
@@ -324,6 +321,7 @@ class UnitEngine:
             )
 
     def _check_open(self, caller: str) -> None:
+        """Raise a ValueError, which names `caller`, outside of a micro-batch of a TrainStep."""
         progress = self.progress()
         if progress is not None and not progress.is_open:
             raise ValueError(
@@ -332,7 +330,7 @@ class UnitEngine:
             )
 
     def _root_post_forward(self, module: nn.Module, *, has_failed: bool) -> None:
-        """End an outermost forward: register sharded parameters, which the caller can read."""
+        """End an outermost forward, failed or not: register sharded parameters for the caller."""
         self._outermost_run = None
         if module is self._root and torch.is_grad_enabled():
             self._pending_forwards = max(0, self._pending_forwards - 1)
@@ -345,7 +343,7 @@ class UnitEngine:
                 unit.reshard()  # prefetched for a module that did not run
 
     def _unshard_for_use(self, unit: Unit, prefetch: Sequence[Unit]) -> None:
-        """Wait for a unit's all-gather, register its unsharded parameters, prefetch other units."""
+        """Unshard a unit, register its parameters, and launch the all-gathers of `prefetch`."""
         unit.wait_for_unshard()
         unit.register_params(unsharded=True)
         for other in prefetch:
@@ -353,7 +351,7 @@ class UnitEngine:
                 other.unshard()
 
     def _get_grad_boundary(self, leaf: Tensor) -> GradBoundary:
-        """Return an activation's `GradBoundary`; create and register it if there is none."""
+        """Return an activation's `GradBoundary`; create it for a new version of the activation."""
         boundary: GradBoundary | None = getattr(leaf, GRAD_BOUNDARY, None)
         version = sum_versions(leaf)
         if boundary is None or boundary.version != version or boundary.engine is not self:
@@ -363,7 +361,7 @@ class UnitEngine:
         return boundary
 
     def _separate_outputs(self, output: Any, run: ForwardRun) -> Any:
-        """Return outputs; an output that is also an input of the run becomes a view."""
+        """Return nested outputs, with a view in place of an output that is also the run's input."""
 
         def as_output(leaf: Tensor) -> Tensor:
             boundary: GradBoundary | None = getattr(leaf, GRAD_BOUNDARY, None)
@@ -375,7 +373,7 @@ class UnitEngine:
         return tree_map_only(Tensor, as_output, output)
 
     def pre_backward(self, run: ForwardRun) -> None:
-        """Begin the backward of a run, when the gradient of one of its outputs is computed."""
+        """Unshard a unit for the backward of a forward, when the first output gradient arrives."""
         if torch.is_grad_enabled() and has_next_node():
             raise NotImplementedError(
                 "create_graph (True) must be False for a model of parallelize_moe, whose gathered "
@@ -407,13 +405,13 @@ class UnitEngine:
         self._unshard_for_use(run.unit, run.unit.prefetch_backward if is_first else ())
 
     def post_backward(self, run: ForwardRun) -> None:
-        """End the backward of a run, when the gradient of its last input is computed."""
+        """Count an input gradient of a forward; with the last input, end its backward."""
         run.pending -= 1
         if run.is_active and not run.pending:
             self._end_run(run)
 
     def _end_run(self, run: ForwardRun) -> None:
-        """End the backward of a run; a run whose backward has not begun expects none."""
+        """End the backward of a forward, or stop expecting the backward if it has not begun."""
         if not run.is_active:
             run.stop_expecting()
             return
@@ -421,7 +419,7 @@ class UnitEngine:
         self._reshard_if_unused(run.unit, run.forward)
 
     def _reshard_if_unused(self, unit: Unit, forward: int) -> None:
-        """Reduce and reshard a unit after a backward, unless another backward will use it."""
+        """Reduce and reshard a unit that no backward of model forward number `forward` uses."""
         if unit.backwards or unit.runs[True]:
             return
         if not unit.options.is_resident:
@@ -436,6 +434,7 @@ class UnitEngine:
             unit.reshard()
 
     def _close_run(self, run: ForwardRun) -> None:
+        """Record that the backward of a forward has ended, without resharding its unit."""
         if self._uneven is not None and run.visit is not None:
             self._uneven.post_backward(run, run.visit)
         self._active_runs.remove(run)
@@ -445,6 +444,7 @@ class UnitEngine:
         run.stop_expecting()
 
     def _root_post_backward(self) -> None:
+        """End the model's backward: reduce and reshard remaining units, and join all streams."""
         while self._active_runs:
             run = self._active_runs[-1]
             self._close_run(run)

@@ -53,13 +53,16 @@ class Format(Protocol):
     dtype: torch.dtype  # dtype of the unit's buffer
 
     def make_unsharded(self, params: Sequence[UnitParam], data: Sequence[Tensor]) -> list[Tensor]:
-        """Create the unsharded parameters on the memory in `data`.
+        """Create each unsharded parameter on its view of the unit's buffer in `data`.
 
-        Returns the tensors whose version counters the unit checks.
+        Returns the tensors whose version counters autograd checks.
         """
 
     def fill(self, params: Sequence[UnitParam], local_views: Sequence[Tensor]) -> None:
-        """Write this rank's converted shards to `local_views` of the buffer. May communicate."""
+        """Convert each parameter's local shard, and write it to its view of the unit's buffer.
+
+        Formats with scales all-reduce amax.
+        """
 
 
 class CastFormat:
@@ -99,7 +102,7 @@ class QuantisedFormat(ABC):
         self._parts: list[_ShardPart] = []
 
     def make_unsharded(self, params: Sequence[UnitParam], data: Sequence[Tensor]) -> list[Tensor]:
-        """Create unsharded parameters without values, whose `Blocks` read the buffer."""
+        """Create unsharded parameters without values, whose FP8 operands read `data` (`Format`)."""
         self._parts = self._make_parts(params)
         counting = list[Tensor]()
         for param, memory, part in zip(params, data, self._parts, strict=True):
@@ -140,16 +143,16 @@ class QuantisedFormat(ABC):
         return parts
 
     def _count_matrices(self, shape: torch.Size) -> int:
-        """Return the number of matrices in a parameter, each of which has a scale."""
+        """Return the number of matrices in a parameter that have a scale for the full matrix."""
         return count_matrices(shape)
 
     @abstractmethod
     def _get_blocks_shape(self, place: MatrixShard) -> tuple[int, int]:
-        """Return the number of block rows and block columns of the unsharded parameter."""
+        """Return (block rows, block columns) of the matrix that contains the shard `place`."""
 
     @abstractmethod
     def _make_blocks(self, memory: Tensor, part: _ShardPart) -> Blocks:
-        """Return the `Blocks` that products read from the buffer and the scales."""
+        """Return an operand of products: values in `memory` of the buffer, scales of `part`."""
 
     @abstractmethod
     def _write_amax(self, shard: Tensor, part: _ShardPart) -> None:
@@ -157,7 +160,7 @@ class QuantisedFormat(ABC):
 
     @abstractmethod
     def _quantise_shard(self, shard: Tensor, part: _ShardPart, values: Tensor) -> None:
-        """Compute all scales from the ranks' amax; write the quantised shard to `values`."""
+        """Compute all scales in `part` from its amax; write the quantised shard to `values`."""
 
 
 class BlockFormat(QuantisedFormat):
@@ -165,22 +168,27 @@ class BlockFormat(QuantisedFormat):
 
     @override
     def _count_matrices(self, shape: torch.Size) -> int:
+        """Return 0, because only blocks have scales."""
         return 0
 
     @override
     def _get_blocks_shape(self, place: MatrixShard) -> tuple[int, int]:
+        """Return the shape of the scales of 128 x 128 blocks of the full matrix, with padding."""
         return place.scales_shape
 
     @override
     def _make_blocks(self, memory: Tensor, part: _ShardPart) -> Blocks:
+        """Return FP8 values in `memory` of the buffer with the block scales of `part`."""
         return Blocks(memory.view(FP8), part.scales.data, "block")
 
     @override
     def _write_amax(self, shard: Tensor, part: _ShardPart) -> None:
+        """Write the amax of each block of the shard to `part`."""
         write_block_amax_(shard, part.place, part.of_blocks)
 
     @override
     def _quantise_shard(self, shard: Tensor, part: _ShardPart, values: Tensor) -> None:
+        """Write the scales of all blocks to `part`, and the shard's FP8 values to `values`."""
         power_of_two = self._recipe.power_of_two
         quantise_blocks_(
             shard, part.place, part.of_blocks, part.scales, values, power_of_two=power_of_two
@@ -192,19 +200,23 @@ class MatrixFormat(QuantisedFormat):
 
     @override
     def _get_blocks_shape(self, place: MatrixShard) -> tuple[int, int]:
+        """Return (0, 0), because blocks have no scales."""
         return (0, 0)
 
     @override
     def _make_blocks(self, memory: Tensor, part: _ShardPart) -> Blocks:
+        """Return FP8 values in `memory` of the buffer, and scales (and amax with a history)."""
         seen = None if part.history is None else part.of_matrices.data
         return Blocks(memory.view(FP8), part.scales.data, "tensor", seen)
 
     @override
     def _write_amax(self, shard: Tensor, part: _ShardPart) -> None:
+        """Write the amax of each matrix of the shard to `part`."""
         write_matrix_amax_(shard, part.first, part.of_matrices)
 
     @override
     def _quantise_shard(self, shard: Tensor, part: _ShardPart, values: Tensor) -> None:
+        """Write the scales of all matrices to `part`, and the shard's FP8 values to `values`."""
         past = None if part.history is None else part.history.get_max_amax("weight")
         amax = part.of_matrices
         if past is not None:  # all ranks must use the same scale, also if one skipped the linear
@@ -220,19 +232,23 @@ class PackedFormat(QuantisedFormat):
 
     @override
     def _get_blocks_shape(self, place: MatrixShard) -> tuple[int, int]:
+        """Return the numbers of rows and columns of 16 x 16 blocks in the full matrix."""
         return place.rows // SQUARE, place.columns // SQUARE
 
     @override
     def _make_blocks(self, memory: Tensor, part: _ShardPart) -> Blocks:
+        """Return packed values in `memory` of the buffer, and scales and amax of `part`."""
         return Blocks(memory, part.scales.data, "packed", part.of_matrices.data)
 
     @override
     def _write_amax(self, shard: Tensor, part: _ShardPart) -> None:
+        """Write the amax of each 16 x 16 block and of each matrix of the shard to `part`."""
         write_square_amax_(shard, part.place, part.of_blocks)
         write_finite_amax_(shard, part.first, part.of_matrices)
 
     @override
     def _quantise_shard(self, shard: Tensor, part: _ShardPart, values: Tensor) -> None:
+        """Write the scales of all blocks to `part`, and the shard's packed values to `values`."""
         pack_part_(
             shard, part.place, part.of_blocks, part.of_matrices, part.scales, values, self._recipe
         )
@@ -246,7 +262,7 @@ FORMATS: dict[Scaling, type[QuantisedFormat]] = {
 
 
 class _ShardPart:
-    """A rank's shard: its position in the unsharded parameter, whose amax and scales it has."""
+    """A shard's position in its unsharded parameter, and the parameter's amax and scales."""
 
     def __init__(
         self,
@@ -269,6 +285,6 @@ def _find_shard_start(param: UnitParam) -> int:
 
 
 def _find_shard(param: UnitParam) -> MatrixShard:
-    """Return the position of this rank's shard in the unsharded parameter."""
+    """Return the position of this rank's shard in the unsharded parameter, viewed as a matrix."""
     dim = param.slot.dim
     return MatrixShard.of(param.shape, dim, _find_shard_start(param), param.shard.shape[dim])

@@ -39,7 +39,7 @@ MAX_EXACT_COUNT = 256  # largest number of ranks that bf16 counts exactly
 
 
 class Gradients:
-    """Sums a unit's gradients over micro-batches and reduces the sums to the shards.
+    """Sums the gradients of a unit (FSDP2's parameter group) and reduces the sums to the shards.
 
     `Unit` describes the arguments. `transport` None = the unit is not sharded.
     """
@@ -88,7 +88,7 @@ class Gradients:
         self._remote_grads: dict[int, bool] = {}
 
     def make_sink(self, index: int, shape: torch.Size) -> GradSink | None:
-        """Return the object that receives a parameter's gradient from kernels.
+        """Return the object that receives the gradient of parameter `index` from kernels.
 
         None = the parameter needs no gradient. `shape` is the shape that kernels use.
         """
@@ -100,7 +100,7 @@ class Gradients:
     def accumulate(
         self, index: int, shape: torch.Size, compute: ComputeGrad, *operands: Any
     ) -> Tensor | None:
-        """Call `compute` to add a parameter's gradient to the sums, or defer the product.
+        """Call `compute(*operands, target)` to add a gradient to the sums, or defer the call.
 
         Returns the gradient for autograd if the sums cannot be written, otherwise None.
         """
@@ -115,7 +115,7 @@ class Gradients:
         return None
 
     def defer(self, index: int, shape: torch.Size, compute: ComputeGrad, *operands: Any) -> bool:
-        """Store the product that computes a gradient; return False if products are not deferred."""
+        """Store compute(*operands) for later; return False if this backward defers no products."""
         if self.deferred is None:
             return False
         self.deferred.store(self, WeightProduct.of(index, shape, compute, operands))
@@ -154,7 +154,7 @@ class Gradients:
         return GradTarget(sums.parameters[index].view(shape), adds=adds, scale=scale)
 
     def _record_kernel_grad(self, index: int, grad: Tensor) -> None:
-        """Record that a kernel has computed a parameter's gradient."""
+        """Record that a kernel has computed a gradient; without sums, store `grad` in `.grad`."""
         self._kernel_grads.add(index)
         param = self._params[index]
         if not self._is_direct:
@@ -222,7 +222,7 @@ class Gradients:
         self._release_sums()
 
     def drop_marks(self) -> None:
-        """Clear the buffer's mark of finished work, for which a CUDA graph must not wait."""
+        """Clear the buffer's event of finished work, for which a CUDA graph must not wait."""
         if self.buffer is not None:
             self.buffer.mark.clear()
 
@@ -264,7 +264,7 @@ class Gradients:
         return self._params[0].shard.device
 
     def _add_to_sums(self, sums: UnitViews, grads: dict[int, Tensor]) -> None:
-        """Copy autograd's gradients into the sums, or add them to existing sums."""
+        """Copy {parameter index: gradient} to the sums, or add to existing sums; clear `grads`."""
         new = [i for i in grads if i not in self._filled]
         copy_all([sums.parameters[i] for i in new], [grads[i] for i in new])
         for i in self._filled.intersection(grads):
@@ -336,7 +336,7 @@ class Gradients:
                 param.accumulate_with_hooks(part.view(param.shard.shape))
 
     def _check_trained(self, ranks_by_param: Sequence[float]) -> None:
-        """Raise a ValueError on all ranks if only some ranks train a parameter."""
+        """Raise a ValueError if only some ranks train a parameter; the list counts these ranks."""
         every = self._layout.ranks if self._transport is not None else 1
         for group in self._replicas:
             every *= group.size()
@@ -350,7 +350,7 @@ class Gradients:
             )
 
     def _make_flags(self) -> Tensor:
-        """Return this rank's flags, repeated for each rank of the reduce-scatter."""
+        """Return 3 flags (0 or 1) per parameter, see `_reduce_sums`, repeated for each rank."""
         key = frozenset(self._filled), frozenset(self._divided), frozenset(self._list_trained())
         if key not in self._flags:
             ranks = 1 if self._transport is None else self._layout.ranks
@@ -360,7 +360,7 @@ class Gradients:
         return self._flags[key]
 
     def _list_shards(self, flat_sums: Tensor, indices: Sequence[int]) -> list[Tensor]:
-        """Return the views of the parameters' padded shards in the reduced flat tensor."""
+        """Return views of the padded shards of parameters `indices` in the reduced flat tensor."""
         pieces = flat_sums.split(self._sizes)
         return [pieces[2 * i + 1] for i in indices]
 
@@ -374,7 +374,7 @@ class Gradients:
             self.buffer.holder = None
 
     def _accumulate_local(self, grads: dict[int, Tensor], kernel_grads: set[int]) -> None:
-        """Accumulate autograd's gradients into `.grad` of a unit that only this rank has."""
+        """Add unreduced `grads` to `.grad`; call the hooks of indices that kernels have written."""
         for i in kernel_grads.difference(grads):
             call_accumulate_hooks(self._params[i].sharded)
         if not grads:
@@ -402,13 +402,13 @@ class _Sink:
         self._node = get_gradient_edge(param).node
 
     def accumulate(self, compute: ComputeGrad, *operands: Any) -> Tensor | None:
-        """Let a kernel write the gradient into the sums; return it if autograd needs it."""
+        """Let compute(*operands, target) add to the sums, or return a gradient for autograd."""
         if not self._may_take_gradient():
             return compute(*operands, GradTarget())
         return self._gradients.accumulate(self._index, self._shape, compute, *operands)
 
     def defer(self, compute: ComputeGrad, *operands: Any) -> bool:
-        """Store the product for a later computation; return False if autograd needs the result."""
+        """Store compute(*operands) for later; return False if the call cannot be deferred."""
         if not self._may_take_gradient():
             return False
         return self._gradients.defer(self._index, self._shape, compute, *operands)

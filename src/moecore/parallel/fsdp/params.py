@@ -38,7 +38,7 @@ Owners = list[tuple[nn.Module, str]]  # modules and attributes that have one par
 
 
 class UnitParam:
-    """One parameter of a unit in sharded and unsharded form.
+    """One parameter of a unit (FSDP2's parameter group): its sharded and its unsharded form.
 
     The constructor replaces the module's parameter by this rank's shard. No communication.
     """
@@ -93,7 +93,10 @@ class UnitParam:
         return self.shard.dtype
 
     def refresh(self) -> bool:
-        """Read the module's current sharded parameter; return whether its memory changed."""
+        """Adopt the sharded parameter that the module has now; return whether its memory is new.
+
+        Raises a ValueError if the parameter is not a DTensor of the same global shape.
+        """
         module, attribute = self.owners[0]
         param = module._parameters[attribute]
         if param is self.sharded:
@@ -112,9 +115,10 @@ class UnitParam:
         return True
 
     def make_unsharded(self, data: Tensor) -> list[Tensor]:
-        """Create the unsharded parameter on the memory `data`.
+        """Create the unsharded parameter, which uses the memory of `data` without a copy.
 
-        Returns the tensors whose version counters the unit checks.
+        Returns the tensors whose version counters autograd checks: the parameter and, for a
+        DTensor, its local tensor.
         """
         local = data.data
         if self._inner is not None and not self._is_plain:
@@ -130,9 +134,9 @@ class UnitParam:
         )
 
     def pop_grad(self, unsharded: nn.Parameter) -> Tensor:
-        """Take the unsharded parameter's gradient, summed over tp if replicated, and clear it.
+        """Return the local gradient of the unsharded parameter, and set its `.grad` to None.
 
-        May communicate over tp.
+        If the parameter is replicated over tp, the gradient is all-reduced over the tp ranks.
         """
         grad, unsharded.grad = unsharded.grad, None
         assert grad is not None, "the caller passes a parameter that has a gradient"
@@ -146,7 +150,7 @@ class UnitParam:
         return get_local_tensor(grad)
 
     def add_grad(self, grad: Tensor) -> None:
-        """Add a gradient to `.grad` of the unsharded parameter, which may alias `grad`."""
+        """Add a local gradient to `.grad` of the unsharded parameter, which may alias `grad`."""
         unsharded = self.unsharded
         assert unsharded is not None, "a forward has made it"
         grad = grad.view(self.shape)
@@ -161,12 +165,12 @@ class UnitParam:
         return make_dtensor(grad, mesh, make_grad_placements(placements), of=self.sharded)
 
     def accumulate_with_hooks(self, grad: Tensor) -> None:
-        """Add a gradient to `.grad` of the sharded parameter, and call its accumulate hooks."""
+        """Call `accumulate` on the shard's gradient, then the post-accumulate-grad hooks."""
         self.accumulate(grad)
         call_accumulate_hooks(self.sharded)
 
     def accumulate(self, grad: Tensor) -> None:
-        """Call the `register_hook` hooks on a gradient and add it to `.grad` of the shard."""
+        """Call `register_hook` hooks on the shard's gradient, and add the result to its `.grad`."""
         if has_value_hooks(self.sharded):
             grad = get_local_tensor(apply_value_hooks(self.sharded, wrap_like(grad, self.sharded)))
         if self.sharded.grad is None:
@@ -176,7 +180,7 @@ class UnitParam:
 
 
 def register_params(params: Sequence[UnitParam], *, unsharded: bool) -> None:
-    """Register the unsharded, or the sharded, form of each parameter on its modules."""
+    """Register unsharded parameters on their modules, or sharded parameters if not `unsharded`."""
     for param in params:
         for module, attribute in param.owners:
             module._parameters[attribute] = param.unsharded if unsharded else param.sharded
@@ -187,7 +191,11 @@ def _make_placements(
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
     """Return mesh and placements of the sharded parameter: data axes, followed by tp, ep, etp.
 
-    `dim` is sharded over the last data axis; None = replicated over data ranks.
+    Args:
+        param: the parameter, local to this rank or a DTensor over tp, ep or etp.
+        dim: dim that the last data axis shards; None = replicated over data ranks.
+        mesh: the data axes; None = only this rank has the parameter.
+        join: function that concatenates two meshes.
     """
     inner = param.device_mesh if isinstance(param, DTensor) else None
     before = param.placements if isinstance(param, DTensor) else ()
@@ -219,7 +227,14 @@ class UnitViews:
 def make_views(
     params: Sequence[UnitParam], flat: Tensor, beside: int, values_per_byte: int = 1
 ) -> UnitViews:
-    """Split a unit's flat buffer into views; copies of strided parameters start at `beside`."""
+    """Return views of a unit's flat buffer `flat`, one per parameter in each list.
+
+    Args:
+        params: the unit's parameters.
+        flat: the 1-D buffer.
+        beside: offset in values, after all shards, where copies of strided parameters begin.
+        values_per_byte: values of a parameter in one element of `flat`.
+    """
     # One element of the buffer has `values_per_byte` values of the last dim.
     views, beside = UnitViews(flat, [], [], [], []), beside // values_per_byte
     for param in params:
@@ -238,7 +253,7 @@ def make_views(
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy sources to targets with a cast; all small tensors are copied in one launch."""
+    """Copy each source to the target at its index, with a cast. Small tensors use one launch."""
     small: tuple[list[Tensor], list[Tensor]] = [], []
     for target, source in zip(targets, sources, strict=True):
         if target.numel() >= LARGE:

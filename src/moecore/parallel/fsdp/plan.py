@@ -72,7 +72,7 @@ class ParamPlan:
         return next((p for p in self.placements if p.axis in DATA_AXES and p.dim is not None), None)
 
     def local_shape(self, coordinate: Coordinate | None = None) -> tuple[int, ...]:
-        """Return the shape of the shard of the rank at a coordinate; None = rank 0."""
+        """Return a rank's shard shape; `coordinate` = its index by mesh axis, None = rank 0."""
         return _compute_local_shape(self.shape, self.placements, coordinate or {})
 
     def computed_shape(self) -> tuple[int, ...]:
@@ -82,7 +82,7 @@ class ParamPlan:
         )
 
     def num_bytes(self, coordinate: Coordinate | None = None) -> int:
-        """Return the bytes of the shard of the rank at a coordinate; None = rank 0."""
+        """Return a rank's shard bytes; `coordinate` = its index by mesh axis, None = rank 0."""
         return math.prod(self.local_shape(coordinate)) * self.itemsize
 
 
@@ -237,7 +237,7 @@ class ShardPlan:
         return bool(self.linears) or any(recipe is not None for recipe in recipes)
 
     def param(self, name: str) -> ParamPlan:
-        """Return the plan of the parameter with this name; raise a ValueError if none has it."""
+        """Return the plan of the parameter `name`; raise a ValueError for an unknown name."""
         return _get_first_match((param for param in self.params if param.name == name), name)
 
     def find_unit(self, param: str) -> UnitPlan:
@@ -245,7 +245,7 @@ class ShardPlan:
         return _get_first_match((unit for unit in self.units if param in unit.params), param)
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Return a rank's index on each axis of both meshes and of their data meshes.
+        """Return {axis: index} of a rank for all axes of both meshes, and for "dp_shard_cp".
 
         Raises:
             ValueError: if the rank is not in the world.
@@ -264,7 +264,7 @@ class ShardPlan:
 
 
 def _get_first_match(matches: Iterator[T], param: str) -> T:
-    """Return the first match, or raise a ValueError that names the unknown parameter."""
+    """Return the first match, or raise a ValueError that names the unknown parameter `param`."""
     first = next(matches, None)
     if first is None:
         raise ValueError(
@@ -325,7 +325,16 @@ def make_flat_layout(
     params: Iterable[ParamPlan],
     ranks: int,
 ) -> FlatLayout:
-    """Assign offsets to parameters with equal dtypes and recipe, and return their flat layout."""
+    """Assign offsets to parameters with equal dtypes and recipe, and return their flat layout.
+
+    Args:
+        dtype: dtype of the shards.
+        gathers: dtype of the all-gather.
+        reduces: dtype of the reduction of gradients.
+        recipe: FP8 recipe of the all-gather; None = a cast.
+        params: the parameters, in the order of the unit.
+        ranks: number of ranks over which the unit is sharded.
+    """
     slots, offset = [], 0
     for param in params:
         placement, shape = param.data_placement, list(param.computed_shape())

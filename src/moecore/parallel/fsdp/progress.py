@@ -24,12 +24,12 @@ class Progress:
         self.num_done, self.has_failed = 0, False
 
     def check_closed(self, call: str) -> None:
-        """Raise a ValueError if `call` is made inside a micro-batch."""
+        """Raise a ValueError, which names the method `call`, inside a micro-batch."""
         if self.is_open:
             raise ValueError(f"{call} must not be within a micro_batch(): leave it first")
 
     def check_between(self, call: str) -> None:
-        """Raise a ValueError if `call` is made inside a micro-batch, or after a failed one."""
+        """Raise a ValueError, which names `call`, inside a micro-batch or after a failed one."""
         self.check_closed(call)
         if self.has_failed:
             raise ValueError(
@@ -38,7 +38,7 @@ class Progress:
             )
 
     def check_complete(self, call: str, num_micro_batches: int) -> None:
-        """Raise a ValueError if `call` is made before all micro-batches of the step are done."""
+        """Raise a ValueError, which names `call`, before all micro-batches of the step are done."""
         self.check_between(call)
         if self.num_done != num_micro_batches:
             raise ValueError(
@@ -49,7 +49,7 @@ class Progress:
 
 
 def check_grad_mode(call: str) -> None:
-    """Raise a ValueError if `call` is made while torch's gradients are disabled."""
+    """Raise a ValueError, which names the function `call`, while torch's gradients are disabled."""
     if not torch.is_grad_enabled():
         raise ValueError(
             f"{call} must run with gradients: call it outside of torch.no_grad() and "

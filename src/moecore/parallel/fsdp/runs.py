@@ -24,14 +24,14 @@ class ExchangeLayer(Protocol):
     dispatcher: Any
 
     def run_empty(self, x_0D: Tensor) -> Tensor:
-        """Run the layer with zero tokens, so that this rank takes part in its communication."""
+        """Run the layer with zero tokens to join its communication; return the output [0, D]."""
 
     def modules(self) -> Iterator[nn.Module]:
         """Yield the layer and its submodules."""
 
 
 class ModuleNode:
-    """A node for a module with hooks, in the tree of all modules with hooks."""
+    """A module with the engine's hooks, as a node in the tree of all such modules of a model."""
 
     __slots__ = ("children", "index", "is_cut", "layer", "module", "parent", "units")
 
@@ -46,7 +46,7 @@ class ModuleNode:
             parent.children.append(self)
 
     def walk(self) -> Iterator[ModuleNode]:
-        """Yield this node and its descendants."""
+        """Yield this node and its descendants, parents first."""
         yield self
         for child in self.children:
             yield from child.walk()
@@ -70,7 +70,7 @@ class Output(NamedTuple):
 
 
 class ForwardVisit:
-    """One forward of a module with hooks; also recorded if a rank skipped the module."""
+    """The record of one forward of a module with hooks, also if this rank skipped the module."""
 
     __slots__ = (
         "children",
@@ -110,16 +110,19 @@ class ForwardVisit:
         self.outputs: list[Output] = []
 
     def expect_in(self, unit: Unit) -> None:
-        """Add this visit, which has no run, to a unit's `pending_backwards`."""
+        """Record in a unit that this forward, which has no `ForwardRun`, awaits its backward."""
         unit.pending_backwards.add(self)
 
     @property
     def is_cut(self) -> bool:
-        """Whether `cut_inputs` and `keep_output` must be called."""
+        """Whether `cut_inputs` must be called, so that a backward can stop at this forward."""
         return self.node.is_cut and self.outer is not None and not self.inputs
 
     def cut_inputs(self, value: Any) -> Any:
-        """Replace inputs by views, at which a backward of only this forward can stop."""
+        """Return forward arguments in which views replace the tensors that require a gradient.
+
+        A backward of only this forward can stop at the views, whose graph edges are recorded.
+        """
 
         def cut(x: Tensor) -> Tensor:
             if not x.requires_grad or isinstance(x, nn.Parameter):
@@ -131,13 +134,13 @@ class ForwardVisit:
         return tree_map_only(Tensor, cut, value)
 
     def keep_output(self, x: Tensor) -> None:
-        """Record an output's graph edge, from which a backward of this forward can start."""
+        """Record the graph edge of an output `x`, at which this forward's backward can start."""
         self.needs_grad = True
         if self.node.is_cut and self.outer is not None:
             self.outputs.append(Output(get_gradient_edge(x), x.shape, x.dtype, x.device))
 
     def drop_graph(self) -> None:
-        """Drop the recorded graph edges, whose hooks refer to this visit."""
+        """Drop the recorded graph edges of this forward and of its submodules' forwards."""
         self.inputs.clear()
         self.outputs.clear()
         for child in self.children:
@@ -145,7 +148,7 @@ class ForwardVisit:
 
 
 class ForwardRun:
-    """One forward of a unit's module with gradients, from which its backward is tracked."""
+    """The record of one forward of a unit's module with gradients, until its backward has ended."""
 
     __slots__ = (
         "_pending_in",
@@ -184,7 +187,7 @@ class ForwardRun:
             )
 
     def expect_in(self, unit: Unit) -> None:
-        """Add this run to a unit's `pending_backwards`: its backward is expected."""
+        """Record in a unit that this forward awaits its backward (`pending_backwards`)."""
         unit.pending_backwards.add(self)
         self._pending_in.append(unit)
 
@@ -199,10 +202,10 @@ class BackwardHooks(Protocol):
     """The methods of an engine that a `GradBoundary` calls."""
 
     def pre_backward(self, run: ForwardRun) -> None:
-        """Begin the backward of a forward run."""
+        """Begin the backward of a forward, when the gradient of one of its outputs arrives."""
 
     def post_backward(self, run: ForwardRun) -> None:
-        """End the backward of a forward run, or count one of its input gradients."""
+        """Count an input gradient of a forward; with the last input, end its backward."""
 
 
 class GradBoundary:

@@ -45,7 +45,9 @@ class RankBytes:
 
 
 def rank_bytes(plan: ShardPlan, rank: CountOrZero = 0) -> RankBytes:
-    """Compute one rank's bytes of parameters, gradients and buffers; rank 0 has the most.
+    """Compute the bytes of parameters, gradients and buffers on one global rank of the plan.
+
+    Rank 0 has the most bytes.
 
     Raises:
         ValueError: if the rank is not in the plan's world.
@@ -80,7 +82,7 @@ def rank_bytes(plan: ShardPlan, rank: CountOrZero = 0) -> RankBytes:
 
 
 def _count_unsharded_bytes(unit: UnitPlan) -> int:
-    """Return the bytes of a unit's unsharded parameters, padding included."""
+    """Return the bytes of a unit's buffers of unsharded parameters, with padding."""
     layouts = (layout for layout in unit.layouts if layout.has_buffer)
     return sum(
         layout.whole_numel // layout.values_per_byte * _get_itemsize(layout.gathers)
@@ -89,7 +91,10 @@ def _count_unsharded_bytes(unit: UnitPlan) -> int:
 
 
 def _count_sum_bytes(unit: UnitPlan, params: Iterable[ParamPlan]) -> int:
-    """Return the bytes of a unit's gradient sums, without sums that `.grad` uses directly."""
+    """Return the bytes of a unit's flat gradient sums, without sums that become `.grad`.
+
+    `params` has all parameters of the unit.
+    """
     trained = {param.name for param in params if param.trainable}
     return sum(
         layout.buffer_numel * _get_itemsize(layout.reduces)
@@ -100,5 +105,5 @@ def _count_sum_bytes(unit: UnitPlan, params: Iterable[ParamPlan]) -> int:
 
 
 def _get_itemsize(dtype: str) -> int:
-    """Return the bytes per element of a dtype's name."""
+    """Return the bytes per element of the dtype with a name such as "bfloat16"."""
     return int(getattr(torch, dtype).itemsize)

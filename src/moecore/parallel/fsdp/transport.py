@@ -39,15 +39,19 @@ Note = Sequence[int]  # a header of `CollectiveHeader`
 
 
 class UnitTransport(Protocol):
-    """Runs a unit's collectives over the ranks that shard it, on the current stream."""
+    """Runs a unit's collectives on the current stream. A unit is FSDP2's parameter group."""
 
     host_reads: bool  # whether the host can read messages without a device synchronisation
 
     def gather(self, regions: Tensors, shards: Tensors, note: Note) -> list[Note]:
-        """All-gather shards [n] into regions [ranks * n]; return the headers of all ranks."""
+        """All-gather each shard [n] into the region [ranks * n] at its index.
+
+        `note` is this rank's header, numbers that ranks compare. Returns the headers of all ranks,
+        or [] if the host cannot read them without a device synchronisation.
+        """
 
     def reduce(self, shards: list[Tensor], regions: list[Tensor]) -> None:
-        """Reduce-scatter regions [ranks * n] into shards [n]."""
+        """Reduce-scatter (sum) each region [ranks * n] into the shard [n] at its index."""
 
 
 class Coalesced:
@@ -61,14 +65,14 @@ class Coalesced:
         self._gather.asyncOp = self._reduce.asyncOp = False
 
     def gather(self, regions: Tensors, shards: Tensors, note: Note) -> list[Note]:
-        """All-gather shards into regions in one launch; return no headers."""
+        """All-gather shards into regions in one launch; do not send `note`, and return []."""
         work = self._group.allgather_into_tensor_coalesced(regions, shards, self._gather)
         if work is not None:
             work.wait()
         return []  # the host would have to wait for the headers
 
     def reduce(self, shards: list[Tensor], regions: list[Tensor]) -> None:
-        """Reduce-scatter regions into shards in one launch."""
+        """Reduce-scatter (sum) each region into its shard, in one launch."""
         work = self._group.reduce_scatter_tensor_coalesced(shards, regions, self._reduce)
         if work is not None:
             work.wait()
@@ -81,7 +85,10 @@ class PackedTransport:
         self._group, self.host_reads = group, device_type == "cpu"
 
     def gather(self, regions: Tensors, shards: Tensors, note: Note) -> list[Note]:
-        """All-gather shards and header in one message, and copy the shards to the regions."""
+        """All-gather shards and header `note` in one message, and copy the shards to the regions.
+
+        Returns the headers of all ranks, or [] if the tensors are not on a CPU.
+        """
         header = torch.tensor(
             note if self.host_reads and not shards[0].is_meta else [], dtype=torch.int64
         )
@@ -135,7 +142,7 @@ class StreamMark:
 
 
 class UnitStreams:
-    """The streams for all-gathers and reductions of a model's units."""
+    """The CUDA streams for all-gathers and reductions of a model's units; on a CPU no streams."""
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
@@ -144,17 +151,17 @@ class UnitStreams:
         self._queued: list[Stream] = []  # streams for which `join` must wait
 
     def mark(self) -> StreamMark:
-        """Create a mark that is not set."""
+        """Create a `StreamMark`, a reusable event, that is not set."""
         return StreamMark(self.device_type)
 
     def copy_to_device(self, value: Any) -> Any:
-        """Copy the CPU tensors in nested containers to the GPU, if the units are on a GPU."""
+        """Return nested containers with CPU tensors copied to the GPU, if units are on a GPU."""
         if self.device_type != "cuda" or all(not _is_on_cpu(leaf) for leaf in tree_leaves(value)):
             return value
         return tree_map_only(Tensor, lambda x: copy_to_device(x, self.device_type), value)
 
     def join(self) -> None:
-        """Make the current stream wait for all launched communication."""
+        """Make the current stream wait for all launched all-gathers and reductions."""
         for stream in self._queued:  # other streams may not belong to a CUDA graph
             self._get_current_stream().wait_stream(stream)
         self._queued.clear()
@@ -170,7 +177,7 @@ class UnitStreams:
             self._order_after_current(self._gather)
 
     def use_gather_stream(self) -> AbstractContextManager[Any]:
-        """Return a context whose operations run on the all-gather stream."""
+        """Return a context whose operations run on the all-gather stream, which does not wait."""
         return use_stream(self._gather)
 
     def use_reduce_stream(self) -> AbstractContextManager[Any]:

@@ -50,7 +50,7 @@ from moecore.parallel.fsdp.unit import Unit
 
 
 class UnevenRanks:
-    """Issues the collectives of modules that this rank skips but other ranks may run.
+    """Issues collectives of modules that this rank skips. A visit is the record of one forward.
 
     The three function arguments are methods of `UnitEngine`.
     """
@@ -71,9 +71,8 @@ class UnevenRanks:
         self._active = active  # runs whose backward has begun, innermost last
         # Forwards that have begun, innermost last: [0] first forwards, [1] recomputed forwards.
         self._open: tuple[list[ForwardVisit], list[ForwardVisit]] = [], []
-        self._outermost_visits: list[
-            ForwardVisit
-        ] = []  # outermost forwards whose backward has not begun
+        # Outermost forwards whose backward has not begun.
+        self._outermost_visits: list[ForwardVisit] = []
         of_module = defaultdict[nn.Module, list[Unit]](list)
         for unit in units:
             for module in unit.modules:
@@ -103,8 +102,8 @@ class UnevenRanks:
     ) -> ForwardVisit | None:
         """Record that a module's forward begins; issue collectives of modules skipped before it.
 
-        Returns the module's visit, or None. A recomputed forward has a visit only if the first
-        forward ran without gradients.
+        Returns the forward's record, or None. A recomputed forward has a record only if the first
+        forward ran without gradients. `forward` is the number of the outermost forward.
         """
         node = self._nodes[module]
         opened = self._open[is_recompute]
@@ -132,7 +131,7 @@ class UnevenRanks:
     def post_forward(
         self, unit: Unit, module: nn.Module, *, is_recompute: bool, has_failed: bool
     ) -> None:
-        """Record that a module's forward ends; issue collectives of its last skipped submodules."""
+        """Record a forward's end; if it succeeded, issue collectives of skipped last submodules."""
         opened = self._open[is_recompute]
         if not opened or module is not opened[-1].node.module:
             return
@@ -177,7 +176,7 @@ class UnevenRanks:
         visit.outputs.clear()
 
     def _join_skipped_modules(self, outer: ForwardVisit, number: int) -> None:
-        """Issue the forward collectives of submodules that `outer` skipped before `number`."""
+        """Issue the forward collectives of skipped children of `outer` before index `number`."""
         if outer.joins:
             for node in outer.node.children[outer.next : number]:
                 self._join_skipped_forward(node, outer)
@@ -296,7 +295,7 @@ class UnevenRanks:
             self._reshard_if_unused(unit, visit.forward)
 
     def _run_empty(self, layer: ExchangeLayer, experts: Unit) -> EmptyRun:
-        """Run a skipped MoE layer's forward with zero tokens, for other ranks' tokens."""
+        """Run a skipped MoE layer with zero tokens; `experts` gives their dtype and device."""
         needs_grad = self._has_trained_predecessor(layer)
         shape = 0, layer.config.dim
         x_0D = torch.zeros(shape, dtype=experts.dtype, device=experts.device)
@@ -352,7 +351,7 @@ class UnevenRanks:
     def _run_backward(
         self, ends: Sequence[Any], zeros: Sequence[Tensor], inputs: Sequence[Any]
     ) -> None:
-        """Run a backward inside the running backward, and end the runs that begin in it."""
+        """Run a nested backward of `ends` with gradients `zeros`; end the runs that begin in it."""
         outside = len(self._active)
         # The graph is retained, because a later backward of the same forward may need it.
         torch.autograd.backward(ends, zeros, retain_graph=True, inputs=inputs)

@@ -61,7 +61,10 @@ class UnitOptions:
 
 
 class Unit:
-    """Modules and their parameters with one dtype and mesh, like FSDP2's `FSDPParamGroup`."""
+    """Parameters that are unsharded, resharded and reduced together, like `FSDPParamGroup`.
+
+    The parameters have one dtype and mesh. The unit also has the modules whose forward uses them.
+    """
 
     def __init__(
         self,
@@ -136,12 +139,12 @@ class Unit:
         return any(param.sharded.requires_grad for param in self.params)
 
     def list_trained_params(self) -> list[Tensor]:
-        """Return the unsharded parameters that require a gradient."""
+        """Return the unsharded parameters that require a gradient; [] before the first unshard."""
         wholes = (param.unsharded for param in self.params)
         return [x for x in wholes if x is not None and x.requires_grad]
 
     def expects_backward(self, forward: int) -> bool:
-        """Whether the unit expects a backward of the outermost forward with this number."""
+        """Whether the unit expects a backward of the model's forward with the number `forward`."""
         # Runs of enclosing modules, which can be in `pending_backwards` too, do not count.
         return any(
             waits.forward == forward and getattr(waits, "unit", self) is self
@@ -149,14 +152,14 @@ class Unit:
         )
 
     def versions(self) -> list[int]:
-        """Return the version counters of the shards from which the last all-gather read."""
+        """Return each shard's version counter; while unsharded, its value at the all-gather."""
         if self.state is State.SHARDED or self.buffer is None:
             # In-place operations of a DTensor do not change the version of its local tensor.
             return [sum_versions(param.sharded, param.shard) for param in self.params]
         return self._versions
 
     def refresh(self) -> None:
-        """Read the modules' current sharded parameters and their `requires_grad`."""
+        """Adopt the modules' current sharded parameters if SHARDED, and copy `requires_grad`."""
         if self.state is State.SHARDED:
             changed = [param.refresh() for param in self.params]
             if any(changed) and self.buffer is None:
@@ -171,7 +174,10 @@ class Unit:
                 unsharded.requires_grad = is_trained
 
     def unshard(self) -> None:
-        """Launch the all-gather if the unit is SHARDED. Collective."""
+        """Launch the all-gather if the unit is SHARDED. Collective over the sharding ranks.
+
+        The unit that uses the shared buffer is resharded first.
+        """
         if self.state is not State.SHARDED:
             return
         self._take_buffer()
@@ -199,7 +205,7 @@ class Unit:
         set_versions(self._counting, self._current)
 
     def can_unshard(self) -> bool:
-        """Whether a prefetch can use the buffer: its holder is not in use and not UNSHARDING."""
+        """Whether a prefetch may take the shared buffer; not from a unit in use or UNSHARDING."""
         holder = None if self.buffer is None else self.buffer.holder
         if holder is None or holder is self:
             return True
@@ -214,15 +220,12 @@ class Unit:
             self.state = State.UNSHARDED
 
     def register_params(self, *, unsharded: bool) -> None:
-        """Register unsharded or sharded parameters on the modules of an UNSHARDED unit."""
+        """Register the unsharded (or the sharded) parameters on the modules, if UNSHARDED."""
         if self.state is State.UNSHARDED:
             register_params(self.params, unsharded=unsharded)
 
     def reshard(self) -> None:
-        """Register the sharded parameters and release the buffer to other units.
-
-        No communication.
-        """
+        """Register the sharded parameters and release the shared buffer. No communication."""
         if self.state is State.SHARDED:
             return
         self.register_params(unsharded=False)
@@ -235,17 +238,20 @@ class Unit:
         self.state = State.SHARDED
 
     def drop_marks(self) -> None:
-        """Clear the buffers' marks of finished work, for which a CUDA graph must not wait."""
+        """Clear the buffers' events of finished work, for which a CUDA graph must not wait."""
         if self.buffer is not None:
             self.buffer.mark.clear()
         self.gradients.drop_marks()
 
     def buffers(self) -> list[Buffer[Any]]:
-        """Return the buffers that the unit shares with other units."""
+        """Return the shared buffers of unsharded parameters and gradient sums that exist."""
         return [b for b in (self.buffer, self.gradients.buffer) if b is not None]
 
     def _take_buffer(self) -> None:
-        """Reshard the unit that uses the shared buffer, and take the buffer."""
+        """Reshard the unit that uses the shared buffer, and take the buffer.
+
+        Raises a RuntimeError if forwards of both units run now.
+        """
         if self.buffer is None:
             return
         holder = self.buffer.holder
@@ -318,7 +324,10 @@ class CollectiveHeader:
         }
 
     def start(self, progress: Progress | None) -> None:
-        """Set the header numbers that all units share in an outermost forward."""
+        """Set the numbers that all headers of a model's forward share, such as the micro-batch.
+
+        `progress` counts the micro-batches of the model's `TrainStep`; None = no `TrainStep`.
+        """
         autocast = None
         if torch.is_autocast_enabled(self._device_type):
             autocast = torch.get_autocast_dtype(self._device_type)
@@ -331,10 +340,10 @@ class CollectiveHeader:
         ]
 
     def of(self, unit: Unit) -> list[int]:
-        """Return this rank's header for the all-gather of a unit."""
+        """Return the numbers of this rank's header for the all-gather of a unit."""
         trained = bytes(param.sharded.requires_grad for param in unit.params)
         return [self._index[unit], *self._of_forward, (sum(trained) << 32) + zlib.crc32(trained)]
 
     def check(self, unit: Unit, headers: Sequence[Sequence[int]], group: dist.ProcessGroup) -> None:
-        """Raise a ValueError on all ranks of a group if their headers differ."""
+        """Raise a ValueError on all ranks of a group if their `headers` for a unit differ."""
         check_headers(f"the all-gather of {unit.options.name}", headers, self._describe, group)

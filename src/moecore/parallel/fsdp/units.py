@@ -41,7 +41,7 @@ class Units:
 
 
 def find_units(model: nn.Module, options: FSDPOptions) -> Units:
-    """Group the modules of a model into units; MoE blocks must already be MoE layers."""
+    """Return the modules of each unit (FSDP2's parameter group), after MoE blocks were replaced."""
     blocks = find_blocks(model)
     layers = [m for m in model.modules() if isinstance(m, RoutedLayer)]
     stacks = [_list_layers(stack) for stack in _group_blocks(model, blocks, max(len(blocks), 1))]
@@ -64,7 +64,11 @@ def find_units(model: nn.Module, options: FSDPOptions) -> Units:
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a model, such as decoder layers, in order."""
+    """Return the blocks of a model, such as decoder layers, in module order.
+
+    Blocks are entries of outermost ModuleLists, ModuleDicts and Sequentials with MoE layers, or of
+    all such lists in a dense model. An entry with a parameter of other modules is not a block.
+    """
     # Blocks are the entries of each outermost ModuleList, ModuleDict or Sequential that contains a
     # MoELayer (a decoder's layers, dense ones included). In a model without MoE layers, entries of
     # every such container are blocks. A MoE layer outside of the containers is a block of its own.
@@ -95,7 +99,10 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def find_heads(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
-    """Return the output heads (`is_fsdp_head`) that become separate units, in order."""
+    """Return the output heads that become separate units, in module order.
+
+    A head has the attribute `is_fsdp_head`, comes after a block, and has no tied parameters.
+    """
     # In the root unit a head would be all-gathered before the first block and reduced after the
     # last gradient, without compute that hides the communication. A separate unit is all-gathered
     # while the last block runs, is resident, and is reduced first. Its weight is unsharded only
@@ -115,7 +122,7 @@ def find_heads(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
 
 
 def make_is_tied(model: nn.Module) -> Callable[[nn.Module], bool]:
-    """Return a predicate that says if other modules share the parameters of a module."""
+    """Return a predicate: does a module share a parameter with modules of `model` outside of it?"""
     holders, parents = Counter[int](), Counter[nn.Module]()
     for module in model.modules():
         holders.update(id(p) for p in module.parameters(recurse=False))
@@ -152,7 +159,11 @@ def is_in_router_unit(router: Router, options: FSDPOptions) -> bool:
 
 
 def plan_forward_prefetch(model: nn.Module, units: Units, num_blocks: int) -> Prefetch:
-    """Map each unit to the units that it prefetches in forward: the next `num_blocks` groups."""
+    """Map each unit to the units whose all-gathers it prefetches in forward, in order.
+
+    These are later units of the same list in `units.first_use`, and the next `num_blocks` lists of
+    the same outermost ModuleList. The first module of a unit stands for the unit.
+    """
     prefetch_of: dict[nn.Module, list[nn.Module]] = {}
     list_of = _find_outermost_lists(model)
     of_unit = {group[0]: list_of.get(group[0]) for group in units.first_use}
@@ -167,9 +178,10 @@ def plan_forward_prefetch(model: nn.Module, units: Units, num_blocks: int) -> Pr
 
 
 def plan_backward_prefetch(units: Units, num_blocks: int) -> Prefetch:
-    """Map each unit to the units that it prefetches in backward.
+    """Map each unit to the units whose all-gathers it prefetches in backward, in order.
 
-    These are the previous `num_blocks` groups, and heads, because a head may run several times.
+    These are units of the same list in `units.first_use`, earlier heads, because a head may run
+    several times, and the previous `num_blocks` lists. The first module stands for a unit.
     """
     prefetch_of: dict[nn.Module, list[nn.Module]] = {}
     backward = [[group[0], *reversed(group[1:])] for group in reversed(units.first_use)]
@@ -214,7 +226,7 @@ def _find_outermost_lists(model: nn.Module) -> dict[nn.Module, nn.Module]:
 
 
 def _separate_routers(layers: list[RoutedLayer], options: FSDPOptions) -> list[list[nn.Module]]:
-    """Return the routers that need separate units, as one list per dtype."""
+    """Return the routers that mixed precision must not cast, one list (a unit) per dtype."""
     # A unit per router would double the host time. One unit for all routers is all-gathered with
     # the first block and reduced after its backward. Until then its gradients are unsharded: 50 MB
     # for Qwen3-30B-A3B, 430 MB for DeepSeek-V3.
@@ -231,16 +243,19 @@ def _list_layers(blocks: list[nn.Module]) -> list[RoutedLayer]:
 
 
 def _list_first_modules(blocks: list[nn.Module], first_routers: set[nn.Module]) -> list[nn.Module]:
-    """Return the first modules of the blocks' router and expert units, in the order of use."""
+    """Return the first modules of the blocks' router units, then their experts modules.
+
+    `first_routers` has the first router of each router unit.
+    """
     layers = _list_layers(blocks)
     parts = [m.get_part("router") for m in layers if m.get_part("router") in first_routers]
     return [*parts, *(m.get_part("experts") for m in layers)]
 
 
 def make_kind_lookup(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> Callable[[str], str]:
-    """Return a function that maps a clean parameter name to its kind, such as "attention".
+    """Return a function that maps a parameter name to its kind, such as "attention".
 
-    `layers` maps names to the model's MoE layers.
+    `layers` maps names to the model's MoE layers. Names have no prefixes of wrappers.
     """
     roles: dict[str, str] = {}
     for name, layer in layers.items():
@@ -272,7 +287,7 @@ def make_kind_lookup(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> Cal
 
 
 def _find_kind(module: nn.Module | None, name: str) -> str | None:
-    """Return the kind of a module's parameters, derived from its class or name, or None."""
+    """Return the kind of a module's parameters, such as "norms", by class or name, or None."""
     class_name = type(module).__name__.lower()
     if getattr(module, "is_fsdp_head", False) or name.endswith("lm_head"):
         return "head"

@@ -42,7 +42,7 @@ WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, DataParallel)
 
 
 def check_request(model: nn.Module, request: Request) -> None:
-    """Raise an error if the arguments conflict with each other, the meshes or the model."""
+    """Raise a ValueError or NotImplementedError if options, meshes or model do not fit."""
     _check_arguments(request)
     _check_fresh(model)
     _check_degrees(model, request)
@@ -84,7 +84,7 @@ def check_stages(
 
 
 def check_layers(model: nn.Module, layers: Mapping[str, RoutedLayer], request: Request) -> None:
-    """Raise an error if a model's MoE layers or tensor parallel parts cannot be sharded."""
+    """Raise a ValueError or NotImplementedError if MoE layers or tp parts cannot be sharded."""
     if request.meshes.parallel.tp > 1 and not is_tp_sharded(model):
         request.family.check_tensor_parallel(model, request.meshes.parallel.tp)
     if not layers:
@@ -112,7 +112,7 @@ def check_layers(model: nn.Module, layers: Mapping[str, RoutedLayer], request: R
 
 
 def _check_arguments(request: Request) -> None:
-    """Raise an error for arguments that conflict with each other or with the meshes."""
+    """Raise a ValueError for arguments that conflict with each other or with the meshes."""
     p, dispatch = request.meshes.parallel, request.dispatch
     annotations = get_type_hints(MoEOverrides, include_extras=True)
     for name, value in request.moe.items():
@@ -204,7 +204,7 @@ def _check_fresh(model: nn.Module) -> None:
 
 
 def _check_degrees(model: nn.Module, request: Request) -> None:
-    """Raise an error if pp or tp conflicts with the model or with other options."""
+    """Raise a ValueError if options exclude pp or tp, NotImplementedError if the model lacks tp."""
     p = request.meshes.parallel
     if p.pp > 1 and request.pipeline is None:
         raise ValueError(
@@ -273,7 +273,7 @@ def _check_graphs(model: nn.Module, request: Request) -> None:
 
 
 def _check_context(model: nn.Module, request: Request) -> None:
-    """Raise an error if the model or the options do not allow context parallelism."""
+    """If cp is used, raise a ValueError for wrong options, NotImplementedError without support."""
     cp, dynamic = request.meshes.parallel.cp, "ContextOptions.dynamic (True)"
     if cp == 1 and not request.is_dynamic:
         if request.context is not None:
@@ -302,7 +302,7 @@ def _check_context(model: nn.Module, request: Request) -> None:
 
 
 def _check_indexers(model: nn.Module, request: Request) -> None:
-    """Raise an error if `indexer` is set for a model without indexers, or with tp > 1."""
+    """If `indexer` is set, raise a ValueError without indexers, NotImplementedError at tp > 1."""
     if request.indexer is None:
         return
     if not request.family.find_indexers(model):
@@ -353,7 +353,7 @@ def _check_dense(request: Request) -> None:
 
 
 def _check_experts(name: str, layer: RoutedLayer, meshes: Meshes) -> None:
-    """Raise an error if a layer's experts cannot be sharded over ep, etp and edp_shard."""
+    """Raise a ValueError, or NotImplementedError by an old torch, if experts cannot be sharded."""
     p, config = meshes.parallel, layer.config
     experts = layer.get_part("experts")
     layout_names = (
@@ -387,7 +387,7 @@ def _check_experts(name: str, layer: RoutedLayer, meshes: Meshes) -> None:
 
 
 def _check_compute(name: str, layer: RoutedLayer, request: Request) -> None:
-    """Raise an error if backend, recipe or configuration do not support an MoE layer."""
+    """Raise a ValueError if backend, recipe or configuration do not support MoE layer `name`."""
     experts, backend = layer.get_part("experts"), request.expert_backend
     recipe = request.find_recipe(name, layer, "experts")
     recompute_fc1 = "expert_fc1" in request.memory.parts
@@ -400,7 +400,7 @@ def _check_compute(name: str, layer: RoutedLayer, request: Request) -> None:
 
 
 def _check_shared(name: str, shared: SharedExpert, recipe: Recipe) -> None:
-    """Raise a ValueError if shared experts cannot multiply in a recipe's FP8."""
+    """Raise a ValueError if the shared experts of layer `name` cannot run in a recipe's FP8."""
     problem = find_weight_problem(shared.w1, recipe) or find_weight_problem(shared.w2, recipe)
     if recipe.amax_history:
         problem = "the layer keeps no history of amax"

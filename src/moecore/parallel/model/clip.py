@@ -47,6 +47,7 @@ class GradientNorm:
 
     @cached_property
     def _host_squares(self) -> list[float]:
+        """The squared norms on the host. The first access synchronises."""
         squares: list[float] = self._squares.tolist()
         return squares
 
@@ -67,7 +68,7 @@ class GradientNorm:
         return tuple(name for name, value in named if not math.isfinite(value))
 
     def divisor(self, max_norm: float) -> Tensor:
-        """Return the divisor that clips gradients to `max_norm`, an fp32 scalar on the device."""
+        """Return the divisor of gradients, max(1, (norm + 1e-6) / max_norm): device fp32, 0-dim."""
         return ((self._squares.sum().sqrt() + 1e-6) / max_norm).clamp(min=1.0).float()
 
     @property
@@ -107,8 +108,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: MaxNorm | None) -> GradientNorm:
     """Clip gradients in place to an L2 norm of at most `max_norm`; return the norm before clipping.
 
     If any gradient is nan or inf, all gradients become None on every rank, so that the optimizer
-    changes nothing, and a warning names the parameters. The same happens if ranks that share rows
-    received different tensor contents; the next forward raises that error. Host sync.
+    changes nothing, and a warning names the parameters. The same happens if ranks that process the
+    same sequences received different tensors. The next forward then raises an error. Host sync.
 
     Args:
         model: a parallelized or plain model, the same on every rank.
@@ -154,7 +155,8 @@ def step_clipped(
 ) -> GradientNorm:
     """Unscale and clip gradients, step the optimizers, and return the norm before clipping.
 
-    `unscale_and_clip_` describes the arguments. No host sync if all optimizers are fused.
+    A non-finite gradient skips the step. `unscale_and_clip_` describes the arguments. No host sync
+    if all optimizers are fused.
     """
     signals: dict[str, Tensor] = {}
     with mark("moecore::clip"):
@@ -218,7 +220,10 @@ def _measure_norm(
     loss_scale: Tensor | None,
     is_wrong: Tensor | None,
 ) -> GradientNorm:
-    """Measure the norm of all gradients over all ranks, without the loss scale. Collective."""
+    """Measure the norm of all gradients over all ranks, without the loss scale. Collective.
+
+    `is_wrong` is a device bool; True on any rank makes the norm nan. `stages` None = no pipeline.
+    """
     for _, param in params:
         lay_out_as_parameter(param)
     names = [n for n, _ in params]
@@ -233,7 +238,7 @@ def _sum_squares(
 ) -> Tensor:
     """Sum each gradient's squared norm over all ranks; return fp64 [parameters of all stages].
 
-    Collective.
+    If `is_wrong` is True on any rank, the first sum is nan on every rank. Collective.
     """
     if stages is None and not params:
         return torch.zeros(0, dtype=torch.float64)

@@ -39,7 +39,10 @@ class Family(Protocol):
     def swap_blocks(
         self, model: nn.Module, adapters: Mapping[type, Adapter]
     ) -> dict[str, RoutedLayer]:
-        """Replace MoE blocks by MoE layers in place; return {qualified name: MoE layer}."""
+        """Replace MoE blocks by MoE layers in place; return {qualified name: MoE layer}.
+
+        `adapters` maps a class of MoE blocks to a function (block, model) -> MoE layer.
+        """
 
     def copy_with_layers(
         self, model: nn.Module, adapters: Mapping[type, Adapter]
@@ -52,11 +55,14 @@ class Family(Protocol):
         return copy, self.swap_blocks(copy, adapters)
 
     def prepare(self, model: nn.Module) -> None:
-        """Change a model after its MoE blocks were replaced, before parameters are sharded."""
+        """Change a model in place after its MoE blocks were replaced and before it is sharded."""
         return
 
     def set_dtypes(self, model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
-        """Prepare a model for compute in `dtype`; return names of tensors that stay in fp32."""
+        """Cast a model in place for compute in `dtype`; return names of tensors that stay in fp32.
+
+        `dtype` None = the model's own dtype.
+        """
 
     def make_staged_model(self, model: nn.Module) -> StagedModel:
         """Return the `StagedModel` of a model that can be split into pipeline stages.
@@ -99,7 +105,7 @@ class Family(Protocol):
             cast(Any, layer).train_indexer(config)
 
     def has_tokens(self, inputs: Mapping[str, Any]) -> bool | Tensor:
-        """Whether the arguments of a forward contain tokens that are not padding."""
+        """Whether a forward's arguments have a token besides padding; a tensor result is 0-dim."""
         mask_BT = inputs.get("padding_mask_BT")
         return has_rows(inputs, "tokens_BT") if mask_BT is None else ~mask_BT.all()
 

@@ -65,7 +65,7 @@ def _deepcopy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _copy_param(param: nn.Parameter) -> nn.Parameter:
-    """Return a copy of a parameter."""
+    """Return a copy of a parameter, with its `requires_grad` but without its gradient."""
     return nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
 
 
@@ -177,7 +177,7 @@ def init_modules(model: nn.Module, *, seed: Seed = 0, std: PositiveOrZero = 0.02
 
 
 def _reset_module(module: nn.Module, name: str, seed: int, std: float) -> None:
-    """Initialise an unsharded copy of a module, submodules first, and copy the local shards."""
+    """Initialise an unsharded copy of module `name`, submodules first, and copy local shards."""
     copies: Any = copy_modules(module, _make_empty_parameter, unwrapped=True)
     for inner, path in reversed([(m, n) for n, m in module.named_modules()]):
         twin, key = copies[inner], clean_name(f"{name}.{path}".strip("."))
@@ -193,7 +193,7 @@ def _reset_module(module: nn.Module, name: str, seed: int, std: float) -> None:
 
 
 def _find_reset(module: nn.Module) -> Callable[[], None] | None:
-    """Return the method with which a module initialises its parameters, or None."""
+    """Return `reset_parameters` (or `_reset_parameters`) of a module; None if it has neither."""
     reset: Any = getattr(module, "reset_parameters", None)
     return reset or getattr(module, "_reset_parameters", None)  # of nn.MultiheadAttention
 

@@ -61,7 +61,7 @@ class ParallelState:
         return [pool for pool in (self.exchanges, self.ep_groups) if pool is not None]
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
-        """Return the model's block modules, whose names the plan has."""
+        """Return the model's blocks, such as decoder layers, by the names in the plan."""
         return [model.get_submodule(name) for name in self.plan.blocks]
 
 
@@ -92,9 +92,10 @@ def list_engines(model: nn.Module) -> list[UnitEngine]:
 
 
 def find_row_difference(model: nn.Module) -> Tensor | None:
-    """Return a device bool that says if ranks that share rows received different contents.
+    """End a step's comparisons; return a 0-dim device bool, True if forward arguments differed.
 
-    None = no forward of the step compared contents on the device. No host sync.
+    The ranks that process the same sequences are compared. None = the step compared no contents
+    on the device. No host sync.
     """
     flags = (r.arguments.end_step() for r in list_parallel_states(model) if r.arguments is not None)
     differences = [flag for flag in flags if flag is not None]
@@ -102,7 +103,7 @@ def find_row_difference(model: nn.Module) -> Tensor | None:
 
 
 def get_moe_state(model: nn.Module) -> MoEState:
-    """Return the balance record of a parallelized model; raise a ValueError for any other model."""
+    """Return a parallelized model's load-balance state; raise a ValueError for any other model."""
     record = get_parallel_state(model)
     if record is None or record.state is None:
         raise ValueError(
@@ -113,7 +114,7 @@ def get_moe_state(model: nn.Module) -> MoEState:
 
 
 def get_capacity(model: nn.Module) -> Capacity:
-    """Return the capacity record of a parallelized model."""
+    """Return the `Capacity` of a parallelized model's token buffers."""
     state = get_parallel_state(model)
     assert state is not None and state.capacity is not None, "its balance record was found"
     return state.capacity
@@ -134,7 +135,7 @@ def get_progress(model: nn.Module) -> Progress | None:
 def find_stages(model: nn.Module) -> tuple[nn.Module, AllStages | None]:
     """Return the submodule that has pipeline stages, and its `AllStages`.
 
-    Without stages, the function returns the model and None.
+    Without stages, the function returns the model and None. Two submodules with stages: ValueError.
     """
     owners = (m for m in model.modules() if PARALLEL_STATE in vars(m))
     owners_with_stages = [(owner, vars(owner)[PARALLEL_STATE].all_stages) for owner in owners]

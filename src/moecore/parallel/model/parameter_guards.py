@@ -72,7 +72,7 @@ def refuse_earlier_optimizer(
 
 
 def mark_replaced(params: Iterable[nn.Parameter]) -> None:
-    """Mark replaced parameters, so that the step of an optimizer that has one raises an error."""
+    """Mark replaced parameters: the step of an optimizer that has one raises a ValueError."""
     _watch_optimizers()
     for param in params:
         setattr(param, REPLACED, True)
@@ -112,7 +112,7 @@ def _make_replaced_error(optimizer: Optimizer) -> ValueError:
 
 
 def refuse_on_meta(model: nn.Module, caller: str) -> None:
-    """Raise a ValueError if a parameter is on meta when `caller` is constructed."""
+    """Raise a ValueError if a parameter is on meta; `caller` is the class that needs storage."""
     on_meta = next((name for name, param in model.named_parameters() if param.is_meta), None)
     if on_meta is not None and not is_inside_custom_ops():
         raise ValueError(

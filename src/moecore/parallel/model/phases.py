@@ -58,7 +58,7 @@ logger = logging.getLogger("moecore.parallelize")
 
 
 def choose_dispatcher(request: Request) -> tuple[str, str]:
-    """Choose the dispatcher and return its name and the reason.
+    """Choose the dispatcher; return its name and the reason. ValueError if "nvlink" cannot run.
 
     "auto" = `resolve_dispatcher` must test the GPUs' access to each other's memory.
     """
@@ -77,7 +77,10 @@ def choose_dispatcher(request: Request) -> tuple[str, str]:
 
 
 def resolve_dispatcher(model: nn.Module, state: ParallelState) -> None:
-    """Test the GPUs, replace "auto" in the plan, and create the dispatcher's groups. Collective."""
+    """Test the GPUs' links, replace "auto" in the plan, and create groups. Collective.
+
+    Raises a ValueError if the requested dispatcher cannot run.
+    """
     request, plan = state.request, state.plan
     meshes, group = request.meshes, request.meshes.dispatch_group
     if group is None:
@@ -165,10 +168,7 @@ def apply_layers(model: nn.Module, state: ParallelState) -> None:
 def _scale_nvlink_options(
     options: NVLinkOptions | None, domains: DomainGroups | None
 ) -> NVLinkOptions | None:
-    """Return the nvlink options for all tokens that a domain's ranks receive from other domains.
-
-    Without domains the options are unchanged.
-    """
+    """Return the options with `max_tokens` times the number of domains; unchanged without any."""
     if domains is None:
         return options
     options, num_domains = options or NVLinkOptions(), domains.across.size()
@@ -255,7 +255,7 @@ def apply_context(model: nn.Module, state: ParallelState) -> None:
 def _make_context(
     meshes: Meshes, options: ContextOptions, group: dist.ProcessGroup
 ) -> ContextParallel:
-    """Create the `ContextParallel` for a cp group and its communication method.
+    """Create the `ContextParallel` for a cp group, with the method `options.way`.
 
     Collective if groups are created.
     """
@@ -288,7 +288,7 @@ def apply_balance(model: nn.Module, state: ParallelState) -> None:
 
 
 def compare_arguments(model: nn.Module, state: ParallelState) -> None:
-    """Install the hook that compares forward arguments between ranks that share rows.
+    """Install the forward hook that compares arguments of ranks with the same sequences.
 
     Collective.
     """
@@ -305,7 +305,7 @@ def compare_arguments(model: nn.Module, state: ParallelState) -> None:
 
 
 def cut_stages(model: nn.Module, request: Request) -> tuple[PipelineLayout | None, Sequence[Stage]]:
-    """Remove other ranks' pipeline stages; return the layout and this rank's stages."""
+    """Remove other ranks' pipeline stages; return layout and local stages, None and () at pp 1."""
     pp = request.meshes.parallel.pp
     if pp == 1 or request.pipeline is None:
         return None, ()

@@ -49,7 +49,7 @@ Layers = Mapping[str, RoutedLayer]
 
 
 def make_plan(model: nn.Module, layers: Layers, request: Request, fp32: Set[str]) -> ShardPlan:
-    """Plan the sharding of a model and return the plan; the model does not change.
+    """Plan the sharding of a model, whose MoE layers are `layers` by name; change nothing.
 
     `fp32` has the names of tensors that stay in fp32. No communication.
     """
@@ -218,7 +218,7 @@ class _PlanBuilder:
         return (*outer, AxisPlacement(axis=axis, size=size, dim=dim), *inner)
 
     def _check_inputs(self, param: nn.Parameter, ranks: int) -> None:
-        """Raise a ValueError if `ranks` cannot shard dim 1 evenly, without splitting a byte."""
+        """Raise a ValueError if `ranks` ranks cannot shard dim 1 evenly into full bytes."""
         name = self.name_of[param]
         recipe = self.recipes.get(name)
         values_per_byte = 2 if recipe is not None and recipe.scaling == "nvfp4" else 1
@@ -240,7 +240,7 @@ class _PlanBuilder:
         ]
 
     def _get_first_use(self, unit: nn.Module) -> tuple[int, int]:
-        """Return the sort key that orders units by their first use in forward."""
+        """Return the key that sorts units, given as first modules, by first use in forward."""
         places = self.places
         for group in self.model_units.first_use:
             if unit in group and unit is not self.model:
@@ -250,7 +250,7 @@ class _PlanBuilder:
     def _plan_unit(
         self, first: nn.Module, forward: Iterable[nn.Module], backward: Iterable[nn.Module]
     ) -> UnitPlan:
-        """Return the plan of the unit whose first module is `first`, with its prefetches."""
+        """Return the plan of the unit with first module `first`, which prefetches these modules."""
         options = self.options
         role, modules, owned = self.owned[first]
         mesh: View = "expert" if role == "experts" else "dense"
@@ -389,7 +389,7 @@ def _find_fp8_parameters(
     linears: Mapping[str, Recipe],
     request: Request,
 ) -> Iterator[tuple[nn.Parameter, Recipe]]:
-    """Yield (parameter, recipe) for parameters that all products can read in FP8."""
+    """Yield (parameter, recipe) for the weights that all their products can read in FP8."""
     p = request.meshes.parallel
     for name, layer in layers.items():
         recipe = _select_gatherable(request.find_recipe(name, layer, "experts"))
@@ -417,7 +417,7 @@ def _find_fp8_parameters(
 def _check_pairs(
     name: str, experts: Experts, param: nn.Parameter, recipe: Recipe, meshes: Meshes
 ) -> None:
-    """Raise a ValueError if "nvfp4" shards would split a byte, which has two values."""
+    """Raise a ValueError for layer `name` if "nvfp4" shards would split a byte of two values."""
     size, parts = experts.config.expert_dim, meshes.parallel.edp_shard
     is_cut = choose_expert_dim(experts, param, meshes) == param.ndim - 1
     if recipe.scaling == "nvfp4" and is_cut and size // parts % 2:
@@ -433,7 +433,7 @@ def _select_gatherable(recipe: Recipe | None) -> Recipe | None:
 
 
 def _check_gatherable(name: str, param: nn.Parameter, num_places: int) -> None:
-    """Raise a ValueError if a parameter has another dtype than fp32 or bf16, or is tied."""
+    """Raise a ValueError if a parameter is not fp32 or bf16, or is in several modules or places."""
     if param.dtype not in STORED_DTYPES:
         raise ValueError(
             f"{name} ({param.dtype}) must be kept in fp32 or bf16 with {GATHER}: call model.float()"

@@ -65,7 +65,7 @@ class Request:
         return self._find_requested_recipe(layer_name, layer, role)
 
     def find_fp8_problem(self, layer_name: str, layer: RoutedLayer) -> str | None:
-        """Return why `Precision.only_faster` excludes a layer's experts from FP8, or None."""
+        """Return why FP8 would not make a layer's experts faster, if `Precision.only_faster`."""
         recipe = self._find_requested_recipe(layer_name, layer, "experts")
         if recipe is None or self.precision is None or not self.precision.only_faster:
             return None
@@ -74,7 +74,7 @@ class Request:
     def _find_requested_recipe(
         self, layer_name: str, layer: RoutedLayer, role: Role
     ) -> Recipe | None:
-        """Return the recipe that the argument `precision` selects, or None."""
+        """Return the recipe that `precision` selects for "experts" or "shared_experts", or None."""
         if self.precision is None:
             return None
         part = layer.get_part_name("experts" if role == "experts" else "shared")

@@ -89,7 +89,10 @@ def _make_unit(
     streams: UnitStreams,
     join: Callable[..., DeviceMesh],
 ) -> Unit:
-    """Create a unit and shard its parameters for one layout of the unit's plan."""
+    """Create a unit and shard its parameters for one layout of the unit's plan.
+
+    `owners` is the result of `_find_owners`. `join` concatenates device meshes.
+    """
     mesh = get_data_mesh(unit_plan, meshes)
     gather_dtype = _get_dtype(unit_plan.gather_dtype)
     is_cut = unit_plan.strategy != "no_shard"
@@ -127,7 +130,7 @@ def _make_unit(
 
 
 def get_data_mesh(unit: UnitPlan, meshes: Meshes) -> DeviceMesh | None:
-    """Return the mesh of data ranks that shard a unit; None = only this rank has the experts."""
+    """Return the mesh (replicate, shard) of a unit's data ranks; None = only one rank has it."""
     if unit.mesh == "dense":
         return meshes.dense_fsdp
     return None if is_unsharded(meshes) else meshes.expert_fsdp
@@ -153,7 +156,7 @@ def _make_format(
 
 
 def _assign_buffers(plan: ShardPlan, units_of: dict[str, list[Unit]], streams: UnitStreams) -> None:
-    """Create the buffers that the plan's units share, and assign them to the units."""
+    """Create the buffers that units share, and assign each to the units in `units_of` by name."""
     for buffer_plan in plan_buffers(plan):
         units = [units_of[name][i] for name, i in buffer_plan.places]
         if buffer_plan.holds == "weights":

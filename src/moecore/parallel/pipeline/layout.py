@@ -110,6 +110,7 @@ class LayoutCosts(CheckedRecord):
     bound: frozenset[int] = frozenset()  # layers that cannot be the first layer of a stage
 
     def _rules(self) -> Rules:
+        """Yield the field and the error text of a broken rule."""
         if not self.layers:
             yield "layers", "have a cost per transformer layer: pass at least one"
         elif not self.bound <= {*range(1, len(self.layers))}:
@@ -240,7 +241,7 @@ def _expand_text(text: str) -> str:
 
 
 def _raise_layout_error(text: str, relation: str, fix: str) -> None:
-    """Raise the ValueError for a malformed layout string."""
+    """Raise a ValueError: "layout (`text`) must `relation`: `fix`"."""
     raise ValueError(f"layout ({quote(text)}) must {relation}: {fix}")
 
 
@@ -270,7 +271,7 @@ def _shorten_text(stages: Sequence[str]) -> str:
 
 
 def _make_layout(stages: Sequence[str]) -> PipelineLayout:
-    """Number the layers of the stages' letters, and return the layout."""
+    """Return the layout whose stages have these letters, such as "Ettt", with layers numbered."""
     first = {letter: [0, *accumulate(s.count(letter) for s in stages)] for letter in "tm"}
 
     def indices(letter: str, stage: int) -> tuple[int, ...]:
@@ -300,7 +301,7 @@ def _format_cell(stage: Stage) -> str:
 
 
 def _find_min_bottleneck(sums: Sequence[float], num_stages: int) -> float:
-    """Return the least possible cost of the slowest stage; `sums` are cumulative costs."""
+    """Return the least possible cost of the slowest stage; `sums` = cumulative costs from 0."""
     last = len(sums)
     candidates = sorted({sums[j] - sums[i] for i in range(last) for j in range(i + 1, last)})
 
@@ -342,7 +343,7 @@ def _find_borders(sums: Sequence[float], num_stages: int, max_cost: float) -> li
 
 
 def _list_ends(sums: Sequence[float], start: int, max_cost: float) -> Iterator[int]:
-    """Yield the ends of stages that begin at `start` and cost at most `max_cost`."""
+    """Yield the end indices in `sums` of stages that begin at `start` and cost <= `max_cost`."""
     for end in range(start, len(sums)):
         if sums[end] - sums[start] > max_cost:
             return

@@ -41,7 +41,8 @@ def find_next_backwards(order: Sequence[Item]) -> list[Action | None]:
 def list_last_block_offloads(order: Sequence[Item]) -> list[bool]:
     """Return, for each item of a rank's order, whether its forward offloads the last block.
 
-    It is not, if the micro-batch's backward is the next backward of this item or the two after it.
+    False if the micro-batch's backward is the next backward of the item, or of the two items after
+    it. An item without a forward has False.
     """
     backwards = find_next_backwards(order)
     flags = []

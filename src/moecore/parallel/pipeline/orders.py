@@ -38,7 +38,7 @@ Item = Action | Overlap
 
 
 def list_actions(item: Item) -> tuple[Action, ...]:
-    """Return the action of an item, or the forward and the backward of an `Overlap`."""
+    """Return (the action,), or (the forward, the backward) of an `Overlap`."""
     return tuple(item) if isinstance(item, Overlap) else (item,)
 
 
@@ -101,7 +101,10 @@ def make_order(turns: Turns) -> Iterator[Item]:
 
 
 def _make_loop_turns(shape: Shape, *, sizes: Sequence[int], warm_up: int, **options: Any) -> Turns:
-    """Return the turns that run rounds of `sizes` micro-batches, each round chunk after chunk."""
+    """Return the turns that run rounds of `sizes` micro-batches, each round chunk after chunk.
+
+    `warm_up` and `options` are fields of `Turns`.
+    """
 
     def passes(chunks: Sequence[int]) -> list[Pass]:
         return [
@@ -124,7 +127,8 @@ def _make_gpipe_turns(shape: Shape) -> Turns:
 def _make_interleaved_turns(shape: Shape, *, hop: int, num_extra: int = 0, **options: Any) -> Turns:
     """Return the turns of 1F1B in rounds of at least pp micro-batches.
 
-    Each rank runs `hop` more warm-up forwards than the next rank.
+    Each rank runs `hop` more warm-up forwards than the next rank, and all run `num_extra` more.
+    `options` are other fields of `Turns`.
     """
     # In one turn a forward moves one rank up and a backward one rank down, so neighbours are two
     # turns apart; with one chunk a distance of one is enough. The first micro-batch of a round
@@ -140,7 +144,7 @@ def _make_interleaved_turns(shape: Shape, *, hop: int, num_extra: int = 0, **opt
 def _make_v_turns(shape: Shape, *, num_extra: int = 0, **options: Any) -> Turns:
     """Return the turns of 1F1B for a V: rank r has the stages r and 2 pp - 1 - r.
 
-    Stage s runs 2 pp - s forwards before its first backward.
+    Stage s runs 2 pp - s forwards before its first backward. Each rank runs `num_extra` more.
     """
     pp, _, rank, num_micro_batches = shape
     steady = [0, 1] * num_micro_batches

@@ -39,7 +39,7 @@ SideBySide = Callable[[Callable[[], Tensor | None], Callable[[], None]], Tensor 
 
 
 class StageOffload(Protocol):
-    """Offloads the saved tensors of a stage's forward until its backward."""
+    """Offloads the tensors that stages' forwards save for backward, one chunk per forward."""
 
     def chunk(
         self, *, offloads_last: bool, resident_input: Tensor | None
@@ -50,7 +50,7 @@ class StageOffload(Protocol):
         """
 
     def bring_back(self, chunk: Any) -> None:
-        """Start to copy a forward's offloaded tensors back to the device."""
+        """Start to copy a forward's chunk, which `chunk()` has yielded, back to the device."""
 
     def free(self, chunk: Any) -> None:
         """Free the device memory of the forward's last block, if it has been copied to the host."""
@@ -82,7 +82,7 @@ class Pipeline:
         return len(self.layout.stages) // self.size
 
     def schedule(self, num_micro_batches: int) -> Schedule:
-        """Return the schedule: the order of forwards and backwards on every rank."""
+        """Return the order of forwards and backwards on every rank, for a step's micro-batches."""
         return make_schedule(
             self.config.schedule,
             pp=self.size,
@@ -179,7 +179,7 @@ class _ScheduleRun:
         }
 
     def all(self, items: Sequence[Item]) -> None:
-        """Run all items of this rank's order and send their results."""
+        """Run the items, actions or pairs of actions, of this rank's order; send their results."""
         for item, backward, offloads_last in zip(
             items, find_next_backwards(items), list_last_block_offloads(items), strict=True
         ):
@@ -195,7 +195,7 @@ class _ScheduleRun:
         self._transport.finish()
 
     def _bring_back(self, backward: Action | None) -> None:
-        """Start to copy the offloaded tensors of the next item's backward to the device."""
+        """Start to copy a backward's offloaded tensors to the device; None = no next backward."""
         forward = (
             None if backward is None else self._forwards.get((backward.stage, backward.micro_batch))
         )
@@ -221,7 +221,7 @@ class _ScheduleRun:
         return self._losses
 
     def _run_forward(self, action: Action) -> Tensor | None:
-        """Receive a stage's input, run its forward and return the output; None = the loss."""
+        """Receive a stage's input, run its forward and return the output; None = a stored loss."""
         stage, inputs = self._stages[action.stage], self._micro_batches[action.micro_batch]
         hidden = self._transport.receive(action)
         if hidden is not None and torch.is_grad_enabled():
@@ -240,13 +240,13 @@ class _ScheduleRun:
         return output
 
     def _make_offload_context(self, hidden: Tensor | None) -> AbstractContextManager[Any]:
-        """Return the offload context for a stage's forward, which keeps the input on the device."""
+        """Return the offload context of a stage's forward; the input `hidden` is not offloaded."""
         if self._offload is None or not torch.is_grad_enabled():
             return nullcontext()
         return self._offload.chunk(offloads_last=self._offloads_last, resident_input=hidden)
 
     def _check_output(self, out: Tensor, action: Action) -> Tensor:
-        """Check that hidden states have the shape and dtype of the next stage; return them."""
+        """Return hidden states; ValueError unless shape and dtype are the next stage's input's."""
         shape = self._get_input_shape(action.stage + 1, action.micro_batch)
         if out.dtype != self._pipeline.dtype or tuple(out.shape) != shape:
             raise ValueError(

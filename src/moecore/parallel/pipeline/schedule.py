@@ -28,7 +28,7 @@ from moecore.parallel.pipeline.orders import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """The rank of each stage, and the order of actions on each rank."""
+    """The rank of each virtual stage, and the order of forwards and backwards on each rank."""
 
     name: str
     pp: int  # pipeline ranks
@@ -197,6 +197,7 @@ class PipelineConfig(CheckedRecord):
     schedule: ScheduleName = "1f1b"
 
     def _rules(self) -> Rules:
+        """Yield the field and the error text of a broken rule."""
         if self.layout is not None and self.chunks is not None:
             yield "chunks", f"be None with a layout ({self.layout!r}), which has them: drop one"
 

@@ -41,7 +41,7 @@ class AllStages:
     device: torch.device  # of the parameters, once they are real
 
     def count_copies(self, name: str) -> int:
-        """Return the number of ranks whose stage has the parameter."""
+        """Return the number of ranks, data and tp ranks included, whose stage has the parameter."""
         return self.num_holders[clean_name(name)] * (dist.get_world_size() // self.pp)
 
     def scatter_values(self, names: list[str], values: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ def make_all_stages(model: nn.Module, meshes: Meshes) -> AllStages:
 
 
 def _make_peer_group(stages: tuple[int, ...], meshes: Meshes) -> Any:
-    """Create groups of the ranks with equal index in several stages; return this rank's group.
+    """Create the groups of ranks with equal index in `stages`; return this rank's group.
 
     None = this rank's stage is not in `stages`. Collective.
     """

@@ -44,7 +44,7 @@ class AbsentModule(nn.Module):
                 setattr(self, name, value)
 
     def forward(self, x: Tensor, *_args: Any, **_kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:
-        """Return x, followed by None for each further result."""
+        """Return x, or with several results a tuple of x and None for each other result."""
         return x if self._results == 1 else (x, *[None] * (self._results - 1))
 
 
@@ -76,7 +76,7 @@ class StagedModel(Protocol):
         """Return the names of the modules that stages contain. `take_stages` keeps these names."""
 
     def hidden_shape(self, stage: Stage, inputs: Mapping[str, Any]) -> tuple[int, ...]:
-        """Return the shape of a stage's input hidden states for a micro-batch."""
+        """Return the shape of a stage's input hidden states for the forward arguments `inputs`."""
 
     def check_inputs(self, inputs: Mapping[str, Any]) -> None:
         """Raise a ValueError if stages cannot run with a micro-batch's arguments."""
@@ -100,7 +100,7 @@ class StagedModel(Protocol):
 def take_stages(model: StagedModel, stages: Sequence[Stage]) -> None:
     """Replace the modules that these stages do not need by `AbsentModule`, in place.
 
-    Call it on a full model before `parallelize_moe`.
+    Call it on a full model before `parallelize_moe`. Raises a ValueError if a module is absent.
     """
     check_arguments(take_stages, locals())
     parts, (num_layers, num_mtp) = model.stage_parts(), count_parts(model)
@@ -162,7 +162,7 @@ def runs_norm(stage: Stage, num_mtp: int) -> bool:
 
 
 def check_stage(model: StagedModel, parts: StageParts, stage: Stage, num_mtp: int) -> None:
-    """Raise a ValueError if this rank lacks a module of a stage. Not under torch.compile."""
+    """Raise a ValueError if this rank lacks a module of a stage. No check in torch.compile."""
     if torch.compiler.is_compiling():
         return
     for name, module in _list_needed_modules(model, parts, stage, num_mtp):
@@ -219,7 +219,7 @@ def _list_needed_modules(
 
 
 def _check_range(stage: Stage, field: str, indices: Sequence[int], count: int) -> None:
-    """Raise a ValueError if a layer index of a stage is not below the model's `count`."""
+    """Raise a ValueError if `indices`, a field of a stage, are not below the model's `count`."""
     if any(not 0 <= index < count for index in indices):
         raise ValueError(
             f"stage {stage.index} {field} ({indices}) must be of the {count} of the model: make "

@@ -72,7 +72,7 @@ class Timeline:
             paths: Chrome traces of torch.profiler, one per pipeline rank in order, from one host.
 
         Raises:
-            ValueError: if a trace has no pipeline action, or has an action twice.
+            ValueError: if no trace has a pipeline action, or if actions of a rank overlap.
         """
         check_arguments(Timeline.from_traces, locals())
         spans = [
@@ -100,7 +100,7 @@ class Timeline:
 
 
 def name_item(item: Item) -> str:
-    """Return the name under which profiles record an item."""
+    """Return the profiler's name of an item: "moecore::", kind, stage and micro-batch."""
     return "moecore::" + " beside ".join(
         f"{a.kind} stage {a.stage} micro-batch {a.micro_batch}" for a in list_actions(item)
     )
@@ -207,6 +207,7 @@ class Costs(CheckedRecord):
     transfer: PositiveOrZero = 0.0  # message of hidden states, or their gradient, between ranks
 
     def _rules(self) -> Rules:
+        """Yield the field and the error text of each broken rule."""
         number = len(self.forward)
         if not number:
             yield "forward", "have a time per stage: pass at least one"
@@ -232,7 +233,7 @@ class Costs(CheckedRecord):
         )
 
     def of(self, action: Action) -> tuple[float, float]:
-        """Return an action's compute time and its exposed communication time."""
+        """Return (compute time, exposed communication time) of one forward or backward."""
         stage, compute = action.stage, 0.0
         if action.kind == "F":
             exchange = self.forward_exchange[stage] if self.forward_exchange else 0.0

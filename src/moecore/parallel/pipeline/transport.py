@@ -69,7 +69,7 @@ class _SentMessage:
 def _explain_errors(operation: str, rank: int) -> Iterator[None]:
     """Return a context that raises a communication error as a `PipelineError`.
 
-    The error names the message (`operation`) and the other rank.
+    `operation` is a message and a preposition, such as "output of .. for"; `rank` is the peer.
     """
     try:
         yield
@@ -131,7 +131,7 @@ class StageTransport:
         return received_message.tensor
 
     def send(self, action: Action, tensor: Tensor) -> None:
-        """Send the result of an action to the rank of the next (or previous) stage."""
+        """Send a forward's output to the next stage, or an input gradient to the previous stage."""
         message = _get_sent_message(action)
         target = self._find_target(message)
         assert target is not None, "the loss and the gradient of the tokens stay"
@@ -151,7 +151,7 @@ class StageTransport:
         self._wait_for(lambda message: True)
 
     def _free_read_messages(self, target: int, item: int) -> None:
-        """Free the sent tensors that rank `target` has read in its items up to `item`."""
+        """Free the sent tensors that rank `target` has read up to index `item` of its order."""
         # When a message from a rank has arrived, that rank has read the messages of all its items,
         # up to the item that sent it. Without this a host far ahead of the GPU would hold sent
         # tensors for a whole step.
@@ -166,7 +166,7 @@ class StageTransport:
         self._sends = [message for message in self._sends if not is_due(message)]
 
     def _post_receive(self, message: _Message, source: int) -> None:
-        """Post the receive of a message from a rank."""
+        """Post the receive of a message from rank `source`; it fills a new tensor."""
         stage = message.stage + 1 if message.is_forward else message.stage
         shape = self._shape_of(stage, message.micro_batch)
         tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
@@ -214,7 +214,7 @@ class _Items(NamedTuple):
 
 
 def _index_messages(schedule: Schedule, rank: int) -> _Items:
-    """Map each message to the item of the rank's order that sends it, or that reads it."""
+    """Map each message to the index in the rank's order of the item that sends or reads it."""
     sent_at, read_at = dict[_Message, int](), dict[_Message, int]()
     for i, item in enumerate(schedule.orders[rank]):
         for action in list_actions(item):
