@@ -92,6 +92,7 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the base model of a `PeftModel`, and any other model unchanged."""
         return unwrap_peft(model)
 
     @override
@@ -105,6 +106,7 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def prepare(self, model: nn.Module) -> None:
+        """Hook MoE layers for padding and documents, and fuse norms and hyper-connections."""
         refuse_lost_outputs(model)
         hook_moe_layers(model)
         run_vision_experts(model)
@@ -114,6 +116,7 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def has_tokens(self, inputs: Mapping[str, Any]) -> bool | Tensor:
+        """Whether a mask leaves any token, or without masks, whether no given input is empty."""
         mask_BT = inputs.get("padding_mask")
         if mask_BT is not None:
             result: bool | Tensor = ~mask_BT.all()
@@ -147,11 +150,13 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def make_staged_model(self, model: nn.Module) -> StagedModel:
+        """Wrap a causal language model as `StagedCausal` unless it has `stage_parts` itself."""
         is_causal = hasattr(model, "get_output_embeddings") and not hasattr(model, "stage_parts")
         return StagedCausal(model) if is_causal else super().make_staged_model(model)
 
     @override
     def make_tensor_parallel_model(self, model: nn.Module) -> Any:
+        """Return a `CutTransformer`, or the model if it has `apply_tensor_parallel` itself."""
         return model if hasattr(model, "apply_tensor_parallel") else CutTransformer(model)
 
     @override
@@ -162,6 +167,7 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def make_context_parallel_model(self, model: nn.Module) -> Any:
+        """Wrap a causal language model as `CausalContext`; return any other model unchanged."""
         if any(hasattr(model, f"apply_context_{suffix}") for suffix in ("parallel", "groups")):
             return model
         attributes = ("loss_function", "get_output_embeddings")
@@ -174,6 +180,7 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def train_indexers(self, model: nn.Module, config: IndexerConfig) -> None:
+        """Switch to causal attention and add the auxiliary loss that trains the indexers."""
         for outer in find_outermost_models(model):
             use_causal_attention(outer)
         train_indexers(model, config)
@@ -188,6 +195,7 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def finish(self, model: nn.Module, *, wrapper: nn.Module, drops_cache: bool) -> None:
+        """Install guards for methods that fail on shards; `drops_cache` = warn of caches."""
         super().finish(model, wrapper=wrapper, drops_cache=drops_cache)
         refuse_save_pretrained(model)
         sync_generation(model)
@@ -197,11 +205,11 @@ class TransformersFamily(ProtocolFamily):
 
 
 def find_family(model: nn.Module) -> Family:
-    """Return `Transformers` if a module's class is from transformers, otherwise `Plain`."""
+    """Return `TransformersFamily` if any module is of transformers, otherwise `ProtocolFamily`."""
     of_transformers = any(is_hf(module) or is_pretrained(module) for module in model.modules())
     return TransformersFamily() if of_transformers else ProtocolFamily()
 
 
 def swap_blocks(model: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str, RoutedLayer]:
-    """Replace MoE blocks in place; return all MoE layers by qualified name."""
+    """Replace MoE blocks in place by adapters of their classes; return MoE layers by name."""
     return find_family(model).swap_blocks(model, adapters)
