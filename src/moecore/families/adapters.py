@@ -287,6 +287,7 @@ class OriginRecorder(DispatchMode):
         return result
 
     def _add_origin(self, tensor: Tensor, names: frozenset[str]) -> None:
+        """Record that a tensor's memory was computed from the named block tensors."""
         if not names <= self._find_names(tensor):
             key = StorageWeakRef(tensor.untyped_storage())
             self._origins.setdefault(key, []).append(_TensorRange(*_get_byte_range(tensor), names))

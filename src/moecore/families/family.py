@@ -64,6 +64,7 @@ class ProtocolFamily(Family):
     def swap_blocks(
         self, model: nn.Module, adapters: Mapping[type, Adapter]
     ) -> dict[str, RoutedLayer]:
+        """Replace MoE blocks in place by the adapters of their classes; return layers by name."""
         return replace_blocks(model, adapters, lambda _: None, lambda _: None)
 
     @override
@@ -72,17 +73,20 @@ class ProtocolFamily(Family):
 
     @override
     def get_head_shapes(self, model: nn.Module) -> Sequence[tuple[int, int]]:
+        """Return the shape [V, D] of each `Head`."""
         configs = (m.config for m in model.modules() if isinstance(m, Head))
         return [(config.vocab_size, config.dim) for config in configs]
 
     @override
     def fuse_loss(self, model: nn.Module, recipe: Recipe | None) -> None:
+        """Set the FP8 recipe of the loss of each `Head`; None = no FP8."""
         for module in model.modules():
             if isinstance(module, Head):
                 module.loss_recipe = recipe
 
     @override
     def finish(self, model: nn.Module, *, wrapper: nn.Module, drops_cache: bool) -> None:
+        """Make Trainer, accelerate and peft methods that need full parameters raise."""
         refuse_accelerate(model)
         refuse_peft_methods(wrapper)
 
@@ -99,6 +103,7 @@ class TransformersFamily(ProtocolFamily):
     def swap_blocks(
         self, model: nn.Module, adapters: Mapping[type, Adapter]
     ) -> dict[str, RoutedLayer]:
+        """Replace MoE blocks in place and move peft's expert LoRA; return layers by name."""
         with unwrap_experts(model) as wrapped:
             layers = replace_blocks(model, adapters, find_hf_adapter, get_refusal_reason)
             adapt_experts(wrapped, layers)
@@ -128,6 +133,7 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def make_arguments(self, batch: PackedBatch) -> dict[str, Any]:
+        """Convert a packed batch to arguments of a transformers forward, without labels."""
         names = ("input_ids", "position_ids", "padding_mask", "cu_seqlens", "max_seqlen")
         inputs: dict[str, Any] = {n: batch[n] for n in names}  # type: ignore[literal-required]
         return inputs | {"use_cache": False}
@@ -161,6 +167,7 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def check_tensor_parallel(self, model: nn.Module, tp: int) -> None:
+        """Raise if the model needs a `CutTransformer` that cannot shard it over `tp` ranks."""
         owner = self.make_tensor_parallel_model(model)
         if isinstance(owner, CutTransformer):
             owner.check(tp)
@@ -187,6 +194,7 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def get_head_shapes(self, model: nn.Module) -> Sequence[tuple[int, int]]:
+        """Return the shape [V, D] of each head that is a linear without bias."""
         return [(head.out_features, head.in_features) for _, head in find_plain_heads(model)]
 
     @override

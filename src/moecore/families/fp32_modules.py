@@ -100,7 +100,7 @@ def _cast_in_forward(module: nn.Module, names: Sequence[str], dtype: torch.dtype
 
 
 def _find_fp32_names(model: nn.Module, stocks: Mapping[Any, _Stock]) -> frozenset[str]:
-    """Return the names of selection biases and of the tensors that a submodel's stock keeps."""
+    """Return the names of selection biases and of the tensors that `stocks` keep in fp32."""
     tensors = _get_named_tensors(model)
     fp32_ids = {id(t) for n, t in tensors.items() if is_selection_bias(n)}
     for hf, stock in stocks.items():
@@ -145,6 +145,7 @@ def _make_stock_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[Any, _Stock
 
 
 def _make_stock_dtypes_of_model(hf: Any, dtype: torch.dtype) -> _Stock:
+    """Return the tensors that one transformers model keeps in fp32 with compute in `dtype`."""
     # As transformers.core_model_loading.build_glob_alternation reads them.
     pattern = "|".join(f"(?:{p.replace('*', '.*')})" for p in hf._get_dtype_plan(dtype))
     if not is_hf(hf):

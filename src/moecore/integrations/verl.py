@@ -193,7 +193,7 @@ class MoECoreEngine(BaseEngine):
         outputs: list[dict[str, Any]],
         number: int,
     ) -> dict[str, Any]:
-        """Return the model's arguments for one of `number` micro-batches; `outputs` gets results."""
+        """Return model arguments of a micro-batch, one of `number`; its loss fills `outputs`."""
         data = data.to(self._meshes.device)
         tokens_N, cu_seqlens = data["input_ids"].values(), data["input_ids"].offsets()
         labels_N = tokens_N.roll(-1)

@@ -47,7 +47,7 @@ class CausalContext:
     def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
         """Return `options` with the method of context-parallel attention chosen for this model.
 
-        See `ContextOptions.resolve`. A model or a `way` without cp support raises an error.
+        See `ContextOptions.resolve`. An unsupported model or `way` raises an error.
         """
         name, other = type(self.model).__name__, find_packing_problem(self.model)
         problem = None if other is None else f"{other} needs whole rows on a rank"

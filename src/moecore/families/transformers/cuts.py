@@ -126,6 +126,7 @@ def cut_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
 
 
 def _check_heads(name: str, heads: int, kv_heads: int, tp: int) -> None:
+    """Raise ValueError unless tp divides `heads`, and tp divides `kv_heads` or the reverse."""
     if heads % tp or (kv_heads % tp and tp % kv_heads):
         raise ValueError(
             f"{name}: heads ({heads}) and key/value heads ({kv_heads}) must be multiples of "
@@ -172,7 +173,7 @@ def _is_norm_over_all_heads(module: nn.Module, name: str, linears: Mapping[str, 
 
 
 def _find_unknown_part(module: nn.Module, known_names: set[str], num_heads: int) -> str | None:
-    """Return why attention with children besides `known_names` is not sharded by heads, or None."""
+    """Return why attention cannot be sharded by heads, or None; `known_names` are its children."""
     for child, part in module.named_children():
         is_norm = "Norm" in type(part).__name__ and not list(part.children())
         if not (child in known_names or is_norm) and next(part.parameters(), None) is not None:
@@ -189,7 +190,7 @@ def _find_unknown_part(module: nn.Module, known_names: set[str], num_heads: int)
 
 
 def cut_mlp(name: str, module: nn.Module, tp: int) -> ModuleCut | None:
-    """Return how a dense MLP is sharded by its hidden dim; None for modules of another form."""
+    """Return how an MLP's hidden dim is sharded (ValueError if tp does not divide it), or None."""
     parts = {n: m for n, m in module.named_children() if next(m.parameters(), None) is not None}
     names = next((names for names in (*MLPS, *FUSED_MLPS) if set(names) == parts.keys()), None)
     if names is None or any(p is not None for p in module._parameters.values()):

@@ -210,6 +210,7 @@ class HeadWithoutLogits(nn.Linear):
 
     @override
     def forward(self, input: Tensor) -> Tensor:
+        """Return lazy `Logits` in a forward of the model with labels, otherwise values."""
         forwards = _get_running_forwards()
         is_cut = isinstance(self.weight, DTensor)  # over tensor parallel ranks
         if not forwards or forwards[-1].head is not self or is_cut or torch.compiler.is_compiling():
@@ -282,7 +283,7 @@ def _leave(model: nn.Module, _args: Any, _output: Any) -> None:
 def cut_vocabulary(model: nn.Module, tp: TensorParallel) -> list[nn.Module]:
     """Register tp collectives of embeddings and heads; return the modules to shard by vocabulary.
 
-    A model keeps replicated ones if its vocabulary is no multiple of tp or a class is not plain.
+    Both stay replicated if tp does not divide the vocabulary or their class is not plain.
     """
     # Other classes, and a vocabulary that tp does not divide, are replicated.
     embeddings = list[nn.Module]()

@@ -35,6 +35,7 @@ def find_longest_position_readers(model: nn.Module) -> Iterator[tuple[str, str, 
 
 
 def _is_longest_position_reader(module: nn.Module, rope_type: str) -> bool:
+    """Whether a rotary embedding's angles depend on the longest position of the forward."""
     if "dynamic" in rope_type or rope_type == "longrope":  # as transformers' dynamic_rope_update
         return True
     return rope_type != "default" and "max" in find_names_in_forward(module)
@@ -67,6 +68,7 @@ class LongestPosition:
         return (args[0], extended, *args[2:]), kwargs
 
     def _drop_position(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Forward hook: remove the angles of the appended position."""
         if self._num_tokens is None:
             return None
         # Angles are [B, t, d]: a pair of cos and sin, or one complex tensor.

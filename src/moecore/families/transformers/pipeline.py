@@ -131,7 +131,7 @@ class StagedCausal:
 
     @contextmanager
     def _replace_other_stages(self, stage: Stage, hidden: Tensor | None) -> Iterator[list[Tensor]]:
-        """Run the context with `AbsentModule` in place of other stages' parts.
+        """Return a context in which `AbsentModule` replaces the parts of other stages.
 
         Hooks feed `hidden` to the stage's first part and append the output to the yielded list.
         """

@@ -1,4 +1,4 @@
-"""Work once per optimizer step: counts are reduced, biases updated, metrics logged."""
+"""The end of an optimizer step: counts are reduced, biases updated, metrics logged."""
 
 from __future__ import annotations
 

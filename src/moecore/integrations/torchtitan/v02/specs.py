@@ -1,4 +1,4 @@
-"""moecore inside torchtitan 0.2.x, without code: importing this module registers models.
+"""moecore inside torchtitan 0.2.x, by configuration: importing this module registers models.
 
     torchtitan.train --experimental.custom_import moecore.integrations.torchtitan.v02.specs \
         --model.name NAME
