@@ -30,7 +30,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def is_selection_bias(name: str) -> bool:
-    """Whether a tensor's name is that of a router bias which is used only to select experts."""
+    """Whether a name belongs to a router bias that is added to scores only to select experts."""
     return name.endswith(SELECTION_BIASES)
 
 
@@ -40,7 +40,7 @@ def make_fp32_predicate(
     """Return a predicate on tensor names: whether the tensor stays fp32.
 
     `model` is a transformers model without adapters; None = only selection biases stay fp32.
-    `dtype` is the compute dtype; None = that of the model's first fp16 or bf16 parameter.
+    `dtype` is the compute dtype; None = the dtype of the first fp16 or bf16 parameter.
     """
     half = None if model is None else _find_half_dtype(model, dtype)
     stocks = list(_make_stock_dtypes(model, half).values()) if model is not None and half else []
