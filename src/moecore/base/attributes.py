@@ -50,9 +50,9 @@ ATOMS: tuple[Any, ...] = (bool, int, float, complex, str, bytes)
 
 
 def list_attribute_entries(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Any]:
-    """Return the description of each non-parameter attribute of the named modules, by its path.
+    """Return path -> description of each non-parameter attribute of (path, module) pairs.
 
-    A config object or dataclass has one entry per field.
+    A config object or dataclass has one entry per field. Descriptions can be compared by `repr`.
     """
     entries: dict[str, Any] = {}
     records: dict[int, dict[str, Any]] = {}  # modules of one model share their config
@@ -80,7 +80,10 @@ def _decides_numbers(name: str, value: Any) -> bool:
 
 
 def _flatten(path: str, value: Any, depth: int) -> dict[str, Any]:
-    """Return {path: description} of a value; a mapping or config object has a path per field."""
+    """Return {path: description} of a value; mappings and configs have a path per field.
+
+    `depth` is the number of mappings and configs around the value.
+    """
     values = value if isinstance(value, Mapping) else _read_fields(value)
     if values is None or depth > MAX_DEPTH:
         return {path: _describe(value, depth)}
@@ -93,7 +96,7 @@ def _flatten(path: str, value: Any, depth: int) -> dict[str, Any]:
 
 
 def _read_fields(value: Any) -> dict[str, Any] | None:
-    """Return the fields of a dataclass or config object, or None for any other value."""
+    """Return the fields of a dataclass or of an object named as a config; None for other values."""
     if isinstance(value, type | nn.Module | Enum):
         return None
     cls = type(value)

@@ -20,12 +20,12 @@ Fields = Mapping[str, Any]  # the fields of a record that are set
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Note of an annotation: how the fields of a record become options.
+    """Metadata of an `Annotated` field: how the fields of a nested record become options.
 
     Attributes:
-        record: the record; None = the annotated type.
+        record: class of the nested record; None = the annotated type.
         without: fields that are no options.
-        prefix: whether flags begin with the name of the table.
+        prefix: whether flags begin with the name of the annotated field.
     """
 
     record: type | None = None
@@ -35,7 +35,7 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spelling:
-    """Note of an annotation: how a command line spells an option.
+    """Metadata of an `Annotated` field: how a command line spells its option.
 
     Attributes:
         is_positional: whether the option is a word without a flag.
@@ -50,15 +50,15 @@ POSITIONAL = Spelling(is_positional=True)
 
 
 class CommandOption(NamedTuple):
-    """A flag, which is also a key of a TOML file.
+    """One option of a command: a command-line flag, which is also a key of a TOML file.
 
     Attributes:
         table: the field of the command's dataclass with the record; "" = the dataclass itself.
-        name: of the field.
-        flag: without hyphens in front.
+        name: name of the field.
+        flag: flag without hyphens in front.
         hint: the annotation of the field.
         default: `MISSING` if the value depends on other options or must be set.
-        text: help.
+        text: help text.
         is_saved: whether RUN_DIR/config.toml has the option.
     """
 
@@ -72,35 +72,35 @@ class CommandOption(NamedTuple):
 
     @property
     def spelling(self) -> Spelling:
-        """The note of the annotation."""
+        """The `Spelling` in the annotation, or the default spelling."""
         notes = getattr(self.hint, "__metadata__", ())
         return next((note for note in notes if isinstance(note, Spelling)), Spelling())
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """The flag and its alias."""
+        """The flag and its alias, if there is an alias, without hyphens in front."""
         alias = self.spelling.alias
         return (self.flag,) if alias is None else (self.flag, make_flag(alias))
 
     @property
     def key(self) -> str:
-        """The key of a TOML file."""
+        """The dotted key of a TOML file, such as "table.name"."""
         return f"{self.table}.{self.name}" if self.table else self.name
 
 
 def make_internal_field(default: Any) -> Any:
-    """Return a field of a command's dataclass that is no option."""
+    """Return a dataclass field with a default that is not an option of the command."""
     return field(default=default, metadata={"is_option": False})
 
 
 def make_unsaved_field(default: Any) -> Any:
-    """Return a field that is an option, but not one of RUN_DIR/config.toml."""
+    """Return a dataclass field that is an option, but is not saved in RUN_DIR/config.toml."""
     return field(default=default, metadata={"is_saved": False})
 
 
 @cache
 def list_options(command: Any) -> tuple[CommandOption, ...]:
-    """Return the options of a command's dataclass, then the options of its tables."""
+    """Return the options of a command's dataclass, followed by the options of its tables."""
     options: list[CommandOption] = []
     texts, hints = read_field_texts(command), get_type_hints(command, include_extras=True)
     items = [field for field in fields(command) if field.metadata.get("is_option", True)]
@@ -142,7 +142,7 @@ def list_options(command: Any) -> tuple[CommandOption, ...]:
 
 
 def read_field_texts(record: type) -> dict[str, str]:
-    """Return the text of each field from "Attributes:" of the docstrings of a class."""
+    """Return field -> text from the "Attributes:" sections of a class and its bases."""
     texts: dict[str, str] = {}
     for base in reversed(record.__mro__):
         doc = (base.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
@@ -152,7 +152,7 @@ def read_field_texts(record: type) -> dict[str, str]:
 
 
 def find_table(hint: Any) -> Table | None:
-    """Return the table that an annotation stands for, with its record; None = a plain value."""
+    """Return the `Table` of an annotation, with its record; None if the field is no record."""
     notes: tuple[Any, ...] = ()
     if get_origin(hint) is Annotated:
         hint, *notes = get_args(hint)  # type: ignore[assignment]
@@ -165,7 +165,7 @@ def find_table(hint: Any) -> Table | None:
 
 
 def list_kinds(hint: Any) -> list[Any]:
-    """Return the classes, tuples and literal values that an annotation is a union of."""
+    """Return the members of a union or Literal annotation, or a list of the annotation itself."""
     if get_origin(hint) is Annotated:
         return list_kinds(get_args(hint)[0])
     if get_origin(hint) in (Union, types.UnionType):
@@ -178,12 +178,12 @@ def _has_record(hint: Any) -> bool:
 
 
 def get_default(item: dataclasses.Field[Any]) -> Any:
-    """Return the default of a field, or `MISSING`."""
+    """Return the default of a field, calling its factory; `MISSING` if there is no default."""
     if item.default_factory is not MISSING:
         return item.default_factory()
     return item.default
 
 
 def make_flag(name: str) -> str:
-    """Return the flag of a field, without hyphens in front."""
+    """Return a field's name with hyphens for underscores, without hyphens in front."""
     return name.replace("_", "-")

@@ -47,7 +47,8 @@ def publish_errors(activity: str, *, is_written: bool = True) -> Iterator[None]:
     """Return a context that writes an error of its body to the store, where other ranks read it.
 
     A transport error (gloo, NCCL, the store) becomes a `RankError` that quotes the errors of other
-    ranks. With `is_written` False only transport errors are handled. `activity` names the body.
+    ranks. With `is_written` False only transport errors are handled. `activity` describes the body
+    in errors, such as "micro-batch 2 of 4".
     """
     try:
         yield
@@ -134,7 +135,7 @@ def _is_single_rank(group: Group) -> bool:
 
 
 def make_sendable(error: Exception) -> Exception:
-    """Return the error, or a RuntimeError with its text if pickle cannot restore the error."""
+    """Return the error, or a RuntimeError with its text if the error cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -145,7 +146,10 @@ def make_sendable(error: Exception) -> Exception:
 
 
 def explain_transport_errors(activity: str) -> AbstractContextManager[None]:
-    """Return a context that converts transport errors to `RankError` and raises other errors."""
+    """Return a context that converts transport errors to `RankError` and raises other errors.
+
+    `activity` describes the body in errors.
+    """
     return publish_errors(activity, is_written=False)
 
 
@@ -213,7 +217,7 @@ def _is_transport_error(error: BaseException | None) -> bool:
 
 
 def _write_record(activity: str, error: Exception, *, waits: bool) -> None:
-    """Write this rank's error to the store; `waits` = it is a transport error, not the cause."""
+    """Write this rank's error to the store; `waits` = the rank only waited for a failed rank."""
     text = " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST]
     record = dict(rank=dist.get_rank(), activity=activity, error=text, waits=waits)
     store = _get_store()

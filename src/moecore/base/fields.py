@@ -24,8 +24,7 @@ collection, a mapping or a union of them. A Callable must be callable, and `Any`
 error. Numbers without a bound are limited by `MAX_ABS`, so that int32 and fp32 can store them. A
 tensor or an array is not a number.
 
-A float field accepts an int that a float represents exactly. The record stores the float, because
-torch and Triton distinguish int and float. No other value is converted.
+A float field converts an int that a float represents exactly. No other value is converted.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ class OneOf(NamedTuple):
 
 
 class Passes(NamedTuple):
-    """A value must pass a function; errors name it by a noun."""
+    """A value must satisfy `check`; `noun` names a valid value in errors."""
 
     check: Callable[[Any], bool]
     noun: str
@@ -110,7 +109,7 @@ MaxNorm = Annotated[float, Bound(">", 0), Bound("<=", math.inf), "use None to on
 
 
 class _ValueCheck(NamedTuple):
-    """The check for one annotation: a predicate, the error's noun for valid values, and the fix."""
+    """The check for one annotation: predicate, noun of valid values in errors, fix, conversion."""
 
     takes: Callable[[Any], bool]
     name: Callable[[Any], str]
@@ -119,7 +118,7 @@ class _ValueCheck(NamedTuple):
 
 
 class CheckedRecord:
-    """A dataclass whose constructor checks its fields by annotation, then its rules."""
+    """Base of dataclasses whose constructor raises a ValueError for fields of wrong value."""
 
     __slots__ = ()
 
@@ -138,6 +137,7 @@ class CheckedRecord:
             _raise_field_error(self, name, relation)
 
     def _rules(self) -> Rules:
+        """Yield (field, "relation: fix") for each broken relation between fields."""
         return iter(())
 
 
@@ -177,7 +177,7 @@ def _raise_if_invalid(name: str, value: object, kind: _ValueCheck) -> None:
 
 
 def _raise_field_error(record: Any, name: str, relation: str) -> None:
-    """Raise the ValueError for a record's field; `relation` says the condition that it breaks."""
+    """Raise the ValueError for a record's field; `relation` is the text after "must"."""
     value = reduce(getattr, name.split("."), record)
     raise ValueError(f"{type(record).__name__}.{name} ({quote(value)}) must {relation}")
 
@@ -349,7 +349,7 @@ def _make_choice_check(choices: Collection[Any]) -> _ValueCheck:
 
 
 def _make_union_check(kinds: list[_ValueCheck]) -> _ValueCheck:
-    """Return the check for a union: a value must pass one of the checks."""
+    """Return the check for a union: a value must pass one of the checks `kinds`."""
 
     def convert(value: Any) -> Any:
         return next(kind for kind in kinds if kind.takes(value)).convert(value)

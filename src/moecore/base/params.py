@@ -36,8 +36,10 @@ def clean_name(name: str) -> str:
 
 
 def get_local_param(param: Tensor, *, reads: bool = True) -> Tensor:
-    """Return this rank's local tensor of a parameter; differentiable."""
-    # `reads` is False if the caller reads `get_fp8_blocks` instead of values, see `check_values`.
+    """Return this rank's local tensor of a parameter; differentiable.
+
+    `reads` False: the caller reads only `get_fp8_blocks`, so a parameter without values is allowed.
+    """
     local = param
     if isinstance(param, DTensor) and torch.compiler.is_compiling():
         local = param.to_local(grad_placements=make_grad_placements(param.placements))
@@ -69,12 +71,12 @@ class _ToLocal(torch.autograd.Function):
 
 
 def has_values(local: Tensor) -> bool:
-    """Whether a local tensor has values, which a parameter in FP8 blocks does not have."""
+    """Whether a local tensor has memory for its values; a parameter in FP8 blocks has not."""
     return local.numel() < 2 or any(local.stride())
 
 
 def check_values(local: Tensor) -> None:
-    """Raise a NotImplementedError for a parameter in FP8 blocks, which has no values."""
+    """Raise NotImplementedError for a parameter in FP8 blocks, whose tensor has no values."""
     if not has_values(local):
         raise NotImplementedError(
             f"a weight {list(local.shape)} was gathered or is stored in FP8, so products of its "
@@ -110,7 +112,7 @@ def init_uniform_(param: Tensor, *, bound: float, key: str, seed: int = 0) -> No
 def _fill_shard(
     param: Tensor, key: str, seed: int, fill_: Callable[[Tensor, torch.Generator], Tensor]
 ) -> None:
-    """Fill this rank's shard with its part of the global random values that `fill_` draws."""
+    """Fill a shard with its part of global values; `fill_` draws a block by a seeded generator."""
     local = get_local_tensor(param)
     if local.numel() == 0:
         return
@@ -136,7 +138,7 @@ def _fill_shard(
 
 
 def compute_global_indices(param: Tensor, coordinate: Sequence[int] | None = None) -> list[Tensor]:
-    """Return, for each dim of a parameter, the global indices that a rank's shard contains.
+    """Return, for each dim of a parameter, the global indices of a rank's shard: sorted int64.
 
     `coordinate` is the rank's position in the device mesh; None = this rank.
     """
@@ -173,7 +175,7 @@ def compute_global_indices(param: Tensor, coordinate: Sequence[int] | None = Non
 
 
 def _take_chunk(index: Tensor, size: int, rank: int) -> Tensor:
-    """Return the chunk of an index for one of `size` ranks, as `torch.chunk` splits it."""
+    """Return a rank's contiguous chunk of an index, as `torch.chunk` splits it to `size` ranks."""
     step = -(-index.numel() // size)
     return index[rank * step : (rank + 1) * step]
 
@@ -184,7 +186,7 @@ def _take_interleaved_chunks(index: Tensor, parts: int, size: int, rank: int) ->
 
 
 def find_runs(index: Tensor) -> Iterator[tuple[int, int]]:
-    """Yield start and length of each run of consecutive numbers in a sorted index."""
+    """Yield (first number, length) of each run of consecutive numbers in a sorted index."""
     if index.numel():
         edges = [0, *(index.diff() != 1).nonzero().flatten().add(1).tolist(), index.numel()]
         yield from ((int(index[a]), b - a) for a, b in itertools.pairwise(edges))

@@ -36,5 +36,5 @@ def find_lora_base(module: Any) -> nn.Module | None:
 
 
 def list_lora_pairs(module: Any) -> list[tuple[nn.Linear, nn.Linear]]:
-    """Return the linear layers (A, B) of each adapter in a LoRA module."""
+    """Return (A, B), two linear layers, of each adapter in a LoRA module."""
     return [(module.lora_A[name], module.lora_B[name]) for name in module.lora_A]

@@ -38,7 +38,7 @@ class ProgressLines:
         self._count: int | None = None  # None = the operation has not begun
 
     def report(self, count: int, total: int) -> None:
-        """Print a line if the interval has passed; `count` of `total` items are processed.
+        """Print a line if the interval has passed; `count` of `total` items are done (0 = unknown).
 
         If `count` is smaller than in the last call, a new operation begins.
         """
@@ -98,7 +98,7 @@ def track(
 
 
 def is_shown() -> bool:
-    """Return whether this process is rank 0, the only rank that shows progress."""
+    """Whether this process is rank 0, the only rank that shows progress."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank() == 0
     return os.environ.get("RANK", "0") == "0"

@@ -40,8 +40,9 @@ MISSING = Verbatim("missing")  # the value of an entry that a rank does not have
 def check_equal(entries: Mapping[str, Any], device_type: str, *, group: Group = None) -> None:
     """Raise a ValueError on every rank of the group if an entry differs between ranks. Host sync.
 
-    Collective. Values are equal if their `repr` is equal. Mappings are compared entry by entry, in
-    any order. An entry that a rank does not have is a difference.
+    Collective on tensors of `device_type`. Entries map a name to a value. Values are equal if their
+    `repr` is equal; mappings are compared entry by entry, in any order. An entry that a rank does
+    not have is a difference.
     """
     problem = find_difference(entries, device_type, group=group)
     if problem is not None:
@@ -75,7 +76,7 @@ def find_difference(
 def _find_group_difference(
     entries: Mapping[str, Any], device_type: str, group: Group
 ) -> str | None:
-    """Compare entries in one group and return the error text, see `find_difference`. Collective."""
+    """Return the error text for a group's first difference, see `find_difference`. Collective."""
     prefix, num_further = "", 0
     while names := _find_differing_names(entries, device_type, group):
         value, num_further = entries.get(names[0], MISSING), num_further + len(names) - 1
@@ -137,7 +138,7 @@ def list_fields(record: Any) -> dict[str, Any]:
 def list_training_entries(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> dict[str, Any]:
-    """Return parameter names, `requires_grad` and optimizer options as entries to compare.
+    """Return parameter names, `requires_grad` and optimizer options as entries for `check_equal`.
 
     Ranks that share parameters compare these entries.
     """
@@ -162,7 +163,7 @@ def list_training_entries(
 
 
 def list_optimizer_entries(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
-    """Return the optimizers' classes and default options, which all pipeline stages compare."""
+    """Return optimizer classes and defaults, as entries that all pipeline stages compare."""
     entries: dict[str, Any] = {"classes of optimizers": [type(o).__name__ for o in optimizers]}
     for place, optimizer in enumerate(optimizers):
         prefix = f"optimizer {place}" if len(optimizers) > 1 else "optimizer"
@@ -172,7 +173,7 @@ def list_optimizer_entries(optimizers: Sequence[torch.optim.Optimizer]) -> dict[
 
 
 def make_comparable(leaf: Any) -> Any:
-    """Replace a tensor by its checksum and other objects by their class name, for comparison."""
+    """Replace a tensor by its value or checksum, and other objects by their class name."""
     if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and not leaf.is_meta:
         if leaf.numel() == 1:
             return leaf.tolist()
@@ -202,7 +203,7 @@ def check_equal_weights(
 def find_differing_tensors(
     tensors: Mapping[str, Tensor], device_type: str, *, group: Group = None
 ) -> list[str]:
-    """Return the names of tensors whose values differ between the ranks of a group. Collective."""
+    """Return the names of tensors that differ between ranks, identical on all ranks. Collective."""
     if not _has_peers(group):
         return []
     real = {n: t for n, t in tensors.items() if not t.is_meta and t.numel()}
@@ -266,7 +267,7 @@ def _find_differing_names(entries: Mapping[str, Any], device_type: str, group: G
 
 
 def _merge_names(names: list[str], group: Group) -> tuple[list[str], set[str]]:
-    """Return the union of all ranks' names, and the names that some rank lacks. Collective."""
+    """Return the union of all ranks' names, and the names that any rank lacks. Collective."""
     first: list[Any] = [names]
     source = dist.get_process_group_ranks(group or dist.group.WORLD)[0]
     dist.broadcast_object_list(first, source, group=group)
@@ -294,7 +295,7 @@ def _hash_text(text: str) -> int:
 
 
 def find_differences(values: Tensor, group: Groups) -> list[int]:
-    """Return the positions at which int64 values differ between ranks. Collective, host sync."""
+    """Return the indices at which 1-D int64 values differ between ranks. Collective, host sync."""
     bounds = torch.stack([values, ~values])  # ~ reverses the order and cannot overflow
     for subgroup in group if isinstance(group, tuple) else (group,):
         dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=subgroup)
@@ -316,7 +317,7 @@ def gather_objects(value: T, group: Group = None) -> list[T]:
 
 
 def compute_checksum(tensor: Tensor) -> Tensor:
-    """Return an int64 checksum of the tensor's 8-byte words and their positions."""
+    """Return a 0-dim int64 checksum of a tensor's bytes, their order and their number."""
     bits = tensor.detach().contiguous().flatten().view(torch.uint8)
     num_bytes, padding = bits.numel(), -bits.numel() % 8
     if padding:

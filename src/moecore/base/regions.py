@@ -27,7 +27,7 @@ PRODUCTS = frozenset((F.linear, F.scaled_dot_product_attention, *OF_TORCH, *OF_T
 
 
 class Region(Protocol):
-    """A recompute region, which recomputes its operations but saves matrix products."""
+    """A part of the model that backward recomputes, except the results that it saves."""
 
     @property
     def is_multiplying(self) -> bool:

@@ -23,7 +23,7 @@ from moecore.base.torch_private import get_saved_tensor_hooks, get_storage_key, 
 
 
 class Handle(Protocol):
-    """The object that a packer returns for a saved tensor; backward unpacks it."""
+    """The object that a packer returns to autograd in place of a saved tensor."""
 
     def unpack(self) -> Tensor:
         """Return the saved tensor. Autograd calls this more than once for a retained graph."""
@@ -62,7 +62,7 @@ class TensorHandle:
 
 @dataclass(frozen=True, slots=True)
 class UsedRows:
-    """Which rows of a padded matrix contain data; the number of rows is a device tensor."""
+    """Which rows of a padded matrix contain data, so that packers can skip the other rows."""
 
     length: int
     num_rows: Tensor | None = None  # 0-dim int32: the first rows are in use; None = see `slots`
@@ -73,7 +73,7 @@ class UsedRows:
     )
 
     def matches(self, tensor: Tensor) -> bool:
-        """Whether a tensor is the matrix that this record describes, or a column slice of it."""
+        """Whether a tensor is the matrix of this record, or a slice of its columns."""
         if tensor.ndim != 2 or not tensor.dtype.is_floating_point:
             return False
         if tensor.shape[0] != self.length or not self.length:
@@ -126,7 +126,7 @@ def use_packer(
 def mark_used_rows(*rows: UsedRows) -> Iterator[None]:
     """Return a context in which `find_used_rows` finds these records for saved matrices.
 
-    If several records match a matrix, the first record is used.
+    The records replace those of an outer context. The first record that matches is used.
     """
     before, _packers.rows = _packers.rows, rows
     try:

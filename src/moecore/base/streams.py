@@ -37,7 +37,7 @@ class Stream(Protocol):
 
 
 class DryStream:
-    """A stream of a dry run, which stores the numbers of its next operation's dependencies."""
+    """A stream of a dry run (a step on meta tensors): the numbers of operations to wait for."""
 
     def __init__(self, queues: DryQueues) -> None:
         self._queues = queues
@@ -62,7 +62,7 @@ class DryStream:
 
 
 class DryEvent:
-    """An event of a dry run, which stores the dependencies of the stream that recorded it."""
+    """An event of a dry run (a step on meta tensors): the dependencies of the recording stream."""
 
     def __init__(self, queues: DryQueues) -> None:
         self._queues, self._dependencies = queues, frozenset[int]()
@@ -77,7 +77,7 @@ class DryEvent:
 
 
 class DryQueues:
-    """The streams of a dry run, and the number of operations launched on them."""
+    """All streams of a dry run (a step on meta tensors), and its number of operations."""
 
     def __init__(self) -> None:
         self.num_streams = 0
@@ -198,7 +198,7 @@ class ToHost:
         self._event = None if stream is None else stream.record_event()
 
     def has_arrived(self) -> bool:
-        """Return whether the copy is complete. Must not be called in a dry run."""
+        """Whether the copy is complete. Must not be called in a dry run."""
         assert _dry.queues is None, "a dry run has no device that is done"
         return self._event is None or bool(self._event.query())
 
@@ -212,9 +212,9 @@ class ToHost:
 
 
 def start_reads(values: Mapping[Key, Any]) -> Callable[[], dict[Key, Any]]:
-    """Start copying GPU scalars to the host; return a function that waits and returns all values.
+    """Start copying one-element GPU tensors to the host; return a function that waits for them.
 
-    Values that are not GPU tensors are returned unchanged.
+    The function returns a dict of all `values`, in which Python floats replace the GPU tensors.
     """
     on_gpu = {key: x for key, x in values.items() if isinstance(x, Tensor) and x.is_cuda}
     if not on_gpu:
@@ -224,18 +224,18 @@ def start_reads(values: Mapping[Key, Any]) -> Callable[[], dict[Key, Any]]:
 
 
 def is_capturing(stream: Stream | None) -> bool:
-    """Return whether the current stream is being captured into a CUDA graph."""
+    """Whether the current stream is captured into a CUDA graph; `stream` None or dry = False."""
     if stream is None or isinstance(stream, DryStream):
         return False
     return torch.cuda.is_current_stream_capturing()
 
 
 def is_dry() -> bool:
-    """Return whether this thread is in a dry run."""
+    """Whether this thread runs a dry run, a step on meta tensors."""
     return _dry.queues is not None
 
 
 def wait_on_host() -> None:
-    """In a dry run, record a host-device synchronisation with the current stream."""
+    """In a dry run, record that the host waits for the current stream; otherwise do nothing."""
     if _dry.queues is not None:
         _dry.queues.current.synchronize()

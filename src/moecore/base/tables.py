@@ -15,7 +15,7 @@ UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 @dataclass(slots=True, eq=False)
 class TableRow:
-    """A row of `explain`'s table: the parameters with the same kind, shape and placement."""
+    """One row of a table: parameters of equal kind, global and local shape and placement."""
 
     kind: str  # attention, router, experts and so on
     shapes: tuple[Shape, Shape]  # global shape, and shape of this rank's shard
@@ -43,7 +43,7 @@ def format_axes(axes: Iterable[tuple[str, int | None]]) -> str:
 
 
 def merge_rows(rows: Iterable[TableRow]) -> list[TableRow]:
-    """Group table rows by kind and merge the smallest rows of a kind with more than `MAX_ROWS`."""
+    """Group rows by kind; of a kind with more than `MAX_ROWS` rows, merge the smallest to one."""
     of_kind: dict[str, list[TableRow]] = {}
     for row in rows:
         of_kind.setdefault(row.kind, []).append(row)
@@ -78,7 +78,7 @@ def format_bytes(number: float) -> str:
 
 
 def _format_number(number: float, units: Iterable[tuple[str, float]], suffix: str) -> str:
-    """Return a number in the first unit that it reaches, or as an integer with `suffix`."""
+    """Return a number in the first unit (name, size) that it reaches; without unit if in none."""
     texts = (f"{number / size:.3g} {unit}" for unit, size in units if abs(number) >= size)
     return next(texts, f"{number:.0f}{suffix}")
 

@@ -37,7 +37,7 @@ AVAILABLE: dict[Scaling | None, str] = {
 
 
 class Names(NamedTuple):
-    """Version and modules of the installed Transformer Engine."""
+    """The imported modules of Transformer Engine, and its version."""
 
     version: str
     pytorch: Any  # transformer_engine.pytorch: quantizers, and checks of the GPU
@@ -65,7 +65,7 @@ def load_names() -> Names:
 def find_recipe_problem(recipe: Recipe | None, device: torch.device | None) -> str | None:
     """Return the error text if Transformer Engine cannot run a recipe on a device, or None.
 
-    A recipe of None is bf16.
+    A recipe of None is bf16. A device of None checks only the installation.
     """
     # A device of None is not known yet. The meta device computes nothing.
     if device is not None and device.type == "meta":
@@ -109,7 +109,10 @@ def quantise(
     scale: Tensor | None = None,  # for "tensorwise": fp32 [1] factor; None = 448 / amax
     seen: Tensor | None = None,  # with `scale`: fp32 [1], updated to the maximum of |x_RK|
 ) -> Any:
-    """Quantise an operand of a product that sums over its rows (`over_rows`) or its columns."""
+    """Return Transformer Engine's record of a quantised operand.
+
+    The product sums over the operand's rows if `over_rows`, otherwise over its columns.
+    """
     with torch.no_grad():
         if scale is not None:
             dtype = _get_fp8_dtype(recipe, operand)
@@ -139,7 +142,7 @@ def quantise_experts(
 
 
 def multiply(a: Any, b: Any, layout: Layout, dtype: torch.dtype) -> Tensor:
-    """Multiply two quantised operands, sum in fp32, and return the product in `dtype`."""
+    """Multiply quantised operands, summed in fp32; `layout` "TN" = b @ a^T, see `Layout`."""
     gemm_options: Any = dict(layout=layout, grad=layout != "TN", use_split_accumulator=True)
     return load_names().products.general_gemm(a, b, out_dtype=dtype, **gemm_options)[0]  # type: ignore[no-any-return]
 
@@ -153,7 +156,7 @@ def multiply_experts(
     *,
     adds: bool = False,  # add to `out`
 ) -> None:
-    """Multiply the operands of each expert and write the products to `out`.
+    """Multiply the operands of each expert and write the products to `out`; see `Layout`.
 
     `out` is one [R, N] tensor, or for "NT" one [M, N] tensor per expert.
     """
@@ -181,7 +184,7 @@ def _cast_for_quantizer(x_RK: Tensor, recipe: Recipe) -> Tensor:
 def _make_quantizers(
     recipe: Recipe, operand: Operand, over_rows: bool, num: int, device: torch.device
 ) -> list[Any]:
-    """Return `num` quantizers for an operand; only "tensorwise" quantizers have their own state."""
+    """Return a quantizer for each of `num` experts; with a stateless recipe they are one object."""
     if recipe.scaling != "tensorwise":
         return [_make_block_quantizer(recipe, operand, over_rows, device)] * num
     # Each quantizer has its own buffers for scale and amax.

@@ -59,7 +59,7 @@ unsafe_view = aten._unsafe_view
 
 
 def is_grouped_mm(function: Any) -> bool:
-    """Whether a function that a torch function mode intercepts is `grouped_mm`."""
+    """Whether a function that a torch function mode receives is `grouped_mm`."""
     return function is F.grouped_mm or function is torch._grouped_mm
 
 
@@ -167,7 +167,7 @@ def is_host_memory() -> bool:
 
 
 def list_open_marks() -> tuple[str, ...]:
-    """Return the names of this thread's active `mark` contexts inside `enter_custom_ops`."""
+    """Return names of the thread's open `mark` contexts, outermost first, for a dry run."""
     return _seen.phases
 
 
@@ -182,7 +182,7 @@ def disable_dispatch_modes() -> AbstractContextManager[Any]:
 
 
 def is_plain_eager() -> bool:
-    """Whether no compiler, dispatch mode, transform or tracer is active."""
+    """Whether no compiler, dispatch mode, transform or tracer is active, or in a dry run."""
     if torch.compiler.is_compiling():
         return False
     return (_keys().raw_repr() in _PLAIN_KEYS and not is_in_forward_mode()) or _seen.inside
@@ -199,7 +199,7 @@ def has_tangents(*tensors: Tensor) -> bool:
 
 
 def mark(name: str) -> AbstractContextManager[Any]:
-    """Return a context that profilers record under this name; 0.5 us without a profiler."""
+    """Return a context that profilers show by this name, and a dry run by `list_open_marks`."""
     if torch.compiler.is_compiling():
         return NOTHING
     if _seen.inside:
@@ -227,7 +227,7 @@ def get_current_node() -> Node:
 
 
 def is_recomputing() -> bool:
-    """Whether the caller runs inside a backward pass, as a recomputed forward does."""
+    """Whether the caller runs inside a backward pass, such as a recomputed forward."""
     return torch._C._current_autograd_node() is not None
 
 
@@ -353,7 +353,7 @@ def is_gloo(group: dist.ProcessGroup, device_type: str) -> bool:
 
 
 def choose_object_device_type(group: dist.ProcessGroup | None) -> str:
-    """Return the device type for a group's small tensors: "cpu" if it has a CPU backend."""
+    """Return the device type for small tensors: "cpu" if the group has a CPU backend."""
     names = _get_backends(group or dist.group.WORLD)  # type: ignore[arg-type]
     return "cpu" if "cpu" in names else next(iter(names))
 

@@ -41,7 +41,12 @@ def replace_blocks(
     adapter_of: AdapterOf,
     get_refusal_reason: WhyRefused,
 ) -> dict[str, RoutedLayer]:
-    """Replace every known MoE block in place and return all MoE layers by qualified name."""
+    """Replace each MoE block in place by its adapter's layer; return all MoE layers by name.
+
+    `adapters` maps a block's exact class to the user's adapter. `adapter_of` returns moecore's own
+    adapter of any other module, or None. `get_refusal_reason` returns why a known block is not
+    supported, or None. An unsupported or unknown MoE block raises an error.
+    """
     adapters_of = _find_blocks(
         model, lambda block: adapters.get(type(block)) or adapter_of(block), get_refusal_reason
     )
@@ -66,7 +71,7 @@ def replace_blocks(
 def _find_blocks(
     model: nn.Module, adapter_of: AdapterOf, get_refusal_reason: WhyRefused
 ) -> dict[str, Adapter]:
-    """Return the adapter of each MoE block by qualified name; refuse or warn of unknown blocks."""
+    """Return the adapter of each MoE block by qualified name; raise or warn for unknown blocks."""
     adapters_of: dict[str, Adapter] = {}
     unknown: dict[str, str] = {}  # name -> class
     dense: dict[str, str] = {}
@@ -116,7 +121,7 @@ def _find_blocks(
 
 
 def _refuse_unknown_siblings(dense: Mapping[str, str], inside: Sequence[str]) -> None:
-    """Raise for an unknown MoE block in a list of layers whose other blocks have adapters."""
+    """Raise ValueError if a list of layers has adapted blocks (`inside`) and blocks of `dense`."""
     paths = [name.rstrip(".").split(".") for name in inside]
     for name, class_name in dense.items():
         path = name.split(".")
@@ -179,7 +184,7 @@ def _keep_order(layer: RoutedLayer, block: nn.Module) -> None:
 
 
 def _is_dense_router_block(module: nn.Module) -> bool:
-    """Whether a module is a router over feed-forward experts, by names and shapes."""
+    """Whether a module's child names and shapes look like a router and feed-forward experts."""
     # Either a child named router or gate with a matrix [E, D], E >= 2, and a ModuleList of E
     # modules of one class and of equal shapes: the first matrix reads D and the last matrix writes
     # D. Or a child named router and stacks of E such matrices.
@@ -194,6 +199,7 @@ def _is_dense_router_block(module: nn.Module) -> bool:
 
 
 def _has_experts(modules: list[nn.Module], num_experts: int, dim: int, *, stacked: bool) -> bool:
+    """Whether modules are a list of `num_experts` equal MLPs or, if `stacked`, have 3-D weights."""
     if num_experts < 2:
         return False
     for experts in modules:
@@ -206,11 +212,12 @@ def _has_experts(modules: list[nn.Module], num_experts: int, dim: int, *, stacke
 
 
 def _is_feed_forward(matrices: Sequence[Any], dim: int) -> bool:
-    """Whether the first of at least two matrices reads the dim and the last one writes it."""
+    """Whether the first [out, in] shape reads `dim` and the last of at least two writes it."""
     return len(matrices) > 1 and matrices[0][1] == dim == matrices[-1][0]
 
 
 def _list_shapes(module: nn.Module, ndim: int) -> list[tuple[int, ...]]:
+    """Return the shapes of a module's parameters that have `ndim` dims."""
     return [tuple(p.shape) for p in module.parameters() if p.ndim == ndim]
 
 
@@ -227,7 +234,7 @@ def _format_remaining(names: list[str], num_listed: int = 1) -> str:
 
 @dataclass(frozen=True)
 class _TensorRange:
-    """Names of the block tensors whose values occupy one byte range of a storage."""
+    """A half-open byte range of a storage that was computed from the named block tensors."""
 
     begin: int
     end: int
@@ -235,13 +242,13 @@ class _TensorRange:
 
 
 class OriginRecorder(DispatchMode):
-    """A mode that records from which block tensors each new tensor is computed.
+    """A torch dispatch mode that records from which block tensors each new tensor is computed.
 
     An adapter may hand over a block's parameter itself, a view of the parameter, or a new tensor,
     such as a stack of the matrices of all experts.
 
     Attributes:
-        host_reads: names of the block tensors whose values Python has read.
+        host_reads: names of the block tensors whose values Python has read, such as by `item()`.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -253,7 +260,7 @@ class OriginRecorder(DispatchMode):
             self._add_origin(tensor, frozenset([name]))
 
     def find_origins(self, value: Any) -> frozenset[str]:
-        """Return the names of the block tensors from which the tensors of a tree were computed."""
+        """Return the names of the block tensors from which a pytree's tensors were computed."""
         names = [name for tensor in _iterate_tensors(value) for name in self._find_names(tensor)]
         return frozenset(names)
 
@@ -280,11 +287,13 @@ class OriginRecorder(DispatchMode):
         return result
 
     def _add_origin(self, tensor: Tensor, names: frozenset[str]) -> None:
+        """Record that a tensor's memory was computed from the named block tensors."""
         if not names <= self._find_names(tensor):
             key = StorageWeakRef(tensor.untyped_storage())
             self._origins.setdefault(key, []).append(_TensorRange(*_get_byte_range(tensor), names))
 
     def _find_names(self, tensor: Tensor) -> frozenset[str]:
+        """Return the names of the block tensors from which a tensor's memory was computed."""
         origins = self._origins.get(StorageWeakRef(tensor.untyped_storage()), ())
         begin, end = _get_byte_range(tensor)
         overlapping = (
@@ -305,6 +314,7 @@ def _list_unused_tensors(
 ) -> list[str]:
     """Return the names of block tensors from which no tensor of the layer was computed.
 
+    `state` has the block's parameters and persistent buffers, `recorder` observed the adapter.
     Empty tensors are excluded. So are buffers whose values Python has read, such as a factor that
     the adapter wrote into the layer's config.
     """
@@ -323,7 +333,7 @@ def _iterate_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _get_byte_range(tensor: Tensor) -> tuple[int, int]:
-    """Return the first byte of a tensor in its storage and the byte after its last."""
+    """Return the byte offsets in its storage at which a tensor begins and ends (exclusive)."""
     begin = int(tensor.storage_offset())
     last = sum(
         (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)

@@ -41,7 +41,8 @@ def adopt(
         shared: module that maps [T, D] to [T, D], used unchanged.
         shared_gate: module that maps [T, D] to [T, 1], used unchanged under the name
             `layout.shared_gate`. The sigmoid of its output multiplies the shared output.
-        own_activation: see `Experts`.
+        own_activation: differentiable function from FC1's output [R, C] to [R, F] that replaces
+            `config.activation`; see `Experts`. None = `config.activation`.
         layer_class: subclass of MoELayer whose forward has the signature of the block's forward.
 
     Raises:
@@ -103,6 +104,7 @@ def adopt_experts(
 
 
 def _check_table(name: str, table_VK: Tensor, num_experts: int) -> None:
+    """Raise ValueError if a row of the table token id -> experts has repeated or unknown ids."""
     sorted_VK = table_VK.sort(dim=1).values
     wrong_V = (sorted_VK[:, 1:] == sorted_VK[:, :-1]).any(1)
     wrong_V |= (table_VK < 0).any(1) | (table_VK >= num_experts).any(1)
@@ -119,6 +121,7 @@ def _get_class_name(module: nn.Module | None) -> str:
 
 
 def _assign_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Replace a `Router`'s or `Experts`' parameters and buffers by `tensors`, of equal shapes."""
     assert isinstance(module, Router | Experts)
     slots = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers())
     if slots.keys() != tensors.keys():

@@ -64,6 +64,7 @@ class ProtocolFamily(Family):
     def swap_blocks(
         self, model: nn.Module, adapters: Mapping[type, Adapter]
     ) -> dict[str, RoutedLayer]:
+        """Replace MoE blocks in place by the adapters of their classes; return layers by name."""
         return replace_blocks(model, adapters, lambda _: None, lambda _: None)
 
     @override
@@ -72,17 +73,20 @@ class ProtocolFamily(Family):
 
     @override
     def get_head_shapes(self, model: nn.Module) -> Sequence[tuple[int, int]]:
+        """Return the shape [V, D] of each `Head`."""
         configs = (m.config for m in model.modules() if isinstance(m, Head))
         return [(config.vocab_size, config.dim) for config in configs]
 
     @override
     def fuse_loss(self, model: nn.Module, recipe: Recipe | None) -> None:
+        """Set the FP8 recipe of the loss of each `Head`; None = no FP8."""
         for module in model.modules():
             if isinstance(module, Head):
                 module.loss_recipe = recipe
 
     @override
     def finish(self, model: nn.Module, *, wrapper: nn.Module, drops_cache: bool) -> None:
+        """Make Trainer, accelerate and peft methods that need full parameters raise."""
         refuse_accelerate(model)
         refuse_peft_methods(wrapper)
 
@@ -92,12 +96,14 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the base model of a `PeftModel`, and any other model unchanged."""
         return unwrap_peft(model)
 
     @override
     def swap_blocks(
         self, model: nn.Module, adapters: Mapping[type, Adapter]
     ) -> dict[str, RoutedLayer]:
+        """Replace MoE blocks in place and move peft's expert LoRA; return layers by name."""
         with unwrap_experts(model) as wrapped:
             layers = replace_blocks(model, adapters, find_hf_adapter, get_refusal_reason)
             adapt_experts(wrapped, layers)
@@ -105,6 +111,7 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def prepare(self, model: nn.Module) -> None:
+        """Hook MoE layers for padding and documents, and fuse norms and hyper-connections."""
         refuse_lost_outputs(model)
         hook_moe_layers(model)
         run_vision_experts(model)
@@ -114,6 +121,7 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def has_tokens(self, inputs: Mapping[str, Any]) -> bool | Tensor:
+        """Whether a mask leaves any token, or without masks, whether no given input is empty."""
         mask_BT = inputs.get("padding_mask")
         if mask_BT is not None:
             result: bool | Tensor = ~mask_BT.all()
@@ -125,6 +133,7 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def make_arguments(self, batch: PackedBatch) -> dict[str, Any]:
+        """Convert a packed batch to arguments of a transformers forward, without labels."""
         names = ("input_ids", "position_ids", "padding_mask", "cu_seqlens", "max_seqlen")
         inputs: dict[str, Any] = {n: batch[n] for n in names}  # type: ignore[literal-required]
         return inputs | {"use_cache": False}
@@ -147,21 +156,25 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def make_staged_model(self, model: nn.Module) -> StagedModel:
+        """Wrap a causal language model as `StagedCausal` unless it has `stage_parts` itself."""
         is_causal = hasattr(model, "get_output_embeddings") and not hasattr(model, "stage_parts")
         return StagedCausal(model) if is_causal else super().make_staged_model(model)
 
     @override
     def make_tensor_parallel_model(self, model: nn.Module) -> Any:
+        """Return a `CutTransformer`, or the model if it has `apply_tensor_parallel` itself."""
         return model if hasattr(model, "apply_tensor_parallel") else CutTransformer(model)
 
     @override
     def check_tensor_parallel(self, model: nn.Module, tp: int) -> None:
+        """Raise if the model needs a `CutTransformer` that cannot shard it over `tp` ranks."""
         owner = self.make_tensor_parallel_model(model)
         if isinstance(owner, CutTransformer):
             owner.check(tp)
 
     @override
     def make_context_parallel_model(self, model: nn.Module) -> Any:
+        """Wrap a causal language model as `CausalContext`; return any other model unchanged."""
         if any(hasattr(model, f"apply_context_{suffix}") for suffix in ("parallel", "groups")):
             return model
         attributes = ("loss_function", "get_output_embeddings")
@@ -174,12 +187,14 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def train_indexers(self, model: nn.Module, config: IndexerConfig) -> None:
+        """Switch to causal attention and add the auxiliary loss that trains the indexers."""
         for outer in find_outermost_models(model):
             use_causal_attention(outer)
         train_indexers(model, config)
 
     @override
     def get_head_shapes(self, model: nn.Module) -> Sequence[tuple[int, int]]:
+        """Return the shape [V, D] of each head that is a linear without bias."""
         return [(head.out_features, head.in_features) for _, head in find_plain_heads(model)]
 
     @override
@@ -188,6 +203,7 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def finish(self, model: nn.Module, *, wrapper: nn.Module, drops_cache: bool) -> None:
+        """Install guards for methods that fail on shards; `drops_cache` = warn of caches."""
         super().finish(model, wrapper=wrapper, drops_cache=drops_cache)
         refuse_save_pretrained(model)
         sync_generation(model)
@@ -197,11 +213,11 @@ class TransformersFamily(ProtocolFamily):
 
 
 def find_family(model: nn.Module) -> Family:
-    """Return `Transformers` if a module's class is from transformers, otherwise `Plain`."""
+    """Return `TransformersFamily` if any module is of transformers, otherwise `ProtocolFamily`."""
     of_transformers = any(is_hf(module) or is_pretrained(module) for module in model.modules())
     return TransformersFamily() if of_transformers else ProtocolFamily()
 
 
 def swap_blocks(model: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str, RoutedLayer]:
-    """Replace MoE blocks in place; return all MoE layers by qualified name."""
+    """Replace MoE blocks in place by adapters of their classes; return MoE layers by name."""
     return find_family(model).swap_blocks(model, adapters)

@@ -30,27 +30,31 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def is_selection_bias(name: str) -> bool:
-    """Whether a name is of a selection bias: added to router scores only to select experts."""
+    """Whether a name belongs to a router bias that is added to scores only to select experts."""
     return name.endswith(SELECTION_BIASES)
 
 
 def make_fp32_predicate(
     model: nn.Module | None, dtype: torch.dtype | None
 ) -> Callable[[str], bool]:
-    """Return a predicate on tensor names: whether the tensor stays fp32."""
-    # `model` has no adapters; None = a model that transformers does not support.
+    """Return a predicate on tensor names: whether the tensor stays fp32.
+
+    `model` is a transformers model without adapters; None = only selection biases stay fp32.
+    `dtype` is the compute dtype; None = the dtype of the first fp16 or bf16 parameter.
+    """
     half = None if model is None else _find_half_dtype(model, dtype)
     stocks = list(_make_stock_dtypes(model, half).values()) if model is not None and half else []
     return lambda name: is_selection_bias(name) or any(s.keeps(name) for s in stocks)
 
 
 def set_dtypes(model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
-    """Cast a model's tensors in place to the dtypes that `from_pretrained` would give them.
+    """Cast a 16-bit model's tensors in place to the dtypes that `from_pretrained` would give them.
 
-    Return the names of the tensors that stay fp32.
+    Return the names of the tensors that stay fp32; none if the compute dtype is not fp16 or bf16.
+    `dtype` is the compute dtype; None = the dtype of the model's first fp16 or bf16 parameter.
     """
-    # dtype None = the model's own dtype. Buffers that transformers casts to the compute dtype, such
-    # as tables of decay rates, are cast while their module runs. They are saved without the cast.
+    # Buffers that transformers casts to the compute dtype, such as tables of decay rates, are cast
+    # while their module runs. They are saved without the cast.
     half = _find_half_dtype(model, dtype)
     if half is None:
         return frozenset()
@@ -96,6 +100,7 @@ def _cast_in_forward(module: nn.Module, names: Sequence[str], dtype: torch.dtype
 
 
 def _find_fp32_names(model: nn.Module, stocks: Mapping[Any, _Stock]) -> frozenset[str]:
+    """Return the names of selection biases and of the tensors that `stocks` keep in fp32."""
     tensors = _get_named_tensors(model)
     fp32_ids = {id(t) for n, t in tensors.items() if is_selection_bias(n)}
     for hf, stock in stocks.items():
@@ -109,14 +114,14 @@ def _find_fp32_names(model: nn.Module, stocks: Mapping[Any, _Stock]) -> frozense
 
 
 def _find_half_dtype(model: nn.Module, dtype: torch.dtype | None) -> torch.dtype | None:
-    """Return the 16-bit dtype in which a model computes, or None."""
+    """Return the compute dtype if it is fp16 or bf16, otherwise None; see `set_dtypes`."""
     if dtype is None:
         dtype = next((p.dtype for p in model.parameters() if p.dtype in HALF), None)
     return dtype if dtype in HALF else None
 
 
 def _get_named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and buffers by name."""
+    """Return all parameters and buffers by name; tied tensors appear under each of their names."""
     iterators = (f(remove_duplicate=False) for f in (model.named_parameters, model.named_buffers))
     return dict(itertools.chain(*iterators))
 
@@ -130,16 +135,17 @@ class _Stock:
     half: frozenset[str]  # buffers that the class creates in the 16-bit dtype
 
     def keeps(self, name: str) -> bool:
-        """Whether a tensor stays fp32."""
+        """Whether the tensor with this name in the transformers model stays fp32."""
         return name in self.fp32 or bool(self.pattern and re.search(self.pattern, name))
 
 
 def _make_stock_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[Any, _Stock]:
-    """Return the fp32 tensors of each outermost transformers model."""
+    """Return outermost transformers model -> its tensors that stay fp32 with compute in `dtype`."""
     return {hf: _make_stock_dtypes_of_model(hf, dtype) for hf in find_outermost_models(model)}
 
 
 def _make_stock_dtypes_of_model(hf: Any, dtype: torch.dtype) -> _Stock:
+    """Return the tensors that one transformers model keeps in fp32 with compute in `dtype`."""
     # As transformers.core_model_loading.build_glob_alternation reads them.
     pattern = "|".join(f"(?:{p.replace('*', '.*')})" for p in hf._get_dtype_plan(dtype))
     if not is_hf(hf):

@@ -55,7 +55,7 @@ STRAY = (
 
 
 class ReplicaPlace(NamedTuple):
-    """The step's number, and this replica's index among the `num_replicas` replicas of the step."""
+    """A step's number, and this replica's index among the `num_replicas` replicas of that step."""
 
     step: int
     replica: int
@@ -148,12 +148,12 @@ class Replicas:
 
     @property
     def step(self) -> int:
-        """Number of completed steps, in which this replica may not have taken part."""
+        """Number of completed steps of the job; this replica may have missed some of them."""
         current: int = self._manager.current_step()
         return current
 
     def begin(self) -> ReplicaPlace:
-        """Begin a step with all connected replicas; wait for at least `min_replicas`."""
+        """Begin a step with all connected replicas; wait for `min_replicas` of them. Collective."""
         if any(getattr(module, "observe_scores", None) for module in self._model.modules()):
             raise ValueError(
                 "QKClip must not watch the model of Replicas, each of which would clip by logits "
@@ -167,13 +167,16 @@ class Replicas:
         return self._place
 
     def finish(self) -> StepResult | None:
-        """End the step if the vote of all ranks succeeds; None = dropped, call `begin` again."""
+        """Reduce gradients over replicas and run the optimizer step, if all ranks vote for it.
+
+        Return None if the vote failed: the gradients are dropped, and `begin` repeats the step.
+        """
         lineages, names = self._gather_lineages()
         self._average_gradients()
         self._reduce_counts()
         # Over NCCL a replica that left fails no call; the aborted group reports it after a sync.
         failed = self._manager.errored() or self._group.errored()
-        is_lost = not failed and self._find_strays(lineages)
+        is_lost = not failed and self._report_strays(lineages)
         if not self._manager.should_commit():
             self._step.drop()
             if is_lost:
@@ -187,6 +190,7 @@ class Replicas:
         self._manager.shutdown()
 
     def _make_state(self) -> dict[str, Any]:
+        """Return this rank's training state and lineage, which a rejoining replica loads."""
         extra = {**self._step.state_dict(), "lineage": torch.tensor(self._lineage)}
         return collect_rank_state(self._model, self._optimizer, extra, scheduler=self._scheduler)
 
@@ -206,7 +210,7 @@ class Replicas:
         return hash((first_step, int(total))) % (1 << LINEAGE_BITS)
 
     def _check_peers(self) -> None:
-        """Raise if the ranks of this replica received states of different lineages."""
+        """Raise RuntimeError if ranks of this replica received states of different lineages."""
         local_lineage = torch.tensor([self._lineage, -self._lineage], device=self._device)
         dist.all_reduce(local_lineage, dist.ReduceOp.MAX)
         largest, smallest = local_lineage[0], -local_lineage[1]
@@ -214,7 +218,7 @@ class Replicas:
             raise RuntimeError(STRAY)
 
     def _gather_lineages(self) -> tuple[list[int], list[int]]:
-        """All-gather the lineage and the name of each replica of this step."""
+        """All-gather the step's lineages and names of replicas; return the two lists by index."""
         assert self._place is not None, "begin() comes before finish()"
         seen_2R = torch.zeros(2, self._place.num_replicas, dtype=torch.int64, device=self._device)
         local_entry = torch.tensor([self._lineage, self._name], device=self._device)
@@ -223,8 +227,8 @@ class Replicas:
         lineages, names = seen_2R.tolist()
         return lineages, names
 
-    def _find_strays(self, lineages: list[int]) -> bool:
-        """Whether this replica is outside of the largest lineage; differences fail the vote."""
+    def _report_strays(self, lineages: list[int]) -> bool:
+        """Make the vote fail if lineages differ; return whether this replica is in the minority."""
         if len(set(lineages)) == 1:
             return False
         self._manager.report_error(RuntimeError(STRAY))
@@ -232,7 +236,7 @@ class Replicas:
         return self._lineage != majority
 
     def _average_gradients(self) -> None:
-        """Average gradients over replicas; a gradient that one replica has exists on all."""
+        """Average gradients over replicas, in place; a missing gradient counts as zeros."""
         params = [param for param in self._model.parameters() if param.requires_grad]
         have = [param.grad is not None for param in params]
         have_P = torch.tensor(have, dtype=torch.int32, device=self._device)
@@ -246,7 +250,7 @@ class Replicas:
         self._all_reduce(grads, dist.ReduceOp.AVG)
 
     def _mark_shortage(self, grads: list[Tensor]) -> None:
-        """Write NaN to a gradient if rows exceeded a capacity, so that all replicas skip a step."""
+        """Write NaN to the first gradient if rows exceed a capacity; all replicas skip the step."""
         capacities = [record.capacity for record in self._records if record.capacity is not None]
         holders = [
             holder for record in capacities for holder in record.holders if holder is not None
@@ -266,7 +270,7 @@ class Replicas:
         self._all_reduce(losses, dist.ReduceOp.AVG)
 
     def _all_reduce(self, tensors: Iterable[Tensor], op: dist.ReduceOp.RedOpType) -> None:
-        """All-reduce tensors over replicas, in place; a failure only makes the vote fail."""
+        """All-reduce tensors over replicas, in place. An error is reported to the next vote."""
         buckets = [
             (bucket, torch.cat([x.flatten() for x in bucket])) for bucket in _make_buckets(tensors)
         ]
@@ -278,7 +282,7 @@ class Replicas:
 
 
 def _make_buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield buckets: tensors of one dtype, in order, of at most `BUCKET` bytes or one tensor."""
+    """Yield lists of tensors of one dtype, of at most `BUCKET` bytes or one larger tensor."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for x in tensors:
         buckets = by_dtype.setdefault(x.dtype, [])

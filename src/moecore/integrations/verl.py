@@ -53,7 +53,7 @@ Loss = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 @dataclass
 class MoECoreEngineConfig(EngineConfig):
-    """verl's engine options and the parallel degrees.
+    """verl's engine options and moecore's parallel degrees.
 
     Attributes:
         parallel: fields of `ParallelConfig` by name; pp, tp and cp must be 1.
@@ -65,11 +65,11 @@ class MoECoreEngineConfig(EngineConfig):
 
 @EngineRegistry.register(model_type="language_model", backend="moecore", device="cuda")
 class MoECoreEngine(BaseEngine):
-    """Trains a causal language model of transformers on batches of verl, without padding.
+    """Trains a causal language model of transformers on verl's batches, packed without padding.
 
     The arguments are the arguments of verl's engines. The optimizer is `moecore.train.AdamW`;
-    `override_optimizer_config` has additional arguments of it. Every method is collective over the
-    world.
+    `override_optimizer_config` has additional arguments of AdamW. Every method is collective over
+    the world.
 
     Raises:
         ValueError: for degrees of pp, tp or cp above 1; for a batch whose samples differ in their
@@ -153,17 +153,20 @@ class MoECoreEngine(BaseEngine):
         return result
 
     def train_mode(self, **options: Any) -> _Mode:
-        """Return a context with the model in training mode on the device."""
+        """Return a context with model and optimizer on the device, in training mode."""
         return _Mode(self, "train", **options)
 
     def eval_mode(self, **options: Any) -> _Mode:
-        """Return a context with the model in eval mode on the device, for log-probabilities."""
+        """Return a context with the model on the device, in eval mode."""
         return _Mode(self, "eval", **options)
 
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Loss | None, forward_only: bool = False
     ) -> Any:
-        """Run forward, and backward, of all micro-batches; return verl's output dictionary."""
+        """Run micro-batches, with backward unless `forward_only`; return verl's output dict.
+
+        Without `loss_function` the loss is zero, and the output has only log-probabilities.
+        """
         group = self.get_data_parallel_group()
         num_tokens = data["loss_mask"].sum().to(self._meshes.device)
         dist.all_reduce(num_tokens, group=group)
@@ -190,7 +193,7 @@ class MoECoreEngine(BaseEngine):
         outputs: list[dict[str, Any]],
         number: int,
     ) -> dict[str, Any]:
-        """Return the arguments of the model's forward; its loss appends to `outputs`."""
+        """Return model arguments of a micro-batch, one of `number`; its loss fills `outputs`."""
         data = data.to(self._meshes.device)
         tokens_N, cu_seqlens = data["input_ids"].values(), data["input_ids"].offsets()
         labels_N = tokens_N.roll(-1)
@@ -233,13 +236,13 @@ class MoECoreEngine(BaseEngine):
         self._step.drop()
 
     def optimizer_step(self) -> float:
-        """End the step, and return the norm of its gradient."""
+        """Run the optimizer step; return the gradient norm before clipping."""
         norm = self._step.finish().norm
         assert norm is not None, "an engine that trains"
         return float(norm.total)
 
     def lr_scheduler_step(self) -> float:
-        """Advance the learning rate, and return it."""
+        """Advance the schedule and return the new learning rate of the first group."""
         assert self.lr_scheduler is not None, "an engine that trains"
         self.lr_scheduler.step()
         return float(self.lr_scheduler.get_last_lr()[0])
@@ -267,7 +270,7 @@ class MoECoreEngine(BaseEngine):
     def to(
         self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True
     ) -> None:
-        """Move weights, optimizer state and gradients to the host ("cpu") or to the device."""
+        """Move the selected parts to the host ("cpu") or to the GPU (any other device)."""
         super().to(device=device, model=model, optimizer=optimizer, grad=grad)
         moves_of: dict[Part, bool] = {"weights": model, "buffers": model}
         moves_of |= {"optimizer": optimizer, "grads": grad}
@@ -283,7 +286,10 @@ class MoECoreEngine(BaseEngine):
         max_ckpt_to_keep: int | None = None,
         **_: Any,
     ) -> None:
-        """Save model, optimizer and schedule in a directory, from the device or the host."""
+        """Save model, optimizer and schedule to `local_path`; keep the newest `max_ckpt_to_keep`.
+
+        None keeps all checkpoints. `hdfs_path` is not used.
+        """
         save(
             local_path,
             global_step,
@@ -294,7 +300,7 @@ class MoECoreEngine(BaseEngine):
         )
 
     def load_checkpoint(self, local_path: str, *_: Any, **__: Any) -> None:
-        """Load the newest checkpoint of a directory, saved with any parallel layout."""
+        """Load the newest checkpoint in `local_path`, saved with any parallel layout."""
         newest = latest(local_path)
         if newest is None:
             raise ValueError(f"local_path ({local_path}) must have a checkpoint: save one there")

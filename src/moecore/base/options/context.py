@@ -31,15 +31,16 @@ class ContextOptions(CheckedRecord):
     dynamic: bool = False
 
     def _rules(self) -> Rules:
+        """Yield broken relations between fields, see `CheckedRecord`."""
         if self.a2a_ranks is not None and self.way != "a2a+p2p":
             yield "a2a_ranks", f"be None with way ({self.way!r}): only 'a2a+p2p' reads it"
 
     def resolve(
         self, cp: int, num_heads: int, kv_heads: int, *, has_latents: bool
     ) -> ContextOptions:
-        """Return the options with `way` and `a2a_ranks` chosen for the local heads of a tp rank.
+        """Return the options with `way` and `a2a_ranks` chosen for `cp` ranks; "auto" is replaced.
 
-        `has_latents` = latent attention (MLA).
+        `num_heads` and `kv_heads` are the heads of one tp rank; `has_latents`: latent attention.
 
         Raises:
             ValueError: if the number of heads or cp does not allow the communication method.

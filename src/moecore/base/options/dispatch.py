@@ -90,6 +90,7 @@ class DispatchOptions(CheckedRecord):
     clones: CloneOptions | None = None
 
     def _rules(self) -> Rules:
+        """Yield broken relations between fields, see `CheckedRecord`."""
         if self.nvlink is not None and self.name not in ("auto", "nvlink", "hierarchical"):
             yield (
                 "nvlink",

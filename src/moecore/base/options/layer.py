@@ -1,7 +1,6 @@
 """`MoEConfig` of one MoE layer, with `BalanceConfig` and `CapacityConfig` as fields.
 
-Construction checks types, ranges and the relations of fields (`fields.py`). Meshes, groups and
-dispatchers are arguments of other functions, never fields.
+Construction checks types, ranges and the relations of fields (`fields.py`).
 """
 
 from __future__ import annotations
@@ -87,6 +86,7 @@ class BalanceConfig(CheckedRecord):
     bias_per_micro_batch: bool = False
 
     def _rules(self) -> Rules:
+        """Yield broken relations between fields, see `CheckedRecord`."""
         if self.bias_update == "quantile" and not 0 < self.bias_update_rate <= 1:
             yield (
                 "bias_update_rate",
@@ -236,6 +236,7 @@ class MoEConfig(CheckedRecord):
     balance: Balance = field(default_factory=BalanceConfig)
 
     def _rules(self) -> Rules:
+        """Yield broken relations between fields, see `CheckedRecord`."""
         yield from self._group_rules()
         yield from self._score_rules()
         yield from self._expert_rules()
@@ -253,6 +254,7 @@ class MoEConfig(CheckedRecord):
             yield from self._bias_rules()
 
     def _group_rules(self) -> Rules:
+        """Yield broken relations of groups, top_k and the number of experts."""
         E, G, top_groups = self.num_experts, self.num_groups, self.top_groups
         size, ranks_groups = E // G, top_groups < G
         if self.top_k > self.num_candidates:
@@ -302,6 +304,7 @@ class MoEConfig(CheckedRecord):
             )
 
     def _assignment_rules(self) -> Rules:
+        """Yield fields that do not fit an assignment other than "learned"."""
         rule = f"assignment ({self.assignment!r})"
         if self.expert_bias:
             yield "expert_bias", f"be False with {rule}, which reads no bias: drop one"
@@ -333,6 +336,7 @@ class MoEConfig(CheckedRecord):
             )
 
     def _expert_rules(self) -> Rules:
+        """Yield broken relations of activation, latent and shared expert fields."""
         if self.weights_on_input and self.choices_per_token > 1:
             yield (
                 "weights_on_input",
@@ -354,6 +358,7 @@ class MoEConfig(CheckedRecord):
                 yield name, "go with shared_hidden_dim (0) > 0: set shared_hidden_dim or drop it"
 
     def _zero_rules(self) -> Rules:
+        """Yield fields that do not fit `zero_experts` > 0."""
         for name, value, allowed, reason in (
             ("assignment", self.assignment, "learned", "tokens choose"),
             ("capacity", self.capacity and self.capacity.drop, None, "nothing is dropped"),
@@ -367,6 +372,7 @@ class MoEConfig(CheckedRecord):
                 )
 
     def _bias_rules(self) -> Rules:
+        """Yield fields that do not fit `balance.bias_update_rate` > 0."""
         if not self.expert_bias:
             yield (
                 "balance.bias_update_rate",
@@ -391,10 +397,7 @@ class MoEConfig(CheckedRecord):
             )
 
     def by_token_id(self, vocab_size: int) -> MoEConfig:
-        """Return a copy that selects experts by token id (assignment "hash").
-
-        The copy has no expert bias, no groups and no balance losses. `vocab_size` = table rows.
-        """
+        """Return a copy with assignment "hash": `vocab_size` table rows, no bias, no groups."""
         return replace(
             self,
             assignment="hash",
@@ -434,10 +437,7 @@ class MoEConfig(CheckedRecord):
 
     @property
     def counts_best_scores(self) -> bool:
-        """Whether balance losses count each token's K best scores instead of its chosen experts.
-
-        An expert bias or groups make the chosen experts differ from the best scores.
-        """
+        """Whether balance losses count each token's K best scores instead of its choices."""
         has_altered_choice = self.expert_bias or self.top_groups < self.num_groups
         return has_altered_choice and self.balance.needs_counts_loss
 

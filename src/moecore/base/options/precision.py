@@ -86,6 +86,7 @@ class Recipe(CheckedRecord):
     backend: RecipeBackend = "moecore"
 
     def _rules(self) -> Rules:
+        """Yield broken relations between fields, see `CheckedRecord`."""
         rule = f"scaling ({self.scaling!r})"
         if self.scaling == "mxfp8" and not self.power_of_two:
             yield "power_of_two", f"be True with {rule}, whose scales are E8M0: drop it"
@@ -116,7 +117,7 @@ class Recipe(CheckedRecord):
             yield from self._te_rules(rule)
 
     def _te_rules(self, rule: str) -> Rules:
-        """Yield the fields that Transformer Engine does not support; `rule` names the scaling."""
+        """Yield fields that Transformer Engine does not support; `rule` describes the scaling."""
         if self.scaling not in TE_ROWS:
             yield "backend", f"be 'moecore' with {rule}, which Transformer Engine has not: drop it"
         if self.scaling == "nvfp4" and self.power_of_two:
@@ -146,20 +147,20 @@ class Recipe(CheckedRecord):
 
     @property
     def gathers(self) -> bool:
-        """Whether weights can be all-gathered in FP8, as all products read one quantised copy."""
+        """Whether weights can be all-gathered in FP8: all products read one quantised copy."""
         scalings = ("blockwise", "tensorwise", "nvfp4")
         return self.scaling in scalings and self.backend == "moecore"
 
     @property
     def multiple(self) -> int:
-        """The number that must divide both dims of a weight; blockwise experts need 128 instead."""
+        """The multiple that both dims of a weight must be; blockwise experts need 128 instead."""
         if self.backend == "te" and self.scaling in EMULATED:
             return 32
         return self.activation_block[1] or 16 if self.is_emulated else 16
 
     @property
     def rows(self) -> int:
-        """The row alignment: `ExpertIndex` pads each expert's rows with zeros to this multiple."""
+        """The multiple to which each expert's number of rows is padded with zero rows."""
         return TE_ROWS[self.scaling] if self.backend == "te" else 1
 
     @property
@@ -246,6 +247,7 @@ class Precision(CheckedRecord):
     fp8_head: bool = False
 
     def _rules(self) -> Rules:
+        """Yield broken relations between fields, see `CheckedRecord`."""
         if self.fp8_head and not self.recipe.reads_blocks:
             yield (
                 "fp8_head",

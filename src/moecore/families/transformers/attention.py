@@ -78,6 +78,7 @@ def _attend_causally(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
+    """Attention function of transformers: q, k, v [B, H, T, d] -> ([B, T, H, d], None)."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     refuse_earlier_keys(query.shape[2], key.shape[2])

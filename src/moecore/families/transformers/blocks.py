@@ -59,7 +59,7 @@ REFUSED = {
 
 
 def find_hf_adapter(module: nn.Module) -> Callable[[Any, nn.Module], RoutedLayer] | None:
-    """Return the adapter of a transformers MoE block or experts module, or None."""
+    """Return the adapter of a transformers MoE block or experts module, None for other modules."""
     registered = _ADAPTERS.get(type(module).__name__) if is_hf(module) else None
     if registered is not None and not getattr(module, "jitter_noise", 0):
         return registered
@@ -67,19 +67,19 @@ def find_hf_adapter(module: nn.Module) -> Callable[[Any, nn.Module], RoutedLayer
 
 
 def get_refusal_reason(module: nn.Module) -> str | None:
-    """Return the reason why a transformers MoE block is not supported, or None."""
+    """Return why a transformers MoE block is not supported; None for any other module."""
     return REFUSED.get(type(module).__name__) if is_hf(module) else None
 
 
 def _adopt_softmax_block(block: Any, model: nn.Module, layout: LayerLayout = STACKED) -> MoELayer:
-    """Qwen3-MoE, OLMoE and Mixtral: softmax over all experts, then the best K."""
+    """Convert a Qwen3-MoE, OLMoE or Mixtral block: softmax over all experts, then the best K."""
     refuse_customised(block, layout)
     normalize = getattr(block.gate, "norm_topk_prob", True)  # Mixtral, Qwen3-VL, Qwen3.5 always do
     return _adopt_stacked(block, layout, top_k=block.gate.top_k, normalize_weights=normalize)
 
 
 def _adopt_deepseek_v3(block: Any, model: nn.Module) -> MoELayer:
-    """DeepSeek-V3: sigmoid scores, a selection bias, group-limited top-k, shared experts."""
+    """Convert a DeepSeek-V3 block: sigmoid, selection bias, group-limited top-k, shared experts."""
     refuse_customised(block, STACKED)
     return _adopt_stacked(
         block,
@@ -95,7 +95,7 @@ def _adopt_deepseek_v3(block: Any, model: nn.Module) -> MoELayer:
 
 
 def _get_option(block: Any, *names: str) -> Any:
-    """Return an option's value from the block's gate, the block or its config."""
+    """Return the first named attribute that the block's gate, the block or its config has."""
     # Forward reads the router's attribute, or the block's in early releases of 5. Both are copies
     # of the config's value.
     owners = (block.gate, block, block.config)
@@ -103,7 +103,7 @@ def _get_option(block: Any, *names: str) -> Any:
 
 
 def _adopt_deepseek_v4(block: Any, model: nn.Module) -> MoELayer:
-    """DeepSeek-V4: a selection bias, or in the first layers experts by token id."""
+    """Convert a DeepSeek-V4 block: a selection bias, or in the first layers experts by token id."""
     refuse_customised(block, DEEPSEEK_V4)
     gate = block.gate
     routing: dict[str, Any] = {"expert_bias": True}
@@ -116,7 +116,7 @@ def _adopt_deepseek_v4(block: Any, model: nn.Module) -> MoELayer:
 
 
 def _adopt_gpt_oss(block: Any, model: nn.Module) -> MoELayer:
-    """gpt-oss: softmax over the K chosen logits, biases everywhere, interleaved gate and up."""
+    """Convert a gpt-oss block: softmax over K chosen logits, biases, interleaved gate and up."""
     refuse_customised(block, GPT_OSS)
     routing = {"top_k": block.router.top_k, "score_order": "post", "router_bias": True}
     routing["normalize_weights"] = True  # also where K = 1
@@ -124,7 +124,7 @@ def _adopt_gpt_oss(block: Any, model: nn.Module) -> MoELayer:
 
 
 def _adopt_llama4(block: Any, model: nn.Module) -> MoELayer:
-    """Llama 4: the sigmoid of the top-1 logit scales the expert's input; a shared expert."""
+    """Convert a Llama 4 block: the sigmoid of the top-1 logit scales the input; a shared expert."""
     refuse_customised(block, LLAMA4)
     routing = {"top_k": block.router.top_k, "score_function": "sigmoid", "weights_on_input": True}
     return _adopt_stacked(block, LLAMA4, layer_class=_WithScores, **routing)
@@ -172,7 +172,7 @@ def _get_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _adopt_deepseek_v2(block: Any, model: nn.Module) -> MoELayer:
-    """DeepSeek-V2: softmax scores, group-limited top-k if the gate has it, shared experts."""
+    """Convert a DeepSeek-V2 block: softmax, group-limited top-k if configured, shared experts."""
     refuse_customised(block, STACKED)
     gate = block.gate
     routing = {"top_k": gate.top_k, "normalize_weights": False}

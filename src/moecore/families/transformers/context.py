@@ -39,7 +39,7 @@ KEYS_TRAVEL = ("p2p", "a2a+p2p")  # ways without windows
 
 
 class CausalContext:
-    """Implements `ContextParallelModel` and `DynamicContextModel` for a transformers model."""
+    """Context parallelism, static or dynamic, of one causal language model of transformers."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model: Any = model
@@ -47,7 +47,7 @@ class CausalContext:
     def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
         """Return `options` with the method of context-parallel attention chosen for this model.
 
-        See `ContextOptions.resolve`.
+        See `ContextOptions.resolve`. An unsupported model or `way` raises an error.
         """
         name, other = type(self.model).__name__, find_packing_problem(self.model)
         problem = None if other is None else f"{other} needs whole rows on a rank"
@@ -86,10 +86,11 @@ class CausalContext:
         self._take_rows().cp = cp
 
     def apply_context_groups(self, groups: Mapping[int, ContextParallel]) -> None:
-        """Register the groups with which a forward's `cp` argument selects its cp ranks."""
+        """Register groups by cp size. A forward's argument `cp` selects one of the groups."""
         self._take_rows().groups = groups
 
     def _take_rows(self) -> RowReader:
+        """Switch to causal attention, add the cp hooks and return the model's `RowReader`."""
         use_causal_attention(self.model)
         self.model.register_forward_pre_hook(self._enter, with_kwargs=True)
         self.model.register_forward_hook(self._leave, with_kwargs=True)
@@ -141,7 +142,7 @@ class CausalContext:
 
 
 def _find_loss_problem(model: Any) -> str | None:
-    """Return the reason why a model's loss is not a sum over tokens, or None."""
+    """Return why a model's loss cannot be summed over cp ranks, or None if it can be summed."""
     function = model.loss_function
     if get_loss_name(model) is None:
         return "its forward has no loss of transformers' loss_function"
@@ -154,7 +155,7 @@ def _find_loss_problem(model: Any) -> str | None:
 
 
 def _refuse_tensors_of_rows(inputs: Mapping[str, Any], tokens: Tensor) -> None:
-    """Raise for an input with a value per token that context parallelism would not slice."""
+    """Raise ValueError for an input [B, T, ..] with the B, T of `tokens` that cp does not slice."""
     for name, value in inputs.items():
         is_of_rows = isinstance(value, Tensor) and value.shape[:2] == tokens.shape[:2]
         if is_of_rows and name not in SHARDED_INPUTS:
@@ -175,6 +176,7 @@ def _refuse_router_logits(output_router_logits: Any) -> None:
 
 
 def _has_windows(model: nn.Module) -> bool:
+    """Whether a model's config or any of its modules has a sliding window."""
     windows = (getattr(module, "sliding_window", None) for module in model.modules())
     of_config = getattr(getattr(model, "config", None), "sliding_window", None)
     return of_config is not None or any(window is not None for window in windows)

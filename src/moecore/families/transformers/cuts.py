@@ -52,7 +52,7 @@ FUSED_BY_HEAD = {
 
 
 def find_cuts(model: nn.Module, tp: int) -> tuple[dict[nn.Module, ModuleCut], list[str]]:
-    """Return the sharding of each supported module, and one reason per unsupported class."""
+    """Return the `ModuleCut` of each supported module, and a text per class that is replicated."""
     cuts, uncut_types = dict[nn.Module, ModuleCut](), dict[type, str]()
     names = {module: name for name, module in model.named_modules()}
     layers = [m for m in model.modules() if isinstance(m, MoELayer)]
@@ -74,8 +74,10 @@ def find_cuts(model: nn.Module, tp: int) -> tuple[dict[nn.Module, ModuleCut], li
 
 
 def cut_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
-    """Return how an attention module is sharded by heads, or the part that cannot be sharded."""
-    # Heads that ranks cannot share are a ValueError.
+    """Return how an attention module is sharded by heads, or the reason why it is replicated.
+
+    `name` is for errors. Heads that `tp` ranks can neither divide nor share raise a ValueError.
+    """
     if type(module).__name__ in FUSED_BY_HEAD:
         return _cut_heads(name, module, tp)
     if type(module).__name__ in STACKED:
@@ -124,6 +126,7 @@ def cut_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
 
 
 def _check_heads(name: str, heads: int, kv_heads: int, tp: int) -> None:
+    """Raise ValueError unless tp divides `heads`, and tp divides `kv_heads` or the reverse."""
     if heads % tp or (kv_heads % tp and tp % kv_heads):
         raise ValueError(
             f"{name}: heads ({heads}) and key/value heads ({kv_heads}) must be multiples of "
@@ -132,6 +135,7 @@ def _check_heads(name: str, heads: int, kv_heads: int, tp: int) -> None:
 
 
 def _cut_heads(name: str, module: Any, tp: int) -> ModuleCut | str:
+    """Shard a linear with rows q, k, v of one head after the other; see `cut_attention`."""
     fused_cut = FUSED_BY_HEAD[type(module).__name__]
     if not {*fused_cut.columns, fused_cut.row} <= get_named_linears(module).keys():
         return "linears are not plain"
@@ -141,6 +145,7 @@ def _cut_heads(name: str, module: Any, tp: int) -> ModuleCut | str:
 
 
 def _cut_stack(name: str, module: Any, tp: int) -> ModuleCut | str:
+    """Shard a linear with the rows of all q, then all k, then all v; see `cut_attention`."""
     linears, d, kv_heads = get_named_linears(module), module.head_dim, module.num_key_value_heads
     if linears.keys() != {"qkv_proj", "o_proj"}:
         return "linears are not plain"
@@ -153,7 +158,7 @@ def _cut_stack(name: str, module: Any, tp: int) -> ModuleCut | str:
 
 
 def _get_gated_query_sizes(module: Any, size: int) -> tuple[int, ...]:
-    """Return the size of queries with gates, if transformers cuts them by heads too."""
+    """Return (2 * size,) if transformers' tp plan shards a gated `q_proj` by heads, else ()."""
     # The size does not show the order of gates, so transformers' tp plan must shard them by heads.
     plan = getattr(getattr(module, "config", None), "base_model_tp_plan", None) or {}
     is_by_head = any(n.endswith(".q_proj") and style == "colwise" for n, style in plan.items())
@@ -161,14 +166,14 @@ def _get_gated_query_sizes(module: Any, size: int) -> tuple[int, ...]:
 
 
 def _is_norm_over_all_heads(module: nn.Module, name: str, linears: Mapping[str, nn.Linear]) -> bool:
-    """Whether a norm of queries or keys has a weight for each element of all heads."""
+    """Whether `q_norm` or `k_norm` (`name`) has a weight for each element of all heads."""
     norm, linear = getattr(module, name, None), linears.get(f"{name[0]}_proj")
     weight = getattr(norm, "weight", None)
     return linear is not None and weight is not None and weight.numel() == linear.out_features
 
 
 def _find_unknown_part(module: nn.Module, known_names: set[str], num_heads: int) -> str | None:
-    """Return the name of a part of an attention module that may depend on all heads, or None."""
+    """Return why attention cannot be sharded by heads, or None; `known_names` are its children."""
     for child, part in module.named_children():
         is_norm = "Norm" in type(part).__name__ and not list(part.children())
         if not (child in known_names or is_norm) and next(part.parameters(), None) is not None:
@@ -185,7 +190,7 @@ def _find_unknown_part(module: nn.Module, known_names: set[str], num_heads: int)
 
 
 def cut_mlp(name: str, module: nn.Module, tp: int) -> ModuleCut | None:
-    """Return how a dense MLP is sharded by its hidden dim, or None for other modules."""
+    """Return how an MLP's hidden dim is sharded (ValueError if tp does not divide it), or None."""
     parts = {n: m for n, m in module.named_children() if next(m.parameters(), None) is not None}
     names = next((names for names in (*MLPS, *FUSED_MLPS) if set(names) == parts.keys()), None)
     if names is None or any(p is not None for p in module._parameters.values()):

@@ -47,13 +47,13 @@ class ReadExperts:
 
 
 def find_experts_adapter(module: nn.Module) -> Callable[[Any, nn.Module], RoutedExperts] | None:
-    """Return the adapter of an experts module with the common interface, or None."""
+    """Return `route_experts` for an experts module with the common interface, otherwise None."""
     is_known = all(hasattr(module, flag) for flag in FLAGS) or type(module).__name__ in UNFLAGGED
     return route_experts if is_hf(module) and is_known else None
 
 
 def route_experts(experts: Any, model: nn.Module) -> RoutedExperts:
-    """Return moecore's routed experts with the parameters of a transformers experts module."""
+    """Convert a transformers experts module to RoutedExperts; raise if it is customised."""
     refuse_customised_experts(experts, children=(ACTIVATION, "identity_expert"))
     layout = read_layout(experts)
     read = read_experts(experts, layout)
@@ -64,7 +64,7 @@ def route_experts(experts: Any, model: nn.Module) -> RoutedExperts:
 
 
 def read_layout(experts: Any) -> ExpertLayout:
-    """Return names and orders of the parameters of an experts module with the interface."""
+    """Return the parameter names, order of dims and order of gate and up of an experts module."""
     w1 = "gate_up_proj" if getattr(experts, "has_gate", True) else "up_proj"
     concatenated = getattr(experts, "is_concatenated", True)
     return ExpertLayout(
@@ -78,7 +78,7 @@ def read_layout(experts: Any) -> ExpertLayout:
 
 
 def get_used_parameters(experts: Any) -> dict[str, nn.Parameter]:
-    """Return the parameters of an experts module by name, without rows of zero experts."""
+    """Return an experts module's parameters by name, without the rows of LongCat's zero experts."""
     # LongCat-Flash's FC1 has rows for experts that return their input, but its checkpoints do not.
     tensors = dict(experts.named_parameters(recurse=False))
     if getattr(experts, "zero_expert_num", 0):
@@ -89,7 +89,7 @@ def get_used_parameters(experts: Any) -> dict[str, nn.Parameter]:
 
 
 def read_experts(experts: Any, layout: ExpertLayout) -> ReadExperts:
-    """Return sizes, activation and biases of an experts module; see `route_experts`."""
+    """Return sizes, activation and biases of an experts module with the given layout."""
     num_experts, sizes = len(getattr(experts, layout.w2)), getattr(experts, layout.w1).shape[1:]
     fc1_dim, dim = reversed(sizes) if layout.transposed else sizes
     options = read_activation(experts, layout)
@@ -115,7 +115,7 @@ def read_experts(experts: Any, layout: ExpertLayout) -> ReadExperts:
 
 
 def read_activation(experts: Any, layout: ExpertLayout) -> ActivationOptions:
-    """Return the activation of an experts module: moecore's if the values are equal."""
+    """Return the moecore activation with equal values, otherwise the module's own function."""
     gated, interleaved = getattr(experts, "has_gate", True), layout.gate_up == "interleaved"
     activation = _get_stock_activation(experts, gated=gated)
     options = _match_activation_options(activation, experts, gated, interleaved)
@@ -152,7 +152,7 @@ def _apply_gated_activation(act_fn: Callable[[Tensor], Tensor], h_RC: Tensor) ->
 def _match_activation_options(
     stock_activation: Callable[[Tensor], Tensor], experts: Any, gated: bool, interleaved: bool
 ) -> ActivationOptions | None:
-    """Return the activation of moecore whose values equal the module's own, or None."""
+    """Return the first moecore activation that equals `stock_activation` on samples, or None."""
     h_RC = _make_samples(gated)
     reference = stock_activation(h_RC)
     limit, alpha = (_find_number(experts, names) for names in (LIMITS, SLOPES))
@@ -168,13 +168,13 @@ def _match_activation_options(
 
 
 def _find_number(experts: Any, names: Sequence[str]) -> float | None:
-    """Return a module's clamp limit or slope, looked up under transformers' names for it."""
+    """Return the first of the named attributes that is a positive finite number, or None."""
     values = (getattr(experts, name, None) for name in names)
     return next((v for v in values if isinstance(v, int | float) and 0 < v < inf), None)
 
 
 def _is_elementwise(activation: Callable[[Tensor], Tensor], gated: bool, interleaved: bool) -> bool:
-    """Return whether the output of a column does not depend on other columns."""
+    """Whether each output column depends only on its own gate and up columns, tested on samples."""
     h_RC = _make_samples(gated)
     if not gated:
         return torch.equal(activation(h_RC[:, :3]), activation(h_RC)[:, :3])
@@ -184,7 +184,7 @@ def _is_elementwise(activation: Callable[[Tensor], Tensor], gated: bool, interle
 
 
 def _make_samples(gated: bool) -> Tensor:
-    """Return rows [R, C] with all pairs of gate and up, small and past any clamp, fp32."""
+    """Return fp32 test rows [291, C] of small to large values; C = 16 if `gated`, otherwise 8."""
     steps = torch.linspace(-12.0, 12.0, 97, dtype=torch.float32, device="cpu")
     values = torch.cat([steps, steps / 64, steps * 64])
     rows_R8 = torch.stack([values.roll(k * 37) for k in range(8)], dim=1)
@@ -197,14 +197,14 @@ def has_vision_experts(block: nn.Module) -> bool:
 
 
 def get_image_mask(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Return the mask of image tokens from the block's arguments; None = no image token."""
+    """Return the block's second argument [B, T], nonzero for image tokens; None = no images."""
     _, kinds_BT, *_ = [*args, *kwargs.values(), None]
     result: Tensor | None = kinds_BT
     return result
 
 
 def run_vision_experts(model: nn.Module) -> None:
-    """Run image experts in every forward, so that text-only ranks join the all-to-alls."""
+    """Add hooks that run image experts without images, too, because all ranks join all-to-alls."""
     for block in model.modules():
         if has_vision_experts(block):
             block.register_forward_hook(_run_vision_experts_on_text, with_kwargs=True)
@@ -213,6 +213,7 @@ def run_vision_experts(model: nn.Module) -> None:
 def _run_vision_experts_on_text(
     block: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[Any, ...]
 ) -> tuple[Any, ...]:
+    """Forward hook: if no token is an image, run the image experts on zero tokens."""
     (hidden_BTD, *_), kinds_BT = (*args, *kwargs.values()), get_image_mask(args, kwargs)
     layers = (m for m in block.vision_moe.modules() if isinstance(m, RoutedLayer))
     is_local = all(isinstance(layer.dispatcher, LocalDispatcher) for layer in layers)

@@ -52,7 +52,7 @@ def fuse_norms(model: nn.Module) -> None:
 
 
 def is_rms_norm(module: nn.Module) -> bool:
-    """Whether a module, on any device including meta, computes the same as `F.rms_norm`."""
+    """Whether a module equals `F.rms_norm` on random CPU input; the module may be on meta."""
     eps, weight = _get_eps(module), getattr(module, "weight", None)
     has_other_tensors = len(list(module.parameters())) + len(list(module.buffers())) != 1
     has_other_inputs = len(signature(type(module).forward).parameters) != 2  # self and x
@@ -79,6 +79,7 @@ def _get_eps(module: nn.Module) -> float | None:
 
 
 def _apply_rms_norm(module: Any, x: Tensor) -> Tensor:
+    """Replacement forward of an RMS norm: the fused kernel on GPUs, otherwise the class's code."""
     weight_D = module.weight
     is_plain = x.is_cuda and weight_D.dtype == x.dtype and not torch.is_autocast_enabled("cuda")
     if torch.compiler.is_compiling() or not is_plain:
@@ -117,7 +118,7 @@ def _run_layer(
 def _run_fused_layer(
     layer: Any, hidden_states: Tensor, *, input_ids: Tensor | None, **kwargs: Any
 ) -> Tensor:
-    """Compute the class's forward with fused kernels."""
+    """Compute a DeepSeek-V4 layer's forward by fused kernels; hidden_states are [B, T, N, D]."""
     x_BTD, collapsed = layer.attn_hc(hidden_states, fused=True)
     y_BTD, _ = layer.self_attn(layer.input_layernorm(x_BTD), **kwargs)
     hidden_states = _expand_streams(y_BTD, collapsed)
@@ -144,6 +145,6 @@ def _collapse_streams(
 
 
 def _expand_streams(y_BTD: Tensor, collapsed: CollapsedStreams) -> Tensor:
-    """Return the streams after a sublayer, [B, T, N, D]."""
+    """Mix a sublayer's output into the N streams of `collapsed`; return them as [B, T, N, D]."""
     result: Tensor = expand_streams(y_BTD.flatten(0, 1), collapsed).unflatten(0, y_BTD.shape[:2])
     return result

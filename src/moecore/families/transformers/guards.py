@@ -42,7 +42,7 @@ def _save_pretrained(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Wrapper of `save_pretrained` with the same arguments."""
+    """Call `save`, the model's `save_pretrained`, only with full tensors or as distributed save."""
     is_unsharded = state_dict and not any(isinstance(t, DTensor) for t in state_dict.values())
     if not is_unsharded and not kwargs.get("distributed_checkpoint"):
         raise NotImplementedError(
@@ -53,7 +53,7 @@ def _save_pretrained(
 
 
 def sync_generation(model: nn.Module) -> None:
-    """Make `generate` continue until all ranks have finished, because they share experts."""
+    """Make `generate` run until all ranks have finished, because the ranks share experts."""
     for module in model.modules():
         if is_pretrained(module) and hasattr(module, "generate"):
             hf: Any = module
@@ -61,7 +61,7 @@ def sync_generation(model: nn.Module) -> None:
 
 
 def _run_generate(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Wrapper of `generate` with the same arguments."""
+    """Call `generate`, the model's method, with `synced_gpus` if there are several ranks."""
     kwargs.setdefault("synced_gpus", dist.is_initialized() and dist.get_world_size() > 1)
     return generate(*args, **kwargs)
 
@@ -84,7 +84,7 @@ def _check_names(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
 
 
 def warn_about_cache(model: nn.Module) -> None:
-    """Warn when a training forward uses a key/value cache."""
+    """Make forwards warn in training if they use a key/value cache."""
     # torch.compile recompiles a layer for each index in the cache, up to a limit of 8; further
     # layers run in eager mode. Activations that the cache references are not recomputed.
     for module in model.modules():

@@ -68,7 +68,7 @@ class LogitsSource:
         return None if self.tp is None else self.tp.group
 
     def start_backward(self, loss: Tensor) -> Tensor:
-        """Return the loss; backward multiplies its gradient by the tp size."""
+        """Return the loss; backward multiplies its gradient by the tp size, if there is tp."""
         # Each tp rank starts backward with 1 / tp of the gradient: `GradientShareHooks`.
         if self.tp is None:
             return loss
@@ -76,18 +76,18 @@ class LogitsSource:
         return exchange_with_grad(loss, torch.clone, lambda grad: grad * size)
 
     def end(self, _grad: Tensor) -> None:
-        """Free the hidden states when the loss's backward begins."""
+        """Backward hook of the loss: free the hidden states, after which logits cannot be read."""
         self.is_over, self.hidden = True, self.hidden[:0]
 
 
 class Logits(Tensor):
-    """Logits [..., V] whose values are computed on first use; see the module docstring."""
+    """Logits [..., V] whose values are computed from hidden states and weight on first use."""
 
     source: LogitsSource
 
     @staticmethod
     def make_lazy(source: LogitsSource, shape: torch.Size, dtype: torch.dtype) -> Logits:
-        """Return lazy logits of a shape and dtype; the last dim is V."""
+        """Return logits of a shape [..., V] and dtype without values."""
         # Code that bypasses __torch_function__ reads NaN.
         memory = source.hidden.new_full((), math.nan, dtype=dtype, requires_grad=False)
         logits = memory.expand(shape).as_subclass(Logits)
@@ -95,10 +95,11 @@ class Logits(Tensor):
         return logits
 
     def compute(self) -> Tensor:
-        """Compute the values; during the model's forward they are differentiable.
+        """Return the values, a plain tensor; during the model's forward they are differentiable.
 
         Raises:
-            ValueError: after the forward, if gradients are enabled or the weight has changed.
+            ValueError: after the forward, if gradients are enabled, the weight has changed or the
+                loss's backward has begun.
         """
         source = self.source
         is_gone = source.is_over or sum_versions(source.weight) != source.version
@@ -152,6 +153,7 @@ def _convert_to_float(logits: Logits) -> Logits:
 
 
 def _view_as_rows(logits: Logits, *shape: Any) -> Logits | None:
+    """Return fp32 logits viewed as [-1, V] without values; None = another view needs values."""
     vocabulary = logits.shape[-1]
     is_flat = shape == (-1, vocabulary) and logits.dtype == torch.float32
     flat = torch.Size((logits.numel() // vocabulary, vocabulary))
@@ -168,7 +170,7 @@ def _compute_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """Return the chunked loss of logits [N, V], or None if the options need the values."""
+    """Return the loss of [N, V] logits computed in chunks; None if an option needs the values."""
     unsupported = (weight, size_average, reduce)
     is_plain = all(other is None for other in unsupported) and label_smoothing == 0.0
     is_known = reduction in ("mean", "sum") and ignore_index == IGNORE_INDEX
@@ -208,6 +210,7 @@ class HeadWithoutLogits(nn.Linear):
 
     @override
     def forward(self, input: Tensor) -> Tensor:
+        """Return lazy `Logits` in a forward of the model with labels, otherwise values."""
         forwards = _get_running_forwards()
         is_cut = isinstance(self.weight, DTensor)  # over tensor parallel ranks
         if not forwards or forwards[-1].head is not self or is_cut or torch.compiler.is_compiling():
@@ -222,7 +225,7 @@ class HeadWithoutLogits(nn.Linear):
 
 @dataclass(eq=False)
 class RunningForward:
-    """State of one running forward of a model."""
+    """One running forward of a model: which head makes lazy logits, and the logits' sources."""
 
     model: nn.Module
     head: nn.Module | None  # the head that returns `Logits`; None = heads return values
@@ -247,7 +250,10 @@ def find_plain_heads(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Linear]]:
 
 
 def fuse_loss(model: nn.Module, recipe: Recipe | None) -> None:
-    """Make transformers models in a module compute their training loss in chunks of tokens."""
+    """Make transformers models in a module compute their training loss in chunks of tokens.
+
+    `recipe` is the FP8 recipe of the head's products; None = the dtype of its weight.
+    """
     for outer, head in find_plain_heads(model):
         head.__class__ = HeadWithoutLogits
         head.loss_recipe = recipe  # type: ignore[assignment]
@@ -256,6 +262,7 @@ def fuse_loss(model: nn.Module, recipe: Recipe | None) -> None:
 
 
 def _enter(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook: the head returns lazy logits if this forward has labels and trains."""
     has_labels = named(model, args, kwargs).get("labels") is not None
     trains = model.training and torch.is_grad_enabled()
     trains = has_labels and (trains or hasattr(model, IS_SCORED))
@@ -265,6 +272,7 @@ def _enter(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def _leave(model: nn.Module, _args: Any, _output: Any) -> None:
+    """Forward hook: mark the forward's logits as ended, so that they need no gradient."""
     forwards = _get_running_forwards()
     if not forwards or forwards[-1].model is not model:
         return  # another hook has refused the arguments
@@ -273,9 +281,9 @@ def _leave(model: nn.Module, _args: Any, _output: Any) -> None:
 
 
 def cut_vocabulary(model: nn.Module, tp: TensorParallel) -> list[nn.Module]:
-    """Shard embeddings and heads over the vocabulary; return these modules.
+    """Register tp collectives of embeddings and heads; return the modules to shard by vocabulary.
 
-    Hooks add the collectives that the sharded modules need.
+    Both stay replicated if tp does not divide the vocabulary or their class is not plain.
     """
     # Other classes, and a vocabulary that tp does not divide, are replicated.
     embeddings = list[nn.Module]()
@@ -311,6 +319,7 @@ class VocabularyHooks:
         embedding.register_forward_hook(self._leave)
 
     def _enter(self, embedding: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Forward pre-hook: map ids to local rows, and the padding index to a local row or None."""
         ids, *rest = args
         local_ids, self._state.is_other = self._tp.local_rows(ids, self._rows)
         padding = self._state.padding_idx = embedding.padding_idx
@@ -320,6 +329,7 @@ class VocabularyHooks:
         return local_ids, *rest
 
     def _leave(self, embedding: Any, _args: Any, x: Tensor) -> Tensor:
+        """Forward hook: set rows of other ranks' ids to 0 and all-reduce the embeddings."""
         embedding.padding_idx = self._state.padding_idx
         return self._tp.all_reduce(x.masked_fill(self._state.is_other[..., None], 0))
 

@@ -35,13 +35,13 @@ def find_linear_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def find_rule(module: nn.Module) -> str | None:
-    """Return the name of the linear attention rule that a module's forward calls, or None."""
+    """Return the key of `RULES` whose function a module's forward calls, None if it calls none."""
     called = find_names_in_forward(module)
     return next((rule for rule in RULES if rule in called), None) if CONVOLUTION in called else None
 
 
 def accept_sequences(model: nn.Module) -> None:
-    """Make a model's linear attention layers use the `Sequence` in their arguments."""
+    """Make linear attention layers use the argument `SEQUENCE`, for all models of their files."""
     for module in find_linear_layers(model):
         of_file = inspect.unwrap(type(module).forward).__globals__
         for name in find_names_in_forward(module) & FUNCTIONS.keys():
@@ -60,7 +60,7 @@ def refuse_shortcut(module: nn.Module) -> None:
 
 
 def _make_replacement(stock: Function, function: Function) -> Function:
-    """Return a dispatcher: `function` if the call has documents or cp ranks, otherwise `stock`."""
+    """Return a wrapper: `function` for calls with documents or cp ranks, otherwise `stock`."""
 
     @wraps(stock)
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -81,7 +81,7 @@ def _convolve_sequence(
     activation: str | None = None,
     **_: Any,
 ) -> Tensor:
-    """Replacement of `CONVOLUTION` for documents and cp ranks."""
+    """Replacement of the short convolution for documents and cp ranks; returns [B, D, T]."""
     is_silu = activation in SILU
     x_BTD = hidden_states.transpose(1, 2)
     y_BTD = convolve(x_BTD, weight, bias, sequence, silu=is_silu)
@@ -106,7 +106,7 @@ def _attend_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Replacement of a chunked delta rule for documents and cp ranks."""
+    """Replacement of a chunked delta rule for documents and cp ranks; returns (output, None)."""
     _refuse_cache(initial_state is not None or output_final_state)
     out = attend_linear(
         query,

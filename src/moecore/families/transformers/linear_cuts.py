@@ -35,7 +35,7 @@ FILTERS = "conv1d"
 
 @dataclass(frozen=True, slots=True)
 class _LinearHeads:
-    """Names and sizes of a linear attention layer's per-head tensors."""
+    """Names and sizes of a linear attention layer's tensors that tp shards by heads."""
 
     heads: tuple[int, ...]  # numbers of heads that tp must divide
     columns: Mapping[str, Stack]  # column-parallel linears and the sections of their rows
@@ -50,8 +50,10 @@ class _LinearHeads:
 
 
 def cut_linear_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
-    """Return how a layer is sharded by heads, or the name of a part that cannot be sharded."""
-    # Heads that ranks cannot share are a ValueError.
+    """Return how a layer is sharded by heads, or the reason why it is replicated.
+
+    `name` is for errors. Heads that `tp` ranks can neither divide nor share raise a ValueError.
+    """
     layer = LAYERS[find_rule(module) or ""](module, tp)
     groups = [heads for heads, _ in layer.channels]
     if any(n % tp for n in layer.heads) or any(n % tp and tp % n for n in groups):
@@ -85,7 +87,7 @@ def cut_linear_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
 
 
 def _find_unknown_part(module: Any, layer: _LinearHeads) -> str | None:
-    """Return the name of a part that may depend on all heads, or None."""
+    """Return the reason why a layer cannot be sharded by heads, None if it can be sharded."""
     linears, params = get_named_linears(module), dict(module.named_parameters())
     sizes = {n: _count_rows(stack) for n, stack in layer.columns.items()}
     for child, linear in linears.items():
@@ -121,10 +123,12 @@ def _count_rows(stack: Stack) -> int:
 
 
 def _count_local_rows(stack: Stack, tp: int) -> int:
+    """Return the number of rows of one tp rank's heads."""
     return sum(rows.stop - rows.start for rows in iterate_local_rows(stack, 0, tp))
 
 
 def _read_delta_net_heads(module: Any, tp: int) -> _LinearHeads:
+    """Read a gated delta net (Qwen3-Next); `counts` are the values of one of `tp` ranks."""
     k, v = (module.num_k_heads, module.head_k_dim), (module.num_v_heads, module.head_v_dim)
     per_head = (module.num_v_heads, 1)
     counts = ("num_k_heads", "num_v_heads", "key_dim", "value_dim")
@@ -149,6 +153,7 @@ def _read_delta_net_heads(module: Any, tp: int) -> _LinearHeads:
 
 
 def _read_kimi_delta_heads(module: Any, tp: int) -> _LinearHeads:
+    """Read a Kimi delta attention; `counts` are the values of one of `tp` ranks."""
     x, per_head = (module.num_heads, module.head_dim), (module.num_heads, 1)
     counts = {n: getattr(module, n) // tp for n in ("num_heads", "qkv_dim")}
     linears = ("q_proj", "k_proj", "v_proj", "g_proj", "g_b_proj")
@@ -166,6 +171,7 @@ def _read_kimi_delta_heads(module: Any, tp: int) -> _LinearHeads:
 
 
 def _read_mamba2_heads(module: Any, tp: int) -> _LinearHeads:
+    """Read a Mamba-2 mixer; `counts` are the values of one of `tp` ranks."""
     x, per_head = (module.num_heads, module.head_dim), (module.num_heads, 1)
     group = (module.n_groups, module.ssm_state_size)  # of B, as of C
     channels = (x, group, group)
@@ -221,6 +227,6 @@ def _is_gated_norm(norm: Any, size: int) -> bool:
 def apply_gated_norm(
     x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, mean: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Return weight * h / sqrt(mean(h^2) + eps) of h = x * silu(gate), in fp32 up to the weight."""
+    """Return weight * h / sqrt(mean(h^2) + eps), h = x * silu(gate); `mean` is over a group."""
     h = x.float() if gate is None else x.float() * F.silu(gate.float())
     return weight * (h * torch.rsqrt(mean(h.pow(2)) + eps)).to(x.dtype)

@@ -33,7 +33,7 @@ OWN_LOSS = "_loss_function"  # attribute of a model whose loss function was set
 
 
 def accept_log_prob_losses(model: nn.Module) -> None:
-    """Make forwards of transformers models in a module accept a `log_prob_loss` argument."""
+    """Make forwards of transformers models in a module accept an argument `log_prob_loss`."""
     for outer in find_outermost_models(model):
         if hasattr(outer, "get_output_embeddings"):
             outer.register_forward_pre_hook(_enter, with_kwargs=True)
@@ -43,6 +43,7 @@ def accept_log_prob_losses(model: nn.Module) -> None:
 def _enter(
     model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Forward pre-hook: set labels and loss function of the `log_prob_loss` argument, if given."""
     if ARGUMENT not in kwargs:
         return None
     loss: LogProbLoss = kwargs[ARGUMENT]
@@ -70,6 +71,7 @@ def _enter(
 
 
 def _leave(model: Any, _args: Any, _output: Any) -> None:
+    """Forward hook: restore the model's loss function."""
     if not hasattr(model, IS_SCORED):
         return
     before = getattr(model, IS_SCORED)
@@ -81,7 +83,7 @@ def _leave(model: Any, _args: Any, _output: Any) -> None:
 
 
 def _make_loss_function(loss: LogProbLoss) -> Callable[..., Tensor]:
-    """Return a `loss_function` for a transformers model that computes a `LogProbLoss`."""
+    """Return a transformers `loss_function` that computes `loss`; cp ranks return equal shares."""
 
     def of(logits: Tensor, labels: Tensor, *_: Any, **keywords: Any) -> Tensor:
         if isinstance(logits, DTensor):

@@ -50,7 +50,7 @@ MERGE_METHODS = dict.fromkeys(
 
 @dataclass(frozen=True, slots=True)
 class _Wrapped:
-    """An experts module inside peft's wrappers."""
+    """An experts module of a MoE block that peft has wrapped to add LoRA to its matrices."""
 
     block: str  # name of the MoE block
     child: str  # name of the experts in the block
@@ -61,7 +61,7 @@ class _Wrapped:
 
 @contextmanager
 def unwrap_experts(model: nn.Module) -> Iterator[list[_Wrapped]]:
-    """Replace peft's wrappers of experts by the experts; an exception restores the wrappers."""
+    """Replace peft's wrappers of experts by the experts, yield the wrappers, undo on exceptions."""
     wrappers = list(_find_wrapped_experts(model)) if "peft" in sys.modules else []
     for wrapper in wrappers:
         wrapper.parent._modules[wrapper.child] = wrapper.experts
@@ -74,7 +74,7 @@ def unwrap_experts(model: nn.Module) -> Iterator[list[_Wrapped]]:
 
 
 def adapt_experts(wrapped: list[_Wrapped], layers: Mapping[str, RoutedLayer]) -> None:
-    """Move the LoRA updates of peft's wrappers to the experts of MoE layers."""
+    """Move LoRA matrices of peft's wrappers to `Experts.lora` of `layers`, by qualified name."""
     places = {f"{name}.{m.get_part_name('experts')}".rstrip("."): m for name, m in layers.items()}
     for wrap in wrapped:
         layer = places.get(f"{wrap.block}.{wrap.child}")
@@ -167,15 +167,15 @@ def disable_adapters(model: Any) -> Iterator[None]:
 
 
 def select_base_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a model's tensors without the adapters, under the names of the model before peft."""
-    holders, homes = _peft_paths(model)
+    """Return `tensors` without those of adapters, under the names of the model before peft."""
+    holders, homes = _list_peft_prefixes(model)
     base_tensors = {n: t for n, t in tensors.items() if not n.startswith(holders)}
     return {_rename_without_peft(n, homes): t for n, t in base_tensors.items()}
 
 
 def select_trained_copies(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of `modules_to_save` copies under the names of the original modules."""
-    _, homes = _peft_paths(model)
+    """Return the active copies of `modules_to_save` modules, by names of the original modules."""
+    _, homes = _list_peft_prefixes(model)
     copy_of = {}
     for path, module in model.named_modules():
         copies = getattr(module, "modules_to_save", None)
@@ -189,8 +189,8 @@ def select_trained_copies(model: nn.Module, tensors: Mapping[str, Tensor]) -> di
     return copy_of
 
 
-def _peft_paths(model: nn.Module) -> tuple[tuple[str, ...], list[str]]:
-    """Return prefixes of the modules that peft added, and of the modules that it moved deeper."""
+def _list_peft_prefixes(model: nn.Module) -> tuple[tuple[str, ...], list[str]]:
+    """Return prefixes of tensors that peft added, and prefixes under which peft moved modules."""
     holders, homes = [], []
     for path, module in model.named_modules():
         path = clean_name(path)
@@ -205,6 +205,7 @@ def _peft_paths(model: nn.Module) -> tuple[tuple[str, ...], list[str]]:
 
 
 def _rename_without_peft(name: str, homes: list[str]) -> str:
+    """Remove peft's level, such as "base_layer", of each prefix in `homes` from a name."""
     for home in homes:  # sorted: the longest prefix first
         if name.startswith(home):
             name = home[:-1].rpartition(".")[0] + name[len(home) - 1 :]
@@ -212,6 +213,7 @@ def _rename_without_peft(name: str, homes: list[str]) -> str:
 
 
 def _find_wrapped_experts(model: nn.Module) -> Iterator[_Wrapped]:
+    """Yield each experts module inside peft's `ParamWrapper`s; raise for unsupported wrappers."""
     from peft.tuners.lora.layer import ParamWrapper
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -231,6 +233,7 @@ def _find_wrapped_experts(model: nn.Module) -> Iterator[_Wrapped]:
 
 
 def _check_stacked(name: str, wrappers: list[Any]) -> None:
+    """Raise NotImplementedError if LoRA is on a parameter with less than 3 dims, like a router."""
     for wrapper in wrappers:
         param = wrapper.get_param()
         if param.ndim < 3:
@@ -255,6 +258,7 @@ def _refuse_block_copy(name: str, wrapper: Any, model: nn.Module) -> None:
 
 
 def _is_stack(module: nn.Module) -> bool:
+    """Whether a module, without peft's wrappers, has parameters with 3 or more dims."""
     while is_tuner_layer(module) and "base_layer" in module._modules:
         module = module.base_layer  # type: ignore[assignment]
     is_conv = isinstance(module, CONVOLUTIONS)

@@ -1,4 +1,4 @@
-"""ModuleCut: how tensor parallelism shards the parameters of one module."""
+"""ModuleCut: how tensor parallelism (tp) shards the parameters of one module."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Stack = tuple[tuple[int, int], ...]
 
 
 def iterate_local_rows(stack: Stack, rank: int, tp: int) -> Iterator[slice]:
-    """Yield the rows of a rank's heads in each section; several ranks may share a head."""
+    """Yield the rows of a rank's heads in each section of a matrix; ranks may share a head."""
     # Example: 4 heads of 8 rows, then 1 head of 8 rows. Rank 1 of 2 has rows 16:32 and 32:40.
     start = 0
     for heads, size in stack:
@@ -28,7 +28,7 @@ def iterate_local_rows(stack: Stack, rank: int, tp: int) -> Iterator[slice]:
 
 @dataclass(frozen=True, slots=True)
 class ModuleCut:
-    """Names of a module's children and parameters by the way in which tp ranks share them.
+    """How tp ranks share one module: names of its linears and parameters by kind of sharding.
 
     Attributes:
         columns: column-parallel linears; a rank computes a part of the outputs.
@@ -38,12 +38,11 @@ class ModuleCut:
         norms: norms over the columns of all heads, which are all-gathered first.
         shared: replicated linears of fewer key or value heads than ranks -> elements of a head. A
             rank uses the one head that its query heads read.
-        num_shared: number of key or value heads, if there are fewer than ranks.
+        num_shared: number of key or value heads if there are fewer than ranks, otherwise 0.
         stacks: replicated linears of queries, keys and values in one matrix. A rank multiplies with
             the rows of its heads.
         head_exchanges: column-parallel linears with several sections. All ranks have equally many
-        rows of
-            any section, and exchange outputs so that a rank receives the outputs of its heads.
+            rows, and exchange outputs so that a rank receives the outputs of its heads.
         local_reads: modules with replicated parameters; a rank reads the rows of its heads.
         groups: gated norms of groups that several ranks share -> elements of a group.
         counts: attributes with a number of heads or columns -> the number on a rank.
@@ -66,7 +65,7 @@ class ModuleCut:
 
 
 def get_named_linears(module: nn.Module) -> dict[str, nn.Linear]:
-    """Return the linears of a module by name, including the base layers of peft's LoRA."""
+    """Return the linears in a module by dotted name; a LoRA layer counts as its base linear."""
     linears = dict[str, nn.Linear]()
     for name, child in module.named_children():
         base = find_lora_base(child) or child
@@ -84,13 +83,13 @@ def list_output_linears(module: nn.Module) -> list[Any]:
 
 
 def adapters(module: nn.Module) -> dict[str, list[tuple[nn.Linear, nn.Linear]]]:
-    """Return linear name -> (A, B) of each LoRA adapter, for the adapted linears of a module."""
+    """Return linear name -> (A, B) of each LoRA adapter, for linears that have adapters."""
     layers = {name: module.get_submodule(name) for name in get_named_linears(module)}
     return {n: list_lora_pairs(m) for n, m in layers.items() if find_lora_base(m) is not None}
 
 
 def find_owner(module: nn.Module, name: str) -> tuple[Any, str]:
-    """Return the submodule that has the attribute of a dotted name, and the attribute's name."""
+    """Return the submodule that has a dotted attribute, and the last part of the name."""
     path, _, attribute = name.rpartition(".")
     return module.get_submodule(path), attribute
 

@@ -21,7 +21,7 @@ OPTION = "output_router_logits"
 
 
 def refuse_lost_outputs(model: nn.Module) -> None:
-    """Raise, now or in a later forward, if requested router logits would not be recorded."""
+    """Raise, now by the config or in later forwards, if requested router logits would be lost."""
     for module in model.modules():
         if not is_hf(module) or getattr(module, "base_model", None) is not module:
             continue  # transformers records in the base model, not in the model with the loss
@@ -45,7 +45,7 @@ def _find_version_problem() -> str | None:
 def _check_recorded(
     refusal: str | None, module: Any, args: Any, kwargs: dict[str, Any], output: Any
 ) -> None:
-    """Forward hook of a base model: raise unless there are router logits of every MoE layer."""
+    """Forward hook: if logits are requested, raise if `refusal` is given or a layer has none."""
     layers_of = (m for m in module.modules() if isinstance(m, RoutedLayer))
     # transformers records no logits of layers with hash routing.
     recordable = [m for m in layers_of if m.config.assignment != "hash"]
@@ -78,12 +78,13 @@ class _LogitRecorder(nn.Module):
         self._is_hf_initialized = True  # transformers then initialises no parameters
 
     def forward(self, x_TD: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+        """Return the routing's logits [T, E] twice."""
         assert routing.logits_TE is not None, "moecore's routers return logits"
         return routing.logits_TE, routing.logits_TE
 
 
 def record_logits(layer: MoELayer, router: nn.Module) -> MoELayer:
-    """Add a recorder to the layer's router, with the forward hooks of the block's `router`."""
+    """Make transformers record `layer`'s logits through the hooks of the old `router`."""
     recorder = type(f"{type(router).__name__}Recorder", (_LogitRecorder, type(router)), {})()
     for name in HOOKS:
         if "forward_hooks" in name:  # the hooks, and flags of their arguments

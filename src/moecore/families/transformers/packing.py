@@ -24,7 +24,7 @@ POSITIONS = "position_ids"  # argument of a rotary embedding
 
 
 def find_longest_position_readers(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
-    """Yield name, rope type and module of each embedding that reads the longest position."""
+    """Yield name, rope type and module of each rotary embedding that reads the longest position."""
     for name, module in model.named_modules():
         kind = getattr(module, "rope_type", None)
         types = kind.values() if isinstance(kind, dict) else [kind]
@@ -35,6 +35,7 @@ def find_longest_position_readers(model: nn.Module) -> Iterator[tuple[str, str, 
 
 
 def _is_longest_position_reader(module: nn.Module, rope_type: str) -> bool:
+    """Whether a rotary embedding's angles depend on the longest position of the forward."""
     if "dynamic" in rope_type or rope_type == "longrope":  # as transformers' dynamic_rope_update
         return True
     return rope_type != "default" and "max" in find_names_in_forward(module)
@@ -50,12 +51,13 @@ class LongestPosition:
             module.register_forward_hook(self._drop_position)
 
     def begin(self, num_tokens: int | None) -> None:
-        """Set the length of the full rows for the next forward; None = this rank has full rows."""
+        """Set the length of the full rows for the next forward; None = rows are not sharded."""
         self._num_tokens = num_tokens
 
     def _append_position(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Forward pre-hook: append position T - 1 if rows are sharded."""
         if self._num_tokens is None:
             return None
         positions: Tensor = kwargs[POSITIONS] if POSITIONS in kwargs else args[1]
@@ -66,6 +68,7 @@ class LongestPosition:
         return (args[0], extended, *args[2:]), kwargs
 
     def _drop_position(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Forward hook: remove the angles of the appended position."""
         if self._num_tokens is None:
             return None
         # Angles are [B, t, d]: a pair of cos and sin, or one complex tensor.
@@ -82,7 +85,7 @@ LINEAR, SPARSE = "linear_attention", "indexed_attention"
 
 
 def find_packing_problem(model: nn.Module, *, has_row_inputs: bool = True) -> str | None:
-    """Return the part of a model that needs unsharded rows of one sequence each, or None.
+    """Return text naming the part of a model that forbids packed documents and cp, or None.
 
     `has_row_inputs`: whether `use_causal_attention` was called, after which linear and sparse
     attention support packed documents.
@@ -111,7 +114,7 @@ def find_packing_problem(model: nn.Module, *, has_row_inputs: bool = True) -> st
 
 
 def find_one_document_problem(model: nn.Module) -> str | None:
-    """Return the part of a model that needs one document per row, or None; cp may shard the row."""
+    """Return text naming the part that needs one document per row (sharded or not), or None."""
     for name, rope_type, _ in find_longest_position_readers(model):
         return f"rope_type ({rope_type!r}) of {name}, which reads the longest position of all rows"
     loss = get_loss_name(model)

@@ -53,12 +53,12 @@ REFUSED = (
 
 
 class StagedCausal:
-    """`StagedModel` of a transformers causal language model, with all parts or split in stages."""
+    """Runs pipeline stages of a transformers causal language model, as a `StagedModel`."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model: Any = model
         if not hasattr(model, PARTS):
-            parts, sizes = _check_between(model, _find_parts(model))
+            parts, sizes = _trace_parts(model, _find_parts(model))
             setattr(model, PARTS, parts)
             setattr(model, SIZES, sizes)
         self._reader: RowReader | None = getattr(model, READER, None)
@@ -70,7 +70,7 @@ class StagedCausal:
         return module
 
     def set_submodule(self, target: str, module: nn.Module) -> None:
-        """Replace a module of the model."""
+        """Replace a module; after the first `AbsentModule`, direct calls of the model raise."""
         self.model.set_submodule(target, module)
         if isinstance(module, AbsentModule) and not hasattr(self.model, IS_CUT):
             setattr(self.model, IS_CUT, True)
@@ -82,7 +82,7 @@ class StagedCausal:
         return parts
 
     def hidden_shape(self, stage: Stage, inputs: Mapping[str, Any]) -> tuple[int, ...]:
-        """Return the shape of a stage's input: [B, T / cp, D], or that shape between layers."""
+        """Return the shape of a stage's input: [B, T / cp, D], or [B, T / cp, ..] after layers."""
         cp = None if self._reader is None else self._reader.select_ranks(inputs.get("cp"))
         B, T = inputs["input_ids"].shape
         sizes = (self._width,) if 0 in stage.layers else getattr(self.model, SIZES)
@@ -106,7 +106,11 @@ class StagedCausal:
         require_arguments(inputs, "input_ids", "labels or log_prob_loss")
 
     def __call__(self, *, hidden: Tensor | None, stage: Stage, **inputs: Any) -> Tensor:
-        """Run one stage; see `moecore.parallel.pipeline.stages.StagedModel`."""
+        """Run one stage on a micro-batch; return hidden states, or in the last stage the loss.
+
+        `hidden` is the previous stage's output, None in the first stage. Without labels, the last
+        stage returns logits. See `StagedModel`.
+        """
         if hidden is not None and not (stage.layers or stage.loss):
             return hidden
         check_stage(self, self.stage_parts(), stage, 0)
@@ -127,7 +131,10 @@ class StagedCausal:
 
     @contextmanager
     def _replace_other_stages(self, stage: Stage, hidden: Tensor | None) -> Iterator[list[Tensor]]:
-        """Replace parts of other stages by `AbsentModule`; yield the list that gets the output."""
+        """Return a context in which `AbsentModule` replaces the parts of other stages.
+
+        Hooks feed `hidden` to the stage's first part and append the output to the yielded list.
+        """
         parts, get = self.stage_parts(), self.get_submodule
         layers = _list_layer_names(self, parts)
         line = [parts.embedding, *layers, *parts.final_modules, parts.head]
@@ -173,7 +180,7 @@ class StagedCausal:
 
 @dataclass
 class _Shell:
-    """Record of a model's forward in which all parts were replaced by `AbsentModule`."""
+    """Record of a test run of a model whose parts were all replaced by `AbsentModule`."""
 
     embedded: Tensor  # zeros [1, T, D], the embedding's output
     # (name, first argument, version of the first argument) of each call of a part, in order
@@ -186,13 +193,13 @@ class _Shell:
         return [name for name, *_ in self.entered]
 
     def enter(self, name: str, _module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Forward pre-hook: record the call of a part."""
+        """Forward pre-hook of the part `name`: record the call."""
         x = args[0] if args and isinstance(args[0], Tensor) else None
         self.entered.append((name, x, 0 if x is None else sum_versions(x)))
 
 
 def _run_shell(model: Any, parts: StageParts) -> _Shell:
-    """Run a copy of a model in which `AbsentModule` replaces all parts, and return the record."""
+    """Run a CPU copy of a model with `AbsentModule` for all parts; return the record of calls."""
     shell: Any = copy_modules(model, make_meta_parameter, unwrapped=True)[model]
     config, dtype = model.config.get_text_config(), model.get_input_embeddings().weight.dtype
     # One row, so that code which unpacks hidden states as several tensors raises.
@@ -220,8 +227,10 @@ def _run_shell(model: Any, parts: StageParts) -> _Shell:
     return stage_shell
 
 
-def _check_between(model: Any, parts: StageParts) -> tuple[StageParts, tuple[int, ...]]:
-    """Return the parts in the order of their calls, and the layers' input shape after [B, T].
+def _trace_parts(model: Any, parts: StageParts) -> tuple[StageParts, tuple[int, ...]]:
+    """Run a model without its parts to check it for pipelining; return its parts in call order.
+
+    The second result is the shape of the layers' input after [B, T], such as (D,).
 
     Raises:
         NotImplementedError: if the model computes anything between layers, or passes more than
@@ -266,7 +275,7 @@ def _list_layer_names(model: Any, parts: StageParts) -> list[str]:
 
 
 def _find_parts(model: Any) -> StageParts:
-    """Return the names of a model's embedding, layers, final modules and head."""
+    """Return the names of a model's parts; raise NotImplementedError if it has other parameters."""
     if getattr(model.config, "is_encoder_decoder", False):
         raise _make_refusal(model, "has an encoder")
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()

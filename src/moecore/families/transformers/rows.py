@@ -6,8 +6,7 @@
     arguments of a forward     arguments of transformers' FlashAttention, or a `PackedBatch`
     `Sequence`                 one record of these arguments, passed to every attention layer
     attention                  reads the record (`families/transformers/attention.py`)
-    MoE layers                 receive documents and padding when the attention before them is
-                               called, also when backward recomputes the layer
+    MoE layers                 receive documents and padding, also when backward recomputes them
 
 Under context parallelism every cp rank receives the same full rows. The model receives this rank's
 tokens and their positions.
@@ -63,7 +62,7 @@ Choose = Callable[[Tensor], Tensor]  # selects a layer's tokens: [B, T] -> [N]
 
 
 class RowReader:
-    """Hooks that replace row arguments by a `Sequence`, for attention layers and MoE layers."""
+    """Hooks after `use_causal_attention` that replace document and padding arguments."""
 
     def __init__(self, model: nn.Module) -> None:
         self.cp: ContextParallel | None = None  # cp ranks; None = this rank has full rows
@@ -76,7 +75,7 @@ class RowReader:
         self.attach(model)
 
     def attach(self, model: Any) -> None:
-        """Add hooks to the model's MoE layers, which pass them documents and padding."""
+        """Add hooks to the model's MoE layers that give the layers documents and padding."""
         choices = _make_token_selectors(model.base_model)
         for block in _list_entries(model.base_model):
             layers = [m for m in block.modules() if isinstance(m, RoutedLayer)]
@@ -90,7 +89,7 @@ class RowReader:
                 layer.register_forward_pre_hook(tell, with_kwargs=True, prepend=True)
 
     def build_sequence(self, tokens: Tensor, inputs: Kwargs) -> Sequence:
-        """Return documents, padding and local tokens of full rows: ids [B, T] or embeddings."""
+        """Return the `Sequence` of a forward's arguments; `tokens` are full rows [B, T, ...]."""
         shape, device = (tokens.shape[0], tokens.shape[1]), tokens.device
         cu_seqlens, longest = (
             _get_first_argument(inputs, DOCUMENTS),
@@ -124,7 +123,7 @@ class RowReader:
         return replace(sequence, padding_mask_BT=mask_BT)
 
     def select_ranks(self, cp: int | None) -> ContextParallel | None:
-        """Return the cp ranks of a forward; None = no context parallelism."""
+        """Return the ranks of a forward with argument `cp` (None = default); None = no cp."""
         return select_cp_ranks(cp, self.cp, self.groups)
 
     def _enter(
@@ -151,7 +150,7 @@ class RowReader:
 
 
 class MaskReader:
-    """Hooks that pass padding and documents to the MoE layers of a model with stock attention."""
+    """Hooks that give padding and documents to MoE layers in a model with stock attention."""
 
     def __init__(self, model: Any) -> None:
         self._model, self._state, self._has_warned = model, threading.local(), False
@@ -173,10 +172,7 @@ class MaskReader:
             block.register_forward_pre_hook(self._check_packed_rows, with_kwargs=True)
 
     def _check_packed_rows(self, block: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> None:
-        """Raise for packed documents whose tokens would attend to each other.
-
-        A block is checked in its first training forward, with a host sync.
-        """
+        """Raise, once per block, for packed documents whose tokens attend to each other."""
         if block not in self._unchecked or not self._model.training or hasattr(self._model, READER):
             return
         self._unchecked.discard(block)
@@ -209,6 +205,7 @@ class MaskReader:
     def _enter(
         self, base: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
     ) -> tuple[tuple[Any, ...], Kwargs] | None:
+        """Forward pre-hook: store the forward's `Sequence` and remove arguments of moecore."""
         if hasattr(self._model, READER):  # the RowReader passes padding too
             return None
         inputs = named(base, args, kwargs)
@@ -219,6 +216,7 @@ class MaskReader:
         return args, {name: value for name, value in kwargs.items() if name not in ROW_INPUTS}
 
     def _build_sequence(self, tokens: Tensor, inputs: Kwargs) -> Sequence:
+        """Return documents and padding of a forward's arguments; raise for unfit documents."""
         cu_seqlens, mask_BT = inputs.get("cu_seqlens"), inputs.get("padding_mask")
         if cu_seqlens is not None:
             of_documents = find_one_document_problem(self._model)
@@ -267,6 +265,7 @@ class MaskReader:
         )
 
     def _leave(self, base: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Forward hook: set the `Sequence` again while backward recomputes MoE layers."""
         sequence, self._state.sequence = getattr(self._state, "sequence", None), None
         if sequence is None or (sequence.padding_mask_BT is None and sequence.cu_seqlens is None):
             return
@@ -291,7 +290,7 @@ class MaskReader:
 
 
 def _is_visible(mask: Any, row: int, place: int) -> bool:
-    """Whether the token after `place` of a row attends to `place`; mask None = causal attention."""
+    """Whether token `place + 1` of a row attends to token `place`; mask None = causal attention."""
     if not isinstance(mask, Tensor) or mask.ndim != 4:
         return mask is None
     value = mask[row % len(mask), 0, place + 1, place]
@@ -309,18 +308,18 @@ class ModalityHooks:
         self._state.kinds_BT = get_image_mask(args, kwargs)
 
     def select_text(self, x_BT: Tensor) -> Tensor:
-        """Return the entries of text, in order."""
+        """Return a value per text token, [N], from one per token of the block, [B, T]."""
         kinds_BT = self._state.kinds_BT
         return x_BT.flatten() if kinds_BT is None else x_BT[kinds_BT == 0]  # host sync
 
     def select_images(self, x_BT: Tensor) -> Tensor:
-        """Return the entries of images, in order."""
+        """Return a value per image token, [N], from one per token of the block, [B, T]."""
         kinds_BT = self._state.kinds_BT
         return x_BT.flatten()[:0] if kinds_BT is None else x_BT[kinds_BT != 0]
 
 
 def _make_token_selectors(base: nn.Module) -> dict[nn.Module, Choose]:
-    """Return MoE layer -> function that selects its tokens, for layers of one modality."""
+    """Return MoE layer -> function that selects its tokens, for text and image experts."""
     choose_of = dict[nn.Module, Choose]()
     blocks: list[Any] = [block for block in base.modules() if has_vision_experts(block)]
     for block in blocks:
@@ -347,7 +346,7 @@ def _pass_divisor(
 
 
 def _refuse_lost_labels(inputs: Kwargs) -> None:
-    """Raise on CPUs for a document that spans rows, because labels are shifted within rows."""
+    """Raise ValueError, for CPU bounds only, if a document spans rows: labels shift within rows."""
     cu_seqlens, labels_BT = _get_first_argument(inputs, DOCUMENTS), inputs.get("labels")
     if labels_BT is None or cu_seqlens is None or inputs.get("shift_labels") is not None:
         return
@@ -365,7 +364,7 @@ def _refuse_lost_labels(inputs: Kwargs) -> None:
 
 
 def _is_loss_divided_by_labels(model: Any) -> bool:
-    """Whether a model passes forward arguments to transformers' causal language model loss."""
+    """Whether a model's loss is transformers' causal loss with the forward's extra arguments."""
     hands_on = any(
         p.kind is p.VAR_KEYWORD for p in get_forward_parameters(type(model).forward).values()
     )
@@ -373,13 +372,13 @@ def _is_loss_divided_by_labels(model: Any) -> bool:
 
 
 def get_shifted_labels(inputs: Kwargs) -> Tensor:
-    """Return the labels of full rows, each at the position of the token that predicts it."""
+    """Return `shift_labels`, or `labels` moved to the position of the token that predicts each."""
     shifted_BT: Tensor | None = inputs.get("shift_labels")
     return shift_rows(inputs["labels"], 1, IGNORE_INDEX) if shifted_BT is None else shifted_BT
 
 
 def get_tokens(args: tuple[Any, ...], kwargs: Kwargs) -> Tensor:
-    """Return a forward's token ids or embeddings; raise for a mask, which would be ignored."""
+    """Return a forward's token ids or embeddings; raise for a mask or 2 positional arguments."""
     if kwargs.get("attention_mask") is not None:
         raise ValueError(
             "attention_mask must be None after use_causal_attention, which would ignore it: give "
@@ -431,6 +430,7 @@ def _pass_rows(
 def _add_row_arguments(
     sequence: Sequence, choose: Choose, layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
 ) -> tuple[Any, Kwargs] | None:
+    """Return a MoE layer's arguments with documents and padding added; None = no change."""
     mask_BT = sequence.padding_mask_BT
     if isinstance(layer, MoELayer):
         keywords: Kwargs = {"cu_seqlens": sequence.cu_seqlens}
@@ -447,7 +447,7 @@ def _add_row_arguments(
 
 
 def hook_moe_layers(model: nn.Module) -> None:
-    """Add hooks that pass rows and padding to the MoE layers of transformers models."""
+    """Add hooks that pass documents and padding to the MoE layers of transformers models."""
     for module in list(model.modules()):
         reader: RowReader | None = getattr(module, READER, None)
         if reader is not None:

@@ -39,13 +39,13 @@ def find_sparse_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def attend_sparsely(model: nn.Module) -> None:
-    """Replace the forward of a model's sparse attention layers; it reads a `Sequence` argument."""
+    """Replace the forward of sparse attention layers; the new one reads a `Sequence` argument."""
     for module in find_sparse_layers(model):
         module.forward = MethodType(_run_sparse_attention, module)
 
 
 def train_indexers(model: nn.Module, config: IndexerConfig) -> None:
-    """Give the indexers of a model an auxiliary loss, and set the stage of their training."""
+    """Add to each indexer of a model an auxiliary loss, as `config` sets its stage and factor."""
     layers: list[Any] = find_sparse_layers(model)
     for layer in layers:
         setattr(layer, CONFIG, config)
@@ -63,7 +63,11 @@ def _run_sparse_attention(
     prev_topk_indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Any, ...]:
-    """Replacement forward of the classes in `CLASSES`."""
+    """Replacement forward of the classes in `CLASSES`; `hidden_states` are [B, T, D].
+
+    `prev_topk_indices` [B, T, K] are the keys of an earlier layer, for layers without indexer.
+    Return (output, None) and, if the class shares keys, the selected keys.
+    """
     if layer.training and layer.attention_dropout:
         raise ValueError(
             f"attention_dropout ({layer.attention_dropout}) must be 0 for use_causal_attention, "
@@ -112,7 +116,7 @@ def _run_sparse_attention(
 
 
 def _choose_keys(layer: Any, selected_BTK: Tensor | None) -> KeyChoice:
-    """Return the keys of a layer: its indexer's choice, the previous layer's choice, or all."""
+    """Return how a layer selects keys: by its indexer, as the earlier layer's keys, or all."""
     config: IndexerConfig | None = getattr(layer, CONFIG, None)
     if layer.indexer is not None:
         return make_key_choice(config, layer, layer.indexer.index_topk)
@@ -129,7 +133,7 @@ def _choose_keys(layer: Any, selected_BTK: Tensor | None) -> KeyChoice:
 def _compute_indexer_heads(
     indexer: Any, x_BTD: Tensor, q_a_BTA: Tensor, turns: tuple[Tensor, Tensor]
 ) -> IndexerHeads:
-    """Return an indexer's queries, keys and head weights, computed as in the stock class."""
+    """Return an indexer's queries, keys and head weights; `turns` = rotary cos and sin."""
     is_by_pairs = BY_PAIRS in find_names_in_forward(indexer)
     turn = _get_module_function(indexer, BY_PAIRS if is_by_pairs else BY_HALVES)
     r = indexer.qk_rope_head_dim
@@ -145,7 +149,7 @@ def _compute_indexer_heads(
 
 
 def _split_kv_weight(layer: Any) -> tuple[Tensor, Tensor]:
-    """Return up_HnL and down_HLv of `kv_b_proj`."""
+    """Return the weights of `kv_b_proj`: key part [H, n, L] and value part [H, L, v]."""
     # A product with the identity includes adapters, FP8 and tp.
     linear, L = layer.kv_b_proj, layer.kv_lora_rank
     dtype = layer.kv_a_layernorm.weight.dtype
@@ -158,7 +162,7 @@ def _split_kv_weight(layer: Any) -> tuple[Tensor, Tensor]:
 def _update_cache(
     layer: Any, cache: Any, latent_BTL: Tensor, turned_BT1r: Tensor, index: IndexerHeads | None
 ) -> tuple[Tensor, Tensor, IndexerHeads | None]:
-    """Update a cache, and return the keys; raise if the cache had keys of earlier forwards."""
+    """Write keys to a cache and return them; raise if the cache has keys of earlier forwards."""
     number = layer.layer_idx
     latents, turned = cache.update(latent_BTL.unsqueeze(1), turned_BT1r.transpose(1, 2), number)
     refuse_earlier_keys(latent_BTL.shape[1], latents.shape[2])
@@ -168,7 +172,7 @@ def _update_cache(
 
 
 def refuse_earlier_keys(num_tokens: int, num_keys: int) -> None:
-    """Raise if a cache has keys of earlier forwards."""
+    """Raise ValueError if there are more keys than tokens, as from a cache of earlier forwards."""
     if num_keys != num_tokens:
         raise ValueError(
             f"tokens ({num_tokens}) must be as many as their keys ({num_keys}) for "

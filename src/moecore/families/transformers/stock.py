@@ -44,26 +44,26 @@ def find_outermost_models(module: nn.Module) -> Iterator[Any]:
 
 @cache
 def get_forward_parameters(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a class's forward by name, in order, without self."""
+    """Return the parameters of an unbound forward by name, in order, without self."""
     parameters = list(inspect.signature(forward).parameters.values())[1:]
     return {parameter.name: parameter for parameter in parameters}
 
 
 def named(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a module's forward by name, including positional arguments."""
+    """Bind a forward's positional and keyword arguments to names; defaults are left out."""
     return dict(zip(get_forward_parameters(type(module).forward), args, strict=False)) | dict(
         kwargs
     )
 
 
 def find_names_in_forward(module: nn.Module) -> frozenset[str]:
-    """Return the global and attribute names that the code of a module's forward reads."""
+    """Return the globals and attributes that the code of a module's forward names."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return frozenset(getattr(code, "co_names", ()))
 
 
 def get_loss_name(model: Any) -> str | None:
-    """Return the name of the loss that a model's class selects; None if forward has no loss.
+    """Return the function name of the loss for a model's `loss_type`; None if forward has no loss.
 
     A `loss_function` that was set on the model is ignored.
     """
@@ -90,7 +90,7 @@ def is_stock_forward(module: nn.Module, name: str) -> bool:
 
 
 def refuse_customised(block: nn.Module, layout: LayerLayout) -> None:
-    """Raise for a part of a block that is customised; the layout names the known children."""
+    """Raise NotImplementedError if a block or its parts (`layout`) are not transformers' code."""
     home = (type(block).__module__,)
     kind = type(block).__name__
     parts = (layout.router, layout.experts, layout.shared, layout.shared_gate)
@@ -109,7 +109,7 @@ def refuse_customised(block: nn.Module, layout: LayerLayout) -> None:
 
 
 def refuse_customised_experts(experts: nn.Module, children: tuple[str, ...]) -> None:
-    """Raise for a customised experts module; `children` are names of known child modules."""
+    """Raise NotImplementedError for patched experts, or for child modules not in `children`."""
     kind = type(experts).__name__
     if getattr(experts, "has_post_expert_norm", False):
         raise NotImplementedError(
@@ -123,7 +123,7 @@ def refuse_customised_experts(experts: nn.Module, children: tuple[str, ...]) -> 
 def _check_part(
     part: nn.Module, name: str, homes: tuple[str, ...], children: tuple[str, ...] = ()
 ) -> None:
-    """Raise unless a part's class is defined in `homes`, unpatched, and all children are known."""
+    """Raise unless a part's class is of a module in `homes`, unpatched, with known children."""
     cls = type(part)
     if cls.__module__ not in homes:
         raise NotImplementedError(
@@ -151,7 +151,7 @@ def _refuse_extra(name: str, extra: str) -> None:
 
 
 def list_overridden_methods(cls: type) -> Iterator[str]:
-    """Yield the names of the methods that a class and its bases add to `nn.Module` or override."""
+    """Yield the names of methods that a class or its bases define on top of `nn.Module`."""
     for base in cls.__mro__:
         if base is nn.Module:
             return
@@ -171,7 +171,7 @@ def is_stock(function: Any) -> bool:
 
 
 def _check_implementation(experts: nn.Module, kind: str) -> None:
-    """Raise if the config selects an experts function that a user has registered."""
+    """Raise if the config selects an experts function that the user has registered."""
     name = getattr(getattr(experts, "config", None), "_experts_implementation", None)
     module = sys.modules.get("transformers.integrations.moe")
     function = getattr(module, "ALL_EXPERTS_FUNCTIONS", {}).get(name)

@@ -11,8 +11,7 @@ All ranks therefore have equal activations. A rank's gradient is the gradient of
 ranks' losses with respect to the rank's tensors. Gradients of replicated weights are partial sums
 over tp, as in the native decoder (`moecore.base.params.make_grad_placements`).
 
-`cuts.py` finds the modules that can be sharded, and `linear_cuts.py` the layers of linear
-attention.
+`cuts.py` and, for linear attention, `linear_cuts.py` find the modules that can be sharded.
 
 Legend: B rows, T tokens of a row, G tp ranks, D model dim, H heads, E experts.
 """
@@ -58,7 +57,7 @@ logger = logging.getLogger("moecore.parallelize")
 
 
 class CutTransformer:
-    """`TensorParallelModel` of a model with transformers modules."""
+    """Shards one model with transformers modules over tp ranks, as a `TensorParallelModel`."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -91,7 +90,7 @@ class CutTransformer:
                 because each rank would draw different random numbers for the same tokens.
             NotImplementedError: for a model without any module that can be sharded.
         """
-        _check_drawn(self.model, tp)
+        _check_dropout(self.model, tp)
         cuts, uncut_types = find_cuts(self.model, tp)
         if not (cuts or any(isinstance(m, MoELayer) for m in self.model.modules())):
             raise NotImplementedError(
@@ -100,7 +99,8 @@ class CutTransformer:
             )
 
 
-def _check_drawn(model: nn.Module, tp: int) -> None:
+def _check_dropout(model: nn.Module, tp: int) -> None:
+    """Raise ValueError if the model has dropout or jitter above 0."""
     drawn = {f"{n}.p": m.p for n, m in model.named_modules() if isinstance(m, nn.Dropout)}
     for outer in find_outermost_models(model):
         fields = vars(outer.config.get_text_config()) if hasattr(outer, "config") else {}
@@ -114,7 +114,7 @@ def _check_drawn(model: nn.Module, tp: int) -> None:
 
 
 def _hook_module(tp: TensorParallel, module: Any, module_cut: ModuleCut) -> None:
-    """Add the hooks and attributes with which a module runs on its shards of the weights."""
+    """Add the hooks and attributes by which a module runs on its shards, after `_shard`."""
     row: Any = module.get_submodule(module_cut.row)
     if row.bias is None:
         row.register_forward_hook(partial(_all_reduce_output, tp))
@@ -142,7 +142,7 @@ def _hook_module(tp: TensorParallel, module: Any, module_cut: ModuleCut) -> None
     for name, stack in module_cut.local_reads.items():
         part = module.get_submodule(name)
         _replace_attributes(
-            part, {n: partial(_gather_weight_rows, tp, n, stack) for n in part._parameters}
+            part, {n: partial(_select_weight_rows, tp, n, stack) for n in part._parameters}
         )
     if module_cut.local_reads:
         refuse_shortcut(module)
@@ -173,12 +173,12 @@ def _slice_local_part(tp: TensorParallel, name: str, dim: int, module: nn.Module
 
 
 class FullRowsLinear(nn.Linear):
-    """A linear with a replicated weight that multiplies with `rows` of it."""
+    """A linear with a replicated weight that computes only the outputs of the slices `rows`."""
 
     rows: list[slice]
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return [..., number of rows]."""
+        """Return [..., number of rows in the slices]."""
         bias = None if self.bias is None else torch.cat([self.bias[part] for part in self.rows])
         return F.linear(input, torch.cat([self.weight[part] for part in self.rows]), bias)
 
@@ -195,7 +195,8 @@ class LocalHeadsConfig:
         return getattr(self._config, name)
 
 
-def _gather_weight_rows(tp: TensorParallel, name: str, stack: Stack, module: nn.Module) -> Any:
+def _select_weight_rows(tp: TensorParallel, name: str, stack: Stack, module: nn.Module) -> Any:
+    """Return the rows of a rank's heads of the local parameter `name`; DTensors are unchanged."""
     param = module._parameters[name]
     if param is None or isinstance(param, DTensor):  # outside of forward, such as initialisation
         return param
@@ -224,7 +225,7 @@ class StackedRowsHook:
         self._receive_ranges = [find_common_ranges(maker, tp.rank) for maker in ranks]
 
     def __call__(self, _linear: nn.Module, _args: Any, y: Tensor) -> Tensor:
-        """Return [..., outputs of a rank's heads]; backward sums the gradients of shared heads."""
+        """Return the outputs of a rank's heads; backward sums the gradients of shared heads."""
         return run_and_save(exchange_with_grad, y, self._exchange_outputs, self._exchange_grads)  # type: ignore[no-any-return]
 
     def _exchange_outputs(self, y: Tensor) -> Tensor:
@@ -251,7 +252,7 @@ class StackedRowsHook:
     def _exchange_pieces(
         self, pieces: list[list[Tensor]], ranges: list[list[tuple[int, int]]]
     ) -> list[Tensor]:
-        """Send each rank its pieces, [T, columns]; return the received pieces, as in `ranges`."""
+        """All-to-all: send `pieces` [T, columns] by rank; return pieces as wide as `ranges`."""
         send_buffer = torch.cat([piece.flatten() for to in pieces for piece in to])
         T = next(len(piece) for to in pieces for piece in to)
         receives = [sum(T * (b - a) for a, b in maker) for maker in ranges]
@@ -312,7 +313,7 @@ def _slice_head(head: int, head_dim: int, _linear: nn.Module, _args: Any, y: Ten
 def _shard(
     model: nn.Module, tp_mesh: DeviceMesh, places: Mapping[tuple[nn.Module, str], Placement]
 ) -> None:
-    """Replace parameters by DTensors, except routed experts'. Tied parameters stay tied."""
+    """Replace parameters, except routed experts', by DTensors; replicated if not in `places`."""
     layers = [m for m in model.modules() if isinstance(m, RoutedLayer)]
     expert_modules = {m for layer in layers for m in layer.get_part("experts").modules()}
     sharded_of = dict[nn.Parameter, nn.Parameter]()
@@ -329,10 +330,9 @@ def _shard(
 
 
 class TokenSliceHooks:
-    """Hooks that slice a MoE layer's input over tp, and all-gather its output.
+    """Hooks that slice a MoE layer's input [B, T, D] or [T, D] over tp, and all-gather its output.
 
-    The input is [B, T, D] or [T, D], sliced along T. Padding makes the slices equal; it is routed
-    to no expert.
+    Padding makes the slices of T equal. The padding is routed to no expert.
     """
 
     def __init__(self, tp: TensorParallel, layer: RoutedLayer) -> None:
@@ -373,7 +373,7 @@ class TokenSliceHooks:
         return (self._slice_rows(x, padding),), local_inputs
 
     def _slice_rows(self, x_TD: Tensor, padding: int, fill: float = 0) -> Tensor:
-        """Return this rank's slice of the tokens; they are the second to last dim."""
+        """Append `padding` rows of `fill` to dim -2 and return this rank's slice of that dim."""
         x_TD = F.pad(x_TD, (0, 0, 0, padding), value=fill) if padding else x_TD
         size = x_TD.shape[-2] // self._tp.size
         return x_TD.narrow(-2, self._tp.rank * size, size).contiguous()

@@ -40,7 +40,7 @@ Layer = TypeVar("Layer", bound="TitanLayer")
 
 
 class TitanLayer(MoELayer):
-    """A MoELayer with torchtitan's names, which a subclass per version defines."""
+    """A MoELayer that replaces a torchtitan MoE block; one subclass per version has its names."""
 
     names: ClassVar[LayerLayout]
     known_classes: ClassVar[Mapping[str, tuple[type, ...]]]
@@ -52,10 +52,11 @@ class TitanLayer(MoELayer):
 
     @property
     def _bias(self) -> str:
+        """Name of the selection bias buffer."""
         return self.layout.expert_bias
 
     def _apply(self, fn: Any, recurse: bool = True) -> TitanLayer:
-        """Apply `fn`; the selection bias stays fp32, and router and layer share one tensor."""
+        """Apply `fn` as nn.Module; the selection bias stays fp32, and router and layer share it."""
         super()._apply(fn, recurse)
         if self._bias in self._buffers:
             self._buffers[self._bias] = self._router._buffers[self._bias]
@@ -64,12 +65,12 @@ class TitanLayer(MoELayer):
     def forward(  # type: ignore[override]  # a forward of torchtitan has no cp of its own
         self, x: Tensor, padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> Tensor:
-        """Return this rank's output [B, t, D], plain; under tp x is cut along the sequence."""
+        """Return this rank's plain output [B, t, D]; `x` is plain or a DTensor sharded over t."""
         return super().forward(x.to_local() if isinstance(x, DTensor) else x, padding_mask)
 
     @torch.no_grad()
     def fill(self, fills: Fills, fill_shared: Callable[[Any], Any]) -> None:
-        """Initialise all parts in torchtitan's order, so that a seed gives torchtitan's values."""
+        """Initialise parameters by `fills` (role -> name -> function), then the shared experts."""
         for role, by_name in fills.items():
             for name, fill in by_name.items():
                 if (param := getattr(self.get_part(role), name)) is not None:
@@ -83,7 +84,11 @@ class TitanLayer(MoELayer):
 def adopt_titan_block(
     layer_class: type[Layer], block: Any, model: nn.Module, *, update_bias: bool = True
 ) -> Layer:
-    """Return a layer with the parameters of a torchtitan block; an adapter for `layer_class`."""
+    """Return a `layer_class` with the parameters of a torchtitan MoE block; `model` is not used.
+
+    `update_bias`: optimizer steps update the selection bias, if the block has one. A block with
+    unknown classes raises a NotImplementedError.
+    """
     for path, classes in layer_class.known_classes.items():
         part = attrgetter(path)(block)
         if type(part) not in classes:
@@ -118,7 +123,7 @@ def adopt_titan_block(
 
 
 def _make_config(block: Any, shape: torch.Size, *, update_bias: bool) -> MoEConfig:
-    """Return the config of a torchtitan MoE block, whose w1 has this shape."""
+    """Return the config of a torchtitan MoE block whose w1 has `shape` [E, F, D]."""
     (num_experts, hidden_dim, dim), router = shape, block.router
     weights_on_input = getattr(block, "score_before_experts", False)  # 0.3 has none
     if weights_on_input and router.top_k > 1:
@@ -145,7 +150,7 @@ def _make_config(block: Any, shape: torch.Size, *, update_bias: bool) -> MoEConf
 
 
 def cut_dense_parts(layer: RoutedLayer, tp_mesh: DeviceMesh) -> None:
-    """Keep a meta layer's router whole on every tp rank and cut its shared experts, in place."""
+    """Shard a meta layer's shared experts over tp and replicate its router, in place."""
     router = layer.get_part("router")
     for name in dict(router.named_parameters(recurse=False)):
         shard_parameter(router, name, tp_mesh, (Replicate(),))

@@ -53,7 +53,7 @@ class DecoderArgs:
     even_load: bool = False  # the job's `debug.moe_force_load_balance`
 
     def update_from_config(self, config: Any, **_: Any) -> None:
-        """Read weights path and forced load from the job; raise for sequences that are too long."""
+        """Read weights path and forced load from the job; ValueError for too long sequences."""
         seq_len, longest = config.training.seq_len, self.decoder.max_seq_len
         if seq_len > longest:
             raise ValueError(
@@ -78,7 +78,7 @@ class OwnDecoder(Decoder):
             force_even_load(self)
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:  # type: ignore[override]
-        """Load the job's weights, or initialise from the seed; see `_fill_parameters`."""
+        """Load the job's weights, or without `hf_weights` initialise from torch's seed."""
         _fill_parameters(self, self, self.hf_weights, super().init_weights)
 
     def forward(  # type: ignore[override]
@@ -88,9 +88,9 @@ class OwnDecoder(Decoder):
         labels: Tensor | None = None,
         **inputs: Any,
     ) -> Tensor:
-        """Return this rank's share of the loss summed over labels that count (not -100).
+        """Return the loss summed over labels other than -100, divided by cp; logits without labels.
 
-        Without labels the logits. `inputs` are a `Decoder`'s own, of documents or of a stage.
+        `positions` are not used. `inputs` are other arguments of `Decoder.forward`.
         """
         # `positions` are unused, because `cu_seqlens` has the documents' bounds.
         if labels is None:
@@ -118,7 +118,7 @@ def make_document_inputs(starts_BT: Tensor) -> dict[str, Any]:
 
 
 def share_of_loss(model: nn.Module, loss: Tensor) -> Tensor:
-    """Return loss / cp with the gradient of the full loss: torchtitan sums the loss over cp."""
+    """Return loss / cp with the gradient of the loss, because torchtitan sums losses over cp."""
     request = get_request(model)
     cp = 1 if request is None else request.meshes.parallel.cp
     return loss if cp == 1 else loss + (loss / cp - loss).detach()
@@ -136,7 +136,7 @@ class HFArgs:
         self.hf_weights: str | None = None  # the job's `moecore.hf_weights`
 
     def update_from_config(self, config: Any, **_: Any) -> None:
-        """Read the model's config and the job's options, and check them."""
+        """Read the model's config and the job's options; raise if the model cannot be trained."""
         source = attrgetter(self.assets)(config) if self.source is None else self.source
         self.hf_config = _read_config(source, self.assets)
         self.hf_weights = get_moecore_options(config).hf_weights
@@ -161,20 +161,20 @@ class HFModel(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The blocks, first to last."""
+        """The decoder layers, first to last."""
         result: nn.ModuleList = self.hf.base_model.layers
         return result
 
     def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
-        """See `ContextParallelModel`."""
+        """Return `options` with a chosen `way`; see `ContextParallelModel.context_options`."""
         return CausalContext(self.hf).context_options(options, cp, tp)
 
     def apply_context_parallel(self, cp: ContextParallel) -> None:
-        """See `ContextParallelModel`."""
+        """Make forwards compute only this cp rank's tokens; see `ContextParallelModel`."""
         CausalContext(self.hf).apply_context_parallel(cp)
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
-        """Load the job's weights, or initialise from the seed; see `_fill_parameters`."""
+        """Load the job's weights, or without `hf_weights` initialise from torch's seed."""
         from moecore.io.hf.load import init_hf
 
         _fill_parameters(self.hf, self, self.hf_weights, partial(init_hf, self.hf))
@@ -187,7 +187,7 @@ class HFModel(nn.Module):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
     ) -> Tensor:
-        """Return what `OwnDecoder.forward` returns; documents are read from `positions`."""
+        """Return loss / cp or logits as `OwnDecoder.forward`; `positions` separate documents."""
         inputs: dict[str, Any] = {"input_ids": tokens_BT, "use_cache": False}
         if cu_seqlens is not None:
             inputs["position_ids"] = positions
@@ -202,7 +202,7 @@ class HFModel(nn.Module):
 def _fill_parameters(
     model: nn.Module, owner: nn.Module, hf_weights: str | None, from_seed: Callable[[int], Any]
 ) -> None:
-    """Load `moecore.hf_weights`, or fill from the seed that torchtitan gave every rank."""
+    """Load `hf_weights` into `model`; None = call `from_seed` with one seed for all ranks."""
     if hf_weights is None:
         seed = torch.tensor(torch.initial_seed() % 2**63)
         request = get_request(owner)
@@ -232,11 +232,11 @@ class HFNames(StateDictAdapter):
         self.fqn_to_index_mapping = None
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return the same tensors under their names in the files."""
+        """Return the tensors by their names in Hugging Face files."""
         return {name.removeprefix(PREFIX): tensor for name, tensor in state_dict.items()}
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return the same tensors under their names in an HFModel."""
+        """Return the tensors by their names in an HFModel."""
         return {f"{PREFIX}{name}": tensor for name, tensor in hf_state_dict.items()}
 
 
@@ -249,7 +249,7 @@ def parallelize_hf_model(
     balance: BalanceConfig | None,
     **_: Any,
 ) -> nn.Module:
-    """Swap the MoE blocks of an HFModel and shard it by the job's config; a parallelize_fn."""
+    """Replace an HFModel's MoE blocks, set their `balance` (None = unchanged) and shard it."""
     if parallel_dims.tp > 1:
         raise NotImplementedError(
             f"parallelism.tensor_parallel_degree ({parallel_dims.tp}) must be 1 for a Hugging Face "
@@ -264,7 +264,7 @@ def parallelize_hf_model(
 
 
 def _read_config(source: Source, field: str) -> Any:
-    """Return a copy of a config, or the config of a directory that the job's `field` names."""
+    """Return a copy of a config, or the config in the directory of the job's `field`."""
     from transformers import AutoConfig, PreTrainedConfig
 
     if isinstance(source, PreTrainedConfig):
@@ -283,7 +283,7 @@ def _read_config(source: Source, field: str) -> Any:
 
 
 def _check_config(config: Any, seq_len: int) -> None:
-    """Check that a transformers config can be trained by torchtitan."""
+    """Raise for sequences above the model's limit, router logits or tied embeddings."""
     longest = config.max_position_embeddings
     if seq_len > longest:
         raise ValueError(

@@ -54,13 +54,13 @@ ELSEWHERE = {
 
 
 def _list_options_elsewhere(prefix: str) -> tuple[str, ...]:
-    """Return the names in ELSEWHERE of a section, "" for the whole's own."""
+    """Return the arguments of section `prefix` ("" = top level) that `ELSEWHERE` excludes."""
     split = (name.rpartition(".") for name in ELSEWHERE)
     return tuple(name for head, _, name in split if head == prefix)
 
 
 def _make_switchable_section(source: Any, **instead: Any) -> Any:
-    """Return a record's section with a field `enable`, for records whose defaults have effects."""
+    """Return `section(source, **instead)` with a field `enable`, False by default."""
     return section(source, enable=(bool, False), **instead)
 
 
@@ -121,20 +121,22 @@ MoECore: Any = section(
 
 @dataclass
 class JobConfig:
-    """What torchtitan adds to its own JobConfig."""
+    """The fields that torchtitan merges into its own JobConfig."""
 
     moecore: MoECore = field(default_factory=MoECore)
 
 
 def get_moecore_options(job_config: Any) -> Any:
-    """Return the job's choices, a `MoECore`; the defaults for a job without the section."""
+    """Return the job's section `moecore`, or one with the defaults if the job has none."""
     options = getattr(job_config, "moecore", None)
     return MoECore() if options is None else options
 
 
 def make_request(options: Any, parallel: ParallelConfig, **fsdp: Any) -> dict[str, Any]:
-    """Return a job's choices as arguments of `parallelize_moe`, without the balance."""
-    # `fsdp` are fields of `FSDPOptions` that torchtitan's own options decide.
+    """Return a job's options as keyword arguments of `parallelize_moe`, without `moe["balance"]`.
+
+    `fsdp` are fields of `FSDPOptions` from torchtitan's options, which `moecore.fsdp` overrides.
+    """
     keywords = arguments(options, "moecore", without=("dispatch", "moe", "fsdp"))
     keywords["dispatch"] = _make_dispatch_options(options.dispatch, parallel)
     if not changed(options.context):
@@ -149,7 +151,7 @@ def make_request(options: Any, parallel: ParallelConfig, **fsdp: Any) -> dict[st
 
 
 def _make_dispatch_options(options: Any, parallel: ParallelConfig) -> DispatchOptions:
-    """Return a job's dispatcher and its options, without a capacity that no step can raise."""
+    """Return the job's `DispatchOptions`; over ranks "auto" without `row_factor` is "alltoall"."""
     keywords = arguments(options, "moecore.dispatch")
     if keywords["name"] != "nvlink" and not changed(options.nvlink):  # nothing is asked of stores
         keywords["nvlink"] = None
@@ -170,7 +172,7 @@ NEEDS = {
 
 
 def make_import_error(error: ModuleNotFoundError, module: str) -> ImportError:
-    """Return the ImportError of a module whose import from torchtitan failed."""
+    """Return the error that says which torchtitan `module` ("v02.specs" or "v03.jobs") needs."""
     if (error.name or "").partition(".")[0] == "triton":
         return ImportError(
             "triton (None) must be installed for torchtitan, which imports it; CPU builds of torch "

@@ -1,12 +1,11 @@
 """parallelize_fns for any version of torchtitan: degrees -> meshes, job -> options, then shard.
 
-    swap blocks -> dense tensor parallel -> activation checkpointing -> torch.compile of all but the
-    MoE layers -> parallelize_moe
+    replace blocks -> dense tensor parallel -> activation checkpointing -> torch.compile of all
+    modules except MoE layers -> parallelize_moe
 
-A job is 0.2's JobConfig or 0.3's Trainer.Config: the sections read here have the same names. What
-differs is a `Version`. Tensor parallelism of the dense parts is torchtitan's own. Inside an MoE
-block each tp rank keeps its slice of every sequence: the router is whole on each rank, shared
-experts are cut like an MLP.
+A job is 0.2's JobConfig or 0.3's Trainer.Config, whose sections have equal names. A `Version` has
+the differences. torchtitan shards dense modules over tp. In a MoE block each tp rank has a slice of
+every sequence: the router is replicated, and shared experts are sharded like an MLP.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ Rule = tuple[str, Any, bool, str]  # a field, its value, whether that is refused
 
 @dataclass(frozen=True, kw_only=True)
 class Version:
-    """What moecore does in its own way for a version of torchtitan; `Any` is a job."""
+    """The functions and classes that differ between torchtitan versions; a job is its config."""
 
     rules: Callable[[Any, ParallelDims, bool], list[Rule]]  # bool: the model makes its own loss
     block: type  # torchtitan's class of MoE blocks
@@ -59,7 +58,7 @@ def parallelize_titan_model(
     update_bias: bool,
     **_: Any,
 ) -> nn.Module:
-    """Return torchtitan's model with its MoE blocks as sharded moecore layers; a parallelize_fn."""
+    """Replace a torchtitan model's MoE blocks and shard it; `update_bias` = steps update biases."""
     check_job(job, parallel_dims, version, own_loss=False)
     weights = get_moecore_options(job).hf_weights
     if weights is not None:
@@ -78,14 +77,14 @@ def parallelize_titan_model(
 def parallelize_own_loss_model(
     model: nn.Module, parallel_dims: ParallelDims, job: Any, *, version: Version, **_: Any
 ) -> nn.Module:
-    """Shard a model that makes its own loss by the job's config; a parallelize_fn."""
+    """Shard a model whose forward returns its loss, as the job says: a parallelize_fn."""
     check_job(job, parallel_dims, version, own_loss=True)
     version.checkpoint(model, job)
     return compile_and_shard(model, make_meshes(parallel_dims), job)
 
 
 def check_job(job: Any, parallel_dims: ParallelDims, version: Version, *, own_loss: bool) -> None:
-    """Raise a NotImplementedError for what a job asks and cannot have, before any collective."""
+    """Raise NotImplementedError for unsupported options; `own_loss` = forward returns a loss."""
     tp, rules = parallel_dims.tp, version.rules(job, parallel_dims, own_loss)
     rules += _make_rules(job, parallel_dims) + _make_common_rules(job, parallel_dims, own_loss)
     for field, value, refused, requirement in rules:
@@ -103,7 +102,7 @@ def check_job(job: Any, parallel_dims: ParallelDims, version: Version, *, own_lo
 
 
 def _make_rules(job: Any, d: ParallelDims) -> list[Rule]:
-    """Return the rules of what torchtitan has options for, where moecore's own take its place."""
+    """Return rules for torchtitan options that do not work because moecore has its own options."""
     training, seq_len = job.training, job.training.seq_len
     offload, length = training.enable_cpu_offload, f"a multiple of tensor parallelism ({d.tp})"
     rules = [
@@ -131,7 +130,7 @@ def _make_rules(job: Any, d: ParallelDims) -> list[Rule]:
 
 
 def _make_common_rules(job: Any, d: ParallelDims, own_loss: bool) -> list[Rule]:
-    """Return the rules of options of moecore beside torchtitan's, and of those that do nothing."""
+    """Return rules for moecore's options next to torchtitan's, and for options without effect."""
     options, ac, degrees = get_moecore_options(job), job.activation_checkpoint, job.parallelism
     reshard, backend = degrees.fsdp_reshard_after_forward, job.compile.backend
     recomputes = _is_compiled_by_moecore(options, d.pp)
@@ -168,7 +167,7 @@ def _make_common_rules(job: Any, d: ParallelDims, own_loss: bool) -> list[Rule]:
 
 
 def check_model(field: str, model_class: type, known_classes: Iterable[type]) -> None:
-    """Raise NotImplementedError for a model that is none of torchtitan's which moecore knows."""
+    """Raise NotImplementedError if the job's class `field` is no subclass of `known_classes`."""
     if not issubclass(model_class, tuple(known_classes)):
         raise NotImplementedError(
             f"{field} ({model_class.__qualname__}) must be one of "
@@ -178,7 +177,7 @@ def check_model(field: str, model_class: type, known_classes: Iterable[type]) ->
 
 
 def check_replaced(field: str, value: Any, known_values: Container[Any]) -> None:
-    """Raise NotImplementedError for a function of the user's own in a place that moecore takes."""
+    """Raise NotImplementedError if the job's `field`, which moecore replaces, is customised."""
     if value not in known_values:
         raise NotImplementedError(
             f"{field} ({value!r:.80}) must be torchtitan's own, because moecore's takes its place: "
@@ -187,7 +186,7 @@ def check_replaced(field: str, value: Any, known_values: Container[Any]) -> None
 
 
 def compile_and_shard(model: nn.Module, meshes: Meshes, job: Any) -> nn.Module:
-    """Compile blocks, then `parallelize_moe` in torchtitan's loss convention."""
+    """Compile blocks if the job does, then `parallelize_moe` with loss="sum"; return the model."""
     options, p = get_moecore_options(job), meshes.parallel
     keeps = job.parallelism.fsdp_reshard_after_forward == "never"
     request = make_request(
@@ -233,41 +232,41 @@ def compile_and_shard(model: nn.Module, meshes: Meshes, job: Any) -> nn.Module:
 
 
 def _is_compiled_by_moecore(options: Any, pp: int) -> bool:
-    """Return whether moecore decides what blocks save, so that it compiles them itself too."""
+    """Whether `parallelize_moe` compiles blocks, because it decides which tensors are saved."""
     return bool(changed(options.memory)) or pp > 1
 
 
 def _restore_full_rows(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Give a model whole rows in place of those that torchtitan has cut over cp."""
+    """Forward pre-hook: replace the token slices that torchtitan passes under cp by full rows."""
     keywords = {name: value for name, value in kwargs.items() if name not in (TOKENS, "positions")}
     return (kwargs[TOKENS],), keywords
 
 
 def _watch_training_forwards(holders: Sequence[Holder | None], *_: Any) -> None:
-    """Let a capacity hold in forwards of training alone."""
+    """Forward pre-hook: apply capacities of dispatch buffers only in forwards with gradients."""
     for holder in holders:
         if holder is not None:
             holder.watch = "skips" if torch.is_grad_enabled() else None
 
 
 def _unwrap_checkpoint(block: nn.Module) -> nn.Module:
-    """Return what a checkpoint wrapper, which has one child, runs; a block has several."""
+    """Return the module inside a checkpoint wrapper (one child), any other module unchanged."""
     children = list(block.children())
     return children[0] if len(children) == 1 else block
 
 
 def select_without_router(names: list[str]) -> list[str]:
-    """Return the modules whose product selective checkpointing makes again, without the router."""
+    """Return module names for selective checkpointing to recompute, without the router's gate."""
     return [name for name in names if name != "moe.router.gate"]
 
 
 def is_compiled_job(job: Any) -> bool:
-    """Return whether the job asks for torch.compile of the model."""
+    """Whether the job enables torch.compile of the model."""
     return job.compile.enable and "model" in job.compile.components
 
 
 def make_meshes(parallel_dims: ParallelDims) -> Meshes:
-    """Return moecore's meshes for torchtitan's degrees: the same ranks, dims in the same order."""
+    """Return moecore's meshes with torchtitan's degrees and order of ranks. Collective."""
     d = parallel_dims
     parallel = ParallelConfig(
         dp_replicate=d.dp_replicate,

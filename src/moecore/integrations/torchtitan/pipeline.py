@@ -19,13 +19,13 @@ from moecore.train.step import TrainStep
 
 
 class StageSchedule:
-    """Schedule for torchtitan's Trainer: forward and backward of all micro-batches of a step."""
+    """A schedule for torchtitan's Trainer: forward and backward of a step's micro-batches."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
     def run(self, micro_batches: Sequence[Mapping[str, Any]]) -> list[Tensor]:
-        """Return this rank's share of each loss, divided by the micro-batches' `num_tokens`."""
+        """Train a step on decoder arguments; return each micro-batch's loss / num_tokens / cp."""
         step = getattr(self.model, STEP, None)
         if step is None:  # after the weights are there
             step = TrainStep(self.model, num_micro_batches=len(micro_batches))
@@ -35,7 +35,7 @@ class StageSchedule:
 
 
 class RowSchedule(StageSchedule):
-    """The schedule for torchtitan 0.2, which splits the rows of a step into micro-batches."""
+    """Schedule for torchtitan 0.2, which receives the rows of a step and makes micro-batches."""
 
     def __init__(
         self, model: nn.Module, data_group: dist.ProcessGroup | None, *, micro_batch_rows: int
@@ -54,7 +54,7 @@ class RowSchedule(StageSchedule):
         cu_seqlens: Tensor | None = None,
         **_: Any,
     ) -> None:
-        """Add the summed loss of each micro-batch to `losses`."""
+        """Run a step and append each micro-batch's summed loss; `tokens` = full rows under cp."""
         all_rows_BT = rows_BT if tokens is None else tokens
         num_tokens = count_labels(labels)
         if self.data_group is not None:
@@ -73,7 +73,7 @@ class RowSchedule(StageSchedule):
 
 
 class MicroBatchSchedule(StageSchedule):
-    """The schedule for torchtitan 0.3, which receives micro-batches and the number of tokens."""
+    """Schedule for torchtitan 0.3, which passes micro-batches and the global number of labels."""
 
     def step(
         self,
@@ -84,7 +84,7 @@ class MicroBatchSchedule(StageSchedule):
         arg_mbs: list[tuple[Tensor]],
         **_: Any,
     ) -> None:
-        """Add the loss of each micro-batch, divided by the global number of tokens, to `losses`."""
+        """Run a step and append each micro-batch's loss / global number of labels to `losses`."""
         num_tokens = loss_kwargs["global_valid_tokens"].long()
         micro_batches = []
         for (rows_BT,), keywords in zip(arg_mbs, kwarg_mbs, strict=True):
@@ -96,7 +96,7 @@ class MicroBatchSchedule(StageSchedule):
 
 
 def check_stages(model: nn.Module, pp: int) -> None:
-    """Raise a NotImplementedError for a model without stages, or with shared parameters of stages.
+    """Raise NotImplementedError for a model without stages, or with parameters in two stages.
 
     torchtitan sums the norms of all stages, so a shared parameter would count twice.
     """

@@ -29,7 +29,7 @@ def section(
     """Return a dataclass of a call's keyword-only arguments, with types of job configs.
 
     Args:
-        source: a record or a function.
+        source: a dataclass or a function, whose keyword-only arguments become fields.
         without: arguments without a field.
         instead: name -> (type, default) of replaced or additional fields. The type may be a
             section; its default None means the section's defaults.
@@ -48,14 +48,17 @@ def section(
 
 
 def call(job: Any, path: str) -> Any:
-    """Call a section's source with its fields as arguments, and return the result."""
+    """Call the function that a section stands for, with the section's fields as arguments.
+
+    `job` is the section, `path` its name in errors, such as "moecore.memory".
+    """
     source = getattr(job, SOURCE)[0]
     keywords = arguments(job, path)
     return named(lambda: source(**keywords), source, path)
 
 
 def named(make: Callable[[], Any], source: Any, path: str) -> Any:
-    """Call `make`; in the text of a ValueError, replace the source's name by the job's path."""
+    """Call `make`; in a ValueError replace `source`'s class name by `path`, the job's section."""
     try:
         return make()
     except ValueError as error:
@@ -63,9 +66,9 @@ def named(make: Callable[[], Any], source: Any, path: str) -> Any:
 
 
 def arguments(job: Any, path: str, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return a section as arguments of its call; sections within it are called.
+    """Return a section's fields as keyword arguments of its call; nested sections are called.
 
-    A section that is not enabled is None; its other fields must have their defaults then.
+    A nested section whose `enable` is False is None; its other fields must have their defaults.
     """
     hints = getattr(job, SOURCE)[1]
     values = {}
@@ -79,7 +82,7 @@ def arguments(job: Any, path: str, *, without: tuple[str, ...] = ()) -> dict[str
 
 
 def set_fields(job: Any, path: str) -> dict[str, Any]:
-    """Return the arguments of a section that differ from their defaults."""
+    """Return the arguments of a section that differ from their defaults, converted for its call."""
     names = {name.partition(".")[0] for name in changed(job)}
     return {name: value for name, value in arguments(job, path).items() if name in names}
 
@@ -97,7 +100,7 @@ def changed(job: Any) -> list[str]:
 
 
 def is_off(job: Any, path: str) -> bool:
-    """Whether a section has `enable` = False; raise if other fields of it are set."""
+    """Whether a section has `enable` = False; ValueError if other fields of it are set."""
     if getattr(job, "enable", True):
         return False
     if names := changed(job):
@@ -108,7 +111,7 @@ def is_off(job: Any, path: str) -> bool:
 
 
 def _get_field_type(hint: Any) -> Any:
-    """Return the type of a job's field for an argument of this type."""
+    """Return the type of a job's field for an argument with the annotation `hint`."""
     if hint is torch.dtype:
         return str
     if get_origin(hint) is tuple:
@@ -130,6 +133,7 @@ def _get_union_members(hint: Any) -> list[Any]:
 
 
 def _get_default(kind: Any, value: Any) -> Any:
+    """Return a dataclass field of type `kind` whose default is `value` in a job config's types."""
     if is_dataclass(kind):
         return field(default_factory=cast(Any, kind))
     if isinstance(value, torch.dtype):
@@ -141,7 +145,7 @@ def _get_default(kind: Any, value: Any) -> Any:
 
 
 def _read_argument(value: Any, hint: Any, path: str) -> Any:
-    """Return the value of a job's field as an argument of this type."""
+    """Convert a job's field to an argument with the annotation `hint`; `path` is for errors."""
     if hint is torch.dtype:
         dtype = getattr(torch, value, None)
         if not isinstance(dtype, torch.dtype):
@@ -158,14 +162,14 @@ def _read_argument(value: Any, hint: Any, path: str) -> Any:
 
 
 def _is_accepted(hint: Any, value: Any) -> bool:
-    """Return whether a value is of a Literal or a class of numbers."""
+    """Whether `hint` is a Literal that contains `value`, or int or float for a number."""
     if get_origin(hint) is Literal:
         return value in get_args(hint)
     return hint in (int, float) and isinstance(value, int | float)
 
 
 def _parse_override(pair: str, path: str) -> tuple[str, Recipe | None]:
-    """Return a pattern and its recipe of "PATTERN=SCALING"; None for "none"."""
+    """Split "PATTERN=SCALING" into a pattern and its recipe; "none" is None."""
     pattern, _, name = pair.rpartition("=")
     recipes: dict[str, Recipe | None] = {"none": None}
     recipes |= {scaling: Recipe(scaling=scaling) for scaling in SCALINGS}

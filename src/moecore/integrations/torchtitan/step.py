@@ -1,4 +1,4 @@
-"""What happens once per optimizer step: counts are reduced, biases move, metrics are logged."""
+"""The end of an optimizer step: counts are reduced, biases updated, metrics logged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEP = "moecore_step"  # attribute of a model with stages: its TrainStep, which 
 
 
 def finish_at_step(optimizers: Any, model_parts: list[nn.Module], *_: Any) -> None:
-    """Register hooks with which an optimizer step ends the step of every model part."""
+    """Register optimizer hooks that update biases, metrics and delayed scales in each step."""
     delayed = [part for part in model_parts if has_history(part)]
 
     def before_step(*_: Any) -> None:
@@ -45,7 +45,7 @@ def finish_at_step(optimizers: Any, model_parts: list[nn.Module], *_: Any) -> No
 
 
 def save_histories(optimizers: Any, parts: list[nn.Module]) -> None:
-    """Add the histories of delayed scaling to the state dict of torchtitan's optimizers."""
+    """Add amax histories of delayed scaling to the state dict of torchtitan's optimizers."""
     save, load = optimizers.state_dict, optimizers.load_state_dict
     histories = {n: h for part in parts for n, h in list_amax_histories(part).items()}
     device = next(parts[0].parameters()).device
@@ -73,7 +73,7 @@ def save_histories(optimizers: Any, parts: list[nn.Module]) -> None:
 
 
 def _get_degrees(model: nn.Module) -> Tensor:
-    """Return the degrees on which magnitudes of gradients depend: see `map_amax_operands`."""
+    """Return int64 [data ranks, cp, tp], on which gradients' magnitudes depend."""
     request = get_request(model)
     assert request is not None, "delayed scaling comes from a call of parallelize_moe"
     meshes = request.meshes
@@ -81,13 +81,14 @@ def _get_degrees(model: nn.Module) -> Tensor:
 
 
 def _get_group(model: nn.Module) -> dist.ProcessGroup | None:
+    """Return the group of a pipeline stage that reduces amax; None = not parallelized."""
     request = get_request(model)
     return None if request is None else request.meshes.stage_group
 
 
 @torch.no_grad()
 def finish_step(model: nn.Module) -> MoEMetrics:
-    """Return the step's metrics, and move the selection biases. One collective, no host sync."""
+    """Update the selection biases and return the step's metrics. One collective, no host sync."""
     state = get_moe_state(model)
     before = {
         layer: layer.get_part("router").selection_bias.clone()
@@ -107,7 +108,7 @@ class MoEMetricsProcessor(MetricsProcessor):
 
     `moe/load_max_over_mean` is the most loaded expert over the mean in the worst layer, and
     `moe/load_max_over_mean_avg` the mean over layers; 1 is even. `moe/aux_loss` is the sum of the
-    auxiliary losses, `moe/drop_rate` the share of choices over capacity where there is one.
+    auxiliary losses, `moe/drop_rate` the mean share of dropped choices of layers with a capacity.
     """
 
     def log(
@@ -118,7 +119,7 @@ class MoEMetricsProcessor(MetricsProcessor):
         grad_norm: float,
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
-        """Log as torchtitan does, and the load on a line of its own; up to four host syncs more."""
+        """Log as torchtitan does, then the load on a second line; up to four more host syncs."""
         extra = dict(extra_metrics or {})
         for part in self.model_parts or ():
             get_capacity(part).check()
@@ -131,7 +132,7 @@ class MoEMetricsProcessor(MetricsProcessor):
 
 
 def load_metrics(metrics: MoEMetrics) -> dict[str, float]:
-    """Return the numbers that `MoEMetricsProcessor` logs."""
+    """Return the values that `MoEMetricsProcessor` logs, by name; empty for a dense model."""
     loads = list(metrics.compute_load_max_over_mean().values())
     if not loads:  # a dense model
         return {}

@@ -57,7 +57,7 @@ def check_arguments(args: TrainingArguments) -> None:
 
 
 def check_accelerator(accelerator: Accelerator) -> None:
-    """Raise ValueError for features that environment variables of `accelerate launch` enable."""
+    """Raise ValueError for wrapping, casting or compiling that accelerate's settings enable."""
     kind = str(accelerator.distributed_type.value)
     backend = str(accelerator.state.dynamo_plugin.backend.value)
     settings = (
@@ -73,7 +73,7 @@ def check_accelerator(accelerator: Accelerator) -> None:
 
 
 def check_model(model: nn.Module, args: TrainingArguments) -> None:
-    """Raise ValueError for a model that `MoETrainer` would train differently from Trainer."""
+    """Raise ValueError for a loss convention or parallel degrees that Trainer does not support."""
     state = get_moe_state(model)
     if state.loss != "mean" and not is_dynamic(model):
         raise ValueError(
@@ -123,7 +123,7 @@ def check_logits(trainer: Trainer) -> None:
 
 
 def check_prediction(model: nn.Module, prediction_loss_only: bool) -> None:
-    """Raise ValueError for logits or predictions of sharded rows."""
+    """Raise ValueError if a caller wants logits while cp shards rows; a rank has only a part."""
     if not prediction_loss_only and has_parts_of_rows(model):
         raise ValueError(
             "prediction_loss_only (False) must be True with ParallelConfig.cp > 1 or "

@@ -111,7 +111,7 @@ def _ensure_plan(experts: Any) -> None:
 
 
 def _operands(experts: Any, layout: ExpertLayout, x_TD: Tensor) -> tuple[Tensor, ExpertWeights]:
-    """Return rows and views of the parameters, in autocast's dtype or the parameters' dtype."""
+    """Return x_TD and the experts' local weights in one dtype: autocast's or the parameters'."""
     w1, w2 = (get_local_param(getattr(experts, name)) for name in (layout.w1, layout.w2))
     dtype = get_autocast_dtype(x_TD) or w2.dtype
     b1, b2 = (getattr(experts, name, None) for name in (layout.b1, layout.b2))
@@ -131,7 +131,7 @@ def _compute(
     weights: ExpertWeights,
     activation: ActivationOptions,
 ) -> Tensor:
-    """Return the weighted sum over the experts of each row."""
+    """Return the weighted sum over each row's experts, [S, D]; `weights_SK` are routing weights."""
     rows = Rows(x_SD)
     index = build_index(
         ids_SK.to(torch.int32),
@@ -159,7 +159,7 @@ _run_eager = torch.compiler.disable(_run)
 
 @lru_cache
 def _choose(spec: ExpertSpec, activation: ActivationOptions) -> ExpertMLPOptions | Computation:
-    """Return the options of `expert_mlp`, or the computation that replaces it."""
+    """Return the options of `expert_mlp`, or a function that replaces it for these experts."""
     has_extras = spec.fc1_bias or spec.fc2_bias or spec.own_activation
     computation = find_separate_computation("auto", spec, has_extras=has_extras)
     if computation is not None:
@@ -168,7 +168,7 @@ def _choose(spec: ExpertSpec, activation: ActivationOptions) -> ExpertMLPOptions
 
 
 def _refuse_construction(cls: type[nn.Module]) -> None:
-    """Make the constructor of quantised experts without the interface refuse "moecore"."""
+    """Make the constructor of a quantised experts class raise if "moecore" is selected."""
     construct: Any = cls.__init__
     if hasattr(construct, "__wrapped__"):
         return

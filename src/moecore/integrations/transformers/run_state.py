@@ -32,7 +32,11 @@ NUM_WORDS = _NUM_PYTHON + 2 + _NUM_NUMPY + 3
 def find_checkpoint(
     resume: str | os.PathLike[str] | bool | None, root: Path, *, saves: bool
 ) -> Path | None:
-    """Return the checkpoint to resume from, identical on every rank; None = a new run."""
+    """Return the checkpoint directory to load, identical on every rank; None = a new run.
+
+    `resume` is a directory, True = the newest in `root`, None or False = a new run. ValueError for
+    True without checkpoints, and for a new run that `saves` while `root` has checkpoints.
+    """
     newest = on_first_rank(lambda: latest(root))
     if resume is None or resume is False:
         if saves and newest is not None:
@@ -54,7 +58,7 @@ def state_text(state: TrainerState) -> str:
 
 
 def read_state_text(path: Path) -> str:
-    """Return the `state_text` that a checkpoint contains. Collective."""
+    """Return a checkpoint's trainer_state.json text; ValueError if it has none. Collective."""
     extra = on_first_rank(lambda: read_manifest(path).facts.extra)
     if STATE not in extra:
         raise ValueError(
@@ -76,7 +80,7 @@ def get_host_rng_state() -> Tensor:
 
 
 def set_host_generators(state: Tensor) -> None:
-    """Set Python's and numpy's generators to what `get_host_rng_state` returned."""
+    """Set Python's and numpy's generators to a state from `get_host_rng_state`."""
     values = state.tolist()
     has_cached, cached = values[_NUM_PYTHON : _NUM_PYTHON + 2]
     random.setstate((3, tuple(map(int, values[:_NUM_PYTHON])), cached if has_cached else None))

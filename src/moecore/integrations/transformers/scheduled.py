@@ -34,10 +34,10 @@ def is_dynamic(model: nn.Module) -> bool:
 
 
 class ScheduledSteps:
-    """Trains and evaluates with `ScheduledBatch`es. Construct it on every rank; collective.
+    """Runs `ScheduledBatch`es, each a full optimizer step. Construct it on every rank; collective.
 
     Raises:
-        ValueError: for arguments of the trainer that a step of a plan cannot follow.
+        ValueError: if the trainer's collator or arguments do not fit `ContextOptions.dynamic`.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -52,7 +52,7 @@ class ScheduledSteps:
             self._group = dist.new_group(backend="gloo")  # hosts compare without a GPU sync
 
     def train(self, batch: ScheduledBatch, owner: TrainStep) -> Tensor:
-        """Run forward and backward of a step; return the mean loss over its labels."""
+        """Run forward and backward of a step; return the mean loss over all ranks' labels."""
         owner.model.train()
         self._compare(batch)
         owner.num_micro_batches = len(batch.cps)
@@ -60,7 +60,7 @@ class ScheduledSteps:
 
     @torch.no_grad()
     def evaluate(self, batch: ScheduledBatch, model: nn.Module) -> Tensor:
-        """Return the mean loss over the labels of a step, without gradients."""
+        """Return the mean loss over all ranks' labels of a step, without gradients."""
         self._compare(batch)
         return self._loss(
             batch,
@@ -68,11 +68,13 @@ class ScheduledSteps:
         )
 
     def _loss(self, batch: ScheduledBatch, run: Callable[[list[dict[str, Any]]], Tensor]) -> Tensor:
+        """Return the step's mean loss; `run` maps micro-batches' arguments to their losses."""
         loss = batch.loss_of(run(batch.inputs(self._device, transformers=self._is_hf)))
         dist.all_reduce(loss)
         return loss / self._copies
 
     def _compare(self, batch: ScheduledBatch) -> None:
+        """Raise ValueError if data ranks have different documents or schedules. Collective."""
         if self._group is None:
             return
         problem = find_difference({"documents or plan": batch.digest}, "cpu", group=self._group)
@@ -84,6 +86,7 @@ class ScheduledSteps:
 
 
 def _check(trainer: Trainer, data_rank: int, data_ranks: int) -> None:
+    """Raise ValueError if the trainer's collator or arguments do not fit scheduled batches."""
     args, collator = trainer.args, trainer.data_collator
     if not isinstance(collator, ScheduledCollator):
         raise ValueError(

@@ -125,12 +125,14 @@ class MoETrainer(Trainer):
         *args: Any,
         **kwargs: Any,
     ) -> TrainOutput:
-        """Train, and return what Trainer returns. Collective.
+        """Train, and return Trainer's `TrainOutput`. Collective.
 
-        It resumes from a checkpoint of `output_dir/checkpoints`; True takes the newest.
+        `resume_from_checkpoint` is a directory of a checkpoint; True = the newest in
+        `output_dir/checkpoints`; None = a new run.
 
         Raises:
-            ValueError: when there is no checkpoint to resume from, or one and `None` is given.
+            ValueError: if there is no checkpoint to resume from, or a new run would save next to
+                older checkpoints.
             OSError: when a checkpoint could not be written.
         """
         saves = self.args.save_strategy != SaveStrategy.NO
@@ -146,7 +148,7 @@ class MoETrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | int | None]:
-        """Return a step's batches, fewer at the end of an epoch, and the tokens of all ranks."""
+        """Return a step's batches (fewer at an epoch's end) and the tokens of all ranks or None."""
         if self._steps is not None:
             return list(islice(epoch_iterator, num_batches)), None
         samples = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -158,12 +160,12 @@ class MoETrainer(Trainer):
         return result
 
     def get_total_train_batch_size(self, *args: Any, **kwargs: Any) -> int:
-        """Return the samples of a step, which cp and tp ranks share."""
+        """Return the number of samples in a step; cp and tp ranks share samples."""
         result: int = super().get_total_train_batch_size(*args, **kwargs) // self.accelerator.copies
         return result
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Run forward and backward of one micro-batch, or of a plan's, and return its loss."""
+        """Run forward and backward of a micro-batch, or of a `ScheduledBatch`; return its loss."""
         if self._steps is not None:
             return self._steps.train(inputs, self.accelerator.owner)
         with self.accelerator.owner.micro_batch():
@@ -173,7 +175,7 @@ class MoETrainer(Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> Any:
-        """Return loss, logits and labels of a batch; with cp ranks, only the loss."""
+        """Return loss, logits and labels of a batch; with a `ScheduledBatch`, only the loss."""
         check_prediction(self.model, prediction_loss_only)
         if self._steps is not None:
             return self._steps.evaluate(inputs, model), None, None
@@ -184,7 +186,7 @@ class MoETrainer(Trainer):
         return int(super().floating_point_ops(_add_token_counts(inputs)))
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log; add the load metrics of the last step to the training loss."""
+        """Log, and add MoE load metrics and the loss scale of the last step to a training loss."""
         if "loss" in logs and self.result is not None:
             logs.update(self.result.metrics.to_dict(per_expert=False))
             if self.result.loss_scale is not None:
@@ -192,7 +194,7 @@ class MoETrainer(Trainer):
         super().log(logs, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write a Hugging Face directory, or one of peft's unmerged adapters anew. Collective."""
+        """Write a Hugging Face directory, or only unmerged peft adapters. Collective."""
         folder = Path(output_dir or self.args.output_dir)
         export_into(self.model, folder)
         if self.is_world_process_zero():
@@ -229,7 +231,7 @@ class MoETrainer(Trainer):
             self._saver = self._open.enter_context(saver)
 
     def _finish_step(self) -> None:
-        """End an optimizer step, and raise errors of a background save."""
+        """End the optimizer step that Trainer ran, and raise errors of a background save."""
         self.result = self.accelerator.owner.finish()
         if self._saver is not None:
             self._saver.check()
@@ -238,9 +240,11 @@ class MoETrainer(Trainer):
         super()._track_num_input_tokens(_add_token_counts(inputs))
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
+        """Return False, so that Trainer clips by the Accelerator, which knows both meshes."""
         return False  # so Trainer clips by the Accelerator, which knows both meshes
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Start to write a checkpoint in the background; ValueError with save_strategy "no"."""
         if self._saver is None:
             raise ValueError(
                 "save_strategy ('no') must be another one for a callback that saves: use 'steps'"
@@ -262,13 +266,14 @@ class MoETrainer(Trainer):
         pass  # `_begin_run` does, when there is an optimizer
 
     def _load_best_model(self) -> None:
+        """Load the weights of the best checkpoint after all saves have ended."""
         assert self._saver is not None
         self._saver.close()  # the best one may be under way
         load(self.state.best_model_checkpoint, self.model)
 
 
 def _add_token_counts(inputs: Any) -> Any:
-    """Return a batch with an attention mask, from which Trainer counts tokens."""
+    """Return a batch with an `attention_mask`, which Trainer needs to count its tokens."""
     if isinstance(inputs, ScheduledBatch):
         tokens_N = torch.ones(inputs.num_tokens, dtype=torch.bool)
         return {"input_ids": tokens_N, "attention_mask": tokens_N}
@@ -287,7 +292,7 @@ def _get_callback_states(callbacks: list[Any]) -> dict[str, Any]:
 
 
 class _StepOwner(TrainerCallback):
-    """Calls the trainer at the beginning of a run and at the end of a step and a run."""
+    """A callback that calls the trainer at the begin and end of a run and after each step."""
 
     def __init__(self, trainer: MoETrainer) -> None:
         self._trainer = trainer
@@ -321,11 +326,12 @@ class ShardedAccelerator(Accelerator):
         return result
 
     def gather(self, tensor: Any) -> Any:
-        """All-gather tensors of all data ranks, concatenated along the first dim. Collective."""
+        """All-gather along dim 0, with one copy of rows that cp and tp ranks share. Collective."""
         rows = super().gather(tensor)
         return recursively_apply(self._select_data_ranks, rows) if self.copies > 1 else rows
 
     def _select_data_ranks(self, rows: Tensor) -> Tensor:
+        """Keep the rows of the first of each `copies` neighbouring ranks."""
         result: Tensor = rows.unflatten(0, (self.num_processes, self.copies, -1))[:, 0].flatten(
             0, 1
         )
@@ -352,16 +358,16 @@ class ShardedAccelerator(Accelerator):
         return optimizer
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Run backward of a micro-batch's loss, times the loss scale of fp16."""
+        """Run backward of a micro-batch's loss, multiplied by the fp16 loss scale, if any."""
         super().backward(self.owner.scale(loss), **kwargs)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> float:
-        """Clip the step's gradient over both meshes, at the maximum norm of `owner`."""
+        """Clip by the TrainStep's max_norm; return the global norm. Arguments are not used."""
         return self.owner.clip().total
 
 
 def export_into(model: nn.Module, folder: Path) -> None:
-    """Export a model to a directory, and replace an earlier export in it. Collective."""
+    """Export a model, or only its unmerged adapter, over an earlier export. Collective."""
     if find_unmerged(model):
         save_adapters(model, folder, adapter=cast(Any, model).active_adapter)
         return

@@ -1,10 +1,10 @@
-"""moecore inside torchtitan 0.2.x, by configuration alone: importing this module registers models.
+"""moecore inside torchtitan 0.2.x, by configuration: importing this module registers models.
 
     torchtitan.train --experimental.custom_import moecore.integrations.torchtitan.v02.specs \
         --model.name NAME
 
-The names are in the last lines, and docs/torchtitan.md has their models and flavors. What is not of
-0.2 alone is in `layer`, `models`, `parallelize` and `step`.
+The names are in the last lines, and docs/torchtitan.md has their models and flavors. Code that 0.3
+needs too is in `layer`, `models`, `parallelize` and `step`.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class TitanMoE(TitanLayer):
     known_classes: ClassVar = {"router": (TokenChoiceTopKRouter,), "experts": (GroupedExperts,)}
 
     def init_weights(self, init_std: float, buffer_device: Any = None) -> None:  # type: ignore[override]
-        """See `fill`; `init_std` is of all matrices but w1, and buffers follow the model."""
+        """Initialise as torchtitan: std 0.02 for w1, `init_std` for other matrices, zero biases."""
         usual = partial(trunc_normal_, mean=0.0, std=init_std)
         experts = {"w1": partial(trunc_normal_, mean=0.0, std=0.02), "w2": usual, "w3": usual}
         gate: dict[str, Any] = {"weight": usual, "bias": nn.init.zeros_}
@@ -87,12 +87,13 @@ class TitanMoE(TitanLayer):
 
 
 class TitanHFArgs(models.HFArgs, BaseModelArgs):
-    """`HFArgs` of a job of 0.2."""
+    """`HFArgs` whose directory is a 0.2 job's `model.hf_assets_path`."""
 
     assets = "model.hf_assets_path"
 
 
 def _rules(job: Any, parallel_dims: ParallelDims, own_loss: bool) -> list[parallelize.Rule]:
+    """Return the rules for options of 0.2; see `parallelize.Version`."""
     degrees, checkpoint, mode = job.parallelism, job.checkpoint, job.activation_checkpoint.mode
     backend, async_tp = degrees.expert_parallel_comm_backend, degrees.enable_async_tensor_parallel
     converters, replicas = job.model.converters, parallel_dims.dp_replicate
@@ -125,6 +126,7 @@ def _rules(job: Any, parallel_dims: ParallelDims, own_loss: bool) -> list[parall
 
 
 def _cut(model: Any, _: ParallelDims, meshes: Meshes, job: Any) -> Meshes:
+    """Shard a torchtitan model over tp, in place; return `meshes` unchanged."""
     tp_mesh = meshes.dense["tp"]
     dense_tp = next(
         plan for model_class, plan in DENSE_TP.items() if isinstance(model, model_class)
@@ -141,6 +143,7 @@ def _cut(model: Any, _: ParallelDims, meshes: Meshes, job: Any) -> Meshes:
 
 
 def _checkpoint(model: nn.Module, job: Any) -> None:
+    """Apply the job's activation checkpointing; selective mode saves the router's product."""
     ac, field = job.activation_checkpoint, "per_op_sac_force_recompute_mm_shapes_by_fqns"
     if ac.mode != "none":
         ac = replace(ac, **{field: parallelize.select_without_router(getattr(ac, field))})
@@ -154,9 +157,9 @@ V02 = parallelize.Version(
 
 
 class LabelledDataLoader(BaseDataLoader):
-    """Another data loader's batches with what own models read among the inputs, and its state.
+    """A data loader that adds labels to another loader's inputs, for models that return a loss.
 
-    That is the labels, under cp whole rows, and with `moecore.documents` where documents begin.
+    Under cp it adds the full rows, and with `moecore.documents` the document boundaries.
     """
 
     def __init__(self, loader: BaseDataLoader, job: Any, tokenizer: Any) -> None:
@@ -184,7 +187,7 @@ class LabelledDataLoader(BaseDataLoader):
 
 
 def with_labels(build: Callable[..., BaseDataLoader]) -> Callable[..., BaseDataLoader]:
-    """Return a build_dataloader_fn whose batches carry what own models read."""
+    """Wrap a build_dataloader_fn so that batches have labels; see `LabelledDataLoader`."""
 
     def build_labelled(**kwargs: Any) -> LabelledDataLoader:
         job, tokenizer = kwargs["job_config"], kwargs.get("tokenizer")
@@ -202,7 +205,7 @@ def pipelining(
     parallelize_fn: Callable[..., nn.Module],
     loss_fn: Any,
 ) -> Any:
-    """Return moecore's schedule, its model, and that a rank is first and last; a pipelining_fn."""
+    """Return schedule, model parts, is_first, is_last (True on all ranks): a pipelining_fn."""
     check_stages(model, parallel_dims.pp)
     model = parallelize_fn(model, parallel_dims, job)
     batch = parallel_dims.get_optional_mesh("batch")
@@ -214,14 +217,14 @@ def pipelining(
 def accelerated(spec: TrainSpec) -> TrainSpec:
     """Return the TrainSpec of a torchtitan model whose MoE blocks become moecore layers.
 
-    Names, shapes and the layout of checkpoints stay torchtitan's. Selection biases move if the
-    given spec moves them (DeepSeek-V3 does, Qwen3 does not).
+    Names, shapes and the layout of checkpoints stay torchtitan's. Selection biases are updated if
+    the given spec updates them (DeepSeek-V3 does, Qwen3 does not).
 
     Args:
-        spec: of torchtitan's Qwen3Model or DeepSeekV3Model or a subclass, with any flavors.
+        spec: spec of torchtitan's Qwen3Model or DeepSeekV3Model or a subclass, with any flavors.
 
     Raises:
-        NotImplementedError: for another model, or a spec with functions of its own that would be
+        NotImplementedError: for another model, or a spec with customised functions that would be
             replaced.
     """
     parallelize.check_model("TrainSpec.model_cls", spec.model_cls, DENSE_TP)
@@ -238,7 +241,7 @@ def accelerated(spec: TrainSpec) -> TrainSpec:
 
 
 def decoder_spec(flavors: Mapping[str, DecoderConfig]) -> TrainSpec:
-    """Return the TrainSpec of moecore's own decoder, by name of a flavor; see `models`."""
+    """Return the TrainSpec of moecore's decoder; `flavors` maps names to configs."""
     args = {name: models.DecoderArgs(decoder=config) for name, config in flavors.items()}
     return _make_own_loss_spec(models.OwnDecoder, args, parallelize.parallelize_own_loss_model)
 
@@ -251,7 +254,7 @@ def hf_spec(
     Args:
         flavors: name -> a transformers config, or a directory with a config.json; None = the
             job's `model.hf_assets_path`.
-        balance: of every MoE layer; None = no auxiliary loss, and selection biases stay.
+        balance: config of every MoE layer; None = no auxiliary loss and no bias updates.
     """
     args = {name: TitanHFArgs(source) for name, source in flavors.items()}
     spec = _make_own_loss_spec(
@@ -263,7 +266,7 @@ def hf_spec(
 def _make_own_loss_spec(
     model_cls: type[Any], args: Mapping[str, Any], parallelize_fn: Callable[..., nn.Module]
 ) -> TrainSpec:
-    """Return the TrainSpec of a model that makes its loss itself."""
+    """Return the TrainSpec of a model whose forward returns its loss; `args` is by flavor."""
     return TrainSpec(
         model_cls=model_cls,
         model_args=args,
@@ -279,7 +282,7 @@ def _make_own_loss_spec(
 
 
 class MuonContainer(titan_optimizer.OptimizersContainer):
-    """torchtitan's container of a Muon and an AdamW per model part."""
+    """torchtitan's container with two optimizers per model part: Muon for matrices, and AdamW."""
 
     def __init__(self, model_parts: list[nn.Module], config: Any, options: Any) -> None:
         muon_options = arguments(options.muon, "moecore.muon")
@@ -296,6 +299,7 @@ class MuonContainer(titan_optimizer.OptimizersContainer):
 
 
 def _make_adamw_options(config: Any, options: Any) -> dict[str, Any]:
+    """Return keyword arguments of `AdamW` from torchtitan's `config` and `moecore.adamw`."""
     betas, keywords = (config.beta1, config.beta2), arguments(options.adamw, "moecore.adamw")
     return dict(
         lr=config.lr, betas=betas, eps=config.eps, weight_decay=config.weight_decay, **keywords
@@ -305,7 +309,11 @@ def _make_adamw_options(config: Any, options: Any) -> dict[str, Any]:
 def build_optimizers(
     model_parts: list[nn.Module], optimizer_config: Any, parallel_dims: Any, ft_manager: Any = None
 ) -> titan_optimizer.OptimizersContainer:
-    """Return torchtitan's optimizers, which call `finish_step` of every model part first."""
+    """Return torchtitan's optimizers with hooks that finish moecore's step of each model part.
+
+    moecore's AdamW, or Muon if enabled, replaces fused AdamW. With torchft or other optimizers,
+    torchtitan's classes remain.
+    """
     options = getattr(model_parts[0], parallelize.OPTIONS, None) or MoECore()
     has_ft = ft_manager is not None and ft_manager.enabled
     changed_options = changed(options.adamw) + changed(options.muon)
@@ -328,6 +336,7 @@ def build_optimizers(
 
 
 def _is_fused_adamw(config: Any) -> bool:
+    """Whether the job's optimizer is fused AdamW without early steps in backward."""
     fused = (config.name, config.implementation) == ("AdamW", "fused")
     return fused and not config.early_step_in_backward
 

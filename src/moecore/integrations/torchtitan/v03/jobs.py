@@ -64,14 +64,14 @@ from moecore.models import PRESETS, DecoderConfig
 def accelerated(job: Trainer.Config) -> MoETrainer.Config:
     """Return the job of a torchtitan model with its MoE blocks as moecore layers.
 
-    Names, shapes and the layout of checkpoints stay torchtitan's. Selection biases move if the
-    given job moves them.
+    Names, shapes and the layout of checkpoints stay torchtitan's. Selection biases are updated if
+    the given job updates them.
 
     Args:
-        job: of torchtitan's Qwen3Model or DeepSeekV3Model or a subclass.
+        job: job of torchtitan's Qwen3Model or DeepSeekV3Model or a subclass.
 
     Raises:
-        ValueError: for a job of another trainer.
+        ValueError: for a job of another trainer class.
         NotImplementedError: for another model, a quantized one, or multi-token prediction.
     """
     if type(job) is not Trainer.Config:
@@ -110,7 +110,7 @@ def accelerated(job: Trainer.Config) -> MoETrainer.Config:
 
 
 def decoder_job(decoder: DecoderConfig, name: str = "decoder") -> OwnLossTrainer.Config:
-    """Return a job that trains moecore's own decoder on text; see `models`."""
+    """Return a job that trains moecore's decoder on text; `name` is the flavor in logs."""
     model = TitanDecoder.Config(decoder=decoder)
     return _make_own_loss_job(name, model, parallelize_own_loss_model, seq_len=decoder.max_seq_len)
 
@@ -123,7 +123,7 @@ def hf_job(
     Args:
         source: a transformers config, or a directory with a config.json; None = the job's
             `hf_assets_path`.
-        balance: of every MoE layer; None = no auxiliary loss, and selection biases stay.
+        balance: config of every MoE layer; None = no auxiliary loss and no bias updates.
     """
     parallelize = partial(models.parallelize_hf_model, balance=balance)
     job = _make_own_loss_job("hf", TitanHF.Config(source=source), parallelize, seq_len=4096)
@@ -134,7 +134,7 @@ def hf_job(
 def _make_own_loss_job(
     flavor: str, model: BaseModel.Config, parallelize: Callable[..., nn.Module], *, seq_len: int
 ) -> OwnLossTrainer.Config:
-    """Return the job of a model that makes its loss itself."""
+    """Return the job of a model whose forward returns its loss; `seq_len` is at most 4096."""
     spec = ModelSpec(
         name="moecore",
         flavor=flavor,
@@ -161,7 +161,7 @@ def _make_accelerated_job(make: Callable[[], Trainer.Config]) -> MoETrainer.Conf
 
 
 def hf() -> OwnLossTrainer.Config:
-    """Return `hf_job` of the job's `hf_assets_path`."""
+    """Return the job `hf_job()`, whose model is in the directory `hf_assets_path`."""
     return hf_job()
 
 

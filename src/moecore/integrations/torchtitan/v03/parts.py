@@ -49,7 +49,7 @@ from moecore.parallel.mesh import Meshes
 
 
 class MoETrainer(Trainer):
-    """torchtitan's trainer with a section `moecore`, whose parallelize_fn sees the whole job."""
+    """torchtitan's trainer with a section `moecore`; parallelize_fn also receives the full job."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
@@ -64,14 +64,14 @@ class MoETrainer(Trainer):
 
 
 class OwnLossTrainer(MoETrainer):
-    """A MoETrainer whose model gets the labels too and returns its summed loss."""
+    """A MoETrainer for models that receive labels and return their summed loss."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(MoETrainer.Config):
         """See `MoETrainer.Config`."""
 
     def batch_generator(self, data_iterable: Iterable[Any]) -> Iterator[Any]:
-        """Yield torchtitan's batches, with `moecore.documents` those of their positions."""
+        """Yield torchtitan's batches; with `moecore.documents`, add document boundaries."""
         for inputs, labels in super().batch_generator(data_iterable):
             if self.config.moecore.documents:
                 inputs = inputs | models.make_document_inputs(inputs["positions"] == 0)
@@ -80,7 +80,7 @@ class OwnLossTrainer(MoETrainer):
     def post_dataloading_process(
         self, input_dict: dict[str, Tensor], labels: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Return torchtitan's inputs and labels, and what own models read among the arguments."""
+        """Return torchtitan's inputs, labels, and arguments with labels and full rows (cp)."""
         model_inputs = {models.LABELS: labels, TOKENS: input_dict["input"]}
         inputs, labels, extra = super().post_dataloading_process(input_dict, labels)
         if self.parallel_dims.cp == 1:
@@ -108,31 +108,31 @@ class TitanMetrics(MoEMetricsProcessor):
 
 
 class SavingAC(SelectiveAC):
-    """torchtitan's selective checkpointing, which keeps the experts' products too."""
+    """torchtitan's selective checkpointing, which also saves the experts' matrix products."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(SelectiveAC.Config):
         """torchtitan's fields."""
 
     def get_save_ops(self) -> set[Any]:
-        """Return the operations whose results are kept."""
+        """Return the operations whose results are saved for backward."""
         result: set[Any] = super().get_save_ops() | {grouped_mm_overload}
         return result
 
 
 class TitanDecoder(models.OwnDecoder, BaseModel):
-    """An OwnDecoder as 0.3 builds it."""
+    """An OwnDecoder with the base class that torchtitan 0.3 requires."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(models.DecoderArgs, BaseModel.Config):
         """See `DecoderArgs`."""
 
     def verify_module_protocol(self) -> None:
-        """Nothing to verify: moecore's modules are plain, and `init_weights` fills them all."""
+        """Do nothing: `init_weights` initialises all of moecore's modules."""
 
 
 class TitanHF(models.HFModel, BaseModel):
-    """An HFModel as 0.3 builds it."""
+    """An HFModel with the base class that torchtitan 0.3 requires."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(models.HFArgs, BaseModel.Config):
@@ -143,7 +143,7 @@ class TitanHF(models.HFModel, BaseModel):
         hf_weights: str | None = None
 
     def verify_module_protocol(self) -> None:
-        """Nothing to verify: transformers' modules are plain, and `init_weights` fills them all."""
+        """Do nothing: `init_weights` initialises all modules of transformers."""
 
 
 class TitanMoE(TitanLayer, Module):
@@ -164,25 +164,25 @@ class TitanMoE(TitanLayer, Module):
     fills: Fills
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
-        """Take part in torchtitan's tensor parallelism (tp > 1): see `cut_dense_parts`."""
+        """Shard shared experts over tp (size > 1) and replicate the router, in place."""
         cut_dense_parts(self, parallel_dims.get_mesh("tp"))
 
     def forward(  # type: ignore[override]  # a forward of torchtitan has no cp of its own
         self, x: Tensor, padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> Tensor:
-        """Return the block's output as `TitanLayer` does, but cut like its input."""
+        """Return the block's output, a DTensor with the placements of `x` if `x` is a DTensor."""
         y_BtD = super().forward(x, padding_mask, cu_seqlens)
         if not isinstance(x, DTensor):
             return y_BtD
         return DTensor.from_local(y_BtD, x.device_mesh, x.placements, run_check=False)
 
     def init_states(self, *, buffer_device: Any = None) -> None:
-        """See `fill`; buffers follow the model."""
+        """Initialise the parameters by the block's own functions; see `TitanLayer.fill`."""
         self.fill(self.fills, lambda shared: shared.init_states(buffer_device=buffer_device))
 
 
 def titan_moe(block: Any, model: nn.Module, *, update_bias: bool = True) -> TitanMoE:
-    """Return a TitanMoE with the parameters of a torchtitan block: see `adopt_titan_block`."""
+    """Return a TitanMoE with the parameters of a torchtitan block; see `adopt_titan_block`."""
     layer = adopt_titan_block(TitanMoE, block, model, update_bias=update_bias)
     parts = {"experts": block.routed_experts.inner_experts, "router": block.router.gate}
     layer.fills = {
@@ -193,6 +193,7 @@ def titan_moe(block: Any, model: nn.Module, *, update_bias: bool = True) -> Tita
 
 
 def _rules(job: Any, parallel_dims: ParallelDims, own_loss: bool) -> list[Rule]:
+    """Return the rules for options of 0.3; see `parallelize.Version`."""
     degrees, ac = job.parallelism, job.activation_checkpoint
     backend, sequence = degrees.spmd_backend, degrees.enable_sequence_parallel
     known_ac = ac is None or isinstance(ac, SelectiveAC.Config | FullAC.Config)
@@ -224,13 +225,14 @@ def pipelining(
     parallelize_fn: Callable[..., nn.Module],
     **_: Any,
 ) -> Any:
-    """Return moecore's schedule, its model, and that a rank is first and last; a pipelining_fn."""
+    """Return schedule, model parts, is_first, is_last (True on all ranks): a pipelining_fn."""
     check_stages(model, parallel_dims.pp)
     model = parallelize_fn(model, parallel_dims=parallel_dims)
     return MicroBatchSchedule(model), [model], True, True
 
 
 def _cut(model: nn.Module, parallel_dims: ParallelDims, meshes: Meshes, job: Any) -> Meshes:
+    """Shard a model over tp by torchtitan's plan; return `meshes` with torchtitan's FSDP mesh."""
     cast(Any, model).parallelize(parallel_dims)
     # Units want one root mesh above its own and that of the tensors which torchtitan has cut.
     names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate > 1 else "fsdp"
@@ -238,6 +240,7 @@ def _cut(model: nn.Module, parallel_dims: ParallelDims, meshes: Meshes, job: Any
 
 
 def _checkpoint(model: nn.Module, job: Any) -> None:
+    """Apply the job's activation checkpointing; selective mode saves router and expert products."""
     ac = job.activation_checkpoint
     if type(ac) is SelectiveAC.Config:
         names = select_without_router(ac.force_recompute_mm_shapes_by_fqns)
