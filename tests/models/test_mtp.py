@@ -331,8 +331,8 @@ def test_modules_equal_those_of_transformers(tmp_path, monkeypatch, yarn):
     """transformers reads files named by `plan_hf_tensors`; its modules compute equal states."""
     pytest.importorskip("transformers")
     layers = pytest.importorskip("transformers.modeling_layers")
-    if not hasattr(layers, "MtpModel"):
-        pytest.skip("transformers without multi-token prediction")
+    if not hasattr(getattr(layers, "MtpModel", None), "forward_layer"):
+        pytest.skip("transformers has no module that predicts one further token")
     from safetensors.torch import save_file
 
     torch.manual_seed(0)

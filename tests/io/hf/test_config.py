@@ -207,6 +207,13 @@ def test_what_transformers_writes_gives_the_native_config(name):
     assert found == want
 
 
+@pytest.mark.parametrize("kind", ["indexed_attention", "deepseek_sparse_attention"])
+def test_both_names_of_sparse_layers_are_read(kind):
+    """transformers 5.18 renamed the second to the first."""
+    values = DEEPSEEK_V32 | dict(layer_types=[kind] * DEEPSEEK_V32["num_hidden_layers"])
+    assert decoder_config_from_hf(values) == decoder_config_from_hf(DEEPSEEK_V32)
+
+
 def test_balance_coefficient_is_kept():
     found = decoder_config_from_hf(QWEN3_30B | dict(router_aux_loss_coef=0.25))
     assert found.moe.balance == BalanceConfig(micro_batch_coef=0.25)

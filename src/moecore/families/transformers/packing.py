@@ -81,7 +81,8 @@ TOKEN_LOSSES = (CAUSAL_LOSS, "ForTokenClassification", "ForMaskedLMLoss")
 UNSUPPORTED_FIELDS = ("attention_dropout", "attn_logit_softcapping")
 # Kinds of layers in which only softmax attention mixes tokens.
 KINDS = ("full_attention", "sliding_attention", "mlp", "moe")
-LINEAR, SPARSE = "linear_attention", "indexed_attention"
+LINEAR = "linear_attention"
+SPARSE = ("indexed_attention", "deepseek_sparse_attention")  # the second: transformers < 5.18
 
 
 def find_packing_problem(model: nn.Module, *, has_row_inputs: bool = True) -> str | None:
@@ -93,10 +94,8 @@ def find_packing_problem(model: nn.Module, *, has_row_inputs: bool = True) -> st
     config: Any = model.config
     text = config.get_text_config()
     linear = find_linear_layers(model) if has_row_inputs else []
-    row_layers = {
-        LINEAR: len(linear),
-        SPARSE: len(find_sparse_layers(model)) if has_row_inputs else 0,
-    }
+    num_sparse = len(find_sparse_layers(model)) if has_row_inputs else 0
+    row_layers = {LINEAR: len(linear)} | dict.fromkeys(SPARSE, num_sparse)
     if (other := find_unsupported_layer(text, row_layers)) is not None:
         return other
     for owner, field in [

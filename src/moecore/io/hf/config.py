@@ -222,8 +222,8 @@ def _read_deepseek_v3(fields: Fields) -> DecoderConfig:
 
 def _read_deepseek_v32(fields: Fields) -> DecoderConfig:
     """Build DeepSeek-V3.2's DecoderConfig; missing indexer fields have the class's defaults."""
-    kinds = fields.get("layer_types", [])
-    fields.refuse("layer_types", any(kind != "indexed_attention" for kind in kinds))
+    names = {"indexed_attention", "deepseek_sparse_attention"}  # transformers < 5.18: the second
+    fields.refuse("layer_types", not set(fields.get("layer_types", [])) <= names)
     config, first = _read_deepseek_v3(fields), fields.need("first_k_dense_replace")
     kinds = ["sparse" if i >= first else "dense" for i in range(config.num_layers)]
     fields.refuse("mlp_layer_types", list(fields.get("mlp_layer_types", kinds)) != kinds)
