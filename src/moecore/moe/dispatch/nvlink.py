@@ -47,7 +47,7 @@ from moecore.moe.records import BalancedRows, Dispatcher, ExpertInput, Routing, 
 
 @dataclass(frozen=True, slots=True)
 class NVLinkPlan:
-    """Record for combine: the exchange, the tokens' ranks, and the rows to sum."""
+    """What one dispatch stores for its combine: the tokens' ranks, and the rows to sum."""
 
     exchange: Exchange
     dtype: torch.dtype  # of the tokens, and so of all sums
@@ -120,7 +120,7 @@ class NVLinkDispatcher(Dispatcher):
         )
 
     def _is_sent_by_alltoall(self, x_TD: Tensor, routing: Routing) -> bool:
-        """Whether the all-to-all dispatcher sends these tokens; identical on all ranks."""
+        """Whether the all-to-all dispatcher sends these tokens. Identical on all ranks."""
         # With `ExchangePool.is_required` they go by all-to-all if the capacity is limited and no
         # step reads shortages. Without it they go by all-to-all if stores cannot carry the rows, or
         # if the forward is part of no step that is rerun and of no CUDA graph.
@@ -146,8 +146,7 @@ class NVLinkDispatcher(Dispatcher):
 
     @torch.compiler.disable
     def combine(self, y: Tensor | UnsummedRows, plan: NVLinkPlan | AllToAllPlan) -> Tensor:
-        """Return partial sums to tokens' ranks and sum in fp32. No host sync, no collective."""
-        # y are sums of the source rows [S, D], or expert rows, which are added as they are sent.
+        """Send sums of y to tokens' ranks, and return y_TD, summed in fp32. No host sync."""
         if isinstance(plan, AllToAllPlan):
             assert isinstance(y, Tensor), "without a handle experts add their rows"
             return self._alltoall.combine(y, plan)
@@ -204,7 +203,7 @@ def _count_rows(exchange: Exchange, ids_SK: Tensor, *, first: int, num_local: in
 def _repeat_spread(
     exchange: Exchange, wire: Wire, x_TD: Tensor, peers_T: Tensor, places_S: Tensor
 ) -> Rows:
-    """Repeat the spread of a dispatch; return the same source rows."""
+    """Send a dispatch's tokens a second time, and return the same source rows."""
     row_map = (peers_T, places_S, places_S[:, None])
     rows_SN = exchange.spread(wire.pack(x_TD), *row_map, exchange.layout.source_rows)
     return wire.unpack(rows_SN, x_TD)
@@ -235,7 +234,7 @@ class _Sender:
         slots_SK: Tensor,
         num_rows: Tensor,
     ) -> None:
-        """Sum the gradients of each source row's expert rows; start copies to tokens' ranks."""
+        """Sum the gradients of each source row's expert rows, and start copies to tokens' ranks."""
         # If `Exchange.can_copy` is False, it does nothing, and the dispatch's backward sends all.
         self._stored_rows = None
         if self._exchange.can_copy():
@@ -248,9 +247,10 @@ class _Sender:
     def finish(
         self, grads: tuple[Tensor | None, Tensor | None], row_map: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor | None] | None:
-        """Return the gradients of tokens and weights, [T, D] and [T, K]; None without copies."""
-        # `grads` are the gradients of the expert rows and of their weights that were given to
-        # `start_sending`.
+        """Return the gradients of tokens and weights, [T, D] and [T, K]. None without copies.
+
+        `grads` must be the gradients that `start_sending` got, otherwise raises RuntimeError.
+        """
         stored_rows, self._stored_rows = self._stored_rows, None
         if stored_rows is None:
             return None

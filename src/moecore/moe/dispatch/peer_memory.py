@@ -66,10 +66,7 @@ def _allocate_peer_memory(
 
 
 def find_known_problem(num_ranks: int, device_type: str) -> str | None:
-    """Return a problem that `find_problem` finds without communication, or None.
-
-    On meta, peers count as GPUs of one host.
-    """
+    """Return a reason of `find_problem` that needs no communication, or None."""
     is_planned = meta_is_gpu()
     if device_type != "cuda" and not is_planned:
         return f"must go with device_type ({device_type!r}) = 'cuda': use 'alltoall'"
@@ -104,7 +101,7 @@ def can_meta_peers_access(group: dist.ProcessGroup) -> bool:
 
 
 def _find_peer_access_problem(group: dist.ProcessGroup) -> str | None:
-    """Check hosts and peer access; the answer is identical on all ranks that see all GPUs."""
+    """Return why this rank's GPU cannot read the memory of its group, or None. Collective."""
     device = torch.cuda.current_device()
     local_devices = {
         str(_get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())
