@@ -136,11 +136,11 @@ class Latent(_Matrices):
             nn.init.ones_(self.norm)
 
     def project_down(self, x_TD: Tensor) -> Tensor:
-        """Return [T, L] in the dtype of x."""
+        """Return x @ w_down^T, [T, L], in the dtype of x."""
         return F.linear(x_TD, get_local_param(self.w_down).to(x_TD.dtype))
 
     def project_up(self, y_TL: Tensor) -> Tensor:
-        """Return [T, D] in the dtype of y."""
+        """Normalise y, if there is a norm, and return y @ w_up^T, [T, D], in the dtype of y."""
         if self.norm is not None:
             weight = get_local_param(self.norm).to(y_TL.dtype)
             y_TL = F.rms_norm(y_TL, weight.shape, weight, self.eps)
