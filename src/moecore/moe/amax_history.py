@@ -36,10 +36,7 @@ LINEAR_OPERANDS: tuple[OperandName, ...] = ("input", "weight", "gradient")
 
 
 class AmaxHistory:
-    """The amax (largest magnitude) of a layer's operands in the last `num_steps` optimizer steps.
-
-    Delayed FP8 scaling computes scales from these values, equal on all ranks of a pipeline stage.
-    """
+    """The amax (largest magnitude) of operands in the last optimizer steps, for delayed scaling."""
 
     def __init__(self, num_steps: int, operands: Sequence[str] = LINEAR_OPERANDS) -> None:
         self.num_steps, self.operands = num_steps, operands
@@ -51,14 +48,11 @@ class AmaxHistory:
         self._answer: _Answer | None = None  # the pending copy that sets `is_sure`
 
     def get_max_amax(self, operand: str) -> Tensor | None:
-        """Return the operand's maximum over all recorded steps, fp32 [1].
-
-        0 = no step recorded an amax. None = no step has ended.
-        """
+        """Return the maximum over recorded steps, fp32 [1], 0 = no amax. None = no step ended."""
         return self._past.get(operand)
 
     def get_current_amax(self, device: torch.device, *, training: bool) -> dict[str, Tensor]:
-        """Return fp32 [1] per operand, which a forward and its backward raise to their amax.
+        """Return {operand: fp32 [1]}, which forward and backward raise to this step's amax.
 
         Returns {} if `training` (the module's mode) is False, or without gradients.
         """
@@ -108,7 +102,7 @@ class AmaxHistory:
         self.is_sure, self._answer = all(steps.any() for steps in self.steps.values()), None
 
     def poll_is_sure(self) -> None:
-        """Set `is_sure` if the asynchronous copy from the device is complete. No host sync."""
+        """Set `is_sure` (all operands have a recorded amax) if the device's copy has arrived."""
         answer = self._answer
         if answer is not None and (answer.event is None or answer.event.query()):
             self.is_sure, self._answer = answer.read(self), None

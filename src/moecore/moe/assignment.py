@@ -38,10 +38,7 @@ def register_assignment(name: str, rule: AssignmentRule) -> None:
 
 
 def choose_by_sinkhorn(logits_NE: Tensor, top_k: int, padding_mask_N: Tensor | None) -> Tensor:
-    """Return int64 [N, K]: each token's best experts by the scores after Sinkhorn's iterations.
-
-    True in the mask = padding, which has no part in the scores of other tokens.
-    """
+    """Return int64 [N, K]: each token's best experts by the scores after Sinkhorn's iterations."""
     # The scores are the matrix exp(logits) with alternately scaled rows and columns, so that every
     # row sums to 1 and every column to N / E: BASE layers (arXiv:2103.16716), with Sinkhorn's
     # iterations (arXiv:2202.01169). The sums of columns exclude padding. A single token has equal

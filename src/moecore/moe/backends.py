@@ -185,10 +185,13 @@ def _read_row_ends(index: ExpertIndex) -> list[int]:
 
 
 def _compute_expert_matrix(w_eOI: Tensor, update: LowRankUpdate | None, i: int) -> Tensor:
+    """Return the matrix of expert i, [O, I], including its LoRA update."""
     return w_eOI[i] if update is None else w_eOI[i] + update.b_eOr[i] @ update.a_erI[i]
 
 
 class _GatherRows(torch.autograd.Function):
+    """Autograd function of `gather_rows_by_index`."""
+
     @staticmethod
     def forward(ctx: Any, x_SD: Tensor, ids_R: Tensor) -> Tensor:
         ctx.save_for_backward(ids_R)
@@ -201,6 +204,8 @@ class _GatherRows(torch.autograd.Function):
 
 
 class _SumRows(torch.autograd.Function):
+    """Autograd function of `sum_rows_by_index`."""
+
     # Under autograd `index_add` saves its fp32 source; its gradient needs the ids alone.
     @staticmethod
     def forward(ctx: Any, y_RD: Tensor, ids_R: Tensor, num_rows: int) -> Tensor:

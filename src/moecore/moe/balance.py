@@ -62,10 +62,7 @@ class BalanceGroups:
     weight: int = 1  # data ranks for which the auxiliary losses of a micro-batch count
 
     def select_cp(self, cp: int | None) -> BalanceGroups:
-        """Return the groups of a forward over `cp` ranks. None = `self.cp`.
-
-        Raise ValueError if none.
-        """
+        """Return the groups of a forward over `cp` ranks, None = `self.cp`, or raise ValueError."""
         if cp in (None, self.cp):
             return self
         if cp not in self.by_cp:
@@ -154,6 +151,7 @@ class LoadTracker(LossFactors):
         self.reset()
 
     def _check_config(self, config: MoEConfig) -> None:
+        """Raise ValueError for a global-batch loss of a layer that runs several times."""
         # Which of its runs came before depends on the order of backwards.
         if self.runs > 1 and (coef := config.balance.global_batch_coef):
             raise ValueError(
@@ -187,6 +185,7 @@ class LoadTracker(LossFactors):
     def _attach_losses(
         self, y: Tensor, routing: Routing, micro_batch: MicroBatch, bias_E: Tensor | None
     ) -> Tensor:
+        """Compute the losses and return y, whose backward calls `commit_counts`."""
         self._move_counts(y.device)
         if self.counts is None and _is_capturing(y):
             raise ValueError(
@@ -274,7 +273,7 @@ class LoadTracker(LossFactors):
             self.counts = counts_on_device
 
     def _end_forward_in_flight(self, seen_E: Tensor | None) -> None:
-        """End the forward that read `seen_E`; raise if another forward was recomputed for it."""
+        """End the forward that read counts `seen_E`. Raise if another one was recomputed for it."""
         if seen_E is None:
             return
         repeated, self._repeated = self._repeated, None
@@ -289,10 +288,7 @@ class LoadTracker(LossFactors):
     def commit_counts(
         self, losses: Tensor | None, seen_E: Tensor | None, observed: tuple[Any, ...]
     ) -> None:
-        """Add a micro-batch to the counts, in backward.
-
-        `observed` has tensors that `_Attach` saved.
-        """
+        """Add a micro-batch to the counts, in backward. `_Attach` saved the arguments."""
         ids_TK, capacity_ids_TK, best_TK, logits_TE, bias_E, padding_mask_T = observed
         self.num_in_flight = max(0, self.num_in_flight - 1)
         self._end_forward_in_flight(seen_E)

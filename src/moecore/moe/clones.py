@@ -184,7 +184,7 @@ class Clones:
         group: dist.ProcessGroup,
         pairs: Pairs | None = None,
     ) -> Clones:
-        """Return a rank's view of a plan. `experts` has the expert of each place; -1 = empty."""
+        """Return this rank's part of a plan. `experts` = expert of each place, or -1 if empty."""
         # Example, three ranks of two experts and two places each, experts [4, 3, -1, -1, 2, 0]:
         # rank 0 sends its expert 0 to rank 2. Rank 0 gets 3 of rank 1 and then 4 of rank 2: its
         # order is [1, 0].
@@ -212,10 +212,7 @@ class Clones:
         return len(self.order)
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Send tensors [e, ...] of local experts to their clones; return this rank's [n, ...].
-
-        Collective.
-        """
+        """Send tensors [e, ...] of experts to their clones, and return [n, ...]. Collective."""
         rows = self._exchange_rows(
             [t[list(self.send_ids)] for t in tensors], self.num_local_clones, is_home=False
         )

@@ -117,7 +117,7 @@ class Experts(nn.Module):
     def check_backend(
         self, backend: str, *, recompute_fc1: bool = False, recipe: Recipe | None = None
     ) -> None:
-        """Raise ValueError if a backend cannot run these experts so. `recipe` None = no FP8."""
+        """Raise ValueError if a backend cannot run these experts with `recipe` (None = no FP8)."""
         check_backend(backend, self.make_spec(recipe=recipe))
         if recompute_fc1 and (EXPERT_BACKENDS[backend] is not None or self.has_extras):
             feature = "biases" if self._is_biased else "an activation of the model's own"
@@ -322,7 +322,7 @@ class Experts(nn.Module):
         )
 
     def _get_amax_tensors(self, device: torch.device) -> Magnitudes | None:
-        """Return recorded and current amax tensors of expert rows, for delayed FP8 scaling."""
+        """Return recorded and current amax of expert rows. None without delayed FP8 scaling."""
         history = self.history
         if history is None:
             return None
@@ -364,7 +364,7 @@ class Experts(nn.Module):
         return w1_eCD, self._make_grad_sink("w1", w1_eCD)
 
     def _make_grad_sink(self, role: str, matrices: Tensor) -> GradSink | None:
-        """Return the sink of a weight's gradient; None if memory orders differ."""
+        """Return the sink of a weight's gradient. None = autograd, or a transposed layout."""
         if self.layout.transposed:
             return None
         return find_sink(getattr(self, getattr(self.layout, role)), matrices.shape)
@@ -384,7 +384,7 @@ class Experts(nn.Module):
         inputs: SlicePart = lambda a_erI: a_erI,
         outputs: SlicePart = lambda b_eOr: b_eOr,
     ) -> LowRankUpdate | None:
-        """Return the low-rank update of a matrix on this rank, or None."""
+        """Return this rank's LoRA update of matrix `name`, sliced by `inputs` and `outputs`."""
         if name not in self.updates:
             return None
         return self.updates[name].make_update(

@@ -24,7 +24,7 @@ SlicePart = Callable[[Tensor], Tensor]
 
 
 class LowRank(nn.Module):
-    """The LoRA updates of a stack of matrices [E, O, I]: adapter -> A [E, r, I], B [E, O, r], s."""
+    """LoRA updates of a stack of matrices [E, O, I]: A [E, r, I], B [E, O, r], scale per adapter."""
 
     def __init__(
         self, pairs: Mapping[str, tuple[nn.Parameter, nn.Parameter]], scaling: Mapping[str, float]

@@ -41,7 +41,7 @@ class PairedModel(Protocol):
         """Return a context in which one announced forward alternates with one backward."""
 
     def resume(self, is_backward: bool) -> None:
-        """Unshard the parameters of the side that continues, the backward or the forward."""
+        """Unshard the parameters of the side that continues: the backward if `is_backward`."""
 
 
 class Pairs:
@@ -110,7 +110,7 @@ class Pairs:
 
     @contextmanager
     def launch_early(self, *, waits: bool = False) -> Iterator[None]:
-        """Return a context whose collectives wait only for work queued before the last `waits`."""
+        """Return a context whose collectives wait only for work before the last waits=True."""
         if not torch.cuda.is_initialized():
             yield
             return
@@ -223,10 +223,11 @@ class _Pair:
 def exchange(
     starts: Sequence[Callable[..., Any]], pairs: Pairs | None = None, *, may_overlap: bool = False
 ) -> None:
-    """Run independent collectives. In a pair the other side computes meanwhile."""
-    # Each function in `starts` accepts `async_op` and returns its work. With `may_overlap` the
-    # collectives read no result of work launched after the last `read_numbers`, and write memory
-    # that was allocated inside `Pairs.launch_early`.
+    """Run independent collectives, each by start(async_op=...). In a pair the other side runs.
+
+    `may_overlap` = they read no result of work launched after the last `read_numbers`, and write
+    memory that was allocated inside `Pairs.launch_early`.
+    """
     pair = None if pairs is None else pairs.open_pair
     if pairs is None or pair is None:
         for start in starts:

@@ -119,7 +119,7 @@ class ParamReader:
         return TensorHandle(tensor) if get_storage_key(tensor) in self._operands else None
 
     def start_micro_batch(self, *, is_last: bool) -> None:
-        """Start a micro-batch. Later ones share its copies, unless it `is_last` of the step."""
+        """Start a micro-batch. Later micro-batches share its copies, unless it `is_last`."""
         self._shares = self.keep and not is_last
 
     def drop_copies(self) -> None:

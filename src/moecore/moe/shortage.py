@@ -47,10 +47,7 @@ class Shortage:
     even: float  # rows of even loads
 
     def compute_min_factor(self) -> Tensor:
-        """Return the smallest capacity factor for which all rows fit. 0 = all rows fitted.
-
-        The result is a scalar on the device. No host sync.
-        """
+        """Return the smallest factor for which all rows fit, on the device. 0 = all fitted."""
         return self.words[0] * (self.words[-1] > 0) / self.even
 
     @property
@@ -118,10 +115,7 @@ class Holder(ABC):
         self.poll(is_error=is_error)
 
     def compute_min_factor(self, device: torch.device) -> Tensor:
-        """Return the smallest capacity factor for which all rows fit, a scalar on the device.
-
-        0 = all rows fitted. No host sync.
-        """
+        """Return the smallest factor for which all rows fit, on the device. 0 = all fitted."""
         factors = [shortage.compute_min_factor() for shortage in self.shortages]
         return torch.stack(factors).amax() if factors else torch.zeros((), device=device)
 
@@ -154,10 +148,7 @@ class SkippedSteps:
 
 
 class Capacity:
-    """The buffers of a model that have a capacity, and the handling of their shortages.
-
-    Holders own buffers of expert rows, of tokens to send, and of pages for saved tensors.
-    """
+    """A model's buffers of expert rows, tokens and pages, and the handling of their shortages."""
 
     def __init__(self, *holders: Holder | None, device: torch.device) -> None:
         self.holders = holders

@@ -132,7 +132,7 @@ class MoEState:
                 layer.tracker.allow_forwards_in_flight()
 
     def check_step(self) -> None:
-        """Raise ValueError if the number of backwards is wrong, or empty ranks are unannounced."""
+        """Raise ValueError for a wrong number of backwards, or unannounced empty micro-batches."""
         if self._check_parameters is not None:
             self._check_parameters()
         trackers = {name: layer.tracker for name, layer in self.layers.items()}
@@ -239,10 +239,9 @@ class MoEState:
         return metrics
 
     def _check_num_micro_batches(self, sums: Sequence[float], group: dist.ProcessGroup) -> None:
-        """Raise on all ranks if ranks have different numbers of micro-batches.
+        """Raise ValueError if ranks have unequal numbers.
 
-        Args:
-            sums: sum over ranks of the numbers, and of their squares.
+        `sums` = of the numbers, of their squares.
         """
         ranks = group.size()
         total, squares = sums
@@ -297,10 +296,7 @@ def _split_by_names(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 def _group_by_options(layers: Mapping[str, Any]) -> list[list[str]]:
-    """Group layers whose biases are updated by their options; return lists of layer names.
-
-    Layers with a frozen router are left out.
-    """
+    """Return lists of layers whose bias updates have equal options, without frozen routers."""
     groups: dict[Any, list[str]] = {}
     for name, layer in layers.items():
         config = layer.config

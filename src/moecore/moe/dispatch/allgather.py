@@ -86,7 +86,7 @@ class AllGatherDispatcher(Dispatcher):
 def _exchange_counts(
     local_counts: Tensor, p: ExpertPlacement, attendance: Attendance
 ) -> tuple[int, int]:
-    """Return the buffer sizes C and R from all ranks' counts. The dispatcher's only host sync."""
+    """Return the most tokens of any rank, and this rank's expert rows. The only host sync."""
     counts = all_gather_rows(local_counts[None], p.group).tolist()
     attendance.check_numbers([row[1] for row in counts])
     block = p.first_physical // p.num_physical

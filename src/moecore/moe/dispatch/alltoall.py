@@ -114,7 +114,7 @@ class TokenExchange:
     def send_static(
         self, x_TD: Tensor, routing: Routing, needs_GT: Tensor, num_slots: int, pairs: Pairs | None
     ) -> ReceivedRows:
-        """Send rank g the tokens with True in `needs_GT`, padded to `num_slots` rows."""
+        """Send rank g the tokens that are True in `needs_GT`, padded to `num_slots` rows."""
         self._sizes.check_num_tokens(x_TD.shape[0], x_TD.device)
         token_ids_M, slots_TG, is_row_M = compute_static_send_order(needs_GT, num_slots)
         splits = [num_slots] * self.group.size()
@@ -253,7 +253,7 @@ def build_send_order(owned_PTK: Tensor, num_rows: int, note: int, *, repeats: in
 
 
 def compute_send_order(needs_GT: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Order the rows to send by rank; return token_ids_M (0 = unused) and slots_TG."""
+    """Order rows by rank: return int32 token_ids_M, 0 = unused, and slots_TG, the row or -1."""
     # No host sync.
     slots_GT = (needs_GT.flatten().cumsum(0) - 1).view(needs_GT.shape)
     return _order_rows(needs_GT, slots_GT, num_rows, unused=0)
@@ -297,7 +297,7 @@ class _SendRows(NamedTuple):
 def _exchange_counts(
     counts_G3: Tensor, group: dist.ProcessGroup, attendance: Attendance, pairs: Pairs | None
 ) -> tuple[list[int], list[int], int]:
-    """Exchange the counts. Return send splits, receive splits and R. The only host sync."""
+    """Return send splits, receive splits and the number of expert rows. The only host sync."""
     # Collectives with uneven splits take the splits from the host.
     all_counts_2G3 = counts_G3.repeat(2, 1, 1)
     send_counts_G3, recv_counts_G3 = all_counts_2G3

@@ -28,10 +28,7 @@ class EqualSizes:
         self._is_first = True
 
     def check_num_tokens(self, num_tokens: int, device: torch.device) -> None:
-        """Raise ValueError if ranks differ in the number of tokens.
-
-        Later calls assert on the device.
-        """
+        """Raise if ranks differ in token count: at first ValueError, later a device assertion."""
         # Every forward compares, because collectives of unequal sizes hang, abort or mix up rows.
         # After the first call, the device asserts equality before rows are sent.
         if device.type == "meta":
@@ -84,6 +81,8 @@ class Attendance:
 
 
 class _Exchanged(torch.autograd.Function):
+    """Autograd function of `exchange_with_grad`."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, dispatch: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
@@ -99,6 +98,8 @@ class _Exchanged(torch.autograd.Function):
 
 
 class _GatherRanks(torch.autograd.Function):
+    """All-gather of several tensors, whose backward is `_SumRanks`."""
+
     @staticmethod
     def forward(
         ctx: Any, group: dist.ProcessGroup, pairs: Pairs | None, *xs_C: Tensor | None
@@ -118,6 +119,8 @@ class _GatherRanks(torch.autograd.Function):
 
 
 class _SumRanks(torch.autograd.Function):
+    """Reduce-scatter of several tensors, whose backward is `_GatherRanks`."""
+
     @staticmethod
     def forward(
         ctx: Any, group: dist.ProcessGroup, pairs: Pairs | None, *ys_S: Tensor | None

@@ -164,6 +164,7 @@ class ExchangePool(Holder):
         self._clones = None
 
     def _make_exchange(self, x_TD: Tensor, top_k: int) -> Exchange:
+        """Allocate an exchange of rows on all ranks. Raise ValueError for tokens on a CPU."""
         if not x_TD.is_cuda:
             raise ValueError(
                 f"device of the tokens ({x_TD.device}) must be a GPU for dispatcher ('nvlink'): "

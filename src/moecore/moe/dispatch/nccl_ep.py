@@ -56,6 +56,7 @@ def find_problem(group: dist.ProcessGroup, device_type: str) -> str | None:
 
 
 def _find_local_problem(device_type: str) -> str | None:
+    """Return why this process cannot run NCCL EP. None = it can."""
     if device_type != "cuda":
         return f"must go with device_type ({device_type!r}) = 'cuda': use 'alltoall'"
     capability = torch.cuda.get_device_capability()
@@ -338,6 +339,8 @@ def _get_stream_handle(x: Tensor) -> int:
 
 
 class _EPDispatch(torch.autograd.Function):
+    """Autograd function of `Flight.dispatch`. Its backward is `Flight.compute_token_grads`."""
+
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, flight: Flight) -> tuple[Tensor, ...]:
         rows_SD, ids_SK, weights_SK = flight.dispatch(x_TD.contiguous(), weights_TK.contiguous())

@@ -66,7 +66,10 @@ def _allocate_peer_memory(
 
 
 def find_known_problem(num_ranks: int, device_type: str) -> str | None:
-    """Return a reason of `find_problem` that needs no communication, or None."""
+    """Return why stores to peers are impossible, if known without communication, or None.
+
+    On meta, peers count as GPUs of one host.
+    """
     is_planned = meta_is_gpu()
     if device_type != "cuda" and not is_planned:
         return f"must go with device_type ({device_type!r}) = 'cuda': use 'alltoall'"
@@ -78,7 +81,7 @@ def find_known_problem(num_ranks: int, device_type: str) -> str | None:
 
 
 def find_problem(group: dist.ProcessGroup, device_type: str) -> str | None:
-    """Return why tokens of a group cannot be sent by stores to peers' memory; None = they can."""
+    """Return why tokens of a group cannot be sent by stores, or None = they can. Collective."""
     # "relation: fix" of an error in one line, the same on all ranks. Collective, with host syncs.
     problem = find_known_problem(group.size(), device_type)
     if problem is not None or meta_is_gpu():
@@ -87,7 +90,7 @@ def find_problem(group: dist.ProcessGroup, device_type: str) -> str | None:
 
 
 def find_peer_problem(group: dist.ProcessGroup) -> str | None:
-    """Return why GPUs of a group cannot read each other's memory; None = they can."""
+    """Return why GPUs of a group cannot read each other's memory, or None. Collective."""
     # As `find_problem`, without what is asked of kernels.
     problems = gather_objects(
         _find_peer_access_problem(group) or _find_memory_problem(group), group
@@ -126,7 +129,7 @@ def _find_peer_access_problem(group: dist.ProcessGroup) -> str | None:
 
 
 def _find_memory_problem(group: dist.ProcessGroup) -> str | None:
-    """Try to allocate symmetric memory. All ranks of the group must call it, or none."""
+    """Allocate symmetric memory. Return the error text or None. Collective."""
     device = torch.device("cuda", torch.cuda.current_device())
     try:
         allocate_symmetric_memory(1024, group, device)
