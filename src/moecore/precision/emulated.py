@@ -96,6 +96,7 @@ class EmulatedLinearProducts(QuantisedProducts):
 
     @override
     def prepare(self, x: Tensor, weight: Tensor, weight_NK: Tensor, training: bool) -> LinearCall:
+        """Return the weight's gathered blocks, or the amax that scales it (None = its own)."""
         recipe = self.recipe
         with torch.no_grad():
             if not has_values(weight_NK):

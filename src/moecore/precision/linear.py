@@ -58,10 +58,7 @@ def restore_dims(y_MN: Tensor, x: Tensor) -> Tensor:
 
 
 class InputCast:
-    """A cache of one quantised input, shared by linears of the same input, such as q, k and v.
-
-    The operands are dropped when the input is freed, or when a linear passes another input.
-    """
+    """A cache of one quantised input, which linears such as q, k and v share until it is freed."""
 
     def __init__(self) -> None:
         self._input: weakref.ref[Tensor] | None = None
@@ -116,7 +113,7 @@ InputGradient = tuple[Tensor | None, Any]  # dx, and dy as `weight_grad` takes i
 class LinearCall(NamedTuple):
     """The settings of one forward of a quantised linear, and its tensors without gradients."""
 
-    # quantised operands of y, dw and y; None = the products quantise the operand
+    # quantised x for y, x for dw, and the weight for y; None = the products quantise the operand
     x_rows: Any = None
     x_row_scales: Any = None
     x_columns: Any = None
@@ -139,8 +136,7 @@ class LinearCall(NamedTuple):
 class QuantisedProducts(LinearProducts):
     """Computes y, dx and dw of one linear from operands quantised by a recipe. No host sync.
 
-    The output has the dtype of x, or autocast's. It is differentiable once in x, weight and bias. A
-    subclass implements `prepare`, `multiply`, `input_grad` and `weight_grad`.
+    The output has the dtype of x, or autocast's. It is differentiable once in x, weight and bias.
     """
 
     op: ClassVar[Op]  # the result of `make_quantised_op` for the class
@@ -207,6 +203,7 @@ class QuantisedProducts(LinearProducts):
     @override
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], y: Tensor) -> None:
+        """Save tensors for backward in `ctx`. `inputs` = x, weight, bias and `LinearCall`."""
         x, weight_NK, bias_N, call = inputs
         wants_x, wants_weight, *_ = ctx.needs_input_grad
         # x is saved as the operand that is summed over tokens if forward made it. The weight is
@@ -232,6 +229,7 @@ class QuantisedProducts(LinearProducts):
     @override
     @classmethod
     def gradients(cls, ctx: Any, dy: Tensor) -> Gradients:
+        """Return dx, the operands of `weight_grad` (None if not needed) and dbias."""
         x, x_scales, weight_NK, x_amax, weight_amax, dy_amax = ctx.saved_tensors
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         call = ctx.call._replace(
@@ -290,6 +288,7 @@ class Fp8Products(QuantisedProducts):
 
     @override
     def prepare(self, x: Tensor, weight: Tensor, weight_NK: Tensor, training: bool) -> LinearCall:
+        """Quantise x and the weight, and return them with the amax tensors."""
         history = self.history
         seen = {} if history is None else history.get_current_amax(x.device, training=training)
         columns = torch.is_grad_enabled() and weight_NK.requires_grad
@@ -451,7 +450,7 @@ def read_gathered_blocks(kind: str | None, weight: Tensor, weight_NK: Tensor) ->
 def _read_gathered_rows(
     weight: Tensor, weight_NK: Tensor, kind: str, seen: Tensor | None
 ) -> Blocks:
-    """Return a weight's all-gathered blocks as operand of y. Raise `seen` to their amax."""
+    """Return a weight's all-gathered blocks as operand of y, and update `seen` by their amax."""
     blocks = read_gathered_blocks(kind, weight, weight_NK)
     if seen is not None and blocks.amax is not None:
         with torch.no_grad():

@@ -80,6 +80,7 @@ def multiply(a: Blocks, b: Blocks, dtype: torch.dtype) -> Tensor:
 
     Products are summed in fp32 and rounded once to `dtype`. Not differentiable, no host sync.
     """
+    # cuBLASLt's "scaling factors layouts", as torch's `_scaled_mm_v2` checks them.
     if is_plain_eager() and is_plain(a.values):
         return _multiply_with_torch(a, b, dtype)
     y_MN: Tensor = _product_op(a.values, a.scales, a.kind, b.values, b.scales, b.kind, dtype)

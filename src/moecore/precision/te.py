@@ -69,6 +69,7 @@ class TELinearProducts(QuantisedProducts):
 
     @override
     def prepare(self, x: Tensor, weight: Tensor, weight_NK: Tensor, training: bool) -> LinearCall:
+        """Return the amax tensors. Raise ValueError if the recipe cannot run here."""
         recipe, history = self.recipe, self.history
         check_values(weight_NK)
         problem = te_names.find_recipe_problem(recipe, x.device)
