@@ -317,8 +317,7 @@ class Decoder(nn.Module):
         sequence: Sequence,
     ) -> list[Tensor]:
         """Run the stage's prediction modules. Return losses, [] in a stage without the head."""
-        # The states h_0, h_1, .. are normed; those of the stage's modules are added. Tokens, labels
-        # and mask are of the whole rows.
+        # `states` are h_0, h_1, ..; modules append theirs. Tokens, labels and mask have full rows.
         if padding_mask_BT is None:
             padding_mask_BT = torch.zeros_like(tokens_BT, dtype=torch.bool)
         losses, is_detached = [], self.config.mtp_detached
@@ -458,6 +457,7 @@ class Decoder(nn.Module):
         padding_mask_BT: Tensor | None,
         log_prob_loss: LogProbLoss | None,
     ) -> None:
+        """Raise ValueError for a wrong shape or dtype, or both labels and a `log_prob_loss`."""
         if tokens_BT.dtype not in (torch.int64, torch.int32):
             raise ValueError(f"tokens ({tokens_BT.dtype}) must be ids: pass tokens.long()")
         if tokens_BT.ndim != 2:

@@ -134,10 +134,7 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm.from_config(config, k_norm_dim, over_tp=over_tp, dtype=dtype)
 
     def forward(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
-        """Return the attention output of this rank's normed tokens.
-
-        `sequence` has full rows' borders.
-        """
+        """Return the attention output of this rank's normed tokens, in the shape of x."""
         q_BTHd, k_BThd, v_BThd, gate_BTHd = self._project(x_BTD)
         if sequence.rotary is not None:
             q_BTHd, k_BThd = sequence.rotary.rotate(q_BTHd), sequence.rotary.rotate(k_BThd)
@@ -209,6 +206,7 @@ class MLP(nn.Module):
         return apply_row_linear(self._compute_hidden(x_BTD), self.down_proj, self.tp)
 
     def _compute_hidden(self, x_BTD: Tensor) -> Tensor:
+        """Return the activations before `down_proj` for all T tokens, [B, T, F]."""
         if not self.is_gated:
             (up_BTF,) = apply_column_linears(x_BTD, (self.up_proj,), self.tp)
             return F.relu(up_BTF).square()

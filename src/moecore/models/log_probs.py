@@ -67,9 +67,9 @@ class LogProbLoss(CheckedRecord):
         chunk_tokens: int = 2048,
         group: dist.ProcessGroup | None = None,
     ) -> Tensor:
-        """Compute the loss from this rank's hidden states.
+        """Compute the loss from this rank's hidden states. The head is sharded over `group`.
 
-        `to_full_rows` maps [B, t, X] to [B, T, X].
+        `to_full_rows` gathers local tokens [B, t, X] to full rows [B, T, X].
         """
         numbers = linear_log_probs(
             hidden_BtD.flatten(0, 1),

@@ -126,7 +126,7 @@ SYMMETRIC_MEMORY = SlicedExchange(gather_and_consume, produce_and_send)
 def apply_column_linears(
     x_BtD: Tensor, linears: Sequence[nn.Linear], tp: TensorParallel | None
 ) -> list[Tensor]:
-    """All-gather tokens over tp, and return each linear's y_BTN. Weights are sharded over N."""
+    """All-gather tokens over tp, and return y_BTN of each linear, sharded by output features."""
     if tp is None:
         return [linear(x_BtD) for linear in linears]
     exchange = find_exchange(tp, x_BtD, x_BtD.shape[1], x_BtD.shape[2], linears)
@@ -140,7 +140,7 @@ def apply_column_linears(
 
 
 def apply_row_linear(x_BTN: Tensor, linear: nn.Linear, tp: TensorParallel | None) -> Tensor:
-    """Apply a linear whose weight is sharded over N and reduce-scatter its output: y_BtD."""
+    """Apply a linear that is sharded by input features, and reduce-scatter tokens to y_BtD."""
     if tp is None:
         y_BTD: Tensor = linear(x_BTN)
         return y_BTD
