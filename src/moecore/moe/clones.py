@@ -89,7 +89,7 @@ class Cloner:
             self._shared_plan.end_step(loads_E, is_skipped=is_skipped)
 
     def drop_plan(self) -> None:
-        """Drop the `PeriodicPlan`, if there is such a plan. Later forwards have no clones."""
+        """Drop the `PeriodicPlan`, if there is such a plan. The next step that ends makes one."""
         if self._shared_plan is not None:
             self._shared_plan.clear()
 

@@ -24,7 +24,7 @@ SlicePart = Callable[[Tensor], Tensor]
 
 
 class LowRank(nn.Module):
-    """LoRA updates of a stack of matrices [E, O, I]: A [E, r, I], B [E, O, r], scale per adapter."""
+    """LoRA updates of matrices [E, O, I]: A [E, r, I], B [E, O, r] and a scale per adapter."""
 
     def __init__(
         self, pairs: Mapping[str, tuple[nn.Parameter, nn.Parameter]], scaling: Mapping[str, float]

@@ -212,6 +212,7 @@ class _Pair:
             self.error = self.error or error
 
     def _end_side(self, side: _Side) -> None:
+        """Mark a side as ended, and give the baton to the other side if that runs."""
         other = self._get_other_side(side)
         with self._changing:
             side.is_running = False

@@ -106,6 +106,7 @@ class ParamReader:
 
     @contextmanager
     def _pack_saved_weights(self) -> Iterator[None]:
+        """Return a context in which `_pack` packs tensors that are saved for backward."""
         self._packs = True
         try:
             with use_packer(self._pack):

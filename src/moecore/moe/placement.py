@@ -131,6 +131,7 @@ class DomainPlacement(ExpertPlacement):
         return round(num_tokens * share)
 
     def _compute_reach_probability(self, top_k: int, num_experts: int) -> float:
+        """Return the probability that a token has a choice among `num_experts` experts."""
         return _compute_choice_probability(top_k, self.num_domains * self.num_experts, num_experts)
 
 

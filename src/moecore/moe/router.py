@@ -175,6 +175,7 @@ class Router(nn.Module):
         )
 
     def _compute_logits(self, x_TD: Tensor) -> Tensor:
+        """Return logits [T, E] in fp32, or in fp64 by `config.router_dtype`."""
         weight_ED, bias_E = self._read_weight_and_bias()
         if self.config.router_dtype == "float64":
             return router_logits_ref(x_TD, weight_ED, bias_E, dtype=torch.float64)

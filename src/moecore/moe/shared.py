@@ -23,6 +23,8 @@ from moecore.moe.experts import make_activation_options
 
 
 class _Matrices(nn.Module):
+    """Base class of modules whose parameters are matrices."""
+
     def init_weights(self, *, std: float, key: str, seed: int) -> None:
         """Initialise weights with N(0, std^2), identically on every layout."""
         for name, parameter in self.named_parameters(recurse=False):

@@ -187,7 +187,7 @@ class AllToAllDispatcher(Dispatcher):
         return pads
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """Send tokens to experts' ranks: 3 collectives, a host sync unless `routing.pad`."""
+        """Send tokens to experts' ranks: 3 collectives, one host sync, with `pad` only once."""
         p, (T, K) = self.placement, routing.expert_ids_TK.shape
         self._exchange.wire.check_dim(x_TD.shape[1])
         if routing.pad:

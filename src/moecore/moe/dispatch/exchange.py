@@ -137,6 +137,7 @@ class Exchange:
         return self.layout.sums_slot and SlotEvent.COPY in copies.TRANSITIONS[self._slot]
 
     def _enter(self, event: SlotEvent) -> None:
+        """Change the state of the sums' slot by an event. KeyError = not allowed in this state."""
         self._slot = copies.TRANSITIONS[self._slot][event]
 
     def start_copies(self, sums_SD: Tensor) -> None:
@@ -172,6 +173,7 @@ class Exchange:
     def _reduce_copies(
         self, sums_SD: Tensor, peers_T: Tensor, places_S: Tensor, choices: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor | None]:
+        """Return `reduce` of the sums that all ranks have copied."""
         row_map = (peers_T, places_S, places_S[:, None])
         return kernels.reduce_rows(self.buffer, sums_SD, *row_map, choices, has_sums=True)
 

@@ -258,7 +258,7 @@ class TokenCapacity(Holder):
 
     @property
     def shortages(self) -> tuple[Shortage, ...]:
-        """A counter if a forward had more tokens than the buffers hold, otherwise ()."""
+        """One `Shortage` if a forward had more tokens than the buffers hold, otherwise ()."""
         return () if self._shortage is None else (self._shortage,)
 
     def record_length(self, num_tokens: int) -> bool:

@@ -77,7 +77,7 @@ class HierarchicalDispatcher(Dispatcher):
         return self._inside.has_spare_rows(pads=pads)
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """Send tokens to domains (3 collectives, host sync unless `routing.pad`), then inside."""
+        """Send tokens to domains (3 collectives, one host sync, with `pad` once), then inside."""
         (T, K), ids_TK = routing.expert_ids_TK.shape, routing.destinations_TK
         num_experts, H = self.domain.num_in_domain, self._across.group.size()
         self._across.wire.check_dim(x_TD.shape[1])
