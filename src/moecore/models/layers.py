@@ -72,7 +72,7 @@ class RMSNorm(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise x over its last dim and multiply by the weight; return x's dtype."""
+        """Normalise x over its last dim and multiply by the weight, in the dtype of x."""
         weight_D, wide = get_local_param(self.weight), torch.promote_types(x.dtype, torch.float32)
         if self.zero_centered:
             weight_D = 1.0 + weight_D.to(wide)

@@ -38,7 +38,7 @@ class PairedModel(Protocol):
     """A model that runs the forward of one micro-batch and the backward of another alternately."""
 
     def pair_passes(self) -> AbstractContextManager[None]:
-        """Return a context in which one announced forward alternates with one backward."""
+        """Return a context in which one forward alternates with one backward of the model."""
 
     def resume(self, is_backward: bool) -> None:
         """Unshard the parameters of the side that continues: the backward if `is_backward`."""

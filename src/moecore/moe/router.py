@@ -297,7 +297,7 @@ class Router(nn.Module):
 def compute_micro_batch_bias(
     logits_TE: Tensor, bias_E: Tensor, config: MoEConfig, micro_batch: MicroBatch
 ) -> Tensor:
-    """Return the selection bias, fp32 [E], that balances the loads of this micro-batch."""
+    """Return the bias, fp32 [E], that balances this micro-batch, from `bias_E`. Collective."""
     # The margins are counted from the layer's own bias (`kernels/routing/margins.py`). One
     # all-reduce of their histogram where ranks share the micro-batch; no host sync.
     histogram_EX = logits_TE.new_zeros(config.num_candidates, NUM_BINS, dtype=torch.int64)
@@ -315,7 +315,7 @@ def compute_micro_batch_bias(
 
 
 def choose_best_ids(logits_TE: Tensor, config: MoEConfig, padding_mask_T: Tensor | None) -> Tensor:
-    """Return int32 [T, K]: experts with the best scores, without bias and group limits."""
+    """Return int32 [T, K]: experts with the best scores, without bias and groups, -1 = padding."""
     # Runs one kernel, and a second with padding, whose ids are -1. No gradient.
     options = replace(_make_route_options(config), num_groups=1, top_groups=1)
     ids_TK, _ = route(logits_TE.detach(), None, options)

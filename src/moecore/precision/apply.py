@@ -69,8 +69,8 @@ def apply_precision(model: nn.Module, precision: Precision) -> dict[str, LinearP
     do not change. A second call replaces recipes and drops amax histories. Raises ValueError for an
     override that matches no module that its recipe can quantise.
     """
-    # Shards of tensor parallelism must be multiples of 16 ("mxfp8": 32). Linears of one parent share
-    # quantised inputs.
+    # Shards of tensor parallelism must be multiples of 16 ("mxfp8": 32). Linears of one parent
+    # share quantised inputs.
     linears, table = _list_linears(model), check_precision(model, precision)
     inputs: dict[tuple[str, int, Recipe], InputCast] = {}
     for name, module in linears.items():

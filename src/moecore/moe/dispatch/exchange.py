@@ -272,7 +272,7 @@ class CloneExchange:
         self._everybody = Places(experts_N=experts_N, num_clones=G, num_local=1)
 
     def gather(self, row_1E: Tensor) -> Tensor:
-        """All-gather a row of each rank, [G, E], as if every rank cloned every row."""
+        """All-gather a row [1, E] of each rank to [G, E], through the buffers for clones."""
         (rows_GE,) = self.fetch([row_1E], self._everybody)
         return rows_GE
 

@@ -137,7 +137,7 @@ class ExchangePool(Holder):
         return (*self.entries, *([] if self._clones is None else [self._clones]))
 
     def poll(self, *, is_error: bool = True) -> None:
-        """Raise an `ExchangeError` for a late rank or a shortage that the host sees. No sync."""
+        """Raise `ExchangeError` for a late rank or, if `is_error`, a shortage the host sees."""
         for resource in self.resources:
             resource.poll()
         super().poll(is_error=is_error)

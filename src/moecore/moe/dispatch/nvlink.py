@@ -71,7 +71,7 @@ class NVLinkDispatcher(Dispatcher):
 
     @property
     def keeps_rows(self) -> bool:
-        """Whether source rows are saved for backward; otherwise backward repeats their spread."""
+        """Whether source rows are saved for backward. Otherwise backward receives them again."""
         return self.exchanges.options.keep_rows
 
     @property
@@ -80,7 +80,7 @@ class NVLinkDispatcher(Dispatcher):
         return self.exchanges.options.row_factor == "exact"
 
     def has_spare_rows(self, *, pads: bool) -> bool:
-        """Return True: S counts all tokens of all ranks, needed or not."""
+        """Return True: buffers have space for all tokens of all ranks, needed or not."""
         return True
 
     @torch.compiler.disable

@@ -144,6 +144,6 @@ def _get_device_properties(index: int) -> Any:
 
 
 def get_host_id() -> str:
-    """Return an id of the running kernel: host names may repeat, and containers share a kernel."""
+    """Return the boot id of this host, which its containers share, otherwise the host's name."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else socket.gethostname()
