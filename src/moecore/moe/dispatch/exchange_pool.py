@@ -238,7 +238,7 @@ class TokenCapacity(Holder):
     """The capacity for tokens of one rank and forward: the tokens that a pool's buffers can hold.
 
     A longer forward sends only its first tokens, and the step is then repeated with larger buffers
-    (`Reruns`). `ExchangePool.get` raises instead if `NVLinkOptions.row_factor` is not a number, or
+    (`Reruns`). `get_exchange` raises instead if `NVLinkOptions.row_factor` is not a number, or
     outside of such a step.
     """
 
