@@ -78,9 +78,10 @@ class Backbone(nn.Module):
         hidden: Tensor | None = None,
         stage: Stage | None = None,
     ) -> Tensor:
-        """Run a stage's blocks on this rank's tokens and return x_BTD.
+        """Run a stage's blocks on this rank's tokens, and after the last block the final norm.
 
         In a pipeline stage without the embedding, `hidden` is the input instead of `tokens_BT`.
+        `stage` None = all blocks. `sequence` None = each row of tokens is one document.
         """
         stage = self.full_stage if stage is None else stage
         if sequence is None:
@@ -153,7 +154,7 @@ class Backbone(nn.Module):
         return not is_compiled and all(block.mixer != "linear" for block in blocks)
 
     def select_cp_ranks(self, cp: int | None) -> ContextParallel | None:
-        """Return the context-parallel group of a forward with this `cp`; None = no group."""
+        """Return the cp group of a forward over `cp` ranks (None = the mesh's), None = no cp."""
         return select_cp_ranks(cp, self.cp, self.context_groups)
 
     def embed(self, tokens_BT: Tensor, sequence: Sequence) -> Tensor:
@@ -162,6 +163,6 @@ class Backbone(nn.Module):
         return x_BTD
 
     def slice_local_tokens(self, x_BT: Tensor, sequence: Sequence) -> Tensor:
-        """Slice full rows to the tokens of this cp and tp rank."""
+        """Slice a tensor of full rows [B, T] to the tokens of this cp and tp rank."""
         x_BT = sequence.slice_local(x_BT)
         return x_BT if self.tp is None else self.tp.slice_local(x_BT)

@@ -57,7 +57,7 @@ class Block(nn.Module):
             self.mlp = MoELayer(_select_moe_config(config, layer_idx), dtype=dtype, runs=runs)
 
     def forward(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
-        """Run the layer on this rank's residual stream and return it; experts skip padding."""
+        """Run the layer on this rank's residual stream and return it. Experts skip padding."""
         if self.mixer is not None:
             x_BTD = self.attend(x_BTD, sequence)
         if self.feedforward is None:
@@ -83,7 +83,7 @@ class Block(nn.Module):
 
     @property
     def compile_regions(self) -> tuple[str, ...]:
-        """Names of the methods that torch.compile compiles; they call no MoE layer."""
+        """Names of the methods that torch.compile compiles, which call no MoE layer."""
         # The norm before an MoE layer stays outside: its output is what `MemoryOptions` drops.
         if self.feedforward != "moe":
             return ("forward",)

@@ -471,17 +471,17 @@ class DecoderConfig(CheckedRecord):
         return sum(self.feedforward_of(i) == "moe" for i in range(self.num_layers))
 
     def window_of(self, layer_idx: int) -> int | None:
-        """Return a layer's sliding window in keys; None = full causal attention."""
+        """Return a layer's sliding window in keys, the own key included. None = full causal."""
         return self.windows[layer_idx % len(self.windows)] or None if self.windows else None
 
     def mixer_of(self, layer_idx: int) -> Mixer | None:
-        """Return the kind of attention in a layer; None = the layer has no attention."""
+        """Return "attention" or "linear" for a layer, None = the layer has no attention."""
         if self.pattern:
             return MIXERS.get(self.pattern[layer_idx])
         return "linear" if layer_idx in self.linear_layers else "attention"
 
     def feedforward_of(self, layer_idx: int) -> Feedforward | None:
-        """Return the kind of feed-forward in a layer; None = the layer has no feed-forward."""
+        """Return "dense" or "moe" for a layer, None = the layer has no feed-forward."""
         if self.pattern:
             return FEEDFORWARDS.get(self.pattern[layer_idx])
         return "dense" if self.moe is None or layer_idx in self.dense_layers else "moe"

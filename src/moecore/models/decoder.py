@@ -292,7 +292,7 @@ class Decoder(nn.Module):
         sequence: Sequence,
         log_prob_loss: LogProbLoss | None,
     ) -> Tensor:
-        """Run head and prediction modules; return loss or logits, or the next stage's input."""
+        """Run head and prediction modules. Return loss or logits, or input of the next stage."""
         if stage.loss:
             args = (states[0], labels_BT, num_tokens, self._tied_weight, sequence)
             out = self.lm_head(*args, log_prob_loss)
@@ -316,9 +316,8 @@ class Decoder(nn.Module):
         padding_mask_BT: Tensor | None,
         sequence: Sequence,
     ) -> list[Tensor]:
-        """Run the stage's multi-token prediction modules; return fp32 losses if it has the head."""
-        # The states h_0, h_1, .. are normed; those of the stage's modules are added. Tokens, labels
-        # and mask are of the whole rows.
+        """Run the stage's prediction modules. Return losses, [] in a stage without the head."""
+        # `states` are h_0, h_1, ..; modules append theirs. Tokens, labels and mask have full rows.
         if padding_mask_BT is None:
             padding_mask_BT = torch.zeros_like(tokens_BT, dtype=torch.bool)
         losses, is_detached = [], self.config.mtp_detached
@@ -372,7 +371,7 @@ class Decoder(nn.Module):
     def _compute_hidden_shape(
         self, num_states: int, tokens_BT: Tensor, cp: int | None
     ) -> tuple[int, ...]:
-        """Return this rank's shape of `num_states` stacked states; 0 = one residual stream."""
+        """Return this rank's shape of `num_states` stacked states. 0 = one residual stream."""
         B, T = tokens_BT.shape
         ranks, tp = self.model.select_cp_ranks(cp), self.model.tp
         num_ranks = (1 if ranks is None else ranks.size) * (1 if tp is None else tp.size)
@@ -384,7 +383,7 @@ class Decoder(nn.Module):
         return labels_BT is not None and self.training and len(self.mtp) > 0
 
     def _count_input_states(self, stage: Stage, *, predicts: bool) -> int:
-        """Count the normed states in a stage's input; 0 = the input is the residual stream."""
+        """Count the normed states in a stage's input. 0 = the input is the residual stream."""
         modules_before = len(self.mtp) if stage.loss else 0
         if stage.mtp:
             modules_before = stage.mtp[0]
@@ -434,7 +433,7 @@ class Decoder(nn.Module):
         return tokens_BT
 
     def _compute_last_logits(self, window_BT: Tensor, cache: KVCache | None) -> Tensor:
-        """Pad the rows to a length that cp and tp divide; return the last token's logits [B, V]."""
+        """Return the last token's logits [B, V], from rows padded to a length for cp and tp."""
         T, tp, cp = window_BT.shape[1], self.model.tp, self.model.cp
         multiple = (1 if tp is None else tp.size) * (1 if cp is None else 2 * cp.size)
         padding = -T % multiple
@@ -458,6 +457,7 @@ class Decoder(nn.Module):
         padding_mask_BT: Tensor | None,
         log_prob_loss: LogProbLoss | None,
     ) -> None:
+        """Raise ValueError for a wrong shape or dtype, or both labels and a `log_prob_loss`."""
         if tokens_BT.dtype not in (torch.int64, torch.int32):
             raise ValueError(f"tokens ({tokens_BT.dtype}) must be ids: pass tokens.long()")
         if tokens_BT.ndim != 2:

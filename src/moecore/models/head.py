@@ -43,7 +43,10 @@ class Head(nn.Module):
         *,
         is_detached: bool = False,
     ) -> Tensor:
-        """Return the loss, or the logits when there are no labels; see `Decoder.forward`."""
+        """Return the loss, or the logits without labels: see `Decoder.forward`.
+
+        `log_prob_loss` replaces the cross-entropy. `is_detached` = the weight gets no gradient.
+        """
         weight = tied_weight if self.weight is None else self.weight
         assert weight is not None, "a tied head is called with the embedding table"
         weight_VD = get_local_param(weight).detach() if is_detached else get_local_param(weight)

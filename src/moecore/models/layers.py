@@ -72,7 +72,7 @@ class RMSNorm(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise x over its last dim and multiply by the weight; return x's dtype."""
+        """Normalise x over its last dim and multiply by the weight, in the dtype of x."""
         weight_D, wide = get_local_param(self.weight), torch.promote_types(x.dtype, torch.float32)
         if self.zero_centered:
             weight_D = 1.0 + weight_D.to(wide)
@@ -134,7 +134,7 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm.from_config(config, k_norm_dim, over_tp=over_tp, dtype=dtype)
 
     def forward(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
-        """Map this rank's normed tokens to attention output; `sequence` describes full rows."""
+        """Return the attention output of this rank's normed tokens, in the shape of x."""
         q_BTHd, k_BThd, v_BThd, gate_BTHd = self._project(x_BTD)
         if sequence.rotary is not None:
             q_BTHd, k_BThd = sequence.rotary.rotate(q_BTHd), sequence.rotary.rotate(k_BThd)
@@ -160,7 +160,7 @@ class Attention(nn.Module):
         )
 
     def _project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Project all T tokens to queries and keys (not rotated), values, and gates or None."""
+        """Project all T tokens to unrotated queries and keys, values, and gates (None if off)."""
         q, k, v = apply_column_linears(x_BTD, (self.q_proj, self.k_proj, self.v_proj), self.tp)
         gate_BTHd = None
         if self.config.attention_gate:
@@ -206,6 +206,7 @@ class MLP(nn.Module):
         return apply_row_linear(self._compute_hidden(x_BTD), self.down_proj, self.tp)
 
     def _compute_hidden(self, x_BTD: Tensor) -> Tensor:
+        """Return the activations before `down_proj` for all T tokens, [B, T, F]."""
         if not self.is_gated:
             (up_BTF,) = apply_column_linears(x_BTD, (self.up_proj,), self.tp)
             return F.relu(up_BTF).square()
@@ -217,7 +218,7 @@ class MLP(nn.Module):
 
 
 def build_rotary_table(config: DecoderConfig, positions: Tensor) -> RotaryTable | None:
-    """Build the rotary table for positions: RoPE (arXiv:2104.09864), or YaRN if configured."""
+    """Build the table of cos and sin for positions, by RoPE or YaRN. None without `rope_theta`."""
     if config.rope_theta is None:
         return None
     mla = config.mla
@@ -234,7 +235,7 @@ def build_rotary_table(config: DecoderConfig, positions: Tensor) -> RotaryTable 
 def _compute_yarn_factors(
     head_dim: int, theta: float, yarn: YarnConfig, device: torch.device
 ) -> Tensor:
-    """Return fp32 [d / 2], the factor on each frequency: 1 for fast, 1 / factor for slow ones."""
+    """Return fp32 [d / 2], the factor on each frequency: 1 if it is fast, 1 / factor if slow."""
     # Frequency i turns `original * theta^(-2i / d) / (2 pi)` times over the original length. The
     # mix is linear in i, between the i that turns beta_fast times and the one that turns beta_slow
     # times; truncated, the first is rounded down and the second up.

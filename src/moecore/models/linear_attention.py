@@ -46,7 +46,7 @@ from moecore.precision.plain import Linear
 
 
 class LinearAttention(nn.Module):
-    """Dims, convolution filters and decays; subclasses add projections, the rule and the norm.
+    """Base class of linear attention layers, with the convolution and the decays of heads.
 
     The channels of the convolution are the kinds (such as queries, keys, values) one after the
     other. `sizes` has the number of channels of each kind over all tp ranks, ordered by head.
@@ -73,7 +73,7 @@ class LinearAttention(nn.Module):
         self.A_log = nn.Parameter(torch.empty(self.num_v_heads, dtype=dtype))
 
     def apply_convolution(self, parts_BTC: Sizes[Tensor], sequence: Sequence) -> list[Tensor]:
-        """Apply the short convolution and silu, and return the channels of each kind."""
+        """Apply the short convolution and silu to the channels, and return a tensor per kind."""
         bias = None if self.conv1d.bias is None else self._slice_channels(self.conv1d.bias)
         filters = self._slice_channels(self.conv1d.weight).squeeze(1), bias
         mixed_BTC = convolve(torch.cat(list(parts_BTC), -1), *filters, sequence, silu=True)
@@ -84,7 +84,7 @@ class LinearAttention(nn.Module):
         return F.softplus(upcast(a_BTH) + self.slice_local_heads(self.dt_bias))
 
     def compute_decay_rates(self) -> Tensor:
-        """Return [H], the log of each head's decay per unit of time step; values are negative."""
+        """Return [H], the log of each head's decay per unit of time step, which is negative."""
         return -upcast(self.slice_local_heads(self.A_log)).exp()
 
     def slice_local_heads(self, param: nn.Parameter) -> Tensor:
@@ -93,6 +93,7 @@ class LinearAttention(nn.Module):
         return full_param if self.tp is None else full_param.chunk(self.tp.size)[self.tp.rank]
 
     def _slice_channels(self, param: Tensor) -> Tensor:
+        """Return this tp rank's channels of a convolution parameter."""
         full_param = get_local_param(param)
         if self.tp is None:
             return full_param
@@ -100,7 +101,7 @@ class LinearAttention(nn.Module):
         return torch.cat([part.chunk(self.tp.size)[self.tp.rank] for part in parts])
 
     def init_weights(self, *, key: str, seed: int) -> None:
-        """Initialise filters as Conv1d, decays as exp(-softplus(a + 1) * U(least_decay, 16))."""
+        """Initialise filters as Conv1d and decays as exp(-softplus(a + 1) * U(least_decay, 16))."""
         bound = self.conv1d.weight.shape[-1] ** -0.5
         for name, param in self.conv1d.named_parameters():
             init_uniform_(param, bound=bound, key=f"{key}.conv1d.{name}", seed=seed)
@@ -130,7 +131,7 @@ class GatedDeltaNet(LinearAttention):
         self.out_proj = Linear(values, D, tp_shard_dim=1, residual=True, dtype=dtype)
 
     def forward(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
-        """Map this rank's normed tokens to their output; `sequence` describes full rows."""
+        """Return the output of this rank's normed tokens. `sequence` describes full rows."""
         k, v, r = self.head_k_dim, self.head_v_dim, self.num_v_heads // self.num_k_heads
         qkvz, ba = apply_column_linears(x_BTD, (self.in_proj_qkvz, self.in_proj_ba), self.tp)
         parts = qkvz.unflatten(-1, (-1, 2 * (k + r * v))).split((k, k, r * v, r * v), dim=-1)
@@ -166,7 +167,7 @@ class Mamba2(LinearAttention):
         self.out_proj = Linear(values, D, tp_shard_dim=1, residual=True, dtype=dtype)
 
     def forward(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
-        """Map this rank's normed tokens to their output; `sequence` describes full rows."""
+        """Return the output of this rank's normed tokens. `sequence` describes full rows."""
         k, v, r = self.head_k_dim, self.head_v_dim, self.num_v_heads // self.num_k_heads
         (rows,) = apply_column_linears(x_BTD, (self.in_proj,), self.tp)
         sizes = (r * v, r * v, k, k, r)

@@ -67,7 +67,10 @@ class LogProbLoss(CheckedRecord):
         chunk_tokens: int = 2048,
         group: dist.ProcessGroup | None = None,
     ) -> Tensor:
-        """Compute the loss from hidden states; `to_full_rows` gathers [B, t, X] to [B, T, X]."""
+        """Compute the loss from this rank's hidden states. The head is sharded over `group`.
+
+        `to_full_rows` gathers local tokens [B, t, X] to full rows [B, T, X].
+        """
         numbers = linear_log_probs(
             hidden_BtD.flatten(0, 1),
             weight_VD,
@@ -82,7 +85,7 @@ class LogProbLoss(CheckedRecord):
     def compute_from_logits(
         self, logits_BtV: Tensor, labels_Bt: Tensor, to_full_rows: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """Return the loss from logits, for a model that scales or caps them after its head."""
+        """Compute the loss from full-vocabulary logits, which a model may change after its head."""
         x_NV = logits_BtV.flatten(0, 1)
         x_NV = x_NV.to(torch.promote_types(x_NV.dtype, torch.float32)) / self.temperature
         labels_N = labels_Bt.flatten()
@@ -103,6 +106,7 @@ class LogProbLoss(CheckedRecord):
         labels_Bt: Tensor,
         to_full_rows: Callable[[Tensor], Tensor],
     ) -> Tensor:
+        """Gather log-probabilities and entropies [N] to full rows, and call `function`."""
         local_numbers = [x_N.view_as(labels_Bt) for x_N in numbers if x_N is not None]
         rows_BTX = to_full_rows(torch.stack(local_numbers, dim=-1))
         if rows_BTX.shape[:2] != self.labels_BT.shape:
@@ -231,7 +235,7 @@ def _compute_logits(hidden_CD: Tensor, weight_VD: Tensor, temperature: float) ->
 
 
 def _compute_entropy_(x_CV: Tensor, rows: RowStatistics, group: dist.ProcessGroup | None) -> Tensor:
-    """Compute each token's entropy [C] over the full vocabulary; overwrites x. Collective."""
+    """Compute each token's entropy [C] over the full vocabulary. Overwrites x_CV. Collective."""
     x_CV.sub_(rows.highs_C[:, None])
     weighted_C = x_CV.exp().mul_(x_CV).sum(1)
     if group is not None:

@@ -89,7 +89,7 @@ def linear_cross_entropy(
 
 
 def find_product_dtype(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> torch.dtype:
-    """Return the dtype of the head's matmuls; raise ValueError if shapes or dtypes do not fit."""
+    """Return the dtype of the head's matmuls. Raise ValueError if shapes or dtypes do not fit."""
     if labels_N.shape != hidden_ND.shape[:1]:
         raise ValueError(
             f"labels_N {tuple(labels_N.shape)} must have one label for each row of "
@@ -115,7 +115,7 @@ def count_labels(labels: Tensor) -> Tensor:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Loss summed over labels; forward computes the gradients, see the module docstring."""
+    """Autograd function of the loss summed over labels, whose forward computes the gradients."""
 
     @staticmethod
     def forward(
@@ -176,7 +176,7 @@ def _add_chunk_(
     first: bool,
     group: dist.ProcessGroup | None,
 ) -> Tensor:
-    """Return the chunk's summed loss; fill d_hidden and add to d_weight, which `first` fills."""
+    """Return the chunk's summed loss, write d_hidden, add to d_weight (overwrite if `first`)."""
     # What is as large as the logits is gone when this returns, before the next chunk's are made.
     want = d_hidden_CD is not None or d_weight_VD is not None
     logits_CV = products.compute_logits(hidden_CD)
@@ -197,7 +197,7 @@ def _add_chunk_(
 
 
 class RowStatistics(NamedTuple):
-    """Softmax statistics of each token over the full vocabulary; fp32 or fp64."""
+    """Softmax statistics of a chunk's tokens over the full vocabulary, fp32 or fp64."""
 
     local_labels_C: Tensor  # column on this rank; -1 = other rank, -100 = row without a loss
     highs_C: Tensor  # the maximum

@@ -43,7 +43,7 @@ from moecore.precision.plain import Linear
 
 
 class KeyNorm(nn.LayerNorm):
-    """LayerNorm whose parameters may be sharded."""
+    """LayerNorm of the indexer's keys, whose parameters may be sharded DTensors."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the normed input."""
@@ -81,9 +81,9 @@ class Indexer(nn.Module):
 
 
 def make_key_choice(config: IndexerConfig | None, layer: nn.Module, top_k: int) -> KeyChoice:
-    """Return the rule by which a layer with an indexer selects keys.
+    """Return the rule by which a layer with an indexer selects keys: `top_k`, or all in warm-up.
 
-    If `config` is None, the indexer is not trained.
+    If `config` is None, or in eval mode, the indexer is not trained.
     """
     learns = config is not None and layer.training and torch.is_grad_enabled()
     is_warm_up = config is not None and config.stage == "warm_up"
@@ -91,9 +91,9 @@ def make_key_choice(config: IndexerConfig | None, layer: nn.Module, top_k: int) 
 
 
 def compute_mean_divergence(divergence_BT: Tensor, sequence: Sequence) -> Tensor:
-    """Return this rank's sum over its tokens, divided by the number of tokens of all cp ranks.
+    """Return this rank's summed divergence over the number of tokens of all cp ranks, a scalar.
 
-    Padding counts in neither number.
+    Padding counts in neither number. `divergence_BT` has a value per token of this cp rank.
     """
     mask_BT, local_tokens = sequence.padding_mask_BT, sequence.local_tokens
     if mask_BT is None:
@@ -148,7 +148,7 @@ class LatentAttention(nn.Module):
         return apply_row_linear(y_BTHv.flatten(2), self.o_proj, self.tp)
 
     def train_indexer(self, config: IndexerConfig) -> None:
-        """Train the indexer in later forwards; `config.stage` determines the keys attended."""
+        """Enable training of the indexer in later forwards. `config.stage` selects the keys."""
         self.learning, self.aux_loss = config, AuxLoss()
 
     @property
@@ -188,7 +188,7 @@ class LatentAttention(nn.Module):
         return y_BTHv
 
     def _compute_latents(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute query latent (or x), key/value latent and unrotated shared key, for all T."""
+        """Compute query latents (or x), key/value latents and unrotated shared keys for all T."""
         C, r = self.mla.kv_lora_rank, self.mla.qk_rope_head_dim
         q_BTQ = self.q_a_layernorm(self.q_a_proj(x_BTD)) if self.mla.q_lora_rank else x_BTD
         c_BTC, k_BTr = self.kv_a_proj_with_mqa(x_BTD).split((C, r), dim=-1)

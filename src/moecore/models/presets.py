@@ -42,7 +42,7 @@ LatentScaling = Literal["accuracy", "efficiency"]
 
 
 def preset(name: str) -> DecoderConfig:
-    """Return the config `PRESETS[name]`; derive variants with `dataclasses.replace`."""
+    """Return the config `PRESETS[name]`. Raise ValueError for an unknown name."""
     check_arguments(preset, locals())
     if name not in PRESETS:
         raise ValueError(f"preset ({name!r}) must be one of {', '.join(PRESETS)}")
@@ -326,7 +326,7 @@ _QWEN2_57B_A14B = _build_decoder(
 def _build_qwen3_next(
     sizes: Triple, heads: Triple, moe: MoEConfig, **options: Any
 ) -> DecoderConfig:
-    """Every fourth layer has attention."""
+    """Build a decoder in which every fourth layer has attention, and others linear attention."""
     return _build_decoder(
         sizes,
         heads,

@@ -78,12 +78,12 @@ class TensorParallel:
         return x_BT.narrow(1, self.rank * size, size).contiguous()
 
     def gather(self, x_BtD: Tensor) -> Tensor:
-        """All-gather x_BTD along T; backward reduce-scatters the gradient."""
+        """All-gather x_BTD along T. Backward reduce-scatters the gradient."""
         x_BTD: Tensor = run_and_save(_all_gather, x_BtD, self.group)
         return x_BTD
 
     def gather_last(self, x_BTv: Tensor) -> Tensor:
-        """All-gather the last dim; backward reduce-scatters. Any number of leading dims."""
+        """All-gather along the last dim, for any leading dims. Backward reduce-scatters."""
         parts_GNv = self.gather(x_BTv.reshape(1, 1, -1, x_BTv.shape[-1]))[0]
         return parts_GNv.transpose(0, 1).reshape(*x_BTv.shape[:-1], -1)
 
@@ -115,13 +115,13 @@ class TensorParallel:
         return y_BtD
 
     def gather_replicated(self, x_BtD: Tensor) -> Tensor:
-        """All-gather along T a result that all ranks use identically; backward slices locally."""
+        """All-gather along T a result that all ranks use identically. Backward slices."""
         gather = partial(_all_gather, group=self.group)
         x_BTD: Tensor = run_and_save(exchange_with_grad, x_BtD, gather, self.slice_local)
         return x_BTD
 
     def gather_columns(self, x_BTv: Tensor) -> Tensor:
-        """All-gather the last dim of a result that all ranks use identically, [B, T, V]."""
+        """All-gather along the last dim a result that all ranks use identically, [B, T, V]."""
         return self.gather_replicated(x_BTv.transpose(1, 2)).transpose(1, 2).contiguous()
 
     def _check_divisible(self, x_BT: Tensor) -> None:
@@ -132,14 +132,14 @@ class TensorParallel:
             )
 
     def all_reduce(self, value: Tensor) -> Tensor:
-        """All-reduce a value that each rank uses differently; backward all-reduces gradients."""
+        """Sum a value over ranks that use the sum differently. Backward all-reduces gradients."""
         add = partial(_all_reduce, group=self.group)
         total: Tensor = run_and_save(exchange_with_grad, value, add, add)
         return total
 
 
 def sum_value(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-reduce a value that all ranks use identically; backward is the identity. Collective."""
+    """All-reduce a value, whose sum all ranks use identically. Backward is the identity."""
     add = partial(_all_reduce, group=group)
     total: Tensor = run_and_save(exchange_with_grad, value, add, lambda grad: grad)
     return total
@@ -205,7 +205,7 @@ def _find_lora_shard_dims(model: nn.Module, tp: int) -> dict[nn.Module, int | No
 
 
 def check_tensor_parallel(config: DecoderConfig, tp: int) -> None:
-    """Raise a ValueError that names the field of a decoder that tp does not divide."""
+    """Raise ValueError if tp, the number of ranks, does not divide heads or dims of a decoder."""
     names = ["num_heads", "num_kv_heads", "mlp_hidden_dim", "vocab_size"]
     if config.linear_attention is not None:
         names.append("linear_attention.num_k_heads")

@@ -95,13 +95,14 @@ WORKSPACE_SLICES = {GATHER_SLICES: 1, SEND_SLICES: 2}
 
 
 def workspace_bytes(name: str, num_ranks: int, num_bytes: int) -> int:
-    """Return the workspace of a recorded exchange that sends and receives `num_bytes` in all."""
+    """Return the workspace, in bytes, of exchange `name`, which moves `num_bytes` in and out."""
     return WORKSPACE_SLICES[name] * num_bytes // (2 * (num_ranks - 1))
 
 
 def _gather_on_meta(
     x_tD: Tensor, consume: Callable[[Tensor, int], None], x_TD: Tensor, group: dist.ProcessGroup
 ) -> None:
+    """`SlicedExchange.gather` on meta: record the exchange and send nothing."""
     record_launch(GATHER_SLICES, group.size(), 2 * (x_TD.nbytes - x_tD.nbytes))
     for rank, slice_tD in enumerate(x_TD.chunk(group.size())):
         consume(slice_tD, rank)
@@ -110,6 +111,7 @@ def _gather_on_meta(
 def _send_on_meta(
     produce: Callable[[int, Tensor], None], parts_TD: Tensor, group: dist.ProcessGroup
 ) -> None:
+    """`SlicedExchange.send` on meta: record the exchange and send nothing."""
     slices = parts_TD.chunk(group.size())
     for rank, slice_tD in enumerate(slices):
         produce(rank, slice_tD)
@@ -124,7 +126,7 @@ SYMMETRIC_MEMORY = SlicedExchange(gather_and_consume, produce_and_send)
 def apply_column_linears(
     x_BtD: Tensor, linears: Sequence[nn.Linear], tp: TensorParallel | None
 ) -> list[Tensor]:
-    """All-gather tokens over tp and return y_BTN of each linear, whose weight is sharded over N."""
+    """All-gather tokens over tp, and return y_BTN of each linear, sharded by output features."""
     if tp is None:
         return [linear(x_BtD) for linear in linears]
     exchange = find_exchange(tp, x_BtD, x_BtD.shape[1], x_BtD.shape[2], linears)
@@ -138,7 +140,7 @@ def apply_column_linears(
 
 
 def apply_row_linear(x_BTN: Tensor, linear: nn.Linear, tp: TensorParallel | None) -> Tensor:
-    """Apply a linear whose weight is sharded over N and reduce-scatter its output: y_BtD."""
+    """Apply a linear that is sharded by input features, and reduce-scatter tokens to y_BtD."""
     if tp is None:
         y_BTD: Tensor = linear(x_BTN)
         return y_BTD
@@ -206,6 +208,7 @@ def _apply_sliced(
     x: Tensor,
     linears: Sequence[nn.Linear],
 ) -> Any:
+    """Apply an autograd function of this file to x and the linears' local weights."""
     weights = [get_local_param(linear.weight) for linear in linears]
     sinks = [
         find_sink(linear.weight, weight.shape)
@@ -217,7 +220,7 @@ def _apply_sliced(
 
 
 class _SlicedProducts(NamedTuple):
-    """Exchange, group and gradient sinks of one fused product; not the tensors."""
+    """The exchange, group and gradient sinks of one fused product, without its tensors."""
 
     exchange: SlicedExchange
     group: dist.ProcessGroup
@@ -247,7 +250,7 @@ class _SlicedProducts(NamedTuple):
         return y_BtD
 
     def weight_grad(self, number: int, dy: Tensor, x: Tensor) -> Tensor | None:
-        """Compute dy^T @ x over all tokens; return None if the weight's sink defers the matmul."""
+        """Return dy^T @ x for weight `number`, None if the weight's sink computes it later."""
         sink, operands = self.sinks[number], (dy.flatten(0, 1), x.flatten(0, 1))
         if sink is not None and sink.defer(PlainProducts.weight_grad, *operands):
             return None
@@ -257,7 +260,7 @@ class _SlicedProducts(NamedTuple):
 def _multiply_slice(
     weights_DN: Sequence[Tensor], ys: Sequence[Sequence[Tensor]], x_tD: Tensor, rank: int
 ) -> None:
-    """Multiply one rank's slice with each weight, and write the results into the y tensors."""
+    """Write x_tD, the slice of one rank, times each weight to `ys[weight][rank]`."""
     for weight_DN, slices in zip(weights_DN, ys, strict=True):
         torch.mm(x_tD, weight_DN, out=slices[rank])
 
@@ -265,7 +268,7 @@ def _multiply_slice(
 def _add_products(
     xs: Sequence[Sequence[Tensor]], weights_ND: Sequence[Tensor], rank: int, y_tD: Tensor
 ) -> None:
-    """Write the sum of one rank's products over all weights to y_tD."""
+    """Write the sum over weights of `xs[weight][rank]` times the weight to y_tD."""
     for number, (slices, weight_ND) in enumerate(zip(xs, weights_ND, strict=True)):
         if number:
             y_tD.addmm_(slices[rank], weight_ND)
@@ -274,6 +277,8 @@ def _add_products(
 
 
 class _ColumnProducts(torch.autograd.Function):
+    """Autograd function of `apply_column_linears` with a sliced exchange."""
+
     @staticmethod
     def forward(
         ctx: Any, call: _SlicedProducts, x_BtD: Tensor, *weights_ND: Tensor
@@ -300,6 +305,8 @@ class _ColumnProducts(torch.autograd.Function):
 
 
 class _RowProduct(torch.autograd.Function):
+    """Autograd function of `apply_row_linear` with a sliced exchange."""
+
     @staticmethod
     def forward(ctx: Any, call: _SlicedProducts, x_BTN: Tensor, weight_DN: Tensor) -> Tensor:
         _, wants_x, wants_weight = ctx.needs_input_grad

@@ -36,7 +36,7 @@ LINEAR_OPERANDS: tuple[OperandName, ...] = ("input", "weight", "gradient")
 
 
 class AmaxHistory:
-    """Amax history of some operands, by default a linear's three; equal on all ranks of a stage."""
+    """The amax (largest magnitude) of operands in the last optimizer steps, for delayed scaling."""
 
     def __init__(self, num_steps: int, operands: Sequence[str] = LINEAR_OPERANDS) -> None:
         self.num_steps, self.operands = num_steps, operands
@@ -48,11 +48,14 @@ class AmaxHistory:
         self._answer: _Answer | None = None  # the pending copy that sets `is_sure`
 
     def get_max_amax(self, operand: str) -> Tensor | None:
-        """Return an operand's maximum over recorded steps, fp32 [1]; 0 = none, None = no step."""
+        """Return the maximum over recorded steps, fp32 [1], 0 = no amax. None = no step ended."""
         return self._past.get(operand)
 
     def get_current_amax(self, device: torch.device, *, training: bool) -> dict[str, Tensor]:
-        """Return the tensors to which a training forward adds its amax; {} outside of training."""
+        """Return {operand: fp32 [1]}, which forward and backward raise to this step's amax.
+
+        Returns {} if `training` (the module's mode) is False, or without gradients.
+        """
         if not (training and torch.is_grad_enabled()):
             return {}
         # {} under torch.compile before the tensors exist: a graph cannot allocate tensors that its
@@ -83,7 +86,8 @@ class AmaxHistory:
     def load(self, state: Mapping[str, Tensor], device: torch.device) -> None:
         """Restore the newest `num_steps` of saved `steps`. Host sync.
 
-        An operand without a saved amax starts as before its first step.
+        `state` maps an operand to fp32 [n], the newest step first. An operand without a saved amax
+        starts as before its first step.
         """
         if not (state or self.steps):
             return
@@ -98,7 +102,7 @@ class AmaxHistory:
         self.is_sure, self._answer = all(steps.any() for steps in self.steps.values()), None
 
     def poll_is_sure(self) -> None:
-        """Set `is_sure` if the asynchronous copy from the device is complete. No host sync."""
+        """Set `is_sure` (all operands have a recorded amax) if the device's copy has arrived."""
         answer = self._answer
         if answer is not None and (answer.event is None or answer.event.query()):
             self.is_sure, self._answer = answer.read(self), None
@@ -128,10 +132,10 @@ def advance_histories(
     *,
     is_skipped: bool | Tensor = False,
 ) -> None:
-    """All-reduce the current step's amax over a group, and add it to the histories.
+    """All-reduce (MAX) the current step's amax over a group, and record it in the histories.
 
-    All ranks pass the histories in the same order, and one all-reduce serves all of them. `group`
-    None = one rank. A skipped step (`is_skipped`, bool or a scalar on the device) adds nothing.
+    All ranks pass the histories in the same order, for one all-reduce. `group` None = one rank. A
+    skipped step (`is_skipped`, bool or a scalar on the device) records nothing.
     """
     for history in histories:
         history.allocate_current_amax(device)
@@ -145,7 +149,10 @@ def advance_histories(
 
 @torch.no_grad()
 def push_amax(histories: Sequence[AmaxHistory], largest: Tensor) -> None:
-    """Add a step's amax, fp32 per operand and history, to histories; 0 = the step had no amax."""
+    """Record a step's amax as the newest step of each history, and set the current amax to 0.
+
+    `largest` is fp32, one entry per history and operand, in order. 0 = the operand had no amax.
+    """
     # The number of launches does not depend on the number of histories. No host sync.
     of_length: dict[int, list[tuple[AmaxHistory, str, Tensor]]] = {}
     values = iter(largest.split(1))
@@ -185,6 +192,6 @@ def _update_is_sure(histories: Sequence[AmaxHistory]) -> None:
 
 
 def get_amax_history(module: nn.Module) -> AmaxHistory | None:
-    """Return the amax history of a linear module's products, or None."""
+    """Return the amax history of a linear's products, or None without delayed scaling."""
     history: AmaxHistory | None = getattr(getattr(module, "products", None), "history", None)
     return history

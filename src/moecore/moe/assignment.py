@@ -57,9 +57,11 @@ def choose_by_sinkhorn(logits_NE: Tensor, top_k: int, padding_mask_N: Tensor | N
 def choose_tokens_by_expert(
     scores_NE: Tensor, capacity: Tensor | int, padding_mask_N: Tensor | None
 ) -> Tensor:
-    """Return int64 [N, E]: column e contains e if expert e chose the token, otherwise -1."""
-    # Expert choice routing (arXiv:2202.09368): each expert chooses `capacity` tokens, or all tokens
-    # if there are fewer. No expert chooses padding.
+    """Return int64 [N, E]: column e contains e if expert e chose the token, otherwise -1.
+
+    Expert choice routing (arXiv:2202.09368): each expert chooses the `capacity` tokens with its
+    best scores. No expert chooses padding (True in the mask).
+    """
     # Example, capacity 1: scores [[.9, .4], [.8, .6]] give [[0, -1], [-1, 1]].
     N, E = scores_NE.shape
     if padding_mask_N is not None:
@@ -82,11 +84,16 @@ def mask_choices_within_capacity(
     drop: DropOrder,
     tokens_N: Tensor,
 ) -> Tensor:
-    """Return bool [N, K]: True for choices that remain if an expert takes at most `capacity`."""
-    # `drop` "probability" keeps the highest weights, "position" the first of `tokens_N`, int64,
-    # whose order decides among equal weights, too. No choice, -1, never stays. Example, capacity 1,
-    # ids [[0], [0], [1]], weights [[.2], [.7], [.5]]: "probability" keeps tokens 1, 2, "position"
-    # 0, 2.
+    """Return bool [N, K]: True for choices that remain if an expert takes at most `capacity`.
+
+    Args:
+        ids_NK: expert ids, -1 = no choice, which is False in the result.
+        drop: an expert keeps the choices with the highest weights ("probability"), or the first in
+            the order of `tokens_N` ("position").
+        tokens_N: int64, token indices in the order that decides, also among equal weights.
+    """
+    # Example, capacity 1, ids [[0], [0], [1]], weights [[.2], [.7], [.5]]: "probability" keeps
+    # tokens 1, 2, "position" 0, 2.
     K = ids_NK.shape[1]
     ids = ids_NK.flatten().long()
     expert = torch.where(ids < 0, num_experts, ids)

@@ -38,7 +38,7 @@ class LossFactors:
         return grad if scale is None else grad * scale
 
     def check_loss_scale(self, y: Tensor) -> None:
-        """Raise for fp16 if a loss scale would apply only to the main loss."""
+        """Raise ValueError if y is fp16 and no loss scale is set for the auxiliary losses."""
         dtype = get_autocast_dtype(y) or y.dtype
         if dtype == torch.float16 and (self.loss_scale is None or self.loss_scale() is None):
             raise ValueError(
@@ -56,7 +56,7 @@ class AuxLoss(LossFactors):
 
     @torch.compiler.disable  # its backward counts on the host
     def attach(self, y: Tensor, loss: Tensor) -> Tensor:
-        """Attach a scalar loss of this rank's tokens to y: y's backward gives it its gradient."""
+        """Return y, whose backward gives `loss`, a scalar of this rank's tokens, its gradient."""
         self.check_loss_scale(y)
         return _AttachLoss.apply(y, self.apply_token_weight(loss), self)  # type: ignore[no-any-return]
 
@@ -80,6 +80,8 @@ class AuxLoss(LossFactors):
 
 
 class _AttachLoss(torch.autograd.Function):
+    """Identity on y. Backward gives the loss its gradient, and adds the loss to `owner`."""
+
     @staticmethod
     def forward(ctx: Any, y: Tensor, loss: Tensor, owner: AuxLoss) -> Tensor:
         ctx.owner = owner

@@ -84,7 +84,10 @@ def check_backend(name: str, spec: ExpertSpec) -> None:
 def find_separate_computation(
     name: str, spec: ExpertSpec, *, has_extras: bool
 ) -> Computation | None:
-    """Return the function that replaces `expert_mlp` for these experts; None = `expert_mlp`."""
+    """Return the function that replaces `expert_mlp` for these experts, None = `expert_mlp`.
+
+    `has_extras` is `Experts.has_extras`. May warn that experts are multiplied one by one.
+    """
     # `has_extras`: they have biases or an activation of the model's own.
     is_floating = all(dtype.is_floating_point for dtype in spec.dtypes or ())
     may_group = name == "auto" and spec.recipe is None and is_floating
@@ -132,7 +135,7 @@ def _compute_under_autograd(
 def _multiply_grouped(
     x_RI: Tensor, w_eOI: Tensor, update: LowRankUpdate | None, offs: Tensor
 ) -> Tensor:
-    """Return the products with each expert's matrix and LoRA update; unused rows are undefined."""
+    """Return x @ (w + b @ a)^T per expert, whose rows end at `offs`. Unused rows are undefined."""
     y_RO = grouped_mm(x_RI, w_eOI.transpose(1, 2), offs=offs)
     if update is None:
         return y_RO
@@ -143,6 +146,7 @@ def _multiply_grouped(
 def _compute_expert_by_expert(
     inp: ExpertInput, weights: ExpertWeights, options: ActivationOptions
 ) -> Tensor:
+    """Return y_SD by one product per expert and matrix, the reference. One host sync."""
     inp = convert_to_summed_input(inp)
     rows_SD, index = inp.rows.values, inp.index
     stops = _read_row_ends(index)
@@ -181,10 +185,13 @@ def _read_row_ends(index: ExpertIndex) -> list[int]:
 
 
 def _compute_expert_matrix(w_eOI: Tensor, update: LowRankUpdate | None, i: int) -> Tensor:
+    """Return the matrix of expert i, [O, I], including its LoRA update."""
     return w_eOI[i] if update is None else w_eOI[i] + update.b_eOr[i] @ update.a_erI[i]
 
 
 class _GatherRows(torch.autograd.Function):
+    """Autograd function of `gather_rows_by_index`."""
+
     @staticmethod
     def forward(ctx: Any, x_SD: Tensor, ids_R: Tensor) -> Tensor:
         ctx.save_for_backward(ids_R)
@@ -197,6 +204,8 @@ class _GatherRows(torch.autograd.Function):
 
 
 class _SumRows(torch.autograd.Function):
+    """Autograd function of `sum_rows_by_index`."""
+
     # Under autograd `index_add` saves its fp32 source; its gradient needs the ids alone.
     @staticmethod
     def forward(ctx: Any, y_RD: Tensor, ids_R: Tensor, num_rows: int) -> Tensor:
@@ -209,6 +218,7 @@ class _SumRows(torch.autograd.Function):
 
 
 def _add_rows(y_RD: Tensor, ids_R: Tensor, num_rows: int) -> Tensor:
+    """Sum row r of y into row ids_R[r] of the result, in fp32, rounded once."""
     dtype = torch.promote_types(y_RD.dtype, torch.float32)
     out = torch.zeros(num_rows, *y_RD.shape[1:], dtype=dtype, device=y_RD.device)
     return out.index_add_(0, ids_R, y_RD.to(dtype)).to(y_RD.dtype)

@@ -62,7 +62,7 @@ class BalanceGroups:
     weight: int = 1  # data ranks for which the auxiliary losses of a micro-batch count
 
     def select_cp(self, cp: int | None) -> BalanceGroups:
-        """Return the groups that count tokens of a forward over `cp` ranks; None = `self.cp`."""
+        """Return the groups of a forward over `cp` ranks, None = `self.cp`, or raise ValueError."""
         if cp in (None, self.cp):
             return self
         if cp not in self.by_cp:
@@ -110,17 +110,12 @@ class LoadCounts:
 class LoadTracker(LossFactors):
     """One layer's auxiliary losses and counts since the last optimizer step.
 
-    The first backward allocates `counts`. Later backwards change its tensors in place, so that each
-    replay of a CUDA graph of a forward and backward counts. A replay runs no Python.
-    `graphs.GraphedForwardBackward` therefore does three things:
+    The first backward allocates `counts`, and later backwards change its tensors in place. A replay
+    of a CUDA graph therefore counts, but runs no Python. So `graphs.GraphedForwardBackward` adds
+    `num_captured` to `num_micro_batches` at every replay. Before capture it calls
+    `set_num_micro_batches`, whose factor the graph contains, and drops the counts of its first run.
 
-    - It runs one forward and backward before capture, and calls `reset()` to drop their counts.
-    - It adds `num_captured` to `num_micro_batches` at every replay, so the number can be checked.
-    - It calls `set_num_micro_batches` before capture, because the graph contains the factor of the
-      gradient. The loss scale is a tensor, which replays read.
-
-    If a layer runs several times (`runs`) in each forward of its model, the losses and counts of
-    its runs are summed.
+    If a layer runs several times (`runs`) in each forward, its losses and counts are summed.
     """
 
     def __init__(self, config: MoEConfig, *, runs: int = 1) -> None:
@@ -149,13 +144,14 @@ class LoadTracker(LossFactors):
             tensor.zero_()
 
     def set_config(self, config: MoEConfig) -> None:
-        """Use another balance config from the next step on; drops the counts."""
+        """Use another balance config from the next step on. Drops the counts."""
         self._check_config(config)
         self.config = config
         self.counts = None
         self.reset()
 
     def _check_config(self, config: MoEConfig) -> None:
+        """Raise ValueError for a global-batch loss of a layer that runs several times."""
         # Which of its runs came before depends on the order of backwards.
         if self.runs > 1 and (coef := config.balance.global_batch_coef):
             raise ValueError(
@@ -173,9 +169,7 @@ class LoadTracker(LossFactors):
     def attach_losses(
         self, y: Tensor, routing: Routing, micro_batch: MicroBatch, bias_E: Tensor | None
     ) -> Tensor:
-        """Return y with auxiliary losses and counts attached to its backward; no host sync."""
-        # `bias_E` is the bias with which tokens chose. Without gradients nothing is counted;
-        # without auxiliary losses nothing is launched here, and two kernels in backward.
+        """Return y with losses and counts attached to its backward. `bias_E` = selection bias."""
         if not (torch.is_grad_enabled() and y.requires_grad):
             return y
         if torch.compiler.is_compiling():
@@ -191,6 +185,7 @@ class LoadTracker(LossFactors):
     def _attach_losses(
         self, y: Tensor, routing: Routing, micro_batch: MicroBatch, bias_E: Tensor | None
     ) -> Tensor:
+        """Compute the losses and return y, whose backward calls `commit_counts`."""
         self._move_counts(y.device)
         if self.counts is None and _is_capturing(y):
             raise ValueError(
@@ -278,7 +273,7 @@ class LoadTracker(LossFactors):
             self.counts = counts_on_device
 
     def _end_forward_in_flight(self, seen_E: Tensor | None) -> None:
-        """End the forward that read `seen_E`; raise if another forward was recomputed for it."""
+        """End the forward that read counts `seen_E`. Raise if another one was recomputed for it."""
         if seen_E is None:
             return
         repeated, self._repeated = self._repeated, None
@@ -293,7 +288,7 @@ class LoadTracker(LossFactors):
     def commit_counts(
         self, losses: Tensor | None, seen_E: Tensor | None, observed: tuple[Any, ...]
     ) -> None:
-        """Add one micro-batch to the counts, in backward: two kernels, and one per option."""
+        """Add a micro-batch to the counts, in backward. `_Attach` saved the arguments."""
         ids_TK, capacity_ids_TK, best_TK, logits_TE, bias_E, padding_mask_T = observed
         self.num_in_flight = max(0, self.num_in_flight - 1)
         self._end_forward_in_flight(seen_E)
@@ -388,12 +383,13 @@ def compute_balance_losses(
     token_weight: Tensor | None = None,
     ranks_with_tokens: list[Tensor] | None = None,
 ) -> Tensor:
-    """Return this rank's parts of the auxiliary losses, fp32, in the order of `LOSS_NAMES`."""
-    # The parts of the ranks of `groups.micro_batch` add up to the loss. Coefficients are applied.
-    # One small all-reduce per scope that needs one; no host sync. `ids_TK` are the choices, or best
-    # scores, that are counted; `prior_counts_E` are this rank's counts of such ids in earlier
-    # micro-batches of the step. `token_weight` is the announced weight. Without it one more
-    # all-reduce finds the number of ranks with tokens, which is appended to `ranks_with_tokens`.
+    """Return this rank's parts of the auxiliary losses, fp32 [4] in the order of `LOSS_NAMES`.
+
+    The sum over the ranks of `groups.micro_batch` is the loss, coefficients included. Collective.
+    `ids_TK` are the choices or best scores to count, `prior_counts_E` this rank's earlier counts.
+    `sequences_T` None = sequences of equal length. Without `token_weight`, an all-reduce counts the
+    ranks with tokens, and appends this number to `ranks_with_tokens`.
+    """
     assert routing.logits_TE is not None, "balance losses are moecore's routers' alone"
     balance, E, K = config.balance, config.num_candidates, config.top_k
     # Only "sequence" separates sequences; to the other scopes the tokens are one.

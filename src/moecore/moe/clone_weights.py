@@ -33,7 +33,7 @@ from moecore.moe.clones import AnyClones, view_as_sendable_dtype
 
 @contextmanager
 def concatenate_clones(weights: ExpertWeights, clones: AnyClones | None) -> Iterator[ExpertWeights]:
-    """Concatenate weights of experts and clones; yield them, or None if there are no clones.
+    """Yield the weights of experts and their clones, concatenated. None = only the experts'.
 
     In this context, saved tensors of the concatenated weights are stored as their two parts.
     """
@@ -55,7 +55,7 @@ class _CloneMemory:
         self._parts: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def join(self, local_part: Tensor, clones: Tensor) -> Tensor:
-        """Return [e + n, ...], a copy if there are clones on this rank."""
+        """Return [e + n, ...] of [e, ...] and [n, ...], a copy if there are clones on this rank."""
         if not clones.shape[0]:
             return local_part.view_as(local_part)
         full = _concatenate(local_part, clones)
@@ -63,7 +63,7 @@ class _CloneMemory:
         return full
 
     def pack(self, tensor: Tensor) -> Handle | None:
-        """Return the handle of a view of a concatenated tensor; None for other tensors."""
+        """Return the handle of a saved view of a concatenated tensor. None for other tensors."""
         parts = self._parts.get(get_storage_key(tensor))
         return None if parts is None else _JoinHandle(tensor, *parts[1:])
 
@@ -172,7 +172,7 @@ def _write_grad(grad: Tensor, dtype: torch.dtype, target: GradTarget) -> Tensor:
 
 
 def _append_clone_weights(weights: ExpertWeights, memory: _CloneMemory) -> ExpertWeights:
-    """Fetch the clones' weights, and return the concatenated weights. Collective."""
+    """Fetch the clones' weights and return them after the experts' weights. Collective."""
     clones, quantised = memory.clones, weights.quantised
     updates = [u for u in (weights.update1, weights.update2) if u is not None]
     matrices = [weights.w1_eCD, weights.w2_eDF]
@@ -211,7 +211,7 @@ def _append_clone_weights(weights: ExpertWeights, memory: _CloneMemory) -> Exper
 def _append_clone_matrices(
     quantised: tuple[OperandPair, OperandPair], memory: _CloneMemory
 ) -> tuple[OperandPair, OperandPair]:
-    """Fetch the clones' quantised matrices, and return the concatenated matrices. Collective."""
+    """Fetch the clones' quantised matrices and return them after the experts'. Collective."""
     # The scales of columns may be those of rows, transposed: one view of each memory is fetched.
     leaves: dict[int, Tensor] = {}
     for leaf in tree_leaves(quantised):

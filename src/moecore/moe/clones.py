@@ -42,10 +42,10 @@ from moecore.moe.records import ExpertInput, Routing
 
 
 class Cloner:
-    """Plans the clones of a layer's forwards.
+    """Plans for each forward of a layer which hot experts other ranks compute, too: clones.
 
     `group` has one rank per ep rank, all with the same etp slice of experts as this rank, in order.
-    `exchanges` are those of dispatcher "nvlink"; None with any other dispatcher.
+    `exchanges` is the pool of dispatcher "nvlink", or None with any other dispatcher.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Cloner:
             self._shared_plan.end_step(loads_E, is_skipped=is_skipped)
 
     def drop_plan(self) -> None:
-        """Drop a plan that is used for several steps."""
+        """Drop the `PeriodicPlan`, if there is such a plan. The next step that ends makes one."""
         if self._shared_plan is not None:
             self._shared_plan.clear()
 
@@ -97,7 +97,10 @@ class Cloner:
     def place_clones(
         self, routing: Routing, pairs: Pairs | None, *, training: bool
     ) -> tuple[Routing, AnyClones | None]:
-        """Plan a forward's clones; return the routing with physical ids, and the clones or None."""
+        """Plan a forward's clones. Return the routing with physical ids, and the clones.
+
+        The clones are None if no expert is cloned. Only forwards in `training` are counted.
+        """
         p, ids_TK = self._placement, routing.expert_ids_TK
         if ids_TK.is_meta:  # loads are even, so there are no clones
             return replace(routing, physical_TK=p.convert_to_physical_ids(ids_TK)), None
@@ -124,7 +127,7 @@ class Cloner:
         return plan, counts_GE[: dist.get_rank(p.group)].sum(0, dtype=torch.int32)
 
     def _make_clones(self, experts_N: Tensor, pairs: Pairs | None) -> AnyClones | None:
-        """Return the clones of a plan, or None if there are none.
+        """Return the clones of a plan, or None if no rank has a clone.
 
         With collectives and a plan per forward, this is a host sync.
         """
@@ -163,7 +166,7 @@ class Cloner:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Clones:
-    """One rank's view of the clones of one forward of a layer, sent by collectives."""
+    """The expert weights that one rank sends and receives for the clones of one forward."""
 
     group: dist.ProcessGroup
     pairs: Pairs | None  # the other side runs while weights are sent
@@ -181,7 +184,7 @@ class Clones:
         group: dist.ProcessGroup,
         pairs: Pairs | None = None,
     ) -> Clones:
-        """Return a rank's view of a plan. `experts` has the expert of each place; -1 = empty."""
+        """Return this rank's part of a plan. `experts` = expert of each place, or -1 if empty."""
         # Example, three ranks of two experts and two places each, experts [4, 3, -1, -1, 2, 0]:
         # rank 0 sends its expert 0 to rank 2. Rank 0 gets 3 of rank 1 and then 4 of rank 2: its
         # order is [1, 0].
@@ -209,10 +212,7 @@ class Clones:
         return len(self.order)
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Send tensors [e, ...] of local experts to their clones; return this rank's [n, ...].
-
-        Collective.
-        """
+        """Send tensors [e, ...] of experts to their clones, and return [n, ...]. Collective."""
         rows = self._exchange_rows(
             [t[list(self.send_ids)] for t in tensors], self.num_local_clones, is_home=False
         )
@@ -220,8 +220,10 @@ class Clones:
 
     @torch.no_grad()
     def add_clone_grads_(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Return clones' gradients to their experts' ranks and add them in place; [e, ...]."""
-        # Gradients [e + n, ...] end with the clones'. Added in fp32, rounded once. Collective.
+        """Send clones' gradients to their experts' ranks, add them in place, return [e, ...].
+
+        Gradients [e + n, ...] end with the clones'. Added in fp32, rounded once. Collective.
+        """
         e = [grad.shape[0] - self.num_local_clones for grad in grads]
         outward = [grad[number:] for grad, number in zip(grads, e, strict=True)]
         if not self._is_in_order:
@@ -245,7 +247,10 @@ class Clones:
     def _exchange_rows(
         self, tensors: Sequence[Tensor], number: int, *, is_home: bool
     ) -> list[Tensor]:
-        """Exchange rows by all-to-all; return `number` received rows for each tensor."""
+        """Exchange rows by all-to-all, and return `number` received rows for each tensor.
+
+        `is_home` = from clones to the experts' ranks, otherwise from experts to clones.
+        """
         splits = [list(self.receive_splits), list(self.send_splits)]
         receive, send = reversed(splits) if is_home else splits
         outs = [t.new_empty((number, *t.shape[1:])) for t in tensors]
@@ -291,7 +296,7 @@ AnyClones = Clones | PeerClones
 
 
 def view_as_sendable_dtype(tensor: Tensor) -> Tensor:
-    """Return a view of a tensor as a dtype that every communicator can send."""
+    """View a tensor of one-byte elements as uint8, which every communicator can send."""
     return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
 
 
@@ -302,8 +307,8 @@ class PeriodicPlan:
     rank needs the counts of another rank. Checkpoints do not contain the plan: a resumed run has
     clones after its first step. N is the number of places for clones.
 
-    `num_steps` optimizer steps use one plan. With `is_read` the host reads each plan when it is
-    made.
+    `num_steps` optimizer steps use one plan. `min_excess` is `CloneOptions.min_share`. With
+    `is_read` the host reads each plan when it is made.
     """
 
     def __init__(
@@ -358,6 +363,7 @@ class PeriodicPlan:
             self.experts = plan.experts_N.tolist()
 
     def _get_tensors(self, device: torch.device) -> tuple[ClonePlan, Tensor]:
+        """Return the plan and the loads of its experts, allocated at the first call."""
         if self._plan is None or self._loads_N is None:
             empty_N = torch.full((len(self.experts),), -1, dtype=torch.int32, device=device)
             self._plan = ClonePlan(empty_N, empty_N.clone(), empty_N.clone())

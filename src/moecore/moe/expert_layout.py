@@ -49,7 +49,7 @@ class ExpertLayout(CheckedRecord):
 
 
 def compute_expert_shapes(config: MoEConfig, layout: ExpertLayout) -> dict[str, tuple[int, ...]]:
-    """Return the global shape of each expert parameter by name."""
+    """Return the unsharded shape of each expert parameter, by the layout's name."""
     E, D, F_ = config.num_experts, config.expert_dim, config.hidden_dim
     separate = config.gated and layout.gate_up == "separate"
     columns: tuple[int, ...] = (F_,) if separate else (config.fc1_dim,)

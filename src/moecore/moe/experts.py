@@ -105,8 +105,7 @@ class Experts(nn.Module):
     def set_backend(
         self, backend: ExpertBackend, *, recompute_fc1: bool = False, recipe: Recipe | None = None
     ) -> None:
-        """Select the backend that multiplies the matrices, by a name from `moe/backends.py`."""
-        # `recompute_fc1` saves X alone for backward, and not H; `recipe` None keeps the dtype.
+        """Set the backend by name, whether backward recomputes FC1, and the recipe (None = off)."""
         self.check_backend(backend, recompute_fc1=recompute_fc1, recipe=recipe)
         self.backend = backend
         self.recompute_fc1 = recompute_fc1
@@ -118,7 +117,7 @@ class Experts(nn.Module):
     def check_backend(
         self, backend: str, *, recompute_fc1: bool = False, recipe: Recipe | None = None
     ) -> None:
-        """Raise ValueError for a backend that cannot compute or recompute these experts."""
+        """Raise ValueError if a backend cannot run these experts with `recipe` (None = no FP8)."""
         check_backend(backend, self.make_spec(recipe=recipe))
         if recompute_fc1 and (EXPERT_BACKENDS[backend] is not None or self.has_extras):
             feature = "biases" if self._is_biased else "an activation of the model's own"
@@ -131,7 +130,7 @@ class Experts(nn.Module):
             )
 
     def add_low_rank_updates(self, name: str, update: LowRank) -> None:
-        """Add low-rank updates to a matrix, by the layout's name of w1 or w2."""
+        """Add a LoRA update to the matrix with parameter name `name`, the layout's w1 or w2."""
         names = (self.layout.w1, self.layout.w2)
         if name not in names or self.is_separate:
             raise ValueError(
@@ -196,7 +195,7 @@ class Experts(nn.Module):
         return None
 
     def init_weights(self, *, std: float, key: str, seed: int) -> None:
-        """Initialise weights with N(0, std^2), identically on every layout; biases become 0."""
+        """Set weights to N(0, std^2), seeded by `key`, equal on every layout, and biases to 0."""
         for name, parameter in self.named_parameters(recurse=False):
             if name in (self.layout.b1, self.layout.b2):
                 nn.init.zeros_(parameter)
@@ -204,7 +203,7 @@ class Experts(nn.Module):
                 init_normal_(parameter, std=std, key=f"{key}.{name}", seed=seed)
 
     def make_spec(self, **fields: Any) -> ExpertSpec:
-        """Make the record of properties that decide which backends can compute these experts."""
+        """Make the record that decides which backends can run these experts, with more `fields`."""
         return ExpertSpec(
             gated=self.config.gated,
             interleaved=self._is_interleaved,
@@ -216,9 +215,8 @@ class Experts(nn.Module):
         )
 
     def forward(self, inp: ExpertInput) -> Tensor | UnsummedRows:
-        """Return y_SD, the weighted sum over the local experts of each source row."""
-        # It has the dtype of `inp.rows`, is added in fp32 and rounded once, and is a partial sum
-        # under ep and etp. Expert rows are not summed where `inp.unsummed` is set.
+        """Return y_SD, the sum over local experts, partial under ep and etp, or `UnsummedRows`."""
+        # In the dtype of `inp.rows`, added in fp32 and rounded once; not added if `inp.unsummed`.
         with self.reader.exclude_from_activations():
             weights = self._prepare_weights(inp.rows.dtype)
             with (
@@ -229,6 +227,7 @@ class Experts(nn.Module):
                 return self._run_backend(inp, all_weights or weights)
 
     def _run_backend(self, inp: ExpertInput, weights: ExpertWeights) -> Tensor | UnsummedRows:
+        """Run `expert_mlp` with cached options, or the backend's own function."""
         depends_on = self._make_options_key(inp.rows, weights)
         last, options = self._options_cache
         if options is None or depends_on is None or depends_on != last:
@@ -304,6 +303,7 @@ class Experts(nn.Module):
         return self.config.gated and self.layout.gate_up == "interleaved"
 
     def _prepare_weights(self, dtype: torch.dtype) -> ExpertWeights:
+        """Read this rank's weights, in `dtype` without a recipe, for `expert_mlp`."""
         config = self.config
         w1_eCD, sink1 = self._read_fc1_eCD(dtype)
         w2_eDF = self._read_param("w2", dtype)
@@ -322,7 +322,7 @@ class Experts(nn.Module):
         )
 
     def _get_amax_tensors(self, device: torch.device) -> Magnitudes | None:
-        """Return recorded and current amax tensors of expert rows, for delayed FP8 scaling."""
+        """Return recorded and current amax of expert rows. None without delayed FP8 scaling."""
         history = self.history
         if history is None:
             return None
@@ -364,7 +364,7 @@ class Experts(nn.Module):
         return w1_eCD, self._make_grad_sink("w1", w1_eCD)
 
     def _make_grad_sink(self, role: str, matrices: Tensor) -> GradSink | None:
-        """Return the sink of a weight's gradient; None if memory orders differ."""
+        """Return the sink of a weight's gradient. None = autograd, or a transposed layout."""
         if self.layout.transposed:
             return None
         return find_sink(getattr(self, getattr(self.layout, role)), matrices.shape)
@@ -384,7 +384,7 @@ class Experts(nn.Module):
         inputs: SlicePart = lambda a_erI: a_erI,
         outputs: SlicePart = lambda b_eOr: b_eOr,
     ) -> LowRankUpdate | None:
-        """Return the low-rank update of a matrix on this rank, or None."""
+        """Return this rank's LoRA update of matrix `name`, sliced by `inputs` and `outputs`."""
         if name not in self.updates:
             return None
         return self.updates[name].make_update(
@@ -411,7 +411,7 @@ class Experts(nn.Module):
 
 
 def _declare_used_rows(inp: ExpertInput, *, is_quantised: bool) -> AbstractContextManager[None]:
-    """Return a context that tells saved-tensor packers which of R and S rows are used."""
+    """Return a context that tells saved-tensor packers which of the R and S rows are used."""
     # Lengths tell matrices apart. Where R is S the source rows are known by their storage, unless
     # experts save quantised rows instead.
     if (inp.unsummed is None and inp.balanced is None) or torch.compiler.is_compiling():
@@ -436,7 +436,7 @@ def make_activation_options(
     interleaved: bool = False,
     function: Callable[[Tensor], Tensor] | None = None,
 ) -> ActivationOptions:
-    """Make the options of a layer's activation; `interleaved` = gate and up columns alternate."""
+    """Make a layer's activation options. `interleaved` = gate and up alternate in FC1's columns."""
     return ActivationOptions(
         kind=config.activation,
         limit=config.activation_limit,

@@ -67,6 +67,7 @@ def force_expert_loads(model: nn.Module, shares: Mapping[int, float]) -> None:
 
 
 def _force_choices(layer: MoELayer, ids: Callable[[int, int, int, torch.device], Tensor]) -> None:
+    """Let `ids(T, E, K, device)`, int32 [T, K], choose the router's experts, and fix its bias."""
     layer.get_part("router").forced_ids = ids
     off: Any = dict(bias_update_rate=0.0, bias_update="sign", bias_per_micro_batch=False)
     layer.set_balance(replace(layer.config.balance, **off))
@@ -80,7 +81,7 @@ def make_ids_from_shares(
     *,
     shares: Mapping[int, float],
 ) -> Tensor:
-    """Return int32 ids [T, K], distinct in each token, so that experts have given shares."""
+    """Return int32 ids [T, K], distinct in each token, with the given shares of all choices."""
     # Experts lie on [0, K), each as long as K times its share, at most 1; a token has those at u,
     # u + 1, .. for a u in [0, 1) of its own.
     rest = (1 - sum(shares.values())) / max(1, num_experts - len(shares))
@@ -94,7 +95,7 @@ def make_ids_from_shares(
 
 
 def make_even_ids(num_tokens: int, num_experts: int, top_k: int, device: torch.device) -> Tensor:
-    """Return int32 ids [T, K]: the j-th choice of all tokens is `j * step % E`."""
+    """Return int32 ids [T, K]: choice j, counted over all tokens, is `j * step % E`."""
     # The step is the first number from 2E / 3K on that has no divisor in common with E. A token's
     # experts then span two thirds of all, so it goes to about as many ranks as one with random
     # choices: E=128, K=8, 8 ranks: 5.5 and 5.3; 4 ranks: 3.4 and 3.6.

@@ -81,7 +81,7 @@ class RoutedLayer(nn.Module):
         return self.tracker.runs
 
     def get_part_name(self, role: str) -> str:
-        """Return the name of a part relative to this layer, by its role; "" = this layer."""
+        """Return the name of "router", "experts" or "shared" below this layer. "" = the layer."""
         raise NotImplementedError
 
     def get_part(self, role: str) -> Any:
@@ -89,7 +89,7 @@ class RoutedLayer(nn.Module):
         raise NotImplementedError
 
     def check_config(self, name: str, config: MoEConfig) -> None:
-        """Raise a ValueError if this layer, named `name` in its model, cannot use a config."""
+        """Raise ValueError if this layer, called `name` in its model, cannot use the config."""
 
     def set_balance(self, balance: BalanceConfig) -> None:
         """Replace the balance config of this layer."""
@@ -106,25 +106,27 @@ class RoutedLayer(nn.Module):
                 owner.config = config
 
     def drop_step(self) -> None:
-        """Drop the counts since the last optimizer step, and cast copies of weights."""
+        """Drop the counts since the last optimizer step, and the quantised copies of weights."""
         self.tracker.reset()
         self.get_part("experts").reader.drop_copies()
         if self.cloner is not None:
             self.cloner.drop_step()
 
     def run_empty(self, x_0D: Tensor) -> Tensor:
-        """Return the forward of zero tokens, without the hooks of this module."""
+        """Return the forward of zero tokens, without calling the hooks of this module."""
         return self.forward(x_0D)  # type: ignore[no-any-return]
 
     def _run_experts(self, expert_input: ExpertInput) -> Any:
-        """Run the experts module, and return the sums [S, L] or `UnsummedRows`."""
+        """Run the experts module, and return the sums [S, L], or `UnsummedRows` if requested."""
         raise NotImplementedError
 
     def _run_routed_experts(
         self, rows_TL: Tensor, routing: Routing, *, is_kept: bool = False
     ) -> Tensor:
-        """Return the weighted sum over the chosen experts of each token, [T, L]."""
-        # `rows_TL` have the dtype of the exchange; with `is_kept` another operation saves them.
+        """Dispatch, run experts and combine: return each token's weighted sum of experts, [T, L].
+
+        `is_kept` = another operation saves `rows_TL` for backward, too.
+        """
         zero_weights_T1: Tensor | None = None
         if self.config.zero_experts:
             routing, zero_weights_T1 = split_zero_experts(routing, self.config.num_experts)
@@ -157,7 +159,10 @@ class RoutedLayer(nn.Module):
     def _track_load(
         self, y: Tensor, routing: Routing, micro_batch: MicroBatch, bias_E: Tensor | None
     ) -> Tensor:
-        """Return y; in training, count loads and attach the auxiliary losses to y's gradient."""
+        """Return y. In training, count loads and attach the auxiliary losses to y's gradient.
+
+        `bias_E` is the router's selection bias. In eval mode, a backward of y warns.
+        """
         if not self.training:
             if y.requires_grad and not torch.compiler.is_compiling():
                 y.register_hook(_warn_of_eval)

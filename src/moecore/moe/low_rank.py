@@ -24,7 +24,7 @@ SlicePart = Callable[[Tensor], Tensor]
 
 
 class LowRank(nn.Module):
-    """The LoRA updates of one stack of matrices: adapter -> A [E, r, I], B [E, O, r] and s."""
+    """LoRA updates of matrices [E, O, I]: A [E, r, I], B [E, O, r] and a scale per adapter."""
 
     def __init__(
         self, pairs: Mapping[str, tuple[nn.Parameter, nn.Parameter]], scaling: Mapping[str, float]
@@ -42,9 +42,11 @@ class LowRank(nn.Module):
     def make_update(
         self, read: Read, *, inputs: SlicePart, outputs: SlicePart
     ) -> LowRankUpdate | None:
-        """Return the update that forward adds on this rank; None = no adapter."""
-        # `read` returns this rank's part of a parameter, `inputs` of [e, r, I] and `outputs` of
-        # [e, O, r] what belongs to this rank's parts of I and O, all differentiably.
+        """Return the update that forward adds on this rank. None = no adapter.
+
+        `read` returns this rank's part of a parameter. `inputs` slices this rank's part of I from
+        [e, r, I], and `outputs` its part of O from [e, O, r]. All are differentiable.
+        """
         pairs = [(read(self.lora_A[n]), read(self.lora_B[n]), self.scaling[n]) for n in self.in_use]
         if not pairs:
             return None

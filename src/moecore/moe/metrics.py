@@ -138,6 +138,7 @@ def _compute_drop_rates(values: dict[str, LayerNumbers]) -> dict[str, float]:
 
 
 def _add_layer_names(name: str, of_layers: dict[str, float]) -> dict[str, float]:
+    """Return the layers' numbers under keys `name/layer`."""
     return {f"{name}/{layer}": value for layer, value in of_layers.items()}
 
 

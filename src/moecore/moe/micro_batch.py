@@ -25,7 +25,7 @@ ROUNDING = 1e-9  # 1.1 * 40 must not become 45 because of its last binary digit
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
-    """The tokens that are routed together."""
+    """The tokens that a router compares: T tokens of this rank, and N tokens of all ranks."""
 
     # Number of rows, of which this rank has slices of equal length. A row is a sequence, unless
     # `cu_seqlens` has other bounds.
@@ -51,7 +51,11 @@ class MicroBatch:
         cp: int,
         token_ids: Tensor | None,
     ) -> MicroBatch:
-        """Return the micro-batch of a layer's input x [T, D] or [B, T, D]; checks shapes."""
+        """Return the micro-batch of a layer's input x [T, D] or [B, T, D].
+
+        The other arguments are the fields. The mask and `token_ids` have the shape of x without D.
+        Raises ValueError for a wrong shape or dtype of the mask or `cu_seqlens`.
+        """
         if padding_mask is not None:
             if padding_mask.shape != x.shape[:-1] or padding_mask.dtype != torch.bool:
                 raise ValueError(
@@ -80,9 +84,10 @@ class MicroBatch:
         return 1 if self.group is None else self.group.size()
 
     def gather(self, x_TX: Tensor) -> Tensor:
-        """All-gather rows, equally many per rank, in the order of one process; no gradient."""
-        # Collective. Example, two ranks, B=2: rows a0 b0 on one and a1 b1 on the other give a0 a1
-        # b0 b1.
+        """All-gather rows [T, X] to [N, X], in the token order of one process. No gradient.
+
+        Example, two ranks, B=2: rows a0 b0 and a1 b1 give a0 a1 b0 b1.
+        """
         x_TX = x_TX.detach()
         if self.group is None:
             return x_TX
@@ -99,7 +104,7 @@ class MicroBatch:
         return result
 
     def slice_local(self, x_NX: Tensor) -> Tensor:
-        """Return this rank's T rows of a tensor x_NX in `gather_objects`'s order."""
+        """Return this rank's T rows of x_NX, whose rows have the order of `gather`."""
         if self.group is None:
             return x_NX
         if self.cp > 1:
@@ -112,7 +117,7 @@ class MicroBatch:
         return result
 
     def _compute_token_indices(self, num_tokens: int, device: torch.device) -> Tensor:
-        """Return int64 [ranks, T]: each rank's token indices among the N tokens, with cp."""
+        """Return int64 [ranks, T]: each rank's token indices among the N tokens, if cp > 1."""
         B, tp = max(self.num_sequences, 1), self.num_ranks // self.cp
         borders = self.cu_seqlens
         if borders is None:
@@ -121,14 +126,16 @@ class MicroBatch:
         return token_ids.transpose(1, 2).reshape(self.num_ranks, -1)
 
     def gather_padding(self) -> Tensor | None:
-        """Return padding_mask_N; collective if there are a group and a mask."""
+        """All-gather the padding mask, bool [N]. None without a mask."""
         if self.padding_mask_T is None:
             return None
         return self.gather(self.padding_mask_T.to(torch.uint8)).bool()
 
     def find_sequences(self, num_tokens: int) -> tuple[int, Tensor | None]:
-        """Return the number of sequences, and int64 [T], the sequence of each local token."""
-        # The latter is None where sequences are consecutive tokens of equal number.
+        """Return the number of sequences, and the sequence of each local token, int64 [T].
+
+        The second is None if all sequences have the same length. `num_tokens` is T.
+        """
         if self.cu_seqlens is None:
             return self.num_sequences, None
         documents_N = find_documents(self.cu_seqlens, num_tokens * self.num_ranks)
@@ -142,10 +149,12 @@ def sort_by_position(
     device: torch.device,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Return int64 [N]: token indices sorted by position, and by sequence within a position."""
-    # A position counts the real tokens before it in its sequence; padding stands anywhere.
-    # `cu_seqlens` replaces `num_sequences` of equal number.
-    # Example, two sequences of two tokens: 0 2 1 3; with token 2 as padding 2 0 3 1.
+    """Argsort N tokens by their position in their sequence, and by sequence if equal. int64 [N].
+
+    A position counts the tokens before it without padding (True in the mask). `cu_seqlens`, int32
+    [n + 1], bounds the sequences. None = `num_sequences` of equal length. Example, two sequences of
+    two tokens: 0 2 1 3. With token 2 as padding: 2 0 3 1.
+    """
     if cu_seqlens is not None:
         return _sort_documents_by_position(num_tokens, cu_seqlens, padding_mask_N)
     B = max(num_sequences, 1)
@@ -158,6 +167,7 @@ def sort_by_position(
 def _sort_documents_by_position(
     num_tokens: int, cu_seqlens: Tensor, padding_mask_N: Tensor | None
 ) -> Tensor:
+    """Compute `sort_by_position` for sequences that `cu_seqlens` bounds."""
     real_N = torch.ones(num_tokens, dtype=torch.bool, device=cu_seqlens.device)
     if padding_mask_N is not None:
         real_N = ~padding_mask_N
@@ -170,9 +180,11 @@ def _sort_documents_by_position(
 def compute_capacity(
     factor: float, num_tokens: int, top_k: int, num_experts: int, padding_mask_N: Tensor | None
 ) -> tuple[int, Tensor | int]:
-    """Return the capacity of an expert as a maximum for buffers, and without the padding."""
-    # The first is ceil(factor * N * K / E), for buffers. The second has the real tokens as N: a
-    # 0-dim int64 tensor with a mask (no host sync), else the same int.
+    """Return ceil(factor * N * K / E), the token limit per expert, with and without padding.
+
+    The first is for buffer sizes and counts padding. The second is an int64 scalar tensor if a mask
+    is given (no host sync), otherwise the same int.
+    """
     per_token = factor * top_k / num_experts
     max_tokens = math.ceil(num_tokens * per_token - ROUNDING)
     if padding_mask_N is None:

@@ -35,17 +35,20 @@ T = TypeVar("T")
 
 
 class PairedModel(Protocol):
-    """A model whose parameters and gradients both sides of a pair use."""
+    """A model that runs the forward of one micro-batch and the backward of another alternately."""
 
     def pair_passes(self) -> AbstractContextManager[None]:
-        """Return a context in which one announced forward alternates with one backward."""
+        """Return a context in which one forward alternates with one backward of the model."""
 
     def resume(self, is_backward: bool) -> None:
-        """Unshard the parameters that a side uses, when the side gets the baton back."""
+        """Unshard the parameters of the side that continues: the backward if `is_backward`."""
 
 
 class Pairs:
-    """Runs pairs of a forward and a backward; `can_alternate` = some layer has exchanges."""
+    """Runs a forward and another micro-batch's backward alternately, to hide exchanges.
+
+    `can_alternate` = some layer has exchanges, at which the two sides alternate.
+    """
 
     def __init__(self, models: Sequence[PairedModel]) -> None:
         self.can_alternate = True
@@ -59,10 +62,9 @@ class Pairs:
         return None if torch.compiler.is_compiling() else self._pair
 
     def run(self, forward: Callable[[], T], backward: Callable[[], None]) -> T:
-        """Run both sides of a pair, and return the forward's value."""
-        # The forward starts first, in this thread, and runs no backward. The backward of an
-        # existing graph runs in a second thread, without contexts of this thread such as autocast.
-        # The first exception of either side is raised, and ends the other side at its next
+        """Run both sides, and return the forward's value. Raise the first error of either side."""
+        # The forward starts first, in this thread. The backward runs in a second thread, without
+        # contexts of this thread such as autocast. An exception ends the other side at its next
         # exchange. In a dry run or without exchanges, the backward runs after the forward. The
         # recorded peak memory of a dry run is then an upper bound.
         if is_dry() or not self.can_alternate:
@@ -88,6 +90,7 @@ class Pairs:
         backward: Callable[[], None],
         stream: torch.cuda.Stream | None,
     ) -> T:
+        """Run the backward in a second thread, and return the value of the forward."""
         pair = self._pair = _Pair(self._models)
         # Autograd has one thread per device, which the backward occupies until it ends. So the
         # forward may call autograd only in its own thread (`set_multithreading_enabled(False)`).
@@ -107,7 +110,7 @@ class Pairs:
 
     @contextmanager
     def launch_early(self, *, waits: bool = False) -> Iterator[None]:
-        """Return a context whose collectives wait only for work queued before the last `waits`."""
+        """Return a context whose collectives wait only for work before the last waits=True."""
         if not torch.cuda.is_initialized():
             yield
             return
@@ -136,7 +139,7 @@ class _OtherFailed(Exception):  # an Exception: modules call their always_call h
 
 
 class _Pair:
-    """A running pair of a forward and a backward that alternate."""
+    """A running forward and backward, of which only the side that has the baton runs."""
 
     def __init__(self, models: Sequence[PairedModel]) -> None:
         self.error: BaseException | None = None  # the first exception of either side
@@ -146,7 +149,7 @@ class _Pair:
         self._changing = Lock()  # guards `_holder`, `is_running` and `error`
 
     def run_forward(self, forward: Callable[[], T]) -> Any:
-        """Return the forward's value and the generators' states after it; None if it raises."""
+        """Return the forward's value and the RNG states after it. None if it raises an error."""
         try:
             return forward(), get_rng_states()
         except BaseException as error:
@@ -169,14 +172,15 @@ class _Pair:
             self._end_side(side)
 
     def give_back_baton(self) -> None:
-        """Return the baton to a side that handed it over early. Called before exchanges."""
+        """Let the other side run first if it gave the baton early. Called before exchanges."""
         if self._get_other_side(self._holder).is_early:
             self.hand_over_baton()
 
     def hand_over_baton(self, *, is_early: bool = False) -> None:
-        """Hand the baton over; return when the other side hands it back, or has ended."""
-        # The caller holds the baton. With `is_early` it comes back before the other's next
-        # exchange.
+        """Let the other side run, until it hands the baton back or has ended.
+
+        With `is_early` the other side hands the baton back before its next exchange.
+        """
         side = self._holder
         other = self._get_other_side(side)
         with self._changing:
@@ -208,6 +212,7 @@ class _Pair:
             self.error = self.error or error
 
     def _end_side(self, side: _Side) -> None:
+        """Mark a side as ended, and give the baton to the other side if that runs."""
         other = self._get_other_side(side)
         with self._changing:
             side.is_running = False
@@ -219,10 +224,11 @@ class _Pair:
 def exchange(
     starts: Sequence[Callable[..., Any]], pairs: Pairs | None = None, *, may_overlap: bool = False
 ) -> None:
-    """Run independent collectives. In a pair the other side runs meanwhile."""
-    # Each function in `starts` accepts `async_op` and returns its work. With `may_overlap` the
-    # collectives read no result of work launched after the last `read_numbers`, and write memory
-    # that was allocated inside `Pairs.launch_early`.
+    """Run independent collectives, each by start(async_op=...). In a pair the other side runs.
+
+    `may_overlap` = they read no result of work launched after the last `read_numbers`, and write
+    memory that was allocated inside `Pairs.launch_early`.
+    """
     pair = None if pairs is None else pairs.open_pair
     if pairs is None or pair is None:
         for start in starts:
@@ -237,7 +243,7 @@ def exchange(
 
 
 def read_numbers(start: Callable[..., Any], numbers: Tensor, pairs: Pairs | None = None) -> Any:
-    """Run a collective, and return the numbers that it writes, as a list on the host."""
+    """Run collective `start`, and return `numbers`, which it writes, as a list. Host sync."""
     # See `exchange` for `start`. In a pair the other side runs until the host has the numbers.
     pair = None if pairs is None else pairs.open_pair
     if pairs is None or pair is None:

@@ -28,13 +28,13 @@ T = TypeVar("T")
 
 
 def get_fp8_blocks(param: Tensor) -> Blocks | None:
-    """Return the FP8 blocks of a parameter that was all-gathered in FP8, otherwise None."""
+    """Return the blocks of a parameter all-gathered or stored in FP8. None = it has values."""
     return getattr(param, GATHERED_BLOCKS, None)
 
 
 @torch.no_grad()
 def _make_value_key(param: Tensor) -> tuple[int, ...]:
-    """Return the address and the versions of a parameter, which change with its values."""
+    """Return the address and the version counters of a parameter. New values change them."""
     # An operation on a DTensor increments the DTensor's version, one on its local part the part's.
     local = get_local_tensor(param)
     return local.data_ptr(), sum_versions(local), sum_versions(param)
@@ -70,7 +70,7 @@ class ParamReader:
         return local
 
     def read_fp8_blocks(self, param: nn.Parameter) -> Blocks | None:
-        """Return the FP8 blocks of a parameter that was all-gathered in FP8, otherwise None."""
+        """Return the blocks of a parameter all-gathered or stored in FP8. None = it has values."""
         blocks = get_fp8_blocks(param)
         if blocks is not None and self._packs:
             for tensor in blocks.tensors():
@@ -80,7 +80,10 @@ class ParamReader:
     def get_quantised_weights(
         self, key: Hashable, params: Sequence[nn.Parameter], make: Callable[[], T]
     ) -> T | None:
-        """Return quantised weights that forward and backward share; None if `keep` is False."""
+        """Return `make()`, quantised `params`, or the copy of this step under the same `key`.
+
+        A copy is not used if a parameter has changed. Returns None if `keep` is False.
+        """
         if not self.keep:
             return None
         before, copy = self._copies.pop(key, (None, None))
@@ -103,6 +106,7 @@ class ParamReader:
 
     @contextmanager
     def _pack_saved_weights(self) -> Iterator[None]:
+        """Return a context in which `_pack` packs tensors that are saved for backward."""
         self._packs = True
         try:
             with use_packer(self._pack):
@@ -112,10 +116,11 @@ class ParamReader:
             self._operands.clear()
 
     def _pack(self, tensor: Tensor) -> Handle | None:
+        """Return a handle for a saved weight or its copy, which are no activations, or None."""
         return TensorHandle(tensor) if get_storage_key(tensor) in self._operands else None
 
     def start_micro_batch(self, *, is_last: bool) -> None:
-        """Start a micro-batch. Copies are shared until `is_last`, the last of an optimizer step."""
+        """Start a micro-batch. Later micro-batches share its copies, unless it `is_last`."""
         self._shares = self.keep and not is_last
 
     def drop_copies(self) -> None:

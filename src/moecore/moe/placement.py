@@ -24,7 +24,7 @@ from moecore.moe.records import Dispatcher, Routing
 
 
 def compute_balanced_tokens(num_tokens: int, top_k: int, num_experts: int, num_local: int) -> int:
-    """Return the average tokens received by a rank of `num_local` experts, by random choice."""
+    """Return how many of `num_tokens` tokens choose one of `num_local` experts, on average."""
     return round(num_tokens * _compute_choice_probability(top_k, num_experts, num_local))
 
 
@@ -131,13 +131,14 @@ class DomainPlacement(ExpertPlacement):
         return round(num_tokens * share)
 
     def _compute_reach_probability(self, top_k: int, num_experts: int) -> float:
+        """Return the probability that a token has a choice among `num_experts` experts."""
         return _compute_choice_probability(top_k, self.num_domains * self.num_experts, num_experts)
 
 
 def make_domain_placement(
     placement: ExpertPlacement, inside: dist.ProcessGroup, num_domains: int
 ) -> DomainPlacement:
-    """Return the placement of this rank's domain within a placement over several domains."""
+    """Return the placement of this rank's domain, whose ranks are `inside`."""
     return DomainPlacement(
         group=inside,
         num_experts=placement.num_experts // num_domains,

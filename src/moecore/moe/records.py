@@ -88,9 +88,11 @@ class ChoiceTape(Protocol):
     def get_recorded_choice(
         self, num_tokens: int, device: torch.device, choose: Callable[[], Tensor]
     ) -> tuple[Tensor, Tensor | None] | None:
-        """Return int32 ids and fp32 weights [T, K] of this forward; None = the router chooses."""
-        # `choose()` is the router's choice, for ids without a record. It is collective if the rule
-        # compares tokens. A weight of -1 is the router's for this choice; None = all weights are.
+        """Return recorded int32 ids and fp32 weights [T, K]. None = the router chooses.
+
+        `choose()` returns the router's ids, for tokens without a record. It is collective if the
+        rule compares tokens. A weight of -1, or None for all, = the router computes the weight.
+        """
 
     def observe_choice(self, ids_TK: Tensor) -> None:
         """Observe the expert ids of this forward, before capacity drops choices."""
@@ -100,7 +102,7 @@ class ChoiceTape(Protocol):
 
 
 class BalancedRows(NamedTuple):
-    """Numbers of used rows with even loads, if only the device knows the real numbers."""
+    """Numbers of source and expert rows at even loads, if only the device knows real numbers."""
 
     source: int
     expert: int | None  # None where R is exact
@@ -142,7 +144,7 @@ class ExpertInput:
     receiver: GradientReceiver | None = None
 
     def replace_rows(self, rows: Rows) -> ExpertInput:
-        """Return a copy with other rows; `replace` costs four times as much host time."""
+        """Return a copy with other source rows, faster than `dataclasses.replace`."""
         fields = (self.index, self.plan, self.unsummed, self.balanced, self.clones, self.receiver)
         return ExpertInput(rows, *fields)
 
@@ -173,16 +175,18 @@ class Dispatcher(Protocol):
     pairs: Pairs | None = None
 
     def has_spare_rows(self, *, pads: bool) -> bool:
-        """Whether buffers are larger than the received rows, counted only on the device."""
-        # `pads` is that of `Routing`. By default shapes are exact.
+        """Whether buffers may be larger than the received rows. `pads` is `Routing.pad`."""
         return False
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """Send every token once to each rank that owns at least one of its experts."""
+        """Send every token once to each rank that owns one of its experts. Return local rows."""
 
     def combine(self, y_SD: Any, plan: Any) -> Tensor:
-        """Return each partial sum once to its token's rank; returns their fp32 sum, y_TD."""
-        # y_SD is a tensor, or `UnsummedRows` where the experts' input was `unsummed`.
+        """Send partial sums to their tokens' ranks. Return their sum per token, y_TD.
+
+        `y_SD` is the experts' output, as weighted sums [S, D] or as `UnsummedRows`. `plan` is
+        `ExpertInput.plan`. Sums are added in fp32.
+        """
 
 
 class _HandleRows(torch.autograd.Function):
@@ -204,7 +208,10 @@ class _HandleRows(torch.autograd.Function):
 
 
 def convert_to_summed_input(inp: ExpertInput) -> ExpertInput:
-    """Return the input with unquantised, differentiable rows, for experts that sum their rows."""
+    """Return the input with unquantised, differentiable rows, for experts that sum their rows.
+
+    Raises ValueError if the dispatcher does not save the rows (`NVLinkOptions.keep_rows`).
+    """
     if inp.unsummed is None:
         return inp if inp.rows.scales is None else inp.replace_rows(Rows(inp.rows.widen()))
     if inp.unsummed.refetch is not None:

@@ -27,16 +27,7 @@ from moecore.moe.records import ExpertInput, Routing
 
 
 class RoutedExperts(RoutedLayer, Experts):
-    """Dispatch, routed experts and combine; `parallelize_moe` replaces the local dispatcher.
-
-    Args:
-        config: sizes, activation and biases of the experts. Its routing fields are not used,
-            and its `balance` must be off.
-        layout: names and order of the stored weights.
-        own_activation: see `Experts`.
-        device: device of the parameters; "meta" allocates nothing.
-        dtype: dtype of the parameters.
-    """
+    """The routed experts of a model that has its own router, with dispatch and combine."""
 
     def __init__(
         self,
@@ -63,7 +54,7 @@ class RoutedExperts(RoutedLayer, Experts):
         return self if role == "experts" else None
 
     def check_config(self, name: str, config: MoEConfig) -> None:
-        """Raise a ValueError if the config differs: the router is not moecore's."""
+        """Raise ValueError if the config differs from this layer's: the router is not moecore's."""
         for field in fields(config):
             value = getattr(config, field.name)
             if value != getattr(self.config, field.name):

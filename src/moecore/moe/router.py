@@ -41,7 +41,7 @@ TABLE_ROWS = 8192  # of token ids that are given experts at once
 
 
 class Router(nn.Module):
-    """A linear layer, a score function and a top-k choice.
+    """Chooses K experts for each token, and the weight of each choice, from logits x @ weight^T.
 
     Parameters and buffers:
         weight: [E, D].
@@ -111,7 +111,7 @@ class Router(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def init_weights(self, *, std: float, key: str, seed: int) -> None:
-        """Initialise the parameters, identically on every layout; the hash table is random."""
+        """Initialise parameters, equal on every layout and seeded by `key`, and the hash table."""
         init_normal_(self.weight, std=std, key=f"{key}.weight", seed=seed)
         for tensor in (self.bias, self.selection_bias):
             if tensor is not None:
@@ -126,9 +126,11 @@ class Router(nn.Module):
                 rows_vK.copy_(scores_vE.topk(rows_vK.shape[1]).indices)
 
     def forward(self, x_TD: Tensor, micro_batch: MicroBatch | None = None) -> Routing:
-        """Return the routing of T tokens of any float dtype; no host sync."""
-        # Collective over `micro_batch.group` if tokens are compared: with a capacity, Sinkhorn,
-        # expert choice, or a bias per micro-batch. None = one sequence on this rank alone.
+        """Return the routing of x_TD. `micro_batch` None = one sequence of this rank only.
+
+        Collective if tokens are compared: with a capacity, Sinkhorn, expert choice, or a bias per
+        micro-batch. No host sync.
+        """
         micro_batch = micro_batch or MicroBatch()
         if self.config.router_jitter and self.training:
             width = self.config.router_jitter
@@ -173,6 +175,7 @@ class Router(nn.Module):
         )
 
     def _compute_logits(self, x_TD: Tensor) -> Tensor:
+        """Return logits [T, E] in fp32, or in fp64 by `config.router_dtype`."""
         weight_ED, bias_E = self._read_weight_and_bias()
         if self.config.router_dtype == "float64":
             return router_logits_ref(x_TD, weight_ED, bias_E, dtype=torch.float64)
@@ -181,7 +184,7 @@ class Router(nn.Module):
     def _choose_or_replay(
         self, logits_TE: Tensor, micro_batch: MicroBatch
     ) -> tuple[Tensor, Tensor]:
-        """Choose experts, or replay a tape's record; return int32 ids and fp32 weights [T, K]."""
+        """Return int32 ids and fp32 weights [T, K], recorded by the tape or chosen now."""
         if self.tape is not None:
             T, device = logits_TE.shape[0], logits_TE.device
             logits = logits_TE.detach()
@@ -237,7 +240,7 @@ class Router(nn.Module):
         return result
 
     def _assign_experts(self, logits_TE: Tensor, micro_batch: MicroBatch) -> Tensor:
-        """Return ids [T, K] of a rule that compares tokens: Sinkhorn, expert choice, a user's."""
+        """Return ids [T, K] by a rule that compares tokens: Sinkhorn, expert choice or a user's."""
         config, E, K = self.config, self.config.num_experts, self.config.top_k
         logits_NE, padding_N = micro_batch.gather(logits_TE), micro_batch.gather_padding()
         rule = ASSIGNMENTS[config.assignment]
@@ -254,7 +257,7 @@ class Router(nn.Module):
     def _drop_choices(
         self, ids_TK: Tensor, weights_TK: Tensor, micro_batch: MicroBatch
     ) -> tuple[Tensor, int | None]:
-        """Return the ids with -1 for dropped choices, and the maximum of tokens per expert."""
+        """Return the ids with -1 for choices over the capacity, and the maximum per expert."""
         config, factor, K = self.config, self._get_capacity_factor(), self.config.top_k
         if factor is None:
             return ids_TK, None
@@ -294,7 +297,7 @@ class Router(nn.Module):
 def compute_micro_batch_bias(
     logits_TE: Tensor, bias_E: Tensor, config: MoEConfig, micro_batch: MicroBatch
 ) -> Tensor:
-    """Return fp32 [E]: the bias that balances the loads of one micro-batch without its padding."""
+    """Return the bias, fp32 [E], that balances this micro-batch, from `bias_E`. Collective."""
     # The margins are counted from the layer's own bias (`kernels/routing/margins.py`). One
     # all-reduce of their histogram where ranks share the micro-batch; no host sync.
     histogram_EX = logits_TE.new_zeros(config.num_candidates, NUM_BINS, dtype=torch.int64)
@@ -312,7 +315,7 @@ def compute_micro_batch_bias(
 
 
 def choose_best_ids(logits_TE: Tensor, config: MoEConfig, padding_mask_T: Tensor | None) -> Tensor:
-    """Return int32 [T, K]: experts with each token's best scores, without bias and group limits."""
+    """Return int32 [T, K]: experts with the best scores, without bias and groups, -1 = padding."""
     # Runs one kernel, and a second with padding, whose ids are -1. No gradient.
     options = replace(_make_route_options(config), num_groups=1, top_groups=1)
     ids_TK, _ = route(logits_TE.detach(), None, options)

@@ -23,6 +23,8 @@ from moecore.moe.experts import make_activation_options
 
 
 class _Matrices(nn.Module):
+    """Base class of modules whose parameters are matrices."""
+
     def init_weights(self, *, std: float, key: str, seed: int) -> None:
         """Initialise weights with N(0, std^2), identically on every layout."""
         for name, parameter in self.named_parameters(recurse=False):
@@ -136,11 +138,11 @@ class Latent(_Matrices):
             nn.init.ones_(self.norm)
 
     def project_down(self, x_TD: Tensor) -> Tensor:
-        """Return [T, L] in the dtype of x."""
+        """Return x @ w_down^T, [T, L], in the dtype of x."""
         return F.linear(x_TD, get_local_param(self.w_down).to(x_TD.dtype))
 
     def project_up(self, y_TL: Tensor) -> Tensor:
-        """Return [T, D] in the dtype of y."""
+        """Normalise y, if there is a norm, and return y @ w_up^T, [T, D], in the dtype of y."""
         if self.norm is not None:
             weight = get_local_param(self.norm).to(y_TL.dtype)
             y_TL = F.rms_norm(y_TL, weight.shape, weight, self.eps)

@@ -35,7 +35,10 @@ Watch = Literal["reruns", "skips", "graph"]  # how a step handles rows above the
 
 @dataclass(eq=False, frozen=True, slots=True)
 class Shortage:
-    """The capacity that a buffer would have needed, in units of even loads."""
+    """Counters of one buffer: the rows it would have needed, if they exceeded its capacity.
+
+    A capacity factor is a number of rows over `even`, the number with even loads.
+    """
 
     # int32 on the device: the first word is the maximum of the needed rows, and the last word is
     # not 0 after rows exceeded the capacity.
@@ -44,17 +47,17 @@ class Shortage:
     even: float  # rows of even loads
 
     def compute_min_factor(self) -> Tensor:
-        """Return the smallest factor for which all rows fit; 0 = all rows fitted. No host sync."""
+        """Return the smallest factor for which all rows fit, on the device. 0 = all fitted."""
         return self.words[0] * (self.words[-1] > 0) / self.even
 
     @property
     def num_seen(self) -> int:
-        """The needed number of rows, if the host has received a shortage; 0 = all fit."""
+        """The needed number of rows, if the host has received it from the device. 0 = all fit."""
         return int(self.report[0])
 
     @property
     def factor_seen(self) -> float:
-        """The needed factor, if the host has received a shortage; 0 = all fit."""
+        """The needed capacity factor, if the host has received it. 0 = all fit."""
         return self.num_seen / self.even
 
     def clear(self, *, device: bool = True, host: bool = True) -> None:
@@ -70,7 +73,7 @@ class Shortage:
 
 
 class Holder(ABC):
-    """Owner of buffers whose capacity is an option, in units of `Shortage.even`."""
+    """Base class of an owner of buffers whose capacity factor is an option, named `option`."""
 
     option: str
     is_known_late = False  # whether a backward may also record a shortage
@@ -79,16 +82,16 @@ class Holder(ABC):
     @property
     @abstractmethod
     def factor(self) -> float | None:
-        """The option's value; None = buffers have space for all rows."""
+        """The capacity factor. None = buffers have space for all rows."""
 
     @property
     @abstractmethod
     def shortages(self) -> Sequence[Shortage]:
-        """The shortages of all allocated buffers."""
+        """The counters of all allocated buffers, also of buffers without a shortage."""
 
     @abstractmethod
     def resize(self, factor: float) -> None:
-        """Set the capacity of later forwards. Call it when the buffers hold no rows."""
+        """Set the capacity factor of later forwards. Call it when the buffers hold no rows."""
 
     @abstractmethod
     def error(self, shortage: Shortage) -> RuntimeError:
@@ -99,7 +102,7 @@ class Holder(ABC):
         """Wait for the device, which writes the reports. Host sync."""
 
     def poll(self, *, is_error: bool = True) -> None:
-        """Raise an error that the host sees; `is_error` = a shortage is an error, raised once."""
+        """If `is_error`, raise `error` once for a shortage that the host sees. No host sync."""
         for shortage in self.shortages if is_error else ():
             if shortage.num_seen:
                 error = self.error(shortage)
@@ -112,12 +115,12 @@ class Holder(ABC):
         self.poll(is_error=is_error)
 
     def compute_min_factor(self, device: torch.device) -> Tensor:
-        """Return the smallest factor for which all rows fit; 0 = all rows fitted. No host sync."""
+        """Return the smallest factor for which all rows fit, on the device. 0 = all fitted."""
         factors = [shortage.compute_min_factor() for shortage in self.shortages]
         return torch.stack(factors).amax() if factors else torch.zeros((), device=device)
 
     def clear(self, *, host: bool = True) -> None:
-        """Set the counts of all shortages to 0 on the device. No host sync."""
+        """Set all counters to 0 on the device and, if `host`, their host copies. No host sync."""
         for shortage in self.shortages:
             shortage.clear(host=host)
 
@@ -145,7 +148,7 @@ class SkippedSteps:
 
 
 class Capacity:
-    """The holders of a model (expert rows, tokens to send, pages) and the handling of shortages."""
+    """A model's buffers of expert rows, tokens and pages, and the handling of their shortages."""
 
     def __init__(self, *holders: Holder | None, device: torch.device) -> None:
         self.holders = holders
@@ -170,7 +173,10 @@ class Capacity:
             holder.check(is_error=not self.skips)
 
     def end_step(self, *, skips: bool) -> None:
-        """Raise errors of a step that the host sees, or enlarge buffers if the step was skipped."""
+        """End a step. `skips` = the device skips a step with a shortage, so buffers are enlarged.
+
+        Otherwise a shortage that the host sees raises an error.
+        """
         self.skips = skips
         self.poll()
         if skips and self.graph_steps is None:
@@ -230,7 +236,7 @@ class Capacity:
 
 
 def compute_next_factor(factor: float) -> float:
-    """Return the next capacity factor: the needed factor plus 5%, rounded up."""
+    """Return the next capacity factor: the needed factor plus 5%, rounded up to 0.01."""
     return math.ceil(factor * SLACK * 100) / 100
 
 

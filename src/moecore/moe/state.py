@@ -31,11 +31,11 @@ NumMicroBatches = Annotated[Count, "use the number of backwards per optimizer st
 
 
 class MoEState:
-    """The balance record that a parallelized model owns: `get_moe_state(model)`.
+    """Sums the loads and auxiliary losses of a model's MoE layers per step, and updates biases.
 
-    `others` are auxiliary losses of layers that are not MoE layers. They get the same factors and
-    resets as the losses of `layers`. `check_parameters` raises if gradients were not reduced over
-    all ranks.
+    A parallelized model owns one, `get_moe_state(model)`. `others` are auxiliary losses of layers
+    that are not MoE layers, with the factors and resets of `layers`. `check_parameters` raises if
+    gradients were not reduced over all ranks.
     """
 
     def __init__(
@@ -76,8 +76,10 @@ class MoEState:
     def announce_micro_batches(
         self, have_tokens: Sequence[bool | Tensor], device: torch.device
     ) -> None:
-        """Set which micro-batches of the coming step have tokens on this rank."""
-        # With auxiliary losses it is collective: one small all-reduce, no host sync.
+        """Set which micro-batches of the coming step have tokens on this rank, one flag each.
+
+        With auxiliary losses it is collective: one small all-reduce, no host sync.
+        """
         trackers = [la.tracker for la in self.layers.values() if la.config.balance.needs_loss]
         owners = [*trackers, *self._aux_losses.values()]
         if not owners:
@@ -104,7 +106,7 @@ class MoEState:
         return None if self._loss_scale is None else self._loss_scale()
 
     def set_loss_scale(self, scale: Tensor | None) -> None:
-        """Set the loss scale, an fp32 scalar on the device, referred to weakly."""
+        """Set the loss scale, an fp32 scalar on the device. Only a weak reference is stored."""
         self._loss_scale = None if scale is None else weakref.ref(scale)
         for layer in self.layers.values():
             layer.tracker.loss_scale = self._loss_scale
@@ -112,14 +114,15 @@ class MoEState:
             other.loss_scale = self._loss_scale
 
     def finish_step(self, *, skipped: bool | Tensor = False) -> MoEMetrics:
-        """Check the step, reduce its counts, update the expert biases, and clear the counts."""
-        # `TrainStep.finish` does this in two parts. In a skipped step biases do not move; a bool
-        # scalar on the device causes no host sync.
+        """Check the step, reduce its counts, update the expert biases, and clear the counts.
+
+        If the step was `skipped` (bool or a scalar on the device), biases do not move.
+        """
         self.check_step()
         return self.reduce_step(skipped=skipped)
 
     def start_micro_batch(self, *, is_last: bool, in_flight: bool = False) -> None:
-        """Prepare all layers for one micro-batch, or with `in_flight` for several.
+        """Prepare all layers for a micro-batch, or with `in_flight` for several before a backward.
 
         Micro-batches of a step share cast weights until `is_last`.
         """
@@ -129,7 +132,7 @@ class MoEState:
                 layer.tracker.allow_forwards_in_flight()
 
     def check_step(self) -> None:
-        """Raise if the step's gradients or auxiliary losses are wrong, before biases change."""
+        """Raise ValueError for a wrong number of backwards, or unannounced empty micro-batches."""
         if self._check_parameters is not None:
             self._check_parameters()
         trackers = {name: layer.tracker for name, layer in self.layers.items()}
@@ -155,7 +158,7 @@ class MoEState:
 
     @torch.no_grad()
     def reduce_step(self, *, skipped: bool | Tensor) -> MoEMetrics:
-        """Return the counts of all ranks, update the biases, and clear the counts."""
+        """All-reduce and clear the counts, and update biases unless `skipped`. Return metrics."""
         if not self.layers:
             return MoEMetrics()
         counts = {name: self._get_layer_counts(layer) for name, layer in self.layers.items()}
@@ -177,7 +180,7 @@ class MoEState:
         return [r.tape for r in routers if r is not None and r.tape is not None]
 
     def _sum_over_ranks(self, counts: Mapping[str, LoadCounts]) -> MoEMetrics:
-        """Sum the counts of all ranks with one collective, and return the metrics."""
+        """Sum the counts of layers by name over all ranks, with one all-reduce. Return metrics."""
         # Every rank packs every layer, counted or not, so the length is the same on all ranks. One
         # fp64 tensor has the losses, and counts exactly up to 2^53.
         choices = {name: c.choices_E for name, c in counts.items()}
@@ -236,10 +239,9 @@ class MoEState:
         return metrics
 
     def _check_num_micro_batches(self, sums: Sequence[float], group: dist.ProcessGroup) -> None:
-        """Raise on all ranks if ranks have different numbers of micro-batches.
+        """Raise ValueError if ranks have unequal numbers.
 
-        Args:
-            sums: sum over ranks of the numbers, and of their squares.
+        `sums` = of the numbers, of their squares.
         """
         ranks = group.size()
         total, squares = sums
@@ -289,15 +291,12 @@ class MoEState:
 
 
 def _split_by_names(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Split `flat` into parts with the names and lengths of `like`."""
+    """Split `flat` along dim 0 into a tensor for each name in `like`, with the same length."""
     return dict(zip(like, flat.split([len(t) for t in like.values()]), strict=True))
 
 
 def _group_by_options(layers: Mapping[str, Any]) -> list[list[str]]:
-    """Group layers whose biases are updated by their options; return lists of layer names.
-
-    Layers with a frozen router are left out.
-    """
+    """Return lists of layers whose bias updates have equal options, without frozen routers."""
     groups: dict[Any, list[str]] = {}
     for name, layer in layers.items():
         config = layer.config

@@ -35,7 +35,7 @@ ROUTED_NAMES = frozenset(("experts",))
 
 
 class LinearPrecision(NamedTuple):
-    """The decision of `apply_precision` for one linear."""
+    """The decision of `apply_precision` for one linear: its role, and its recipe or a reason."""
 
     role: Role | None  # None = none of the roles
     recipe: Recipe | None  # None = the linear is not changed
@@ -43,7 +43,7 @@ class LinearPrecision(NamedTuple):
 
 
 def find_role(name: str) -> Role | None:
-    """Return the role of a linear by its qualified name; None = the linear is never quantised."""
+    """Return the role of a linear by its qualified name. None = the linear is never quantised."""
     *parents, leaf = name.split(".")
     if leaf in ATTENTION:
         return "attention"
@@ -53,18 +53,24 @@ def find_role(name: str) -> Role | None:
 
 
 def make_linear_products(recipe: Recipe, inputs: InputCast | None = None) -> QuantisedProducts:
-    """Create the products for a weight with this recipe."""
+    """Create the object that computes y, dx and dw of one linear with this recipe.
+
+    `inputs` caches the quantised input for all linears of the same input. None = a new cache.
+    """
     if recipe.backend == "te":
         return TELinearProducts(recipe, inputs)
     return (EmulatedLinearProducts if recipe.is_emulated else Fp8Products)(recipe, inputs)
 
 
 def apply_precision(model: nn.Module, precision: Precision) -> dict[str, LinearPrecision]:
-    """Set the recipe's products on a model's linears, in place; return the decision per linear."""
-    # Parameters, names, hooks and state dict do not change. The call comes after tensor
-    # parallelism, whose shards must be multiples of 16 ("mxfp8": 32), and before FSDP and compile.
-    # A second call replaces recipes and drops histories. Linears of one parent share quantised
-    # inputs. Names have no prefixes of wrappers.
+    """Quantise a model's linears by role, in place. Return the decision for each linear by name.
+
+    Call it after tensor parallelism, and before FSDP and torch.compile. Parameters and state dict
+    do not change. A second call replaces recipes and drops amax histories. Raises ValueError for an
+    override that matches no module that its recipe can quantise.
+    """
+    # Shards of tensor parallelism must be multiples of 16 ("mxfp8": 32). Linears of one parent
+    # share quantised inputs.
     linears, table = _list_linears(model), check_precision(model, precision)
     inputs: dict[tuple[str, int, Recipe], InputCast] = {}
     for name, module in linears.items():
@@ -77,7 +83,7 @@ def apply_precision(model: nn.Module, precision: Precision) -> dict[str, LinearP
 
 
 def check_precision(model: nn.Module, precision: Precision) -> dict[str, LinearPrecision]:
-    """Return the decisions of `apply_precision`, or raise its errors, without a change."""
+    """Return the decisions of `apply_precision`, or raise its errors. The model does not change."""
     table = {
         name: _decide_linear(name, module, precision)
         for name, module in _list_linears(model).items()
@@ -96,9 +102,11 @@ def _list_linears(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def defer_linears(model: nn.Module) -> None:
-    """Enable deferred weight gradients of linears and moecore's shared experts, in place."""
-    # Linears whose class overrides forward do not defer. The call comes after `apply_precision`,
-    # and before `shard_model`, `compile_blocks` and `apply_memory`.
+    """Let the weight's gradient sink compute dw of linears and shared experts later, in place.
+
+    Call it after `apply_precision`, and before `shard_model`, `compile_blocks` and `apply_memory`.
+    Linears whose class overrides forward do not change.
+    """
     for module in model.modules():
         if isinstance(module, nn.Linear) and type(module).forward in PLAIN_FORWARDS:
             set_products(module, PlainProducts())
@@ -110,14 +118,14 @@ def defer_linears(model: nn.Module) -> None:
 
 
 def list_fp8_linears(model: nn.Module) -> Iterator[tuple[nn.Linear, QuantisedProducts]]:
-    """Yield each quantised linear of a model, and its products."""
+    """Yield each linear that a recipe quantises (also "mxfp8" and "nvfp4"), and its products."""
     for module in model.modules():
         if isinstance(module, ProductLinear) and isinstance(module.products, QuantisedProducts):
             yield module, module.products
 
 
 def list_amax_histories(model: nn.Module) -> dict[str, AmaxHistory]:
-    """Return the amax histories of linears and routed experts by module name."""
+    """Return the amax histories of linears and experts with delayed scaling, by module name."""
     histories = {}
     for name, module in model.named_modules():
         if isinstance(module, Experts):
@@ -135,8 +143,13 @@ def advance_amax(
     *,
     is_skipped: bool | Tensor = False,
 ) -> None:
-    """Start the next step of delayed scaling, after each optimizer step. No host sync."""
-    # `group` has all ranks that share a layer's weights or tokens; None = this rank only.
+    """Start the next step of delayed scaling. Call it after each optimizer step. No host sync.
+
+    Args:
+        group: all ranks that share a layer's weights or tokens, for a MAX all-reduce of each amax.
+            None = this rank only.
+        is_skipped: whether the optimizer skipped the step, whose amax values are then not recorded.
+    """
     histories = list_amax_histories(model)
     if histories:
         device = next(model.parameters()).device
@@ -155,6 +168,7 @@ def has_history(model: nn.Module) -> bool:
 
 
 def _decide_linear(name: str, module: nn.Linear, precision: Precision) -> LinearPrecision:
+    """Return the role of a linear, and its recipe or the reason why it is not quantised."""
     role = find_role(name)
     recipe = precision.find_recipe(name, role)
     if role is None:

@@ -48,6 +48,7 @@ from moecore.precision.linear import (
 def _quantise_operand(
     x_TK: Tensor, recipe: Recipe, *, over_rows: bool = False, is_gradient: bool = False
 ) -> Blocks:
+    """Quantise x for a product that sums over K, or over T with `over_rows`."""
     is_packed = has_block_scaled_kernels(x_TK.device)
     return quantise_microscaled(
         x_TK, recipe, pack=is_packed, over_rows=over_rows, is_gradient=is_gradient
@@ -55,7 +56,7 @@ def _quantise_operand(
 
 
 def _quantise_weight(weight_NK: Tensor, call: LinearCall, *, transposed: bool) -> Blocks:
-    """Return the weight as the operand [1, N, K], or transposed."""
+    """Return the weight as operand [1, N, K] of the forward, or [1, K, N] of dx if `transposed`."""
     values, scales, amax, recipe = *call[4:6], call.weight_amax, call.recipe
     is_packed = has_block_scaled_kernels(weight_NK.device)
     if values is not None:
@@ -77,6 +78,7 @@ def _quantise_weight(weight_NK: Tensor, call: LinearCall, *, transposed: bool) -
 
 
 def _multiply(a: Blocks, weight: Blocks, recipe: Recipe, dtype: torch.dtype) -> Tensor:
+    """Return a [T, K] @ weight [1, N, K]^T in `dtype`. For dx, K and N are exchanged."""
     if a.kind == PACKED_FORWARD:
         return block_scaled_gemm(a, weight, _make_single_group(a, a.values.shape[0]), recipe, dtype)
     b_KN = weight.values[0].T
@@ -85,15 +87,16 @@ def _multiply(a: Blocks, weight: Blocks, recipe: Recipe, dtype: torch.dtype) -> 
 
 
 def _make_single_group(rows: Blocks, num_rows: int) -> Tensor:
-    """Return the offsets of all rows as one group. No host sync."""
+    """Return `num_rows` as the end of the only group, int32 [1], for grouped kernels."""
     return torch.full((1,), num_rows, dtype=torch.int32, device=rows.values.device)
 
 
 class EmulatedLinearProducts(QuantisedProducts):
-    """Products of recipes "mxfp8" and "nvfp4"."""
+    """Computes y, dx and dw of one linear with recipe "mxfp8" or "nvfp4"."""
 
     @override
     def prepare(self, x: Tensor, weight: Tensor, weight_NK: Tensor, training: bool) -> LinearCall:
+        """Return the weight's gathered blocks, or the amax that scales it (None = its own)."""
         recipe = self.recipe
         with torch.no_grad():
             if not has_values(weight_NK):

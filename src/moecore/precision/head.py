@@ -41,9 +41,9 @@ from moecore.kernels.rows.scaling import Blocks
 
 
 class HeadProducts:
-    """Products in the dtype of hidden states and weight.
+    """The output head's three products for one chunk of tokens at a time, in the inputs' dtype.
 
-    `training` says whether backward follows.
+    `compute_logits` selects the chunk of the other methods. `training` = backward follows.
     """
 
     chunks = 1  # chunks of tokens whose logits need the memory of one chunk of fp32 logits
@@ -52,7 +52,7 @@ class HeadProducts:
         self.weight_VD = weight_VD
 
     def compute_logits(self, hidden_CD: Tensor) -> Tensor:
-        """Return the logits of the next chunk."""
+        """Return the logits [C, V] of a chunk, and store its hidden states for other methods."""
         self.hidden_CD = hidden_CD
         dtype = torch.promote_types(hidden_CD.dtype, torch.float32)
         return multiply(hidden_CD, self.weight_VD.t(), dtype)
@@ -60,16 +60,20 @@ class HeadProducts:
     def compute_cross_entropy(
         self, logits_CV: Tensor, labels_C: Tensor, *, wants: bool
     ) -> tuple[Tensor, Any]:
-        """Return the summed loss of the last logits and, if `wants`, the gradient of the logits.
+        """Return the chunk's summed loss and the gradient of the logits, None if not `wants`.
 
-        The logits are overwritten. The gradient has the format that `write_d_hidden` reads.
+        The logits are overwritten. The gradient has the format that `write_d_hidden` reads. Rows
+        with label -100 are ignored.
         """
         return cross_entropy_(logits_CV, labels_C, self.hidden_CD.dtype if wants else None)
 
     def compute_softmax_gradient(
         self, logits_CV: Tensor, labels_C: Tensor, highs_C: Tensor, sums_C: Tensor
     ) -> Any:
-        """Return the gradient of the logits, from `softmax_gradient_`'s row statistics."""
+        """Return softmax(logits) - one_hot(labels), for `write_d_hidden`. Overwrites the logits.
+
+        `highs_C` and `sums_C` are the maximum and the sum of exp(x - maximum) of full rows.
+        """
         return softmax_gradient_(logits_CV, labels_C, highs_C, sums_C, self.hidden_CD.dtype)
 
     def write_d_hidden(self, d_logits: Any, out_CD: Tensor) -> None:
@@ -77,12 +81,12 @@ class HeadProducts:
         torch.mm(d_logits, self.weight_VD, out=out_CD)
 
     def add_d_weight(self, d_logits: Any, out_VD: Tensor, *, first: bool) -> None:
-        """Add the chunk's gradient of the weight to `out_VD`, or write it if `first`."""
+        """Add the chunk's gradient of the weight to `out_VD`, or overwrite `out_VD` if `first`."""
         add_product_(out_VD, d_logits.t(), self.hidden_CD, beta=0 if first else 1)
 
 
 class BlockwiseHeadProducts(HeadProducts):
-    """Products in FP8 by a "blockwise" recipe, for V and D that are multiples of 128."""
+    """`HeadProducts` in FP8 with a "blockwise" recipe, for V and D that are multiples of 128."""
 
     # Logits take two bytes. Their gradient takes one byte per operand, and the second operand is
     # made after the logits are freed.
@@ -131,6 +135,7 @@ class BlockwiseHeadProducts(HeadProducts):
         )
 
     def _multiply(self, a: Blocks, b: Blocks | None) -> Tensor:
+        """Return a @ b^T of quantised operands, in the dtype of the hidden states."""
         assert b is not None
         return fp8_gemm(a, b, self.ends_1, self.tiles, self.dtype)
 
@@ -138,7 +143,7 @@ class BlockwiseHeadProducts(HeadProducts):
 def find_fp8_head_problem(
     shape: Sequence[int], recipe: Recipe, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """Return the error text if a recipe cannot multiply a rank's head [V, D], otherwise None."""
+    """Return why a recipe cannot multiply a rank's head of `shape` [V, D], or None if it can."""
     is_gpu = device.type == "cuda"
     if is_gpu and not has_hopper_kernels(device):
         return "its products need a GPU of Hopper and Triton"
@@ -152,7 +157,7 @@ def find_fp8_head_problem(
 
 
 def make_head_products(weight_VD: Tensor, recipe: Recipe | None, *, training: bool) -> HeadProducts:
-    """Create a head's products; raise a ValueError if the recipe cannot multiply it."""
+    """Create a head's products. Raise ValueError if the recipe cannot multiply it."""
     if recipe is None:
         return HeadProducts(weight_VD, training=training)
     reason = find_fp8_head_problem(weight_VD.shape, recipe, weight_VD.dtype, weight_VD.device)

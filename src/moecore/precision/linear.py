@@ -41,13 +41,13 @@ from moecore.precision.scaled_product import multiply
 
 
 def flatten_rows(x: Tensor) -> Tensor:
-    """Return the rows [T, K] of x [..., K]."""
+    """Reshape x [..., K] to [T, K]."""
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
 def restore_dims(y_MN: Tensor, x: Tensor) -> Tensor:
     """Return y [..., N] with the leading dims of x [..., K], without rows of padding."""
-    # `nn.Linear` returns no view either: the caller may change the output in place.
+    # No view, as in `nn.Linear`: the caller may change the output in place.
     T = x.numel() // x.shape[-1]
     if y_MN.shape[0] != T:
         y_MN = y_MN[:T]
@@ -58,11 +58,7 @@ def restore_dims(y_MN: Tensor, x: Tensor) -> Tensor:
 
 
 class InputCast:
-    """A cache of one quantised input, shared by linears of the same input, such as q, k and v.
-
-    The operands are dropped when the input is freed, when a linear passes another input, or when a
-    linear reads them a second time.
-    """
+    """A cache of one quantised input, which linears such as q, k and v share until it is freed."""
 
     def __init__(self) -> None:
         self._input: weakref.ref[Tensor] | None = None
@@ -74,7 +70,7 @@ class InputCast:
         return InputCast, ()
 
     def get(self, x: Tensor, user: object, recipe: Recipe, columns: bool) -> OperandPair:
-        """Return `cast_input(x)`, from the cache if `user` has not read it yet."""
+        """Return `cast_input(x, recipe, columns=columns)`, cached until `user` reads it twice."""
         operands = self._operands
         is_hit = self._input is not None and self._input() is x and self._version == sum_versions(x)
         is_hit = is_hit and not x.is_inference()  # has no version
@@ -103,7 +99,10 @@ def cast_input(
     amax: Tensor | None = None,
     seen: Tensor | None = None,
 ) -> OperandPair:
-    """Quantise x [..., K] for the forward and, with `columns`, for the weight gradient."""
+    """Quantise x [..., K] for y and, with `columns`, for dw, which sums over tokens.
+
+    `amax`, fp32 [n], gives the scale. None = x's own. `seen`, fp32 [1], is raised to x's amax.
+    """
     kind, power_of_two = KINDS[recipe.activation_block], recipe.power_of_two
     return cast(x, kind, power_of_two=power_of_two, columns=columns, amax=amax, seen=seen)
 
@@ -112,10 +111,9 @@ InputGradient = tuple[Tensor | None, Any]  # dx, and dy as `weight_grad` takes i
 
 
 class LinearCall(NamedTuple):
-    """The tensors without gradients and the settings of one call of a linear."""
+    """The settings of one forward of a quantised linear, and its tensors without gradients."""
 
-    # quantised operands: x for the forward, x for the weight gradient, the weight for the forward.
-    # None = the products quantise the operand
+    # quantised x for y, x for dw, and the weight for y; None = the products quantise the operand
     x_rows: Any = None
     x_row_scales: Any = None
     x_columns: Any = None
@@ -136,10 +134,9 @@ class LinearCall(NamedTuple):
 
 
 class QuantisedProducts(LinearProducts):
-    """A linear whose recipe quantises both operands of each product; no host sync.
+    """Computes y, dx and dw of one linear from operands quantised by a recipe. No host sync.
 
     The output has the dtype of x, or autocast's. It is differentiable once in x, weight and bias.
-    A subclass implements `prepare`, `multiply`, `input_grad` and `weight_grad`.
     """
 
     op: ClassVar[Op]  # the result of `make_quantised_op` for the class
@@ -161,6 +158,7 @@ class QuantisedProducts(LinearProducts):
         return self.recipe.describe()
 
     def _run(self, x: Tensor, weight: Tensor, bias: Tensor | None, training: bool) -> Tensor:
+        """Return y, by one autograd node in eager code, otherwise by the custom op `op`."""
         weight_NK = get_local_param(weight, reads=False)
         check_operands(x, weight_NK, self.recipe)
         call = self.prepare(x, weight, weight_NK, training)
@@ -177,12 +175,12 @@ class QuantisedProducts(LinearProducts):
         return y
 
     def get_past_amax(self, operand: OperandName) -> Tensor | None:
-        """Return the operand's amax over earlier steps; None without delayed scaling."""
+        """Return the operand's amax over earlier steps, fp32 [1]. None without delayed scaling."""
         return None if self.history is None else self.history.get_max_amax(operand)
 
     @abstractmethod
     def prepare(self, x: Tensor, weight: Tensor, weight_NK: Tensor, training: bool) -> LinearCall:
-        """Return the `LinearCall`: tensors without gradients and settings of this call."""
+        """Return this forward's `LinearCall`. `weight_NK` is the local part of `weight`."""
 
     @staticmethod
     @abstractmethod
@@ -192,7 +190,7 @@ class QuantisedProducts(LinearProducts):
     @staticmethod
     @abstractmethod
     def input_grad(dy_TN: Tensor, weight_NK: Tensor | None, call: LinearCall) -> InputGradient:
-        """Return dx, or None without a weight, and dy in the form that `weight_grad` reads."""
+        """Return dx, None if `weight_NK` is None, and dy in the form that `weight_grad` reads."""
 
     # weight_grad(dy returned by `input_grad`, x or its columns, call, target)
 
@@ -205,6 +203,7 @@ class QuantisedProducts(LinearProducts):
     @override
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], y: Tensor) -> None:
+        """Save tensors for backward in `ctx`. `inputs` = x, weight, bias and `LinearCall`."""
         x, weight_NK, bias_N, call = inputs
         wants_x, wants_weight, *_ = ctx.needs_input_grad
         # x is saved as the operand that is summed over tokens if forward made it. The weight is
@@ -230,6 +229,7 @@ class QuantisedProducts(LinearProducts):
     @override
     @classmethod
     def gradients(cls, ctx: Any, dy: Tensor) -> Gradients:
+        """Return dx, the operands of `weight_grad` (None if not needed) and dbias."""
         x, x_scales, weight_NK, x_amax, weight_amax, dy_amax = ctx.saved_tensors
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         call = ctx.call._replace(
@@ -259,7 +259,7 @@ _SCHEMA = (
 
 
 def make_quantised_op(name: str, products: type[QuantisedProducts]) -> Op:
-    """Return the custom op of a class of products, for compilers and dispatch modes."""
+    """Register custom op `name`, which runs `products` under torch.compile and dispatch modes."""
 
     def inputs_of(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         *tensors, recipe, dtype = arguments
@@ -280,7 +280,7 @@ def make_quantised_op(name: str, products: type[QuantisedProducts]) -> Op:
 
 
 class Fp8Products(QuantisedProducts):
-    """Products in FP8 by moecore's cast kernels and torch's scaled product.
+    """Computes y, dx and dw of one linear by moecore's cast kernels and torch's scaled product.
 
     N and K are multiples of 16. Linears of the same input share `inputs`. The cast of the forward
     also makes the operand of the weight gradient, which is saved for backward instead of x.
@@ -288,6 +288,7 @@ class Fp8Products(QuantisedProducts):
 
     @override
     def prepare(self, x: Tensor, weight: Tensor, weight_NK: Tensor, training: bool) -> LinearCall:
+        """Quantise x and the weight, and return them with the amax tensors."""
         history = self.history
         seen = {} if history is None else history.get_current_amax(x.device, training=training)
         columns = torch.is_grad_enabled() and weight_NK.requires_grad
@@ -309,18 +310,16 @@ class Fp8Products(QuantisedProducts):
     def _cast_weight(
         self, weight: Tensor, weight_NK: Tensor, seen: Tensor | None
     ) -> tuple[Blocks | None, Tensor | None]:
-        """Return the weight as operand of the forward, and the amax that backward reads."""
+        """Return the weight as operand of y, and the amax or None that scales it in backward."""
         # Forward and backward each quantise the weight: all-gathers and fused optimizers write new
-        # values without a new version, so no copy is cached. A weight that was all-gathered in FP8
-        # has no values: forward reads the gathered blocks, and backward transposes them.
+        # values without a new version, so no copy is cached.
         kind = KINDS[self.recipe.weight_block]
         if not has_values(weight_NK):
             return _read_gathered_rows(weight, weight_NK, kind, seen), None
         weight_amax = self.get_past_amax("weight")
         if weight_amax is None and self.recipe.scaling == "tensorwise":
-            # The maximum over the tp ranks, so that shards are quantised as one rank would quantise
-            # the full weight. Activations and gradients have a local amax: an all-reduce would
-            # wait for the slowest rank.
+            # Shards are quantised as one rank would quantise the full weight. Activations and
+            # gradients have a local amax: an all-reduce would wait for the slowest rank.
             with torch.no_grad():
                 weight_amax = all_reduce_max(compute_amax(get_local_param(weight)), weight)
         elif self.history is not None:  # after steps of zeros, each shard has its own scale
@@ -334,6 +333,7 @@ class Fp8Products(QuantisedProducts):
     def _cast_x(
         self, x: Tensor, columns: bool, amax: Tensor | None, seen: Tensor | None
     ) -> OperandPair:
+        """Quantise x, from the cache of linears with the same input unless scaling is delayed."""
         if self.history is None and not torch.compiler.is_compiling():
             return self.inputs.get(x, self, self.recipe, columns)
         # A compiler computes equal casts once by itself.
@@ -378,7 +378,7 @@ Fp8Products.op = make_quantised_op("fp8_linear", Fp8Products)
 
 
 def _transpose_weight(weight_NK: Tensor, call: LinearCall) -> Blocks:
-    """Return the weight as operand of the input gradient, which sums over N."""
+    """Quantise the weight, or transpose its gathered blocks, as operand of dx (sum over N)."""
     kind = KINDS[call.recipe.weight_block]
     if call.weight_rows is not None:
         rows = Blocks(call.weight_rows, call.weight_scales, kind)
@@ -390,13 +390,12 @@ def _transpose_weight(weight_NK: Tensor, call: LinearCall) -> Blocks:
 
 
 def choose_scaling_amax(past: Tensor | None, x: Tensor, *, is_sure: bool) -> Tensor | None:
-    """Return the amax that scales x, fp32 [n]: `past`, or x's own amax where `past` is 0."""
+    """Return `past`, or x's own amax, fp32 [n], where `past` is 0. `is_sure` = it is never 0."""
     return past if past is None or is_sure else compute_amax(x, past)
 
 
 def all_reduce_max(value: Tensor, weight: Tensor) -> Tensor:
-    """Return the maximum of `value` over the ranks that shard a weight."""
-    # One all-reduce for each mesh dim that shards the weight.
+    """All-reduce `value` with MAX over each mesh dim that shards the DTensor `weight`."""
     if isinstance(weight, DTensor):
         for mesh_dim, placement in enumerate(weight.placements):
             if not placement.is_replicate():
@@ -406,7 +405,7 @@ def all_reduce_max(value: Tensor, weight: Tensor) -> Tensor:
 
 
 def find_weight_problem(weight: Tensor, recipe: Recipe | None = None) -> str | None:
-    """Return the error text if a recipe cannot multiply a weight, or None; equal on all ranks."""
+    """Return why a recipe cannot multiply a weight, equal on all ranks. None = it can."""
     multiple = ALIGNED if recipe is None else recipe.multiple
     # Tensor parallelism may have sharded the weight [N, K]; FSDP has not yet.
     sizes = list(weight.shape)
@@ -426,7 +425,7 @@ def find_weight_problem(weight: Tensor, recipe: Recipe | None = None) -> str | N
 
 
 def check_operands(x: Tensor, weight_NK: Tensor, recipe: Recipe) -> None:
-    """Raise ValueError if a recipe's products cannot multiply this input and this weight."""
+    """Raise ValueError if a recipe cannot multiply this input by this local weight."""
     if isinstance(x, DTensor):
         raise ValueError("x (a DTensor) must be a plain tensor for FP8 products: pass x.to_local()")
     reason = find_weight_problem(weight_NK, recipe)
@@ -440,7 +439,7 @@ def check_operands(x: Tensor, weight_NK: Tensor, recipe: Recipe) -> None:
 
 
 def read_gathered_blocks(kind: str | None, weight: Tensor, weight_NK: Tensor) -> Blocks:
-    """Return the all-gathered blocks of a weight without values; raise for another kind."""
+    """Return a weight's all-gathered blocks. Raise NotImplementedError if not of `kind`."""
     blocks = None if torch.compiler.is_compiling() else get_fp8_blocks(weight)
     if blocks is None or blocks.kind != kind:
         check_values(weight_NK)
@@ -451,7 +450,7 @@ def read_gathered_blocks(kind: str | None, weight: Tensor, weight_NK: Tensor) ->
 def _read_gathered_rows(
     weight: Tensor, weight_NK: Tensor, kind: str, seen: Tensor | None
 ) -> Blocks:
-    """Return the all-gathered blocks of a weight as operand of the forward."""
+    """Return a weight's all-gathered blocks as operand of y, and update `seen` by their amax."""
     blocks = read_gathered_blocks(kind, weight, weight_NK)
     if seen is not None and blocks.amax is not None:
         with torch.no_grad():

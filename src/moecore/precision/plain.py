@@ -37,12 +37,12 @@ class Linear(nn.Linear):
 
 
 class ProductLinear(nn.Linear):
-    """An `nn.Linear` whose `products` multiply; parameters and state dict are an `nn.Linear`'s."""
+    """An `nn.Linear` that calls `products` to multiply. Its state dict equals an `nn.Linear`'s."""
 
     products: LinearProducts
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return [..., N] in the dtype of the input, or autocast's."""
+        """Return input @ weight^T + bias, in the dtype of the input, or autocast's."""
         return self.products(input, self.weight, self.bias, training=self.training)
 
     def extra_repr(self) -> str:
@@ -54,7 +54,7 @@ PLAIN_FORWARDS = (nn.Linear.forward, Linear.forward)
 
 
 def set_products(linear: nn.Linear, products: LinearProducts) -> None:
-    """Make a linear multiply by `products`, in place; its hooks and base class do not change."""
+    """Make a linear call `products` to multiply, in place, by changing its class to a subclass."""
     if not isinstance(linear, ProductLinear):
         plain: Any = type(linear)
         linear.__class__ = _make_product_class(plain)
@@ -63,5 +63,6 @@ def set_products(linear: nn.Linear, products: LinearProducts) -> None:
 
 @functools.cache
 def _make_product_class(plain: type[nn.Linear]) -> type[ProductLinear]:
+    """Return the subclass of `plain` whose forward calls `products`."""
     bases = (ProductLinear, plain)
     return ProductLinear if plain is nn.Linear else type(f"Product{plain.__name__}", bases, {})

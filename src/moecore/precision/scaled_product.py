@@ -28,6 +28,7 @@ def _has_scaled_product(device: torch.device, kind: str) -> bool:
 
 @functools.cache
 def _find_product_support(device: torch.device, kind: str) -> bool:
+    """Return `_has_scaled_product` for a device other than meta."""
     if device.type != "cuda" or scaled_mm is None:
         return False
     capability = torch.cuda.get_device_capability(device)
@@ -36,6 +37,7 @@ def _find_product_support(device: torch.device, kind: str) -> bool:
 
 
 def _multiply_with_torch(a: Blocks, b: Blocks, dtype: torch.dtype) -> Tensor:
+    """Return a @ b^T, by torch's scaled product if the GPU supports it, otherwise dequantised."""
     (M, K), N = a.values.shape, b.values.shape[0]
     if not M * N * K or not _has_scaled_product(a.values.device, a.kind):
         with disable_autocast(a.values):
@@ -58,7 +60,7 @@ def _multiply_with_torch(a: Blocks, b: Blocks, dtype: torch.dtype) -> Tensor:
 
 
 def _view_scales(side: Blocks, *, is_first: bool) -> Tensor:
-    """Return a view of an operand's scales."""
+    """Return an operand's scales as torch's scaled product takes them. `is_first` = operand a."""
     if side.kind == "row":
         return side.scales if is_first else side.scales.T
     return side.scales.reshape(1) if side.kind == "tensor" else side.scales.T
@@ -74,8 +76,10 @@ _product_op = Op(
 
 
 def multiply(a: Blocks, b: Blocks, dtype: torch.dtype) -> Tensor:
-    """Return a [M, K] @ b [N, K]^T with their padded sizes. Not differentiable, no host sync."""
-    # Summed in fp32, rounded once to bf16, fp16 or fp32. GPUs run torch's scaled product:
+    """Return a [M, K] @ b [N, K]^T of FP8 operands, whose M, N and K include padding.
+
+    Products are summed in fp32 and rounded once to `dtype`. Not differentiable, no host sync.
+    """
     # cuBLASLt's "scaling factors layouts", as torch's `_scaled_mm_v2` checks them.
     if is_plain_eager() and is_plain(a.values):
         return _multiply_with_torch(a, b, dtype)

@@ -59,7 +59,7 @@ def store_experts_in_fp8(model: nn.Module) -> None:
 
 
 def refuse_fp8_storage(model: nn.Module, verb: str) -> None:
-    """Raise ValueError if a parameter is stored only in FP8; `verb` names the refused use."""
+    """Raise ValueError if a parameter is stored only in FP8. `verb` = the use, as "merged"."""
     for name, param in model.named_parameters():
         if get_fp8_blocks(param) is not None:
             raise ValueError(
@@ -69,7 +69,7 @@ def refuse_fp8_storage(model: nn.Module, verb: str) -> None:
 
 
 def read_stored_values(param: Tensor, box: tuple[slice, ...]) -> Tensor:
-    """Return a box of the values of a parameter stored in FP8, in the parameter's dtype."""
+    """Dequantise `box`, a slice per dim of the local shard, of a parameter stored in FP8."""
     blocks = get_fp8_blocks(param)
     assert blocks is not None, "the parameter is not stored in FP8"
     shape = get_local_tensor(param).shape
@@ -81,6 +81,7 @@ def read_stored_values(param: Tensor, box: tuple[slice, ...]) -> Tensor:
 
 
 def _check_storable(name: str, experts: Experts, param: nn.Parameter) -> None:
+    """Raise ValueError if the experts' recipe, training or sharding does not allow FP8 storage."""
     recipe = experts.recipe
     if recipe is None or not recipe.reads_blocks or experts.is_separate:
         scaling = None if recipe is None else recipe.scaling

@@ -48,7 +48,11 @@ def _quantise_operand(
     *,
     over_rows: bool = False,
 ) -> Any:
-    """Quantise a matrix, with the scale of `past_amax`, or of its own amax if that is None or 0."""
+    """Quantise a matrix with the scale of `past_amax`, or of its own amax if that is None or 0.
+
+    The product sums over columns, or over rows with `over_rows`. `seen`, fp32 [1], is raised in
+    place to the matrix's amax.
+    """
     x_RC = te_names.replace_infinities(x_RC.detach().contiguous())
     if operand != "weight":  # rows of zeros change no scale
         x_RC = pad(x_RC, (0, 0, 0, -x_RC.shape[0] % recipe.rows))
@@ -61,10 +65,11 @@ def _quantise_operand(
 
 
 class TELinearProducts(QuantisedProducts):
-    """Products of recipes with backend "te"."""
+    """Computes y, dx and dw of one linear by Transformer Engine, for recipes with backend "te"."""
 
     @override
     def prepare(self, x: Tensor, weight: Tensor, weight_NK: Tensor, training: bool) -> LinearCall:
+        """Return the amax tensors. Raise ValueError if the recipe cannot run here."""
         recipe, history = self.recipe, self.history
         check_values(weight_NK)
         problem = te_names.find_recipe_problem(recipe, x.device)

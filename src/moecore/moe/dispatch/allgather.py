@@ -31,7 +31,7 @@ from moecore.moe.records import Dispatcher, ExpertInput, Routing
 
 @dataclass(frozen=True, slots=True)
 class AllGatherPlan:
-    """The dispatcher's record for combine: how many of this rank's C rows are tokens."""
+    """What one dispatch stores for its combine: how many of this rank's C rows are tokens."""
 
     num_tokens: int
 
@@ -79,14 +79,14 @@ class AllGatherDispatcher(Dispatcher):
         return ExpertInput(Rows(rows_SD), index, AllGatherPlan(T))
 
     def combine(self, y_SD: Tensor, plan: AllGatherPlan) -> Tensor:
-        """Send every rank its tokens' partial sums and sum them in fp32. 1 collective."""
+        """Reduce-scatter the partial sums y_SD in fp32, and return this rank's y_TD."""
         return reduce_scatter_rows(y_SD, self.placement.group, self.pairs)[: plan.num_tokens]
 
 
 def _exchange_counts(
     local_counts: Tensor, p: ExpertPlacement, attendance: Attendance
 ) -> tuple[int, int]:
-    """Return the buffer sizes C and R from all ranks' counts. The dispatcher's only host sync."""
+    """Return the most tokens of any rank, and this rank's expert rows. The only host sync."""
     counts = all_gather_rows(local_counts[None], p.group).tolist()
     attendance.check_numbers([row[1] for row in counts])
     block = p.first_physical // p.num_physical

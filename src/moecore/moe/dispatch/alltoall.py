@@ -45,7 +45,7 @@ from moecore.moe.records import BalancedRows, Dispatcher, ExpertInput, Routing
 
 @dataclass(frozen=True, slots=True)
 class AllToAllPlan:
-    """The dispatcher's record for combine: the destinations of each token, and the splits."""
+    """What one dispatch stores for its combine: the destinations of each token, and the splits."""
 
     token_ids_M: Tensor  # int32, token of each sent row, ordered by destination and then by token
     slots_TG: Tensor  # int32, sent row of each token and destination; -1 = not sent there
@@ -88,10 +88,9 @@ class TokenExchange:
         *,
         even: tuple[int, int],
     ) -> tuple[ReceivedRows, int]:
-        """Return the received rows and the number of their choices on this rank: one host sync.
+        """Send rows in `order`. Return received rows and the number of choices for local experts.
 
-        `even` has the rows per peer and the choices with even loads, for meta, where counts have no
-        values.
+        One host sync. On meta `even` has the rows per peer and the choices, for even loads.
         """
         # In a pair the rows are gathered before the other side computes. M is then the maximum:
         # rows after the sent rows are uninitialised and not read.
@@ -115,7 +114,7 @@ class TokenExchange:
     def send_static(
         self, x_TD: Tensor, routing: Routing, needs_GT: Tensor, num_slots: int, pairs: Pairs | None
     ) -> ReceivedRows:
-        """Exchange `num_slots` rows with every rank: no host sync after the first call."""
+        """Send rank g the tokens that are True in `needs_GT`, padded to `num_slots` rows."""
         self._sizes.check_num_tokens(x_TD.shape[0], x_TD.device)
         token_ids_M, slots_TG, is_row_M = compute_static_send_order(needs_GT, num_slots)
         splits = [num_slots] * self.group.size()
@@ -143,6 +142,7 @@ class TokenExchange:
     def _send_rows(
         self, send_rows: _SendRows, plan: AllToAllPlan, pairs: Pairs | None, *, may_overlap: bool
     ) -> ReceivedRows:
+        """Send gathered rows by all-to-all, and return the received rows."""
         leaf_SD, ids_SK, weights_SK, words_SW = _Send.apply(
             *send_rows, plan, self.group, pairs, may_overlap
         )
@@ -150,7 +150,7 @@ class TokenExchange:
         return ReceivedRows(rows, ids_SK, weights_SK, plan)
 
     def return_sums(self, y_SD: Tensor, plan: AllToAllPlan, pairs: Pairs | None) -> Tensor:
-        """Return rows to their tokens' ranks, and sum each token's rows in fp32: 1 collective."""
+        """Send rows y_SD to their tokens' ranks, and return each token's sum in fp32, [T, D]."""
         row_map, M, S = (plan.token_ids_M, plan.slots_TG), plan.token_ids_M.shape[0], y_SD.shape[0]
         home = (plan.send_splits, plan.receive_splits, self.group, pairs)
         to_experts = (plan.receive_splits, plan.send_splits, self.group, pairs)
@@ -187,8 +187,7 @@ class AllToAllDispatcher(Dispatcher):
         return pads
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """Send tokens to their experts' ranks: one host sync, 3 collectives."""
-        # With `routing.pad` there is no host sync after the first call, and splits are equal.
+        """Send tokens to experts' ranks: 3 collectives, one host sync, with `pad` only once."""
         p, (T, K) = self.placement, routing.expert_ids_TK.shape
         self._exchange.wire.check_dim(x_TD.shape[1])
         if routing.pad:
@@ -224,7 +223,7 @@ class AllToAllDispatcher(Dispatcher):
         return ExpertInput(*parts, balanced=balanced, receiver=received_rows.plan.receiver)
 
     def prepare_send_order(self, ids_TK: Tensor, note: int) -> SendOrder:
-        """Return the rows that this rank will send; id -1 = dropped. No host sync or collective."""
+        """Return the rows to send, by physical ids, -1 = dropped. `note` is sent with counts."""
         p, (T, K) = self.placement, ids_TK.shape
         owned_PTK = self._is_owned(ids_TK)
         return build_send_order(owned_PTK, T * min(p.ep, K) * p.etp, note, repeats=p.etp)
@@ -234,12 +233,12 @@ class AllToAllDispatcher(Dispatcher):
         return is_owned(ids_TK, self.placement.num_physical, self.placement.ep)
 
     def combine(self, y_SD: Tensor, plan: AllToAllPlan) -> Tensor:
-        """Return each token's partial sums, summed in fp32. No host sync; 1 collective."""
+        """Send partial sums to tokens' ranks, and return y_TD, summed in fp32. No host sync."""
         return self._exchange.return_sums(y_SD, plan, self.pairs)
 
 
 def is_owned(ids_TK: Tensor, num_experts: int, num_blocks: int) -> Tensor:
-    """Return bool [P, T, K]: whether a block of physical experts has the expert of a choice."""
+    """Return bool [P, T, K]: whether expert block p, of `num_experts` experts, has the choice."""
     block_TK = torch.div(ids_TK, num_experts, rounding_mode="floor")
     return block_TK == torch.arange(num_blocks, device=ids_TK.device)[:, None, None]
 
@@ -254,7 +253,7 @@ def build_send_order(owned_PTK: Tensor, num_rows: int, note: int, *, repeats: in
 
 
 def compute_send_order(needs_GT: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Order the rows to send by rank; return token_ids_M (0 = unused) and slots_TG."""
+    """Order rows by rank: return int32 token_ids_M, 0 = unused, and slots_TG, the row or -1."""
     # No host sync.
     slots_GT = (needs_GT.flatten().cumsum(0) - 1).view(needs_GT.shape)
     return _order_rows(needs_GT, slots_GT, num_rows, unused=0)
@@ -298,7 +297,7 @@ class _SendRows(NamedTuple):
 def _exchange_counts(
     counts_G3: Tensor, group: dist.ProcessGroup, attendance: Attendance, pairs: Pairs | None
 ) -> tuple[list[int], list[int], int]:
-    """Return send splits, receive splits and R. The dispatcher's only host sync."""
+    """Return send splits, receive splits and the number of expert rows. The only host sync."""
     # Collectives with uneven splits take the splits from the host.
     all_counts_2G3 = counts_G3.repeat(2, 1, 1)
     send_counts_G3, recv_counts_G3 = all_counts_2G3

@@ -28,7 +28,7 @@ class EqualSizes:
         self._is_first = True
 
     def check_num_tokens(self, num_tokens: int, device: torch.device) -> None:
-        """Compare token counts over ranks; one small collective, at first with a host sync."""
+        """Raise if ranks differ in token count: at first ValueError, later a device assertion."""
         # Every forward compares, because collectives of unequal sizes hang, abort or mix up rows.
         # After the first call, the device asserts equality before rows are sent.
         if device.type == "meta":
@@ -52,7 +52,7 @@ class EqualSizes:
 
 
 class Attendance:
-    """Checks that ranks exchange tokens of the same layer: each sends a number with its counts.
+    """Checks that ranks exchange tokens of the same layer, by a number that each rank sends.
 
     `joins`: this rank skips the layer and takes part with zero tokens. `is_skipped`: all ranks
     skipped the layer in the last exchange.
@@ -68,7 +68,7 @@ class Attendance:
         return self._layer << 6 | dtype << 2 | torch.is_grad_enabled() << 1 | self.joins
 
     def check_numbers(self, numbers: Sequence[int]) -> None:
-        """Raise on all ranks if ranks differ in layer, dtype or grad mode."""
+        """Raise ValueError on all ranks if ranks differ in layer, dtype or grad mode."""
         self.is_skipped = all(n & 1 for n in numbers)
         if len({n >> 1 for n in numbers}) > 1:
             notes = [(n >> 6, n >> 2 & 15, n >> 1 & 1) for n in numbers]
@@ -81,6 +81,8 @@ class Attendance:
 
 
 class _Exchanged(torch.autograd.Function):
+    """Autograd function of `exchange_with_grad`."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, dispatch: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
@@ -96,6 +98,8 @@ class _Exchanged(torch.autograd.Function):
 
 
 class _GatherRanks(torch.autograd.Function):
+    """All-gather of several tensors, whose backward is `_SumRanks`."""
+
     @staticmethod
     def forward(
         ctx: Any, group: dist.ProcessGroup, pairs: Pairs | None, *xs_C: Tensor | None
@@ -115,6 +119,8 @@ class _GatherRanks(torch.autograd.Function):
 
 
 class _SumRanks(torch.autograd.Function):
+    """Reduce-scatter of several tensors, whose backward is `_GatherRanks`."""
+
     @staticmethod
     def forward(
         ctx: Any, group: dist.ProcessGroup, pairs: Pairs | None, *ys_S: Tensor | None
@@ -130,18 +136,18 @@ class _SumRanks(torch.autograd.Function):
 def exchange_with_grad(
     x: Tensor, dispatch: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Return dispatch(x), as a differentiable result whose gradient is passed to `back`."""
+    """Return dispatch(x), whose gradient `back` maps to the gradient of x."""
     result: Tensor = _Exchanged.apply(x, dispatch, back)
     return result
 
 
 def list_outputs_without_grad(outs: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor]:
-    """Return the outputs whose inputs of the function need no gradient."""
+    """Return the outputs whose entry of `needs` (`ctx.needs_input_grad`) is False."""
     return [out for out, need in zip(outs, needs, strict=False) if out is not None and not need]
 
 
 def drop_unneeded_grads(grads: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | None]:
-    """Return the gradients, with None for inputs that need no gradient."""
+    """Return the gradients, with None where `needs` (`ctx.needs_input_grad`) is False."""
     return [grad if need else None for grad, need in zip(grads, needs, strict=False)]
 
 
@@ -154,7 +160,7 @@ def run_collectives(
     may_overlap: bool = False,
     **arguments: Any,
 ) -> None:
-    """Run a collective for each tensor, all concurrently: see `exchange`. None is skipped."""
+    """Run `collective(out, x, **arguments)` for each tensor, concurrently. None is skipped."""
     starts = [
         partial(collective, out, x.contiguous(), **arguments)
         for out, x in zip(outs, xs, strict=True)
@@ -166,6 +172,7 @@ def run_collectives(
 def _gather_from_ranks(
     xs_C: Sequence[Tensor | None], group: dist.ProcessGroup, pairs: Pairs | None = None
 ) -> list[Any]:
+    """All-gather each tensor along dim 0, in rank order. None stays None."""
     outs = [
         None if x_C is None else x_C.new_empty((group.size() * x_C.shape[0], *x_C.shape[1:]))
         for x_C in xs_C
@@ -177,6 +184,7 @@ def _gather_from_ranks(
 def _sum_over_ranks(
     ys_S: Sequence[Tensor | None], group: dist.ProcessGroup, pairs: Pairs | None
 ) -> list[Any]:
+    """Reduce-scatter each tensor along dim 0 by an all-to-all, summed in fp32 and rank order."""
     pieces = [
         None if y_S is None else torch.empty_like(y_S, memory_format=torch.contiguous_format)
         for y_S in ys_S
@@ -197,7 +205,7 @@ def _sum_parts(x_S: Tensor, num_parts: int) -> Tensor:
 def all_gather_tensors(
     xs_C: Sequence[Tensor], group: dist.ProcessGroup, pairs: Pairs | None = None
 ) -> tuple[Tensor, ...]:
-    """Apply `all_gather_rows` to each tensor, all concurrently; in a pair the other side runs."""
+    """Apply `all_gather_rows` to each tensor, concurrently. See `exchange` for `pairs`."""
     result: tuple[Tensor, ...] = _GatherRanks.apply(group, pairs, *xs_C)
     return result
 

@@ -54,7 +54,7 @@ class ExchangeError(RuntimeError):
 
 
 def raise_if_late(buffer: PeerBuffer, group: dist.ProcessGroup, kinds: Sequence[str]) -> None:
-    """Raise an `ExchangeError` for a late rank, if the report is on the host. No host sync."""
+    """Raise `ExchangeError` if the host's report names a late rank. `kinds` names operations."""
     # The error stays until `ExchangePool.close` and new buffers, because the operations that the
     # late rank missed are unknown. Until then no operation waits for any rank.
     error = int(buffer.report[ERROR_WORD])
@@ -70,7 +70,7 @@ def raise_if_late(buffer: PeerBuffer, group: dist.ProcessGroup, kinds: Sequence[
 
 
 class Exchange:
-    """One rank's side of an exchange, and its operations (`kernels/exchange/operations.py`).
+    """One rank's side of an exchange, which sends rows by stores into the memory of peers.
 
     All ranks of the group run the same operations in the same order. On one rank streams order the
     operations: one stream, or streams that wait for each other. No operation syncs with the host.
@@ -100,7 +100,7 @@ class Exchange:
     def spread_choices(
         self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, num_local: int, etp: int
     ) -> kernels.SpreadChoices:
-        """Send tokens with their choices to the experts' ranks; return source rows."""
+        """Send tokens and choices to the ranks of their experts, and return the source rows."""
         tensors = (x_TD.contiguous(), ids_TK.contiguous(), weights_TK.contiguous())
         self._enter(SlotEvent.OPERATION)
         return kernels.spread_rows_and_choices(self.buffer, *tensors, num_local=num_local, etp=etp)
@@ -108,7 +108,7 @@ class Exchange:
     def spread(
         self, x_TD: Tensor, peers_T: Tensor, places_S: Tensor, slots_SN: Tensor, num_rows: int
     ) -> Tensor:
-        """Send rows to the ranks that received their tokens; return a copy per slot, [R, D]."""
+        """Send rows to the ranks that received their tokens. Return a row per slot, [R, D]."""
         row_map = (peers_T, places_S, slots_SN)
         self._enter(SlotEvent.OPERATION)
         return kernels.spread_rows(self.buffer, x_TD.contiguous(), *row_map, num_rows)
@@ -121,9 +121,11 @@ class Exchange:
         slots_SN: Tensor,
         choices: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Sum the rows of each source row's slots, and return the sums over ranks."""
-        # `choices` are the weight gradient of each expert row [R], and slots_SK. Returned are the
-        # sums [T, D], and with `choices` the gradients of the routing weights [T, K].
+        """Sum the rows of each source row's slots, and return the sums over ranks, [T, D].
+
+        With `choices`, the weight gradients [R] of expert rows and slots_SK, also return the
+        gradients of routing weights [T, K]. Index tensors are as in `NVLinkPlan`.
+        """
         if choices is not None:
             choices = (choices[0].contiguous(), choices[1])
         row_map = (peers_T, places_S, slots_SN)
@@ -135,10 +137,11 @@ class Exchange:
         return self.layout.sums_slot and SlotEvent.COPY in copies.TRANSITIONS[self._slot]
 
     def _enter(self, event: SlotEvent) -> None:
+        """Change the state of the sums' slot by an event. KeyError = not allowed in this state."""
         self._slot = copies.TRANSITIONS[self._slot][event]
 
     def start_copies(self, sums_SD: Tensor) -> None:
-        """Start to copy sums to the tokens' ranks. Keep the sums until `finish_copies`."""
+        """Start to copy sums to the tokens' ranks. Do not free them before `finish_copies`."""
         # Copy engines alone copy, on a stream of copies.
         self._enter(SlotEvent.COPY)
         with use_stream(self._order_copy_stream(sums_SD)):
@@ -170,11 +173,12 @@ class Exchange:
     def _reduce_copies(
         self, sums_SD: Tensor, peers_T: Tensor, places_S: Tensor, choices: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor | None]:
+        """Return `reduce` of the sums that all ranks have copied."""
         row_map = (peers_T, places_S, places_S[:, None])
         return kernels.reduce_rows(self.buffer, sums_SD, *row_map, choices, has_sums=True)
 
     def limit_rows(self, offsets_e: Tensor, num_rows: int) -> Tensor:
-        """Limit the offsets to `num_rows`, and record larger offsets as a shortage."""
+        """Clamp the offsets to `num_rows`, and record larger offsets as a shortage."""
         return kernels.limit_rows(offsets_e, num_rows, self.buffer.state, self.buffer.report)
 
     @property
@@ -200,7 +204,7 @@ class MetaExchange(Exchange):
     def spread_choices(
         self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, num_local: int, etp: int
     ) -> kernels.SpreadChoices:
-        """Return S source rows."""
+        """Return S source rows without values, and record a launch."""
         T, K = ids_TK.shape
         self._tokens_per_peer = compute_balanced_tokens(T, K, num_local * self.ep, num_local)
         self._record_operation(SPREAD, x_TD)
@@ -223,7 +227,7 @@ class MetaExchange(Exchange):
     def spread(
         self, x_TD: Tensor, peers_T: Tensor, places_S: Tensor, slots_SN: Tensor, num_rows: int
     ) -> Tensor:
-        """Return `num_rows` rows."""
+        """Return `num_rows` rows without values, and record a launch."""
         self._record_operation(SPREAD, x_TD)
         return x_TD.new_empty(num_rows, x_TD.shape[1])
 
@@ -253,12 +257,12 @@ class MetaExchange(Exchange):
         record_launch(name, ranks, 2 * (ranks - 1) * tokens * rows.shape[1] * rows.itemsize)
 
     def limit_rows(self, offsets_e: Tensor, num_rows: int) -> Tensor:
-        """Return the offsets unchanged."""
+        """Return the offsets unchanged, because meta tensors have no values."""
         return offsets_e
 
 
 class CloneExchange:
-    """One rank's side of the exchange of clones, shared by all layers, in `Exchange`'s order."""
+    """Sends weights and gradients of clones through peers' memory, for all layers of a model."""
 
     def __init__(self, buffer: CloneBuffer, group: dist.ProcessGroup) -> None:
         self.buffer = buffer
@@ -268,7 +272,7 @@ class CloneExchange:
         self._everybody = Places(experts_N=experts_N, num_clones=G, num_local=1)
 
     def gather(self, row_1E: Tensor) -> Tensor:
-        """All-gather a row of each rank, [G, E], as if every rank cloned every row."""
+        """All-gather a row [1, E] of each rank to [G, E], through the buffers for clones."""
         (rows_GE,) = self.fetch([row_1E], self._everybody)
         return rows_GE
 
@@ -277,7 +281,7 @@ class CloneExchange:
         return [clone_kernels.fetch_clones(self.buffer, tensor, places) for tensor in tensors]
 
     def add_clone_grads_(self, grads: Sequence[Tensor], places: Places) -> list[Tensor]:
-        """Add the clones' gradients to gradients [e, ...], in place if contiguous."""
+        """Send the clones' gradients to experts' ranks, and add them to [e, ...] there."""
         return [
             clone_kernels.add_clone_grads_(self.buffer, grad.contiguous(), places) for grad in grads
         ]

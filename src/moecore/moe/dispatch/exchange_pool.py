@@ -38,16 +38,7 @@ FEW_PROGRAMS = 64  # with fewer programs, receiving takes longer than sending
 
 
 class ExchangePool(Holder):
-    """The exchanges of a model, with their buffers.
-
-    Tokens are exchanged by the ranks of `group`, as FP8 rows with `fp8`. The layer has `ep` expert
-    blocks over all domains. `programs` is the number of Triton programs of one operation, half for
-    sending and half for receiving; None = one per multiprocessor.
-
-    With `is_required`, tokens that stores cannot send are an error. Otherwise all-to-all sends
-    them, and also all tokens of forwards that are neither in a step with reruns nor in a CUDA
-    graph.
-    """
+    """Owns the exchanges through which a model's layers send rows into peers' memory."""
 
     option = "NVLinkOptions.row_factor"
 
@@ -80,7 +71,7 @@ class ExchangePool(Holder):
 
     @property
     def shortages(self) -> tuple[Shortage, ...]:
-        """One shortage per exchange of rows."""
+        """The shortage counters of all allocated exchanges of rows."""
         return tuple(exchange.shortage for exchange in self.entries)
 
     def resize(self, factor: float) -> None:
@@ -100,7 +91,7 @@ class ExchangePool(Holder):
         )
 
     def get_exchange(self, x_TD: Tensor, top_k: int) -> Exchange:
-        """Return the exchange for these tokens. All ranks together allocate it at first use."""
+        """Return the exchange for rows like these. All ranks together allocate it at first use."""
         # What cannot travel, and an earlier operation that failed, raise before anything is sent.
         problem = find_row_problem(x_TD)
         if problem is not None:
@@ -146,7 +137,7 @@ class ExchangePool(Holder):
         return (*self.entries, *([] if self._clones is None else [self._clones]))
 
     def poll(self, *, is_error: bool = True) -> None:
-        """Raise an `ExchangeError` for a late rank or a shortage that the host sees. No sync."""
+        """Raise `ExchangeError` for a late rank or, if `is_error`, a shortage the host sees."""
         for resource in self.resources:
             resource.poll()
         super().poll(is_error=is_error)
@@ -173,6 +164,7 @@ class ExchangePool(Holder):
         self._clones = None
 
     def _make_exchange(self, x_TD: Tensor, top_k: int) -> Exchange:
+        """Allocate an exchange of rows on all ranks. Raise ValueError for tokens on a CPU."""
         if not x_TD.is_cuda:
             raise ValueError(
                 f"device of the tokens ({x_TD.device}) must be a GPU for dispatcher ('nvlink'): "
@@ -246,7 +238,7 @@ class TokenCapacity(Holder):
     """The capacity for tokens of one rank and forward: the tokens that a pool's buffers can hold.
 
     A longer forward sends only its first tokens, and the step is then repeated with larger buffers
-    (`Reruns`). `ExchangePool.get` raises instead if `NVLinkOptions.row_factor` is not a number, or
+    (`Reruns`). `get_exchange` raises instead if `NVLinkOptions.row_factor` is not a number, or
     outside of such a step.
     """
 
@@ -266,11 +258,11 @@ class TokenCapacity(Holder):
 
     @property
     def shortages(self) -> tuple[Shortage, ...]:
-        """One shortage after a forward was too long, otherwise none."""
+        """One `Shortage` if a forward had more tokens than the buffers hold, otherwise ()."""
         return () if self._shortage is None else (self._shortage,)
 
     def record_length(self, num_tokens: int) -> bool:
-        """Record that a forward exceeds the buffers; return whether the step will be repeated."""
+        """Record that a forward exceeds the buffers. Return whether the step will be repeated."""
         if self.watch != "reruns":
             return False
         if self._shortage is None:
@@ -318,7 +310,7 @@ def _refuse_capture() -> None:
 
 
 def choose_program_split(programs: int) -> dict[str, int]:
-    """Divide an operation's Triton programs between sending and receiving, as measured fastest."""
+    """Divide `programs` into senders and receivers. Return these `ExchangeLayout` fields."""
     is_small = programs < FEW_PROGRAMS
     push = max(1, programs * 5 // 12) if is_small else programs // 2
     return dict(num_push=push, num_receive=programs - push, rounds=16 if is_small else 8)

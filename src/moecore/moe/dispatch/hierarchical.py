@@ -40,7 +40,7 @@ from moecore.moe.records import BalancedRows, Dispatcher, ExpertInput, Routing
 
 @dataclass(frozen=True, slots=True)
 class HierarchicalPlan:
-    """Record for combine: the plans of the exchange across domains and of the inner dispatcher."""
+    """What one dispatch stores for its combine: the plans of both of its levels."""
 
     across: AllToAllPlan
     inside: Any
@@ -77,8 +77,7 @@ class HierarchicalDispatcher(Dispatcher):
         return self._inside.has_spare_rows(pads=pads)
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """Send tokens to experts' ranks: one host sync, 3 collectives, then the inner dispatch."""
-        # With `routing.pad` no host sync after the first call.
+        """Send tokens to domains (3 collectives, one host sync, with `pad` once), then inside."""
         (T, K), ids_TK = routing.expert_ids_TK.shape, routing.destinations_TK
         num_experts, H = self.domain.num_in_domain, self._across.group.size()
         self._across.wire.check_dim(x_TD.shape[1])
@@ -105,7 +104,7 @@ class HierarchicalDispatcher(Dispatcher):
         return ExpertInput(*parts, receiver=inp.receiver)
 
     def prepare_send_order(self, ids_TK: Tensor, note: int) -> SendOrder:
-        """Return the rows to send across, for physical ids. No host sync or communication."""
+        """Return the rows to send across, for physical ids. `note` is sent with the counts."""
         (T, K), H = ids_TK.shape, self._across.group.size()
         return build_send_order(is_owned(ids_TK, self.domain.num_in_domain, H), T * min(H, K), note)
 
@@ -143,6 +142,6 @@ class HierarchicalDispatcher(Dispatcher):
         return inp
 
     def combine(self, y_SD: Any, plan: HierarchicalPlan) -> Tensor:
-        """Return each token's sums of all domains, in fp32. The inner combine and 1 collective."""
+        """Sum y_SD within each domain, send sums to tokens' ranks, and return y_TD in fp32 sums."""
         y_AD = self._inside.combine(y_SD, plan.inside)[: plan.num_arrived]
         return self._across.return_sums(y_AD, plan.across, self.pairs)

@@ -56,7 +56,7 @@ class LocalDispatcher(Dispatcher):
 
 
 class ByChoice:
-    """A `Dispatcher` around an inner dispatcher, with the inner dispatcher's other attributes."""
+    """A `Dispatcher` that sends each choice as a token by `inner`, so sums do not depend on ep."""
 
     def __init__(self, inner: Dispatcher, num_choices: int) -> None:
         self.inner, self.num_choices = inner, num_choices

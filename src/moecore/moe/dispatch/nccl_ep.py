@@ -50,13 +50,13 @@ INSTALL = f"{install_command('nccl-ep')}, or use 'alltoall'"
 
 
 def find_problem(group: dist.ProcessGroup, device_type: str) -> str | None:
-    """Return why NCCL EP cannot run on a rank of a group, as "relation: fix"; None = it can."""
-    # Collective. The same on all ranks.
+    """Return why some rank of a group cannot run NCCL EP. None = all can. Collective."""
     problems = gather_objects(_find_local_problem(device_type), group)
     return next((problem for problem in problems if problem is not None), None)
 
 
 def _find_local_problem(device_type: str) -> str | None:
+    """Return why this process cannot run NCCL EP. None = it can."""
     if device_type != "cuda":
         return f"must go with device_type ({device_type!r}) = 'cuda': use 'alltoall'"
     capability = torch.cuda.get_device_capability()
@@ -89,7 +89,7 @@ def _find_nvcc() -> str | None:
 class EPGroups:
     """The NCCL EP groups that the layers of a model share, and their communicator.
 
-    All ranks of the group allocate them at first use; `close` frees them.
+    All ranks of the group allocate them at first use. `close` frees them.
     """
 
     def __init__(self, group: dist.ProcessGroup, ranks_per_domain: int) -> None:
@@ -132,7 +132,7 @@ class EPGroups:
 
 
 class EPGroup:
-    """One NCCL EP group, and its idle handles."""
+    """One NCCL EP group, and its idle handles, which store the routing of a call."""
 
     def __init__(self, group: Any, num_local: int, num_tokens: int) -> None:
         self.num_tokens, self.num_local = num_tokens, num_local
@@ -140,7 +140,7 @@ class EPGroup:
         self._idle = defaultdict[int, list[Any]](list)  # by the choices of a token
 
     def exchange_routing(self, ids_TK: Tensor, max_tokens: int) -> Flight:
-        """Exchange the routing of at most `max_tokens` tokens of each rank: one host sync."""
+        """Exchange the routing of at most `max_tokens` tokens per rank. One host sync."""
         from nccl import ep
 
         chunks = [ids_TK[i : i + self.num_tokens] for i in range(0, max_tokens, self.num_tokens)]
@@ -182,10 +182,10 @@ class EPGroup:
 
 
 class Flight:
-    """One forward's handles, one per chunk of at most C tokens, and its four exchanges.
+    """The NCCL EP handles of one forward, one per chunk of at most C tokens.
 
-    It returns its handles to the group when it is deleted, with its autograd graph. On meta it has
-    no handles.
+    `Flight` returns its handles to the group when it is deleted, with its autograd graph. On meta
+    there are no handles.
     """
 
     dtype: torch.dtype  # of the tokens, and so of all sums
@@ -201,7 +201,7 @@ class Flight:
             self._group.return_handles(self)
 
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the received rows, their local expert ids (-1 = another rank's), and weights."""
+        """Send tokens. Return received rows, local expert ids (-1 = on another rank), weights."""
         S, K, self.dtype = sum(self.rows), self.top_k, x_TD.dtype
         rows_SD = x_TD.new_empty(S, x_TD.shape[1])
         weights_SK = weights_TK.new_empty(S, K)
@@ -214,7 +214,7 @@ class Flight:
         return rows_SD, ids_SK, weights_SK
 
     def combine(self, y_SD: Tensor) -> Tensor:
-        """Return each token's sum over ranks."""
+        """Send rows y_SD to their tokens' ranks, and return each token's sum, [T, D]."""
         y_TD = y_SD.new_empty(sum(self.tokens), y_SD.shape[1])
         for ep, handle, (out,), (y,) in self._iterate_chunks((y_TD,), (y_SD.contiguous(),)):
             inputs, outs = ep.CombineInputs(tokens=y), ep.CombineOutputs(tokens=out)
@@ -222,7 +222,7 @@ class Flight:
         return y_TD
 
     def compute_row_grads(self, dy_TD: Tensor) -> Tensor:
-        """Run a combine's backward: dispatch the tokens' gradients; return the rows' gradients."""
+        """Run a combine's backward: send the tokens' gradients, and return the rows' gradients."""
         dy_SD = dy_TD.new_empty(sum(self.rows), dy_TD.shape[1])
         for ep, handle, (x,), (out,) in self._iterate_chunks((dy_TD.contiguous(),), (dy_SD,)):
             inputs, outs = ep.DispatchInputs(tokens=x), ep.DispatchOutputs(tokens=out)
@@ -231,7 +231,7 @@ class Flight:
         return dy_SD
 
     def compute_token_grads(self, dx_SD: Tensor, dweights_SK: Tensor) -> tuple[Tensor, Tensor]:
-        """Run a dispatch's backward: combine the rows' gradients; return tokens' and weights'."""
+        """Run a dispatch's backward: return the gradients of tokens and of routing weights."""
         T = sum(self.tokens)
         dx_TD = dx_SD.new_empty(T, dx_SD.shape[1])
         dweights_TK = dweights_SK.new_empty(T, self.top_k)
@@ -301,7 +301,7 @@ class NCCLEPDispatcher(Dispatcher):
 
     @torch.compiler.disable
     def combine(self, y_SD: Tensor, plan: Flight) -> Tensor:
-        """Return each token's partial sums, summed in fp32. No host sync by moecore."""
+        """Send partial sums to their tokens' ranks, and return y_TD, summed in fp32."""
         if y_SD.dtype != plan.dtype:
             raise ValueError(
                 f"dtype of the experts' output ({y_SD.dtype}) must be that of their input "
@@ -339,6 +339,8 @@ def _get_stream_handle(x: Tensor) -> int:
 
 
 class _EPDispatch(torch.autograd.Function):
+    """Autograd function of `Flight.dispatch`. Its backward is `Flight.compute_token_grads`."""
+
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, flight: Flight) -> tuple[Tensor, ...]:
         rows_SD, ids_SK, weights_SK = flight.dispatch(x_TD.contiguous(), weights_TK.contiguous())

@@ -47,7 +47,7 @@ from moecore.moe.records import BalancedRows, Dispatcher, ExpertInput, Routing, 
 
 @dataclass(frozen=True, slots=True)
 class NVLinkPlan:
-    """Record for combine: the exchange, the tokens' ranks, and the rows to sum."""
+    """What one dispatch stores for its combine: the tokens' ranks, and the rows to sum."""
 
     exchange: Exchange
     dtype: torch.dtype  # of the tokens, and so of all sums
@@ -71,7 +71,7 @@ class NVLinkDispatcher(Dispatcher):
 
     @property
     def keeps_rows(self) -> bool:
-        """Whether source rows are saved for backward; otherwise backward repeats their spread."""
+        """Whether source rows are saved for backward. Otherwise backward receives them again."""
         return self.exchanges.options.keep_rows
 
     @property
@@ -80,7 +80,7 @@ class NVLinkDispatcher(Dispatcher):
         return self.exchanges.options.row_factor == "exact"
 
     def has_spare_rows(self, *, pads: bool) -> bool:
-        """Return True: S counts all tokens of all ranks, needed or not."""
+        """Return True: buffers have space for all tokens of all ranks, needed or not."""
         return True
 
     @torch.compiler.disable
@@ -120,7 +120,7 @@ class NVLinkDispatcher(Dispatcher):
         )
 
     def _is_sent_by_alltoall(self, x_TD: Tensor, routing: Routing) -> bool:
-        """Whether the all-to-all dispatcher sends these tokens; identical on all ranks."""
+        """Whether the all-to-all dispatcher sends these tokens. Identical on all ranks."""
         # With `ExchangePool.is_required` they go by all-to-all if the capacity is limited and no
         # step reads shortages. Without it they go by all-to-all if stores cannot carry the rows, or
         # if the forward is part of no step that is rerun and of no CUDA graph.
@@ -139,6 +139,7 @@ class NVLinkDispatcher(Dispatcher):
         return pool.factor is not None and watch is None
 
     def _count_balanced_rows(self, exchange: Exchange) -> BalancedRows:
+        """Return the used rows at even loads. `expert` is None if R is exact."""
         layout = exchange.layout
         source = self.placement.compute_balanced_tokens(layout.max_tokens, layout.top_k)
         expert = None if self.counts_rows else exchange.balanced_rows
@@ -146,8 +147,7 @@ class NVLinkDispatcher(Dispatcher):
 
     @torch.compiler.disable
     def combine(self, y: Tensor | UnsummedRows, plan: NVLinkPlan | AllToAllPlan) -> Tensor:
-        """Return partial sums to tokens' ranks and sum in fp32. No host sync, no collective."""
-        # y are sums of the source rows [S, D], or expert rows, which are added as they are sent.
+        """Send sums of y to tokens' ranks, and return y_TD, summed in fp32. No host sync."""
         if isinstance(plan, AllToAllPlan):
             assert isinstance(y, Tensor), "without a handle experts add their rows"
             return self._alltoall.combine(y, plan)
@@ -204,7 +204,7 @@ def _count_rows(exchange: Exchange, ids_SK: Tensor, *, first: int, num_local: in
 def _repeat_spread(
     exchange: Exchange, wire: Wire, x_TD: Tensor, peers_T: Tensor, places_S: Tensor
 ) -> Rows:
-    """Repeat the spread of a dispatch; return the same source rows."""
+    """Send a dispatch's tokens a second time, and return the same source rows."""
     row_map = (peers_T, places_S, places_S[:, None])
     rows_SN = exchange.spread(wire.pack(x_TD), *row_map, exchange.layout.source_rows)
     return wire.unpack(rows_SN, x_TD)
@@ -235,7 +235,7 @@ class _Sender:
         slots_SK: Tensor,
         num_rows: Tensor,
     ) -> None:
-        """Sum the gradients of each source row's expert rows; start copies to tokens' ranks."""
+        """Sum the gradients of each source row's expert rows, and start copies to tokens' ranks."""
         # If `Exchange.can_copy` is False, it does nothing, and the dispatch's backward sends all.
         self._stored_rows = None
         if self._exchange.can_copy():
@@ -248,9 +248,10 @@ class _Sender:
     def finish(
         self, grads: tuple[Tensor | None, Tensor | None], row_map: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor | None] | None:
-        """Return the gradients of tokens and weights, [T, D] and [T, K]; None without copies."""
-        # `grads` are the gradients of the expert rows and of their weights that were given to
-        # `start_sending`.
+        """Return the gradients of tokens and weights, [T, D] and [T, K]. None without copies.
+
+        `grads` must be the gradients that `start_sending` got, otherwise raises RuntimeError.
+        """
         stored_rows, self._stored_rows = self._stored_rows, None
         if stored_rows is None:
             return None
@@ -339,6 +340,8 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
+    """Sums rows over ranks to y_TD. Backward sends the gradient to the ranks of each token."""
+
     @staticmethod
     def forward(ctx: Any, y_RD: Tensor, plan: NVLinkPlan, slots_SN: Tensor) -> Tensor:
         ctx.exchange, ctx.num_rows, ctx.receiver = plan.exchange, y_RD.shape[0], plan.receiver

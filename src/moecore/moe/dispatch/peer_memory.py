@@ -66,7 +66,7 @@ def _allocate_peer_memory(
 
 
 def find_known_problem(num_ranks: int, device_type: str) -> str | None:
-    """Return a problem that `find_problem` finds without communication, or None.
+    """Return why stores to peers are impossible, if known without communication, or None.
 
     On meta, peers count as GPUs of one host.
     """
@@ -81,7 +81,7 @@ def find_known_problem(num_ranks: int, device_type: str) -> str | None:
 
 
 def find_problem(group: dist.ProcessGroup, device_type: str) -> str | None:
-    """Return why tokens of a group cannot be sent by stores to peers' memory; None = they can."""
+    """Return why tokens of a group cannot be sent by stores, or None = they can. Collective."""
     # "relation: fix" of an error in one line, the same on all ranks. Collective, with host syncs.
     problem = find_known_problem(group.size(), device_type)
     if problem is not None or meta_is_gpu():
@@ -90,7 +90,7 @@ def find_problem(group: dist.ProcessGroup, device_type: str) -> str | None:
 
 
 def find_peer_problem(group: dist.ProcessGroup) -> str | None:
-    """Return why GPUs of a group cannot read each other's memory; None = they can."""
+    """Return why GPUs of a group cannot read each other's memory, or None. Collective."""
     # As `find_problem`, without what is asked of kernels.
     problems = gather_objects(
         _find_peer_access_problem(group) or _find_memory_problem(group), group
@@ -104,7 +104,7 @@ def can_meta_peers_access(group: dist.ProcessGroup) -> bool:
 
 
 def _find_peer_access_problem(group: dist.ProcessGroup) -> str | None:
-    """Check hosts and peer access; the answer is identical on all ranks that see all GPUs."""
+    """Return why this rank's GPU cannot read the memory of its group, or None. Collective."""
     device = torch.cuda.current_device()
     local_devices = {
         str(_get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())
@@ -129,7 +129,7 @@ def _find_peer_access_problem(group: dist.ProcessGroup) -> str | None:
 
 
 def _find_memory_problem(group: dist.ProcessGroup) -> str | None:
-    """Try to allocate symmetric memory. All ranks of the group must call it, or none."""
+    """Allocate symmetric memory. Return the error text or None. Collective."""
     device = torch.device("cuda", torch.cuda.current_device())
     try:
         allocate_symmetric_memory(1024, group, device)
@@ -144,6 +144,6 @@ def _get_device_properties(index: int) -> Any:
 
 
 def get_host_id() -> str:
-    """Return an id of the running kernel: host names may repeat, and containers share a kernel."""
+    """Return the boot id of this host, which its containers share, otherwise the host's name."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else socket.gethostname()

@@ -22,7 +22,7 @@ from moecore.moe.dispatch.collectives import exchange_with_grad
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """The format of rows between ranks, identical on all ranks."""
+    """The format in which ranks send rows of tokens: unchanged, or packed as FP8 with scales."""
 
     fp8: bool = False
 
@@ -56,7 +56,7 @@ class Wire:
         return gather_fp8_rows(self.pack(x_TD), *row_map), handle_MD
 
     def unpack(self, rows_SN: Tensor, like: Tensor, handle_SD: Tensor | None = None) -> Rows:
-        """Return received rows of the width and dtype of `like`; FP8 rows stay packed."""
+        """View received rows as `Rows`, of the width and dtype of `like`. FP8 rows stay packed."""
         if not self.fp8:
             return Rows(rows_SN)
         return Rows.from_bytes(rows_SN, like.shape[1], like.dtype, handle_SD)
@@ -78,7 +78,7 @@ def gather_fp8_rows(words_TW: Tensor, token_ids_M: Tensor, slots_TG: Tensor) -> 
 
 
 class Receiver:
-    """A `GradientReceiver` of FP8 rows. Autograd carries a handle, whose values are not read."""
+    """Receives gradients of experts' outputs as FP8 rows. Autograd gets a handle without values."""
 
     def __init__(self) -> None:
         self.accepts_packed_grads = False
@@ -86,7 +86,7 @@ class Receiver:
         self._entry: tuple[Tensor, Rows] | None = None
 
     def send_as_fp8(self, dy_TD: Tensor, send: Callable[[Tensor], Tensor]) -> Tensor | None:
-        """Send packed gradients, and return their handle; None = the caller sends them unpacked."""
+        """Pack dy, send it by `send`, and return a handle. None = experts do not accept FP8."""
         if not (self.next or self).accepts_packed_grads:
             return None
         words_RW = send(pack_rows(dy_TD.contiguous()))
