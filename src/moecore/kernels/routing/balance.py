@@ -40,7 +40,7 @@ def balance_statistics_ref(
     padding_mask_T: Tensor | None = None,
     sequences_T: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return score_sums_BE and z_sum, in fp32 (fp64 for fp64 logits)."""
+    """Compute `balance_statistics` in plain PyTorch, in fp32 (fp64 for fp64 logits)."""
     T, E = logits_TE.shape
     logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
     if padding_mask_T is not None:
@@ -74,7 +74,7 @@ def _compute_softmax(x, in_cols):
 
 @triton.jit
 def _compute_scores(x, in_cols, FUNCTION: tl.constexpr):
-    """Return scores of each logit [t, e] (0 in masked columns), their slopes and 1 / sum [t]."""
+    """Return scores [t, e] (0 in masked columns), their derivatives, and 1 / sum of scores [t]."""
     if FUNCTION == "sigmoid":
         scores = tl.sigmoid(x)
         slopes = scores * (1.0 - scores)
@@ -111,7 +111,7 @@ def balance_statistics_fwd_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Sum every num_parts-th tile of one sequence."""
+    """Sum the scores and z terms of every num_parts-th tile of one sequence."""
     program = tl.program_id(0)
     sequence = program // num_parts
     cols = tl.arange(0, BLOCK_E)
@@ -184,7 +184,7 @@ def balance_statistics_bwd_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """The gradient of one tile of logits, 0 for padding."""
+    """Compute the gradient of one tile of logits, 0 for padding."""
     sequence = (tl.program_id(0) // num_tiles).to(tl.int64)
     cols = tl.arange(0, BLOCK_E)
     in_cols = cols < E
@@ -320,11 +320,11 @@ def balance_statistics(
             sum.
         padding_mask_T: bool [T], True = padding: in no sum, and its gradient is 0 whatever its
             logits, NaN included. None = no padding.
-        sequences_T: as for `count_experts_and_tokens`; summed in plain PyTorch.
+        sequences_T: int64 [T], each token's sequence, in plain PyTorch; None = consecutive tokens.
 
     Returns:
         score_sums_BE, the scores summed over each sequence, and the 0-dim sum over all tokens of
-        logsumexp(logits)^2, both in the dtype of the logits.
+            logsumexp(logits)^2, both in the dtype of the logits.
     """
     check_padding_mask(padding_mask_T, logits_TE.shape[0])
     is_small = logits_TE.dtype == torch.float32 and logits_TE.shape[1] <= MAX_EXPERTS

@@ -25,7 +25,7 @@ def balance_loss_ref(
     *,
     global_counts_E: Tensor | None = None,
 ) -> Tensor:
-    """Return the four losses in the dtype of the sums."""
+    """Compute `balance_loss` in plain PyTorch, in the dtype of the sums."""
     E = score_sums_BE.shape[1]
     counts_BE, tokens_B1 = counts_BX[:, :E].to(z_sum.dtype), counts_BX[:, E:].clamp(min=1)
     tokens = counts_BX[:, E].sum().clamp(min=1)
@@ -66,7 +66,7 @@ def balance_loss_fwd_kernel(
     BLOCK_B: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """All four losses, in one program."""
+    """Compute all four losses in one program."""
     cols = tl.arange(0, BLOCK_E)
     in_cols = cols < E
     scores_BE = tl.zeros([BLOCK_B, BLOCK_E], tl.float32)
@@ -120,7 +120,7 @@ def balance_loss_bwd_kernel(
     BLOCK_B: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """The gradients of the sums, in one program."""
+    """Compute the gradients of score_sums and z_sum in one program."""
     cols = tl.arange(0, BLOCK_E)
     in_cols = cols < E
     counts_BE = tl.zeros([BLOCK_B, BLOCK_E], tl.float32)
@@ -234,7 +234,7 @@ def balance_loss(
     rank's part of the loss. Differentiable in both sums, one kernel each way.
 
     Args:
-        score_sums_BE: [B, E] fp32 or fp64, from `balance_statistics`.
+        score_sums_BE, z_sum: fp32 or fp64, [B, E] and 0-dim, from `balance_statistics`.
         counts_BX: int64 [B, E + 1], from `count_experts_and_tokens`.
         factors: of the four losses, E / K and E of their formula included.
         global_counts_E: int64 [E], contiguous; None = no global-batch loss (0).

@@ -87,6 +87,7 @@ def expert_counts_fwd_kernel(
 def _add_counts(
     counts_BX: Tensor, ids_TK: Tensor, padding_mask_T: Tensor | None, num_experts: int
 ) -> None:
+    """Launch the kernel that adds choices per expert, and tokens if counts_BX has E + 1 columns."""
     (B, width), (T, K) = counts_BX.shape, ids_TK.shape
     if not T * K:
         return

@@ -64,7 +64,10 @@ def route_tokens(
     selection_E: Tensor | None,
     options: routes.RouteOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the router logits [T, E], and the expert ids and weights [T, K] from `route`."""
+    """Return the router logits [T, E], and the expert ids and weights [T, K] from `route`.
+
+    `bias_E` is added to the logits. `selection_E` is `route`'s bias, which only affects the choice.
+    """
     tensors = [t for t in (x_TD, weight_ED, bias_E, selection_E) if t is not None]
     can_fuse = (
         torch.is_grad_enabled()
