@@ -16,10 +16,10 @@ programs receive: they wait for a flag, then copy or add the chunk's rows from t
 
 Slots, flags and memory order: `exchange/protocol.py`. Sums by copy engines: `exchange/copies.py`.
 
-Letters: T local tokens, C max_tokens of any rank, G ranks, S = G * C source rows, D
-columns, K choices per token, R expert rows, N slots per source row, one chunk is CHUNK tokens.
-Bytes moved, with P ranks per token and b bytes per element: P * T * D * b over the links. A
-receiver reads and writes as many bytes again, of expert rows if the slots are expert rows.
+Letters: T local tokens, C max_tokens of any rank, G ranks, S = G * C source rows, D columns, K
+choices per token, R expert rows, N slots per source row, one chunk is CHUNK tokens. Bytes moved,
+with P ranks per token and b bytes per element: P * T * D * b over the links. A receiver reads and
+writes as many bytes again, of expert rows if the slots are expert rows.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -62,7 +62,7 @@ Half = Literal["both", "push", "receive"]
 
 
 class SpreadChoices(NamedTuple):
-    """The received rows of a dispatch, and their choices."""
+    """The source rows that a rank receives in dispatch, and their choices. Unused rows: holes."""
 
     rows_SD: Tensor  # holes are uninitialised
     ids_SK: Tensor  # int32, global expert ids; -1 in holes
@@ -81,7 +81,7 @@ class SpreadChoices(NamedTuple):
 
 
 class Ptrs(NamedTuple):
-    """Tensors of a kernel. A spread moves words of 4 bytes and makes copies; a reduce, sums."""
+    """Tensors of a kernel. A spread copies words of 4 bytes; a reduce sums rows."""
 
     rows: Any  # [T, D] to spread, [R, D] to add
     peers: Any  # [T] int64 ranks by bit
@@ -223,6 +223,7 @@ def _reduce_kernel(
 
 
 def _make_grid(buffer: SymmetricBuffer, half: Half) -> tuple[int]:
+    """Return the grid of a launch: push programs, receive programs, or both."""
     layout = buffer.layout
     return ((half != "receive") * layout.num_push + (half != "push") * layout.num_receive,)
 
@@ -273,7 +274,7 @@ def spread_rows(
     *,
     half: Half = "both",
 ) -> Tensor:
-    """Send rows to the ranks of their tokens; return a copy per slot, [R, D]. No host sync.
+    """Send each token's row to its ranks; return [num_rows, D] with a copy per slot. No host sync.
 
     peers_T and places_S are outputs of `spread_rows_and_choices`. slots_SN, int32, contiguous, has
     for each source row the indices of its copies, -1 = none. Other rows are uninitialised.
@@ -357,7 +358,7 @@ def reduce_rows(
 
 
 def limit_rows_ref(offsets_e: Tensor, num_rows: int, state: Tensor, report: Tensor) -> Tensor:
-    """Return what `limit_rows` does, in plain PyTorch."""
+    """Compute `limit_rows` in plain PyTorch."""
     demand = int(offsets_e.max())
     if demand > num_rows:
         state[NEEDED_WORD] = report[NEEDED_WORD] = max(demand, int(state[NEEDED_WORD]))
