@@ -28,7 +28,7 @@ def locate_pair(
     chunk,  # Chunk
     CONST: tl.constexpr,  # Constants
 ):
-    """Return a pair's token and peer, and whether the pair exists. Neighbours differ in the peer."""
+    """Return token and peer of a pair, and whether it exists. Neighbours have different peers."""
     token = chunk.number * CONST.CHUNK + pair // CONST.G
     exists = (pair < CONST.CHUNK * CONST.G) & (token < chunk.max_tokens)
     return token, (pair % CONST.G + token + chunk.rank) % CONST.G, exists
