@@ -74,7 +74,10 @@ def scan_states(
 def convolve(
     x_BTD: Tensor, weight_DW: Tensor, bias_D: Tensor | None, sequence: Sequence, *, silu: bool
 ) -> Tensor:
-    """Return y_BTD: a causal depthwise convolution of W taps within each document."""
+    """Return y_BTD: a causal depthwise convolution within documents, then SiLU if `silu` is True.
+
+    With cp > 1 the tensors have only this rank's tokens, and the call is collective.
+    """
     filters = weight_DW, bias_D
     x = x_BTD.flatten(0, 1)
     if sequence.local_tokens is not None:
@@ -88,6 +91,7 @@ def convolve(
 
 
 def _get_document_borders(sequence: Sequence, x_BTX: Tensor) -> Tensor:
+    """Return `cu_seqlens` of the sequence, or of rows that are one document each."""
     if sequence.cu_seqlens is not None:
         return sequence.cu_seqlens
     # A fake tensor is of one run, and would be found by real ones.
