@@ -252,6 +252,7 @@ def _adamw_kernel(
     NUM_BLOCKS: tl.constexpr,
     MOMENT_BLOCK: tl.constexpr,
 ):
+    """Update NUM_BLOCKS blocks of one tensor, whose addresses are a row of the table."""
     pid = tl.program_id(0)
     if skip_ptr is not None:
         if tl.load(skip_ptr) > 0:

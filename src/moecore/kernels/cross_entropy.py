@@ -15,7 +15,7 @@ gradient. A row with the ignored label is not read.
 
 Budget, with b bytes per logit and g per gradient: C * V * (2b + g) bytes moved, at least
 C * V * (b + g), because the second pass reads long rows from memory again; 2 * C * V exponentials.
-Allocates C * V * g, or nothing if logits and gradient have one dtype: it replaces the logits.
+Allocates C * V * g, or nothing if both have one dtype: then the gradient replaces the logits.
 
 Source: online softmax, arXiv:1805.02867.
 """
@@ -334,7 +334,7 @@ def cross_entropy_(
 
     Returns:
         The loss, an fp32 scalar (fp64 for fp64 logits), and the gradient [C, V], contiguous. A NaN
-            or +inf in a counted row makes the loss and that row of the gradient NaN.
+        or +inf in a counted row makes the loss and that row of the gradient NaN.
     """
     kernel_dtypes = dtype is None or dtype in KERNEL_DTYPES
     if not (kernel_dtypes and logits_CV.dtype in KERNEL_DTYPES and use_kernel(logits_CV)):
@@ -414,6 +414,7 @@ def _softmax_gradient(
     scales: Tensor | None,
     power_of_two: bool,
 ) -> None:
+    """Launch the kernel; d_logits_CV None = the gradient overwrites the logits."""
     C, V = logits_CV.shape
     out_CV = logits_CV if d_logits_CV is None else d_logits_CV
     args = (logits_CV, labels_C, highs_C, sums_C, out_CV, *_get_scales_and_stride(scales))
@@ -445,7 +446,7 @@ def row_statistics(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
 
     Returns:
         [C, 3], fp32 (fp64 for fp64 logits): the maximum, the sum of exp(x - maximum), and the logit
-            of the label, 0 if another rank has it. Rows that are not read have 0, 1 and 0.
+        of the label, 0 if another rank has it. Rows that are not read have 0, 1 and 0.
     """
     if logits_CV.dtype not in KERNEL_DTYPES or not use_kernel(logits_CV):
         return row_statistics_ref(logits_CV, labels_C)
@@ -459,8 +460,7 @@ def softmax_gradient_(
 
     Args:
         logits_CV, labels_C: as for `row_statistics`; logits are overwritten.
-        highs_C, sums_C: the maximum and the sum of exp(x - maximum) of full rows, in the dtype of
-            the statistics.
+        highs_C, sums_C: full rows' maximum and sum of exp(x - maximum), in the statistics' dtype.
     """
     kernel_dtypes = logits_CV.dtype in KERNEL_DTYPES and dtype in KERNEL_DTYPES
     if not (kernel_dtypes and use_kernel(logits_CV)):

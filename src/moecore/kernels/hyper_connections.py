@@ -260,8 +260,7 @@ def collapse_streams(
     any number of times. No host sync; the same bits in every run.
 
     Args:
-        streams_TND: any float dtype; copied when not contiguous.
-        fn_MC, base_M: any float dtype.
+        streams_TND, fn_MC, base_M: any float dtypes; streams are copied when not contiguous.
         scale_3: factors of pre, post and comb, any float dtype.
 
     Returns:

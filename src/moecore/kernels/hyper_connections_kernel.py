@@ -18,7 +18,7 @@ def _normalise_bwd(dy, y, c, eps, real, AXIS: tl.constexpr):
 
 @triton.jit
 def _compute_logits(raw_ptr, base_ptr, scale_ptr, cells, real, r, GROUP: tl.constexpr):
-    """Return raw * r * scale[GROUP] + base at `cells`, 0 where `real` is False."""
+    """Return raw * r * scale[GROUP] + base at `cells`, 0 if not real. GROUP: pre, post, comb."""
     raw = tl.load(raw_ptr + cells, mask=real, other=0.0)
     return raw * r * tl.load(scale_ptr + GROUP) + tl.load(base_ptr + cells, mask=real, other=0.0)
 

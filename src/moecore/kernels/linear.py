@@ -147,6 +147,7 @@ class PlainProducts(LinearProducts):
     @override
     @staticmethod
     def save(ctx: Any, inputs: Any, y: Tensor) -> None:
+        """Save x if the weight needs a gradient, and the weight if x needs a gradient."""
         wants_x, wants_weight, *_ = ctx.needs_input_grad
         x, weight_NK, _ = inputs
         ctx.save_for_backward(x if wants_weight else None, weight_NK if wants_x else None)
@@ -154,6 +155,7 @@ class PlainProducts(LinearProducts):
     @override
     @staticmethod
     def gradients(ctx: Any, dy: Tensor) -> Gradients:
+        """Return dx, the operands (dy, x) of `weight_grad`, and dbias; None where not needed."""
         x, weight_NK = ctx.saved_tensors
         wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         dy_TN = dy.reshape(-1, dy.shape[-1])
@@ -164,4 +166,5 @@ class PlainProducts(LinearProducts):
     @override
     @staticmethod
     def weight_grad(dy_TN: Tensor, x_TK: Tensor, target: GradTarget) -> Tensor:
+        """Store dy^T @ x, [N, K], at the target and return the gradient."""
         return store_grad(dy_TN.t().mm(x_TK), target.out, target.adds, target.dtype, target.scale)

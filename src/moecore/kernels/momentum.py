@@ -76,12 +76,11 @@ def momentum_(
     """Update momentum in place, m <- decay * m + (1 - decay) * g; return m in `dtype`, a copy.
 
     Args:
-        momentum: same shape, fp32 or fp64.
+        momentum: same shape as the gradient, fp32 or fp64.
         decay: in [0, 1).
         nesterov: return decay * m + (1 - decay) * g in place of m.
         grad_scale: fp32 scalar, divides the gradient; None = 1.
-        found_inf: fp32 scalar; above 0 momentum does not change, and the result is finite. None =
-            0.
+        found_inf: fp32 scalar; above 0 momentum is unchanged, and the result is finite. None = 0.
     """
     plain = momentum.dtype != torch.float32 or not {grad.dtype, dtype} <= {*KERNEL_DTYPES}
     if plain or not use_kernel(momentum) or not momentum.is_contiguous():

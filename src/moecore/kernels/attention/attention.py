@@ -45,7 +45,7 @@ def attention_forward(
 
     Returns:
         o_BTHv in the dtype of q, and lse_BHT, fp32 (fp64 for fp64), natural logarithm: see the note
-            "nothing seen". Strides are the implementation's.
+        "nothing seen". Strides are the implementation's.
     """
     _check_shapes(q_BTHd, k_BShd, v_BShv, mask)
     with disable_autocast(q_BTHd):
@@ -73,7 +73,7 @@ def attention_backward(
 
     Returns:
         dq, dk and dv in the shapes and dtypes of q, k and v. They contain only the part of this
-            block's keys, so the caller sums dq over blocks.
+        block's keys, so the caller sums dq over blocks.
     """
     _check_shapes(q_BTHd, k_BShd, v_BShv, mask)
     with disable_autocast(q_BTHd):

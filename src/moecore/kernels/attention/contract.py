@@ -105,7 +105,7 @@ class AttentionKernel(Protocol):
 def merge_blocks(o: Tensor, lse: Tensor, o_new: Tensor, lse_new: Tensor) -> tuple[Tensor, Tensor]:
     """Return o and lse over two blocks of keys, from the results for each block, in lse's dtype.
 
-    Each query must see a key of the first block; it may see no key of the second.
+    A query must see a key of at least one of the blocks, otherwise its o is NaN.
     """
     total_lse = torch.logaddexp(lse, lse_new)
     old, new = ((part - total_lse).exp().transpose(1, 2)[..., None] for part in (lse, lse_new))
@@ -129,10 +129,7 @@ def compute_sinks_gradient(
 
 
 def find_half_problem(q: Tensor, k: Tensor, v: Tensor, capability: tuple[int, int]) -> str | None:
-    """Return why fused 16-bit kernels cannot compute this block; None = they can.
-
-    `capability` is the lowest compute capability of a device that has the kernels.
-    """
+    """Return why 16-bit kernels for GPUs >= `capability` cannot compute this block, or None."""
     if not q.numel() or not k.numel() or not v.numel():
         return "queries, keys and values must not be empty: fused kernels leave such undefined"
     if not is_gpu(q):

@@ -84,7 +84,7 @@ def _find_late_rank(
     expected_flag,
     SPIN: tl.constexpr,
 ):
-    """Return a rank whose flag has not arrived, or -1."""
+    """Return a rank whose flag has not arrived, or -1 if all flags have arrived."""
     # One flag per thread, and a maximum over all threads: all warps must see the same number, or
     # they would diverge before a barrier.
     if SPIN:

@@ -58,7 +58,7 @@ class ExchangeConstants(NamedTuple):
 
 
 def count_tiles(layout: ExchangeLayout, columns: Columns) -> int:
-    """Return the tiles that a program loads before it stores the first: 4 with few programs."""
+    """Return how many tiles a program loads before it stores one: 4 with few programs, or 1."""
     # One for odd row sizes, whose masks take the registers.
     bytes_in_flight = layout.num_push * layout.num_warps * TILE_BYTES_PER_WARP
     is_even = columns.count * columns.itemsize % 1024 == 0
@@ -104,10 +104,7 @@ def compute_list_size(layout: ExchangeLayout, num_slots: int) -> int:
 def make_constants(
     layout: ExchangeLayout, columns: Columns, num_slots: int, *, reduce: bool, etp: int = 1
 ) -> ExchangeConstants:
-    """Return a spread's or, with `reduce`, a reduce's kernel constants. Cached.
-
-    `num_slots` is N, and `etp` is the number of ranks that own slices of the same experts.
-    """
+    """Return a spread's or (`reduce`) a reduce's constants; `etp` ranks share each expert."""
     block_k = min(MAX_BLOCK_K, next_power_of_2(layout.top_k))
     block_n = min(MAX_BLOCK_N, next_power_of_2(num_slots))
     width = compute_list_width(layout)

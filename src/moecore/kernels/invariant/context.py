@@ -85,14 +85,17 @@ def _call_for_floats(
 
 
 def _mm(before: _TorchKernels, keys: Any, a: Tensor, b: Tensor) -> Tensor:
+    """Replace `aten::mm` and `aten::bmm` by an invariant product."""
     return before.product(keys, a, b)
 
 
 def _mm_dtype(before: _TorchKernels, keys: Any, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Replace `aten::mm.dtype`, whose result has `dtype`."""
     return before.product(keys, a, b, dtype=dtype)
 
 
 def _mm_out(before: _TorchKernels, keys: Any, a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
+    """Replace `aten::mm.out`."""
     return out.copy_(before.product(keys, a, b))
 
 
@@ -106,10 +109,12 @@ def _addmm(
     beta: Any = 1,
     alpha: Any = 1,
 ) -> Tensor:
+    """Replace `aten::addmm` and `aten::baddbmm`: beta * c + alpha * a @ b."""
     return before.product(keys, a, b, c, beta=beta, alpha=alpha)
 
 
 def _mv(before: _TorchKernels, keys: Any, a: Tensor, v: Tensor) -> Tensor:
+    """Replace `aten::mv`, a matrix times a vector."""
     return before.product(keys, a, v[:, None])[:, 0]
 
 

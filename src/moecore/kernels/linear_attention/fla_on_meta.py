@@ -101,6 +101,8 @@ class _Scan:
 
 
 class _RuleOnMeta(torch.autograd.Function):
+    """Records the launches of a rule with learning rates, forward and backward."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -176,6 +178,8 @@ def _compute_gradients(
 
 
 class _RuleWithoutRatesOnMeta(torch.autograd.Function):
+    """Records the launches of a rule without learning rates, forward and backward."""
+
     @staticmethod
     def forward(
         ctx: Any,

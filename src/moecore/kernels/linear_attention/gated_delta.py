@@ -102,8 +102,7 @@ def gated_delta_rule(
     Args:
         rule: tensors of any strides; q, k and v in one float dtype.
         cu_seqlens: int32 [n + 1], the first token of each document, and T; documents may be empty.
-        initial_nHkv: the state of each document before its first token, fp32 (fp64 for fp64); None
-            = zeros.
+        initial_nHkv: each document's state before its first token, fp32 (fp64 for fp64); None = 0.
 
     Returns:
         o_THv in the dtype of q, and states_nHkv in fp32 (fp64 for fp64).

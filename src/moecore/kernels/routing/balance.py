@@ -4,8 +4,6 @@
                        function of each logit, of score[e] / (sum of the token's scores + 1e-20)
     z_sum            = sum over all tokens of logsumexp(logits)^2
 
-Tokens that a mask calls padding are in no sum and get no gradient.
-
 Letters: T tokens, B sequences of T / B tokens, E experts.
 
 Bytes moved: 4 T E forward (the logits are read once), 8 T E backward, and T for a mask. About 10
@@ -223,6 +221,7 @@ def _choose_tile(num_experts: int) -> tuple[int, int]:
 def _launch_forward(
     logits_TE: Tensor, padding_mask_T: Tensor | None, num_sequences: int, score_function: str
 ) -> tuple[Tensor, Tensor]:
+    """Launch the forward kernels; return score_sums_BE and z_sum."""
     (T, E), B = logits_TE.shape, num_sequences
     if not T:
         return logits_TE.new_zeros(B, E), logits_TE.new_zeros(())
@@ -257,6 +256,7 @@ def _launch_backward(
     dz_sum: Tensor,
     score_function: str,
 ) -> Tensor:
+    """Launch the backward kernel; return dlogits_TE."""
     (T, E), B = logits_TE.shape, dscore_sums_BE.shape[0]
     logits_TE = logits_TE.contiguous()
     dlogits_TE = torch.empty_like(logits_TE)
@@ -324,7 +324,7 @@ def balance_statistics(
 
     Returns:
         score_sums_BE, the scores summed over each sequence, and the 0-dim sum over all tokens of
-            logsumexp(logits)^2, both in the dtype of the logits.
+        logsumexp(logits)^2, both in the dtype of the logits.
     """
     check_padding_mask(padding_mask_T, logits_TE.shape[0])
     is_small = logits_TE.dtype == torch.float32 and logits_TE.shape[1] <= MAX_EXPERTS

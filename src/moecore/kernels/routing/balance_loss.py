@@ -169,6 +169,7 @@ def _launch_forward(
     global_counts_E: Tensor | None,
     factors: list[float],
 ) -> Tensor:
+    """Launch the forward kernel; return the four losses."""
     B, E = score_sums_BE.shape
     if not B:
         return z_sum.new_zeros(4)
@@ -181,6 +182,7 @@ def _launch_forward(
 def _launch_backward(
     dlosses: Tensor, counts_BX: Tensor, global_counts_E: Tensor | None, factors: list[float]
 ) -> tuple[Tensor, Tensor]:
+    """Launch the backward kernel; return the gradients of score_sums_BE and z_sum."""
     B, E = counts_BX.shape[0], counts_BX.shape[1] - 1
     if not B:
         return dlosses.new_zeros(0, E), dlosses.new_zeros(())

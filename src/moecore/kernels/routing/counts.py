@@ -29,7 +29,7 @@ BLOCK = 2048  # ids per program
 
 
 def add_expert_counts_ref(counts_BE: Tensor, ids_TK: Tensor) -> None:
-    """Add the counts of `ids_TK` to `counts_BE` in place."""
+    """Compute `add_expert_counts` in plain PyTorch."""
     B = counts_BE.shape[0]
     ids_BN = ids_TK.reshape(B, ids_TK.numel() // max(B, 1)).long()
     counts_BE.scatter_add_(1, ids_BN.clamp(min=0), (ids_BN >= 0).long())
@@ -132,18 +132,18 @@ def count_experts_and_tokens(
     padding_mask_T: Tensor | None = None,
     sequences_T: Tensor | None = None,
 ) -> Tensor:
-    """Return int64 [B, E + 1]: each expert's choices per sequence, and its number of tokens beside.
+    """Return int64 [B, E + 1]: per sequence, the choices of each expert, then the number of tokens.
 
     Example, B=2, E=3: ids [[0, 2], [2, -1], [1, 0], [-1, -1]] give [[1, 0, 2, 2], [1, 1, 0, 2]].
 
-    A memset and one kernel. Tokens whose choices were all dropped are tokens too, padding is none.
+    A memset and one kernel. Tokens whose choices were all dropped are counted, padding is not.
 
     Args:
         ids_TK: int32 [T, K], expert ids; -1 = dropped or padding, not counted. T is a multiple of B
             without `sequences_T`.
         padding_mask_T: bool [T], True = padding, whose ids are -1 already; None = no padding.
-        sequences_T: int64 [T], the sequence of each token, counted in plain PyTorch; None = they
-            are consecutive tokens of equal number.
+        sequences_T: int64 [T], the sequence of each token, counted in plain PyTorch; None =
+            sequences are consecutive tokens of equal number.
     """
     B, E, T = num_sequences, num_experts, ids_TK.shape[0]
     check_padding_mask(padding_mask_T, T)

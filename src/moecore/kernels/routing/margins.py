@@ -8,8 +8,8 @@ Scores lie in [0, 1], so margins lie within 1 of the least and the greatest bias
 that range. Integer atomics: the same counts in every run, where scores have the same bits.
 
 Letters: L layers, T tokens, E experts, K choices, X bins. One launch reads the logits, 4 * T * E
-bytes, and adds T * E times in the second-level cache; the reference makes about ten passes over
-[T, E]. The quantiles of any number of layers are one launch, which reads each histogram once.
+bytes, and adds T * E times in the second-level cache. The quantiles of any number of layers are one
+launch, which reads each histogram once.
 """
 
 import torch

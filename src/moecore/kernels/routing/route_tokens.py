@@ -19,6 +19,8 @@ from moecore.kernels.routing import router_logits as products
 
 
 class _RouteTokens(torch.autograd.Function):
+    """apply(x, weight, bias, selection, flatten_options(options)) -> logits, ids, weights."""
+
     @staticmethod
     def forward(
         ctx: Any,

@@ -331,6 +331,7 @@ def _router_logits_bwd(
 def _make_empty_gradients(
     dlogits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, need_dx: bool, need_dweight: bool
 ) -> tuple[Tensor, Tensor]:
+    """Return uninitialised dx and dweight; a gradient that is not needed is an empty tensor."""
     dx_TD = x_TD.new_empty(x_TD.shape if need_dx else (0,))
     return dx_TD, weight_ED.new_empty(weight_ED.shape if need_dweight else (0,))
 
@@ -427,13 +428,12 @@ def router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None)
     (on CUDA: by `torch.backends.cuda.matmul.allow_tf32`). No host sync; bit-identical between runs.
 
     Args:
-        x_TD: [T, D], any float dtype; copied if not contiguous.
-        weight_ED: [E, D], any float dtype; copied if not contiguous.
-        bias_E: [E], any float dtype; None = none.
+        x_TD, weight_ED: any float dtypes; copied if not contiguous.
+        bias_E: any float dtype; None = none.
 
     Returns:
         Logits [T, E] fp32. Gradients have the dtypes of the inputs; that of the bias is summed in
-            fp32.
+        fp32.
     """
     check_shapes(x_TD, weight_ED, bias_E)
     if has_kernel(x_TD, weight_ED):

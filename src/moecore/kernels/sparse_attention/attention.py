@@ -101,8 +101,7 @@ def _split_into_chunks(
 ) -> Iterator[_Chunk]:
     """Yield chunks of queries of bounded memory; on meta one chunk stands for all.
 
-    `width` is the number of keys that a query reads, None = all; `selects`: the indexer selects
-    them.
+    `width`: the keys that a query reads, None = all. `selects`: the indexer selects the keys.
     """
     (t, H, _), (N, key_dim) = heads.q_tHd.shape, heads.keys_Nl.shape
     reach = min(N, spans.longest if spans.stride == 1 else 3 * spans.longest // 2)
@@ -140,6 +139,8 @@ def _compute_scores(q_CHl: Tensor, rows: Tensor, keys: Keys, scale: float) -> Te
 
 
 class _SparseAttention(torch.autograd.Function):
+    """apply(*LatentHeads, *IndexerHeads, selected, spans, options) -> *SparseOutput."""
+
     @staticmethod
     def forward(
         ctx: Any,

@@ -49,9 +49,7 @@ class KeySpans(NamedTuple):
     longest: int  # keys of the longest document, or more
 
     def get_bounds(self, begin: int, end: int, num_keys: int) -> tuple[int, int]:
-        """Return a range (first, last) of the keys that queries [begin, end) may see, last
-        excluded.
-        """
+        """Return (first, last) of the key range [first, last) that queries [begin, end) may see."""
         # Key `stride * i` is of the document of query i, and its own where the stride is 1. Ranks
         # hold two chunks of 2 * stride, so their own key is less than half a document further.
         first = self.stride * (begin + 1) - self.longest

@@ -31,7 +31,7 @@ def compute_index_scores(index: IndexerHeads, keys: Keys) -> Tensor:
 
 
 def select_keys(scores_CS: Tensor, first: int, top_k: int) -> Tensor:
-    """Return int32 [C, top_k], the keys of the largest scores, ascending; column 0 is key `first`.
+    """Return int32 [C, top_k], ascending keys of the largest scores. Column 0 of scores is `first`.
 
     If a query sees fewer keys, -1 fills the end. Among equal scores the earlier keys are selected,
     for any chunk size. `Tensor.topk` does not define this order, and scores of 0 are frequent.
