@@ -6,8 +6,7 @@ Legend: B rows, T tokens of a row, H query heads, h key/value heads, d and v dim
     other rows          `kernels/attention` in one custom operator; saves q, k, v, o and lse
     cp > 1              `context_parallel/`: collectives around the two functions above
 
-Double backward is not supported. With sinks, the backward kernel receives o and lse that include
-the sinks (note "final o and lse" of `kernels/attention/contract.py`).
+Double backward is not supported.
 """
 
 from __future__ import annotations
@@ -47,9 +46,8 @@ def attend(
 ) -> Tensor:
     """Return o_BTHv of causal attention: no token attends to a token of another document.
 
-    `window` limits the keys per query, its own included; None = all. `sinks_H` has the score of
-    each head's sink. With cp > 1 the tensors have only this rank's tokens, and the call is
-    collective.
+    `window` limits the keys per query; None = all. `sinks_H` has the score of each head's sink.
+    With cp > 1 the tensors have only this rank's tokens, and the call is collective.
     """
     num_tokens = q_BTHd.shape[1] * (
         1 if sequence.local_tokens is None else sequence.local_tokens.cp.size

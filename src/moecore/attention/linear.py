@@ -102,5 +102,6 @@ def _get_document_borders(sequence: Sequence, x_BTX: Tensor) -> Tensor:
 @lru_cache(maxsize=64)
 @torch.inference_mode(False)
 def _make_row_borders(B: int, T: int, device: torch.device) -> Tensor:
+    """Return int32 [B + 1], the `cu_seqlens` of B rows of T tokens. Cached."""
     # The same tensor in every layer and step: a package reads it on the host once (`fla.py`).
     return make_row_cu_seqlens(B, B * T, device)

@@ -124,6 +124,7 @@ class ChunkLayout:
 
     @property
     def _documents(self) -> Tensor:
+        """The `cu_seqlens` of packed documents; only for packed rows."""
         assert self._cu_seqlens is not None, "rows have no index"
         return self._cu_seqlens
 
@@ -195,10 +196,7 @@ class ContextParallel:
 def select_cp_ranks(
     cp: int | None, ranks: ContextParallel | None, groups: Mapping[int, ContextParallel]
 ) -> ContextParallel | None:
-    """Return the cp ranks of a forward of degree `cp`: an entry of `groups`, or `ranks`.
-
-    `ranks` are returned if `cp` is None or their number. A ValueError is raised if no group fits.
-    """
+    """Return `ranks` if `cp` is None or their number, otherwise groups[cp] or a ValueError."""
     size = 1 if ranks is None else ranks.size
     if cp in (None, size):
         return ranks
@@ -251,7 +249,7 @@ class LocalTokens:
 
     @property
     def ring_tokens(self) -> LocalTokens:
-        """The tokens of this rank in its ring, after the all-to-all of "a2a+p2p"; else self."""
+        """This rank's tokens in its ring: after the all-to-all with "a2a+p2p", otherwise self."""
         return self._ring or self
 
     def make_pieces(self, device: torch.device) -> LocalPieces:

@@ -104,6 +104,7 @@ class LocalPieces:
         return exchange_with_grad(x_G, self._run_all_to_all, self._run_all_to_all)
 
     def _run_all_to_all(self, send_buffer: Tensor) -> Tensor:
+        """All-to-all along the first dim, without autograd; return the received tensor."""
         recv_buffer = torch.empty_like(send_buffer, memory_format=torch.contiguous_format)
         if not skips_communication(send_buffer):  # a mode counts bytes instead of sending them
             dist.all_to_all_single(recv_buffer, send_buffer.contiguous(), group=self.group)
