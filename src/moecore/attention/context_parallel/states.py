@@ -80,7 +80,7 @@ class LocalPieces:
     def compute_initial_states(self, states: Tensor, v: int) -> Tensor:
         """Return [2 * n, H, k, v], the state before each piece. Collective.
 
-        `states` [2 * n, H, k, v + k] has each piece's last state with S = 0, and its transition.
+        `states` [2 * n, H, k, v + k]: last states of pieces that begin with 0, then transitions.
         """
         G, (num, H, k, _) = self.group.size(), states.shape
         chains = states.unflatten(0, (num // 2, 2)).transpose(0, 1).flatten(1, 2)

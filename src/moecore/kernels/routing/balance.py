@@ -148,7 +148,7 @@ def balance_statistics_fwd_reduce_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Sum the parts in a fixed order: a block of columns of one sequence, or z."""
+    """Sum score_parts in a fixed order, a block of columns per program; the last sums z_parts."""
     program = tl.program_id(0)
     if program == tl.num_programs(0) - 1:  # the last program has z
         z_sums = tl.zeros([BLOCK_P], tl.float32)

@@ -156,7 +156,7 @@ def balance_loss_bwd_kernel(
 
 
 def _make_constants(num_sequences: int, num_experts: int) -> dict[str, int]:
-    """Return the launch arguments that forward and backward share; one program does it all."""
+    """Return the constants and warps of either kernel; a launch has one program."""
     block_e = next_power_of_2(num_experts)
     block_b = min(next_power_of_2(num_sequences), LOSS_TILE // block_e)
     return {"E": num_experts, "BLOCK_B": block_b, "BLOCK_E": block_e, "num_warps": 8}

@@ -59,7 +59,7 @@ def expert_counts_fwd_kernel(
     BINS: tl.constexpr,  # power of two >= E
     BLOCK: tl.constexpr,
 ):
-    """Count one block of ids of one sequence."""
+    """Add the choices in one block of ids of a sequence to counts, with WIDTH > E also tokens."""
     block = tl.program_id(0) % num_blocks
     sequence = (tl.program_id(0) // num_blocks).to(tl.int64)
     position = block * BLOCK + tl.arange(0, BLOCK)

@@ -181,7 +181,7 @@ def route_bwd_kernel(
     KP: tl.constexpr,
     EP: tl.constexpr,
 ):
-    """Write BT rows of dlogits: a background in all columns, then the K chosen ones over it."""
+    """Write BT rows of dlogits: all columns as unchosen experts, then the K chosen columns."""
     rows = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)[:, None]
     slots = tl.arange(0, KP)[None, :]
     columns = tl.arange(0, EP)[None, :]

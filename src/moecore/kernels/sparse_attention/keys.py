@@ -53,7 +53,7 @@ class SelectedKeys:
         return x_ND.index_select(0, self._places).view(*self._selected_CK.shape, -1)
 
     def dot(self, q_CxD: Tensor, rows: Tensor) -> Tensor:
-        """Compute one matrix product per query."""
+        """Compute one matrix product per query, [C, x, K]."""
         return multiply(q_CxD, rows.transpose(1, 2))
 
     def weigh(self, p_CxK: Tensor, rows: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class SelectedKeys:
         return multiply(p_CxK, rows)
 
     def add(self, total_ND: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
-        """Add [C, K, D]; on GPUs in a fixed order only under torch's deterministic algorithms."""
+        """Add p^T q to the selected rows; on GPUs the order is not fixed by default."""
         rows = None
         for p_CxK, q_CxD in pairs:
             part = multiply(p_CxK.transpose(1, 2), q_CxD)
@@ -91,7 +91,7 @@ class SpanOfKeys:
         return x_ND[self._span]
 
     def dot(self, q_CxD: Tensor, rows: Tensor) -> Tensor:
-        """Compute one matrix product for all queries."""
+        """Compute one matrix product for all queries, [C, x, K]."""
         return multiply(q_CxD.flatten(0, 1), rows.T).unflatten(0, q_CxD.shape[:2])  # type: ignore[no-any-return]
 
     def weigh(self, p_CxK: Tensor, rows: Tensor) -> Tensor:
