@@ -57,8 +57,8 @@ class CollapsedStreams:
 
     streams_TND: Tensor
     weights_TW: Tensor  # fp32
-    # From kernels only: an expanded tensor of one element that `expand_streams` reads, so that its
-    # gradient is that of the streams, which one backward adds to the others. None = plain autograd.
+    # With kernels: one element, expanded. `expand_streams` takes the tensor as an input, and its
+    # gradient is the gradient of the streams there, which `collapse_streams` adds. None = autograd.
     link_TND: Tensor | None = None
 
 
