@@ -6,8 +6,7 @@ Legend: B rows, T tokens of a row, H query heads, h key/value heads, d and v dim
     other rows          `kernels/attention` in one custom operator; saves q, k, v, o and lse
     cp > 1              `context_parallel/`: collectives around the two functions above
 
-Double backward is not supported. With sinks, the backward kernel receives o and lse that include
-the sinks (note "final o and lse" of `kernels/attention/contract.py`).
+Double backward is not supported.
 """
 
 from __future__ import annotations
@@ -45,8 +44,11 @@ def attend(
     window: int | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Return o_BTHv of causal attention: no token attends to a token of another document."""
-    # `window` counts the token itself, None = all; `sinks_H` are the scores of the heads' sinks.
+    """Return o_BTHv of causal attention: no token attends to a token of another document.
+
+    `window` limits the keys per query; None = all. `sinks_H` has the score of each head's sink.
+    With cp > 1 the tensors have only this rank's tokens, and the call is collective.
+    """
     num_tokens = q_BTHd.shape[1] * (
         1 if sequence.local_tokens is None else sequence.local_tokens.cp.size
     )
@@ -86,7 +88,7 @@ def _attend_over_ranks(
     window: int | None,
     sinks_H: Tensor | None,
 ) -> Tensor:
-    """Return o_BtHv of this rank's tokens. `ContextParallel` says how. Collective over cp."""
+    """Return o_BtHv of this rank's tokens, in the way that `ContextParallel` says. Collective."""
     cp = local_tokens.cp
     _check_ranks(local_tokens, q, k)
     if cp.a2a is not None:
@@ -108,7 +110,7 @@ def _attend_over_ranks(
 
 
 def _check_ranks(local_tokens: LocalTokens, q: Tensor, k: Tensor) -> None:
-    """Raise if cp ranks cannot split the heads or the keys, before any communication."""
+    """Raise a ValueError if cp ranks cannot split the heads or the keys. No communication."""
     cp, heads = local_tokens.cp, k.shape[2]
     if cp.a2a is not None and heads % cp.a2a.size():
         raise ValueError(
@@ -132,6 +134,7 @@ def _forward(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
+    """Return contiguous o and lse, with sinks, for a causal mask of packed documents or of rows."""
     mask = Sequence(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen).mask(window)
     o, lse = attention_forward(q, k, v, mask, scale)
     if sinks is not None:
@@ -158,6 +161,7 @@ def _backward(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return dq, dk, dv and dsinks; dsinks is empty without sinks. o and lse include sinks."""
     mask = Sequence(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen).mask(window)
     grads = attention_backward(do, q, k, v, o, lse, mask, scale)
     dsinks = lse.new_empty(0)

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 
 class KVCache:
-    """Keys and values by attention layer; each row is one document.
+    """Keys and values by attention layer, for generation; each row is one document.
 
     The class is plain because FSDP's mixed precision casts the tensors of tuples and dataclasses.
 
     Attributes:
         length: tokens of earlier forwards.
-        num_tokens: tokens of the running forward, without padding at the end.
+        num_tokens: tokens of the running forward, without padding at the end; the decoder sets it.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,10 @@ class KVCache:
         scale: float,
         window: int | None,
     ) -> Tensor:
-        """Add the keys and values of this forward; return the causal attention to all tokens."""
+        """Append this forward's keys and values of `layer`; return causal attention to all so far.
+
+        Outputs [B, T, H, d] are 0 for padding. `window` limits the keys per query; None = all.
+        """
         T, N = q_BTHd.shape[1], self.num_tokens
         k_BShd, v_BShd = k_BThd[:, :N], v_BThd[:, :N]
         if layer in self._layers:
@@ -56,5 +59,5 @@ class KVCache:
         return F.pad(y_BHNd.transpose(1, 2), (0, 0, 0, 0, 0, T - N))
 
     def end_forward(self) -> None:
-        """Count the tokens of the forward that has ended."""
+        """Add `num_tokens` to `length`, after a forward."""
         self.length += self.num_tokens

@@ -74,7 +74,10 @@ def scan_states(
 def convolve(
     x_BTD: Tensor, weight_DW: Tensor, bias_D: Tensor | None, sequence: Sequence, *, silu: bool
 ) -> Tensor:
-    """Return y_BTD: a causal depthwise convolution of W taps within each document."""
+    """Return y_BTD: a causal depthwise convolution within documents, then SiLU if `silu` is True.
+
+    With cp > 1 the tensors have only this rank's tokens, and the call is collective.
+    """
     filters = weight_DW, bias_D
     x = x_BTD.flatten(0, 1)
     if sequence.local_tokens is not None:
@@ -88,6 +91,7 @@ def convolve(
 
 
 def _get_document_borders(sequence: Sequence, x_BTX: Tensor) -> Tensor:
+    """Return `cu_seqlens` of the sequence, or of rows that are one document each."""
     if sequence.cu_seqlens is not None:
         return sequence.cu_seqlens
     # A fake tensor is of one run, and would be found by real ones.
@@ -98,5 +102,6 @@ def _get_document_borders(sequence: Sequence, x_BTX: Tensor) -> Tensor:
 @lru_cache(maxsize=64)
 @torch.inference_mode(False)
 def _make_row_borders(B: int, T: int, device: torch.device) -> Tensor:
+    """Return int32 [B + 1], the `cu_seqlens` of B rows of T tokens. Cached."""
     # The same tensor in every layer and step: a package reads it on the host once (`fla.py`).
     return make_row_cu_seqlens(B, B * T, device)

@@ -62,6 +62,7 @@ class RotaryTable:
         return self._rotate_dims(x_BTHw, neighbours=True)
 
     def _rotate_dims(self, x_BTHw: Tensor, neighbours: bool) -> Tensor:
+        """Rotate pairs of dims: (2i, 2i + 1) if `neighbours`, otherwise (i, i + d / 2)."""
         if self.is_shared:
             return rotary(x_BTHw, self.cos_Td, self.sin_Td, neighbours=neighbours)
         one_row = x_BTHw.flatten(0, 1)[None]
@@ -108,7 +109,7 @@ class Sequence:
         )
 
     def slice_local(self, x_BT: Tensor) -> Tensor:
-        """Return this cp rank's tokens of full rows. No communication."""
+        """Return this cp rank's tokens [B, t] of full rows [B, T]. No communication."""
         return x_BT if self.local_tokens is None else self.local_tokens.slice_local(x_BT)
 
     def shift_tokens(self, x_BT: Tensor, steps: int, fill: int) -> Tensor:
@@ -132,9 +133,11 @@ def shift_rows(x_BT: Tensor, steps: int, fill: int) -> Tensor:
 def make_packed_sequence(
     cu_seqlens: Tensor, max_seqlen: int | None, shape: tuple[int, int], device: torch.device
 ) -> Sequence:
-    """Return the `Sequence` of documents packed into rows; `shape` is (B, T)."""
-    # `cu_seqlens` is int32 or int64 [n + 1]. Its values are checked if it is a CPU tensor.
-    # `max_seqlen` None = the longest document if `cu_seqlens` is a CPU tensor, otherwise B * T.
+    """Return the `Sequence` of documents packed into rows; `shape` is (B, T).
+
+    `cu_seqlens` is int32 or int64 [n + 1]. The values of a CPU tensor are checked: a ValueError.
+    `max_seqlen` None = the longest document if `cu_seqlens` is a CPU tensor, otherwise B * T.
+    """
     num_tokens = shape[0] * shape[1]
     if cu_seqlens.ndim != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
@@ -152,7 +155,7 @@ def make_packed_sequence(
 
 
 def _check_documents(cu_seqlens: list[int], max_seqlen: int | None, num_tokens: int) -> int:
-    """Return `max_seqlen`, or the longest document for None. Raise if the values do not fit."""
+    """Return `max_seqlen`, or the longest document for None. Raise a ValueError for bad values."""
     lengths = [end - start for start, end in pairwise(cu_seqlens)]
     ends = (cu_seqlens[0], cu_seqlens[-1]) if lengths else None
     if ends != (0, num_tokens) or min(lengths) < 0:

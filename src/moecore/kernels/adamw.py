@@ -4,9 +4,7 @@ Letter: P tensors. All weights have one dtype, all gradients one, and all moment
 
 Budget: bytes moved per element of fp32 weights and gradients: 28 with fp32 moments, 20 with bf16
 moments, 16 with FP8 moments. bf16 weights with remainders and bf16 gradients take 2 less. Gradients
-are divided by `grad_scale` while they are read, and are not changed.
-
-`adamw_formats.py` defines the formats of moments and remainders.
+are divided by `grad_scale` while they are read. `adamw_formats.py` defines the formats of moments.
 
 Source: https://arxiv.org/abs/1711.05101 (decoupled weight decay).
 """
@@ -92,7 +90,7 @@ class AdamWTensors:
 
     @classmethod
     def from_rows(cls, rows: Sequence[tuple[ParamRow, int]]) -> "AdamWTensors":
-        """Return the record of one kind of parameters, from (parameter, number) rows."""
+        """Make the record of (parameter, seed) pairs that have the same optional tensors."""
         params, numbers = zip(*rows, strict=True)
         weights, grads, exp_avgs, exp_avg_sqs, steps, *optional = zip(*params, strict=True)
         exponents, remainders = ([t for t in column if t is not None] for column in optional)
@@ -142,6 +140,7 @@ def _get_master_ref(row: ParamRow) -> Tensor:
 
 
 def _decode_moments_ref(row: ParamRow, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return exp_avg and exp_avg_sq in dtype `wide`, decoded if they are FP8."""
     if row.exponents is None:
         return row.exp_avg.to(wide), row.exp_avg_sq.to(wide)
     codes = row.exp_avg.reshape(-1), row.exp_avg_sq.reshape(-1)
@@ -152,7 +151,7 @@ def _decode_moments_ref(row: ParamRow, wide: torch.dtype) -> tuple[Tensor, Tenso
 def _encode_state_ref(
     row: ParamRow, number: int, w: Tensor, m: Tensor, v: Tensor
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return pairs (tensor, new value) for weight, remainder and moments, in the stored dtypes."""
+    """Return (tensor, new value) pairs in the stored dtypes; `number` seeds stochastic rounding."""
     if row.remainder is None:
         pairs = [(row.weight, w.to(row.weight.dtype))]
     else:
@@ -192,7 +191,7 @@ def _update_block(
     SPLIT: tl.constexpr,
     MOMENT_BLOCK: tl.constexpr,
 ):
-    """Update one block."""
+    """Update one block of a tensor; SPLIT: the weight is bf16 bits and an int16 remainder."""
     i = row[:, None] * MOMENT_BLOCK + tl.arange(0, MOMENT_BLOCK)[None, :]
     mask = i < numel if MASKED else None
     FP8: tl.constexpr = exp_avg_ptr.dtype.element_ty == tl.uint8
@@ -253,6 +252,7 @@ def _adamw_kernel(
     NUM_BLOCKS: tl.constexpr,
     MOMENT_BLOCK: tl.constexpr,
 ):
+    """Update NUM_BLOCKS blocks of one tensor, whose addresses are a row of the table."""
     pid = tl.program_id(0)
     if skip_ptr is not None:
         if tl.load(skip_ptr) > 0:
@@ -421,7 +421,7 @@ def _update_with_torch_(
 
 
 def _make_table(tensors: AdamWTensors) -> tuple[Tensor, int]:
-    """Return the kernel's table of tensors, and the number of programs of all tensors."""
+    """Return int64 [P, COLUMNS] for the kernel, and the number of programs of all tensors."""
     rows, num_programs = [], 0
     for number, row in zip(tensors.numbers, tensors.to_rows(), strict=True):
         numel = row.weight.numel()

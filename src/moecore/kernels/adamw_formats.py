@@ -58,7 +58,7 @@ _FIRST_NAN, _SECOND_NAN = tl.constexpr(FIRST_NAN), tl.constexpr(SECOND_NAN)
 
 
 def make_noise_ref(numel: int, step: Tensor, number: int) -> Tensor:
-    """Return int64 [numel] with 32 random bits each, for tensor `number` at a step."""
+    """Return int64 [numel] of 32 random bits each, a hash of position, step and seed `number`."""
     position = torch.arange(numel, device=step.device) & 0xFFFFFFFF
     seed = (step.long() * GOLDEN + (number * GOLDEN * GOLDEN & 0xFFFFFFFF)) & 0xFFFFFFFF
     x = position ^ seed
@@ -114,7 +114,7 @@ def encode_moments_ref(
 
 
 def _compute_scales_ref(x: Tensor, bias: int) -> tuple[Tensor, Tensor]:
-    """Return the blocks' exponents, uint8 [blocks], and their powers of two, fp32 [N]."""
+    """Return block exponents, uint8, and element scales, fp32 [N], for an exponent bias."""
     numel = x.numel()
     size = torch.where(x.isfinite(), x, 0).abs()
     size = torch.nn.functional.pad(size, (0, -numel % MOMENT_BLOCK)).view(-1, MOMENT_BLOCK)
@@ -127,7 +127,7 @@ def _compute_scales_ref(x: Tensor, bias: int) -> tuple[Tensor, Tensor]:
 
 
 def _encode_ref(x: Tensor, noise: Tensor, bias: int, nan: int) -> Tensor:
-    """Encode nonnegative scaled values as int32 codes."""
+    """Round scaled x >= 0 with 16-bit noise to int32 codes; `nan` is the code of NaN and inf."""
     normal = ((x.view(torch.int32) + (noise << 4)) >> 20) - ((127 - bias) << 3)
     small = (x * 2.0 ** (bias + 2) + noise * 2.0**-16).floor()
     codes = torch.where(x < 2.0 ** (1 - bias), small.nan_to_num(0).int(), normal)
@@ -171,7 +171,7 @@ def make_noise(i, seed):  # positions; uint32
 
 @triton.jit
 def round_stochastically(x, noise):  # fp32; uint32 of 16 bits
-    """Round to bf16 stochastically; return fp32."""
+    """Round fp32 to bf16 stochastically by 16 random bits per value; return fp32."""
     bits = (x.to(tl.uint32, bitcast=True) + noise) & 0xFFFF0000
     # Of infinity and NaN the sum could be another kind of number.
     return tl.where(tl.abs(x) < float("inf"), bits.to(tl.float32, bitcast=True), x)
@@ -187,6 +187,7 @@ def _compute_exponents(x, BIAS: tl.constexpr):  # fp32 [ROWS, MOMENT_BLOCK]
 
 @triton.jit
 def _compute_power(exponent):  # int32
+    """Return 2^(exponent - 127) in fp32."""
     return (exponent << 23).to(tl.float32, bitcast=True)
 
 
@@ -198,7 +199,7 @@ def _encode(
     UNITS: tl.constexpr,
     NAN: tl.constexpr,
 ):
-    """Encode nonnegative scaled values as int32 codes."""
+    """Round scaled x >= 0 to int32 codes of a format whose least value is 1 / UNITS."""
     noise = noise.to(tl.int32)
     normal = (x.to(tl.int32, bitcast=True) + (noise << 4) >> 20) - ((127 - BIAS) << 3)
     small = (x * UNITS + noise.to(tl.float32) * 1.52587890625e-05).to(tl.int32)  # 2^-16
@@ -224,7 +225,7 @@ def encode_moments(m, v, noise):  # fp32 [ROWS, MOMENT_BLOCK] twice; uint32
 
 @triton.jit
 def decode_moments(m, v, exponents):  # uint8 [ROWS, MOMENT_BLOCK] twice, int16 [ROWS]
-    """Return both moments in fp32."""
+    """Return both moments in fp32, from the outputs of `encode_moments`."""
     exponents = exponents.to(tl.int32)
     m = from_e4m3(m) * _compute_power(exponents & 0xFF)[:, None]
     code = v.to(tl.int32)
@@ -235,7 +236,7 @@ def decode_moments(m, v, exponents):  # uint8 [ROWS, MOMENT_BLOCK] twice, int16 
 
 @triton.jit
 def join_master(weight, remainder):  # int16 twice, the first with the bits of bf16
-    """Return the fp32 weight."""
+    """Return the fp32 weight of a bf16 weight's bits and its remainder, see note "remainder"."""
     return ((weight.to(tl.int32) << 16) + remainder.to(tl.int32)).to(tl.float32, bitcast=True)
 
 

@@ -42,9 +42,11 @@ except ImportError:
             return self
 
         def __getitem__(self, grid: Any) -> Any:
+            """Return a launcher that only reports this kernel to `record_launch`."""
             return partial(record_launch, self.name)
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            """Decorate a kernel; for other arguments return the first one, without any, self."""
             if args and callable(args[0]) and hasattr(args[0], "__name__"):
                 return _NoTriton(args[0].__name__)
             return args[0] if args else self
@@ -68,7 +70,7 @@ Launched = Callable[[str, Sequence[Any]], None]  # name and arguments of a kerne
 
 
 class _Meta(threading.local):
-    """The device and launches that meta tensors stand for in this thread."""
+    """Settings of this thread for dry runs on meta tensors, set by the contexts below."""
 
     is_gpu = False
     launched: Launched | None = None
@@ -81,7 +83,7 @@ _meta = _Meta()
 
 @contextmanager
 def treat_meta_as(device_type: str) -> Iterator[None]:
-    """Return a context in which meta tensors stand for tensors on a device of this type."""
+    """Return a context in which meta tensors count as CUDA tensors, if `device_type` is "cuda"."""
     before, _meta.is_gpu = _meta.is_gpu, device_type == "cuda"
     try:
         yield
@@ -90,13 +92,16 @@ def treat_meta_as(device_type: str) -> Iterator[None]:
 
 
 def meta_is_gpu() -> bool:
-    """Return whether meta stands for a GPU in this thread."""
+    """Return whether meta tensors count as CUDA tensors in this thread, see `treat_meta_as`."""
     return _meta.is_gpu
 
 
 @contextmanager
 def record_launches_on_meta(launched: Launched, num_peers: int = 1) -> Iterator[None]:
-    """Return a context that treats meta as a Hopper GPU and records kernels."""
+    """Return a context in which kernels are passed to `launched` (name, arguments), not run.
+
+    Meta counts as a Hopper GPU. `num_peers` neighbouring ranks can access each other's memory.
+    """
     # Modes see what operations allocate, as if each were its kernels. `launched` is called in place
     # of each kernel of this package. So many neighbouring ranks reach each other's memory.
     before = _meta.launched, _meta.num_peers
@@ -115,7 +120,7 @@ def get_num_meta_peers() -> int:
 
 @contextmanager
 def repeat_on_meta(times: int) -> Iterator[None]:
-    """Return a context in which one operation on meta counts as `times` operations."""
+    """Return a context in which recorders count one operation on meta as `times` operations."""
     before, _meta.times = _meta.times, times
     try:
         yield
@@ -129,7 +134,7 @@ def get_meta_repeats() -> int:
 
 
 def record_launch(name: str, *args: Any, **_: Any) -> None:
-    """Report a kernel's name and arguments to the active `record_launches_on_meta`, if any."""
+    """Report a kernel to the active `record_launches_on_meta`; without one, do nothing."""
     if _meta.launched is not None:
         _meta.launched(name, args)
 
@@ -155,7 +160,11 @@ def _record_launches() -> Iterator[None]:
 
 
 def use_kernel(*tensors: Tensor) -> bool:
-    """Return whether Triton kernels can run on these tensors."""
+    """Return whether Triton kernels can run on these tensors.
+
+    All must be CUDA tensors. With TRITON_INTERPRET=1 any tensors can. Meta tensors that count as
+    CUDA can if autograd is enabled or launches are recorded.
+    """
     # On meta none can, but an operation that autograd records has a form without one.
     if tensors[0].is_meta:
         return _meta.is_gpu and (torch.is_grad_enabled() or _meta.launched is not None)
@@ -165,13 +174,16 @@ def use_kernel(*tensors: Tensor) -> bool:
 
 
 def warn_about_plain(x: Tensor, operation: str) -> None:
-    """Warn, once per `operation`, that plain PyTorch computes it on a GPU that has kernels."""
+    """Warn that `operation` has no kernel if `x` is on CUDA. Python shows each text once."""
     if HAS_TRITON and x.is_cuda and not torch.compiler.is_compiling():
         warnings.warn(f"{operation} has no kernel: plain PyTorch computes it, slower", stacklevel=2)
 
 
 def can_skip_masks(num_rows: Tensor, length: int) -> bool:
-    """Return whether a reference may skip its row masks; False on devices, where reading syncs."""
+    """Return whether the CPU scalar `num_rows` is >= `length`, so that no row needs a mask.
+
+    False for a tensor on another device, where reading would synchronise, and under compilation.
+    """
     if torch.compiler.is_compiling() or type(num_rows) is not Tensor:  # a fake one has no value
         return False
     return num_rows.device.type == "cpu" and int(num_rows) >= length
@@ -183,7 +195,7 @@ def is_gpu(x: Tensor) -> bool:
 
 
 def has_hopper_kernels(device: torch.device) -> bool:
-    """Return whether Gluon kernels for Hopper can run on this device, without interpreter."""
+    """Return whether Gluon kernels for Hopper can run on a device, or are recorded on meta."""
     return _meta.launched is not None if device.type == "meta" else _is_hopper(device)
 
 
@@ -196,7 +208,7 @@ def _is_hopper(device: torch.device) -> bool:
 
 @functools.cache
 def has_block_scaled_kernels(device: torch.device) -> bool:
-    """Return whether Triton has instructions on this device that multiply scales of blocks."""
+    """Return whether Triton has block-scaled matrix instructions on a device (Blackwell)."""
     if not HAS_TRITON or INTERPRET or device.type != "cuda":
         return False
     return (
@@ -215,7 +227,10 @@ def use_device(x: Tensor) -> AbstractContextManager[Any]:
 
 
 def launch(kernel: Any, grid: int | tuple[int, int], /, *args: Any, **constants: Any) -> None:
-    """Launch a kernel on the device of its first tensor, unless the grid is empty."""
+    """Launch a Triton kernel on the device of its first tensor argument, unless the grid is empty.
+
+    `constants` are the kernel's `tl.constexpr` parameters and Triton's launch options.
+    """
     grid = (grid, 1) if isinstance(grid, int) else grid
     if not (grid[0] and grid[1]) or launch_prepared(kernel, grid, args, constants):
         return
@@ -253,13 +268,14 @@ def next_power_of_2(n: int) -> int:
 
 
 def make_gluon_descriptor(x: Tensor, block: tuple[int, ...]) -> Any:
-    """Create the TMA descriptor with which Gluon loads blocks of a tensor."""
+    """Create a TMA descriptor for blocks of a tensor, which must live until the launch."""
     # Leading dims that the block does not have are as one. Only for launches while it lives.
     return make_descriptor(x, block, _choose_shared_layout)
 
 
 @functools.cache
 def _choose_shared_layout(dtype: torch.dtype, block: tuple[int, ...]) -> Any:
+    """Return Gluon's default layout of a block in shared memory."""
     gluon_dtypes = {
         torch.float8_e4m3fn: gl.float8e4nv,
         torch.bfloat16: gl.bfloat16,

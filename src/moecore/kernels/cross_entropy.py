@@ -14,11 +14,8 @@ One program handles one row. The first pass keeps a maximum and a sum of exponen
 gradient. A row with the ignored label is not read.
 
 Budget, with b bytes per logit and g per gradient: C * V * (2b + g) bytes moved, at least
-C * V * (b + g); 2 * C * V exponentials. Allocates C * V * g, or nothing when logits and gradient
-have one dtype: then the gradient replaces the logits.
-
-A row of 151,936 fp32 logits is 608 KB, more than a multiprocessor holds, and all rows in flight are
-more than the L2 holds: the second pass reads memory again. Run backwards it gained 1% (H200).
+C * V * (b + g), because the second pass reads long rows from memory again; 2 * C * V exponentials.
+Allocates C * V * g, or nothing if both have one dtype: then the gradient replaces the logits.
 
 Source: online softmax, arXiv:1805.02867.
 """
@@ -51,7 +48,7 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)  # of fp32, where -inf would make 
 def cross_entropy_ref_(
     logits_CV: Tensor, labels_C: Tensor, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the summed loss and its gradient in `dtype`; overwrites fp32 and fp64 logits."""
+    """Compute `cross_entropy_` in plain PyTorch; overwrites fp32 and fp64 logits."""
     logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
     ignored_C1 = (labels_C == IGNORE_INDEX)[:, None]
     # Only the ignored label is replaced: any other one out of range fails in gather.
@@ -115,7 +112,7 @@ def _write_gradient(
     WIDTH: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,  # of the scales
 ):
-    """Write softmax(x) - (column == label)."""
+    """Write softmax(x) - (column == label) of one row, in FP8 if `scales` is not None."""
     for start in range(0, V, LANES * WIDTH):
         if scales is None:
             at = start + columns
@@ -173,6 +170,7 @@ def _cross_entropy_kernel(
     WIDTH: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
 ):
+    """Write one row's loss and, unless `d_logits` is None, its gradient."""
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
     x_row = logits + row * V
@@ -218,6 +216,7 @@ def _row_statistics_kernel(
     LANES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
+    """Write one row's maximum, sum of exp(x - maximum), and logit of the label."""
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
     high, total, label_logit = 0.0, 1.0, 0.0
@@ -247,6 +246,7 @@ def _softmax_gradient_kernel(
     WIDTH: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
 ):
+    """Write one row's gradient from its maximum and sum: see `softmax_gradient_`."""
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
     columns = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -322,7 +322,7 @@ _cross_entropy_op = Op(
 def cross_entropy_(
     logits_CV: Tensor, labels_C: Tensor, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return all rows' summed loss and, in `dtype`, its gradient; no host sync, the same bits.
+    """Return the loss summed over rows, and its gradient in `dtype`. Deterministic, no host sync.
 
     Args:
         logits_CV: any float dtype, overwritten: the gradient may use its memory. Copied when not
@@ -350,7 +350,7 @@ def cross_entropy_(
 def cross_entropy_blocks(
     logits_CV: Tensor, labels_C: Tensor, *, power_of_two: bool
 ) -> tuple[Tensor, Blocks]:
-    """Return all rows' summed loss and its gradient in FP8, one scale per 128 columns of a row.
+    """Return the loss summed over rows, and its FP8 gradient: one scale per 128 columns of a row.
 
     The gradient is rounded once, from fp32; logits are not changed. Otherwise as `cross_entropy_`.
 
@@ -414,6 +414,7 @@ def _softmax_gradient(
     scales: Tensor | None,
     power_of_two: bool,
 ) -> None:
+    """Launch the kernel; d_logits_CV None = the gradient overwrites the logits."""
     C, V = logits_CV.shape
     out_CV = logits_CV if d_logits_CV is None else d_logits_CV
     args = (logits_CV, labels_C, highs_C, sums_C, out_CV, *_get_scales_and_stride(scales))
@@ -437,7 +438,7 @@ _softmax_gradient_op = Op(
 
 
 def row_statistics(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
-    """Return the statistics of each row's local columns; ranks combine them for full rows.
+    """Return softmax statistics of each row's local columns; ranks combine them for full rows.
 
     Args:
         logits_CV: as for `cross_entropy_`, but not changed.
@@ -459,8 +460,7 @@ def softmax_gradient_(
 
     Args:
         logits_CV, labels_C: as for `row_statistics`; logits are overwritten.
-        highs_C, sums_C: the maximum and the sum of exp(x - maximum) of full rows, in the dtype of
-            the statistics.
+        highs_C, sums_C: full rows' maximum and sum of exp(x - maximum), in the statistics' dtype.
     """
     kernel_dtypes = logits_CV.dtype in KERNEL_DTYPES and dtype in KERNEL_DTYPES
     if not (kernel_dtypes and use_kernel(logits_CV)):

@@ -53,19 +53,19 @@ class SinkhornOptions:
 
 @dataclass(frozen=True, slots=True)
 class CollapsedStreams:
-    """The streams of a sublayer's tokens, and the weights that mix them after the sublayer."""
+    """The streams before a sublayer, and the weights that mix them with the sublayer's output."""
 
     streams_TND: Tensor
     weights_TW: Tensor  # fp32
-    # Of kernels: takes the gradient of streams from `expand_streams` to the backward that adds it
-    # to the others, and has the memory of one element. None = streams take it.
+    # With kernels: one element, expanded. `expand_streams` takes the tensor as an input, and its
+    # gradient is the gradient of the streams there, which `collapse_streams` adds. None = autograd.
     link_TND: Tensor | None = None
 
 
 def collapse_streams_ref(
     streams_TND: Tensor, fn_MC: Tensor, base_M: Tensor, scale_3: Tensor, options: SinkhornOptions
 ) -> tuple[Tensor, Tensor]:
-    """Return x_TD and weights_TW in plain differentiable PyTorch."""
+    """Compute `collapse_streams` in plain PyTorch; return x_TD and weights_TW, fp32 or fp64."""
     (T, N, _), eps = streams_TND.shape, options.eps
     wide_TND = streams_TND.to(torch.promote_types(streams_TND.dtype, torch.float32))
     flat_TC, sizes = wide_TND.flatten(1), (N, N, N * N)
@@ -84,7 +84,7 @@ def collapse_streams_ref(
 
 
 def expand_streams_ref(streams_TND: Tensor, y_TD: Tensor, weights_TW: Tensor) -> Tensor:
-    """Return the expanded streams in plain differentiable PyTorch."""
+    """Compute `expand_streams` in plain PyTorch; return [T, N, D] in the dtype of the streams."""
     T, N, _ = streams_TND.shape
     post_TN, comb_TW = weights_TW.split((N, N * N), dim=-1)
     mixed_TND = comb_TW.view(T, N, N).mT @ streams_TND.to(weights_TW.dtype)
@@ -101,7 +101,7 @@ Collapsed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def _make_empty_collapsed(streams_TND: Tensor, fn_MC: Tensor, *_: Any) -> Collapsed:
-    """Return x_TD, weights_TW, raw_TM, r_T and link_TND."""
+    """Return uninitialised x_TD, weights_TW, raw_TM, r_T and link_TND, of which r is 1 / RMS."""
     (T, N, D), M = streams_TND.shape, len(fn_MC)
     weights, raw, r = (
         streams_TND.new_empty(shape, dtype=torch.float32) for shape in ((T, M - N), (T, M), (T,))
@@ -118,6 +118,7 @@ def _collapse_forward(
     eps: float,
     norm_eps: float,
 ) -> Collapsed:
+    """Launch the forward; return x_TD, weights_TW, raw_TM, r_T and link_TND."""
     x_TD, weights_TW, _, r_T, link_TND = _make_empty_collapsed(streams_TND, fn_MC)
     raw_TM = router_logits(streams_TND.flatten(1), fn_MC)
     args = (streams_TND, raw_TM, base_M, scale_3, x_TD, weights_TW, r_T, norm_eps, eps, iterations)
@@ -136,6 +137,7 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 def _make_empty_gradients(
     streams_TND: Tensor, fn_MC: Tensor, base_M: Tensor, scale_3: Tensor, *_: Any
 ) -> Gradients:
+    """Return uninitialised gradients of streams, fn, base and scale."""
     streams, fn, base, scale = map(torch.empty_like, (streams_TND, fn_MC, base_M, scale_3))
     return streams, fn, base, scale
 
@@ -154,6 +156,7 @@ def _collapse_backward(
     eps: float,
     need_dfn: bool,
 ) -> Gradients:
+    """Return the gradients of streams, fn, base and scale; `need_dfn` False: fn's is undefined."""
     (T, N, D), M, new = streams_TND.shape, len(fn_MC), raw_TM.new_empty
     pre_TN, draw_TM, factor_T, sums_T2M = new(T, N), new(T, M), new(T), new(T, 2, M)
     inputs = (streams_TND, raw_TM, r_T, base_M, scale_3, dx_TD, dweights_TW)
@@ -209,6 +212,7 @@ _collapse = Op(
 def _expand_forward(
     streams_TND: Tensor, link_TND: Tensor, y_TD: Tensor, weights_TW: Tensor
 ) -> Tensor:
+    """Launch the forward; `link_TND` is not read, it only receives the gradient of streams."""
     out_TND = torch.empty_like(streams_TND)
     args = (streams_TND, y_TD, weights_TW, out_TND)
     launch(expand_streams_fwd_kernel, len(y_TD), *args, **_make_constants(streams_TND))
@@ -218,6 +222,7 @@ def _expand_forward(
 def _expand_backward(
     dout_TND: Tensor, streams_TND: Tensor, y_TD: Tensor, weights_TW: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of streams, y and weights."""
     grads = _make_empty_like(dout_TND, streams_TND, y_TD, weights_TW)
     args = (dout_TND, streams_TND, y_TD, weights_TW, *grads)
     launch(expand_streams_bwd_kernel, len(y_TD), *args, **_make_constants(streams_TND))
@@ -227,6 +232,7 @@ def _expand_backward(
 def _make_empty_like(
     _: Tensor, streams_TND: Tensor, *tensors: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return uninitialised gradients of all arguments but the first."""
     dstreams, dy, dweights = map(torch.empty_like, (streams_TND, *tensors))
     return dstreams, dy, dweights
 
@@ -254,8 +260,7 @@ def collapse_streams(
     any number of times. No host sync; the same bits in every run.
 
     Args:
-        streams_TND: any float dtype; copied when not contiguous.
-        fn_MC, base_M: any float dtype.
+        streams_TND, fn_MC, base_M: any float dtypes; streams are copied when not contiguous.
         scale_3: factors of pre, post and comb, any float dtype.
 
     Returns:

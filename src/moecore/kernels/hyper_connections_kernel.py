@@ -5,20 +5,20 @@ from moecore.kernels.common import tl, triton
 
 @triton.jit
 def _normalise(c, eps, real, AXIS: tl.constexpr):
-    """Return a matrix whose columns (AXIS 0) or rows (1) sum to 1."""
+    """Divide columns (AXIS 0) or rows (AXIS 1) of c by their sum + eps; 0 where `real` is False."""
     return tl.where(real, c / (tl.sum(c, AXIS, keep_dims=True) + eps), 0.0)
 
 
 @triton.jit
 def _normalise_bwd(dy, y, c, eps, real, AXIS: tl.constexpr):
-    """Return the gradient of c, of which y was made."""
+    """Return the gradient of c from the gradient dy of y = `_normalise`(c)."""
     d = (dy - tl.sum(dy * y, AXIS, keep_dims=True)) / (tl.sum(c, AXIS, keep_dims=True) + eps)
     return tl.where(real, d, 0.0)
 
 
 @triton.jit
 def _compute_logits(raw_ptr, base_ptr, scale_ptr, cells, real, r, GROUP: tl.constexpr):
-    """Return mix * scale + base of a group of mixes, 0 where there is none."""
+    """Return raw * r * scale[GROUP] + base at `cells`, 0 if not real. GROUP: pre, post, comb."""
     raw = tl.load(raw_ptr + cells, mask=real, other=0.0)
     return raw * r * tl.load(scale_ptr + GROUP) + tl.load(base_ptr + cells, mask=real, other=0.0)
 
@@ -81,7 +81,7 @@ def collapse_streams_fwd_kernel(
 def _differentiate_mixes(
     dlogits, raw_ptr, scale_ptr, draw_ptr, sums_ptr, cells, real, r, M, GROUP: tl.constexpr
 ):
-    """Write a group of mixes' parts of gradients; return its part of the gradient of r."""
+    """Store a group's gradients of raw mixes, base and scale; return its gradient of r."""
     raw = tl.load(raw_ptr + cells, mask=real, other=0.0)
     dmixes = dlogits * tl.load(scale_ptr + GROUP)
     tl.store(draw_ptr + cells, dmixes * r, mask=real)
@@ -111,7 +111,7 @@ def collapse_streams_bwd_mixes_kernel(
     NP: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Compute one token's gradients of its mixes."""
+    """Compute one token's gradients of its mixes, base and scale, and `factor` for the streams."""
     t = tl.program_id(0).to(tl.int64)
     M: tl.constexpr = 2 * N + N * N
     n, d = tl.arange(0, NP), tl.arange(0, BLOCK_D)
@@ -249,7 +249,7 @@ def expand_streams_bwd_kernel(
     NP: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Compute one token's gradients."""
+    """Compute one token's gradients of streams, y and weights."""
     t = tl.program_id(0).to(tl.int64)
     n, d = tl.arange(0, NP), tl.arange(0, BLOCK_D)
     row = t * (N * D) + d

@@ -34,7 +34,7 @@ Gradients = tuple[Tensor | None, tuple[Any, ...] | None, Tensor | None]
 
 
 class LinearProducts(ABC):
-    """Multiplies by one weight. `linear` calls the static methods of a class of products."""
+    """The matrix products of one linear layer in one precision, for `linear` and its backward."""
 
     defers = False  # whether the weight's sink may compute its gradient later: `GradSink.defer`
     differentiable_twice = False  # whether the gradients have gradients; else those are refused
@@ -50,16 +50,19 @@ class LinearProducts(ABC):
     def __call__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, training: bool = True
     ) -> Tensor:
-        """Return x [..., K] @ weight^T + bias; both parameters may be a DTensor's local tensor.
+        """Return x [..., K] @ weight^T + bias, by the local tensors of parameters (DTensor).
 
-        `training` is the module's mode: in eval no magnitudes are collected.
+        `training` is the module's mode. In eval mode FP8 products record no largest magnitudes.
         """
 
 
 def linear(
     inputs: tuple[Any, ...], products: type[LinearProducts], sink: GradSink | None
 ) -> Tensor:
-    """Return y of x, weight, bias and the products' other inputs; the sink may defer dweight."""
+    """Return x @ weight^T + bias; `inputs` is (x, weight, bias, *others of `products`).
+
+    A sink may compute the weight's gradient later. None = autograd computes the gradient.
+    """
     y: Tensor = _LinearFunction.apply(*inputs, products, sink)
     return y
 
@@ -81,7 +84,7 @@ def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
 
 
 class _DifferentiableOnce(torch.autograd.Function):
-    """A gradient that raises when it is differentiated."""
+    """The identity, whose backward raises a NotImplementedError."""
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor) -> Tensor:
@@ -127,6 +130,7 @@ class PlainProducts(LinearProducts):
         return "plain products"
 
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply by `linear` if the weight has a gradient sink, otherwise by `F.linear`."""
         weight_NK = get_local_param(weight)
         bias_N = None if bias is None else get_local_param(bias)
         sink = find_sink(weight, weight_NK.shape)
@@ -143,6 +147,7 @@ class PlainProducts(LinearProducts):
     @override
     @staticmethod
     def save(ctx: Any, inputs: Any, y: Tensor) -> None:
+        """Save x if the weight needs a gradient, and the weight if x needs a gradient."""
         wants_x, wants_weight, *_ = ctx.needs_input_grad
         x, weight_NK, _ = inputs
         ctx.save_for_backward(x if wants_weight else None, weight_NK if wants_x else None)
@@ -150,6 +155,7 @@ class PlainProducts(LinearProducts):
     @override
     @staticmethod
     def gradients(ctx: Any, dy: Tensor) -> Gradients:
+        """Return dx, the operands (dy, x) of `weight_grad`, and dbias; None where not needed."""
         x, weight_NK = ctx.saved_tensors
         wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         dy_TN = dy.reshape(-1, dy.shape[-1])
@@ -160,4 +166,5 @@ class PlainProducts(LinearProducts):
     @override
     @staticmethod
     def weight_grad(dy_TN: Tensor, x_TK: Tensor, target: GradTarget) -> Tensor:
+        """Store dy^T @ x, [N, K], at the target and return the gradient."""
         return store_grad(dy_TN.t().mm(x_TK), target.out, target.adds, target.dtype, target.scale)

@@ -46,6 +46,7 @@ def _momentum_kernel(
     NESTEROV: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Update BLOCK elements as `momentum_` does."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     g = tl.load(grad_ptr + i, mask=i < numel, other=0.0).to(tl.float32)
     m = tl.load(momentum_ptr + i, mask=i < numel, other=0.0)
@@ -72,14 +73,14 @@ def momentum_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> Tensor:
-    """Update momentum in place, m <- decay * m + (1 - decay) * g; return a copy.
+    """Update momentum in place, m <- decay * m + (1 - decay) * g; return m in `dtype`, a copy.
 
     Args:
-        momentum: same shape, fp32 or fp64.
+        momentum: same shape as the gradient, fp32 or fp64.
         decay: in [0, 1).
         nesterov: return decay * m + (1 - decay) * g in place of m.
-        grad_scale: fp32 scalar, divides the gradient.
-        found_inf: fp32 scalar; above 0 momentum does not change, and the result is finite.
+        grad_scale: fp32 scalar, divides the gradient; None = 1.
+        found_inf: fp32 scalar; above 0 momentum is unchanged, and the result is finite. None = 0.
     """
     plain = momentum.dtype != torch.float32 or not {grad.dtype, dtype} <= {*KERNEL_DTYPES}
     if plain or not use_kernel(momentum) or not momentum.is_contiguous():

@@ -20,7 +20,7 @@ PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 def make_save(tensors: slice, options: slice = slice(0)) -> Callable[..., None]:
-    """Make a `save` that stores `inputs[tensors]`, and `inputs[options]` as `ctx.others`."""
+    """Make a `save` of `Op`: it saves `inputs[tensors]`, and `ctx.others` is `inputs[options]`."""
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.save_for_backward(*inputs[tensors])
@@ -30,9 +30,9 @@ def make_save(tensors: slice, options: slice = slice(0)) -> Callable[..., None]:
 
 
 class Op(Generic[Out]):
-    """One operation, registered as `moecore::<name>` and called with positional arguments.
+    """A differentiable operation with two forms: an `autograd.Function`, and a custom op of torch.
 
-    Both forms have the same bits, saved tensors and errors.
+    Plain eager calls use the first form. Both have the same bits, saved tensors and errors.
 
     Args:
         name: name of the custom op.
@@ -75,7 +75,7 @@ class Op(Generic[Out]):
         self._mutated = [parameters.index(arg) for arg in mutates_args]
 
     def __call__(self, *args: Any) -> Out:
-        """Compute `forward`."""
+        """Return `forward(*args)`; all arguments are positional."""
         if not is_plain_eager():
             return self.custom(*args)
         is_recorded = False
@@ -115,5 +115,5 @@ def _make_function(
 
 
 def is_plain(t: Tensor) -> bool:
-    """Return whether a tensor is a plain one: no subclass, not fake, without lazy negation."""
+    """Return whether a tensor has no subclass or lazy negation, and is on meta only in dry runs."""
     return type(t) in PLAIN_TYPES and (not t.is_meta or is_inside_custom_ops()) and not t.is_neg()

@@ -68,7 +68,7 @@ class Descriptor:
     _encoded: tuple[Any, ...] | None = None
 
     def encoded(self) -> tuple[Any, ...]:
-        """Return the launcher's arguments; () before Triton has compiled this kind."""
+        """Return the arguments of Triton's launcher in C; () if no kernel has used this kind."""
         if self._encoded is None:
             meta = _METAS.get(self.kind)
             if meta is None:
@@ -94,7 +94,7 @@ class _Address(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """A compiled kernel on a device."""
+    """A compiled kernel on a device, with constant arguments of its launcher in C."""
 
     launch: Callable[..., None]  # Triton's launcher in C
     stream: Callable[[int], int]  # device -> address of its current stream
@@ -119,7 +119,7 @@ _DESCRIPTORS: dict[tuple[Any, ...], Any] = {}
 def launch_prepared(
     kernel: Any, grid: tuple[int, int], args: tuple[Any, ...], constants: dict[str, Any]
 ) -> bool:
-    """Launch a kernel that `prepare_launch` has prepared; return whether it was launched."""
+    """Launch a kernel by a cached entry; return False if the caller must launch by Triton."""
     if not (IS_SUPPORTED and _is_plain(kernel)):
         return False
     site = _SITES.get((kernel.fn, tuple(map(type, args)), *constants))
@@ -131,7 +131,7 @@ def launch_prepared(
 def prepare_launch(
     kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], compiled: Any
 ) -> None:
-    """Cache the launch of a compiled kernel for `launch_prepared` calls with such arguments."""
+    """Cache a kernel that Triton compiled, so that `launch_prepared` can launch it again."""
     if not (IS_SUPPORTED and _is_plain(kernel)) or type(compiled) is not CompiledKernel:
         return
     name = (kernel.fn, tuple(map(type, args)), *constants)
@@ -177,7 +177,7 @@ def make_descriptor(
 
 
 def _is_plain(kernel: Any) -> bool:
-    """Return whether a launch calls only Triton: no hook, and no recorder in its place."""
+    """Return whether Triton would launch without side effects: no hooks and no recorder."""
     return (
         JITFunction.run is _run
         and _knobs.launch_enter_hook is _enter

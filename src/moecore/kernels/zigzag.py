@@ -22,31 +22,29 @@ from torch import Tensor
 
 
 def find_documents(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """Return int64 [num_tokens], the document of each token. No host sync."""
+    """Return int64 [num_tokens], the index of each packed token's document. No host sync."""
     # Example: cu_seqlens [0, 2, 3, 3] gives [0, 0, 1].
     tokens = torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True)
 
 
 def find_positions(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """Return int64 [num_tokens], the position of each token in its document. No host sync."""
+    """Return int64 [num_tokens], each packed token's position in its document. No host sync."""
     # Example: cu_seqlens [0, 2, 3, 3] gives [0, 1, 0].
     tokens = torch.arange(num_tokens, device=cu_seqlens.device)
     return tokens - cu_seqlens[find_documents(cu_seqlens, num_tokens)]
 
 
 def make_row_cu_seqlens(num_rows: int, num_tokens: int, device: torch.device) -> Tensor:
-    """Return int32 [num_rows + 1], the `cu_seqlens` of equal rows that are one document each."""
+    """Return int32 [num_rows + 1], the `cu_seqlens` of rows that share `num_tokens` evenly."""
     rows = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
     return rows * (num_tokens // max(num_rows, 1))
 
 
 def assign_tokens(cu_seqlens: Tensor, num_tokens: int, size: int) -> Tensor:
-    """Return int64 [size, num_tokens / size], the tokens of each rank in ascending order.
+    """Return int64 [size, num_tokens / size], the ascending token indices of `size` cp ranks.
 
-    No host sync.
-
-    Each document's length must be a multiple of 2 * size, or 0; this is not checked.
+    No host sync. Each document's length must be 0 or a multiple of 2 * size, which is not checked.
     """
     num_local = num_tokens // size
     cu_seqlens = cu_seqlens.long()

@@ -42,6 +42,7 @@ class _KeyBlock(NamedTuple):
 
 
 def _iterate_key_blocks(local_tokens: LocalTokens, window: int | None) -> Iterator[_KeyBlock]:
+    """Yield the attention calls of this rank's early and late queries."""
     rank, last = local_tokens.cp.rank, 2 * local_tokens.cp.size - 1
     halves: tuple[tuple[Half, int], ...] = (("early", rank), ("late", last - rank))
     for half, chunk in halves:

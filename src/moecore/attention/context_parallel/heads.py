@@ -27,13 +27,13 @@ from moecore.base.torch_private import skips_communication
 def scatter_heads(
     tensors: tuple[Tensor, ...], group: dist.ProcessGroup, layout: ChunkLayout
 ) -> tuple[Tensor, ...]:
-    """Return for each x_BtHd all tokens in order of this rank's heads, x_BThd. Collective."""
+    """Return all tokens of this rank's heads, [B, T, H / G, d], for each x_BtHd. Collective."""
     scattered: tuple[Tensor, ...] = run_and_save(_HeadExchange.apply, group, layout, True, *tensors)
     return scattered
 
 
 def gather_heads(x_BThd: Tensor, group: dist.ProcessGroup, layout: ChunkLayout) -> Tensor:
-    """Return all heads of this rank's tokens, x_BtHd: the inverse of `scatter_heads`."""
+    """Return all heads of this rank's tokens: the inverse of `scatter_heads`. Collective."""
     outputs: tuple[Tensor] = run_and_save(_HeadExchange.apply, group, layout, False, x_BThd)
     return outputs[0]
 
@@ -67,6 +67,8 @@ def _exchange(
 def _exchange_heads(
     tensors: tuple[Tensor, ...], group: dist.ProcessGroup, layout: ChunkLayout, to_tokens: bool
 ) -> tuple[Tensor, ...]:
+    """Exchange heads for tokens if `to_tokens`, otherwise tokens for heads, without autograd."""
+
     def split_heads(x_BtHd: Tensor) -> Tensor:
         G = group.size()
         result: Tensor = x_BtHd.unflatten(2, (G, x_BtHd.shape[2] // G)).movedim(2, 0)
@@ -80,7 +82,7 @@ def _exchange_heads(
 
 
 class _HeadExchange(torch.autograd.Function):
-    """apply(group, layout, to_tokens, *tensors); `to_tokens` is False for the inverse."""
+    """apply(group, layout, to_tokens, *tensors): see `_exchange_heads`; backward is the inverse."""
 
     @staticmethod
     def forward(

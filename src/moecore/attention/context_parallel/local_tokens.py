@@ -53,7 +53,7 @@ class ChunkLayout:
         self._firsts: dict[int, Tensor] = {}
 
     def split(self, x_BTX: Tensor) -> Tensor:
-        """Return x_GBtX, the tokens of each rank."""
+        """Return x_GBtX, the tokens of each rank, from full rows."""
         G, (B, T) = self.size, x_BTX.shape[:2]
         if self._cu_seqlens is not None:
             return x_BTX.flatten(0, 1)[self._token_ids.flatten()].view(
@@ -64,7 +64,7 @@ class ChunkLayout:
         return halves.flatten(2, 3).transpose(0, 1)
 
     def join(self, x_GBtX: Tensor) -> Tensor:
-        """Return x_BTX of the tokens of each rank; the inverse of `split`."""
+        """Return x_BTX, full rows, from the tokens of each rank; the inverse of `split`."""
         G, B, t = x_GBtX.shape[:3]
         if self._cu_seqlens is not None:
             return x_GBtX.flatten(0, 2)[self._places].view(B, G * t, *x_GBtX.shape[3:])
@@ -77,7 +77,7 @@ class ChunkLayout:
         return x_BtX if self._cu_seqlens is None else x_BtX.flatten(0, 1)[None]
 
     def select_half(self, x_BtX: Tensor, half: Half, dim: int = 1) -> Tensor:
-        """Return the early or the late half of a rank's tokens, which `flatten_rows` returned."""
+        """Return the early or late half of the tokens in dim `dim` of a `flatten_rows` result."""
         if half == "all":
             return x_BtX
         if self._cu_seqlens is not None:
@@ -86,7 +86,7 @@ class ChunkLayout:
         return x_BtX.narrow(dim, C if half == "late" else 0, C)
 
     def write_half(self, x_BtX: Tensor, half: Half, values_BCX: Tensor, dim: int = 1) -> None:
-        """Write values to the tokens that `select_half` returns."""
+        """Write values to the tokens that `select_half` returns, in place."""
         if half == "all":
             x_BtX.copy_(values_BCX)
         elif self._cu_seqlens is not None:
@@ -101,7 +101,7 @@ class ChunkLayout:
         return x_BTX[:, self._find_first_chunks(num_chunks)]
 
     def add_first_chunks(self, x_BTX: Tensor, num_chunks: int, values: Tensor) -> None:
-        """Add values to the tokens that `select_first_chunks` returns."""
+        """Add values, in place, to the tokens that `select_first_chunks` returns."""
         if self._cu_seqlens is None:
             self.select_first_chunks(x_BTX, num_chunks).add_(values)
         else:
@@ -110,7 +110,7 @@ class ChunkLayout:
     def mask(
         self, queries: int, keys: int, *, causal: bool = True, window: int | None = None
     ) -> AttentionMask:
-        """Return the mask between `queries` and `keys` chunks of each document."""
+        """Return the mask of `queries` chunks of queries and `keys` chunks of keys per document."""
         if self._cu_seqlens is None:
             return AttentionMask(causal=causal, window=window)
         return AttentionMask(
@@ -124,6 +124,7 @@ class ChunkLayout:
 
     @property
     def _documents(self) -> Tensor:
+        """The `cu_seqlens` of packed documents; only for packed rows."""
         assert self._cu_seqlens is not None, "rows have no index"
         return self._cu_seqlens
 
@@ -195,7 +196,7 @@ class ContextParallel:
 def select_cp_ranks(
     cp: int | None, ranks: ContextParallel | None, groups: Mapping[int, ContextParallel]
 ) -> ContextParallel | None:
-    """Return the cp ranks of a forward whose cp is `cp`: `ranks`, an entry of `groups`, or None."""
+    """Return `ranks` if `cp` is None or their number, otherwise groups[cp] or a ValueError."""
     size = 1 if ranks is None else ranks.size
     if cp in (None, size):
         return ranks
@@ -248,11 +249,11 @@ class LocalTokens:
 
     @property
     def ring_tokens(self) -> LocalTokens:
-        """The tokens of this rank in its ring, after the all-to-all of "a2a+p2p"."""
+        """This rank's tokens in its ring: after the all-to-all with "a2a+p2p", otherwise self."""
         return self._ring or self
 
     def make_pieces(self, device: torch.device) -> LocalPieces:
-        """Return this rank's pieces of documents, or of rows. Cached."""
+        """Return this rank's pieces of documents for linear attention. Cached."""
         if self._pieces is None:
             B, T = self._shape
             rows = make_row_cu_seqlens(B, B * T, device)
@@ -266,7 +267,7 @@ class LocalTokens:
 
     @torch.compiler.disable
     def gather(self, x_BtX: Tensor) -> Tensor:
-        """All-gather x_BTX in order. Backward sums the gradients of all ranks. Collective."""
+        """All-gather x_BTX in token order. Backward sums gradients over ranks. Collective."""
         x_BTX: Tensor = run_and_save(exchange_with_grad, x_BtX, self.gather_values, self.sum_values)
         return x_BTX
 
@@ -296,7 +297,7 @@ class LocalTokens:
 
 
 def check_documents(cu_seqlens: Tensor, cp: int) -> None:
-    """Raise if a document length is not a multiple of 2 * cp. Reads only CPU tensors."""
+    """Raise a ValueError if a document length is no multiple of 2 * cp. Reads only CPU tensors."""
     if cu_seqlens.device.type != "cpu":
         return
     lengths = cu_seqlens.diff().tolist()

@@ -49,7 +49,7 @@ class _RingBlock(NamedTuple):
 
 
 def select_block(layout: ChunkLayout, rank: int, source: int) -> _RingBlock:
-    """Return the block that `rank` computes with the keys of rank `source`."""
+    """Return the halves that `rank` computes with the keys of rank `source`, and their mask."""
     if source == rank:
         return _RingBlock("all", "all", layout.mask(2, 2))
     if source < rank:
@@ -80,6 +80,7 @@ class _RingTransfer(NamedTuple):
     works: list[dist.Work]
 
     def wait(self) -> Tensor:
+        """Wait for send and receive; return the received tensor."""
         for work in self.works:
             work.wait()
         return self.recv_buffer
@@ -149,12 +150,14 @@ class _Queries(NamedTuple):
 
 
 def _add_half(layout: ChunkLayout, total: Tensor, half: Half, part: Tensor) -> None:
+    """Add `part` to a half of the tokens of `total`, in place."""
     layout.write_half(total, half, layout.select_half(total, half) + part)
 
 
 def _add_parts(
     layout: ChunkLayout, totals: tuple[Tensor, Tensor], half: Half, parts: list[Tensor]
 ) -> None:
+    """Add gradients of k and v to a half of the tokens of `totals`, in place."""
     for total, part in zip(totals, parts, strict=True):
         _add_half(layout, total, half, part)
 

@@ -40,7 +40,7 @@ MAX_GROUPS = 1023  # groups that torch's grouped product supports
 
 @dataclass(frozen=True)
 class LocalPieces:
-    """This rank's pieces of the documents `cu_seqlens` [n + 1] of full rows, in document order."""
+    """This rank's two chunks ("pieces") of each document of `cu_seqlens` [n + 1], in order."""
 
     group: dist.ProcessGroup
     cu_seqlens: Tensor
@@ -80,7 +80,7 @@ class LocalPieces:
     def compute_initial_states(self, states: Tensor, v: int) -> Tensor:
         """Return [2 * n, H, k, v], the state before each piece. Collective.
 
-        `states` [2 * n, H, k, v + k] has each piece's last state with S = 0, and its transition.
+        `states` [2 * n, H, k, v + k]: last states of pieces that begin with 0, then transitions.
         """
         G, (num, H, k, _) = self.group.size(), states.shape
         chains = states.unflatten(0, (num // 2, 2)).transpose(0, 1).flatten(1, 2)
@@ -100,10 +100,11 @@ class LocalPieces:
         return result
 
     def _exchange_states(self, x_G: Tensor) -> Tensor:
-        """All-to-all along the first dim; backward does the same to gradients."""
+        """All-to-all along the first dim [G, ...]; backward does the same to gradients."""
         return exchange_with_grad(x_G, self._run_all_to_all, self._run_all_to_all)
 
     def _run_all_to_all(self, send_buffer: Tensor) -> Tensor:
+        """All-to-all along the first dim, without autograd; return the received tensor."""
         recv_buffer = torch.empty_like(send_buffer, memory_format=torch.contiguous_format)
         if not skips_communication(send_buffer):  # a mode counts bytes instead of sending them
             dist.all_to_all_single(recv_buffer, send_buffer.contiguous(), group=self.group)
@@ -111,7 +112,7 @@ class LocalPieces:
 
 
 def run_rule_over_ranks(rule: DeltaRule, pieces: LocalPieces) -> Tensor:
-    """Return `gated_delta_rule`'s o_tHv for this rank's tokens. Collective."""
+    """Return `gated_delta_rule`'s o_tHv for this rank's tokens of full documents. Collective."""
     v_tHv, k = rule.v_THv, rule.k_Thk.shape[-1]
     (_, H, v), num = v_tHv.shape, len(pieces.borders) - 1
     dtype = torch.promote_types(v_tHv.dtype, torch.float32)
@@ -147,6 +148,6 @@ def _read_states(r_tHk: Tensor, states_PHkv: Tensor, borders: Tensor) -> Tensor:
 def convolve_over_ranks(
     x_tD: Tensor, weight_DW: Tensor, bias_D: Tensor | None, pieces: LocalPieces, *, silu: bool
 ) -> Tensor:
-    """Return `causal_convolution`'s y_tD for this rank's tokens. Collective."""
+    """Return `causal_convolution`'s y_tD for this rank's tokens of full documents. Collective."""
     before = pieces.gather_previous_tokens(x_tD, weight_DW.shape[1] - 1)
     return causal_convolution(x_tD, weight_DW, bias_D, pieces.borders, before_nwD=before, silu=silu)

@@ -40,6 +40,8 @@ def attention_forward(
     Args:
         q_BTHd: any float dtype, any strides; T may be 0.
         k_BShd, v_BShv: likewise, h a divisor of H; S may be 0.
+        mask: which keys a query sees.
+        scale: factor on the products of queries and keys.
 
     Returns:
         o_BTHv in the dtype of q, and lse_BHT, fp32 (fp64 for fp64), natural logarithm: see the note
@@ -67,10 +69,11 @@ def attention_backward(
         do_BTHv: gradient of the final o.
         o_BTHv: the final o: of all blocks of keys, and with a sink.
         lse_BHT: the final lse, fp32; -inf where a query sees no key of any block.
+        mask, scale: as for `attention_forward`.
 
     Returns:
-        dq, dk and dv in the shapes and dtypes of q, k and v: of this block's keys alone, so those
-        of q are summed over blocks.
+        dq, dk and dv in the shapes and dtypes of q, k and v. They contain only the part of this
+        block's keys, so the caller sums dq over blocks.
     """
     _check_shapes(q_BTHd, k_BShd, v_BShv, mask)
     with disable_autocast(q_BTHd):
@@ -80,6 +83,7 @@ def attention_backward(
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> None:
+    """Raise a ValueError if shapes or dtypes of q, k and v do not match."""
     (B, _, H, d), (_, S, h, _) = q.shape, k.shape
     if k.shape != (B, S, h, d) or v.shape[:3] != (B, S, h) or H % max(h, 1):
         raise ValueError(

@@ -73,7 +73,7 @@ class AttentionMask(CheckedRecord):
 
     @property
     def is_packed(self) -> bool:
-        """Whether documents are given."""
+        """Whether `cu_seqlens_q` and `cu_seqlens_k` give documents packed into the rows."""
         return self.cu_seqlens_q is not None
 
 
@@ -88,29 +88,32 @@ class AttentionBlock(NamedTuple):
 
 
 class AttentionKernel(Protocol):
-    """One implementation; a module of this package is one. No autograd."""
+    """The functions of an attention implementation; each module of this package has them."""
 
     def find_problem(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | None:
-        """Return a one-line reason why it cannot compute this block; None = it can."""
+        """Return a one-line reason why this block cannot be computed; None = it can."""
 
     def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
-        """Return o_BTHv and lse_BHT."""
+        """Return o_BTHv and lse_BHT, as `attention.attention_forward`."""
 
     def backward(
         self, block: AttentionBlock, do: Tensor, o: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk and dv."""
+        """Return dq, dk and dv, as `attention.attention_backward`; o and lse are final."""
 
 
 def merge_blocks(o: Tensor, lse: Tensor, o_new: Tensor, lse_new: Tensor) -> tuple[Tensor, Tensor]:
-    """Combine the outputs and lse of two blocks of keys; a query may have no key in the new one."""
+    """Return o and lse over two blocks of keys, from the results for each block, in lse's dtype.
+
+    A query must see a key of at least one of the blocks, otherwise its o is NaN.
+    """
     total_lse = torch.logaddexp(lse, lse_new)
     old, new = ((part - total_lse).exp().transpose(1, 2)[..., None] for part in (lse, lse_new))
     return o * old + o_new * new, total_lse
 
 
 def add_sinks(o_BTHv: Tensor, lse_BHT: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:
-    """Return o and lse after adding a sink per head: a key with a learned score and zero value."""
+    """Return o and lse after adding a sink per head: a key of zero value with score `sinks_H`."""
     lse = torch.logaddexp(lse_BHT, sinks_H[:, None].to(lse_BHT.dtype))
     shares_BTH = (lse_BHT - lse).exp().transpose(1, 2)
     return (o_BTHv * shares_BTH[..., None]).to(o_BTHv.dtype), lse
@@ -119,14 +122,14 @@ def add_sinks(o_BTHv: Tensor, lse_BHT: Tensor, sinks_H: Tensor) -> tuple[Tensor,
 def compute_sinks_gradient(
     do_BTHv: Tensor, o_BTHv: Tensor, lse_BHT: Tensor, sinks_H: Tensor
 ) -> Tensor:
-    """Return the gradient of the sinks' scores, from o and lse that include the sinks."""
+    """Return the gradient [H] of the sinks' scores, from o and lse that include the sinks."""
     delta_BHT = (do_BTHv.to(lse_BHT.dtype) * o_BTHv).sum(-1).transpose(1, 2)
     shares_BHT = (sinks_H[:, None].to(lse_BHT.dtype) - lse_BHT).exp()
     return -(shares_BHT * delta_BHT).sum((0, 2)).to(sinks_H.dtype)
 
 
 def find_half_problem(q: Tensor, k: Tensor, v: Tensor, capability: tuple[int, int]) -> str | None:
-    """Return the reason why fused 16-bit kernels cannot compute this block; None = they can."""
+    """Return why 16-bit kernels for GPUs >= `capability` cannot compute this block, or None."""
     if not q.numel() or not k.numel() or not v.numel():
         return "queries, keys and values must not be empty: fused kernels leave such undefined"
     if not is_gpu(q):

@@ -72,6 +72,7 @@ def backward(
 def _run_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
+    """Call cuDNN once; return o [B, T, H, v] and lse [B, H, T]. `causal` aligns at the top left."""
     o_BHTv, lse_BHT1, *_ = cudnn_attention(
         *_move_heads_first(q, k, v), None, True, 0.0, causal, False, scale=scale
     )
@@ -81,6 +82,7 @@ def _run_forward(
 def _run_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Call cuDNN's backward once; return dq, dk and dv with heads in dim 2, as the inputs."""
     unused = lse.new_empty(0, dtype=torch.int64)  # the seed of dropout
     dq, dk, dv = cudnn_attention_backward(
         *_move_heads_first(do, q, k, v, o),
@@ -109,5 +111,6 @@ def _copy_as_output(x: Tensor, q: Tensor) -> Tensor:
 
 
 def _move_heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return views [B, H, T, d] of [B, T, H, d]; copies if the last dim is not contiguous."""
     first = (x.transpose(1, 2) for x in tensors)
     return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in first)

@@ -83,6 +83,7 @@ def _make_inputs(mask: AttentionMask, dim: int, *tensors: Tensor) -> list[Tensor
 def _get_document_arguments(
     mask: AttentionMask, q: Tensor, k: Tensor
 ) -> tuple[Tensor | int | None, ...]:
+    """Return cu_seqlens and maximum lengths of queries and keys; T and S if rows are not packed."""
     if mask.is_packed:
         return mask.cu_seqlens_q, mask.cu_seqlens_k, mask.max_length_q, mask.max_length_k
     return None, None, q.shape[1], k.shape[1]

@@ -29,6 +29,8 @@ PARAMETERS |= {"causal", "window_size_left", "window_size_right"}
 
 
 class _Functions(NamedTuple):
+    """The private forward and backward of the package."""
+
     forward: Callable[..., Any]
     backward: Callable[..., Any]
 
@@ -48,7 +50,7 @@ def find_problem(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | 
 
 @cache
 def warn_if_missing(device: torch.device) -> None:
-    """Warn once per device if the package is missing, which speeds up documents and windows."""
+    """Warn once per device, on Hopper and later, if the package is missing or unusable."""
     # On an H200 FlashAttention 2 has 0.44 to 0.59 of its FLOP/s: docs/context_parallel.md.
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
         return

@@ -26,7 +26,10 @@ def find_problem(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> None:
 
 
 def make_mask(mask: AttentionMask, T: int, S: int, device: torch.device) -> Tensor | None:
-    """Return bool [T, S]: keys that each query attends to; None = all. Packed rows are joined."""
+    """Return bool [T, S], True for the keys that each query sees; None = all keys.
+
+    If `mask` has documents, T and S count the tokens of all rows of the batch.
+    """
     # Example, causal, window 2, T = 2 queries at the end of S = 4 keys: [0 1 1 0], [0 0 1 1].
     places_T1 = torch.arange(S - T, S, device=device)[:, None]
     places_S = torch.arange(S, device=device)
@@ -52,7 +55,7 @@ def make_mask(mask: AttentionMask, T: int, S: int, device: torch.device) -> Tens
 def _list_parts(
     mask: AttentionMask, q: Tensor, k: Tensor
 ) -> list[tuple[int, AttentionMask]] | None:
-    """Split documents or rows into parts (length, mask); None = compute the block in one part."""
+    """Split documents or rows into (number of tokens, mask) parts; None = compute in one part."""
     (B, T), cu_q, cu_k = q.shape[:2], mask.cu_seqlens_q, mask.cu_seqlens_k
     if cu_q is None or cu_k is None or k.shape[1] != T or not B * T:
         return None
@@ -81,7 +84,7 @@ def _split_block(
 
 
 def _merge_parts(parts: Iterable[Tensor], like: Tensor) -> Tensor:
-    """Concatenate the parts' tokens and restore the batch dims of `like`."""
+    """Concatenate the parts' tokens, and restore the dims [B, T] of `like`."""
     return torch.cat(list(parts), dim=1).unflatten(1, like.shape[:2])[0]  # type: ignore[no-any-return]
 
 

@@ -35,7 +35,7 @@ OPERATION, FINISHED, ERROR, ERROR_BEFORE, NEEDED_ROWS = (tl.constexpr(i) for i i
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExchangeLayout:
-    """Sizes of an exchange, equal on all ranks, and the offsets in a buffer that follow."""
+    """Sizes of an exchange of token rows, equal on all ranks, and the offsets in a buffer."""
 
     num_ranks: int  # G
     max_tokens: int  # C, the largest token count of a rank; at least 1
@@ -67,7 +67,7 @@ class ExchangeLayout:
 
     @property
     def num_chunks(self) -> int:
-        """Chunks of each rank."""
+        """Number of chunks of a rank's tokens."""
         return -(-self.max_tokens // self.chunk)
 
     @property
@@ -80,7 +80,7 @@ class ExchangeLayout:
         return at_rows, at_ids, at_weights, at_flags
 
     def view_sums(self, memory: Tensor, rank: int) -> Tensor:
-        """Return the bytes of a peer's `memory` to which `rank` copies sums, [C * row_bytes]."""
+        """View the part of a peer's `memory` to which `rank` copies sums, uint8 [C * row_bytes]."""
         num_bytes = self.max_tokens * self.row_bytes
         return memory[SUMS_SLOT.value * self.slot_bytes :].narrow(0, rank * num_bytes, num_bytes)
 
@@ -90,7 +90,7 @@ class ExchangeLayout:
         return sum(self.region_bytes)
 
     def locate_regions(self, base: int) -> list[int]:
-        """Return the addresses of a buffer's four regions."""
+        """Return the addresses of rows, ids, weights and flags in the buffer at address `base`."""
         sizes = self.region_bytes
         return [base + sum(sizes[:i]) for i in range(4)]
 
@@ -123,7 +123,7 @@ class PeerBuffer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SymmetricBuffer(PeerBuffer):
-    """One rank's view of the buffers of an exchange of rows."""
+    """One rank's view of the buffers of all ranks in an exchange of token rows."""
 
     layout: ExchangeLayout
     # for each peer, the memory to which `copy_sums` writes; empty without `sums_slot`

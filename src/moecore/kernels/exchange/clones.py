@@ -65,20 +65,20 @@ class CloneLayout:
         return [base, 0, 0, base + 2 * self.set_bytes]
 
     def slot_bytes(self, num_clones: int) -> int:
-        """Return the bytes of a slot if a set has `num_clones` slots."""
+        """Return the bytes of a slot if a set of slots has `num_clones` slots."""
         return self.set_bytes // num_clones // ALIGNMENT * ALIGNMENT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CloneBuffer(PeerBuffer):
-    """One rank's view of the buffers of all ranks."""
+    """One rank's view of the buffers of all ranks in an exchange of cloned experts."""
 
     layout: CloneLayout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Places:
-    """The expert of each place for a clone, as `ClonePlan.experts_N`, and sizes of blocks."""
+    """The expert of each place for a clone (`ClonePlan.experts_N`), and sizes of rank blocks."""
 
     experts_N: Tensor  # int32 on the device; -1 = the place is empty
     num_clones: int  # c; place n is the (n % c)-th of block n // c
@@ -134,7 +134,7 @@ def _copy_piece(
     CACHE: tl.constexpr,
     CONST: tl.constexpr,  # Constants
 ):
-    """Copy a program's part of a piece."""
+    """Copy this program's part of `count` elements; write zeros if `has_source` is False."""
     BLOCK: tl.constexpr = CONST.BLOCK
     for column in range(tl.program_id(0) * BLOCK, count, CONST.PROGRAMS * BLOCK):
         columns = column + tl.arange(0, BLOCK)
@@ -152,6 +152,7 @@ def _store_weights_kernel(
     rank,
     CONST: tl.constexpr,  # Constants
 ):
+    """Store a piece of this rank's experts in the slots of their clones' ranks; raise flags."""
     pid = tl.program_id(0)
     operation = tl.load(end.state + OPERATION)
     element = rows_ptr.dtype.element_ty
@@ -176,6 +177,7 @@ def _receive_weights_kernel(
     timeout,  # nanoseconds
     CONST: tl.constexpr,  # Constants
 ):
+    """Wait for all flags, then copy a piece of the clones' weights from local slots."""
     pid = tl.program_id(0)
     operation = tl.load(end.state + OPERATION)
     element = out_ptr.dtype.element_ty
@@ -202,6 +204,7 @@ def _store_grads_kernel(
     rank,
     CONST: tl.constexpr,  # Constants
 ):
+    """Store a piece of the clones' gradients in local slots; raise flags."""
     pid = tl.program_id(0)
     operation = tl.load(end.state + OPERATION)
     element = grads_ptr.dtype.element_ty
@@ -224,6 +227,7 @@ def _receive_grads_kernel(
     timeout,  # nanoseconds
     CONST: tl.constexpr,  # Constants
 ):
+    """Wait for all flags, then add the clones' gradients in peers' slots to their experts'."""
     pid = tl.program_id(0)
     operation = tl.load(end.state + OPERATION)
     element = grads_ptr.dtype.element_ty
@@ -259,7 +263,7 @@ def _receive_grads_kernel(
 
 
 def split_pieces(layout: CloneLayout, rows: Tensor, num_clones: int) -> Iterator[ClonePiece]:
-    """Yield the pieces of rows [rows, W]; each piece is one operation."""
+    """Yield the pieces of rows [rows, W] that fit a slot; each piece is one operation."""
     width, max_width = rows.shape[1], layout.slot_bytes(num_clones) // rows.itemsize
     for start in range(0, width, max_width):
         yield ClonePiece(width, start, min(max_width, width - start))
@@ -273,6 +277,7 @@ def _launch_kernel(
     places: Places,
     piece: ClonePiece,
 ) -> None:
+    """Launch a kernel for one piece; `waits`: the kernel waits for flags and takes a timeout."""
     layout = buffer.layout
     const = CloneConstants(
         G=layout.num_ranks,
@@ -304,9 +309,9 @@ receive_grads = partial(_launch_kernel, _receive_grads_kernel, True)
 
 
 def fetch_clones(buffer: CloneBuffer, rows: Tensor, places: Places) -> Tensor:
-    """Return the rows [c, ...] of this rank's clones; `rows` [e, ...] are its experts'.
+    """Return the weights [c, ...] of this rank's clones; `rows` [e, ...] are its experts' weights.
 
-    The dtype is any, and rows of empty places are zeros. Collective, without a host sync.
+    The dtype is any, and the weights of empty places are zeros. Collective, without a host sync.
     """
     out = rows.new_empty(places.num_clones, *rows.shape[1:])
     rows_eW = _view_as_words(rows.contiguous())

@@ -22,7 +22,7 @@ from moecore.kernels.exchange.buffer import SymmetricBuffer
 
 
 class SlotState(Enum):
-    """The state of the slot of copied sums, equal on all ranks."""
+    """The state of the buffer slot that receives copied sums, equal on all ranks."""
 
     FREE = "every rank has read it"
     COPYING = "copies write it"
@@ -30,7 +30,7 @@ class SlotState(Enum):
 
 
 class SlotEvent(Enum):
-    """The next event of an exchange."""
+    """An event of an exchange that changes the `SlotState`: see `TRANSITIONS`."""
 
     OPERATION = "an operation that does not read the slot"
     COPY = "copies into the slot begin"
@@ -46,8 +46,11 @@ TRANSITIONS = {
 
 
 def copy_sums(buffer: SymmetricBuffer, sums_SD: Tensor) -> None:
-    """Copy the sums of all source rows, including unused rows, to the tokens' ranks. No sync."""
-    # Rows are contiguous, of `row_bytes`, and must live until the `reduce`.
+    """Copy sums [S, D] to slot `SUMS_SLOT` of the tokens' ranks by copy engines. No host sync.
+
+    Sums of unused source rows are copied, too. `sums_SD` is contiguous, with rows of `row_bytes`,
+    and must live until the `reduce_rows` that adds the sums.
+    """
     G = buffer.layout.num_ranks
     bytes_G = sums_SD.view(torch.uint8).view(G, -1)
     for i in range(1, G + 1):  # each rank begins with a different peer

@@ -9,17 +9,17 @@ indices of its rows in memory: one row of [S, D], or expert rows of [R, D]. A sp
 each slot. A reduce adds the rows of the slots and sends the sum. Source rows are numbered by (rank,
 token), so no rank counts, sorts or waits for a size. Unused rows are holes, which are never read.
 
-Each operation is one launch. The first programs push: they store rows into the peers' receive
-buffers. They interleave the peers token by token, because one peer after the other is a third
-slower. After each chunk of tokens they release one flag on every peer. They never wait. The other
-programs receive: they wait for a flag, then copy or add the chunk's rows from the buffer.
+Each operation is one launch, without a host sync. The first programs push: they store rows into the
+peers' receive buffers. They interleave the peers token by token, because one peer after the other
+is a third slower. After each chunk of tokens they release one flag on every peer. They never wait.
+The other programs receive: they wait for a flag, then copy or add the chunk's rows from the buffer.
 
 Slots, flags and memory order: `exchange/protocol.py`. Sums by copy engines: `exchange/copies.py`.
 
-Letters: T local tokens, C max_tokens of any rank, G ranks, S = G * C source rows, D
-columns, K choices per token, R expert rows, N slots per source row, one chunk is CHUNK tokens.
-Bytes moved, with P ranks per token and b bytes per element: P * T * D * b over the links. A
-receiver reads and writes as many bytes again, of expert rows if the slots are expert rows.
+Letters: T local tokens, C max_tokens of any rank, G ranks, S = G * C source rows, D columns, K
+choices per token, R expert rows, N slots per source row, one chunk is CHUNK tokens. Bytes moved,
+with P ranks per token and b bytes per element: P * T * D * b over the links. A receiver reads and
+writes as many bytes again, of expert rows if the slots are expert rows.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -62,7 +62,7 @@ Half = Literal["both", "push", "receive"]
 
 
 class SpreadChoices(NamedTuple):
-    """The received rows of a dispatch, and their choices."""
+    """The source rows that a rank receives in dispatch, and their choices. Unused rows: holes."""
 
     rows_SD: Tensor  # holes are uninitialised
     ids_SK: Tensor  # int32, global expert ids; -1 in holes
@@ -81,7 +81,7 @@ class SpreadChoices(NamedTuple):
 
 
 class Ptrs(NamedTuple):
-    """Tensors of a kernel. A spread moves words of 4 bytes and makes copies; a reduce, sums."""
+    """Tensors of a kernel. A spread copies words of 4 bytes; a reduce sums rows."""
 
     rows: Any  # [T, D] to spread, [R, D] to add
     peers: Any  # [T] int64 ranks by bit
@@ -110,6 +110,7 @@ def _spread_kernel(
     HALF: tl.constexpr,
     CONST: tl.constexpr,  # Constants
 ):
+    """Push rows (and choices) of this rank's tokens; receive and copy the rows of all ranks."""
     pid = tl.program_id(0)
     operation = tl.load(end.state + OPERATION)
     slot = (operation % 2).to(tl.int64) * CONST.G * max_tokens
@@ -177,6 +178,7 @@ def _reduce_kernel(
     HAS_SUMS: tl.constexpr,  # rows came by `copy_sums`
     CONST: tl.constexpr,  # Constants
 ):
+    """Push the sums of received rows to their tokens' ranks; receive and add the tokens' sums."""
     pid = tl.program_id(0)
     operation = tl.load(end.state + OPERATION)
     slot = (operation % 2).to(tl.int64) * CONST.G * max_tokens
@@ -223,6 +225,7 @@ def _reduce_kernel(
 
 
 def _make_grid(buffer: SymmetricBuffer, half: Half) -> tuple[int]:
+    """Return the grid of a launch: push programs, receive programs, or both."""
     layout = buffer.layout
     return ((half != "receive") * layout.num_push + (half != "push") * layout.num_receive,)
 
@@ -245,9 +248,7 @@ def spread_rows_and_choices(
     etp: int,
     half: Half = "both",
 ) -> SpreadChoices:
-    """Send each token and its choices to the ranks that own its experts; return received rows.
-
-    Collective, no host sync.
+    """Collective: send tokens and choices to the ranks of their experts; return received rows.
 
     Args:
         x_TD: tokens, at most C, contiguous, in any dtype; rows of at most `row_bytes`.
@@ -273,7 +274,7 @@ def spread_rows(
     *,
     half: Half = "both",
 ) -> Tensor:
-    """Send rows to the ranks of their tokens; return a copy per slot, [R, D]. No host sync.
+    """Send each token's row to its ranks; return [num_rows, D] with a copy per slot. No host sync.
 
     peers_T and places_S are outputs of `spread_rows_and_choices`. slots_SN, int32, contiguous, has
     for each source row the indices of its copies, -1 = none. Other rows are uninitialised.
@@ -295,6 +296,7 @@ def _launch_spread(
     num_local: int = 1,
     etp: int = 1,
 ) -> None:
+    """Launch `_spread_kernel` for rows with `num_slots` slots; `choices` None: rows only."""
     T, columns = ptrs.rows.shape[0], Columns(ptrs.rows.shape[1], ptrs.rows.itemsize)
     with use_device(buffer.state):
         _spread_kernel[_make_grid(buffer, half)](
@@ -316,9 +318,7 @@ def reduce_rows(
     has_sums: bool = False,
     half: Half = "both",
 ) -> tuple[Tensor, Tensor | None]:
-    """Sum the rows of each source row, send the sums, and add them in fp32 in rank order.
-
-    Collective, without a host sync.
+    """Collective: add the rows of each source row, send the sums, add them in fp32 in rank order.
 
     Args:
         y_RD: contiguous rows of `row_bytes`, one of `SUM_DTYPES`. Rows without a slot are not read.
@@ -357,7 +357,7 @@ def reduce_rows(
 
 
 def limit_rows_ref(offsets_e: Tensor, num_rows: int, state: Tensor, report: Tensor) -> Tensor:
-    """Return what `limit_rows` does, in plain PyTorch."""
+    """Compute `limit_rows` in plain PyTorch."""
     demand = int(offsets_e.max())
     if demand > num_rows:
         state[NEEDED_WORD] = report[NEEDED_WORD] = max(demand, int(state[NEEDED_WORD]))
@@ -374,6 +374,7 @@ def _limit_rows_kernel(
     NUM_LOCAL: tl.constexpr,
     BINS: tl.constexpr,  # power of two >= NUM_LOCAL
 ):
+    """Compute `limit_rows` in one program."""
     experts = tl.arange(0, BINS)
     offsets = tl.load(offsets_ptr + experts, mask=experts < NUM_LOCAL, other=0)
     tl.store(out_ptr + experts, tl.minimum(offsets, num_rows), mask=experts < NUM_LOCAL)

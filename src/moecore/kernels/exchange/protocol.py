@@ -68,6 +68,7 @@ def raise_flags(
 
 @triton.jit
 def _read_timer(lanes):
+    """Return the GPU's global timer in nanoseconds; `lanes` [THREADS] gives only the shape."""
     return tl.max(
         tl.inline_asm_elementwise(
             "mov.u64 $0, %globaltimer;", "=l,r", [lanes], tl.int64, is_pure=False, pack=1
@@ -83,7 +84,7 @@ def _find_late_rank(
     expected_flag,
     SPIN: tl.constexpr,
 ):
-    """Return a rank whose flag has not arrived, or -1."""
+    """Return a rank whose flag has not arrived, or -1 if all flags have arrived."""
     # One flag per thread, and a maximum over all threads: all warps must see the same number, or
     # they would diverge before a barrier.
     if SPIN:
@@ -122,7 +123,7 @@ def wait_for_flags(
     COUNT: tl.constexpr,  # ranks to wait for
     CONST: tl.constexpr,  # G, THREADS and SPIN
 ):
-    """Wait for the chunk's flags of COUNT ranks; return whether all arrived, else record a rank."""
+    """Wait for a chunk's flags of COUNT ranks; if not all arrive, record a rank, return False."""
     ranks = first + tl.arange(0, CONST.THREADS) % COUNT
     flags = (operation % 2 * CONST.G + ranks).to(tl.int64) * num_chunks + chunk
     addresses = tl.load(end.bases + AT_FLAGS * CONST.G + rank) + flags * 4
@@ -149,7 +150,7 @@ def finish_operation(
     state_ptr,  # [NUM_WORDS] int32
     operation,  # n
 ):
-    """End the operation if this is the last program of the launch."""
+    """Advance the operation number if this program of the launch is the last one to finish."""
     tl.debug_barrier()
     ticket = tl.atomic_add(state_ptr + FINISHED, 1, sem="acq_rel", scope="gpu")
     if ticket == tl.num_programs(0) - 1:

@@ -14,7 +14,7 @@ from moecore.kernels.exchange.buffer import AT_IDS, AT_ROWS, AT_WEIGHTS
 
 
 class RowChunk(NamedTuple):
-    """A chunk of this rank's tokens: its number, T, C and the rank."""
+    """A chunk of this rank's tokens: index of the chunk, T, C and this rank."""
 
     number: Any
     num_tokens: Any
@@ -28,7 +28,7 @@ def locate_pair(
     chunk,  # Chunk
     CONST: tl.constexpr,  # Constants
 ):
-    """Return token and peer, and whether it is a pair. Neighbours have different peers."""
+    """Return token and peer of a pair, and whether it exists. Neighbours have different peers."""
     token = chunk.number * CONST.CHUNK + pair // CONST.G
     exists = (pair < CONST.CHUNK * CONST.G) & (token < chunk.max_tokens)
     return token, (pair % CONST.G + token + chunk.rank) % CONST.G, exists
@@ -36,6 +36,7 @@ def locate_pair(
 
 @triton.jit
 def _load_rows(from_ptrs, mask, columns, D: tl.constexpr, CACHE: tl.constexpr):
+    """Load [ROWS, BLOCK_D] from row pointers; elements outside the mask are undefined."""
     inside = mask[:, None] & (columns < D)[None, :]
     return tl.load(from_ptrs[:, None] + columns[None, :], mask=inside, cache_modifier=CACHE)
 
@@ -55,7 +56,7 @@ def _move_rows(
     TILES: tl.constexpr,  # loaded before the first is stored: 1 or 4
     CACHE: tl.constexpr,
 ):
-    """Copy rows."""
+    """Copy rows of D columns where the mask is True, TILES blocks of columns at a time."""
     for start in range(0, D, TILES * BLOCK_D):
         columns = start + tl.arange(0, BLOCK_D)
         x0 = _load_rows(from_ptrs, mask, columns, D, CACHE)
@@ -81,7 +82,7 @@ def push_rows(
     REDUCE: tl.constexpr,
     CONST: tl.constexpr,  # Constants
 ):
-    """Store the chunk's rows in the peers' buffers, one row per pair."""
+    """Store the chunk's rows in the peers' buffers, one row per (token, peer) pair that is sent."""
     element = rows_ptr.dtype.element_ty
     D: tl.constexpr = CONST.D
     for start in range(0, CONST.CHUNK * CONST.G, CONST.PAIRS):
@@ -105,7 +106,7 @@ def locate_source_rows(
     max_tokens,  # C
     CHUNK: tl.constexpr,
 ):
-    """Return the source rows of a chunk [CHUNK], int64, and which of them there are."""
+    """Return the source rows of a chunk, int64 [CHUNK], and which of them exist, bool."""
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
     return source.to(tl.int64) * max_tokens + tokens, tokens < max_tokens
 
@@ -118,13 +119,13 @@ def copy_rows(
     rows,  # [CHUNK] int64, source rows
     CONST: tl.constexpr,  # Constants
 ):
-    """Copy a chunk's rows from the buffer to the rows of their slots."""
+    """Copy a chunk's received rows from the buffer to rows `to` of `out`."""
     from_ptrs, to_ptrs = base + rows * CONST.D, out_ptr + to.to(tl.int64) * CONST.D
     _move_rows(from_ptrs, to_ptrs, to >= 0, CONST.D, CONST.TAKE_D, CONST.TILES, ".cg")
 
 
 class Choices(NamedTuple):
-    """Pointers to the choices of rows: int32 ids, fp32 weights."""
+    """Pointers to the choices of rows: int32 expert ids, fp32 weights."""
 
     ids: Any
     weights: Any
@@ -140,7 +141,7 @@ def push_choices(
     REDUCE: tl.constexpr,
     CONST: tl.constexpr,  # Constants
 ):
-    """Store ids and weights, or gradients of weights, in the peers' buffers; holes have id -1."""
+    """Store ids (-1 in holes) and weights, or with REDUCE weight gradients, in peers' buffers."""
     G: tl.constexpr = CONST.G
     K: tl.constexpr = CONST.K
     for start in range(0, CONST.CHUNK * G, CONST.CHOICE_PAIRS):
@@ -177,7 +178,7 @@ def _find_sent_pairs(
     chunk,  # Chunk
     REDUCE: tl.constexpr,
 ):
-    """Return for each pair whether a row is sent."""
+    """Return for each (token, peer) pair whether a row is sent to the peer."""
     if REDUCE:
         rows = peers.to(tl.int64) * chunk.max_tokens + tokens
         return tl.load(marks_ptr + rows, mask=exists, other=-1) >= 0
@@ -197,7 +198,7 @@ def receive_choices(
     rank,
     CONST: tl.constexpr,  # Constants
 ):
-    """Copy the ids and weights of a chunk from the buffer; write and return its places."""
+    """Copy a chunk's ids and weights from the buffer; store and return places (row; -1 = hole)."""
     K: tl.constexpr = CONST.K
     CHUNK: tl.constexpr = CONST.CHUNK
     ids_base = tl.load(bases_ptr + AT_IDS * CONST.G + rank).to(tl.pointer_type(tl.int32))
@@ -231,6 +232,7 @@ def _load_part(
     G: tl.constexpr,
     N: tl.constexpr,
 ):
+    """Load the tokens' sums that rank `part` sent, in fp32; zeros where the rank sent no sum."""
     has = (((bits >> part) & 1) != 0) & (part < G)
     mask = has[:, None] & (columns < N)[None, :]
     offsets = (row + part * max_tokens).to(tl.int64)[:, None] * N + columns[None, :]
@@ -249,7 +251,7 @@ def add_parts(
     BLOCK: tl.constexpr,
     CONST: tl.constexpr,  # Constants
 ):
-    """Write the sums over ranks of a chunk's tokens, added in rank order."""
+    """Write each token's sum over ranks, added in fp32 in rank order, for a chunk of tokens."""
     G: tl.constexpr = CONST.G
     max_tokens = chunk.max_tokens
     for start in range(0, CONST.CHUNK, TILE_ROWS):

@@ -30,7 +30,7 @@ def list_slots(
     TILE: tl.constexpr,  # rows of a tile
     BLOCK_N: tl.constexpr,  # at most 32
 ):
-    """Write the used slots of the rows to the list, in order."""
+    """Write the used slots (>= 0) of source rows to this program's list, in order."""
     TILES: tl.constexpr = ROWS // TILE
     entries = list_ptr + WIDTH + at + tl.arange(0, ROWS)
     depths = tl.zeros([TILES], dtype=tl.int32)
@@ -61,7 +61,7 @@ def list_pairs(
     chunk,  # Chunk
     CONST: tl.constexpr,  # Constants
 ):
-    """List the slots of a chunk's pairs."""
+    """List the used slots of all (token, peer) pairs of a chunk."""
     tl.debug_barrier()  # the last list has been read
     ROWS: tl.constexpr = CONST.LIST_PAIRS
     for start in range(0, CONST.CHUNK * CONST.G, ROWS):
@@ -84,7 +84,7 @@ def _load_slot(
     D: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Return the rows of the n-th slots, zeros for missing slots."""
+    """Return the rows of y at the n-th used slot of each source row, zeros where none exists."""
     slot = tl.load(entries + n * WIDTH, mask=n < depth, other=-1).to(tl.int64)
     mask = (slot >= 0)[:, None] & (columns < D)[None, :]
     return tl.load(y_ptr + slot[:, None] * D + columns[None, :], mask=mask, other=0.0)
@@ -100,7 +100,7 @@ def push_sums(
     first,  # int64, row of this rank's token 0 in every peer's slot
     CONST: tl.constexpr,  # Constants
 ):
-    """Add the rows of each pair's slots in order, and store the sums in the token's rank."""
+    """Sum y over the slots of each (token, peer) pair in order; store sums in peers' buffers."""
     element = y_ptr.dtype.element_ty
     D: tl.constexpr = CONST.D
     PAIRS: tl.constexpr = CONST.PAIRS
@@ -141,7 +141,7 @@ def copy_to_slots(
     rows,  # [CHUNK] int64, source rows
     CONST: tl.constexpr,  # Constants
 ):
-    """Copy each of a chunk's rows from the buffer to all of its slots."""
+    """Copy each received row of a chunk from the buffer to all of its slots in `out`."""
     D: tl.constexpr = CONST.D
     CHUNK: tl.constexpr = CONST.CHUNK
     depth = tl.load(list_ptr)

@@ -22,7 +22,7 @@ MAX_SLOTS = 4096  # slots that it looks at together
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The columns of the rows of one operation."""
+    """The number and the item size of the columns of the rows that one operation moves."""
 
     count: int  # D
     itemsize: int
@@ -58,7 +58,7 @@ class ExchangeConstants(NamedTuple):
 
 
 def count_tiles(layout: ExchangeLayout, columns: Columns) -> int:
-    """Return the tiles that a program loads before it stores the first: 4 with few programs."""
+    """Return how many tiles a program loads before it stores one: 4 with few programs, or 1."""
     # One for odd row sizes, whose masks take the registers.
     bytes_in_flight = layout.num_push * layout.num_warps * TILE_BYTES_PER_WARP
     is_even = columns.count * columns.itemsize % 1024 == 0
@@ -68,7 +68,7 @@ def count_tiles(layout: ExchangeLayout, columns: Columns) -> int:
 def choose_move_tile(
     layout: ExchangeLayout, columns: Columns, max_rows: int, min_rows: int = 1
 ) -> tuple[int, int]:
-    """Return rows and columns of one of the tiles that a program loads at once."""
+    """Return rows and columns of one tile of a copy; `count_tiles` tiles are loaded at once."""
     # Example, 3584 words, one tile: 32 rows of 512 of many rows, 8 of 2048 of eight. Four tiles: 64
     # rows of 128.
     size = layout.num_warps * TILE_BYTES_PER_WARP
@@ -79,24 +79,24 @@ def choose_move_tile(
 
 
 def choose_add_tile(layout: ExchangeLayout, columns: Columns) -> tuple[int, int]:
-    """Return tokens and columns of a tile; the sums of four ranks are loaded at once."""
+    """Return tokens and columns of a tile of `reduce`; sums of four ranks are loaded at once."""
     return _choose_tile(columns, layout.num_warps * TILE_BYTES_PER_WARP // 4, layout.chunk)
 
 
 def choose_sum_tile(layout: ExchangeLayout, columns: Columns) -> tuple[int, int]:
-    """Return pairs and columns of a tile; the rows of four slots are loaded at once."""
+    """Return pairs and columns of a tile of `push_sums`; rows of four slots are loaded at once."""
     # Example, bf16, 7168 columns: 16 rows of 1024.
     max_pairs = min(layout.chunk * layout.num_ranks, MAX_SLOTS // MAX_BLOCK_N)
     return _choose_tile(columns, layout.num_warps * TILE_BYTES_PER_WARP // 2, max_pairs, min_rows=8)
 
 
 def compute_list_width(layout: ExchangeLayout) -> int:
-    """Return the rows of a list of slots: the pairs of a chunk, rounded up."""
+    """Return the width of a list of slots: the (token, peer) pairs of a chunk, rounded up."""
     return next_power_of_2(layout.chunk * layout.num_ranks)
 
 
 def compute_list_size(layout: ExchangeLayout, num_slots: int) -> int:
-    """Return the entries of a program's list of slots; 0 if each row has one slot."""
+    """Return the int32 entries of a program's list of slots; 0 if each row has one slot."""
     return (1 + num_slots) * compute_list_width(layout) if num_slots > 1 else 0
 
 
@@ -104,7 +104,7 @@ def compute_list_size(layout: ExchangeLayout, num_slots: int) -> int:
 def make_constants(
     layout: ExchangeLayout, columns: Columns, num_slots: int, *, reduce: bool, etp: int = 1
 ) -> ExchangeConstants:
-    """Return the constants of a kernel, shared by all its launches."""
+    """Return a spread's or (`reduce`) a reduce's constants; `etp` ranks share each expert."""
     block_k = min(MAX_BLOCK_K, next_power_of_2(layout.top_k))
     block_n = min(MAX_BLOCK_N, next_power_of_2(num_slots))
     width = compute_list_width(layout)

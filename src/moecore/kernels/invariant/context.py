@@ -41,8 +41,9 @@ def is_batch_invariant() -> bool:
 def batch_invariant(device_type: str) -> Iterator[None]:
     """Return a context in which each row of a product has bits that do not depend on other rows.
 
-    A context within it changes nothing. Other threads of the process compute so too. Modules that
-    were compiled by torch.compile or captured in CUDA graphs keep their own products.
+    `device_type` is "cpu" or "cuda". A nested context changes nothing. The context holds for all
+    threads of the process. Modules that were compiled by torch.compile or captured in CUDA graphs
+    keep their own products.
     """
     if device_type in _active:
         yield
@@ -64,7 +65,7 @@ def batch_invariant(device_type: str) -> Iterator[None]:
 
 
 class _TorchKernels(NamedTuple):
-    """Kernels that are replaced; they take a set of dispatch keys first."""
+    """Torch's kernels of a replaced operation and of `mm`; the first argument is dispatch keys."""
 
     kernel: Kernel  # of the operation
     mm: Kernel
@@ -84,14 +85,17 @@ def _call_for_floats(
 
 
 def _mm(before: _TorchKernels, keys: Any, a: Tensor, b: Tensor) -> Tensor:
+    """Replace `aten::mm` and `aten::bmm` by an invariant product."""
     return before.product(keys, a, b)
 
 
 def _mm_dtype(before: _TorchKernels, keys: Any, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Replace `aten::mm.dtype`, whose result has `dtype`."""
     return before.product(keys, a, b, dtype=dtype)
 
 
 def _mm_out(before: _TorchKernels, keys: Any, a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
+    """Replace `aten::mm.out`."""
     return out.copy_(before.product(keys, a, b))
 
 
@@ -105,10 +109,12 @@ def _addmm(
     beta: Any = 1,
     alpha: Any = 1,
 ) -> Tensor:
+    """Replace `aten::addmm` and `aten::baddbmm`: beta * c + alpha * a @ b."""
     return before.product(keys, a, b, c, beta=beta, alpha=alpha)
 
 
 def _mv(before: _TorchKernels, keys: Any, a: Tensor, v: Tensor) -> Tensor:
+    """Replace `aten::mv`, a matrix times a vector."""
     return before.product(keys, a, v[:, None])[:, 0]
 
 
@@ -142,7 +148,7 @@ def _sum(
     dtype: torch.dtype | None = None,
     share: float = 1.0,
 ) -> Tensor:
-    """Sum each row by a product with ones; other sums and fp64 sums use torch's kernel."""
+    """Sum each row by a product with ones, times `share`; torch's kernel sums fp64 and others."""
     is_of_rows = x.ndim > 1 and dim is not None and list(dim) in ([-1], [x.ndim - 1])
     is_wide = x.dtype not in KERNEL_DTYPES or dtype not in (None, *KERNEL_DTYPES)
     if not is_of_rows or not x.numel() or is_wide:
@@ -154,6 +160,7 @@ def _sum(
 
 
 def _mean(before: _TorchKernels, keys: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Return the mean of each row by `_sum`."""
     return _sum(before, keys, x, *args, **kwargs, share=1 / max(1, x.shape[-1] if x.ndim else 1))
 
 
@@ -170,7 +177,7 @@ def _compute_by_vectors(
 def _compute_by_vectors_(
     before: _TorchKernels, keys: Any, x: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Compute `_compute_by_vectors` in place."""
+    """Compute `_compute_by_vectors`, and write the result to x."""
     return x.copy_(_compute_by_vectors(before, keys, x, *args, **kwargs))
 
 

@@ -42,7 +42,7 @@ def invariant_product_ref(
     dtype: torch.dtype | None = None,
     multiply: Multiply = torch.mm,
 ) -> Tensor:
-    """Compute `invariant_product` row by row: every call of `multiply` has one row."""
+    """Compute `invariant_product` row by row: every call of `multiply` has one row of a."""
     if a.ndim == 3:
         addends = [None] * len(a) if addend is None else addend.expand(len(a), -1, -1)
         parts = [
@@ -102,7 +102,7 @@ def _invariant_product_kernel(
     GROUP_M: tl.constexpr,  # row tiles that share columns of b in L2
     WIDEN: tl.constexpr,
 ):
-    """Write one [BM, BN] tile."""
+    """Write one [BM, BN] tile of alpha * a @ b + beta * c."""
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     width = GROUP_M * tiles_n
     first = tl.program_id(0) // width * GROUP_M
@@ -198,7 +198,7 @@ def invariant_product(
 def _align_strides(x: Tensor) -> Tensor:
     """Copy matrices unless they are row- or column-major and aligned to 16 bytes.
 
-    Strides of one row would say less than those of several.
+    A matrix of one row or one column gets the strides that a contiguous larger matrix has.
     """
     by_rows, by_columns = x.stride(2) == 1, x.stride(1) == 1 and x.shape[1] > 1
     if x.data_ptr() % 16 or not (by_rows or by_columns):

@@ -24,7 +24,7 @@ from torch import Tensor
 
 
 class DeltaRule(NamedTuple):
-    """The arguments of a delta rule with decays."""
+    """The inputs of linear attention by a delta rule with decays, over packed documents."""
 
     q_Thk: Tensor
     k_Thk: Tensor

@@ -28,11 +28,11 @@ def causal_convolution(
     before_nwD: Tensor | None = None,
     silu: bool,
 ) -> Tensor:
-    """Return y_TD in the dtype of x: of each token and the W - 1 before it in its document.
+    """Return y_TD: each channel's convolution of a token and the W - 1 before it in its document.
 
     Args:
-        x_TD: any float dtype.
-        weight_DW, bias_D: the last tap is of the token itself.
+        x_TD: any float dtype, which is the dtype of y.
+        weight_DW, bias_D: the last tap is of the token itself; bias None = 0.
         cu_seqlens: int32 [n + 1], the first token of each document, and T.
         before_nwD: the tokens before each document's first, in order; None = zeros.
         silu: whether the activation follows.
@@ -51,6 +51,7 @@ def _convolve_documents(
     before_nwD: Tensor | None,
     silu: bool,
 ) -> Tensor:
+    """Compute `causal_convolution` by one `F.conv1d`, with w tokens in front of each document."""
     (T, D), w, num = x_TD.shape, weight_DW.shape[1] - 1, len(cu_seqlens) - 1
     ends_T = torch.arange(T, device=x_TD.device) + find_documents(cu_seqlens, T) * w
     long = x_TD.new_zeros(T + num * w, D, dtype=weight_DW.dtype)

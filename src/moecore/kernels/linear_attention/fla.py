@@ -101,18 +101,21 @@ def causal_convolution(
 
 
 def _get_function_name(rule: DeltaRule) -> tuple[str, str]:
+    """Return (module, function) of the package for a rule."""
     if rule.beta_TH is None:
         return RULE_WITHOUT_RATES
     return RULE_BY_CHANNEL if rule.g_THk.ndim == 3 else RULE
 
 
 def _find_device_problem(x: Tensor) -> str | None:
+    """Return why the package cannot compute on this device or dtype; None = it can."""
     if not is_gpu(x) or x.dtype not in HALVES:
         return f"tensors ({x.dtype} on {x.device.type}) must be of 16 bits on cuda for {PACKAGE}"
     return None
 
 
 def _find_triton_problem(rule: DeltaRule) -> str | None:
+    """Return why the installed Triton must not compile the rule on Hopper; None = it may."""
     device = rule.v_THv.device
     if device.type == "meta" or rule.g_THk.ndim == 3 or not has_hopper_kernels(device):
         return None

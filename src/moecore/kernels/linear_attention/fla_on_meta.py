@@ -29,7 +29,7 @@ KEY_DIMS = 128  # that one program of a backward has of a key
 
 
 class ScanSize(NamedTuple):
-    """What a launch of a scan computes."""
+    """The shape and the FLOPs of one recorded kernel launch."""
 
     shape: tuple[int, int, int, int, int]  # documents, value heads, tokens of a document, k, v
     flops: int
@@ -38,7 +38,7 @@ class ScanSize(NamedTuple):
 def gated_delta_rule(
     rule: DeltaRule, cu_seqlens: Tensor, initial_nHkv: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return o_THv and states_nHkv on meta, of a rule with a decay a head.
+    """Return o_THv and states_nHkv on meta, and record the launches of a rule with a decay a head.
 
     Queries and keys are normed if there are learning rates; without, each value head has its own.
     """
@@ -55,13 +55,13 @@ def gated_delta_rule(
 def causal_convolution(
     x_TD: Tensor, weight_DW: Tensor, bias_D: Tensor | None, before_nwD: Tensor | None
 ) -> Tensor:
-    """Return y_TD on meta."""
+    """Return y_TD on meta, and record the launches of forward and backward."""
     out: Tensor = _ConvolutionOnMeta.apply(x_TD, weight_DW, bias_D, before_nwD)
     return out
 
 
 class _Scan:
-    """Launches of one rule."""
+    """Allocates the tensors of a rule's kernels on meta, and records the launches with FLOPs."""
 
     def __init__(self, k_Thk: Tensor, v_THv: Tensor, num_documents: int) -> None:
         (self.T, self.H, self.v), self.k = v_THv.shape, k_Thk.shape[2]
@@ -69,7 +69,7 @@ class _Scan:
         self.num_chunks = max(num_documents, cdiv(self.T, CHUNK))
 
     def launch(self, name: str, *tensors: Tensor | None, states: int = 0, chunks: int = 0) -> None:
-        """Record a kernel, with its products of k by v, and of C by so many dims, of a token."""
+        """Record a kernel of 2 * T * H * (states * k * v + chunks * CHUNK) FLOPs."""
         flops = 2 * self.T * self.H * (states * self.k * self.v + CHUNK * chunks)
         record_launch(name, ScanSize(self._shape, flops), *tensors)
 
@@ -85,7 +85,7 @@ class _Scan:
     def compute_states(
         self, k: Tensor, w: Tensor, u: Tensor, sums: Tensor, first: Tensor | None, last: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return the states before each chunk, and the values that tokens write to the state."""
+        """Return each chunk's first state, and the values added to states; `last` is an output."""
         h, new = k.new_empty(self.num_chunks, self.H, self.k, self.v), torch.empty_like(u)
         tensors = k, u, w, new, sums, h, first, last
         self.launch("chunk_gated_delta_rule_fwd_kernel_h_blockdim64", *tensors, states=2)
@@ -94,13 +94,15 @@ class _Scan:
     def compute_plain_states(
         self, k: Tensor, v: Tensor, sums: Tensor, first: Any, last: Any, dtype: torch.dtype
     ) -> Tensor:
-        """Return the states before each chunk, for a rule without learning rates."""
+        """Return each chunk's first state if there are no learning rates; `last` is an output."""
         h = k.new_empty(self.num_chunks, self.H, self.k, self.v, dtype=dtype)
         self.launch("chunk_fwd_kernel_h", k, v, h, sums, first, last, states=1)
         return h
 
 
 class _RuleOnMeta(torch.autograd.Function):
+    """Records the launches of a rule with learning rates, forward and backward."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -141,7 +143,7 @@ class _RuleOnMeta(torch.autograd.Function):
 def _compute_gradients(
     scan: _Scan, saved_tensors: Sequence[Any], do: Tensor, dlast: Tensor
 ) -> tuple[tuple[Tensor, Tensor], list[Tensor | None]]:
-    """Return gradients of normalised q and k, and of values, decays, rates and first states."""
+    """Return (dq, dk) of normalised q and k, and [dv, dg, dbeta, dinitial]."""
     q, k, v, sums, beta, A, initial = saved_tensors
     w, u = scan.recompute_w_u(k, v, beta, sums, A)
     h, new = scan.compute_states(k, w, u, sums, initial, None)
@@ -176,6 +178,8 @@ def _compute_gradients(
 
 
 class _RuleWithoutRatesOnMeta(torch.autograd.Function):
+    """Records the launches of a rule without learning rates, forward and backward."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -220,18 +224,21 @@ class _RuleWithoutRatesOnMeta(torch.autograd.Function):
 
 
 def _normalise(x_Thk: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x divided by its length, and 1 / length [T, h], and record the launch."""
     out, rstd = torch.empty_like(x_Thk), x_Thk.new_empty(x_Thk.shape[:2], dtype=torch.float32)
     record_launch("l2norm_fwd_kernel", x_Thk, out, rstd)
     return out, rstd
 
 
 def _differentiate_norm(x_Thk: Tensor, rstd: Tensor, grad: Tensor) -> Tensor:
+    """Return the gradient of x in `_normalise`, and record the launch."""
     out = torch.empty_like(x_Thk)
     record_launch("l2norm_bwd_kernel", x_Thk, rstd, grad, out)
     return out
 
 
 def _sum_over_value_heads(grad_THk: Tensor, x_Thk: Tensor) -> Tensor:
+    """Return [T, h, k]: sums over the value heads of each key head of x."""
     if grad_THk.shape == x_Thk.shape:
         return grad_THk
     return grad_THk.unflatten(1, (x_Thk.shape[1], -1)).sum(2)  # type: ignore[no-any-return]

@@ -33,7 +33,7 @@ CHUNK = 64
 def gated_delta_rule_ref(
     rule: DeltaRule, cu_seqlens: Tensor, initial_nHkv: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return what `gated_delta_rule` returns, chunk by chunk, in fp32 (fp64 for fp64)."""
+    """Compute `gated_delta_rule` in plain PyTorch, chunk by chunk, in fp32 (fp64 for fp64)."""
     T, H, v = rule.v_THv.shape
     cu_seqlens = cu_seqlens.long()
     firsts = torch.zeros_like(cu_seqlens)  # the first chunk of each document, and their number
@@ -42,7 +42,7 @@ def gated_delta_rule_ref(
     places_T = firsts[find_documents(cu_seqlens, T)] * CHUNK + find_positions(cu_seqlens, T)
 
     def chunks(x_THX: Tensor) -> Tensor:
-        """Return x_mHCX."""
+        """Return x_mHCX: the tokens of each chunk, in at least fp32, zeros in unused places."""
         dtype = torch.promote_types(x_THX.dtype, torch.float32)
         filled = x_THX.new_zeros((num_chunks * CHUNK, *x_THX.shape[1:]), dtype=dtype)
         filled = filled.index_copy(0, places_T, x_THX.to(dtype))
@@ -102,7 +102,7 @@ def gated_delta_rule(
     Args:
         rule: tensors of any strides; q, k and v in one float dtype.
         cu_seqlens: int32 [n + 1], the first token of each document, and T; documents may be empty.
-        initial_nHkv: the first states, fp32 (fp64 for fp64); None = zeros.
+        initial_nHkv: each document's state before its first token, fp32 (fp64 for fp64); None = 0.
 
     Returns:
         o_THv in the dtype of q, and states_nHkv in fp32 (fp64 for fp64).

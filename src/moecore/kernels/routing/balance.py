@@ -4,8 +4,6 @@
                        function of each logit, of score[e] / (sum of the token's scores + 1e-20)
     z_sum            = sum over all tokens of logsumexp(logits)^2
 
-Tokens that a mask calls padding are in no sum and get no gradient.
-
 Letters: T tokens, B sequences of T / B tokens, E experts.
 
 Bytes moved: 4 T E forward (the logits are read once), 8 T E backward, and T for a mask. About 10
@@ -40,7 +38,7 @@ def balance_statistics_ref(
     padding_mask_T: Tensor | None = None,
     sequences_T: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return score_sums_BE and z_sum, in fp32 (fp64 for fp64 logits)."""
+    """Compute `balance_statistics` in plain PyTorch, in fp32 (fp64 for fp64 logits)."""
     T, E = logits_TE.shape
     logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
     if padding_mask_T is not None:
@@ -74,7 +72,7 @@ def _compute_softmax(x, in_cols):
 
 @triton.jit
 def _compute_scores(x, in_cols, FUNCTION: tl.constexpr):
-    """Return scores of each logit [t, e] (0 in masked columns), their slopes and 1 / sum [t]."""
+    """Return scores [t, e] (0 in masked columns), their derivatives, and 1 / sum of scores [t]."""
     if FUNCTION == "sigmoid":
         scores = tl.sigmoid(x)
         slopes = scores * (1.0 - scores)
@@ -111,7 +109,7 @@ def balance_statistics_fwd_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Sum every num_parts-th tile of one sequence."""
+    """Sum the scores and z terms of every num_parts-th tile of one sequence."""
     program = tl.program_id(0)
     sequence = program // num_parts
     cols = tl.arange(0, BLOCK_E)
@@ -150,7 +148,7 @@ def balance_statistics_fwd_reduce_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Sum the parts in a fixed order: a block of columns of one sequence, or z."""
+    """Sum score_parts in a fixed order, a block of columns per program; the last sums z_parts."""
     program = tl.program_id(0)
     if program == tl.num_programs(0) - 1:  # the last program has z
         z_sums = tl.zeros([BLOCK_P], tl.float32)
@@ -184,7 +182,7 @@ def balance_statistics_bwd_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """The gradient of one tile of logits, 0 for padding."""
+    """Compute the gradient of one tile of logits, 0 for padding."""
     sequence = (tl.program_id(0) // num_tiles).to(tl.int64)
     cols = tl.arange(0, BLOCK_E)
     in_cols = cols < E
@@ -223,6 +221,7 @@ def _choose_tile(num_experts: int) -> tuple[int, int]:
 def _launch_forward(
     logits_TE: Tensor, padding_mask_T: Tensor | None, num_sequences: int, score_function: str
 ) -> tuple[Tensor, Tensor]:
+    """Launch the forward kernels; return score_sums_BE and z_sum."""
     (T, E), B = logits_TE.shape, num_sequences
     if not T:
         return logits_TE.new_zeros(B, E), logits_TE.new_zeros(())
@@ -257,6 +256,7 @@ def _launch_backward(
     dz_sum: Tensor,
     score_function: str,
 ) -> Tensor:
+    """Launch the backward kernel; return dlogits_TE."""
     (T, E), B = logits_TE.shape, dscore_sums_BE.shape[0]
     logits_TE = logits_TE.contiguous()
     dlogits_TE = torch.empty_like(logits_TE)
@@ -320,7 +320,7 @@ def balance_statistics(
             sum.
         padding_mask_T: bool [T], True = padding: in no sum, and its gradient is 0 whatever its
             logits, NaN included. None = no padding.
-        sequences_T: as for `count_experts_and_tokens`; summed in plain PyTorch.
+        sequences_T: int64 [T], each token's sequence, in plain PyTorch; None = consecutive tokens.
 
     Returns:
         score_sums_BE, the scores summed over each sequence, and the 0-dim sum over all tokens of

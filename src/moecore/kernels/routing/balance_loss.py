@@ -25,7 +25,7 @@ def balance_loss_ref(
     *,
     global_counts_E: Tensor | None = None,
 ) -> Tensor:
-    """Return the four losses in the dtype of the sums."""
+    """Compute `balance_loss` in plain PyTorch, in the dtype of the sums."""
     E = score_sums_BE.shape[1]
     counts_BE, tokens_B1 = counts_BX[:, :E].to(z_sum.dtype), counts_BX[:, E:].clamp(min=1)
     tokens = counts_BX[:, E].sum().clamp(min=1)
@@ -66,7 +66,7 @@ def balance_loss_fwd_kernel(
     BLOCK_B: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """All four losses, in one program."""
+    """Compute all four losses in one program."""
     cols = tl.arange(0, BLOCK_E)
     in_cols = cols < E
     scores_BE = tl.zeros([BLOCK_B, BLOCK_E], tl.float32)
@@ -120,7 +120,7 @@ def balance_loss_bwd_kernel(
     BLOCK_B: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """The gradients of the sums, in one program."""
+    """Compute the gradients of score_sums and z_sum in one program."""
     cols = tl.arange(0, BLOCK_E)
     in_cols = cols < E
     counts_BE = tl.zeros([BLOCK_B, BLOCK_E], tl.float32)
@@ -156,7 +156,7 @@ def balance_loss_bwd_kernel(
 
 
 def _make_constants(num_sequences: int, num_experts: int) -> dict[str, int]:
-    """Return the launch arguments that forward and backward share; one program does it all."""
+    """Return the constants and warps of either kernel; a launch has one program."""
     block_e = next_power_of_2(num_experts)
     block_b = min(next_power_of_2(num_sequences), LOSS_TILE // block_e)
     return {"E": num_experts, "BLOCK_B": block_b, "BLOCK_E": block_e, "num_warps": 8}
@@ -169,6 +169,7 @@ def _launch_forward(
     global_counts_E: Tensor | None,
     factors: list[float],
 ) -> Tensor:
+    """Launch the forward kernel; return the four losses."""
     B, E = score_sums_BE.shape
     if not B:
         return z_sum.new_zeros(4)
@@ -181,6 +182,7 @@ def _launch_forward(
 def _launch_backward(
     dlosses: Tensor, counts_BX: Tensor, global_counts_E: Tensor | None, factors: list[float]
 ) -> tuple[Tensor, Tensor]:
+    """Launch the backward kernel; return the gradients of score_sums_BE and z_sum."""
     B, E = counts_BX.shape[0], counts_BX.shape[1] - 1
     if not B:
         return dlosses.new_zeros(0, E), dlosses.new_zeros(())
@@ -234,7 +236,7 @@ def balance_loss(
     rank's part of the loss. Differentiable in both sums, one kernel each way.
 
     Args:
-        score_sums_BE: [B, E] fp32 or fp64, from `balance_statistics`.
+        score_sums_BE, z_sum: fp32 or fp64, [B, E] and 0-dim, from `balance_statistics`.
         counts_BX: int64 [B, E + 1], from `count_experts_and_tokens`.
         factors: of the four losses, E / K and E of their formula included.
         global_counts_E: int64 [E], contiguous; None = no global-batch loss (0).

@@ -1,7 +1,7 @@
 """Which experts are cloned on which rank, and which of their tokens go to the clone.
 
-    plan_clones      loads of the experts -> the expert of each clone, and its part of the tokens
-    physical_ids     ids -> physical ids: the expert on its own rank, or one of its clones
+    plan_clones           loads of the experts -> the expert and the tokens of each clone
+    assign_physical_ids   ids -> physical ids: the expert on its own rank, or one of its clones
 
 Letters: P ranks, E experts, e experts of a rank (E / P), c clones of a rank at most, N = P c,
 T tokens, K experts per token.
@@ -32,7 +32,7 @@ BLOCK = 1024  # choices of one program
 
 
 class ClonePlan(NamedTuple):
-    """What each place for a clone holds; place n is the (n % c)-th of rank n // c."""
+    """The expert and tokens of each place for a clone; place n is the (n % c)-th of rank n // c."""
 
     experts_N: Tensor  # int32, the expert; -1 = the place is empty
     starts_N: Tensor  # int32, the first of the expert's tokens that it computes
@@ -87,6 +87,7 @@ def _plan_clones_kernel(
     RANKS: tl.constexpr,  # power of two >= P
     PLACES: tl.constexpr,  # power of two >= N
 ):
+    """Compute `plan_clones_ref` in one program."""
     experts = tl.arange(0, EXPERTS)
     ranks = tl.arange(0, RANKS)
     inside = (ranks < P)[:, None] & (experts < NUM_LOCAL)[None, :]
@@ -133,6 +134,7 @@ def plan_clones(
     Args:
         loads_E: int32, tokens of each expert, over all ranks; expert x is on rank x // (E / P).
         num_ranks: P, of which E is a multiple.
+        num_clones: c, places for clones per rank.
         min_share: no clone gets fewer tokens than this share of a rank's mean.
 
     Example, two ranks of two experts, one clone each, loads [6, 2, 1, 1]: the mean is 5, so rank 1
@@ -160,7 +162,7 @@ def plan_clones(
 def assign_physical_ids_ref(
     ids_TK: Tensor, places_TK: Tensor, plan: ClonePlan, num_local: int, num_clones: int
 ) -> Tensor:
-    """Return the physical ids; `places_TK` = which of its expert's tokens each choice is."""
+    """Compute `assign_physical_ids`; places_TK = each choice's index among its expert's tokens."""
     block_TK = torch.div(ids_TK, num_local, rounding_mode="floor")
     physical_TK = torch.where(ids_TK < 0, ids_TK, ids_TK + block_TK * num_clones)
     for place, (x, start, stop) in enumerate(zip(*(t.tolist() for t in plan), strict=True)):
@@ -187,6 +189,7 @@ def _physical_ids_kernel(
     N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Map BLOCK choices to physical ids."""
     choices = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = choices < num_choices
     ids = tl.load(ids_ptr + choices, mask=inside, other=-1)
@@ -210,6 +213,7 @@ def assign_physical_ids(
 ) -> Tensor:
     """Map each choice to its expert or to a clone of the expert, int32 [T, K]. No host sync.
 
+    The physical ids of a rank are its num_local experts, then its num_clones places for clones.
     ids_TK -1 = dropped, and stays. before_E, int32, has each expert's tokens on ranks before it.
 
     Example, the plan of `plan_clones`, all ten choices on one rank: of expert 0's six tokens the

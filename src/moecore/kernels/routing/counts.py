@@ -29,7 +29,7 @@ BLOCK = 2048  # ids per program
 
 
 def add_expert_counts_ref(counts_BE: Tensor, ids_TK: Tensor) -> None:
-    """Add the counts of `ids_TK` to `counts_BE` in place."""
+    """Compute `add_expert_counts` in plain PyTorch."""
     B = counts_BE.shape[0]
     ids_BN = ids_TK.reshape(B, ids_TK.numel() // max(B, 1)).long()
     counts_BE.scatter_add_(1, ids_BN.clamp(min=0), (ids_BN >= 0).long())
@@ -59,7 +59,7 @@ def expert_counts_fwd_kernel(
     BINS: tl.constexpr,  # power of two >= E
     BLOCK: tl.constexpr,
 ):
-    """Count one block of ids of one sequence."""
+    """Add the choices in one block of ids of a sequence to counts, with WIDTH > E also tokens."""
     block = tl.program_id(0) % num_blocks
     sequence = (tl.program_id(0) // num_blocks).to(tl.int64)
     position = block * BLOCK + tl.arange(0, BLOCK)
@@ -87,6 +87,7 @@ def expert_counts_fwd_kernel(
 def _add_counts(
     counts_BX: Tensor, ids_TK: Tensor, padding_mask_T: Tensor | None, num_experts: int
 ) -> None:
+    """Launch the kernel that adds choices per expert, and tokens if counts_BX has E + 1 columns."""
     (B, width), (T, K) = counts_BX.shape, ids_TK.shape
     if not T * K:
         return
@@ -131,18 +132,18 @@ def count_experts_and_tokens(
     padding_mask_T: Tensor | None = None,
     sequences_T: Tensor | None = None,
 ) -> Tensor:
-    """Return int64 [B, E + 1]: each expert's choices per sequence, and its number of tokens beside.
+    """Return int64 [B, E + 1]: per sequence, the choices of each expert, then the number of tokens.
 
     Example, B=2, E=3: ids [[0, 2], [2, -1], [1, 0], [-1, -1]] give [[1, 0, 2, 2], [1, 1, 0, 2]].
 
-    A memset and one kernel. Tokens whose choices were all dropped are tokens too, padding is none.
+    A memset and one kernel. Tokens whose choices were all dropped are counted, padding is not.
 
     Args:
         ids_TK: int32 [T, K], expert ids; -1 = dropped or padding, not counted. T is a multiple of B
             without `sequences_T`.
         padding_mask_T: bool [T], True = padding, whose ids are -1 already; None = no padding.
-        sequences_T: int64 [T], the sequence of each token, counted in plain PyTorch; None = they
-            are consecutive tokens of equal number.
+        sequences_T: int64 [T], the sequence of each token, counted in plain PyTorch; None =
+            sequences are consecutive tokens of equal number.
     """
     B, E, T = num_sequences, num_experts, ids_TK.shape[0]
     check_padding_mask(padding_mask_T, T)

@@ -12,10 +12,8 @@ tokens of 1024 experts.
 Letters: T tokens, E experts.
 
 Bytes moved: 4 T E, the logits are read once more, and T for a padding mask. There is one launch,
-only in backward: eval and no_grad have no launch. A token of 128 experts is
-512 bytes, 0.11 ns at an H200's 4.8 TB/s; forward and backward of its 8 experts of 2048 x 768 are 18
-* 8 * 2048 * 768 = 226 MFLOP, 229 ns at 989 TFLOP/s: 0.05% of these products, and a layer takes
-longer.
+only in backward: eval and no_grad have no launch. For 128 experts the bytes take 0.05% of the time
+of the products of 8 experts of 2048 x 768, both at the peak rates of an H200.
 """
 
 import torch
@@ -56,6 +54,7 @@ def _add_entropy_kernel(
     BT: tl.constexpr,
     EP: tl.constexpr,  # E up to a power of two
 ):
+    """Add the entropy of BT tokens, in units of 2^-24 nats, and their number to the total."""
     rows = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)[:, None]
     columns = tl.arange(0, EP)[None, :]
     row_mask = rows < num_tokens
@@ -82,9 +81,8 @@ def _add_entropy_kernel(
 def add_entropy_(
     total_2: Tensor, logits_TE: Tensor, score_function: str, padding_mask_T: Tensor | None = None
 ) -> None:
-    """Add the tokens' entropy (NaN counts as 0) and their number to total_2 in place.
+    """Add the tokens' entropy (NaN counts as 0) and their number to total_2 in place. No host sync.
 
-    The function launches one kernel and does not synchronise the host.
     Example, one token, softmax of two equal logits: total_2 gains [round(log(2) * 2^24), 1].
 
     total_2 is int64, contiguous: units of 2^-24 nats, and tokens. padding_mask_T is True where a

@@ -8,8 +8,8 @@ Scores lie in [0, 1], so margins lie within 1 of the least and the greatest bias
 that range. Integer atomics: the same counts in every run, where scores have the same bits.
 
 Letters: L layers, T tokens, E experts, K choices, X bins. One launch reads the logits, 4 * T * E
-bytes, and adds T * E times in the second-level cache; the reference makes about ten passes over
-[T, E]. The quantiles of any number of layers are one launch, which reads each histogram once.
+bytes, and adds T * E times in the second-level cache. The quantiles of any number of layers are one
+launch, which reads each histogram once.
 """
 
 import torch
@@ -23,7 +23,7 @@ TILE = 1024  # logits of one warp, which holds whole rows
 
 
 def compute_margin_range(bias_E: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the lower end of the first bin and the width of one, fp64 [..., 1] for [..., E]."""
+    """Return the lower end of the first bin and the width of a bin, fp64 [..., 1] for [..., E]."""
     low, high = (f(dim=-1, keepdim=True).double() for f in (bias_E.amin, bias_E.amax))
     return low - 1, (high + 2 - low) / NUM_BINS
 
@@ -51,7 +51,7 @@ def add_margins_ref(
 
 
 def compute_even_bias_ref(histogram_EX: Tensor, bias_E: Tensor, top_k: int) -> Tensor:
-    """Return what `compute_even_bias` returns, in plain PyTorch."""
+    """Compute `compute_even_bias` in plain PyTorch."""
     E, X = histogram_EX.shape[-2:]
     low_1, width_1 = compute_margin_range(bias_E)
     below_EX = histogram_EX.cumsum(-1)
@@ -79,6 +79,7 @@ def _add_margins_kernel(
     BT: tl.constexpr,
     EP: tl.constexpr,  # E up to a power of two
 ):
+    """Add the margins of BT tokens to the histograms."""
     rows = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)[:, None]
     columns = tl.arange(0, EP)[None, :]
     row_mask = rows < num_tokens
@@ -115,10 +116,12 @@ def add_margins_(
     score_function: str,
     padding_mask_T: Tensor | None = None,
 ) -> None:
-    """Add tokens' margins, NaN in bin 0, to their experts' histograms, in place. No host sync.
+    """Add each token's margins to the histograms [E, X] of the experts, in place. No host sync.
 
-    The histogram is int64, contiguous; logits and bias_E, with which these tokens chose, are fp32.
-    Scores of the function lie in [0, 1]. padding_mask_T is True = not counted; None = no padding.
+    The margin of a token and an expert is the bias with which the token would just choose the
+    expert. A NaN counts in bin 0. The histogram is int64, contiguous; logits [T, E] and bias_E,
+    with which the tokens chose, are fp32. Scores of the function are in [0, 1]. padding_mask_T,
+    bool, is True for tokens that are not counted; None = no padding.
     """
     if not use_kernel(logits_TE) or logits_TE.dtype != torch.float32:
         add_margins_ref(histogram_EX, logits_TE, bias_E, top_k, score_function, padding_mask_T)
@@ -153,6 +156,7 @@ def _even_bias_kernel(
     XP: tl.constexpr,  # X up to a power of two
     EP: tl.constexpr,  # E up to a power of two
 ):
+    """Compute the even bias of one expert of one layer."""
     row = tl.program_id(0).to(tl.int64)  # of [L * E]
     bins, columns = tl.arange(0, XP), tl.arange(0, EP)
     counts = tl.load(histogram_ptr + row * X + bins, mask=bins < X, other=0)
@@ -174,12 +178,12 @@ def _even_bias_kernel(
 
 
 def compute_even_bias(histogram_EX: Tensor, bias_E: Tensor, top_k: int) -> Tensor:
-    """Return the bias [E], fp32, with which each expert gets about K / E of the counted tokens.
+    """Return bias [..., E], fp32, for which each expert gets about K / E of the counted tokens.
 
-    Not exactly: who else is chosen moves too, and a quantile is as fine as its bin, within which
-    it is interpolated. The old bias where nothing was counted. No host sync.
+    The share is approximate, because other experts' biases change too, and because the quantile is
+    interpolated within a bin. If no token was counted, the result is `bias_E`. No host sync.
 
-    `histogram_EX` is int64 [..., E, X], `bias_E` fp32 [..., E]: under it margins were counted.
+    `histogram_EX` is int64 [..., E, X], `bias_E` fp32 [..., E]: the bias of the counted margins.
     """
     if not use_kernel(bias_E):
         return compute_even_bias_ref(histogram_EX, bias_E, top_k)

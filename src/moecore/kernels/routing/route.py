@@ -74,7 +74,7 @@ def route_ref(
 
 
 def _select_experts(ranked_TE: Tensor, bias_E: Tensor | None, options: RouteOptions) -> Tensor:
-    """Select expert ids [T, K] int64 by descending score; equal scores are ordered by id."""
+    """Select expert ids [T, K] int64 by descending score + bias; equal scores are ordered by id."""
     (T, E), K = ranked_TE.shape, options.top_k
     if bias_E is not None:
         ranked_TE = ranked_TE + bias_E
@@ -93,12 +93,14 @@ def _select_experts(ranked_TE: Tensor, bias_E: Tensor | None, options: RouteOpti
 
 
 def _sort_best_first(x: Tensor) -> Tensor:
+    """Return the indices of a stable descending sort of the last dim; NaN sorts first."""
     # PyTorch's sort on CUDA may place a NaN below -inf when its sign bit is set.
     x = x.masked_fill(x.isnan(), torch.nan)
     return x.sort(dim=-1, descending=True, stable=True).indices
 
 
 def _count_tokens_per_program(tile: int, num_columns: int) -> int:
+    """Return how many rows of `num_columns` logits a program of `tile` logits has."""
     return max(1, min(MAX_TOKENS, tile // num_columns))
 
 
@@ -118,11 +120,12 @@ def flatten_options(options: RouteOptions) -> tuple[Any, ...]:
 
 @cache
 def _make_options(flat: tuple[Any, ...]) -> RouteOptions:
+    """Return the options of a flat tuple: the inverse of `flatten_options`."""
     return RouteOptions(**dict(zip(_NAMES, flat, strict=True)))
 
 
 def run_forward(logits_TE: Tensor, bias_E: Tensor | None, *flat: Any) -> tuple[Tensor, Tensor]:
-    """Compute `route` by the kernel, without autograd."""
+    """Compute `route` by the kernel, without autograd; `flat` is `flatten_options(options)`."""
     logits_TE = logits_TE.contiguous()
     ids_TK, weights_TK = _make_fake(logits_TE, bias_E, *flat)
     bias_E = None if bias_E is None else bias_E.float().contiguous()
@@ -139,7 +142,7 @@ def _launch_forward(
     *,
     has_ids: bool,
 ) -> None:
-    """Fill weights_TK, and ids_TK unless `has_ids`; all contiguous."""
+    """Write weights_TK, and ids_TK unless `has_ids`: then ids_TK is read. All are contiguous."""
     (T, E), K = logits_TE.shape, ids_TK.shape[1]
     BT, constants = _choose_forward_constants(E, K, options, has_ids)
     args = (logits_TE, bias_E, ids_TK, weights_TK, T, options.scale)
@@ -150,6 +153,7 @@ def _launch_forward(
 def _choose_forward_constants(
     E: int, K: int, options: RouteOptions, has_ids: bool
 ) -> tuple[int, dict[str, Any]]:
+    """Return the tokens per program and the compile-time constants of `route_fwd_kernel`."""
     G = options.num_groups if options.top_groups < options.num_groups else 1
     GP, SP, KP = (next_power_of_2(n) for n in (G, E // G, K))
     BT = _count_tokens_per_program(FWD_TILE, max(GP * SP, KP))
@@ -175,6 +179,7 @@ def _choose_forward_constants(
 def _make_fake(
     logits_TE: Tensor, bias_E: Tensor | None, top_k: int, *rest: Any
 ) -> tuple[Tensor, Tensor]:
+    """Return uninitialised ids and weights [T, K]."""
     shape = (logits_TE.shape[0], top_k)
     return logits_TE.new_empty(shape, dtype=torch.int32), logits_TE.new_empty(shape)
 
@@ -188,6 +193,7 @@ def _route_bwd(
     normalize: bool,
     scale: float,
 ) -> Tensor:
+    """Return dlogits [T, E] of `route` and `route_weights`; an id of -1 is no choice."""
     logits_TE, dweights_TK = logits_TE.contiguous(), dweights_TK.contiguous()
     (T, E), K = logits_TE.shape, ids_TK.shape[1]
     dlogits_TE = torch.empty_like(logits_TE)
@@ -331,7 +337,7 @@ _route_weights_op = Op(
 
 
 def route_weights(logits_TE: Tensor, ids_TK: Tensor, options: RouteOptions) -> Tensor:
-    """Return the weights of the given choices; of a choice that `route` made, its bits.
+    """Return the weights of given expert ids, bit-identical to `route` for ids that it returned.
 
     Args:
         logits_TE: as for `route`.

@@ -36,7 +36,7 @@ def _find_best(keys, columns):
 
 @triton.jit
 def _compute_choice_softmax(choice_logits, in_k):
-    """Return the softmax over a row's chosen logits, 0 elsewhere and in a row without any."""
+    """Return the softmax of a row's logits where `in_k` is True, 0 elsewhere."""
     exps = tl.where(in_k, choice_logits, float("-inf"))
     exps = compute_exp(choice_logits - tl.max(exps, axis=1, keep_dims=True))
     exps = tl.where(in_k, exps, 0.0)
@@ -54,7 +54,7 @@ def _exclude_groups(
     GP: tl.constexpr,  # powers of two
     SP: tl.constexpr,
 ):
-    """Return the keys with every expert excluded that is not in one of the best groups."""
+    """Set the keys of experts outside a token's TOP_GROUPS best groups to -2**31."""
     keys = tl.reshape(keys, [BT, GP, SP])
     columns = tl.arange(0, SP)[None, None, :]
     rest, sums = keys, tl.zeros([BT, GP], dtype=tl.float32)
@@ -120,7 +120,7 @@ def route_fwd_kernel(
     GP: tl.constexpr,
     SP: tl.constexpr,
 ):
-    """Route BT tokens."""
+    """Choose the experts of BT tokens, or read them with HAS_IDS; compute their weights."""
     S: tl.constexpr = E // G
     rows = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)[:, None]
     slots = tl.arange(0, KP)[None, :]
@@ -181,7 +181,7 @@ def route_bwd_kernel(
     KP: tl.constexpr,
     EP: tl.constexpr,
 ):
-    """Write BT rows of dlogits: a background in all columns, then the K chosen ones over it."""
+    """Write BT rows of dlogits: all columns as unchosen experts, then the K chosen columns."""
     rows = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)[:, None]
     slots = tl.arange(0, KP)[None, :]
     columns = tl.arange(0, EP)[None, :]

@@ -19,6 +19,8 @@ from moecore.kernels.routing import router_logits as products
 
 
 class _RouteTokens(torch.autograd.Function):
+    """apply(x, weight, bias, selection, flatten_options(options)) -> logits, ids, weights."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -64,7 +66,10 @@ def route_tokens(
     selection_E: Tensor | None,
     options: routes.RouteOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the router logits [T, E], and the expert ids and weights [T, K] from `route`."""
+    """Return the router logits [T, E], and the expert ids and weights [T, K] from `route`.
+
+    `bias_E` is added to the logits. `selection_E` is `route`'s bias, which only affects the choice.
+    """
     tensors = [t for t in (x_TD, weight_ED, bias_E, selection_E) if t is not None]
     can_fuse = (
         torch.is_grad_enabled()

@@ -44,7 +44,7 @@ SPLIT_BLOCK = 4096  # elements of one program of _split_kernel
 def router_logits_ref(
     x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, *, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return the logits [T, E] of a linear layer in `dtype`, inputs of any float dtype."""
+    """Compute `router_logits` in plain PyTorch, in `dtype`; inputs have any float dtype."""
     # Gradients are in `dtype` too, also where backward runs under autocast; forward must not.
     bias_E = None if bias_E is None else bias_E.to(dtype)
     x_TD, weight_ED = x_TD.to(dtype), weight_ED.to(dtype)
@@ -114,7 +114,7 @@ def _split_kernel(
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Write the parts of one [BR, BC] block."""
+    """Write the bf16 parts of one [BR, BC] block."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)[:, None]
     column = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
     real = (row < num_rows) & (column < COLUMNS)
@@ -209,7 +209,7 @@ def _sum_splits_kernel(
     size,
     BLOCK: tl.constexpr,
 ):
-    """Add the splits in their order, and round once."""
+    """Add the partial sums of all splits in order, and round once."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=tl.float32)
     at = splits + index
@@ -220,7 +220,7 @@ def _sum_splits_kernel(
 
 
 def _split_into_parts(v: Tensor, parts: tuple[int, ...], *, side_by_side: bool) -> Tensor:
-    """Split an fp32 matrix into bf16 parts, concatenated along columns or rows."""
+    """Return bf16 parts of v (0 hi, 1 mid, 2 lo), side by side or as blocks of rows."""
     # Each part is padded with zeros to a multiple of 8 in the stacked dim.
     rows, columns = v.shape
     out_rows, out_columns = rows, columns
@@ -257,7 +257,7 @@ def _align_num_rows(num_experts: int) -> int:
 
 @cache
 def _choose_tile(num_experts: int, num_parts: int) -> dict[str, Any]:
-    """BN is halved where a second accumulator needs the registers."""
+    """Return the tile constants of _product_kernel; BN is halved if there is more than one part."""
     BN = min(128 if num_parts == 1 else 64, max(16, next_power_of_2(num_experts)))
     return dict(BM=128, BN=BN, BK=64, CHUNK=CHUNK, WIDEN=INTERPRET, num_warps=8, num_stages=3)
 
@@ -266,7 +266,7 @@ def _choose_tile(num_experts: int, num_parts: int) -> dict[str, Any]:
 def _make_product_constants(
     D: int, E: int, P: int, EP: int, gradient_stride: int
 ) -> dict[str, Any]:
-    """Constants of _product_kernel; the stride of dlogits is 0 in forward."""
+    """Return the constants of _product_kernel; the stride of dlogits' rows is 0 in forward."""
     return _choose_tile(E, P) | dict(
         D=D, E=E, P=P, GRADIENT=gradient_stride > 0, EP=EP, B_STRIDE=gradient_stride or 1
     )
@@ -297,7 +297,7 @@ def run_forward(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tenso
 def _router_logits_bwd(
     dlogits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, need_dx: bool, need_dweight: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return dx and dweight; an empty tensor for one that is not needed."""
+    """Return dx and dweight; a gradient that is not needed is an empty tensor."""
     weight_ED, x_TD = weight_ED.contiguous(), x_TD.contiguous()
     if x_TD.shape[0] == 0:
         dx_TD, dweight_ED = _make_empty_gradients(
@@ -331,6 +331,7 @@ def _router_logits_bwd(
 def _make_empty_gradients(
     dlogits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, need_dx: bool, need_dweight: bool
 ) -> tuple[Tensor, Tensor]:
+    """Return uninitialised dx and dweight; a gradient that is not needed is an empty tensor."""
     dx_TD = x_TD.new_empty(x_TD.shape if need_dx else (0,))
     return dx_TD, weight_ED.new_empty(weight_ED.shape if need_dweight else (0,))
 
@@ -339,7 +340,7 @@ _router_logits_bwd_op = Op("router_logits_bwd", _router_logits_bwd, _make_empty_
 
 
 def _sum_dweight(dlogits: Tensor, x_TD: Tensor, dweight_ED: Tensor) -> None:
-    """Fill dweight from the parts of dlogits: splits of the tokens, then their sum."""
+    """Compute dweight = dlogits^T x from bf16 parts of dlogits side by side; fill `dweight_ED`."""
     (T, D), E = x_TD.shape, dweight_ED.shape[0]
     P = 3 if dweight_ED.dtype == torch.float32 else 2
     tile = _choose_tile(E, P)
@@ -370,7 +371,7 @@ def compute_gradients(
     x_TD: Tensor,
     weight_ED: Tensor,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of x, weight and bias that are needed."""
+    """Return dx, dweight and dbias; None for a gradient whose entry of `needs` is False."""
     need_dx, need_dweight, need_dbias = needs
     dx_TD = dweight_ED = dbias_E = None
     if need_dx or need_dweight:
@@ -427,13 +428,12 @@ def router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None)
     (on CUDA: by `torch.backends.cuda.matmul.allow_tf32`). No host sync; bit-identical between runs.
 
     Args:
-        x_TD: [T, D], any float dtype; copied if not contiguous.
-        weight_ED: [E, D], any float dtype; copied if not contiguous.
-        bias_E: [E], any float dtype; None = none.
+        x_TD, weight_ED: any float dtypes; copied if not contiguous.
+        bias_E: any float dtype; None = none.
 
     Returns:
-        Logits [T, E] fp32. Gradients have the dtypes of the inputs; that of the bias is added up
-        in fp32.
+        Logits [T, E] fp32. Gradients have the dtypes of the inputs; that of the bias is summed in
+        fp32.
     """
     check_shapes(x_TD, weight_ED, bias_E)
     if has_kernel(x_TD, weight_ED):

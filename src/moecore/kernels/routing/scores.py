@@ -84,7 +84,7 @@ def compute_scores(
     factor,  # [rows, 1], 1 / sum of exp(logit - top); "softmax" only
     FUNCTION: tl.constexpr,
 ):
-    """Return the scores and, unless "softmax", their slopes."""
+    """Return the scores and their derivatives; for "softmax" the second result is the scores."""
     if FUNCTION == "sigmoid":
         # exp(89) is already inf, and its score 0.
         s = 1.0 / (1.0 + compute_exp(tl.minimum(-x, 89.0, propagate_nan=tl.PropagateNan.ALL)))

@@ -51,16 +51,16 @@ def sparse_attention(
     selected_tK: Tensor | None = None,
     diverges: bool = False,
 ) -> SparseOutput:
-    """Return o_tHv of queries that read `top_k` keys each; no host sync.
+    """Return the attention output of queries that read at most `top_k` keys each. No host sync.
 
     Args:
-        heads: of attention.
+        heads: queries, latent keys and projections of attention.
         spans: which keys each query sees, at least one.
         scale: factor on the scores of attention.
-        index: of the indexer, for `top_k` and `diverges`.
+        index: the indexer's queries, keys and weights, for `top_k` and `diverges`.
         top_k: how many keys `index` selects; None = those of `selected_tK`, or all.
         selected_tK: keys that were selected before, such as in another layer.
-        diverges: give divergences too, whose gradients go to `index` alone.
+        diverges: return divergences too, whose gradients go to `index` alone.
     """
     places = index or _make_empty_indexer(heads.q_tHd)
     width = None if top_k is None else min(top_k, spans.longest)
@@ -75,6 +75,8 @@ def _make_empty_indexer(q_tHd: Tensor) -> IndexerHeads:
 
 
 class _SparseOptions(NamedTuple):
+    """The options of one `sparse_attention` call."""
+
     scale: float
     width: int | None  # keys to select; None = none
     diverges: bool
@@ -90,13 +92,17 @@ class _Chunk(NamedTuple):
     span: SpanOfKeys  # all keys that they may see
 
     def take(self, x_tX: Tensor) -> Tensor:
+        """Return the chunk's rows of a tensor of all queries, a view."""
         return x_tX[self.begin : self.end]
 
 
 def _split_into_chunks(
     heads: LatentHeads, index: IndexerHeads, spans: KeySpans, width: int | None, selects: bool
 ) -> Iterator[_Chunk]:
-    """Yield the chunks; `width`: keys read by a query, None = all."""
+    """Yield chunks of queries of bounded memory; on meta one chunk stands for all.
+
+    `width`: the keys that a query reads, None = all. `selects`: the indexer selects the keys.
+    """
     (t, H, _), (N, key_dim) = heads.q_tHd.shape, heads.keys_Nl.shape
     reach = min(N, spans.longest if spans.stride == 1 else 3 * spans.longest // 2)
     num_heads = max(H, index.q_thi.shape[1])
@@ -127,11 +133,14 @@ def _compute_latent_queries(heads: LatentHeads) -> Tensor:
 
 
 def _compute_scores(q_CHl: Tensor, rows: Tensor, keys: Keys, scale: float) -> Tensor:
+    """Return scaled scores [C, H, K], -inf for keys that the query does not see."""
     scores_CHK = keys.dot(q_CHl, rows).mul_(scale)
     return scores_CHK.masked_fill_(~keys.seen_CK[:, None], -torch.inf)
 
 
 class _SparseAttention(torch.autograd.Function):
+    """apply(*LatentHeads, *IndexerHeads, selected, spans, options) -> *SparseOutput."""
+
     @staticmethod
     def forward(
         ctx: Any,

@@ -3,9 +3,9 @@
 Legend: t queries, N keys, K selected keys of a query, H heads, n and r dims of a head without and
 with positions, L dims of a latent, v dims of a value, h heads of the indexer, i dims of one.
 
-A latent of L numbers and a turned key of r numbers stand for the keys and values of all heads:
+A latent of L numbers and a rotated key of r numbers stand for the keys and values of all heads:
 
-    key of a head = (up_HnL latent, turned key)      value of a head = latent down_HLv
+    key of a head = (up_HnL latent, rotated key)      value of a head = latent down_HLv
 
     score I of a query and a key     sum over h of w_th * relu(q_thi . k_Ni), in fp32
     selected                         the K keys of the largest I among those that the query sees; of
@@ -24,16 +24,16 @@ from torch import Tensor
 
 
 class LatentHeads(NamedTuple):
-    """What attention reads; all of one dtype."""
+    """The queries, latent keys and projections of attention (MLA), all of one dtype."""
 
-    q_tHd: Tensor  # d = n + r, the last r dims turned
-    keys_Nl: Tensor  # l = L + r: latents, then turned keys
+    q_tHd: Tensor  # d = n + r, the last r dims rotated by position
+    keys_Nl: Tensor  # l = L + r: latents, then rotated keys
     up_HnL: Tensor
     down_HLv: Tensor
 
 
 class IndexerHeads(NamedTuple):
-    """What the indexer scores pairs by; gradients come from divergences alone."""
+    """The indexer's queries, keys and head weights; only divergences have gradients for them."""
 
     q_thi: Tensor
     k_Ni: Tensor
@@ -41,7 +41,7 @@ class IndexerHeads(NamedTuple):
 
 
 class KeySpans(NamedTuple):
-    """Which keys queries see: those from `first_t` to `last_t`, both included."""
+    """Which keys each query sees: the keys from `first_t` to `last_t`, both included."""
 
     first_t: Tensor  # int64, the first key of the query's document
     last_t: Tensor  # int64, the query's own key
@@ -49,7 +49,7 @@ class KeySpans(NamedTuple):
     longest: int  # keys of the longest document, or more
 
     def get_bounds(self, begin: int, end: int, num_keys: int) -> tuple[int, int]:
-        """Return the keys that queries [begin, end) may see, known without a host sync."""
+        """Return (first, last) of the key range [first, last) that queries [begin, end) may see."""
         # Key `stride * i` is of the document of query i, and its own where the stride is 1. Ranks
         # hold two chunks of 2 * stride, so their own key is less than half a document further.
         first = self.stride * (begin + 1) - self.longest
@@ -58,8 +58,8 @@ class KeySpans(NamedTuple):
 
 
 class SparseOutput(NamedTuple):
-    """What attention gives."""
+    """The result of `sparse_attention`."""
 
     o_tHv: Tensor
     selected_tK: Tensor | None  # int32, ascending, -1 behind the last; None = all keys were read
-    divergence_t: Tensor | None  # fp32; None = not asked for
+    divergence_t: Tensor | None  # fp32; None = `diverges` was False

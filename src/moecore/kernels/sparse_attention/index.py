@@ -24,14 +24,14 @@ SELECTING = 4  # numbers per pair that the selection from scores makes beside th
 
 
 def compute_index_scores(index: IndexerHeads, keys: Keys) -> Tensor:
-    """Return I_CK of a chunk's queries, -inf where a query does not see a key."""
+    """Return the indexer's scores [C, K], in at least fp32; -inf for keys a query does not see."""
     dots_ChK = keys.dot(index.q_thi, keys.of(index.k_Ni)).relu_()
     scores_CK = torch.einsum("chk,ch->ck", dots_ChK, index.w_th.to(dots_ChK.dtype))
     return scores_CK.masked_fill_(~keys.seen_CK, -torch.inf)
 
 
 def select_keys(scores_CS: Tensor, first: int, top_k: int) -> Tensor:
-    """Return int32 [C, top_k], the keys of the largest scores, from `first` on, ascending.
+    """Return int32 [C, top_k], ascending keys of the largest scores. Column 0 of scores is `first`.
 
     If a query sees fewer keys, -1 fills the end. Among equal scores the earlier keys are selected,
     for any chunk size. `Tensor.topk` does not define this order, and scores of 0 are frequent.
@@ -53,7 +53,7 @@ def select_keys(scores_CS: Tensor, first: int, top_k: int) -> Tensor:
 
 
 def compute_divergence(p_CK: Tensor, scores_CK: Tensor) -> Tensor:
-    """Return KL_C of p against the softmax of scores; p is 0 where scores are -inf."""
+    """Return [C], the KL divergence of p from softmax(scores); p is 0 where scores are -inf."""
     log_q_CK = scores_CK.log_softmax(-1).masked_fill(p_CK == 0, 0)
     return (torch.xlogy(p_CK, p_CK) - p_CK * log_q_CK).sum(-1)
 
@@ -61,7 +61,10 @@ def compute_divergence(p_CK: Tensor, scores_CK: Tensor) -> Tensor:
 def differentiate_divergence(
     dkl_C: Tensor, p_CK: Tensor, index: IndexerHeads, keys: Keys, dk_Ni: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return dq_Chi and dw_Ch, and add to dk_Ni, for the gradients of a chunk's divergences."""
+    """Return the gradients of the indexer's queries and weights; add the keys' gradient to dk_Ni.
+
+    `dkl_C` is the gradient of `compute_divergence`, and `p_CK` the attention's mean probabilities.
+    """
     rows = keys.of(index.k_Ni)
     dots_ChK = keys.dot(index.q_thi, rows)
     w_Ch = index.w_th.to(dots_ChK.dtype)
@@ -76,11 +79,12 @@ def differentiate_divergence(
 
 
 def count_numbers_per_pair(index: IndexerHeads) -> int:
-    """Return how many fp32 numbers a chunk makes per query and key."""
+    """Return how many fp32 numbers are allocated per (query, key) pair to score and select keys."""
     return SELECTING if _has_kernel(index) else max(SELECTING, index.q_thi.shape[1])
 
 
 def _has_kernel(index: IndexerHeads) -> bool:
+    """Return whether `_index_scores_kernel` supports the dtype, head dim and device."""
     q = index.q_thi
     is_half = q.dtype in (torch.bfloat16, torch.float16) and index.k_Ni.dtype == q.dtype
     return is_half and q.shape[2] in DIMS and use_kernel(q)
@@ -103,6 +107,7 @@ def _index_scores_kernel(
     BC: tl.constexpr,
     BS: tl.constexpr,
 ):
+    """Write the scores of BC queries and BS keys."""
     rows = tl.program_id(0).to(tl.int64) * BC + tl.arange(0, BC)
     columns = tl.program_id(1).to(tl.int64) * BS + tl.arange(0, BS)
     dims = tl.arange(0, DIM)
@@ -139,7 +144,7 @@ def _index_scores_kernel(
 
 
 def compute_span_scores(index: IndexerHeads, span: SpanOfKeys) -> Tensor:
-    """Return I_CS of a chunk's queries, -inf where a query does not see a key. No host sync."""
+    """Return the indexer's scores [C, S] of a span, -inf for unseen keys. No host sync."""
     if not _has_kernel(index):
         return compute_index_scores(index, span)
     q_Chi, k_Si = index.q_thi.contiguous(), span.of(index.k_Ni).contiguous()

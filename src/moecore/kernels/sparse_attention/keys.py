@@ -17,27 +17,27 @@ from moecore.kernels.common import is_gpu
 
 
 class Keys(Protocol):
-    """The keys of a chunk."""
+    """The keys that a chunk of queries reads, and the products of queries with them."""
 
     @property
     def seen_CK(self) -> Tensor:
-        """Whether the query sees a key."""
+        """Whether each query sees each of its K keys, bool."""
 
     def of(self, x_ND: Tensor) -> Tensor:
-        """Return the rows of the keys, for the products below."""
+        """Return the keys' rows of a tensor of all N keys, as the products below expect."""
 
     def dot(self, q_CxD: Tensor, rows: Tensor) -> Tensor:
-        """Return the products of queries and rows, [C, x, K], at least fp32."""
+        """Return the products of queries and rows from `of`, [C, x, K], at least fp32."""
 
     def weigh(self, p_CxK: Tensor, rows: Tensor) -> Tensor:
-        """Return sums of rows, [C, x, D], at least fp32."""
+        """Return sums of rows with weights p, [C, x, D], at least fp32."""
 
     def add(self, total_ND: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
         """Add p_CxK^T q_CxD of each pair to the first dims of the keys' rows of `total`."""
 
 
 class SelectedKeys:
-    """K keys of each query."""
+    """`Keys` of which each query has its own, given by index; -1 = no key."""
 
     def __init__(self, selected_CK: Tensor) -> None:
         self._selected_CK = selected_CK
@@ -49,11 +49,11 @@ class SelectedKeys:
         return self._selected_CK >= 0
 
     def of(self, x_ND: Tensor) -> Tensor:
-        """Gather [C, K, D]."""
+        """Gather rows [C, K, D]; an entry of -1 gathers row 0, see `seen_CK`."""
         return x_ND.index_select(0, self._places).view(*self._selected_CK.shape, -1)
 
     def dot(self, q_CxD: Tensor, rows: Tensor) -> Tensor:
-        """Compute one matrix product per query."""
+        """Compute one matrix product per query, [C, x, K]."""
         return multiply(q_CxD, rows.transpose(1, 2))
 
     def weigh(self, p_CxK: Tensor, rows: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class SelectedKeys:
         return multiply(p_CxK, rows)
 
     def add(self, total_ND: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
-        """Add [C, K, D]; on GPUs in a fixed order only under torch's deterministic algorithms."""
+        """Add p^T q to the selected rows; on GPUs the order is not fixed by default."""
         rows = None
         for p_CxK, q_CxD in pairs:
             part = multiply(p_CxK.transpose(1, 2), q_CxD)
@@ -74,7 +74,7 @@ class SelectedKeys:
 
 
 class SpanOfKeys:
-    """Keys [first, last) for all queries of a chunk."""
+    """`Keys` [first, last) for all queries of a chunk; a query sees those in [first_C, last_C]."""
 
     def __init__(self, first: int, last: int, first_C: Tensor, last_C: Tensor) -> None:
         self.first, self.first_C, self.last_C = first, first_C, last_C
@@ -82,16 +82,16 @@ class SpanOfKeys:
 
     @cached_property
     def seen_CK(self) -> Tensor:
-        """Return the keys of the query's document, up to the query's position."""
+        """Return whether the key is between `first_C` and `last_C` of the query."""
         keys = torch.arange(self._span.start, self._span.stop, device=self.first_C.device)
         return (keys >= self.first_C[:, None]) & (keys <= self.last_C[:, None])
 
     def of(self, x_ND: Tensor) -> Tensor:
-        """Return a view [K, D]."""
+        """Return rows [K, D], a view."""
         return x_ND[self._span]
 
     def dot(self, q_CxD: Tensor, rows: Tensor) -> Tensor:
-        """Compute one matrix product for all queries."""
+        """Compute one matrix product for all queries, [C, x, K]."""
         return multiply(q_CxD.flatten(0, 1), rows.T).unflatten(0, q_CxD.shape[:2])  # type: ignore[no-any-return]
 
     def weigh(self, p_CxK: Tensor, rows: Tensor) -> Tensor:
@@ -99,14 +99,14 @@ class SpanOfKeys:
         return multiply(p_CxK.flatten(0, 1), rows).unflatten(0, p_CxK.shape[:2])  # type: ignore[no-any-return]
 
     def add(self, total_ND: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
-        """Add the sum over queries."""
+        """Add the sum over queries, p^T q, to the rows of the span."""
         for p_CxK, q_CxD in pairs:
             rows = multiply(p_CxK.flatten(0, 1).T, q_CxD.flatten(0, 1))
             total_ND[self._span, : rows.shape[-1]] += rows
 
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b of two or three dims, summed and left in fp32 for 16 bits."""
+    """Return a @ b of two or three dims; for 16-bit tensors the sums and the result are fp32."""
     if a.dtype not in (torch.bfloat16, torch.float16):
         return a @ b
     if not is_gpu(a):
