@@ -39,7 +39,7 @@ NO_PAGE, NO_ROOM = tl.constexpr(NONE), tl.constexpr(MISSING)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PagePool:
-    """Pages for rows, and the free lists of their ids."""
+    """Fixed-size pages of memory on the device and on the host, and the free lists of their ids."""
 
     pages: Tensor  # uint8 [P, bytes of a page], uninitialised
     host_pages: Tensor  # uint8 [Q, bytes of a page] in host memory that the device can access
@@ -52,7 +52,7 @@ class PagePool:
     def make(
         cls, num_pages: int, page_bytes: int, device: torch.device, *, num_host_pages: int = 0
     ) -> "PagePool":
-        """Return a pool whose pages are all free. Not inside the capture of a CUDA graph."""
+        """Return a pool whose pages are all free. Not while a CUDA graph is captured."""
         # At least one page, of a multiple of 16 bytes; host pages are pinned for a GPU.
         pinned, num_ids = device.type == "cuda", num_pages + num_host_pages
         state = torch.zeros(NUM_WORDS, dtype=torch.int32)
@@ -72,7 +72,7 @@ class PagePool:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page."""
+        """Size of one page in bytes."""
         return self.pages.shape[1]
 
 
@@ -90,7 +90,7 @@ def return_pages_ref(table: Tensor, num_entries: int, pool: PagePool) -> None:
 
 
 def take_pages_ref(table: Tensor, num_entries: int, need: int, pool: PagePool) -> None:
-    """Return a table's pages, then take `need` pages from the heads of the lists."""
+    """Return a table's pages, then write `need` free page ids (host ids last, or MISSING) to it."""
     return_pages_ref(table, num_entries, pool)
     P, state = pool.pages.shape[0], pool.state
     rings = [(HEAD_WORD, FREE_WORD, 0, P)]
@@ -114,6 +114,7 @@ def take_pages_ref(table: Tensor, num_entries: int, need: int, pool: PagePool) -
 
 @triton.jit
 def _lock(state_ptr):
+    """Spin until this program has the lock of the free lists."""
     # The lists are changed by one program at a time, which holds a word of the state. So streams,
     # and replays of CUDA graphs beside eager code, need no order among them: a page is in one table
     # or in a list. Whoever returns a table does so after the last read of its pages.
@@ -124,12 +125,14 @@ def _lock(state_ptr):
 
 @triton.jit
 def _unlock(state_ptr):
+    """Release the lock of the free lists."""
     tl.debug_barrier()
     tl.atomic_xchg(state_ptr + LOCK, 0, sem="release")
 
 
 @triton.jit
-def _locate_word(state_ptr, WORD: tl.constexpr):
+def _load_word(state_ptr, WORD: tl.constexpr):
+    """Load a word of the pool's state past the L1 cache, because other programs write it."""
     return tl.load(state_ptr + WORD, cache_modifier=".cg")  # other programs write it
 
 
@@ -143,10 +146,10 @@ def _put_back(
     num_host,  # Q
     BLOCK: tl.constexpr,
 ):
-    """Put a table's pages at the tails; return the new FREE, HOST_FREE and DEMAND."""
-    head, free = _locate_word(state_ptr, HEAD), _locate_word(state_ptr, FREE)
-    host_head, host_free = _locate_word(state_ptr, HOST_HEAD), _locate_word(state_ptr, HOST_FREE)
-    demand = _locate_word(state_ptr, DEMAND)
+    """Return a table's pages; return the new FREE, HOST_FREE and DEMAND. Needs the lock."""
+    head, free = _load_word(state_ptr, HEAD), _load_word(state_ptr, FREE)
+    host_head, host_free = _load_word(state_ptr, HOST_HEAD), _load_word(state_ptr, HOST_FREE)
+    demand = _load_word(state_ptr, DEMAND)
     tl.debug_barrier()  # all threads have read what one of them writes in the end
     for start in range(0, num_entries, BLOCK):
         entries = start + tl.arange(0, BLOCK)
@@ -175,7 +178,7 @@ def put_back_pages(
     num_host,  # Q
     BLOCK: tl.constexpr,
 ):
-    """Put a table's pages at the tails of the lists, in one program."""
+    """Return a table's pages to the free lists under the lock. Only one program may call this."""
     _lock(state_ptr)
     free, host_free, demand = _put_back(
         table_ptr, num_entries, state_ptr, free_ptr, num_pages, num_host, BLOCK
@@ -198,13 +201,13 @@ def take_pages(
     num_host,  # Q
     BLOCK: tl.constexpr,
 ):
-    """Give a table `need` pages, in one program."""
+    """Return a table's pages, then write `need` free page ids to it; MISSING if no page is free."""
     # A table keeps its entries from one replay to the next. `take_pages` returns what the table
     # still names before it takes anything, so a replayed forward whose backward did not run loses
     # no page.
     _lock(state_ptr)
-    head, host_head = _locate_word(state_ptr, HEAD), _locate_word(state_ptr, HOST_HEAD)
-    peak, missed = _locate_word(state_ptr, PEAK), _locate_word(state_ptr, MISSED)
+    head, host_head = _load_word(state_ptr, HEAD), _load_word(state_ptr, HOST_HEAD)
+    peak, missed = _load_word(state_ptr, PEAK), _load_word(state_ptr, MISSED)
     free, host_free, demand = _put_back(
         table_ptr, num_entries, state_ptr, free_ptr, num_pages, num_host, BLOCK
     )
@@ -246,7 +249,7 @@ def _return_pages_kernel(
 
 
 def return_pages(table: Tensor, num_entries: int, pool: PagePool) -> None:
-    """Move a table's pages, its first N words, to the tails of the free lists. No host sync."""
+    """Move the page ids in a table's first N words to the pool's free lists. No host sync."""
     if not use_kernel(table):
         return_pages_ref(table, num_entries, pool)
     elif num_entries:
