@@ -1,8 +1,5 @@
 """FP8 operands of a dense product: one matrix, quantised along rows, along columns, or both.
 
-    cast   [T, D] -> an operand summed over D, and a transposed operand summed over T
-    amax   [T, D] -> fp32 [n], the largest magnitudes of n parts of the matrix
-
 FP8 tensor cores need the summed dim innermost. The gradients of a linear sum over another dim than
 its forward, so they need the transposed copy. `scaling.py` defines the kinds and layouts of scales,
 and has the reference.
@@ -228,7 +225,7 @@ def _cast_without_none(x: Tensor, amax: Tensor | None, seen: Tensor | None, *opt
 
 
 def _count_parts(T: int, D: int, num_matrices: int) -> int:
-    """Return into how many parts `compute_amax_parts` divides each matrix [T, D], a power of two."""
+    """Return n of `compute_amax_parts` for matrices [T, D], a power of two."""
     tiles = cdiv(T, PART_ROWS) * cdiv(D, PART_COLUMNS)
     return next_power_of_2(min(tiles, max(MAX_PARTS // num_matrices, 1)))
 

@@ -1,12 +1,5 @@
 """FP8 values and the scales of their blocks, for every kernel that quantises.
 
-    BLOCK, FP8               elements of one scale, and the dtype of values
-    block_scale, magnitude   a block's scale, from its largest magnitude
-    to_e4m3, to_words        values -> bytes, and -> four bytes in a word
-    from_e4m3                bytes -> values
-    transpose_words          four rows of four bytes -> four columns, each row times a factor
-    encode, decode           the same conversions by integer operations
-
 A scale is amax / 448, at least 2^-126; or the smallest power of two with which the largest value
 fits 448, at least 2^-126. A NaN does not count for amax. An infinity makes its block NaN.
 

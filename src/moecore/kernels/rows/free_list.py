@@ -1,8 +1,5 @@
 """Pages of memory and the free lists of their ids, which kernels allocate on the device.
 
-    take_pages     moves ids from the head of the free list to a table
-    return_pages   moves a table's ids to the tail of the free list
-
 A page holds rows of any width, as many as fit. The free list is a circular buffer with a head and a
 length. A second free list has the pages in host memory, whose ids begin at the number of device
 pages. Host pages are taken when no device page is free. If no page is free at all, the entry
@@ -125,7 +122,6 @@ def _lock(state_ptr):
 
 @triton.jit
 def _unlock(state_ptr):
-    """Release the lock of the free lists."""
     tl.debug_barrier()
     tl.atomic_xchg(state_ptr + LOCK, 0, sem="release")
 

@@ -1,8 +1,5 @@
 """Operands in MXFP8 and NVFP4: emulated, or packed for tensor cores that multiply scales of blocks.
 
-    quantise_microscaled           rows [T, K] -> an operand summed over K, or over T
-    quantise_microscaled_matrices  [e, N, K] -> operands summed over K and over N
-
 `microscaling.py` defines the formats and has the references, whose bits the kernels have. NVFP4
 takes two passes, because a tensor's scale must be known first: the largest magnitudes, then the
 values. If rows are transformed, each pass transforms them, and no transformed row is stored.

@@ -1,8 +1,5 @@
 """Rows packed as FP8 for exchange between ranks: half the bytes of bf16, one scale per 128 columns.
 
-    pack_rows           [S, D] -> uint8 [S, W]: D values in e4m3, then their scales in fp32
-    gather_packed_rows  packed source rows -> wide rows in expert order
-
 A scale is the smallest power of two with which the largest value of its 128 columns fits 448. So a
 widened row is exact in bf16 and fp16, and packing it again gives the same values. Values and scales
 of a row are adjacent: a row is sent, and saved for backward, as one piece of memory. The kernels

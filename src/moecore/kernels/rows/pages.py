@@ -1,14 +1,9 @@
 """Copies of used rows from worst-case buffers to pages and back, without a host sync.
 
-    take_rows   finds the used rows and takes pages for them (`free_list.py`)
-    copy_rows   copies the used rows to their pages, or from the pages to their positions
-
-The matrices of one dispatch share a table. The used rows of a matrix are the rows with a slot, or
-the first rows. Which rows are used, their number, and their pages are known only on the device.
-Rows for which the table has no page are NaN after the copy back.
-
-A table is int32 on the device: the page ids of the first matrix, of the second, and so on, N
-entries; the number of rows with a slot; the number of first rows; the rows with a slot.
+Which rows are used, their number, and their pages are known only on the device. Rows for which the
+table has no page are NaN after the copy back. The matrices of one dispatch share a table, int32 on
+the device: the page ids of the first matrix, of the second, and so on, N entries; the number of
+rows with a slot; the number of first rows; the rows with a slot.
 
 Letters: S source rows (with slots), K slots of a row, R expert rows (the first ones are in use),
 B bytes of a row, P device pages, Q host pages, N entries.

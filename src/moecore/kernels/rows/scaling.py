@@ -155,7 +155,7 @@ def quantise_ref(
 
 
 def encode_ref(x: Tensor, inverse: Tensor, fmt: str) -> Tensor:
-    """Return FP8 of fp32 x times `inverse`, reciprocals of scales; infinity becomes NaN. Saturates."""
+    """Return FP8 of fp32 x times `inverse`, reciprocals of scales; saturated, NaN for infinity."""
     values = x * inverse
     del inverse  # which may be as large
     values.clamp_(-LARGEST[fmt], LARGEST[fmt]).masked_fill_(x.isinf(), torch.nan)

@@ -6,17 +6,15 @@
 
     view_as_matrices    an all-gathered weight of experts as an operand [e, N, K]
     make_dense_operand  an all-gathered weight of a dense linear as an operand [N, K]
-    transpose_values    bytes [e, N, K] -> [e, K, N], for products that sum over N
 
-The scales and values equal those of `quantise_weights` of the full matrix, bit for bit.
+The scales and values equal those of `quantise_weights` of the full matrix, bit for bit. A part is
+read twice and its values are written once, 9 bytes per element of fp32.
 
 Letters: R rows and C columns of the full matrix; r, c those of a rank's part; e, N, K as in
 `quantised.py`.
 
 Example, a weight [2, 128, 256] of two experts, cut over four ranks along its last dim: R = 256,
 C = 256. Rank 1 has columns 64 to 127 of all rows, which are half of the first block of columns.
-
-Budget: a part is read twice and its values are written once, 9 bytes per element of fp32.
 """
 
 from __future__ import annotations
@@ -225,9 +223,7 @@ def transpose_values_kernel(
 
 
 def write_block_amax_(part: Tensor, place: MatrixShard, amax: Tensor) -> None:
-    """Write a shard's largest magnitude in each block of the full matrix. No host sync.
-
-    NaN is ignored.
+    """Write a shard's largest magnitude, NaN ignored, in each block of the full matrix.
 
     Args:
         part: the shard: bf16 or fp32, contiguous, r * c elements, maybe 0.
