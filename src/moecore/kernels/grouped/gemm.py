@@ -99,10 +99,7 @@ def count_row_tiles(
     E_POW2: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Return, per expert: first row, row tiles, running sum of row tiles; and their total.
-
-    Row tiles have BLOCK_M rows of one expert. Experts are padded to E_POW2 entries.
-    """
+    """Return, per expert: first row, row tiles, running sum of row tiles; and their total."""
     experts = tl.arange(0, E_POW2)
     exists = experts < num_experts
     ends = tl.load(offsets_ptr + experts, mask=exists, other=0)

@@ -177,7 +177,7 @@ def pad_offsets_kernel(
     E_POW2: tl.constexpr,
     MULTIPLE: tl.constexpr,
 ):
-    """Write the running sum of padded counts."""
+    """Write the running sum of the experts' rows, each expert's padded to a multiple of MULTIPLE."""
     experts = tl.arange(0, E_POW2)
     exists = experts < num_experts
     ends = tl.load(offsets_ptr + experts, mask=exists, other=0)
@@ -266,10 +266,7 @@ def cast_of_experts_kernel(
 
 
 def pad_offsets(offsets_e: Tensor) -> Tensor:
-    """Return int32 [e], the running sum of experts' rows, each expert's padded to a multiple of 16.
-
-    An expert without rows has 16.
-    """
+    """Return int32 [e], the running sum of experts' rows, each padded up to 16, 32, ... rows."""
     if not use_kernel(offsets_e):
         return pad_offsets_ref(offsets_e)
     padded_e, e = torch.empty_like(offsets_e), offsets_e.shape[0]

@@ -68,10 +68,7 @@ def _expand_scales(scales: Tensor) -> Tensor:
 
 
 def quantise_mxfp8(x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Return E4M3 of x's shape, and fp32 scales, powers of two: [..., M / rows, K / columns].
-
-    `block` is (rows, columns) of one scale, which divide the last two dims of x.
-    """
+    """Return E4M3 like x, and fp32 powers of two [..., M / rows, K / columns], scales of blocks."""
     values, scales = quantise_ref(_split_blocks(x, block), (-3, -1), power_of_two=True)
     return values.reshape(x.shape), scales.squeeze(-1).squeeze(-2)
 

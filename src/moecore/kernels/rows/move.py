@@ -11,9 +11,6 @@ Letters: S source rows, K choices per source row, R expert rows, D columns.
 Bytes moved, with b bytes per element and U <= S * K slots in use: gather reads S * D * b and
 writes R * D * b; sum reads U * D * b and writes S * D * b. Both read the index, 4 * (R + 2 * S * K)
 bytes at most. With K = E columns of expert choice, the fill reads 4 * R * K bytes more.
-
-`copy_first_rows` copies rows to or from host memory over PCIe, by a kernel, because the number of
-rows is on the device. Few programs copy: PCIe is slow, and other kernels need the multiprocessors.
 """
 
 from functools import cache
@@ -327,8 +324,8 @@ def _copy_first_rows_kernel(
 def copy_first_rows(target_RB: Tensor, source_RB: Tensor, num_rows: Tensor) -> None:
     """Copy the first num_rows rows of a matrix; later rows of the target do not change.
 
-    Both matrices are uint8, contiguous, on the GPU or in pinned host memory. num_rows is 0-dim
-    int32 on the GPU, and at most R rows are copied.
+    Both matrices are uint8, contiguous, on the GPU or in pinned host memory. Few programs copy,
+    because PCIe is slow. num_rows is 0-dim int32 on the GPU, and at most R rows are copied.
     """
     row_bytes = source_RB.shape[1]
     if not use_kernel(num_rows) or row_bytes % 4:

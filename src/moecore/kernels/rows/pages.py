@@ -214,10 +214,7 @@ def _copy_matrix(
     BLOCK_R: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Copy this program's tiles of a matrix to pages (STASH) or back; rows_ptr None = no copy.
-
-    Return the address of the next matrix's page ids in the table.
-    """
+    """Copy this program's tiles of a matrix; return the address of the next matrix's entries."""
     STEP: tl.constexpr = PAGE_BYTES // WIDTH
     WORD: tl.constexpr = tl.int32 if WIDTH % 4 == 0 else tl.int8
     WORD_BYTES: tl.constexpr = 4 if WIDTH % 4 == 0 else 1

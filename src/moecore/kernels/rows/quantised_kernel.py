@@ -20,10 +20,7 @@ def store_row_blocks(
     C: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
 ):
-    """Quantise 128 columns of each row (block number `block`) to e4m3, and store values and scales.
-
-    Scales are transposed, [C / 128, stride], or [R, C / 128] if `stride` is None.
-    """
+    """Store e4m3 of 128 columns; scales are [C / 128, stride], with stride None [R, C / 128]."""
     scale, inverse = block_scale(tl.max(magnitude(x), axis=1), POWER_OF_TWO)
     at = rows[:, None] * C + block * 128 + tl.arange(0, 128)[None, :]
     tl.store(values_ptr + at, to_e4m3(x * inverse[:, None]), mask=row_mask[:, None])

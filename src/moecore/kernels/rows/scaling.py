@@ -112,7 +112,7 @@ register_pytree_node(Blocks, lambda b: (b.tensors(), b.kind), _make_blocks)
 
 
 def round_up(n: int, multiple: int) -> int:
-    """Return the smallest multiple that is not less than n."""
+    """Return the smallest multiple of `multiple` that is not less than n."""
     return cdiv(n, multiple) * multiple
 
 
@@ -131,7 +131,7 @@ def compute_scales_shape(M: int, K: int, kind: str) -> tuple[int, int]:
 
 
 def compute_amax_ref(x: Tensor) -> Tensor:
-    """Return the largest magnitude as fp32 [1]; NaN is ignored, and no elements give 0."""
+    """Return the largest magnitude of x as fp32 [1]; NaN is ignored, and no elements give 0."""
     if x.numel() == 0:
         return torch.zeros(1, device=x.device)
     return magnitude_ref(x.float()).amax().reshape(1)
