@@ -249,7 +249,7 @@ class ExpertSpec:
         activation: ActivationOptions,
         recipe: Recipe | None = None,
     ) -> ExpertSpec:
-        """Return the spec of given rows and weights."""
+        """Return the spec of given rows and weights; a recipe leaves out the dtypes of weights."""
         w1_eCD, w2_eDF = weights.w1_eCD, weights.w2_eDF
         of_weights = () if recipe is not None else (w1_eCD.dtype, w2_eDF.dtype)
         return cls(
@@ -314,7 +314,7 @@ class ExpertSpec:
         return None
 
     def find_fp8_problem(self, multiple: int) -> str | None:
-        """Return an error text if FP8 products, which need multiples of `multiple`, cannot run."""
+        """Return an error text if FP8 in blocks of `multiple` cannot compute experts, or None."""
         field = self.find_torch_only_field()
         if field is not None:
             return f"{field} (True) must be False for experts in FP8: {LEAVE_OUT}"

@@ -243,7 +243,7 @@ class BlockwiseProducts:
         return fp8_gemm(rows, matrix, self.offsets_e, self.tiles, dtype)
 
     def _weight_grad(self, x: Blocks, y: Blocks, target: GradTarget, dtype: torch.dtype) -> Tensor:
-        """Write the weight gradient x^T y to the target; tile "tile" operands by rows first."""
+        """Write the weight gradient x^T y to the target. Kind "tile" is tiled first."""
         x, y = (tile_tokens(z, None, self.tiles) if z.kind == "tile" else z for z in (x, y))
         return fp8_wgrad(
             x,

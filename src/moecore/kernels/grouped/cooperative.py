@@ -316,7 +316,7 @@ def _launch_kernel(
     weights_R: Tensor | None = None,
     options: ActivationOptions | None = None,
 ) -> None:
-    """Launch the kernel. h_RC, an output, weights_R and options are for FC1 with its activation."""
+    """Launch the kernel, which writes `out`, and h_RC if this is FC1 with its activation."""
     K, N = a.shape[1], out.shape[1]
     b_is_NK = b.stride(1) == 1
     b = b.transpose(1, 2) if b_is_NK else b

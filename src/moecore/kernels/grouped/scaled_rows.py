@@ -177,7 +177,7 @@ def pad_offsets_kernel(
     E_POW2: tl.constexpr,
     MULTIPLE: tl.constexpr,
 ):
-    """Write the running sum of the experts' rows, each expert's padded to a multiple of MULTIPLE."""
+    """Write the running sum of the experts' rows, padded to multiples of MULTIPLE, at least one."""
     experts = tl.arange(0, E_POW2)
     exists = experts < num_experts
     ends = tl.load(offsets_ptr + experts, mask=exists, other=0)
@@ -349,20 +349,18 @@ def scaled_rows(
     """Quantise expert rows to FP8 operands of kind "row". No autograd, no host sync.
 
     Args:
-        x_RD: bf16, fp16 or fp32; D a multiple of 16. Rows past the last expert's are not read.
+        x_RD: bf16, fp16 or fp32; D a multiple of 16. Rows past the last expert's are not read, and
+            are uninitialised in the result.
         offsets_e: int32, the running sum of the experts' rows.
         padded_e: from `pad_offsets`; None without `columns`.
         per_row: whether each row of an operand has a scale; otherwise all expert rows have one.
         power_of_two: whether scales are powers of two.
         fmt: "e4m3" or "e5m2".
         rows: whether to make [R, D] with scales [R], for sums over D; False = None.
-        columns: whether to make [D, P] with scales [e, D], for sums over an expert's rows.
+        columns: whether to make [D, P] with scales [e, D], for sums over an expert's rows. Columns
+            from padded_e[-1] on are uninitialised.
         amax: fp32 [n], whose largest entry gives all scales (larger values saturate); None = of x.
         seen: fp32 [1], raised in place to the largest finite magnitude; None = not recorded.
-
-    Returns:
-        Rows past the last expert's, and columns past the last entry of `padded_e`, are
-        uninitialised.
     """
     if not has_kernel(x_RD):
         return scaled_rows_ref(

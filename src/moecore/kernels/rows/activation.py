@@ -245,7 +245,7 @@ def _launch_forward(
 def _launch_backward(
     h_RC: Tensor, da_RF: Tensor, weights_R: Tensor | None, num_rows: Tensor | None, *flat: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `weighted_activation_bwd` by the kernel; `flat` ends with whether to write a."""
+    """Compute `weighted_activation_bwd` by the kernel; the last of `flat` is whether to write a."""
     options, with_output = make_options(*flat[:-1]), flat[-1]
     dh_RC, dweights_R, a_RF = _make_empty_gradients(h_RC, options.kind, with_output)
     R, F_ = da_RF.shape

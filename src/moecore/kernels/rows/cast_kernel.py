@@ -162,7 +162,7 @@ def amax_kernel(
     E_POW2: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Raise the largest magnitudes of an expert's columns, and with ROWS of rows, by a tile's.
+    """Update the largest magnitudes of an expert's columns, and with ROWS of rows, by a tile.
 
     amax_ptr has R entries for rows, only with ROWS, then D entries per expert.
     """

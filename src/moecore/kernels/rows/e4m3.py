@@ -24,7 +24,7 @@ def block_scale_ref(
 ) -> tuple[Tensor, Tensor]:
     """Return fp32 scales of blocks from their amax, and the reciprocals, NaN if amax is infinite.
 
-    A scale is amax / largest, or the next power of two; `largest` is the largest FP8 value.
+    A scale is amax / largest, or the next power of two; `largest` is the format's largest value.
     """
     # Where amax is infinite so is the scale, and the factor is NaN. `largest` is the format's.
     scales = amax / torch.full_like(amax, largest)  # a GPU multiplies by the reciprocal of a number

@@ -36,7 +36,7 @@ NO_PAGE, NO_ROOM = tl.constexpr(NONE), tl.constexpr(MISSING)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PagePool:
-    """Fixed-size pages of memory on the device and on the host, and the free lists of their ids."""
+    """Fixed-size pages of device and host memory, and the lists of the ids of free pages."""
 
     pages: Tensor  # uint8 [P, bytes of a page], uninitialised
     host_pages: Tensor  # uint8 [Q, bytes of a page] in host memory that the device can access
@@ -49,7 +49,7 @@ class PagePool:
     def make(
         cls, num_pages: int, page_bytes: int, device: torch.device, *, num_host_pages: int = 0
     ) -> "PagePool":
-        """Return a pool whose pages are all free. Not while a CUDA graph is captured."""
+        """Return a pool whose pages are all free. A CUDA graph must not capture this call."""
         # At least one page, of a multiple of 16 bytes; host pages are pinned for a GPU.
         pinned, num_ids = device.type == "cuda", num_pages + num_host_pages
         state = torch.zeros(NUM_WORDS, dtype=torch.int32)
@@ -87,7 +87,7 @@ def return_pages_ref(table: Tensor, num_entries: int, pool: PagePool) -> None:
 
 
 def take_pages_ref(table: Tensor, num_entries: int, need: int, pool: PagePool) -> None:
-    """Return a table's pages, then write `need` free page ids (host ids last, or MISSING) to it."""
+    """Free a table's pages, then write `need` free page ids to it; MISSING if no page is free."""
     return_pages_ref(table, num_entries, pool)
     P, state = pool.pages.shape[0], pool.state
     rings = [(HEAD_WORD, FREE_WORD, 0, P)]
@@ -142,7 +142,7 @@ def _put_back(
     num_host,  # Q
     BLOCK: tl.constexpr,
 ):
-    """Return a table's pages; return the new FREE, HOST_FREE and DEMAND. Needs the lock."""
+    """Free a table's pages and return the new FREE, HOST_FREE and DEMAND. Needs the lock."""
     head, free = _load_word(state_ptr, HEAD), _load_word(state_ptr, FREE)
     host_head, host_free = _load_word(state_ptr, HOST_HEAD), _load_word(state_ptr, HOST_FREE)
     demand = _load_word(state_ptr, DEMAND)
@@ -174,7 +174,7 @@ def put_back_pages(
     num_host,  # Q
     BLOCK: tl.constexpr,
 ):
-    """Return a table's pages to the free lists under the lock. Only one program may call this."""
+    """Free a table's pages under the lock of the free lists. Only one program may call this."""
     _lock(state_ptr)
     free, host_free, demand = _put_back(
         table_ptr, num_entries, state_ptr, free_ptr, num_pages, num_host, BLOCK
@@ -197,7 +197,7 @@ def take_pages(
     num_host,  # Q
     BLOCK: tl.constexpr,
 ):
-    """Return a table's pages, then write `need` free page ids to it; MISSING if no page is free."""
+    """Free a table's pages, then write `need` free page ids to it; MISSING if no page is free."""
     # A table keeps its entries from one replay to the next. `take_pages` returns what the table
     # still names before it takes anything, so a replayed forward whose backward did not run loses
     # no page.

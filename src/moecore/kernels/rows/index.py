@@ -143,7 +143,7 @@ def _build_index_fwd_tally_kernel(
     BLOCK_B: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Count and scan in one launch, for one expert: read all pairs."""
+    """Count one expert's pairs in the blocks before each block of pairs, and in total."""
     expert = tl.program_id(0)
     total = 0
     for start in range(0, num_blocks, BLOCK_B):
@@ -250,6 +250,7 @@ def _build_index_bwd_kernel(
 def _launch_forward(
     ids_SK: Tensor, weights_SK: Tensor, first: int, num_local: int, multiple: int, length: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Launch the kernels; return row_ids_R, weights_R, slots_SK and offsets_e."""
     N, R, device = ids_SK.numel(), length, ids_SK.device
     row_ids_R, weights_R, slots_SK, offsets_e = _make_empty(ids_SK, weights_SK, num_local, R)
     B = cdiv(N, BLOCK_N)
@@ -307,6 +308,7 @@ def _launch_forward(
 
 
 def _run_bwd(dweights_R: Tensor, slots_SK: Tensor) -> Tensor:
+    """Return the gradient of weights_SK, which is that of each pair's expert row, 0 without one."""
     dweights_SK = torch.empty_like(slots_SK, dtype=dweights_R.dtype)
     args = (dweights_R.contiguous(), slots_SK, dweights_SK, slots_SK.numel())
     launch(_build_index_bwd_kernel, cdiv(slots_SK.numel(), 1024), *args, BLOCK=1024)

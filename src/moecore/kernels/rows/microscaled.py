@@ -145,8 +145,8 @@ def quantise_microscaled(
 ) -> Blocks:
     """Quantise rows in MXFP8 or NVFP4 to one operand [M, K], or [K, M] with `over_rows` and `pack`.
 
-    Without `pack`, values are multiplied by the scales of their blocks, in bf16 (fp32 on a CPU), and
-    the result has the scales of tensors, fp32 [e + 1]. No autograd, no host sync.
+    Without `pack`, values are multiplied by the scales of their blocks, in bf16 (fp32 on CPUs).
+    Then the result has the scales of tensors, fp32 [e + 1]. No autograd, no host sync.
 
     Args:
         x_TK: any floating dtype.

@@ -95,7 +95,7 @@ def finite_amax_kernel(
     G: tl.constexpr,
     B: tl.constexpr,
 ):
-    """Raise each expert's largest finite magnitude, amax_ptr, by those of a program's blocks."""
+    """Update amax_ptr, each expert's largest finite magnitude, with this program's blocks."""
     first, _, _, x = _load_blocks(
         x_ptr, sources_ptr, T, M, stride, K, HADAMARD, ROWS, COLUMNS, G, B
     )
@@ -201,7 +201,7 @@ def quantise_microscaled_kernel(
 ):
     """Write a program's blocks of one operand; the first program writes the tensors' scales, too.
 
-    LAYOUT is VALUES (emulated, out_ptr like x), PACKED_ROWS or PACKED_COLUMNS (bytes, transposed).
+    LAYOUT is VALUES (emulated, like x), PACKED_ROWS (bytes) or PACKED_COLUMNS (bytes, transposed).
     amax_ptr is None for MXFP8.
     """
     E2M1: tl.constexpr = amax_ptr is not None

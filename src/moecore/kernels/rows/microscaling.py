@@ -206,7 +206,7 @@ def _dequantise(values: Tensor, scales: Tensor, block: Any) -> Tensor:
 
 
 def get_product_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which a tensor's device multiplies emulated operands."""
+    """Return the dtype of emulated operands on x's device: fp32 on a CPU, otherwise bf16."""
     return torch.float32 if x.device.type == "cpu" else torch.bfloat16
 
 

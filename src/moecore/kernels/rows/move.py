@@ -56,7 +56,7 @@ def clear_rows_without_slot(x_RD: Tensor, slots_SK: Tensor) -> Tensor:
 def sum_rows_ref(
     y_RD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor | None
 ) -> Tensor:
-    """Return the sum over k of y_RD[slots_SK[:, k]], where -1 adds nothing, in order of k."""
+    """Return the sum over k of y_RD[slots_SK[:, k]], in order of k; a slot of -1 adds nothing."""
     dtype = torch.promote_types(y_RD.dtype, torch.float32)
     out_SD = y_RD.new_zeros(slots_SK.shape[0], y_RD.shape[1], dtype=dtype)
     if not y_RD.shape[0]:

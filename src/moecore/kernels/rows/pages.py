@@ -93,7 +93,7 @@ class PageLayout:
         )
 
     def table(self) -> Tensor:
-        """Return a table without pages. Not while a CUDA graph is captured: replays clear it."""
+        """Return a table without pages. A captured CUDA graph would clear the table at replay."""
         num_listed = self.source_rows if any(self.has_list) else 0
         size = self.num_entries + 2 + num_listed
         return torch.full((size,), NONE, dtype=torch.int32, device=self.pool.pages.device)
@@ -310,7 +310,7 @@ def take_rows(
     """Take pages for the used rows, and write the list of these rows to the table. No host sync.
 
     Args:
-        table: from `layout.table()`; pages that it has are returned to the pool first.
+        table: from `layout.table()`; its earlier pages are returned to the pool first.
         slots_SK: int32. A source row is used if one of its slots is not negative. None if no matrix
             has a list.
         num_rows: 0-dim int32. The first num_rows of R rows are used, at most R. None if all

@@ -163,7 +163,7 @@ def encode_ref(x: Tensor, inverse: Tensor, fmt: str) -> Tensor:
 
 
 def raise_seen_ref_(x: Tensor, seen: Tensor) -> None:
-    """Raise `seen`, fp32 [1], in place to the largest finite magnitude of x."""
+    """Set `seen`, fp32 [1], in place to the maximum of `seen` and the finite magnitudes of x."""
     seen.copy_(torch.maximum(seen, compute_amax_ref(torch.where(x.isinf(), 0, x))))
 
 

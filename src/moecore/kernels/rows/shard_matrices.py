@@ -120,7 +120,7 @@ def square_amax_kernel(
     SIDE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Write the shard's largest magnitude in neighbouring squares; 0 in squares of other ranks."""
+    """Write the shard's largest magnitude in each of a program's 16 x 16 squares, 0 outside."""
     i, j, at, inside = locate_tile(part, SIDE, COLUMNS)
     size = tl.abs(tl.load(part_ptr + at, mask=inside, other=0.0).to(tl.float32))
     size = tl.where(size == size, size, float("inf"))
@@ -143,7 +143,7 @@ def pack_squares_kernel(
     SIDE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Write the scales of neighbouring squares, and E2M1 of the shard's values in these squares."""
+    """Write the scales of a program's 16 x 16 squares, and E2M1 of the shard's values in them."""
     WIDE: tl.constexpr = COLUMNS // SIDE
     i, j, at, inside = locate_tile(part, SIDE, COLUMNS)
     square, squares = j * WIDE + tl.arange(0, WIDE), part.columns // SIDE
