@@ -30,7 +30,7 @@ from moecore.kernels.rows.scaling import OperandPair
 
 
 class Grads(NamedTuple):
-    """The gradients of the experts' inputs; None = not requested."""
+    """The gradients of the experts' inputs, weights and updates; None = not requested."""
 
     x: Tensor | None = None
     w1: Tensor | None = None
@@ -42,7 +42,7 @@ class Grads(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """The tensors that the forward saves for backward."""
+    """The tensors that the forward of a rank's experts saves for backward."""
 
     rows: Rows | None  # the source rows; None = backward fetches them again
     h: Rows | None  # FC1's output; None = backward recomputes FC1
@@ -50,7 +50,7 @@ class SavedState:
     index: ExpertIndex  # which source row each expert row reads
 
     def tensors(self) -> list[Tensor | None]:
-        """Return the arguments `tensors` of `of`, without quantised weights."""
+        """Return the list from which `of` rebuilds this record; quantised weights are left out."""
         tensors: list[Tensor | None] = []
         for rows in (self.rows, self.h):
             tensors += (None, None) if rows is None else (rows.values, rows.scales)
@@ -65,7 +65,7 @@ class SavedState:
         quantised: tuple[OperandPair, OperandPair] | None = None,
         magnitudes: Magnitudes | None = None,
     ) -> SavedState:
-        """Return the record whose `tensors()` are `tensors`; widened rows have `dtype`."""
+        """Return the record whose `tensors()` are `tensors`; FP8 rows widen to `dtype`."""
         x, x_scales, h, h_scales, *of_weights = tensors
         w1_eCD, w2_eDF, *updates = of_weights[:6]
         weights = ExpertWeights(
@@ -77,6 +77,7 @@ class SavedState:
 
 
 def _make_rows(values: Tensor | None, scales: Tensor | None, dtype: torch.dtype) -> Rows | None:
+    """Return the rows, which with scales widen to `dtype`; None if values is None."""
     return None if values is None else Rows(values, scales, None if scales is None else dtype)
 
 
@@ -90,12 +91,14 @@ def compute_gradients(
     sinks: tuple[GradSink | None, GradSink | None] = (None, None),
     sender: GradientSender | None = None,
 ) -> Grads:
-    """Return the requested gradients for the gradient of the output.
+    """Return the gradients that `wants` requests, from the gradient of the experts' output.
 
     Args:
+        record: the saved tensors; its rows may be None unless FC1 is recomputed or w1 or its update
+            has a gradient.
         dy: contiguous [S, D], or [R, D] for expert rows if `unsummed`, which may be quantised. dx
             has the same rows.
-        record: its rows may be None unless FC1 is recomputed or w1 or its update has a gradient.
+        unsummed: whether dy and dx have expert rows, because the dispatcher sums them.
         sinks: of w1 and w2. A gradient that a sink accepts is returned as None.
         sender: receives dx and dweights before the gradients of the matrices are computed.
     """
@@ -135,9 +138,11 @@ def compute_gradients(
 def _compute_or_accumulate(
     sink: GradSink | None, compute: ComputeGrad, *operands: Any
 ) -> Tensor | None:
+    """Return compute(*operands, target), or without a target pass the call to the sink."""
     return compute(*operands, GradTarget()) if sink is None else sink.accumulate(compute, *operands)
 
 
 def _require_rows(rows: Rows | None) -> Rows:
+    """Return rows, which must not be None here."""
     assert rows is not None, "the source rows were not fetched again"
     return rows

@@ -44,7 +44,7 @@ LEAVE_OUT = "leave them out of Precision.roles, or by an override"
 
 @dataclass(frozen=True, slots=True)
 class GradTarget:
-    """The destination of a weight's gradient."""
+    """Where a weight's gradient is written: into `out`, added to `out`, or into a new tensor."""
 
     # contiguous, of the weight's shape, fp32 or bf16; None = a new tensor
     out: Tensor | None = None
@@ -57,20 +57,20 @@ SINK = "_moecore_sink"  # attribute of a parameter: a function from a view's sha
 
 
 class GradSink(Protocol):
-    """Receives a weight's gradient in place of autograd."""
+    """Receives a weight's gradient in place of autograd, for example to accumulate or defer it."""
 
     def accumulate(self, compute: ComputeGrad, *operands: Any) -> Tensor | None:
-        """Call compute(*operands, target) with a `GradTarget`, now or later.
+        """Call compute(*operands, target), now or later, with the `GradTarget` of this sink.
 
         Return a gradient for autograd, or None if the sink keeps the gradient.
         """
 
     def defer(self, compute: ComputeGrad, *operands: Any) -> bool:
-        """Store the call for later if the running backward defers it; return whether it does."""
+        """Store the call and return True if the running backward defers it, otherwise False."""
 
 
 def find_sink(param: Tensor, shape: torch.Size) -> GradSink | None:
-    """Return the sink of a parameter viewed in `shape`; None = autograd accumulates."""
+    """Return the sink of a parameter's gradient in `shape`, or None: autograd accumulates."""
     if torch.compiler.is_compiling():
         return None
     make: Callable[[torch.Size], GradSink | None] | None = getattr(param, SINK, None)
@@ -78,14 +78,14 @@ def find_sink(param: Tensor, shape: torch.Size) -> GradSink | None:
 
 
 class LowRankUpdate(NamedTuple):
-    """A low-rank update b @ a of each expert's matrix, or the gradients of a and b."""
+    """A low-rank (LoRA) update b @ a of each expert's matrix, or the gradients of a and b."""
 
     a_erI: Tensor  # [e, r, in], r a multiple of 16 bytes, contiguous
     b_eOr: Tensor  # [e, out, r], scaling included, contiguous
 
 
 class RowMap(NamedTuple):
-    """The index between source rows and expert rows, in the form that row kernels receive."""
+    """Which source row (token) each expert row copies, and the expert rows of each source row."""
 
     row_ids_R: Tensor
     slots_SK: Tensor
@@ -94,21 +94,21 @@ class RowMap(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ProductSource:
-    """Rows that a product reads: source rows with an index, or rows in expert order."""
+    """The rows that a grouped product reads: source rows with row ids, or rows in expert order."""
 
     rows: Tensor
     row_ids_R: Tensor | None  # None = the rows are in expert order
     is_finite: bool = False  # whether unused rows after the last expert are finite too
 
     def gather_expert_rows(self) -> Tensor:
-        """Return rows in expert order."""
+        """Return the rows in expert order, gathered by row_ids_R unless that is None."""
         ids_R = self.row_ids_R
         return self.rows if ids_R is None else self.rows.index_select(0, ids_R)
 
 
 @dataclass(frozen=True, slots=True)
 class Magnitudes:
-    """The amax values of expert rows for delayed scaling, fp32 [1] each."""
+    """Largest magnitudes (amax) of the four operands X, A, dY and dH, for delayed FP8 scaling."""
 
     past: Mapping[Operand, Tensor | None]  # over earlier steps; None or 0 = use the rows' own amax
     is_sure: bool  # whether no value of `past` is 0
@@ -117,7 +117,7 @@ class Magnitudes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertWeights:
-    """One rank's experts. Without a recipe, they have the dtype of the products."""
+    """The weights of one rank's experts, where their gradients go, and their quantised copies."""
 
     w1_eCD: Tensor  # FC1, gate rows then up rows, or the two alternating (`ActivationOptions`)
     w2_eDF: Tensor  # FC2
@@ -135,11 +135,11 @@ class ExpertWeights:
     magnitudes: Magnitudes | None = None  # None = no delayed scaling
 
     def list_updates(self) -> tuple[Tensor | None, ...]:
-        """Return A and B of w1, then A and B of w2; None without an update."""
+        """Return A and B of w1's update, then A and B of w2's; None for a missing update."""
         return (*(self.update1 or (None, None)), *(self.update2 or (None, None)))
 
     def replace_updates(self, updates: Sequence[Any]) -> ExpertWeights:
-        """Return these weights with the low-rank updates `updates`, ordered as `list_updates()`."""
+        """Return a copy with the low-rank updates `updates`, ordered as in `list_updates()`."""
         update1, update2 = (
             None if pair[0] is None else LowRankUpdate(*pair) for pair in (updates[:2], updates[2:])
         )
@@ -147,7 +147,7 @@ class ExpertWeights:
 
 
 class Wants(NamedTuple):
-    """The requested gradients; x is the gradient of source rows, or of expert rows if unsummed."""
+    """Which gradients backward computes; x is of source rows, or of expert rows if unsummed."""
 
     x: bool
     w1: bool
@@ -169,7 +169,7 @@ class GradientSender(Protocol):
         slots_SK: Tensor,
         num_rows: Tensor,
     ) -> None:
-        """Start to send the gradients, which backward returns too. The index is `ExpertInput`'s."""
+        """Start to send gradients of expert rows and weights; backward returns them, too."""
 
 
 class GradientReceiver(Protocol):
@@ -183,7 +183,7 @@ class GradientReceiver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Refetch:
-    """Fetches the source rows again in backward, so that forward does not save them."""
+    """A function that fetches the source rows again in backward, in place of saving them."""
 
     fetch: Callable[..., Rows]  # fetch(*tensors) returns the rows bit for bit
     tensors: tuple[Tensor, ...]  # saved for backward in place of the rows
@@ -191,7 +191,7 @@ class Refetch:
 
 @dataclass(frozen=True, slots=True)
 class UnsummedInput:
-    """The input of a dispatcher that adds expert rows itself."""
+    """The arguments of a dispatcher that sums expert rows itself, after the experts."""
 
     # [R, D], a placeholder without memory (stride 0) whose gradient is that of the expert rows
     handle_RD: Tensor
@@ -203,7 +203,7 @@ class UnsummedInput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertMLPOptions(CheckedRecord):
-    """Options of `expert_mlp`."""
+    """Options of `expert_mlp`: activation, implementation of the products, recompute, precision."""
 
     activation: ActivationOptions  # between the two products
     # "triton" (moecore's kernels), "torch" (torch's grouped matmul), "te" (Transformer Engine), or
@@ -249,7 +249,7 @@ class ExpertSpec:
         activation: ActivationOptions,
         recipe: Recipe | None = None,
     ) -> ExpertSpec:
-        """Return the spec of given rows and weights."""
+        """Return the spec of given rows and weights; a recipe leaves out the dtypes of weights."""
         w1_eCD, w2_eDF = weights.w1_eCD, weights.w2_eDF
         of_weights = () if recipe is not None else (w1_eCD.dtype, w2_eDF.dtype)
         return cls(
@@ -269,7 +269,7 @@ class ExpertSpec:
         )
 
     def find_torch_only_field(self) -> str | None:
-        """Return the field that only torch's grouped matmul supports, or None."""
+        """Return the name of a set option that only torch's grouped matmul supports, or None."""
         fields = {
             "MoEConfig.fc1_bias": self.fc1_bias,
             "MoEConfig.fc2_bias": self.fc2_bias,
@@ -280,7 +280,7 @@ class ExpertSpec:
         return next((field for field, is_set in fields.items() if is_set), None)
 
     def find_grouped_problem(self) -> str | None:
-        """Return why grouped matmuls cannot compute these experts, or None."""
+        """Return an error text if grouped matmuls cannot compute these experts, or None."""
         if self.dim is None or self.hidden_dim is None or self.dtypes is None:
             return None
         dtype = next(iter(self.dtypes))
@@ -299,7 +299,7 @@ class ExpertSpec:
         return None
 
     def _multiplies_blocks(self) -> bool:
-        """Whether the device has tensor cores for the recipe's blocks."""
+        """Return whether the device has tensor cores for an "mxfp8" or "nvfp4" recipe."""
         is_emulated = self.recipe is not None and self.recipe.is_emulated
         return self.device is not None and is_emulated and has_block_scaled_kernels(self.device)
 
@@ -314,7 +314,7 @@ class ExpertSpec:
         return None
 
     def find_fp8_problem(self, multiple: int) -> str | None:
-        """Return why FP8 products cannot compute these experts, or None."""
+        """Return an error text if FP8 in blocks of `multiple` cannot compute experts, or None."""
         field = self.find_torch_only_field()
         if field is not None:
             return f"{field} (True) must be False for experts in FP8: {LEAVE_OUT}"

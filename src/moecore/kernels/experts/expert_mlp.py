@@ -48,7 +48,7 @@ from moecore.kernels.rows.record import Rows
 
 
 class _ExpertMLP(torch.autograd.Function):
-    """The operation in plain eager code, with the dispatcher's hooks and gradient sinks."""
+    """Autograd node of `expert_mlp` in plain eager code, with dispatcher hooks and sinks."""
 
     @staticmethod
     def forward(
@@ -69,6 +69,7 @@ class _ExpertMLP(torch.autograd.Function):
         unsummed: UnsummedInput | None,
         receiver: GradientReceiver | None,
     ) -> Tensor:
+        """Return the experts' output; tensors that may have gradients precede `rows`."""
         products = make_products(options, index, weights)
         ctx.index_cache = products.index_cache  # a few kB, so saved-tensor hooks may ignore it
         x = products.prepare_rows(rows)
@@ -101,6 +102,7 @@ class _ExpertMLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of `forward`'s first nine arguments, None if not requested."""
         tensors, (end, kept_from) = ctx.saved_tensors, ctx.ends  # checkpointing unpacks once
         matrices = None if ctx.pair is None else tree_unflatten(tensors[end:kept_from], ctx.pair)
         state = SavedState.of(tensors[:end], ctx.dtype, matrices, ctx.magnitudes)
@@ -160,11 +162,11 @@ def expert_mlp(
     `refetch` and quantised weights are not used.
 
     Args:
-        rows: [S, D] source rows. Quantised rows have their gradient in a handle.
+        rows: [S, D] source rows (tokens). Quantised rows have their gradient in a handle.
         weights: this rank's experts, without biases.
         index: the source row and the routing weight of each expert row.
-        options: with the products that `choose_products` returned.
-        unsummed: given by a dispatcher that adds expert rows itself. The result has expert rows,
+        options: `products` must be a name that `choose_products` returned, not "auto".
+        unsummed: given by a dispatcher that sums expert rows itself. The result has expert rows,
             and their gradient is that of `unsummed.handle_RD`.
         receiver: given by a dispatcher that may receive gradients of the output as FP8 rows.
 

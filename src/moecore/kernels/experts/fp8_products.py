@@ -1,12 +1,12 @@
 """Products of a rank's experts in FP8, in blocks of 128 along the dim that is summed.
 
-    X, dY     rows -> FP8, one scale per 128 columns, before they are gathered: bytes move
-    A, dH     in fp32 -> FP8, where they are computed of H as it is kept
-    all four  FP8 rows -> tiles, bytes transposed, where a weight gradient multiplies them
+    X, dY     quantised per 128 columns as source rows, before they are gathered
+    A, dH     quantised from fp32 by the kernel that computes them from H
+    all four  tiled and transposed from FP8, where a weight gradient reads them
 
-H, dA and what is added per source row are in the dtype of the rows. Rows that travelled as FP8 are
-multiplied as they came. What low-rank updates add is in the dtype of the rows: they multiply X as
-it is kept, and A, dY and dH before they are quantised. Letters: as in `contract.py`; t row tiles.
+H, dA and sums per source row are in the dtype of the rows. Rows that were dispatched in FP8 are
+multiplied unchanged. Low-rank updates are computed in the dtype of the rows, from widened X, and
+from A, dY and dH before these are quantised. Letters: as in `contract.py`; t row tiles.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ FASTER_FROM = 384
 
 
 class _OperandBlocks(NamedTuple):
-    """Rows in expert order, and the dtype of what their product gives."""
+    """The activation A or dH in expert order as an FP8 operand, and the dtype of its product."""
 
     rows: Blocks | None  # None = quantised of `wide` where they are needed
     dtype: torch.dtype
@@ -66,7 +66,7 @@ class _OperandBlocks(NamedTuple):
 
 
 class _OutputGrads(NamedTuple):
-    """dY in FP8: of source rows, or unsummed in expert order."""
+    """dY, the gradient of the output, in FP8: of source rows, or of expert rows if is_unsummed."""
 
     rows: Rows
     is_unsummed: bool
@@ -74,7 +74,10 @@ class _OutputGrads(NamedTuple):
 
 
 class BlockwiseProducts:
-    """The contract is `products.Products`, the recipe "blockwise". On a CPU, the references."""
+    """FC1, activation, FC2 and their gradients for a rank's experts, in FP8 blocks of 128.
+
+    Implements `products.Products` for the recipe "blockwise". A CPU runs the references.
+    """
 
     def __init__(
         self,
@@ -101,6 +104,7 @@ class BlockwiseProducts:
         return rows if rows.scales is not None else self._quantise(rows.values)
 
     def fc1(self, rows: Rows, *, keep: bool) -> tuple[Rows | None, _OperandBlocks]:
+        """Return H as saved for backward (None unless `keep`), and the FP8 activation."""
         h_RC = self._multiply_fc1(rows)
         return self._activate(h_RC, self.recipe.hidden if keep else None)
 
@@ -109,6 +113,7 @@ class BlockwiseProducts:
         return self.low2.add(y_RD, self.low2.forward(a.wide))
 
     def recompute_h(self, rows: Rows) -> Rows:
+        """Recompute H from source rows, in the dtype of the rows or in FP8 (`Recipe.hidden`)."""
         h_RC = self._multiply_fc1(rows)
         return (
             Rows(h_RC)
@@ -121,10 +126,11 @@ class BlockwiseProducts:
 
     @property
     def accepts_packed_grads(self) -> bool:
-        """Whether products quantise dy as the dispatcher does, and none reads it wide."""
+        """Whether `dy` may be given FP8 rows: powers of two as scales, no low-rank update of w2."""
         return self.recipe.power_of_two and self.low2.update is None
 
     def dy(self, dy: Tensor | Rows, *, unsummed: bool, wants: Wants | None = None) -> _OutputGrads:
+        """Quantise the gradient of the output, [S, D] or unsummed [R, D], unless it is FP8."""
         if isinstance(dy, Rows):
             return _OutputGrads(dy, unsummed)
         rows = self._quantise(dy, self.row_map.num_rows if unsummed else None)
@@ -134,6 +140,7 @@ class BlockwiseProducts:
     def activation_bwd(
         self, dy: _OutputGrads, h: Rows
     ) -> tuple[_OperandBlocks, Tensor, _OperandBlocks]:
+        """Return dH, dweights_R and the recomputed activation, from dY and H."""
         row_ids_R, slots_SK, num_rows = self.row_map
         if dy.is_unsummed:
             dy_rows = gather_row_blocks(dy.rows, None, None, num_rows)
@@ -161,6 +168,7 @@ class BlockwiseProducts:
         return _OperandBlocks(dh, h.dtype), dweights_R, _OperandBlocks(a, h.dtype)
 
     def fc1_bwd(self, dh: _OperandBlocks) -> Tensor:
+        """Return the input gradient of FC1, [R, D], one row per expert row."""
         dx_RD = self._multiply(self._make_blocks(dh), "dh", dh.dtype)
         return self.low1.add(dx_RD, self.low1.backward(dh.wide))
 
@@ -185,15 +193,17 @@ class BlockwiseProducts:
         self.matrices.drop()
 
     def _quantise(self, x: Tensor, num_rows: Tensor | None = None) -> Rows:
+        """Quantise rows per 128 columns; rows from num_rows on are skipped, None = no such rows."""
         return quantise_rows(x, power_of_two=self.recipe.power_of_two, num_rows=num_rows)
 
     def _multiply_fc1(self, rows: Rows) -> Tensor:
+        """Return H = x @ w1^T [R, C], with the low-rank update, from FP8 source rows."""
         h_RC = self._multiply(gather_row_blocks(rows, *self.row_map), "x", rows.dtype)
         x = self._widen(rows) if self.low1.update else None
         return self.low1.add(h_RC, self.low1.forward(x))
 
     def _widen(self, rows: Rows) -> ProductSource:
-        """Widen FP8 source rows; dispatched (strided) rows are gathered in expert order."""
+        """Widen FP8 source rows; dispatched (strided) rows are gathered in expert order, too."""
         assert rows.scales is not None
         if rows.values.is_contiguous():
             return ProductSource(widen_rows(rows), self.row_map.row_ids_R)
@@ -201,6 +211,7 @@ class BlockwiseProducts:
         return ProductSource(wide_RD, None)
 
     def _make_blocks(self, x: _OperandBlocks) -> Blocks:
+        """Return the FP8 operand of expert rows, quantised now if only wide rows exist."""
         if x.rows is not None:
             return x.rows
         assert x.wide is not None
@@ -210,7 +221,7 @@ class BlockwiseProducts:
     def _activate(
         self, h_RC: Tensor, h_format: Hidden | None
     ) -> tuple[Rows | None, _OperandBlocks]:
-        """Return H in `h_format` (None = not saved), and the quantised activation."""
+        """Return H in `h_format` (None = not saved), and the quantised weighted activation."""
         weights_R, num_rows = self.weights_R, self.row_map.num_rows
         a, h = quantised_activation(
             h_RC,
@@ -227,12 +238,12 @@ class BlockwiseProducts:
         return Rows(h_RC) if h_format == "wide" else h, _OperandBlocks(a, h_RC.dtype, wide)
 
     def _multiply(self, rows: Blocks, operand: Operand, dtype: torch.dtype) -> Tensor:
-        """Multiply each expert row by its expert's matrix, which `operand` selects."""
+        """Return each expert row times its expert's matrix for `operand`, in `dtype`."""
         matrix = self.matrices.operand(*MATRICES[operand])
         return fp8_gemm(rows, matrix, self.offsets_e, self.tiles, dtype)
 
     def _weight_grad(self, x: Blocks, y: Blocks, target: GradTarget, dtype: torch.dtype) -> Tensor:
-        """Write the weight gradient to the target; operands not in row tiles are tiled first."""
+        """Write the weight gradient x^T y to the target. Kind "tile" is tiled first."""
         x, y = (tile_tokens(z, None, self.tiles) if z.kind == "tile" else z for z in (x, y))
         return fp8_wgrad(
             x,
@@ -246,20 +257,20 @@ class BlockwiseProducts:
 
 
 def quantise_weights_blockwise(w_eNK: Tensor, recipe: Recipe, **layouts: bool) -> OperandPair:
-    """Quantise one matrix of every expert to the operands of these products. No autograd."""
+    """Quantise matrices in blocks of 128 x 128; `layouts` are `rows` and `columns`. No autograd."""
     w_eNK = w_eNK.detach().contiguous()
     return quantise_weights(w_eNK, power_of_two=recipe.power_of_two, **layouts)
 
 
 def _unpack_matrix(matrix: Blocks, is_transposed: bool) -> Blocks:
-    """Return an operand of an all-gathered matrix."""
+    """Return an all-gathered FP8 matrix as the operand for sums over K, or N if is_transposed."""
     if not is_transposed:
         return matrix
     return Blocks(transpose_values(matrix.values), matrix.scales.transpose(1, 2), "block")
 
 
 def find_fp8_speed_problem(spec: ExpertSpec) -> str | None:
-    """Return a one-line reason why FP8 is not faster for these experts, or None."""
+    """Return a one-line reason why FP8 is unsupported or not faster for these experts, or None."""
     if spec.hidden_dim is not None and spec.hidden_dim < FASTER_FROM:
         return (
             f"MoEConfig.hidden_dim / etp ({spec.hidden_dim}) is less than {FASTER_FROM}, from "

@@ -1,9 +1,9 @@
 """The products of a rank's experts over one grouped matmul of expert rows, gathered in memory.
 
-    here                  TorchMatmuls     torch's grouped matmul, any device
+    here                   TorchMatmuls     torch's grouped matmul, any device
     quantised_products.py  ScaledMatmuls    FP8 with a scale per row or per tensor
-                          EmulatedMatmuls  MXFP8 and NVFP4
-    te_products.py        TEMatmuls        Transformer Engine's
+                           EmulatedMatmuls  MXFP8 and NVFP4
+    te_products.py         TEMatmuls        Transformer Engine's
 
 Letters: as in `contract.py`.
 """
@@ -40,7 +40,7 @@ from moecore.kernels.rows.record import Rows
 
 
 class Matmuls(Protocol):
-    """The matmuls of every expert's matrices with rows in expert order."""
+    """Multiplies rows in expert order by the experts' matrices, and computes weight gradients."""
 
     has_low_rank_kernels: bool = False  # whether this package's kernels multiply low-rank updates
     saturates: bool = False  # whether infinities become finite, so that they must be NaN before
@@ -48,17 +48,17 @@ class Matmuls(Protocol):
     wants: Wants | None = None  # the gradients that the running backward computes
 
     def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
-        """Multiply each expert row by its expert's matrix, which `operand` selects."""
+        """Return each expert row times its expert's matrix, which `operand` selects, [R, N]."""
 
     def weight_grad(self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget) -> Tensor:
-        """Write the gradient of a matrix [e, N, K] to the target and return it."""
+        """Write the gradient dy^T x [e, N, K] of w1 or w2 to the target, and return it."""
 
     def drop_weights(self) -> None:
-        """Drop the matrices."""
+        """Free the matrices; only `weight_grad` may be called after this call."""
 
 
 class TorchMatmuls(Matmuls):
-    """By torch's grouped matmul: any strides, any device."""
+    """`Matmuls` by torch's grouped matmul: any strides, any device."""
 
     def __init__(self, index: ExpertIndex, weights: ExpertWeights) -> None:
         self.w1_eCD, self.w2_eDF = weights.w1_eCD, weights.w2_eDF
@@ -84,7 +84,10 @@ class TorchMatmuls(Matmuls):
 
 
 class GroupedProducts:
-    """The contract is `products.Products`; the matmuls are one of the sets in the list above."""
+    """FC1, activation, FC2 and their gradients for a rank's experts, on gathered expert rows.
+
+    Implements `products.Products`; `matmuls` multiplies, in its own precision.
+    """
 
     accepts_packed_grads = False
 
@@ -106,6 +109,7 @@ class GroupedProducts:
         return rows
 
     def fc1(self, rows: Rows, *, keep: bool) -> tuple[Rows | None, Tensor]:
+        """Return H [R, C] as saved for backward (None unless `keep`), and the activation [R, F]."""
         h = self.recompute_h(rows)
         return h if keep else None, self.recompute_activation(h)
 
@@ -113,12 +117,14 @@ class GroupedProducts:
         return self._multiply(a_RF, "a")
 
     def recompute_h(self, rows: Rows) -> Rows:
+        """Compute H, FC1's output, from source rows."""
         return Rows(self._multiply(self._gather(rows), "x"))
 
     def recompute_activation(self, h: Rows) -> Tensor:
         return weighted_activation(h.values, self.weights_R, self.row_map.num_rows, self.activation)
 
     def dy(self, dy: Tensor, *, unsummed: bool, wants: Wants | None = None) -> Tensor:
+        """Return the gradient of the output in expert order [R, D], gathered unless `unsummed`."""
         self.matmuls.wants = wants
         if not unsummed:
             return self._gather(Rows(dy))
@@ -127,6 +133,7 @@ class GroupedProducts:
         return dy
 
     def activation_bwd(self, dy_RD: Tensor, h: Rows) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dH, dweights_R and the recomputed activation, from dY in expert order and H."""
         return weighted_activation_bwd(
             h.values,
             self._multiply(dy_RD, "dy"),
@@ -136,6 +143,7 @@ class GroupedProducts:
         )
 
     def fc1_bwd(self, dh_RC: Tensor) -> Tensor:
+        """Return the input gradient of FC1, [R, D], one row per expert row."""
         return self._multiply(dh_RC, "dh")
 
     def fc1_wgrad(self, rows: Rows, dh_RC: Tensor, target: GradTarget) -> Tensor:
@@ -157,14 +165,14 @@ class GroupedProducts:
         self.matmuls.drop_weights()
 
     def _gather(self, rows: Rows) -> Tensor:
-        """Gather source rows into expert order and cast them to the products' dtype."""
+        """Gather source rows into expert order, in the dtype of the products."""
         x_SD = rows.widen()
         if self.matmuls.saturates:
             x_SD = replace_infinities(x_SD)
         return gather_rows_without_autograd(x_SD, *self.row_map)
 
     def _multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
-        """Multiply each expert row by its expert's matrix and add the low-rank update."""
+        """Return expert rows times the matrix for `operand`, with its low-rank update."""
         low = self.low1 if operand in ("x", "dh") else self.low2
         if low.update is None:
             return self.matmuls.multiply(rows_RK, operand)

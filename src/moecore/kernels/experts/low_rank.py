@@ -21,7 +21,10 @@ from moecore.kernels.grouped.wgrad import grouped_wgrad
 
 
 class LowRankProducts:
-    """The addends of one matrix's products, and the gradients of its update's A and B."""
+    """The low-rank (LoRA) part of one matrix's products, and the gradients of its A and B.
+
+    `update` None = no update: then addends are None. `has_kernels` = moecore's kernels multiply.
+    """
 
     def __init__(
         self, update: LowRankUpdate | None, offsets_e: Tensor, *, has_kernels: bool
@@ -31,7 +34,7 @@ class LowRankProducts:
         self._backward: Addend | None = None
 
     def forward(self, x: ProductSource | None) -> Addend | None:
-        """Return the addend u B^T of the forward product. Cached; None without an update."""
+        """Return (u, B^T), whose product is added to x W^T; cached. None without an update."""
         if self.update is not None and self._forward is None:
             a_erI, b_eOr = self.update
             u_Rr = self._multiply(x, a_erI.transpose(1, 2))
@@ -39,13 +42,13 @@ class LowRankProducts:
         return self._forward
 
     def backward(self, dy: ProductSource | None) -> Addend | None:
-        """Return the addend v A of the input gradient. Cached; None without an update."""
+        """Return (v, A), whose product is added to dy W; cached. None without an update."""
         if self.update is not None and self._backward is None:
             self._backward = Addend(self._multiply(dy, self.update.b_eOr), self.update.a_erI)
         return self._backward
 
     def add(self, out_RN: Tensor, addend: Addend | None) -> Tensor:
-        """Add an addend to a product in place, and return the product."""
+        """Add the addend's product to `out_RN` in place (None = nothing), and return `out_RN`."""
         if addend is None:
             return out_RN
         if self._has_kernels:
@@ -53,13 +56,14 @@ class LowRankProducts:
         return out_RN.add_(self._multiply(ProductSource(addend.rows_Rr, None), addend.b_erN))
 
     def grad(self, x: ProductSource | None, dy: ProductSource | None) -> LowRankUpdate:
-        """Return the gradients of A and B."""
+        """Return the gradients of A and B, from input x and output gradient dy of the product."""
         u, v = self.forward(x), self.backward(dy)
         assert u is not None and v is not None and x is not None and dy is not None
         u_Rr, v_Rr = (ProductSource(addend.rows_Rr, None, is_finite=True) for addend in (u, v))
         return LowRankUpdate(self._sum_outer_products(v_Rr, x), self._sum_outer_products(dy, u_Rr))
 
     def _multiply(self, source: ProductSource | None, b_eKN: Tensor) -> Tensor:
+        """Return the source's expert rows times the matrices of their experts, [R, N]."""
         assert source is not None, "a matrix with an update needs its rows"
         if self._has_kernels:
             ids_R = source.row_ids_R
@@ -70,7 +74,7 @@ class LowRankProducts:
         return grouped_mm(rows_RK, b_eKN, offs=self._offsets_e)
 
     def _sum_outer_products(self, lhs: ProductSource, rhs: ProductSource) -> Tensor:
-        """Sum the outer products of rows of `lhs` and `rhs` per expert, [e, columns, columns]."""
+        """Return lhs^T rhs over the rows of each expert, [e, columns of lhs, columns of rhs]."""
         if self._has_kernels:
             # x, the narrow side of a tile, may be gathered and hold anything past an expert's rows.
             narrower = rhs.rows.shape[1] < lhs.rows.shape[1]

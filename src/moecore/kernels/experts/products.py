@@ -46,9 +46,10 @@ from moecore.kernels.rows.scaling import OperandPair
 
 
 class Products(Protocol):
-    """The six products of the two matrices, and the activation between them.
+    """FC1, activation and FC2 of a rank's experts and their gradients, in one precision.
 
-    The forward products and input gradients include low-rank updates.
+    An instance belongs to one index and one set of weights. Low-rank updates are included. X are
+    source rows, H is FC1's output, dY the gradient of the output.
     """
 
     row_map: RowMap
@@ -56,7 +57,7 @@ class Products(Protocol):
 
     @property
     def accepts_packed_grads(self) -> bool:
-        """Whether `dy` may be rows packed by `pack_rows`, with equal results."""
+        """Whether `dy` may be given rows packed by `pack_rows`, with equal results."""
 
     def prepare_rows(self, rows: Rows) -> Rows:
         """Return source rows in the format that products read and forward saves."""
@@ -65,13 +66,13 @@ class Products(Protocol):
         """Return H [R, C] as saved for backward, None unless `keep`, and the activation."""
 
     def fc2(self, a: Any) -> Tensor:
-        """Return y_RD, the output of each expert row."""
+        """Return FC2 of the activation, y_RD, the output of each expert row."""
 
     def recompute_h(self, rows: Rows) -> Rows:
-        """Return H again for backward, from rows returned by `prepare_rows`."""
+        """Recompute H in backward, from rows returned by `prepare_rows`."""
 
     def recompute_activation(self, h: Rows) -> Any:
-        """Return the activation in the format of `activation_bwd`, without its gradients."""
+        """Return the activation of H in the format of `activation_bwd`, without its gradients."""
 
     def dy(self, dy: Any, *, unsummed: bool, wants: Wants | None = None) -> Any:
         """Return the gradient of the output in the format that the methods below read.
@@ -81,7 +82,7 @@ class Products(Protocol):
         """
 
     def activation_bwd(self, dy: Any, h: Rows) -> tuple[Any, Tensor, Any]:
-        """Return dH, dweights_R and the activation, from FC2's input gradient and H."""
+        """Return dH, dweights_R and the activation, from prepared dY and H."""
 
     def fc1_bwd(self, dh: Any) -> Tensor:
         """Return dx_RD, the gradient of each expert row."""
@@ -93,10 +94,10 @@ class Products(Protocol):
         """Write the gradient of w2 to the target and return it."""
 
     def fc1_update_grad(self, rows: Rows, dh: Any) -> LowRankUpdate:
-        """Return the gradients of the update of w1."""
+        """Return the gradients of A and B of the low-rank update of w1."""
 
     def fc2_update_grad(self, dy: Any, a: Any) -> LowRankUpdate:
-        """Return the gradients of the update of w2."""
+        """Return the gradients of A and B of the low-rank update of w2."""
 
     def drop_weights(self) -> None:
         """Free the matrices. Only weight gradients may be computed after this call."""
@@ -112,7 +113,7 @@ QUANTISE: dict[Scaling, Callable[..., OperandPair]] = {
 
 
 def find_products_problem(name: ProductsName, spec: ExpertSpec) -> str | None:
-    """Return why the products named `name` cannot compute such experts, in one line, or None."""
+    """Return an error text if the products `name` cannot compute such experts, or None."""
     recipe = spec.recipe
     if recipe is not None and name not in FP8_PRODUCTS[recipe.backend]:
         return make_recipe_error(name, recipe)
@@ -135,12 +136,12 @@ def make_recipe_error(name: str, recipe: Recipe) -> str:
 
 
 def uses_te(name: str, recipe: Recipe | None) -> bool:
-    """Return whether Transformer Engine multiplies, for which the host reads rows per expert."""
+    """Return whether Transformer Engine multiplies; then the host reads the rows per expert."""
     return name == "te" or (recipe is not None and recipe.backend == "te")
 
 
 def choose_products(name: ProductsName, spec: ExpertSpec) -> ProductsName:
-    """Return the name of the products, with "auto" resolved. Raise ValueError if unsupported."""
+    """Resolve "auto" to the name of products. Raise ValueError if they cannot compute `spec`."""
     if name == "auto" and uses_te(name, spec.recipe):
         name = "te"
     elif name == "auto":
@@ -159,8 +160,10 @@ def make_products(
     weights: ExpertWeights,
     index_cache: Any = None,
 ) -> Products:
-    """Return the products of `options.products`, a name returned by `choose_products`."""
-    # `index_cache` comes from the forward's products of the same options and index.
+    """Return the products of `options.products`, a name returned by `choose_products`.
+
+    `index_cache` is that of the forward's products, for the same options and index; None = compute.
+    """
     activation, recipe = options.activation, options.recipe
     matmuls: Matmuls
     # On meta this package's products have the shapes of Transformer Engine's.

@@ -48,7 +48,7 @@ from moecore.kernels.rows.shard_blocks import transpose_values
 
 
 class QuantisedMatrices:
-    """The operands of both matrices, which are quantised when a product first reads them."""
+    """The quantised operands of w1 and w2, which are made when a product first reads them."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class QuantisedMatrices:
         self._operands: dict[tuple[Role, bool], Blocks] = {}  # by role and whether transposed
 
     def operand(self, role: Role, is_transposed: bool) -> Blocks:
-        """Return the matrix for sums over its columns, or transposed, for sums over its rows."""
+        """Return w1 or w2 as the operand that is summed over columns, or rows if is_transposed."""
         weights = self._weights
         assert weights is not None, "the weights were dropped"
         if weights.quantised is not None:
@@ -81,7 +81,7 @@ class QuantisedMatrices:
         return self._operands[key]
 
     def drop(self) -> None:
-        """Drop the matrices."""
+        """Free the matrices; `operand` must not be called after this call."""
         self._weights = None
         self._operands.clear()
 
@@ -90,7 +90,7 @@ GRADIENTS: tuple[Operand, ...] = ("dy", "dh")
 
 
 class ScaledMatmuls(Matmuls):
-    """Recipes "rowwise" and "tensorwise": torch's products of FP8 operands; references on a CPU."""
+    """`Matmuls` in FP8, "rowwise" and "tensorwise": torch's products; references on a CPU."""
 
     def __init__(self, index: ExpertIndex, weights: ExpertWeights, recipe: Recipe) -> None:
         self.recipe, self.offsets_e = recipe, index.offsets_e
@@ -121,7 +121,7 @@ class ScaledMatmuls(Matmuls):
         return pad_offsets(self.offsets_e)
 
     def _operand(self, operand: Operand, rows: Tensor, *, columns: bool = False) -> Blocks:
-        """Quantise rows along rows or columns; the other layout of a gradient is cached."""
+        """Quantise X, A, dY or dH along rows or columns; a gradient's other layout is cached."""
         layout = self._other_layouts.pop((operand, columns), None)
         if layout is not None:
             return layout
@@ -155,7 +155,7 @@ class ScaledMatmuls(Matmuls):
         return layout
 
     def _is_wanted(self, operand: Operand, columns: bool) -> bool:
-        """Whether the backward will read this layout of a gradient later."""
+        """Return whether the backward will read this layout of a gradient later."""
         wants = self.wants
         if wants is None:
             return False
@@ -165,20 +165,20 @@ class ScaledMatmuls(Matmuls):
 
 
 def quantise_by_rows(w_eNK: Tensor, recipe: Recipe, **layouts: bool) -> OperandPair:
-    """Quantise one matrix of every expert, with one scale per row or tensor."""
+    """Quantise matrices with one scale per row or matrix; `layouts` are `rows` and `columns`."""
     per_row, power_of_two = recipe.scaling == "rowwise", recipe.power_of_two
     return scaled_matrices(w_eNK, per_row=per_row, power_of_two=power_of_two, **layouts)
 
 
 def _unpack_fp8(matrix: Blocks, is_transposed: bool) -> Blocks:
-    """Return an operand of an all-gathered matrix, which has one scale per expert."""
+    """Return an all-gathered matrix, which has one scale per expert, as an operand."""
     values = transpose_values(matrix.values) if is_transposed else matrix.values
     scales = matrix.scales[:, None].expand(values.shape[:2])
     return Blocks(values, scales.contiguous(), "row")
 
 
 class EmulatedMatmuls(Matmuls):
-    """Recipes "mxfp8" and "nvfp4"."""
+    """`Matmuls` in MXFP8 and NVFP4, in bf16 where the GPU has no tensor cores for the format."""
 
     def __init__(self, index: ExpertIndex, weights: ExpertWeights, recipe: Recipe) -> None:
         self.recipe, self.offsets_e = recipe, index.offsets_e
@@ -249,17 +249,18 @@ class EmulatedMatmuls(Matmuls):
 def quantise_emulated(
     w_eNK: Tensor, recipe: Recipe, *, rows: bool = True, columns: bool = True
 ) -> OperandPair:
-    """Quantise one matrix of every expert to the operands of these matmuls. No autograd."""
+    """Quantise matrices to the requested MXFP8 or NVFP4 operands for their device. No autograd."""
     is_packed = has_block_scaled_kernels(w_eNK.device)
     return quantise_microscaled_matrices(w_eNK, recipe, rows=rows, columns=columns, pack=is_packed)
 
 
 def _unpack_blocks(recipe: Recipe, matrix: Blocks, is_transposed: bool) -> Blocks:
-    """Unpack an all-gathered matrix to an operand."""
+    """Unpack an all-gathered NVFP4 matrix to an emulated operand."""
     return unpack_matrices(matrix, recipe, transposed=is_transposed)
 
 
 def _transpose_bytes(matrix: Blocks, is_transposed: bool) -> Blocks:
+    """Return an all-gathered packed matrix, transposed for sums over N if is_transposed."""
     return transpose_matrices(matrix) if is_transposed else matrix
 
 

@@ -1,11 +1,11 @@
 """Grouped matmuls of a rank's experts by Transformer Engine, in 16 bits or by its own recipes.
 
-Each product is a list of products, one per expert, whose sizes come from the host: one host sync
-per forward, none in backward. By a recipe everything is quantised from the dtype of the rows, along
-the dim that is summed, where it is multiplied: rows of X and matrices in forward and once more in
-backward. X and H are kept in that dtype. The index pads each expert's rows (`Recipe.rows`), and
-these rows are zero in X, A, dY and dH: they change no scale and no gradient. Infinities of X and dY
-become NaN, because Transformer Engine saturates them; those of matrices do not.
+Each product is a list of products, one per expert, whose sizes are read on the host: one host sync
+per forward, none in backward. With a recipe every operand is quantised from the dtype of the rows
+where it is multiplied, along the dim that is summed. X and H are saved in that dtype. The index
+pads each expert's rows (`Recipe.rows`), and these rows are zero in X, A, dY and dH: they change no
+scale and no gradient. Infinities of X and dY become NaN, because Transformer Engine saturates them;
+infinities of matrices do not.
 
 Letters: as in `contract.py`.
 """
@@ -37,7 +37,7 @@ ACCUMULATED = (torch.float32, torch.bfloat16)  # dtypes in which a product adds 
 
 
 class TEMatmuls(Matmuls):
-    """In 16 bits without a recipe, which has the backend "te"."""
+    """`Matmuls` by Transformer Engine: in 16 bits, or in FP8 by a recipe of the backend "te"."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class TEMatmuls(Matmuls):
         self._matrices.clear()
 
     def _make_operands(self, x: Tensor, operand: te_names.Operand, *, over_rows: bool) -> Any:
-        """Quantise or split expert rows, or matrices [e, N, K], into one operand per expert."""
+        """Split x (expert rows, or matrices with operand "weight") by expert, and quantise it."""
         splits = [x.shape[1]] * x.shape[0] if operand == "weight" else self.splits
         x_RK = x.reshape(-1, x.shape[-1])[: sum(splits)]
         if self.recipe is None:
@@ -97,7 +97,7 @@ class TEMatmuls(Matmuls):
 
 
 def find_te_problem(spec: ExpertSpec) -> str | None:
-    """Return a one-line reason why Transformer Engine cannot multiply these experts, or None."""
+    """Return an error text if Transformer Engine cannot multiply these experts, or None."""
     field, recipe = spec.find_torch_only_field(), spec.recipe
     if field is not None:
         return f"{field} (True) must be False for expert_backend ('te'): use expert_backend='torch'"
@@ -122,7 +122,10 @@ def find_te_problem(spec: ExpertSpec) -> str | None:
 
 
 def read_splits(index: ExpertIndex, recipe: Recipe | None) -> list[int]:
-    """Read the number of rows of each expert on the host; one host sync per forward."""
+    """Return the number of rows of each expert, with one host sync.
+
+    Raise ValueError if a number is not a multiple of the recipe's row alignment.
+    """
     ends = index.offsets_e.tolist()
     splits = [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
     multiple = 1 if recipe is None else recipe.rows

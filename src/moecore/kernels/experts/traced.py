@@ -65,6 +65,7 @@ _BackwardInputs = _make_record_class("_BackwardInputs", _BACKWARD)
 
 
 def _make_options(args: Any) -> ExpertMLPOptions:
+    """Rebuild `ExpertMLPOptions` from the flat arguments of a custom op."""
     activation = make_options(args.kind, args.limit, args.up_limit, args.alpha, args.interleaved)
     recipe = None
     if args.scaling:
@@ -76,6 +77,7 @@ def _make_options(args: Any) -> ExpertMLPOptions:
 
 
 def _flatten_options(options: ExpertMLPOptions, dtype: torch.dtype) -> tuple[Any, ...]:
+    """Return options and dtype as flat arguments of the custom ops; scaling "" = no recipe."""
     activation, recipe = options.activation, options.recipe
     flat = astuple(recipe or Recipe())
     scaling = "" if recipe is None else recipe.scaling
@@ -83,6 +85,7 @@ def _flatten_options(options: ExpertMLPOptions, dtype: torch.dtype) -> tuple[Any
 
 
 def _make_rows(values: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Rows:
+    """Return the rows, which with scales widen to `dtype`."""
     return Rows(values) if scales is None else Rows(values, scales, dtype)
 
 
@@ -101,7 +104,7 @@ def _list_updates(args: Any) -> tuple[Any, ...]:
 
 
 def _forward(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the forward; return y [S, D] or [R, D], and H's values and scales (empty if absent)."""
+    """Return y [S, D], or [R, D] if unsummed, and H's values and scales (empty if absent)."""
     args = _Inputs(*flat)
     products = make_products(_make_options(args), _make_index(args), _make_weights(args))
     x = products.prepare_rows(_make_rows(args.x_SD, args.x_scales, args.dtype))
@@ -116,6 +119,7 @@ def _forward(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _forward_fake(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return empty outputs of `_forward`, for tracing."""
     args = _Inputs(*flat)
     (S, D), R, C = args.x_SD.shape, args.weights_R.shape[0], args.w1_eCD.shape[1]
     empty = partial(args.x_SD.new_empty, dtype=args.dtype)
@@ -127,7 +131,7 @@ def _forward_fake(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _backward(*flat: Any) -> tuple[Tensor, ...]:
-    """Run the backward; return all gradients, with empty tensors for gradients not requested."""
+    """Return x, w1, w2, weights and update gradients, empty tensors if not requested."""
     args = _BackwardInputs(*flat)
     h_scales = args.h_scales if args.h_scales.ndim > 1 else None
     h = _make_rows(args.h_RC, h_scales, args.dtype) if args.h_RC.ndim > 1 else None
@@ -142,6 +146,7 @@ def _backward(*flat: Any) -> tuple[Tensor, ...]:
 
 
 def _backward_fake(*flat: Any) -> tuple[Tensor, ...]:
+    """Return empty outputs of `_backward`, for tracing."""
     args = _BackwardInputs(*flat)
     likes = (args.dy, args.w1_eCD, args.w2_eDF, args.weights_R, *_list_updates(args))
     wants = [*args.wants[:4], *(want for want in args.wants[4:] for _ in range(2))]
@@ -152,6 +157,7 @@ def _backward_fake(*flat: Any) -> tuple[Tensor, ...]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Save the tensors and options that `_differentiate` reads, as autograd's setup_context."""
     args, h = _Inputs(*inputs), Rows(*output[1:])
     state = SavedState(Rows(args.x_SD, args.x_scales), h, _make_weights(args), _make_index(args))
     ctx.save_for_backward(*state.tensors())
@@ -162,6 +168,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 
 def _differentiate(ctx: Any, dy: Tensor | None, *_: None) -> Any:
+    """Return the gradients of the forward's flat inputs (`_Inputs`), None for other inputs."""
     if dy is None:
         return _Inputs()
     needs = _Inputs(*ctx.needs_input_grad)
@@ -225,7 +232,10 @@ def run_traced_expert_mlp(
     index: ExpertIndex,
     options: ExpertMLPOptions,
 ) -> Tensor:
-    """Compute `expert_mlp` by the custom op, which compilers can trace."""
+    """Compute `expert_mlp` by the custom op, which compilers can trace.
+
+    `handle_RD` is None unless the result has expert rows, which the dispatcher sums.
+    """
     _refuse_history(weights, options.recipe)
     matrices = (weights.w1_eCD, weights.w2_eDF, *weights.list_updates())
     handle = rows.handle_SD if handle_RD is None else handle_RD

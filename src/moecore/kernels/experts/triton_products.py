@@ -54,7 +54,10 @@ GATHER_FIRST: dict[Use, int] = {
 
 
 class TritonProducts:
-    """The contract is `products.Products`. Kernels for Hopper run where there are row tiles."""
+    """FC1, activation, FC2 and their gradients for a rank's experts, in 16 bits.
+
+    Implements `products.Products` by this package's kernels, on Hopper by Gluon kernels.
+    """
 
     accepts_packed_grads = False
 
@@ -81,6 +84,7 @@ class TritonProducts:
         return rows
 
     def fc1(self, rows: Rows, *, keep: bool) -> tuple[Rows | None, Tensor]:
+        """Return H [R, C], None unless `keep`, and the activation [R, F]."""
         x = self._choose_source(rows, "fc1")
         h_RC, a_RF = self._multiply_fc1(x, self.low1.forward(x))
         return Rows(h_RC) if keep else None, a_RF
@@ -90,6 +94,7 @@ class TritonProducts:
         return self._multiply(a, self.w2_eDF.transpose(1, 2), self.low2.forward(a))
 
     def recompute_h(self, rows: Rows) -> Rows:
+        """Compute H, FC1's output, from source rows."""
         x = self._choose_source(rows, "recompute")
         return Rows(self._multiply(x, self.w1_eCD.transpose(1, 2), self.low1.forward(x)))
 
@@ -97,9 +102,11 @@ class TritonProducts:
         return weighted_activation(h.values, self.weights_R, self.row_map.num_rows, self.activation)
 
     def dy(self, dy: Tensor, *, unsummed: bool, wants: Wants | None = None) -> ProductSource:
+        """Return the gradient of the output as a source of products, [S, D], or gathered [R, D]."""
         return ProductSource(dy, None) if unsummed else self._choose_source(Rows(dy), "dy")
 
     def activation_bwd(self, dy: ProductSource, h: Rows) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dH, dweights_R and the recomputed activation, from dY and H."""
         addend = self.low2.backward(dy)
         if self.tiles is not None and self.activation.gated and dy.rows.shape[0]:
             w2_eDF, tiles, weights_R, ids_R = self.w2_eDF, self.tiles, self.weights_R, dy.row_ids_R
@@ -114,6 +121,7 @@ class TritonProducts:
         )
 
     def fc1_bwd(self, dh_RC: Tensor) -> Tensor:
+        """Return the input gradient of FC1, [R, D], one row per expert row."""
         dh = ProductSource(dh_RC, None)
         return self._multiply(dh, self.w1_eCD, self.low1.backward(dh))
 
@@ -148,7 +156,7 @@ class TritonProducts:
         return ProductSource(rows.values, self.row_map.row_ids_R)
 
     def _multiply_fc1(self, x: ProductSource, addend: Addend | None) -> tuple[Tensor, Tensor]:
-        """Compute H and the weighted activation, in one kernel if the activation is gated."""
+        """Return H and the weighted activation, in one kernel if the activation is gated."""
         if self.activation.gated and self.tiles is not None and x.row_ids_R is None:
             return cooperative_activation(
                 x.rows, self.w1_eCD, self.tiles, self.weights_R, self.activation, addend=addend
@@ -161,7 +169,7 @@ class TritonProducts:
         return h_RC, self.recompute_activation(Rows(h_RC))
 
     def _multiply(self, source: ProductSource, b_eKN: Tensor, addend: Addend | None) -> Tensor:
-        """Multiply each expert row by its expert's matrix and add the addend."""
+        """Return each expert row times its expert's matrix, plus the addend unless it is None."""
         if self.tiles is not None and source.row_ids_R is None:
             return cooperative_gemm(source.rows, b_eKN, self.tiles, addend=addend)
         out_RN = grouped_gemm(source.rows, b_eKN, self.offsets_e, row_ids_R=source.row_ids_R)
@@ -170,6 +178,7 @@ class TritonProducts:
     def _weight_grad(
         self, source: ProductSource, y_RN: Tensor, transposed: bool, target: GradTarget
     ) -> Tensor:
+        """Write the weight gradient of source and y, [e, M, N] or transposed, to the target."""
         return grouped_wgrad(
             source.rows,
             y_RN,
@@ -184,7 +193,7 @@ class TritonProducts:
 
 
 def find_triton_problem(spec: ExpertSpec) -> str | None:
-    """Return a one-line reason why these kernels cannot multiply these experts, or None."""
+    """Return an error text if these kernels cannot multiply these experts, or None."""
     field = spec.find_torch_only_field()
     if field is not None:
         return (

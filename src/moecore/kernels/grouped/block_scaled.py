@@ -51,7 +51,7 @@ def _load_operand(
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Return bytes [rows, BLOCK_K / P] and scales [rows, BLOCK_K / B]; 0 outside."""
+    """Return bytes [rows, BLOCK_K / P] and scales [rows, BLOCK_K / B] from `start`; 0 outside."""
     k = start // P + tl.arange(0, BLOCK_K // P)
     block = start // B + tl.arange(0, BLOCK_K // B)
     inside = in_rows[:, None] & (k < end // P)[None, :]
@@ -64,7 +64,7 @@ def _load_operand(
 
 @triton.jit
 def _load_tensor_scales(a_amax_ptr, b_amax_ptr, expert, POWER_OF_TWO: tl.constexpr):
-    """Return the product of the scales of both tensors; 1 where there is none."""
+    """Return the product of the fp32 scales of both NVFP4 tensors; 1 if a_amax_ptr is None."""
     scale = 1.0
     if a_amax_ptr is not None:
         a_scale = compute_nvfp4_tensor_scale(tl.load(a_amax_ptr + expert), POWER_OF_TWO)
@@ -97,7 +97,7 @@ def block_scaled_grouped_gemm_kernel(
     GROUP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Write rows times the matrices of their experts."""
+    """Write expert rows times the matrices of their experts, tile by tile (persistent program)."""
     row_tiles = count_row_tiles(offsets_ptr, num_experts, E_POW2, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
     for tile in tl.range(tl.program_id(0), row_tiles[3] * num_n, tl.num_programs(0)):
@@ -147,7 +147,7 @@ def block_scaled_grouped_wgrad_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Write (or add) every expert's sum of outer products; 0 for an expert without rows."""
+    """Write every expert's weight gradient, or with ADD add it; 0 for an expert without rows."""
     num_m, num_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     total = num_experts * num_m * num_n
     for tile in tl.range(tl.program_id(0), total, tl.num_programs(0)):
@@ -178,6 +178,7 @@ def block_scaled_grouped_wgrad_kernel(
 
 
 def _make_constants(operand: Blocks, recipe: Recipe) -> dict[str, Any]:
+    """Return the compile-time arguments of both kernels; BLOCK_K is in values, 128 bytes."""
     P = 1 if operand.values.dtype == FP8 else 2
     formats = {"FORMAT": "e4m3" if P == 1 else "e2m1", "POWER_OF_TWO": recipe.power_of_two}
     return {**formats, "P": P, "B": recipe.multiple, "BLOCK_K": BYTES_K * P, **PROGRAM}
@@ -193,7 +194,7 @@ def block_scaled_gemm(
         b: matrices [e, N, K], as `quantise_microscaled_matrices(pack=True)` packs them for sums
             over K.
         offsets_e: int32 on the device, running sum of the experts' rows, at most R. Rows past the
-            last one hold nothing of meaning.
+            last one are uninitialised in the result.
         recipe: of both operands.
         dtype: of the result, to which the fp32 sums times scales of tensors are rounded.
     """
@@ -226,18 +227,18 @@ def block_scaled_wgrad(
     dtype: torch.dtype | None = None,
     scale: float = 1.0,
 ) -> Tensor:
-    """Return each expert's sum of outer products, [e, M, N], or `out`. No autograd, no host sync.
+    """Return each expert's weight gradient x^T y, [e, M, N], or `out`. No autograd, no host sync.
 
     Args:
         x: columns [M, W] of rows in expert order, as `quantise_microscaled(over_rows=True,
-            pack=True)` packs them, each expert's rows padded with zeros to whole blocks.
+            pack=True)` packs them, each expert's rows padded with zeros to full blocks.
         y: columns [N, W], likewise.
         offsets_e: int32 on the device, running sum of the experts' padded rows, at most W.
         recipe: of both operands.
-        out: contiguous, of the output's shape, which takes the result.
+        out: contiguous [e, M, N], which receives the result; None = a new tensor.
         adds: whether the result is added to `out`, in fp32.
         dtype: of a new result, None = fp32.
-        scale: of what is returned or added; multiplies the fp32 sum, which is rounded once.
+        scale: factor on the fp32 sum, before it is added and rounded once.
     """
     (M, bytes_W), N, e = x.values.shape, y.values.shape[0], offsets_e.shape[0]
     out = x.scales.new_empty(e, M, N, dtype=dtype or torch.float32) if out is None else out

@@ -8,7 +8,7 @@ Both products may have an `Addend`, added before anything is rounded.
 Letters: R expert rows (length), e experts, M N K the sizes of one product, D model dim, F hidden
 dim, C = 2F columns of h. One persistent program per multiprocessor:
 
-    loading warp      fills a ring of stages with blocks of a and b, by TMA  (_load)
+    loading warp      fills a ring of stages with blocks of a and b, by TMA  (_load_step)
     warp group 0, 1   multiply the upper and the lower half of every tile    (_consume)
     two more warps    compute the activation of h, with FC1                  (_activate)
 
@@ -17,18 +17,16 @@ The warps share:
     ring    stages of a and of b, and two barriers each: full when its TMA has arrived, empty when
             both groups have read it; they do not wait for each other otherwise
     stage   blocks for TMA to store: blocks of out, or gate and up of each group, with two barriers
-            per group: staged when gate and up are there, taken when the two more warps have read
+            per group: staged when gate and up are there, released when the two more warps have read
             them
     tiles   the map (`rows/row_tiles.py`), the numbers of row tiles and of column tiles
 
-A group stages its half of a tile in shared memory, after TMA and the warps of the activation have
-read the half before. TMA stores the full half, and the group continues with the next tile. Where an
-expert's rows end, or F ends within a tile of h, threads store the part instead (store_part).
+TMA stores the staged half of a tile while the group continues with the next tile. Where an expert's
+rows end, or F ends within a tile of h, threads store the part instead (store_part).
 
 2 * R * N * K floating-point operations. Bytes moved at least: a (R * K elements), b and the outputs
 once each. Tiles of this size read a quarter less through the L2 cache than those of `pingpong.py`,
-which costs power: a training step is bound by power (docs/findings.md#power-and-clocks). The
-Triton kernels of `gemm.py` compute the same; these run where they are faster.
+which costs power: a training step is bound by power (docs/findings.md#power-and-clocks).
 """
 
 from functools import cache
@@ -75,7 +73,7 @@ EPILOGUE_REGISTERS, PRODUCER_REGISTERS = 88, 24
 
 @gluon.jit
 def _load_step(operands, place, k, ring, slot, bar, CONST: gl.constexpr):
-    """Load the blocks of a step, of the product or of its addend."""
+    """Load the blocks of one step along K, of the product, or after its last step of the addend."""
     if CONST.ADDEND:
         a_desc, b_desc, K, N, u_desc, m_desc, rank = operands
         first = gl.cdiv(K, CONST.BLOCK_K) * CONST.BLOCK_K
@@ -90,7 +88,7 @@ def _load_step(operands, place, k, ring, slot, bar, CONST: gl.constexpr):
 
 @gluon.jit
 def _load_blocks(a_desc, b_desc, K, N, place, k, ring, slot, bar, CONST: gl.constexpr):
-    """Load blocks of rows with K columns and of their matrix."""
+    """Load K columns k, k + 1, ... of the row tile `place` and of its expert's matrix by TMA."""
     expert, row, _, n = place
     HALF_N: gl.constexpr = CONST.BLOCK_N // 2
     b = ring.b.index(slot)
@@ -113,9 +111,9 @@ def _activate(
     stage,
     tiles,
     N,
-    CONST: gl.constexpr,  # Constants
+    CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Store the weighted activation of every tile, ROWS at a time, and h where TMA does not."""
+    """Store the weighted activation of every tile, and h where TMA does not: in partial tiles."""
     N = N // 8 * 8  # as in _consume
     HALF_M: gl.constexpr = CONST.BLOCK_M // 2
     HALF_N: gl.constexpr = CONST.BLOCK_N // 2
@@ -162,9 +160,9 @@ def _consume(
     tiles,
     K,
     N,
-    CONST: gl.constexpr,  # Constants
+    CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Multiply one half of every tile, and store it or h."""
+    """Multiply half GROUP of every tile's rows, and store the product, or h for the activation."""
     N = N // 8 * 8  # it is a multiple of 8 already; now the compiler knows, and stores 16 bytes
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     HALF_M: gl.constexpr = CONST.BLOCK_M // 2
@@ -237,9 +235,9 @@ def sm90_bf16_grouped_kernel(
     K,
     N,
     rank,  # summed columns of the addend; None without
-    CONST: gl.constexpr,  # Constants
+    CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Compute one of the two products."""
+    """Compute `cooperative_gemm`, or `cooperative_activation` if CONST.ACT is set."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     BLOCK_K: gl.constexpr = CONST.BLOCK_K
@@ -318,7 +316,7 @@ def _launch_kernel(
     weights_R: Tensor | None = None,
     options: ActivationOptions | None = None,
 ) -> None:
-    """Launch the kernel; the arguments from `h_RC` on are for FC1."""
+    """Launch the kernel, which writes `out`, and h_RC if this is FC1 with its activation."""
     K, N = a.shape[1], out.shape[1]
     b_is_NK = b.stride(1) == 1
     b = b.transpose(1, 2) if b_is_NK else b
@@ -353,7 +351,8 @@ def cooperative_gemm(
         a_RK: rows in expert order, bf16 or fp16, contiguous.
         b_eKN: dtype of `a_RK`; contiguous, or the transpose of a contiguous [e, N, K]. K and N are
             multiples of 8.
-        addend: dtype of `a_RK`; added before the result is rounded.
+        tiles: from `map_row_tiles` of these rows.
+        addend: dtype of `a_RK`; added before the result is rounded. None = nothing is added.
 
     Returns:
         [R, N], dtype of `a_RK`, summed in fp32 and rounded once. Rows past the last expert's are
@@ -379,8 +378,9 @@ def cooperative_activation(
     Args:
         x_RD: rows in expert order, bf16 or fp16, contiguous.
         w1_eCD: [e, 2F, D] gate rows then up rows, contiguous; D and F multiples of 8.
+        weights_R: fp32 routing weight of each expert row.
         options: a gated activation, not interleaved.
-        addend: dtype of `x_RD`; added to h before it is rounded.
+        addend: dtype of `x_RD`; added to h before it is rounded. None = nothing is added.
 
     Returns:
         h_RC [R, 2F] and a_RF [R, F]; rows past the last expert's are uninitialised.

@@ -60,8 +60,10 @@ def fp8_gemm(
     """Return each expert row times its expert's matrix. No autograd; no host sync on Hopper.
 
     Args:
-        a: rows in expert order, [R, K]; K a multiple of 128.
-        b: one matrix of every expert, [e, N, K]; N a multiple of 128.
+        a: rows in expert order, [R, K], of kind "tile"; K a multiple of 128.
+        b: one matrix of every expert, [e, N, K], of kind "block"; N a multiple of 128.
+        offsets_e: int32, running sum of the experts' rows. Only the reference reads it.
+        tiles: from `map_row_tiles` of these rows.
         dtype: of the result, bf16 or fp16 on a GPU.
 
     Returns:
@@ -89,7 +91,7 @@ def fp8_gemm(
 
 
 def fp8_wgrad_ref(x: Blocks, y: Blocks, tiles: RowTiles) -> Tensor:
-    """Return fp32 [e, M, N], tile by tile in plain PyTorch. Host sync."""
+    """Return x^T y per expert, fp32 [e, M, N], tile by tile in plain PyTorch. Host sync."""
     M, N = x.values.shape[1], y.values.shape[1]
     out_eMN = torch.zeros(tiles.ends_e.shape[0], M, N, device=tiles.ends_e.device)
     for i, of_expert in enumerate(split_by_expert(tiles.ends_e)):
@@ -111,16 +113,17 @@ def fp8_wgrad(
     dtype: torch.dtype = torch.float32,
     scale: float = 1.0,
 ) -> Tensor:
-    """Return each expert's sum of outer products x[r] y[r]. No autograd; no host sync on Hopper.
+    """Return each expert's weight gradient, the sum of x[r]^T y[r]. No host sync on Hopper.
 
     Args:
-        x: columns of row tiles, [t, M, 128]; M a multiple of 128.
+        x: columns of row tiles from `tile_tokens`, [t, M, 128]; M a multiple of 128.
         y: likewise; N a multiple of 128.
-        out, adds, dtype, scale: as for `grouped_wgrad`.
+        tiles: the row tiles of both.
+        out, adds, dtype, scale: as for `grouped_wgrad`; a new result is fp32 by default.
 
     Returns:
         [e, M, N], summed in fp32 and rounded once, or `out`. Zero (nothing added) for an expert
-        without rows. Bit-reproducible.
+        without rows. Bit-reproducible. No autograd.
     """
     if not has_hopper_kernels(tiles.map.device):
         return store_grad(fp8_wgrad_ref(x, y, tiles), out, adds, dtype, scale)

@@ -41,7 +41,7 @@ from moecore.kernels.grouped.skeleton import (
 
 
 class LoadedScales(NamedTuple):
-    """Scales of a [K / BLOCK_K, a_stride], their stages [STAGES, BLOCK_M], and scales of b."""
+    """The scales that the kernel reads: of a in global and in shared memory, of b with strides."""
 
     a_ptr: Any
     a_stride: Any
@@ -54,7 +54,7 @@ class LoadedScales(NamedTuple):
 
 @gluon.jit
 def _load_step(operands, place, k, ring, slot, bar, CONST: gl.constexpr):
-    """Load the blocks of a step, and the scales of a."""
+    """Load columns from k on of a and b for row tile `place` by TMA, and the scales of a's rows."""
     a_desc, b_desc, scales, N = operands
     expert, row, end, n = place
     tma_load(a_desc, [row, k], bar, ring.a.index(slot))
@@ -67,7 +67,7 @@ def _load_step(operands, place, k, ring, slot, bar, CONST: gl.constexpr):
 
 @gluon.jit
 def _store_rows(out_ptr, out_desc, out_smem, x, row, end, column, N):
-    """Store rows by TMA, or by threads if the expert's rows end within the block."""
+    """Store x by TMA through out_smem, or by threads if the expert's last row is within x."""
     begin_staging(1)
     out_smem.store(x.to(out_smem.dtype))
     end_staging()
@@ -88,9 +88,9 @@ def _consume(
     tiles,
     K,
     N,
-    CONST: gl.constexpr,  # Constants
+    CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Multiply and store one half of every tile's columns."""
+    """Multiply and store half GROUP of every tile's columns."""
     N = N // 8 * 8  # it is a multiple of 8 already; now the compiler knows, and stores 16 bytes
     HALF_M: gl.constexpr = CONST.BLOCK_M // 2
     HALF_N: gl.constexpr = CONST.BLOCK_N // 2
@@ -154,7 +154,7 @@ def sm90_fp8_grouped_nt_kernel(
     b_stride_e,
     b_stride_n,
     b_stride_k,
-    CONST: gl.constexpr,  # Constants
+    CONST: gl.constexpr,  # GroupedConstants
 ):
     """Compute `fp8_gemm`."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M

@@ -32,7 +32,7 @@ from moecore.kernels.grouped.skeleton import (
 
 @gluon.jit
 def _load_step(operands, m, n, t, ring, slot, bar, CONST: gl.constexpr):
-    """Load a row tile's columns of x and y."""
+    """Load column tile m of x and n of y for row tile t by TMA, into stage `slot` of the ring."""
     x_desc, y_desc, M, N = operands
     tma_load(x_desc, [t * M + m * CONST.BLOCK_M, 0], bar, ring.a.index(slot))
     tma_load(y_desc, [t * N + n * CONST.BLOCK_N, 0], bar, ring.b.index(slot))
@@ -50,7 +50,7 @@ def _store_block(
     M,
     N,
 ):
-    """Store a block of an expert's gradient, or add it."""
+    """Store x in an expert's gradient by TMA; if out_desc is None, add x to out_ptr instead."""
     if out_desc is None:
         add_part(out_ptr + expert.to(gl.int64) * M * N, x, row, column, M, N)
     else:
@@ -68,9 +68,9 @@ def _consume(
     M,
     N,
     scale,
-    CONST: gl.constexpr,  # Constants
+    CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Multiply and put one half of every tile's columns."""
+    """Multiply half GROUP of every tile's columns; store the result, or add it without out_desc."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     HALF_M: gl.constexpr = BLOCK_M // 2
     HALF_N: gl.constexpr = CONST.BLOCK_N // 2
@@ -135,7 +135,7 @@ def sm90_fp8_grouped_wgrad_kernel(
     M,
     N,
     scale,  # fp32, of every product
-    CONST: gl.constexpr,  # Constants
+    CONST: gl.constexpr,  # GroupedConstants
 ):
     """Compute `fp8_wgrad`."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M

@@ -56,14 +56,14 @@ def grouped_gemm_activation_ref(
     offsets_e: Tensor,
     options: ActivationOptions,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `grouped_gemm_activation` by expert. Host sync."""
+    """Compute `grouped_gemm_activation` by expert in plain PyTorch: h_RC, a_RF. Host sync."""
     h_RC = grouped_gemm_ref(x_SD, w1_eCD.transpose(1, 2), offsets_e, row_ids_R=row_ids_R)
     return h_RC, weighted_activation_ref(h_RC, weights_R, offsets_e[-1], options)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileConfig:
-    """Tile sizes and pipelining of a product."""
+    """Tile sizes, pipelining and warps of one grouped product's Triton kernel."""
 
     # sizes of a tile and of a step along K
     block_m: int = 128
@@ -113,12 +113,12 @@ def count_row_tiles(
 def locate_tile(
     tile,  # number of the tile
     num_n,  # column tiles
-    row_tiles,  # from row_tiles_of
+    row_tiles,  # from count_row_tiles
     E_POW2: tl.constexpr,
     BLOCK_M: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """Return expert, first row and column tile: columns outside, GROUP_M row tiles inside."""
+    """Return expert, first row and column tile of a tile, by `row_tiles` of `count_row_tiles`."""
     starts, tiles, sums, total = row_tiles
     width = GROUP_M * num_n
     first = tile // width * GROUP_M
@@ -142,6 +142,7 @@ def _store_tile(
     row_stride,
     ADD: tl.constexpr = False,
 ):
+    """Store a tile in the rows and columns that exist, or with ADD add it to them in fp32."""
     columns = column + tl.arange(0, out.shape[1])
     mask = in_rows[:, None] & (columns < num_columns)[None, :]
     at = out_ptr + rows[:, None] * row_stride + columns[None, :]
@@ -173,6 +174,7 @@ def _grouped_gemm_fwd_kernel(
     FLATTEN: tl.constexpr,
     PARTS: tl.constexpr,
 ):
+    """Compute `grouped_gemm`: GATHER reads rows by row_ids_ptr, ADD adds to out_ptr."""
     N = N // 8 * 8  # they are multiples of 8 already; now the compiler knows, and uses 16 bytes
     K = K // 8 * 8
     row_tiles = count_row_tiles(offsets_ptr, num_experts, E_POW2, BLOCK_M)
@@ -233,6 +235,7 @@ def _grouped_gemm_activation_fwd_kernel(
     GROUP_M: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    """Compute `grouped_gemm_activation`: write h and the weighted activation."""
     F = F // 8 * 8  # as above
     D = D // 8 * 8
     row_tiles = count_row_tiles(offsets_ptr, num_experts, E_POW2, BLOCK_M)
@@ -331,6 +334,7 @@ def grouped_gemm_activation(
         x_SD: source rows, bf16 or fp16, contiguous.
         w1_eCD: [e, 2F, D] gate rows then up rows, contiguous; D a multiple of 8.
         row_ids_R, offsets_e: as for `grouped_gemm`.
+        weights_R: fp32 routing weight of each expert row.
         options: a gated activation, not interleaved.
 
     Returns:
@@ -355,6 +359,7 @@ def grouped_gemm_activation(
 
 
 def _choose_config(gather: bool, narrow: bool, wide: bool) -> TileConfig:
+    """Return the tile sizes; `narrow` = few columns, `wide` = fp32 output or added to `out`."""
     if wide:
         return WIDE
     if narrow:

@@ -10,7 +10,7 @@ Letters: S source rows, R expert rows (length), e experts, D model dim, F hidden
 columns of h; M N K the sizes of one product: R rows, F columns, D summed. One persistent program
 per multiprocessor:
 
-    loading warps     fill a ring of stages with blocks of dy and w2          (_produce)
+    loading warps     fill a ring of stages with blocks of dy and w2          (_load_tiles)
     warp group 0, 1   alternate: one multiplies while the other stores        (_consume)
 
 The warps share:
@@ -23,13 +23,12 @@ The warps share:
     tiles   the map (`rows/row_tiles.py`), the numbers of row tiles and of column tiles
 
 TMA loads w2 and contiguous rows, asynchronous copies load gathered rows. A storing group stores six
-times the bytes of the product, so memory and tensor cores work at the same time. Both groups
-alternate in the use of the slots of h. A group that has read a slot loads the columns after the
-next columns into it, and at the end the columns of the other group's tile. So h is in shared memory
-when a product ends.
+times the bytes of the product, so memory and tensor cores work at the same time. A group that has
+read a slot of h loads the columns after the next columns into it, and at the end the columns of the
+other group's tile. So h is in shared memory when a product ends.
 
 2 * R * D * F floating-point operations. Bytes moved at least: dy (R * D elements), w2, h, dh and
-the activation once each. Products that store less multiply larger tiles (`cooperative.py`).
+the activation once each.
 """
 
 from functools import cache
@@ -84,9 +83,9 @@ def _load_tiles(
     ring,
     tiles,
     K,
-    CONST: gl.constexpr,  # Constants
+    CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Load the blocks of every tile, in order."""
+    """Load the blocks of a and b for every tile of this program, then those of the addend."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     BLOCK_K: gl.constexpr = CONST.BLOCK_K
@@ -134,7 +133,7 @@ def _fetch_h(
     column,
     F,
 ):
-    """Begin to load some columns of a tile's h."""
+    """Start to load the gate and up columns at (row, column) of h into slot 0 or 1 of h_smem."""
     bar = arrived.index(slot)
     hopper.mbarrier.expect(bar, h_smem.shape[1] * h_smem.shape[2] * 4)
     tma_load(h_desc, [row, column], bar, h_smem.index(2 * slot))
@@ -157,10 +156,9 @@ def _store_tile(
     has_next,
     next_row,  # of the other group's tile
     next_column,
-    CONST: gl.constexpr,  # Constants
+    CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Store a tile's outputs, a quarter at a time; the loads of h's first half have begun."""
-    # Those are this tile's second half, then the next tile's first one.
+    """Store dh, the activation and dweights of a tile from da, while the next columns of h load."""
     ACT: gl.constexpr = CONST.ACT
     da_smem, h_desc, h_smem, arrived = stage
     dtype: gl.constexpr = out_ptr.dtype.element_ty
@@ -219,9 +217,9 @@ def _consume(
     R,
     K,
     N,
-    CONST: gl.constexpr,  # Constants
+    CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Multiply and store every other tile: group 0 the first, group 1 the second, and so on."""
+    """Compute and store every other tile: group 0 the first, group 1 the second, and so on."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     N = N // 8 * 8  # as above
@@ -290,7 +288,7 @@ def _consume(
 def sm90_bf16_grouped_nn_act_bwd_kernel(
     a_ptr,  # [S or R, K]
     a_desc,  # the same as blocks [BLOCK_M, BLOCK_K]
-    b_desc,  # see _produce
+    b_desc,  # see _load_tiles
     row_ids_ptr,  # [R] int32; unused without GATHER
     map_ptr,  # see `rows/row_tiles.py`
     weights_ptr,  # [R] fp32
@@ -298,15 +296,15 @@ def sm90_bf16_grouped_nn_act_bwd_kernel(
     out_ptr,  # [R, F], out; rows past the last offset stay as they are, in all outputs
     dh_ptr,  # [R, 2F], out
     dweights_ptr,  # [column tiles, R] fp32, out
-    u_desc,  # of an addend, see _produce; None without, as the next two
+    u_desc,  # of an addend, see _load_tiles; None without, as the next two
     m_desc,
     rank,
     R,
     K,
     N,
-    CONST: gl.constexpr,  # Constants
+    CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Compute da, dh, the activation and the parts of dweights."""
+    """Compute `pingpong_activation_bwd`, with dweights as parts, one per column tile."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     BLOCK_K: gl.constexpr = CONST.BLOCK_K
@@ -359,7 +357,7 @@ def _finish_bwd_kernel(
     CLEARED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum the column tiles' parts of dweights, and clear the rows after the last used one."""
+    """Sum the column tiles' parts of dweights, and clear CLEARED rows after the last used one."""
     num_rows = tl.load(offsets_ptr + num_experts - 1)
     pid = tl.program_id(0)
     if pid < CLEARED:
@@ -417,14 +415,14 @@ def pingpong_activation_bwd(
         dy: [R, D] rows in expert order, or [S, D] source rows with `row_ids_R`; bf16 or fp16,
             contiguous.
         w2_eDF: contiguous; D and F multiples of 8.
+        tiles: from `map_row_tiles` of `offsets_e`, the running sum of the experts' rows.
         h_RC: [R, 2F] FC1's output, contiguous.
         options: a gated activation, not interleaved.
         addend: dtype of dy; added to da before it is rounded.
 
     Returns:
         dh_RC, dweights_R (fp32, 0 past the last expert's rows) and a_RF, the weighted activation.
-        CLEARED_ROWS rows of dh and a past the last expert's rows are 0; later rows are
-        uninitialised.
+        In dh and a, CLEARED_ROWS rows past the last expert's are 0, later rows uninitialised.
     """
     R, (_, D, F) = h_RC.shape[0], w2_eDF.shape
     dh_RC, a_RF = torch.empty_like(h_RC), h_RC.new_empty(R, F)

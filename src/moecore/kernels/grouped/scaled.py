@@ -42,7 +42,7 @@ GROUP_M = 8  # row tiles that share a matrix in L2
 
 @triton.jit
 def _load_block(values_ptr, rows, in_rows, k, end, width, BLOCK_K: tl.constexpr):
-    """Return columns k to k + BLOCK_K of rows [rows, width]; 0 past the end."""
+    """Return columns k to k + BLOCK_K of rows [rows, width]; 0 from `end` on."""
     columns = k + tl.arange(0, BLOCK_K)
     inside = in_rows[:, None] & (columns < end)[None, :]
     return tl.load(values_ptr + rows[:, None] * width + columns[None, :], mask=inside, other=0.0)
@@ -67,7 +67,7 @@ def mixed_grouped_gemm_kernel(
     GROUP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Write rows times the matrices of their experts."""
+    """Write FP8 expert rows times the matrices of their experts, with one scale per row of each."""
     K = K // ALIGNED * ALIGNED  # now the compiler knows, and reads 16 bytes
     row_tiles = count_row_tiles(offsets_ptr, num_experts, E_POW2, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
@@ -108,7 +108,7 @@ def mixed_grouped_wgrad_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Write every expert's sum of outer products."""
+    """Write every expert's weight gradient x^T y of FP8 columns; 0 for an expert without rows."""
     P = P // ALIGNED * ALIGNED
     num_m, num_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     total = num_experts * num_m * num_n
@@ -132,7 +132,7 @@ def mixed_grouped_wgrad_kernel(
 
 
 def mixed_gemm(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute `scaled_gemm` of operands in any FP8 formats. No autograd, no host sync."""
+    """Compute `scaled_gemm` by a Triton kernel; a and b may have different FP8 formats."""
     (R, K), (e, N, _) = a.values.shape, b.values.shape
     out_RN = a.values.new_empty(R, N, dtype=dtype)
     launch(
@@ -148,7 +148,7 @@ def mixed_gemm(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> T
 
 
 def mixed_wgrad(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute `scaled_wgrad` of operands in any FP8 formats. No autograd, no host sync."""
+    """Compute `scaled_wgrad` by a Triton kernel; x and y may have different FP8 formats."""
     (M, P), N, e = x.values.shape, y.values.shape[0], offsets_e.shape[0]
     out_eMN = x.values.new_empty(e, M, N, dtype=dtype)
     launch(
@@ -162,7 +162,7 @@ def mixed_wgrad(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> 
 
 
 def needs_reference(x: Tensor) -> bool:
-    """Return whether torch has no such product on this tensor's device."""
+    """Return whether torch has no grouped FP8 product on this tensor's device: on a CPU."""
     return x.device.type == "cpu"
 
 
@@ -172,12 +172,12 @@ def _has_mixed_formats(a: Blocks, b: Blocks) -> bool:
 
 
 def _needs_reference(a: Blocks, b: Blocks) -> bool:
-    """Return whether references multiply these operands."""
+    """Return whether the plain PyTorch references multiply these operands."""
     return needs_reference(b.values) and not (_has_mixed_formats(a, b) and use_kernel(b.values))
 
 
 def scaled_gemm_ref(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute `scaled_gemm` expert by expert in plain PyTorch. Host sync."""
+    """Compute `scaled_gemm` expert by expert in plain PyTorch; 0 past the rows. Host sync."""
     out_RN = torch.zeros(a.values.shape[0], b.values.shape[1], device=b.values.device)
     for i, rows in enumerate(split_by_expert(offsets_e)):
         product = a.values[rows].float() @ b.values[i].float().T
@@ -186,9 +186,12 @@ def scaled_gemm_ref(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype)
 
 
 def scaled_gemm(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return each expert row times its expert's matrix, [R, N]. No autograd; no sync on a GPU."""
-    # Rows [R, K] are in expert order, matrices [e, N, K]; K and N are multiples of 16. A GPU gives
-    # bf16. Rows past the last expert's hold nothing of meaning.
+    """Return each expert row times its expert's matrix, [R, N]. No autograd; no sync on a GPU.
+
+    `a` has rows [R, K] in expert order, `b` matrices [e, N, K], both of kind "row"; K and N are
+    multiples of 16. `offsets_e` is the running sum of the experts' rows. `dtype`, of the result, is
+    bf16 on a GPU. Rows past the last expert's are undefined.
+    """
     if _needs_reference(a, b):
         return scaled_gemm_ref(a, b, offsets_e, dtype)
     R, b_eKN = a.values.shape[0], b.values.transpose(1, 2)
@@ -212,8 +215,11 @@ def scaled_wgrad_ref(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dtype
 
 
 def scaled_wgrad(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return each expert's sum of outer products of x [M, P] and y [N, P], [e, M, N]."""
-    # Zero for an expert without rows; a GPU gives bf16. No autograd; no host sync on a GPU.
+    """Return each expert's weight gradient x^T y, [e, M, N]; zero for an expert without rows.
+
+    x is [M, P] and y [N, P], the "columns" of `scaled_rows`. `offsets_e` is the running sum of the
+    experts' padded rows. `dtype` is bf16 on a GPU. No autograd; no host sync on a GPU.
+    """
     if _needs_reference(x, y):
         return scaled_wgrad_ref(x, y, offsets_e, dtype)
     if skips_communication(x.values):

@@ -6,12 +6,8 @@
 Operands have the kind "row" of `rows/scaling.py`. With `per_row` each row of an operand has its own
 scale, and of columns each expert and column. Otherwise all expert rows have one scale and each
 matrix has one, and the scale is repeated for every row. One pass writes both operands of a call. A
-pass before it finds the largest magnitudes:
-
-    a scale per row    only rows: one kernel, which reads full rows. Otherwise the largest
-                       magnitudes of rows and columns, and a cast
-    one scale          the largest magnitudes of parts, and a cast. With a given `amax` only the
-                       cast, which also finds the magnitude of this step
+pass before it finds the largest magnitudes, unless one kernel reads full rows (only rows, a scale
+per row) or `amax` is given.
 
 Rows past the last expert's are not read and not written. Columns are 0 in the padding between two
 experts' rows.
@@ -68,7 +64,7 @@ NUM_WARPS = 8
 
 
 class PaddedRows(NamedTuple):
-    """Positions of expert rows after each expert's rows are padded."""
+    """Positions of expert rows in a layout that pads each expert's rows to a multiple."""
 
     expert_R: Tensor  # int64 expert of each row; e for rows past the last one in use
     place_R: Tensor  # int64 row in P; P for rows past the last one in use
@@ -77,7 +73,7 @@ class PaddedRows(NamedTuple):
 
 
 def pad_rows(offsets_e: Tensor, num_rows: int, multiple: int = ALIGNED) -> PaddedRows:
-    """Return rows' positions after each expert's are padded, in plain PyTorch. No host sync."""
+    """Return the positions of expert rows after each expert's rows are padded. No host sync."""
     # Every expert has rows there: torch's product leaves what has none uninitialised. Example,
     # experts of 3 and 17 rows in 22: offsets 16 and 48, place_R 0 to 2, 16 to 32, 64, 64.
     e = offsets_e.shape[0]
@@ -137,10 +133,10 @@ def scaled_rows_ref(
 
 
 def compute_row_amax(x_RD: Tensor, offsets_e: Tensor, past: Tensor) -> Tensor:
-    """Return fp32 [n], whose largest entry gives the scale of expert rows. No host sync.
+    """Return fp32 [n], whose largest entry gives the scale of all expert rows. No host sync.
 
-    If `past` [1] is not 0, the entries are `past`, otherwise largest magnitudes of the rows. Rows
-    past the last expert's are not read.
+    All entries are `past`, fp32 [1], if that is not 0, otherwise largest magnitudes of the rows.
+    Rows past the last expert's are not read.
     """
     if has_kernel(x_RD):
         return compute_amax_parts(
@@ -151,7 +147,7 @@ def compute_row_amax(x_RD: Tensor, offsets_e: Tensor, past: Tensor) -> Tensor:
 
 
 def _compute_column_amax(x_RD: Tensor, layout: PaddedRows) -> Tensor:
-    """Return largest magnitudes of each expert's columns; the last row is of unused rows."""
+    """Return [e + 1, D], largest magnitudes of each expert's columns, at last of unused rows."""
     expert_RD = layout.expert_R[:, None].expand_as(x_RD)
     none_eD = x_RD.new_zeros(layout.offsets_e.shape[0] + 1, x_RD.shape[1])
     return none_eD.scatter_reduce_(0, expert_RD, magnitude_ref(x_RD), "amax")
@@ -181,7 +177,7 @@ def pad_offsets_kernel(
     E_POW2: tl.constexpr,
     MULTIPLE: tl.constexpr,
 ):
-    """Write the running sum of padded counts."""
+    """Write the running sum of the experts' rows, padded to multiples of MULTIPLE, at least one."""
     experts = tl.arange(0, E_POW2)
     exists = experts < num_experts
     ends = tl.load(offsets_ptr + experts, mask=exists, other=0)
@@ -216,7 +212,7 @@ def cast_of_experts_kernel(
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,  # FP8 is stored as bytes
 ):
-    """Write a tile of an expert's rows, in one layout or both."""
+    """Quantise a tile of an expert's rows or matrix along rows, columns or both (not None)."""
     width = tl.cdiv(D, BLOCK)
     tile = tl.program_id(0) // width
     expert, start, end, first = locate_row_tile(tile, offsets_ptr, num_experts, N, E_POW2, BLOCK)
@@ -270,7 +266,7 @@ def cast_of_experts_kernel(
 
 
 def pad_offsets(offsets_e: Tensor) -> Tensor:
-    """Return int32 [e], the running sum of the experts' rows after each expert's are padded."""
+    """Return int32 [e], the running sum of experts' rows, each padded up to 16, 32, ... rows."""
     if not use_kernel(offsets_e):
         return pad_offsets_ref(offsets_e)
     padded_e, e = torch.empty_like(offsets_e), offsets_e.shape[0]
@@ -280,7 +276,7 @@ def pad_offsets(offsets_e: Tensor) -> Tensor:
 
 
 class _ScaledInput(NamedTuple):
-    """Expert rows or matrices, as kernels read them."""
+    """Expert rows [R, D] or matrices [e, N, D] to quantise, with their offsets and FP8 format."""
 
     x: Tensor  # [R, D] or [e, N, D]
     offsets_e: Tensor | None
@@ -291,7 +287,7 @@ class _ScaledInput(NamedTuple):
     fmt: str = "e4m3"
 
     def cast(self, out: OperandPair, amax: Tensor | None, seen: Tensor | None) -> OperandPair:
-        """Write the operands by kernels."""
+        """Write the operands of `out` by kernels; return `out`. amax, seen: see `scaled_rows`."""
         x, offsets_e, e, formats = self.x, self.offsets_e, self.num_experts, self.formats
         outputs = [t for side in out for t in get_values_and_scales(side)]
         if INTERPRET:
@@ -326,7 +322,7 @@ class _ScaledInput(NamedTuple):
 
     @property
     def formats(self) -> dict[str, Any]:
-        """The format's constants of the kernels."""
+        """The kernels' constants for the format."""
         return dict(E5M2=self.fmt == "e5m2", POWER_OF_TWO=self.power_of_two)
 
 
@@ -350,23 +346,21 @@ def scaled_rows(
     amax: Tensor | None = None,
     seen: Tensor | None = None,
 ) -> OperandPair:
-    """Return rows in expert order as FP8 operands. No autograd, no host sync.
+    """Quantise expert rows to FP8 operands of kind "row". No autograd, no host sync.
 
     Args:
-        x_RD: bf16, fp16 or fp32; D a multiple of 16. Rows past the last expert's are not read.
+        x_RD: bf16, fp16 or fp32; D a multiple of 16. Rows past the last expert's are not read, and
+            are uninitialised in the result.
         offsets_e: int32, the running sum of the experts' rows.
         padded_e: from `pad_offsets`; None without `columns`.
         per_row: whether each row of an operand has a scale; otherwise all expert rows have one.
         power_of_two: whether scales are powers of two.
         fmt: "e4m3" or "e5m2".
-        rows: whether to make [R, D] with scales [R], for sums over D.
-        columns: whether to make [D, P] with scales [e, D], for sums over an expert's rows.
-        amax: fp32 [n], whose largest entry gives all scales; larger values saturate.
-        seen: fp32 [1], raised in place to the largest finite magnitude.
-
-    Returns:
-        Rows past the last expert's, and columns past the last entry of `padded_e`, are
-        uninitialised.
+        rows: whether to make [R, D] with scales [R], for sums over D; False = None.
+        columns: whether to make [D, P] with scales [e, D], for sums over an expert's rows. Columns
+            from padded_e[-1] on are uninitialised.
+        amax: fp32 [n], whose largest entry gives all scales (larger values saturate); None = of x.
+        seen: fp32 [1], raised in place to the largest finite magnitude; None = not recorded.
     """
     if not has_kernel(x_RD):
         return scaled_rows_ref(
@@ -394,10 +388,10 @@ def scaled_rows(
 def scaled_matrices(
     w_eND: Tensor, *, per_row: bool, power_of_two: bool, rows: bool = True, columns: bool = True
 ) -> OperandPair:
-    """Return matrices as E4M3 operands, with a scale per row of either or one per matrix.
+    """Quantise matrices to E4M3 operands, with a scale per row of either, or one per matrix.
 
-    w_eND is bf16, fp16 or fp32; N and D are multiples of 16. `rows` and `columns` select the
-    layouts, whose scales are [e, N] and [e, D]. No autograd, no host sync.
+    w_eND is bf16, fp16 or fp32; N and D are multiples of 16. `rows` requests [e, N, D] with scales
+    [e, N], `columns` [e, D, N] with scales [e, D]. No autograd, no host sync.
     """
     w_eND = w_eND.detach().contiguous()
     if not has_kernel(w_eND):

@@ -1,8 +1,5 @@
 """Parts that the products on Hopper share: a ring of stages, the order of tiles, staged stores.
 
-    Ring         stages of two operands in shared memory that loading warps fill and groups read
-    RowTiling    tiles of [R, N] outputs, by the map of `rows/row_tiles.py`
-    WeightTiling tiles of [e, M, N] outputs
     loading      the loops over tiles and steps; a kernel's LOAD begins the loads of one step
     staging      a result is copied to shared memory and stored by TMA, or by threads where rows or
                  columns end within the block
@@ -26,7 +23,7 @@ FIELDS = gl.constexpr(MAP_FIELDS)
 
 
 class GroupedConstants(NamedTuple):
-    """Constants of a product: sizes of a tile and of the ring, and flags of its variants."""
+    """Compile-time constants of a Hopper kernel: sizes of tiles and of the ring, and variants."""
 
     BLOCK_M: int
     BLOCK_N: int
@@ -47,11 +44,10 @@ class GroupedConstants(NamedTuple):
 
 
 class Addend(NamedTuple):
-    """A product of few summed columns that is added to another product in the same sum.
+    """Rows and one matrix per expert, whose product is added to another product in the same sum.
 
     The sum of the other product's K columns takes cdiv(K, BLOCK_K) steps of the ring, and the
-    addend's r columns take the steps after them. In the last step of each, rows are 0 past their
-    columns.
+    addend's r columns take the steps after them.
     """
 
     rows_Rr: Tensor  # in expert order, contiguous; r a multiple of 8
@@ -59,7 +55,7 @@ class Addend(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """Stages of a and b [STAGES, ...], and their barriers [STAGES, 1]."""
+    """Shared-memory stages of operands a and b [STAGES, ...], and their barriers [STAGES, 1]."""
 
     a: Any
     b: Any
@@ -68,7 +64,7 @@ class Ring(NamedTuple):
 
 
 class RowTiling(NamedTuple):
-    """The map, the number of row tiles, and the number of column tiles."""
+    """The tiles of an output [R, N]: map of row tiles, and the numbers of row and column tiles."""
 
     map_ptr: Any
     num_rows: Any
@@ -76,7 +72,7 @@ class RowTiling(NamedTuple):
 
 
 class WeightTiling(NamedTuple):
-    """The numbers of row tiles and column tiles of one expert, and of the tiles of all experts."""
+    """The tiles of an output [e, M, N]: row and column tiles of one expert, and tiles of all."""
 
     num_rows: Any
     num_columns: Any
@@ -85,7 +81,7 @@ class WeightTiling(NamedTuple):
 
 @gluon.jit
 def make_barriers(NUM: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Return barriers [NUM, 1] that complete a phase with ARRIVALS arrivals."""
+    """Return NUM initialised mbarriers, whose phase completes with ARRIVALS arrivals."""
     # A partition must use them. The compiler gives the memory of others to what comes later,
     # without the `mbarrier.inval` that has to come between, and where processes shared a GPU 8
     # bytes there were overwritten now and then (docs/findings.md#warps-registers-and-barriers).
@@ -97,7 +93,7 @@ def make_barriers(NUM: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def begin_stage(ring, step, BYTES: gl.constexpr):
-    """Wait until a step's stage is empty, announce TMA's bytes; return stage and barrier."""
+    """Wait until a step's stage is empty and announce BYTES of TMA; return stage and barrier."""
     STAGES: gl.constexpr = ring.full.shape[0]
     slot = step % STAGES
     bar = ring.full.index(slot)
@@ -108,7 +104,7 @@ def begin_stage(ring, step, BYTES: gl.constexpr):
 
 @gluon.jit
 def await_stage(ring, step):
-    """Wait until a step's stage is full; return it."""
+    """Wait until the stage of a step is full; return the stage's number."""
     STAGES: gl.constexpr = ring.full.shape[0]
     slot = step % STAGES
     hopper.mbarrier.wait(ring.full.index(slot), step // STAGES & 1)
@@ -117,7 +113,7 @@ def await_stage(ring, step):
 
 @gluon.jit
 def end_stage_before(ring, step, pred):
-    """Release the stage before a step's."""
+    """Mark the stage of the step before `step` as empty, if `pred`."""
     STAGES: gl.constexpr = ring.full.shape[0]
     hopper.mbarrier.arrive(ring.empty.index((step + STAGES - 1) % STAGES), count=1, pred=pred)
 
@@ -128,7 +124,7 @@ def locate_rows(
     tiling,  # RowTiling
     GROUP_M: gl.constexpr,
 ):
-    """Return expert, first row, end of its rows, column tile; GROUP_M row tiles share weights."""
+    """Return a tile's expert, first row, end of the expert's rows, and column tile."""
     width = GROUP_M * tiling.num_columns
     first = tile // width * GROUP_M
     size = gl.minimum(tiling.num_rows - first, GROUP_M)
@@ -143,7 +139,7 @@ def locate_weights(
     tiling,  # WeightTiling
     GROUP_M: gl.constexpr,
 ):
-    """Return expert, row tile and column tile: GROUP_M row tiles inside, columns outside."""
+    """Return the expert, row tile and column tile of an output tile of [e, M, N]."""
     per_expert = tiling.num_rows * tiling.num_columns
     expert = tile // per_expert
     inside = tile % per_expert
@@ -156,14 +152,14 @@ def locate_weights(
 
 @gluon.jit
 def load_range(ends_ptr, expert):
-    """Return the start and the end of an expert, from a running sum."""
+    """Return an expert's (start, end) in the running sum `ends_ptr`."""
     start = gl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
     return start, gl.load(ends_ptr + expert)
 
 
 @gluon.jit
 def _begin_step(ring, step, CONST: gl.constexpr):
-    """Begin the stage of a step whose operands TMA loads."""
+    """Call `begin_stage` for a step whose blocks of a and b TMA loads."""
     BITS: gl.constexpr = ring.a.dtype.primitive_bitwidth
     return begin_stage(ring, step, (CONST.BLOCK_M + CONST.BLOCK_N) * CONST.BLOCK_K * BITS // 8)
 
@@ -175,9 +171,9 @@ def load_row_tiles(
     ring,
     tiling,  # RowTiling
     K,
-    CONST: gl.constexpr,  # Constants
+    CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Load the blocks of every tile, in order."""
+    """Loading warp: call LOAD for each step along K of every tile that this program computes."""
     step = 0
     for tile in range(gl.program_id(0), tiling.num_rows * tiling.num_columns, gl.num_programs(0)):
         place = locate_rows(tile, tiling, CONST.GROUP_M)
@@ -195,9 +191,9 @@ def load_weight_tiles(
     ring,
     tiling,  # WeightTiling
     ROWS: gl.constexpr,  # of a step
-    CONST: gl.constexpr,  # Constants
+    CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Load the rows of every output tile's expert, in order."""
+    """Loading warp: call LOAD for each ROWS rows of the expert of every tile of this program."""
     step = 0
     for tile in range(gl.program_id(0), tiling.num_tiles, gl.num_programs(0)):
         expert, m, n = locate_weights(tile, tiling, CONST.GROUP_M)
@@ -232,7 +228,7 @@ def store_part(
     num_columns,
     row_stride,
 ):
-    """Write the rows before `end` and the columns before `num_columns`."""
+    """Store x at (row, column) by threads, up to row `end` and column num_columns, exclusive."""
     rows = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
     columns = column + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
     at = out_ptr + (rows.to(gl.int64) * row_stride)[:, None] + columns[None, :]
@@ -248,7 +244,7 @@ def add_part(
     num_rows,
     num_columns,
 ):
-    """Add a block to global memory."""
+    """Add the fp32 block x to out_ptr at (row, column), without rows and columns outside."""
     rows = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
     columns = column + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
     at = out_ptr + (rows.to(gl.int64) * num_columns)[:, None] + columns[None, :]
@@ -267,7 +263,7 @@ def store_weight_block(
     column,
     TRANSPOSED: gl.constexpr,
 ):
-    """Stage a block and let TMA store it."""
+    """Stage x in out_smem and let TMA store it at (expert, row, column), or transposed."""
     ROWS: gl.constexpr = x.shape[0]
     COLUMNS: gl.constexpr = x.shape[1]
     out = x.to(out_desc.dtype)

@@ -10,7 +10,7 @@ Letters: S source rows, R expert rows (length), e experts, M columns of x, N col
 The kernel runs on Hopper; other devices gather, and use torch's grouped product. One persistent
 program runs on each multiprocessor:
 
-    loading warps      fill a ring of stages with blocks of x and y     (_load, _gather)
+    loading warps      fill a ring of stages with blocks of x and y     (_load_step, _gather_steps)
     two warp groups    multiply a tile together, then store it          (_consume)
 
 The warps share:
@@ -75,9 +75,9 @@ def _gather_steps(
     ring,
     tiles,
     M,
-    CONST: gl.constexpr,  # Constants
+    CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Load the rows of every tile, in order: rows of x by their ids."""
+    """Loading warps: load x's rows by row_ids_ptr, and y's rows by TMA, for every tile."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_K: gl.constexpr = CONST.BLOCK_K
     WARPS: gl.constexpr = CONST.PRODUCER_WARPS
@@ -118,7 +118,7 @@ def _gather_steps(
 
 @gluon.jit
 def _load_step(operands, m, n, row, ring, slot, bar, CONST: gl.constexpr):
-    """Load contiguous rows of a step."""
+    """Load BLOCK_K contiguous rows of x and y, columns of tile (m, n), into stage `slot` by TMA."""
     x_desc, y_desc = operands
     tma_load(x_desc, [row, m * CONST.BLOCK_M], bar, ring.a.index(slot))
     tma_load(y_desc, [row, n * CONST.BLOCK_N], bar, ring.b.index(slot))
@@ -129,7 +129,7 @@ def _clear_rows(
     x,  # [BLOCK_K, BLOCK_M] in shared memory
     num_rows,
 ):
-    """Make the rows from num_rows on 0."""
+    """Set the rows of a block in shared memory from num_rows on to 0."""
     BLOCK_K: gl.constexpr = x.shape[0]
     LANES: gl.constexpr = x.shape[1] // 8
     layout: gl.constexpr = gl.BlockedLayout(
@@ -151,7 +151,7 @@ def _add_block(
     num_rows,
     num_columns,
 ):
-    """Add a block to global memory, 4 values a thread and access."""
+    """Add the fp32 block x to out_ptr at (row, column), 4 values per thread and access."""
     THREADS: gl.constexpr = 32 if x.shape[1] >= 128 else x.shape[1] // 4
     layout: gl.constexpr = gl.BlockedLayout(
         [1, 4], [32 // THREADS, THREADS], [gl.num_warps(), 1], [1, 0]
@@ -161,7 +161,7 @@ def _add_block(
 
 @gluon.jit
 def _add_tile(out_ptr, total_MN, m, n, M, N, TRANSPOSED: gl.constexpr):
-    """Add a tile to global memory in four parts, so that the staging buffer stays small."""
+    """Add tile (m, n) to an expert's gradient [M, N], or to [N, M] if TRANSPOSED, in four parts."""
     PART: gl.constexpr = total_MN.shape[1] // 4
     lower, upper = split_halves(total_MN)
     part0, part1 = split_halves(lower)
@@ -194,9 +194,9 @@ def _consume(
     M,
     N,
     scale,
-    CONST: gl.constexpr,  # Constants
+    CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Multiply and store, or add, every tile."""
+    """Multiply every tile of this program and store it by TMA, or with ADD add it to out_ptr."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     BLOCK_K: gl.constexpr = CONST.BLOCK_K
@@ -256,9 +256,9 @@ def sm90_bf16_grouped_wgrad_kernel(
     M,
     N,
     scale,  # fp32, of every product
-    CONST: gl.constexpr,  # Constants
+    CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Write (or add) every expert's gradient; see `grouped_wgrad`."""
+    """Compute `grouped_wgrad`, with GATHER by row_ids_ptr, with ADD added to out_ptr."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     BLOCK_K: gl.constexpr = CONST.BLOCK_K
@@ -326,7 +326,7 @@ def grouped_wgrad(
     dtype: torch.dtype | None = None,
     scale: float = 1.0,
 ) -> Tensor:
-    """Return each expert's sum of outer products x[row(r)] y[r]. No autograd, no host sync.
+    """Return each expert's weight gradient, the sum of x[row(r)]^T y[r]. No autograd, no host sync.
 
     Args:
         x: [R, M] rows in expert order, or [S, M] source rows with `row_ids_R`; bf16 or fp16,
@@ -336,12 +336,13 @@ def grouped_wgrad(
             offsets_e[-1] may not be uninitialised, and a NaN or an infinity in one expert's first
             rows reaches the expert before it too.
         offsets_e: int32 on the device, running sum of the experts' rows, at most R.
-        row_ids_R: int32, the row of x that each expert row reads.
+        row_ids_R: int32, the row of x that each expert row reads; None = row(r) is r.
         transposed: return [e, N, M] instead of [e, M, N].
-        out: fp32 or bf16, contiguous, of the output's shape, which takes the result.
+        out: fp32 or bf16, contiguous, of the output's shape, which receives the result; None = a
+            new tensor.
         adds: whether the result is added to `out`, in fp32, without another pass.
         dtype: of a new result, fp32 or that of x (None).
-        scale: of what is returned or added; multiplies the fp32 sum.
+        scale: factor on the fp32 sum, before it is added and rounded.
 
     Returns:
         [e, M, N] (or transposed), summed in fp32 and rounded once, or `out`. Zero (nothing
@@ -375,14 +376,18 @@ def grouped_wgrad(
 
 
 def _align(x: Tensor) -> Tensor:
-    """Return a copy of a view whose address is not a multiple of 16 bytes."""
+    """Return x, or a copy if its address is not a multiple of 16 bytes."""
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def store_grad(
     grad: Tensor, out: Tensor | None, adds: bool, dtype: torch.dtype | None, scale: float
 ) -> Tensor:
-    """Compute `grouped_wgrad` of a gradient that is already in memory, by another pass."""
+    """Scale, cast and store a weight gradient that is in memory, as `grouped_wgrad` does.
+
+    Return grad * scale in `dtype` (None = that of grad), or `out`, to which it is written or, if
+    `adds`, added.
+    """
     if out is not None:
         if adds:
             return out.add_(grad, alpha=scale)

@@ -42,7 +42,7 @@ FLAT = "str kind, float limit, float up_limit, float alpha, bool interleaved"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationOptions(CheckedRecord):
-    """The kind of activation, and the layout of its input columns."""
+    """The activation between FC1 and FC2 of an expert, and the order of FC1's output columns."""
 
     # "swiglu" silu(gate) * up; "geglu" gelu_tanh(gate) * up; "clamped_swiglu"
     # (up + 1) * gate * sigmoid(alpha * gate), with gate clamped from above and up on both sides
@@ -62,18 +62,18 @@ class ActivationOptions(CheckedRecord):
 
     @property
     def gated(self) -> bool:
-        """Whether the activation reads two columns per output column."""
+        """Whether an output column is computed from two input columns, a gate and an up column."""
         return self.kind in GATED_KINDS
 
     @property
     def constants(self) -> ActivationConstants:
-        """The activation as constants of kernels."""
+        """The activation as a compile-time argument of Triton kernels; `function` is left out."""
         kind, limit, up_limit, alpha, _ = self.flat
         return ActivationConstants(kind, self.gated, limit, up_limit, alpha)
 
     @property
     def flat(self) -> tuple[str, float, float, float, bool]:
-        """The activation as arguments of custom ops, in the order of `FLAT`."""
+        """(kind, limit, up_limit, alpha, interleaved) for custom ops; up_limit is never None."""
         up_limit = self.limit if self.up_limit is None else self.up_limit
         return self.kind, self.limit, up_limit, self.alpha, self.interleaved
 
@@ -82,19 +82,22 @@ class ActivationOptions(CheckedRecord):
 def make_options(
     kind: str, limit: float, up_limit: float, alpha: float, interleaved: bool
 ) -> ActivationOptions:
-    """Return the options with these values of `flat`."""
+    """Return the options whose property `flat` has these values. Cached."""
     return ActivationOptions(
         kind=kind, limit=limit, up_limit=up_limit, alpha=alpha, interleaved=interleaved
     )
 
 
 def activate_rows(h_RC: Tensor, options: ActivationOptions) -> Tensor:
-    """Return the activated rows [..., F] in fp32 or fp64, in plain differentiable PyTorch."""
+    """Return the activation [..., F] of FC1's output [..., C], in fp32, or in fp64 for fp64.
+
+    Plain differentiable PyTorch, which calls `options.function` if that is set.
+    """
     h_RC = h_RC.to(torch.promote_types(h_RC.dtype, torch.float32))
     if options.function is not None:
         return options.function(h_RC)
     if not options.gated:
-        return _apply_plain(h_RC, options.kind)
+        return _apply_ungated(h_RC, options.kind)
     gate, up = split_columns(h_RC, options)
     if options.kind == "swiglu":
         return F.silu(gate) * up
@@ -102,18 +105,19 @@ def activate_rows(h_RC: Tensor, options: ActivationOptions) -> Tensor:
         return F.gelu(gate, approximate="tanh") * up
     _, limit, up_limit, alpha, _ = options.flat
     if options.kind == "situ_glu":
-        return _clamp_max(gate, limit) * torch.sigmoid(gate) * _clamp_max(up, up_limit)
+        return _apply_softcap(gate, limit) * torch.sigmoid(gate) * _apply_softcap(up, up_limit)
     gate, up = gate.clamp(max=limit), up.clamp(-up_limit, up_limit)
     if options.kind == "limited_swiglu":
         return F.silu(gate) * up
     return (up + 1) * gate * torch.sigmoid(alpha * gate)
 
 
-def _clamp_max(x: Tensor, limit: float) -> Tensor:
+def _apply_softcap(x: Tensor, limit: float) -> Tensor:
+    """Cap |x| smoothly at `limit`."""
     return limit * torch.tanh(x / limit)
 
 
-def _apply_plain(h_RF: Tensor, kind: str) -> Tensor:
+def _apply_ungated(h_RF: Tensor, kind: str) -> Tensor:
     if kind == "gelu":
         return F.gelu(h_RF)
     if kind == "silu":
@@ -121,7 +125,8 @@ def _apply_plain(h_RF: Tensor, kind: str) -> Tensor:
     return F.relu(h_RF) if kind == "relu" else F.relu(h_RF).square()
 
 
-def _differentiate_plain(h_RF: Tensor, kind: str) -> Tensor:
+def _differentiate_ungated(h_RF: Tensor, kind: str) -> Tensor:
+    """Return the elementwise derivative of an activation without a gate."""
     grad_RF = torch.ones_like(h_RF)
     if kind == "gelu":
         return torch.ops.aten.gelu_backward(grad_RF, h_RF)  # type: ignore[no-any-return]
@@ -132,7 +137,7 @@ def _differentiate_plain(h_RF: Tensor, kind: str) -> Tensor:
 
 
 def split_columns(h_RC: Tensor, options: ActivationOptions) -> tuple[Tensor, Tensor]:
-    """Return views of the gate and the up columns, [..., F] each."""
+    """Return views of the gate columns and of the up columns of FC1's output, [..., F] each."""
     if options.interleaved:
         return h_RC[..., 0::2], h_RC[..., 1::2]
     gate, up = h_RC.chunk(2, dim=-1)
@@ -140,9 +145,9 @@ def split_columns(h_RC: Tensor, options: ActivationOptions) -> tuple[Tensor, Ten
 
 
 def differentiate_activation(h_RC: Tensor, options: ActivationOptions) -> Tensor:
-    """Return the derivative of each output column by its input columns, like h_RC, fp32 or fp64."""
+    """Return d output / d input for each input column, like h_RC, which is fp32 or fp64."""
     if not options.gated:
-        return _differentiate_plain(h_RC, options.kind)
+        return _differentiate_ungated(h_RC, options.kind)
     gate, up = split_columns(h_RC, options)
     _, limit, up_limit, alpha, _ = options.flat
     if options.kind == "swiglu":
@@ -172,7 +177,7 @@ def differentiate_activation(h_RC: Tensor, options: ActivationOptions) -> Tensor
 def weighted_activation_ref(
     h_RC: Tensor, weights_R: Tensor | None, num_rows: Tensor | None, options: ActivationOptions
 ) -> Tensor:
-    """Compute `weighted_activation` in plain PyTorch."""
+    """Compute `weighted_activation` in plain PyTorch: act(h) * weight of the row."""
     mask_R1 = _make_row_mask(h_RC, num_rows)
     if mask_R1 is not None:
         # On both sides: 0 * NaN would reach the gradient of unused rows.
@@ -191,7 +196,7 @@ def weighted_activation_bwd_ref(
     num_rows: Tensor | None,
     options: ActivationOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `weighted_activation_bwd` in plain PyTorch."""
+    """Compute `weighted_activation_bwd` in plain PyTorch: dh_RC, dweights_R and a_RF."""
     dtype = torch.promote_types(h_RC.dtype, torch.float32)
     mask_R1 = _make_row_mask(h_RC, num_rows)
     if mask_R1 is not None:
@@ -208,6 +213,7 @@ def weighted_activation_bwd_ref(
 
 
 def _make_row_mask(h_RC: Tensor, num_rows: Tensor | None) -> Tensor | None:
+    """Return bool [R, 1], True below num_rows; None if num_rows is None or known to be R."""
     if num_rows is None or can_skip_masks(num_rows, h_RC.shape[0]):
         return None
     return (torch.arange(h_RC.shape[0], device=h_RC.device) < num_rows)[:, None]
@@ -216,6 +222,7 @@ def _make_row_mask(h_RC: Tensor, num_rows: Tensor | None) -> Tensor | None:
 def _launch_forward(
     h_RC: Tensor, weights_R: Tensor | None, num_rows: Tensor | None, *flat: Any
 ) -> Tensor:
+    """Compute `weighted_activation` by the kernel; `flat` is `ActivationOptions.flat`."""
     options = make_options(*flat)
     a_RF = _make_empty_output(h_RC, options.kind)
     R, F_ = a_RF.shape
@@ -238,6 +245,7 @@ def _launch_forward(
 def _launch_backward(
     h_RC: Tensor, da_RF: Tensor, weights_R: Tensor | None, num_rows: Tensor | None, *flat: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `weighted_activation_bwd` by the kernel; the last of `flat` is whether to write a."""
     options, with_output = make_options(*flat[:-1]), flat[-1]
     dh_RC, dweights_R, a_RF = _make_empty_gradients(h_RC, options.kind, with_output)
     R, F_ = da_RF.shape
@@ -267,6 +275,7 @@ def _make_empty_output(h_RC: Tensor, kind: str) -> Tensor:
 def _make_empty_gradients(
     h_RC: Tensor, kind: str, with_output: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return uninitialised dh, dweights and a; a has no elements unless `with_output`."""
     a_RF = _make_empty_output(h_RC, kind) if with_output else h_RC.new_empty(0)
     return h_RC.new_empty(h_RC.shape), h_RC.new_empty(h_RC.shape[0], dtype=torch.float32), a_RF
 
@@ -306,14 +315,14 @@ def weighted_activation_bwd(
     num_rows: Tensor | None,
     options: ActivationOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of `weighted_activation` and its recomputed output, in one pass.
+    """Return the gradients of `weighted_activation`, and its recomputed output, in one pass.
 
     Not differentiable. No host sync; the same bits in every run. da_RF is the gradient of the
-    output, not read from num_rows on; other arguments are as for the forward.
+    output, not read from num_rows on. Other arguments are the forward's.
 
     Returns:
-        dh_RC in the dtype of h_RC; dweights_R fp32, the gradient of the weights, of 1 if weights_R
-        is None; a_RF, the forward's output. Rows from num_rows on are zero.
+        dh_RC in the dtype of h_RC; dweights_R fp32, the gradient of the weights (of 1 if weights_R
+        is None); a_RF, the forward's output. Rows from num_rows on are zero.
     """
     if h_RC.dtype in KERNEL_DTYPES and use_kernel(h_RC, da_RF):
         return _weighted_activation_bwd(h_RC, da_RF, weights_R, num_rows, *options.flat, True)
@@ -323,14 +332,14 @@ def weighted_activation_bwd(
 def weighted_activation(
     h_RC: Tensor, weights_R: Tensor | None, num_rows: Tensor | None, options: ActivationOptions
 ) -> Tensor:
-    """Return the activated rows times their weight, computed in fp32 and rounded once.
+    """Return act(h) times the weight of each expert row, computed in fp32 and rounded once.
 
     Differentiable in h_RC and weights_R; saves only these two. No host sync.
 
     Args:
         h_RC: FC1's output, [R, 2F] for activations with a gate, otherwise [R, F]; any float dtype;
             copied when not contiguous.
-        weights_R: fp32 factor of each row; None means 1.
+        weights_R: fp32 routing weight of each row; None means 1.
         num_rows: 0-dim int32 on the device: rows from num_rows on are not read; None means R.
 
     Returns:

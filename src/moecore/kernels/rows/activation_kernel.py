@@ -11,7 +11,7 @@ BWD_TILE = 1024
 
 
 class ActivationConstants(NamedTuple):
-    """An activation as kernels take it: the resolved numbers of `ActivationOptions`."""
+    """The numbers of `ActivationOptions` as one compile-time argument of Triton kernels."""
 
     KIND: str
     GATED: bool
@@ -22,7 +22,7 @@ class ActivationConstants(NamedTuple):
 
 @cache
 def choose_column_blocks(num_columns: int, tile: int) -> dict[str, int]:
-    """Return the tile: a power of two of columns with at most 1/8 idle where that can be."""
+    """Return a program's rows BLOCK_R and columns BLOCK_F, a power of two; product = `tile`."""
     fits = (n for n in (512, 256, 128) if -(-num_columns // n) * n * 8 <= num_columns * 9)
     block_F = next(fits, min(128, max(16, next_power_of_2(num_columns))))
     return {"BLOCK_R": tile // block_F, "BLOCK_F": block_F}
@@ -34,7 +34,7 @@ def choose_column_blocks(num_columns: int, tile: int) -> dict[str, int]:
 
 @triton.jit
 def _compute_gelu_erf(h):
-    """Return gelu by its definition, and its derivative."""
+    """Return gelu by erf, h * Phi(h), and its derivative, in fp32."""
     cumulative = 0.5 * (1.0 + tl.erf(h * 0.7071067811865476))
     density = 0.3989422804014327 * tl.exp(-0.5 * h * h)
     return h * cumulative, cumulative + h * density
@@ -42,7 +42,7 @@ def _compute_gelu_erf(h):
 
 @triton.jit
 def _compute_gelu_tanh(gate):
-    """Return gelu in its tanh form, and its derivative; (1 + tanh(z)) / 2 == sigmoid(2z)."""
+    """Return gelu in its tanh form, and its derivative, in fp32."""
     SLOPE: tl.constexpr = 1.5957691216057308  # 2 * sqrt(2 / pi)
     CUBE: tl.constexpr = 0.044715
     square = gate * gate
@@ -65,7 +65,7 @@ def _compute_tanh(x):
 
 @triton.jit
 def _clamp(x, LIMIT: tl.constexpr):
-    """Return x within +- LIMIT."""
+    """Return x limited to [-LIMIT, LIMIT]; a NaN stays a NaN."""
     return tl.where(x > LIMIT, LIMIT, tl.where(x < -LIMIT, -LIMIT, x))
 
 
@@ -75,7 +75,7 @@ def activate_with_gradients(
     up,  # fp32, same shape; ignored without a gate
     ACT: tl.constexpr,  # ActivationConstants
 ):
-    """Return the activation and its derivatives by gate and by up, fp32."""
+    """Return the activation and its derivatives by gate and by up (0 without a gate), in fp32."""
     KIND: tl.constexpr = ACT.KIND
     LIMIT: tl.constexpr = ACT.LIMIT
     UP_LIMIT: tl.constexpr = ACT.UP_LIMIT
@@ -135,13 +135,13 @@ def activate_with_gradients(
 
 @triton.jit
 def activate(gate, up, ACT: tl.constexpr):
-    """Return the activation, fp32; the compiler drops the unused derivatives."""
+    """Return the activation of fp32 gate and up by ACT (`ActivationConstants`), in fp32."""
     a, _, _ = activate_with_gradients(gate, up, ACT)
     return a
 
 
 @triton.jit
-def _load_halves(
+def _load_gate_and_up(
     row_ptr,  # [BLOCK_R, 1] pointers to the first column of each row
     block,  # which block of output columns
     mask,  # [BLOCK_R, 1] bool
@@ -151,7 +151,7 @@ def _load_halves(
     GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Return gate and up, fp32 [BLOCK_R, BLOCK_F], 0 outside; the same twice without a gate."""
+    """Return gate and up of a column block in fp32, 0 where masked; twice gate without a gate."""
     columns = block * BLOCK_F + tl.arange(0, BLOCK_F)
     if INTERLEAVED:
         h_columns = block * (2 * BLOCK_F) + tl.arange(0, 2 * BLOCK_F)
@@ -181,7 +181,7 @@ def weighted_activation_fwd_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """Write the weighted activation of BLOCK_R rows, column block by column block."""
+    """Write `weighted_activation` of BLOCK_R rows and BLOCK_F output columns to a_ptr."""
     BLOCKS: tl.constexpr = (F + BLOCK_F - 1) // BLOCK_F
     C: tl.constexpr = 2 * F if ACT.GATED else F
     pid = tl.program_id(0)
@@ -191,7 +191,7 @@ def weighted_activation_fwd_kernel(
     if num_rows_ptr is not None:
         row_mask = row_mask & (rows < tl.load(num_rows_ptr))
     h_rows = h_ptr + rows[:, None] * C
-    gate, up = _load_halves(
+    gate, up = _load_gate_and_up(
         h_rows, block, row_mask[:, None], F, BLOCK_R, BLOCK_F, ACT.GATED, INTERLEAVED
     )
     a = activate(gate, up, ACT)
@@ -219,7 +219,7 @@ def weighted_activation_bwd_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """Write dh, dweights and the weighted activation again of BLOCK_R rows."""
+    """Write dh, dweights and, unless a_ptr is None, the weighted activation of BLOCK_R rows."""
     BLOCKS: tl.constexpr = (F + BLOCK_F - 1) // BLOCK_F
     C: tl.constexpr = 2 * F if ACT.GATED else F
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -236,7 +236,7 @@ def weighted_activation_bwd_kernel(
         columns = block * BLOCK_F + tl.arange(0, BLOCK_F)
         inside = (columns < F)[None, :]
         cells = rows[:, None] * F + columns[None, :]
-        gate, up = _load_halves(
+        gate, up = _load_gate_and_up(
             h_ptr + rows[:, None] * C, block, row_mask, F, BLOCK_R, BLOCK_F, ACT.GATED, INTERLEAVED
         )
         da = tl.load(da_ptr + cells, mask=row_mask & inside, other=0.0).to(tl.float32)

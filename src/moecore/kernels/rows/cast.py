@@ -1,8 +1,5 @@
 """FP8 operands of a dense product: one matrix, quantised along rows, along columns, or both.
 
-    cast   [T, D] -> an operand summed over D, and a transposed operand summed over T
-    amax   [T, D] -> fp32 [n], the largest magnitudes of n parts of the matrix
-
 FP8 tensor cores need the summed dim innermost. The gradients of a linear sum over another dim than
 its forward, so they need the transposed copy. `scaling.py` defines the kinds and layouts of scales,
 and has the reference.
@@ -69,7 +66,7 @@ MAX_PARTS = 512  # parts whose largest magnitudes a program of a cast reads
 
 
 class _CastOptions(NamedTuple):
-    """Arguments of `cast` that are not tensors, in the order of `_SCHEMA`."""
+    """Arguments of `cast` that are not tensors, in the order of the custom op's schema."""
 
     kind: str
     fmt: str
@@ -83,7 +80,7 @@ Parts = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 @functools.lru_cache(4096)
 def _compute_shapes(T: int, D: int, kind: str) -> tuple[tuple[int, int], ...]:
-    """Return the shapes of values and scales of both operands."""
+    """Return the shapes of values, scales, transposed values and transposed scales of [T, D]."""
     (M, K), (m, k) = compute_operand_shape(T, D, kind), compute_operand_shape(D, T, kind)
     return (M, K), compute_scales_shape(M, K, kind), (m, k), compute_scales_shape(m, k, kind)
 
@@ -91,7 +88,7 @@ def _compute_shapes(T: int, D: int, kind: str) -> tuple[tuple[int, int], ...]:
 def _launch_cast(
     x: Tensor, amax: Tensor | None, seen: Tensor | None, options: _CastOptions
 ) -> Parts:
-    """Return values and scales of both operands; None for an operand that is not requested."""
+    """Return values and scales of both operands of `cast`; None for an operand not requested."""
     kind, fmt, power_of_two, rows, columns = options
     if not has_kernel(x) or not (rows or columns or seen is not None):
         return _cast_plain(x, amax, seen, options)
@@ -139,7 +136,7 @@ def _launch_cast(
 
 
 def _make_contiguous(x: Tensor) -> Tensor:
-    """Return x [..., D] with neighbouring columns: contiguous, or a matrix of strided rows."""
+    """Return x, or a copy, with stride 1 in the last dim; rows of a matrix may be strided."""
     if x.ndim != 2:
         if x.is_contiguous():
             return x
@@ -148,7 +145,7 @@ def _make_contiguous(x: Tensor) -> Tensor:
 
 
 def view_as_bytes(t: Tensor | None) -> Tensor | None:
-    """Return FP8 as uint8, as the interpreter stores it; other tensors as they are."""
+    """Return FP8 as uint8, which Triton's interpreter needs; None and fp32 do not change."""
     return t if t is None or t.dtype == torch.float32 else t.view(torch.uint8)
 
 
@@ -165,7 +162,12 @@ def cast_rows(
     E5M2: bool,
     POWER_OF_TWO: bool,
 ) -> None:
-    """Quantise full rows with one scale each by a kernel; `values` may be bytes."""
+    """Write FP8 of x [T, D] to `values`, and one scale per row to `scales`, by a kernel.
+
+    `values` is FP8 or uint8. `ends_e`, the running sum of experts' rows, may be None: then `values`
+    is padded to multiples of 16. Otherwise rows from ends_e[-1] on are skipped. `stride` is the row
+    stride of x.
+    """
     columns = min(next_power_of_2(round_up(D, ALIGNED)), ROW_ELEMENTS)
     rows = ROW_ELEMENTS // columns
     launch(
@@ -183,14 +185,14 @@ def cast_rows(
 
 
 def has_kernel(x: Tensor) -> bool:
-    """Return whether kernels can quantise this tensor."""
+    """Return whether Triton kernels can quantise this tensor: device, dtype, and not empty."""
     return use_kernel(x) and x.numel() > 0 and x.dtype in KERNEL_DTYPES
 
 
 def _cast_plain(
     x: Tensor, amax: Tensor | None, seen: Tensor | None, options: _CastOptions
 ) -> Parts:
-    """Compute `_cast_floats` in plain PyTorch."""
+    """Compute `_launch_cast` in plain PyTorch."""
     kind, fmt, power_of_two, rows, columns = options
     x_TD = x.detach().reshape(-1, x.shape[-1])
     if seen is not None:
@@ -205,6 +207,7 @@ def _cast_plain(
 def _make_fake(
     x: Tensor, _: Any, __: Any, kind: str, fmt: str, ___: bool, rows: bool, columns: bool
 ) -> tuple[Tensor, ...]:
+    """Return empty outputs of the custom op `fp8_cast`; [0] for operands that are not requested."""
     T, D, outputs = math.prod(x.shape[:-1]), x.shape[-1], []
     for is_needed, shape in ((rows, (T, D)), (columns, (D, T))):
         M, K = compute_operand_shape(*shape, kind)
@@ -215,13 +218,14 @@ def _make_fake(
 
 
 def _cast_without_none(x: Tensor, amax: Tensor | None, seen: Tensor | None, *options: Any) -> Any:
-    """Return the outputs of `_cast_floats` with empty tensors for None, as custom ops require."""
+    """Return the outputs of `_launch_cast` with empty tensors for None, as custom ops require."""
     of_none = (DTYPES[options[1]], torch.float32)
     parts = enumerate(_launch_cast(x, amax, seen, _CastOptions(*options)))
     return tuple(x.new_empty(0, dtype=of_none[i % 2]) if t is None else t for i, t in parts)
 
 
 def _count_parts(T: int, D: int, num_matrices: int) -> int:
+    """Return n of `compute_amax_parts` for matrices [T, D], a power of two."""
     tiles = cdiv(T, PART_ROWS) * cdiv(D, PART_COLUMNS)
     return next_power_of_2(min(tiles, max(MAX_PARTS // num_matrices, 1)))
 
@@ -229,7 +233,7 @@ def _count_parts(T: int, D: int, num_matrices: int) -> int:
 def compute_amax_parts(
     x: Tensor, ends_e: Tensor | None = None, past: Tensor | None = None
 ) -> Tensor:
-    """Return fp32 [n], largest magnitudes of n parts of a matrix, by a kernel. NaN is ignored.
+    """Return the largest magnitudes of n parts of a matrix, fp32 [n], by a kernel. NaN is ignored.
 
     x is [T, D], or [e, T, D] with a result [e, n]; all rows have one stride. `ends_e` is a running
     sum of experts' rows; rows past its last entry are not read. `past` is as for `compute_amax`.
@@ -252,6 +256,7 @@ def compute_amax_parts(
 
 
 def _launch_amax(x: Tensor, past: Tensor | None) -> Tensor:
+    """Compute `compute_amax`; without a kernel, return one entry for all of x."""
     x_TD = x if x.ndim == 2 else x.detach().reshape(-1, x.shape[-1])
     if has_kernel(x):
         return compute_amax_parts(_make_contiguous(x_TD), None, past)
@@ -259,7 +264,7 @@ def _launch_amax(x: Tensor, past: Tensor | None) -> Tensor:
 
 
 def choose_amax_ref(past: Tensor | None, amax: Tensor) -> Tensor:
-    """Return `past`, the largest magnitude of earlier steps, or `amax` where `past` is 0."""
+    """Return `past`, the largest magnitude of earlier steps, or `amax` if `past` is None or 0."""
     return amax if past is None else torch.where(past > 0, past, amax)
 
 
@@ -297,16 +302,16 @@ def cast(
     amax: Tensor | None = None,
     seen: Tensor | None = None,
 ) -> OperandPair:
-    """Return a matrix as operands of FP8 products. Not differentiable, no host sync.
+    """Quantise a matrix to the operands of FP8 products. Not differentiable, no host sync.
 
     Args:
         x: [..., D], whose T rows are a matrix; bf16, fp16, fp32 or fp64.
-        kind: kind of the scales, see `scaling.py`.
-        power_of_two: whether scales are powers of two.
-        rows: whether to make the operand that is summed over D.
-        columns: whether to make the operand that is summed over T.
+        kind: elements of one scale: "tile" 1 x 128, "block" 128 x 128, "row" or "tensor".
+        power_of_two: whether scales are rounded up to powers of two.
+        rows: whether to make the operand [T, D] that is summed over D; False = None.
+        columns: whether to make the transposed operand [D, T] that is summed over T.
         amax: for "tensor": fp32 [n], whose largest entry gives the scale; None = magnitudes of x.
-        seen: fp32 [1], raised in place to the largest finite magnitude of x.
+        seen: fp32 [1], raised in place to the largest finite magnitude of x; None = not recorded.
     """
     options = _CastOptions(kind, fmt, power_of_two, rows, columns)
     if is_plain_eager() and is_plain(x):
@@ -322,9 +327,10 @@ def cast(
 
 
 def compute_amax(x: Tensor, past: Tensor | None = None) -> Tensor:
-    """Return fp32 [n], the largest magnitudes of n parts of x. No autograd, no host sync.
+    """Return the largest magnitudes of n parts of x, fp32 [n]; their maximum is the amax of x.
 
-    If `past`, fp32 [1], is not 0, all entries are `past` and x is not read.
+    If `past`, fp32 [1], is not 0, all entries are `past` and x is not read. No autograd, no host
+    sync.
     """
     parts: Tensor = _amax_op(x.detach(), past)
     return parts

@@ -6,7 +6,7 @@ from moecore.kernels.rows.e4m3 import block_scale, encode, magnitude
 
 @triton.jit
 def _encode(x, E5M2: tl.constexpr):  # fp32
-    """Return FP8 as uint8: round to nearest, ties to even, saturate."""
+    """Return fp32 values as FP8 bits in uint8: round to nearest, ties to even, saturate."""
     # The GPU's own conversion takes one instruction for two values; Triton's interpreter rounds FP8
     # otherwise (3.6), so there integer operations do it.
     largest: tl.constexpr = 57344.0 if E5M2 else 448.0
@@ -27,7 +27,7 @@ def _encode(x, E5M2: tl.constexpr):  # fp32
 
 @triton.jit
 def to_fp8(x, values_ptr, E5M2: tl.constexpr, INTERPRETED: tl.constexpr):  # fp32
-    """Return FP8 in the element type of a pointer: round to nearest, ties to even, saturate."""
+    """Return fp32 as FP8 in the element type of values_ptr; as uint8 if INTERPRETED. Saturates."""
     if INTERPRETED:
         return _encode(x, E5M2)
     else:
@@ -48,7 +48,7 @@ def amax_parts_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Write the largest magnitude of every PARTS-th tile of a matrix."""
+    """Write the largest magnitude of every PARTS-th tile of a matrix, or *past_ptr if not 0."""
     part, matrix = tl.program_id(0), tl.program_id(1)
     num_rows = T
     if ends_ptr is not None:
@@ -72,7 +72,7 @@ def amax_parts_kernel(
 
 @triton.jit
 def load_amax(parts_ptr, PARTS: tl.constexpr):
-    """Return the largest of the parts' magnitudes."""
+    """Return the maximum of the PARTS magnitudes that `amax_parts_kernel` wrote."""
     return tl.max(tl.load(parts_ptr + tl.arange(0, PARTS)), 0)
 
 
@@ -93,7 +93,7 @@ def cast_rows_kernel(
     FITS: tl.constexpr,  # COLUMNS are not less than K
     INTERPRETED: tl.constexpr,  # FP8 is stored as bytes
 ):
-    """Quantise full rows; rows that are longer than COLUMNS are read twice."""
+    """Quantise ROWS full rows of x with one scale each; reads rows longer than COLUMNS twice."""
     M, K = tl.cdiv(T, 16) * 16, tl.cdiv(D, 16) * 16
     if ends_ptr is not None:
         M = tl.load(ends_ptr + num_experts - 1)
@@ -125,10 +125,10 @@ def cast_rows_kernel(
 
 @triton.jit
 def locate_row_tile(tile, offsets_ptr, num_experts, N, E_POW2: tl.constexpr, BLOCK: tl.constexpr):
-    """Return a row tile's expert, the expert's first row and end, and the tile's row in it.
+    """Return (expert, its first row, its end, the tile's first row in the expert) of a row tile.
 
-    An expert without rows has one tile. Past the last tile the expert is `num_experts`. If
-    `offsets_ptr` is None, each expert has N rows.
+    An expert without rows has one tile. Past the last tile the expert is `num_experts`.
+    `offsets_ptr` has the running sum of the experts' rows; if None, each expert has N rows.
     """
     if offsets_ptr is None:
         per_expert = tl.cdiv(N, BLOCK)
@@ -162,7 +162,10 @@ def amax_kernel(
     E_POW2: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Raise the largest magnitudes of experts' columns, and with ROWS of rows, by a tile's."""
+    """Update the largest magnitudes of an expert's columns, and with ROWS of rows, by a tile.
+
+    amax_ptr has R entries for rows, only with ROWS, then D entries per expert.
+    """
     width = tl.cdiv(D, BLOCK)
     tile = tl.program_id(0) // width
     expert, start, end, first = locate_row_tile(tile, offsets_ptr, num_experts, N, E_POW2, BLOCK)
@@ -200,7 +203,7 @@ def _cast_along(
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Store a tile of an operand, and its scales."""
+    """Quantise a tile along dim AXIS of x; store FP8 in the operand [M, K], and its scales."""
     lane = tl.arange(0, BLOCK)
     if KIND == 0:
         amax = tl.max(magnitude(x), AXIS)
@@ -254,7 +257,11 @@ def cast_kernel(
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,  # FP8 is stored as bytes
 ):
-    """Quantise a tile of x along rows, along columns, or both."""
+    """Quantise a tile of x [T, D] along rows, along columns, or both; outputs may be None.
+
+    seen_ptr, if not None, is raised to the largest finite magnitude. With HAS_AMAX, whose scale is
+    another tensor's, infinities become NaN.
+    """
     WIDTH: tl.constexpr = BLOCK if KIND < 2 else 16  # of which K and k are multiples
     M, K = tl.cdiv(T, 16) * 16, tl.cdiv(D, WIDTH) * WIDTH
     m, k = tl.cdiv(D, 16) * 16, tl.cdiv(T, WIDTH) * WIDTH

@@ -1,12 +1,5 @@
 """FP8 values and the scales of their blocks, for every kernel that quantises.
 
-    BLOCK, FP8               elements of one scale, and the dtype of values
-    block_scale, magnitude   a block's scale, from its largest magnitude
-    to_e4m3, to_words        values -> bytes, and -> four bytes in a word
-    from_e4m3                bytes -> values
-    transpose_words          four rows of four bytes -> four columns, each row times a factor
-    encode, decode           the same conversions by integer operations
-
 A scale is amax / 448, at least 2^-126; or the smallest power of two with which the largest value
 fits 448, at least 2^-126. A NaN does not count for amax. An infinity makes its block NaN.
 
@@ -29,7 +22,10 @@ INTERPRETED = tl.constexpr(INTERPRET)
 def block_scale_ref(
     amax: Tensor, power_of_two: bool, largest: float = MAX
 ) -> tuple[Tensor, Tensor]:
-    """Return fp32 scales of blocks, and the factors of their values, the scales' reciprocals."""
+    """Return fp32 scales of blocks from their amax, and the reciprocals, NaN if amax is infinite.
+
+    A scale is amax / largest, or the next power of two; `largest` is the format's largest value.
+    """
     # Where amax is infinite so is the scale, and the factor is NaN. `largest` is the format's.
     scales = amax / torch.full_like(amax, largest)  # a GPU multiplies by the reciprocal of a number
     if power_of_two:
@@ -58,7 +54,7 @@ def block_scale(
     POWER_OF_TWO: tl.constexpr,
     E5M2: tl.constexpr = False,  # whether values are of E5M2, whose largest is 57344
 ):
-    """Return the scale, and the factor of the values, which is NaN where amax is infinite."""
+    """Return a block's scale and its reciprocal, which is NaN if amax is infinite."""
     infinite = amax == float("inf")
     if POWER_OF_TWO:
         # 448 is 1.75 * 2^8 and 57344 1.75 * 2^15: a larger mantissa takes the next exponent.
@@ -77,7 +73,7 @@ def block_scale(
 
 @triton.jit
 def encode(x):  # fp32, rounds to at most 448 but for NaN
-    """Return e4m3 in the low bits of int32: round to nearest, ties to even."""
+    """Return fp32 as e4m3 bits in int32: nearest, ties to even. x is NaN or rounds to <= 448."""
     bits = x.to(tl.int32, bitcast=True)
     positive = bits & 0x7FFFFFFF
     # Down to 2^-6 the result has three bits of mantissa: 20 of 23 go.
@@ -93,7 +89,7 @@ def encode(x):  # fp32, rounds to at most 448 but for NaN
 
 @triton.jit
 def decode(code):  # int32 with e4m3 in its low bits
-    """Return the fp32 values of e4m3 codes."""
+    """Return the fp32 values of e4m3 codes, which are in the low 8 bits of int32."""
     magnitude = ((code & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
     magnitude = tl.where((code & 0x7F) == 0x7F, float("nan"), magnitude)
     return tl.where((code & 0x80) != 0, -magnitude, magnitude)
@@ -101,7 +97,7 @@ def decode(code):  # int32 with e4m3 in its low bits
 
 @triton.jit
 def to_e4m3(x):  # fp32, rounds to at most 448 but for NaN
-    """Return e4m3 as uint8."""
+    """Return fp32 as e4m3 bits in uint8, rounded to nearest. x is NaN or rounds to <= 448."""
     if INTERPRETED:
         return encode(x).to(tl.uint8)
     else:
@@ -110,7 +106,7 @@ def to_e4m3(x):  # fp32, rounds to at most 448 but for NaN
 
 @triton.jit
 def from_e4m3(code):  # uint8
-    """Return the fp32 values of e4m3 bytes."""
+    """Return the fp32 values of e4m3 bits in uint8."""
     if INTERPRETED:
         return decode(code.to(tl.int32))
     else:
@@ -119,7 +115,7 @@ def from_e4m3(code):  # uint8
 
 @triton.jit
 def to_words(x0, x1, x2, x3):  # fp32 of one shape, round to at most 448 but for NaN
-    """Return int32 with e4m3 of x0 in its lowest byte and of x3 in its highest."""
+    """Pack four fp32 tensors as e4m3 into one int32, x0 in the lowest byte, x3 in the highest."""
     if INTERPRETED:
         return encode(x0) | (encode(x1) << 8) | (encode(x2) << 16) | (encode(x3) << 24)
     else:
@@ -167,7 +163,7 @@ prmt.b32 $3, t1, t3, 0x7632;
 
 @triton.jit
 def _gather_byte(w0, w1, w2, w3, f0, f1, f2, f3, byte: tl.constexpr):
-    """Gather byte `byte` of four words, scale each by its word's factor, and pack one word."""
+    """Take byte `byte` of four e4m3 words, times each word's factor, and pack them in one word."""
     x0 = decode((w0 >> (8 * byte)) & 0xFF).to(tl.float16) * f0
     x1 = decode((w1 >> (8 * byte)) & 0xFF).to(tl.float16) * f1
     x2 = decode((w2 >> (8 * byte)) & 0xFF).to(tl.float16) * f2

@@ -1,8 +1,5 @@
 """Pages of memory and the free lists of their ids, which kernels allocate on the device.
 
-    take_pages     moves ids from the head of the free list to a table
-    return_pages   moves a table's ids to the tail of the free list
-
 A page holds rows of any width, as many as fit. The free list is a circular buffer with a head and a
 length. A second free list has the pages in host memory, whose ids begin at the number of device
 pages. Host pages are taken when no device page is free. If no page is free at all, the entry
@@ -39,7 +36,7 @@ NO_PAGE, NO_ROOM = tl.constexpr(NONE), tl.constexpr(MISSING)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PagePool:
-    """Pages for rows, and the free lists of their ids."""
+    """Fixed-size pages of device and host memory, and the lists of the ids of free pages."""
 
     pages: Tensor  # uint8 [P, bytes of a page], uninitialised
     host_pages: Tensor  # uint8 [Q, bytes of a page] in host memory that the device can access
@@ -52,7 +49,7 @@ class PagePool:
     def make(
         cls, num_pages: int, page_bytes: int, device: torch.device, *, num_host_pages: int = 0
     ) -> "PagePool":
-        """Return a pool whose pages are all free. Not inside the capture of a CUDA graph."""
+        """Return a pool whose pages are all free. A CUDA graph must not capture this call."""
         # At least one page, of a multiple of 16 bytes; host pages are pinned for a GPU.
         pinned, num_ids = device.type == "cuda", num_pages + num_host_pages
         state = torch.zeros(NUM_WORDS, dtype=torch.int32)
@@ -72,7 +69,7 @@ class PagePool:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page."""
+        """Size of one page in bytes."""
         return self.pages.shape[1]
 
 
@@ -90,7 +87,7 @@ def return_pages_ref(table: Tensor, num_entries: int, pool: PagePool) -> None:
 
 
 def take_pages_ref(table: Tensor, num_entries: int, need: int, pool: PagePool) -> None:
-    """Return a table's pages, then take `need` pages from the heads of the lists."""
+    """Free a table's pages, then write `need` free page ids to it; MISSING if no page is free."""
     return_pages_ref(table, num_entries, pool)
     P, state = pool.pages.shape[0], pool.state
     rings = [(HEAD_WORD, FREE_WORD, 0, P)]
@@ -114,6 +111,7 @@ def take_pages_ref(table: Tensor, num_entries: int, need: int, pool: PagePool) -
 
 @triton.jit
 def _lock(state_ptr):
+    """Spin until this program has the lock of the free lists."""
     # The lists are changed by one program at a time, which holds a word of the state. So streams,
     # and replays of CUDA graphs beside eager code, need no order among them: a page is in one table
     # or in a list. Whoever returns a table does so after the last read of its pages.
@@ -129,7 +127,8 @@ def _unlock(state_ptr):
 
 
 @triton.jit
-def _locate_word(state_ptr, WORD: tl.constexpr):
+def _load_word(state_ptr, WORD: tl.constexpr):
+    """Load a word of the pool's state past the L1 cache, because other programs write it."""
     return tl.load(state_ptr + WORD, cache_modifier=".cg")  # other programs write it
 
 
@@ -143,10 +142,10 @@ def _put_back(
     num_host,  # Q
     BLOCK: tl.constexpr,
 ):
-    """Put a table's pages at the tails; return the new FREE, HOST_FREE and DEMAND."""
-    head, free = _locate_word(state_ptr, HEAD), _locate_word(state_ptr, FREE)
-    host_head, host_free = _locate_word(state_ptr, HOST_HEAD), _locate_word(state_ptr, HOST_FREE)
-    demand = _locate_word(state_ptr, DEMAND)
+    """Free a table's pages and return the new FREE, HOST_FREE and DEMAND. Needs the lock."""
+    head, free = _load_word(state_ptr, HEAD), _load_word(state_ptr, FREE)
+    host_head, host_free = _load_word(state_ptr, HOST_HEAD), _load_word(state_ptr, HOST_FREE)
+    demand = _load_word(state_ptr, DEMAND)
     tl.debug_barrier()  # all threads have read what one of them writes in the end
     for start in range(0, num_entries, BLOCK):
         entries = start + tl.arange(0, BLOCK)
@@ -175,7 +174,7 @@ def put_back_pages(
     num_host,  # Q
     BLOCK: tl.constexpr,
 ):
-    """Put a table's pages at the tails of the lists, in one program."""
+    """Free a table's pages under the lock of the free lists. Only one program may call this."""
     _lock(state_ptr)
     free, host_free, demand = _put_back(
         table_ptr, num_entries, state_ptr, free_ptr, num_pages, num_host, BLOCK
@@ -198,13 +197,13 @@ def take_pages(
     num_host,  # Q
     BLOCK: tl.constexpr,
 ):
-    """Give a table `need` pages, in one program."""
+    """Free a table's pages, then write `need` free page ids to it; MISSING if no page is free."""
     # A table keeps its entries from one replay to the next. `take_pages` returns what the table
     # still names before it takes anything, so a replayed forward whose backward did not run loses
     # no page.
     _lock(state_ptr)
-    head, host_head = _locate_word(state_ptr, HEAD), _locate_word(state_ptr, HOST_HEAD)
-    peak, missed = _locate_word(state_ptr, PEAK), _locate_word(state_ptr, MISSED)
+    head, host_head = _load_word(state_ptr, HEAD), _load_word(state_ptr, HOST_HEAD)
+    peak, missed = _load_word(state_ptr, PEAK), _load_word(state_ptr, MISSED)
     free, host_free, demand = _put_back(
         table_ptr, num_entries, state_ptr, free_ptr, num_pages, num_host, BLOCK
     )
@@ -246,7 +245,7 @@ def _return_pages_kernel(
 
 
 def return_pages(table: Tensor, num_entries: int, pool: PagePool) -> None:
-    """Move a table's pages, its first N words, to the tails of the free lists. No host sync."""
+    """Move the page ids in a table's first N words to the pool's free lists. No host sync."""
     if not use_kernel(table):
         return_pages_ref(table, num_entries, pool)
     elif num_entries:

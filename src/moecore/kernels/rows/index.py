@@ -18,10 +18,6 @@ Letters: S source rows, K choices per source row, N = S * K pairs, e local exper
 
 Bytes moved: ids and weights 8 * N, slots 4 * N, row ids and weights 8 * R, and the [B, e] table
 written once, scanned in place and read once (16 * B * e).
-
-Any K works, also K = E of expert choice (column e holds e or -1). Then N is S * E and the table has
-S * E^2 / 128 entries: 2 MiB for 4096 source rows and 128 experts, 128 MiB for 1024. The default
-length is N rows; a caller whose experts have c rows each passes e * c.
 """
 
 from functools import partial
@@ -43,7 +39,7 @@ MAX_ROWS = 2**31 - 1  # row numbers are int32
 
 
 class ExpertIndex(NamedTuple):
-    """Both directions between source rows and expert rows."""
+    """The order of expert rows, the copies of source rows (tokens) sorted by local expert."""
 
     row_ids_R: Tensor  # int32, source row of each expert row; 0 where there is none
     weights_R: Tensor  # fp32, weight of each expert row, differentiable; 0 where there is none
@@ -54,12 +50,12 @@ class ExpertIndex(NamedTuple):
 
     @property
     def num_rows(self) -> Tensor:
-        """0-dim int32 on the device: expert rows in use. Rows past them have no defined content."""
+        """0-dim int32 on the device: expert rows in use. Later rows have no defined content."""
         return self.offsets_e.select(0, -1)
 
 
 def compute_padded_length(num_rows: int, num_experts: int, multiple: int) -> int:
-    """Return an upper bound of the rows after each expert's rows are padded."""
+    """Return an upper bound of the number of rows after each expert's rows are padded."""
     # Example, 5 rows of 2 experts, multiple 4: 1 and 4 take 8, 2 and 3 take 8; 12 is enough.
     return cdiv(num_rows + num_experts * (multiple - 1), multiple) * multiple
 
@@ -67,7 +63,7 @@ def compute_padded_length(num_rows: int, num_experts: int, multiple: int) -> int
 def build_index_ref(
     ids_SK: Tensor, weights_SK: Tensor, *, first: int, num_local: int, multiple: int, length: int
 ) -> ExpertIndex:
-    """Compute `build_index` by a stable sort of the pairs; any float dtype of weights."""
+    """Compute `build_index` by a stable sort of the pairs, into R = `length` expert rows."""
     N, device = ids_SK.numel(), ids_SK.device
     local_N = ids_SK.flatten().long() - first
     local_N = torch.where((local_N < 0) | (local_N >= num_local), num_local, local_N)
@@ -104,6 +100,7 @@ def _build_index_fwd_count_kernel(
     BINS: tl.constexpr,  # power of two >= NUM_LOCAL
     BLOCK_N: tl.constexpr,
 ):
+    """Count the pairs of each local expert in one block of pairs."""
     block = tl.program_id(0).to(tl.int64)
     pairs = block * BLOCK_N + tl.arange(0, BLOCK_N)
     local = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=-1) - first
@@ -121,6 +118,7 @@ def _build_index_fwd_scan_kernel(
     NUM_LOCAL: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
+    """Replace one expert's counts by running sums over earlier blocks, and write its total."""
     expert = tl.program_id(0)
     total = 0
     for start in range(0, num_blocks, BLOCK_B):
@@ -145,6 +143,7 @@ def _build_index_fwd_tally_kernel(
     BLOCK_B: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
+    """Count one expert's pairs in the blocks before each block of pairs, and in total."""
     expert = tl.program_id(0)
     total = 0
     for start in range(0, num_blocks, BLOCK_B):
@@ -171,6 +170,7 @@ def _build_index_fwd_layout_kernel(
     MULTIPLE: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
+    """Write the running sum of padded totals, and zeros in the expert rows without a pair."""
     pid = tl.program_id(0)
     experts = tl.arange(0, BINS)
     totals = tl.load(totals_ptr + experts, mask=experts < NUM_LOCAL, other=0)
@@ -212,6 +212,7 @@ def _build_index_fwd_place_kernel(
     MULTIPLE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
+    """Write the expert row of each pair of a block, and the pair's source row and weight there."""
     block = tl.program_id(0).to(tl.int64)
     inside = tl.arange(0, BLOCK_N)
     pairs = block * BLOCK_N + inside
@@ -249,6 +250,7 @@ def _build_index_bwd_kernel(
 def _launch_forward(
     ids_SK: Tensor, weights_SK: Tensor, first: int, num_local: int, multiple: int, length: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Launch the kernels; return row_ids_R, weights_R, slots_SK and offsets_e."""
     N, R, device = ids_SK.numel(), length, ids_SK.device
     row_ids_R, weights_R, slots_SK, offsets_e = _make_empty(ids_SK, weights_SK, num_local, R)
     B = cdiv(N, BLOCK_N)
@@ -306,6 +308,7 @@ def _launch_forward(
 
 
 def _run_bwd(dweights_R: Tensor, slots_SK: Tensor) -> Tensor:
+    """Return the gradient of weights_SK, which is that of each pair's expert row, 0 without one."""
     dweights_SK = torch.empty_like(slots_SK, dtype=dweights_R.dtype)
     args = (dweights_R.contiguous(), slots_SK, dweights_SK, slots_SK.numel())
     launch(_build_index_bwd_kernel, cdiv(slots_SK.numel(), 1024), *args, BLOCK=1024)
@@ -353,24 +356,21 @@ def build_index(
     multiple: int = 1,
     length: int | None = None,
 ) -> ExpertIndex:
-    """Build the `ExpertIndex`: each expert row's source row, and each choice's expert row.
+    """Sort the routed (token, choice) pairs by local expert, and return the `ExpertIndex`.
 
-    No host sync. weights_R is differentiable in weights_SK; rows that hold no pair may carry any
-    gradient, NaN included.
+    Row id and weight are 0 in padding rows and in all rows past offsets_e[-1]. No host sync.
+    weights_R is differentiable in weights_SK; rows without a pair may have any gradient, even NaN.
 
     Args:
         ids_SK: int32, global expert ids, distinct in a row; -1 = dropped; experts of other ranks
             are skipped.
-        weights_SK: fp32 weight of each choice; those of skipped choices are not read.
-        first: first global id owned here.
-        num_local: number of experts owned here, e.
+        weights_SK: fp32 weight of each choice; weights of skipped choices are not read.
+        first: global id of the first local expert.
+        num_local: number of local experts, e.
         multiple: each expert's rows are padded up to a multiple of this, a power of two.
-        length: when the caller knows that so many rows suffice without padding; R also
-            includes padding, `compute_padded_length`. If rows past R are dropped,
-            offsets_e[-1] > R, and experts may not read the index. The default is S * K.
-
-    Returns:
-        The index. Padding rows and all rows past offsets_e[-1] have row id 0 and weight 0.
+        length: a number of rows that suffices without padding; None = S * K. R is
+            `compute_padded_length` of it. If rows past R are dropped, offsets_e[-1] > R, and
+            experts may not read the index.
 
     Example, experts 2 and 3 of six, multiple 2, ids [[3, 0], [2, 3], [5, 3]]: expert 2 gets row 1
     and one row of padding, expert 3 rows 0, 1, 2 and one of padding, so row_ids_R is

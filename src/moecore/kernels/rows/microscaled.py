@@ -1,8 +1,5 @@
 """Operands in MXFP8 and NVFP4: emulated, or packed for tensor cores that multiply scales of blocks.
 
-    quantise_microscaled           rows [T, K] -> an operand summed over K, or over T
-    quantise_microscaled_matrices  [e, N, K] -> operands summed over K and over N
-
 `microscaling.py` defines the formats and has the references, whose bits the kernels have. NVFP4
 takes two passes, because a tensor's scale must be known first: the largest magnitudes, then the
 values. If rows are transformed, each pass transforms them, and no transformed row is stored.
@@ -54,7 +51,7 @@ TILE, NUM_WARPS = (16, 256), 4  # of one program: blocks of one row, and columns
 
 
 class _MicroscaleInput(NamedTuple):
-    """The tensor to quantise, as both kernels read it."""
+    """A tensor to quantise to MXFP8 or NVFP4: its rows, their order and their experts."""
 
     x_TK: Tensor
     shape: tuple[int, ...]  # of the operand before it is transposed: [M, K] or [e, N, K]
@@ -64,7 +61,7 @@ class _MicroscaleInput(NamedTuple):
     hadamard: bool = False
 
     def launch(self, kernel: Any, block: tuple[int, int], *tensors: Any, **constants: Any) -> None:
-        """Launch a kernel with a program for each tile of blocks."""
+        """Launch a kernel with one program per tile; `block` is rows and columns of one scale."""
         (rows, columns), (*lead, N, K), x_TK = block, self.shape, self.x_TK
         M, below = prod(lead) * N, TILE[0] if rows == 1 else 1
         launch(
@@ -82,7 +79,7 @@ class _MicroscaleInput(NamedTuple):
         )
 
     def compute_amax(self, block: tuple[int, int]) -> Tensor:
-        """Return the largest finite magnitude of each tensor."""
+        """Return the largest finite magnitude of each expert's rows or of each matrix, fp32."""
         amax = self.x_TK.new_zeros(self.num_scales, dtype=torch.float32)
         self.launch(finite_amax_kernel, block, amax)
         return amax
@@ -97,7 +94,11 @@ class _MicroscaleInput(NamedTuple):
         transposed: bool = False,
         random: bool = False,
     ) -> Blocks:
-        """Return the operand, emulated or packed."""
+        """Quantise to one operand with blocks of `block` rows and columns, emulated or packed.
+
+        `amax` gives the fp32 scales of "nvfp4" and is computed if None. `transposed` needs `pack`:
+        emulated values stay in x's layout. `random` = stochastic rounding.
+        """
         layout = (PACKED_ROWS, PACKED_COLUMNS)[transposed] if pack else VALUES
         is_nvfp4, new = recipe.scaling == "nvfp4", self.x_TK.new_empty
         if not is_nvfp4:
@@ -142,7 +143,10 @@ def quantise_microscaled(
     num_experts: int = 0,
     pack: bool = False,
 ) -> Blocks:
-    """Return rows as an operand; scales of tensors are fp32 [e + 1]. No autograd, no host sync.
+    """Quantise rows in MXFP8 or NVFP4 to one operand [M, K], or [K, M] with `over_rows` and `pack`.
+
+    Without `pack`, values are multiplied by the scales of their blocks, in bf16 (fp32 on CPUs).
+    Then the result has the scales of tensors, fp32 [e + 1]. No autograd, no host sync.
 
     Args:
         x_TK: any floating dtype.
@@ -155,7 +159,7 @@ def quantise_microscaled(
         expert_M: int64, the expert of each row; e = none, and its values change no other row. All
             rows of a block along rows have one expert. None = one scale for all rows.
         num_experts: e.
-        pack: whether values and scales of blocks are packed, transposed with `over_rows`.
+        pack: whether values and scales of blocks are bytes, with the summed dim innermost.
     """
     if not has_kernel(x_TK):
         return quantise_microscaled_ref(
@@ -184,7 +188,7 @@ def quantise_microscaled(
 
 
 def compute_finite_amax(x_eNK: Tensor) -> Tensor:
-    """Return fp32 [e], the largest finite magnitude of each contiguous matrix."""
+    """Return fp32 [e], the largest finite magnitude of each matrix of a contiguous [e, N, K]."""
     if not has_kernel(x_eNK):
         return compute_finite_magnitude(x_eNK).amax((1, 2))
     rows = x_eNK.view(-1, x_eNK.shape[2])
@@ -200,10 +204,11 @@ def quantise_microscaled_matrices(
     amax_e: Tensor | None = None,
     pack: bool = False,
 ) -> OperandPair:
-    """Return matrices as operands summed over K and over N, with fp32 scales [e]. No autograd.
+    """Quantise matrices to the operands summed over K (`rows`) and over N (`columns`). No autograd.
 
     In "nvfp4", whose blocks are square, both operands have the same numbers. `amax_e` are given
-    largest finite magnitudes; None = of each matrix. `pack` is as for `quantise_microscaled`.
+    largest finite magnitudes; None = of each matrix. `pack` is as for `quantise_microscaled`;
+    without `pack`, scales are fp32 [e].
     """
     w_eNK = w_eNK.detach().contiguous()
     make: Any = partial(quantise_microscaled_matrices_ref, w_eNK)

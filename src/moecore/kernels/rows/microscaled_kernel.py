@@ -18,7 +18,7 @@ VALUES, PACKED_ROWS, PACKED_COLUMNS = (tl.constexpr(i) for i in range(3))  # wha
 
 @triton.jit
 def _apply_hadamard(x):  # 16 tensors of fp32: rows times their signs
-    """Return the 16 rows of `microscaling.hadamard`, added in its order."""
+    """Return the Hadamard transform of 16 rows (a tuple of fp32), like `apply_hadamard`."""
     for k in tl.static_range(4):
         sums: tl.tuple = ()
         for i in tl.static_range(16):
@@ -71,7 +71,7 @@ def _load_blocks(
 
 @triton.jit
 def _find_experts(experts_ptr, first, M, rows_of_expert):
-    """Return the expert of each block, from its first row."""
+    """Return the expert of each block of rows, by the block's first row."""
     if experts_ptr is not None:
         return tl.load(experts_ptr + first, mask=first < M, other=0)
     else:
@@ -95,7 +95,7 @@ def finite_amax_kernel(
     G: tl.constexpr,
     B: tl.constexpr,
 ):
-    """Raise the largest finite magnitudes of experts by those of a program's blocks."""
+    """Update amax_ptr, each expert's largest finite magnitude, with this program's blocks."""
     first, _, _, x = _load_blocks(
         x_ptr, sources_ptr, T, M, stride, K, HADAMARD, ROWS, COLUMNS, G, B
     )
@@ -115,7 +115,7 @@ def finite_amax_kernel(
 
 @triton.jit
 def compute_nvfp4_tensor_scale(amax, POWER_OF_TWO: tl.constexpr):  # fp32, finite
-    """Compute `microscaling.tensor_scales` of "nvfp4"."""
+    """Return a tensor's fp32 NVFP4 scale: amax / 2688, or the next power of two."""
     scale = tl.div_rn(amax, tl.full(amax.shape, 2688.0, tl.float32))  # 6 * 448
     if POWER_OF_TWO:
         bits = scale.to(tl.int32, bitcast=True) + 0x007FFFFF & 0x7F800000
@@ -125,7 +125,7 @@ def compute_nvfp4_tensor_scale(amax, POWER_OF_TWO: tl.constexpr):  # fp32, finit
 
 @triton.jit
 def _hash(x):  # uint32
-    """Compute `microscaling._mix`."""
+    """Compute `microscaling._hash` on uint32."""
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
     return x ^ (x >> 16)
@@ -133,7 +133,7 @@ def _hash(x):  # uint32
 
 @triton.jit
 def _draw_uniform(x, row, columns):  # fp32 [G, B, COLUMNS], int64 [G], [B, COLUMNS]
-    """Compute `microscaling.draw_uniform`."""
+    """Return fp32 in [0, 1) per element, which depends on value and position: `draw_uniform`."""
     of_row = _hash(row.to(tl.uint32) + FIRST_DRAW)[:, None, None]
     of_place = _hash(of_row + columns.to(tl.uint32)[None, :, :])
     hashed = _hash(of_place ^ (x.to(tl.uint32, bitcast=True) >> 16))
@@ -142,7 +142,7 @@ def _draw_uniform(x, row, columns):  # fp32 [G, B, COLUMNS], int64 [G], [B, COLU
 
 @triton.jit
 def compute_nvfp4_block_scale(amax, scale):  # fp32 of one number of dims
-    """Compute `microscaling.nvfp4_scales`; return E4M3 in int32 or uint8, and fp32."""
+    """Return blocks' E4M3 scales, as bits and as fp32, from their amax and the tensor's scale."""
     exact = tl.div_rn(amax, tl.full(amax.shape, 6.0, tl.float32))
     exact = tl.div_rn(exact, tl.broadcast_to(scale, amax.shape))
     code = tl.where(amax < float("inf"), to_e4m3(tl.minimum(exact, 448.0)), 0x7F)
@@ -151,14 +151,18 @@ def compute_nvfp4_block_scale(amax, scale):  # fp32 of one number of dims
 
 @triton.jit
 def encode_e2m1(value, sign):  # as `to_e2m1` returns them
-    """Return the four bits of E2M1, in int32."""
+    """Return the 4-bit E2M1 code in int32 of a magnitude and a sign bit from `to_e2m1`."""
     code = tl.where(value < 2.0, value * 2.0, value + 2.0)
     return tl.where(value < 4.0, code, value * 0.5 + 4.0).to(tl.int32) | (sign >> 28) & 8
 
 
 @triton.jit
 def to_e2m1(x, step, draw):  # fp32, scales of block and tensor, None = to the nearest
-    """Compute `microscaling.to_e2m1`; return the magnitude, and the sign's bit in int32."""
+    """Round x / step to E2M1; return the magnitude in fp32, and the sign in bit 31 of int32.
+
+    `step` is the product of the block's and the tensor's scale. `draw` in [0, 1) rounds
+    stochastically; None = to the nearest.
+    """
     x = tl.where(step > 0.0, tl.div_rn(x, step), 0.0)  # 0 where the scale is NaN, too
     size = tl.minimum(tl.abs(x), 6.0)
     unit = tl.where(size < 4.0, tl.where(size < 2.0, 0.5, 1.0), 2.0)
@@ -195,7 +199,11 @@ def quantise_microscaled_kernel(
     G: tl.constexpr,
     B: tl.constexpr,
 ):
-    """Write the values of a program's blocks; the first program writes the scales of tensors."""
+    """Write a program's blocks of one operand; the first program writes the tensors' scales, too.
+
+    LAYOUT is VALUES (emulated, like x), PACKED_ROWS (bytes) or PACKED_COLUMNS (bytes, transposed).
+    amax_ptr is None for MXFP8.
+    """
     E2M1: tl.constexpr = amax_ptr is not None
     if tl.program_id(0) == 0:
         for start in range(0, NUM_SCALES, 128):

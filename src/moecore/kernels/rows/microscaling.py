@@ -9,14 +9,13 @@ CPUs compute with this file. It is also the reference for the kernels in `micros
 
     x is about value * scale of its block * scale of its tensor
 
-Blocks extend along the summed dim. No tensor core for these formats is used here. A value times the
-scale of its block is a number of bf16, so an operand is rounded to such numbers ("emulated") and
-multiplied as bf16. Scales of tensors multiply the sums in fp32. A CPU multiplies in fp32.
+Blocks extend along the summed dim. A value times the scale of its block is a number of bf16, so an
+operand is rounded to such numbers ("emulated") and multiplied as bf16, on a CPU as fp32. Scales of
+tensors multiply the sums in fp32.
 
 An E8M0 scale is the least power of two with which a block's largest value fits 448 (`scaling.py`).
-The OCP specification's example rounds scales down, so values from 1.75 times a power of two on
-would saturate. That costs loss in training, and would let a value depend on other values of its
-block.
+The OCP specification's example rounds scales down, so that large values saturate, which costs loss
+in training.
 
 NVFP4: a tensor's scale is amax / (6 * 448), or the least power of two that is not less. A block's
 scale is amax / 6 over the tensor's scale, rounded to the nearest E4M3. Values round to the nearest,
@@ -25,8 +24,7 @@ their block NaN.
 
 Stochastic rounding uses a hash of a fixed seed, an element's row and column in its operand, and its
 value truncated to bf16. So repeats and recomputation draw the same numbers, without a state that
-checkpoints or CUDA graphs would have to save. Layers and steps draw different numbers where their
-values differ. Another order of sums changes last bits of fp32, and few draws.
+checkpoints or CUDA graphs would have to save.
 
 Letters: M, K rows and columns of an operand; P rows with each expert's padded to full blocks.
 
@@ -70,7 +68,7 @@ def _expand_scales(scales: Tensor) -> Tensor:
 
 
 def quantise_mxfp8(x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Return E4M3 of x's shape, and fp32 scales, powers of two: [..., M / rows, K / columns]."""
+    """Return E4M3 like x, and fp32 powers of two [..., M / rows, K / columns], scales of blocks."""
     values, scales = quantise_ref(_split_blocks(x, block), (-3, -1), power_of_two=True)
     return values.reshape(x.shape), scales.squeeze(-1).squeeze(-2)
 
@@ -96,7 +94,7 @@ def quantise_nvfp4(
 
 
 def compute_nvfp4_scales(amax: Tensor, scale: Tensor) -> Tensor:
-    """Return the E4M3 scales of blocks from their largest magnitudes and the tensor's scale."""
+    """Return E4M3 scales of blocks, amax / 6 / the tensor's scale; NaN if amax is not finite."""
     # A GPU multiplies by the reciprocal of a number, so what divides is a tensor.
     exact_scales = amax / torch.full_like(amax, LARGEST_E2M1) / scale
     return exact_scales.clamp(max=MAX).masked_fill(~amax.isfinite(), torch.nan).to(FP8)
@@ -137,7 +135,7 @@ def unpack_e2m1(packed_bytes: Tensor) -> Tensor:
 
 
 def unpack_matrices(weight: Blocks, recipe: Recipe, *, transposed: bool) -> Blocks:
-    """Return the emulated operand of packed all-gathered matrices [e, N, K]."""
+    """Return packed all-gathered NVFP4 matrices [e, N, K] as an emulated operand."""
     assert weight.amax is not None, "they were gathered by it"
     wide = _dequantise(unpack_e2m1(weight.values), weight.scales, recipe.weight_block)
     scales = compute_tensor_scales(weight.amax, recipe)
@@ -162,7 +160,7 @@ def draw_uniform(x_MK: Tensor) -> Tensor:
 
 
 def _hash(x: Tensor) -> Tensor:
-    """Return a one-to-one hash of int32: MurmurHash3's finalizer; products wrap around."""
+    """Return a hash of int32, one-to-one: MurmurHash3's finalizer, whose products wrap around."""
     x = (x ^ (x >> 16 & 0xFFFF)) * (0x85EBCA6B - 2**32)
     x = (x ^ (x >> 13 & 0x7FFFF)) * (0xC2B2AE35 - 2**32)
     return x ^ (x >> 16 & 0xFFFF)
@@ -195,7 +193,7 @@ def compute_tensor_scales(amax: Tensor, recipe: Recipe) -> Tensor:
 def _quantise_blocks(
     x: Tensor, recipe: Recipe, block: tuple[int, int], scale: Tensor, draws: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return values and scales of blocks; `scale` is the scale of tensors."""
+    """Return values and block scales in the recipe's format; `scale` is of tensors (NVFP4)."""
     if recipe.scaling == "mxfp8":
         return quantise_mxfp8(x, block)
     return quantise_nvfp4(x, block, scale, draws)
@@ -208,12 +206,12 @@ def _dequantise(values: Tensor, scales: Tensor, block: Any) -> Tensor:
 
 
 def get_product_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which a tensor's device multiplies emulated operands."""
+    """Return the dtype of emulated operands on x's device: fp32 on a CPU, otherwise bf16."""
     return torch.float32 if x.device.type == "cpu" else torch.bfloat16
 
 
 def _pack(values: Tensor, scales: Tensor, amax: Tensor, *, transposed: bool) -> Blocks:
-    """Return values and scales of blocks as bytes, with the summed dim innermost."""
+    """Return values and block scales as bytes, with rows innermost if `transposed`."""
     if transposed:
         values, scales = values.mT, scales.mT
     if values.dtype == FP8:
@@ -269,7 +267,7 @@ def quantise_microscaled_matrices_ref(
     pack: bool,
     transposed: bool,
 ) -> Blocks:
-    """Return one operand of `quantise_microscaled_matrices`; without `pack` in w's layout."""
+    """Return one operand of `quantise_microscaled_matrices`; without `pack` never transposed."""
     w_eNK = w_eNK.float()
     amax_e = compute_finite_magnitude(w_eNK).amax((1, 2)) if amax_e is None else amax_e
     scales = compute_tensor_scales(amax_e, recipe)

@@ -10,16 +10,7 @@ Letters: S source rows, K choices per source row, R expert rows, D columns.
 
 Bytes moved, with b bytes per element and U <= S * K slots in use: gather reads S * D * b and
 writes R * D * b; sum reads U * D * b and writes S * D * b. Both read the index, 4 * (R + 2 * S * K)
-bytes at most.
-
-Any K works. Expert choice has K = E columns, and a source row uses few of them. Both kernels load
-every column's slot, and the fill reads 4 * R * K bytes more. The reference of a sum makes K passes
-over [S, D].
-
-`copy_first_rows` copies the first rows of a matrix to or from memory that the GPU accesses over
-PCIe. The number of rows is on the device, so a copy engine cannot read it. Few programs copy all
-rows, because PCIe is slow and other kernels need the multiprocessors. Bytes moved: 2 * num_rows *
-(bytes of a row).
+bytes at most. With K = E columns of expert choice, the fill reads 4 * R * K bytes more.
 """
 
 from functools import cache
@@ -48,14 +39,14 @@ COPY_WORDS = 4096  # of 4 bytes, that a program copies at once
 def gather_rows_ref(
     x_SD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor | None
 ) -> Tensor:
-    """Return x_SD[row_ids_R], zero in rows that no slot names."""
+    """Return x_SD[row_ids_R], and zeros in expert rows that no entry of slots_SK names."""
     if not x_SD.shape[0]:  # the empty sum keeps the graph connected
         return x_SD.new_zeros(row_ids_R.shape[0], x_SD.shape[1]) + x_SD.sum(0)
     return clear_rows_without_slot(x_SD.index_select(0, row_ids_R), slots_SK)
 
 
 def clear_rows_without_slot(x_RD: Tensor, slots_SK: Tensor) -> Tensor:
-    """Return expert rows with zeros in the rows that no slot names."""
+    """Return expert rows with zeros in the rows that no entry of slots_SK names (padding)."""
     R = x_RD.shape[0]
     named_R = torch.zeros(R + 1, dtype=torch.bool, device=x_RD.device)
     named_R[slots_SK.flatten().remainder(R + 1)] = True  # -1 is the spare row
@@ -65,7 +56,7 @@ def clear_rows_without_slot(x_RD: Tensor, slots_SK: Tensor) -> Tensor:
 def sum_rows_ref(
     y_RD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor | None
 ) -> Tensor:
-    """Return the sum of the rows that each source row's slots name, in order of k."""
+    """Return the sum over k of y_RD[slots_SK[:, k]], in order of k; a slot of -1 adds nothing."""
     dtype = torch.promote_types(y_RD.dtype, torch.float32)
     out_SD = y_RD.new_zeros(slots_SK.shape[0], y_RD.shape[1], dtype=dtype)
     if not y_RD.shape[0]:
@@ -78,7 +69,7 @@ def sum_rows_ref(
 
 @cache
 def choose_column_block(num_columns: int, itemsize: int) -> dict[str, int]:
-    """Return the columns of one program, and its warps for one 16-byte access per thread."""
+    """Return BLOCK_D, the columns of one program, and num_warps, 16 bytes per thread and access."""
     # The most columns, up to 2048, that leave at most 1/8 idle.
     fits = (n for n in (2048, 1024, 512, 256) if -(-num_columns // n) * n * 8 <= num_columns * 9)
     block = next(fits, min(256, max(16, next_power_of_2(num_columns))))
@@ -102,6 +93,7 @@ def _gather_rows_fwd_kernel(
     FILL_D: tl.constexpr,
     CLEAR: tl.constexpr,  # zeros from num_rows on; else those rows stay as they are
 ):
+    """Copy one source row to its expert rows, or write zeros to 32 expert rows without a slot."""
     pid = tl.program_id(0)
     if pid < num_fill:
         # Rows that no slot names: padding below num_rows, and all rows from there on.
@@ -148,6 +140,7 @@ def _load_choice(
     D: tl.constexpr,
     K: tl.constexpr,
 ):
+    """Return columns of the expert row of a source row's choice k, fp32; 0 if there is none."""
     slot = tl.load(slots_ptr + source * K + k, mask=k < K, other=-1).to(tl.int64)
     mask = (columns < D) & (slot >= 0)
     return tl.load(y_ptr + slot * D + columns, mask=mask, other=0.0).to(tl.float32)
@@ -162,6 +155,7 @@ def _sum_rows_fwd_kernel(
     K: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
+    """Write BLOCK_D columns of the sum of one source row's expert rows, added in fp32."""
     BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     pid = tl.program_id(0)
     source = (pid // BLOCKS).to(tl.int64)
@@ -184,6 +178,7 @@ def _sum_rows_fwd_kernel(
 def _launch_gather(
     x_SD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor | None, *, clear: bool
 ) -> Tensor:
+    """Launch the gather; without `clear`, rows from num_rows on are uninitialised."""
     (S, D), K, R = x_SD.shape, slots_SK.shape[1], row_ids_R.shape[0]
     out_RD = x_SD.new_empty(R, D)
     if not R or not D:
@@ -255,7 +250,7 @@ _sum_rows: Op[Tensor] = Op(
 def gather_rows(
     x_SD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor | None = None
 ) -> Tensor:
-    """Return each expert row's source row; the gradient is `sum_rows` of the output's.
+    """Return the source row (token) of each expert row; the gradient is `sum_rows` of the output's.
 
     No host sync.
 
@@ -263,7 +258,7 @@ def gather_rows(
         x_SD: source rows, any float dtype; copied when not contiguous.
         row_ids_R: int32, source row of each expert row, in [0, S) below num_rows.
         slots_SK: int32, expert row of each source row's k-th choice, distinct; -1 = none.
-        num_rows: 0-dim int32 on the device; None means R.
+        num_rows: 0-dim int32 on the device, the expert rows in use; None means R.
 
     Returns:
         [R, D], dtype of x_SD: x_SD[row_ids_R], and zeros in rows that no slot names, which are
@@ -273,15 +268,17 @@ def gather_rows(
 
 
 def gather_used_rows(x_SD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor) -> Tensor:
-    """Compute `gather_rows` with uninitialised rows from num_rows on."""
-    # For kernels of this package: S > 0, a GPU, 16-bit floats or fp32. No autograd, no host sync.
+    """Compute `gather_rows` with uninitialised rows from num_rows on. No autograd, no host sync.
+
+    x_SD has at least one row, and is bf16, fp16 or fp32 on a GPU.
+    """
     return _launch_gather(x_SD, row_ids_R, slots_SK, num_rows, clear=False)
 
 
 def sum_rows(
     y_RD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor | None = None
 ) -> Tensor:
-    """Return the sum over the expert rows of each source row.
+    """Return the sum of the expert rows of each source row (token).
 
     Differentiable in y_RD; the gradient is `gather_rows` of the output's. No host sync; the same
     bits in every run.
@@ -316,6 +313,7 @@ def _copy_first_rows_kernel(
     PROGRAMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Copy the first num_rows rows in words of 4 bytes; PROGRAMS programs share them."""
     num_words = tl.minimum(tl.load(num_rows_ptr), length).to(tl.int64) * row_words
     for start in range(tl.program_id(0).to(tl.int64) * BLOCK, num_words, PROGRAMS * BLOCK):
         i = start + tl.arange(0, BLOCK)
@@ -326,8 +324,8 @@ def _copy_first_rows_kernel(
 def copy_first_rows(target_RB: Tensor, source_RB: Tensor, num_rows: Tensor) -> None:
     """Copy the first num_rows rows of a matrix; later rows of the target do not change.
 
-    Both matrices are uint8, contiguous, on the GPU or in pinned host memory. num_rows is 0-dim
-    int32 on the GPU, and at most R rows are copied.
+    Both matrices are uint8, contiguous, on the GPU or in pinned host memory. Few programs copy,
+    because PCIe is slow. num_rows is 0-dim int32 on the GPU, and at most R rows are copied.
     """
     row_bytes = source_RB.shape[1]
     if not use_kernel(num_rows) or row_bytes % 4:

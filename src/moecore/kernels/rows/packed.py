@@ -1,8 +1,5 @@
 """Rows packed as FP8 for exchange between ranks: half the bytes of bf16, one scale per 128 columns.
 
-    pack_rows           [S, D] -> uint8 [S, W]: D values in e4m3, then their scales in fp32
-    gather_packed_rows  packed source rows -> wide rows in expert order
-
 A scale is the smallest power of two with which the largest value of its 128 columns fits 448. So a
 widened row is exact in bf16 and fp16, and packing it again gives the same values. Values and scales
 of a row are adjacent: a row is sent, and saved for backward, as one piece of memory. The kernels
@@ -33,7 +30,7 @@ PACKED_COLUMNS = 16  # of which D is a multiple
 
 
 def count_packed_bytes(dim: int) -> int:
-    """Return W, the bytes of a packed row of `dim` columns; 2048 have 16 scales, so 2112 bytes."""
+    """Return the size in bytes of a packed row of `dim` columns: 2048 columns take 2112 bytes."""
     return cdiv(dim + 4 * cdiv(dim, BLOCK), ROW_BYTES) * ROW_BYTES
 
 
@@ -50,21 +47,21 @@ def pack_rows_ref(x_SD: Tensor) -> Tensor:
 
 
 def view_packed_rows(bytes_SW: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Return views of the values, float8_e4m3fn [S, D], and of the scales, fp32 [S, B]."""
+    """Return views of packed rows: values, float8_e4m3fn [S, dim], and scales, fp32 [S, B]."""
     ends = dim + 4 * cdiv(dim, BLOCK)
     values_SD = bytes_SW[:, :dim].view(FP8)
     return values_SD, bytes_SW[:, dim:ends].view(torch.float32)
 
 
 def unpack_rows(values_SD: Tensor, scales_SB: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return widened rows [S, D], in plain PyTorch on any device."""
+    """Return e4m3 values times their scales (one per 128 columns) as `dtype`, [S, D]."""
     scales_SD = scales_SB.repeat_interleave(BLOCK, 1)[:, : values_SD.shape[1]]
     return (values_SD.float() * scales_SD).to(dtype)
 
 
 @cache
 def _choose_program(dim: int) -> dict[str, int]:
-    """Return the scales of one program, and its warps for 16 columns per thread."""
+    """Return BLOCKS, the 128-column blocks of a program, and num_warps, for `dim` columns."""
     # The most scales, up to 16, that leave at most 1/8 idle.
     B = cdiv(dim, BLOCK)
     fits = (n for n in (16, 8, 4) if cdiv(B, n) * n * 8 <= B * 9)
@@ -82,6 +79,7 @@ def _pack_rows_kernel(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
+    """Pack BLOCKS blocks of 128 columns of one row, values and scales."""
     PARTS: tl.constexpr = (D + BLOCKS * BLOCK - 1) // (BLOCKS * BLOCK)
     row = (tl.program_id(0) // PARTS).to(tl.int64)
     blocks = tl.program_id(0) % PARTS * BLOCKS + tl.arange(0, BLOCKS)
@@ -107,6 +105,7 @@ def _gather_packed_rows_kernel(
     BLOCKS: tl.constexpr,
     BLOCK_K: tl.constexpr,  # power of two
 ):
+    """Widen BLOCKS blocks of 128 columns of one source row, and write them to its expert rows."""
     PARTS: tl.constexpr = (D + BLOCKS * BLOCK - 1) // (BLOCKS * BLOCK)
     row = (tl.program_id(0) // PARTS).to(tl.int64)
     blocks = tl.program_id(0) % PARTS * BLOCKS + tl.arange(0, BLOCKS)
@@ -145,10 +144,10 @@ _pack_rows = Op(
 
 
 def pack_rows(x_SD: Tensor) -> Tensor:
-    """Return rows as FP8 with their scales. No autograd, no host sync.
+    """Quantise rows to e4m3 with one scale per 128 columns, each row as one run of bytes.
 
     An infinity makes its 128 columns NaN; a NaN stays a NaN. x_SD is bf16, fp16 or fp32,
-    contiguous; D is a multiple of `PACKED_COLUMNS`.
+    contiguous; D is a multiple of `PACKED_COLUMNS`. No autograd, no host sync.
 
     Returns:
         uint8 [S, W]: D values in e4m3, ceil(D / 128) scales in fp32, and undefined bytes up to a
@@ -165,10 +164,11 @@ def gather_packed_rows(
     slots_SK: Tensor,
     num_rows: Tensor | None,
 ) -> Tensor:
-    """Return each expert row's widened source row, [R, D]. No autograd, no host sync.
+    """Widen FP8 source rows to `dtype` and gather them in expert order, [R, D]. No autograd.
 
-    Values and scales are from `view_packed_rows`, and the index is as for `gather_rows`. Source
-    rows without a slot may have any content; expert rows that no slot names are uninitialised.
+    No host sync. Values and scales are from `view_packed_rows`; the last three arguments are as for
+    `gather_rows`. Source rows without a slot may have any content. Expert rows that no slot names
+    are uninitialised.
     """
     (S, D), K, R = values_SD.shape, slots_SK.shape[1], row_ids_R.shape[0]
     if not use_kernel(values_SD):

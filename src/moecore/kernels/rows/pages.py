@@ -1,14 +1,9 @@
 """Copies of used rows from worst-case buffers to pages and back, without a host sync.
 
-    take_rows   finds the used rows and takes pages for them (`free_list.py`)
-    copy_rows   copies the used rows to their pages, or from the pages to their positions
-
-The matrices of one dispatch share a table. The used rows of a matrix are the rows with a slot, or
-the first rows. Which rows are used, their number, and their pages are known only on the device.
-Rows for which the table has no page are NaN after the copy back.
-
-A table is int32 on the device: the page ids of the first matrix, of the second, and so on, N
-entries; the number of rows with a slot; the number of first rows; the rows with a slot.
+Which rows are used, their number, and their pages are known only on the device. Rows for which the
+table has no page are NaN after the copy back. The matrices of one dispatch share a table, int32 on
+the device: the page ids of the first matrix, of the second, and so on, N entries; the number of
+rows with a slot; the number of first rows; the rows with a slot.
 
 Letters: S source rows (with slots), K slots of a row, R expert rows (the first ones are in use),
 B bytes of a row, P device pages, Q host pages, N entries.
@@ -44,7 +39,10 @@ TAKE_WARPS = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PageLayout:
-    """The matrices of one dispatch, and the layout of their used rows in pages."""
+    """How the used rows of one dispatch's matrices are laid out in pages of a `PagePool`.
+
+    A matrix is a uint8 buffer [rows, B]. Its used rows are the rows with a slot, or the first rows.
+    """
 
     pool: PagePool
     widths: tuple[int, ...]  # B of at most MAX_MATRICES matrices, at most the bytes of a page
@@ -68,7 +66,7 @@ class PageLayout:
         source_rows: int,
         expert_rows: int,
     ) -> "PageLayout":
-        """Return the layout of matrices, each B and whether its used rows are a list."""
+        """Return the layout of `matrices`: (B, bytes of a row; whether used rows have slots)."""
         widths, has_list = zip(*matrices, strict=True)
         steps = [pool.page_bytes // width for width in widths]
         lengths = [source_rows if listed else expert_rows for listed in has_list]
@@ -95,7 +93,7 @@ class PageLayout:
         )
 
     def table(self) -> Tensor:
-        """Return an empty table. Not inside the capture of a CUDA graph: replays would empty it."""
+        """Return a table without pages. A captured CUDA graph would clear the table at replay."""
         num_listed = self.source_rows if any(self.has_list) else 0
         size = self.num_entries + 2 + num_listed
         return torch.full((size,), NONE, dtype=torch.int32, device=self.pool.pages.device)
@@ -122,7 +120,7 @@ def take_rows_ref(
 def copy_rows_ref(
     matrices: Sequence[Tensor | None], table: Tensor, layout: PageLayout, *, stash: bool
 ) -> None:
-    """Copy the used rows of matrices to the pages of a table, or back, on the host."""
+    """Compute `copy_rows` on the host: rows to pages if `stash`, otherwise pages to rows."""
     pool, N, entry = layout.pool, layout.num_entries, 0
     P = pool.pages.shape[0]
     for matrix, width, listed in zip(matrices, layout.widths, layout.has_list, strict=True):
@@ -147,6 +145,7 @@ def copy_rows_ref(
 
 @triton.jit
 def _count_pages(num_rows, STEPS: tl.constexpr):
+    """Return the number of pages of num_rows rows of each matrix; STEPS are the rows of a page."""
     need = 0
     for m in tl.static_range(len(STEPS)):
         need += (num_rows + STEPS[m] - 1) // STEPS[m]
@@ -175,6 +174,7 @@ def _take_rows_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """List the rows with a slot in the table, then take pages for all used rows. One program."""
     need = 0
     if slots_ptr is not None:
         count = 0
@@ -279,6 +279,7 @@ def _copy_pages_kernel(
     BLOCKS_W: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Copy up to four matrices to pages (STASH) or back; a last program returns a table's pages."""
     if tl.program_id(0) < PROGRAMS:
         listed, first = tl.load(table_ptr + num_entries), tl.load(table_ptr + num_entries + 1)
         order_ptr, at_ptr = table_ptr + num_entries + 2, table_ptr
@@ -309,9 +310,9 @@ def take_rows(
     """Take pages for the used rows, and write the list of these rows to the table. No host sync.
 
     Args:
-        table: from `layout.table()`; its pages are returned first.
-        slots_SK: int32. A row is used if one of its slots is not negative. None if no matrix has a
-            list.
+        table: from `layout.table()`; its earlier pages are returned to the pool first.
+        slots_SK: int32. A source row is used if one of its slots is not negative. None if no matrix
+            has a list.
         num_rows: 0-dim int32. The first num_rows of R rows are used, at most R. None if all
             matrices have a list.
 
@@ -355,10 +356,10 @@ def copy_rows(
 
     Args:
         matrices: uint8, contiguous, in the order of the layout; None = skip this matrix.
-        table, layout: as for `take_rows`.
+        table, layout: as for `take_rows`, which was called before.
         stash: whether rows are copied to pages; otherwise pages to rows.
-        over: a table of the same pool, and its N, whose pages no kernel reads any more. The same
-            launch returns these pages, in place of `return_pages`.
+        over: a table of the same pool, and its num_entries, whose pages no kernel reads any more.
+            The same launch returns these pages to the pool; None = no pages.
     """
     if not use_kernel(table):
         copy_rows_ref(matrices, table, layout, stash=stash)

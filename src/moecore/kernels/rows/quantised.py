@@ -11,11 +11,9 @@ memory. Hopper's FP8 tensor cores need the summed dim of both operands innermost
 transposed copies.
 
 Tile j of `tile_tokens` has the 128 rows of row tile j, and 0 past the end of its expert's rows.
-Tiles past the last used one are uninitialised. A weight gradient sums over the rows of a tile, so
-these rows share one scale per 128 columns, the largest of the rows' scales. The values of a row
-with a smaller scale are multiplied by the ratio of both scales. With powers of two the ratio
-changes only exponents, and loses values below 2^-17 of the block's largest value: e4m3 has 16
-binades of full mantissas and 3 of shorter ones.
+Tiles past the last used one are uninitialised. The rows of a tile share one scale per 128 columns,
+the largest of the rows' scales; values of other rows are multiplied by the ratio of both scales.
+With powers of two the ratio loses only values below 2^-17 of the block's largest value.
 
 Letters: S source rows, R expert rows (length), D K C columns, B = K / 128 blocks, t row tiles of
 128 rows of one expert (`rows/row_tiles.py`), e experts, N rows of a matrix.
@@ -59,19 +57,20 @@ def quantise_rows_ref(x_SD: Tensor, *, power_of_two: bool) -> Rows:
 
 
 def quantise_row_blocks_ref(x_RK: Tensor, power_of_two: bool) -> Blocks:
-    """Return rows quantised per 1 x 128, with the transposed scales of `gather_row_blocks`."""
+    """Quantise rows per 1 x 128; return the layout of `gather_row_blocks`, in plain PyTorch."""
     rows = quantise_rows_ref(x_RK, power_of_two=power_of_two)
     assert rows.scales is not None
     return Blocks(rows.values, _transpose_scales(rows.scales), "tile")
 
 
 def _transpose_scales(scales_RB: Tensor) -> Tensor:
+    """Return scales [R, B] as contiguous [B, R], with R padded to a multiple of 4."""
     R = scales_RB.shape[0]
     return F.pad(scales_RB.T, (0, round_up(R, SCALE_ROWS) - R)).contiguous()
 
 
 def gather_row_blocks_ref(rows: Rows, row_ids_R: Tensor | None) -> Blocks:
-    """Compute `gather_row_blocks` in plain PyTorch; rows without a slot are copies."""
+    """Compute `gather_row_blocks` in plain PyTorch, without zeros in padding rows."""
     assert rows.scales is not None
     values, scales = rows.values, rows.scales
     if row_ids_R is not None:
@@ -99,7 +98,7 @@ def tile_tokens_ref(rows: Rows | Blocks, row_ids_R: Tensor | None, tiles: RowTil
 
 
 def _get_values_and_scales(rows: Rows | Blocks) -> tuple[Tensor, Tensor]:
-    """Return the rows' values [S, D] and scales [S, B]."""
+    """Return the values [S, D] and the scales as [S, B], from rows or from their "tile" operand."""
     if isinstance(rows, Blocks):
         return rows.values, rows.scales.T[: rows.values.shape[0]]
     assert rows.scales is not None
@@ -121,6 +120,7 @@ def quantise_weights_ref(
 def _make_pair(
     values_eNK: Tensor | None, scales_eNK: Tensor, values_eKN: Tensor | None
 ) -> OperandPair:
+    """Return both operands with the same scales [e, N / 128, K / 128]; None = not made."""
     return OperandPair(
         None if values_eNK is None else Blocks(values_eNK, scales_eNK, "block"),
         None if values_eKN is None else Blocks(values_eKN, scales_eNK.transpose(1, 2), "block"),
@@ -136,7 +136,7 @@ def check_columns(name: str, size: int) -> None:
 
 
 def make_empty_row_blocks(like: Tensor, num_rows: int, num_columns: int) -> Blocks:
-    """Return uninitialised FP8 rows with transposed scales."""
+    """Return an uninitialised "tile" operand: FP8 [rows, columns], and transposed scales."""
     scales_shape = (num_columns // BLOCK, round_up(num_rows, SCALE_ROWS))
     return Blocks(
         like.new_empty(num_rows, num_columns, dtype=FP8),
@@ -146,7 +146,7 @@ def make_empty_row_blocks(like: Tensor, num_rows: int, num_columns: int) -> Bloc
 
 
 def make_empty_rows(like_SD: Tensor) -> Rows:
-    """Return uninitialised FP8 rows of the shape of `like_SD`, which widen to its dtype."""
+    """Return uninitialised FP8 rows of like_SD's shape, which `Rows.widen` widens to its dtype."""
     S, D = like_SD.shape
     scales_SB = like_SD.new_empty(S, D // BLOCK, dtype=torch.float32)
     return Rows(torch.empty_like(like_SD, dtype=FP8), scales_SB, like_SD.dtype)
@@ -159,8 +159,7 @@ def quantise_rows(x_SD: Tensor, *, power_of_two: bool, num_rows: Tensor | None =
 
     Args:
         x_SD: bf16, fp16 or fp32, contiguous; D a multiple of 128.
-        power_of_two: whether scales are powers of two, as those of `pack_rows`; otherwise amax /
-            448.
+        power_of_two: whether scales are powers of two, as in `pack_rows`; otherwise amax / 448.
         num_rows: 0-dim int32 on the device. Rows from num_rows on are not read, and are
             uninitialised in the result. None means S.
 
@@ -187,7 +186,9 @@ def quantise_rows(x_SD: Tensor, *, power_of_two: bool, num_rows: Tensor | None =
 def gather_row_blocks(
     rows: Rows, row_ids_R: Tensor | None, slots_SK: Tensor | None, num_rows: Tensor | None
 ) -> Blocks:
-    """Return the FP8 source row of each expert row, bit for bit. No autograd, no host sync.
+    """Gather FP8 rows in expert order, bit for bit, and transpose their scales. No autograd.
+
+    No host sync.
 
     Args:
         rows: with scales; D a multiple of 128, rows maybe strided. A row that no slot names is not
@@ -197,7 +198,8 @@ def gather_row_blocks(
         slots_SK, num_rows: as for `gather_rows`.
 
     Returns:
-        Rows from num_rows on, and values of rows that no slot names, are uninitialised.
+        A "tile" operand: values [R, D], scales [D / 128, R padded to 4]. Rows from num_rows on, and
+        values of rows that no slot names, are uninitialised.
     """
     assert rows.scales is not None
     S, D = rows.values.shape
@@ -234,7 +236,7 @@ def gather_row_blocks(
 
 
 def tile_tokens(rows: Rows | Blocks, row_ids_R: Tensor | None, tiles: RowTiles) -> Blocks:
-    """Return FP8 rows tile by tile, transposed, with one scale for 128 rows and 128 columns.
+    """Transpose FP8 rows per tile of 128 expert rows, for weight gradients, which sum over rows.
 
     A NaN of a row stays at its position. An infinity, which made 128 columns of its row NaN, makes
     the scale of that block infinite. No autograd, no host sync.
@@ -243,6 +245,9 @@ def tile_tokens(rows: Rows | Blocks, row_ids_R: Tensor | None, tiles: RowTiles) 
         rows: with scales, maybe strided; D a multiple of 128. A row that is in no tile is not read.
         row_ids_R: int32, source row of each expert row; None for rows in expert order.
         tiles: from `map_row_tiles` of the R expert rows.
+
+    Returns:
+        FP8 [tiles, D, 128] with one scale per 128 rows and 128 columns, [tiles, D / 128].
     """
     values_SD, scales_SB = _get_values_and_scales(rows)
     S, D = values_SD.shape
@@ -273,10 +278,10 @@ def tile_tokens(rows: Rows | Blocks, row_ids_R: Tensor | None, tiles: RowTiles) 
 def quantise_weights(
     w_eNK: Tensor, *, power_of_two: bool, rows: bool = True, columns: bool = True
 ) -> OperandPair:
-    """Return matrices as FP8, one scale per 128 x 128 block, in one pass for both layouts.
+    """Quantise matrices to FP8, one scale per 128 x 128 block, to both operands of FP8 products.
 
-    w_eNK is bf16, fp16 or fp32, contiguous; N and K are multiples of 128. `rows` and `columns`
-    select the layouts. No autograd, no host sync.
+    w_eNK is bf16, fp16 or fp32, contiguous; N and K are multiples of 128. `rows` requests values
+    [e, N, K], `columns` the transposed [e, K, N]; one pass writes both. No autograd, no host sync.
     """
     e, N, K = w_eNK.shape
     check_columns("N", N)

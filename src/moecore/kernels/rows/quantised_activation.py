@@ -53,7 +53,7 @@ def quantised_activation_ref(
     power_of_two: bool,
     quantise_h: bool = False,
 ) -> tuple[Blocks, Rows | None]:
-    """Compute `quantised_activation` in plain PyTorch."""
+    """Compute `quantised_activation` in plain PyTorch: FP8 act(h) * weight, and FP8 H or None."""
     h = quantise_rows_ref(h_RC, power_of_two=power_of_two) if quantise_h else None
     a_RF = activate_rows(h_RC, options)
     if weights_R is not None:
@@ -70,7 +70,7 @@ def quantised_activation_bwd_ref(
     *,
     power_of_two: bool,
 ) -> tuple[Blocks, Tensor, Blocks]:
-    """Compute `quantised_activation_bwd` in plain PyTorch."""
+    """Compute `quantised_activation_bwd` in plain PyTorch: dh, dweights_R and the activation."""
     wide = h.widen().float(), da_RF.float()  # in which nothing is rounded before it is quantised
     dh_RC, dweights_R, a_RF = weighted_activation_bwd_ref(*wide, weights_R, num_rows, options)
     return (
@@ -82,7 +82,7 @@ def quantised_activation_bwd_ref(
 
 @triton.jit
 def load_h(h_ptr, h_scales_ptr, rows, row_mask, block, wide: tl.constexpr, C: tl.constexpr):
-    """Return 128 columns of H in fp32; FP8 is first widened and rounded to `wide`."""
+    """Return 128 columns of FC1's output as fp32; FP8 (with scales) is first rounded to `wide`."""
     at = rows[:, None] * C + block * 128 + tl.arange(0, 128)[None, :]
     h = tl.load(h_ptr + at, mask=row_mask[:, None], other=0)
     if h_scales_ptr is not None:
@@ -107,7 +107,7 @@ def quantised_activation_fwd_kernel(
     POWER_OF_TWO: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Write the weighted activation of BLOCK_R rows and 128 columns."""
+    """Write FP8 of 128 columns of the weighted activation, and of H unless h_values_ptr is None."""
     BLOCKS: tl.constexpr = F // 128
     C: tl.constexpr = 2 * F if ACT.GATED else F
     block = tl.program_id(0) % BLOCKS
@@ -154,7 +154,7 @@ def quantised_activation_bwd_kernel(
     POWER_OF_TWO: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Write dh, a and the parts of dweights of BLOCK_R rows and 128 columns of F."""
+    """Write FP8 of dh and a, and dweights' sums over 128 columns of F, of BLOCK_R rows."""
     BLOCKS: tl.constexpr = F // 128
     C: tl.constexpr = 2 * F if ACT.GATED else F
     block = tl.program_id(0) % BLOCKS
@@ -200,7 +200,7 @@ def sum_parts_kernel(
     PARTS: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Add the parts of each row in order; 0 from num_rows on."""
+    """Sum [PARTS, R] over the first dim in order, for BLOCK_R rows; write 0 from num_rows on."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     row_mask = rows < num_expert_rows
     if num_rows_ptr is not None:
@@ -222,16 +222,18 @@ def quantised_activation(
     power_of_two: bool,
     quantise_h: bool = False,
 ) -> tuple[Blocks, Rows | None]:
-    """Return activated rows times their weight, quantised from fp32. No autograd, no host sync.
+    """Return act(h) times the weight of each row, quantised from fp32. No autograd, no host sync.
 
     Args:
         h_RC: FC1's output, bf16, fp16 or fp32, contiguous: [R, 2F] with gate columns first for
             activations with a gate, otherwise [R, F]; F a multiple of 128.
         weights_R, num_rows: as for `weighted_activation`; weights are contiguous.
+        power_of_two: whether scales are powers of two; otherwise amax / 448.
         quantise_h: whether h_RC is also returned in FP8, as by `quantise_rows`.
 
     Returns:
-        [R, F], and H or None. Rows from num_rows on are uninitialised.
+        FP8 [R, F] with a scale per 128 columns ("tile"), and H in FP8, or None without quantise_h.
+        Rows from num_rows on are uninitialised.
     """
     R, C = h_RC.shape
     F = C // 2 if options.gated else C
@@ -271,12 +273,12 @@ def quantised_activation_bwd(
 ) -> tuple[Blocks, Tensor, Blocks]:
     """Return dh, dweights and the recomputed weighted activation. No autograd, no host sync.
 
-    The same bits in every run. h is H as saved for backward, contiguous. da_RF, the gradient of the
-    output, is contiguous and in the dtype of H. Other arguments are as for the forward.
+    The same bits in every run. h is H as saved for backward, contiguous, FP8 or not. da_RF, the
+    gradient of the output, is contiguous and in the dtype of H. Other arguments are the forward's.
 
     Returns:
-        dh [R, C], quantised from fp32 values; dweights_R fp32, zero from num_rows on; the forward's
-        output [R, F]. Rows of dh and of the output from num_rows on are uninitialised.
+        dh, FP8 [R, C] from fp32 values; dweights_R fp32, zero from num_rows on; the forward's
+        output, FP8 [R, F]. Rows of dh and of the output from num_rows on are uninitialised.
     """
     (R, C), F = h.values.shape, da_RF.shape[1]
     check_columns("F", F)

@@ -20,7 +20,7 @@ def store_row_blocks(
     C: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
 ):
-    """Quantise and store 128 columns of each row."""
+    """Store e4m3 of 128 columns; scales are [C / 128, stride], with stride None [R, C / 128]."""
     scale, inverse = block_scale(tl.max(magnitude(x), axis=1), POWER_OF_TWO)
     at = rows[:, None] * C + block * 128 + tl.arange(0, 128)[None, :]
     tl.store(values_ptr + at, to_e4m3(x * inverse[:, None]), mask=row_mask[:, None])
@@ -41,7 +41,7 @@ def quantise_rows_kernel(
     POWER_OF_TWO: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Quantise and store BLOCKS blocks of 128 columns."""
+    """Quantise and store BLOCKS blocks of 128 columns, except in rows from num_rows on."""
     blocks = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     block_mask = blocks < num_blocks
     if num_rows_ptr is not None:
@@ -74,7 +74,7 @@ def gather_row_blocks_kernel(
     SCALE_R: tl.constexpr,
     SCALE_B: tl.constexpr,
 ):
-    """Write the scales of SCALE_R expert rows, or the values of one source row."""
+    """Write the transposed scales of SCALE_R expert rows, or copy the values of one source row."""
     pid = tl.program_id(0)
     if pid < num_scale:
         rows = pid.to(tl.int64) * SCALE_R + tl.arange(0, SCALE_R)
@@ -114,7 +114,7 @@ def _load_words(
     W,  # words from one row to the next
     SCALES_W: tl.constexpr,
 ):
-    """Return int32 [rows, 32] and fp32 scales [rows]; 0 from row `end` on."""
+    """Return FP8 words [rows, 32] (int32, four values each) and scales [rows]; 0 from `end` on."""
     row_mask = rows < end
     sources = rows
     if row_ids_ptr is not None:
@@ -144,7 +144,7 @@ def tile_tokens_kernel(
     SCALES_W: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
-    """Write 128 columns of one row tile."""
+    """Transpose 128 columns of one row tile, and write their common scale."""
     B: tl.constexpr = D // 128
     tile, block = tl.program_id(0) // B, tl.program_id(0) % B
     if tile < tl.load(map_ptr):
@@ -180,7 +180,7 @@ def quantise_weights_kernel(
     K: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
 ):
-    """Write one block of 128 x 128, in one layout or both."""
+    """Quantise one block of 128 x 128; values_ptr or words_ptr (transposed) may be None."""
     BLOCKS: tl.constexpr = K // 128
     pid = tl.program_id(0)
     row_block = (pid // BLOCKS).to(tl.int64)  # of [e * N / 128]

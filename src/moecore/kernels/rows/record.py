@@ -23,7 +23,7 @@ PROGRAM = {"BLOCKS": 32, "num_warps": 4}  # scales of one program: 32 elements p
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of tokens, with their scales if the rows are quantised."""
+    """Rows of tokens [S, D], and their scales if the values are FP8."""
 
     values: Tensor  # [S, D] bf16, fp16, fp32 or fp64; float8_e4m3fn with scales, rows maybe strided
     scales: Tensor | None = None  # None, or fp32 [S, ceil(D / 128)]: factor of each 128 columns
@@ -39,12 +39,12 @@ class Rows:
     def from_bytes(
         cls, bytes_SW: Tensor, dim: int, dtype: torch.dtype, handle_SD: Tensor | None = None
     ) -> Rows:
-        """Return the rows that `pack_rows` packed, as views of the same memory."""
+        """Return the rows that `pack_rows` packed as views; `widen` converts them to `dtype`."""
         return cls(*view_packed_rows(bytes_SW, dim), dtype, handle_SD=handle_SD)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which products multiply the rows."""
+        """The dtype in which products multiply the rows; not that of FP8 values."""
         return self.values.dtype if self.wide_dtype is None else self.wide_dtype
 
     def widen(self) -> Tensor:
@@ -57,6 +57,7 @@ class Rows:
 
 
 def _widen(values_SD: Tensor, scales_SB: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return values times scales as `dtype`, by a kernel if `pack_rows` packed the rows."""
     # The kernel reads values and scales side by side, as `pack_rows` leaves them; a compiler fuses
     # the plain form.
     is_packed = values_SD.stride(0) == 4 * scales_SB.stride(0)
@@ -67,7 +68,7 @@ def _widen(values_SD: Tensor, scales_SB: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Widened(torch.autograd.Function):
-    """Widened rows, whose gradient is the gradient of the handle."""
+    """Autograd node of widened rows: backward returns the gradient of the rows as the handle's."""
 
     @staticmethod
     def forward(ctx: Any, handle_SD: Tensor, values_SD: Tensor, scales_SB: Tensor) -> Tensor:
@@ -104,7 +105,7 @@ def _widen_rows_kernel(
 
 
 def widen_rows(rows: Rows, num_rows: Tensor | None = None) -> Tensor:
-    """Return rows in their wide dtype. No autograd, no host sync.
+    """Return rows in their wide dtype, by a kernel on a GPU. No autograd, no host sync.
 
     Rows and scales are contiguous, C a multiple of 128. num_rows is 0-dim int32 on the device, at
     most R: rows from num_rows on are not read, and are uninitialised in the result. None means R.

@@ -56,6 +56,7 @@ def _rotary_kernel(
     BLOCK_N: tl.constexpr,  # >= n; 0 = no dims stay
     BLOCK_HALF: tl.constexpr,
 ):
+    """Rotate BLOCK_R rows, each a token's head; BACKWARD rotates back to the input's layout."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     row_mask = (rows < num_rows)[:, None]
     token, h = rows // H, rows % H
@@ -90,6 +91,7 @@ def _rotary_kernel(
 def _launch_rotary(
     x: Tensor, cos_Td: Tensor, sin_Td: Tensor, neighbours: bool, backward: bool
 ) -> Tensor:
+    """Rotate x, or with `backward` its gradient by the negative angles, by the kernel."""
     if x.stride(-1) != 1:
         x = x.contiguous()
     B, T, H, w = x.shape
@@ -130,13 +132,13 @@ _rotary = Op(
 
 
 def rotary(x_BTHw: Tensor, cos_Td: Tensor, sin_Td: Tensor, *, neighbours: bool = False) -> Tensor:
-    """Return queries or keys rotated by the angles of their positions; fp32 inside, rounded once.
+    """Rotate queries or keys by the angles of their positions; fp32 inside, rounded once.
 
     Compilers see plain PyTorch, which they fuse. The kernel is differentiable once in x, plain
     PyTorch (CPUs, fp64) any number of times.
 
     Args:
-        x_BTHw: [B, T, H, n + d], any strides.
+        x_BTHw: [B, T, H, n + d], any strides. The last d dims are rotated.
         cos_Td, sin_Td: fp32 [T, d / 2].
         neighbours: whether pairs are dims (2i, 2i + 1) of the last d (DeepSeek); otherwise dims
             (i, i + d / 2) (Llama).

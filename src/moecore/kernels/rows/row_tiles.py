@@ -29,6 +29,7 @@ def _map_row_tiles_kernel(
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Write the map entries of one expert's row tiles, and its entry of ends_ptr."""
     experts = tl.arange(0, E_POW2)
     exists = experts < num_experts
     ends = tl.load(offsets_ptr + experts, mask=exists, other=0)
@@ -51,14 +52,14 @@ def _map_row_tiles_kernel(
 
 
 class RowTiles(NamedTuple):
-    """The map of row tiles, on the device."""
+    """All row tiles of the experts, up to 128 rows of one expert each, on the device."""
 
     map: Tensor  # int32 [1 + most row tiles, MAP_FIELDS], see above
     ends_e: Tensor  # int32 running sum of the experts' row tiles
 
     @property
     def max_tiles(self) -> int:
-        """The number of tiles that the map has memory for."""
+        """The number of row tiles that fit the map; map[0, 0] is the number in use."""
         return self.map.shape[0] - 1
 
 
@@ -79,8 +80,10 @@ def map_row_tiles_ref(offsets_e: Tensor, num_rows: int) -> RowTiles:
 
 
 def map_row_tiles(offsets_e: Tensor, num_rows: int) -> RowTiles:
-    """Return the map of all row tiles, for all products of one index."""
-    # No host sync. `offsets_e` is the running sum of the experts' rows, `num_rows` R.
+    """Return the row tiles of all experts, which all products of one index share. No host sync.
+
+    `offsets_e` is the running sum of the experts' rows, `num_rows` the length R of the row buffer.
+    """
     if not use_kernel(offsets_e):
         return map_row_tiles_ref(offsets_e, num_rows)
     e = offsets_e.shape[0]

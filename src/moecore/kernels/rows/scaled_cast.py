@@ -27,6 +27,7 @@ def _scaled_cast_kernel(
     ON_DEVICE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Write BLOCK elements of x * scale; `scale` is a pointer if ON_DEVICE, otherwise a number."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + i, mask=i < numel, other=0.0).to(tl.float32)
     if ON_DEVICE:

@@ -56,7 +56,7 @@ LARGEST = {"e4m3": MAX, "e5m2": 57344.0}  # values
 
 
 class ScaleKind(NamedTuple):
-    """A kind of scales of a dense operand [M, K]."""
+    """The shape of the elements that share a scale, for one kind of FP8 operand [M, K]."""
 
     code: int  # constant of `cast_kernel`
     block: Block  # rows and columns of one scale
@@ -77,7 +77,7 @@ GATHERED_KINDS: dict[Block, str] = {(128, 128): "block", (None, None): "tensor",
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """One operand of a product, quantised in blocks."""
+    """One quantised operand of a matrix product: FP8 or packed values, and their scales."""
 
     values: Tensor  # float8, contiguous, the summed dim innermost; zero in the padding
     scales: Tensor  # fp32, of the shape that `kind` has in this file's table
@@ -86,19 +86,19 @@ class Blocks:
     amax: Tensor | None = None
 
     def tensors(self) -> list[Tensor]:
-        """Return values, scales and, if present, amax."""
+        """Return [values, scales], and `amax` as a third if it is not None."""
         return [self.values, self.scales, *([] if self.amax is None else [self.amax])]
 
 
 class OperandPair(NamedTuple):
-    """Both operands of a matrix [T, D], or of one matrix of every expert; None = not made."""
+    """The two operands of a matrix [T, D], or of one matrix per expert; None = not made."""
 
     rows: Blocks | None  # for sums over D
     columns: Blocks | None  # for sums over T; transposed
 
 
 def get_values_and_scales(side: Blocks | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return an operand's values and scales; None for an operand that was not made."""
+    """Return an operand's (values, scales), or (None, None) for an operand that was not made."""
     return (None, None) if side is None else (side.values, side.scales)
 
 
@@ -112,17 +112,17 @@ register_pytree_node(Blocks, lambda b: (b.tensors(), b.kind), _make_blocks)
 
 
 def round_up(n: int, multiple: int) -> int:
-    """Return the smallest multiple that is not less than n."""
+    """Return the smallest multiple of `multiple` that is not less than n."""
     return cdiv(n, multiple) * multiple
 
 
 def compute_operand_shape(rows: int, columns: int, kind: str) -> tuple[int, int]:
-    """Return the padded M and K of an operand of [rows, columns]."""
+    """Return [rows, columns] padded to the (M, K) that FP8 products of this `kind` support."""
     return round_up(rows, ALIGNED), round_up(columns, SCALE_KINDS[kind].multiple)
 
 
 def compute_scales_shape(M: int, K: int, kind: str) -> tuple[int, int]:
-    """Return the shape of an operand's scales in memory."""
+    """Return the shape in memory of the scales of an operand [M, K] of this `kind`."""
     if kind == "tile":
         return cdiv(K, BLOCK), M
     if kind == "block":
@@ -131,7 +131,7 @@ def compute_scales_shape(M: int, K: int, kind: str) -> tuple[int, int]:
 
 
 def compute_amax_ref(x: Tensor) -> Tensor:
-    """Return the largest magnitude as fp32 [1]; NaN is ignored, and no elements give 0."""
+    """Return the largest magnitude of x as fp32 [1]; NaN is ignored, and no elements give 0."""
     if x.numel() == 0:
         return torch.zeros(1, device=x.device)
     return magnitude_ref(x.float()).amax().reshape(1)
@@ -144,9 +144,9 @@ def quantise_ref(
     fmt: str = "e4m3",
     amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return FP8 of x's shape, and fp32 scales of size 1 in `dim`.
+    """Return FP8 of x's shape and fp32 scales, which have size 1 in `dim`, in plain PyTorch.
 
-    A scale follows from `amax`, or from the largest magnitude of x over `dim`.
+    A scale follows from `amax`, or if that is None from the largest magnitude of x over `dim`.
     """
     x = x.float()
     amax = magnitude_ref(x).amax(dim, keepdim=True) if amax is None else amax
@@ -155,7 +155,7 @@ def quantise_ref(
 
 
 def encode_ref(x: Tensor, inverse: Tensor, fmt: str) -> Tensor:
-    """Return FP8 of fp32 values times reciprocals of scales, saturated; infinity becomes NaN."""
+    """Return FP8 of fp32 x times `inverse`, reciprocals of scales; saturated, NaN for infinity."""
     values = x * inverse
     del inverse  # which may be as large
     values.clamp_(-LARGEST[fmt], LARGEST[fmt]).masked_fill_(x.isinf(), torch.nan)
@@ -163,12 +163,15 @@ def encode_ref(x: Tensor, inverse: Tensor, fmt: str) -> Tensor:
 
 
 def raise_seen_ref_(x: Tensor, seen: Tensor) -> None:
-    """Raise `seen`, fp32 [1], to the largest finite magnitude of a tensor."""
+    """Set `seen`, fp32 [1], in place to the maximum of `seen` and the finite magnitudes of x."""
     seen.copy_(torch.maximum(seen, compute_amax_ref(torch.where(x.isinf(), 0, x))))
 
 
 def cast_ref(x_TD: Tensor, amax: Tensor | None, kind: str, fmt: str, power_of_two: bool) -> Blocks:
-    """Return [T, D] as the operand that is summed over D; `amax` scales a "tensor" operand."""
+    """Quantise [T, D] to the operand that is summed over D, in plain PyTorch.
+
+    `amax`, fp32 [n], scales a "tensor" operand by its largest entry; None = magnitudes of x.
+    """
     T, D = x_TD.shape
     M, K = compute_operand_shape(T, D, kind)
     M128, B = round_up(M, BLOCK), K // BLOCK

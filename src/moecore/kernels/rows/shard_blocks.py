@@ -1,23 +1,20 @@
 """FP8 in blocks of 128 x 128 of a weight of which each rank has a part.
 
-    block_amax_       a rank's part -> its largest magnitude in each block of the full matrix
-    quantise_blocks_  a rank's part, and the maximum of these over ranks -> its FP8 values, and the
-                      scales of all blocks
+    write_block_amax_   a rank's part -> its largest magnitude in each block of the full matrix
+    quantise_blocks_    a rank's part, and the maximum of these over ranks -> its FP8 values, and
+                        the scales of all blocks
 
-    as_matrices       an all-gathered weight of experts as an operand [e, N, K]
-    as_operand        an all-gathered weight of a dense linear as an operand [N, K]
-    transpose_values  bytes [e, N, K] -> [e, K, N], for products that sum over N
+    view_as_matrices    an all-gathered weight of experts as an operand [e, N, K]
+    make_dense_operand  an all-gathered weight of a dense linear as an operand [N, K]
 
-The scales and values equal those of `quantise_weights` of the full matrix, bit for bit.
+The scales and values equal those of `quantise_weights` of the full matrix, bit for bit. A part is
+read twice and its values are written once, 9 bytes per element of fp32.
 
 Letters: R rows and C columns of the full matrix; r, c those of a rank's part; e, N, K as in
 `quantised.py`.
 
 Example, a weight [2, 128, 256] of two experts, cut over four ranks along its last dim: R = 256,
 C = 256. Rank 1 has columns 64 to 127 of all rows, which are half of the first block of columns.
-
-Budget: a part is read twice and its values are written once, 9 bytes per element of fp32. One
-program handles one block and masks the elements that are on other ranks.
 """
 
 from __future__ import annotations
@@ -45,7 +42,7 @@ TRANSPOSE_WARPS = 4
 
 
 class MatrixShard(NamedTuple):
-    """Position of a rank's part [r, c] in a matrix [R, C].
+    """Position of a rank's shard [r, c] in the full matrix [R, C].
 
     Row i of the part is row (i // run) * period + first_row + i % run of the matrix.
     """
@@ -61,9 +58,9 @@ class MatrixShard(NamedTuple):
 
     @classmethod
     def of(cls, shape: torch.Size, dim: int, start: int, size: int) -> MatrixShard:
-        """Return the position of rows `start` to `start + size` of one dim of a parameter.
+        """Return the position of a parameter's slice `start` to `start + size` of dim `dim`.
 
-        The matrix has the parameter's last dim as its columns, and all other dims as its rows.
+        The matrix has the last dim of `shape` as its columns, and all other dims as its rows.
         """
         rows, columns = shape[:-1].numel(), shape[-1]
         if dim == len(shape) - 1:
@@ -83,7 +80,7 @@ class MatrixShard(NamedTuple):
         return cdiv(self.rows, BLOCK) * cdiv(self.columns, BLOCK)
 
     def indices(self, part: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the full matrix's row and column indices of a part's rows and columns."""
+        """Return the full matrix's row indices [r] and column indices [c] of a shard's elements."""
         row = torch.arange(part.numel() // max(self.part_columns, 1), device=part.device)
         if self.run:
             row = row // self.run * self.period + self.first_row + row % self.run
@@ -91,9 +88,10 @@ class MatrixShard(NamedTuple):
 
 
 def view_as_matrices(weight: Blocks, shape: torch.Size) -> OperandPair:
-    """Return views of an all-gathered weight as the operand [e, N, K] that is summed over K."""
-    # Gathered values are contiguous, in the parameter's shape: the last dim has the columns. Scales
-    # of "block" have `MatrixShard.scales_shape`, with 0 in the padding.
+    """View an all-gathered weight of experts as the operand [e, N, K] that is summed over K.
+
+    `shape` is the parameter's, whose last dim has the columns. The pair's other operand is None.
+    """
     scales, values_eNK = weight.scales, weight.values.view(*shape[:2], -1)
     if weight.kind == "block":
         scales = scales[:, : shape[2] // BLOCK]
@@ -103,7 +101,7 @@ def view_as_matrices(weight: Blocks, shape: torch.Size) -> OperandPair:
 
 
 def make_dense_operand(weight: Blocks) -> Blocks:
-    """Return a dense weight as an operand [N, K], copied if K must be padded to whole blocks."""
+    """Return an all-gathered dense weight as an operand; a copy if K is not a multiple of 128."""
     if weight.kind == "tensor":
         return Blocks(weight.values, weight.scales.view(1, 1), "tensor")
     bytes_NK, missing = weight.values.view(torch.uint8), -weight.values.shape[1] % BLOCK
@@ -145,7 +143,10 @@ def locate_tile(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Return a tile's row and column, its elements' offsets in the part, and their mask."""
+    """Return this program's tile: its row and column number, offsets into the shard, and a mask.
+
+    `part` is a `MatrixShard`. The mask is False for elements on other ranks.
+    """
     tiles = tl.cdiv(part.columns, COLUMNS)
     i, j = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     row = i.to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -165,7 +166,7 @@ def block_amax_kernel(
     stride,
     BLOCK: tl.constexpr,
 ):
-    """Write the part's largest magnitude in one block; 0 if no element is in the part."""
+    """Write the shard's largest magnitude in one block; 0 if no element is in the shard."""
     i, j, at, inside = locate_tile(part, BLOCK, BLOCK)
     x = tl.load(part_ptr + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(amax_ptr + i * stride + j, tl.max(tl.max(magnitude(x), 1), 0))
@@ -182,7 +183,7 @@ def quantise_blocks_kernel(
     POWER_OF_TWO: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the part's values in one block, and the block's scale."""
+    """Write FP8 of the shard's elements in one block, and the block's scale."""
     i, j, at, inside = locate_tile(part, BLOCK, BLOCK)
     scale, inverse = block_scale(tl.load(amax_ptr + i * stride + j), POWER_OF_TWO)
     x = tl.load(part_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -198,7 +199,7 @@ def transpose_values_kernel(
     K: tl.constexpr,
     M: tl.constexpr,  # N rounded up
 ):
-    """Write one transposed block of 128 x 128; 0 past N."""
+    """Write one transposed block of 128 x 128 bytes; 0 past N."""
     row_blocks, column_blocks = tl.cdiv(M, 128), tl.cdiv(K, 128)
     pid = tl.program_id(0)
     j, pid = pid % column_blocks, pid // column_blocks
@@ -222,13 +223,12 @@ def transpose_values_kernel(
 
 
 def write_block_amax_(part: Tensor, place: MatrixShard, amax: Tensor) -> None:
-    """Write a part's largest magnitude in each block of the full matrix. No host sync.
-
-    NaN is ignored.
+    """Write a shard's largest magnitude, NaN ignored, in each block of the full matrix.
 
     Args:
-        part: bf16 or fp32, contiguous, r * c elements, maybe 0.
-        amax: fp32 of `place.scales_shape`, out. A block without elements of the part gets 0. The
+        part: the shard: bf16 or fp32, contiguous, r * c elements, maybe 0.
+        place: its position in the full matrix.
+        amax: fp32 of `place.scales_shape`, out. A block without elements of the shard gets 0. The
             padding of the last dim is not written.
     """
     if not part.numel():
@@ -249,13 +249,14 @@ def quantise_blocks_(
     *,
     power_of_two: bool,
 ) -> None:
-    """Write the FP8 values of a part, and the scales of all blocks. No autograd, no host sync.
+    """Write the FP8 values of a shard, and the scales of all blocks. No autograd, no host sync.
 
     Args:
         part, place: as for `write_block_amax_`.
         amax: fp32 of `place.scales_shape`, largest magnitudes of the full matrix's blocks.
         scales: fp32 of `place.scales_shape`, out. The padding of the last dim is not written.
-        values: uint8, contiguous, one byte per element of the part, out.
+        values: uint8, contiguous, one byte per element of the shard, out.
+        power_of_two: whether scales are powers of two; otherwise amax / 448.
     """
     if not use_kernel(scales):
         quantise_blocks_ref_(part, place, amax, scales, values, power_of_two=power_of_two)
@@ -272,8 +273,10 @@ def quantise_blocks_(
 
 
 def transpose_values(values_eNK: Tensor, multiple: int = 1) -> Tensor:
-    """Return float8 [e, N, K] as contiguous [e, K, M], where M is N rounded up to `multiple`."""
-    # N and K are multiples of 16. No autograd, no host sync.
+    """Return FP8 [e, N, K] as contiguous [e, K, M], where M is N rounded up to `multiple`.
+
+    N and K are multiples of 16. Columns past N are 0. No autograd, no host sync.
+    """
     e, N, K = values_eNK.shape
     M = round_up(N, multiple)
     bytes_eNK = values_eNK.view(torch.uint8)
@@ -287,9 +290,11 @@ def transpose_values(values_eNK: Tensor, multiple: int = 1) -> Tensor:
 
 
 def transpose_operand(weight: Blocks, columns: int) -> Blocks:
-    """Return an operand [N, K] as the operand [K, N] that is summed over N. No autograd."""
-    # "tensor" or "block", whose K is padded to a multiple of 128; `columns` is K without padding,
-    # as N a multiple of 16.
+    """Return a dense operand [N, K] as the operand [K, N] that is summed over N. No autograd.
+
+    Its kind is "tensor", or "block" with K padded to a multiple of 128. `columns` is K without the
+    padding; N and `columns` are multiples of 16.
+    """
     if weight.kind == "tensor":
         return Blocks(transpose_values(weight.values[None])[0], weight.scales, "tensor")
     values_KN = transpose_values(weight.values[None], BLOCK)[0, :columns]

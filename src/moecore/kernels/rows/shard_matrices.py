@@ -1,23 +1,21 @@
 """Quantises a rank's part of a weight to FP8 or NVFP4, with the bits of the full weight's.
 
-    amax_of_matrices_   a rank's part -> the largest magnitude in each matrix
+    write_matrix_amax_  a rank's part -> the largest magnitude in each matrix
     cast_part_          a rank's part, and the maximum of these over ranks -> its E4M3, with one
                         scale per matrix
 
-    amax_of_squares_    a rank's part -> the largest magnitude in each 16 x 16 of the full weight
-    finite_amax_        a rank's part -> the largest finite magnitude in each matrix
+    write_square_amax_  a rank's part -> the largest magnitude in each 16 x 16 of the full weight
+    write_finite_amax_  a rank's part -> the largest finite magnitude in each matrix
     pack_part_          a rank's part, and the maxima of both over ranks -> its E2M1, two values in
                         a byte; every rank computes all E4M3 scales
 
 A weight is one matrix [N, K], or one matrix of every expert, [e, ..., K]. The E4M3 values and
-scales equal the results of `scaled_matrices` and `cast` bit for bit. The NVFP4 values and scales
-equal the results of `quantise_microscaled_matrices`. In NVFP4 a value that is
-not finite makes the scale of its square NaN, and does not count for the amax of its matrix.
+scales equal the results of `scaled_matrices` and `cast` bit for bit, the NVFP4 values and scales
+the results of `quantise_microscaled_matrices`. In NVFP4 a value that is not finite makes the scale
+of its square NaN, and does not count for the amax of its matrix.
 
 Letters: R rows and C columns of the full weight, all matrices one below the other; r, c rows and
-columns of a rank's part. NVFP4 reads a part three times and writes half a byte per element. One
-program handles neighbouring squares, and masks the elements that are on other ranks, as in
-`shard_blocks.py`.
+columns of a rank's part. NVFP4 reads a part three times and writes half a byte per element.
 """
 
 from __future__ import annotations
@@ -45,20 +43,21 @@ TILE = {"SIDE": SQUARE, "COLUMNS": 256, "num_warps": 4}  # of one program
 
 
 def count_matrices(shape: torch.Size) -> int:
-    """Return the number of matrices of a weight: one per expert, or 1 for two dims."""
+    """Return the number of matrices of a weight: shape[0] experts, or 1 for two dims."""
     return shape[0] if len(shape) > 2 else 1
 
 
 def _view_as_matrices(part: Tensor, first: int, amax: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a part as one row per matrix, and the slice of `amax` for these matrices."""
+    """Return a shard as one row per matrix, and the slice of `amax` for these matrices."""
     rows = part.reshape(count_matrices(part.shape), -1)
     return rows, amax[first : first + rows.shape[0]]
 
 
 def write_matrix_amax_(part: Tensor, first: int, amax: Tensor) -> None:
-    """Write a part's largest magnitude in each matrix to fp32 `amax`, from matrix `first` on.
+    """Write a shard's largest magnitude in each matrix to `amax`, fp32, one entry per matrix.
 
-    NaN is ignored. Matrices without an element in the part get 0.
+    `first` is the number of the shard's first matrix. Matrices without an element in the shard get
+    0. NaN is ignored.
     """
     amax.zero_()
     if part.numel():
@@ -69,7 +68,10 @@ def write_matrix_amax_(part: Tensor, first: int, amax: Tensor) -> None:
 def cast_part_(
     part: Tensor, first: int, amax: Tensor, scales: Tensor, values: Tensor, *, power_of_two: bool
 ) -> None:
-    """Write a part's FP8 to flat uint8 `values`, and the scales of all matrices."""
+    """Write a shard's E4M3 to flat uint8 `values`, and the scales of all matrices, from `amax`.
+
+    `amax` has the largest magnitude of each full matrix; `first` is the shard's first matrix.
+    """
     scales.copy_(block_scale_ref(amax, power_of_two)[0])
     if part.numel():
         rows, part_amax = _view_as_matrices(part, first, amax)
@@ -118,7 +120,7 @@ def square_amax_kernel(
     SIDE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Write the part's largest magnitude in neighbouring squares; 0 in squares of other ranks."""
+    """Write the shard's largest magnitude in each of a program's 16 x 16 squares, 0 outside."""
     i, j, at, inside = locate_tile(part, SIDE, COLUMNS)
     size = tl.abs(tl.load(part_ptr + at, mask=inside, other=0.0).to(tl.float32))
     size = tl.where(size == size, size, float("inf"))
@@ -141,7 +143,7 @@ def pack_squares_kernel(
     SIDE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Write the scales of neighbouring squares, and the part's values in these squares."""
+    """Write the scales of a program's 16 x 16 squares, and E2M1 of the shard's values in them."""
     WIDE: tl.constexpr = COLUMNS // SIDE
     i, j, at, inside = locate_tile(part, SIDE, COLUMNS)
     square, squares = j * WIDE + tl.arange(0, WIDE), part.columns // SIDE
@@ -166,9 +168,9 @@ def _launch_kernel(kernel: object, place: MatrixShard, *args: object, **constant
 
 
 def write_square_amax_(part: Tensor, place: MatrixShard, amax: Tensor) -> None:
-    """Write a part's largest magnitude in each 16 x 16 square to fp32 `amax` [R / 16, C / 16].
+    """Write a shard's largest magnitude in each 16 x 16 square to fp32 `amax` [R / 16, C / 16].
 
-    A value that is not finite makes the magnitude of its square infinite.
+    A value that is not finite makes the entry of its square infinite. Other ranks' squares get 0.
     """
     if not part.numel() or not use_kernel(part):
         write_square_amax_ref_(part, place, amax)
@@ -177,9 +179,9 @@ def write_square_amax_(part: Tensor, place: MatrixShard, amax: Tensor) -> None:
 
 
 def write_finite_amax_(part: Tensor, first: int, amax: Tensor) -> None:
-    """Write a part's largest finite magnitude in each matrix, from matrix `first` on, to `amax`.
+    """Write a shard's largest finite magnitude in each matrix to `amax`, one entry per matrix.
 
-    Matrices without an element in the part get 0.
+    `first` is the shard's first matrix. Matrices without an element in the shard get 0.
     """
     amax.zero_()
     if part.numel():
@@ -197,15 +199,15 @@ def pack_part_(
     codes: Tensor,
     recipe: Recipe,
 ) -> None:
-    """Write a part's E2M1 to flat uint8 `codes`, and all scales. No autograd, no host sync.
+    """Write a shard's E2M1, two values in a byte, and all block scales. No autograd, no host sync.
 
     Args:
-        part: [r, c], contiguous, maybe without elements; c and its first column are even.
-        place: position of the part.
-        squares: fp32 [R / 16, C / 16], largest magnitudes of the full weight.
+        part: the shard [r, c], contiguous, maybe without elements; c and its first column are even.
+        place: position of the shard.
+        squares: fp32 [R / 16, C / 16], largest magnitudes of the full weight's 16 x 16 squares.
         amax: fp32, largest finite magnitude of each matrix.
         scales: e4m3 [R / 16, C / 16], out.
-        codes: uint8, r * c / 2, out.
+        codes: uint8 [r * c / 2], out.
         recipe: an "nvfp4" recipe.
     """
     if not use_kernel(scales):
