@@ -56,6 +56,7 @@ from moecore.recipes import finetune, loop, tiny_model, train
 from moecore.recipes.corpus_training import dispatcher_of
 from moecore.recipes.determinism import use_deterministic_algorithms
 from moecore.recipes.finetune import FinetuneConfig
+from moecore.recipes.generate import SampleOptions
 from moecore.recipes.launch import launch, leave
 from moecore.recipes.metrics import LoggerOptions
 from moecore.recipes.optimizer import OptimizerConfig
@@ -160,7 +161,9 @@ def options_of(run: Run) -> TrainConfig | FinetuneConfig:
         )
     native = NATIVE[run.size] | CASES[run.case]
     optimizer = OptimizerConfig(lr=3e-4)
-    return TrainConfig(steps=steps, sample_tokens=0, optimizer=optimizer, **native, **options)
+    return TrainConfig(
+        steps=steps, samples=SampleOptions(), optimizer=optimizer, **native, **options
+    )
 
 
 def recipe_of(run: Run) -> ModuleType:
