@@ -67,7 +67,7 @@ def sample_layers(run: TrainingRun, num_micro_batches: int) -> tuple[TrainingRun
 
 
 class Segment(NamedTuple):
-    """The launches and allocations of a step between two starts."""
+    """A part of a recorded step: its launches and allocations from one `Start` to the next."""
 
     launches: range  # numbers of the recorded launches
     net: int  # change of the allocated bytes
@@ -77,7 +77,7 @@ class Segment(NamedTuple):
 
 
 def _make_segment(launches: range, start: Start, level: int, kinds: Mapping[str, int]) -> Segment:
-    """Return the segment between `start` and the next start, with `level` allocated bytes."""
+    """Return the segment from `start`, at whose end `level` bytes are allocated, by `kinds`."""
     net_kinds, peak_kinds = (
         {kind: values.get(kind, 0) - start.kinds.get(kind, 0) for kind in {**values, **start.kinds}}
         for values in (kinds, start.top_kinds)
@@ -86,7 +86,7 @@ def _make_segment(launches: range, start: Start, level: int, kinds: Mapping[str,
 
 
 class _Early(NamedTuple):
-    """A launch's index in its segment, and its dependencies on launches far before it."""
+    """A launch with dependencies far before it: its index in its segment, and their numbers."""
 
     at: int
     dependencies: list[int]
@@ -98,7 +98,7 @@ _Copy = tuple[list[Placed], list[_Early]]
 
 @dataclass(frozen=True, kw_only=True)
 class Segments:
-    """A recorded step in segments."""
+    """A recorded step, divided where the host begins a forward or backward of a module."""
 
     queued: Sequence[Queued]
     resident_bytes: int
@@ -132,7 +132,7 @@ class Segments:
         return [s for part in parts for s in self.list_part_segments(part, pass_, micro_batch)]
 
     def list_part_segments(self, part: str, pass_: Pass, micro_batch: int) -> Sequence[Segment]:
-        """Return the segments of a part's pass, in order."""
+        """Return the segments of a part such as "layer 3" in a recorded micro-batch, in order."""
         return self.passes.get((micro_batch, pass_, part), ())
 
     def list_parts(self, stage: Stage, pass_: Pass) -> list[str]:
@@ -143,7 +143,7 @@ class Segments:
         return parts[::-1] if pass_ == "B" else parts
 
     def join(self, segments: Iterable[Segment]) -> list[Placed]:
-        """Concatenate segments into one launch queue, with dependencies as distances."""
+        """Concatenate segments into one launch queue; dependencies are distances in it."""
         queue: list[Placed] = []
         newest: dict[int, int] = {}  # first launch of a segment -> index of its newest copy
         lengths: tuple[int, ...] = ()
@@ -160,7 +160,7 @@ class Segments:
         return queue
 
     def _copy(self, launches: range, lengths: tuple[int, ...]) -> _Copy:
-        """Return a segment behind two segments of these lengths (the newest first), made once."""
+        """Return a segment behind two segments with these numbers of launches, the newest first."""
         if (launches, lengths) not in self._copies:
             queue, early = list[Placed](), list[_Early]()
             for i in launches:
@@ -213,6 +213,7 @@ class Segments:
 
     @cached_property
     def _copies(self) -> dict[tuple[range, tuple[int, ...]], _Copy]:
+        """Cache of `_copy`."""
         return {}
 
 
@@ -220,7 +221,7 @@ _run_dry_cached = lru_cache(maxsize=64)(record_step)
 
 
 class SmallRun(NamedTuple):
-    """A run of sampled layers, and the sample of each layer of the complete run."""
+    """A run of few sampled layers, and the sample that stands for each layer of a complete run."""
 
     run: TrainingRun
     like: Likes
@@ -235,23 +236,23 @@ class SmallRun(NamedTuple):
 
     @property
     def step(self) -> DryRun:
-        """The dry run with the memory and the work of the full capacity."""
+        """The dry run of the sampled layers, with the memory and the launches of full capacity."""
         return _run_dry_cached(self.run)
 
     @property
     def memory_segments(self) -> Segments:
-        """The segments of `step`."""
+        """The segments of `step`, from which memory is planned."""
         return Segments.of(self.step.queued, self.step.starts, self.like)
 
     @property
     def segments(self) -> Segments:
-        """The segments with the work of the rows in use; the optimizer's work is of few layers."""
+        """The segments with the launches of even loads; the optimizer's are those of few layers."""
         step = add_even_work(self.run, _run_dry_cached)
         return Segments.of(step.queued, step.starts, self.like)
 
 
 def make_segments(run: TrainingRun) -> Segments:
-    """Return the segments of a run's step, whose optimizer state stays on the device."""
+    """Return the segments of a run's step, whose optimizer's launches are of all layers."""
     small = SmallRun.of(run)
     segments, share = small.segments, count_stored_bytes(run) / count_stored_bytes(small.run)
     # As `dry_run._count_optimizer_bytes`.

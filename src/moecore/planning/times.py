@@ -57,7 +57,7 @@ ROUNDS = 3  # micro-batches of a simulated step over the number of pipeline rank
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """The time of a step.
+    """The time of a step of one rank.
 
     Attributes:
         seconds: the seconds between the ends of two steps.
@@ -101,7 +101,7 @@ class TimePlan(StepTime):
 
     @property
     def line(self) -> str:
-        """The plan in one line."""
+        """The plan's seconds, tokens per second and limits in one line of text."""
         shares = (
             f"{part} {share:.0%}"
             for part, s in sorted(self.parts.items(), key=lambda item: -item[1])
@@ -114,7 +114,7 @@ class TimePlan(StepTime):
 
 
 class Spans(NamedTuple):
-    """Start, end and limit of each launch of a queue."""
+    """The simulated start, end (seconds) and limit of each launch of a queue."""
 
     starts: list[float]
     ends: list[float]
@@ -125,13 +125,13 @@ class Spans(NamedTuple):
         return max(self.ends[:number], default=0.0)
 
     def network(self, first: int, last: int) -> float:
-        """Return the sum of the network seconds of the launches from `first` to `last`."""
+        """Return the sum of the network seconds of launches `first` to `last` - 1."""
         return sum(
             self.ends[i] - self.starts[i] for i in range(first, last) if self.parts[i] == "network"
         )
 
     def exposed(self, start: float, end: float) -> dict[Part, float]:
-        """Return the seconds in which each part is the first of `PARTS` that runs, or "host"."""
+        """Return the seconds from `start` to `end` by the first of `PARTS` that runs, or "host"."""
         edges: list[tuple[float, int, Part]] = []
         for begin, stop, part in zip(*self, strict=True):
             if begin < end and stop > start:  # calls of min and max would take longer, also below
@@ -373,7 +373,7 @@ def _time_staged(
 
 
 def _add_network(parts: Parts, network: float) -> dict[Part, float]:
-    """Return parts whose sum is at least the seconds of the network, which streams share."""
+    """Return parts whose sum is at least `network` seconds, because streams share the network."""
     missing = max(0.0, network - sum(parts.values()))
     return {**parts, "network": parts.get("network", 0.0) + missing}
 
@@ -428,7 +428,7 @@ def _count_launches(queue: Iterable[Segment]) -> int:
 def _extrapolate(
     step: Callable[[int], tuple[float, Parts]], number: int, low: int, high: int
 ) -> tuple[float, Parts]:
-    """Return seconds and parts of `step(number)`, extrapolated from two steps beyond `high`."""
+    """Return `step(number)`, extrapolated from `step(low)` and `step(high)` beyond `high`."""
     if number <= high:
         return step(number)
     (seconds, parts), (before, base) = step(high), step(low)

@@ -237,7 +237,7 @@ def _build_model(model: TransformersModel, dtype: torch.dtype) -> Any:
 
 
 def _keep_layers(hf: Any, names: Sequence[str], layers: Sequence[int]) -> None:
-    """Remove all layers of a model, whose layers have these names, except `layers`."""
+    """Remove all layers of a model but `layers`; `names` are the names of all its layers."""
     blocks = [hf.get_submodule(names[i]) for i in layers]
     holders = dict.fromkeys(hf.get_submodule(name.rpartition(".")[0]) for name in names)
     for holder in holders:
@@ -287,6 +287,7 @@ def _find_block_kinds(hf: Any, blocks: Sequence[nn.Module]) -> Iterator[Hashable
 
 
 def _describe_module(name: str, module: nn.Module) -> Hashable:
+    """Return a module's name, class, plain attributes without its index, and parameter shapes."""
     values = ((n, v) for n, v in sorted(vars(module).items()) if type(v) in VALUES and n != PLACE)
     shapes = ((n, tuple(p.shape)) for n, p in module.named_parameters(recurse=False))
     return name, type(module).__name__, tuple(values), tuple(shapes)
