@@ -51,7 +51,7 @@ class Borders:
     end: tuple[int, ...]
 
     def content(self, ids: Sequence[int]) -> slice:
-        """Return the slice of ids without the special tokens that the text itself contains.
+        """Return the slice of `ids` without begin and end tokens that the text itself spells.
 
         `Borders((1,), (2,)).content([1, 3, 4, 2, 2])` is `slice(1, 3)`.
         """
@@ -67,7 +67,10 @@ class Borders:
 
 
 def borders_of(tokenizer: Any) -> Borders:
-    """Return the borders that a tokenizer of transformers gives a document."""
+    """Return the special tokens that a transformers tokenizer adds around a document.
+
+    Raises ValueError for a tokenizer that changes the tokens of the text itself.
+    """
     last = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     for probe in PROBES:
         plain, full = (
@@ -86,28 +89,31 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A sequence: tokens, int32, and which of them are learned, bool."""
+    """One training sequence: token ids, int32, and a bool mask of tokens that the loss counts."""
 
     tokens_T: Tensor
     is_answer_T: Tensor
 
     @property
     def parts(self) -> tuple[Example, ...]:
-        """The sequences of the example."""
+        """The only sequence of the example; a `Preference` has two."""
         return (self,)
 
     @property
     def num_answers(self) -> int:
-        """Tokens that are learned; the first token follows nothing."""
+        """The number of tokens that the loss counts; the first token is no label."""
         return int(self.is_answer_T[1:].sum())
 
     def cut(self, seq_len: int) -> Example:
-        """Return the first tokens."""
+        """Return the example with its first `seq_len` tokens."""
         return Example(self.tokens_T[:seq_len], self.is_answer_T[:seq_len])
 
 
 def encode(record: Any, tokenizer: Any, *, seq_len: int, place: str) -> list[Example]:
-    """Return the examples that a record makes, as long as they are."""
+    """Return the examples of a row in a form of this file; only texts are cut to `seq_len`.
+
+    `place` names the row in errors. Raises ValueError for another form or a template that fails.
+    """
     fields = record if isinstance(record, dict) else {}
     if is_chat(fields.get("messages")):
         return _chat(tokenizer, fields["messages"], fields.get("tools"), place)
@@ -128,13 +134,14 @@ def encode(record: Any, tokenizer: Any, *, seq_len: int, place: str) -> list[Exa
 
 
 def is_chat(messages: Any) -> bool:
-    """Whether a value is a list of messages with roles."""
+    """Return whether a value is a list of messages with roles."""
     return isinstance(messages, list) and all(
         isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages
     )
 
 
 def _describe(record: Any) -> str:
+    """Return the columns or the type of a row of a wrong form, for an error."""
     if isinstance(record, dict):
         names = shown_path(", ".join(sorted(map(str, record))) or "nothing")
         return f"it has {names}, of other types or names"
@@ -142,7 +149,7 @@ def _describe(record: Any) -> str:
 
 
 def _completion(tokenizer: Any, prompt: str, completion: str) -> Example:
-    """Learn what follows the prompt, and to end there. The borders of a document stand once."""
+    """Return an example that learns a completion and its end, within the borders of a document."""
     text, borders = prompt + completion, _borders(tokenizer)
     ids, is_answer = _tokens(tokenizer, text, [(len(prompt), len(text))])
     content = borders.content(ids)
@@ -154,11 +161,12 @@ def _completion(tokenizer: Any, prompt: str, completion: str) -> Example:
 
 @lru_cache(maxsize=1)
 def _borders(tokenizer: Any) -> Borders:
+    """Return `borders_of`, cached."""
     return borders_of(tokenizer)
 
 
 def _pieces(example: Example, seq_len: int) -> list[Example]:
-    """Cut so that each token but the first is learned once: pieces share the token between."""
+    """Cut an example to `seq_len`; pieces share a token, so each but the first is learned once."""
     starts = range(0, max(1, len(example.tokens_T) - 1), max(1, seq_len - 1))
     return [
         Example(example.tokens_T[s : s + seq_len], example.is_answer_T[s : s + seq_len])
@@ -205,14 +213,14 @@ def _without_end(tokenizer: Any, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _reason(error: Exception) -> str:
-    """Return what went wrong in one line of at most 200 characters."""
+    """Return an error's text in one line of at most 200 characters."""
     text = " ".join(str(error).split()) or "no reason given"
     is_known = isinstance(error, ValueError | TypeError) or "jinja2" in type(error).__module__
     return (text if is_known else f"{type(error).__name__}: {text}")[:200]
 
 
 def _marked(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> Example:
-    """Learn what the template marks, and to end where the last answer alone does."""
+    """Return an example that learns the tokens that a template marks, and the last answer's end."""
     ids, is_answer = _as_marked(tokenizer, messages, tools)
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     prefix_ids, is_prefix_answer = ids, is_answer
@@ -243,9 +251,9 @@ def _as_marked(
 
 
 def _ends(tokenizer: Any, ids: list[int], is_answer: list[bool]) -> list[tuple[int, int | None]]:
-    """Return of each run of learned tokens the last one, and the special token that ends it.
+    """Return the position of the last token of each run of learned tokens, and of its end.
 
-    That is one of the run, or the first behind it and before the next run; None = there is none.
+    The end is a special token of the run, or the first one before the next run; None = no end.
     """
     special_ids, ends = special_tokens(tokenizer), list[tuple[int, int | None]]()
     groups = groupby(range(len(ids)), key=lambda t: is_answer[t])
@@ -260,7 +268,7 @@ def _ends(tokenizer: Any, ids: list[int], is_answer: list[bool]) -> list[tuple[i
 def _by_prefixes(
     tokenizer: Any, messages: list[dict[str, Any]], tools: Any, num_prompt: int
 ) -> list[Example]:
-    """Learn from where each prompt ends to where the rendering with its answer does."""
+    """Return examples that learn each answer, from the end of its prompt's rendering."""
 
     def render(count: int, *, prompt: bool = False) -> str:
         text: str = tokenizer.apply_chat_template(
@@ -303,7 +311,7 @@ def count_shared(first: Sequence[Any], second: Sequence[Any]) -> int:
 
 
 def _spanned(tokenizer: Any, text: str, spans: list[Span]) -> Example:
-    """Learn spans; behind one that ends the text also to end, where the template has no token."""
+    """Return an example that learns `spans` of a text, and an end token if the text has none."""
     ids, is_answer = _tokens(tokenizer, text, spans)
     if ids and is_answer[-1] and ids[-1] not in special_tokens(tokenizer):
         ids, is_answer = [*ids, _end_of(tokenizer)], [*is_answer, True]
@@ -311,7 +319,7 @@ def _spanned(tokenizer: Any, text: str, spans: list[Span]) -> Example:
 
 
 def _end_of(tokenizer: Any) -> int:
-    """Return the token that ends an answer for which the template has none."""
+    """Return the end-of-sequence token. Raises ValueError if the tokenizer has none."""
     end: int | None = tokenizer.eos_token_id
     if end is None:
         raise ValueError("an answer must end with a token, and the tokenizer has no eos_token")
@@ -319,9 +327,9 @@ def _end_of(tokenizer: Any) -> int:
 
 
 def _tokens(tokenizer: Any, text: str, spans: list[Span]) -> tuple[list[int], list[bool]]:
-    """Return the tokens of a text, and which of them hold a character of a span.
+    """Return the tokens of a text, and for each whether it has a character of a span.
 
-    The tokenizer adds no begin and end of its own: templates have theirs.
+    The tokenizer adds no begin and end tokens: templates write them.
     """
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = encoding["input_ids"], encoding["offset_mapping"]
@@ -337,7 +345,7 @@ def _tokens(tokenizer: Any, text: str, spans: list[Span]) -> tuple[list[int], li
 def _without_tail(
     tokenizer: Any, ids: list[int], inside: list[int], special_ids: set[int]
 ) -> list[int]:
-    """Leave out the white space that a template adds behind its own end of an answer."""
+    """Return the positions `inside` without white space after the last special token."""
     for count in range(len(inside), 0, -1):
         token = ids[inside[count - 1]]
         if token in special_ids:
@@ -349,7 +357,7 @@ def _without_tail(
 
 @lru_cache(maxsize=1)
 def special_tokens(tokenizer: Any) -> set[int]:
-    """Return the ids of tokens that no text makes."""
+    """Return the ids of special tokens."""
     added = tokenizer.added_tokens_decoder.items()
     return {*tokenizer.all_special_ids, *(i for i, token in added if token.special)}
 

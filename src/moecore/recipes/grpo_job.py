@@ -73,7 +73,7 @@ def rewards_of(
     completions: Sequence[Any],
     columns: Mapping[str, Sequence[Any]],
 ) -> Tensor:
-    """Return the reward of each completion, fp32 [n]."""
+    """Return the reward of each completion, fp32 [n]; RewardError unless all are finite numbers."""
     if not completions:
         return torch.zeros(0)
     try:
@@ -93,7 +93,7 @@ def rewards_of(
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt and the columns that a reward function reads."""
+    """A prompt: its text or messages, its token ids, and the columns for a reward function."""
 
     content: Any
     ids: list[int]
@@ -108,7 +108,10 @@ def read_prompts(
     columns: ColumnNames | None,
     max_tokens: int,
 ) -> list[Prompt]:
-    """Return the prompts of the files, in order; messages are rendered for an answer."""
+    """Return the prompts of the files, in order; messages are rendered for an answer.
+
+    Raises ValueError for a row without a prompt, or with more than `max_tokens`.
+    """
     names, prompts = columns or ColumnNames(), list[Prompt]()
     rows = read_rows(files, "--data", options or DatasetOptions())
     for row in track(rows, "tokenizing", unit="prompts"):
@@ -145,7 +148,7 @@ def read_prompts(
 def prompt_steps(
     prompts: Sequence[Prompt], *, rows: int, data_rank: int, data_ranks: int, seed: int
 ) -> Steps[list[Prompt]]:
-    """Return the steps of this data rank: each prompt once per epoch, over all data ranks."""
+    """Return this data rank's steps of `rows` prompts: each prompt once per epoch over all."""
     sampler = PackedBatchSampler(
         [1] * len(prompts), 1, rows=rows, data_rank=data_rank, data_ranks=data_ranks, seed=seed
     )
@@ -171,7 +174,7 @@ class SamplingOptions(CheckedRecord):
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The completions that a rank has sampled in a step."""
+    """The completions that a rank has sampled in a step, with advantages, and their rewards."""
 
     rollouts: Rollouts
     rewards_n: Tensor
@@ -184,7 +187,10 @@ class Samples:
 
 @dataclass(kw_only=True)
 class Reinforcement(TrainingJob[Samples]):
-    """A policy on prompts; `reference` None = no penalty, or the policy without its adapters."""
+    """The job of `moecore grpo`: a policy on prompts, and its sampler, a full copy of the model.
+
+    `reference` is the model of the KL penalty; None = no penalty, or the policy without adapters.
+    """
 
     batches: Steps[list[Prompt]]
     sampler: Any
@@ -261,7 +267,7 @@ class Reinforcement(TrainingJob[Samples]):
             state[name].copy_(tensor)
 
     def generate(self, prompts: Sequence[list[int]]) -> list[list[int]]:
-        """Return a completion of each prompt, with its end if it has one."""
+        """Return the token ids of a completion of each prompt, with its end if it has one."""
         T = max(map(len, prompts))
         pad_id = self.tokenizer.pad_token_id
         pad_id = min(self._ends) if pad_id is None else pad_id
@@ -281,7 +287,7 @@ class Reinforcement(TrainingJob[Samples]):
         return [until_end(response, self._ends) for response in output_nT[:, T:].tolist()]
 
     def forward_backward(self, num_labels: Tensor, batch: Samples) -> Tensor:
-        """Train on the rollouts as the policy that has sampled them: ratios are 1."""
+        """Train on the rollouts as the policy that has sampled them; return a part of the loss."""
         rollouts = batch.rollouts
         if self.objective.kl_coef:
             scores = self.engine.reference_log_probs(rollouts)
@@ -290,11 +296,11 @@ class Reinforcement(TrainingJob[Samples]):
         return loss / self.meshes.data_ranks  # of the mean, which every rank has
 
     def position(self) -> Metrics:
-        """Return the mean and the deviation of the rewards of the step."""
+        """Return "reward" and "reward_std" of the last step."""
         return self._metrics
 
     def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
-        """Return the mean length of completions."""
+        """Return "response_tokens", the mean length of completions."""
         return {"response_tokens": counts[0] / counts[2]}
 
     def finish(self) -> None:
@@ -308,6 +314,6 @@ class Reinforcement(TrainingJob[Samples]):
 
 
 def until_end(response: list[int], ends: set[int]) -> list[int]:
-    """Return the tokens of a response up to its first end."""
+    """Return the tokens of a response up to its first token of `ends`, inclusive."""
     place = next((i for i, token in enumerate(response) if token in ends), len(response))
     return response[: place + 1]

@@ -22,7 +22,7 @@ NOT_DECAYED = (VECTOR, BIAS, EMBEDDING)  # kinds of parameters
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParamGroup(CheckedRecord):
-    """Options of the parameters whose names match a pattern.
+    """A rule of options for the parameters whose names match a pattern.
 
     Attributes:
         pattern: of parameter names, as `fnmatch` reads it, such as "*.router.*".
@@ -36,7 +36,7 @@ class ParamGroup(CheckedRecord):
 
     @classmethod
     def of(cls, text: str) -> ParamGroup:
-        """Return the group of a text such as "*.router.*,lr_factor=0.1,weight_decay=0"."""
+        """Return the rule of a text such as "*.router.*,lr_factor=0.1,weight_decay=0"."""
         pattern, *pairs = text.split(",")
         try:
             values = {name: float(value) for name, value in (pair.split("=") for pair in pairs)}
@@ -104,7 +104,8 @@ class OptimizerConfig(CheckedRecord):
     ) -> list[torch.optim.Optimizer]:
         """Return the optimizers of all trained parameters of a parallelized model.
 
-        Every rank returns the same groups; groups without parameters on this rank are empty.
+        `rates` scales learning rates by width. Every rank returns the same groups; groups without
+        parameters on this rank are empty.
         """
         assignment = assign_matrices(model)
         is_muon = self.optimizer == "muon"

@@ -100,11 +100,12 @@ def parse(command: type[ConfigT], words: Sequence[str] | None = None, *, prog: s
 
 
 def _with(record: Any, /, **changes: Any) -> Any:
+    """Return a copy of a record with changed fields."""
     return replace(record, **changes)
 
 
 def read_content(options: Sequence[CommandOption], content: Mapping[str, Any], name: str) -> Values:
-    """Return the values of a TOML file; errors begin with its name.
+    """Return the values of a TOML file's `content`; errors begin with its `name`.
 
     A key is `table.field`, or at the top level the name of a flag.
     """
@@ -130,7 +131,7 @@ def read_content(options: Sequence[CommandOption], content: Mapping[str, Any], n
 
 
 def read_toml(file: Path, option: str) -> dict[str, Any]:
-    """Return the content of a TOML file."""
+    """Return the content of a TOML file; ValueErrors name the flag `option` and the file."""
     name, text = named(option, file), read_text(file, option, max_bytes=MAX_CONFIG_BYTES)
     try:
         return tomllib.loads(text)
@@ -228,6 +229,7 @@ def _flags_class(name: str, hints: dict[str, Any], record: Any) -> Any:
 
 
 def _suggestion(name: str, names: Iterable[str], prefix: str = "") -> str:
+    """Return a hint for an unknown name: the most similar of `names`, or to remove the name."""
     close = difflib.get_close_matches(name[:80], sorted(names), n=1, cutoff=0.7)
     return f"did you mean {prefix}{close[0]}?" if close else "remove it"
 
@@ -272,7 +274,7 @@ def _build_record(name: str, hint: Any, default: Any, values: dict[str, Any]) ->
 
 
 def _checked(name: str, value: Any, hint: Any) -> Any:
-    """Return a value of a TOML file or a command line as the type of its field."""
+    """Return a value converted to the type of its field; ValueErrors begin with `name`."""
     try:
         converted = _convert(value, hint)
     except ValueError as error:
@@ -301,7 +303,7 @@ def _convert(value: Any, hint: Any) -> Any:
 
 
 def _word_hint(hint: Any, default: Any = None) -> Any:
-    """Return the annotation that tyro reads in place of a field's; no default needs its None."""
+    """Return the annotation that tyro reads; a default of None needs no None in the annotation."""
     if get_origin(hint) is Annotated:
         return _word_hint(get_args(hint)[0], default)
     if get_origin(hint) in (Union, types.UnionType):
@@ -326,6 +328,7 @@ def _show(value: Any) -> str:
 
 
 def _toml(value: Any) -> str:
+    """Return a value as TOML; records become inline tables."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int | float):

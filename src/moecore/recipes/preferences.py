@@ -25,7 +25,7 @@ from moecore.rl import Rollouts
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """Two sequences with the same prompt; their completions are learned."""
+    """Two sequences with the same prompt, of which one is preferred; completions are learned."""
 
     preferred: Example
     rejected: Example
@@ -37,11 +37,11 @@ class Preference:
 
     @property
     def num_answers(self) -> int:
-        """Tokens of the shorter completion; 0 = the pair cannot be compared."""
+        """The number of tokens of the shorter completion; 0 = the pair cannot be compared."""
         return min(part.num_answers for part in self.parts)
 
     def cut(self, seq_len: int) -> Preference:
-        """Return the first tokens of both sequences."""
+        """Return the pair with the first `seq_len` tokens of both sequences."""
         return Preference(self.preferred.cut(seq_len), self.rejected.cut(seq_len))
 
 
@@ -88,7 +88,7 @@ def preference_steps(
 def encode_preference(
     row: Row, tokenizer: Any, seq_len: int, options: DatasetOptions, names: ColumnNames
 ) -> list[Preference]:
-    """Return the pair of a row."""
+    """Return the pair of a row, as a list of one. Raises ValueError for another form."""
     columns = row.columns(names)
     prompt, *completions = (_messages(columns.get(n)) for n in ("prompt", "preferred", "rejected"))
     is_text = all(isinstance(completion, str) for completion in completions)

@@ -95,13 +95,13 @@ class ColumnNames(CheckedRecord):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row as it is read."""
+    """A row of a file or data set: its place, for errors, and its columns or the line of JSON."""
 
     place: str
     content: Mapping[str, Any] | str
 
     def parse(self) -> Mapping[str, Any]:
-        """Return the columns."""
+        """Return the columns. Raises ValueError for a line that is no JSON object."""
         content: Any = self.content
         if isinstance(content, str):
             try:
@@ -116,7 +116,7 @@ class Row:
         return content
 
     def columns(self, names: ColumnNames) -> dict[str, Any]:
-        """Return the named columns by field, or all columns where none is named."""
+        """Return the columns with a name in `names`, by its fields; all columns if none has."""
         content = self.parse()
         return names.rename(content) or dict(content)
 
@@ -162,12 +162,14 @@ def in_form(columns: dict[str, Any], row_format: RowFormat, place: str) -> dict[
 
 
 def _as_list(value: Any, place: str) -> list[Any]:
+    """Return a list of messages; a ValueError for another type begins with `place`."""
     if not isinstance(value, list):
         raise ValueError(f"{place} must have a list of messages: correct it")
     return value
 
 
 def _system(columns: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the system message of a row in a list, or []."""
     system = columns.get("system")
     return [{"role": "system", "content": system}] if system else []
 
@@ -208,12 +210,12 @@ def _tool_call(call: Any) -> Any:
 
 
 def parse_tools(columns: dict[str, Any]) -> Any:
-    """Return the schemas of tools; None = there are none."""
+    """Return the JSON schemas in column "tools" of a row; None = no tools."""
     return _parsed(columns.get("tools")) or None
 
 
 def _parsed(value: Any) -> Any:
-    """Return what a JSON text holds if it is an object or a list, else the value."""
+    """Return the object or list of a JSON text, and any other value unchanged."""
     try:
         content = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
