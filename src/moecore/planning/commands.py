@@ -192,7 +192,7 @@ def _make_row(candidate: Fitting) -> dict[str, Any]:
 
 
 def _list_time_numbers(time: TimePlan | str) -> dict[str, Any]:
-    """Return the JSON fields of a time plan; if `time` is a reason, all numbers are None."""
+    """Return the JSON fields of a time plan; None for all if `time` is the reason for no plan."""
     names = ("seconds", "tokens_per_second", "parts", "wall")
     if isinstance(time, str):
         return dict.fromkeys(names) | {"time_refusal": time}
@@ -200,10 +200,9 @@ def _list_time_numbers(time: TimePlan | str) -> dict[str, Any]:
 
 
 def _print_time(args: Any, time: TimePlan | str, limit: int | None = None) -> None:
-    """Print the step time and the change that gains most; a reason in place of a time is printed.
+    """Print the step time and the change that gains most, or the reason why no time is planned.
 
-    Args:
-        limit: bytes of a rank that the change may use; None = the GPU's memory.
+    `limit` is the bytes of a rank that the change may use; None = the GPU's memory.
     """
     if isinstance(time, str):
         print(time)
@@ -314,7 +313,7 @@ def run_dry_run(args: DryRunConfig) -> int:
 
 
 def _rows(step: DryRun, table: CostTable | None) -> dict[str, list[Any]]:
-    """Return [number, FLOP, bytes, serial seconds or None without a table] of launches by kind."""
+    """Return number, FLOP, bytes and serial seconds by kind of launch; no table = seconds None."""
     if table is not None:
         table = replace(table, slices=None)  # serial seconds, not the exposed share
     sums: defaultdict[str, list[Any]] = defaultdict(lambda: [0.0] * 4)
@@ -348,10 +347,7 @@ def draw_memory(
 ) -> None:
     """Draw the peak memory of each pipeline rank by kind as bars, and write a PNG.
 
-    Args:
-        plan: the plan of all pipeline ranks.
-        path: the path of the PNG.
-        memory: the bytes of a GPU's memory, drawn as a line; None = no line.
+    `memory` is the bytes of a GPU's memory, drawn as a line; None = no line.
 
     Raises:
         ImportError: without matplotlib.

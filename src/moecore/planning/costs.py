@@ -151,11 +151,7 @@ class CostTable(CheckedRecord):
     def extend(self, points: Sequence[Point], source: str) -> CostTable:
         """Return a table measured on `self.gpu`, with `points` in place of points of equal name.
 
-        The seconds of all other points are computed from this table.
-
-        Args:
-            points: operations that were measured on the table's GPU.
-            source: the source of these points, as text.
+        The seconds of all other points are computed from this table. `source` describes `points`.
 
         Raises:
             ValueError: if the table's GPU is a `Gpu` and not a name.
@@ -194,9 +190,7 @@ class CostTable(CheckedRecord):
     def seconds(self, work: Work, node_ranks: CountOrZero = 0) -> float:
         """Return the seconds of an operation on the device.
 
-        Args:
-            work: the operation.
-            node_ranks: the number of a collective's ranks in one NVLink domain; 0 = the maximum.
+        `node_ranks` is the number of a collective's ranks in one NVLink domain; 0 = the maximum.
 
         Raises:
             ValueError: for FP8 on a GPU without FP8, or more ranks than a domain can have.
@@ -206,14 +200,17 @@ class CostTable(CheckedRecord):
         return launch + max(rates.values())
 
     def wall(self, work: Work, node_ranks: CountOrZero = 0) -> Wall:
-        """Return the rate that limits an operation, or "launch" if its fixed time is longer."""
+        """Return the rate that limits an operation, or "launch" if its fixed time is longer.
+
+        `node_ranks` is an argument of `seconds`.
+        """
         check_arguments(CostTable.wall, locals())
         launch, rates = self._parts(work, node_ranks)
         longest = max(rates, key=lambda wall: rates[wall])
         return longest if rates[longest] > launch else "launch"
 
     def _parts(self, work: Work, node_ranks: int) -> tuple[float, dict[Wall, float]]:
-        """Return an operation's fixed launch seconds, and its seconds at each achieved rate."""
+        """Return an operation's fixed seconds, and its seconds at each resource's achieved rate."""
         rates = self._roofline(work, self.gpu, _count_domain_ranks(work, node_ranks, self.gpu))
         reached, launch = self._efficiency(work), self.launch_seconds
         if "network" in rates:

@@ -123,7 +123,10 @@ def add_even_work(run: TrainingRun, dry: Callable[[TrainingRun], DryRun]) -> Dry
 
 
 def record_step(run: TrainingRun, rank: int = 0) -> DryRun:
-    """Run two steps of a rank on meta; return the second, with the launches of full capacity."""
+    """Run two training steps of a rank on meta tensors; return the recording of the second one.
+
+    Memory and launches are for the full capacity of dispatcher "nvlink"; see `add_even_work`.
+    """
     recorder = WorkRecorder(run.ranks_per_domain)
     launches = record_launches_on_meta(recorder.record_kernel, run.num_peers)
     with enter_world(run, rank), collect_by_hand(), launches, use_dry_streams(recorder.queues):

@@ -257,7 +257,7 @@ class Estimate:
         return _Seconds(*map(sum, zip(*seconds, strict=True)))
 
     def _time_part(self, part: str, pass_: Pass, layout: Folding, options: OptionSet) -> _Seconds:
-        """Return the seconds of a part's pass: the larger of the host's and the device's."""
+        """Return the seconds of a pass of a part such as "layer 3": host or device, the larger."""
         segments = self._segments(options)
         experts = layout.ep * layout.etp
         rows = Fraction(layout.batch_size, layout.tp * layout.cp)

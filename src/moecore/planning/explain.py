@@ -204,7 +204,7 @@ def _describe_meshes(
 
 
 def list_table_rows(plan: ShardPlan, coordinate: Coordinate | None) -> list[TableRow]:
-    """Return a row for all parameters with equal kinds, shapes, placements and dtypes."""
+    """Return one row for all parameters with equal kinds, shapes, placements and dtypes."""
     rows: dict[object, TableRow] = {}
     for param in plan.params:
         *path, leaf = clean_name(param.name).split(".")

@@ -264,7 +264,7 @@ def _read_model(config: Path) -> AnyModel:
 
 
 def parse_request(args: PlanConfig) -> SearchRequest:
-    """Return the search that the options describe; unset options of memory and FP8 are "any"."""
+    """Return the request of a search, which chooses the memory-saving options that are not set."""
     options, memory = _parse_optimizer(args), _parse_memory(args)
     is_plain = options == OptimizerOptions()
     precision: Any = ANY if args.precision is None else _parse_precision(args)

@@ -204,7 +204,7 @@ def find_bf16_flops(device_name: str) -> float | None:
 
 
 def read_bytes(path: str | os.PathLike[str], name: str, max_bytes: int, fix: str) -> bytes:
-    """Return a file's contents. The ValueError of a failure has `name` and `fix`."""
+    """Return a file's contents. A missing or larger file is a ValueError with `name` and `fix`."""
     try:
         return read_regular(Path(path), follow=True, max_bytes=max_bytes)
     except (OSError, ValueError):
@@ -281,8 +281,8 @@ def count_peers(gpu: GpuName | Gpu, domain: int) -> int:
 
 
 def are_peers(num_ranks: int, num_peers: int) -> bool:
-    """Return whether the ranks of a group of neighbours access each other's memory.
+    """Return whether the ranks of every group of `num_ranks` neighbours access each other's memory.
 
-    The group has `num_ranks`, and each `num_peers` neighbours can. A single rank has no peers.
+    `num_peers` is the number of neighbouring ranks that can. A group of one rank has no peers.
     """
     return num_ranks > 1 and num_peers % num_ranks == 0

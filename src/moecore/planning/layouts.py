@@ -178,7 +178,7 @@ def find_refusal(request: SearchRequest, folding: Folding) -> Refusal | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptionSet:
-    """Options in the order of `OPTIONS`, and the fields of a run that they decide."""
+    """Options that save memory, in the order of `OPTIONS`, and the run's fields they decide."""
 
     options: tuple[Option, ...]
     fsdp: FSDPOptions

@@ -318,7 +318,7 @@ def _make_random_tensor(device: torch.device, *shape: int) -> Tensor:
 
 
 def _time_call(call: Call, flush: Tensor, rounds: int) -> float:
-    """Return the median seconds of `rounds` calls, or 0; reads of `flush` empty the L2 cache."""
+    """Return the median seconds of `rounds` calls, or 0. A read of `flush` precedes each call."""
     times, spans = [], []
     for _ in range(rounds):
         flush.sum()

@@ -266,7 +266,7 @@ def _make_ranks(run: TrainingRun) -> Iterator[_Rank]:
 
 
 def _order_passes(run: TrainingRun, small: SmallRun, segments: Segments) -> Iterator[list[_Pass]]:
-    """Yield each pipeline rank's passes, in the order of its schedule."""
+    """Yield each pipeline rank's forwards and backwards, in the order of its schedule."""
     stages, number, pp = list_stages(run), count_steady_micro_batches(run), run.resolved.pp
     like = map_micro_batches(number, segments.num_micro_batches)
     orders: Sequence[Sequence[Item]] = [
@@ -298,7 +298,7 @@ def _order_passes(run: TrainingRun, small: SmallRun, segments: Segments) -> Iter
 def _correct_stage_segments(
     stage: Stage, pass_: Pass, micro_batch: int, segments: Segments, share: float
 ) -> list[Segment]:
-    """Return the segments of a stage's pass, with the net bytes at the end of a backward.
+    """Return the segments of a stage's pass, with corrected bytes at the end of a backward.
 
     Args:
         share: the stage's share of the gradient sums that the recorded step keeps at its ends.

@@ -318,12 +318,10 @@ class Change:
 
 
 def next_change(plan: TimePlan, table: CostTable, limit: NumBytes | None = None) -> Change | None:
-    """Return the change that gains most tokens per second; None = no option gains `MIN_GAIN`.
+    """Return the change that gains most tokens per second; None = no option gains 1%.
 
-    Args:
-        plan: the plan of a run.
-        table: the cost table of that plan.
-        limit: bytes that a rank may use; None = the GPU's memory.
+    `table` is the cost table of the plan. `limit` is the bytes that a rank may use; None = the
+    GPU's memory.
     """
     check_arguments(next_change, locals())
     limit = get_gpu(plan.gpu).memory if limit is None else limit

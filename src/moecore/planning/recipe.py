@@ -262,13 +262,9 @@ Part = tuple[float, float, str, str]  # start, length, colour, title
 
 
 def format_page(plan: MemoryPlan, time: TimePlan | str, title: str, memory: NumBytes) -> str:
-    """Return the HTML of a plan.
+    """Return the HTML of a plan's memory and time, with a line at `memory` bytes.
 
-    Args:
-        plan: the memory plan of a run.
-        time: the time plan of the run, or the reason why its time is not modelled.
-        title: the title of the page.
-        memory: bytes of a GPU's memory, drawn as a line.
+    `time` is the time plan of the run, or the reason why its time is not modelled.
     """
     check_arguments(format_page, locals())
     kinds = list(dict.fromkeys(kind for rank in plan.ranks for kind in rank.device))

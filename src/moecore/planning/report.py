@@ -222,7 +222,7 @@ def classify_kernel(kernel: Kernel) -> str:
 
 
 def _attribute_busy_time(trace: Trace) -> Iterator[tuple[str, float]]:
-    """Yield (part, microseconds) of the time in which a kernel runs."""
+    """Yield (part, microseconds) while kernels run; the first part of `PARTS` that runs counts."""
     order = list(LIMIT_OF)
     edges = sorted(
         (time, change, order.index(classify_kernel(kernel)))

@@ -270,7 +270,7 @@ def enter_world(run: TrainingRun, rank: int = 0) -> Iterator[None]:
 
 @contextmanager
 def collect_by_hand() -> Iterator[None]:
-    """Return a context in which only `gc.collect` collects garbage, of objects made inside."""
+    """Return a context without automatic garbage collection; `gc.collect` frees new objects."""
     is_frozen, is_on = _has_frozen_objects(), gc.isenabled()
     if is_frozen:
         gc.collect()  # objects of earlier dry runs, before they are frozen too
@@ -294,7 +294,7 @@ SAMPLE = 1 << 20  # elements whose optimizer state is counted
 
 
 def list_stages(run: TrainingRun) -> Sequence[Stage]:
-    """Return the stages of a run, in the order of forward; without a pipeline, one of all parts."""
+    """Return the pipeline stages in the order of forward; without a pipeline, one full stage."""
     model = run.planned_model
     if run.pipeline is None:
         layers, mtp = tuple(range(model.num_layers)), tuple(range(model.num_mtp_layers))

@@ -375,7 +375,7 @@ def plan_options(
 
 
 def find_smallest_change(request: SearchRequest, table: CostTable) -> str | None:
-    """Return the cheapest change of a request with which a layout fits; None = none was found."""
+    """Return text of the cheapest change with which a layout fits; None = none was found."""
     for text, changed in _list_changes(request):
         layouts, _ = _list_allowed_layouts(changed)
         estimate, options = Estimate(changed, table).num_bytes, list_option_sets(changed)[-1]

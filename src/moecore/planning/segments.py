@@ -35,7 +35,10 @@ Likes = Mapping[Literal["F", "B"], Sequence[int]]  # by pass: the sampled layer 
 
 
 def sample_layers(run: TrainingRun, num_micro_batches: int) -> tuple[TrainingRun, Likes]:
-    """Return a run of sampled layers on the ranks of one stage, and the sample of each layer."""
+    """Return a run of few layers without a pipeline, and the sample that stands for each layer.
+
+    The sample is an index of a layer of the returned run, for forward "F" and backward "B".
+    """
     # The samples of the last layer's kind are its first two and its last two layers. The samples of
     # another kind are its first layer, and its first layer behind a layer of the last kind, which
     # stands for the rest of its kind. A layer prefetches weights of the next but one. So the
@@ -108,7 +111,10 @@ class Segments:
 
     @classmethod
     def of(cls, queued: Sequence[Queued], starts: Sequence[Start], like: Likes) -> Segments:
-        """Return the segments between starts; the first one includes all launches before it."""
+        """Divide a recording at `starts`; the first segment includes all launches before it.
+
+        `like` has for each layer of the complete run the recorded layer that stands for it.
+        """
         passes: dict[tuple[int, Pass, str], list[Segment]] = {}
         resident_bytes, last = starts[0].level, starts[-1]
         micro_batch, before = -1, "B"
@@ -160,7 +166,7 @@ class Segments:
         return queue
 
     def _copy(self, launches: range, lengths: tuple[int, ...]) -> _Copy:
-        """Return a segment behind two segments with these numbers of launches, the newest first."""
+        """Place a segment's launches behind two segments of `lengths`, the newest first."""
         if (launches, lengths) not in self._copies:
             queue, early = list[Placed](), list[_Early]()
             for i in launches:
@@ -246,13 +252,19 @@ class SmallRun(NamedTuple):
 
     @property
     def segments(self) -> Segments:
-        """The segments with the launches of even loads; the optimizer's are those of few layers."""
+        """The segments of a step with even loads, from which time is planned.
+
+        The optimizer's launches have the bytes of few layers.
+        """
         step = add_even_work(self.run, _run_dry_cached)
         return Segments.of(step.queued, step.starts, self.like)
 
 
 def make_segments(run: TrainingRun) -> Segments:
-    """Return the segments of a run's step, whose optimizer's launches are of all layers."""
+    """Dry-run few layers of a run, and return the recorded step in segments.
+
+    The optimizer's launches have the bytes of all layers, and its state stays on the device.
+    """
     small = SmallRun.of(run)
     segments, share = small.segments, count_stored_bytes(run) / count_stored_bytes(small.run)
     # As `dry_run._count_optimizer_bytes`.
@@ -271,7 +283,7 @@ def make_segments(run: TrainingRun) -> Segments:
 
 
 def map_micro_batches(number: int, num_recorded: int) -> list[int]:
-    """Return the recorded micro-batch that stands for each of a step: the ends, and a middle."""
+    """Return for each of `number` micro-batches the index of the recorded one for it."""
     if number <= num_recorded:
         return [*range(number - 1), num_recorded - 1] if number > 1 else [0]
     return [0, *[num_recorded // 2] * (number - 2), num_recorded - 1]
