@@ -327,10 +327,7 @@ def _end_of(tokenizer: Any) -> int:
 
 
 def _tokens(tokenizer: Any, text: str, spans: list[Span]) -> tuple[list[int], list[bool]]:
-    """Return the tokens of a text, and for each whether it has a character of a span.
-
-    The tokenizer adds no begin and end tokens: templates write them.
-    """
+    """Return the tokens of a text without borders, and for each whether a span has a part of it."""
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = encoding["input_ids"], encoding["offset_mapping"]
     is_answer = [False] * len(ids)

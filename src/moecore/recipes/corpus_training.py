@@ -75,7 +75,11 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
         return pad_borders(batch) if self.args.cuda_graph else batch
 
     def forward_backward(self, num_labels: Tensor, batch: StepBatch | ScheduledBatch) -> Tensor:
-        """Run the micro-batches and return this rank's part of the mean loss."""
+        """Run the micro-batches; return this rank's part of the mean loss over all labels.
+
+        `num_labels` is the number of labels of the step over all data ranks. The mean is the sum
+        of all ranks' parts, divided by the number of ranks with the same batch.
+        """
         if isinstance(batch, ScheduledBatch):
             self.owner.num_micro_batches = len(batch.cps)
             return batch.loss_of(self.owner.forward_backward(batch.inputs(self.device)))
@@ -90,7 +94,7 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
 
     @torch.no_grad()
     def evaluate(self) -> Metrics:
-        """Return the loss on each validation set, and their mean. Waits for the device."""
+        """Return "eval_loss/NAME" of each validation set, and "eval_loss", their mean."""
         if not self.validation:
             return {}
         self.model.eval()

@@ -102,8 +102,6 @@ class StepBatch:
 class Steps(Generic[StepT]):
     """An endless source of the batches of this data rank, epoch after epoch.
 
-    The rows of a step are the same however ranks and micro-batches share them.
-
     Attributes:
         sampler: yields the argument of `collate`. Its state is the position in the data, which is
             the same on every rank.
@@ -124,9 +122,7 @@ class PackedSteps(Steps[StepBatch]):
     Args:
         documents: documents of all ranks, as `PackedCollator` reads them.
         lengths: tokens of each document, at most as many as a row has.
-        shape: the shape of a step's batch.
         seed: the seed of the order; None = documents in their order.
-        data_rank: the index of this data rank.
         packs: False = a row has one document, and its padding belongs to it.
     """
 

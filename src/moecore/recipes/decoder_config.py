@@ -110,8 +110,7 @@ def export_config(hf_config: Path, rotary: RotaryOptions, config: DecoderConfig)
 def default_balance(moe: MoEConfig) -> dict[str, Any]:
     """Return the fields of [balance] of a run that sets none.
 
-    A model without an expert bias gets the global-batch loss. A bias with sigmoid scores is solved
-    by quantiles. docs/findings.md has the loads of both in the first 300 steps.
+    A model without an expert bias gets the global-batch loss. Quantiles solve a sigmoid bias.
     """
     if not moe.expert_bias:
         return {"micro_batch_coef": 0.0, "global_batch_coef": 0.05}

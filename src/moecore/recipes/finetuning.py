@@ -84,7 +84,11 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
         return self.batches.next()
 
     def forward_backward(self, num_labels: Tensor, batch: StepBatch | ScheduledBatch) -> Tensor:
-        """Run the micro-batches and return this rank's part of the mean loss."""
+        """Run the micro-batches; return this rank's part of the mean loss over answers' tokens.
+
+        `num_labels` is the number of these tokens in the step over all data ranks. The mean is the
+        sum of all ranks' parts, divided by the number of ranks with the same batch.
+        """
         if isinstance(batch, ScheduledBatch):
             self.owner.num_micro_batches = len(batch.cps)
             inputs = batch.inputs(self.device, transformers=True)
@@ -100,7 +104,7 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
 
     @torch.no_grad()
     def evaluate(self) -> Metrics:
-        """Return "eval_loss", the mean over the answers' tokens of all held-out examples."""
+        """Return "eval_loss", the mean over answers' tokens of held-out examples; {} = none."""
         if not self.held_out:
             return {}
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -168,7 +172,10 @@ class PreferenceTuning(FineTuning):
         self._metrics: Metrics = {}
 
     def forward_backward(self, num_labels: Tensor, batch: Any) -> Tensor:
-        """Run forward and backward of the mean over pairs; return this rank's part of it."""
+        """Run forward and backward; return this rank's part of the mean loss over pairs.
+
+        The sum over data ranks is the mean. `num_labels` is not used.
+        """
         rollouts = self.with_reference(batch)
         result = self.engine.forward_backward(rollouts, self.objective)
         self._metrics = self.rewards(rollouts, result.scores.log_probs_N)
@@ -183,7 +190,7 @@ class PreferenceTuning(FineTuning):
         )
 
     def rewards(self, rollouts: Rollouts, log_probs_N: Tensor) -> Metrics:
-        """Return the means over the pairs of all data ranks, by the names of TRL. Collective."""
+        """Return means over all pairs of "rewards/" chosen, rejected, margins, accuracies."""
         rewards_i2 = self.objective.beta * self.objective.compute_log_ratios(log_probs_N, rollouts)
         margins_i = rewards_i2[:, 0] - rewards_i2[:, 1]
         sums = torch.stack([*rewards_i2.sum(0), margins_i.sum(), (margins_i > 0).sum()])

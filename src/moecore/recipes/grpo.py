@@ -102,7 +102,10 @@ class GRPOConfig(RunConfig):
 
 
 def read_model(args: GRPOConfig, config: Any, meshes: Meshes, *, is_reference: bool = False) -> Any:
-    """Return the model of the directory, sharded; with new adapters with [lora], or frozen."""
+    """Return this rank's shards of the model, with new adapters if [lora] is set.
+
+    A reference is frozen and has the dtype of compute.
+    """
     device = torch.device(meshes.device_type)
     is_frozen = is_reference or args.lora is not None
     model = build_hf(config, args.model, args.compute_dtype(device) if is_frozen else torch.float32)

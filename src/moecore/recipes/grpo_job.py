@@ -52,7 +52,10 @@ Reward = Callable[..., Sequence[float]]
 
 
 def load_reward(path: str) -> Reward:
-    """Return the function of MODULE:FUNCTION; modules of the working directory are found too."""
+    """Return the function of MODULE:FUNCTION, also from the working directory.
+
+    Raises ValueError if the module cannot be imported or has no such function.
+    """
     module_name, _, name = path.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -224,7 +227,10 @@ class Reinforcement(TrainingJob[Samples]):
         )
 
     def next_batch(self, step: int) -> Samples:
-        """Sample and score. A step's random numbers depend only on its number, seed and rank."""
+        """Sample completions of the step's prompts and score them.
+
+        Random numbers depend only on the step's number, the seed and the data rank.
+        """
         data_ranks = self.meshes.data_ranks
         torch.manual_seed((self.args.seed + step) * data_ranks + self.meshes.data_rank)
         prompts = [p for p in self.batches.next() for _ in range(self.sampling.group)]
@@ -241,7 +247,7 @@ class Reinforcement(TrainingJob[Samples]):
         return Samples(rollouts.replace(advantages_N=advantages_N), rewards_n)
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[list[int]]) -> Tensor:
-        """Return the reward of each completion, and note the mean of all ranks. Collective."""
+        """Return the reward of each completion, and store the mean over all ranks. Collective."""
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
         completions = [
             text if isinstance(prompt.content, str) else [{"role": "assistant", "content": text}]
@@ -287,7 +293,10 @@ class Reinforcement(TrainingJob[Samples]):
         return [until_end(response, self._ends) for response in output_nT[:, T:].tolist()]
 
     def forward_backward(self, num_labels: Tensor, batch: Samples) -> Tensor:
-        """Train on the rollouts as the policy that has sampled them; return a part of the loss."""
+        """Train on the rollouts as the policy that has sampled them, so that ratios are 1.
+
+        Return the mean loss over the number of data ranks. `num_labels` is not used.
+        """
         rollouts = batch.rollouts
         if self.objective.kl_coef:
             scores = self.engine.reference_log_probs(rollouts)

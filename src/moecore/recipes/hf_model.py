@@ -52,8 +52,7 @@ def inputs_of(
 
     Args:
         num_tokens: int64 scalar, the labels of the step over all data ranks.
-        tokens_BT: int64.
-        labels_BT: int64, the token that should follow, -100 where none does.
+        tokens_BT, labels_BT: int64; a label is the token that should follow, or -100.
         padding_BT: bool, True = padding, which is not routed; causal attention needs no mask.
         cu_seqlens: borders of documents; None = every row is one.
     """
@@ -166,8 +165,7 @@ def read_tokenizer(path: Path) -> Any:
 def export(hf: Any, source: Path, target: Path) -> None:
     """Write a directory that transformers loads: weights, config, tokenizer. Collective.
 
-    Experts have published names one by one, in the dtype of the source, whose config.json stays:
-    transformers would write fields under names that older loaders do not know.
+    Experts have published names one by one, in the dtype of `source`, whose config.json stays.
     """
     options = {"config": source, "dtype": read_config(source).dtype}
 

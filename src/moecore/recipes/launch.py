@@ -68,18 +68,14 @@ class Terminated(BaseException):
 
 
 def launch(run_rank: Callable[[Any], int], args: Any, world_size: int) -> int:
-    """Run `run_rank(args)` in so many processes, with torchrun's environment, and wait for them.
+    """Run `run_rank(args)` in `world_size` processes in torchrun's environment; wait for them.
 
     No rank outlives this process, whatever ends it: SIGTERM and Ctrl-C reach the ranks first. Ranks
-    that train save a checkpoint then, which a second signal does not wait for.
-
-    Args:
-        run_rank: a function at the top of a module; returns an exit code.
-        args: what it gets; must pickle.
-        world_size: number of processes.
+    that train save a checkpoint then, which a second signal does not wait for. `run_rank` is a
+    function at the top of a module, which returns an exit code. `args` must pickle.
 
     Returns:
-        0, the exit code of a rank that left by itself with one other than 0, or 128 + the signal.
+        0, the first exit code of a rank that is not 0, or 128 + the signal.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     os.environ.update(

@@ -56,7 +56,6 @@ class Launched:
     """An optimizer step whose kernels a GPU may still execute.
 
     Attributes:
-        step: its number.
         began, fetched, ended: when the host requests the data, when all ranks have theirs, and when
             the step is complete.
         loss: mean over ranks, on the device.
@@ -147,13 +146,8 @@ def usage(
 ) -> Metrics:
     """Return "padding_share", and "mfu" if the FLOPs of the model and the peak are known.
 
-    FLOPs are those of forward and backward of documents, over the peak of all devices.
-
-    Args:
-        counts: of a step over all data ranks, see `StepBatch.counts`.
-        seconds: of the step.
-        config: of the model; None = its FLOPs are not known.
-        peak: dense TFLOP/s of one device; None = not known.
+    `counts` are `StepBatch.counts` over all data ranks, and `seconds` those of the step. `config`
+    None = unknown FLOPs. `peak` is the dense TFLOP/s of one device; None = unknown.
     """
     _, tokens, pairs, size = counts
     metrics = {"padding_share": 1 - tokens / size}

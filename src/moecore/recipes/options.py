@@ -113,7 +113,7 @@ class RunConfig:
         return max(1, int(self.parallel.get(name, 1)))
 
     def parallel_config(self, world_size: int, *, num_experts: int) -> ParallelConfig:
-        """Return the degrees for `world_size` ranks; an unset ep must divide `num_experts`."""
+        """Return the degrees for `world_size` ranks; an unset ep is the largest that fits."""
         degrees: dict[str, Any] = dict(self.parallel)
         if "ep" not in degrees:
             product = math.prod(map(self.degree, ("pp", "etp", "edp_shard", "edp_replicate")))

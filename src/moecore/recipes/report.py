@@ -44,7 +44,7 @@ NORM_GROWTH, LOSS_GROWTH = 3.0, 0.3  # a factor, and nats above the lowest loss 
 
 
 class Alarms:
-    """Looks at each step of a start.
+    """Finds alarms, such as loss spikes and idle experts, in the metrics of each step.
 
     loss      it is above the median of the `WINDOW` losses before it by `FACTOR` times their median
               absolute deviation, and the loss before it was not. Neither number moves with a few

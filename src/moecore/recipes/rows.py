@@ -122,7 +122,7 @@ class Row:
 
 
 def read_rows(files: Sequence[Path], option: str, options: DatasetOptions) -> Iterator[Row]:
-    """Yield the rows of files and data sets, in order. Lines without content are left out."""
+    """Yield the non-empty rows of files and data sets, in order; errors name `option`."""
     for path in files:
         name = named(option, path)
         if is_table(str(path)):

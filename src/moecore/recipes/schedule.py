@@ -24,8 +24,6 @@ SHAPES: dict[Shape, Callable[[float], float]] = {
 class LearningRateSchedule(CheckedRecord):
     """The learning rate over the steps of a run: linear warm-up, then constant, then decay.
 
-    The rate is a function of only the step, so a resumed run needs no state of it.
-
     Attributes:
         lr_schedule: "cosine" and "linear" decay from the end of the warm-up to the last step; "wsd"
             (warm-up, stable, decay) decays over the last `decay_steps` steps; "constant" never.
@@ -220,7 +218,7 @@ class StageLength(CheckedRecord):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingStage:
-    """A stage whose steps are known.
+    """A stage of a run, with its range of steps and their sizes.
 
     Attributes:
         name: of the stage; "" = the run has no stages.
@@ -320,11 +318,8 @@ def plan_stages(args: Any, batch_of: Callable[[Any], tuple[int, int, BatchRamp]]
     """Return the options of each stage, or the run's options if it has no stages.
 
     The fields `stage` and `run` are set, and `steps` is the number of the stage's last step.
-
-    Args:
-        args: the `StagedConfig` of the run.
-        batch_of: returns for the options of a stage the rows of a step after the ramp, the rows of
-            a micro-batch of all data ranks, and the ramp.
+    `batch_of` returns for a stage's options the rows of a step after the ramp, the rows of a
+    micro-batch of all data ranks, and the ramp.
     """
     tables: Sequence[Options] = args.stage_tables or [{}]
     plans: list[Any] = []
