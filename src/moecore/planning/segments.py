@@ -88,7 +88,7 @@ def _make_segment(launches: range, start: Start, level: int, kinds: Mapping[str,
     return Segment(launches, level - start.level, start.top - start.level, net_kinds, peak_kinds)
 
 
-class _Early(NamedTuple):
+class _FarLaunch(NamedTuple):
     """A launch with dependencies far before it: its index in its segment, and their numbers."""
 
     at: int
@@ -96,7 +96,7 @@ class _Early(NamedTuple):
     host_dependencies: list[int]
 
 
-_Copy = tuple[list[Placed], list[_Early]]
+_Copy = tuple[list[Placed], list[_FarLaunch]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +168,7 @@ class Segments:
     def _copy(self, launches: range, lengths: tuple[int, ...]) -> _Copy:
         """Place a segment's launches behind two segments of `lengths`, the newest first."""
         if (launches, lengths) not in self._copies:
-            queue, early = list[Placed](), list[_Early]()
+            queue, early = list[Placed](), list[_FarLaunch]()
             for i in launches:
                 queued = self.queued[i]
                 distances = [
@@ -179,7 +179,7 @@ class Segments:
                 queue.append(Placed(queued, *near))
                 far = [[n for n, d in by.items() if d is None] for by in distances]
                 if any(far):
-                    early.append(_Early(i - launches.start, *far))
+                    early.append(_FarLaunch(i - launches.start, *far))
             self._copies[launches, lengths] = queue, early
         return self._copies[launches, lengths]
 

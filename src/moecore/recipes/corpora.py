@@ -102,7 +102,7 @@ def with_names(sources: Sequence[SourceOptions]) -> tuple[SourceOptions, ...]:
     same name, as many folders as are needed stand in front: a/web.jsonl and b/web.jsonl are "a/web"
     and "b/web".
     """
-    tails = [[source.name] if source.name else _tails(source.path) for source in sources]
+    tails = [[source.name] if source.name else _list_path_names(source.path) for source in sources]
 
     def is_free(index: int, tail: str) -> bool:
         other_tails = (of for other, of in enumerate(tails) if other != index)
@@ -114,7 +114,7 @@ def with_names(sources: Sequence[SourceOptions]) -> tuple[SourceOptions, ...]:
     )
 
 
-def _tails(path: str) -> list[str]:
+def _list_path_names(path: str) -> list[str]:
     """Return names of a path, from the shortest: of a/b.jsonl "b", "a/b" and "a/b.jsonl"."""
     plain = Path(path.removeprefix(HUB))
     parts = (plain.with_suffix("") if plain.suffix in (".jsonl", ".bin", ".idx") else plain).parts
@@ -126,7 +126,7 @@ def read_source(
 ) -> CorpusSource:
     """Return a source of tokenized documents. Errors name the flag `option`."""
     try:
-        documents = _documents(options, option)
+        documents = _open_documents(options, option)
     except ValueError as error:
         line = str(error)
         raise ValueError(line if line.startswith(option) else f"{option}: {line}") from None
@@ -138,7 +138,7 @@ def read_source(
     )
 
 
-def _documents(options: SourceOptions, option: str) -> Any:
+def _open_documents(options: SourceOptions, option: str) -> Any:
     """Return the documents at a source's path. Errors name the flag `option`."""
     path, name = Path(options.path), named(option, options.path)
     if options.skip_invalid and (path.suffix != ".jsonl" or options.path.startswith(HUB)):

@@ -161,7 +161,7 @@ class PackedSteps(Steps[StepBatch]):
             tokens_ABT=rows["input_ids"].view(size),
             labels_ABT=rows["labels"].view(size),
             padding_ABT=rows["padding_mask"].view(size),
-            cu_seqlens_An=self._borders(rows["cu_seqlens"]),
+            cu_seqlens_An=self._find_borders(rows["cu_seqlens"]),
             num_labels=rows["num_tokens"],
         )
 
@@ -171,7 +171,7 @@ class PackedSteps(Steps[StepBatch]):
         shortest = self._lengths.sort().values[:tokens]
         return int((shortest.cumsum(0) <= tokens).sum()) + B
 
-    def _borders(self, cu_seqlens: Tensor) -> Tensor:
+    def _find_borders(self, cu_seqlens: Tensor) -> Tensor:
         """Return the borders of documents in each micro-batch; ends of rows are borders."""
         tokens = self._shape.batch_size * self._shape.seq_len
         of_all = []

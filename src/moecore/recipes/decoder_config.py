@@ -57,13 +57,13 @@ def with_rotary(config: DecoderConfig, values: Mapping[str, Any]) -> DecoderConf
         name: values[name] for name in ("rope_theta", "max_seq_len") if name in values
     }
     if config.mla is None:
-        changes["yarn"] = _yarn_of(values.get("yarn"))
+        changes["yarn"] = _make_yarn(values.get("yarn"))
     else:
-        changes["mla"] = replace(config.mla, yarn=_yarn_of((values.get("mla") or {}).get("yarn")))
+        changes["mla"] = replace(config.mla, yarn=_make_yarn((values.get("mla") or {}).get("yarn")))
     return replace(config, **changes)
 
 
-def _yarn_of(values: Mapping[str, Any] | None) -> YarnConfig | None:
+def _make_yarn(values: Mapping[str, Any] | None) -> YarnConfig | None:
     return None if values is None else YarnConfig(**values)
 
 

@@ -139,7 +139,7 @@ def packed_examples(
     packs: bool,
 ) -> PackedSteps:
     """Return the steps of packed examples, whose answers are learned; see `PackedSteps`."""
-    documents = [_document(example) for example in examples]
+    documents = [_make_document(example) for example in examples]
     lengths = [len(example.tokens_T) for example in examples]
     return PackedSteps(documents, lengths, shape, seed=seed, data_rank=data_rank, packs=packs)
 
@@ -152,7 +152,7 @@ def scheduled_examples(
     collator: ScheduledCollator,
 ) -> Steps[ScheduledBatch]:
     """Return the steps of the same examples as `packed_examples`, with a cp per micro-batch."""
-    documents = [_document(example) for example in examples]
+    documents = [_make_document(example) for example in examples]
     lengths = [len(example.tokens_T) for example in examples]
     sampler = PackedBatchSampler(
         lengths, shape.seq_len, rows=shape.rows, seed=seed or 0, shuffle=seed is not None
@@ -160,7 +160,7 @@ def scheduled_examples(
     return Steps(sampler, lambda numbers: collator([documents[number] for number in numbers]))
 
 
-def _document(example: Example) -> dict[str, Tensor]:
+def _make_document(example: Example) -> dict[str, Tensor]:
     """Return an example as int64 `input_ids` and `labels`, with -100 for tokens not learned."""
     ids_T = example.tokens_T.long()
     return {"input_ids": ids_T, "labels": ids_T.where(example.is_answer_T, IGNORED)}

@@ -98,18 +98,18 @@ def launch(run_rank: Callable[[Any], int], args: Any, world_size: int) -> int:
         before |= {number: signal.getsignal(number) for number in handlers}
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        return _wait(ranks)
+        return _wait_for_ranks(ranks)
     except KeyboardInterrupt:
-        return _stop(ranks, signal.SIGINT)
+        return _stop_ranks(ranks, signal.SIGINT)
     except Terminated:
-        return _stop(ranks, signal.SIGTERM)
+        return _stop_ranks(ranks, signal.SIGTERM)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        _end(ranks)
+        _end_ranks(ranks)
 
 
-def _wait(ranks: ProcessContext) -> int:
+def _wait_for_ranks(ranks: ProcessContext) -> int:
     """Wait for all ranks or the first failure; return the exit status of the job."""
     try:
         while not ranks.join():
@@ -137,7 +137,7 @@ def _wait(ranks: ProcessContext) -> int:
     return 0
 
 
-def _stop(ranks: ProcessContext, number: int) -> int:
+def _stop_ranks(ranks: ProcessContext, number: int) -> int:
     """Let ranks that train end their step and save, unless a second signal arrives.
 
     Return 128 + `number`, the signal, or 0 if all ranks have finished their work.
@@ -158,7 +158,7 @@ def _stop(ranks: ProcessContext, number: int) -> int:
     return 0 if is_finished else 128 + number
 
 
-def _end(ranks: ProcessContext) -> None:
+def _end_ranks(ranks: ProcessContext) -> None:
     """Terminate all ranks, and kill them 10 seconds later."""
     for process in ranks.processes:
         process.terminate()

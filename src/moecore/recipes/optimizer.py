@@ -131,14 +131,14 @@ class OptimizerConfig(CheckedRecord):
             optimizers.insert(0, muon)
         kinds = {d.param: (name, d.reason) for name, d in assignment.decisions.items()}
         for optimizer in optimizers:
-            self._split(optimizer, kinds)
+            self._split_groups(optimizer, kinds)
             if rates is not None:
                 rates.regroup(optimizer, model)
         if self.state_offload:
             StateOffload(adamw, model, fraction=self.state_offload)
         return optimizers
 
-    def _split(
+    def _split_groups(
         self, optimizer: torch.optim.Optimizer, kinds: dict[nn.Parameter, tuple[str, str]]
     ) -> None:
         """Split the group of a new optimizer by `param_groups` and by weight decay, in place."""

@@ -72,11 +72,15 @@ class Alarms:
 
     def of(self, step: int, metrics: Metrics) -> list[str]:
         """Return the alarms of a step, one line each; `metrics` has the load of each expert."""
-        lines = [*self._loss(metrics), *self._experts(metrics), *self._collapse(metrics)]
-        lines += [*self._gradient(metrics), *self._first_steps(step, metrics)]
+        lines = [
+            *self._check_loss(metrics),
+            *self._check_experts(metrics),
+            *self._check_collapse(metrics),
+        ]
+        lines += [*self._check_gradient(metrics), *self._check_first_steps(step, metrics)]
         return [f"alarm at step {step}: {line}" for line in lines]
 
-    def _loss(self, metrics: Metrics) -> list[str]:
+    def _check_loss(self, metrics: Metrics) -> list[str]:
         """Return the alarm about a loss far above the losses before, or []."""
         loss, before, was_high = metrics["loss"], [*self._losses], self._is_high
         if not math.isfinite(loss) or "reward" in metrics:
@@ -94,7 +98,7 @@ class Alarms:
             f"above {middle:.4g}, the median of the {len(before)} before it"
         ]
 
-    def _experts(self, metrics: Metrics) -> list[str]:
+    def _check_experts(self, metrics: Metrics) -> list[str]:
         """Return a line for each layer whose experts have had no token for `IDLE_STEPS` steps."""
         lines = []
         for layer in layer_names(metrics):
@@ -110,14 +114,14 @@ class Alarms:
                 )
         return lines
 
-    def _gradient(self, metrics: Metrics) -> list[str]:
+    def _check_gradient(self, metrics: Metrics) -> list[str]:
         """Return the alarm about a gradient that is not finite, or []."""
         norm = metrics.get("grad_norm", 0.0)
         if math.isfinite(norm) or "loss_scale" in metrics:
             return []
         return [f"grad_norm ({norm}) is not finite, so the step was skipped"]
 
-    def _collapse(self, metrics: Metrics) -> list[str]:
+    def _check_collapse(self, metrics: Metrics) -> list[str]:
         """Return the alarm about layers whose loads have become uneven over a block, or []."""
         for layer in layer_names(metrics):
             loads_E = expert_loads(metrics, layer)
@@ -145,7 +149,7 @@ class Alarms:
             "[balance] global_batch_coef, lower --lr or lengthen the warm-up"
         ]
 
-    def _first_steps(self, step: int, metrics: Metrics) -> list[str]:
+    def _check_first_steps(self, step: int, metrics: Metrics) -> list[str]:
         """Return the alarm about large gradients or rising losses in the first steps, or []."""
         norm, loss = metrics.get("grad_norm", math.nan), metrics["loss"]
         if step > FIRST_STEPS or "reward" in metrics or not math.isfinite(norm + loss):

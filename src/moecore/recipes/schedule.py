@@ -57,7 +57,7 @@ class LearningRateSchedule(CheckedRecord):
         `steps` is the number of steps of the run or stage. `steps_of` converts tokens to steps.
         """
         total = self.schedule_steps or steps
-        warmup = self._warmup(total, steps_of)
+        warmup = self._count_warmup_steps(total, steps_of)
         if step <= warmup:
             return step / warmup
         if self.lr_schedule == "constant":
@@ -69,7 +69,7 @@ class LearningRateSchedule(CheckedRecord):
         share = min(1.0, max(0, step - begin) / max(1, total - begin))
         return self.min_lr_ratio + (1 - self.min_lr_ratio) * SHAPES[shape](share)
 
-    def _warmup(self, total: int, steps_of: Callable[[int], int]) -> int:
+    def _count_warmup_steps(self, total: int, steps_of: Callable[[int], int]) -> int:
         """Return the steps of the warm-up of a schedule of `total` steps."""
         if self.warmup_tokens is not None:
             return steps_of(self.warmup_tokens)
