@@ -297,7 +297,7 @@ class Estimate:
         return self._table.seconds(share, node_ranks)
 
     def _time_messages(self, layout: Folding, options: OptionSet) -> Iterator[float]:
-        """Yield the seconds of messages among the ranks of tp, and among those of cp."""
+        """Yield the seconds of a layer's messages among the ranks of tp, and of cp."""
         request, tp = self._request, "all_gather"
         slice_bytes = 2 * self._model.dim * request.seq_len // (layout.tp * layout.cp)
         is_plain = isinstance(request.model, DecoderConfig) and options.precision is None

@@ -249,7 +249,7 @@ def _parse_model(args: Any) -> AnyModel:
 
 
 def _read_model(config: Path) -> AnyModel:
-    """Return the native decoder of a config.json, or the class of transformers."""
+    """Return the decoder of a config.json, or a class of transformers if there is none."""
     if read_config(config).get("model_type") not in FAMILIES:
         return TransformersModel.of(config)
     try:

@@ -107,12 +107,12 @@ class SearchRequest(CheckedRecord):
 
     @property
     def domain(self) -> int:
-        """Neighbouring ranks that NVLink connects."""
+        """The number of neighbouring ranks that NVLink connects."""
         return self.gpus_per_node or find_domain(self.gpu, self.num_gpus)
 
     @property
     def peers(self) -> int:
-        """Neighbouring ranks that reach each other's memory; 1 = none."""
+        """The number of neighbouring ranks that reach each other's memory; 1 = none."""
         return count_peers(self.gpu, self.domain)
 
     @property

@@ -157,6 +157,7 @@ class NativeModel(PlannedModel):
 
     @override
     def select_layers(self, layers: Sequence[int]) -> DecoderConfig:
+        """Return the decoder config with only the layers at these indices."""
         config, kinds = self.config, [find_layer_kind(self.config, i) for i in layers]
         linear = tuple(i for i, kind in enumerate(kinds) if kind.mixer == "linear")
         dense = tuple(i for i, kind in enumerate(kinds) if kind.feedforward == "dense")
@@ -199,6 +200,7 @@ class NativeModel(PlannedModel):
 
     @override
     def check(self, *, pp: int, tp: int, cp: int) -> None:
+        """Raise ValueError or NotImplementedError for a tp or cp that the model cannot have."""
         config = self.config
         check_tensor_parallel(config, tp)
         if cp > 1:
@@ -239,7 +241,7 @@ def find_layer_kind(config: DecoderConfig, layer: int) -> LayerKind:
 
 
 def find_preset(config: DecoderConfig) -> tuple[str, dict[str, int]] | None:
-    """Return a config's preset name and {} or a changed `max_seq_len`; None = no preset."""
+    """Return the preset of a config and {} or its other `max_seq_len`; None = no preset."""
     for name, entry in PRESETS.items():
         pairs = ((f.name, getattr(entry, f.name), getattr(config, f.name)) for f in fields(config))
         changes = {field: value for field, preset, value in pairs if value != preset}

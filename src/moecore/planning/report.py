@@ -150,7 +150,7 @@ class Report:
         return f"{limit}, most of it {max(PARTS[limit], key=lambda p: self.parts.get(p, 0.0))}"
 
     def table(self) -> str:
-        """Return the limits, their parts and the levers as text."""
+        """Return text with the limits, their parts and the options to try."""
         lines: list[tuple[str, ...]] = [("what", "ms", "share")]
         for limit, ms in self.limits.items():
             rows = [(f"  {part}", n) for part, n in self.parts.items() if part in PARTS[limit]]

@@ -184,7 +184,7 @@ class Segments:
         return self._copies[launches, lengths]
 
     def _distance(self, number: int, i: int, launches: range, lengths: Iterable[int]) -> int | None:
-        """Return the distance from launch `i` back to launch `number`; None = a far segment."""
+        """Return the launches from `number` to `i`; None = `number` is over two segments before."""
         at = i - launches.start
         start, end = 0, at
         for length in (0, *lengths):
@@ -242,7 +242,7 @@ class SmallRun(NamedTuple):
 
     @property
     def step(self) -> DryRun:
-        """The dry run of the sampled layers, with the memory and the launches of full capacity."""
+        """The dry run of the sampled layers, for the full capacity of dispatcher "nvlink"."""
         return _run_dry_cached(self.run)
 
     @property
