@@ -71,7 +71,7 @@ class SourceOptions(CheckedRecord):
 
     @classmethod
     def from_word(cls, word: str) -> SourceOptions:
-        """Return the options of PATH,key=value,..."""
+        """Return the options of a word such as "code.jsonl,weight=0.3,field=content"."""
         path, *pairs = word.split(",")
         values: dict[str, Any] = {}
         for key, _, text in (pair.partition("=") for pair in pairs):
@@ -85,7 +85,7 @@ class SourceOptions(CheckedRecord):
 
     @classmethod
     def from_table(cls, values: Mapping[str, Any]) -> SourceOptions:
-        """Return the options of a table of a TOML file."""
+        """Return the options of a TOML table; ValueError for another key or without a path."""
         names = [field.name for field in fields(cls)]
         for key in values:
             if key not in names:
@@ -98,9 +98,8 @@ class SourceOptions(CheckedRecord):
 def with_names(sources: Sequence[SourceOptions]) -> tuple[SourceOptions, ...]:
     """Return the sources, each with a name.
 
-    A source without a name is called as its file, without the suffix. Where other sources have the
-    same name, as many folders as are needed stand in front: a/web.jsonl and b/web.jsonl are "a/web"
-    and "b/web".
+    A source without a name gets the name of its file, without the suffix. If other sources have the
+    same name, folders are added in front: a/web.jsonl and b/web.jsonl become "a/web" and "b/web".
     """
     tails = [[source.name] if source.name else _list_path_names(source.path) for source in sources]
 

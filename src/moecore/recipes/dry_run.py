@@ -65,7 +65,10 @@ def planned_run(
 def print_dry_run(
     args: RunConfig, run: TrainingRun | None, print_first_batch: Callable[[], None]
 ) -> int:
-    """Print options, plan (if `run` is one) and first batch; return 1 if the plan does not fit."""
+    """Print options, plan and first batch; return 0, or 1 if the plan does not fit the GPU.
+
+    `run` None = adapters or a reference model, for which there is no plan.
+    """
     print(to_toml(args))
     fits = True
     if run is None:

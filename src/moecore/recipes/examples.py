@@ -57,7 +57,7 @@ class Examples:
 
 
 def num_tokens_of(example: Any) -> int:
-    """Return the tokens of all sequences of an example."""
+    """Return the number of tokens in all sequences of an example."""
     return sum(len(part.tokens_T) for part in example.parts)
 
 
@@ -151,7 +151,7 @@ def scheduled_examples(
     seed: int | None,
     collator: ScheduledCollator,
 ) -> Steps[ScheduledBatch]:
-    """Return the steps of the same examples as `packed_examples`, with a cp per micro-batch."""
+    """Return the steps of examples whose micro-batches have a cp each, from `collator`."""
     documents = [_make_document(example) for example in examples]
     lengths = [len(example.tokens_T) for example in examples]
     sampler = PackedBatchSampler(

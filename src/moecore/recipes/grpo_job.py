@@ -151,7 +151,7 @@ def read_prompts(
 def prompt_steps(
     prompts: Sequence[Prompt], *, rows: int, data_rank: int, data_ranks: int, seed: int
 ) -> Steps[list[Prompt]]:
-    """Return this data rank's steps of `rows` prompts: each prompt once per epoch over all."""
+    """Return this data rank's steps of `rows` prompts; an epoch has each prompt once."""
     sampler = PackedBatchSampler(
         [1] * len(prompts), 1, rows=rows, data_rank=data_rank, data_ranks=data_ranks, seed=seed
     )
@@ -295,7 +295,7 @@ class Reinforcement(TrainingJob[Samples]):
     def forward_backward(self, num_labels: Tensor, batch: Samples) -> Tensor:
         """Train on the rollouts as the policy that has sampled them, so that ratios are 1.
 
-        Return the mean loss over the number of data ranks. `num_labels` is not used.
+        Return the mean loss divided by the number of data ranks. `num_labels` is not used.
         """
         rollouts = batch.rollouts
         if self.objective.kl_coef:

@@ -109,7 +109,7 @@ def packs(hf: nn.Module) -> bool:
 
 
 def decoder_of(path: Path) -> DecoderConfig | None:
-    """Return the decoder config of a directory, for counts of FLOPs; None = none matches."""
+    """Return the decoder config of a directory, for FLOPs; None = a family without a decoder."""
     try:
         return decoder_config_from_hf(path)
     except (ValueError, NotImplementedError):  # a family, or a field of one, without

@@ -120,7 +120,7 @@ def continuation(args: RunConfig) -> str:
 
 
 def command_line() -> str:
-    """Return the command of this process as a shell reads it."""
+    """Return this process's `moecore` command for a shell, or "the same command"."""
     program, *words = sys.argv
     is_moecore = program.endswith(("moecore", "moecore/__main__.py")) and words
     return shlex.join(["moecore", *words]) if is_moecore else "the same command"

@@ -249,7 +249,7 @@ def is_on_any_rank(value: bool, device: torch.device) -> bool:
 
 
 def save(job: TrainingJob[Any], saver: Saver, step: int) -> None:
-    """Save a checkpoint of a step in the background, with the positions of data and loss scale."""
+    """Save a checkpoint of a step in the background, with the position in the data."""
     job.owner.check()  # no checkpoint of a step whose tokens got lost
     extra = {"step": step, **job.facts, **job.owner.state_dict()}
     if job.stage.name:

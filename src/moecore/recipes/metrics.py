@@ -218,7 +218,7 @@ def open_loggers(config: Any, tensorboard: ModuleType | None, *, start: int) -> 
 
 
 def _open_tensorboard(module: ModuleType, folder: str, start: int) -> Logger:
-    """Return a logger that drops events after step `start`."""
+    """Return a TensorBoard logger, which drops an earlier start's events after step `start`."""
     writer = module.SummaryWriter(folder, purge_step=start + 1)
 
     def log(metrics: Metrics, step: int) -> None:

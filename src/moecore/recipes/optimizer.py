@@ -141,7 +141,7 @@ class OptimizerConfig(CheckedRecord):
     def _split_groups(
         self, optimizer: torch.optim.Optimizer, kinds: dict[nn.Parameter, tuple[str, str]]
     ) -> None:
-        """Split the group of a new optimizer by `param_groups` and by weight decay, in place."""
+        """Split a new optimizer's group by rules and weight decay; `kinds` has (name, kind)."""
         rules = [ParamGroup.of(text) for text in self.param_groups]
         rules += [ParamGroup(pattern="*"), ParamGroup(pattern="*", lr_factor=self.router_lr_factor)]
         (group,) = optimizer.param_groups

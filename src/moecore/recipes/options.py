@@ -194,7 +194,7 @@ class ShardedConfig(RunConfig):
     recipe: Recipe | None = None
 
     def memory_options(self) -> MemoryOptions:
-        """Return [memory] with the pages of [stash]."""
+        """Return the options of table [memory], with the pages of [stash]."""
         stash = self.stash or (StashOptions() if self.sharding.stash else None)
         return replace(self.memory, stash=stash)
 
@@ -208,7 +208,7 @@ class ShardedConfig(RunConfig):
         return None
 
     def context_options(self) -> ContextOptions | None:
-        """Return [context], dynamic with --dynamic-cp."""
+        """Return the options of table [context], with dynamic cp if --dynamic-cp is set."""
         if self.sharding.dynamic_cp is None:
             return self.context
         return replace(self.context or ContextOptions(), dynamic=True)
@@ -226,7 +226,7 @@ class ShardedConfig(RunConfig):
         return named and replace(named, **self.fp8)
 
     def fsdp_options(self, dtype: torch.dtype) -> FSDPOptions:
-        """Return [fsdp] with the dtype of the run."""
+        """Return the options of table [fsdp], with `dtype` for all-gathered parameters."""
         return replace(self.fsdp, param_dtype=dtype)
 
     def dispatch_options(self, max_tokens: int | None = None) -> DispatchOptions:

@@ -196,7 +196,7 @@ class TinyModelConfig:
 
 
 def run_tiny_model(args: TinyModelConfig) -> int:
-    """Make the directory of a task; return 0."""
+    """Write a tiny model and data for it to `args.out`; return 0."""
     out = args.out
     check_new(out)
     if args.task == "sums":
