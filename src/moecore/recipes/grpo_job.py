@@ -227,10 +227,7 @@ class Reinforcement(TrainingJob[Samples]):
         )
 
     def next_batch(self, step: int) -> Samples:
-        """Sample completions of the step's prompts and score them.
-
-        Random numbers depend only on the step's number, the seed and the data rank.
-        """
+        """Sample completions and score them; random numbers depend on step, seed and rank."""
         data_ranks = self.meshes.data_ranks
         torch.manual_seed((self.args.seed + step) * data_ranks + self.meshes.data_rank)
         prompts = [p for p in self.batches.next() for _ in range(self.sampling.group)]
