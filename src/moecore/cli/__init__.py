@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
-    """Run the command that the first words name."""
+    """Run the command that the first words name; return its exit status."""
     name, has_help = (words[0] if words else ""), bool({*words[:2]} & {"-h", "--help"})
     commands = {name: text for group in GROUPS.values() for name, text in group.items()}
     if name in ("-h", "--help"):
@@ -143,11 +143,13 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _list_commands(texts: dict[str, str], group: str = "") -> str:
+    """Return a line for each command with its help text; `group` is the command before."""
     prefix = f"moecore {group} " if group else ""
     return "\n".join(f"  {prefix}{name:<11} {text}" for name, text in texts.items())
 
 
 def _raise_usage_error(label: str, name: str, names: dict[str, str]) -> NoReturn:
+    """Raise a UsageError: `label` has the unknown `name`, which must be one of `names`."""
     close = difflib.get_close_matches(name[:80], names, n=1)
     hint = f"did you mean {close[0]}?" if close else "see --help"
     raise _import("base.fields:UsageError")(
@@ -156,7 +158,7 @@ def _raise_usage_error(label: str, name: str, names: dict[str, str]) -> NoReturn
 
 
 def _run_with_options(name: str, words: Sequence[str]) -> int:
-    """Run a command of `CONFIGS` and return its exit code."""
+    """Run a command of `CONFIGS` with options from `words`; return its exit status."""
     with _exit_at_interrupt():
         options, run = map(_import, CONFIGS[name])
         parse, usage_error = map(_import, ("recipes.parser:parse", "base.fields:UsageError"))
@@ -169,14 +171,14 @@ def _run_with_options(name: str, words: Sequence[str]) -> int:
 
 
 def _import(path: str) -> Any:
-    """Return a name of a module of moecore; imports of a command take seconds."""
+    """Return the object at "module:name" in moecore; imports of a command take seconds."""
     module, _, name = path.partition(":")
     return getattr(import_module(f"moecore.{module}"), name)
 
 
 @contextmanager
 def _exit_at_interrupt() -> Iterator[None]:
-    """Context in which Ctrl-C exits at once: some packages swallow exceptions of imports."""
+    """Return a context in which Ctrl-C exits at once: some imports swallow KeyboardInterrupt."""
     if threading.current_thread() is not threading.main_thread():
         yield  # other threads get no signals
         return

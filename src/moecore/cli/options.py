@@ -13,7 +13,7 @@ from moecore.io.checkpoint.directory import Step
 
 
 class FileSize(int):
-    """Bytes; a command line writes a number with KB, MB, GB or TB, or without."""
+    """A number of bytes that a command line writes with KB, MB, GB or TB, or without a unit."""
 
     @classmethod
     def from_word(cls, word: str) -> FileSize:

@@ -1,4 +1,4 @@
-"""`moecore plan`, `dry-run` and `report`: the commands, and a plan's picture."""
+"""The functions behind `moecore plan`, `dry-run` and `report`, and the PNG of a plan."""
 
 from __future__ import annotations
 
@@ -51,7 +51,11 @@ MEASURED: dict[tuple[str, str, int], tuple[Folding, int, str]] = {
 
 @collect_by_hand()
 def run_plan(args: PlanConfig) -> int:
-    """Print the plan of a run, or the result of a search; return 1 if nothing fits."""
+    """Run `moecore plan`, and return its exit status: 1 if the run or every layout is too large.
+
+    With `args.explain` the command describes one layout. With degrees it plans one run. Without
+    degrees it searches layouts.
+    """
     refuse_unread(args)
     if args.explain is not None:
         return _explain(args, args.explain)
@@ -62,7 +66,7 @@ def run_plan(args: PlanConfig) -> int:
     if args.call:
         print(call_of(run))
         return 0
-    table, gpu, name = _table(args), get_gpu(select_gpu(args)), format_gpu_name(args)
+    table, gpu, name = _load_table(args), get_gpu(select_gpu(args)), format_gpu_name(args)
     plan = plan_memory(run)
     time = find_time_refusal(run.precision, table.gpu) or plan_time(run, table)
     _write(args, plan, time)
@@ -72,7 +76,7 @@ def run_plan(args: PlanConfig) -> int:
         ranks = [asdict(rank) | {"peak": rank.num_bytes} for rank in plan.ranks]
         change = None if isinstance(time, str) else next_change(time, table)
         summary = {"gpu": name, "memory": gpu.memory, "fits": fits, "ranks": ranks}
-        summary |= _numbers(time) | {"next": None if change is None else asdict(change)}
+        summary |= _list_time_numbers(time) | {"next": None if change is None else asdict(change)}
         print(json.dumps(summary))
         return 0 if fits else 1
     print(plan.table())
@@ -93,9 +97,9 @@ def run_plan(args: PlanConfig) -> int:
 
 
 def _explain(args: PlanConfig, folding: str) -> int:
-    """Print the plan of one layout; return 1 if it is refused or too large."""
+    """Print the plan of a layout such as "pp=8,ep=8"; return 1 if it is refused or too large."""
     request, layout = parse_request(args), parse_layout(folding)
-    plan = plan_layout(request, layout, _table(args))
+    plan = plan_layout(request, layout, _load_table(args))
     text = describe_outcome(request, layout, plan)
     fitting = plan if isinstance(plan, Fitting) else None
     if fitting is not None:
@@ -103,16 +107,16 @@ def _explain(args: PlanConfig, folding: str) -> int:
     if args.json:
         summary = {"gpu": format_gpu_name(args), "limit": request.limit}
         summary |= {"fits": fitting is not None, "text": text}
-        print(json.dumps(summary | (layout._asdict() if fitting is None else _row(fitting))))
+        print(json.dumps(summary | (layout._asdict() if fitting is None else _make_row(fitting))))
     elif args.call and fitting is not None:
         print(call_of(fitting.run))
     else:
-        print("\n".join([text, *([] if fitting is None else [_command(args, fitting.run)])]))
+        print("\n".join([text, *([] if fitting is None else [_format_command(args, fitting.run)])]))
     return 0 if fitting is not None else 1
 
 
 def _support(args: Any, first: Folding) -> str:
-    """Return the recorded tokens per second of complete steps of a model on GPUs, as text."""
+    """Return a sentence: whether layout `first` has a recorded step (`MEASURED`), and its speed."""
     step = MEASURED.get((args.preset, format_gpu_name(args), args.gpus))
     if step is None:
         return "no record has a step of the first one: it is planned only"
@@ -122,8 +126,8 @@ def _support(args: Any, first: Folding) -> str:
     return f"{prefix}: {measured}"
 
 
-def _command(args: Any, run: TrainingRun) -> str:
-    """Return the command that plans a run with its degrees and options."""
+def _format_command(args: Any, run: TrainingRun) -> str:
+    """Return the `moecore plan` command with the degrees and options of a run."""
     model = ["--config", str(args.config)] if args.preset is None else ["--preset", args.preset]
     gpus = ["--gpus", str(args.gpus)]
     gpus += ["--gpu" if args.gpu_spec is None else "--gpu-spec", format_gpu_name(args)]
@@ -131,11 +135,11 @@ def _command(args: Any, run: TrainingRun) -> str:
 
 
 def _search(args: Any) -> int:
-    """Print the layouts that fit, best first; return 1 if none fits."""
+    """Print the layouts that fit, best first; return 1 if no layout fits."""
     request = parse_request(args)
     result = search(
         request,
-        table=_table(args),
+        table=_load_table(args),
         num_results=3 if args.top is None else args.top,
         progress=lambda line: print(f"moecore: {line}", file=sys.stderr, flush=True),
     )
@@ -144,7 +148,7 @@ def _search(args: Any) -> int:
         _write(args, fitting[0].plan, fitting[0].time)
         _write_recipe(args, fitting[0].run)
     if args.json:
-        rows = [_row(candidate) for candidate in fitting]
+        rows = [_make_row(candidate) for candidate in fitting]
         summary = {"gpu": format_gpu_name(args), "limit": request.limit, "fitting": rows}
         summary |= {"refused": result.refused, "not_planned": result.num_unplanned}
         print(json.dumps(summary | {"change": result.change}))
@@ -165,13 +169,14 @@ def _search(args: Any) -> int:
     if fitting:
         _print_time(args, fitting[0].time, request.limit)
         print(_support(args, fitting[0].layout))
-        print(f"the first one: {_command(args, fitting[0].run)}")
+        print(f"the first one: {_format_command(args, fitting[0].run)}")
     else:
         print(f"nothing fits; the smallest change: {result.change or 'none of those tried'}")
     return 0 if fitting else 1
 
 
-def _row(candidate: Fitting) -> dict[str, Any]:
+def _make_row(candidate: Fitting) -> dict[str, Any]:
+    """Return the JSON object of a layout: degrees, options, bytes and times."""
     run = candidate.run
     return candidate.layout._asdict() | {
         "schedule": None if run.pipeline is None else run.pipeline.schedule,
@@ -182,12 +187,12 @@ def _row(candidate: Fitting) -> dict[str, Any]:
         "host_of_a_node": candidate.host,
         "peak": max(candidate.peaks),
         "headroom": candidate.headroom,
-        **_numbers(candidate.time),
+        **_list_time_numbers(candidate.time),
     }
 
 
-def _numbers(time: TimePlan | str) -> dict[str, Any]:
-    """Return the numbers of a time, or nulls and the reason for which no time is modelled."""
+def _list_time_numbers(time: TimePlan | str) -> dict[str, Any]:
+    """Return the JSON fields of a time plan; None for all if `time` is the reason for no plan."""
     names = ("seconds", "tokens_per_second", "parts", "wall")
     if isinstance(time, str):
         return dict.fromkeys(names) | {"time_refusal": time}
@@ -195,12 +200,15 @@ def _numbers(time: TimePlan | str) -> dict[str, Any]:
 
 
 def _print_time(args: Any, time: TimePlan | str, limit: int | None = None) -> None:
-    """Print how long a step takes, and what to change."""
+    """Print the step time and the change that gains most, or the reason why no time is planned.
+
+    `limit` is the bytes of a rank that the change may use; None = the GPU's memory.
+    """
     if isinstance(time, str):
         print(time)
         return
     print(time.line)
-    table = _table(args)
+    table = _load_table(args)
     if hides := find_hidden_share(time.run, table):
         print(
             f"assumed, no run has shown it: pairs hide {hides:.0%} of the exchanges between nodes "
@@ -220,7 +228,7 @@ def _print_time(args: Any, time: TimePlan | str, limit: int | None = None) -> No
 
 
 def _slices(table: CostTable, kind: str) -> str:
-    """Return a line about the share of sliced tp exchanges that a plan counts."""
+    """Return a line about the exposed share of sliced tp exchanges, on a GPU with name `kind`."""
     slices = table.slices
     if slices is None:
         return "exchanges of tp beside products count whole: the table has no share of them"
@@ -231,7 +239,8 @@ def _slices(table: CostTable, kind: str) -> str:
     )
 
 
-def _table(args: Any) -> CostTable:
+def _load_table(args: Any) -> CostTable:
+    """Return the costs of `--table` or the shipped ones, for the GPU, with `--pairs-hide`."""
     table = CostTable.of if args.table is None else CostTable.read(args.table).on
     hides = getattr(args, "pairs_hide", None)
     costs = table(select_gpu(args))
@@ -239,7 +248,10 @@ def _table(args: Any) -> CostTable:
 
 
 def _write(args: Any, plan: MemoryPlan, time: TimePlan | str) -> None:
-    """Write the requested pictures."""
+    """Write the files of `--png`, `--timeline` and `--html`, if these options are set.
+
+    Raises ValueError without matplotlib, or for a timeline of a run without stages or time.
+    """
     timeline = None if isinstance(time, str) else time.timeline
     try:
         if args.png is not None:
@@ -257,13 +269,13 @@ def _write(args: Any, plan: MemoryPlan, time: TimePlan | str) -> None:
 
 
 def _write_recipe(args: Any, run: TrainingRun) -> None:
-    """Write the requested recipe."""
+    """Write the TOML of a run to the path of `--write`, if the option is set."""
     if args.write is not None:
         args.write.write_text(format_recipe(run, args.config))
 
 
 def run_dry_run(args: DryRunConfig) -> int:
-    """Print the memory and the work of one rank; return 1 if it does not fit."""
+    """Print the memory and the launches of rank `args.rank`; return 1 if its peak does not fit."""
     refuse_stages(args)
     run, memory = parse_run(args), get_gpu(select_gpu(args)).memory
     step = dry_run(run, args.rank)
@@ -301,7 +313,7 @@ def run_dry_run(args: DryRunConfig) -> int:
 
 
 def _rows(step: DryRun, table: CostTable | None) -> dict[str, list[Any]]:
-    """Return number, FLOP, bytes and serial seconds by kind; seconds are None without a table."""
+    """Return number, FLOP, bytes and serial seconds by kind of launch; no table = seconds None."""
     if table is not None:
         table = replace(table, slices=None)  # serial seconds, not the exposed share
     sums: defaultdict[str, list[Any]] = defaultdict(lambda: [0.0] * 4)
@@ -317,7 +329,7 @@ def _rows(step: DryRun, table: CostTable | None) -> dict[str, list[Any]]:
 
 
 def run_report(args: Any) -> int:
-    """Print the report."""
+    """Print the report of the profiler trace `args.trace`; return 0."""
     try:
         report = report_trace(args.trace, num_steps=args.steps)
     except ValueError as error:
@@ -333,12 +345,9 @@ def run_report(args: Any) -> int:
 def draw_memory(
     plan: MemoryPlan, path: str | os.PathLike[str], memory: NumBytes | None = None
 ) -> None:
-    """Write a PNG of a plan.
+    """Draw the peak memory of each pipeline rank by kind as bars, and write a PNG.
 
-    Args:
-        plan: of all pipeline ranks.
-        path: of the file.
-        memory: of a GPU in bytes, drawn as a line; None = no line.
+    `memory` is the bytes of a GPU's memory, drawn as a line; None = no line.
 
     Raises:
         ImportError: without matplotlib.

@@ -55,7 +55,7 @@ BACKWARD = re.compile("backward|bwd")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point(CheckedRecord):
-    """A measured operation."""
+    """A measured operation: its seconds on the device, with moecore's commit and the date."""
 
     work: Work
     seconds: Seconds
@@ -65,7 +65,7 @@ class Point(CheckedRecord):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exposed(CheckedRecord):
-    """The measured exposed time of exchanges that overlap with products of tp ranks."""
+    """The measured share of the time of sliced tp exchanges that products do not hide."""
 
     share: ShareOrZero  # of the seconds of the same exchanges without overlap
     gpu: GpuName  # the measured GPU
@@ -74,7 +74,7 @@ class Exposed(CheckedRecord):
 
 @dataclass(frozen=True, kw_only=True)
 class CostTable(CheckedRecord):
-    """The costs of operations on a kind of GPU.
+    """Measured operations, and the seconds of any operation on a GPU, interpolated from them.
 
     Attributes:
         gpu: the GPU for which the table returns seconds.
@@ -120,20 +120,24 @@ class CostTable(CheckedRecord):
 
     @classmethod
     def of(cls, gpu: GpuName | Gpu) -> CostTable:
-        """Return moecore's measured table, converted to a GPU by `on`."""
+        """Return moecore's shipped table, measured on H200, with the data-sheet rates of `gpu`."""
         check_arguments(CostTable.of, locals())
         return _read_shipped_table().on(gpu)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> CostTable:
-        """Return the table of a file from `write` or `moecore measure`."""
+        """Return the table of a file from `write` or `moecore measure`.
+
+        Raises:
+            ValueError: if the file cannot be read or has no such table.
+        """
         check_arguments(CostTable.read, locals())
         name = f"table ({quote(os.fspath(path))})"
         text = read_bytes(path, name, MAX_TABLE_BYTES, "`moecore measure` writes one")
         return _parse_table(text, os.fspath(path))
 
     def on(self, gpu: GpuName | Gpu) -> CostTable:
-        """Return this table with the data-sheet rates of another GPU."""
+        """Return this table's efficiencies with the data-sheet rates of another GPU."""
         check_arguments(CostTable.on, locals())
         return replace(self, gpu=gpu)
 
@@ -145,11 +149,12 @@ class CostTable(CheckedRecord):
         return f"{self.points_from}, its efficiencies with the maker's rates of {self.gpu}"
 
     def extend(self, points: Sequence[Point], source: str) -> CostTable:
-        """Return a table of the same GPU in which new points replace points with their names.
+        """Return a table measured on `self.gpu`, with `points` in place of points of equal name.
 
-        Args:
-            points: operations that were measured on the table's GPU.
-            source: the source of these points, as text.
+        The seconds of all other points are computed from this table. `source` describes `points`.
+
+        Raises:
+            ValueError: if the table's GPU is a `Gpu` and not a name.
         """
         check_arguments(CostTable.extend, locals())
         names = {point.work.name for point in points}
@@ -183,11 +188,9 @@ class CostTable(CheckedRecord):
         return f'{head},\n "points": [\n  ' + ",\n  ".join(points) + "\n ]\n}\n"
 
     def seconds(self, work: Work, node_ranks: CountOrZero = 0) -> float:
-        """Return the seconds of an operation.
+        """Return the seconds of an operation on the device.
 
-        Args:
-            work: the operation.
-            node_ranks: the number of a collective's ranks in one NVLink domain; 0 = the maximum.
+        `node_ranks` is the number of a collective's ranks in one NVLink domain; 0 = the maximum.
 
         Raises:
             ValueError: for FP8 on a GPU without FP8, or more ranks than a domain can have.
@@ -197,14 +200,17 @@ class CostTable(CheckedRecord):
         return launch + max(rates.values())
 
     def wall(self, work: Work, node_ranks: CountOrZero = 0) -> Wall:
-        """Return the rate that limits an operation, or "launch"."""
+        """Return the rate that limits an operation, or "launch" if its fixed time is longer.
+
+        `node_ranks` is an argument of `seconds`.
+        """
         check_arguments(CostTable.wall, locals())
         launch, rates = self._parts(work, node_ranks)
         longest = max(rates, key=lambda wall: rates[wall])
         return longest if rates[longest] > launch else "launch"
 
     def _parts(self, work: Work, node_ranks: int) -> tuple[float, dict[Wall, float]]:
-        """Return an operation's fixed launch seconds, and its seconds at each achieved rate."""
+        """Return an operation's fixed seconds, and its seconds at each resource's achieved rate."""
         rates = self._roofline(work, self.gpu, _count_domain_ranks(work, node_ranks, self.gpu))
         reached, launch = self._efficiency(work), self.launch_seconds
         if "network" in rates:
@@ -215,7 +221,7 @@ class CostTable(CheckedRecord):
         return exposed * launch, seconds
 
     def _roofline(self, work: Work, name: GpuName | Gpu, inside: int) -> dict[Wall, float]:
-        """Return an operation's seconds at each data-sheet rate."""
+        """Return an operation's seconds at each data-sheet rate; `inside` as in `_time_links`."""
         gpu = get_gpu(name)
         if work.kind == "copy":
             return {"pcie": work.num_bytes / gpu.pcie}
@@ -231,7 +237,7 @@ class CostTable(CheckedRecord):
         return {"compute": work.flops / peak, "memory": work.num_bytes / gpu.memory_bandwidth}
 
     def _efficiency(self, work: Work) -> float:
-        """Return the interpolated efficiency of an operation."""
+        """Return the interpolated efficiency of an operation: its share of the data-sheet rate."""
         key, sizes = (work.kind, work.name, work.dtype), _compute_log_sizes(work)
         if key not in self._efficiencies:
             self._efficiencies[key] = [
@@ -249,11 +255,11 @@ class CostTable(CheckedRecord):
 
     @cached_property
     def _efficiencies(self) -> dict[tuple[str, str, str], list[tuple[tuple[float, ...], float]]]:
-        """(kind, name, dtype) -> logarithms of sizes and efficiency of each point for it."""
+        """Cache of (log sizes, log efficiency) of the points for each (kind, name, dtype)."""
         return {}
 
     def _log_efficiency(self, point: Point) -> float:
-        """Return the logarithm of a point's efficiency."""
+        """Return the natural logarithm of a point's efficiency."""
         inside = _count_domain_ranks(point.work, 0, self.measured_on)
         rates = self._roofline(point.work, self.measured_on, inside)
         return math.log(max(rates.values()) / (point.seconds - self.launch_seconds))
@@ -280,11 +286,12 @@ class CostTable(CheckedRecord):
 
 @cache
 def _normalise_name(name: str) -> str:
+    """Return a name in lower case, with its letters and digits only."""
     return re.sub("[^a-z0-9]", "", name.lower())
 
 
 def _compute_log_sizes(work: Work) -> tuple[float, ...]:
-    """Return the logarithms of an operation's sizes (the table of this file)."""
+    """Return the natural logarithms of the sizes in this file's table for an operation's kind."""
     sizes: tuple[float, ...] = (work.num_bytes,)
     if work.kind == "product":
         sizes = work.shape
@@ -300,7 +307,10 @@ def _compute_log_sizes(work: Work) -> tuple[float, ...]:
 
 
 def _count_domain_ranks(work: Work, node_ranks: int, gpu: GpuName | Gpu) -> int:
-    """Return the number of a collective's ranks in one domain; 0 for other operations."""
+    """Return a collective's ranks in one NVLink domain; 0 for other operations.
+
+    `node_ranks` is that number; 0 = the maximum. Raises ValueError if the domain is smaller.
+    """
     if work.kind != "collective":
         return 0
     ranks, domain = work.shape[0], get_gpu(gpu).domain
@@ -313,7 +323,10 @@ def _count_domain_ranks(work: Work, node_ranks: int, gpu: GpuName | Gpu) -> int:
 
 
 def _time_links(work: Work, inside: int, nvlink: float, network: float) -> dict[Wall, float]:
-    """Return the seconds in which NVLink and the network transfer a collective's bytes."""
+    """Return the seconds of a collective on NVLink and network, whose rates are bytes per second.
+
+    `inside` is the number of its ranks in one NVLink domain.
+    """
     ranks = work.shape[0]
     if inside == ranks:
         return {"nvlink": work.num_bytes / nvlink}
@@ -334,6 +347,7 @@ def _read_shipped_table() -> CostTable:
 
 
 def _parse_table(text: bytes, path: str) -> CostTable:
+    """Return the table of JSON `text`; `path` is only named in the ValueError."""
     try:
         fields: dict[str, Any] = json.loads(text)
         fields["points"] = tuple(_parse_points(fields["points"]))

@@ -60,7 +60,7 @@ class DryRun:
         peak: the peak memory, as `torch.cuda.max_memory_allocated` counts it.
         buffers: bytes of buffers that other ranks read and write, which `peak` does not count: the
             buffers of dispatcher "nvlink", and torch's workspace of exchanges of tp slices.
-        pages: bytes of a stash's pages on the device, which `resident_bytes` includes.
+        pages: bytes of the device pages of `MemoryOptions.stash`, which `resident_bytes` includes.
         queued: the launches, in the order in which the host queues them.
         starts: where modules begin a pass, in a run without stages, and where END begins.
         precision: the precision of the run.
@@ -77,23 +77,25 @@ class DryRun:
 
     @property
     def forward_backward(self) -> tuple[Work, ...]:
-        """The work of forward and backward."""
+        """The operations of forward and backward, in the order of launches."""
         return _list_works(self.queued[: self.starts[-1].first])
 
     @property
     def optimizer(self) -> tuple[Work, ...]:
-        """The work of clipping and the optimizer."""
+        """The operations of clipping and the optimizer, in the order of launches."""
         return _list_works(self.queued[self.starts[-1].first :])
 
 
 def _list_works(queued: Iterable[Queued]) -> tuple[Work, ...]:
+    """Return the operations of launches, each as often as the launch repeats it."""
     return tuple(operation.work for operation in queued for _ in range(operation.times))
 
 
 def dry_run(run: TrainingRun, rank: CountOrZero = 0) -> DryRun:
-    """Return the memory and the launches of a step of one rank. No GPU, no communication.
+    """Return the memory and the launches of a step of `rank`. No GPU, no communication.
 
     Raises:
+        ValueError: for more than 256 micro-batches.
         ValueError, NotImplementedError: as `parallelize_moe` and `fake_world`.
     """
     check_arguments(dry_run, locals())
@@ -107,7 +109,10 @@ def dry_run(run: TrainingRun, rank: CountOrZero = 0) -> DryRun:
 
 
 def add_even_work(run: TrainingRun, dry: Callable[[TrainingRun], DryRun]) -> DryRun:
-    """Return a dry run with the memory of nvlink's full capacity and the launches of even loads."""
+    """Return a dry run with the memory of nvlink's full capacity and the launches of even loads.
+
+    `dry` returns the dry run of a run. Even loads need a second dry run if `run.even` differs.
+    """
     capacity_step = dry(run)
     if run.even == run:
         return capacity_step
@@ -118,7 +123,10 @@ def add_even_work(run: TrainingRun, dry: Callable[[TrainingRun], DryRun]) -> Dry
 
 
 def record_step(run: TrainingRun, rank: int = 0) -> DryRun:
-    """Run two steps on meta, and return the second one, with the work of the full capacity."""
+    """Run two training steps of a rank on meta tensors; return the recording of the second one.
+
+    Memory and launches are for the full capacity of dispatcher "nvlink"; see `add_even_work`.
+    """
     recorder = WorkRecorder(run.ranks_per_domain)
     launches = record_launches_on_meta(recorder.record_kernel, run.num_peers)
     with enter_world(run, rank), collect_by_hand(), launches, use_dry_streams(recorder.queues):
@@ -160,14 +168,14 @@ def record_step(run: TrainingRun, rank: int = 0) -> DryRun:
 
 
 def _compute_workspace_bytes(recorder: WorkRecorder) -> int:
-    """Return the bytes of torch's workspace for exchanges of tp slices."""
+    """Return the bytes of torch's workspace for exchanges of tp slices; 0 without exchanges."""
     works = (operation.work for operation in recorder.queued if operation.work.name in SLICES)
     sizes = (workspace_bytes(work.name, work.shape[0], work.num_bytes) for work in works)
     return max(sizes, default=0)
 
 
 def register_hooks(model: nn.Module, parts: ModuleParts, recorder: WorkRecorder) -> None:
-    """Register hooks that tell a recorder when a module begins a pass, and which part runs."""
+    """Register hooks that tell a recorder when a module begins a pass, and which part allocates."""
     calls: dict[str, int] = {}
 
     def watch(module: nn.Module, part: str, last: nn.Module | None = None) -> None:
@@ -207,7 +215,7 @@ def _count_optimizer_bytes(optimizer: AdamW, param: Tensor) -> int:
 
 
 def _set_adamw_bytes(queued: list[Queued], num_bytes: int) -> Iterator[Queued]:
-    """Yield launches; those of AdamW, which gets addresses, with the bytes of their tensors."""
+    """Yield the launches; kernels of AdamW, which get addresses, share `num_bytes` equally."""
     number = sum(operation.work.name == ADAMW for operation in queued)
     for operation in queued:
         if operation.work.name == ADAMW:

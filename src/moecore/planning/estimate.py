@@ -55,7 +55,7 @@ LAYERS = 3  # layers with unsharded weights or gradients at once, if micro-batch
 
 
 class _Weights(NamedTuple):
-    """Parameters with which a rank computes."""
+    """The dense parameters or the experts with which a rank computes."""
 
     size: float  # the number of parameters
     ranks: int  # the number of ranks that shard the parameters
@@ -71,7 +71,7 @@ class _Seconds(NamedTuple):
 
 
 class Estimate:
-    """Estimates bytes and step seconds of a request's layouts from one dry run."""
+    """Estimates the bytes and step seconds of a request's layouts from dry runs of one node."""
 
     def __init__(self, request: SearchRequest, table: CostTable) -> None:
         self._request, self._table = request, table
@@ -114,7 +114,10 @@ class Estimate:
         return min(fitting, key=lambda choice: self.seconds(layout, choice), default=None)
 
     def raise_bytes(self, layout: Folding, options: OptionSet, num_bytes: int, host: int) -> None:
-        """Raise the estimated bytes of all layouts with the same pp after a plan did not fit."""
+        """Raise the estimates of all layouts with the same pp after a plan did not fit.
+
+        The plan had `num_bytes` on its largest rank, and pinned `host` bytes of a server.
+        """
         pp, ratio = layout.pp, num_bytes / self.num_bytes(layout, options)
         self._byte_ratios[pp] = max(ratio, self._byte_ratios[pp])
         if host:
@@ -122,7 +125,7 @@ class Estimate:
             self._host_ratios[pp] = max(ratio, self._host_ratios[pp])
 
     def correct_seconds(self, layout: Folding, options: OptionSet, seconds: float) -> None:
-        """Correct the estimated seconds of all layouts with the same pp and ep by a plan."""
+        """Correct the estimates of all layouts with the same pp and ep by planned seconds."""
         key, estimate = (layout.pp, layout.ep), self.seconds(layout, options)
         self._time_ratios[key] = min(
             self._time_ratios.get(key, math.inf), SPREAD * seconds / estimate
@@ -231,6 +234,7 @@ class Estimate:
         return self._time_copy(per_param * self._params / self._request.num_gpus, "uint8")
 
     def _time_copy(self, num_bytes: float, dtype: str) -> float:
+        """Return the seconds of a copy to the host; 0 for no bytes."""
         copy = Work("copy to host", "copy", 0, round(num_bytes), (), dtype)
         return self._table.seconds(copy) if copy.num_bytes else 0.0
 
@@ -253,7 +257,7 @@ class Estimate:
         return _Seconds(*map(sum, zip(*seconds, strict=True)))
 
     def _time_part(self, part: str, pass_: Pass, layout: Folding, options: OptionSet) -> _Seconds:
-        """Return the seconds of a part's pass: the larger of the host's and the device's."""
+        """Return the seconds of a pass of a part such as "layer 3": host or device, the larger."""
         segments = self._segments(options)
         experts = layout.ep * layout.etp
         rows = Fraction(layout.batch_size, layout.tp * layout.cp)
@@ -293,7 +297,7 @@ class Estimate:
         return self._table.seconds(share, node_ranks)
 
     def _time_messages(self, layout: Folding, options: OptionSet) -> Iterator[float]:
-        """Yield the seconds of messages among the ranks of tp, and among those of cp."""
+        """Yield the seconds of a layer's messages among the ranks of tp, and of cp."""
         request, tp = self._request, "all_gather"
         slice_bytes = 2 * self._model.dim * request.seq_len // (layout.tp * layout.cp)
         is_plain = isinstance(request.model, DecoderConfig) and options.precision is None
@@ -342,7 +346,7 @@ def count_saved_bytes_of_run(run: TrainingRun) -> ModelSavedBytes:
 
 
 def _list_choices(request: SearchRequest, sets: Sequence[OptionSet]) -> list[OptionSet]:
-    """Return the sets to choose from: the first set, and all of low overhead with some others."""
+    """Return the first of `sets`, and all low-overhead options with each subset of medium ones."""
     options = sets[-1].options
     medium = [option for option in options if option.overhead == "medium"]
     subsets = chain.from_iterable(combinations(medium, n) for n in range(len(medium) + 1))
@@ -363,4 +367,5 @@ def _count_in_flight(layout: Folding) -> float:
 
 
 def _has_sharded_weights(options: OptionSet) -> bool:
+    """Return whether each micro-batch all-gathers the dense weights."""
     return options.fsdp.dense_strategy == "optim_grads_params"

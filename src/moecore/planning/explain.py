@@ -1,8 +1,7 @@
 """explain(model): a model's `ShardPlan` as about twenty lines of text.
 
 A model that is not parallelized has a plan of its names and shapes. `explain` does not communicate
-or synchronise the host, and accepts models on meta. `train/memory/saved_bytes.py` counts the bytes
-that layers save for backward.
+or synchronise the host, and accepts models on meta.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ def explain(model: nn.Module | ShardPlan, *, batch: Batch | None = None) -> str:
 
 
 def make_current_plan(model: nn.Module) -> tuple[ShardPlan, Coordinate]:
-    """Return a model's plan with its present parameters, and this rank's coordinate."""
+    """Return a model's plan with its present parameters, and this rank's index on mesh axes."""
     attachment = get_parallel_state(model)
     modules = {clean_name(n): m for n, m in model.named_modules()}
     layers = {name: m for name, m in modules.items() if isinstance(m, RoutedLayer)}
@@ -159,7 +158,7 @@ def _make_layer_plan(name: str, layer: RoutedLayer) -> LayerPlan:
 def _describe_plan(
     plan: ShardPlan, coordinate: Coordinate | None, meshes: Iterable[str], products: Iterable[str]
 ) -> Iterator[str]:
-    """Yield the lines of a plan for a rank; coordinate None = the first rank."""
+    """Yield a plan as text with lines of `meshes` and `products`; coordinate None = first rank."""
     rows = list_table_rows(plan, coordinate)
     size = format_bytes(sum(row.num_bytes for row in rows))
     holder = "this rank" if coordinate is not None else f"the first rank of {plan.world_size}"
@@ -205,7 +204,7 @@ def _describe_meshes(
 
 
 def list_table_rows(plan: ShardPlan, coordinate: Coordinate | None) -> list[TableRow]:
-    """Return a row for all parameters with equal kinds, shapes, placements and dtypes."""
+    """Return one row for all parameters with equal kinds, shapes, placements and dtypes."""
     rows: dict[object, TableRow] = {}
     for param in plan.params:
         *path, leaf = clean_name(param.name).split(".")
@@ -325,7 +324,7 @@ ComputeArgs = dict[str, Any]  # arguments of `count_saved_bytes`
 
 
 def list_compute_args(model: nn.Module) -> ComputeArgs:
-    """Return the device type and the dtypes in which a model computes; meta = a GPU."""
+    """Return the arguments of `count_saved_bytes` for a model's device and dtypes; meta = a GPU."""
     attachment = get_parallel_state(model)
     if attachment is None:
         device_type = next((p.device.type for p in model.parameters()), "meta")
@@ -345,7 +344,7 @@ def list_compute_args(model: nn.Module) -> ComputeArgs:
 
 
 def describe_layer(layer: RoutedLayer, compute_args: ComputeArgs) -> str:
-    """Return the bytes per token that a layer saves for backward, by part."""
+    """Return text with the bytes per token that an MoE layer saves for backward, by part."""
     config, experts = layer.config, layer.get_part("experts")
     options = MemoryOptions(recompute=("expert_fc1",) if experts.recompute_fc1 else ())
     weight = next(experts.parameters())
@@ -371,7 +370,7 @@ def describe_layer(layer: RoutedLayer, compute_args: ComputeArgs) -> str:
 
 
 def describe_batch(model: nn.Module, batch: Batch) -> list[str]:
-    """Return a table of the bytes that blocks save of a batch, equal blocks in one row."""
+    """Return lines with the bytes that blocks save of a batch; equal blocks share a line."""
     tokens_BT = torch.zeros(batch, dtype=torch.int64)
     blocks, compute_args = find_blocks(model), list_compute_args(model)
     options, attachment = None, get_parallel_state(model)

@@ -182,7 +182,7 @@ def select_gpu(args: PlannedConfig) -> GpuName | Gpu:
 
 
 def format_gpu_name(args: PlannedConfig) -> str:
-    """Return the name of the GPU, or of its file."""
+    """Return the name of the selected GPU, or the path of its `--gpu-spec` file."""
     return str(args.gpu_spec or args.gpu or DEFAULT_GPU)
 
 
@@ -201,12 +201,13 @@ def refuse_unread(args: PlanConfig) -> None:
 
 
 def refuse_stages(args: PlannedConfig) -> None:
-    """Raise a UsageError for the first option of pipeline stages in a run without stages."""
+    """Raise a UsageError for the first given option of pipeline stages if pp is 1."""
     if args.parallel.get("pp", 1) == 1:
         _refuse(args, OF_STAGES, "there are no stages without --pp")
 
 
 def _refuse(args: Any, unread: Sequence[str], reason: str) -> None:
+    """Raise a UsageError with `reason` for the first of the options `unread` that is set."""
     for name in unread:
         value = args.parallel.get(name) if name in DEGREES else getattr(args, name)
         if value is not None and value is not False:  # 0 equals False
@@ -216,7 +217,7 @@ def _refuse(args: Any, unread: Sequence[str], reason: str) -> None:
 
 
 def format_layout(run: TrainingRun) -> str:
-    """Return the layout of a run, as `--explain` reads it."""
+    """Return the layout of a run as `--explain` reads it, such as "pp=8,tp=1,..,batch_size=1"."""
     p = run.resolved
     named = {name: getattr(p, name) for name in FOLDING[:5]}
     if run.pipeline is not None:
@@ -225,7 +226,7 @@ def format_layout(run: TrainingRun) -> str:
 
 
 def parse_layout(text: str) -> Folding:
-    """Return the layout of a text such as "pp=8,ep=8"."""
+    """Return the layout of a text such as "pp=8,ep=8". Raises ValueError for another form."""
     degrees: dict[str, int] = {}
     for part in text.split(","):
         name, _, value = part.partition("=")
@@ -239,16 +240,16 @@ def parse_layout(text: str) -> Folding:
     return Folding(**degrees)
 
 
-def _model(args: Any) -> AnyModel:
+def _parse_model(args: Any) -> AnyModel:
     """Return the model of the preset or the config, for rows of at least `seq_len` tokens."""
-    model: AnyModel = PRESETS[args.preset] if args.preset else _model_of(args.config)
+    model: AnyModel = PRESETS[args.preset] if args.preset else _read_model(args.config)
     if isinstance(model, TransformersModel):
         return model
     return replace(model, max_seq_len=max(model.max_seq_len, args.seq_len))
 
 
-def _model_of(config: Path) -> AnyModel:
-    """Return the native decoder of a config.json, or the class of transformers."""
+def _read_model(config: Path) -> AnyModel:
+    """Return the decoder of a config.json, or a class of transformers if there is none."""
     if read_config(config).get("model_type") not in FAMILIES:
         return TransformersModel.of(config)
     try:
@@ -263,12 +264,12 @@ def _model_of(config: Path) -> AnyModel:
 
 
 def parse_request(args: PlanConfig) -> SearchRequest:
-    """Return the `SearchRequest` that the command's options describe."""
-    options, memory = _optimizer(args), _memory(args)
+    """Return the request of a search, which chooses the memory-saving options that are not set."""
+    options, memory = _parse_optimizer(args), _parse_memory(args)
     is_plain = options == OptimizerOptions()
-    precision: Any = ANY if args.precision is None else _precision(args)
+    precision: Any = ANY if args.precision is None else _parse_precision(args)
     return SearchRequest(
-        model=_model(args),
+        model=_parse_model(args),
         num_gpus=args.gpus,
         gpu=select_gpu(args),
         gpus_per_node=args.gpus_per_node,
@@ -277,15 +278,16 @@ def parse_request(args: PlanConfig) -> SearchRequest:
         memory=ANY if memory == MemoryOptions() else memory,
         precision=precision,
         optimizer=ANY if is_plain else options,
-        nvlink=NVLinkOptions(row_factor=args.row_factor) if _has_room(args) else ANY,
+        nvlink=NVLinkOptions(row_factor=args.row_factor) if _has_capacity(args) else ANY,
     )
 
 
-def _precision(args: Any) -> Precision | None:
+def _parse_precision(args: Any) -> Precision | None:
+    """Return the precision of `--precision`; None = bf16."""
     return Precision.of(None if args.precision == "bf16" else args.precision)
 
 
-def _memory(args: Any) -> MemoryOptions:
+def _parse_memory(args: Any) -> MemoryOptions:
     parts = MemoryOptions(recompute=args.recompute).parts
     return MemoryOptions(
         recompute="gemm_last" if args.recompute == ("gemm_last",) else parts,
@@ -294,12 +296,12 @@ def _memory(args: Any) -> MemoryOptions:
     )
 
 
-def _has_room(args: Any) -> bool:
+def _has_capacity(args: Any) -> bool:
     """Return whether options set the capacity of dispatcher nvlink, which selects it."""
     return args.stash or args.row_factor is not None
 
 
-def _optimizer(args: Any) -> OptimizerOptions:
+def _parse_optimizer(args: Any) -> OptimizerOptions:
     return OptimizerOptions(
         moment_dtype=args.moments,
         master_remainder=args.master_remainder,
@@ -317,7 +319,7 @@ def parse_run(args: PlannedConfig) -> TrainingRun:
     domain = find_domain(select_gpu(args), args.gpus)
     num_peers = count_peers(select_gpu(args), domain)
     return TrainingRun(
-        model=_model(args),
+        model=_parse_model(args),
         num_gpus=args.gpus,
         parallel=parallel,
         seq_len=args.seq_len,
@@ -330,10 +332,10 @@ def parse_run(args: PlannedConfig) -> TrainingRun:
             experts_strategy=args.experts_strategy,
             fp8_param_gather=args.fp8_param_gather,
         ),
-        memory=_memory(args),
-        precision=_precision(args),
-        optimizer=_optimizer(args),
-        nvlink=_nvlink(args, parallel, num_peers),
+        memory=_parse_memory(args),
+        precision=_parse_precision(args),
+        optimizer=_parse_optimizer(args),
+        nvlink=_choose_nvlink(args, parallel, num_peers),
         dispatcher=args.dispatcher or "auto",
         ranks_per_domain=domain,
         num_peers=num_peers,
@@ -341,9 +343,9 @@ def parse_run(args: PlannedConfig) -> TrainingRun:
     )
 
 
-def _nvlink(args: Any, parallel: ParallelConfig, num_peers: int) -> NVLinkOptions | None:
-    """Return the capacity of nvlink, inside of a server or domain; None = all-to-all."""
-    if _has_room(args):
+def _choose_nvlink(args: Any, parallel: ParallelConfig, num_peers: int) -> NVLinkOptions | None:
+    """Return the options of dispatcher nvlink for a planned run; None = all-to-all."""
+    if _has_capacity(args):
         return NVLinkOptions(row_factor=args.row_factor)
     dispatch = DispatchOptions(name=args.dispatcher or "auto")
     return choose_nvlink(dispatch, parallel.resolve(args.gpus), num_peers)

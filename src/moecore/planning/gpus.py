@@ -183,7 +183,7 @@ OTHER_BF16_FLOPS: Mapping[str, float | None] = MappingProxyType(
 
 
 def find_gpu_name(device_name: str) -> GpuName | None:
-    """Return the key of `GPUS` that matches a GPU's name in torch; None = no key matches."""
+    """Return the key of `GPUS` for a device name of torch, such as "NVIDIA H200"; None = no key."""
     for name in GPUS:
         model = name.partition("-")[0].replace("rtx", "rtx ")
         if re.search(rf"\b{model}\b", device_name, re.IGNORECASE):
@@ -204,7 +204,7 @@ def find_bf16_flops(device_name: str) -> float | None:
 
 
 def read_bytes(path: str | os.PathLike[str], name: str, max_bytes: int, fix: str) -> bytes:
-    """Return the bytes of a file. An error begins with `name` and ends with `fix`."""
+    """Return a file's contents. A missing or larger file is a ValueError with `name` and `fix`."""
     try:
         return read_regular(Path(path), follow=True, max_bytes=max_bytes)
     except (OSError, ValueError):
@@ -264,18 +264,25 @@ def refuse_untimed(precision: Precision | None, gpu: GpuName | Gpu, fix: str) ->
 
 
 def find_domain(gpu: GpuName | Gpu, num_gpus: int) -> int:
-    """Return the largest number of a domain's ranks that divides the number of GPUs."""
+    """Return the number of neighbouring ranks that NVLink connects in a job.
+
+    That is the largest divisor of `num_gpus` above half of the GPU's domain, or the domain if there
+    is no such divisor.
+    """
     # A job of 256 GPUs uses 64 GPUs of each rack of 72.
     domain = get_gpu(gpu).domain
     return next((n for n in range(domain, domain // 2, -1) if num_gpus % n == 0), domain)
 
 
 def count_peers(gpu: GpuName | Gpu, domain: int) -> int:
-    """Return the number of neighbouring ranks that access each other's memory; 1 = none."""
+    """Return how many of `domain` neighbouring ranks access each other's memory; 1 = none."""
     record = get_gpu(gpu)
     return min(record.server, domain) if record.has_peer_access else 1
 
 
 def are_peers(num_ranks: int, num_peers: int) -> bool:
-    """Return whether groups of neighbouring ranks access each other's memory."""
+    """Return whether the ranks of every group of `num_ranks` neighbours access each other's memory.
+
+    `num_peers` is the number of neighbouring ranks that can. A group of one rank has no peers.
+    """
     return num_ranks > 1 and num_peers % num_ranks == 0

@@ -107,12 +107,12 @@ class SearchRequest(CheckedRecord):
 
     @property
     def domain(self) -> int:
-        """Neighbouring ranks that NVLink connects."""
+        """The number of neighbouring ranks that NVLink connects."""
         return self.gpus_per_node or find_domain(self.gpu, self.num_gpus)
 
     @property
     def peers(self) -> int:
-        """Neighbouring ranks that reach each other's memory; 1 = none."""
+        """The number of neighbouring ranks that reach each other's memory; 1 = none."""
         return count_peers(self.gpu, self.domain)
 
     @property
@@ -178,7 +178,7 @@ def find_refusal(request: SearchRequest, folding: Folding) -> Refusal | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptionSet:
-    """Options in the order of `OPTIONS`, and the fields of a run that they decide."""
+    """Options that save memory, in the order of `OPTIONS`, and the run's fields they decide."""
 
     options: tuple[Option, ...]
     fsdp: FSDPOptions
@@ -188,12 +188,12 @@ class OptionSet:
 
     @property
     def overhead(self) -> Overhead:
-        """The overhead of the last option."""
+        """The overhead of the last option, which has the largest one; "low" without options."""
         return (self.options[-1].overhead if self.options else None) or "low"
 
 
 def make_option_set(request: SearchRequest, options: tuple[Option, ...]) -> OptionSet:
-    """Return a set of options, which are in the order of `OPTIONS`."""
+    """Apply `options`, in the order of `OPTIONS`, to a request's fields, and return the set."""
     fields: dict[str, Any] = {name: getattr(request, name) for name in DEFAULTS}
     fields = {name: DEFAULTS[name] if value == ANY else value for name, value in fields.items()}
     run = TrainingRun(model=request.model, num_gpus=1, seq_len=1, **fields)
@@ -219,10 +219,10 @@ def list_option_sets(request: SearchRequest) -> tuple[OptionSet, ...]:
 def list_smaller_sets(
     request: SearchRequest, option_set_: OptionSet, *, gains: bool
 ) -> Iterator[OptionSet]:
-    """Yield sets without one of the options, the one that costs most time first.
+    """Yield the set without each option that changes the run; the slowest option is first.
 
     Args:
-        gains: whether options that save time are left out too.
+        gains: whether options that save time are removed too.
     """
     for removal in (o for o in reversed(option_set_.options) if gains or not o.gains):
         options = tuple(option for option in option_set_.options if option is not removal)
@@ -263,7 +263,7 @@ def make_run(request: SearchRequest, layout: Folding, options: OptionSet) -> Tra
 
 
 def list_schedules(run: TrainingRun) -> list[TrainingRun]:
-    """Return a run of a search, and the same run with each other schedule of its stages."""
+    """Return a run and its copies with each other pipeline schedule that its stages can run."""
     if run.pipeline is None:
         return [run]
     chunks = run.pipeline.chunks or 1
@@ -278,7 +278,7 @@ def list_schedules(run: TrainingRun) -> list[TrainingRun]:
 
 
 def count_data_ranks(request: SearchRequest, folding: Folding) -> int:
-    """Return the number of data ranks."""
+    """Return the number of data ranks, which have different rows: num_gpus / (pp * tp * cp)."""
     return request.num_gpus // (folding.pp * folding.tp * folding.cp)
 
 

@@ -88,7 +88,7 @@ QUEUED = TrainingRun(model=SMALL_MODEL, num_gpus=1, seq_len=256)
 
 
 def run_measure(args: Any) -> int:
-    """Measure and write the table; under torchrun the first rank writes it."""
+    """Measure, write the table to `args.out` and return 0; under torchrun the first rank writes."""
     device = _find_device()
     name = torch.cuda.get_device_name(device)
     gpu = find_gpu_name(name)
@@ -145,7 +145,10 @@ def measure_calls(calls: Iterable[tuple[Work, Call]], device: torch.device) -> I
 
 
 def list_gpu_calls(device: torch.device, sizes: Sizes) -> Iterator[tuple[Work, Call]]:
-    """Yield operations of one GPU; tensors of an operation are freed before the next one."""
+    """Yield operations of one GPU, each with a function that launches it.
+
+    The tensors of an operation are freed before the next one.
+    """
     for M, N, K in sizes.products:
         a, b = _make_random_tensor(device, M, K), _make_random_tensor(device, K, N)
         num_bytes = 2 * (M * K + K * N + M * N)
@@ -315,7 +318,7 @@ def _make_random_tensor(device: torch.device, *shape: int) -> Tensor:
 
 
 def _time_call(call: Call, flush: Tensor, rounds: int) -> float:
-    """Return the median seconds of `rounds` calls; 0 if `rounds` is 0."""
+    """Return the median seconds of `rounds` calls, or 0. A read of `flush` precedes each call."""
     times, spans = [], []
     for _ in range(rounds):
         flush.sum()
@@ -345,7 +348,7 @@ def _max_over_ranks(seconds: float, device: torch.device) -> float:
 
 
 def _find_device() -> torch.device:
-    """Select the GPU of LOCAL_RANK as the current device, and return it."""
+    """Make the GPU of LOCAL_RANK the current device and return it; ValueError without a GPU."""
     if not torch.cuda.is_available():
         raise ValueError("device (cpu) must be a GPU: run `moecore measure` where torch sees one")
     device = torch.device("cuda", read_launcher_number("LOCAL_RANK", 0, min_value=0))

@@ -41,7 +41,7 @@ from moecore.planning.segments import (
 
 
 class _Pass(NamedTuple):
-    """A pass of a stage in the order of a rank's schedule."""
+    """A forward or backward of one micro-batch through a stage, as segments of a dry run."""
 
     stage: int
     pass_: Pass
@@ -60,7 +60,7 @@ class _Peak(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Rank:
-    """A pipeline rank: its resident bytes between steps by kind, and its passes."""
+    """A pipeline rank: its resident bytes between steps by kind, and its passes in order."""
 
     resident: Mapping[str, int]
     passes: Sequence[_Pass]
@@ -68,7 +68,7 @@ class _Rank:
     offloaded_state: int  # bytes that are on the host between the first pass and the last one
 
     def peaks(self) -> Iterator[_Peak]:
-        """Yield the peak of each segment."""
+        """Yield the peak bytes of each segment, from one module's pass to the next, in order."""
         level, offloaded, last = sum(self.resident.values()), 0, len(self.passes) - 1
         for number, (_, _, segments) in enumerate(self.passes):
             share = self.offloaded_state // max(1, len(segments))
@@ -80,7 +80,7 @@ class _Rank:
         yield _Peak(level - offloaded + self.end.peak, offloaded, last + 1, 0, self.end)
 
     def peak(self) -> _Peak:
-        """Return the peak of the step."""
+        """Return the largest of the segments' peaks."""
         return max(self.peaks(), key=lambda peak: peak.num_bytes)
 
 
@@ -123,7 +123,7 @@ class MemoryPlan:
 
     @property
     def largest(self) -> RankMemory:
-        """The rank with the largest peak."""
+        """The rank with the largest peak in GPU memory."""
         return max(self.ranks, key=lambda rank: rank.num_bytes)
 
     def pinned_bytes(self, gpu: Gpu) -> int:
@@ -132,7 +132,7 @@ class MemoryPlan:
         return ranks * max(sum(rank.host.values()) for rank in self.ranks)
 
     def table(self) -> str:
-        """Return a row per kind and a column per pipeline rank."""
+        """Return a text table with a row per kind and a column per pipeline rank."""
         kinds = dict.fromkeys(kind for rank in self.ranks for kind in rank.device)
         hosts = dict.fromkeys(kind for rank in self.ranks for kind in rank.host)
         rows: list[tuple[str, list[str]]] = [
@@ -202,7 +202,7 @@ def _make_rank_memory(
 def _remove_negative_bytes(
     sizes: Mapping[str, int], resident_kinds: Collection[str]
 ) -> dict[str, int]:
-    """Subtract negative bytes from the largest kinds, so that all kinds are positive."""
+    """Return sizes above 0 with the same sum; `resident_kinds` are reduced last."""
     # A tensor that is allocated once per step may be freed in a layer that stands for several
     # layers, so that its kind becomes negative. These bytes are subtracted from the largest kinds,
     # and from stored kinds last.
@@ -266,7 +266,7 @@ def _make_ranks(run: TrainingRun) -> Iterator[_Rank]:
 
 
 def _order_passes(run: TrainingRun, small: SmallRun, segments: Segments) -> Iterator[list[_Pass]]:
-    """Yield each pipeline rank's passes, in the order of its schedule."""
+    """Yield each pipeline rank's forwards and backwards, in the order of its schedule."""
     stages, number, pp = list_stages(run), count_steady_micro_batches(run), run.resolved.pp
     like = map_micro_batches(number, segments.num_micro_batches)
     orders: Sequence[Sequence[Item]] = [
@@ -298,7 +298,7 @@ def _order_passes(run: TrainingRun, small: SmallRun, segments: Segments) -> Iter
 def _correct_stage_segments(
     stage: Stage, pass_: Pass, micro_batch: int, segments: Segments, share: float
 ) -> list[Segment]:
-    """Return the segments of a stage's pass, with the net bytes at the end of a backward.
+    """Return the segments of a stage's pass, with corrected bytes at the end of a backward.
 
     Args:
         share: the stage's share of the gradient sums that the recorded step keeps at its ends.

@@ -25,7 +25,7 @@ from moecore.moe.experts import Experts
 
 
 class ModuleParts(NamedTuple):
-    """Modules of a model in the order of forward, at which the segments of a dry run begin."""
+    """Modules of a model in the order of forward. A dry run is divided at their passes."""
 
     embedding: nn.Module
     layers: Sequence[nn.Module]
@@ -35,7 +35,7 @@ class ModuleParts(NamedTuple):
 
 
 class ModelSizes(NamedTuple):
-    """Numbers of parameters."""
+    """Numbers of parameters of a model."""
 
     params: int
     experts: int  # parameters of routed experts
@@ -43,12 +43,12 @@ class ModelSizes(NamedTuple):
 
 
 def count_sizes(model: nn.Module, *parts: Iterable[nn.Parameter]) -> ModelSizes:
-    """Return the sizes of a model, from the parameters of its experts and of tp."""
+    """Return the sizes of a model; `parts` are its expert and its tp-sharded parameters."""
     return ModelSizes(*(sum(p.numel() for p in part) for part in (model.parameters(), *parts)))
 
 
 class ModelSource(NamedTuple):
-    """Lines of Python around `parallelize_moe(model, ..)`."""
+    """Lines of Python that import, build and initialise a model around `parallelize_moe`."""
 
     imports: Sequence[str]
     build: Sequence[str]
@@ -58,7 +58,7 @@ class ModelSource(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedModel(ABC):
-    """A model of any kind.
+    """The sizes and layers of a model, which plans read, and a builder of its module on meta.
 
     Attributes:
         dim: the size of hidden states.
@@ -96,24 +96,24 @@ class PlannedModel(ABC):
         return 0 if self.moe is None else len(self.layers) - len(self.dense) + mtp
 
     def bound(self) -> frozenset[int]:
-        """Return the layers at which no pipeline stage may begin."""
+        """Return the indices of layers at which no pipeline stage may begin."""
         return frozenset()
 
     @abstractmethod
     def select_layers(self, layers: Sequence[int]) -> Any:
-        """Return the model with only these layers, as a value of `TrainingRun.model`."""
+        """Return the model with only the layers at these indices, as a `TrainingRun.model`."""
 
     @abstractmethod
     def build(self, dtype: torch.dtype) -> nn.Module:
-        """Return the module on meta."""
+        """Return the module on meta, with parameters of `dtype`."""
 
     @abstractmethod
     def parts(self, model: nn.Module) -> ModuleParts:
-        """Return the parts of a module that `build` has made."""
+        """Return the embedding, layers, head and loss of a module that `build` has made."""
 
     @abstractmethod
     def inputs(self, tokens_BT: Tensor) -> Mapping[str, Any]:
-        """Return the arguments of a forward that returns the loss of tokens."""
+        """Return the keyword arguments of a forward that returns the loss of tokens."""
 
     @abstractmethod
     def sizes(self) -> ModelSizes:
@@ -125,18 +125,18 @@ class PlannedModel(ABC):
 
     @abstractmethod
     def source(self, dtype: torch.dtype) -> ModelSource:
-        """Return the Python that makes the model."""
+        """Return the Python that makes the model with parameters of `dtype`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NativeModel(PlannedModel):
-    """moecore's decoder."""
+    """The sizes and layers of a `Decoder`, moecore's model."""
 
     config: DecoderConfig
 
     @classmethod
     def of(cls, config: DecoderConfig) -> NativeModel:
-        """Return the model of a config."""
+        """Return the sizes and layers of the decoder that a config describes."""
         kinds = tuple(find_layer_kind(config, i) for i in range(config.num_layers))
         is_sparse = config.mla is not None and config.mla.sparse is not None
         has_linear = config.linear_attention is not None
@@ -157,6 +157,7 @@ class NativeModel(PlannedModel):
 
     @override
     def select_layers(self, layers: Sequence[int]) -> DecoderConfig:
+        """Return the decoder config with only the layers at these indices."""
         config, kinds = self.config, [find_layer_kind(self.config, i) for i in layers]
         linear = tuple(i for i, kind in enumerate(kinds) if kind.mixer == "linear")
         dense = tuple(i for i, kind in enumerate(kinds) if kind.feedforward == "dense")
@@ -199,6 +200,7 @@ class NativeModel(PlannedModel):
 
     @override
     def check(self, *, pp: int, tp: int, cp: int) -> None:
+        """Raise ValueError or NotImplementedError for a tp or cp that the model cannot have."""
         config = self.config
         check_tensor_parallel(config, tp)
         if cp > 1:
@@ -207,7 +209,7 @@ class NativeModel(PlannedModel):
 
     @override
     def source(self, dtype: torch.dtype) -> ModelSource:
-        config = _write_config(self.config)
+        config = _format_config(self.config)
         return ModelSource(
             ["from moecore.models import *"],
             [f"config = {config}", f'model = Decoder(config, device="meta", dtype={dtype})'],
@@ -239,7 +241,7 @@ def find_layer_kind(config: DecoderConfig, layer: int) -> LayerKind:
 
 
 def find_preset(config: DecoderConfig) -> tuple[str, dict[str, int]] | None:
-    """Return the name of a config's preset and a changed `max_seq_len`; None = no preset."""
+    """Return the preset of a config and {} or its other `max_seq_len`; None = no preset."""
     for name, entry in PRESETS.items():
         pairs = ((f.name, getattr(entry, f.name), getattr(config, f.name)) for f in fields(config))
         changes = {field: value for field, preset, value in pairs if value != preset}
@@ -248,7 +250,8 @@ def find_preset(config: DecoderConfig) -> tuple[str, dict[str, int]] | None:
     return None
 
 
-def _write_config(config: DecoderConfig) -> str:
+def _format_config(config: DecoderConfig) -> str:
+    """Return the Python of a config: a call of `preset`, or its repr if no preset matches."""
     match = find_preset(config)
     if match is None:
         return repr(config)

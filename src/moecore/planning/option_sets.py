@@ -52,6 +52,7 @@ def _change_optimizer(run: TrainingRun, **changes: Any) -> TrainingRun:
 
 
 def _recompute_parts(run: TrainingRun, *parts: Recomputed) -> TrainingRun:
+    """Return the run with recompute of norms, activations, rope, up-projections and `parts`."""
     up: Recomputed = "mla_up_proj" if run.planned_model.has_latents else "qkv_proj"
     return _change_memory(run, recompute=(*CHAIN, up, *parts))
 
@@ -63,6 +64,7 @@ def _list_offloadable_parts(run: TrainingRun) -> tuple[Offloaded, ...]:
 
 
 def _use_fp8(run: TrainingRun) -> TrainingRun:
+    """Return the run with blockwise FP8, if it has no FP8 and its expert sizes divide by 128."""
     moe = run.planned_model.moe
     has_products = moe is None or not (moe.expert_dim % 128 or moe.hidden_dim % 128)
     if run.precision is not None or not has_products:
@@ -71,11 +73,13 @@ def _use_fp8(run: TrainingRun) -> TrainingRun:
 
 
 def _gather_in_fp8(run: TrainingRun) -> TrainingRun:
+    """Return the run with all-gathers of weights as FP8, if its products are blockwise FP8."""
     is_blockwise = run.precision is not None and run.precision.recipe.scaling == "blockwise"
     return _change_fsdp(run, fp8_param_gather=True) if is_blockwise else run
 
 
 def _double_chunks(run: TrainingRun) -> TrainingRun:
+    """Return the run with twice its stages per pipeline rank, if no layout fixes the stages."""
     if run.pipeline is None or run.pipeline.layout is not None:
         return run
     chunks = 2 * (run.pipeline.chunks or 1)
@@ -84,10 +88,10 @@ def _double_chunks(run: TrainingRun) -> TrainingRun:
 
 @dataclass(frozen=True, slots=True, eq=False)  # each is in `OPTIONS` once
 class Option:
-    """An option of a run.
+    """A change of a run that saves memory or time, with the page that explains it.
 
     Attributes:
-        name: its source, or words.
+        name: the source that sets the option, or words.
         page: the page of docs and its section.
         change: returns the run with the option, or the same run if the option does not apply;
             None = no plan shows its effect.
@@ -108,7 +112,7 @@ class Option:
     unless: str = r"(?!)"
 
     def apply(self, run: TrainingRun, gpu: GpuName | Gpu) -> TrainingRun:
-        """Return the run with the option, or the same run where the option does not apply."""
+        """Return the run with the option, or the same run if the run or the GPU cannot have it."""
         try:
             changed = run if self.change is None else self.change(run)
         except ValueError:  # such as "nvlink" between nodes
@@ -314,12 +318,10 @@ class Change:
 
 
 def next_change(plan: TimePlan, table: CostTable, limit: NumBytes | None = None) -> Change | None:
-    """Return the change that gains most tokens per second; None = no option gains `MIN_GAIN`.
+    """Return the change that gains most tokens per second; None = no option gains 1%.
 
-    Args:
-        plan: the plan of a run.
-        table: the cost table of that plan.
-        limit: bytes that a rank may use; None = the GPU's memory.
+    `table` is the cost table of the plan. `limit` is the bytes that a rank may use; None = the
+    GPU's memory.
     """
     check_arguments(next_change, locals())
     limit = get_gpu(plan.gpu).memory if limit is None else limit

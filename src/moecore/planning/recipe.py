@@ -87,20 +87,20 @@ def _format_flags(values: Mapping[str, Any]) -> list[str]:
 
 
 def call_of(run: TrainingRun) -> str:
-    """Return the source of a run's calls: meshes, model, `parallelize_moe`, optimizer, step."""
+    """Return Python that builds a run: meshes, model, `parallelize_moe`, optimizer, step."""
     check_arguments(call_of, locals())
     sizes = f"{run.num_micro_batches}, {run.batch_size}, {run.seq_len}"
-    arguments = {"fsdp": _write_record(run.fsdp), "loss": "'mean'"}
+    arguments = {"fsdp": _format_record(run.fsdp), "loss": "'mean'"}
     if run.memory.parts or run.memory.offload or run.memory.stash:
-        arguments["memory"] = _write_record(run.memory)
+        arguments["memory"] = _format_record(run.memory)
     if run.precision is not None:
         arguments["precision"] = _format_precision(run.precision)
     if run.resolved.ep * run.resolved.etp > 1 or run.nvlink is not None or run.fp8_dispatch:
         dispatch = make_dispatch_options(run)
         is_name = dispatch == DispatchOptions.of(dispatch.name)
-        arguments["dispatch"] = repr(dispatch.name) if is_name else _write_record(dispatch)
+        arguments["dispatch"] = repr(dispatch.name) if is_name else _format_record(dispatch)
     if run.pipeline is not None:
-        arguments["pipeline"] = _write_record(run.pipeline)
+        arguments["pipeline"] = _format_record(run.pipeline)
     options = run.optimizer
     moments = (
         "" if options.moment_dtype == "float32" else f", moment_dtype=torch.{options.moment_dtype}"
@@ -120,7 +120,7 @@ def call_of(run: TrainingRun) -> str:
         f"from moecore.train import AdamW{', StateOffload' if fraction else ''}",
         *(["from moecore.precision import *"] if "Precision(" in str(arguments) else []),
         "",
-        f"meshes = build_meshes({_write_record(run.parallel)}{domain})",
+        f"meshes = build_meshes({_format_record(run.parallel)}{domain})",
         *source.build,
         "parallelize_moe(",
         "    model,",
@@ -139,17 +139,17 @@ def call_of(run: TrainingRun) -> str:
     return "\n".join(lines)
 
 
-def _write_record(record: Any) -> str:
+def _format_record(record: Any) -> str:
     """Return the source of a record, with the fields that differ from their defaults."""
     arguments = (
-        f"{name}={_write_record(value) if is_dataclass(value) else repr(value)}"
+        f"{name}={_format_record(value) if is_dataclass(value) else repr(value)}"
         for name, value in _find_changed_fields(record).items()
     )
     return f"{type(record).__name__}({', '.join(arguments)})"
 
 
 def _find_changed_fields(record: Any) -> dict[str, Any]:
-    """Return the fields of a record whose values are not their defaults; {} of None."""
+    """Return the fields of a record whose values are not their defaults; {} for None."""
     if record is None:
         return {}
     default = type(record)()
@@ -158,12 +158,13 @@ def _find_changed_fields(record: Any) -> dict[str, Any]:
 
 
 def find_precision_name(precision: Precision) -> str | None:
-    """Return the name that stands for a precision, if one does."""
+    """Return the name that stands for a precision; None = no name does."""
     names = get_args(PrecisionName)
     return next((name for name in names if Precision.of(name) == precision), None)
 
 
 def _format_precision(precision: Precision) -> str:
+    """Return a precision's name in quotes, or its repr if it has no name."""
     return repr(find_precision_name(precision) or precision)
 
 
@@ -171,8 +172,8 @@ def format_recipe(run: TrainingRun, config: Path | None = None) -> str:
     """Return the TOML of a run.
 
     Args:
-        run: any; `moecore pretrain` trains native decoders.
-        config: the config.json of its model, or the directory; None = the model is a preset.
+        run: any run; `moecore pretrain` trains only native decoders.
+        config: the path of the model's config.json or its directory; None = the model is a preset.
 
     Raises:
         ValueError: for a model that is neither a preset nor read from a config.json, and options
@@ -236,14 +237,14 @@ def format_recipe(run: TrainingRun, config: Path | None = None) -> str:
 
 
 def _choose_dispatcher_name(run: TrainingRun) -> str:
-    """Return the dispatcher of the file: "auto" where that is "nvlink" on the planned GPUs."""
+    """Return the dispatcher for a TOML: "auto" if that is "nvlink" on the planned GPUs."""
     # CPU ranks refuse "nvlink". There "auto" is "alltoall", so the file trains on them too.
     name = make_dispatch_options(run).name
     return "auto" if name == "nvlink" and run.memory.stash is None else name
 
 
 def _make_table(record: Any) -> dict[str, Any]:
-    """Return the changed fields of a record that no other line of a TOML stands for."""
+    """Return a record's changed fields, without fields that another line of a TOML sets."""
     return {n: v for n, v in _find_changed_fields(record).items() if n not in OTHER_LINES}
 
 
@@ -261,13 +262,9 @@ Part = tuple[float, float, str, str]  # start, length, colour, title
 
 
 def format_page(plan: MemoryPlan, time: TimePlan | str, title: str, memory: NumBytes) -> str:
-    """Return the HTML of a plan.
+    """Return the HTML of a plan's memory and time, with a line at `memory` bytes.
 
-    Args:
-        plan: the memory plan of a run.
-        time: the time plan of the run, or the reason why its time is not modelled.
-        title: the title of the page.
-        memory: bytes of a GPU's memory, drawn as a line.
+    `time` is the time plan of the run, or the reason why its time is not modelled.
     """
     check_arguments(format_page, locals())
     kinds = list(dict.fromkeys(kind for rank in plan.ranks for kind in rank.device))
@@ -334,7 +331,7 @@ def _list_action_parts(timeline: Timeline, rank: int) -> list[Part]:
 def _draw_bars(
     rows: Sequence[tuple[str, list[Part]]], longest: float, line: float | None = None
 ) -> str:
-    """Return an SVG of rows; a part of length `longest` has the full width."""
+    """Return an SVG of labelled rows; `longest` has the full width, and `line` is a dashed line."""
     height = ROW * len(rows)
     svg = [f'<svg width="{LABEL + WIDTH}" height="{height}" role="img">']
     for i, (label, parts) in enumerate(rows):
@@ -353,5 +350,6 @@ def _draw_bars(
 
 
 def _draw_legend(colours: Mapping[str, str]) -> str:
+    """Return the HTML of a legend: a coloured square before each name."""
     marks = (f'<i style="background:{c}"></i> {escape(name)}' for name, c in colours.items())
     return f"<p>{' &nbsp; '.join(marks)}</p>"

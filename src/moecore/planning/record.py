@@ -98,7 +98,7 @@ class Queued(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """A launch in any queue, whose dependencies are distances back in that queue."""
+    """A launch in a simulated queue; its dependencies are distances back in that queue."""
 
     queued: Queued
     dependencies: tuple[int, ...]
@@ -106,7 +106,7 @@ class Placed(NamedTuple):
 
 
 def place_launches(queued: Iterable[Queued]) -> list[Placed]:
-    """Return the recorded queue with distances for dependencies."""
+    """Return the recorded queue with distances in place of launch numbers."""
     return [
         Placed(
             item,
@@ -158,7 +158,7 @@ def compute_operation_work(
 
 
 def compute_kernel_work(name: str, args: Args) -> Work:
-    """Return the work of a moecore kernel, or of the stand-in for a torch kernel on meta."""
+    """Return the work of a launch of a moecore kernel, or of a torch kernel's stand-in on meta."""
     if name in EXCHANGES:
         ranks, num_bytes = args
         return Work(name, "collective", 0, num_bytes, (ranks,), "bfloat16")
@@ -295,7 +295,7 @@ class Start(NamedTuple):
 
 
 class WorkRecorder(DispatchMode):
-    """Records allocations, and launches inside `launches_on_meta(self.record_kernel)`."""
+    """Records allocations, and launches inside `record_launches_on_meta(self.record_kernel)`."""
 
     def __init__(self, ranks_per_domain: int) -> None:
         super().__init__()
@@ -321,7 +321,7 @@ class WorkRecorder(DispatchMode):
         self.kinds, self._top_kinds = (Counter({RESIDENT: self.level}) for _ in range(2))
 
     def begin_part(self, pass_: Pass, part: str) -> None:
-        """Record that a part of the model begins a pass."""
+        """Record that a part of the model, such as "layer 3", begins a pass."""
         with torch.DisableTorchFunction():  # gradients of parameters are a kind of their own
             for grad in (param.grad for param in self.params if param.grad is not None):
                 key = get_storage_key(get_local_tensor(grad))
@@ -336,7 +336,7 @@ class WorkRecorder(DispatchMode):
         self._open_kinds = [OPTIMIZER if part == END else KINDS[pass_]]
 
     def end_part(self) -> None:
-        """Record the peak since the last start."""
+        """Store the peak since the last `begin_part` in its `Start`."""
         if self.starts:
             self.starts[-1] = self.starts[-1]._replace(top=self._top, top_kinds=self._top_kinds)
             self._top, self._top_kinds = self.level, self.kinds.copy()
@@ -354,7 +354,7 @@ class WorkRecorder(DispatchMode):
             self._open_kinds = outside
 
     def count_storage(self, tensor: Tensor) -> bool:
-        """Count the storage of a tensor on meta once; return whether it is new."""
+        """Count a storage on meta once; return whether it is new and not in host memory."""
         key = get_storage_key(tensor)
         if key in self._sizes:
             return False
@@ -378,7 +378,7 @@ class WorkRecorder(DispatchMode):
         self.kinds[kind] -= size
 
     def record_kernel(self, name: str, args: Sequence[Any]) -> None:
-        """Record the launch of a moecore kernel."""
+        """Record the launch of a moecore kernel with its launch arguments."""
         with torch.DisableTorchFunction():
             self._queue(compute_kernel_work(name, args))
 
@@ -388,7 +388,7 @@ class WorkRecorder(DispatchMode):
         self.queued.append(Queued(work, *order, node_ranks, list_open_marks(), get_meta_repeats()))
 
     def _since(self, numbers: frozenset[int]) -> frozenset[int]:
-        """Return numbers counted from `start_recording`, without launches before it."""
+        """Return launch numbers counted from `start_recording`, without earlier launches."""
         return frozenset(n - self._first for n in numbers if n >= self._first)
 
     def __torch_dispatch__(
@@ -442,7 +442,7 @@ class WorkRecorder(DispatchMode):
 
 
 def _make_result_factory(func: Any, args: Args, out: Any) -> Callable[[Args], Any] | None:
-    """Return a function that makes an operation's result again; None = it must run again."""
+    """Return a function of `args` that makes an operation's result again; None = it must run."""
     if torch.Tag.inplace_view in func.tags:
         return None
     if args and out is args[0]:
@@ -460,7 +460,7 @@ _get_memo = lru_cache(maxsize=1 << 14)(lambda *_: list[Any]())  # by operation a
 
 
 def _make_argument_key(value: Any, storages: dict[int, int]) -> tuple[Any, ...]:
-    """Return the key of an argument: an operation on meta with equal keys has an equal result."""
+    """Return an argument's cache key; `storages` numbers the storages of an operation."""
     kind = type(value)
     if kind in PLAIN_TYPES:
         number = storages.setdefault(get_storage_key(value), len(storages))

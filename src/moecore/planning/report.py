@@ -89,7 +89,14 @@ Event = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One launch on the device, in microseconds; `group` is a process group's description."""
+    """One launch on the device, in microseconds.
+
+    Attributes:
+        launched: when the host launched it; None = the trace has no such call.
+        phase: the innermost profiler mark of moecore around the host's call.
+        collective: the name of NCCL's collective.
+        group: the description of the collective's process group.
+    """
 
     name: str
     start: float
@@ -113,7 +120,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Lever:
-    """An option to try, and the largest share of the step that it can save."""
+    """An option to try, its page of docs, and the largest share of the step that it can save."""
 
     lever: str
     page: str
@@ -143,7 +150,7 @@ class Report:
         return f"{limit}, most of it {max(PARTS[limit], key=lambda p: self.parts.get(p, 0.0))}"
 
     def table(self) -> str:
-        """Return the limits, their parts and the levers as text."""
+        """Return text with the limits, their parts and the options to try."""
         lines: list[tuple[str, ...]] = [("what", "ms", "share")]
         for limit, ms in self.limits.items():
             rows = [(f"  {part}", n) for part, n in self.parts.items() if part in PARTS[limit]]
@@ -204,7 +211,7 @@ def find_category(name: str) -> str:
 
 
 def classify_kernel(kernel: Kernel) -> str:
-    """Return the part of a step to which a kernel belongs."""
+    """Return the part of a step, a key of `LIMIT_OF`, to which a kernel belongs."""
     category = find_category(kernel.name)
     if category == "dense products" and kernel.phase == "experts":
         return "experts by other products"
@@ -215,7 +222,7 @@ def classify_kernel(kernel: Kernel) -> str:
 
 
 def _attribute_busy_time(trace: Trace) -> Iterator[tuple[str, float]]:
-    """Yield (part, microseconds) of the time in which a kernel runs."""
+    """Yield (part, microseconds) while kernels run; the first part of `PARTS` that runs counts."""
     order = list(LIMIT_OF)
     edges = sorted(
         (time, change, order.index(classify_kernel(kernel)))
@@ -241,7 +248,7 @@ def _attribute_idle_time(trace: Trace) -> Iterator[tuple[str, float]]:
 
 
 def _find_gap_cause(trace: Trace, since: float, kernel: Kernel) -> str:
-    """Return the cause of the gap from `since` to the start of a kernel."""
+    """Return why the GPU is idle between `since`, in microseconds, and the start of a kernel."""
     i = bisect_right(trace.allocations, since, key=itemgetter(1))
     if i < len(trace.allocations) and trace.allocations[i][0] < kernel.start:
         return "allocator"
@@ -253,6 +260,7 @@ def _find_gap_cause(trace: Trace, since: float, kernel: Kernel) -> str:
 
 
 def _read_events(path: Path) -> list[Event]:
+    """Return the complete ("X") events of a Chrome trace; a ValueError says what it lacks."""
     raw = _read_file(path)
     if len(raw) > MAX_BYTES:
         raise ValueError(f"have at most {MAX_BYTES} bytes unpacked: trace fewer steps")
@@ -297,12 +305,14 @@ def _read_file(path: Path) -> bytes:
 
 
 def _is_valid_event(event: Event) -> bool:
+    """Return whether an event has a name, and a finite time and duration."""
     numbers: list[Any] = [event.get("ts"), event.get("dur")]
     are_finite = all(type(n) in (int, float) and abs(n) < MAX_TIME for n in numbers)
     return are_finite and isinstance(event.get("name"), str)
 
 
 def _make_trace(events: list[Event]) -> Trace:
+    """Return kernels and host calls of events. Raises ValueError unless they are of one GPU."""
     # A start may be so large that start + duration == start in floating point.
     on_device = [
         e

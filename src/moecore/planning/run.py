@@ -148,7 +148,7 @@ class TrainingRun(CheckedRecord):
 
     @property
     def planned_model(self) -> PlannedModel:
-        """The model, as plans read it."""
+        """The sizes and layers of the model."""
         return make_planned_model(self.model)
 
     @property
@@ -158,7 +158,7 @@ class TrainingRun(CheckedRecord):
 
     @property
     def even(self) -> TrainingRun:
-        """The run with capacity for the rows in use only, with even loads.
+        """The run with even loads, whose nvlink has no more capacity than these loads use.
 
         A choice of an expert that returns its input has no row, so tokens of a native decoder have
         fewer choices, rounded to an integer.
@@ -177,6 +177,7 @@ class TrainingRun(CheckedRecord):
 
 
 def _remove_zero_experts(model: AnyModel) -> AnyModel:
+    """Return a decoder whose top_k counts only choices of experts with weights."""
     if not isinstance(model, DecoderConfig) or model.moe is None or not model.moe.zero_experts:
         return model
     moe = model.moe
@@ -194,7 +195,7 @@ def make_planned_model(model: AnyModel) -> PlannedModel:
 
 
 def build_model(run: TrainingRun, device_type: str) -> Any:
-    """Return the model of a run, parallelized on meta; needs a default process group."""
+    """Return a run's model, parallelized on meta; needs a default process group."""
     domain = run.ranks_per_domain if run.dispatcher == "hierarchical" else None
     with raise_one_line(run.model):
         model = run.planned_model.build(run.dtype)
@@ -218,7 +219,7 @@ def make_dispatch_options(run: TrainingRun) -> DispatchOptions:
 
 
 def build_optimizer(run: TrainingRun, model: nn.Module) -> AdamW:
-    """Return the AdamW of a run's model, with a `StateOffload` if the run has one."""
+    """Return the AdamW of a run's model, with a `StateOffload` if the run offloads its state."""
     optimizer = _make_adamw(model.parameters(), run.optimizer)
     if run.optimizer.offload_fraction:
         StateOffload(optimizer, model, fraction=run.optimizer.offload_fraction)
@@ -261,7 +262,7 @@ def fake_world(world_size: Count, rank: CountOrZero = 0) -> Iterator[None]:
 
 @contextmanager
 def enter_world(run: TrainingRun, rank: int = 0) -> Iterator[None]:
-    """Return a context in a run's fake world, without warnings and with one-line errors."""
+    """Return a context in which this process is `rank` of a run's fake world, without warnings."""
     quiet = warnings.catch_warnings(action="ignore")
     with raise_one_line(run.model), fake_world(run.num_gpus, rank), quiet:
         yield
@@ -269,7 +270,7 @@ def enter_world(run: TrainingRun, rank: int = 0) -> Iterator[None]:
 
 @contextmanager
 def collect_by_hand() -> Iterator[None]:
-    """Return a context in which only `gc.collect` collects garbage, of objects made inside."""
+    """Return a context without automatic garbage collection; `gc.collect` frees new objects."""
     is_frozen, is_on = _has_frozen_objects(), gc.isenabled()
     if is_frozen:
         gc.collect()  # objects of earlier dry runs, before they are frozen too
@@ -293,7 +294,7 @@ SAMPLE = 1 << 20  # elements whose optimizer state is counted
 
 
 def list_stages(run: TrainingRun) -> Sequence[Stage]:
-    """Return the stages of a run, in the order of forward; without a pipeline, one of all parts."""
+    """Return the pipeline stages in the order of forward; without a pipeline, one full stage."""
     model = run.planned_model
     if run.pipeline is None:
         layers, mtp = tuple(range(model.num_layers)), tuple(range(model.num_mtp_layers))
@@ -305,7 +306,7 @@ def list_stages(run: TrainingRun) -> Sequence[Stage]:
 
 
 def list_stage_ranks(run: TrainingRun) -> Sequence[int]:
-    """Return the pipeline rank of each stage."""
+    """Return the pipeline rank of each stage of `list_stages`."""
     if run.pipeline is None:
         return (0,)
     name, pp = run.pipeline.schedule, run.resolved.pp
@@ -314,7 +315,7 @@ def list_stage_ranks(run: TrainingRun) -> Sequence[int]:
 
 
 def list_rank_stages(run: TrainingRun) -> list[list[Stage]]:
-    """Return the stages of each pipeline rank."""
+    """Return the stages of each pipeline rank, in the order of forward."""
     pairs = list(zip(list_stages(run), list_stage_ranks(run), strict=True))
     return [
         [stage for stage, stage_rank in pairs if stage_rank == rank]
@@ -328,7 +329,7 @@ def count_stored_bytes(run: TrainingRun) -> int:
 
 
 def count_resident_bytes(run: TrainingRun, size: RankBytes) -> dict[str, int]:
-    """Return the resident bytes of a rank between steps by kind, with all state on the device."""
+    """Return a rank's resident bytes between steps by kind, with all state on the device."""
     sizes = {f"parameters: {role.role}": role.parameters for role in size.roles}
     sizes |= {"gathered weights": size.weights, "sums of gradients": size.sums}
     per_element = count_state_bytes(run.optimizer)
@@ -381,6 +382,7 @@ def _build_with_frozen(model: PlannedModel, dtype: torch.dtype) -> tuple[nn.Modu
 
 @lru_cache(maxsize=1024)
 def _compute_rank_size(run: TrainingRun, pp_rank: int) -> RankBytes:
+    """Return the bytes that a pipeline rank stores, from its `ShardPlan`."""
     rank = pp_rank * run.num_gpus // run.resolved.pp
     with enter_world(run, rank):
         model, frozen = _build_with_frozen(run.planned_model, run.dtype)

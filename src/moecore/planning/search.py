@@ -125,7 +125,7 @@ class SearchResult:
     change: str | None
 
     def table(self) -> str:
-        """Return a row per layout that fits."""
+        """Return a text table with a row per layout that fits."""
         names = ("", "pp", "tp", "cp", "ep", "schedule", "micro-batches", "rows", "levers", "bytes")
         time_names = ("left", "host of a node", "s/step", "tokens/s", "wall")
         lines: list[tuple[str, ...]] = [(*names, *time_names)]
@@ -157,7 +157,7 @@ def search(
         request: the model and its training, and the options that may vary.
         rank_by: the sort key of layouts that fit, ascending; all have equal tokens per step.
         table: the costs of operations; None = moecore's table of the GPU.
-        num_results: the number of layouts that are planned with fewer options and balanced stages.
+        num_results: the maximum number of layouts that are returned as fitting.
         max_plans: the maximum number of layouts that are planned; None = four for each result.
         progress: called with a line before each part of the search that takes seconds.
 
@@ -236,7 +236,7 @@ def _refuse_untimed(request: SearchRequest) -> None:
 def find_faster_options(
     request: SearchRequest, best: Fitting, table: CostTable, estimate: Estimate
 ) -> Fitting:
-    """Return a candidate with balanced stages and fewer options, if that is faster."""
+    """Return a fitting layout with balanced stages and fewer options, if these are faster."""
     stage_layouts = (
         plan_options(request, best.layout, best.options, run)
         for run in balance_stages(best.run, table)[1:]
@@ -346,7 +346,7 @@ def plan_fitting_layout(request: SearchRequest, layout: Folding, estimate: Estim
 def _plan_estimated(
     request: SearchRequest, layout: Folding, estimate: Estimate
 ) -> Candidate | None:
-    """Plan a layout with the estimated options; if it does not fit, raise the estimate: None."""
+    """Plan the estimated options; if they do not fit, raise the estimate and return None."""
     options = estimate.choose_options(layout)
     candidate = plan_options(request, layout, options or list_option_sets(request)[-1])
     if options is None or candidate.fits:
@@ -375,7 +375,7 @@ def plan_options(
 
 
 def find_smallest_change(request: SearchRequest, table: CostTable) -> str | None:
-    """Return the cheapest change of a request with which a layout fits; None = none was found."""
+    """Return text of the cheapest change with which a layout fits; None = none was found."""
     for text, changed in _list_changes(request):
         layouts, _ = _list_allowed_layouts(changed)
         estimate, options = Estimate(changed, table).num_bytes, list_option_sets(changed)[-1]
@@ -386,7 +386,7 @@ def find_smallest_change(request: SearchRequest, table: CostTable) -> str | None
 
 
 def _list_changes(request: SearchRequest) -> Iterator[tuple[str, SearchRequest]]:
-    """Yield changes of a request, the cheapest first: free ones, more GPUs, larger GPUs."""
+    """Yield (description, changed request), the cheapest first: free, more GPUs, larger GPUs."""
     open_fields: dict[str, Any] = dict.fromkeys(("memory", "optimizer", "fsdp", "precision"), ANY)
     if any(getattr(request, name) != ANY for name in open_fields):
         yield "leave memory, precision and optimizer open", replace(request, **open_fields)

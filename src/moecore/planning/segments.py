@@ -35,7 +35,10 @@ Likes = Mapping[Literal["F", "B"], Sequence[int]]  # by pass: the sampled layer 
 
 
 def sample_layers(run: TrainingRun, num_micro_batches: int) -> tuple[TrainingRun, Likes]:
-    """Return a run of sampled layers on the ranks of one stage, and the sample of each layer."""
+    """Return a run of few layers without a pipeline, and the sample that stands for each layer.
+
+    The sample is an index of a layer of the returned run, for forward "F" and backward "B".
+    """
     # The samples of the last layer's kind are its first two and its last two layers. The samples of
     # another kind are its first layer, and its first layer behind a layer of the last kind, which
     # stands for the rest of its kind. A layer prefetches weights of the next but one. So the
@@ -67,7 +70,7 @@ def sample_layers(run: TrainingRun, num_micro_batches: int) -> tuple[TrainingRun
 
 
 class Segment(NamedTuple):
-    """The launches and allocations of a step between two starts."""
+    """A part of a recorded step: its launches and allocations from one `Start` to the next."""
 
     launches: range  # numbers of the recorded launches
     net: int  # change of the allocated bytes
@@ -77,7 +80,7 @@ class Segment(NamedTuple):
 
 
 def _make_segment(launches: range, start: Start, level: int, kinds: Mapping[str, int]) -> Segment:
-    """Return the segment between `start` and the next start, with `level` allocated bytes."""
+    """Return the segment from `start`, at whose end `level` bytes are allocated, by `kinds`."""
     net_kinds, peak_kinds = (
         {kind: values.get(kind, 0) - start.kinds.get(kind, 0) for kind in {**values, **start.kinds}}
         for values in (kinds, start.top_kinds)
@@ -85,20 +88,20 @@ def _make_segment(launches: range, start: Start, level: int, kinds: Mapping[str,
     return Segment(launches, level - start.level, start.top - start.level, net_kinds, peak_kinds)
 
 
-class _Early(NamedTuple):
-    """A launch's index in its segment, and its dependencies on launches far before it."""
+class _FarLaunch(NamedTuple):
+    """A launch with dependencies far before it: its index in its segment, and their numbers."""
 
     at: int
     dependencies: list[int]
     host_dependencies: list[int]
 
 
-_Copy = tuple[list[Placed], list[_Early]]
+_Copy = tuple[list[Placed], list[_FarLaunch]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Segments:
-    """A recorded step in segments."""
+    """A recorded step, divided where the host begins a forward or backward of a module."""
 
     queued: Sequence[Queued]
     resident_bytes: int
@@ -108,7 +111,10 @@ class Segments:
 
     @classmethod
     def of(cls, queued: Sequence[Queued], starts: Sequence[Start], like: Likes) -> Segments:
-        """Return the segments between starts; the first one includes all launches before it."""
+        """Divide a recording at `starts`; the first segment includes all launches before it.
+
+        `like` has for each layer of the complete run the recorded layer that stands for it.
+        """
         passes: dict[tuple[int, Pass, str], list[Segment]] = {}
         resident_bytes, last = starts[0].level, starts[-1]
         micro_batch, before = -1, "B"
@@ -132,7 +138,7 @@ class Segments:
         return [s for part in parts for s in self.list_part_segments(part, pass_, micro_batch)]
 
     def list_part_segments(self, part: str, pass_: Pass, micro_batch: int) -> Sequence[Segment]:
-        """Return the segments of a part's pass, in order."""
+        """Return the segments of a part such as "layer 3" in a recorded micro-batch, in order."""
         return self.passes.get((micro_batch, pass_, part), ())
 
     def list_parts(self, stage: Stage, pass_: Pass) -> list[str]:
@@ -143,7 +149,7 @@ class Segments:
         return parts[::-1] if pass_ == "B" else parts
 
     def join(self, segments: Iterable[Segment]) -> list[Placed]:
-        """Concatenate segments into one launch queue, with dependencies as distances."""
+        """Concatenate segments into one launch queue; dependencies are distances in it."""
         queue: list[Placed] = []
         newest: dict[int, int] = {}  # first launch of a segment -> index of its newest copy
         lengths: tuple[int, ...] = ()
@@ -160,9 +166,9 @@ class Segments:
         return queue
 
     def _copy(self, launches: range, lengths: tuple[int, ...]) -> _Copy:
-        """Return a segment behind two segments of these lengths (the newest first), made once."""
+        """Place a segment's launches behind two segments of `lengths`, the newest first."""
         if (launches, lengths) not in self._copies:
-            queue, early = list[Placed](), list[_Early]()
+            queue, early = list[Placed](), list[_FarLaunch]()
             for i in launches:
                 queued = self.queued[i]
                 distances = [
@@ -173,12 +179,12 @@ class Segments:
                 queue.append(Placed(queued, *near))
                 far = [[n for n, d in by.items() if d is None] for by in distances]
                 if any(far):
-                    early.append(_Early(i - launches.start, *far))
+                    early.append(_FarLaunch(i - launches.start, *far))
             self._copies[launches, lengths] = queue, early
         return self._copies[launches, lengths]
 
     def _distance(self, number: int, i: int, launches: range, lengths: Iterable[int]) -> int | None:
-        """Return the distance from launch `i` back to launch `number`; None = a far segment."""
+        """Return the launches from `number` to `i`; None = `number` is over two segments before."""
         at = i - launches.start
         start, end = 0, at
         for length in (0, *lengths):
@@ -213,6 +219,7 @@ class Segments:
 
     @cached_property
     def _copies(self) -> dict[tuple[range, tuple[int, ...]], _Copy]:
+        """Cache of `_copy`."""
         return {}
 
 
@@ -220,7 +227,7 @@ _run_dry_cached = lru_cache(maxsize=64)(record_step)
 
 
 class SmallRun(NamedTuple):
-    """A run of sampled layers, and the sample of each layer of the complete run."""
+    """A run of few sampled layers, and the sample that stands for each layer of a complete run."""
 
     run: TrainingRun
     like: Likes
@@ -235,23 +242,29 @@ class SmallRun(NamedTuple):
 
     @property
     def step(self) -> DryRun:
-        """The dry run with the memory and the work of the full capacity."""
+        """The dry run of the sampled layers, for the full capacity of dispatcher "nvlink"."""
         return _run_dry_cached(self.run)
 
     @property
     def memory_segments(self) -> Segments:
-        """The segments of `step`."""
+        """The segments of `step`, from which memory is planned."""
         return Segments.of(self.step.queued, self.step.starts, self.like)
 
     @property
     def segments(self) -> Segments:
-        """The segments with the work of the rows in use; the optimizer's work is of few layers."""
+        """The segments of a step with even loads, from which time is planned.
+
+        The optimizer's launches have the bytes of few layers.
+        """
         step = add_even_work(self.run, _run_dry_cached)
         return Segments.of(step.queued, step.starts, self.like)
 
 
 def make_segments(run: TrainingRun) -> Segments:
-    """Return the segments of a run's step, whose optimizer state stays on the device."""
+    """Dry-run few layers of a run, and return the recorded step in segments.
+
+    The optimizer's launches have the bytes of all layers, and its state stays on the device.
+    """
     small = SmallRun.of(run)
     segments, share = small.segments, count_stored_bytes(run) / count_stored_bytes(small.run)
     # As `dry_run._count_optimizer_bytes`.
@@ -270,7 +283,7 @@ def make_segments(run: TrainingRun) -> Segments:
 
 
 def map_micro_batches(number: int, num_recorded: int) -> list[int]:
-    """Return the recorded micro-batch that stands for each of a step: the ends, and a middle."""
+    """Return for each of `number` micro-batches the index of the recorded one for it."""
     if number <= num_recorded:
         return [*range(number - 1), num_recorded - 1] if number > 1 else [0]
     return [0, *[num_recorded // 2] * (number - 2), num_recorded - 1]

@@ -57,7 +57,7 @@ ROUNDS = 3  # micro-batches of a simulated step over the number of pipeline rank
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """The time of a step.
+    """The time of a step of one rank.
 
     Attributes:
         seconds: the seconds between the ends of two steps.
@@ -101,7 +101,7 @@ class TimePlan(StepTime):
 
     @property
     def line(self) -> str:
-        """The plan in one line."""
+        """The plan's seconds, tokens per second and limits in one line of text."""
         shares = (
             f"{part} {share:.0%}"
             for part, s in sorted(self.parts.items(), key=lambda item: -item[1])
@@ -114,7 +114,7 @@ class TimePlan(StepTime):
 
 
 class Spans(NamedTuple):
-    """Start, end and limit of each launch of a queue."""
+    """The simulated start, end (seconds) and limit of each launch of a queue."""
 
     starts: list[float]
     ends: list[float]
@@ -125,13 +125,13 @@ class Spans(NamedTuple):
         return max(self.ends[:number], default=0.0)
 
     def network(self, first: int, last: int) -> float:
-        """Return the sum of the network seconds of the launches from `first` to `last`."""
+        """Return the sum of the network seconds of launches `first` to `last` - 1."""
         return sum(
             self.ends[i] - self.starts[i] for i in range(first, last) if self.parts[i] == "network"
         )
 
     def exposed(self, start: float, end: float) -> dict[Part, float]:
-        """Return the seconds in which each part is the first of `PARTS` that runs, or "host"."""
+        """Split the seconds from `start` to `end` by the first of `PARTS` that runs, or "host"."""
         edges: list[tuple[float, int, Part]] = []
         for begin, stop, part in zip(*self, strict=True):
             if begin < end and stop > start:  # calls of min and max would take longer, also below
@@ -165,10 +165,6 @@ Memo = dict[object, StagePasses]  # by the starts of a stage's segments
 
 def time_step(step: DryRun, table: CostTable) -> StepTime:
     """Return the time of a rank's step, if other ranks are as fast.
-
-    Args:
-        step: the work of the step.
-        table: the costs of operations.
 
     Raises:
         NotImplementedError: for products whose time on the table's GPU is not modelled.
@@ -240,7 +236,7 @@ def plan_time(run: TrainingRun, table: CostTable) -> TimePlan:
 
 
 def balance_stages(run: TrainingRun, table: CostTable) -> list[TrainingRun]:
-    """Return a run, and the same run with stage layouts that balance the seconds of its ends."""
+    """Return the run, and copies whose pipeline layouts balance layers, embedding and loss."""
     if run.pipeline is None:
         return [run]
     segments, model = make_segments(run), run.planned_model
@@ -274,7 +270,7 @@ def balance_stages(run: TrainingRun, table: CostTable) -> list[TrainingRun]:
 
 
 def _time_unstaged(run: TrainingRun, segments: Segments, table: CostTable) -> tuple[float, Parts]:
-    """Return seconds and parts of a step without stages."""
+    """Return the seconds of a step without a pipeline, and these seconds by limit."""
     # A queue of a few micro-batches is timed. Each further micro-batch takes as long as the last of
     # its middle ones.
     (stage,) = list_stages(run)
@@ -317,7 +313,7 @@ def _time_state_waits(run: TrainingRun, segments: Segments, table: CostTable, me
 
 
 def find_hidden_share(run: TrainingRun, table: CostTable) -> float:
-    """Return the share of a run's exchanges between nodes that pairs hide, as the table assumes."""
+    """Return the share of exchanges between nodes that paired passes hide; 0 = no pairs."""
     is_paired = run.pipeline is not None and run.pipeline.schedule in PAIRING
     is_across = run.resolved.ep * run.resolved.etp > run.ranks_per_domain
     return table.pairs_hide if is_paired and is_across else 0.0
@@ -331,7 +327,7 @@ def has_slices(run: TrainingRun) -> bool:
 def _time_staged(
     run: TrainingRun, segments: Segments, table: CostTable, memo: Memo
 ) -> tuple[float, Parts, Timeline]:
-    """Return seconds, parts and timeline of a step with stages."""
+    """Return the seconds of a step of a pipeline, these seconds by limit, and the timeline."""
     assert run.pipeline is not None, "checked by the caller"
     name, pp, stages = run.pipeline.schedule, run.resolved.pp, list_stages(run)
     passes = [_time_passes_cached(stage, segments, table, memo) for stage in stages]
@@ -373,13 +369,13 @@ def _time_staged(
 
 
 def _add_network(parts: Parts, network: float) -> dict[Part, float]:
-    """Return parts whose sum is at least the seconds of the network, which streams share."""
+    """Return parts whose sum is at least `network` seconds, because streams share the network."""
     missing = max(0.0, network - sum(parts.values()))
     return {**parts, "network": parts.get("network", 0.0) + missing}
 
 
 def _hide_network(parts: Parts, share: float) -> Parts:
-    """Return parts without the share of the network that the other parts of a pair hide."""
+    """Return parts without the network seconds, at most `share`, that a pair's parts hide."""
     network = parts.get("network", 0.0)
     other_seconds = sum(parts.values()) - network
     return {**parts, "network": network - min(other_seconds, share * network)}
@@ -404,7 +400,7 @@ def _time_passes_cached(
 
 
 def _time_passes(stage: Stage, segments: Segments, table: CostTable) -> StagePasses:
-    """Return seconds by part of a stage's passes, where forwards and backwards alternate."""
+    """Return seconds by limit of a stage's passes, where forwards and backwards alternate."""
     passes: StagePasses = {}
     queue: list[Segment] = []
     lengths: list[tuple[tuple[Pass, int], int]] = []
@@ -428,7 +424,7 @@ def _count_launches(queue: Iterable[Segment]) -> int:
 def _extrapolate(
     step: Callable[[int], tuple[float, Parts]], number: int, low: int, high: int
 ) -> tuple[float, Parts]:
-    """Return seconds and parts of `step(number)`, extrapolated from two steps beyond `high`."""
+    """Return `step(number)`, extrapolated from `step(low)` and `step(high)` beyond `high`."""
     if number <= high:
         return step(number)
     (seconds, parts), (before, base) = step(high), step(low)

@@ -131,11 +131,13 @@ class StockModel(PlannedModel):
 
     @override
     def bound(self) -> frozenset[int]:
+        """Return the indices of layers at which the family lets no pipeline stage begin."""
         hf = _build_structure(self.model).model
         return find_family(hf).make_staged_model(hf).stage_parts().bound
 
     @override
     def select_layers(self, layers: Sequence[int]) -> TransformersModel:
+        """Return the transformers model with only the layers at these indices."""
         numbers = self.model.layers or range(self.num_layers)
         return replace(self.model, layers=tuple(numbers[i] for i in layers))
 
@@ -176,6 +178,7 @@ class StockModel(PlannedModel):
 
     @override
     def check(self, *, pp: int, tp: int, cp: int) -> None:
+        """Raise ValueError or NotImplementedError if the family refuses these degrees."""
         hf, _, _ = _build_structure(self.model)
         family = find_family(hf)
         if tp > 1:
@@ -237,7 +240,7 @@ def _build_model(model: TransformersModel, dtype: torch.dtype) -> Any:
 
 
 def _keep_layers(hf: Any, names: Sequence[str], layers: Sequence[int]) -> None:
-    """Remove all layers of a model, whose layers have these names, except `layers`."""
+    """Remove all layers of a model but `layers`; `names` are the names of all its layers."""
     blocks = [hf.get_submodule(names[i]) for i in layers]
     holders = dict.fromkeys(hf.get_submodule(name.rpartition(".")[0]) for name in names)
     for holder in holders:
@@ -248,7 +251,7 @@ def _keep_layers(hf: Any, names: Sequence[str], layers: Sequence[int]) -> None:
 
 
 def _shorten_config(config: Any, number: int, layers: Sequence[int]) -> None:
-    """Reduce a config with `number` layers to `layers`: its layer count and per-layer lists."""
+    """Reduce a config with `number` layers to these indices: layer count and per-layer lists."""
     lists = {name: [value[i] for i in layers] for name, value in _find_layer_lists(config, number)}
     # The config may count attentions, of which a layer has several.
     config.num_hidden_layers = config.num_hidden_layers * len(layers) // max(1, number)
@@ -287,6 +290,7 @@ def _find_block_kinds(hf: Any, blocks: Sequence[nn.Module]) -> Iterator[Hashable
 
 
 def _describe_module(name: str, module: nn.Module) -> Hashable:
+    """Return a module's name, class, plain attributes without its index, and parameter shapes."""
     values = ((n, v) for n, v in sorted(vars(module).items()) if type(v) in VALUES and n != PLACE)
     shapes = ((n, tuple(p.shape)) for n, p in module.named_parameters(recurse=False))
     return name, type(module).__name__, tuple(values), tuple(shapes)

@@ -51,7 +51,7 @@ class Borders:
     end: tuple[int, ...]
 
     def content(self, ids: Sequence[int]) -> slice:
-        """Return the slice of ids without the special tokens that the text itself contains.
+        """Return the slice of `ids` without begin and end tokens that the text itself spells.
 
         `Borders((1,), (2,)).content([1, 3, 4, 2, 2])` is `slice(1, 3)`.
         """
@@ -67,7 +67,10 @@ class Borders:
 
 
 def borders_of(tokenizer: Any) -> Borders:
-    """Return the borders that a tokenizer of transformers gives a document."""
+    """Return the special tokens that a transformers tokenizer adds around a document.
+
+    Raises ValueError for a tokenizer that changes the tokens of the text itself.
+    """
     last = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     for probe in PROBES:
         plain, full = (
@@ -86,79 +89,84 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A sequence: tokens, int32, and which of them are learned, bool."""
+    """One training sequence: token ids, int32, and a bool mask of tokens that the loss counts."""
 
     tokens_T: Tensor
     is_answer_T: Tensor
 
     @property
     def parts(self) -> tuple[Example, ...]:
-        """The sequences of the example."""
+        """The only sequence of the example; a `Preference` has two."""
         return (self,)
 
     @property
     def num_answers(self) -> int:
-        """Tokens that are learned; the first token follows nothing."""
+        """The number of tokens that the loss counts; the first token is no label."""
         return int(self.is_answer_T[1:].sum())
 
     def cut(self, seq_len: int) -> Example:
-        """Return the first tokens."""
+        """Return the example with its first `seq_len` tokens."""
         return Example(self.tokens_T[:seq_len], self.is_answer_T[:seq_len])
 
 
 def encode(record: Any, tokenizer: Any, *, seq_len: int, place: str) -> list[Example]:
-    """Return the examples that a record makes, as long as they are."""
+    """Return the examples of a row in a form of this file; only texts are cut to `seq_len`.
+
+    `place` names the row in errors. Raises ValueError for another form or a template that fails.
+    """
     fields = record if isinstance(record, dict) else {}
     if is_chat(fields.get("messages")):
-        return _chat(tokenizer, fields["messages"], fields.get("tools"), place)
+        return _encode_chat(tokenizer, fields["messages"], fields.get("tools"), place)
     if is_chat(fields.get("prompt")) and is_chat(fields.get("completion")):
         messages = [*fields["prompt"], *fields["completion"]]
         tools, num_prompt = fields.get("tools"), len(fields["prompt"])
-        return _chat(tokenizer, messages, tools, place, num_prompt=num_prompt)
+        return _encode_chat(tokenizer, messages, tools, place, num_prompt=num_prompt)
     try:
         if isinstance(fields.get("prompt"), str) and isinstance(fields.get("completion"), str):
-            return [_completion(tokenizer, fields["prompt"], fields["completion"])]
+            return [_encode_completion(tokenizer, fields["prompt"], fields["completion"])]
         if isinstance(fields.get("text"), str):
-            return _pieces(_completion(tokenizer, "", fields["text"]), seq_len)
+            return _cut_into_pieces(_encode_completion(tokenizer, "", fields["text"]), seq_len)
     except Exception as error:  # of any kind, such as for half of a surrogate pair
         raise ValueError(
-            f"{place} must be text that the tokenizer of --model encodes: {_reason(error)}"
+            f"{place} must be text that the tokenizer of --model encodes: {_describe_error(error)}"
         ) from None
-    raise ValueError(f"{place} must be a JSON object with {FORMS}: {_describe(record)}")
+    raise ValueError(f"{place} must be a JSON object with {FORMS}: {_describe_row(record)}")
 
 
 def is_chat(messages: Any) -> bool:
-    """Whether a value is a list of messages with roles."""
+    """Return whether a value is a list of messages with roles."""
     return isinstance(messages, list) and all(
         isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages
     )
 
 
-def _describe(record: Any) -> str:
+def _describe_row(record: Any) -> str:
+    """Return the columns or the type of a row of a wrong form, for an error."""
     if isinstance(record, dict):
         names = shown_path(", ".join(sorted(map(str, record))) or "nothing")
         return f"it has {names}, of other types or names"
     return f"it is of type {type(record).__name__}"
 
 
-def _completion(tokenizer: Any, prompt: str, completion: str) -> Example:
-    """Learn what follows the prompt, and to end there. The borders of a document stand once."""
-    text, borders = prompt + completion, _borders(tokenizer)
-    ids, is_answer = _tokens(tokenizer, text, [(len(prompt), len(text))])
+def _encode_completion(tokenizer: Any, prompt: str, completion: str) -> Example:
+    """Return an example that learns a completion and its end, within the borders of a document."""
+    text, borders = prompt + completion, _find_borders(tokenizer)
+    ids, is_answer = _tokenize_spans(tokenizer, text, [(len(prompt), len(text))])
     content = borders.content(ids)
-    return _example(
+    return _make_example(
         [*borders.begin, *ids[content], *borders.end],
         [False] * len(borders.begin) + is_answer[content] + [True] * len(borders.end),
     )
 
 
 @lru_cache(maxsize=1)
-def _borders(tokenizer: Any) -> Borders:
+def _find_borders(tokenizer: Any) -> Borders:
+    """Return `borders_of`, cached."""
     return borders_of(tokenizer)
 
 
-def _pieces(example: Example, seq_len: int) -> list[Example]:
-    """Cut so that each token but the first is learned once: pieces share the token between."""
+def _cut_into_pieces(example: Example, seq_len: int) -> list[Example]:
+    """Cut an example to `seq_len`; pieces share a token, so each but the first is learned once."""
     starts = range(0, max(1, len(example.tokens_T) - 1), max(1, seq_len - 1))
     return [
         Example(example.tokens_T[s : s + seq_len], example.is_answer_T[s : s + seq_len])
@@ -166,7 +174,7 @@ def _pieces(example: Example, seq_len: int) -> list[Example]:
     ]
 
 
-def _chat(
+def _encode_chat(
     tokenizer: Any,
     messages: list[dict[str, Any]],
     tools: Any,
@@ -183,18 +191,18 @@ def _chat(
             f"{place} must have no messages, because the tokenizer of --model has no chat "
             'template: add chat_template.jinja there, or use "prompt" and "completion"'
         )
-    messages = [_without_end(tokenizer, message) for message in messages]
+    messages = [_remove_end(tokenizer, message) for message in messages]
     try:
         if not num_prompt and GENERATION.search(tokenizer.get_chat_template(tools=tools)):
-            return [_marked(tokenizer, messages, tools)]
-        return _by_prefixes(tokenizer, messages, tools, num_prompt)
+            return [_encode_marked_chat(tokenizer, messages, tools)]
+        return _encode_by_prefixes(tokenizer, messages, tools, num_prompt)
     except Exception as error:  # of any kind: a template is code
         raise ValueError(
-            f"{place} must fit the chat template of --model: {_reason(error)}"
+            f"{place} must fit the chat template of --model: {_describe_error(error)}"
         ) from None
 
 
-def _without_end(tokenizer: Any, message: dict[str, Any]) -> dict[str, Any]:
+def _remove_end(tokenizer: Any, message: dict[str, Any]) -> dict[str, Any]:
     """Return an answer without the end-of-sequence token, which the template writes behind it."""
     end, content = tokenizer.eos_token, message.get("content")
     if message["role"] != "assistant" or not end or not isinstance(content, str):
@@ -204,35 +212,37 @@ def _without_end(tokenizer: Any, message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": content}
 
 
-def _reason(error: Exception) -> str:
-    """Return what went wrong in one line of at most 200 characters."""
+def _describe_error(error: Exception) -> str:
+    """Return an error's text in one line of at most 200 characters."""
     text = " ".join(str(error).split()) or "no reason given"
     is_known = isinstance(error, ValueError | TypeError) or "jinja2" in type(error).__module__
     return (text if is_known else f"{type(error).__name__}: {text}")[:200]
 
 
-def _marked(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> Example:
-    """Learn what the template marks, and to end where the last answer alone does."""
-    ids, is_answer = _as_marked(tokenizer, messages, tools)
+def _encode_marked_chat(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> Example:
+    """Return an example that learns the tokens that a template marks, and the last answer's end."""
+    ids, is_answer = _tokenize_marked_chat(tokenizer, messages, tools)
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     prefix_ids, is_prefix_answer = ids, is_answer
     if answers and answers[-1] + 1 < len(messages):
-        prefix_ids, is_prefix_answer = _as_marked(tokenizer, messages[: answers[-1] + 1], tools)
+        prefix_ids, is_prefix_answer = _tokenize_marked_chat(
+            tokenizer, messages[: answers[-1] + 1], tools
+        )
     if not (any(is_answer) and any(is_prefix_answer)):
-        return _example(ids, is_answer)
-    last, at = _ends(tokenizer, prefix_ids, is_prefix_answer)[-1]
+        return _make_example(ids, is_answer)
+    last, at = _find_answer_ends(tokenizer, prefix_ids, is_prefix_answer)[-1]
     if at is None:
-        return _example(
-            [*prefix_ids[: last + 1], _end_of(tokenizer)], [*is_prefix_answer[: last + 1], True]
+        return _make_example(
+            [*prefix_ids[: last + 1], _get_end_id(tokenizer)], [*is_prefix_answer[: last + 1], True]
         )
     end = prefix_ids[at]
-    for last, at in _ends(tokenizer, ids, is_answer):
+    for last, at in _find_answer_ends(tokenizer, ids, is_answer):
         if at is not None and ids[at] == end:
             is_answer[last + 1 : at + 1] = [True] * max(0, at - last)
-    return _example(ids, is_answer)
+    return _make_example(ids, is_answer)
 
 
-def _as_marked(
+def _tokenize_marked_chat(
     tokenizer: Any, messages: list[dict[str, Any]], tools: Any
 ) -> tuple[list[int], list[bool]]:
     """Return the tokens of a chat, and which of them the template marks."""
@@ -242,25 +252,27 @@ def _as_marked(
     return encoding["input_ids"], [bool(marked) for marked in encoding["assistant_masks"]]
 
 
-def _ends(tokenizer: Any, ids: list[int], is_answer: list[bool]) -> list[tuple[int, int | None]]:
-    """Return of each run of learned tokens the last one, and the special token that ends it.
+def _find_answer_ends(
+    tokenizer: Any, ids: list[int], is_answer: list[bool]
+) -> list[tuple[int, int | None]]:
+    """Return the position of the last token of each run of learned tokens, and of its end.
 
-    That is one of the run, or the first behind it and before the next run; None = there is none.
+    The end is a special token of the run, or the first one before the next run; None = no end.
     """
     special_ids, ends = special_tokens(tokenizer), list[tuple[int, int | None]]()
     groups = groupby(range(len(ids)), key=lambda t: is_answer[t])
     runs = [list(run) for learned, run in groups if learned]
     for run, after in zip(runs, [*runs[1:], [len(ids)]], strict=True):
-        last = _without_tail(tokenizer, ids, run, special_ids)[-1]
+        last = _remove_tail(tokenizer, ids, run, special_ids)[-1]
         places = [last, *range(run[-1] + 1, after[0])]
         ends.append((run[-1], next((t for t in places if ids[t] in special_ids), None)))
     return ends
 
 
-def _by_prefixes(
+def _encode_by_prefixes(
     tokenizer: Any, messages: list[dict[str, Any]], tools: Any, num_prompt: int
 ) -> list[Example]:
-    """Learn from where each prompt ends to where the rendering with its answer does."""
+    """Return examples that learn each answer, from the end of its prompt's rendering."""
 
     def render(count: int, *, prompt: bool = False) -> str:
         text: str = tokenizer.apply_chat_template(
@@ -289,11 +301,11 @@ def _by_prefixes(
                     )
             turns.append((text, (start, len(text))))
     if not turns:
-        return [_spanned(tokenizer, render(len(messages)), [])]
+        return [_encode_spans(tokenizer, render(len(messages)), [])]
     full_text = turns[-1][0]
     if all(full_text.startswith(text) for text, _ in turns):
-        return [_spanned(tokenizer, full_text, [span for _, span in turns])]
-    return [_spanned(tokenizer, text, [span]) for text, span in turns]
+        return [_encode_spans(tokenizer, full_text, [span for _, span in turns])]
+    return [_encode_spans(tokenizer, text, [span]) for text, span in turns]
 
 
 def count_shared(first: Sequence[Any], second: Sequence[Any]) -> int:
@@ -302,42 +314,39 @@ def count_shared(first: Sequence[Any], second: Sequence[Any]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def _spanned(tokenizer: Any, text: str, spans: list[Span]) -> Example:
-    """Learn spans; behind one that ends the text also to end, where the template has no token."""
-    ids, is_answer = _tokens(tokenizer, text, spans)
+def _encode_spans(tokenizer: Any, text: str, spans: list[Span]) -> Example:
+    """Return an example that learns `spans` of a text, and an end token if the text has none."""
+    ids, is_answer = _tokenize_spans(tokenizer, text, spans)
     if ids and is_answer[-1] and ids[-1] not in special_tokens(tokenizer):
-        ids, is_answer = [*ids, _end_of(tokenizer)], [*is_answer, True]
-    return _example(ids, is_answer)
+        ids, is_answer = [*ids, _get_end_id(tokenizer)], [*is_answer, True]
+    return _make_example(ids, is_answer)
 
 
-def _end_of(tokenizer: Any) -> int:
-    """Return the token that ends an answer for which the template has none."""
+def _get_end_id(tokenizer: Any) -> int:
+    """Return the end-of-sequence token. Raises ValueError if the tokenizer has none."""
     end: int | None = tokenizer.eos_token_id
     if end is None:
         raise ValueError("an answer must end with a token, and the tokenizer has no eos_token")
     return end
 
 
-def _tokens(tokenizer: Any, text: str, spans: list[Span]) -> tuple[list[int], list[bool]]:
-    """Return the tokens of a text, and which of them hold a character of a span.
-
-    The tokenizer adds no begin and end of its own: templates have theirs.
-    """
+def _tokenize_spans(tokenizer: Any, text: str, spans: list[Span]) -> tuple[list[int], list[bool]]:
+    """Return the tokens of a text without borders, and for each whether a span has a part of it."""
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = encoding["input_ids"], encoding["offset_mapping"]
     is_answer = [False] * len(ids)
     special_ids = special_tokens(tokenizer)
     for start, end in spans:
         inside = [t for t, (a, b) in enumerate(offsets) if a < end and b > start and b > a]
-        for t in _without_tail(tokenizer, ids, inside, special_ids):
+        for t in _remove_tail(tokenizer, ids, inside, special_ids):
             is_answer[t] = True
     return ids, is_answer
 
 
-def _without_tail(
+def _remove_tail(
     tokenizer: Any, ids: list[int], inside: list[int], special_ids: set[int]
 ) -> list[int]:
-    """Leave out the white space that a template adds behind its own end of an answer."""
+    """Return the positions `inside` without white space after the last special token."""
     for count in range(len(inside), 0, -1):
         token = ids[inside[count - 1]]
         if token in special_ids:
@@ -349,10 +358,10 @@ def _without_tail(
 
 @lru_cache(maxsize=1)
 def special_tokens(tokenizer: Any) -> set[int]:
-    """Return the ids of tokens that no text makes."""
+    """Return the ids of special tokens."""
     added = tokenizer.added_tokens_decoder.items()
     return {*tokenizer.all_special_ids, *(i for i, token in added if token.special)}
 
 
-def _example(ids: Sequence[int], is_answer: Sequence[int | bool]) -> Example:
+def _make_example(ids: Sequence[int], is_answer: Sequence[int | bool]) -> Example:
     return Example(torch.tensor(ids, dtype=torch.int32), torch.tensor(is_answer, dtype=torch.bool))

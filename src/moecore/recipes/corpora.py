@@ -71,7 +71,7 @@ class SourceOptions(CheckedRecord):
 
     @classmethod
     def from_word(cls, word: str) -> SourceOptions:
-        """Return the options of PATH,key=value,..."""
+        """Return the options of a word such as "code.jsonl,weight=0.3,field=content"."""
         path, *pairs = word.split(",")
         values: dict[str, Any] = {}
         for key, _, text in (pair.partition("=") for pair in pairs):
@@ -85,7 +85,7 @@ class SourceOptions(CheckedRecord):
 
     @classmethod
     def from_table(cls, values: Mapping[str, Any]) -> SourceOptions:
-        """Return the options of a table of a TOML file."""
+        """Return the options of a TOML table; ValueError for another key or without a path."""
         names = [field.name for field in fields(cls)]
         for key in values:
             if key not in names:
@@ -98,11 +98,10 @@ class SourceOptions(CheckedRecord):
 def with_names(sources: Sequence[SourceOptions]) -> tuple[SourceOptions, ...]:
     """Return the sources, each with a name.
 
-    A source without a name is called as its file, without the suffix. Where other sources have the
-    same name, as many folders as are needed stand in front: a/web.jsonl and b/web.jsonl are "a/web"
-    and "b/web".
+    A source without a name gets the name of its file, without the suffix. If other sources have the
+    same name, folders are added in front: a/web.jsonl and b/web.jsonl become "a/web" and "b/web".
     """
-    tails = [[source.name] if source.name else _tails(source.path) for source in sources]
+    tails = [[source.name] if source.name else _list_path_names(source.path) for source in sources]
 
     def is_free(index: int, tail: str) -> bool:
         other_tails = (of for other, of in enumerate(tails) if other != index)
@@ -114,7 +113,7 @@ def with_names(sources: Sequence[SourceOptions]) -> tuple[SourceOptions, ...]:
     )
 
 
-def _tails(path: str) -> list[str]:
+def _list_path_names(path: str) -> list[str]:
     """Return names of a path, from the shortest: of a/b.jsonl "b", "a/b" and "a/b.jsonl"."""
     plain = Path(path.removeprefix(HUB))
     parts = (plain.with_suffix("") if plain.suffix in (".jsonl", ".bin", ".idx") else plain).parts
@@ -124,9 +123,9 @@ def _tails(path: str) -> list[str]:
 def read_source(
     options: SourceOptions, tokenizer: Tokenizer, *, option: str = "--data"
 ) -> CorpusSource:
-    """Return a source of rows."""
+    """Return a source of tokenized documents. Errors name the flag `option`."""
     try:
-        documents = _documents(options, option)
+        documents = _open_documents(options, option)
     except ValueError as error:
         line = str(error)
         raise ValueError(line if line.startswith(option) else f"{option}: {line}") from None
@@ -138,7 +137,8 @@ def read_source(
     )
 
 
-def _documents(options: SourceOptions, option: str) -> Any:
+def _open_documents(options: SourceOptions, option: str) -> Any:
+    """Return the documents at a source's path. Errors name the flag `option`."""
     path, name = Path(options.path), named(option, options.path)
     if options.skip_invalid and (path.suffix != ".jsonl" or options.path.startswith(HUB)):
         raise ValueError(f"{name} must be a .jsonl file to have broken lines: drop skip_invalid")
@@ -187,7 +187,10 @@ class DocumentRange:
 
 
 def hold_out(sources: Sequence[CorpusSource]) -> tuple[list[CorpusSource], list[CorpusSource]]:
-    """Return the sources without the last twentieth of their documents, and these documents."""
+    """Return the sources without the last twentieth of their documents, and these documents.
+
+    Raises ValueError for a source of one document or of unknown length.
+    """
     parts: tuple[list[CorpusSource], list[CorpusSource]] = ([], [])
     for source in sources:
         number = len(source.documents) if source.is_indexed else 0
@@ -203,7 +206,7 @@ def hold_out(sources: Sequence[CorpusSource]) -> tuple[list[CorpusSource], list[
 
 
 class Tokenizer:
-    """Makes token ids of text: that of a model, or bytes."""
+    """Encodes and decodes text: with the tokenizer of a model, or one token per byte."""
 
     def __init__(self, name: str) -> None:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # loaders have workers instead
@@ -239,13 +242,13 @@ class Tokenizer:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Makes token ids of a document: a row with a field, text, or ids, which stay as they are."""
+    """Encodes a document of a source: a row with a text column, a text, or token ids."""
 
     tokenizer: Tokenizer
     field: str
 
     def __call__(self, document: Any) -> Any:
-        """Return the ids of a document."""
+        """Return the token ids of a document. Raises ValueError for a row without the field."""
         if isinstance(document, Mapping):
             if self.field not in document:
                 raise ValueError(
@@ -267,7 +270,11 @@ def scheduled_corpus_steps(
     data_rank: int,
     workers: int,
 ) -> Steps[ScheduledBatch]:
-    """Return the steps of this data rank: the documents of `CorpusSteps`' rows, by plan."""
+    """Return this data rank's steps of the same documents as `CorpusSteps`, with planned cp.
+
+    A rank has at most `max_tokens` of a micro-batch. Ranks share documents by `cost`, and `workers`
+    processes read ahead.
+    """
     loader = ScheduledLoader(
         sources,
         options,
@@ -282,9 +289,7 @@ def scheduled_corpus_steps(
 
 
 class CorpusSteps:
-    """Reads the next step of this data rank.
-
-    The rows of a step are the same however ranks and micro-batches share them.
+    """Reads packed rows of a corpus, one step of this data rank at a time.
 
     Attributes:
         sampler: its state is the position in the data, the same on every rank.
@@ -313,7 +318,7 @@ class CorpusSteps:
         self._num_borders = 1  # borders of a micro-batch so far
 
     def next(self, num_micro_batches: int | None = None) -> StepBatch:
-        """Return the step behind the one before, of so many micro-batches; None = grad_accum."""
+        """Return the next step with `num_micro_batches` micro-batches; None = grad_accum."""
         count = num_micro_batches or self._shape.grad_accum
         batches: list[PackedBatch] = [next(self.sampler) for _ in range(count)]
         num_borders = max(len(batch["cu_seqlens"]) for batch in batches)

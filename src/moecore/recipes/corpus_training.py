@@ -33,7 +33,13 @@ from moecore.recipes.schedule import is_due
 
 @dataclass(kw_only=True)
 class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
-    """A `Decoder` on a corpus; with --dynamic-cp each micro-batch has its own cp."""
+    """The job of `moecore pretrain` and `train`: a `Decoder` on a corpus.
+
+    Attributes:
+        batches: the training data; `Steps` with --dynamic-cp, a cp for each micro-batch.
+        validation: this data rank's batch of each validation set, by name.
+        bad_lines: lines of the sources that are left out.
+    """
 
     batches: CorpusSteps | RandomSteps | Steps[ScheduledBatch]
     tokenizer: Tokenizer
@@ -61,7 +67,7 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
         say(f"training {name} {begin} to step {args.steps} on {ranks}: {data}")
 
     def next_batch(self, step: int) -> StepBatch | ScheduledBatch:
-        """Return the batch of this data rank."""
+        """Return the batch of this data rank for a step."""
         if isinstance(self.batches, Steps):
             return self.batches.next()
         rows = self.stage.sizes.rows(step)
@@ -69,7 +75,11 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
         return pad_borders(batch) if self.args.cuda_graph else batch
 
     def forward_backward(self, num_labels: Tensor, batch: StepBatch | ScheduledBatch) -> Tensor:
-        """Run the micro-batches and return this rank's part of the mean loss."""
+        """Run the micro-batches; return this rank's part of the mean loss over all labels.
+
+        `num_labels` is the number of labels of the step over all data ranks. The mean is the sum
+        of all ranks' parts, divided by the number of ranks with the same batch.
+        """
         if isinstance(batch, ScheduledBatch):
             self.owner.num_micro_batches = len(batch.cps)
             return batch.loss_of(self.owner.forward_backward(batch.inputs(self.device)))
@@ -79,12 +89,12 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
         return self.run_micro_batches(num_labels, *tensors)
 
     def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
-        """Return the share of padding and MFU."""
+        """Return "padding_share" and, if FLOPs and peak are known, "mfu"."""
         return usage(counts, seconds, self.model.config, self.peak_tflops)
 
     @torch.no_grad()
     def evaluate(self) -> Metrics:
-        """Return the loss on each validation set, and their mean. Waits for the device."""
+        """Return "eval_loss/NAME" of each validation set, and "eval_loss", their mean."""
         if not self.validation:
             return {}
         self.model.eval()
@@ -94,6 +104,7 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
         return {"eval_loss": sum(losses.values()) / len(losses), **losses}
 
     def _loss(self, batch: StepBatch | ScheduledBatch) -> float:
+        """Return the mean loss per label of a validation set over all ranks. Collective."""
         copies = dist.get_world_size() // self.meshes.data_ranks
         if isinstance(batch, ScheduledBatch):
             total = batch.loss_of(self.owner.losses(batch.inputs(self.device)))
@@ -108,7 +119,7 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
         return float(total) / copies
 
     def sample(self, step: int) -> None:
-        """Continue the prompts of [samples], if it is due."""
+        """Continue the prompts of [samples] and write the texts, if they are due."""
         options = self.args.samples
         if is_due(step, every=options.sample_every, steps=self.args.steps):
             texts = write_samples(
@@ -123,7 +134,7 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
                 say(f"sample of step {step}: {text!r}")
 
     def position(self) -> Metrics:
-        """Return the epoch of each source, the number of broken lines."""
+        """Return the epoch of each source, and "bad_lines" if lines are left out."""
         epochs = self.batches.sampler.epochs()
         metrics = {f"epoch/{name}": float(epoch) for name, epoch in epochs.items()}
         return metrics | ({"bad_lines": float(self.bad_lines)} if self.bad_lines else {})
@@ -158,7 +169,10 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
 
 
 def inputs_of(num_labels: Tensor, tensors: Iterable[Tensor], seq_len: int) -> list[dict[str, Any]]:
-    """Return the decoder's inputs of each micro-batch of a `StepBatch`'s tensors."""
+    """Return the decoder's keyword arguments of each micro-batch, from `StepBatch.tensors`.
+
+    `num_labels` is the divisor of the loss: the labels of the step over all data ranks.
+    """
     tensors = tuple(tensors)
     names = ["tokens_BT", "labels_BT"]
     of_all: dict[str, Any] = {"num_tokens": num_labels}
@@ -169,6 +183,6 @@ def inputs_of(num_labels: Tensor, tensors: Iterable[Tensor], seq_len: int) -> li
 
 
 def dispatcher_of(model: Decoder) -> str:
-    """Return the dispatcher in use: "auto" has chosen by now."""
+    """Return the name of a model's dispatcher; "dense" = the model has no MoE layers."""
     names = {type(m.dispatcher).__name__ for m in model.modules() if isinstance(m, MoELayer)}
     return "".join(names).removesuffix("Dispatcher").lower() or "dense"

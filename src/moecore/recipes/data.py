@@ -52,7 +52,7 @@ class BatchShape:
 
 
 def standard_library() -> list[Path]:
-    """Return the sources that every Python brings along, without its tests, sorted."""
+    """Return the paths of Python's standard library, without its tests, sorted."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files: list[Path] = []
     for folder, inner, names in os.walk(root):
@@ -71,7 +71,7 @@ class StepBatch:
         padding_ABT: bool, True = padding; None = rows are full and of one document each.
         cu_seqlens_An: int32, borders of the documents of each micro-batch, the last one repeated
             up to a length that is the same in every step; None like `padding_ABT`.
-        num_labels: int64 scalar, those that count.
+        num_labels: int64 scalar, the number of labels other than -100.
     """
 
     tokens_ABT: Tensor
@@ -81,7 +81,7 @@ class StepBatch:
     num_labels: Tensor
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return tokens and labels, and for packed documents padding and borders."""
+        """Return tokens and labels, and also padding and borders unless these are None."""
         tensors = (self.tokens_ABT, self.labels_ABT, self.padding_ABT, self.cu_seqlens_An)
         return tuple(tensor for tensor in tensors if tensor is not None)
 
@@ -100,9 +100,7 @@ class StepBatch:
 
 
 class Steps(Generic[StepT]):
-    """Reads the next step of this data rank, epoch after epoch.
-
-    The rows of a step are the same however ranks and micro-batches share them.
+    """An endless source of the batches of this data rank, epoch after epoch.
 
     Attributes:
         sampler: yields the argument of `collate`. Its state is the position in the data, which is
@@ -114,7 +112,7 @@ class Steps(Generic[StepT]):
         self._items = chain.from_iterable(repeat(sampler))
 
     def next(self) -> StepT:
-        """Return the step after the last one."""
+        """Return the batch of the next step."""
         return self._collate(next(self._items))
 
 
@@ -122,11 +120,9 @@ class PackedSteps(Steps[StepBatch]):
     """Steps of packed documents, each document once per epoch over all data ranks.
 
     Args:
-        documents: of all ranks, as `PackedCollator` reads them.
-        lengths: tokens of each, at most those of a row.
-        shape: of a step.
-        seed: of the order; None = documents in their order.
-        data_rank: this one.
+        documents: documents of all ranks, as `PackedCollator` reads them.
+        lengths: tokens of each document, at most as many as a row has.
+        seed: the seed of the order; None = documents in their order.
         packs: False = a row has one document, and its padding belongs to it.
     """
 
@@ -158,24 +154,25 @@ class PackedSteps(Steps[StepBatch]):
         super().__init__(sampler, self._build_batch)
 
     def _build_batch(self, numbers: list[int]) -> StepBatch:
+        """Return the batch of the documents with these numbers."""
         rows = self._collator([self._documents[number] for number in numbers])
         size = (self._shape.grad_accum, self._shape.batch_size, self._shape.seq_len)
         return StepBatch(
             tokens_ABT=rows["input_ids"].view(size),
             labels_ABT=rows["labels"].view(size),
             padding_ABT=rows["padding_mask"].view(size),
-            cu_seqlens_An=self._borders(rows["cu_seqlens"]),
+            cu_seqlens_An=self._find_borders(rows["cu_seqlens"]),
             num_labels=rows["num_tokens"],
         )
 
     def _count_max_documents(self) -> int:
-        """Return the most documents that rows of a micro-batch hold, those of padding included."""
+        """Return the maximum number of documents of a micro-batch, with documents of padding."""
         B, tokens = self._shape.batch_size, self._shape.batch_size * self._shape.seq_len
         shortest = self._lengths.sort().values[:tokens]
         return int((shortest.cumsum(0) <= tokens).sum()) + B
 
-    def _borders(self, cu_seqlens: Tensor) -> Tensor:
-        """Return the borders of each micro-batch; ends of rows are borders."""
+    def _find_borders(self, cu_seqlens: Tensor) -> Tensor:
+        """Return the borders of documents in each micro-batch; ends of rows are borders."""
         tokens = self._shape.batch_size * self._shape.seq_len
         of_all = []
         for number in range(self._shape.grad_accum):
@@ -186,7 +183,7 @@ class PackedSteps(Steps[StepBatch]):
 
 
 def with_borders(cu_seqlens_n: Tensor, number: int) -> Tensor:
-    """Return so many borders, [..., number]: the last is repeated, for documents without tokens."""
+    """Repeat the last border up to `number`, [..., number], for documents without tokens."""
     num_copies = number - cu_seqlens_n.shape[-1]
     return torch.cat(
         [cu_seqlens_n, cu_seqlens_n[..., -1:].expand(*cu_seqlens_n.shape[:-1], num_copies)], -1
@@ -234,27 +231,27 @@ class RandomSteps:
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Return a copy that nothing waits for; from memory that is not pinned the host would wait."""
+    """Return a copy on a device, for which the host does not wait, through pinned memory."""
     if device.type == "cuda":
         x = x.pin_memory()
     return x.to(device, non_blocking=True)
 
 
 def generator_of(key: str) -> torch.Generator:
-    """Return a generator that the same key always starts alike."""
+    """Return a CPU generator whose seed is a hash of `key`."""
     digest = hashlib.sha256(key.encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 class Graphed:
-    """Replays a graph; where a step has other shapes, on every rank, it is captured anew."""
+    """Runs a step as a CUDA graph, which is captured again if shapes change on all ranks."""
 
     def __init__(self, forward_backward: Callable[..., Tensor], model: nn.Module) -> None:
         self._graph = GraphedForwardBackward(forward_backward, model)
         self._shapes: list[torch.Size] = []
 
     def __call__(self, *tensors: Tensor) -> Tensor:
-        """Return the loss of a step."""
+        """Return the loss of a step with these inputs."""
         shapes = [tensor.shape for tensor in tensors]
         if shapes != self._shapes:
             self._graph.close()
@@ -264,7 +261,7 @@ class Graphed:
 
 
 def pad_borders(batch: StepBatch) -> StepBatch:
-    """Pad the batch to the largest number of borders of any rank. Collective; one host sync."""
+    """Pad a batch to the largest number of borders of any rank. Collective; one host sync."""
     if batch.cu_seqlens_An is None:
         return batch
     num_borders = torch.tensor(batch.cu_seqlens_An.shape[1])

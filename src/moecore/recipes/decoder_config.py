@@ -38,7 +38,7 @@ class RotaryOptions(CheckedRecord):
             yield "yarn_factor", f"be given with yarn_length ({self.yarn_length}): give both"
 
     def apply(self, config: DecoderConfig) -> DecoderConfig:
-        """Return the config with these positions."""
+        """Return the config with these rotary options."""
         values: dict[str, Any] = {}
         if self.theta is not None:
             values["rope_theta"] = self.theta
@@ -52,23 +52,23 @@ class RotaryOptions(CheckedRecord):
 
 
 def with_rotary(config: DecoderConfig, values: Mapping[str, Any]) -> DecoderConfig:
-    """Return a config with the rotary embedding of another, which is a record as a dict."""
+    """Return a config with the rotary embedding of `values`, another decoder config as a dict."""
     changes: dict[str, Any] = {
         name: values[name] for name in ("rope_theta", "max_seq_len") if name in values
     }
     if config.mla is None:
-        changes["yarn"] = _yarn_of(values.get("yarn"))
+        changes["yarn"] = _make_yarn(values.get("yarn"))
     else:
-        changes["mla"] = replace(config.mla, yarn=_yarn_of((values.get("mla") or {}).get("yarn")))
+        changes["mla"] = replace(config.mla, yarn=_make_yarn((values.get("mla") or {}).get("yarn")))
     return replace(config, **changes)
 
 
-def _yarn_of(values: Mapping[str, Any] | None) -> YarnConfig | None:
+def _make_yarn(values: Mapping[str, Any] | None) -> YarnConfig | None:
     return None if values is None else YarnConfig(**values)
 
 
 def write_rotary(values: Mapping[str, Any], config: DecoderConfig) -> dict[str, Any]:
-    """Return the content of a config.json with the rotary embedding of a decoder's config."""
+    """Return `values`, a config.json, with the rotary embedding of a decoder's config."""
     result = {**values, "max_position_embeddings": config.max_seq_len}
     rope = dict(result.pop("rope_parameters", None) or result.pop("rope_scaling", None) or {})
     result["rope_theta"] = rope["rope_theta"] = config.rope_theta
@@ -86,12 +86,12 @@ def write_rotary(values: Mapping[str, Any], config: DecoderConfig) -> dict[str, 
 
 
 def values_of(record: Any) -> dict[str, Any]:
-    """Return the fields of a record by name."""
+    """Return the fields of a record by name; records inside stay records."""
     return {item.name: getattr(record, item.name) for item in fields(record)}
 
 
 def read_decoder_config(path: Path) -> DecoderConfig:
-    """Return the decoder of --hf-config."""
+    """Return the decoder of --hf-config. Raises ValueError without a config.json there."""
     path = find_config(path)
     if not path.exists():
         raise ValueError(
@@ -110,9 +110,7 @@ def export_config(hf_config: Path, rotary: RotaryOptions, config: DecoderConfig)
 def default_balance(moe: MoEConfig) -> dict[str, Any]:
     """Return the fields of [balance] of a run that sets none.
 
-    A model without an expert bias gets the global-batch loss. A bias with sigmoid scores is solved
-    by quantiles. docs/findings.md has the loads of both in the first 300 steps. Published strengths
-    of the loss, such as 0.001 of Qwen3-MoE, are of runs of a million steps.
+    A model without an expert bias gets the global-batch loss. Quantiles solve a sigmoid bias.
     """
     if not moe.expert_bias:
         return {"micro_batch_coef": 0.0, "global_batch_coef": 0.05}

@@ -33,7 +33,7 @@ def planned_run(
     parallel: ParallelConfig,
     num_gpus: int,
 ) -> TrainingRun:
-    """Return the run of the options as `moecore.planning` describes it, in bf16."""
+    """Return the run of the options for `moecore.planning`, in bf16, for degrees without -1."""
     if isinstance(model, DecoderConfig):
         model = replace(model, max_seq_len=max(model.max_seq_len, args.seq_len))
     dispatch, domain = args.dispatch_options(), find_domain(args.gpu, num_gpus)
@@ -65,7 +65,10 @@ def planned_run(
 def print_dry_run(
     args: RunConfig, run: TrainingRun | None, print_first_batch: Callable[[], None]
 ) -> int:
-    """Print options, plan and first batch; return 0, or 1 if the plan does not fit the GPU."""
+    """Print options, plan and first batch; return 0, or 1 if the plan does not fit the GPU.
+
+    `run` None = adapters or a reference model, for which there is no plan.
+    """
     print(to_toml(args))
     fits = True
     if run is None:
@@ -91,7 +94,7 @@ def print_plan(args: RunConfig, run: TrainingRun) -> bool:
 
 
 def print_batch(batch: StepBatch, decode: Callable[[list[int]], str]) -> None:
-    """Print the shape of rank 0's first batch and the beginning of its first row."""
+    """Print the shape of rank 0's first batch and its first row; `decode` makes text of ids."""
     micro_batches, rows, tokens = batch.tokens_ABT.shape
     labels, real, _, total = batch.counts().tolist()
     print(

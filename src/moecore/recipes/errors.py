@@ -41,16 +41,15 @@ SAVES_MEMORY = "add --recompute, shard by optim_grads_params, lower --row-factor
 
 
 def print_error(error: Exception | str, code: int = 2) -> int:
-    """Print an error in one line and return the exit code."""
+    """Print an error in one line and return `code`, the exit status."""
     print(f"moecore: error: {error}", file=sys.stderr, flush=True)
     return code
 
 
 def print_rank_error(error: Exception, rank: int) -> int:
-    """Print what all ranks found, as they have the same arguments; return the exit code.
+    """Print an error of all ranks, on rank 0 only if it ends the others; return 2.
 
-    An OSError may be of one rank only, such as a file that is missing on its host, and is printed
-    at once.
+    An OSError may be of one rank only, such as a missing file, and is printed at once.
     """
     if not isinstance(error, OSError):
         leave_to_rank_0(rank)
@@ -58,18 +57,16 @@ def print_rank_error(error: Exception, rank: int) -> int:
 
 
 def leave_to_rank_0(rank: int) -> None:
-    """Wait on other ranks than 0 where torchrun or `launch` ends them once rank 0 has printed.
-
-    Ranks that an agent does not end, such as those of srun, print and end by themselves.
-    """
+    """Sleep on ranks other than 0, if torchrun or `launch` ends them once rank 0 has printed."""
     if rank > 0 and "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
         time.sleep(RANK_0_PRINTS_S)
 
 
 def print_run_error(error: Exception, args: Any, *, saves_memory: str = SAVES_MEMORY) -> int:
-    """Print in one line what ended a run on this rank and what helps; return the exit code.
+    """Print why a run ended on this rank and a remedy; return 2 if memory ran out, otherwise 1.
 
     Every rank has the OSError of a failed save and losses that are not finite: rank 0 prints.
+    `saves_memory` is the remedy for memory.
     """
     rank, line = int(os.environ["RANK"]), str(error)
     restart = "start again" + (" from the last checkpoint" if args.checkpoint_every else "")
@@ -99,7 +96,7 @@ def print_run_error(error: Exception, args: Any, *, saves_memory: str = SAVES_ME
 
 @contextmanager
 def silence_background_errors() -> Iterator[None]:
-    """Print no error of a background thread: `Saver.check` and TensorBoard raise the same one."""
+    """Return a context in which background threads print no error: `Saver.check` raises it."""
 
     def is_no_error(record: logging.LogRecord) -> bool:
         return record.levelno < logging.ERROR
@@ -115,7 +112,7 @@ def silence_background_errors() -> Iterator[None]:
 
 
 def check_rows(args: RunConfig, parallel: ParallelConfig) -> None:
-    """Raise ValueError for rows that cp and tp ranks cannot share."""
+    """Raise ValueError for a --seq-len that cp and tp ranks cannot share equally."""
     cp, tp = parallel.cp, parallel.tp
     multiple = cp * math.lcm(2, tp) if cp > 1 else tp
     if args.seq_len % multiple:
@@ -126,7 +123,7 @@ def check_rows(args: RunConfig, parallel: ParallelConfig) -> None:
 
 
 def check_graph(args: RunConfig, dynamic_cp: int | None = None) -> None:
-    """Raise ValueError for options whose steps no graph holds."""
+    """Raise ValueError for --cuda-graph with pipeline stages, or with --dynamic-cp (not None)."""
     pp = args.degree("pp")
     for name, other, reason in (
         (f"--pp {pp}", pp > 1, "wait for other ranks"),
@@ -139,7 +136,7 @@ def check_graph(args: RunConfig, dynamic_cp: int | None = None) -> None:
 
 
 def check_dynamic_cp(args: RunConfig, max_tokens: int, parallel: ParallelConfig) -> None:
-    """Raise ValueError for options that do not fit together."""
+    """Raise ValueError for options that do not fit --dynamic-cp, which is `max_tokens`."""
     name, p = f"--dynamic-cp ({max_tokens})", parallel
     if p.cp > 1:
         raise ValueError(

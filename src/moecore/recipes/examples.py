@@ -57,14 +57,14 @@ class Examples:
 
 
 def num_tokens_of(example: Any) -> int:
-    """Return the tokens of all sequences of an example."""
+    """Return the number of tokens in all sequences of an example."""
     return sum(len(part.tokens_T) for part in example.parts)
 
 
 def encode_row(
     row: Row, tokenizer: Any, seq_len: int, options: DatasetOptions, names: ColumnNames
 ) -> list[Example]:
-    """Return the examples of a chat, a completion or a text."""
+    """Return the examples of a chat, a completion or a text, see `chat.encode`."""
     record = in_form(row.columns(names), options.format, row.place)
     return chat.encode(record, tokenizer, seq_len=seq_len, place=row.place)
 
@@ -79,7 +79,11 @@ def read_examples(
     columns: ColumnNames | None = None,
     encode: RowEncoder = encode_row,
 ) -> Examples:
-    """Return all examples of the files, in order."""
+    """Return all examples of the files, in order, with at most `seq_len` tokens.
+
+    `encode` makes the examples of a row. Raises ValueError, with the flag `option`, if no example
+    has an answer, or a row cannot be encoded and may not be left out.
+    """
     options, names = options or DatasetOptions(), columns or ColumnNames()
     examples, problems, invalid = list[Any](), list[str](), list[str]()
     num_rows = num_cut = num_empty = 0
@@ -115,7 +119,7 @@ def read_examples(
 
 
 def check_rows(invalid: Sequence[str], num_rows: int, options: DatasetOptions) -> None:
-    """Raise ValueError for rows that cannot be encoded, unless they may be left out."""
+    """Raise ValueError for the errors `invalid` of rows, unless options leave such rows out."""
     if invalid and not options.skip_invalid:
         raise ValueError(
             f"{invalid[0]} (broken rows: {len(invalid)} of {num_rows}): mend them, or leave them "
@@ -134,8 +138,8 @@ def packed_examples(
     data_rank: int,
     packs: bool,
 ) -> PackedSteps:
-    """Return the steps of examples, whose answers are learned; see `PackedSteps`."""
-    documents = [_document(example) for example in examples]
+    """Return the steps of packed examples, whose answers are learned; see `PackedSteps`."""
+    documents = [_make_document(example) for example in examples]
     lengths = [len(example.tokens_T) for example in examples]
     return PackedSteps(documents, lengths, shape, seed=seed, data_rank=data_rank, packs=packs)
 
@@ -147,8 +151,8 @@ def scheduled_examples(
     seed: int | None,
     collator: ScheduledCollator,
 ) -> Steps[ScheduledBatch]:
-    """Return the steps of `packed_examples` with a cp for each micro-batch."""
-    documents = [_document(example) for example in examples]
+    """Return the steps of examples whose micro-batches have a cp each, from `collator`."""
+    documents = [_make_document(example) for example in examples]
     lengths = [len(example.tokens_T) for example in examples]
     sampler = PackedBatchSampler(
         lengths, shape.seq_len, rows=shape.rows, seed=seed or 0, shuffle=seed is not None
@@ -156,13 +160,14 @@ def scheduled_examples(
     return Steps(sampler, lambda numbers: collator([documents[number] for number in numbers]))
 
 
-def _document(example: Example) -> dict[str, Tensor]:
+def _make_document(example: Example) -> dict[str, Tensor]:
+    """Return an example as int64 `input_ids` and `labels`, with -100 for tokens not learned."""
     ids_T = example.tokens_T.long()
     return {"input_ids": ids_T, "labels": ids_T.where(example.is_answer_T, IGNORED)}
 
 
 def split_examples(examples: list[Any], *, share: float, seed: int) -> tuple[list[Any], list[Any]]:
-    """Return training examples and held-out examples, at least one of each."""
+    """Return training examples and held-out examples (`share` of all), at least one of each."""
     order = torch.randperm(len(examples), generator=generator_of(f"{seed}/held out")).tolist()
     count = min(max(1, round(share * len(examples))), len(examples) - 1)
     held_out = set(order[:count])
@@ -172,7 +177,7 @@ def split_examples(examples: list[Any], *, share: float, seed: int) -> tuple[lis
 
 
 def digest_of(examples: Sequence[Any]) -> str:
-    """Return a digest of the examples' tokens and answers in their order."""
+    """Return 12 hex digits of the SHA-256 of the examples' tokens and answers in order."""
     digest = hashlib.sha256()
     for part in (part for example in examples for part in example.parts):
         digest.update(len(part.tokens_T).to_bytes(8, "little"))

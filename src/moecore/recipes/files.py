@@ -16,7 +16,10 @@ SIZELESS_BYTES = 1 << 20  # read of a file that reports a size of 0, such as tho
 
 
 def read_file(path: Path, option: str, *, max_bytes: int | None = None) -> bytes:
-    """Return the bytes of a regular file; errors name `option`. Waits for no FIFO or device."""
+    """Return the bytes of a regular file of at most `max_bytes`; None = the host's memory.
+
+    Raises ValueError with the flag `option` and the path. Waits for no FIFO or device.
+    """
     name = named(option, path)
     limit = host_bytes() if max_bytes is None else max_bytes
     try:
@@ -33,7 +36,7 @@ def read_file(path: Path, option: str, *, max_bytes: int | None = None) -> bytes
 
 
 def read_text(path: Path, option: str, *, max_bytes: int | None = None) -> str:
-    """Return the text of a regular file in UTF-8; see `read_file`."""
+    """Return the text of a regular file in UTF-8; limits and errors are those of `read_file`."""
     content = read_file(path, option, max_bytes=max_bytes)
     try:
         return content.decode()
@@ -45,7 +48,7 @@ def read_text(path: Path, option: str, *, max_bytes: int | None = None) -> str:
 
 @contextmanager
 def naming(option: str) -> Iterator[None]:
-    """Let the errors of a moecore call name the option that the path was given with."""
+    """Return a context in which errors about a path name the flag `option` and are ValueErrors."""
     try:
         yield
     except OSError as error:
@@ -60,7 +63,7 @@ def naming(option: str) -> Iterator[None]:
 
 
 def named(option: str, path: str | Path) -> str:
-    """Return how errors name an option and its path."""
+    """Return "OPTION (PATH)", as errors begin."""
     return f"{option} ({shown_path(path)})"
 
 
@@ -71,7 +74,7 @@ def shown_path(path: str | Path) -> str:
 
 
 def host_bytes() -> int:
-    """Return the memory of this host."""
+    """Return the bytes of this host's memory."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -80,9 +83,9 @@ UNUSED_FILES = ("original/*", "metal/*", "*.pth", "*.gguf", "*.onnx")  # weights
 
 
 def find_config(path: Path, option: str = "--hf-config") -> Path:
-    """Return a path as it is, and of a name of the hub the config.json in the cache.
+    """Return an existing path as it is, and for a name of the hub the config.json in the cache.
 
-    transformers downloads the file if the cache lacks it.
+    transformers downloads the file if the cache lacks it. Raises ValueError if that fails.
     """
     if path.exists() or not HUB_ID.fullmatch(str(path)):
         return path
@@ -98,7 +101,7 @@ def find_config(path: Path, option: str = "--hf-config") -> Path:
 
 
 def model_directory(path: Path, option: str = "--model") -> Path:
-    """Return a directory as it is, and of a name of the hub the directory in the cache.
+    """Return an existing path as it is, and for a name of the hub the directory in the cache.
 
     The first process of a host downloads files that the cache lacks. Other processes wait for it.
     """
@@ -139,7 +142,10 @@ def is_table(path: str) -> bool:
 def load_table(
     path: str, option: str, *, split: str = "train", config: str = "", stream: bool = False
 ) -> Any:
-    """Return a data set of `datasets`."""
+    """Return a data set of `datasets`; `split` and `config` select a part of it.
+
+    `stream` reads a data set of the hub without storing it. Raises ValueError with `option`.
+    """
     name = named(option, path)
     try:
         import datasets
@@ -157,7 +163,7 @@ def load_table(
 
 @contextmanager
 def _loading(name: str) -> Iterator[None]:
-    """Turn an error of any kind, of files, networks and builders, into one line."""
+    """Return a context that turns any error into a ValueError of one line about `name`."""
     try:
         yield
     except Exception as error:

@@ -124,7 +124,7 @@ def check_objective(args: FinetuneConfig) -> None:
 def reader_of(
     args: FinetuneConfig, meshes: Meshes, decoder: DecoderConfig | None, *, packs: bool
 ) -> Callable[..., Any]:
-    """Return a function (examples, shape, seed) -> the batches of this data rank."""
+    """Return a function of (examples, shape, seed) that returns this data rank's batches."""
     if args.objective == "dpo":
         return partial(preference_steps, data_rank=meshes.data_rank)
     if args.sharding.dynamic_cp is None:
@@ -139,7 +139,10 @@ def reader_of(
 
 
 def read_data(args: FinetuneConfig, *, vocab_size: int) -> tuple[Examples, list[Any], list[Any]]:
-    """Return the records of the files, the training examples and the held-out examples."""
+    """Return the examples of --data with counts, the training and the held-out examples.
+
+    Raises ValueError for a token id that is not below `vocab_size`.
+    """
     read = partial(
         read_examples,
         encode=encode_row if args.objective == "sft" else encode_preference,
@@ -165,7 +168,7 @@ def read_data(args: FinetuneConfig, *, vocab_size: int) -> tuple[Examples, list[
 
 
 def build_job(args: FinetuneConfig) -> FineTuning:
-    """Read the data, put the model on the ranks and load the last checkpoint, if there is one."""
+    """Read the data, shard the model, load the last checkpoint if one exists; return the job."""
     world_size = int(os.environ["WORLD_SIZE"])
     args, config = check(args, world_size)
     make_run_dir(args.run_dir)
@@ -238,7 +241,10 @@ def build_model(
     *,
     is_reference: bool = False,
 ) -> Any:
-    """Return this rank's shards of a model on meta, with the weights of the directory."""
+    """Return this rank's shards of a model on meta, with the directory's weights.
+
+    A reference has the dtype of compute. Raises ValueError if rows must be packed and cannot be.
+    """
     device = torch.device(meshes.device_type)
     has_adapters, longest = args.lora is not None, args.sharding.dynamic_cp
     needs_packing = longest is not None or args.cuda_graph
@@ -263,7 +269,10 @@ def build_model(
 
 
 def check(args: FinetuneConfig, world_size: int) -> tuple[FinetuneConfig, Any]:
-    """Return the options, with a directory as `model`, and the config of the model."""
+    """Return the options, with a directory as `model`, and the config of the model.
+
+    Raises ValueError for options that `world_size` ranks cannot run.
+    """
     args = replace(args, model=model_directory(args.model))
     config = read_config(args.model)
     parallel = args.parallel_config(world_size, num_experts=num_experts(config))
@@ -288,7 +297,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> FinetuneConfig:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Start the ranks, or be one of them under torchrun."""
+    """Start the ranks, or be a rank under torchrun; return the exit status."""
     return run_command(parse_arguments, words, run_rank=run_rank, check=check, dry_run=dry_run)
 
 
@@ -314,5 +323,5 @@ def dry_run(args: FinetuneConfig) -> int:
 
 
 def run_rank(args: FinetuneConfig) -> int:
-    """Build, train, save and export on this rank."""
+    """Build, train, save and export on this rank; return the exit status."""
     return run(args, build_job)

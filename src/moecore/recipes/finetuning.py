@@ -34,7 +34,15 @@ from moecore.rl import DPO, Engine, Rollouts
 
 @dataclass(kw_only=True)
 class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
-    """A model of a Hugging Face directory on chats; with --dynamic-cp on `ScheduledBatch`."""
+    """The job of `moecore finetune`: a model of a Hugging Face directory on chats.
+
+    Attributes:
+        examples, held_out: the examples to train on, and those to evaluate.
+        data: all examples of --data with counts of rows, for messages.
+        packs: whether rows have several documents.
+        decoder: the config for counts of FLOPs; None = unknown.
+        read: makes steps of (examples, shape, seed).
+    """
 
     batches: Steps[StepBatch | ScheduledBatch]
     examples: list[Any]
@@ -72,11 +80,15 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
             say(f"eval loss {before['eval_loss']:.3f} before the first step")
 
     def next_batch(self, step: int) -> StepBatch | ScheduledBatch:
-        """Return the batch of this data rank."""
+        """Return the batch of this data rank for a step."""
         return self.batches.next()
 
     def forward_backward(self, num_labels: Tensor, batch: StepBatch | ScheduledBatch) -> Tensor:
-        """Run the micro-batches and return this rank's part of the mean loss."""
+        """Run the micro-batches; return this rank's part of the mean loss over answers' tokens.
+
+        `num_labels` is the number of these tokens in the step over all data ranks. The mean is the
+        sum of all ranks' parts, divided by the number of ranks with the same batch.
+        """
         if isinstance(batch, ScheduledBatch):
             self.owner.num_micro_batches = len(batch.cps)
             inputs = batch.inputs(self.device, transformers=True)
@@ -86,13 +98,13 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
         return self.graph(num_labels, *(to_device(x, self.device) for x in batch.tensors()))
 
     def train_on(self, num_labels: Tensor, of_step: Iterable[Sequence[Tensor]]) -> Tensor:
-        """Run micro-batches forward and backward; return this rank's part of the loss."""
+        """Run micro-batches of tensors for `inputs_of`; return this rank's part of the loss."""
         inputs = [inputs_of(num_labels, *parts) for parts in of_step]
         return self.owner.forward_backward(inputs).sum()
 
     @torch.no_grad()
     def evaluate(self) -> Metrics:
-        """Return the mean loss over the answers' tokens of the held-out examples."""
+        """Return "eval_loss", the mean over answers' tokens of held-out examples; {} = none."""
         if not self.held_out:
             return {}
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -109,7 +121,7 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
         return {"eval_loss": total / num_tokens}
 
     def sum_of_losses(self, batch: StepBatch | ScheduledBatch) -> Tensor:
-        """Return this rank's part of the sum over the answers' tokens of a batch."""
+        """Return this rank's part of the sum of losses over the answers' tokens of a batch."""
         if isinstance(batch, ScheduledBatch):
             losses = self.owner.losses(batch.inputs(self.device, transformers=True))
             return batch.loss_of(losses) * batch.num_labels
@@ -118,7 +130,7 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
         return self.owner.losses(inputs).sum()
 
     def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
-        """Return the tokens of answers, the share of padding and MFU."""
+        """Return "answer_tokens", "padding_share" and, if FLOPs and peak are known, "mfu"."""
         shares = usage(counts, seconds, self.decoder, self.peak_tflops)
         return {"answer_tokens": counts[0], **shares}
 
@@ -133,7 +145,7 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
 
 
 def micro_batches(job: FineTuning, batch: StepBatch) -> Iterator[list[Tensor]]:
-    """Yield the tensors of each micro-batch, on the device."""
+    """Yield the tensors of each micro-batch on the device; unpacked rows lose common padding."""
     for parts in zip(*batch.tensors(), strict=True):
         if not job.packs:  # rows end with the longest of their documents
             T = int((~parts[2]).sum(1).max().clamp(min=1))
@@ -143,7 +155,7 @@ def micro_batches(job: FineTuning, batch: StepBatch) -> Iterator[list[Tensor]]:
 
 @dataclass(kw_only=True)
 class PreferenceTuning(FineTuning):
-    """A model of a Hugging Face directory on pairs; `reference` None = it without its adapters."""
+    """The job of objective "dpo"; `reference` None = the model without its adapters."""
 
     reference: Any
 
@@ -160,7 +172,10 @@ class PreferenceTuning(FineTuning):
         self._metrics: Metrics = {}
 
     def forward_backward(self, num_labels: Tensor, batch: Any) -> Tensor:
-        """Run forward and backward of the mean over pairs; return this rank's part of it."""
+        """Run forward and backward; return this rank's part of the mean loss over pairs.
+
+        The sum over data ranks is the mean. `num_labels` is not used.
+        """
         rollouts = self.with_reference(batch)
         result = self.engine.forward_backward(rollouts, self.objective)
         self._metrics = self.rewards(rollouts, result.scores.log_probs_N)
@@ -175,7 +190,7 @@ class PreferenceTuning(FineTuning):
         )
 
     def rewards(self, rollouts: Rollouts, log_probs_N: Tensor) -> Metrics:
-        """Return the means over the pairs of all data ranks, by the names of TRL. Collective."""
+        """Return means over all pairs of "rewards/" chosen, rejected, margins, accuracies."""
         rewards_i2 = self.objective.beta * self.objective.compute_log_ratios(log_probs_N, rollouts)
         margins_i = rewards_i2[:, 0] - rewards_i2[:, 1]
         sums = torch.stack([*rewards_i2.sum(0), margins_i.sum(), (margins_i > 0).sum()])
@@ -187,7 +202,7 @@ class PreferenceTuning(FineTuning):
         return {f"rewards/{name}": total / num_pairs for name, total in pairs}
 
     def position(self) -> Metrics:
-        """Return the rewards of the step."""
+        """Return the rewards of the last step's pairs."""
         return self._metrics
 
     def sum_of_losses(self, batch: Any) -> Tensor:
@@ -198,5 +213,5 @@ class PreferenceTuning(FineTuning):
         return self.objective.compute_pair_losses(log_ratios_i2).sum()
 
     def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
-        """Return the tokens of completions."""
+        """Return "answer_tokens", the tokens of completions."""
         return {"answer_tokens": counts[2]}

@@ -76,7 +76,7 @@ class EvaluateConfig:
 
 
 def run_generate(args: GenerateConfig) -> int:
-    """Print a prompt and its continuation."""
+    """Print a prompt and its continuation; return 0."""
     model, tokenizer = load_model(args.path)
     ids = prompt_ids(tokenizer, args.prompt, is_chat=args.chat)
     torch.manual_seed(args.seed)
@@ -96,7 +96,7 @@ def run_generate(args: GenerateConfig) -> int:
 
 
 def run_evaluate(args: EvaluateConfig) -> int:
-    """Print the mean loss per token of documents, one document per forward."""
+    """Print the mean loss per token (nats) of each source's documents; return 0."""
     model, tokenizer = load_model(args.path)
     for source in [read_source(options, tokenizer) for options in args.data]:
         total, count = 0.0, 0
@@ -111,7 +111,7 @@ def run_evaluate(args: EvaluateConfig) -> int:
 
 
 def load_model(path: Path) -> tuple[Any, Tokenizer]:
-    """Return the model of a path, on the GPU if the host has one, and its tokenizer."""
+    """Return the transformers model of a path, on a GPU if there is one, and its tokenizer."""
     from transformers import AutoModelForCausalLM
 
     with TemporaryDirectory() as folder:
@@ -154,7 +154,7 @@ def find_directory(path: Path, target: Path) -> Path:
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str, *, is_chat: bool) -> list[int]:
-    """Return the token ids of a prompt."""
+    """Return the token ids of a prompt, with `is_chat` in the tokenizer's chat template."""
     ids: list[int]
     if is_chat:
         if tokenizer.hf is None or not tokenizer.hf.chat_template:
@@ -170,7 +170,7 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, *, is_chat: bool) -> list[int]
 
 
 def documents(source: Any, seq_len: int, limit: int | None) -> Iterator[Tensor]:
-    """Yield the token ids of each document of a source, [1, T], with 1 < T <= seq_len."""
+    """Yield the ids of each of the first `limit` documents, [1, T], with 1 < T <= seq_len."""
     for number, document in enumerate(track(source.documents, "evaluating", unit="documents")):
         if number == limit:
             return
@@ -181,7 +181,7 @@ def documents(source: Any, seq_len: int, limit: int | None) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def sum_of_losses(model: Any, ids_1T: Tensor) -> float:
-    """Return the sum of a document's losses in nats."""
+    """Return the sum of a document's losses over its tokens, in nats."""
     logits_TV = model(input_ids=ids_1T, use_cache=False).logits[0, :-1].float()
     return float(torch.nn.functional.cross_entropy(logits_TV, ids_1T[0, 1:], reduction="sum"))
 
@@ -236,7 +236,10 @@ def write_samples(
     step: int,
     num_tokens: int,
 ) -> list[str]:
-    """Continue each prompt and append the texts to a file; rank 0 writes. Collective."""
+    """Continue each prompt, append the texts to a file, and return them; rank 0 writes. Collective.
+
+    `prompts` has the token ids of each text. Lines of `step` and later steps are replaced.
+    """
     texts = []
     device = next(model.parameters()).device
     end = None if tokenizer.hf is None else tokenizer.hf.eos_token_id
@@ -259,6 +262,6 @@ def write_samples(
 
 
 def read_samples(file: Path, *, before: int) -> list[str]:
-    """Return the lines of a file of samples of earlier steps; a run may have gone back."""
+    """Return the lines of a samples file of steps before `before`; a run may have gone back."""
     lines = file.read_text().splitlines() if file.exists() else []
     return [line for line in lines if json.loads(line)["step"] < before]

@@ -102,7 +102,10 @@ class GRPOConfig(RunConfig):
 
 
 def read_model(args: GRPOConfig, config: Any, meshes: Meshes, *, is_reference: bool = False) -> Any:
-    """Return the model of the directory, sharded over the ranks; with [lora] with new adapters."""
+    """Return this rank's shards of the model, with new adapters if [lora] is set.
+
+    A reference is frozen and has the dtype of compute.
+    """
     device = torch.device(meshes.device_type)
     is_frozen = is_reference or args.lora is not None
     model = build_hf(config, args.model, args.compute_dtype(device) if is_frozen else torch.float32)
@@ -138,7 +141,7 @@ def prompts_of(args: GRPOConfig, tokenizer: Any) -> list[Prompt]:
 
 
 def build_job(args: GRPOConfig) -> Reinforcement:
-    """Put policy and sampler on the ranks and load the last checkpoint, if there is one."""
+    """Put policy and sampler on the ranks, load a checkpoint if one exists; return the job."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -189,7 +192,10 @@ def build_job(args: GRPOConfig) -> Reinforcement:
 
 
 def check(args: GRPOConfig, world_size: int) -> tuple[GRPOConfig, Any]:
-    """Return the options, with a directory as `model`, and the config of the model."""
+    """Return the options, with a directory as `model`, and the config of the model.
+
+    Raises ValueError for options that `world_size` ranks cannot run.
+    """
     args = replace(args, model=model_directory(args.model))
     config = read_config(args.model)
     args.parallel_config(world_size, num_experts=num_experts(config))
@@ -203,7 +209,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> GRPOConfig:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Start the ranks, or be one of them under torchrun."""
+    """Start the ranks, or be a rank under torchrun; return the exit status."""
     return run_command(parse_arguments, words, run_rank=run_rank, check=check, dry_run=dry_run)
 
 
@@ -241,5 +247,5 @@ def dry_run(args: GRPOConfig) -> int:
 
 
 def run_rank(args: GRPOConfig) -> int:
-    """Build, train and export on this rank."""
+    """Build, train and export on this rank; return the exit status."""
     return run(args, build_job)

@@ -52,7 +52,10 @@ Reward = Callable[..., Sequence[float]]
 
 
 def load_reward(path: str) -> Reward:
-    """Return the function of MODULE:FUNCTION; modules of the working directory are found too."""
+    """Return the function of MODULE:FUNCTION, also from the working directory.
+
+    Raises ValueError if the module cannot be imported or has no such function.
+    """
     module_name, _, name = path.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -73,7 +76,7 @@ def rewards_of(
     completions: Sequence[Any],
     columns: Mapping[str, Sequence[Any]],
 ) -> Tensor:
-    """Return the reward of each completion, fp32 [n]."""
+    """Return the reward of each completion, fp32 [n]; RewardError unless all are finite numbers."""
     if not completions:
         return torch.zeros(0)
     try:
@@ -93,7 +96,7 @@ def rewards_of(
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt and the columns that a reward function reads."""
+    """A prompt: its text or messages, its token ids, and the columns for a reward function."""
 
     content: Any
     ids: list[int]
@@ -108,7 +111,10 @@ def read_prompts(
     columns: ColumnNames | None,
     max_tokens: int,
 ) -> list[Prompt]:
-    """Return the prompts of the files, in order; messages are rendered for an answer."""
+    """Return the prompts of the files, in order; messages are rendered for an answer.
+
+    Raises ValueError for a row without a prompt, or with more than `max_tokens`.
+    """
     names, prompts = columns or ColumnNames(), list[Prompt]()
     rows = read_rows(files, "--data", options or DatasetOptions())
     for row in track(rows, "tokenizing", unit="prompts"):
@@ -145,7 +151,7 @@ def read_prompts(
 def prompt_steps(
     prompts: Sequence[Prompt], *, rows: int, data_rank: int, data_ranks: int, seed: int
 ) -> Steps[list[Prompt]]:
-    """Return the steps of this data rank: each prompt once per epoch, over all data ranks."""
+    """Return this data rank's steps of `rows` prompts; an epoch has each prompt once."""
     sampler = PackedBatchSampler(
         [1] * len(prompts), 1, rows=rows, data_rank=data_rank, data_ranks=data_ranks, seed=seed
     )
@@ -171,7 +177,7 @@ class SamplingOptions(CheckedRecord):
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The completions that a rank has sampled in a step."""
+    """The completions that a rank has sampled in a step, with advantages, and their rewards."""
 
     rollouts: Rollouts
     rewards_n: Tensor
@@ -184,7 +190,10 @@ class Samples:
 
 @dataclass(kw_only=True)
 class Reinforcement(TrainingJob[Samples]):
-    """A policy on prompts; `reference` None = no penalty, or the policy without its adapters."""
+    """The job of `moecore grpo`: a policy on prompts, and its sampler, a full copy of the model.
+
+    `reference` is the model of the KL penalty; None = no penalty, or the policy without adapters.
+    """
 
     batches: Steps[list[Prompt]]
     sampler: Any
@@ -218,7 +227,7 @@ class Reinforcement(TrainingJob[Samples]):
         )
 
     def next_batch(self, step: int) -> Samples:
-        """Sample and score. A step's random numbers depend only on its number, seed and rank."""
+        """Sample completions and score them; random numbers depend on step, seed and rank."""
         data_ranks = self.meshes.data_ranks
         torch.manual_seed((self.args.seed + step) * data_ranks + self.meshes.data_rank)
         prompts = [p for p in self.batches.next() for _ in range(self.sampling.group)]
@@ -235,7 +244,7 @@ class Reinforcement(TrainingJob[Samples]):
         return Samples(rollouts.replace(advantages_N=advantages_N), rewards_n)
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[list[int]]) -> Tensor:
-        """Return the reward of each completion, and note the mean of all ranks. Collective."""
+        """Return the reward of each completion, and store the mean over all ranks. Collective."""
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
         completions = [
             text if isinstance(prompt.content, str) else [{"role": "assistant", "content": text}]
@@ -261,7 +270,7 @@ class Reinforcement(TrainingJob[Samples]):
             state[name].copy_(tensor)
 
     def generate(self, prompts: Sequence[list[int]]) -> list[list[int]]:
-        """Return a completion of each prompt, with its end if it has one."""
+        """Return the token ids of a completion of each prompt, with its end if it has one."""
         T = max(map(len, prompts))
         pad_id = self.tokenizer.pad_token_id
         pad_id = min(self._ends) if pad_id is None else pad_id
@@ -281,7 +290,10 @@ class Reinforcement(TrainingJob[Samples]):
         return [until_end(response, self._ends) for response in output_nT[:, T:].tolist()]
 
     def forward_backward(self, num_labels: Tensor, batch: Samples) -> Tensor:
-        """Train on the rollouts as the policy that has sampled them: ratios are 1."""
+        """Train on the rollouts as the policy that has sampled them, so that ratios are 1.
+
+        Return the mean loss divided by the number of data ranks. `num_labels` is not used.
+        """
         rollouts = batch.rollouts
         if self.objective.kl_coef:
             scores = self.engine.reference_log_probs(rollouts)
@@ -290,11 +302,11 @@ class Reinforcement(TrainingJob[Samples]):
         return loss / self.meshes.data_ranks  # of the mean, which every rank has
 
     def position(self) -> Metrics:
-        """Return the mean and the deviation of the rewards of the step."""
+        """Return "reward" and "reward_std" of the last step."""
         return self._metrics
 
     def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
-        """Return the mean length of completions."""
+        """Return "response_tokens", the mean length of completions."""
         return {"response_tokens": counts[0] / counts[2]}
 
     def finish(self) -> None:
@@ -308,6 +320,6 @@ class Reinforcement(TrainingJob[Samples]):
 
 
 def until_end(response: list[int], ends: set[int]) -> list[int]:
-    """Return the tokens of a response up to its first end."""
+    """Return the tokens of a response up to its first token of `ends`, inclusive."""
     place = next((i for i, token in enumerate(response) if token in ends), len(response))
     return response[: place + 1]

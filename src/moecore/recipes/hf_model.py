@@ -48,12 +48,11 @@ def inputs_of(
 ) -> dict[str, Any]:
     """Return the inputs of a micro-batch for a causal language model after `parallelize_moe`.
 
-    Its loss is the sum of the cross-entropy over labels, divided by a number of tokens.
+    Its loss is the sum of the cross-entropy over labels, divided by `num_tokens`.
 
     Args:
-        num_tokens: int64 scalar.
-        tokens_BT: int64.
-        labels_BT: int64, the token that should follow, -100 where none does.
+        num_tokens: int64 scalar, the labels of the step over all data ranks.
+        tokens_BT, labels_BT: int64; a label is the token that should follow, or -100.
         padding_BT: bool, True = padding, which is not routed; causal attention needs no mask.
         cu_seqlens: borders of documents; None = every row is one.
     """
@@ -65,7 +64,7 @@ def inputs_of(
 
 
 def read_config(path: Path) -> Any:
-    """Return the config of a directory."""
+    """Return the config of a directory. Raises ValueError unless it has routed experts."""
     from transformers import AutoConfig
 
     if not (path / "config.json").is_file():
@@ -88,7 +87,7 @@ def read_config(path: Path) -> Any:
 
 
 def build_hf(config: Any, path: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Return the model of a config on meta, with parameters to train in a dtype."""
+    """Return the model of a config on meta, with parameters of `dtype`; errors name `path`."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -110,7 +109,7 @@ def packs(hf: nn.Module) -> bool:
 
 
 def decoder_of(path: Path) -> DecoderConfig | None:
-    """Return the native config of a directory, which FLOPs are known of; None = there is none."""
+    """Return the decoder config of a directory, for FLOPs; None = a family without a decoder."""
     try:
         return decoder_config_from_hf(path)
     except (ValueError, NotImplementedError):  # a family, or a field of one, without
@@ -118,19 +117,19 @@ def decoder_of(path: Path) -> DecoderConfig | None:
 
 
 def recompute(hf: Any) -> None:
-    """Compute activations again in backward: under its new name, or that of older transformers."""
+    """Enable activation checkpointing of a transformers model."""
     new = getattr(hf, "activation_checkpointing_enable", None)
     (new or hf.gradient_checkpointing_enable)()
 
 
 def num_experts(config: Any) -> int:
-    """Return the routed experts of a layer; 0 = a dense model."""
+    """Return the number of routed experts of a layer; 0 = a dense model."""
     fields = config.get_text_config().to_dict().items()
     return next((n for name, n in fields if EXPERT_COUNT.fullmatch(name) and n), 0)
 
 
 def load_tokenizer(name: str | Path, option: str) -> Any:
-    """Return the tokenizer of a directory or a name of the hub."""
+    """Return the tokenizer of a directory or a name of the hub; ValueErrors name `option`."""
     from transformers import AutoTokenizer
 
     label, path = named(option, name), Path(name)
@@ -153,7 +152,7 @@ def has_tokenizer(path: Path) -> bool:
 
 
 def read_tokenizer(path: Path) -> Any:
-    """Return the tokenizer of --model, which tells where tokens are in a text."""
+    """Return the tokenizer of --model. Raises ValueError for one without character offsets."""
     tokenizer = load_tokenizer(path, "--model")
     if not tokenizer.is_fast:
         raise ValueError(
@@ -166,8 +165,7 @@ def read_tokenizer(path: Path) -> Any:
 def export(hf: Any, source: Path, target: Path) -> None:
     """Write a directory that transformers loads: weights, config, tokenizer. Collective.
 
-    Experts have published names one by one, in the dtype of the source, whose config.json stays:
-    transformers would write fields under names that older loaders do not know.
+    Experts have published names one by one, in the dtype of `source`, whose config.json stays.
     """
     options = {"config": source, "dtype": read_config(source).dtype}
 
@@ -190,7 +188,7 @@ def write_export(
 ) -> None:
     """Write a draft, which takes the place of `target` when all files are there. Collective.
 
-    All ranks call `write`, and rank 0 calls `complete`.
+    All ranks call `write` with the draft's path and a progress report, then rank 0 `complete`.
     """
     draft = target.with_name(f".{target.name}.draft")
     on_first_rank(lambda: shutil.rmtree(draft, ignore_errors=True))

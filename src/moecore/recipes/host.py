@@ -20,7 +20,7 @@ SYSTEM = Path("/sys")
 
 
 def bind_to_gpu(system: Path = SYSTEM) -> set[int] | None:
-    """Run this process on the CPUs of its GPU's NUMA node; None = the system names no node."""
+    """Run this process on the CPUs of its GPU's NUMA node and return them; None = unknown."""
     if not torch.cuda.is_available():
         return None
     gpu: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -48,7 +48,7 @@ def cpus_beside(place: str, system: Path = SYSTEM) -> set[int]:
 
 @contextmanager
 def collecting_by_hand() -> Iterator[None]:
-    """Within, Python collects no garbage by itself: see `collect`."""
+    """Return a context in which Python collects garbage only in `collect`."""
     gc.collect()
     gc.freeze()  # what lives by now is not looked at again
     gc.disable()
@@ -60,7 +60,7 @@ def collecting_by_hand() -> Iterator[None]:
 
 
 def collect(step: int) -> None:
-    """Collect garbage at the end of a step, if it is due and the collector is off."""
+    """Collect garbage every 100 steps, if the automatic collector is off."""
     if step % COLLECT_EVERY == 0 and not gc.isenabled():
         gc.collect()
 
@@ -70,7 +70,7 @@ SETTLING = 10  # steps of a start that compile, allocate and warm caches
 
 
 def check_profile(args: RunConfig, start: int) -> None:
-    """Raise ValueError where a start has too few steps to trace."""
+    """Raise ValueError if a run from step `start` has fewer steps to trace than --profile."""
     num_steps = args.steps - start - SETTLING
     if args.profile and start < args.steps and args.profile > num_steps:
         raise ValueError(
@@ -81,7 +81,7 @@ def check_profile(args: RunConfig, start: int) -> None:
 
 @contextmanager
 def traced(args: RunConfig) -> Iterator[Callable[[], None]]:
-    """Give what is called at the end of each step; it writes the trace behind the last of them."""
+    """Return a context with a function to call after each step; rank 0 writes a trace."""
     if not args.profile or dist.get_rank() > 0:
         yield lambda: None
         return

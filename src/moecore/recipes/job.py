@@ -48,8 +48,9 @@ def resume(
 ) -> int:
     """Load the newest checkpoint of the run and return how many steps it has done; 0 = none.
 
-    `facts` are values that a continued run must have in common, and `chosen_by` names the options
-    that its rows depend on. A checkpoint of the stage before may have other data and positions.
+    `facts` are values that must equal the checkpoint's, and `chosen_by` names the options that its
+    rows depend on. `owner` and `sampler` get their states. If the checkpoint is of the stage before
+    `stage`, the data and positions may differ. Raises ValueError for another run's checkpoint.
     """
     # On one rank: a slow file system may show another one, or none, to another rank.
     newest = on_first_rank(lambda: latest(checkpoint_dir(args)))
@@ -89,7 +90,7 @@ def resume(
 
 @contextmanager
 def rotary_of(values: Mapping[str, object] | None, model: torch.nn.Module) -> Iterator[None]:
-    """Give a decoder the rotary embedding of a saved config while it loads, which compares it."""
+    """Return a context in which a decoder has the rotary embedding of a saved config."""
     if values is None or not isinstance(model, Decoder):
         yield
         return
@@ -108,7 +109,7 @@ def latest_step(args: RunConfig) -> int:
 
 
 def continuation(args: RunConfig) -> str:
-    """Return from where the same command would go on, for the user who has stopped a run."""
+    """Return a sentence about the checkpoint from which the same command would continue."""
     try:
         newest = latest(checkpoint_dir(args))
     except (OSError, ValueError) as error:
@@ -119,7 +120,7 @@ def continuation(args: RunConfig) -> str:
 
 
 def command_line() -> str:
-    """Return the command of this process as a shell reads it."""
+    """Return this process's `moecore` command for a shell, or "the same command"."""
     program, *words = sys.argv
     is_moecore = program.endswith(("moecore", "moecore/__main__.py")) and words
     return shlex.join(["moecore", *words]) if is_moecore else "the same command"
@@ -140,7 +141,7 @@ SAME_NUMBERS = LAYOUT | {
 
 
 def print_changes(args: RunConfig, toml: str) -> None:
-    """Print the options that a run continues with other values. Collective."""
+    """Print options in `toml` that differ from the values at the last start. Collective."""
     path = args.run_dir / CONFIG
 
     def compare() -> None:
@@ -172,13 +173,13 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
 
 
 def by_stage(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of a file in which each of [[stages]] is a table by its name."""
+    """Return a config.toml as a dict in which each of [[stages]] is a table by its name."""
     stages = {f"stages.{stage['name']}": stage for stage in content.get("stages", [])}
     return {name: value for name, value in content.items() if name != "stages"} | stages
 
 
 def effect_of(key: str) -> str:
-    """Return whether another value of an option changes the numbers of a run."""
+    """Return text about whether another value of an option changes the numbers of a run."""
     table, _, field = key.rpartition(".")
     name = field.replace("-", "_") if table.startswith("stages.") else table or field
     if name not in SAME_NUMBERS:
@@ -201,16 +202,15 @@ BatchT = TypeVar("BatchT", bound=StepData)
 class TrainingJob(ABC, Generic[BatchT]):
     """One rank's part of a run that is ready to train; loads the last checkpoint, if there is one.
 
-    The subclass of a recipe has the data, the loss and the result.
-
     Attributes:
         args: the options, of a class that derives from `RunConfig`.
         model: parallelized, with weights.
         optimizers: the optimizers of the model's trained parameters.
-        config: of the model, for its checkpoints.
+        shape: the shape of a step's batch over all data ranks.
+        config: the config of the model, for its checkpoints.
         facts: values that a resumed run must have in common with this one, see `resume`.
         batches: the data, as steps read it; None = it has no position.
-        owner: of the optimizer steps.
+        owner: the `TrainStep` of the optimizer steps.
         toml: the options of the run, as RUN_DIR/config.toml has them.
         start: steps that the loaded checkpoint has done; 0 = none was there.
         reader: the CUDA stream that copies metrics to the host, so that the copies do not wait for
@@ -262,11 +262,15 @@ class TrainingJob(ABC, Generic[BatchT]):
 
     @abstractmethod
     def next_batch(self, step: int) -> BatchT:
-        """Return the batch of this data rank."""
+        """Return the batch of this data rank for a step, whose number begins at 1."""
 
     @abstractmethod
     def forward_backward(self, num_labels: Tensor, batch: BatchT) -> Tensor:
-        """Run backward and return this rank's part of the mean loss."""
+        """Run forward and backward of a step; return this rank's part of the mean loss.
+
+        The mean is the sum over all ranks, divided by the number of ranks with the same batch.
+        `num_labels` is the first of the step's counts over all data ranks, at least 1.
+        """
 
     def evaluate(self) -> Metrics:
         """Return metrics of held-out data, such as "eval_loss". Waits for the device."""
@@ -289,5 +293,5 @@ class TrainingJob(ABC, Generic[BatchT]):
         return {}
 
     def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
-        """Return a recipe's own metrics of a step, whose batches have these counts together."""
+        """Return a recipe's metrics of a step; `counts` are sums over all data ranks."""
         return {}

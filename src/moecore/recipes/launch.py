@@ -16,19 +16,19 @@ from typing import Any, NoReturn
 
 
 def exit_at_interrupt() -> None:
-    """End this process at SIGINT from now on, unless it is ignored, as in a shell's background."""
+    """Exit this process at SIGINT, unless the signal is ignored, as in a shell's background."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
 
 
 class StopRequest:
-    """Notes SIGINT and SIGTERM, so that the rank stops between steps; a second SIGINT exits."""
+    """Notes SIGINT and SIGTERM as `number` (0 = none), so that a rank stops between steps."""
 
     def __init__(self) -> None:
         self.number = 0
 
     def note(self, number: int, _: FrameType | None = None) -> None:
-        """Handle a signal."""
+        """Note a signal, or exit at a second SIGINT."""
         if self.number and number == signal.SIGINT:
             os._exit(128 + number)
         self.number = self.number or number
@@ -36,7 +36,7 @@ class StopRequest:
 
 @contextmanager
 def noting_signals() -> Iterator[StopRequest]:
-    """Within, SIGINT and SIGTERM are noted; only the main thread gets signals."""
+    """Return a context that notes SIGINT and SIGTERM in the main thread."""
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request
@@ -64,22 +64,18 @@ STOP_CODES = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)  # of ranks that end
 
 
 class Terminated(BaseException):
-    """SIGTERM came."""
+    """Raised in the launcher at SIGTERM."""
 
 
 def launch(run_rank: Callable[[Any], int], args: Any, world_size: int) -> int:
-    """Run `run_rank(args)` in so many processes, with torchrun's environment, and wait for them.
+    """Run `run_rank(args)` in `world_size` processes in torchrun's environment; wait for them.
 
     No rank outlives this process, whatever ends it: SIGTERM and Ctrl-C reach the ranks first. Ranks
-    that train save a checkpoint then, which a second signal does not wait for.
-
-    Args:
-        run_rank: a function at the top of a module; returns an exit code.
-        args: what it gets; must pickle.
-        world_size: number of processes.
+    that train save a checkpoint then, which a second signal does not wait for. `run_rank` is a
+    function at the top of a module, which returns an exit code. `args` must pickle.
 
     Returns:
-        0, the exit code of a rank that left by itself with one other than 0, or 128 + the signal.
+        0, the first exit code of a rank that is not 0, or 128 + the signal.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     os.environ.update(
@@ -102,19 +98,19 @@ def launch(run_rank: Callable[[Any], int], args: Any, world_size: int) -> int:
         before |= {number: signal.getsignal(number) for number in handlers}
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        return _wait(ranks)
+        return _wait_for_ranks(ranks)
     except KeyboardInterrupt:
-        return _stop(ranks, signal.SIGINT)
+        return _stop_ranks(ranks, signal.SIGINT)
     except Terminated:
-        return _stop(ranks, signal.SIGTERM)
+        return _stop_ranks(ranks, signal.SIGTERM)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        _end(ranks)
+        _end_ranks(ranks)
 
 
-def _wait(ranks: ProcessContext) -> int:
-    """Return the exit code of the job when all ranks have ended, or one has failed."""
+def _wait_for_ranks(ranks: ProcessContext) -> int:
+    """Wait for all ranks or the first failure; return the exit status of the job."""
     try:
         while not ranks.join():
             pass
@@ -141,10 +137,10 @@ def _wait(ranks: ProcessContext) -> int:
     return 0
 
 
-def _stop(ranks: ProcessContext, number: int) -> int:
-    """Let ranks that train end their step and save, unless a second signal comes.
+def _stop_ranks(ranks: ProcessContext, number: int) -> int:
+    """Let ranks that train end their step and save, unless a second signal arrives.
 
-    Return 128 + the signal, or 0 if all ranks have finished their work.
+    Return 128 + `number`, the signal, or 0 if all ranks have finished their work.
     """
     for process in ranks.processes:
         process.terminate()  # SIGTERM: a terminal has sent SIGINT to all processes already
@@ -162,7 +158,8 @@ def _stop(ranks: ProcessContext, number: int) -> int:
     return 0 if is_finished else 128 + number
 
 
-def _end(ranks: ProcessContext) -> None:
+def _end_ranks(ranks: ProcessContext) -> None:
+    """Terminate all ranks, and kill them 10 seconds later."""
     for process in ranks.processes:
         process.terminate()
     for process in ranks.processes:
@@ -204,7 +201,7 @@ def check_environment() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End this rank without destructors: gloo's threads may outlive what they use and abort."""
+    """Exit this rank with status `code`, without destructors, which may abort in gloo's threads."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -20,7 +20,7 @@ CONFIGS = Path(__file__).parent / "configs"
 
 @dataclass(frozen=True, slots=True)
 class ShippedRecipe:
-    """A config that ships with moecore, and the texts of its comments."""
+    """A config that ships with moecore: its name, title and `key: value` comments."""
 
     name: str
     title: str
@@ -28,7 +28,7 @@ class ShippedRecipe:
 
     @classmethod
     def read(cls, name: str) -> ShippedRecipe:
-        """Return a recipe by name."""
+        """Return a recipe by name. Raises UsageError for an unknown name."""
         if name not in names():
             raise UsageError(f"NAME ({name}) must be a recipe: moecore recipes list prints them")
         comments = []
@@ -73,7 +73,7 @@ class CopyConfig(ShowConfig):
 
 
 def run_list(args: ListConfig) -> int:
-    """Print the names, commands and machines of all recipes."""
+    """Print the names, commands and machines of all recipes; return 0."""
     rows: list[tuple[str, ...]] = [("NAME", "COMMAND", "MACHINE")]
     for recipe in map(ShippedRecipe.read, names()):
         name = recipe.facts["command"].removeprefix("moecore ")
@@ -83,13 +83,13 @@ def run_list(args: ListConfig) -> int:
 
 
 def run_show(args: ShowConfig) -> int:
-    """Print the config of a recipe."""
+    """Print the TOML of a recipe; return 0."""
     print((CONFIGS / f"{ShippedRecipe.read(args.name).name}.toml").read_text(), end="")
     return 0
 
 
 def run_copy(args: CopyConfig) -> int:
-    """Write the files of a recipe and print the command that runs it; replace no file."""
+    """Write a recipe's files, print its command and return 0; ValueError for an existing file."""
     recipe = ShippedRecipe.read(args.name)
     files = sorted(CONFIGS.glob(f"{recipe.name}.*"), reverse=True)
     for file in files:

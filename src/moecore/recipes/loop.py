@@ -77,8 +77,9 @@ def run_command(
 ) -> int:
     """Start the ranks of a command and return the exit code, or be one of them under torchrun.
 
-    `run_rank` is a function at the top of a module, which calls `run`. `check` raises ValueError
-    for options that a number of ranks cannot run, before any rank starts.
+    `words` are the command line; None = sys.argv. `run_rank` is a function at the top of a module,
+    which calls `run`. `check` raises ValueError for options that a number of ranks cannot run,
+    before any rank starts. `dry_run` runs --dry-run and returns the exit code.
     """
     is_rank = "RANK" in os.environ
     try:
@@ -112,7 +113,7 @@ def run(
     build_job: Callable[[ConfigT], TrainingJob[Any]],
     plan: Callable[[ConfigT], list[ConfigT]] = lambda args: [args],
 ) -> int:
-    """Build, train and finish a job on this rank, or one for each stage; return the exit code."""
+    """Build, train and finish a job, or a job per stage of `plan`; return the exit code."""
     try:
         check_environment()
     except ARGUMENT_ERRORS as error:
@@ -133,7 +134,7 @@ def run(
 
 
 def remaining_stages(stages: list[ConfigT]) -> list[ConfigT]:
-    """Return the stages without those that a checkpoint has behind it, but at least the last."""
+    """Return the stages that the newest checkpoint has not completed, but at least the last."""
     if len(stages) == 1:
         return stages
     if not dist.is_initialized():  # one rank reads the directory for all
@@ -248,7 +249,7 @@ def is_on_any_rank(value: bool, device: torch.device) -> bool:
 
 
 def save(job: TrainingJob[Any], saver: Saver, step: int) -> None:
-    """Save a checkpoint in the background."""
+    """Save a checkpoint of a step in the background, with the position in the data."""
     job.owner.check()  # no checkpoint of a step whose tokens got lost
     extra = {"step": step, **job.facts, **job.owner.state_dict()}
     if job.stage.name:
@@ -259,14 +260,14 @@ def save(job: TrainingJob[Any], saver: Saver, step: int) -> None:
 
 
 def open_report(job: TrainingJob[Any]) -> AbstractContextManager[RunReport | None]:
-    """Return the report of rank 0, and nothing on others; its error is raised on all ranks."""
+    """Return the report of rank 0, and an empty context on others; all ranks raise its errors."""
     reports: list[RunReport] = []
     on_first_rank(lambda: reports.append(RunReport(job.args, start=job.start, unit=job.unit)))
     return reports[0] if reports else nullcontext()
 
 
 def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> Launched:
-    """Launch one optimizer step; on a GPU nothing of it needs to be done when this returns.
+    """Launch one optimizer step, without waiting for a GPU; metrics are read from the result.
 
     If `stops` is true on any rank, every rank reads it with the step's counts, and the run stops.
     """
@@ -308,7 +309,10 @@ def learning_rate(job: TrainingJob[Any], step: int) -> float:
 def log(
     job: TrainingJob[Any], queue: deque[Launched], report: RunReport | None, *, keep: int = 0
 ) -> None:
-    """Wait for all but the newest `keep` steps and report them. Every rank waits."""
+    """Wait for all but the newest `keep` steps, and report their metrics. Every rank waits.
+
+    Raises DivergedError after ten steps in sequence without a finite loss.
+    """
     while len(queue) > keep:
         launched = queue.popleft()
         step = launched.step
@@ -330,7 +334,7 @@ def log(
 
 
 def check_ranks(args: RunConfig) -> None:
-    """Raise ValueError where torchrun has started another number of ranks than --ranks."""
+    """Raise ValueError if torchrun has started another number of ranks than --ranks."""
     world_size = int(os.environ["WORLD_SIZE"])
     if args.ranks not in (None, world_size):
         raise ValueError(f"--ranks ({args.ranks}) must equal torchrun's ({world_size}): drop it")

@@ -29,7 +29,7 @@ Metrics = dict[str, float]
 
 
 class Moment:
-    """A point of this rank's work: an event in the GPU's stream, or a host time."""
+    """A point in time of this rank's work: an event in the GPU's stream, or a host time."""
 
     def __init__(self, device: torch.device) -> None:
         self.time = time.perf_counter()
@@ -39,12 +39,12 @@ class Moment:
             self.event.record()
 
     def wait(self) -> None:
-        """Return when it has come."""
+        """Wait until the GPU has reached the event."""
         if self.event is not None:
             self.event.synchronize()
 
     def seconds_until(self, end: Moment) -> float:
-        """Return the time between two moments that have come."""
+        """Return the seconds from this moment to `end`; a GPU must have reached both."""
         if self.event is None or end.event is None:
             return end.time - self.time
         milliseconds: float = self.event.elapsed_time(end.event)
@@ -53,14 +53,13 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launched:
-    """An optimizer step that a GPU may still be at.
+    """An optimizer step whose kernels a GPU may still execute.
 
     Attributes:
-        step: its number.
-        began, fetched, ended: when the host asks for its data, when all ranks have theirs, and when
-            it is done.
+        began, fetched, ended: when the host requests the data, when all ranks have theirs, and when
+            the step is complete.
         loss: mean over ranks, on the device.
-        result: what the step was, on the device.
+        result: the step's norms and loads of experts, on the device.
         counts: of the step's batch over all data ranks, on the device.
         ep: ranks that share a layer's experts.
         expert_loads: whether the load of each expert is among those that are logged.
@@ -81,13 +80,13 @@ class Launched:
     extra: Metrics = field(default_factory=dict)
 
     def read_counts(self) -> list[int]:
-        """Wait for the step, and for none after it; return `counts`."""
+        """Wait for the step, and for no later step; return `counts`."""
         with self._read():
             counts: list[int] = self.counts.tolist()
         return counts
 
     def metrics(self) -> Metrics:
-        """Wait for the step, and for none after it; return its metrics, the same on every rank."""
+        """Wait for the step, and for no later step; return its metrics, the same on every rank."""
         with self._read():
             values = {"loss": self.loss.item(), **self.result.to_dict()}
         loads = {
@@ -100,19 +99,20 @@ class Launched:
 
     @contextmanager
     def _read(self) -> Iterator[None]:
+        """Wait for the step, and return a context in which reads use the stream `reader`."""
         self.ended.wait()
         with nullcontext() if self.reader is None else torch.cuda.stream(self.reader):
             yield
 
 
 def expert_loads(metrics: Metrics, layer: str) -> list[float]:
-    """Return the load of each expert of a layer over the mean; [] = not among the metrics."""
+    """Return each expert's load over the layer's mean; [] = the layer is not among the metrics."""
     names = (f"expert_load/{layer}/{e}" for e in itertools.count())
     return [metrics[name] for name in itertools.takewhile(metrics.__contains__, names)]
 
 
 def layer_names(metrics: Mapping[str, object]) -> list[str]:
-    """Return the MoE layers that metrics have the load of."""
+    """Return the names of the MoE layers with loads among the metrics."""
     names = (name.split("/") for name in metrics)
     return [parts[1] for parts in names if parts[0] == "expert_load" and len(parts) == 2]
 
@@ -124,17 +124,14 @@ def without_experts(metrics: Metrics) -> Metrics:
 
 
 def rank_load(loads_E: list[float], ep: int) -> float:
-    """Return the load of the busiest of ep ranks over the mean.
-
-    A layer's load, that of its busiest expert, measures balance; that of its ranks measures time.
-    """
+    """Return the load of the busiest of ep ranks over the mean load of ranks."""
     num_local = len(loads_E) // ep
     ranks = [sum(loads_E[first : first + num_local]) for first in range(0, len(loads_E), num_local)]
     return max(ranks) / max(sum(ranks) / ep, 1e-9)
 
 
 def memory_gib(device: torch.device) -> Metrics:
-    """Return the most memory that this rank has used so far; the host waits for nothing."""
+    """Return the peak memory of this rank so far, without waiting for the device."""
     if device.type == "cuda":
         return {
             "memory_allocated_gib": torch.cuda.max_memory_allocated(device) / 2**30,
@@ -147,15 +144,10 @@ def memory_gib(device: torch.device) -> Metrics:
 def usage(
     counts: list[int], seconds: float, config: DecoderConfig | None, peak: float | None
 ) -> Metrics:
-    """Return the share of padding, and `mfu` where the FLOPs of a model and the peak are known.
+    """Return "padding_share", and "mfu" if the FLOPs of the model and the peak are known.
 
-    FLOPs are those of forward and backward of documents, over what all devices could do.
-
-    Args:
-        counts: of a step over all data ranks, see `StepBatch.counts`.
-        seconds: of the step.
-        config: of the model; None = its FLOPs are not known.
-        peak: dense TFLOP/s of one device; None = not known.
+    `counts` are `StepBatch.counts` over all data ranks, and `seconds` those of the step. `config`
+    None = unknown FLOPs. `peak` is the dense TFLOP/s of one device; None = unknown.
     """
     _, tokens, pairs, size = counts
     metrics = {"padding_share": 1 - tokens / size}
@@ -166,13 +158,13 @@ def usage(
 
 
 def flops_of(config: DecoderConfig, tokens: int, pairs: int) -> float:
-    """Return the FLOPs of forward and backward of documents: see `StepBatch.counts`."""
+    """Return the FLOPs of forward and backward; `tokens` and `pairs` as in `StepBatch.counts`."""
     linear = flops_per_token(config, 0)
     return tokens * linear + pairs * (flops_per_token(config, 1) - linear)
 
 
 def peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return the dense TFLOP/s of a device by its name; None = not known."""
+    """Return the dense TFLOP/s of a GPU in bf16; None = another dtype or an unknown device."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
     flops = find_bf16_flops(torch.cuda.get_device_name(device))
@@ -212,7 +204,7 @@ class Logger(NamedTuple):
 
 
 def open_loggers(config: Any, tensorboard: ModuleType | None, *, start: int) -> list[Logger]:
-    """Return the loggers of a run that has done `start` steps; None = no TensorBoard."""
+    """Return the loggers of a run that has done `start` steps; None = without TensorBoard."""
     options: LoggerOptions = config.logging
     loggers: list[Logger] = []
     if tensorboard is not None:
@@ -226,6 +218,7 @@ def open_loggers(config: Any, tensorboard: ModuleType | None, *, start: int) -> 
 
 
 def _open_tensorboard(module: ModuleType, folder: str, start: int) -> Logger:
+    """Return a TensorBoard logger, which drops an earlier start's events after step `start`."""
     writer = module.SummaryWriter(folder, purge_step=start + 1)
 
     def log(metrics: Metrics, step: int) -> None:
@@ -266,7 +259,7 @@ def _open_mlflow(experiment: str, config: Any) -> Logger:
 
 
 def json_of(config: Any) -> dict[str, Any]:
-    """Return the options of a run as JSON values."""
+    """Return the options of a run, a config dataclass, as JSON values."""
     items = [field for field in fields(config) if field.metadata.get("is_option", True)]
     options = {field.name: getattr(config, field.name) for field in items}
     values: dict[str, Any] = json.loads(json.dumps(options, default=_json_value))

@@ -22,7 +22,7 @@ NOT_DECAYED = (VECTOR, BIAS, EMBEDDING)  # kinds of parameters
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParamGroup(CheckedRecord):
-    """Options of the parameters whose names match a pattern.
+    """A rule of options for the parameters whose names match a pattern.
 
     Attributes:
         pattern: of parameter names, as `fnmatch` reads it, such as "*.router.*".
@@ -36,7 +36,7 @@ class ParamGroup(CheckedRecord):
 
     @classmethod
     def of(cls, text: str) -> ParamGroup:
-        """Return the group of a text such as "*.router.*,lr_factor=0.1,weight_decay=0"."""
+        """Return the rule of a text such as "*.router.*,lr_factor=0.1,weight_decay=0"."""
         pattern, *pairs = text.split(",")
         try:
             values = {name: float(value) for name, value in (pair.split("=") for pair in pairs)}
@@ -104,7 +104,8 @@ class OptimizerConfig(CheckedRecord):
     ) -> list[torch.optim.Optimizer]:
         """Return the optimizers of all trained parameters of a parallelized model.
 
-        Every rank returns the same groups; groups without parameters on this rank are empty.
+        `rates` scales learning rates by width. Every rank returns the same groups; groups without
+        parameters on this rank are empty.
         """
         assignment = assign_matrices(model)
         is_muon = self.optimizer == "muon"
@@ -130,17 +131,17 @@ class OptimizerConfig(CheckedRecord):
             optimizers.insert(0, muon)
         kinds = {d.param: (name, d.reason) for name, d in assignment.decisions.items()}
         for optimizer in optimizers:
-            self._split(optimizer, kinds)
+            self._split_groups(optimizer, kinds)
             if rates is not None:
                 rates.regroup(optimizer, model)
         if self.state_offload:
             StateOffload(adamw, model, fraction=self.state_offload)
         return optimizers
 
-    def _split(
+    def _split_groups(
         self, optimizer: torch.optim.Optimizer, kinds: dict[nn.Parameter, tuple[str, str]]
     ) -> None:
-        """Split the group of a new optimizer by `param_groups` and by weight decay, in place."""
+        """Split a new optimizer's group by rules and weight decay; `kinds` has (name, kind)."""
         rules = [ParamGroup.of(text) for text in self.param_groups]
         rules += [ParamGroup(pattern="*"), ParamGroup(pattern="*", lr_factor=self.router_lr_factor)]
         (group,) = optimizer.param_groups

@@ -105,15 +105,15 @@ class RunConfig:
     run: RunConfig | None = make_internal_field(None)
 
     def resolve(self) -> Self:
-        """Return the options with which the run can be started again."""
+        """Return the options with the defaults that depend on other options, for config.toml."""
         return self
 
     def degree(self, name: str) -> int:
-        """Return a parallel degree, or 1 if it is not set or depends on the number of ranks."""
+        """Return a parallel degree such as "pp"; 1 = it is not set or -1."""
         return max(1, int(self.parallel.get(name, 1)))
 
     def parallel_config(self, world_size: int, *, num_experts: int) -> ParallelConfig:
-        """Return the degrees for a number of ranks."""
+        """Return the degrees for `world_size` ranks; an unset ep is the largest that fits."""
         degrees: dict[str, Any] = dict(self.parallel)
         if "ep" not in degrees:
             product = math.prod(map(self.degree, ("pp", "etp", "edp_shard", "edp_replicate")))
@@ -131,7 +131,7 @@ class RunConfig:
 
 
 def moe_of(config: DecoderConfig) -> MoEConfig:
-    """Return the config of the MoE layers."""
+    """Return the config of a decoder's MoE layers. Raises ValueError for a dense decoder."""
     if config.moe is None:
         raise ValueError("the model must have MoE layers: choose another --preset or --hf-config")
     return config.moe
@@ -194,12 +194,12 @@ class ShardedConfig(RunConfig):
     recipe: Recipe | None = None
 
     def memory_options(self) -> MemoryOptions:
-        """Return [memory] with the pages of [stash]."""
+        """Return the options of table [memory], with the pages of [stash]."""
         stash = self.stash or (StashOptions() if self.sharding.stash else None)
         return replace(self.memory, stash=stash)
 
     def pipeline_options(self) -> PipelineConfig | None:
-        """Return the pipeline stages; None = --pp is 1."""
+        """Return the pipeline stages; None = --pp is 1, and [pipeline] must not be set then."""
         pp = self.parallel.get("pp")
         if self.degree("pp") > 1:
             return self.pipeline or PipelineConfig()
@@ -208,13 +208,13 @@ class ShardedConfig(RunConfig):
         return None
 
     def context_options(self) -> ContextOptions | None:
-        """Return [context], dynamic with --dynamic-cp."""
+        """Return the options of table [context], with dynamic cp if --dynamic-cp is set."""
         if self.sharding.dynamic_cp is None:
             return self.context
         return replace(self.context or ContextOptions(), dynamic=True)
 
     def precision_options(self) -> Precision | None:
-        """Return which products are in FP8; None = no product is."""
+        """Return the recipe of FP8 products; None = no FP8. Raises ValueError for two recipes."""
         if self.recipe is not None and self.precision is not None:
             raise ValueError(
                 f"--precision ({self.precision}) must not go with options of [recipe], which is "
@@ -226,11 +226,11 @@ class ShardedConfig(RunConfig):
         return named and replace(named, **self.fp8)
 
     def fsdp_options(self, dtype: torch.dtype) -> FSDPOptions:
-        """Return [fsdp] with the dtype of the run."""
+        """Return the options of table [fsdp], with `dtype` for all-gathered parameters."""
         return replace(self.fsdp, param_dtype=dtype)
 
     def dispatch_options(self, max_tokens: int | None = None) -> DispatchOptions:
-        """Return the options of dispatch."""
+        """Return the options of dispatch; `max_tokens` is the default of nvlink's `max_tokens`."""
         nvlink, name = self.nvlink, self.sharding.dispatcher
         if max_tokens is not None and (nvlink or name in ("auto", "nvlink", "hierarchical")):
             nvlink = nvlink or NVLinkOptions()
@@ -259,7 +259,7 @@ def parallelize(
     max_tokens: int | None = None,
     **options: Any,
 ) -> None:
-    """Shard a model over the ranks."""
+    """Shard a model over the ranks by `parallelize_moe`; `max_tokens` as in `dispatch_options`."""
     sharding = config.sharding
     parallelize_moe(
         model,

@@ -100,11 +100,12 @@ def parse(command: type[ConfigT], words: Sequence[str] | None = None, *, prog: s
 
 
 def _with(record: Any, /, **changes: Any) -> Any:
+    """Return a copy of a record with changed fields."""
     return replace(record, **changes)
 
 
 def read_content(options: Sequence[CommandOption], content: Mapping[str, Any], name: str) -> Values:
-    """Return the values of a TOML file; errors begin with its name.
+    """Return the values of a TOML file's `content`; errors begin with its `name`.
 
     A key is `table.field`, or at the top level the name of a flag.
     """
@@ -116,21 +117,21 @@ def read_content(options: Sequence[CommandOption], content: Mapping[str, Any], n
     for key, value in flatten(content):
         option = by_key.get(_snake(key))
         if option is None:
-            hint = _suggestion(_snake(key), by_key)
+            hint = _suggest_name(_snake(key), by_key)
             raise ValueError(f"{name} must have no {shown_path(key)}, which no flag has: {hint}")
         if option in keys:
             pair = f"{keys[option]} and {key}"
             raise ValueError(f"{name} must have one of {pair}, which are one option: remove one")
         keys[option] = key
         try:
-            values[option] = _checked(f"{name}: {key}", value, option.hint)
+            values[option] = _check_and_convert(f"{name}: {key}", value, option.hint)
         except ValueError as error:
             raise ValueError(str(error).replace("a tuple", "an array")) from None
     return values
 
 
 def read_toml(file: Path, option: str) -> dict[str, Any]:
-    """Return the content of a TOML file."""
+    """Return the content of a TOML file; ValueErrors name the flag `option` and the file."""
     name, text = named(option, file), read_text(file, option, max_bytes=MAX_CONFIG_BYTES)
     try:
         return tomllib.loads(text)
@@ -161,11 +162,11 @@ def to_toml(config: Any) -> str:
         is_mapping = isinstance(record, Mapping)
         value = record.get(option.name) if is_mapping else getattr(record, option.name)
         if value is not None:
-            lines.setdefault(option.table, []).append(f"{option.name} = {_toml(value)}")
+            lines.setdefault(option.table, []).append(f"{option.name} = {_format_toml(value)}")
     tables = getattr(config, "stage_tables", ())
     if tables:
         lines[""] = [line for line in lines[""] if not line.startswith("steps = ")]
-        lines[""].append(f"stages = {_toml(tables)}")
+        lines[""].append(f"stages = {_format_toml(tables)}")
     texts = [
         "\n".join([*([f"[{table}]"] if table else []), *of, ""]) for table, of in lines.items()
     ]
@@ -182,7 +183,7 @@ def _read_words(
     names = {make_flag(word.partition("=")[0].lstrip("-")) for word in words if word[:2] == "--"}
     flags = {name for option in options for flag in option.flags for name in (flag, f"no-{flag}")}
     for name in sorted(names - flags - {"help"}):
-        hint = _suggestion(name, flags, "--")
+        hint = _suggest_name(name, flags, "--")
         raise ValueError(f"--{shown_path(name)} must be a flag of {prog}: {hint}")
     if not {"-h", "--help"} & set(words):  # tyro takes 10 ms per option
         options = [
@@ -190,10 +191,12 @@ def _read_words(
         ]
     tables: dict[str, dict[str, Any]] = {}
     for option in options:
-        hint = f"(default: {_show(option.default)})" if option.default is not MISSING else ""
+        hint = (
+            f"(default: {_format_default(option.default)})" if option.default is not MISSING else ""
+        )
         aliases = [f"--{flag}" for flag in option.flags[1:]]
         arg = conf.arg(name=option.flag, aliases=aliases, help=option.text, help_behavior_hint=hint)
-        word: Any = Annotated[_word_hint(option.hint, option.default), arg]
+        word: Any = Annotated[_make_word_hint(option.hint, option.default), arg]
         word = conf.Positional[word] if option.spelling.is_positional else word
         tables.setdefault(option.table, {})[option.name] = word
     top = tables.pop("", {})
@@ -201,38 +204,39 @@ def _read_words(
     for name, hints in tables.items():
         table = find_table(records[name])
         assert table is not None
-        top[name] = conf.OmitArgPrefixes[_flags_class(name, hints, table.record)]
+        top[name] = conf.OmitArgPrefixes[_make_flags_class(name, hints, table.record)]
     output = io.StringIO()
     try:
         with contextlib.redirect_stderr(output):
             results: dict[str, Any] = tyro.cli(
-                _flags_class(command.__name__, top, command), prog=prog, args=words
+                _make_flags_class(command.__name__, top, command), prog=prog, args=words
             )
     except SystemExit as stop:
         if not stop.code:
             raise
-        raise ValueError(_error_line(output.getvalue())) from None
+        raise ValueError(_format_error(output.getvalue())) from None
     values: Values = {}
     for option in options:
         group = results.get(option.table, {}) if option.table else results
         if option.name in group:
-            values[option] = _checked(f"--{option.flag}", group[option.name], option.hint)
+            values[option] = _check_and_convert(f"--{option.flag}", group[option.name], option.hint)
     return values
 
 
-def _flags_class(name: str, hints: dict[str, Any], record: Any) -> Any:
+def _make_flags_class(name: str, hints: dict[str, Any], record: Any) -> Any:
     """Return a dict type with the flags that a command line may have."""
     flags = Flags(name, hints, total=False)
     flags.__doc__ = inspect.cleandoc(record.__doc__ or "").partition("\n\nAttributes:")[0]
     return flags
 
 
-def _suggestion(name: str, names: Iterable[str], prefix: str = "") -> str:
+def _suggest_name(name: str, names: Iterable[str], prefix: str = "") -> str:
+    """Return a hint for an unknown name: the most similar of `names`, or to remove the name."""
     close = difflib.get_close_matches(name[:80], sorted(names), n=1, cutoff=0.7)
     return f"did you mean {prefix}{close[0]}?" if close else "remove it"
 
 
-def _error_line(text: str) -> str:
+def _format_error(text: str) -> str:
     """Return the message of a box of tyro as one line."""
     lines = [line.strip("│ ") for line in text.splitlines()[1:]]
     end = next((i for i, line in enumerate(lines) if line.startswith(("─", "╰"))), len(lines))
@@ -271,8 +275,8 @@ def _build_record(name: str, hint: Any, default: Any, values: dict[str, Any]) ->
     return table.record(**values)
 
 
-def _checked(name: str, value: Any, hint: Any) -> Any:
-    """Return a value of a TOML file or a command line as the type of its field."""
+def _check_and_convert(name: str, value: Any, hint: Any) -> Any:
+    """Return a value converted to the type of its field; ValueErrors begin with `name`."""
     try:
         converted = _convert(value, hint)
     except ValueError as error:
@@ -300,17 +304,17 @@ def _convert(value: Any, hint: Any) -> Any:
     return value
 
 
-def _word_hint(hint: Any, default: Any = None) -> Any:
-    """Return the annotation that tyro reads in place of a field's; no default needs its None."""
+def _make_word_hint(hint: Any, default: Any = None) -> Any:
+    """Return the annotation that tyro reads; a default of None needs no None in the annotation."""
     if get_origin(hint) is Annotated:
-        return _word_hint(get_args(hint)[0], default)
+        return _make_word_hint(get_args(hint)[0], default)
     if get_origin(hint) in (Union, types.UnionType):
-        members = [_word_hint(member) for member in get_args(hint)]
+        members = [_make_word_hint(member) for member in get_args(hint)]
         if default in (None, MISSING):  # an option that is not set stays None
             members = [member for member in members if member is not type(None)]
         return bool if bool in members else Union[tuple(members)]  # noqa: UP007
     if get_origin(hint) is tuple:
-        return tuple[_word_hint(get_args(hint)[0]), ...]  # type: ignore[misc]
+        return tuple[_make_word_hint(get_args(hint)[0]), ...]  # type: ignore[misc]
     return str if hint is torch.dtype or hasattr(hint, "from_word") else hint
 
 
@@ -318,24 +322,25 @@ def _snake(name: str) -> str:
     return name.replace("-", "_")
 
 
-def _show(value: Any) -> str:
+def _format_default(value: Any) -> str:
     """Return a default value for help."""
     if isinstance(value, list | tuple):
-        return " ".join(map(_show, value)) or "none"
+        return " ".join(map(_format_default, value)) or "none"
     return str(value).removeprefix("torch.")
 
 
-def _toml(value: Any) -> str:
+def _format_toml(value: Any) -> str:
+    """Return a value as TOML; records become inline tables."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_toml, value))}]"
+        return f"[{', '.join(map(_format_toml, value))}]"
     if is_dataclass(value) or isinstance(value, dict):
         record: Any = value
         pairs = (record if isinstance(record, dict) else dataclasses.asdict(record)).items()
-        return f"{{{', '.join(f'{name} = {_toml(of)}' for name, of in pairs)}}}"
+        return f"{{{', '.join(f'{name} = {_format_toml(of)}' for name, of in pairs)}}}"
     if isinstance(value, torch.dtype):
         value = str(value).removeprefix("torch.")
     return json.dumps(str(value), ensure_ascii=False)  # a basic string of TOML has these escapes

@@ -25,7 +25,7 @@ from moecore.rl import Rollouts
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """Two sequences with the same prompt; their completions are learned."""
+    """Two sequences with the same prompt, of which one is preferred; completions are learned."""
 
     preferred: Example
     rejected: Example
@@ -37,11 +37,11 @@ class Preference:
 
     @property
     def num_answers(self) -> int:
-        """Tokens of the shorter completion; 0 = the pair cannot be compared."""
+        """The number of tokens of the shorter completion; 0 = the pair cannot be compared."""
         return min(part.num_answers for part in self.parts)
 
     def cut(self, seq_len: int) -> Preference:
-        """Return the first tokens of both sequences."""
+        """Return the pair with the first `seq_len` tokens of both sequences."""
         return Preference(self.preferred.cut(seq_len), self.rejected.cut(seq_len))
 
 
@@ -88,9 +88,11 @@ def preference_steps(
 def encode_preference(
     row: Row, tokenizer: Any, seq_len: int, options: DatasetOptions, names: ColumnNames
 ) -> list[Preference]:
-    """Return the pair of a row."""
+    """Return the pair of a row, as a list of one. Raises ValueError for another form."""
     columns = row.columns(names)
-    prompt, *completions = (_messages(columns.get(n)) for n in ("prompt", "preferred", "rejected"))
+    prompt, *completions = (
+        _as_messages(columns.get(n)) for n in ("prompt", "preferred", "rejected")
+    )
     is_text = all(isinstance(completion, str) for completion in completions)
     if not is_text and not all(is_chat(completion) for completion in completions):
         raise ValueError(
@@ -98,12 +100,12 @@ def encode_preference(
             "messages: correct the row or [columns]"
         )
     if type(prompt) is not type(completions[0]):
-        prompt, *completions = _without_shared_prompt(*completions)
+        prompt, *completions = _split_shared_prompt(*completions)
     try:
         if is_text:
-            prompt_ids, *ids = _text_ids(tokenizer, prompt, completions)
+            prompt_ids, *ids = _tokenize_texts(tokenizer, prompt, completions)
         else:
-            prompt_ids, *ids = _chat_ids(tokenizer, prompt, completions, parse_tools(columns))
+            prompt_ids, *ids = _tokenize_chats(tokenizer, prompt, completions, parse_tools(columns))
     except Exception as error:  # of any kind: a template is code
         raise ValueError(
             f"{row.place} must fit the chat template of --model: {shorten_text(error)}"
@@ -118,20 +120,20 @@ def encode_preference(
     return [Preference(preferred, rejected)]
 
 
-def _messages(value: Any) -> Any:
+def _as_messages(value: Any) -> Any:
     """Return a message or a list of messages as a list, and a text as it is."""
     messages = [value] if isinstance(value, dict) else value
     return [as_message(message) for message in messages] if isinstance(messages, list) else value
 
 
-def _without_shared_prompt(preferred: Any, rejected: Any) -> tuple[Any, Any, Any]:
+def _split_shared_prompt(preferred: Any, rejected: Any) -> tuple[Any, Any, Any]:
     """Return the prompt that both begin with, and what follows it. A space begins an answer."""
     count = count_shared(preferred, rejected)
     count -= count > 0 and preferred[count - 1] == " "
     return preferred[:count], preferred[count:], rejected[count:]
 
 
-def _text_ids(tokenizer: Any, prompt: str, completions: Sequence[str]) -> Iterator[list[int]]:
+def _tokenize_texts(tokenizer: Any, prompt: str, completions: Sequence[str]) -> Iterator[list[int]]:
     """Yield the tokens of the prompt, and of the prompt with each completion and its end."""
     end = tokenizer.eos_token or ""
     texts = [prompt + c if c.endswith(end) else prompt + c + end for c in completions]
@@ -139,7 +141,7 @@ def _text_ids(tokenizer: Any, prompt: str, completions: Sequence[str]) -> Iterat
         yield tokenizer(text)["input_ids"]
 
 
-def _chat_ids(
+def _tokenize_chats(
     tokenizer: Any, prompt: list[Any], completions: Sequence[list[Any]], tools: Any
 ) -> Iterator[list[int]]:
     """Yield the tokens of the prompt for an answer, and of the prompt with each completion."""

@@ -167,7 +167,7 @@ class PretrainConfig(ShardedConfig):
 
 
 def build_job(args: PretrainConfig) -> CorpusTraining:
-    """Open the corpus, shard the model and load the last checkpoint, if there is one."""
+    """Open the corpus, shard the model, load a checkpoint if one exists; return the job."""
     world_size = int(os.environ["WORLD_SIZE"])
     config, tokenizer = check(args, world_size)
     make_run_dir(args.run_dir)
@@ -208,7 +208,7 @@ def build_job(args: PretrainConfig) -> CorpusTraining:
 def read_sources(
     args: PretrainConfig, tokenizer: Tokenizer
 ) -> tuple[list[CorpusSource], list[CorpusSource]]:
-    """Return the sources to train on and those to evaluate on."""
+    """Return the sources to train on and to evaluate on; no sources for random tokens."""
     if args.tokens == "random":
         return [], []
     sources = [read_source(options, tokenizer) for options in args.data]
@@ -224,13 +224,13 @@ def eval_shape_of(args: PretrainConfig, shape: BatchShape) -> BatchShape:
 
 
 def corpus_options(args: PretrainConfig, config: DecoderConfig, cp: int) -> CorpusOptions:
-    """Return the options of [corpus], completed by the options of the run."""
+    """Return the options of [corpus], completed by the options of the run, for degree `cp`."""
     of_run: Any = {"row_tokens": args.seq_len, "vocab_size": config.vocab_size, "seed": args.seed}
     return CorpusOptions(**of_run, multiple=get_length_multiple(cp), **args.corpus)
 
 
 def rates_of(args: PretrainConfig, config: DecoderConfig) -> WidthRates | None:
-    """Return the factors of --base-width."""
+    """Return the factors of initialisation and learning rates by --base-width; None = not set."""
     width = args.optimizer.base_width
     if width is None:
         return None
@@ -306,14 +306,14 @@ def parse_arguments(words: Sequence[str] | None = None) -> PretrainConfig:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Start the ranks, or be one of them under torchrun."""
+    """Start the ranks, or be a rank under torchrun; return the exit status."""
     return run_command(
         parse_arguments, words, run_rank=run_rank, check=check_stages, dry_run=dry_run_stages
     )
 
 
 def resolve_stages(args: PretrainConfig, world_size: int | None = None) -> list[PretrainConfig]:
-    """Return the options of each stage with its steps, see `plan_stages`."""
+    """Return the options of each stage with its steps; `world_size` None = torchrun's."""
     num_ranks = world_size or int(os.environ["WORLD_SIZE"])
 
     def batch_of(options: PretrainConfig) -> tuple[int, int, BatchRamp]:
@@ -361,5 +361,5 @@ def dry_run(args: PretrainConfig) -> int:
 
 
 def run_rank(args: PretrainConfig) -> int:
-    """Build, train, save and export on this rank."""
+    """Build, train, save and export on this rank; return the exit status."""
     return run(args, build_job, resolve_stages)

@@ -44,7 +44,7 @@ NORM_GROWTH, LOSS_GROWTH = 3.0, 0.3  # a factor, and nats above the lowest loss 
 
 
 class Alarms:
-    """Looks at each step of a start.
+    """Finds alarms, such as loss spikes and idle experts, in the metrics of each step.
 
     loss      it is above the median of the `WINDOW` losses before it by `FACTOR` times their median
               absolute deviation, and the loss before it was not. Neither number moves with a few
@@ -71,12 +71,17 @@ class Alarms:
         self._idle: dict[tuple[str, int], int] = {}  # layer and expert -> steps without a token
 
     def of(self, step: int, metrics: Metrics) -> list[str]:
-        """Return the lines of a step; of its metrics, with the load of each expert."""
-        lines = [*self._loss(metrics), *self._experts(metrics), *self._collapse(metrics)]
-        lines += [*self._gradient(metrics), *self._first_steps(step, metrics)]
+        """Return the alarms of a step, one line each; `metrics` has the load of each expert."""
+        lines = [
+            *self._check_loss(metrics),
+            *self._check_experts(metrics),
+            *self._check_collapse(metrics),
+        ]
+        lines += [*self._check_gradient(metrics), *self._check_first_steps(step, metrics)]
         return [f"alarm at step {step}: {line}" for line in lines]
 
-    def _loss(self, metrics: Metrics) -> list[str]:
+    def _check_loss(self, metrics: Metrics) -> list[str]:
+        """Return the alarm about a loss far above the losses before, or []."""
         loss, before, was_high = metrics["loss"], [*self._losses], self._is_high
         if not math.isfinite(loss) or "reward" in metrics:
             return []
@@ -93,7 +98,8 @@ class Alarms:
             f"above {middle:.4g}, the median of the {len(before)} before it"
         ]
 
-    def _experts(self, metrics: Metrics) -> list[str]:
+    def _check_experts(self, metrics: Metrics) -> list[str]:
+        """Return a line for each layer whose experts have had no token for `IDLE_STEPS` steps."""
         lines = []
         for layer in layer_names(metrics):
             new = []
@@ -108,13 +114,15 @@ class Alarms:
                 )
         return lines
 
-    def _gradient(self, metrics: Metrics) -> list[str]:
+    def _check_gradient(self, metrics: Metrics) -> list[str]:
+        """Return the alarm about a gradient that is not finite, or []."""
         norm = metrics.get("grad_norm", 0.0)
         if math.isfinite(norm) or "loss_scale" in metrics:
             return []
         return [f"grad_norm ({norm}) is not finite, so the step was skipped"]
 
-    def _collapse(self, metrics: Metrics) -> list[str]:
+    def _check_collapse(self, metrics: Metrics) -> list[str]:
+        """Return the alarm about layers whose loads have become uneven over a block, or []."""
         for layer in layer_names(metrics):
             loads_E = expert_loads(metrics, layer)
             if not loads_E:
@@ -141,7 +149,8 @@ class Alarms:
             "[balance] global_batch_coef, lower --lr or lengthen the warm-up"
         ]
 
-    def _first_steps(self, step: int, metrics: Metrics) -> list[str]:
+    def _check_first_steps(self, step: int, metrics: Metrics) -> list[str]:
+        """Return the alarm about large gradients or rising losses in the first steps, or []."""
         norm, loss = metrics.get("grad_norm", math.nan), metrics["loss"]
         if step > FIRST_STEPS or "reward" in metrics or not math.isfinite(norm + loss):
             return []
@@ -200,7 +209,7 @@ NAMES = {
 
 
 class RunReport:
-    """The record of one run, kept by rank 0."""
+    """Writes the bar, metrics, curves and alarms of a run, on rank 0."""
 
     def __init__(self, args: RunConfig, *, start: int, unit: str = "byte") -> None:
         modules = {name: _import(name) for name in NAMES}
@@ -223,7 +232,7 @@ class RunReport:
         self.alarms = Alarms()
 
     def log(self, step: int, metrics: Metrics, *, expert_loads: bool = True) -> None:
-        """Add one step. Its line is out of this process before a checkpoint of the step begins."""
+        """Write one step to all outputs, and print its alarms; `expert_loads` False omits loads."""
         for line in self.alarms.of(step, metrics):
             print(line, flush=True) if self.bar is None else self.bar.write(line)
         metrics = metrics if expert_loads else without_experts(metrics)
@@ -269,7 +278,7 @@ def pack_loads(metrics: Metrics) -> dict[str, Any]:
 
 
 def make_run_dir(path: Path) -> None:
-    """Make the directory of a run, and check all that a run writes there before it trains."""
+    """Make the directory of a run. Raises ValueError unless a run can write all its files there."""
     name = named("--run-dir", path)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -302,10 +311,7 @@ def cut_metrics(path: Path, step: int) -> None:
 
 
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the lines of a metrics file, and how many others are no metrics.
-
-    A kill can leave the last line half written, a power cut NUL bytes.
-    """
+    """Return the lines of a metrics file as dicts, and the number of damaged lines."""
     content = path.read_bytes() if path.exists() else b""
     records = [_parse(line) for line in content.removesuffix(b"\n").split(b"\n") if content]
     lines = [line for line in records if line is not None]
@@ -313,7 +319,7 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """Return a line's metrics; None = it has none."""
+    """Return a line's metrics; None = the line is damaged."""
     try:
         metrics = json.loads(line)
     except (ValueError, RecursionError):
@@ -384,6 +390,7 @@ def _draw_map(
 
 
 def _import(name: str) -> ModuleType | None:
+    """Return a module; None = it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError:

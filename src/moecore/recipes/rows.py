@@ -95,13 +95,13 @@ class ColumnNames(CheckedRecord):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row as it is read."""
+    """A row of a file or data set: its place, for errors, and its columns or the line of JSON."""
 
     place: str
     content: Mapping[str, Any] | str
 
     def parse(self) -> Mapping[str, Any]:
-        """Return the columns."""
+        """Return the columns. Raises ValueError for a line that is no JSON object."""
         content: Any = self.content
         if isinstance(content, str):
             try:
@@ -116,19 +116,19 @@ class Row:
         return content
 
     def columns(self, names: ColumnNames) -> dict[str, Any]:
-        """Return the named columns by field, or all columns where none is named."""
+        """Return the columns with a name in `names`, by its fields; all columns if none has."""
         content = self.parse()
         return names.rename(content) or dict(content)
 
 
 def read_rows(files: Sequence[Path], option: str, options: DatasetOptions) -> Iterator[Row]:
-    """Yield the rows of files and data sets, in order. Lines without content are left out."""
+    """Yield the non-empty rows of files and data sets, in order; errors name `option`."""
     for path in files:
         name = named(option, path)
         if is_table(str(path)):
             table = load_table(str(path), option, split=options.split, config=options.config)
             for number, row in enumerate(table):
-                yield Row(f"{name} row {number}", _without_none(row))
+                yield Row(f"{name} row {number}", _remove_none(row))
         elif path.suffix == ".jsonl":
             for number, line in enumerate(read_text(path, option).split("\n"), start=1):
                 if text := strip_line(line):
@@ -147,10 +147,10 @@ def in_form(columns: dict[str, Any], row_format: RowFormat, place: str) -> dict[
             f"{place} must have {names} for format {row_format!r}: correct format or [columns]"
         )
     if kind == "sharegpt":
-        messages = [*_system(columns), *_as_list(columns["conversations"], place)]
+        messages = [*_make_system_message(columns), *_as_list(columns["conversations"], place)]
         return {"messages": [as_message(m) for m in messages], "tools": parse_tools(columns)}
     if kind == "alpaca":
-        return {"messages": list(_alpaca(columns, place))}
+        return {"messages": list(_make_alpaca_messages(columns, place))}
     if kind == "messages" and isinstance(columns["messages"], list):
         messages = [as_message(m) for m in columns["messages"]]
         return {"messages": messages, "tools": parse_tools(columns)}
@@ -162,21 +162,23 @@ def in_form(columns: dict[str, Any], row_format: RowFormat, place: str) -> dict[
 
 
 def _as_list(value: Any, place: str) -> list[Any]:
+    """Return a list of messages; a ValueError for another type begins with `place`."""
     if not isinstance(value, list):
         raise ValueError(f"{place} must have a list of messages: correct it")
     return value
 
 
-def _system(columns: dict[str, Any]) -> list[dict[str, Any]]:
+def _make_system_message(columns: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the system message of a row in a list, or []."""
     system = columns.get("system")
     return [{"role": "system", "content": system}] if system else []
 
 
-def _alpaca(columns: dict[str, Any], place: str) -> Iterator[dict[str, Any]]:
+def _make_alpaca_messages(columns: dict[str, Any], place: str) -> Iterator[dict[str, Any]]:
     """Yield the messages of a row; instruction and input are joined by a line end."""
     pairs = _as_list(columns.get("history") or [], place)
     request = "\n".join(filter(None, (columns["instruction"], columns.get("input"))))
-    yield from _system(columns)
+    yield from _make_system_message(columns)
     for request_text, answer in (*pairs, (request, columns["output"])):
         yield {"role": "user", "content": request_text}
         yield {"role": "assistant", "content": answer}
@@ -189,31 +191,31 @@ def as_message(message: Any) -> Any:
     if "from" in message:
         role, value = message["from"], message.get("value")
         if role == "function_call":
-            call = {"type": "function", "function": _parsed(value)}
+            call = {"type": "function", "function": _parse_json(value)}
             message = {"role": "assistant", "content": "", "tool_calls": [call]}
         else:
             message = {"role": ROLES.get(role, role), "content": value}
     if not isinstance(message.get("tool_calls"), list):
         return message
-    return message | {"tool_calls": [_tool_call(call) for call in message["tool_calls"]]}
+    return message | {"tool_calls": [_parse_tool_call(call) for call in message["tool_calls"]]}
 
 
-def _tool_call(call: Any) -> Any:
+def _parse_tool_call(call: Any) -> Any:
     """Return a tool call whose arguments are an object: templates write the JSON of it."""
     if not isinstance(call, dict):
         return call
     if isinstance(call.get("function"), dict):
-        return call | {"function": _tool_call(call["function"])}
-    return call | {"arguments": _parsed(call["arguments"])} if "arguments" in call else call
+        return call | {"function": _parse_tool_call(call["function"])}
+    return call | {"arguments": _parse_json(call["arguments"])} if "arguments" in call else call
 
 
 def parse_tools(columns: dict[str, Any]) -> Any:
-    """Return the schemas of tools; None = there are none."""
-    return _parsed(columns.get("tools")) or None
+    """Return the JSON schemas in column "tools" of a row; None = no tools."""
+    return _parse_json(columns.get("tools")) or None
 
 
-def _parsed(value: Any) -> Any:
-    """Return what a JSON text holds if it is an object or a list, else the value."""
+def _parse_json(value: Any) -> Any:
+    """Return the object or list of a JSON text, and any other value unchanged."""
     try:
         content = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
@@ -221,8 +223,8 @@ def _parsed(value: Any) -> Any:
     return content if isinstance(content, dict | list) else value
 
 
-def _without_none(value: Any) -> Any:
+def _remove_none(value: Any) -> Any:
     """Return a value without keys of None: a column of Arrow gives all objects the same keys."""
     if isinstance(value, dict):
-        return {name: _without_none(of) for name, of in value.items() if of is not None}
-    return [_without_none(of) for of in value] if isinstance(value, list) else value
+        return {name: _remove_none(of) for name, of in value.items() if of is not None}
+    return [_remove_none(of) for of in value] if isinstance(value, list) else value

@@ -24,8 +24,6 @@ SHAPES: dict[Shape, Callable[[float], float]] = {
 class LearningRateSchedule(CheckedRecord):
     """The learning rate over the steps of a run: linear warm-up, then constant, then decay.
 
-    The rate is a function of only the step, so a resumed run needs no state of it.
-
     Attributes:
         lr_schedule: "cosine" and "linear" decay from the end of the warm-up to the last step; "wsd"
             (warm-up, stable, decay) decays over the last `decay_steps` steps; "constant" never.
@@ -54,9 +52,12 @@ class LearningRateSchedule(CheckedRecord):
             yield "decay_steps", f"be None with lr_schedule ({self.lr_schedule!r}): use 'wsd'"
 
     def factor(self, step: int, *, steps: int, steps_of: Callable[[int], int]) -> float:
-        """Return the learning rate of a step as a share of the peak."""
+        """Return the learning rate of a step as a share of the peak.
+
+        `steps` is the number of steps of the run or stage. `steps_of` converts tokens to steps.
+        """
         total = self.schedule_steps or steps
-        warmup = self._warmup(total, steps_of)
+        warmup = self._count_warmup_steps(total, steps_of)
         if step <= warmup:
             return step / warmup
         if self.lr_schedule == "constant":
@@ -68,7 +69,8 @@ class LearningRateSchedule(CheckedRecord):
         share = min(1.0, max(0, step - begin) / max(1, total - begin))
         return self.min_lr_ratio + (1 - self.min_lr_ratio) * SHAPES[shape](share)
 
-    def _warmup(self, total: int, steps_of: Callable[[int], int]) -> int:
+    def _count_warmup_steps(self, total: int, steps_of: Callable[[int], int]) -> int:
+        """Return the steps of the warm-up of a schedule of `total` steps."""
         if self.warmup_tokens is not None:
             return steps_of(self.warmup_tokens)
         if self.warmup_steps is None:
@@ -77,7 +79,7 @@ class LearningRateSchedule(CheckedRecord):
 
 
 def is_due(step: int, *, every: int, steps: int) -> bool:
-    """Whether an event of every `every` steps and of the last step is due; every 0 = never."""
+    """Return whether an event every `every` steps and at the last step is due; 0 = never."""
     return every > 0 and (step % every == 0 or step == steps)
 
 
@@ -110,7 +112,7 @@ class BatchRamp(CheckedRecord):
             )
 
     def check(self, *, rows: int, micro_batch_rows: int) -> None:
-        """Raise ValueError unless micro-batches divide the ramp, whose end is all rows."""
+        """Raise ValueError unless micro-batches divide the ramp, whose end is `rows`."""
         if self.ramp_start is None or self.ramp_increment is None:
             return
         for name in ("ramp_start", "ramp_increment"):
@@ -127,7 +129,7 @@ class BatchRamp(CheckedRecord):
 
 
 class EqualSteps(NamedTuple):
-    """Neighbouring steps of one size: the first of them, and rows and tokens of a row."""
+    """A run of steps with equal sizes: the first step, the rows of a step, and tokens of a row."""
 
     first: int
     rows: int
@@ -157,7 +159,7 @@ class StepSizes:
         )
 
     def steps_of(self, tokens: int) -> int:
-        """Return the fewest steps that read so many tokens."""
+        """Return the smallest number of steps that read `tokens` tokens."""
         for number, part in enumerate(self.parts):
             remaining = tokens - self.tokens_through(part.first - 1)
             step = part.first - 1 + -(-remaining // (part.rows * part.seq_len))
@@ -169,7 +171,10 @@ class StepSizes:
 def equal_steps(
     ramp: BatchRamp, *, first: int, rows: int, seq_len: int, tokens: int
 ) -> Iterator[EqualSteps]:
-    """Yield the parts of steps whose rows grow, from step `first` on."""
+    """Yield the parts of steps whose rows grow to `rows`, from step `first` on.
+
+    `tokens` are the tokens that the run has read before that step.
+    """
     if ramp.ramp_start is None or ramp.ramp_increment is None or ramp.ramp_tokens is None:
         yield EqualSteps(first, rows, seq_len)
         return
@@ -213,7 +218,7 @@ class StageLength(CheckedRecord):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingStage:
-    """A stage whose steps are known.
+    """A stage of a run, with its range of steps and their sizes.
 
     Attributes:
         name: of the stage; "" = the run has no stages.
@@ -244,7 +249,7 @@ class TrainingStage:
         )
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Return the rows of a step and the tokens of the run up to it, where steps differ."""
+        """Return "rows" of a step and "tokens" of the run up to it; {} if all steps are equal."""
         if len(self.sizes.parts) == 1:
             return {}
         return {
@@ -253,7 +258,10 @@ class TrainingStage:
         }
 
     def begins_at(self, step: int, saved_name: str | None) -> bool:
-        """Return whether a checkpoint of a step is from the previous stage."""
+        """Return whether a checkpoint of `step` and stage `saved_name` is of the previous stage.
+
+        Raises ValueError for another stage's checkpoint at a step where this stage does not begin.
+        """
         if (saved_name or "") == self.name:
             return False
         if step != self.begin:
@@ -310,11 +318,8 @@ def plan_stages(args: Any, batch_of: Callable[[Any], tuple[int, int, BatchRamp]]
     """Return the options of each stage, or the run's options if it has no stages.
 
     The fields `stage` and `run` are set, and `steps` is the number of the stage's last step.
-
-    Args:
-        args: the `StagedConfig` of the run.
-        batch_of: returns for the options of a stage the rows of a step after the ramp, the rows of
-            a micro-batch of all data ranks, and the ramp.
+    `batch_of` returns for a stage's options the rows of a step after the ramp, the rows of a
+    micro-batch of all data ranks, and the ramp.
     """
     tables: Sequence[Options] = args.stage_tables or [{}]
     plans: list[Any] = []
@@ -342,7 +347,10 @@ def plan_stage(
     rows: int,
     ramp: BatchRamp = NO_RAMP,
 ) -> TrainingStage:
-    """Return a stage behind the step `begin`, whose steps and those before it have these sizes."""
+    """Return a stage behind step `begin`; `sizes` are those of the steps before it.
+
+    `table` is the stage's table of the TOML; {} = the run has no stages.
+    """
     tokens = sizes.tokens_through(begin)
     parts = equal_steps(ramp, first=begin + 1, rows=rows, seq_len=args.seq_len, tokens=tokens)
     before = (part for part in sizes.parts if part.first <= begin)

@@ -46,7 +46,7 @@ TEMPLATE = """\
 
 
 def make(out: Path, **sizes: int) -> None:
-    """Write the directory."""
+    """Write a model, a tokenizer, chats and pairs to a new directory; `sizes` are config fields."""
     check_new(out)
     pairs = list(islice(questions(), NUM_QUESTIONS))
     tokenizer = make_tokenizer(pairs)
@@ -59,7 +59,7 @@ def make(out: Path, **sizes: int) -> None:
 
 
 def check_new(out: Path) -> None:
-    """Raise ValueError for a path that exists."""
+    """Raise ValueError if a path exists."""
     if os.path.lexists(out):
         raise ValueError(f"OUT ({out}) must not exist yet: choose another, or remove it")
 
@@ -78,7 +78,7 @@ def questions() -> Iterator[tuple[str, str]]:
 
 
 def chats(pairs: list[tuple[str, str]]) -> Iterator[list[dict[str, str]]]:
-    """Yield chats of one question and of several in turn, until every question was in one."""
+    """Yield chats of one question and of two in alternation, until each question was in one."""
     first = count = 0
     while first < len(pairs):
         count = count % TURNS + 1
@@ -101,7 +101,7 @@ def preferences(pairs: list[tuple[str, str]]) -> Iterator[dict[str, list[dict[st
 
 
 def make_tokenizer(pairs: list[tuple[str, str]]) -> Any:
-    """Return a byte-level BPE tokenizer that has learned these words."""
+    """Return a byte-level BPE tokenizer that is trained on the questions and answers."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -123,7 +123,7 @@ def make_tokenizer(pairs: list[tuple[str, str]]) -> Any:
 
 
 def make_model(tokenizer: Any, **sizes: int) -> Any:
-    """Return a model whose weights are the same in each call."""
+    """Return a random Qwen3-MoE, equal in each call; `sizes` change fields of its config."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     tiny = dict(
@@ -196,7 +196,7 @@ class TinyModelConfig:
 
 
 def run_tiny_model(args: TinyModelConfig) -> int:
-    """Make the directory."""
+    """Write a tiny model and data for it to `args.out`; return 0."""
     out = args.out
     check_new(out)
     if args.task == "sums":

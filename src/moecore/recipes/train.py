@@ -62,12 +62,12 @@ def parse_arguments(words: Sequence[str] | None = None) -> TrainConfig:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Start the ranks, or be one of them under torchrun."""
+    """Start the ranks, or be a rank under torchrun; return the exit status."""
     return run_command(
         parse_arguments, words, run_rank=run_rank, check=check_stages, dry_run=dry_run_stages
     )
 
 
 def run_rank(args: PretrainConfig) -> int:
-    """Build, train and save on this rank."""
+    """Build, train and save on this rank; return the exit status."""
     return run(args, build_job, resolve_stages)
