@@ -154,6 +154,20 @@ def test_ranks_of_one_host_are_alike(tmp_path: Path) -> None:
     assert list((tmp_path / "runs").iterdir()) == []
 
 
+def measure_apart(rank: int, device: torch.device) -> list[dict[str, float]]:
+    return gather_objects(doctor._measure_rates(["a", "b", "b"], "cpu"))
+
+
+def test_hosts_may_have_different_numbers_of_ranks() -> None:
+    rates = run_ranks(3, measure_apart, over_gloo=True)
+    assert [set(of_rank) for of_rank in rates] == [
+        {"between hosts"},
+        {"inside a host", "between hosts"},
+        {"inside a host"},
+    ]
+    assert all(rate > 0 for of_rank in rates for rate in of_rank.values())
+
+
 def collect_apart(rank: int, device: torch.device, folder: str) -> dict[str, list[str]]:
     """Return the problems of jobs in which the ranks differ."""
     missing = Path(folder) / "file" / "x"  # cannot be made

@@ -32,14 +32,11 @@ from moecore.moe.clones import AnyClones, view_as_sendable_dtype
 
 
 @contextmanager
-def concatenate_clones(weights: ExpertWeights, clones: AnyClones | None) -> Iterator[ExpertWeights]:
-    """Yield the weights of experts and their clones, concatenated. None = only the experts'.
+def concatenate_clones(weights: ExpertWeights, clones: AnyClones) -> Iterator[ExpertWeights]:
+    """Yield the weights of experts and their clones, concatenated.
 
     In this context, saved tensors of the concatenated weights are stored as their two parts.
     """
-    if clones is None:
-        yield weights
-        return
     memory = _CloneMemory(clones)
     extended = _append_clone_weights(weights, memory)
     with use_packer(memory.pack):

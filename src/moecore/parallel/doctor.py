@@ -460,7 +460,7 @@ def _measure_rates(hosts: Sequence[str], device_type: str) -> dict[str, float]:
     for link, all_rings in rings.items():
         (ring,) = [ring for ring in all_rings if rank in ring] or [[rank]]
         place, best = ring.index(rank), float("inf")
-        for _ in range(3 if len(all_rings[0]) > 1 else 0):
+        for _ in range(3 if any(len(ranks) > 1 for ranks in all_rings) else 0):
             dist.barrier()
             start = time.perf_counter()
             if len(ring) > 1:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moecore import BalanceConfig, Meshes, ParallelConfig, build_meshes, parallelize_moe
 from moecore.families import use_causal_attention
+from moecore.families.transformers.experts import get_image_mask, has_vision_experts
 from moecore.packing import PackedCollator
 from moecore.parallel.model.parallel_state import get_moe_state
 from tests.families.transformers.family_models import batch, loss_of, tiny_model
@@ -89,6 +90,15 @@ def test_all_routers_leave_padding_out(family: str, meshes: Meshes) -> None:
     model(**given).logits.sum().backward()
     counts = get_moe_state(model).finish_step().tokens_per_expert.values()
     assert {int(n.sum()) for n in counts} == {K * 14}
+
+
+def test_the_mask_of_images_is_found_by_name() -> None:
+    block = next(m for m in tiny_model("ernie4_5_vl_moe").modules() if has_vision_experts(m))
+    hidden, kinds = torch.zeros(1, 2, 8), torch.ones(1, 2, dtype=torch.int)
+    for args, names in ((), ["kinds", "hidden"]), ((hidden,), ["kinds"]), ((hidden, kinds), []):
+        values = {"kinds": ("moe_mm_token_type_ids", kinds), "hidden": ("hidden_states", hidden)}
+        assert get_image_mask(block, args, dict(values[name] for name in names)) is kinds
+    assert get_image_mask(block, (hidden,), {}) is None
 
 
 @pytest.mark.parametrize("images", [False, True])

@@ -104,3 +104,6 @@ def test_a_profile_is_a_timeline(tmp_path: Path) -> None:
     assert [span.item for span in spans] == order
     with pytest.raises(ValueError, match=r"spans \(\(\)\) must have"):
         Timeline.from_traces([])
+    (tmp_path / "1.json").write_text('{"traceEvents": []}')
+    with pytest.raises(ValueError, match=r"paths \(.*1.json\) must have a pipeline action"):
+        Timeline.from_traces([tmp_path / "0.json", tmp_path / "1.json"])

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from moecore.base.options.layer import Activation, MoEConfig
 from moecore.families.adopt import adopt_experts
-from moecore.families.transformers.stock import is_hf, refuse_customised_experts
+from moecore.families.transformers.stock import is_hf, named, refuse_customised_experts
 from moecore.kernels.rows.activation import ActivationOptions, activate_rows
 from moecore.moe.dispatch.local import LocalDispatcher
 from moecore.moe.expert_layout import ExpertLayout
@@ -196,11 +196,11 @@ def has_vision_experts(block: nn.Module) -> bool:
     return is_hf(block) and isinstance(getattr(block, "vision_moe", None), nn.Module)
 
 
-def get_image_mask(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Return the block's second argument [B, T], nonzero for image tokens; None = no images."""
-    _, kinds_BT, *_ = [*args, *kwargs.values(), None]
-    result: Tensor | None = kinds_BT
-    return result
+def get_image_mask(
+    block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Tensor | None:
+    """Return the forward's argument [B, T], nonzero for image tokens; None = no images."""
+    return named(block, args, kwargs).get("moe_mm_token_type_ids")
 
 
 def run_vision_experts(model: nn.Module) -> None:
@@ -214,7 +214,8 @@ def _run_vision_experts_on_text(
     block: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     """Forward hook: if no token is an image, run the image experts on zero tokens."""
-    (hidden_BTD, *_), kinds_BT = (*args, *kwargs.values()), get_image_mask(args, kwargs)
+    hidden_BTD: Tensor = named(block, args, kwargs)["hidden_states"]
+    kinds_BT = get_image_mask(block, args, kwargs)
     layers = (m for m in block.vision_moe.modules() if isinstance(m, RoutedLayer))
     is_local = all(isinstance(layer.dispatcher, LocalDispatcher) for layer in layers)
     if is_local or (kinds_BT is not None and kinds_BT.any()):  # as of the block

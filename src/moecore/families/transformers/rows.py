@@ -305,7 +305,7 @@ class ModalityHooks:
         block.register_forward_pre_hook(self._enter, with_kwargs=True)
 
     def _enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> None:
-        self._state.kinds_BT = get_image_mask(args, kwargs)
+        self._state.kinds_BT = get_image_mask(block, args, kwargs)
 
     def select_text(self, x_BT: Tensor) -> Tensor:
         """Return a value per text token, [N], from one per token of the block, [B, T]."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from moecore.base import install_command
 from moecore.base.fields import CheckedRecord, PositiveOrZero, Rules, check_arguments
@@ -72,14 +72,10 @@ class Timeline:
             paths: Chrome traces of torch.profiler, one per pipeline rank in order, from one host.
 
         Raises:
-            ValueError: if no trace has a pipeline action, or if actions of a rank overlap.
+            ValueError: if a trace has no pipeline action, or if actions of a rank overlap.
         """
         check_arguments(Timeline.from_traces, locals())
-        spans = [
-            (rank, *span)
-            for rank, path in enumerate(paths)
-            for span in _read_items(json.loads(Path(path).read_bytes()))
-        ]
+        spans = [(rank, *span) for rank, path in enumerate(paths) for span in _read_items(path)]
         return cls.from_spans(spans)
 
     @property
@@ -109,12 +105,15 @@ def name_item(item: Item) -> str:
 ACTION = re.compile(r"([FBDW]) stage (\d+) micro-batch (\d+)")
 
 
-def _read_items(trace: Mapping[str, Any]) -> Iterator[tuple[Item, float, float]]:
+def _read_items(path: str | os.PathLike[str]) -> Iterator[tuple[Item, float, float]]:
     """Yield item, start and end, in microseconds, from the events of a Chrome trace."""
+    trace = json.loads(Path(path).read_bytes())
     traced_events = [(e, list(ACTION.finditer(str(e.get("name"))))) for e in trace["traceEvents"]]
     events = [(e, matches) for e, matches in traced_events if matches]
     on_gpu = [event for event in events if event[0].get("cat") == "gpu_user_annotation"]
     on_host = [event for event in events if event[0].get("cat") == "user_annotation"]
+    if not (on_gpu or on_host):
+        raise ValueError(f"paths ({path}) must have a pipeline action: profile a step of stages")
     for event, matches in on_gpu or on_host:
         actions = [Action(cast(Kind, m[1]), int(m[2]), int(m[3])) for m in matches]
         item = actions[0] if len(actions) == 1 else Overlap(*actions)

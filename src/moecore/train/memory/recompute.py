@@ -111,7 +111,7 @@ class _RunningRegion:
     has_products: bool
     products: list[_RegionProduct] = field(default_factory=list)
     _inputs: list[Any] = field(default_factory=list)  # handles of tensors, and other leaves
-    _spec: Any = None
+    _tree: Any = None  # the structure of the arguments, a pytree spec
     _versions: tuple[int, ...] = ()  # of the inputs
     _resident_keys: set[int] = field(default_factory=set)  # storages that stay while it runs
     _largest: int = 0
