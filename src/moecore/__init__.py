@@ -16,7 +16,7 @@ _NAMES = {
     "base.options.indexer": "IndexerConfig",
     "base.options.layer": "BalanceConfig CapacityConfig MoEConfig MoEOverrides",
     "base.options.memory": "MemoryOptions StashOptions",
-    "base.options.precision": "register_precision",
+    "base.options.precision": "Precision Recipe register_precision",
     "moe.assignment": "register_assignment",
     "moe.backends": "register_expert_backend",
     "moe.dispatch.exchange": "ExchangeError",
@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from moecore.base.options.layer import MoEOverrides as MoEOverrides
     from moecore.base.options.memory import MemoryOptions as MemoryOptions
     from moecore.base.options.memory import StashOptions as StashOptions
+    from moecore.base.options.precision import Precision as Precision
+    from moecore.base.options.precision import Recipe as Recipe
     from moecore.base.options.precision import register_precision as register_precision
     from moecore.moe.assignment import register_assignment as register_assignment
     from moecore.moe.backends import register_expert_backend as register_expert_backend
