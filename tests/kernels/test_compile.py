@@ -295,7 +295,7 @@ def run_microscaled(recipe: Recipe, packed: bool = False) -> None:
 def run_block_scaled(recipe: Recipe) -> None:
     def operand(*shape: int, rows: int = 1) -> Any:
         *lead, M, columns = shape
-        scales = torch.zeros(*lead, M // rows, columns // recipe.multiple, dtype=torch.uint8)
+        scales = torch.zeros(*lead, M // rows, columns // recipe.weight_multiple, dtype=torch.uint8)
         if recipe.scaling == "mxfp8":
             values = torch.zeros(shape, dtype=torch.uint8).view(e4m3.FP8)
             return scaling.Blocks(values, scales, "packed")

@@ -406,7 +406,7 @@ def all_reduce_max(value: Tensor, weight: Tensor) -> Tensor:
 
 def find_weight_problem(weight: Tensor, recipe: Recipe | None = None) -> str | None:
     """Return why a recipe cannot multiply a weight, equal on all ranks. None = it can."""
-    multiple = ALIGNED if recipe is None else recipe.multiple
+    multiple = ALIGNED if recipe is None else recipe.weight_multiple
     # Tensor parallelism may have sharded the weight [N, K]; FSDP has not yet.
     sizes = list(weight.shape)
     if isinstance(weight, DTensor):

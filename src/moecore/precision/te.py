@@ -55,7 +55,7 @@ def _quantise_operand(
     """
     x_RC = te_names.replace_infinities(x_RC.detach().contiguous())
     if operand != "weight":  # rows of zeros change no scale
-        x_RC = pad(x_RC, (0, 0, 0, -x_RC.shape[0] % recipe.rows))
+        x_RC = pad(x_RC, (0, 0, 0, -x_RC.shape[0] % recipe.row_multiple))
     if past_amax is None and seen is None:
         return te_names.quantise(x_RC, recipe, operand, over_rows=over_rows)
     fmt = recipe.grad_format if operand == "gradient" else "e4m3"

@@ -69,7 +69,7 @@ def options_of(
 
 
 def index_of(ids: Tensor, weights: Tensor, recipe: Recipe | None) -> ExpertIndex:
-    multiple = 1 if recipe is None else recipe.rows
+    multiple = 1 if recipe is None else recipe.row_multiple
     return build_index(ids, weights, first=0, num_local=5, multiple=multiple)
 
 

@@ -120,7 +120,9 @@ def find_products_problem(name: ProductsName, spec: ExpertSpec) -> str | None:
     if uses_te(name, recipe):
         return find_te_problem(spec)
     if recipe is not None:
-        return spec.find_fp8_problem(BLOCK if recipe.scaling == "blockwise" else recipe.multiple)
+        return spec.find_fp8_problem(
+            BLOCK if recipe.scaling == "blockwise" else recipe.weight_multiple
+        )
     return find_triton_problem(spec) if name == "triton" else spec.find_grouped_problem()
 
 

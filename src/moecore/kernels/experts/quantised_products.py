@@ -191,7 +191,7 @@ class EmulatedMatmuls(Matmuls):
             num_experts=index.offsets_e.shape[0],
             pack=self.is_packed,
         )
-        self.padded_rows = pad_rows(index.offsets_e, length, recipe.multiple)
+        self.padded_rows = pad_rows(index.offsets_e, length, recipe.weight_multiple)
         quantise = partial(quantise_emulated, recipe=recipe)
         unpack = _transpose_bytes if self.is_packed else partial(_unpack_blocks, recipe)
         self.matrices = QuantisedMatrices(weights, quantise, unpack)

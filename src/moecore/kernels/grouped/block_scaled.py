@@ -181,7 +181,7 @@ def _make_constants(operand: Blocks, recipe: Recipe) -> dict[str, Any]:
     """Return the compile-time arguments of both kernels; BLOCK_K is in values, 128 bytes."""
     P = 1 if operand.values.dtype == FP8 else 2
     formats = {"FORMAT": "e4m3" if P == 1 else "e2m1", "POWER_OF_TWO": recipe.power_of_two}
-    return {**formats, "P": P, "B": recipe.multiple, "BLOCK_K": BYTES_K * P, **PROGRAM}
+    return {**formats, "P": P, "B": recipe.weight_multiple, "BLOCK_K": BYTES_K * P, **PROGRAM}
 
 
 def block_scaled_gemm(

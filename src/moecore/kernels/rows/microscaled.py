@@ -173,7 +173,7 @@ def quantise_microscaled(
             pack=pack,
         )
     x_TK = x_TK.detach() if x_TK.stride(1) == 1 else x_TK.detach().contiguous()
-    (T, K), size, is_nvfp4 = x_TK.shape, recipe.multiple, recipe.scaling == "nvfp4"
+    (T, K), size, is_nvfp4 = x_TK.shape, recipe.weight_multiple, recipe.scaling == "nvfp4"
     M = round_up(T, size) if over_rows else T
     M = M if sources_M is None else sources_M.shape[0]
     transforms = over_rows and is_nvfp4 and recipe.hadamard

@@ -232,7 +232,7 @@ def quantise_microscaled_ref(
     pack: bool = False,
 ) -> Blocks:
     """Compute `microscaled.quantise_microscaled` in plain PyTorch."""
-    size, is_nvfp4 = recipe.multiple, recipe.scaling == "nvfp4"
+    size, is_nvfp4 = recipe.weight_multiple, recipe.scaling == "nvfp4"
     block = (size, 1) if over_rows else (1, size)
     x_MK = x_TK.float()
     if sources_M is not None:

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.base import install_command
+from moecore.base import get_install_command
 from moecore.base.rank_checks import gather_objects
 from moecore.base.streams import wait_on_host
 from moecore.kernels.rows.index import build_index
@@ -46,7 +46,7 @@ EXPERT_ALIGNMENT = 4  # experts of a domain
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MIN_NCCL = (2, 30, 7)
 MIN_CAPABILITY = (9, 0)
-INSTALL = f"{install_command('nccl-ep')}, or use 'alltoall'"
+INSTALL = f"{get_install_command('nccl-ep')}, or use 'alltoall'"
 
 
 def find_problem(group: dist.ProcessGroup, device_type: str) -> str | None:

@@ -429,7 +429,7 @@ def _check_pairs(
 
 def _select_gatherable(recipe: Recipe | None) -> Recipe | None:
     """Return the recipe if weights can be all-gathered in its FP8 format, otherwise None."""
-    return recipe if recipe is not None and recipe.gathers else None
+    return recipe if recipe is not None and recipe.can_gather_weights else None
 
 
 def _check_gatherable(name: str, param: nn.Parameter, num_places: int) -> None:
