@@ -217,8 +217,8 @@ def scaled_wgrad_ref(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dtype
 def scaled_wgrad(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
     """Return each expert's weight gradient x^T y, [e, M, N]; zero for an expert without rows.
 
-    x is [M, P] and y [N, P], the "columns" of `scaled_rows`. `offsets_e` is the running sum of the
-    experts' padded rows. `dtype` is bf16 on a GPU. No autograd; no host sync on a GPU.
+    x is [M, P] and y [N, P], the "columns" of `quantise_expert_rows`. `offsets_e` is the running
+    sum of the experts' padded rows. `dtype` is bf16 on a GPU. No autograd; no host sync on a GPU.
     """
     if _needs_reference(x, y):
         return scaled_wgrad_ref(x, y, offsets_e, dtype)

@@ -59,7 +59,7 @@ class DispatchPages:
     def read(self, matrices: Sequence[Tensor | None], over: DispatchPages | None) -> None:
         """Copy used rows to `matrices` (None = skip), and free the pages of `over`."""
         freed_table = None if over is None else (over.table, over.layout.num_entries)
-        copy_rows(matrices, self.table, self.layout, stash=False, over=freed_table)
+        copy_rows(matrices, self.table, self.layout, stash=False, released_table=freed_table)
 
 
 class PagePlace(NamedTuple):
@@ -198,7 +198,7 @@ class PageStore:
         # become a graph's, but not the other way round.
         tables = kind.of_graphs if in_capture else kind.of_eager
         free = tables or (kind.of_eager if in_capture else tables)
-        table, emptied = free.pop() if free else (kind.layout.table(), None)
+        table, emptied = free.pop() if free else (kind.layout.make_table(), None)
         dispatch = DispatchPages(
             table=table,
             layout=kind.layout,
