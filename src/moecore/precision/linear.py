@@ -57,7 +57,7 @@ def restore_dims(y_MN: Tensor, x: Tensor) -> Tensor:
     return y
 
 
-class InputCast:
+class InputCastCache:
     """A cache of one quantised input, which linears such as q, k and v share until it is freed."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class InputCast:
         self._users: list[object] = []
 
     def __reduce__(self) -> Any:  # a copy starts empty
-        return InputCast, ()
+        return InputCastCache, ()
 
     def get(self, x: Tensor, user: object, recipe: Recipe, columns: bool) -> OperandPair:
         """Return `cast_input(x, recipe, columns=columns)`, cached until `user` reads it twice."""
@@ -141,9 +141,9 @@ class QuantisedProducts(LinearProducts):
 
     op: ClassVar[Op]  # the result of `make_quantised_op` for the class
 
-    def __init__(self, recipe: Recipe, inputs: InputCast | None = None) -> None:
+    def __init__(self, recipe: Recipe, inputs: InputCastCache | None = None) -> None:
         self.recipe = recipe
-        self.inputs = inputs or InputCast()
+        self.inputs = inputs or InputCastCache()
         self.history = AmaxHistory(recipe.amax_history) if recipe.amax_history else None
         self._recipe_text = json.dumps(asdict(recipe))
 
