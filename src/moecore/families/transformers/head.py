@@ -116,7 +116,7 @@ class Logits(Tensor):
                 stacklevel=2,
             )
         values = F.linear(source.hidden, source.weight)
-        values = values if source.tp is None else source.tp.gather_last(values)
+        values = values if source.tp is None else source.tp.gather_last_dim(values)
         return values.to(self.dtype).view(self.shape)
 
     @override
@@ -321,7 +321,7 @@ class VocabularyHooks:
     def _enter(self, embedding: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Forward pre-hook: map ids to local rows, and the padding index to a local row or None."""
         ids, *rest = args
-        local_ids, self._state.is_other = self._tp.local_rows(ids, self._rows)
+        local_ids, self._state.is_other = self._tp.find_local_rows(ids, self._rows)
         padding = self._state.padding_idx = embedding.padding_idx
         if padding is not None:  # the row without a gradient
             padding -= self._tp.rank * self._rows
@@ -339,4 +339,4 @@ def _gather_logits(head: Any, _args: Any, logits: Tensor) -> Tensor:
     if isinstance(logits, Logits):
         return logits
     tp: TensorParallel = getattr(head, TP)
-    return tp.gather_last(logits)
+    return tp.gather_last_dim(logits)

@@ -272,7 +272,7 @@ def _apply_group_norm(
 
     def mean(squares: Tensor) -> Tensor:
         ranks = size // squares.shape[-1]
-        sums = tp.gather_last(squares.sum(-1, keepdim=True))
+        sums = tp.gather_last_dim(squares.sum(-1, keepdim=True))
         result: Tensor = (
             sums.unflatten(-1, (-1, ranks))[..., tp.rank // ranks, :].sum(-1, True) / size
         )
@@ -297,7 +297,7 @@ def _all_reduce_output(tp: TensorParallel, _linear: nn.Module, _args: Any, y: Te
 
 def _gather_columns(tp: TensorParallel, _norm: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     x, *rest = args
-    return tp.gather_last(x), *rest
+    return tp.gather_last_dim(x), *rest
 
 
 def _slice_columns(tp: TensorParallel, _norm: nn.Module, _args: Any, y: Tensor) -> Tensor:
