@@ -311,7 +311,7 @@ class MoELayer(RoutedLayer):
             tokens_TD = x_TD.masked_fill(micro_batch.padding_mask_T[:, None], 0)
         with mark("moecore::router"):
             routing = router(tokens_TD, micro_batch)
-        rows_TL, routing = self._make_routed_rows(autocast(tokens_TD), routing)
+        rows_TL, routing = self._make_routed_rows(cast_to_autocast(tokens_TD), routing)
         is_saved_elsewhere = rows_TL is tokens_TD and router.weight.requires_grad
         y_TL = self._run_routed_experts(rows_TL, routing, is_saved_elsewhere=is_saved_elsewhere)
         y_TD = self.latent.project_up(y_TL) if self.config.latent_dim else y_TL
@@ -370,7 +370,7 @@ def _warn_of_eval(_: Tensor) -> None:
     )
 
 
-def autocast(x: Tensor) -> Tensor:
+def cast_to_autocast(x: Tensor) -> Tensor:
     """Cast x to autocast's dtype, for dispatch and experts; the router reads x without the cast."""
     dtype = get_autocast_dtype(x)
     return x if dtype is None else x.to(dtype)

@@ -27,7 +27,7 @@ from moecore.families.family import swap_blocks
 from moecore.integrations.torchtitan.options import get_moecore_options, make_request
 from moecore.integrations.torchtitan.sections import changed, named, set_fields
 from moecore.moe.layer import RoutedLayer
-from moecore.moe.shortage import Holder
+from moecore.moe.shortage import BufferOwner
 from moecore.parallel.mesh import Meshes, ParallelConfig, build_meshes
 from moecore.parallel.model.parallel_state import get_capacity, get_moe_state
 from moecore.parallelize import parallelize_moe
@@ -242,7 +242,7 @@ def _restore_full_rows(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> tuple[A
     return (kwargs[TOKENS],), keywords
 
 
-def _watch_training_forwards(holders: Sequence[Holder | None], *_: Any) -> None:
+def _watch_training_forwards(holders: Sequence[BufferOwner | None], *_: Any) -> None:
     """Forward pre-hook: apply capacities of dispatch buffers only in forwards with gradients."""
     for holder in holders:
         if holder is not None:

@@ -14,7 +14,7 @@ from moecore.base.torch_private import get_local_tensor
 from moecore.moe.dispatch.exchange_pool import ExchangePool
 from moecore.moe.dispatch.nccl_ep import EPGroups
 from moecore.moe.layer import RoutedLayer
-from moecore.moe.shortage import Capacity, Holder
+from moecore.moe.shortage import BufferOwner, Capacity
 from moecore.moe.state import MoEState
 from moecore.parallel.arguments import SharedArguments
 from moecore.parallel.fsdp.engine import UnitEngine
@@ -49,7 +49,7 @@ class ParallelState:
     engine: UnitEngine | None = None  # None = the module is a copy of a parallelized model
     compiled: set[nn.Module] = field(default_factory=set)  # modules inside compiled modules
     offload: StageOffload | None = None
-    stash: Holder | None = None
+    stash: BufferOwner | None = None
     state: MoEState | None = None  # the balance record; None before `apply_balance`
     capacity: Capacity | None = None  # capacity of exchanges and stash
     pipeline: Pipeline | None = None  # None = no pipeline stages

@@ -16,7 +16,7 @@ from moecore.attention.context_parallel.local_tokens import ContextParallel
 from moecore.base.options.context import ContextOptions
 from moecore.base.options.dispatch import DISPATCHERS, NVLinkOptions
 from moecore.base.options.precision import Recipe
-from moecore.moe.aux_loss import aux_losses
+from moecore.moe.aux_loss import list_aux_losses
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.clones import Cloner
 from moecore.moe.dispatch import nccl_ep
@@ -280,7 +280,7 @@ def apply_balance(model: nn.Module, state: ParallelState) -> None:
         state.layers,
         groups,
         loss=state.request.loss,
-        others=None if state.request.indexer is None else aux_losses(model),
+        others=None if state.request.indexer is None else list_aux_losses(model),
         check_parameters=partial(refuse_added, model),
     )
     tokens = None if state.exchanges is None else state.exchanges.tokens
