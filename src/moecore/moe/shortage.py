@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moecore.base.rank_checks import get_rank_or_zero
 from moecore.base.streams import ToHost
 
 logger = logging.getLogger("moecore.capacity")
@@ -238,8 +239,3 @@ class Capacity:
 def compute_next_factor(factor: float) -> float:
     """Return the next capacity factor: the needed factor plus 5%, rounded up to 0.01."""
     return math.ceil(factor * SLACK * 100) / 100
-
-
-def get_rank_or_zero() -> int:
-    """Return the rank of this process; 0 without torch.distributed."""
-    return dist.get_rank() if dist.is_initialized() else 0

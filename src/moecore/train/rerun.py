@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moecore.base.rank_checks import get_rank_or_zero
 from moecore.base.streams import ToHost
 from moecore.moe.aux_loss import list_aux_losses
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.pairs import get_rng_states, set_rng_states
 from moecore.moe.records import ChoiceTape
-from moecore.moe.shortage import BufferOwner, Capacity, Watch, compute_next_factor, get_rank_or_zero
+from moecore.moe.shortage import BufferOwner, Capacity, Watch, compute_next_factor
 from moecore.parallel.model.parallel_state import list_engines, list_parallel_states
 from moecore.precision.apply import drop_amax
 

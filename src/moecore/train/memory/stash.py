@@ -24,12 +24,13 @@ import torch
 from torch import Tensor, nn
 
 from moecore.base.options.memory import StashOptions
+from moecore.base.rank_checks import get_rank_or_zero
 from moecore.base.saved_tensors import UsedRows
 from moecore.kernels.common import cdiv
 from moecore.kernels.rows.free_list import PEAK_WORD, PagePool, return_pages
 from moecore.kernels.rows.pages import MAX_MATRICES, PageLayout, copy_rows, take_rows
 from moecore.moe.dispatch.exchange import ExchangeError
-from moecore.moe.shortage import BufferOwner, ShortageCounters, get_rank_or_zero
+from moecore.moe.shortage import BufferOwner, ShortageCounters
 from moecore.train.memory.groups import HostCopy, StorageGroup
 from moecore.train.memory.offload import Offload
 from moecore.train.memory.streams import CopyMark, CopyStreams, Job
