@@ -40,11 +40,11 @@ from moecore.parallel.model.phases import (
     apply_context,
     apply_layers,
     apply_pipeline,
-    compare_arguments,
-    cut_stages,
+    install_argument_checks,
     resolve_dispatcher,
+    select_local_stages,
 )
-from moecore.parallel.model.plan import Layers, cut_model, make_plan
+from moecore.parallel.model.plan import Layers, apply_ep_tp, make_plan
 from moecore.parallel.model.request import LossConvention, Request, compare_models, compare_stages
 from moecore.parallel.model.shard_model import shard_model
 from moecore.parallel.pipeline.schedule import PipelineConfig
@@ -208,7 +208,7 @@ def _make_state(
 ) -> ParallelState:
     """Remove other ranks' pipeline stages, plan the sharding and return the `ParallelState`."""
     dtype = next(model.parameters()).dtype
-    layout, stages = cut_stages(model, request)
+    layout, stages = select_local_stages(model, request)
     local_modules = set(model.modules())
     layers = {name: layer for name, layer in layers.items() if layer in local_modules}
     plan = make_plan(model, layers, request, fp32)
@@ -222,7 +222,7 @@ def _make_state(
 
 def _shard_over_tp_and_ep(model: nn.Module, state: ParallelState) -> None:
     """Replace parameters by this rank's shards over ep, etp and tp."""
-    cut_model(model, state.layers, state.request)
+    apply_ep_tp(model, state.layers, state.request)
 
 
 def _quantise(model: nn.Module, state: ParallelState) -> None:
@@ -271,6 +271,6 @@ PHASES: tuple[Callable[[nn.Module, ParallelState], None], ...] = (
     graph_dense,  # around recomputation and offload
     _fuse_loss,  # after `_quantise`, which changes heads
     apply_balance,  # after exchanges and stash, whose capacities it checks
-    compare_arguments,  # its hook runs before all other forward hooks
+    install_argument_checks,  # its hook runs before all other forward hooks
     apply_pipeline,  # last: stages compare their shared parameters as sharded
 )

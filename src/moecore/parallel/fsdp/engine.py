@@ -310,7 +310,7 @@ class UnitEngine:
                 if not self._in_backward:
                     unit.drop_marks()  # the end of backward has waited for all marks
                 unit.refresh()
-        self._streams.start()
+        self._streams.sync_gather_stream()
 
     def _check_consistent(self) -> None:
         """Raise a RuntimeError if an earlier backward ended in an exception."""

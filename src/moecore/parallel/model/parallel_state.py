@@ -91,7 +91,7 @@ def list_engines(model: nn.Module) -> list[UnitEngine]:
     return [state.engine for state in list_parallel_states(model) if state.engine is not None]
 
 
-def find_row_difference(model: nn.Module) -> Tensor | None:
+def find_argument_difference(model: nn.Module) -> Tensor | None:
     """End a step's comparisons; return a 0-dim device bool, True if forward arguments differed.
 
     The ranks that process the same sequences are compared. None = the step compared no contents
@@ -132,7 +132,7 @@ def get_progress(model: nn.Module) -> Progress | None:
     return next((progress for progress in records if progress is not None), None)
 
 
-def find_stages(model: nn.Module) -> tuple[nn.Module, AllStages | None]:
+def find_staged_module(model: nn.Module) -> tuple[nn.Module, AllStages | None]:
     """Return the submodule that has pipeline stages, and its `AllStages`.
 
     Without stages, the function returns the model and None. Two submodules with stages: ValueError.
@@ -156,7 +156,7 @@ def all_reduce_stage_copies(model: nn.Module) -> None:
 
     Collective, no host sync.
     """
-    owner, stages = find_stages(model)
+    owner, stages = find_staged_module(model)
     if stages is None:
         return
     named = {clean_name(name): param for name, param in owner.named_parameters()}

@@ -287,7 +287,7 @@ def apply_balance(model: nn.Module, state: ParallelState) -> None:
     state.capacity = Capacity(state.exchanges, tokens, state.stash, device=meshes.device)
 
 
-def compare_arguments(model: nn.Module, state: ParallelState) -> None:
+def install_argument_checks(model: nn.Module, state: ParallelState) -> None:
     """Install the forward hook that compares arguments of ranks with the same sequences.
 
     Collective.
@@ -304,7 +304,9 @@ def compare_arguments(model: nn.Module, state: ParallelState) -> None:
         model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
 
-def cut_stages(model: nn.Module, request: Request) -> tuple[PipelineLayout | None, Sequence[Stage]]:
+def select_local_stages(
+    model: nn.Module, request: Request
+) -> tuple[PipelineLayout | None, Sequence[Stage]]:
     """Remove other ranks' pipeline stages; return layout and local stages, None and () at pp 1."""
     pp = request.meshes.parallel.pp
     if pp == 1 or request.pipeline is None:
@@ -345,7 +347,7 @@ def apply_pipeline(model: nn.Module, state: ParallelState) -> None:
     state.all_stages = make_all_stages(model, meshes)
 
 
-def list_chunks(
+def group_blocks_by_stage(
     model: nn.Module, blocks: Sequence[nn.Module], state: ParallelState
 ) -> dict[int, list[nn.Module]] | None:
     """Group this rank's blocks by the index of their pipeline stage; None = no stages."""
