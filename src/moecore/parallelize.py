@@ -231,10 +231,10 @@ def _quantise(model: nn.Module, state: ParallelState) -> None:
         apply_precision(model, state.request.precision)
 
 
-def _train_indexers(model: nn.Module, state: ParallelState) -> None:
+def _add_indexer_losses(model: nn.Module, state: ParallelState) -> None:
     """Add the losses that train the indexers of sparse attention."""
     if state.request.indexer is not None:
-        state.request.family.train_indexers(model, state.request.indexer)
+        state.request.family.add_indexer_losses(model, state.request.indexer)
 
 
 def _defer_weight_gradients(model: nn.Module, state: ParallelState) -> None:
@@ -261,7 +261,7 @@ PHASES: tuple[Callable[[nn.Module, ParallelState], None], ...] = (
     resolve_dispatcher,  # completes the plan
     _shard_over_tp_and_ep,  # ep, etp and tp: layers and units read the local shapes
     apply_context,  # before balance, whose groups it makes
-    _train_indexers,  # before balance, which sets the factors of their losses
+    _add_indexer_losses,  # before balance, which sets the factors of their losses
     _quantise,  # before `_defer_weight_gradients`, which looks for linears in FP8
     apply_layers,  # after `_shard_over_tp_and_ep`, because products are chosen by local shapes
     _defer_weight_gradients,  # before sharding, because units look for linears that defer

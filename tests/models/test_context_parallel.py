@@ -201,7 +201,7 @@ def expected(case: Case, num_steps: int) -> dict[str, Tensor]:
     model, found, data_ranks = make(case.config), {}, data_ranks_of(case)
     clip = None if case.tau is None else QKClip(model, case.tau)
     if case.indexer is not None:
-        ProtocolFamily().train_indexers(model, case.indexer)
+        ProtocolFamily().add_indexer_losses(model, case.indexer)
     for step in range(num_steps):
         batches = [batch_of(case, r, step) for r in range(data_ranks)]
         counts: dict[str, Any] = defaultdict(int)

@@ -99,7 +99,7 @@ class Family(Protocol):
         layers = (m for m in model.modules() if hasattr(m, "enable_indexer_training"))
         return [layer for layer in layers if layer.indexer is not None]
 
-    def train_indexers(self, model: nn.Module, config: IndexerConfig) -> None:
+    def add_indexer_losses(self, model: nn.Module, config: IndexerConfig) -> None:
         """Add an auxiliary loss to each layer with an indexer, which trains the indexer."""
         for layer in self.find_indexers(model):
             cast(Any, layer).enable_indexer_training(config)
