@@ -284,8 +284,8 @@ def _scaled_rows(inputs: Inputs, *, per_row: bool, delayed: bool = False) -> Wor
     if delayed:
         how |= dict(amax=x_RD.new_ones(1).float(), seen=x_RD.new_zeros(1).float())
     return _both(
-        lambda: sr.scaled_rows(x_RD, offsets_E, sr.pad_offsets(offsets_E), **how),
-        lambda: sr.scaled_rows_ref(x_RD, offsets_E, **how),
+        lambda: sr.quantise_expert_rows(x_RD, offsets_E, sr.pad_offsets(offsets_E), **how),
+        lambda: sr.quantise_expert_rows_ref(x_RD, offsets_E, **how),
         x_RD.numel() * (4 if delayed else 6),
     )
 
@@ -310,8 +310,8 @@ def scaled_rows_alone(inputs: Inputs) -> Work:
     x_RD, offsets_E = Operands(inputs).dy_RD, inputs.offsets_E
     how: dict[str, Any] = dict(per_row=True, columns=False, **HOW)
     return _both(
-        lambda: sr.scaled_rows(x_RD, offsets_E, None, **how),
-        lambda: sr.scaled_rows_ref(x_RD, offsets_E, **how),
+        lambda: sr.quantise_expert_rows(x_RD, offsets_E, None, **how),
+        lambda: sr.quantise_expert_rows_ref(x_RD, offsets_E, **how),
         x_RD.numel() * 3,
     )
 
@@ -319,8 +319,8 @@ def scaled_rows_alone(inputs: Inputs) -> Work:
 def _scaled_matrices(inputs: Inputs, *, per_row: bool) -> Work:
     w1_ECD, how = Operands(inputs).w1_ECD, dict(per_row=per_row, **HOW)
     return _both(
-        lambda: sr.scaled_matrices(w1_ECD, **how),
-        lambda: sr.scaled_matrices_ref(w1_ECD, **how),
+        lambda: sr.quantise_expert_matrices(w1_ECD, **how),
+        lambda: sr.quantise_expert_matrices_ref(w1_ECD, **how),
         w1_ECD.numel() * 6,
     )
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from benchmarks.records import append_rows, results_path
 from moecore.base.options.indexer import IndexerConfig
-from moecore.families.transformers.sparse_attention import attend_sparsely, train_indexers
+from moecore.families.transformers.sparse_attention import add_indexer_losses, use_sparse_attention
 
 MODULE = "benchmarks.bench_sparse_attention"
 SMALL = dict(
@@ -93,10 +93,10 @@ def make_layer(name: str, small: bool) -> nn.Module:
     config._attn_implementation = "eager"
     layer = DeepseekV32Attention(config, 0)
     if name != "eager":
-        attend_sparsely(layer)
+        use_sparse_attention(layer)
     if name.endswith("learning"):
         stage = "warm_up" if name.startswith("all") else "sparse"
-        train_indexers(layer, IndexerConfig(stage=stage))  # type: ignore[arg-type]
+        add_indexer_losses(layer, IndexerConfig(stage=stage))  # type: ignore[arg-type]
     return layer
 
 

@@ -91,7 +91,7 @@ def register(args: argparse.Namespace) -> None:
     flavor = replace(stock.model_args[FLAVOR], **sizes)
     config = config_of(args)
     if args.variant == "decoder":
-        batches = specs.with_labels(partial(random_batches, vocab_size=config.vocab_size))
+        batches = specs.add_labels(partial(random_batches, vocab_size=config.vocab_size))
         spec = replace(specs.decoder_spec({FLAVOR: config}), build_dataloader_fn=batches)
     else:
         batches = partial(random_batches, vocab_size=flavor.vocab_size)

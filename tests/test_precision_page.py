@@ -9,7 +9,7 @@ from benchmarks.shapes import SHAPES
 
 from moecore import ParallelConfig, build_meshes, parallelize_moe
 from moecore.models import Decoder, preset
-from moecore.precision.apply import list_fp8_linears
+from moecore.precision.apply import list_quantised_linears
 from tests.helpers.te_definition import te_defined
 
 PAGE = Path(__file__).parents[1] / "docs" / "precision.md"
@@ -38,7 +38,7 @@ def test_the_arguments_for_transformer_engine() -> None:
             experts = model.model.layers[1].mlp.get_part("experts")
             is_te = experts.backend == "te", getattr(experts.recipe, "backend", None) == "te"
             assert is_te == {"wide": (True, False), "fp8": (False, True)}.get(key, (False, False))
-            assert len(list(list_fp8_linears(model))) == num_linears
+            assert len(list(list_quantised_linears(model))) == num_linears
 
 
 @pytest.mark.usefixtures("no_group_left")
@@ -47,7 +47,7 @@ def test_the_example_trains_in_fp8() -> None:
     exec(FP8, names)
     assert names["done"].norm.finite and names["loss"].isfinite()
     layers = names["model"].model.layers
-    is_fp8 = [any(list_fp8_linears(layer)) for layer in layers]
+    is_fp8 = [any(list_quantised_linears(layer)) for layer in layers]
     assert is_fp8 == [False, True, True, True]
     assert layers[1].mlp.get_part("experts").recipe == names["precision"].recipe
 

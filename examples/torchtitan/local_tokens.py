@@ -22,7 +22,7 @@ from torchtitan.models import qwen3
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
 
 from moecore.integrations.torchtitan.models import DecoderArgs
-from moecore.integrations.torchtitan.v02.specs import TitanHFArgs, with_labels
+from moecore.integrations.torchtitan.v02.specs import TitanHFArgs, add_labels
 
 NUM_RANDOM = 1 << 24  # ids drawn once; longer runs see them again
 
@@ -122,6 +122,6 @@ register_train_spec("local_qwen3", local(qwen3.get_train_spec()))
 register_train_spec("local_moecore_qwen3", local(get_train_spec("moecore_qwen3")))
 for name in ("moecore", "moecore_hf"):
     own_loss = replace(
-        local(get_train_spec(name)), build_dataloader_fn=with_labels(build_local_tokens)
+        local(get_train_spec(name)), build_dataloader_fn=add_labels(build_local_tokens)
     )
     register_train_spec(f"local_{name}", own_loss)

@@ -40,11 +40,11 @@ from moecore.parallel.model.phases import (
     apply_context,
     apply_layers,
     apply_pipeline,
-    compare_arguments,
-    cut_stages,
+    install_argument_checks,
     resolve_dispatcher,
+    select_local_stages,
 )
-from moecore.parallel.model.plan import Layers, cut_model, make_plan
+from moecore.parallel.model.plan import Layers, apply_ep_tp, make_plan
 from moecore.parallel.model.request import LossConvention, Request, compare_models, compare_stages
 from moecore.parallel.model.shard_model import shard_model
 from moecore.parallel.pipeline.schedule import PipelineConfig
@@ -208,7 +208,7 @@ def _make_state(
 ) -> ParallelState:
     """Remove other ranks' pipeline stages, plan the sharding and return the `ParallelState`."""
     dtype = next(model.parameters()).dtype
-    layout, stages = cut_stages(model, request)
+    layout, stages = select_local_stages(model, request)
     local_modules = set(model.modules())
     layers = {name: layer for name, layer in layers.items() if layer in local_modules}
     plan = make_plan(model, layers, request, fp32)
@@ -222,7 +222,7 @@ def _make_state(
 
 def _shard_over_tp_and_ep(model: nn.Module, state: ParallelState) -> None:
     """Replace parameters by this rank's shards over ep, etp and tp."""
-    cut_model(model, state.layers, state.request)
+    apply_ep_tp(model, state.layers, state.request)
 
 
 def _quantise(model: nn.Module, state: ParallelState) -> None:
@@ -231,10 +231,10 @@ def _quantise(model: nn.Module, state: ParallelState) -> None:
         apply_precision(model, state.request.precision)
 
 
-def _train_indexers(model: nn.Module, state: ParallelState) -> None:
+def _add_indexer_losses(model: nn.Module, state: ParallelState) -> None:
     """Add the losses that train the indexers of sparse attention."""
     if state.request.indexer is not None:
-        state.request.family.train_indexers(model, state.request.indexer)
+        state.request.family.add_indexer_losses(model, state.request.indexer)
 
 
 def _defer_weight_gradients(model: nn.Module, state: ParallelState) -> None:
@@ -261,7 +261,7 @@ PHASES: tuple[Callable[[nn.Module, ParallelState], None], ...] = (
     resolve_dispatcher,  # completes the plan
     _shard_over_tp_and_ep,  # ep, etp and tp: layers and units read the local shapes
     apply_context,  # before balance, whose groups it makes
-    _train_indexers,  # before balance, which sets the factors of their losses
+    _add_indexer_losses,  # before balance, which sets the factors of their losses
     _quantise,  # before `_defer_weight_gradients`, which looks for linears in FP8
     apply_layers,  # after `_shard_over_tp_and_ep`, because products are chosen by local shapes
     _defer_weight_gradients,  # before sharding, because units look for linears that defer
@@ -271,6 +271,6 @@ PHASES: tuple[Callable[[nn.Module, ParallelState], None], ...] = (
     graph_dense,  # around recomputation and offload
     _fuse_loss,  # after `_quantise`, which changes heads
     apply_balance,  # after exchanges and stash, whose capacities it checks
-    compare_arguments,  # its hook runs before all other forward hooks
+    install_argument_checks,  # its hook runs before all other forward hooks
     apply_pipeline,  # last: stages compare their shared parameters as sharded
 )

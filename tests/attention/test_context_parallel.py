@@ -25,7 +25,7 @@ from moecore.attention.function import attend
 from moecore.attention.sequence import Sequence, make_packed_sequence
 from moecore.base.options.context import ContextOptions
 from moecore.kernels.attention import attention_backward
-from moecore.kernels.zigzag import assign_tokens, make_row_cu_seqlens
+from moecore.kernels.zigzag import assign_tokens_to_cp_ranks, make_row_cu_seqlens
 from tests.attention.linear_cases import KINDS as LINEAR_KINDS
 from tests.attention.linear_cases import linear_errors, linear_half_ratios
 from tests.attention.sparse_cases import KINDS, sparse_errors
@@ -282,8 +282,8 @@ def test_bf16_is_at_most_twice_as_wrong_as_one_process_on_gpus() -> None:
 
 
 def test_who_holds_what() -> None:
-    assert assign_tokens(WORKED, 42, 3).tolist() == HELD
-    assert assign_tokens(torch.tensor([0, 4, 4, 8, 8]), 8, 2).tolist() == [
+    assert assign_tokens_to_cp_ranks(WORKED, 42, 3).tolist() == HELD
+    assert assign_tokens_to_cp_ranks(torch.tensor([0, 4, 4, 8, 8]), 8, 2).tolist() == [
         [0, 3, 4, 7],
         [1, 2, 5, 6],
     ]

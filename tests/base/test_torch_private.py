@@ -267,12 +267,12 @@ def test_a_recomputed_forward_is_known(use_reentrant: bool) -> None:
     seen = []
 
     def forward(x: Tensor) -> Tensor:
-        seen.append(_torch.is_recomputing())
+        seen.append(_torch.is_inside_backward())
         return x.sin()
 
     checkpoint(forward, leaf(), use_reentrant=use_reentrant).sum().backward()
     assert seen == [False, True]
-    assert in_backward(_torch.is_recomputing) and not _torch.is_recomputing()
+    assert in_backward(_torch.is_inside_backward) and not _torch.is_inside_backward()
 
 
 def test_the_node_of_a_backward_has_what_the_forward_wrote() -> None:

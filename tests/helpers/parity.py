@@ -43,7 +43,7 @@ from moecore import (
 )
 from moecore.base.options.precision import Precision
 from moecore.kernels.experts.triton_products import GATHER_FIRST
-from moecore.kernels.zigzag import assign_tokens, make_row_cu_seqlens
+from moecore.kernels.zigzag import assign_tokens_to_cp_ranks, make_row_cu_seqlens
 from moecore.models import Decoder, DecoderConfig
 from moecore.models.block import Block
 from moecore.moe.balance import LOSS_NAMES
@@ -556,7 +556,7 @@ def dealt(layer: MoELayer, x_BTD: Tensor, cu_seqlens: Tensor | None, cp: int) ->
     num, E, K = B * T // cp, layer.config.num_experts, layer.config.top_k
     ids_tK = layer.get_part("router").forced_ids(num, E, K, device)
     borders = make_row_cu_seqlens(B, B * T, device) if cu_seqlens is None else cu_seqlens.to(device)
-    held = assign_tokens(borders, B * T, cp)
+    held = assign_tokens_to_cp_ranks(borders, B * T, cp)
     ids_NK = ids_tK.new_empty(B * T, K)
     ids_NK[held.flatten()] = ids_tK.repeat(cp, 1)
     return ids_NK

@@ -23,7 +23,12 @@ from moecore import (
 )
 from moecore.base.options.precision import Precision, Recipe
 from moecore.integrations.torchtitan.options import ELSEWHERE, MoECore, make_request
-from moecore.integrations.torchtitan.sections import SOURCE, arguments, call, changed
+from moecore.integrations.torchtitan.sections import (
+    SOURCE,
+    call_section,
+    list_changed_fields,
+    read_arguments,
+)
 
 PAGE = (Path(__file__).parents[2] / "docs" / "torchtitan.md").read_text()
 EP2 = ParallelConfig(dp_shard=2, edp_shard=1, ep=2)
@@ -71,7 +76,7 @@ def test_a_section_has_every_option_of_its_call(path: str) -> None:
 
 def test_defaults_ask_for_nothing() -> None:
     job = MoECore()
-    assert not changed(job)
+    assert not list_changed_fields(job)
     found = make_request(job, EP2)
     assert found.pop("memory") == MemoryOptions()
     assert {n for n, v in found.items() if v} == {"dispatch", "dense", "expert_backend", "fsdp"}
@@ -104,7 +109,7 @@ def test_values_of_a_job_become_those_of_the_call() -> None:
         roles=("experts",),
         overrides=(("*.0.*", None), ("*.1.*", Recipe(scaling="rowwise"))),
     )
-    muon = arguments(job.muon, "moecore.muon")
+    muon = read_arguments(job.muon, "moecore.muon")
     assert muon["ns_dtype"] is torch.float32
     assert muon["ns_coefficients"] == (3.4445, -4.775, 2.0315)
     assert make_request(job, ParallelConfig(pp=2, ep=1))["pipeline"].schedule == "1f1b"
@@ -144,11 +149,11 @@ def test_a_wrong_value_is_one_line_with_the_jobs_name(
         owner.enable = True
     with pytest.raises(ValueError, match=message) as error:
         make_request(job, EP2)
-        arguments(job.adamw, "moecore.adamw")
+        read_arguments(job.adamw, "moecore.adamw")
     assert "\n" not in str(error.value)
 
 
 def test_help_has_the_texts_of_the_options() -> None:
     section = type(MoECore().dispatch.clones)
     assert section.__doc__ and section.__doc__ == CloneOptions.__doc__
-    assert call(section(enable=True), "moecore.dispatch.clones").per_rank == 2
+    assert call_section(section(enable=True), "moecore.dispatch.clones").per_rank == 2

@@ -47,11 +47,11 @@ if V03:
 else:
     from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
-    from moecore.integrations.torchtitan.v02.specs import decoder_spec, hf_spec, with_labels
+    from moecore.integrations.torchtitan.v02.specs import add_labels, decoder_spec, hf_spec
     from tests.integrations.titan_specs import build_random_tokens
 
     def local(spec: TrainSpec) -> TrainSpec:
-        loader = with_labels(build_random_tokens)
+        loader = add_labels(build_random_tokens)
         return replace(
             spec,
             build_dataloader_fn=loader,

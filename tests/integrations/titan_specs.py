@@ -20,9 +20,9 @@ from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 from moecore.integrations.torchtitan.models import OwnDecoder
 from moecore.integrations.torchtitan.v02.specs import (
     accelerated,
+    add_labels,
     decoder_spec,
     titan_moe,  # noqa: F401  (a test's)
-    with_labels,
 )
 from tests.integrations.titan_runs import (
     DECODER,
@@ -138,7 +138,7 @@ def register() -> None:
         stock = tiny(module.get_train_spec(), args)
         register_train_spec(f"stock_tiny_{name}", on_gloo(stock))
         register_train_spec(f"moecore_tiny_{name}", accelerated(stock))
-    loader = with_labels(build_random_tokens)
+    loader = add_labels(build_random_tokens)
     for name, config in (("tiny", DECODER), ("wide", WIDE)):
         decoder = replace(
             decoder_spec({"tiny": config}),

@@ -30,7 +30,11 @@ from moecore.kernels.exchange.operations import limit_rows
 from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertWeights
 from moecore.kernels.grouped.block_scaled import block_scaled_gemm, block_scaled_wgrad
 from moecore.kernels.grouped.scaled import mixed_gemm, mixed_wgrad
-from moecore.kernels.grouped.scaled_rows import pad_offsets, scaled_matrices, scaled_rows
+from moecore.kernels.grouped.scaled_rows import (
+    pad_offsets,
+    quantise_expert_matrices,
+    quantise_expert_rows,
+)
 from moecore.kernels.hyper_connections import SinkhornOptions, collapse_streams, expand_streams
 from moecore.kernels.invariant.product import invariant_product
 from moecore.kernels.momentum import momentum_
@@ -202,8 +206,8 @@ def run_quantised(device: str, index: Any) -> None:
     for per_row in (False, True):
         for columns in (False, True):
             more = dict(per_row=per_row, columns=columns, **how)
-            scaled_rows(x_TD[: len(x_TD) - 3, 32:], end, pad_offsets(end), **more)
-            scaled_matrices(x_TD[None, :48], **more)
+            quantise_expert_rows(x_TD[: len(x_TD) - 3, 32:], end, pad_offsets(end), **more)
+            quantise_expert_matrices(x_TD[None, :48], **more)
     for recipe in (Recipe(scaling="mxfp8"), Recipe(scaling="nvfp4")):
         for packed in (False, True):
             for over_rows in (False, True):
@@ -254,10 +258,10 @@ def run_pages(device: str, index: Any) -> None:
     pool = PagePool.make(2, 256, torch.device(device), num_host_pages=2)
     layout = PageLayout.of(pool, [(64, True), (32, False)], S, R)
     matrices = [torch.zeros(n, B, dtype=torch.uint8, device=device) for n, B in ((S, 64), (R, 32))]
-    table, other = layout.table(), layout.table()
+    table, other = layout.make_table(), layout.make_table()
     take_rows(table, layout, index.slots_SK, index.num_rows)
     copy_rows(matrices, table, layout, stash=True)
-    copy_rows(matrices, table, layout, stash=False, over=(other, layout.num_entries))
+    copy_rows(matrices, table, layout, stash=False, released_table=(other, layout.num_entries))
     return_pages(table, layout.num_entries, pool)
 
 

@@ -91,7 +91,7 @@ def torch_fused_(tensors: AdamWTensors, options: AdamWOptions) -> None:
 def in_fp64(tensors: AdamWTensors) -> AdamWTensors:
     columns = (tensors.weights, tensors.grads, tensors.exp_avgs, tensors.exp_avg_sqs)
     wide = ([t.double() for t in column] for column in columns)
-    return AdamWTensors(*wide, [s.clone() for s in tensors.steps], tensors.numbers)
+    return AdamWTensors(*wide, [s.clone() for s in tensors.steps], tensors.rounding_seeds)
 
 
 def errors(got: AdamWTensors, want: AdamWTensors) -> dict[str, float]:

@@ -295,7 +295,7 @@ def run_microscaled(recipe: Recipe, packed: bool = False) -> None:
 def run_block_scaled(recipe: Recipe) -> None:
     def operand(*shape: int, rows: int = 1) -> Any:
         *lead, M, columns = shape
-        scales = torch.zeros(*lead, M // rows, columns // recipe.multiple, dtype=torch.uint8)
+        scales = torch.zeros(*lead, M // rows, columns // recipe.weight_multiple, dtype=torch.uint8)
         if recipe.scaling == "mxfp8":
             values = torch.zeros(shape, dtype=torch.uint8).view(e4m3.FP8)
             return scaling.Blocks(values, scales, "packed")
@@ -335,13 +335,15 @@ def run_scaled_rows(per_row: bool) -> None:
         for fmt, power_of_two in (("e4m3", True), ("e5m2", False)):
             how |= dict(power_of_two=power_of_two)
             for layouts in ({}, {"columns": False}, {"rows": False}):
-                scaled_rows.scaled_rows(x_RD, offsets_e, padded_e, fmt=fmt, **how, **layouts)
+                scaled_rows.quantise_expert_rows(
+                    x_RD, offsets_e, padded_e, fmt=fmt, **how, **layouts
+                )
                 if fmt == "e4m3":
-                    scaled_rows.scaled_matrices(w_eND, **how, **layouts)
+                    scaled_rows.quantise_expert_matrices(w_eND, **how, **layouts)
             if not per_row:
                 one = dict(amax=torch.ones(1), seen=torch.ones(1))
                 scaled_rows.compute_row_amax(x_RD, offsets_e, torch.ones(1))
-                scaled_rows.scaled_rows(x_RD, offsets_e, padded_e, fmt=fmt, **how, **one)
+                scaled_rows.quantise_expert_rows(x_RD, offsets_e, padded_e, fmt=fmt, **how, **one)
 
 
 def run_shard_blocks() -> None:
@@ -465,11 +467,13 @@ def run_pages(x_bytes: int, h_bytes: int, num_host_pages: int = 0, k: int = K) -
     )
     layout = pages.PageLayout.of(pool, [(x_bytes, True), (h_bytes, False)], T, T)
     matrices = [torch.zeros(T, width, dtype=torch.uint8) for width in (x_bytes, h_bytes)]
-    table, other = layout.table(), layout.table()
+    table, other = layout.make_table(), layout.make_table()
     pages.take_rows(table, layout, ints(T, k), ints(1)[0])
     pages.copy_rows(matrices, table, layout, stash=True)
     pages.copy_rows(matrices, table, layout, stash=False)
-    pages.copy_rows(matrices, table, layout, stash=False, over=(other, layout.num_entries))
+    pages.copy_rows(
+        matrices, table, layout, stash=False, released_table=(other, layout.num_entries)
+    )
     pages.copy_rows([None, matrices[1]], table, layout, stash=False)
     free_list.return_pages(table, layout.num_entries, pool)
 

@@ -36,7 +36,7 @@ from moecore.families.family import ProtocolFamily
 from moecore.models import Decoder, DecoderConfig, SparseKeysConfig
 from moecore.models.backbone import Backbone
 from moecore.models.layers import build_rotary_table
-from moecore.moe.aux_loss import aux_losses
+from moecore.moe.aux_loss import list_aux_losses
 from moecore.moe.layer import MoELayer
 from moecore.moe.micro_batch import MicroBatch
 from moecore.train import QKClip
@@ -201,7 +201,7 @@ def expected(case: Case, num_steps: int) -> dict[str, Tensor]:
     model, found, data_ranks = make(case.config), {}, data_ranks_of(case)
     clip = None if case.tau is None else QKClip(model, case.tau)
     if case.indexer is not None:
-        ProtocolFamily().train_indexers(model, case.indexer)
+        ProtocolFamily().add_indexer_losses(model, case.indexer)
     for step in range(num_steps):
         batches = [batch_of(case, r, step) for r in range(data_ranks)]
         counts: dict[str, Any] = defaultdict(int)
@@ -212,7 +212,7 @@ def expected(case: Case, num_steps: int) -> dict[str, Tensor]:
                 if isinstance(layer, MoELayer):
                     layer.tracker.reset()
                     layer.tracker.gradient_scale = scale
-            for aux_loss in aux_losses(model).values():
+            for aux_loss in list_aux_losses(model).values():
                 aux_loss.gradient_scale = scale
             (loss * (scale if case.loss == "mean" else 1.0)).backward()
             for name, count in counts_of(model).items():

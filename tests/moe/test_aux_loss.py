@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore import MoEConfig
-from moecore.moe.aux_loss import AuxLoss, aux_losses
+from moecore.moe.aux_loss import AuxLoss, list_aux_losses
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.state import MoEState
 from moecore.train.rerun import drop_step
@@ -28,11 +28,11 @@ class Attention(nn.Module):
 
 def test_gradients_have_the_factors_of_a_step_and_sums_its_means() -> None:
     model = nn.Sequential(Attention())
-    (owner,) = aux_losses(model).values()
+    (owner,) = list_aux_losses(model).values()
     state = MoEState(
         {"moe": make_layer(MoEConfig(dim=4, hidden_dim=4, num_experts=2, top_k=1))},
         BalanceGroups(),
-        others=aux_losses(model),
+        others=list_aux_losses(model),
     )
     state.set_num_micro_batches(2)
     scale = torch.tensor(8.0)

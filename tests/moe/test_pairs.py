@@ -31,7 +31,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.base.torch_private import is_recomputing
+from moecore.base.torch_private import is_inside_backward
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.pairs import Pairs
 from moecore.parallel.fsdp.transport import PackedTransport
@@ -248,7 +248,7 @@ def recorded() -> Iterator[list[Event]]:
     )
 
     def note(what: str, out: Tensor) -> None:
-        events.append(("backward" if is_recomputing() else "forward", what, tuple(out.shape)))
+        events.append(("backward" if is_inside_backward() else "forward", what, tuple(out.shape)))
 
     def exchange(out: Tensor, *args: Any, **kwargs: Any) -> Any:
         if out.dtype == torch.int64:  # counts, which the host reads

@@ -296,7 +296,7 @@ def test_all_ways_of_keeping_and_recomputing_give_the_same_bits(name: str | None
     for options in (options_of(recipe), options_of(recipe, keep_h=False)):
         found = run(leaves, ids, options)
         assert all(torch.equal(found[n], expected[n]) for n in OUTPUTS)
-    multiple = 1 if recipe is None else recipe.rows
+    multiple = 1 if recipe is None else recipe.row_multiple
 
     def block(x: Tensor, w1: Tensor, w2: Tensor, weights: Tensor) -> Tensor:
         index = build_index(ids, weights, first=0, num_local=5, multiple=multiple)

@@ -21,7 +21,7 @@ from moecore.base.options.precision import Precision
 from moecore.cli import main
 from moecore.kernels.common import record_launches_on_meta
 from moecore.models import tp_products
-from moecore.models.tp_products import workspace_bytes
+from moecore.models.tp_products import compute_workspace_bytes
 from moecore.planning import (
     CostTable,
     SearchRequest,
@@ -151,7 +151,7 @@ def test_the_workspace_is_what_torch_asks_for(
         group = dist.group.WORLD
         tp_products.ON_META.gather(x_tD.to("meta"), lambda *_: None, x_TD.to("meta"), group)
         tp_products.ON_META.send(lambda *_: None, x_TD.to("meta"), group)
-    assert [workspace_bytes(name, *sizes) for name, sizes, *_ in recorded] == asked
+    assert [compute_workspace_bytes(name, *sizes) for name, sizes, *_ in recorded] == asked
 
 
 def test_the_workspace_is_in_the_plan() -> None:

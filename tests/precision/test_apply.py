@@ -17,7 +17,7 @@ from moecore.precision.apply import (
     advance_amax,
     apply_precision,
     find_role,
-    list_fp8_linears,
+    list_quantised_linears,
 )
 from moecore.precision.plain import Linear, ProductLinear
 
@@ -86,7 +86,7 @@ def test_a_decoder_keeps_its_parameters_and_trains() -> None:
     q_proj = model.layers[0].self_attn.q_proj
     assert isinstance(q_proj, ProductLinear) and isinstance(q_proj, Linear) and not q_proj.residual
     assert "blockwise FP8: e4m3" in repr(q_proj)
-    shared = {id(products.inputs) for _, products in list_fp8_linears(model)}
+    shared = {id(products.inputs) for _, products in list_quantised_linears(model)}
     assert len(shared) == 2 + 2  # of attentions, of gate and up, of down: o_proj gets 64 too
     again = copy.deepcopy(model)
     assert torch.equal(again(tokens, tokens), model(tokens, tokens))

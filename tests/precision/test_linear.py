@@ -15,7 +15,7 @@ from moecore.base.options.precision import Recipe
 from moecore.kernels.common import record_launches_on_meta
 from moecore.moe.amax_history import AmaxHistory, advance_histories, push_amax
 from moecore.precision.emulated import EmulatedLinearProducts
-from moecore.precision.linear import Fp8Products, InputCast
+from moecore.precision.linear import Fp8Products, InputCastCache
 from tests.precision.plain import (
     RECIPES,
     linear_and_gradients,
@@ -121,7 +121,7 @@ def test_backward_keeps_x_in_one_byte() -> None:
 
 def test_one_input_of_several_is_quantised_once() -> None:
     x, weight, _, dy = operands()
-    inputs = InputCast()
+    inputs = InputCastCache()
     q, k = Fp8Products(Recipe(), inputs), Fp8Products(Recipe(), inputs)
     truth = values(Fp8Products(Recipe()), x, weight, dy=dy)
     both = values(lambda x, w: q(x, w) + k(x, w), x, weight, dy=dy)
@@ -146,7 +146,7 @@ def test_one_input_of_several_is_quantised_once() -> None:
 
 def test_an_input_that_is_gone_is_freed() -> None:
     _, weight, _, _ = operands()
-    inputs = InputCast()
+    inputs = InputCastCache()
     x = torch.randn(16, 144)
     Fp8Products(Recipe(), inputs)(x, weight)
     assert inputs._operands is not None

@@ -47,7 +47,7 @@ def test_blocks() -> None:
         "mxfp8": ((1, 32), (1, 32)),
         "nvfp4": ((1, 16), (16, 16)),
     }
-    multiples = [Recipe(scaling=scaling).multiple for scaling in blocks]
+    multiples = [Recipe(scaling=scaling).weight_multiple for scaling in blocks]
     assert multiples == [16, 16, 16, 32, 16]
 
 

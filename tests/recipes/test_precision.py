@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moecore.base.options.precision import Recipe
-from moecore.precision.apply import list_fp8_linears
+from moecore.precision.apply import list_quantised_linears
 
 ARGUMENTS = (
     "--preset tiny --tokens random --num-layers 2 --batch-size 1 --seq-len 16 --sample-every 0"
@@ -34,7 +34,7 @@ def test_experts_and_projections_get_the_recipe(
     dense, sparse = job.model.model.layers
     recipe = Recipe(scaling=scaling) if scaling else None
     assert sparse.mlp.get_part("experts").recipe == recipe
-    assert any(list_fp8_linears(dense)) == (scaling is not None)
+    assert any(list_quantised_linears(dense)) == (scaling is not None)
     assert torch.tensor(train_step(job, 1).metrics()["loss"]).isfinite()
 
 

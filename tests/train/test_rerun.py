@@ -34,7 +34,7 @@ from moecore import (
 from moecore.base.rank_checks import gather_objects
 from moecore.base.streams import ToHost
 from moecore.models import Decoder, DecoderConfig
-from moecore.moe.shortage import Capacity, Holder, Shortage
+from moecore.moe.shortage import BufferOwner, Capacity, ShortageCounters
 from moecore.parallel.model.parallel_state import get_capacity, get_parallel_state
 from moecore.rl import RouterReplay
 from moecore.train import AdamW, GraphedForwardBackward, rerun
@@ -213,7 +213,7 @@ def replayed(*, tight: bool) -> Any:
     return found + [ids for records in replay.choices().values() for ids in records]
 
 
-def limited(model: Any) -> list[Holder]:
+def limited(model: Any) -> list[BufferOwner]:
     """Return the holders of rows."""
     found = [holder for holder in get_capacity(model).holders if holder is not None]
     return [holder for holder in found if holder.option != LENGTH]
@@ -344,7 +344,7 @@ def turns(**options: Any) -> list[str]:
     return found
 
 
-class RowLimit(Holder):
+class RowLimit(BufferOwner):
     """Buffers with room for `factor` rows."""
 
     option = "rows"
@@ -352,20 +352,22 @@ class RowLimit(Holder):
     def __init__(self, factor: float) -> None:
         self.limit = factor
         words = torch.zeros(2, dtype=torch.int32)
-        self.shortage = Shortage(words=words, report=torch.zeros(1, dtype=torch.int32), even=1.0)
+        self.shortage = ShortageCounters(
+            words=words, report=torch.zeros(1, dtype=torch.int32), even=1.0
+        )
 
     @property
     def factor(self) -> float:
         return self.limit
 
     @property
-    def shortages(self) -> Sequence[Shortage]:
+    def shortages(self) -> Sequence[ShortageCounters]:
         return [self.shortage]
 
     def resize(self, factor: float) -> None:
         self.limit = factor
 
-    def error(self, shortage: Shortage) -> RuntimeError:
+    def error(self, shortage: ShortageCounters) -> RuntimeError:
         return RuntimeError(self.option)
 
     def wait(self) -> None:

@@ -1,4 +1,4 @@
-"""Comparison of values between ranks, before parameters are sharded.
+"""Comparison of values between ranks, before parameters are sharded; ids of ranks and hosts.
 
 Ranks with different values would mix shards, compute wrong gradients without an error, or hang in
 different collectives. A comparison of equal entries costs one all-reduce of 32 bytes. If ranks
@@ -8,8 +8,10 @@ differ, further collectives find the entry that differs and exchange its values.
 from __future__ import annotations
 
 import hashlib
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -331,3 +333,14 @@ def compute_checksum(tensor: Tensor) -> Tensor:
         mixed = torch.add(chunk, places, alpha=0x1E3779B97F4A7C15) * 0x3F58476D1CE4E5B9
         total = (mixed ^ (mixed >> 32)).sum() + total
     return total  # type: ignore[return-value]  # `split` of no words is one empty chunk
+
+
+def get_rank_or_zero() -> int:
+    """Return the rank of this process; 0 without torch.distributed."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def get_host_id() -> str:
+    """Return the boot id of this host, which its containers share, otherwise the host's name."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.exists() else socket.gethostname()

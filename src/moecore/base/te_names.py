@@ -17,10 +17,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.base import install_command
+from moecore.base import get_install_command
 from moecore.base.options.precision import Recipe, Scaling
 
-INSTALL = install_command("te", "--no-build-isolation ")
+INSTALL = get_install_command("te", "--no-build-isolation ")
 OLDEST = (2, 12)  # older releases have not been tested
 
 Operand = Literal["activation", "weight", "gradient"]

@@ -226,7 +226,7 @@ def get_current_node() -> Node:
     return node
 
 
-def is_recomputing() -> bool:
+def is_inside_backward() -> bool:
     """Whether the caller runs inside a backward pass, such as a recomputed forward."""
     return torch._C._current_autograd_node() is not None
 

@@ -17,7 +17,7 @@ from moecore.families.fp32_modules import set_dtypes
 from moecore.families.transformers.attention import use_causal_attention
 from moecore.families.transformers.blocks import find_hf_adapter, get_refusal_reason
 from moecore.families.transformers.context import CausalContext
-from moecore.families.transformers.experts import run_vision_experts
+from moecore.families.transformers.experts import hook_vision_experts
 from moecore.families.transformers.fused_modules import (
     LAYER,
     fuse_hyper_connections,
@@ -42,7 +42,7 @@ from moecore.families.transformers.lora import (
 from moecore.families.transformers.outputs import refuse_lost_outputs
 from moecore.families.transformers.pipeline import StagedCausal
 from moecore.families.transformers.rows import hook_moe_layers
-from moecore.families.transformers.sparse_attention import find_sparse_layers, train_indexers
+from moecore.families.transformers.sparse_attention import add_indexer_losses, find_sparse_layers
 from moecore.families.transformers.stock import (
     find_outermost_models,
     is_hf,
@@ -114,7 +114,7 @@ class TransformersFamily(ProtocolFamily):
         """Hook MoE layers for padding and documents, and fuse norms and hyper-connections."""
         refuse_lost_outputs(model)
         hook_moe_layers(model)
-        run_vision_experts(model)
+        hook_vision_experts(model)
         accept_log_prob_losses(model)
         fuse_norms(model)
         fuse_hyper_connections([m for m in model.modules() if is_stock_forward(m, LAYER)])
@@ -186,11 +186,11 @@ class TransformersFamily(ProtocolFamily):
         return [layer for layer in find_sparse_layers(model) if layer.indexer is not None]
 
     @override
-    def train_indexers(self, model: nn.Module, config: IndexerConfig) -> None:
+    def add_indexer_losses(self, model: nn.Module, config: IndexerConfig) -> None:
         """Switch to causal attention and add the auxiliary loss that trains the indexers."""
         for outer in find_outermost_models(model):
             use_causal_attention(outer)
-        train_indexers(model, config)
+        add_indexer_losses(model, config)
 
     @override
     def get_head_shapes(self, model: nn.Module) -> Sequence[tuple[int, int]]:

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moecore.base import install_command
+from moecore.base import get_install_command
 from moecore.base.failures import share_call_errors, share_errors
 from moecore.base.fields import Count, CountOrZero, Positive, check_arguments
 from moecore.base.torch_private import get_local_tensor
@@ -43,7 +43,7 @@ try:
     from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"moecore.integrations.torchft needs torchft ({error}): {install_command('torchft')}"
+        f"moecore.integrations.torchft needs torchft ({error}): {get_install_command('torchft')}"
     ) from error
 
 BUCKET = 1 << 26  # bytes of gradients in one all-reduce

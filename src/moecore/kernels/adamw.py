@@ -36,7 +36,7 @@ from moecore.kernels.adamw_formats import (
     split_master,
     split_master_ref,
 )
-from moecore.kernels.common import INTERPRET, cdiv, launch, tl, triton, use_kernel, warn_about_plain
+from moecore.kernels.common import INTERPRET, cdiv, launch, tl, triton, use_kernel, warn_on_fallback
 
 BLOCK = 1024  # elements at a time
 FP8_BLOCK = 512  # of FP8 moments: as many as registers allow without fewer programs at a time
@@ -81,7 +81,7 @@ class AdamWTensors:
     exp_avgs: Sequence[Tensor]
     exp_avg_sqs: Sequence[Tensor]  # second moments, likewise
     steps: Sequence[Tensor]  # fp32 scalars: how many updates there have been, this one included
-    numbers: Sequence[int]  # seeds of stochastic rounding, the same for a tensor in every step
+    rounding_seeds: Sequence[int]  # of stochastic rounding, the same for a tensor in every step
     # uint8 [blocks, 2] of FP8 moments, changed in place; empty = moments are not FP8
     exponents: Sequence[Tensor] = ()
     # int16 of the same shapes, changed in place: bf16 weights and remainders are the fp32 weights
@@ -113,7 +113,7 @@ def adamw_ref_(
 ) -> None:
     """Compute `adamw_` in plain PyTorch, in fp32 or fp64."""
     beta1, beta2 = options.betas
-    for number, row in zip(tensors.numbers, tensors.to_rows(), strict=True):
+    for number, row in zip(tensors.rounding_seeds, tensors.to_rows(), strict=True):
         wide = torch.promote_types(row.weight.dtype, torch.float32)
         g, w, step = row.grad.to(wide), _get_master_ref(row), row.step
         if grad_scale is not None:
@@ -336,7 +336,7 @@ def adamw_(
         return
     if not _can_use_kernel(tensors):
         if tensors.weights[0].dtype != torch.float64:
-            warn_about_plain(tensors.weights[0], "AdamW of strided tensors or of several dtypes")
+            warn_on_fallback(tensors.weights[0], "AdamW of strided tensors or of several dtypes")
         adamw_ref_(tensors, options, grad_scale=grad_scale, found_inf=found_inf)
         return
     weight = tensors.weights[0]
@@ -423,7 +423,7 @@ def _update_with_torch_(
 def _make_table(tensors: AdamWTensors) -> tuple[Tensor, int]:
     """Return int64 [P, COLUMNS] for the kernel, and the number of programs of all tensors."""
     rows, num_programs = [], 0
-    for number, row in zip(tensors.numbers, tensors.to_rows(), strict=True):
+    for number, row in zip(tensors.rounding_seeds, tensors.to_rows(), strict=True):
         numel = row.weight.numel()
         rows.append([*(0 if t is None else t.data_ptr() for t in row), numel, num_programs, number])
         num_programs += cdiv(numel, BLOCK * NUM_BLOCKS)

@@ -173,7 +173,7 @@ def use_kernel(*tensors: Tensor) -> bool:
     return tensors[0].is_cuda and all(t.is_cuda for t in tensors)
 
 
-def warn_about_plain(x: Tensor, operation: str) -> None:
+def warn_on_fallback(x: Tensor, operation: str) -> None:
     """Warn that `operation` has no kernel if `x` is on CUDA. Python shows each text once."""
     if HAS_TRITON and x.is_cuda and not torch.compiler.is_compiling():
         warnings.warn(f"{operation} has no kernel: plain PyTorch computes it, slower", stacklevel=2)

@@ -35,7 +35,7 @@ from moecore.kernels.common import (
     use_kernel,
 )
 from moecore.kernels.ops import Op
-from moecore.kernels.rows.e4m3 import block_scale, magnitude, to_e4m3
+from moecore.kernels.rows.e4m3 import compute_block_scale, magnitude, to_e4m3
 from moecore.kernels.rows.quantised import make_empty_row_blocks, quantise_row_blocks_ref
 from moecore.kernels.rows.scaling import Blocks
 
@@ -127,7 +127,7 @@ def _write_gradient(
         if scales is None:
             d = d.to(d_row.dtype.element_ty)
         else:
-            of_blocks, inverse = block_scale(tl.max(magnitude(d), axis=1), POWER_OF_TWO)
+            of_blocks, inverse = compute_block_scale(tl.max(magnitude(d), axis=1), POWER_OF_TWO)
             tl.store(scales + block * stride + row, of_blocks, mask=block < V // 128)
             d = to_e4m3(d * inverse[:, None])
         tl.store(d_row + at, d, mask=at < V, eviction_policy="evict_first")

@@ -41,7 +41,7 @@ def make_row_cu_seqlens(num_rows: int, num_tokens: int, device: torch.device) ->
     return rows * (num_tokens // max(num_rows, 1))
 
 
-def assign_tokens(cu_seqlens: Tensor, num_tokens: int, size: int) -> Tensor:
+def assign_tokens_to_cp_ranks(cu_seqlens: Tensor, num_tokens: int, size: int) -> Tensor:
     """Return int64 [size, num_tokens / size], the ascending token indices of `size` cp ranks.
 
     No host sync. Each document's length must be 0 or a multiple of 2 * size, which is not checked.

@@ -44,7 +44,7 @@ class Embedding(nn.Module):
         weight_vD = get_local_param(self.weight)
         if self.tp is None:
             return F.embedding(tokens_BT, weight_vD)
-        local_ids_BT, elsewhere_BT = self.tp.local_rows(tokens_BT, weight_vD.shape[0])
+        local_ids_BT, elsewhere_BT = self.tp.find_local_rows(tokens_BT, weight_vD.shape[0])
         x_BTD = F.embedding(local_ids_BT, weight_vD)
         return self.tp.reduce_scatter(x_BTD.masked_fill(elsewhere_BT[..., None], 0))
 

@@ -147,7 +147,7 @@ class LatentAttention(nn.Module):
         y_BTHv = attend(q_BTHq, k_BTHq, v_BTHv, sequence, scale=self.mla.score_scale)
         return apply_row_linear(y_BTHv.flatten(2), self.o_proj, self.tp)
 
-    def train_indexer(self, config: IndexerConfig) -> None:
+    def enable_indexer_training(self, config: IndexerConfig) -> None:
         """Enable training of the indexer in later forwards. `config.stage` selects the keys."""
         self.learning, self.aux_loss = config, AuxLoss()
 

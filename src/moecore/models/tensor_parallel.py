@@ -82,12 +82,12 @@ class TensorParallel:
         x_BTD: Tensor = run_and_save(_all_gather, x_BtD, self.group)
         return x_BTD
 
-    def gather_last(self, x_BTv: Tensor) -> Tensor:
+    def gather_last_dim(self, x_BTv: Tensor) -> Tensor:
         """All-gather along the last dim, for any leading dims. Backward reduce-scatters."""
         parts_GNv = self.gather(x_BTv.reshape(1, 1, -1, x_BTv.shape[-1]))[0]
         return parts_GNv.transpose(0, 1).reshape(*x_BTv.shape[:-1], -1)
 
-    def local_rows(self, ids_BT: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    def find_local_rows(self, ids_BT: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
         """Map token ids to rows of this rank's vocabulary shard; return rows and a bool mask.
 
         The mask is True for ids of other shards, whose row is 0. A shard has `num_rows` rows. No

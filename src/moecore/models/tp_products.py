@@ -94,7 +94,7 @@ GATHER_SLICES, SEND_SLICES = "all_gather of slices", "all_to_all of slices"
 WORKSPACE_SLICES = {GATHER_SLICES: 1, SEND_SLICES: 2}
 
 
-def workspace_bytes(name: str, num_ranks: int, num_bytes: int) -> int:
+def compute_workspace_bytes(name: str, num_ranks: int, num_bytes: int) -> int:
     """Return the workspace, in bytes, of exchange `name`, which moves `num_bytes` in and out."""
     return WORKSPACE_SLICES[name] * num_bytes // (2 * (num_ranks - 1))
 

@@ -95,7 +95,7 @@ class _AttachLoss(torch.autograd.Function):
         return grads[0], ctx.owner.compute_losses_grad(loss), None
 
 
-def aux_losses(model: nn.Module) -> dict[str, AuxLoss]:
+def list_aux_losses(model: nn.Module) -> dict[str, AuxLoss]:
     """Return the auxiliary losses of a model's modules with an attribute `aux_loss`, by name."""
     losses = ((clean_name(n), getattr(m, "aux_loss", None)) for n, m in model.named_modules())
     return {name: loss for name, loss in losses if isinstance(loss, AuxLoss)}

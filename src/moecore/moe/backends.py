@@ -35,7 +35,7 @@ from torch.nn.functional import grouped_mm
 from moecore.base.fields import OneOf, check_arguments
 from moecore.base.registry import Registry
 from moecore.base.streams import wait_on_host
-from moecore.kernels.common import warn_about_plain
+from moecore.kernels.common import warn_on_fallback
 from moecore.kernels.experts.contract import ExpertSpec, ExpertWeights, LowRankUpdate, ProductsName
 from moecore.kernels.experts.products import find_products_problem, make_recipe_error
 from moecore.kernels.rows.activation import ActivationOptions, activate_rows, weighted_activation
@@ -104,7 +104,7 @@ def _compute_under_autograd(
     inp = convert_to_summed_input(inp)
     rows_SD, index = inp.rows.values, inp.index
     check_backend("torch", ExpertSpec.of(inp.rows, weights, options))
-    warn_about_plain(rows_SD, "an expert with biases or an activation of its own")
+    warn_on_fallback(rows_SD, "an expert with biases or an activation of its own")
     row_map = (index.row_ids_R, index.slots_SK, index.num_rows)
     rows_R = torch.arange(index.row_ids_R.numel(), device=rows_SD.device)
     is_row_R1 = (rows_R < index.num_rows)[:, None]

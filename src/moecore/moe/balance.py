@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.base.options.layer import MoEConfig
-from moecore.base.torch_private import is_recomputing
+from moecore.base.torch_private import is_inside_backward
 from moecore.kernels.routing.balance import balance_statistics
 from moecore.kernels.routing.balance_loss import balance_loss
 from moecore.kernels.routing.counts import add_expert_counts, count_experts_and_tokens
@@ -207,7 +207,7 @@ class LoadTracker(LossFactors):
             if self._seen_E is not None:
                 prior_E = seen_E = self._add_forward_counts(ids_TK)
             num_sequences, sequences_T = micro_batch.find_sequences(ids_TK.shape[0])
-            observes = self.has_steps and y.device.type == "cpu" and not is_recomputing()
+            observes = self.has_steps and y.device.type == "cpu" and not is_inside_backward()
             losses = compute_balance_losses(
                 routing,
                 ids_TK,
@@ -234,7 +234,7 @@ class LoadTracker(LossFactors):
 
     def _add_forward_counts(self, ids_TK: Tensor) -> Tensor:
         """Add this forward's load to the step's counts; return the counts before the addition."""
-        if is_recomputing():  # it has seen what it saw at first; it is the oldest that waits
+        if is_inside_backward():  # it has seen what it saw at first; it is the oldest that waits
             self._repeated = self._priors[0]
             return self._repeated
         assert self._seen_E is not None
@@ -248,7 +248,7 @@ class LoadTracker(LossFactors):
         """Count forwards in flight; raise if this recomputation would read changed counts."""
         # Activation checkpointing repeats a forward inside backward. "global_batch" reads the
         # counts so far, which are those of its first run only if no micro-batch came in between.
-        if not is_recomputing():
+        if not is_inside_backward():
             self.num_in_flight += 1
         elif (
             self.num_in_flight > 1

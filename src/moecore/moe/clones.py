@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.base.options.dispatch import CloneOptions
-from moecore.base.torch_private import all_gather_single, is_recomputing
+from moecore.base.torch_private import all_gather_single, is_inside_backward
 from moecore.kernels.exchange.clones import Places
 from moecore.kernels.routing.clones import ClonePlan, assign_physical_ids, plan_clones
 from moecore.kernels.routing.counts import add_expert_counts
@@ -107,7 +107,7 @@ class Cloner:
         plan, before_E = self._make_plan(ids_TK, pairs)
         sizes = dict(num_local=p.num_local, num_clones=p.num_clones)
         routing = replace(routing, physical_TK=assign_physical_ids(ids_TK, before_E, plan, **sizes))
-        if training and torch.is_grad_enabled() and not is_recomputing():
+        if training and torch.is_grad_enabled() and not is_inside_backward():
             self._count_clones(plan.experts_N)
         return routing, self._make_clones(plan.experts_N, pairs)
 

@@ -291,7 +291,7 @@ class Experts(nn.Module):
     @property
     def rows_multiple(self) -> int:
         """The number to whose multiple the row count of each expert must be padded."""
-        return 1 if self.recipe is None else self.recipe.rows
+        return 1 if self.recipe is None else self.recipe.row_multiple
 
     @property
     def has_extras(self) -> bool:

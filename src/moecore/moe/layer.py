@@ -121,11 +121,11 @@ class RoutedLayer(nn.Module):
         raise NotImplementedError
 
     def _run_routed_experts(
-        self, rows_TL: Tensor, routing: Routing, *, is_kept: bool = False
+        self, rows_TL: Tensor, routing: Routing, *, is_saved_elsewhere: bool = False
     ) -> Tensor:
         """Dispatch, run experts and combine: return each token's weighted sum of experts, [T, L].
 
-        `is_kept` = another operation saves `rows_TL` for backward, too.
+        `is_saved_elsewhere` = another operation saves `rows_TL` for backward, too.
         """
         zero_weights_T1: Tensor | None = None
         if self.config.zero_experts:
@@ -133,9 +133,9 @@ class RoutedLayer(nn.Module):
         with mark("moecore::dispatch"):
             expert_input = self._dispatch(rows_TL, routing)
         rows = expert_input.rows
-        if is_kept and rows.values is rows_TL:
+        if is_saved_elsewhere and rows.values is rows_TL:
             expert_input = expert_input.replace_rows(
-                Rows(rows.values, rows.scales, rows.wide_dtype, is_kept=True)
+                Rows(rows.values, rows.scales, rows.wide_dtype, is_saved_elsewhere=True)
             )
         with mark("moecore::experts"):
             y_SL = self._run_experts(expert_input)
@@ -311,9 +311,9 @@ class MoELayer(RoutedLayer):
             tokens_TD = x_TD.masked_fill(micro_batch.padding_mask_T[:, None], 0)
         with mark("moecore::router"):
             routing = router(tokens_TD, micro_batch)
-        rows_TL, routing = self._make_routed_rows(autocast(tokens_TD), routing)
-        is_kept = rows_TL is tokens_TD and router.weight.requires_grad
-        y_TL = self._run_routed_experts(rows_TL, routing, is_kept=is_kept)
+        rows_TL, routing = self._make_routed_rows(cast_to_autocast(tokens_TD), routing)
+        is_saved_elsewhere = rows_TL is tokens_TD and router.weight.requires_grad
+        y_TL = self._run_routed_experts(rows_TL, routing, is_saved_elsewhere=is_saved_elsewhere)
         y_TD = self.latent.project_up(y_TL) if self.config.latent_dim else y_TL
         if shared.y_TD is not None:
             y_TD = y_TD + shared.wait()
@@ -370,7 +370,7 @@ def _warn_of_eval(_: Tensor) -> None:
     )
 
 
-def autocast(x: Tensor) -> Tensor:
+def cast_to_autocast(x: Tensor) -> Tensor:
     """Cast x to autocast's dtype, for dispatch and experts; the router reads x without the cast."""
     dtype = get_autocast_dtype(x)
     return x if dtype is None else x.to(dtype)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.base.torch_private import all_gather_single, skips_communication
-from moecore.kernels.zigzag import assign_tokens, find_documents, make_row_cu_seqlens
+from moecore.kernels.zigzag import assign_tokens_to_cp_ranks, find_documents, make_row_cu_seqlens
 
 ROUNDING = 1e-9  # 1.1 * 40 must not become 45 because of its last binary digit
 
@@ -122,7 +122,7 @@ class MicroBatch:
         borders = self.cu_seqlens
         if borders is None:
             borders = make_row_cu_seqlens(B, num_tokens, device)
-        token_ids = assign_tokens(borders, num_tokens, self.cp).view(self.cp, B, tp, -1)
+        token_ids = assign_tokens_to_cp_ranks(borders, num_tokens, self.cp).view(self.cp, B, tp, -1)
         return token_ids.transpose(1, 2).reshape(self.num_ranks, -1)
 
     def gather_padding(self) -> Tensor | None:

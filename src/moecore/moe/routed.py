@@ -21,7 +21,7 @@ from moecore.moe.balance import LoadTracker
 from moecore.moe.dispatch.local import LocalDispatcher
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.experts import Experts, OwnActivation
-from moecore.moe.layer import RoutedLayer, autocast
+from moecore.moe.layer import RoutedLayer, cast_to_autocast
 from moecore.moe.micro_batch import MicroBatch
 from moecore.moe.records import ExpertInput, Routing
 
@@ -91,7 +91,7 @@ class RoutedExperts(RoutedLayer, Experts):
         routing = Routing(
             expert_ids_TK=ids_TK, weights_TK=top_k_weights.float(), chosen_ids_TK=ids_TK
         )
-        y_TD = self._run_routed_experts(autocast(x_TD), routing).to(x_TD.dtype)
+        y_TD = self._run_routed_experts(cast_to_autocast(x_TD), routing).to(x_TD.dtype)
         return self._track_load(
             y_TD, routing, MicroBatch(group=self.tracker.groups.micro_batch), None
         )

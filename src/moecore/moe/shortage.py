@@ -7,8 +7,8 @@ the host knows it one step later:
     `TrainStep.finish` that clips   skips the step on the device; the host enlarges buffers later
     a step without clipping         the host raises an error when it sees the shortage
 
-A capacity limits buffers only inside such a step (`Holder.watch`). Other forwards have no code that
-would see a shortage, so their buffers have space for all rows.
+A capacity limits buffers only inside such a step (`BufferOwner.watch`). Other forwards have no code
+that would see a shortage, so their buffers have space for all rows.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moecore.base.rank_checks import get_rank_or_zero
 from moecore.base.streams import ToHost
 
 logger = logging.getLogger("moecore.capacity")
@@ -34,7 +35,7 @@ Watch = Literal["reruns", "skips", "graph"]  # how a step handles rows above the
 
 
 @dataclass(eq=False, frozen=True, slots=True)
-class Shortage:
+class ShortageCounters:
     """Counters of one buffer: the rows it would have needed, if they exceeded its capacity.
 
     A capacity factor is a number of rows over `even`, the number with even loads.
@@ -72,7 +73,7 @@ class Shortage:
             self.words.zero_()
 
 
-class Holder(ABC):
+class BufferOwner(ABC):
     """Base class of an owner of buffers whose capacity factor is an option, named `option`."""
 
     option: str
@@ -86,7 +87,7 @@ class Holder(ABC):
 
     @property
     @abstractmethod
-    def shortages(self) -> Sequence[Shortage]:
+    def shortages(self) -> Sequence[ShortageCounters]:
         """The counters of all allocated buffers, also of buffers without a shortage."""
 
     @abstractmethod
@@ -94,7 +95,7 @@ class Holder(ABC):
         """Set the capacity factor of later forwards. Call it when the buffers hold no rows."""
 
     @abstractmethod
-    def error(self, shortage: Shortage) -> RuntimeError:
+    def error(self, shortage: ShortageCounters) -> RuntimeError:
         """Return the error to raise for a shortage that the host sees."""
 
     @abstractmethod
@@ -150,7 +151,7 @@ class SkippedSteps:
 class Capacity:
     """A model's buffers of expert rows, tokens and pages, and the handling of their shortages."""
 
-    def __init__(self, *holders: Holder | None, device: torch.device) -> None:
+    def __init__(self, *holders: BufferOwner | None, device: torch.device) -> None:
         self.holders = holders
         self.skips = False  # whether steps with a shortage are skipped; otherwise an error
         self.is_graphed = False  # whether the running step is captured in or replayed from a graph
@@ -159,7 +160,7 @@ class Capacity:
         self._device = device
 
     @property
-    def _holders(self) -> list[Holder]:
+    def _holders(self) -> list[BufferOwner]:
         return [holder for holder in self.holders if holder is not None]
 
     def poll(self) -> None:
@@ -238,8 +239,3 @@ class Capacity:
 def compute_next_factor(factor: float) -> float:
     """Return the next capacity factor: the needed factor plus 5%, rounded up to 0.01."""
     return math.ceil(factor * SLACK * 100) / 100
-
-
-def get_rank_or_zero() -> int:
-    """Return the rank of this process; 0 without torch.distributed."""
-    return dist.get_rank() if dist.is_initialized() else 0

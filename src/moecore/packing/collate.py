@@ -24,7 +24,7 @@ from torch import Tensor
 
 from moecore.base.fields import CheckedRecord, Count, CountOrZero, Rules, check_arguments, quote
 from moecore.kernels.cross_entropy import IGNORE_INDEX
-from moecore.kernels.zigzag import assign_tokens
+from moecore.kernels.zigzag import assign_tokens_to_cp_ranks
 from moecore.packing.documents import Document, Integers, Lengths, as_lengths, length_of
 
 
@@ -329,4 +329,4 @@ def _split_tokens_over_ranks(cu_seqlens: Tensor, cp: int) -> Tensor:
             f"cu_seqlens (document {int(uneven[0])} of {int(lengths_n[uneven[0]])} tokens) must "
             f"have documents of multiples of 2 * cp ({2 * cp}): collate with multiple={2 * cp}"
         )
-    return assign_tokens(cu_seqlens, int(lengths_n.sum()), cp)
+    return assign_tokens_to_cp_ranks(cu_seqlens, int(lengths_n.sum()), cp)

@@ -10,7 +10,7 @@ from collections import defaultdict
 from dataclasses import asdict, replace
 from typing import Any
 
-from moecore.base import install_command
+from moecore.base import get_install_command
 from moecore.base.fields import NumBytes, UsageError, check_arguments
 from moecore.base.tables import format_bytes, format_columns
 from moecore.parallel.pipeline.timeline import draw
@@ -357,7 +357,9 @@ def draw_memory(
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError(f"draw_memory needs matplotlib: {install_command('bench')}") from error
+        raise ImportError(
+            f"draw_memory needs matplotlib: {get_install_command('bench')}"
+        ) from error
 
     kinds = list(dict.fromkeys(kind for rank in plan.ranks for kind in rank.device))
     figure = Figure(figsize=(9.0, 1.6 + 0.4 * len(plan.ranks)), dpi=100, layout="constrained")

@@ -28,7 +28,7 @@ from moecore.base.options.precision import Precision
 from moecore.base.streams import use_dry_streams
 from moecore.base.torch_private import get_local_tensor
 from moecore.kernels.common import record_launches_on_meta
-from moecore.models.tp_products import workspace_bytes
+from moecore.models.tp_products import compute_workspace_bytes
 from moecore.parallel.model.parallel_state import get_parallel_state
 from moecore.planning.model import ModuleParts
 from moecore.planning.record import END, SLICES, Queued, Start, Work, WorkRecorder
@@ -170,7 +170,7 @@ def record_step(run: TrainingRun, rank: int = 0) -> DryRun:
 def _compute_workspace_bytes(recorder: WorkRecorder) -> int:
     """Return the bytes of torch's workspace for exchanges of tp slices; 0 without exchanges."""
     works = (operation.work for operation in recorder.queued if operation.work.name in SLICES)
-    sizes = (workspace_bytes(work.name, work.shape[0], work.num_bytes) for work in works)
+    sizes = (compute_workspace_bytes(work.name, work.shape[0], work.num_bytes) for work in works)
     return max(sizes, default=0)
 
 

@@ -39,7 +39,7 @@ from moecore.parallel.mesh import DENSE_DIMS, EXPERT_DIMS, ParallelConfig
 from moecore.parallel.model.parallel_state import get_parallel_state
 from moecore.parallel.model.plan import get_dtype_name
 from moecore.parallel.model.request import Request
-from moecore.precision.apply import list_fp8_linears
+from moecore.precision.apply import list_quantised_linears
 from moecore.train.graphs.regions import find_compiled_modules
 from moecore.train.memory.saved_bytes import count_saved_bytes
 
@@ -114,7 +114,7 @@ def make_current_plan(model: nn.Module) -> tuple[ShardPlan, Coordinate]:
     # `make_plan` refuses some of these models, and needs a process group of one rank, which a rank
     # of a larger world does not have.
     names = {module: name for name, module in modules.items()}
-    linears = ((names[linear], products.recipe) for linear, products in list_fp8_linears(model))
+    linears = ((names[m], products.recipe) for m, products in list_quantised_linears(model))
     dispatchers = {type(layer.dispatcher).__name__: None for layer in layers.values()}
     plan = ShardPlan(
         model=type(model).__name__,

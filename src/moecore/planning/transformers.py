@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from moecore.base import install_command
+from moecore.base import get_install_command
 from moecore.base.fields import CheckedRecord, check_arguments, quote
 from moecore.base.options.context import ContextOptions
 from moecore.families import use_causal_attention
@@ -223,7 +223,7 @@ def _build_model(model: TransformersModel, dtype: torch.dtype) -> Any:
     if find_spec("transformers") is None:
         raise ValueError(
             f"config.json model_type ({quote(values.get('model_type'))}) must have transformers "
-            f"installed to be planned: {install_command('hf')}"
+            f"installed to be planned: {get_install_command('hf')}"
         )
     hf: Any = build_reader(values, dtype=dtype)
     if hf is None:

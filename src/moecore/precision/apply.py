@@ -19,7 +19,12 @@ from moecore.moe.amax_history import AmaxHistory, advance_histories, get_amax_hi
 from moecore.moe.experts import Experts
 from moecore.moe.shared import SharedExpert
 from moecore.precision.emulated import EmulatedLinearProducts
-from moecore.precision.linear import Fp8Products, InputCast, QuantisedProducts, find_weight_problem
+from moecore.precision.linear import (
+    Fp8Products,
+    InputCastCache,
+    QuantisedProducts,
+    find_weight_problem,
+)
 from moecore.precision.plain import PLAIN_FORWARDS, ProductLinear, set_products
 from moecore.precision.te import TELinearProducts
 
@@ -52,7 +57,7 @@ def find_role(name: str) -> Role | None:
     return "shared_experts" if SHARED_NAMES & set(parents) else "mlp"
 
 
-def make_linear_products(recipe: Recipe, inputs: InputCast | None = None) -> QuantisedProducts:
+def make_linear_products(recipe: Recipe, inputs: InputCastCache | None = None) -> QuantisedProducts:
     """Create the object that computes y, dx and dw of one linear with this recipe.
 
     `inputs` caches the quantised input for all linears of the same input. None = a new cache.
@@ -72,13 +77,15 @@ def apply_precision(model: nn.Module, precision: Precision) -> dict[str, LinearP
     # Shards of tensor parallelism must be multiples of 16 ("mxfp8": 32). Linears of one parent
     # share quantised inputs.
     linears, table = _list_linears(model), check_precision(model, precision)
-    inputs: dict[tuple[str, int, Recipe], InputCast] = {}
+    inputs: dict[tuple[str, int, Recipe], InputCastCache] = {}
     for name, module in linears.items():
         recipe = table[name].recipe
         if recipe is None:
             continue
         siblings = (name.rpartition(".")[0], module.in_features, recipe)
-        set_products(module, make_linear_products(recipe, inputs.setdefault(siblings, InputCast())))
+        set_products(
+            module, make_linear_products(recipe, inputs.setdefault(siblings, InputCastCache()))
+        )
     return table
 
 
@@ -117,7 +124,7 @@ def defer_linears(model: nn.Module) -> None:
                 products.defers = True
 
 
-def list_fp8_linears(model: nn.Module) -> Iterator[tuple[nn.Linear, QuantisedProducts]]:
+def list_quantised_linears(model: nn.Module) -> Iterator[tuple[nn.Linear, QuantisedProducts]]:
     """Yield each linear that a recipe quantises (also "mxfp8" and "nvfp4"), and its products."""
     for module in model.modules():
         if isinstance(module, ProductLinear) and isinstance(module.products, QuantisedProducts):

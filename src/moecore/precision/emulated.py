@@ -140,7 +140,7 @@ class EmulatedLinearProducts(QuantisedProducts):
             return block_scaled_wgrad(
                 of_dy,
                 of_x,
-                _make_single_group(of_x, of_x.scales.shape[1] * recipe.multiple),
+                _make_single_group(of_x, of_x.scales.shape[1] * recipe.weight_multiple),
                 recipe,
                 out=None if target.out is None else target.out[None],
                 dtype=target.dtype or call.dtype,

@@ -57,7 +57,7 @@ def restore_dims(y_MN: Tensor, x: Tensor) -> Tensor:
     return y
 
 
-class InputCast:
+class InputCastCache:
     """A cache of one quantised input, which linears such as q, k and v share until it is freed."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class InputCast:
         self._users: list[object] = []
 
     def __reduce__(self) -> Any:  # a copy starts empty
-        return InputCast, ()
+        return InputCastCache, ()
 
     def get(self, x: Tensor, user: object, recipe: Recipe, columns: bool) -> OperandPair:
         """Return `cast_input(x, recipe, columns=columns)`, cached until `user` reads it twice."""
@@ -141,9 +141,9 @@ class QuantisedProducts(LinearProducts):
 
     op: ClassVar[Op]  # the result of `make_quantised_op` for the class
 
-    def __init__(self, recipe: Recipe, inputs: InputCast | None = None) -> None:
+    def __init__(self, recipe: Recipe, inputs: InputCastCache | None = None) -> None:
         self.recipe = recipe
-        self.inputs = inputs or InputCast()
+        self.inputs = inputs or InputCastCache()
         self.history = AmaxHistory(recipe.amax_history) if recipe.amax_history else None
         self._recipe_text = json.dumps(asdict(recipe))
 
@@ -406,7 +406,7 @@ def all_reduce_max(value: Tensor, weight: Tensor) -> Tensor:
 
 def find_weight_problem(weight: Tensor, recipe: Recipe | None = None) -> str | None:
     """Return why a recipe cannot multiply a weight, equal on all ranks. None = it can."""
-    multiple = ALIGNED if recipe is None else recipe.multiple
+    multiple = ALIGNED if recipe is None else recipe.weight_multiple
     # Tensor parallelism may have sharded the weight [N, K]; FSDP has not yet.
     sizes = list(weight.shape)
     if isinstance(weight, DTensor):

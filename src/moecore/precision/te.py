@@ -27,7 +27,7 @@ from moecore.base.torch_private import is_plain_eager
 from moecore.kernels.experts.contract import GradTarget
 from moecore.kernels.grouped.wgrad import store_grad
 from moecore.kernels.rows.cast import compute_amax
-from moecore.kernels.rows.e4m3 import block_scale_ref
+from moecore.kernels.rows.e4m3 import compute_block_scale_ref
 from moecore.kernels.rows.scaling import LARGEST
 from moecore.precision.linear import (
     InputGradient,
@@ -55,12 +55,12 @@ def _quantise_operand(
     """
     x_RC = te_names.replace_infinities(x_RC.detach().contiguous())
     if operand != "weight":  # rows of zeros change no scale
-        x_RC = pad(x_RC, (0, 0, 0, -x_RC.shape[0] % recipe.rows))
+        x_RC = pad(x_RC, (0, 0, 0, -x_RC.shape[0] % recipe.row_multiple))
     if past_amax is None and seen is None:
         return te_names.quantise(x_RC, recipe, operand, over_rows=over_rows)
     fmt = recipe.grad_format if operand == "gradient" else "e4m3"
     scale_amax = compute_amax(x_RC, past_amax).amax().reshape(1)
-    _, scale = block_scale_ref(scale_amax, recipe.power_of_two, LARGEST[fmt])
+    _, scale = compute_block_scale_ref(scale_amax, recipe.power_of_two, LARGEST[fmt])
     return te_names.quantise(x_RC, recipe, operand, over_rows=over_rows, scale=scale, seen=seen)
 
 

@@ -28,7 +28,7 @@ from torch.autograd.graph import Node
 from moecore.base.torch_private import (
     call_after_backward,
     get_current_node,
-    is_recomputing,
+    is_inside_backward,
     tree_leaves,
 )
 from moecore.moe.router import Router
@@ -53,7 +53,7 @@ class ChoiceRecorder:
     @torch.compiler.disable
     def observe_choice(self, ids_TK: Tensor) -> None:
         """Append the router's choice, unless activation checkpointing recomputes the forward."""
-        if not is_recomputing():
+        if not is_inside_backward():
             _refuse_capture(ids_TK.device)
             # A copy: torch.compile may reuse the memory of its outputs.
             ids_TK = ids_TK.detach().to(torch.int32)
@@ -140,7 +140,7 @@ class TapeReplay:
 
     def take_entry(self, name: str) -> int | None:
         """Return the index in `records[name]` that this call replays; None = the router chooses."""
-        if is_recomputing():
+        if is_inside_backward():
             return self._find_recomputed_entry(name)
         if not self._hooks:  # a late backward failed and left the tapes behind
             remove_tapes(self._tapes)
@@ -182,7 +182,7 @@ class TapeReplay:
     @torch.compiler.disable
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
         """Start a forward of the model; RuntimeError if the previous forward has failed."""
-        if is_recomputing():
+        if is_inside_backward():
             return
         if self._current_forward is not None:
             raise RuntimeError(
@@ -195,7 +195,7 @@ class TapeReplay:
     @torch.compiler.disable
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         """Mark the autograd nodes of the outputs with the forward, and hook the outputs."""
-        if is_recomputing() or self._current_forward is None:
+        if is_inside_backward() or self._current_forward is None:
             return
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from moecore.parallel.model.parallel_state import ParallelState
-from moecore.parallel.model.phases import list_chunks
+from moecore.parallel.model.phases import group_blocks_by_stage
 from moecore.train.graphs.regions import compile_blocks, find_compiled_modules, graph_blocks
 from moecore.train.memory.apply import apply_memory, apply_stash
 from moecore.train.memory.compiled import make_inductor_options
@@ -24,7 +24,7 @@ def reduce_saved_memory(model: nn.Module, state: ParallelState) -> None:
     """Apply `MemoryOptions` to blocks in place; set `state.offload` and `state.stash`, or None."""
     blocks, request = state.blocks(model), state.request
     device = request.meshes.device
-    chunks = list_chunks(model, blocks, state)
+    chunks = group_blocks_by_stage(model, blocks, state)
     state.offload = apply_memory(
         blocks, request.memory, device, compiled=state.compiled, stages=chunks
     )
@@ -36,7 +36,7 @@ def graph_dense(model: nn.Module, state: ParallelState) -> None:
     if not state.request.dense.graph:
         return
     blocks = state.blocks(model)
-    chunks = list_chunks(model, blocks, state)
+    chunks = group_blocks_by_stage(model, blocks, state)
     names = dict(zip(blocks, state.plan.blocks, strict=True))
     for chunk in [blocks] if chunks is None else chunks.values():
         graph_blocks({names[block]: block for block in chunk})

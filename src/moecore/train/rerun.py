@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moecore.base.rank_checks import get_rank_or_zero
 from moecore.base.streams import ToHost
-from moecore.moe.aux_loss import aux_losses
+from moecore.moe.aux_loss import list_aux_losses
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.pairs import get_rng_states, set_rng_states
 from moecore.moe.records import ChoiceTape
-from moecore.moe.shortage import Capacity, Holder, Watch, compute_next_factor, get_rank_or_zero
+from moecore.moe.shortage import BufferOwner, Capacity, Watch, compute_next_factor
 from moecore.parallel.model.parallel_state import list_engines, list_parallel_states
 from moecore.precision.apply import drop_amax
 
@@ -131,7 +132,7 @@ class Reruns:
         return ToHost(factors)
 
 
-def _enlarge(holder: Holder, factor: float) -> None:
+def _enlarge(holder: BufferOwner, factor: float) -> None:
     """Clear row counts, and enlarge buffers to the needed factor; 0 keeps their size. Host sync."""
     holder.wait()  # a backward may still run
     holder.clear()
@@ -155,7 +156,7 @@ def drop_step(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, RoutedLayer):
             module.drop_step()
-    for loss in aux_losses(model).values():
+    for loss in list_aux_losses(model).values():
         loss.reset()
     for param in model.parameters():
         param.grad = None

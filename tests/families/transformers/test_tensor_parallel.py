@@ -26,7 +26,7 @@ from moecore.base.torch_private import StridedShard, get_local_tensor
 from moecore.families import use_causal_attention
 from moecore.families.transformers.cuts import find_cuts
 from moecore.families.transformers.linear_cuts import cut_linear_attention
-from moecore.families.transformers.module_cut import cut_placements
+from moecore.families.transformers.module_cut import list_cut_placements
 from moecore.io import Saver, load, stream_weights
 from moecore.planning import fake_world
 from moecore.precision.linear import find_weight_problem
@@ -189,7 +189,7 @@ def test_adapters_are_cut_as_their_linears() -> None:
     assert not whole
     attention, mlp, *_ = cuts
     for module, column, row in (attention, "q_proj", "o_proj"), (mlp, "gate_proj", "down_proj"):
-        places = dict(cut_placements(module, cuts[module]))
+        places = dict(list_cut_placements(module, cuts[module]))
         outer, inner = module.get_submodule(column), module.get_submodule(row)
         found = {
             (name, kind): places.get((linear.get_submodule(kind), "weight"))

@@ -414,7 +414,7 @@ def test_deterministic_algorithms_exclude_kernels(monkeypatch: pytest.MonkeyPatc
         assert rule.choose_kernel(q, k, v, AttentionMask()) is flash
         torch.use_deterministic_algorithms(True, warn_only=True)  # what torch excludes cuDNN by
         assert rule.choose_kernel(q, k, v, AttentionMask()) is cudnn
-    monkeypatch.setattr(flash4, "find_half_problem", lambda *_: None)
+    monkeypatch.setattr(flash4, "find_16_bit_problem", lambda *_: None)
     monkeypatch.setattr(flash4, "_find_import_problem", lambda: None)
     q, k, v, _ = block((2, 8, 8, 4, 2, 64, 64), torch.bfloat16)
     for major, is_supported in ((9, True), (10, True), (12, False)):

@@ -71,7 +71,7 @@ class Case:
         )
 
     def index(self, ids: Tensor, weights: Tensor, **more: Any) -> ExpertIndex:
-        multiple = self.recipe.rows
+        multiple = self.recipe.row_multiple
         return build_index(ids, weights, first=0, num_local=5, multiple=multiple, **more)
 
     def run(self, leaves: Leaves, ids: Tensor, options: ExpertMLPOptions) -> Leaves:

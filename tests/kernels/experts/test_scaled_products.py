@@ -22,8 +22,8 @@ from moecore.kernels.grouped.scaled import scaled_gemm, scaled_wgrad
 from moecore.kernels.grouped.scaled_rows import (
     pad_offsets,
     pad_rows,
-    scaled_matrices,
-    scaled_rows,
+    quantise_expert_matrices,
+    quantise_expert_rows,
 )
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.index import build_index
@@ -168,13 +168,13 @@ def test_a_gradient_is_read_once_for_both_layouts(
     frozen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """X and A are rows in forward and columns in backward; dY and dH what is asked for, at once."""
-    made, real = [], quantised_products.scaled_rows
+    made, real = [], quantised_products.quantise_expert_rows
 
     def record(x: Tensor, *where: Any, rows: bool, columns: bool, **how: Any) -> Any:
         made.append((x.shape[1], rows, columns))
         return real(x, *where, rows=rows, columns=columns, **how)
 
-    monkeypatch.setattr(quantised_products, "scaled_rows", record)
+    monkeypatch.setattr(quantised_products, "quantise_expert_rows", record)
     leaves, ids = make("swiglu", **SIZES)
     for name in frozen:
         leaves[name].requires_grad_(False)
@@ -204,9 +204,9 @@ def test_torch_takes_these_layouts(per_row: bool, monkeypatch: pytest.MonkeyPatc
     how: dict[str, Any] = {"per_row": per_row, "power_of_two": True}
     offsets_e = torch.tensor([3, 3, 20], dtype=torch.int32)
     x, y = torch.randn(22, 32).bfloat16(), torch.randn(22, 48).bfloat16()
-    w: Any = scaled_matrices(torch.randn(3, 48, 32), **how)
+    w: Any = quantise_expert_matrices(torch.randn(3, 48, 32), **how)
     padded_e = pad_offsets(offsets_e)
-    of_x, of_y = (scaled_rows(rows, offsets_e, padded_e, **how) for rows in (x, y))
+    of_x, of_y = (quantise_expert_rows(rows, offsets_e, padded_e, **how) for rows in (x, y))
     out = scaled_gemm(of_x[0], w.rows, offsets_e, x.dtype)  # type: ignore[arg-type]
     assert out.shape == (22, 48) and out.dtype == torch.bfloat16
     dx = scaled_gemm(of_y[0], w.columns, offsets_e, x.dtype)  # type: ignore[arg-type]

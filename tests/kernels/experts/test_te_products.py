@@ -69,7 +69,7 @@ def options_of(
 
 
 def index_of(ids: Tensor, weights: Tensor, recipe: Recipe | None) -> ExpertIndex:
-    multiple = 1 if recipe is None else recipe.rows
+    multiple = 1 if recipe is None else recipe.row_multiple
     return build_index(ids, weights, first=0, num_local=5, multiple=multiple)
 
 
@@ -226,7 +226,7 @@ def test_weight_gradients_go_to_their_targets(
     products = make_products(options, index, ExpertWeights(w1_eCD=w1, w2_eDF=w2))
     rows = Rows(leaves["x"].detach())
     h, a = products.fc1(rows, keep=True)
-    dy = products.dy(gradient_of(rows.values), unsummed=False)
+    dy = products.prepare_output_grad(gradient_of(rows.values), unsummed=False)
     dh, _, a = products.activation_bwd(dy, h)
     products.drop_weights()  # as where sinks compute later
     for compute, of in ((products.fc1_wgrad, (rows, dh)), (products.fc2_wgrad, (dy, a))):

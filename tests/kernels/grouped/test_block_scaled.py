@@ -52,7 +52,7 @@ class Operands:
         generator = torch.Generator().manual_seed(0)
         self.recipe = recipe
         self.offsets_e = torch.tensor(COUNTS, device=device).cumsum(0).int()
-        e, self.padded = len(COUNTS), pad_rows(self.offsets_e, R, recipe.multiple)
+        e, self.padded = len(COUNTS), pad_rows(self.offsets_e, R, recipe.weight_multiple)
         # Of another size in every expert and block, so that a wrong scale is seen.
         sizes = 2.0 ** torch.randint(-4, 5, (e, 1, 1), generator=generator)
         self.w_eNK = (torch.randn(e, N, K, generator=generator) * sizes).to(device)

@@ -10,7 +10,11 @@ from torch import Tensor
 
 from moecore.kernels.common import INTERPRET
 from moecore.kernels.grouped.scaled import mixed_gemm, mixed_wgrad
-from moecore.kernels.grouped.scaled_rows import pad_offsets, scaled_matrices, scaled_rows
+from moecore.kernels.grouped.scaled_rows import (
+    pad_offsets,
+    quantise_expert_matrices,
+    quantise_expert_rows,
+)
 from moecore.kernels.rows.scaling import DTYPES, Blocks, OperandPair
 
 COUNTS = [
@@ -43,7 +47,7 @@ class Operands:
 
     def rows(self, x_RN: Tensor, fmt: str) -> OperandPair:
         """Return rows and columns of experts."""
-        return scaled_rows(x_RN, self.offsets_e, self.padded_e, **HOW, fmt=fmt)
+        return quantise_expert_rows(x_RN, self.offsets_e, self.padded_e, **HOW, fmt=fmt)
 
 
 def wide(side: Blocks) -> Tensor:
@@ -82,7 +86,7 @@ def check(found: Tensor, left: Tensor, right: Tensor, scales: Tensor) -> None:
 @pytest.mark.parametrize(("N", "K"), SIZES)
 def test_products(N: int, K: int, formats: tuple[str, str], device: str) -> None:
     o = Operands(N, K, device)
-    a, b = o.rows(o.x_RK, formats[0]).rows, scaled_matrices(o.w_eNK, **HOW).rows
+    a, b = o.rows(o.x_RK, formats[0]).rows, quantise_expert_matrices(o.w_eNK, **HOW).rows
     assert a is not None and b is not None
     if formats[1] == "e5m2":
         b = Blocks(b.values.to(torch.float32).to(DTYPES["e5m2"]), b.scales, b.kind)
@@ -115,7 +119,7 @@ def test_weight_gradients(N: int, K: int, formats: tuple[str, str], device: str)
 
 def test_what_is_not_finite_stays_in_its_row_and_its_expert(device: str) -> None:
     o = Operands(32, 64, device)
-    b = scaled_matrices(o.w_eNK, **HOW).rows
+    b = quantise_expert_matrices(o.w_eNK, **HOW).rows
     o.x_RK[7, 3] = torch.inf
     a, x = o.rows(o.x_RK, "e5m2")
     y = o.rows(o.y_RN, "e5m2").columns

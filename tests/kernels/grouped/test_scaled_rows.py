@@ -15,10 +15,10 @@ from moecore.kernels.grouped.scaled_rows import (
     pad_offsets,
     pad_offsets_ref,
     pad_rows,
-    scaled_matrices,
-    scaled_matrices_ref,
-    scaled_rows,
-    scaled_rows_ref,
+    quantise_expert_matrices,
+    quantise_expert_matrices_ref,
+    quantise_expert_rows,
+    quantise_expert_rows_ref,
 )
 from moecore.kernels.rows.scaling import Blocks, OperandPair
 
@@ -82,8 +82,12 @@ def test_rows(per_row: bool, fmt: str, power_of_two: bool, device: str) -> None:
             x_RD = x_RD.T.contiguous().T if i == 2 else x_RD
             for rows, columns in LAYOUTS if i == 0 else LAYOUTS[:1]:
                 layouts = dict(rows=rows, columns=columns)
-                found = scaled_rows(x_RD, offsets_e, pad_offsets(offsets_e), **how, **layouts)
-                check_rows(found, scaled_rows_ref(x_RD, offsets_e, **how, **layouts), offsets_e)
+                found = quantise_expert_rows(
+                    x_RD, offsets_e, pad_offsets(offsets_e), **how, **layouts
+                )
+                check_rows(
+                    found, quantise_expert_rows_ref(x_RD, offsets_e, **how, **layouts), offsets_e
+                )
 
 
 def test_finite_rows(device: str) -> None:
@@ -93,8 +97,8 @@ def test_finite_rows(device: str) -> None:
     x_RD[171:] = 1e30
     for per_row in (True, False):
         how: Any = dict(per_row=per_row, power_of_two=False)
-        found = scaled_rows(x_RD, offsets_e, pad_offsets(offsets_e), **how)
-        check_rows(found, scaled_rows_ref(x_RD, offsets_e, **how), offsets_e)
+        found = quantise_expert_rows(x_RD, offsets_e, pad_offsets(offsets_e), **how)
+        check_rows(found, quantise_expert_rows_ref(x_RD, offsets_e, **how), offsets_e)
         assert found.rows is not None and found.rows.values[:171].float().abs().max() == 448
 
 
@@ -104,8 +108,8 @@ def test_rows_that_are_longer_than_a_program(monkeypatch: pytest.MonkeyPatch, de
     monkeypatch.setattr(cast, "ROW_ELEMENTS", 64)
     x_RD, offsets_e = hard((20, 208), torch.float32, device), torch.tensor([17], device=device)
     how: Any = dict(per_row=True, power_of_two=True, columns=False)
-    found = scaled_rows(x_RD, offsets_e.int(), None, **how)
-    check_rows(found, scaled_rows_ref(x_RD, offsets_e.int(), **how), offsets_e)
+    found = quantise_expert_rows(x_RD, offsets_e.int(), None, **how)
+    check_rows(found, quantise_expert_rows_ref(x_RD, offsets_e.int(), **how), offsets_e)
 
 
 @pytest.mark.parametrize("past", [0.0, 0.25])
@@ -126,8 +130,8 @@ def test_an_amax_of_other_rows(fmt: str, device: str) -> None:
     how["amax"] = torch.tensor([4.0], device=device)
     for start in (0.0, 3.2e38):
         seen, of_ref = (torch.full((1,), start, device=device) for _ in range(2))
-        found = scaled_rows(x_RD, offsets_e, pad_offsets(offsets_e), **how, seen=seen)
-        truth = scaled_rows_ref(x_RD, offsets_e, **how, seen=of_ref)
+        found = quantise_expert_rows(x_RD, offsets_e, pad_offsets(offsets_e), **how, seen=seen)
+        truth = quantise_expert_rows_ref(x_RD, offsets_e, **how, seen=of_ref)
         check_rows(found, truth, offsets_e)
         assert torch.equal(seen, of_ref)
         assert torch.equal(seen.cpu(), torch.tensor([max(start, 3e38)]))
@@ -152,8 +156,8 @@ def test_matrices(per_row: bool, power_of_two: bool, device: str) -> None:
         w_eND[-1] = w_eND[-1].nan_to_num(0, 3, -3)  # a matrix has its own scale
         for rows, columns in LAYOUTS:
             layouts = dict(rows=rows, columns=columns)
-            found = scaled_matrices(w_eND, **how, **layouts)
-            truth = scaled_matrices_ref(w_eND, **how, **layouts)
+            found = quantise_expert_matrices(w_eND, **how, **layouts)
+            truth = quantise_expert_matrices_ref(w_eND, **how, **layouts)
             for got, wanted in zip(found, truth, strict=True):
                 assert_same(got, wanted, rows=slice(None), scales=slice(None))
     assert module.has_kernel(w_eND)

@@ -116,7 +116,7 @@ def test_rows_of_experts(name: str, over_rows: bool, device: str) -> None:
     """Ragged, some empty, some rows of nobody, which may hold anything; counts on the device."""
     recipe, offsets_e = RECIPES[name], torch.tensor(COUNTS, device=device).cumsum(0).int()
     R, e = sum(COUNTS) + SPARE, len(COUNTS)
-    padded = pad_rows(offsets_e, R, recipe.multiple)
+    padded = pad_rows(offsets_e, R, recipe.weight_multiple)
     where: dict[str, Tensor] = {"expert_M": padded.expert_R}
     if over_rows:
         row_P = torch.arange(padded.length, device=device)

@@ -147,7 +147,7 @@ def test_what_is_not_finite_stays_in_its_block(recipe: Recipe, bad: float) -> No
     x = uneven(32, 64)
     x[5, 40] = bad
     found = quantise_microscaled(x, recipe)
-    block = recipe.multiple
+    block = recipe.weight_multiple
     spoilt = torch.zeros(32, 64, dtype=torch.bool)
     whole = slice(40 // block * block, 40 // block * block + block)
     alone = recipe.scaling == "mxfp8" and math.isnan(bad)  # E4M3 has a NaN, E2M1 has none

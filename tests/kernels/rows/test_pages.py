@@ -68,7 +68,7 @@ def check_the_example(device: str) -> None:
     """That of `free_list`, with pages of 2 rows."""
     pool = make(4, STEP_BYTES, device)
     layout = first_rows(pool, STEP_BYTES // 2, 5)
-    first, second = layout.table(), layout.table()
+    first, second = layout.make_table(), layout.make_table()
     take_rows(first, layout, None, int32(3, device))
     assert first[:3].tolist() == [0, 1, NONE] and free_ids(pool)[0] == [2, 3]
     assert pool.report.sum() == 0
@@ -79,7 +79,7 @@ def check_the_example(device: str) -> None:
     assert first[:3].tolist() == [NONE] * 3
     take_rows(first, layout, None, int32(2, device))
     assert first[:3].tolist() == [0, NONE, NONE]
-    copy_rows([None], first, layout, stash=False, over=(second, 3))
+    copy_rows([None], first, layout, stash=False, released_table=(second, 3))
     return_pages(second, 3, pool)  # has nothing any more
     assert free_ids(pool)[0] == [1, 2, 3]
     assert pool.state[PEAK_WORD] == 5 and pool.state[DEMAND_WORD] == 1
@@ -122,7 +122,7 @@ def check_rounds(device: str, num_rounds: int, P: int, Q: int, layout_of: Any) -
     layout: PageLayout = layout_of(pool)
     lengths = [layout.source_rows if n else layout.expert_rows for n in layout.has_list]
     lists = deque(range(P)), deque(range(P, P + Q))
-    tables, N = [layout.table() for _ in range(4)], layout.num_entries
+    tables, N = [layout.make_table() for _ in range(4)], layout.num_entries
     held: dict[int, Held] = {}
     most = missed = 0
     for _ in range(num_rounds):
@@ -189,7 +189,7 @@ def check_rows(
     """What has pages came back, what has none is NaN, and no other row is written."""
     back = [torch.full_like(x, 7) for x in held.matrices]
     given = [None if m == skipped else x for m, x in enumerate(back)]
-    copy_rows(given, table, layout, stash=False, over=over)
+    copy_rows(given, table, layout, stash=False, released_table=over)
     for m, (x, rows, pages) in enumerate(zip(held.matrices, held.used, held.pages, strict=True)):
         want = torch.full_like(x, 7)
         step = layout.pool.page_bytes // layout.widths[m]
@@ -236,7 +236,7 @@ def check_a_full_pool(page_rows: int, width: int, device: str) -> None:
     R = 3 * page_rows
     pool = make(3, page_rows * width, device)
     layout = first_rows(pool, width, R)
-    x, table, none = random_rows(R, width, device), layout.table(), layout.table()
+    x, table, none = random_rows(R, width, device), layout.make_table(), layout.make_table()
     take_rows(none, layout, None, int32(0, device))
     take_rows(table, layout, None, int32(R, device))
     copy_rows([x], table, layout, stash=True)
@@ -250,7 +250,7 @@ def check_a_full_pool(page_rows: int, width: int, device: str) -> None:
 def test_what_found_no_page_is_nan(dtype: torch.dtype) -> None:
     pool = make(1, 8 * dtype.itemsize, "cpu")
     layout = first_rows(pool, 4 * dtype.itemsize, 4)
-    x, table = torch.randn(4, 4).to(dtype), layout.table()
+    x, table = torch.randn(4, 4).to(dtype), layout.make_table()
     back = torch.zeros_like(x)
     take_rows(table, layout, None, int32(3))
     copy_rows([x.view(torch.uint8)], table, layout, stash=True)
@@ -261,7 +261,7 @@ def test_what_found_no_page_is_nan(dtype: torch.dtype) -> None:
 def test_no_rows_at_all() -> None:
     pool = make(1, 16, "cpu")
     layout = first_rows(pool, 4, 0)
-    x, table = torch.zeros(0, 4, dtype=torch.uint8), layout.table()
+    x, table = torch.zeros(0, 4, dtype=torch.uint8), layout.make_table()
     take_rows(table, layout, None, int32(0))
     copy_rows([x], table, layout, stash=True)
     copy_rows([x], table, layout, stash=False)
@@ -273,7 +273,7 @@ def test_no_rows_at_all() -> None:
 def test_a_list_of_rows_by_kernels(S: int, K: int, device: str) -> None:
     pool = make(1, 16, device)
     layout = PageLayout.of(pool, [(16, True)], S, 0)
-    slots, table = torch.full((S, K), -1, dtype=torch.int32, device=device), layout.table()
+    slots, table = torch.full((S, K), -1, dtype=torch.int32, device=device), layout.make_table()
     slots[torch.arange(S) % 3 == 1, K - 1] = 0
     slots[S - 1, 0] = 7
     take_rows(table, layout, slots, None)
@@ -291,7 +291,7 @@ def test_addresses_past_2_to_the_31(device: str) -> None:
     pool = replace(small, pages=memory)
     pool.state[HEAD_WORD] = P - 1
     layout = first_rows(pool, width, 70)
-    x, table = random_rows(70, width, device), layout.table()
+    x, table = random_rows(70, width, device), layout.make_table()
     take_rows(table, layout, None, int32(70, device))
     copy_rows([x], table, layout, stash=True)
     assert table[:2].tolist() == [P - 1, 0]
@@ -304,7 +304,7 @@ def test_streams_may_take_and_return_at_the_same_time() -> None:
     pool = make(700, 16, "cuda", host=100)
     layout = first_rows(pool, 16, 100)
     streams = [torch.cuda.Stream() for _ in range(4)]
-    tables = [layout.table() for _ in range(8)]
+    tables = [layout.make_table() for _ in range(8)]
     rows = [torch.full((100, 16), i, dtype=torch.uint8, device="cuda") for i in range(4)]
     used = [int32(n, "cuda") for n in (0, 1, 57, 99, 100)]
     wrong = [torch.zeros((), dtype=torch.int64, device="cuda") for _ in streams]
@@ -316,7 +316,9 @@ def test_streams_may_take_and_return_at_the_same_time() -> None:
                 take_rows(table, layout, None, used[(round_ + i) % 5])
                 copy_rows([rows[i]], table, layout, stash=True)
                 back = torch.full_like(rows[i], i)
-                copy_rows([back], table, layout, stash=False, over=(other, layout.num_entries))
+                copy_rows(
+                    [back], table, layout, stash=False, released_table=(other, layout.num_entries)
+                )
                 wrong[i] += (back != i).sum()
                 if round_ % 3:
                     return_pages(table, layout.num_entries, pool)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moecore.base.options.precision import Recipe
-from moecore.kernels.grouped.scaled_rows import scaled_matrices_ref
+from moecore.kernels.grouped.scaled_rows import quantise_expert_matrices_ref
 from moecore.kernels.rows import microscaled
 from moecore.kernels.rows.e4m3 import FP8
 from moecore.kernels.rows.microscaled import quantise_microscaled_matrices
@@ -112,7 +112,9 @@ def test_one_scale_per_matrix(
         values = torch.zeros(part.numel(), dtype=torch.uint8)
         cast_part_(part, first, amax, scales, values, power_of_two=False)
         found.append(values.view(part.shape))
-    expected = scaled_matrices_ref(x.view(e, -1, shape[-1]), per_row=False, power_of_two=False).rows
+    expected = quantise_expert_matrices_ref(
+        x.view(e, -1, shape[-1]), per_row=False, power_of_two=False
+    ).rows
     assert expected is not None and torch.equal(scales, expected.scales[:, 0])
     ours = torch.cat(found, dim).view(FP8).view(expected.values.shape)
     assert same(ours.float(), expected.values.float())

@@ -19,7 +19,7 @@ from moecore.kernels.sparse_attention import (
     sparse_attention,
 )
 from moecore.kernels.sparse_attention.index import select_keys
-from moecore.kernels.zigzag import assign_tokens, find_documents
+from moecore.kernels.zigzag import assign_tokens_to_cp_ranks, find_documents
 from tests.kernels.sparse_attention.oracle import sparse_attention_ref
 
 H, n, r, L, v, h, i = 3, 5, 4, 6, 7, 2, 8
@@ -111,7 +111,7 @@ def test_documents_are_as_apart() -> None:
 def test_bounds_have_all_keys_of_the_queries_of_a_rank(size: int) -> None:
     cu_seqlens = torch.tensor([0, 12, 12, 36, 48])
     first, slack = cu_seqlens[find_documents(cu_seqlens, 48)], []
-    for own in assign_tokens(cu_seqlens, 48, size) if size > 1 else [torch.arange(48)]:
+    for own in assign_tokens_to_cp_ranks(cu_seqlens, 48, size) if size > 1 else [torch.arange(48)]:
         spans = KeySpans(first[own], own, size, 24)
         for begin, end in combinations(range(len(own) + 1), 2):
             low, high = spans.get_bounds(begin, end, 48)

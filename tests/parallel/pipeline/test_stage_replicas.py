@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from moecore import ParallelConfig, TrainStep, build_meshes, clip_grad_norm_, parallelize_moe
 from moecore.models import Decoder
-from moecore.parallel.model.parallel_state import all_reduce_stage_copies, find_stages
+from moecore.parallel.model.parallel_state import all_reduce_stage_copies, find_staged_module
 from tests.helpers.ranks import run_ranks
 from tests.parallel.pipeline.stages import (
     CONFIG,
@@ -167,4 +167,4 @@ def test_a_model_without_stages_has_nothing_to_sum() -> None:
     before = model.model.embed_tokens.weight.grad.clone()
     all_reduce_stage_copies(model)
     assert torch.equal(model.model.embed_tokens.weight.grad, before)
-    assert find_stages(model) == (model, None)
+    assert find_staged_module(model) == (model, None)

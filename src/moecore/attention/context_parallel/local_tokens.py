@@ -30,7 +30,7 @@ from moecore.attention.context_parallel.states import LocalPieces
 from moecore.base.regions import run_and_save
 from moecore.base.torch_private import all_gather_single, skips_communication
 from moecore.kernels.attention import AttentionMask
-from moecore.kernels.zigzag import assign_tokens, find_documents, make_row_cu_seqlens
+from moecore.kernels.zigzag import assign_tokens_to_cp_ranks, find_documents, make_row_cu_seqlens
 from moecore.moe.dispatch.collectives import exchange_with_grad
 
 Half = Literal["all", "early", "late"]
@@ -136,7 +136,7 @@ class ChunkLayout:
     @cached_property
     def _token_ids(self) -> Tensor:
         """int64 [G, B * t], the tokens of each rank."""
-        return assign_tokens(self._documents, self._num_tokens, self.size)
+        return assign_tokens_to_cp_ranks(self._documents, self._num_tokens, self.size)
 
     @cached_property
     def _places(self) -> Tensor:

@@ -146,20 +146,20 @@ class Recipe(CheckedRecord):
         return self.scaling == "blockwise" and self.backend == "moecore"
 
     @property
-    def gathers(self) -> bool:
+    def can_gather_weights(self) -> bool:
         """Whether weights can be all-gathered in FP8: all products read one quantised copy."""
         scalings = ("blockwise", "tensorwise", "nvfp4")
         return self.scaling in scalings and self.backend == "moecore"
 
     @property
-    def multiple(self) -> int:
+    def weight_multiple(self) -> int:
         """The multiple that both dims of a weight must be; blockwise experts need 128 instead."""
         if self.backend == "te" and self.scaling in EMULATED:
             return 32
         return self.activation_block[1] or 16 if self.is_emulated else 16
 
     @property
-    def rows(self) -> int:
+    def row_multiple(self) -> int:
         """The multiple to which each expert's number of rows is padded with zero rows."""
         return TE_ROWS[self.scaling] if self.backend == "te" else 1
 

@@ -22,7 +22,7 @@ from moecore.attention.sequence import Sequence
 from moecore.base.fields import check_arguments
 from moecore.families.transformers.linear_attention import SEQUENCE, accept_sequences
 from moecore.families.transformers.rows import READER, RowReader
-from moecore.families.transformers.sparse_attention import attend_sparsely, refuse_earlier_keys
+from moecore.families.transformers.sparse_attention import refuse_earlier_keys, use_sparse_attention
 
 CAUSAL = "moecore_causal"  # transformers makes masks for the names that it knows
 UNKNOWN = ("position_bias", "dropout")  # what `attend` does not compute
@@ -65,7 +65,7 @@ def use_causal_attention(model: nn.Module) -> None:
     AttentionInterface.register(CAUSAL, _attend_causally)
     hf.set_attn_implementation(CAUSAL)
     accept_sequences(hf)
-    attend_sparsely(hf)
+    use_sparse_attention(hf)
     if not hasattr(hf, READER):
         setattr(hf, READER, RowReader(hf))
 

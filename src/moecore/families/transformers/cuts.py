@@ -17,9 +17,13 @@ from typing import Any
 from torch import nn
 
 from moecore.base.torch_private import HAS_SEPARATE_PIECES
-from moecore.families.transformers.linear_attention import find_rule
+from moecore.families.transformers.linear_attention import find_linear_rule
 from moecore.families.transformers.linear_cuts import cut_linear_attention
-from moecore.families.transformers.module_cut import ModuleCut, adapters, get_named_linears
+from moecore.families.transformers.module_cut import (
+    ModuleCut,
+    get_named_linears,
+    list_lora_adapters,
+)
 from moecore.families.transformers.stock import (
     find_names_in_forward,
     is_hf,
@@ -63,7 +67,7 @@ def find_cuts(model: nn.Module, tp: int) -> tuple[dict[nn.Module, ModuleCut], li
                 continue
             is_attention = not module._modules.keys().isdisjoint(OUTPUTS)
             make_cut = cut_attention if is_attention else cut_mlp
-            make_cut = cut_linear_attention if find_rule(module) else make_cut
+            make_cut = cut_linear_attention if find_linear_rule(module) else make_cut
             module_cut = make_cut(names[module], module, tp)
             if isinstance(module_cut, ModuleCut):
                 cuts[module] = module_cut
@@ -104,7 +108,7 @@ def cut_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
             return f"{child} ({linear.out_features} outputs) is not {H} heads"
     norms = tuple(n for n in ("q_norm", "k_norm") if _is_norm_over_all_heads(module, n, linears))
     problem = _find_unknown_part(module, {*sizes, *OF_ALL_HEADS, row}, H)
-    if problem is None and linears[row].bias is not None and row in adapters(module):
+    if problem is None and linears[row].bias is not None and row in list_lora_adapters(module):
         problem = f"{row} has a bias and adapters"
     if problem is None and not linears.keys() & {"q_proj", "q_b_proj"}:
         problem = "queries are made in another module"
@@ -200,7 +204,7 @@ def cut_mlp(name: str, module: nn.Module, tp: int) -> ModuleCut | None:
     linears = get_named_linears(module)
     if linears.keys() != parts.keys() or not all(_has_halves(module, n) for n in halves):
         return None
-    if linears[row].bias is not None and row in adapters(module):
+    if linears[row].bias is not None and row in list_lora_adapters(module):
         return None
     size = linears[row].in_features
     if any(linears[n].out_features != size * (1 + (n in halves)) for n in columns):

@@ -39,7 +39,7 @@ SLOPES, LIMITS = ("alpha", "swiglu_alpha"), ("limit", "swiglu_limit")
 
 
 @dataclass(frozen=True, slots=True)
-class ReadExperts:
+class ExpertsDescription:
     """Sizes and activation of an experts module of transformers."""
 
     fields: dict[str, Any]  # of `MoEConfig`: sizes, activation and biases
@@ -88,7 +88,7 @@ def get_used_parameters(experts: Any) -> dict[str, nn.Parameter]:
     return tensors
 
 
-def read_experts(experts: Any, layout: ExpertLayout) -> ReadExperts:
+def read_experts(experts: Any, layout: ExpertLayout) -> ExpertsDescription:
     """Return sizes, activation and biases of an experts module with the given layout."""
     num_experts, sizes = len(getattr(experts, layout.w2)), getattr(experts, layout.w1).shape[1:]
     fc1_dim, dim = reversed(sizes) if layout.transposed else sizes
@@ -111,7 +111,7 @@ def read_experts(experts: Any, layout: ExpertLayout) -> ReadExperts:
         "fc1_bias": hasattr(experts, layout.b1),
         "fc2_bias": hasattr(experts, layout.b2),
     }
-    return ReadExperts(fields, options.function)
+    return ExpertsDescription(fields, options.function)
 
 
 def read_activation(experts: Any, layout: ExpertLayout) -> ActivationOptions:
@@ -203,7 +203,7 @@ def get_image_mask(
     return named(block, args, kwargs).get("moe_mm_token_type_ids")
 
 
-def run_vision_experts(model: nn.Module) -> None:
+def hook_vision_experts(model: nn.Module) -> None:
     """Add hooks that run image experts without images, too, because all ranks join all-to-alls."""
     for block in model.modules():
         if has_vision_experts(block):

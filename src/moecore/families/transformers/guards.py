@@ -12,7 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moecore.families.transformers.stock import get_forward_parameters, is_hf, is_pretrained, named
+from moecore.families.transformers.stock import (
+    bind_arguments,
+    get_forward_parameters,
+    is_hf,
+    is_pretrained,
+)
 
 # Arguments of `Decoder.forward` that transformers has under another name, or moecore elsewhere.
 NATIVE = {
@@ -94,7 +99,7 @@ def warn_about_cache(model: nn.Module) -> None:
 
 def _check_cache(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of a base model that warns of a cache in training."""
-    use_cache = named(module, args, kwargs).get("use_cache")
+    use_cache = bind_arguments(module, args, kwargs).get("use_cache")
     use_cache = getattr(module.config, "use_cache", False) if use_cache is None else use_cache
     if use_cache and module.training and torch.is_grad_enabled():
         warnings.warn(

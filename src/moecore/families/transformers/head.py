@@ -33,7 +33,7 @@ from typing_extensions import override
 
 from moecore.base.options.precision import Recipe
 from moecore.base.torch_private import sum_versions, tree_map_only
-from moecore.families.transformers.stock import find_outermost_models, named
+from moecore.families.transformers.stock import bind_arguments, find_outermost_models
 from moecore.models.loss import IGNORE_INDEX, linear_cross_entropy
 from moecore.models.tensor_parallel import TensorParallel
 from moecore.moe.dispatch.collectives import exchange_with_grad
@@ -67,7 +67,7 @@ class LogitsSource:
         """The tp group over which the head's weight is sharded, or None."""
         return None if self.tp is None else self.tp.group
 
-    def start_backward(self, loss: Tensor) -> Tensor:
+    def multiply_gradient_by_tp(self, loss: Tensor) -> Tensor:
         """Return the loss; backward multiplies its gradient by the tp size, if there is tp."""
         # Each tp rank starts backward with 1 / tp of the gradient: `GradientShareHooks`.
         if self.tp is None:
@@ -75,7 +75,7 @@ class LogitsSource:
         size = self.tp.size
         return exchange_with_grad(loss, torch.clone, lambda grad: grad * size)
 
-    def end(self, _grad: Tensor) -> None:
+    def free_hidden(self, _grad: Tensor) -> None:
         """Backward hook of the loss: free the hidden states, after which logits cannot be read."""
         self.is_over, self.hidden = True, self.hidden[:0]
 
@@ -116,7 +116,7 @@ class Logits(Tensor):
                 stacklevel=2,
             )
         values = F.linear(source.hidden, source.weight)
-        values = values if source.tp is None else source.tp.gather_last(values)
+        values = values if source.tp is None else source.tp.gather_last_dim(values)
         return values.to(self.dtype).view(self.shape)
 
     @override
@@ -180,7 +180,7 @@ def _compute_cross_entropy(
     source = logits.source
     num_tokens = 1 if reduction == "sum" else None
     hidden_ND = source.hidden.flatten(0, -2)
-    loss = source.start_backward(
+    loss = source.multiply_gradient_by_tp(
         linear_cross_entropy(
             hidden_ND,
             source.weight,
@@ -191,7 +191,7 @@ def _compute_cross_entropy(
         )
     )
     if loss.requires_grad:
-        loss.register_hook(source.end)
+        loss.register_hook(source.free_hidden)
     result: Tensor | None = loss
     return result
 
@@ -263,7 +263,7 @@ def fuse_loss(model: nn.Module, recipe: Recipe | None) -> None:
 
 def _enter(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook: the head returns lazy logits if this forward has labels and trains."""
-    has_labels = named(model, args, kwargs).get("labels") is not None
+    has_labels = bind_arguments(model, args, kwargs).get("labels") is not None
     trains = model.training and torch.is_grad_enabled()
     trains = has_labels and (trains or hasattr(model, IS_SCORED))
     _get_running_forwards().append(
@@ -280,7 +280,7 @@ def _leave(model: nn.Module, _args: Any, _output: Any) -> None:
         source.hidden, source.has_ended = source.hidden.detach(), True
 
 
-def cut_vocabulary(model: nn.Module, tp: TensorParallel) -> list[nn.Module]:
+def hook_vocabulary(model: nn.Module, tp: TensorParallel) -> list[nn.Module]:
     """Register tp collectives of embeddings and heads; return the modules to shard by vocabulary.
 
     Both stay replicated if tp does not divide the vocabulary or their class is not plain.
@@ -321,7 +321,7 @@ class VocabularyHooks:
     def _enter(self, embedding: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Forward pre-hook: map ids to local rows, and the padding index to a local row or None."""
         ids, *rest = args
-        local_ids, self._state.is_other = self._tp.local_rows(ids, self._rows)
+        local_ids, self._state.is_other = self._tp.find_local_rows(ids, self._rows)
         padding = self._state.padding_idx = embedding.padding_idx
         if padding is not None:  # the row without a gradient
             padding -= self._tp.rank * self._rows
@@ -339,4 +339,4 @@ def _gather_logits(head: Any, _args: Any, logits: Tensor) -> Tensor:
     if isinstance(logits, Logits):
         return logits
     tp: TensorParallel = getattr(head, TP)
-    return tp.gather_last(logits)
+    return tp.gather_last_dim(logits)

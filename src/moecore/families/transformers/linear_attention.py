@@ -31,10 +31,10 @@ Function = Callable[..., Any]
 
 def find_linear_layers(model: nn.Module) -> list[nn.Module]:
     """Return the modules whose forward calls a supported convolution and delta rule."""
-    return [module for module in model.modules() if find_rule(module)]
+    return [module for module in model.modules() if find_linear_rule(module)]
 
 
-def find_rule(module: nn.Module) -> str | None:
+def find_linear_rule(module: nn.Module) -> str | None:
     """Return the key of `RULES` whose function a module's forward calls, None if it calls none."""
     called = find_names_in_forward(module)
     return next((rule for rule in RULES if rule in called), None) if CONVOLUTION in called else None
@@ -49,7 +49,7 @@ def accept_sequences(model: nn.Module) -> None:
                 of_file[name] = _make_replacement(of_file[name], FUNCTIONS[name])
 
 
-def refuse_shortcut(module: nn.Module) -> None:
+def disable_fused_layer(module: nn.Module) -> None:
     """Disable the fused kernel of a full layer in a module's file.
 
     That kernel includes the output projection and would skip the projection's hooks.

@@ -21,13 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from moecore.families.transformers.linear_attention import find_rule
+from moecore.families.transformers.linear_attention import find_linear_rule
 from moecore.families.transformers.module_cut import (
     ModuleCut,
     Stack,
-    adapters,
     get_named_linears,
     iterate_local_rows,
+    list_lora_adapters,
 )
 
 FILTERS = "conv1d"
@@ -54,7 +54,7 @@ def cut_linear_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
 
     `name` is for errors. Heads that `tp` ranks can neither divide nor share raise a ValueError.
     """
-    layer = LAYERS[find_rule(module) or ""](module, tp)
+    layer = LAYERS[find_linear_rule(module) or ""](module, tp)
     groups = [heads for heads, _ in layer.channels]
     if any(n % tp for n in layer.heads) or any(n % tp and tp % n for n in groups):
         numbers = ", ".join(dict.fromkeys(map(str, (*layer.heads, *groups))))
@@ -95,7 +95,7 @@ def _find_unknown_part(module: Any, layer: _LinearHeads) -> str | None:
             return f"{child} ({linear.out_features} outputs) is not of {sizes[child]} rows of heads"
     if layer.row not in linears or linears[layer.row].in_features != _count_rows(layer.values):
         return f"{layer.row} does not read all heads"
-    if linears[layer.row].bias is not None and layer.row in adapters(module):
+    if linears[layer.row].bias is not None and layer.row in list_lora_adapters(module):
         return f"{layer.row} has a bias and adapters"
     filters = getattr(module, FILTERS, None)
     if type(filters) is not nn.Conv1d or filters.groups != _count_rows(layer.channels):

@@ -21,10 +21,10 @@ from moecore.families.transformers.head import IS_SCORED, Logits
 from moecore.families.transformers.rows import READER, SEQUENCE
 from moecore.families.transformers.stock import (
     CAUSAL_LOSS,
+    bind_arguments,
     find_outermost_models,
     get_forward_parameters,
     get_loss_name,
-    named,
 )
 from moecore.models.log_probs import LogProbLoss
 
@@ -59,7 +59,7 @@ def _enter(
             f" because not every model keeps documents apart by position_ids: call it on the "
             f"{type(model).__name__} before parallelize_moe"
         )
-    if named(model, args, kwargs).get("labels") is not None:
+    if bind_arguments(model, args, kwargs).get("labels") is not None:
         raise ValueError("labels must be None with a log_prob_loss, which has its own")
     setattr(model, IS_SCORED, vars(model).get(OWN_LOSS))
     model.loss_function = _make_loss_function(loss)
@@ -96,7 +96,7 @@ def _make_loss_function(loss: LogProbLoss) -> Callable[..., Tensor]:
         )
         if isinstance(logits, Logits):
             source = logits.source
-            log_probs = source.start_backward(
+            log_probs = source.multiply_gradient_by_tp(
                 loss.compute_from_hidden(
                     source.hidden, source.weight, labels, gather, group=source.group
                 )

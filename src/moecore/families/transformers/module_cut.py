@@ -82,7 +82,7 @@ def list_output_linears(module: nn.Module) -> list[Any]:
     return [module] if base is None else [base, *(b for _, b in list_lora_pairs(module))]
 
 
-def adapters(module: nn.Module) -> dict[str, list[tuple[nn.Linear, nn.Linear]]]:
+def list_lora_adapters(module: nn.Module) -> dict[str, list[tuple[nn.Linear, nn.Linear]]]:
     """Return linear name -> (A, B) of each LoRA adapter, for linears that have adapters."""
     layers = {name: module.get_submodule(name) for name in get_named_linears(module)}
     return {n: list_lora_pairs(m) for n, m in layers.items() if find_lora_base(m) is not None}
@@ -94,11 +94,11 @@ def find_owner(module: nn.Module, name: str) -> tuple[Any, str]:
     return module.get_submodule(path), attribute
 
 
-def cut_placements(
+def list_cut_placements(
     module: nn.Module, module_cut: ModuleCut
 ) -> Iterator[tuple[tuple[nn.Module, str], Placement]]:
     """Yield ((owner, parameter name), placement) of each parameter that tp shards."""
-    linears, adapted = get_named_linears(module), adapters(module)
+    linears, adapted = get_named_linears(module), list_lora_adapters(module)
     halves = StridedShard(0, split_factor=2)
     columns = {
         name: halves if name in module_cut.halves else Shard(0) for name in module_cut.columns

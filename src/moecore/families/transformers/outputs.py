@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from moecore.base.torch_private import HOOKS
-from moecore.families.transformers.stock import is_hf, named
+from moecore.families.transformers.stock import bind_arguments, is_hf
 from moecore.moe.layer import MoELayer, RoutedLayer
 from moecore.moe.records import Routing
 
@@ -49,7 +49,7 @@ def _check_recorded(
     layers_of = (m for m in module.modules() if isinstance(m, RoutedLayer))
     # transformers records no logits of layers with hash routing.
     recordable = [m for m in layers_of if m.config.assignment != "hash"]
-    keywords = named(module, args, kwargs)
+    keywords = bind_arguments(module, args, kwargs)
     if not recordable or not keywords.get(OPTION, getattr(module.config, OPTION, False)):
         return  # the model was not parallelized, or the caller requests no logits
     if refusal is not None:

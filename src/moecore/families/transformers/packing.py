@@ -50,7 +50,7 @@ class LongestPosition:
             module.register_forward_pre_hook(self._append_position, with_kwargs=True)
             module.register_forward_hook(self._drop_position)
 
-    def begin(self, num_tokens: int | None) -> None:
+    def set_num_tokens(self, num_tokens: int | None) -> None:
         """Set the length of the full rows for the next forward; None = rows are not sharded."""
         self._num_tokens = num_tokens
 

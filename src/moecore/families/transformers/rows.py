@@ -41,10 +41,10 @@ from moecore.families.transformers.packing import (
     find_unsupported_layer,
 )
 from moecore.families.transformers.stock import (
+    bind_arguments,
     find_outermost_models,
     get_forward_parameters,
     has_causal_loss,
-    named,
 )
 from moecore.models.loss import IGNORE_INDEX, count_labels
 from moecore.moe.layer import MoELayer, RoutedLayer
@@ -138,7 +138,7 @@ class RowReader:
         if positions is None:
             positions = sequence.positions_BT
         B, T = tokens.shape[:2]
-        self._longest.begin(None if sequence.local_tokens is None else T)
+        self._longest.set_num_tokens(None if sequence.local_tokens is None else T)
         if sequence.local_tokens is not None:
             if positions is None:
                 positions = torch.arange(T, device=tokens.device)[None]
@@ -208,7 +208,7 @@ class MaskReader:
         """Forward pre-hook: store the forward's `Sequence` and remove arguments of moecore."""
         if hasattr(self._model, READER):  # the RowReader passes padding too
             return None
-        inputs = named(base, args, kwargs)
+        inputs = bind_arguments(base, args, kwargs)
         tokens = _get_first_argument(inputs, TOKENS)
         if tokens is None:
             return None
@@ -333,7 +333,7 @@ def _pass_divisor(
     model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
 ) -> tuple[tuple[Any, ...], Kwargs] | None:
     """Forward pre-hook: pass the loss's divisor as `num_items_in_batch`, at least 1."""
-    inputs = named(model, args, kwargs)
+    inputs = bind_arguments(model, args, kwargs)
     _refuse_lost_labels(inputs)
     number = _get_first_argument(inputs, ("num_items_in_batch", "num_tokens"))
     if number is None and inputs.get("labels") is not None and _is_loss_divided_by_labels(model):

@@ -38,13 +38,13 @@ def find_sparse_layers(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if is_hf(m) and type(m).__name__ in CLASSES]
 
 
-def attend_sparsely(model: nn.Module) -> None:
+def use_sparse_attention(model: nn.Module) -> None:
     """Replace the forward of sparse attention layers; the new one reads a `Sequence` argument."""
     for module in find_sparse_layers(model):
         module.forward = MethodType(_run_sparse_attention, module)
 
 
-def train_indexers(model: nn.Module, config: IndexerConfig) -> None:
+def add_indexer_losses(model: nn.Module, config: IndexerConfig) -> None:
     """Add to each indexer of a model an auxiliary loss, as `config` sets its stage and factor."""
     layers: list[Any] = find_sparse_layers(model)
     for layer in layers:

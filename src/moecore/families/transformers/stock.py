@@ -49,7 +49,9 @@ def get_forward_parameters(forward: Callable[..., Any]) -> Mapping[str, inspect.
     return {parameter.name: parameter for parameter in parameters}
 
 
-def named(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def bind_arguments(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
     """Bind a forward's positional and keyword arguments to names; defaults are left out."""
     return dict(zip(get_forward_parameters(type(module).forward), args, strict=False)) | dict(
         kwargs

@@ -36,18 +36,18 @@ from moecore.base.params import shard_parameter
 from moecore.base.regions import run_and_save
 from moecore.base.torch_private import skips_communication, tree_map_only
 from moecore.families.transformers.cuts import find_cuts
-from moecore.families.transformers.head import cut_vocabulary
-from moecore.families.transformers.linear_attention import refuse_shortcut
+from moecore.families.transformers.head import hook_vocabulary
+from moecore.families.transformers.linear_attention import disable_fused_layer
 from moecore.families.transformers.linear_cuts import apply_gated_norm
 from moecore.families.transformers.module_cut import (
     ModuleCut,
     Stack,
-    cut_placements,
     find_owner,
     iterate_local_rows,
+    list_cut_placements,
     list_output_linears,
 )
-from moecore.families.transformers.stock import find_outermost_models, named
+from moecore.families.transformers.stock import bind_arguments, find_outermost_models
 from moecore.models.tensor_parallel import TensorParallel
 from moecore.moe.dispatch.collectives import exchange_with_grad
 from moecore.moe.layer import MoELayer, RoutedLayer
@@ -72,8 +72,8 @@ class CutTransformer:
             logger.info("tp leaves whole %s", reason)
         places = dict[tuple[nn.Module, str], Placement]()
         for module, module_cut in cuts.items():
-            places |= dict(cut_placements(module, module_cut))
-        places |= {(module, "weight"): Shard(0) for module in cut_vocabulary(self.model, tp)}
+            places |= dict(list_cut_placements(module, module_cut))
+        places |= {(module, "weight"): Shard(0) for module in hook_vocabulary(self.model, tp)}
         for layer in self.model.modules():
             if isinstance(layer, RoutedLayer):
                 TokenSliceHooks(tp, layer)
@@ -145,7 +145,7 @@ def _hook_module(tp: TensorParallel, module: Any, module_cut: ModuleCut) -> None
             part, {n: partial(_select_weight_rows, tp, n, stack) for n in part._parameters}
         )
     if module_cut.local_reads:
-        refuse_shortcut(module)
+        disable_fused_layer(module)
     for name, size in module_cut.groups.items():
         norm = module.get_submodule(name)
         norm.forward = partial(_apply_group_norm, tp, size, norm)
@@ -272,7 +272,7 @@ def _apply_group_norm(
 
     def mean(squares: Tensor) -> Tensor:
         ranks = size // squares.shape[-1]
-        sums = tp.gather_last(squares.sum(-1, keepdim=True))
+        sums = tp.gather_last_dim(squares.sum(-1, keepdim=True))
         result: Tensor = (
             sums.unflatten(-1, (-1, ranks))[..., tp.rank // ranks, :].sum(-1, True) / size
         )
@@ -297,7 +297,7 @@ def _all_reduce_output(tp: TensorParallel, _linear: nn.Module, _args: Any, y: Te
 
 def _gather_columns(tp: TensorParallel, _norm: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     x, *rest = args
-    return tp.gather_last(x), *rest
+    return tp.gather_last_dim(x), *rest
 
 
 def _slice_columns(tp: TensorParallel, _norm: nn.Module, _args: Any, y: Tensor) -> Tensor:
@@ -346,7 +346,7 @@ class TokenSliceHooks:
     def _enter(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        inputs = named(layer, args, kwargs)
+        inputs = bind_arguments(layer, args, kwargs)
         x = inputs.pop("x" if isinstance(layer, MoELayer) else "hidden_states")
         self._state.shape = shape = x.shape[:-1]
         padding = -shape[-1] % self._tp.size

@@ -149,7 +149,7 @@ def _make_config(block: Any, shape: torch.Size, *, update_bias: bool) -> MoEConf
     )
 
 
-def cut_dense_parts(layer: RoutedLayer, tp_mesh: DeviceMesh) -> None:
+def shard_dense_parts(layer: RoutedLayer, tp_mesh: DeviceMesh) -> None:
     """Shard a meta layer's shared experts over tp and replicate its router, in place."""
     router = layer.get_part("router")
     for name in dict(router.named_parameters(recurse=False)):

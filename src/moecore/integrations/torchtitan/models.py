@@ -95,7 +95,7 @@ class OwnDecoder(Decoder):
         # `positions` are unused, because `cu_seqlens` has the documents' bounds.
         if labels is None:
             return super().forward(tokens_BT, **inputs)
-        return share_of_loss(self, super().forward(tokens_BT, labels, num_tokens=1, **inputs))
+        return divide_loss_by_cp(self, super().forward(tokens_BT, labels, num_tokens=1, **inputs))
 
 
 def make_document_inputs(starts_BT: Tensor) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def make_document_inputs(starts_BT: Tensor) -> dict[str, Any]:
     }
 
 
-def share_of_loss(model: nn.Module, loss: Tensor) -> Tensor:
+def divide_loss_by_cp(model: nn.Module, loss: Tensor) -> Tensor:
     """Return loss / cp with the gradient of the loss, because torchtitan sums losses over cp."""
     request = get_request(model)
     cp = 1 if request is None else request.meshes.parallel.cp
@@ -196,7 +196,7 @@ class HFModel(nn.Module):
             return logits_BTV
         inputs |= {"labels": labels, "shift_labels": labels, "num_tokens": 1}
         loss: Tensor = self.hf(**inputs).loss
-        return share_of_loss(self, loss)
+        return divide_loss_by_cp(self, loss)
 
 
 def _fill_parameters(

@@ -27,11 +27,11 @@ from moecore.base.options.memory import MemoryOptions, StashOptions
 from moecore.base.options.names import Strategy
 from moecore.base.options.precision import Precision, Recipe
 from moecore.integrations.torchtitan.sections import (
-    arguments,
-    changed,
-    named,
-    section,
-    set_fields,
+    list_changed_fields,
+    make_section,
+    read_arguments,
+    read_changed_arguments,
+    rename_in_errors,
 )
 from moecore.parallel.mesh import ParallelConfig
 from moecore.parallel.pipeline.schedule import PipelineConfig
@@ -60,8 +60,8 @@ def _list_options_elsewhere(prefix: str) -> tuple[str, ...]:
 
 
 def _make_switchable_section(source: Any, **instead: Any) -> Any:
-    """Return `section(source, **instead)` with a field `enable`, False by default."""
-    return section(source, enable=(bool, False), **instead)
+    """Return `make_section(source, **instead)` with a field `enable`, False by default."""
+    return make_section(source, enable=(bool, False), **instead)
 
 
 _MODEL_FIELDS = tuple(
@@ -71,22 +71,25 @@ _MODEL_FIELDS = tuple(
 _STRATEGY = (Strategy | None, None)
 _CAPACITY = _make_switchable_section(CapacityConfig, factor=(float | None, None))
 
-MoECore: Any = section(
+MoECore: Any = make_section(
     parallelize_moe,
     without=_list_options_elsewhere(""),
     hf_weights=(str | None, None),
     documents=(bool, False),
     dispatch=(
-        section(
+        make_section(
             DispatchOptions,
-            nvlink=(section(NVLinkOptions, row_factor=(get_args(RowFactor)[0] | None, None)), None),
+            nvlink=(
+                make_section(NVLinkOptions, row_factor=(get_args(RowFactor)[0] | None, None)),
+                None,
+            ),
             clones=(_make_switchable_section(CloneOptions), None),
         ),
         None,
     ),
-    dense=(section(DenseOptions, without=_list_options_elsewhere("dense")), None),
+    dense=(make_section(DenseOptions, without=_list_options_elsewhere("dense")), None),
     memory=(
-        section(
+        make_section(
             MemoryOptions,
             without=_list_options_elsewhere("memory"),
             stash=(_make_switchable_section(StashOptions), None),
@@ -94,18 +97,18 @@ MoECore: Any = section(
         None,
     ),
     moe=(
-        section(
+        make_section(
             MoEConfig,
             without=_MODEL_FIELDS,
-            balance=(section(BalanceConfig), None),
+            balance=(make_section(BalanceConfig), None),
             capacity=(_CAPACITY, None),
         ),
         None,
     ),
-    context=(section(ContextOptions, without=_list_options_elsewhere("context")), None),
-    precision=(_make_switchable_section(Precision, recipe=(section(Recipe), None)), None),
+    context=(make_section(ContextOptions, without=_list_options_elsewhere("context")), None),
+    precision=(_make_switchable_section(Precision, recipe=(make_section(Recipe), None)), None),
     fsdp=(
-        section(
+        make_section(
             FSDPOptions,
             without=_list_options_elsewhere("fsdp"),
             dense_strategy=_STRATEGY,
@@ -113,9 +116,9 @@ MoECore: Any = section(
         ),
         None,
     ),
-    pipeline=(section(PipelineConfig), None),
-    adamw=(section(AdamW), None),
-    muon=(section(Muon, without=_list_options_elsewhere("muon"), enable=(bool, False)), None),
+    pipeline=(make_section(PipelineConfig), None),
+    adamw=(make_section(AdamW), None),
+    muon=(make_section(Muon, without=_list_options_elsewhere("muon"), enable=(bool, False)), None),
 )
 
 
@@ -137,27 +140,28 @@ def make_request(options: Any, parallel: ParallelConfig, **fsdp: Any) -> dict[st
 
     `fsdp` are fields of `FSDPOptions` from torchtitan's options, which `moecore.fsdp` overrides.
     """
-    keywords = arguments(options, "moecore", without=("dispatch", "moe", "fsdp"))
+    keywords = read_arguments(options, "moecore", without=("dispatch", "moe", "fsdp"))
     keywords["dispatch"] = _make_dispatch_options(options.dispatch, parallel)
-    if not changed(options.context):
+    if not list_changed_fields(options.context):
         keywords["context"] = None
     keywords["pipeline"] = keywords["pipeline"] if parallel.pp > 1 else None
     fsdp_options = {name: value for name, value in vars(options.fsdp).items() if value is not None}
-    keywords["fsdp"] = named(
+    keywords["fsdp"] = rename_in_errors(
         lambda: FSDPOptions(**(fsdp | fsdp_options)), FSDPOptions, "moecore.fsdp"
     )
-    moe = set_fields(options.moe, "moecore.moe")
+    moe = read_changed_arguments(options.moe, "moecore.moe")
     return keywords | {"moe": {name: value for name, value in moe.items() if name != "balance"}}
 
 
 def _make_dispatch_options(options: Any, parallel: ParallelConfig) -> DispatchOptions:
     """Return the job's `DispatchOptions`; over ranks "auto" without `row_factor` is "alltoall"."""
-    keywords = arguments(options, "moecore.dispatch")
-    if keywords["name"] != "nvlink" and not changed(options.nvlink):  # nothing is asked of stores
+    keywords = read_arguments(options, "moecore.dispatch")
+    asks_for_stores = bool(list_changed_fields(options.nvlink))
+    if keywords["name"] != "nvlink" and not asks_for_stores:
         keywords["nvlink"] = None
     if keywords["name"] == "auto" and options.nvlink.row_factor is None:
         keywords["name"] = "alltoall" if parallel.ep * parallel.etp > 1 else "auto"  # fits any rows
-    result: DispatchOptions = named(
+    result: DispatchOptions = rename_in_errors(
         lambda: DispatchOptions(**keywords), DispatchOptions, "moecore.dispatch"
     )
     return result

@@ -25,9 +25,13 @@ from torchtitan.tools import utils
 from moecore.base.options.layer import BalanceConfig
 from moecore.families.family import swap_blocks
 from moecore.integrations.torchtitan.options import get_moecore_options, make_request
-from moecore.integrations.torchtitan.sections import changed, named, set_fields
+from moecore.integrations.torchtitan.sections import (
+    list_changed_fields,
+    read_changed_arguments,
+    rename_in_errors,
+)
 from moecore.moe.layer import RoutedLayer
-from moecore.moe.shortage import Holder
+from moecore.moe.shortage import BufferOwner
 from moecore.parallel.mesh import Meshes, ParallelConfig, build_meshes
 from moecore.parallel.model.parallel_state import get_capacity, get_moe_state
 from moecore.parallelize import parallelize_moe
@@ -159,7 +163,7 @@ def _make_common_rules(job: Any, d: ParallelDims, own_loss: bool) -> list[Rule]:
             "False for torchtitan's own models, which have an attn_mask_type,",
         ),
     ]
-    for name in changed(options):
+    for name in list_changed_fields(options):
         for part, size in (("context", d.cp), ("pipeline", d.pp)):
             unused, degree = name.startswith(f"{part}.") and size == 1, f"{part}_parallel_degree"
             rules.append((f"moecore.{name}", "set", unused, f"absent where {degree} is 1"))
@@ -198,9 +202,9 @@ def compile_and_shard(model: nn.Module, meshes: Meshes, job: Any) -> nn.Module:
         experts_strategy="optim_grads_params",
     )
     for layer in (module for module in model.modules() if isinstance(module, RoutedLayer)):
-        balance = set_fields(options.moe.balance, "moecore.moe.balance")
+        balance = read_changed_arguments(options.moe.balance, "moecore.moe.balance")
         change = partial(replace, layer.config.balance, **balance)
-        layer.set_balance(named(change, BalanceConfig, "moecore.moe.balance"))
+        layer.set_balance(rename_in_errors(change, BalanceConfig, "moecore.moe.balance"))
     compiled = is_compiled_job(job)
     compiles_blocks = compiled and _is_compiled_by_moecore(options, p.pp)
     request["dense"] = replace(request["dense"], compile=compiles_blocks)
@@ -233,7 +237,7 @@ def compile_and_shard(model: nn.Module, meshes: Meshes, job: Any) -> nn.Module:
 
 def _is_compiled_by_moecore(options: Any, pp: int) -> bool:
     """Whether `parallelize_moe` compiles blocks, because it decides which tensors are saved."""
-    return bool(changed(options.memory)) or pp > 1
+    return bool(list_changed_fields(options.memory)) or pp > 1
 
 
 def _restore_full_rows(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -242,7 +246,7 @@ def _restore_full_rows(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> tuple[A
     return (kwargs[TOKENS],), keywords
 
 
-def _watch_training_forwards(holders: Sequence[Holder | None], *_: Any) -> None:
+def _watch_training_forwards(holders: Sequence[BufferOwner | None], *_: Any) -> None:
     """Forward pre-hook: apply capacities of dispatch buffers only in forwards with gradients."""
     for holder in holders:
         if holder is not None:
@@ -255,7 +259,7 @@ def _unwrap_checkpoint(block: nn.Module) -> nn.Module:
     return children[0] if len(children) == 1 else block
 
 
-def select_without_router(names: list[str]) -> list[str]:
+def exclude_router(names: list[str]) -> list[str]:
     """Return module names for selective checkpointing to recompute, without the router's gate."""
     return [name for name in names if name != "moe.router.gate"]
 

@@ -12,7 +12,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moecore.integrations.torchtitan.models import OwnDecoder, make_document_inputs, share_of_loss
+from moecore.integrations.torchtitan.models import (
+    OwnDecoder,
+    divide_loss_by_cp,
+    make_document_inputs,
+)
 from moecore.integrations.torchtitan.step import STEP
 from moecore.models.loss import count_labels
 from moecore.train.step import TrainStep
@@ -31,7 +35,7 @@ class StageSchedule:
             step = TrainStep(self.model, num_micro_batches=len(micro_batches))
             setattr(self.model, STEP, step)
         losses = step.forward_backward(micro_batches)
-        return [share_of_loss(self.model, loss) for loss in losses]
+        return [divide_loss_by_cp(self.model, loss) for loss in losses]
 
 
 class RowSchedule(StageSchedule):

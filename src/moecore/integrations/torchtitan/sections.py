@@ -1,7 +1,7 @@
 """Sections of a torchtitan job, made of the keyword arguments of the calls that they stand for.
 
-    Memory = section(MemoryOptions, without=("fused_loss",))   # a dataclass that a job may hold
-    call(Memory(recompute=["norm"]), "moecore.memory")         # MemoryOptions(recompute=("norm",))
+    Memory = make_section(MemoryOptions, without=("fused_loss",))  # a dataclass that a job may hold
+    call_section(Memory(recompute=["norm"]), "moecore.memory")  # MemoryOptions(recompute=("norm",))
 
 A job config has no tuples, dtypes or frozen records. It has a list for a tuple (of one entry for a
 single value), "PATTERN=SCALING" for a pair, a name for a dtype, and a section for a record.
@@ -23,7 +23,7 @@ from moecore.base.options.precision import SCALINGS, Recipe
 SOURCE = "moecore_source"  # attribute of a section: the call and the types of its arguments
 
 
-def section(
+def make_section(
     source: Callable[..., Any], *, without: tuple[str, ...] = (), **instead: tuple[Any, Any]
 ) -> Any:
     """Return a dataclass of a call's keyword-only arguments, with types of job configs.
@@ -47,17 +47,17 @@ def section(
     return make_dataclass(f"{source.__name__}Section", entries, kw_only=True, namespace=names)
 
 
-def call(job: Any, path: str) -> Any:
+def call_section(job: Any, path: str) -> Any:
     """Call the function that a section stands for, with the section's fields as arguments.
 
     `job` is the section, `path` its name in errors, such as "moecore.memory".
     """
     source = getattr(job, SOURCE)[0]
-    keywords = arguments(job, path)
-    return named(lambda: source(**keywords), source, path)
+    keywords = read_arguments(job, path)
+    return rename_in_errors(lambda: source(**keywords), source, path)
 
 
-def named(make: Callable[[], Any], source: Any, path: str) -> Any:
+def rename_in_errors(make: Callable[[], Any], source: Any, path: str) -> Any:
     """Call `make`; in a ValueError replace `source`'s class name by `path`, the job's section."""
     try:
         return make()
@@ -65,7 +65,7 @@ def named(make: Callable[[], Any], source: Any, path: str) -> Any:
         raise ValueError(str(error).replace(f"{source.__name__}.", f"{path}.")) from error
 
 
-def arguments(job: Any, path: str, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
+def read_arguments(job: Any, path: str, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return a section's fields as keyword arguments of its call; nested sections are called.
 
     A nested section whose `enable` is False is None; its other fields must have their defaults.
@@ -75,25 +75,25 @@ def arguments(job: Any, path: str, *, without: tuple[str, ...] = ()) -> dict[str
     for name in (f.name for f in fields(job) if f.name in hints and f.name not in without):
         value, field_path = getattr(job, name), f"{path}.{name}"
         if is_dataclass(value):
-            values[name] = None if is_off(value, field_path) else call(value, field_path)
+            values[name] = None if is_off(value, field_path) else call_section(value, field_path)
         else:
             values[name] = _read_argument(value, hints[name], field_path)
     return values
 
 
-def set_fields(job: Any, path: str) -> dict[str, Any]:
+def read_changed_arguments(job: Any, path: str) -> dict[str, Any]:
     """Return the arguments of a section that differ from their defaults, converted for its call."""
-    names = {name.partition(".")[0] for name in changed(job)}
-    return {name: value for name, value in arguments(job, path).items() if name in names}
+    names = {name.partition(".")[0] for name in list_changed_fields(job)}
+    return {name: value for name, value in read_arguments(job, path).items() if name in names}
 
 
-def changed(job: Any) -> list[str]:
+def list_changed_fields(job: Any) -> list[str]:
     """Return the fields of a section that differ from their defaults, as dotted names."""
     names, plain = [], type(job)()
     for name in (f.name for f in fields(job)):
         value = getattr(job, name)
         if is_dataclass(value):
-            names += [f"{name}.{inner}" for inner in changed(value)]
+            names += [f"{name}.{inner}" for inner in list_changed_fields(value)]
         elif value != getattr(plain, name):
             names.append(name)
     return names
@@ -103,7 +103,7 @@ def is_off(job: Any, path: str) -> bool:
     """Whether a section has `enable` = False; ValueError if other fields of it are set."""
     if getattr(job, "enable", True):
         return False
-    if names := changed(job):
+    if names := list_changed_fields(job):
         raise ValueError(
             f"{path}.{names[0]} must go with {path}.enable (False) = True: set it, or drop it"
         )

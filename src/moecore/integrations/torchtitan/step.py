@@ -124,14 +124,14 @@ class MoEMetricsProcessor(MetricsProcessor):
         for part in self.model_parts or ():
             get_capacity(part).check()
         for metrics in getattr(self.optimizers, METRICS, ()):
-            extra |= load_metrics(metrics)
+            extra |= compute_load_metrics(metrics)
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)
         moe_metrics = {name: value for name, value in extra.items() if name.startswith("moe/")}
         if moe_metrics:
             logger.info("  ".join(f"{name}: {value:.3f}" for name, value in moe_metrics.items()))
 
 
-def load_metrics(metrics: MoEMetrics) -> dict[str, float]:
+def compute_load_metrics(metrics: MoEMetrics) -> dict[str, float]:
     """Return the values that `MoEMetricsProcessor` logs, by name; empty for a dense model."""
     loads = list(metrics.compute_load_max_over_mean().values())
     if not loads:  # a dense model

@@ -52,7 +52,7 @@ def find_checkpoint(
     return newest if resume is True else Path(resume)
 
 
-def state_text(state: TrainerState) -> str:
+def encode_state(state: TrainerState) -> str:
     """Return rank 0's state as the text of trainer_state.json. Collective."""
     return on_first_rank(lambda: json.dumps(asdict(state)))
 

@@ -52,11 +52,11 @@ from moecore.integrations.transformers.arguments import (
 from moecore.integrations.transformers.run_state import (
     GENERATORS,
     STATE,
+    encode_state,
     find_checkpoint,
     get_host_rng_state,
     read_state_text,
     set_host_generators,
-    state_text,
 )
 from moecore.integrations.transformers.scheduled import ScheduledSteps, is_dynamic
 from moecore.io import Saver, export_hf, load, save_adapters
@@ -258,7 +258,7 @@ class MoETrainer(Trainer):
             [*self.callback_handler.callbacks, self.control]
         )
         generators = gather(get_host_rng_state()[None].to(self.args.device))
-        extra = {STATE: state_text(state), GENERATORS: generators.cpu()}
+        extra = {STATE: encode_state(state), GENERATORS: generators.cpu()}
         extra |= self.accelerator.owner.state_dict()
         self._saver.save(step, extra, wait=False)
 

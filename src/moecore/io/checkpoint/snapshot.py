@@ -57,7 +57,7 @@ from moecore.io.checkpoint.state import (
     restore_rng,
 )
 from moecore.moe.state import MoEState
-from moecore.parallel.model.parallel_state import find_stages
+from moecore.parallel.model.parallel_state import find_staged_module
 from moecore.parallel.pipeline.stage_replicas import AllStages
 from moecore.train.rerun import drop_step
 
@@ -115,7 +115,7 @@ def take_snapshot(
         scheduler=None if schedule is None else encode_scheduler_state(schedule),
         extra=copy_json(values),
     )
-    return Snapshot(tensors, facts, find_stages(model)[1])
+    return Snapshot(tensors, facts, find_staged_module(model)[1])
 
 
 def _check_extra(values: Mapping[str, Any]) -> None:

@@ -77,7 +77,7 @@ from moecore.io.checkpoint.storage import (
 )
 from moecore.io.checkpoint.transformers_buffers import recompute_buffers
 from moecore.moe.layer import RoutedLayer
-from moecore.parallel.model.parallel_state import find_stages
+from moecore.parallel.model.parallel_state import find_staged_module
 from moecore.train.rerun import drop_step
 
 Verify = Literal["full", "sizes"]
@@ -197,7 +197,7 @@ def load(
         return view, StagePart(frozenset(view.stored_views), names, [])
 
     view, part = run_and_share_errors(collect_part)
-    stages = find_stages(model)[1]
+    stages = find_staged_module(model)[1]
     union = join_stage_parts(part, stages)
     fit = run_and_share_errors(
         lambda: compare(manifest, view, union, optimizer, scheduler, cast=cast)

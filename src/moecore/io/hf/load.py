@@ -65,7 +65,7 @@ from moecore.io.hf.upcycled import make_upcycled_config
 from moecore.io.hf.verify import LAYER, find_copy_problems
 from moecore.models.decoder import Decoder
 from moecore.moe.routed import RoutedExperts
-from moecore.parallel.model.parallel_state import find_stages
+from moecore.parallel.model.parallel_state import find_staged_module
 from moecore.train.rerun import drop_step
 
 CHUNK_BYTES = 64 << 20
@@ -145,7 +145,7 @@ def load_hf(
             sources, problems = find_sources(files, config.get("quantization_config"))
             problems += find_config_problems(path, model, config, strict=strict)
             plan = make_load_plan(files, model, sources, problems, strict=strict, cast=cast)
-        if find_stages(model)[1] is not None:  # what other stages take is not left over
+        if find_staged_module(model)[1] is not None:  # what other stages take is not left over
             common_names = set.intersection(*map(set, gather_objects(plan.left_over)))
             plan.left_over = [name for name in plan.left_over if name in common_names]
         run_and_share_errors(lambda: check_load_plan(path, model, plan, strict=strict))
@@ -261,7 +261,7 @@ def make_load_plan(
     targets = select_base_tensors(model, tensors)
     copies = map_model_copies(model)
     recipes = _plan_recipes(model, {name: tuple(t.shape) for name, t in targets.items()}, sources)
-    if find_stages(model)[1] is not None:
+    if find_staged_module(model)[1] is not None:
         recipes = {name: recipe for name, recipe in recipes.items() if name in targets}
     ties_head = _drop_copies(targets, recipes, copies)
     piece_names = {piece.name for recipe in recipes.values() for piece in recipe.pieces}

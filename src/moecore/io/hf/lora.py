@@ -40,7 +40,7 @@ from moecore.io.hf.files import read_json
 from moecore.io.hf.pieces import FileView, TensorPiece, get_local_part
 from moecore.moe.experts import Experts
 from moecore.moe.low_rank import LowRank
-from moecore.parallel.model.parallel_state import find_stages
+from moecore.parallel.model.parallel_state import find_staged_module
 from moecore.precision.stored import refuse_fp8_storage
 from moecore.train.rerun import drop_step
 
@@ -144,7 +144,7 @@ def save_adapters(
         return entries
 
     entries = run_and_share_errors(find_entries)
-    stages = find_stages(model)[1]
+    stages = find_staged_module(model)[1]
     keeps = is_first_rank() if stages is None else is_first_of_stage(stages)
     file_tensors: dict[str, Tensor] = {}
     for name, entry in entries.items():
@@ -180,7 +180,7 @@ def load_adapters(
     entries = run_and_share_errors(lambda: collect_adapter_tensors(model, adapter))
     every = (
         set(entries)
-        if find_stages(model)[1] is None
+        if find_staged_module(model)[1] is None
         else set().union(*gather_objects(list(entries)))
     )
     file_tensors = run_and_share_errors(lambda: _read_adapter(model, path, adapter, entries, every))

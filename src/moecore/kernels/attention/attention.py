@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moecore.kernels.attention import cudnn, flash, flash4, reference
 from moecore.kernels.attention.contract import AttentionBlock, AttentionKernel, AttentionMask
-from moecore.kernels.common import disable_autocast, warn_about_plain
+from moecore.kernels.common import disable_autocast, warn_on_fallback
 
 KERNELS: Sequence[AttentionKernel] = (flash4, cudnn, flash)
 
@@ -28,7 +28,7 @@ def choose_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Atten
             if kernel is flash and (mask.is_packed or mask.window is not None):
                 flash4.warn_if_missing(q.device)
             return kernel
-    warn_about_plain(q, f"attention of {q.dtype} with head dims {q.shape[-1]} and {v.shape[-1]}")
+    warn_on_fallback(q, f"attention of {q.dtype} with head dims {q.shape[-1]} and {v.shape[-1]}")
     return reference
 
 

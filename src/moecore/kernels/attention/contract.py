@@ -128,7 +128,7 @@ def compute_sinks_gradient(
     return -(shares_BHT * delta_BHT).sum((0, 2)).to(sinks_H.dtype)
 
 
-def find_half_problem(q: Tensor, k: Tensor, v: Tensor, capability: tuple[int, int]) -> str | None:
+def find_16_bit_problem(q: Tensor, k: Tensor, v: Tensor, capability: tuple[int, int]) -> str | None:
     """Return why 16-bit kernels for GPUs >= `capability` cannot compute this block, or None."""
     if not q.numel() or not k.numel() or not v.numel():
         return "queries, keys and values must not be empty: fused kernels leave such undefined"

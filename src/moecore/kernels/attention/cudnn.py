@@ -13,7 +13,7 @@ from moecore.base.torch_private import cudnn_attention, cudnn_attention_backward
 from moecore.kernels.attention.contract import (
     AttentionBlock,
     AttentionMask,
-    find_half_problem,
+    find_16_bit_problem,
     merge_blocks,
 )
 
@@ -34,7 +34,7 @@ def find_problem(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | 
     dims = (q.shape[-1], v.shape[-1])
     if dims != (192, 128) and not dims[1] <= dims[0] <= 128:
         return f"head dims {dims} must be up to 128, values' the smaller, or (192, 128) for cuDNN"
-    return find_half_problem(q, k, v, (9, 0))
+    return find_16_bit_problem(q, k, v, (9, 0))
 
 
 def forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:

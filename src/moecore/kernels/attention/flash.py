@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moecore.base.torch_private import flash_attention, flash_attention_backward
-from moecore.kernels.attention.contract import AttentionBlock, AttentionMask, find_half_problem
+from moecore.kernels.attention.contract import AttentionBlock, AttentionMask, find_16_bit_problem
 
 
 def find_problem(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | None:
     """Return a one-line reason why FlashAttention cannot compute this block; None = it can."""
-    return find_half_problem(q, k, v, (8, 0))
+    return find_16_bit_problem(q, k, v, (8, 0))
 
 
 def forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:

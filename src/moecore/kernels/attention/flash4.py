@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.kernels.attention.contract import AttentionBlock, AttentionMask, find_half_problem
+from moecore.kernels.attention.contract import AttentionBlock, AttentionMask, find_16_bit_problem
 from moecore.kernels.invariant import is_batch_invariant
 
 PACKAGE = "flash-attn-4"
@@ -37,7 +37,7 @@ class _Functions(NamedTuple):
 
 def find_problem(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | None:
     """Return a one-line reason why FlashAttention 4 cannot compute this block; None = it can."""
-    reason = find_half_problem(q, k, v, (9, 0))
+    reason = find_16_bit_problem(q, k, v, (9, 0))
     if reason is None and q.is_meta:
         reason = f"device ({q.device.type}) must be cuda for {PACKAGE}: it has no shapes alone"
     is_exact = torch.are_deterministic_algorithms_enabled()

@@ -95,7 +95,7 @@ class ExchangeLayout:
         return [base + sum(sizes[:i]) for i in range(4)]
 
 
-class End(NamedTuple):
+class ExchangePointers(NamedTuple):
     """The tensors `bases`, `state` and `report` of a `PeerBuffer`, as kernels receive them."""
 
     bases: Any
@@ -116,9 +116,9 @@ class PeerBuffer:
     memory: Any = None  # an owner of the memory, kept alive with this record
 
     @property
-    def end(self) -> End:
+    def kernel_tensors(self) -> ExchangePointers:
         """The tensors that kernels receive."""
-        return End(self.bases, self.state, self.report)
+        return ExchangePointers(self.bases, self.state, self.report)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

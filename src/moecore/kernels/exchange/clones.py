@@ -112,7 +112,7 @@ class CloneConstants(NamedTuple):
 
 @triton.jit
 def _locate_slot(
-    end,  # End
+    buffer,  # ExchangePointers
     peer,
     slot,
     operation,  # n
@@ -120,7 +120,7 @@ def _locate_slot(
     CONST: tl.constexpr,  # Constants
 ):
     """Return a pointer to a slot of rank `peer`, in the set of this operation."""
-    base = tl.load(end.bases + AT_ROWS * CONST.G + peer)
+    base = tl.load(buffer.bases + AT_ROWS * CONST.G + peer)
     at = base + (operation % 2).to(tl.int64) * CONST.SET_BYTES + slot * CONST.SLOT_BYTES
     return tl.multiple_of(at.to(tl.pointer_type(element)), 16)
 
@@ -147,31 +147,31 @@ def _copy_piece(
 def _store_weights_kernel(
     rows_ptr,  # [e, W] words
     experts_ptr,  # [N] int32
-    end,  # End
+    buffer,  # ExchangePointers
     piece,  # Piece
     rank,
     CONST: tl.constexpr,  # Constants
 ):
     """Store a piece of this rank's experts in the slots of their clones' ranks; raise flags."""
     pid = tl.program_id(0)
-    operation = tl.load(end.state + OPERATION)
+    operation = tl.load(buffer.state + OPERATION)
     element = rows_ptr.dtype.element_ty
     first = rank // CONST.ETP * CONST.NUM_LOCAL
     for n in range(CONST.G // CONST.ETP * CONST.CLONES):
         row = tl.load(experts_ptr + n) - first
         if (row >= 0) & (row < CONST.NUM_LOCAL):
             peer = n // CONST.CLONES * CONST.ETP + rank % CONST.ETP
-            to_ptr = _locate_slot(end, peer, n % CONST.CLONES, operation, element, CONST)
+            to_ptr = _locate_slot(buffer, peer, n % CONST.CLONES, operation, element, CONST)
             from_ptr = rows_ptr + row.to(tl.int64) * piece.width + piece.start
             _copy_piece(from_ptr, to_ptr, piece.length, True, "", CONST)
-    raise_flags(end.bases, operation, pid, CONST.PROGRAMS, rank, CONST)
+    raise_flags(buffer.bases, operation, pid, CONST.PROGRAMS, rank, CONST)
 
 
 @triton.jit(do_not_specialize=["rank", "timeout"])
 def _receive_weights_kernel(
     out_ptr,  # [c, W] words, out
     experts_ptr,  # [N] int32
-    end,  # End
+    buffer,  # ExchangePointers
     piece,  # Piece
     rank,
     timeout,  # nanoseconds
@@ -179,49 +179,49 @@ def _receive_weights_kernel(
 ):
     """Wait for all flags, then copy a piece of the clones' weights from local slots."""
     pid = tl.program_id(0)
-    operation = tl.load(end.state + OPERATION)
+    operation = tl.load(buffer.state + OPERATION)
     element = out_ptr.dtype.element_ty
-    remaining = get_remaining_time(end, timeout)
+    remaining = get_remaining_time(buffer, timeout)
     arrived = wait_for_flags(
-        end, operation, 0, pid, CONST.PROGRAMS, rank, remaining, 0, CONST.G, CONST
+        buffer, operation, 0, pid, CONST.PROGRAMS, rank, remaining, 0, CONST.G, CONST
     )
     to_ptr = out_ptr + piece.start
     for slot in range(CONST.CLONES):
         place = rank // CONST.ETP * CONST.CLONES + slot
         has_source = arrived & (tl.load(experts_ptr + place) >= 0)
-        from_ptr = _locate_slot(end, rank, slot, operation, element, CONST)
+        from_ptr = _locate_slot(buffer, rank, slot, operation, element, CONST)
         _copy_piece(from_ptr, to_ptr, piece.length, has_source, ".cg", CONST)
         to_ptr += piece.width
-    finish_operation(end.state, operation)
+    finish_operation(buffer.state, operation)
 
 
 @triton.jit(do_not_specialize=["rank"])
 def _store_grads_kernel(
     grads_ptr,  # [c, W], of the clones
     experts_ptr,  # [N] int32
-    end,  # End
+    buffer,  # ExchangePointers
     piece,  # Piece
     rank,
     CONST: tl.constexpr,  # Constants
 ):
     """Store a piece of the clones' gradients in local slots; raise flags."""
     pid = tl.program_id(0)
-    operation = tl.load(end.state + OPERATION)
+    operation = tl.load(buffer.state + OPERATION)
     element = grads_ptr.dtype.element_ty
     from_ptr = grads_ptr + piece.start
     for slot in range(CONST.CLONES):
         if tl.load(experts_ptr + rank // CONST.ETP * CONST.CLONES + slot) >= 0:
-            to_ptr = _locate_slot(end, rank, slot, operation, element, CONST)
+            to_ptr = _locate_slot(buffer, rank, slot, operation, element, CONST)
             _copy_piece(from_ptr, to_ptr, piece.length, True, "", CONST)
         from_ptr += piece.width
-    raise_flags(end.bases, operation, pid, CONST.PROGRAMS, rank, CONST)
+    raise_flags(buffer.bases, operation, pid, CONST.PROGRAMS, rank, CONST)
 
 
 @triton.jit(do_not_specialize=["rank", "timeout"])
 def _receive_grads_kernel(
     grads_ptr,  # [e, W], of this rank's experts; added to
     experts_ptr,  # [N] int32
-    end,  # End
+    buffer,  # ExchangePointers
     piece,  # Piece
     rank,
     timeout,  # nanoseconds
@@ -229,13 +229,13 @@ def _receive_grads_kernel(
 ):
     """Wait for all flags, then add the clones' gradients in peers' slots to their experts'."""
     pid = tl.program_id(0)
-    operation = tl.load(end.state + OPERATION)
+    operation = tl.load(buffer.state + OPERATION)
     element = grads_ptr.dtype.element_ty
     BLOCK: tl.constexpr = CONST.BLOCK
     NUM_PLACES: tl.constexpr = CONST.G // CONST.ETP * CONST.CLONES
-    remaining = get_remaining_time(end, timeout)
+    remaining = get_remaining_time(buffer, timeout)
     arrived = wait_for_flags(
-        end, operation, 0, pid, CONST.PROGRAMS, rank, remaining, 1, CONST.G, CONST
+        buffer, operation, 0, pid, CONST.PROGRAMS, rank, remaining, 1, CONST.G, CONST
     )
     first = rank // CONST.ETP * CONST.NUM_LOCAL
     for n in range(NUM_PLACES):
@@ -253,13 +253,15 @@ def _receive_grads_kernel(
                 for m in range(n, NUM_PLACES):
                     is_match = tl.load(experts_ptr + m) == expert
                     peer = m // CONST.CLONES * CONST.ETP + rank % CONST.ETP
-                    from_ptr = _locate_slot(end, peer, m % CONST.CLONES, operation, element, CONST)
+                    from_ptr = _locate_slot(
+                        buffer, peer, m % CONST.CLONES, operation, element, CONST
+                    )
                     from_ptr += columns
                     mask = inside & is_match
                     part = tl.load(from_ptr, mask=mask, other=0.0, cache_modifier=".cg")
                     total = tl.where(is_match, total + part.to(tl.float32), total)
                 tl.store(own_ptr + columns, total.to(element), mask=inside)
-    finish_operation(end.state, operation)
+    finish_operation(buffer.state, operation)
 
 
 def split_pieces(layout: CloneLayout, rows: Tensor, num_clones: int) -> Iterator[ClonePiece]:
@@ -293,7 +295,7 @@ def _launch_kernel(
         SPIN=not INTERPRET,
     )
     numbers = (buffer.rank, buffer.timeout_ns) if waits else (buffer.rank,)
-    args = (rows, places.experts_N, buffer.end, piece, *numbers)
+    args = (rows, places.experts_N, buffer.kernel_tensors, piece, *numbers)
     launch(kernel, layout.num_programs, *args, CONST=const, num_warps=layout.num_warps)
 
 

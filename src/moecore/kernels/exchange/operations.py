@@ -48,7 +48,7 @@ from moecore.kernels.exchange.protocol import (
 from moecore.kernels.exchange.rows import (
     Choices,
     RowChunk,
-    add_parts,
+    add_partial_sums,
     copy_rows,
     locate_source_rows,
     push_choices,
@@ -100,7 +100,7 @@ def _spread_kernel(
     choices,  # Choices [T, K]; None: they came with an earlier spread
     out_choices,  # Choices [S, K], out, with choices
     lists_ptr,  # [programs, LIST] int32, with N > 1
-    end,  # End
+    buffer,  # ExchangePointers
     num_tokens,  # T
     max_tokens,  # C
     num_chunks,
@@ -112,7 +112,7 @@ def _spread_kernel(
 ):
     """Push rows (and choices) of this rank's tokens; receive and copy the rows of all ranks."""
     pid = tl.program_id(0)
-    operation = tl.load(end.state + OPERATION)
+    operation = tl.load(buffer.state + OPERATION)
     slot = (operation % 2).to(tl.int64) * CONST.G * max_tokens
     first = rank.to(tl.int64) * max_tokens
     if HALF != "receive":
@@ -121,18 +121,18 @@ def _spread_kernel(
                 if choices is not None:
                     find_peers(choices.ids, ptrs.peers, number, num_tokens, num_local, CONST)
                 chunk = RowChunk(number, num_tokens, max_tokens, rank)
-                offset = slot * CONST.ROW_BYTES
-                push_rows(ptrs.rows, ptrs.peers, end.bases, offset, chunk, first, False, CONST)
+                offset, at = slot * CONST.ROW_BYTES, slot + first
+                push_rows(ptrs.rows, ptrs.peers, buffer.bases, offset, chunk, first, False, CONST)
                 if choices is not None:
-                    push_choices(choices, ptrs.peers, end.bases, chunk, slot + first, False, CONST)
-                raise_flags(end.bases, operation, number, num_chunks, rank, CONST)
+                    push_choices(choices, ptrs.peers, buffer.bases, chunk, at, False, CONST)
+                raise_flags(buffer.bases, operation, number, num_chunks, rank, CONST)
     if HALF != "push":
         FIRST: tl.constexpr = CONST.NUM_PUSH if HALF == "both" else 0
         if pid >= FIRST:
             element = ptrs.out.dtype.element_ty
-            base = tl.load(end.bases + AT_ROWS * CONST.G + rank) + slot * CONST.ROW_BYTES
+            base = tl.load(buffer.bases + AT_ROWS * CONST.G + rank) + slot * CONST.ROW_BYTES
             base = tl.multiple_of(base.to(tl.pointer_type(element)), 16)
-            remaining = get_remaining_time(end, timeout)
+            remaining = get_remaining_time(buffer, timeout)
             for item in range(pid - FIRST, num_chunks * CONST.G, CONST.NUM_RECEIVE):
                 number, source = item // CONST.G, (item + rank) % CONST.G
                 rows, exists = locate_source_rows(source, number, max_tokens, CONST.CHUNK)
@@ -146,12 +146,12 @@ def _spread_kernel(
                             CONST.N, CONST.CHUNK, CONST.CHUNK, CONST.CHUNK, CONST.BLOCK_N,
                         )  # fmt: skip
                 arrived = wait_for_flags(
-                    end, operation, source, number, num_chunks, rank, remaining, 0, 1, CONST
+                    buffer, operation, source, number, num_chunks, rank, remaining, 0, 1, CONST
                 )
                 remaining = tl.where(arrived, remaining, 0)
                 if choices is not None:
                     to = receive_choices(
-                        end.bases, out_choices, ptrs.places,
+                        buffer.bases, out_choices, ptrs.places,
                         rows, exists, slot, arrived, rank, CONST,
                     )  # fmt: skip
                 if arrived:
@@ -159,7 +159,7 @@ def _spread_kernel(
                         copy_rows(base, ptrs.out, to, rows, CONST)
                     else:
                         copy_to_slots(base, ptrs.out, lists_ptr + pid * CONST.LIST, to, rows, CONST)
-        finish_operation(end.state, operation)
+        finish_operation(buffer.state, operation)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -168,7 +168,7 @@ def _reduce_kernel(
     choices,  # Choices: slots [S, K] of the choices, fp32 gradients [R]; or None
     out_dweights_ptr,  # [T, K] fp32, out, with choices
     lists_ptr,  # [programs, LIST] int32, with N > 1
-    end,  # End
+    buffer,  # ExchangePointers
     num_tokens,  # T
     max_tokens,  # C
     num_chunks,
@@ -180,7 +180,7 @@ def _reduce_kernel(
 ):
     """Push the sums of received rows to their tokens' ranks; receive and add the tokens' sums."""
     pid = tl.program_id(0)
-    operation = tl.load(end.state + OPERATION)
+    operation = tl.load(buffer.state + OPERATION)
     slot = (operation % 2).to(tl.int64) * CONST.G * max_tokens
     if HALF != "receive":
         if pid < CONST.NUM_PUSH:
@@ -188,40 +188,40 @@ def _reduce_kernel(
             for number in range(pid, num_chunks, CONST.NUM_PUSH):
                 chunk = RowChunk(number, num_tokens, max_tokens, rank)
                 if CONST.N == 1 and not HAS_SUMS:
-                    push_rows(ptrs.rows, ptrs.slots, end.bases, 0, chunk, first, True, CONST)
+                    push_rows(ptrs.rows, ptrs.slots, buffer.bases, 0, chunk, first, True, CONST)
                 if CONST.N > 1:
                     list_ptr = lists_ptr + pid * CONST.LIST
                     list_pairs(ptrs.slots, list_ptr, chunk, CONST)
-                    push_sums(ptrs.rows, ptrs.places, list_ptr, end.bases, chunk, first, CONST)
+                    push_sums(ptrs.rows, ptrs.places, list_ptr, buffer.bases, chunk, first, CONST)
                 if choices is not None:
-                    push_choices(choices, ptrs.places, end.bases, chunk, first, True, CONST)
-                raise_flags(end.bases, operation, number, num_chunks, rank, CONST)
+                    push_choices(choices, ptrs.places, buffer.bases, chunk, first, True, CONST)
+                raise_flags(buffer.bases, operation, number, num_chunks, rank, CONST)
     if HALF != "push":
         FIRST: tl.constexpr = CONST.NUM_PUSH if HALF == "both" else 0
         if pid >= FIRST:
             element = ptrs.out.dtype.element_ty
-            base = tl.load(end.bases + AT_ROWS * CONST.G + rank).to(tl.pointer_type(element))
+            base = tl.load(buffer.bases + AT_ROWS * CONST.G + rank).to(tl.pointer_type(element))
             base = tl.multiple_of(base, 16)
-            weights = tl.load(end.bases + AT_WEIGHTS * CONST.G + rank)
+            weights = tl.load(buffer.bases + AT_WEIGHTS * CONST.G + rank)
             weights = weights.to(tl.pointer_type(tl.float32))
-            remaining = get_remaining_time(end, timeout)
+            remaining = get_remaining_time(buffer, timeout)
             first = SUMS_SLOT * CONST.G * max_tokens if HAS_SUMS else slot
             for number in range(pid - FIRST, num_chunks, CONST.NUM_RECEIVE):
                 arrived = wait_for_flags(
-                    end, operation, 0, number, num_chunks, rank, remaining, 1, CONST.G, CONST
+                    buffer, operation, 0, number, num_chunks, rank, remaining, 1, CONST.G, CONST
                 )
                 remaining = tl.where(arrived, remaining, 0)
                 chunk = RowChunk(number, num_tokens, max_tokens, rank)
-                add_parts(
+                add_partial_sums(
                     base, ptrs.out, ptrs.peers, chunk, first,
                     CONST.D, CONST.TAKE_ROWS, CONST.TAKE_D, CONST,
                 )  # fmt: skip
                 if choices is not None:
-                    add_parts(
+                    add_partial_sums(
                         weights, out_dweights_ptr, ptrs.peers, chunk, slot,
                         CONST.K, CONST.CHUNK, CONST.BLOCK_K, CONST,
                     )  # fmt: skip
-        finish_operation(end.state, operation)
+        finish_operation(buffer.state, operation)
 
 
 def _make_grid(buffer: SymmetricBuffer, half: Half) -> tuple[int]:
@@ -235,7 +235,7 @@ def _list_common_args(buffer: SymmetricBuffer, num_tokens: int, num_slots: int) 
     entries = (layout.num_push + layout.num_receive) * compute_list_size(layout, num_slots)
     lists = torch.empty(entries, dtype=torch.int32, device=buffer.state.device) if entries else None
     sizes = (num_tokens, layout.max_tokens, layout.num_chunks, buffer.rank, buffer.timeout_ns)
-    return (lists, buffer.end, *sizes)
+    return (lists, buffer.kernel_tensors, *sizes)
 
 
 def spread_rows_and_choices(

@@ -103,16 +103,16 @@ def _find_late_rank(
 
 @triton.jit
 def get_remaining_time(
-    end,  # End
+    buffer,  # ExchangePointers
     timeout,  # nanoseconds
 ):
     """Return how long to wait, int64 nanoseconds: 0 after an operation that failed."""
-    return tl.where(tl.load(end.state + ERROR_BEFORE) == 0, timeout, 0).to(tl.int64)
+    return tl.where(tl.load(buffer.state + ERROR_BEFORE) == 0, timeout, 0).to(tl.int64)
 
 
 @triton.jit
 def wait_for_flags(
-    end,  # End
+    buffer,  # ExchangePointers
     operation,  # n
     first,  # first rank to wait for
     chunk,
@@ -126,7 +126,7 @@ def wait_for_flags(
     """Wait for a chunk's flags of COUNT ranks; if not all arrive, record a rank, return False."""
     ranks = first + tl.arange(0, CONST.THREADS) % COUNT
     flags = (operation % 2 * CONST.G + ranks).to(tl.int64) * num_chunks + chunk
-    addresses = tl.load(end.bases + AT_FLAGS * CONST.G + rank) + flags * 4
+    addresses = tl.load(buffer.bases + AT_FLAGS * CONST.G + rank) + flags * 4
     expected_flag = operation + 1
     late = _find_late_rank(addresses, ranks, expected_flag, CONST.SPIN)
     if CONST.SPIN:
@@ -139,8 +139,8 @@ def wait_for_flags(
                 waited = _read_timer(lanes) - start
     if late >= 0:
         error_code = 1 + late * 2 + KIND
-        if tl.atomic_cas(end.state + ERROR, 0, error_code) == 0:
-            tl.store(end.report + ERROR, error_code)
+        if tl.atomic_cas(buffer.state + ERROR, 0, error_code) == 0:
+            tl.store(buffer.report + ERROR, error_code)
     tl.debug_barrier()
     return late < 0
 

@@ -240,7 +240,7 @@ def _load_part(
 
 
 @triton.jit
-def add_parts(
+def add_partial_sums(
     base,  # region of the buffer
     out_ptr,  # [T, N]
     peers_ptr,  # [T] int64

@@ -49,7 +49,7 @@ class SavedState:
     weights: ExpertWeights  # without biases
     index: ExpertIndex  # which source row each expert row reads
 
-    def tensors(self) -> list[Tensor | None]:
+    def list_saved_tensors(self) -> list[Tensor | None]:
         """Return the list from which `of` rebuilds this record; quantised weights are left out."""
         tensors: list[Tensor | None] = []
         for rows in (self.rows, self.h):
@@ -65,7 +65,7 @@ class SavedState:
         quantised: tuple[OperandPair, OperandPair] | None = None,
         magnitudes: Magnitudes | None = None,
     ) -> SavedState:
-        """Return the record whose `tensors()` are `tensors`; FP8 rows widen to `dtype`."""
+        """Return the record that `list_saved_tensors` listed; FP8 rows widen to `dtype`."""
         x, x_scales, h, h_scales, *of_weights = tensors
         w1_eCD, w2_eDF, *updates = of_weights[:6]
         weights = ExpertWeights(
@@ -102,7 +102,7 @@ def compute_gradients(
         sinks: of w1 and w2. A gradient that a sink accepts is returned as None.
         sender: receives dx and dweights before the gradients of the matrices are computed.
     """
-    gradient = products.dy(dy, unsummed=unsummed, wants=wants)
+    gradient = products.prepare_output_grad(dy, unsummed=unsummed, wants=wants)
     h = record.h
     if h is None:
         h = products.recompute_h(products.prepare_rows(_require_rows(record.rows)))
@@ -114,7 +114,7 @@ def compute_gradients(
     del h
     dweights_R = dweights_R if wants.weights else None
     if sender is not None:
-        dx = products.fc1_bwd(dh)
+        dx = products.fc1_dgrad(dh)
         sender.start_sending(dx, dweights_R, *products.row_map)
     if wants.update2:
         update2 = products.fc2_update_grad(gradient, a)
@@ -128,7 +128,7 @@ def compute_gradients(
             sinks[0], products.fc1_wgrad, products.prepare_rows(_require_rows(record.rows)), dh
         )
     if wants.x and sender is None:
-        dx = products.fc1_bwd(dh)
+        dx = products.fc1_dgrad(dh)
         if not unsummed:
             dx = sum_rows_without_autograd(dx, *products.row_map)
     products.drop_weights()  # deferred weight gradients may keep the products alive

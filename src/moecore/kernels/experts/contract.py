@@ -177,7 +177,7 @@ class GradientReceiver(Protocol):
 
     accepts_packed_grads: bool  # set by the experts in forward, equal on all ranks
 
-    def take(self, dy_RD: Tensor) -> Rows | None:
+    def take_packed_grads(self, dy_RD: Tensor) -> Rows | None:
         """Return the FP8 rows for which `dy_RD` is a placeholder; None = `dy_RD` has values."""
 
 

@@ -82,10 +82,10 @@ class _ExpertMLP(torch.autograd.Function):
         if receiver is not None:
             receiver.accepts_packed_grads = products.accepts_packed_grads
         refetch_tensors = () if refetch is None else refetch.tensors
-        x = rows if rows.is_kept else x
+        x = rows if rows.is_saved_elsewhere else x
         state = SavedState(x if refetch is None else None, h, weights, index)
         matrices: list[Tensor] = []
-        tensors, ctx.pair = state.tensors(), None
+        tensors, ctx.pair = state.list_saved_tensors(), None
         if weights.quantised is not None:
             matrices, ctx.pair = tree_flatten(weights.quantised)
         ctx.save_for_backward(*tensors, *matrices, *refetch_tensors)
@@ -111,7 +111,7 @@ class _ExpertMLP(torch.autograd.Function):
         wants = Wants(of_rows, of_w1, of_w2, of_weights, a1 or b1, a2 or b2)
         if ctx.fetch is not None and (wants.w1 or wants.update1 or state.h is None):
             state = replace(state, rows=ctx.fetch(*tensors[kept_from:]))
-        arrived = None if ctx.receiver is None else ctx.receiver.take(grads[0])
+        arrived = None if ctx.receiver is None else ctx.receiver.take_packed_grads(grads[0])
         if is_plain_eager() and not torch.is_grad_enabled():
             grads_of_inputs = compute_gradients(
                 make_products(ctx.options, state.index, state.weights, ctx.index_cache),

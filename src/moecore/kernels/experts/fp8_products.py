@@ -110,7 +110,7 @@ class BlockwiseProducts:
 
     def fc2(self, a: _OperandBlocks) -> Tensor:
         y_RD = self._multiply(self._make_blocks(a), "a", a.dtype)
-        return self.low2.add(y_RD, self.low2.forward(a.wide))
+        return self.low2.add(y_RD, self.low2.compute_forward_addend(a.wide))
 
     def recompute_h(self, rows: Rows) -> Rows:
         """Recompute H from source rows, in the dtype of the rows or in FP8 (`Recipe.hidden`)."""
@@ -129,7 +129,9 @@ class BlockwiseProducts:
         """Whether `dy` may be given FP8 rows: powers of two as scales, no low-rank update of w2."""
         return self.recipe.power_of_two and self.low2.update is None
 
-    def dy(self, dy: Tensor | Rows, *, unsummed: bool, wants: Wants | None = None) -> _OutputGrads:
+    def prepare_output_grad(
+        self, dy: Tensor | Rows, *, unsummed: bool, wants: Wants | None = None
+    ) -> _OutputGrads:
         """Quantise the gradient of the output, [S, D] or unsummed [R, D], unless it is FP8."""
         if isinstance(dy, Rows):
             return _OutputGrads(dy, unsummed)
@@ -148,7 +150,7 @@ class BlockwiseProducts:
             dy_rows = gather_row_blocks(dy.rows, row_ids_R, slots_SK, num_rows)
         da_RF = self._multiply(dy_rows, "dy", h.dtype)
         del dy_rows
-        da_RF = self.low2.add(da_RF, self.low2.backward(dy.wide))
+        da_RF = self.low2.add(da_RF, self.low2.compute_backward_addend(dy.wide))
         if self.low1.update or self.low2.update:
             h_RC = widen_rows(h, num_rows)
             dh_RC, dweights_R, a_RF = weighted_activation_bwd(
@@ -167,10 +169,10 @@ class BlockwiseProducts:
         )
         return _OperandBlocks(dh, h.dtype), dweights_R, _OperandBlocks(a, h.dtype)
 
-    def fc1_bwd(self, dh: _OperandBlocks) -> Tensor:
+    def fc1_dgrad(self, dh: _OperandBlocks) -> Tensor:
         """Return the input gradient of FC1, [R, D], one row per expert row."""
         dx_RD = self._multiply(self._make_blocks(dh), "dh", dh.dtype)
-        return self.low1.add(dx_RD, self.low1.backward(dh.wide))
+        return self.low1.add(dx_RD, self.low1.compute_backward_addend(dh.wide))
 
     def fc1_wgrad(self, rows: Rows, dh: _OperandBlocks, target: GradTarget) -> Tensor:
         x = tile_tokens(rows, self.row_map.row_ids_R, self.tiles)
@@ -183,10 +185,10 @@ class BlockwiseProducts:
         return self._weight_grad(dy_tiles, self._make_blocks(a), target, self.matrices.dtypes["w2"])
 
     def fc1_update_grad(self, rows: Rows, dh: _OperandBlocks) -> LowRankUpdate:
-        return self.low1.grad(self._widen(rows), dh.wide)
+        return self.low1.compute_update_grads(self._widen(rows), dh.wide)
 
     def fc2_update_grad(self, dy: _OutputGrads, a: _OperandBlocks) -> LowRankUpdate:
-        return self.low2.grad(a.wide, dy.wide)
+        return self.low2.compute_update_grads(a.wide, dy.wide)
 
     def drop_weights(self) -> None:
         del self.low1, self.low2
@@ -200,7 +202,7 @@ class BlockwiseProducts:
         """Return H = x @ w1^T [R, C], with the low-rank update, from FP8 source rows."""
         h_RC = self._multiply(gather_row_blocks(rows, *self.row_map), "x", rows.dtype)
         x = self._widen(rows) if self.low1.update else None
-        return self.low1.add(h_RC, self.low1.forward(x))
+        return self.low1.add(h_RC, self.low1.compute_forward_addend(x))
 
     def _widen(self, rows: Rows) -> ProductSource:
         """Widen FP8 source rows; dispatched (strided) rows are gathered in expert order, too."""
@@ -239,7 +241,7 @@ class BlockwiseProducts:
 
     def _multiply(self, rows: Blocks, operand: Operand, dtype: torch.dtype) -> Tensor:
         """Return each expert row times its expert's matrix for `operand`, in `dtype`."""
-        matrix = self.matrices.operand(*MATRICES[operand])
+        matrix = self.matrices.get_operand(*MATRICES[operand])
         return fp8_gemm(rows, matrix, self.offsets_e, self.tiles, dtype)
 
     def _weight_grad(self, x: Blocks, y: Blocks, target: GradTarget, dtype: torch.dtype) -> Tensor:

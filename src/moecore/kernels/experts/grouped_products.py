@@ -123,7 +123,9 @@ class GroupedProducts:
     def recompute_activation(self, h: Rows) -> Tensor:
         return weighted_activation(h.values, self.weights_R, self.row_map.num_rows, self.activation)
 
-    def dy(self, dy: Tensor, *, unsummed: bool, wants: Wants | None = None) -> Tensor:
+    def prepare_output_grad(
+        self, dy: Tensor, *, unsummed: bool, wants: Wants | None = None
+    ) -> Tensor:
         """Return the gradient of the output in expert order [R, D], gathered unless `unsummed`."""
         self.matmuls.wants = wants
         if not unsummed:
@@ -142,7 +144,7 @@ class GroupedProducts:
             self.activation,
         )
 
-    def fc1_bwd(self, dh_RC: Tensor) -> Tensor:
+    def fc1_dgrad(self, dh_RC: Tensor) -> Tensor:
         """Return the input gradient of FC1, [R, D], one row per expert row."""
         return self._multiply(dh_RC, "dh")
 
@@ -154,11 +156,11 @@ class GroupedProducts:
 
     def fc1_update_grad(self, rows: Rows, dh_RC: Tensor) -> LowRankUpdate:
         x = ProductSource(self._gather(rows), None)
-        return self.low1.grad(x, ProductSource(dh_RC, None, is_finite=True))
+        return self.low1.compute_update_grads(x, ProductSource(dh_RC, None, is_finite=True))
 
     def fc2_update_grad(self, dy_RD: Tensor, a_RF: Tensor) -> LowRankUpdate:
         a = ProductSource(a_RF, None, is_finite=True)
-        return self.low2.grad(a, ProductSource(dy_RD, None))
+        return self.low2.compute_update_grads(a, ProductSource(dy_RD, None))
 
     def drop_weights(self) -> None:
         del self.low1, self.low2
@@ -177,5 +179,9 @@ class GroupedProducts:
         if low.update is None:
             return self.matmuls.multiply(rows_RK, operand)
         source = ProductSource(rows_RK, None)
-        addend = low.forward(source) if operand in ("x", "a") else low.backward(source)
+        addend = (
+            low.compute_forward_addend(source)
+            if operand in ("x", "a")
+            else low.compute_backward_addend(source)
+        )
         return low.add(self.matmuls.multiply(rows_RK, operand), addend)

@@ -33,7 +33,7 @@ class LowRankProducts:
         self._forward: Addend | None = None
         self._backward: Addend | None = None
 
-    def forward(self, x: ProductSource | None) -> Addend | None:
+    def compute_forward_addend(self, x: ProductSource | None) -> Addend | None:
         """Return (u, B^T), whose product is added to x W^T; cached. None without an update."""
         if self.update is not None and self._forward is None:
             a_erI, b_eOr = self.update
@@ -41,7 +41,7 @@ class LowRankProducts:
             self._forward = Addend(u_Rr, b_eOr.transpose(1, 2))
         return self._forward
 
-    def backward(self, dy: ProductSource | None) -> Addend | None:
+    def compute_backward_addend(self, dy: ProductSource | None) -> Addend | None:
         """Return (v, A), whose product is added to dy W; cached. None without an update."""
         if self.update is not None and self._backward is None:
             self._backward = Addend(self._multiply(dy, self.update.b_eOr), self.update.a_erI)
@@ -55,9 +55,11 @@ class LowRankProducts:
             return grouped_gemm(*addend, self._offsets_e, out=out_RN)
         return out_RN.add_(self._multiply(ProductSource(addend.rows_Rr, None), addend.b_erN))
 
-    def grad(self, x: ProductSource | None, dy: ProductSource | None) -> LowRankUpdate:
+    def compute_update_grads(
+        self, x: ProductSource | None, dy: ProductSource | None
+    ) -> LowRankUpdate:
         """Return the gradients of A and B, from input x and output gradient dy of the product."""
-        u, v = self.forward(x), self.backward(dy)
+        u, v = self.compute_forward_addend(x), self.compute_backward_addend(dy)
         assert u is not None and v is not None and x is not None and dy is not None
         u_Rr, v_Rr = (ProductSource(addend.rows_Rr, None, is_finite=True) for addend in (u, v))
         return LowRankUpdate(self._sum_outer_products(v_Rr, x), self._sum_outer_products(dy, u_Rr))

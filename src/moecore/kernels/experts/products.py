@@ -74,7 +74,7 @@ class Products(Protocol):
     def recompute_activation(self, h: Rows) -> Any:
         """Return the activation of H in the format of `activation_bwd`, without its gradients."""
 
-    def dy(self, dy: Any, *, unsummed: bool, wants: Wants | None = None) -> Any:
+    def prepare_output_grad(self, dy: Any, *, unsummed: bool, wants: Wants | None = None) -> Any:
         """Return the gradient of the output in the format that the methods below read.
 
         `dy` is [S, D], or [R, D] if `unsummed`. It may be `Rows` if `accepts_packed_grads`. `wants`
@@ -84,7 +84,7 @@ class Products(Protocol):
     def activation_bwd(self, dy: Any, h: Rows) -> tuple[Any, Tensor, Any]:
         """Return dH, dweights_R and the activation, from prepared dY and H."""
 
-    def fc1_bwd(self, dh: Any) -> Tensor:
+    def fc1_dgrad(self, dh: Any) -> Tensor:
         """Return dx_RD, the gradient of each expert row."""
 
     def fc1_wgrad(self, rows: Rows, dh: Any, target: GradTarget) -> Tensor:
@@ -120,7 +120,9 @@ def find_products_problem(name: ProductsName, spec: ExpertSpec) -> str | None:
     if uses_te(name, recipe):
         return find_te_problem(spec)
     if recipe is not None:
-        return spec.find_fp8_problem(BLOCK if recipe.scaling == "blockwise" else recipe.multiple)
+        return spec.find_fp8_problem(
+            BLOCK if recipe.scaling == "blockwise" else recipe.weight_multiple
+        )
     return find_triton_problem(spec) if name == "triton" else spec.find_grouped_problem()
 
 

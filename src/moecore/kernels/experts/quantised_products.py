@@ -36,8 +36,8 @@ from moecore.kernels.grouped.scaled_rows import (
     compute_row_amax,
     pad_offsets,
     pad_rows,
-    scaled_matrices,
-    scaled_rows,
+    quantise_expert_matrices,
+    quantise_expert_rows,
 )
 from moecore.kernels.grouped.wgrad import grouped_wgrad, store_grad
 from moecore.kernels.rows.index import ExpertIndex
@@ -61,7 +61,7 @@ class QuantisedMatrices:
         self._quantise, self._unpack = quantise, unpack
         self._operands: dict[tuple[Role, bool], Blocks] = {}  # by role and whether transposed
 
-    def operand(self, role: Role, is_transposed: bool) -> Blocks:
+    def get_operand(self, role: Role, is_transposed: bool) -> Blocks:
         """Return w1 or w2 as the operand that is summed over columns, or rows if is_transposed."""
         weights = self._weights
         assert weights is not None, "the weights were dropped"
@@ -81,7 +81,7 @@ class QuantisedMatrices:
         return self._operands[key]
 
     def drop(self) -> None:
-        """Free the matrices; `operand` must not be called after this call."""
+        """Free the matrices; `get_operand` must not be called after this call."""
         self._weights = None
         self._operands.clear()
 
@@ -102,7 +102,7 @@ class ScaledMatmuls(Matmuls):
         self._other_layouts: dict[tuple[Operand, bool], Blocks] = {}
 
     def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
-        matrix = self.matrices.operand(*MATRICES[operand])
+        matrix = self.matrices.get_operand(*MATRICES[operand])
         a = self._operand(operand, rows_RK)
         return scaled_gemm(a, matrix, self.offsets_e, rows_RK.dtype)
 
@@ -135,7 +135,7 @@ class ScaledMatmuls(Matmuls):
             amax = self.magnitudes.past[operand]
             if amax is not None and not self.magnitudes.is_sure:
                 amax = compute_row_amax(rows, self.offsets_e, amax)
-        layouts = scaled_rows(
+        layouts = quantise_expert_rows(
             rows,
             self.offsets_e,
             self._padded_e if columns or has_both_layouts else None,
@@ -167,7 +167,7 @@ class ScaledMatmuls(Matmuls):
 def quantise_by_rows(w_eNK: Tensor, recipe: Recipe, **layouts: bool) -> OperandPair:
     """Quantise matrices with one scale per row or matrix; `layouts` are `rows` and `columns`."""
     per_row, power_of_two = recipe.scaling == "rowwise", recipe.power_of_two
-    return scaled_matrices(w_eNK, per_row=per_row, power_of_two=power_of_two, **layouts)
+    return quantise_expert_matrices(w_eNK, per_row=per_row, power_of_two=power_of_two, **layouts)
 
 
 def _unpack_fp8(matrix: Blocks, is_transposed: bool) -> Blocks:
@@ -191,14 +191,14 @@ class EmulatedMatmuls(Matmuls):
             num_experts=index.offsets_e.shape[0],
             pack=self.is_packed,
         )
-        self.padded_rows = pad_rows(index.offsets_e, length, recipe.multiple)
+        self.padded_rows = pad_rows(index.offsets_e, length, recipe.weight_multiple)
         quantise = partial(quantise_emulated, recipe=recipe)
         unpack = _transpose_bytes if self.is_packed else partial(_unpack_blocks, recipe)
         self.matrices = QuantisedMatrices(weights, quantise, unpack)
 
     def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
         role, is_backward = MATRICES[operand]
-        b = self.matrices.operand(role, is_backward)
+        b = self.matrices.get_operand(role, is_backward)
         if not rows_RK.shape[0]:
             return rows_RK.new_empty(0, b.values.shape[1])
         expert_R, dtype = self.padded_rows.expert_R, rows_RK.dtype

@@ -3,9 +3,9 @@
 Each product is a list of products, one per expert, whose sizes are read on the host: one host sync
 per forward, none in backward. With a recipe every operand is quantised from the dtype of the rows
 where it is multiplied, along the dim that is summed. X and H are saved in that dtype. The index
-pads each expert's rows (`Recipe.rows`), and these rows are zero in X, A, dY and dH: they change no
-scale and no gradient. Infinities of X and dY become NaN, because Transformer Engine saturates them;
-infinities of matrices do not.
+pads each expert's rows (`Recipe.row_multiple`), and these rows are zero in X, A, dY and dH: they
+change no scale and no gradient. Infinities of X and dY become NaN, because Transformer Engine
+saturates them; infinities of matrices do not.
 
 Letters: as in `contract.py`.
 """
@@ -106,7 +106,7 @@ def find_te_problem(spec: ExpertSpec) -> str | None:
             f"Recipe.amax_history ({recipe.amax_history}) must be 0 for experts, which keep no "
             f"history: {LEAVE_OUT}"
         )
-    multiple = 1 if recipe is None else recipe.multiple
+    multiple = 1 if recipe is None else recipe.weight_multiple
     multiple = BLOCK if recipe is not None and recipe.scaling == "blockwise" else multiple
     if (problem := spec.find_fp8_size_problem(multiple)) is not None:
         return problem
@@ -128,7 +128,7 @@ def read_splits(index: ExpertIndex, recipe: Recipe | None) -> list[int]:
     """
     ends = index.offsets_e.tolist()
     splits = [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
-    multiple = 1 if recipe is None else recipe.rows
+    multiple = 1 if recipe is None else recipe.row_multiple
     if any(n % multiple for n in splits):
         raise ValueError(
             f"rows of each expert ({splits}) must be multiples of {multiple} for Transformer "

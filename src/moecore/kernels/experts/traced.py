@@ -160,7 +160,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     """Save the tensors and options that `_differentiate` reads, as autograd's setup_context."""
     args, h = _Inputs(*inputs), Rows(*output[1:])
     state = SavedState(Rows(args.x_SD, args.x_scales), h, _make_weights(args), _make_index(args))
-    ctx.save_for_backward(*state.tensors())
+    ctx.save_for_backward(*state.list_saved_tensors())
     ctx.options, ctx.dtype = _make_options(args), args.dtype
     ctx.is_unsummed, ctx.has_handle = args.unsummed, args.handle is not None
     ctx.mark_non_differentiable(*output[1:])

@@ -86,28 +86,32 @@ class TritonProducts:
     def fc1(self, rows: Rows, *, keep: bool) -> tuple[Rows | None, Tensor]:
         """Return H [R, C], None unless `keep`, and the activation [R, F]."""
         x = self._choose_source(rows, "fc1")
-        h_RC, a_RF = self._multiply_fc1(x, self.low1.forward(x))
+        h_RC, a_RF = self._multiply_fc1(x, self.low1.compute_forward_addend(x))
         return Rows(h_RC) if keep else None, a_RF
 
     def fc2(self, a_RF: Tensor) -> Tensor:
         a = ProductSource(a_RF, None)
-        return self._multiply(a, self.w2_eDF.transpose(1, 2), self.low2.forward(a))
+        return self._multiply(a, self.w2_eDF.transpose(1, 2), self.low2.compute_forward_addend(a))
 
     def recompute_h(self, rows: Rows) -> Rows:
         """Compute H, FC1's output, from source rows."""
         x = self._choose_source(rows, "recompute")
-        return Rows(self._multiply(x, self.w1_eCD.transpose(1, 2), self.low1.forward(x)))
+        return Rows(
+            self._multiply(x, self.w1_eCD.transpose(1, 2), self.low1.compute_forward_addend(x))
+        )
 
     def recompute_activation(self, h: Rows) -> Tensor:
         return weighted_activation(h.values, self.weights_R, self.row_map.num_rows, self.activation)
 
-    def dy(self, dy: Tensor, *, unsummed: bool, wants: Wants | None = None) -> ProductSource:
+    def prepare_output_grad(
+        self, dy: Tensor, *, unsummed: bool, wants: Wants | None = None
+    ) -> ProductSource:
         """Return the gradient of the output as a source of products, [S, D], or gathered [R, D]."""
         return ProductSource(dy, None) if unsummed else self._choose_source(Rows(dy), "dy")
 
     def activation_bwd(self, dy: ProductSource, h: Rows) -> tuple[Tensor, Tensor, Tensor]:
         """Return dH, dweights_R and the recomputed activation, from dY and H."""
-        addend = self.low2.backward(dy)
+        addend = self.low2.compute_backward_addend(dy)
         if self.tiles is not None and self.activation.gated and dy.rows.shape[0]:
             w2_eDF, tiles, weights_R, ids_R = self.w2_eDF, self.tiles, self.weights_R, dy.row_ids_R
             return pingpong_activation_bwd(
@@ -120,10 +124,10 @@ class TritonProducts:
             h.values, da_RF, self.weights_R, self.row_map.num_rows, self.activation
         )
 
-    def fc1_bwd(self, dh_RC: Tensor) -> Tensor:
+    def fc1_dgrad(self, dh_RC: Tensor) -> Tensor:
         """Return the input gradient of FC1, [R, D], one row per expert row."""
         dh = ProductSource(dh_RC, None)
-        return self._multiply(dh, self.w1_eCD, self.low1.backward(dh))
+        return self._multiply(dh, self.w1_eCD, self.low1.compute_backward_addend(dh))
 
     def fc1_wgrad(self, rows: Rows, dh_RC: Tensor, target: GradTarget) -> Tensor:
         return self._weight_grad(self._choose_source(rows, "wgrad"), dh_RC, True, target)
@@ -133,10 +137,10 @@ class TritonProducts:
 
     def fc1_update_grad(self, rows: Rows, dh_RC: Tensor) -> LowRankUpdate:
         dh = ProductSource(dh_RC, None, is_finite=True)
-        return self.low1.grad(self._choose_source(rows, "wgrad"), dh)
+        return self.low1.compute_update_grads(self._choose_source(rows, "wgrad"), dh)
 
     def fc2_update_grad(self, dy: ProductSource, a_RF: Tensor) -> LowRankUpdate:
-        return self.low2.grad(ProductSource(a_RF, None, is_finite=True), dy)
+        return self.low2.compute_update_grads(ProductSource(a_RF, None, is_finite=True), dy)
 
     def drop_weights(self) -> None:
         del self.w1_eCD, self.w2_eDF, self.low1, self.low2

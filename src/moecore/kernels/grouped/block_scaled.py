@@ -26,7 +26,7 @@ from torch import Tensor
 
 from moecore.base.options.precision import Recipe
 from moecore.kernels.common import count_sms, launch, next_power_of_2, tl, triton
-from moecore.kernels.grouped.gemm import count_row_tiles, locate_tile
+from moecore.kernels.grouped.triton_tiles import count_row_tiles, locate_tile
 from moecore.kernels.rows.e4m3 import FP8
 from moecore.kernels.rows.microscaled_kernel import compute_nvfp4_tensor_scale
 from moecore.kernels.rows.scaling import Blocks
@@ -181,7 +181,7 @@ def _make_constants(operand: Blocks, recipe: Recipe) -> dict[str, Any]:
     """Return the compile-time arguments of both kernels; BLOCK_K is in values, 128 bytes."""
     P = 1 if operand.values.dtype == FP8 else 2
     formats = {"FORMAT": "e4m3" if P == 1 else "e2m1", "POWER_OF_TWO": recipe.power_of_two}
-    return {**formats, "P": P, "B": recipe.multiple, "BLOCK_K": BYTES_K * P, **PROGRAM}
+    return {**formats, "P": P, "B": recipe.weight_multiple, "BLOCK_K": BYTES_K * P, **PROGRAM}
 
 
 def block_scaled_gemm(

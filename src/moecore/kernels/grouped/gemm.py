@@ -29,11 +29,10 @@ from moecore.kernels.common import (
     tl,
     triton,
 )
+from moecore.kernels.grouped.triton_tiles import count_row_tiles, locate_tile
 from moecore.kernels.prepared import make_descriptor
 from moecore.kernels.rows.activation import ActivationOptions, weighted_activation_ref
 from moecore.kernels.rows.activation_kernel import activate
-
-NO_TILE = tl.constexpr(2147483647)
 
 
 def grouped_gemm_ref(
@@ -90,45 +89,6 @@ WIDE = TileConfig(
     block_n=128, num_stages=2, epilogue_parts=2
 )  # a short sum, and the old output; or fp32
 SMALL = TileConfig(block_m=16, block_n=32, block_k=16, group_m=2, num_warps=4)
-
-
-@triton.jit
-def count_row_tiles(
-    offsets_ptr,  # [e] int32
-    num_experts,
-    E_POW2: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    """Return, per expert: first row, row tiles, running sum of row tiles; and their total."""
-    experts = tl.arange(0, E_POW2)
-    exists = experts < num_experts
-    ends = tl.load(offsets_ptr + experts, mask=exists, other=0)
-    starts = tl.load(offsets_ptr + experts - 1, mask=exists & (experts > 0), other=0)
-    tiles = tl.where(exists, (ends - starts + BLOCK_M - 1) // BLOCK_M, 0)
-    sums = tl.where(exists, tl.cumsum(tiles, 0), NO_TILE)
-    return starts, tiles, sums, tl.sum(tiles, 0)
-
-
-@triton.jit
-def locate_tile(
-    tile,  # number of the tile
-    num_n,  # column tiles
-    row_tiles,  # from count_row_tiles
-    E_POW2: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    GROUP_M: tl.constexpr,
-):
-    """Return expert, first row and column tile of a tile, by `row_tiles` of `count_row_tiles`."""
-    starts, tiles, sums, total = row_tiles
-    width = GROUP_M * num_n
-    first = tile // width * GROUP_M
-    size = tl.minimum(total - first, GROUP_M)
-    inside = tile % width
-    row_tile = first + inside % size
-    expert = tl.sum((sums <= row_tile).to(tl.int32), 0)
-    rows = starts + (row_tile - sums + tiles) * BLOCK_M
-    row = tl.sum(tl.where(tl.arange(0, E_POW2) == expert, rows, 0), 0)
-    return expert, row, inside // size
 
 
 @triton.jit

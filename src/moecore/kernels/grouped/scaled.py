@@ -32,7 +32,7 @@ from moecore.kernels.common import (
     triton,
     use_kernel,
 )
-from moecore.kernels.grouped.gemm import count_row_tiles, locate_tile
+from moecore.kernels.grouped.triton_tiles import count_row_tiles, locate_tile
 from moecore.kernels.rows.scaling import ALIGNED, Blocks
 
 PROGRAM = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 128, "STAGES": 4, "num_warps": 8}
@@ -217,8 +217,8 @@ def scaled_wgrad_ref(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dtype
 def scaled_wgrad(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
     """Return each expert's weight gradient x^T y, [e, M, N]; zero for an expert without rows.
 
-    x is [M, P] and y [N, P], the "columns" of `scaled_rows`. `offsets_e` is the running sum of the
-    experts' padded rows. `dtype` is bf16 on a GPU. No autograd; no host sync on a GPU.
+    x is [M, P] and y [N, P], the "columns" of `quantise_expert_rows`. `offsets_e` is the running
+    sum of the experts' padded rows. `dtype` is bf16 on a GPU. No autograd; no host sync on a GPU.
     """
     if _needs_reference(x, y):
         return scaled_wgrad_ref(x, y, offsets_e, dtype)

@@ -1,7 +1,8 @@
 """FP8 operands of grouped products with one scale per row, of experts' rows and matrices.
 
-    scaled_rows      [R, D] -> rows [R, D], for sums over D, and columns [D, P], for sums over rows
-    scaled_matrices  [e, N, D] -> rows [e, N, D] and columns [e, D, N]
+    quantise_expert_rows      [R, D] -> rows [R, D], for sums over D, and columns [D, P], for sums
+                              over rows
+    quantise_expert_matrices  [e, N, D] -> rows [e, N, D] and columns [e, D, N]
 
 Operands have the kind "row" of `rows/scaling.py`. With `per_row` each row of an operand has its own
 scale, and of columns each expert and column. Otherwise all expert rows have one scale and each
@@ -24,15 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import (
-    INTERPRET,
-    cdiv,
-    launch,
-    next_power_of_2,
-    tl,
-    triton,
-    use_kernel,
-)
+from moecore.kernels.common import INTERPRET, cdiv, launch, next_power_of_2, tl, triton, use_kernel
 from moecore.kernels.rows.cast import (
     cast_rows,
     choose_amax_ref,
@@ -40,13 +33,14 @@ from moecore.kernels.rows.cast import (
     has_kernel,
     view_as_bytes,
 )
-from moecore.kernels.rows.cast_kernel import (
-    amax_kernel,
-    load_amax,
-    locate_row_tile,
-    to_fp8,
+from moecore.kernels.rows.cast_kernel import amax_kernel, load_amax, locate_row_tile, to_fp8
+from moecore.kernels.rows.e4m3 import (
+    BLOCK,
+    compute_block_scale,
+    compute_block_scale_ref,
+    magnitude,
+    magnitude_ref,
 )
-from moecore.kernels.rows.e4m3 import BLOCK, block_scale, block_scale_ref, magnitude, magnitude_ref
 from moecore.kernels.rows.scaling import (
     ALIGNED,  # of which D, N, and each expert's rows in P are multiples
     DTYPES,
@@ -57,7 +51,7 @@ from moecore.kernels.rows.scaling import (
     encode_ref,
     get_values_and_scales,
     quantise_ref,
-    raise_seen_ref_,
+    update_amax_ref_,
 )
 
 NUM_WARPS = 8
@@ -93,7 +87,7 @@ def pad_offsets_ref(offsets_e: Tensor) -> Tensor:
     return pad_rows(offsets_e, 0).offsets_e
 
 
-def scaled_rows_ref(
+def quantise_expert_rows_ref(
     x_RD: Tensor,
     offsets_e: Tensor,
     *,
@@ -105,13 +99,13 @@ def scaled_rows_ref(
     amax: Tensor | None = None,
     seen: Tensor | None = None,
 ) -> OperandPair:
-    """Compute `scaled_rows` in plain PyTorch; rows past the last expert's are zeros."""
+    """Compute `quantise_expert_rows` in plain PyTorch; rows past the last expert's are zeros."""
     R, D = x_RD.shape
     layout = pad_rows(offsets_e, R)
     is_used = layout.expert_R < offsets_e.shape[0]
     x_RD = torch.where(is_used[:, None], x_RD.detach(), 0).float()
     if seen is not None and R:
-        raise_seen_ref_(x_RD, seen)
+        update_amax_ref_(x_RD, seen)
     if amax is not None:
         amax = amax.amax().reshape(1, 1)
     elif not per_row:
@@ -123,7 +117,9 @@ def scaled_rows_ref(
     if columns:
         amax_eD = _compute_column_amax(x_RD, layout) if amax is None else amax
         amax_eD = amax_eD.expand(offsets_e.shape[0] + 1, D)
-        scales_eD, inverse_eD = block_scale_ref(amax_eD.contiguous(), power_of_two, LARGEST[fmt])
+        scales_eD, inverse_eD = compute_block_scale_ref(
+            amax_eD.contiguous(), power_of_two, LARGEST[fmt]
+        )
         values_RD = encode_ref(x_RD, inverse_eD[layout.expert_R], fmt)
         values_PD = x_RD.new_zeros(layout.length + 1, D, dtype=torch.uint8)
         values_PD.index_copy_(0, layout.place_R, values_RD.view(torch.uint8))
@@ -153,10 +149,10 @@ def _compute_column_amax(x_RD: Tensor, layout: PaddedRows) -> Tensor:
     return none_eD.scatter_reduce_(0, expert_RD, magnitude_ref(x_RD), "amax")
 
 
-def scaled_matrices_ref(
+def quantise_expert_matrices_ref(
     w_eND: Tensor, *, per_row: bool, power_of_two: bool, rows: bool = True, columns: bool = True
 ) -> OperandPair:
-    """Compute `scaled_matrices` in plain PyTorch."""
+    """Compute `quantise_expert_matrices` in plain PyTorch."""
     operands: list[Blocks | None] = []
     for is_requested, dim in ((rows, 2), (columns, 1)):
         operand = None
@@ -236,11 +232,11 @@ def cast_of_experts_kernel(
             if offsets_ptr is None:
                 of_all += expert * PARTS
             amax = tl.zeros((BLOCK,), tl.float32) + load_amax(of_all, PARTS)
-            scale, inverse = block_scale(amax, POWER_OF_TWO, E5M2)
+            scale, inverse = compute_block_scale(amax, POWER_OF_TWO, E5M2)
         if rows_ptr is not None:
             if not PARTS:
                 amax = tl.load(amax_ptr + row, mask=is_row, other=0.0)
-                scale, inverse = block_scale(amax, POWER_OF_TWO, E5M2)
+                scale, inverse = compute_block_scale(amax, POWER_OF_TWO, E5M2)
             tl.store(row_scales_ptr + row, scale, mask=is_row & (column_tile == 0))
             value = to_fp8(x * inverse[:, None], rows_ptr, E5M2, INTERPRETED)
             tl.store(rows_ptr + row[:, None] * D + d[None, :], value, mask=inside)
@@ -250,7 +246,7 @@ def cast_of_experts_kernel(
                 if rows_ptr is not None:
                     of_columns += R
                 amax = tl.load(of_columns, mask=is_column, other=0.0)
-                scale, inverse = block_scale(amax, POWER_OF_TWO, E5M2)
+                scale, inverse = compute_block_scale(amax, POWER_OF_TWO, E5M2)
             tl.store(column_scales_ptr + expert * D + d, scale, mask=is_column & (first == 0))
             quotient = tl.where(is_row[:, None], x * inverse[None, :], 0.0)
             value = tl.trans(to_fp8(quotient, columns_ptr, E5M2, INTERPRETED))
@@ -287,7 +283,7 @@ class _ScaledInput(NamedTuple):
     fmt: str = "e4m3"
 
     def cast(self, out: OperandPair, amax: Tensor | None, seen: Tensor | None) -> OperandPair:
-        """Write the operands of `out` by kernels; return `out`. amax, seen: see `scaled_rows`."""
+        """Write `out` by kernels and return it; amax and seen: see `quantise_expert_rows`."""
         x, offsets_e, e, formats = self.x, self.offsets_e, self.num_experts, self.formats
         outputs = [t for side in out for t in get_values_and_scales(side)]
         if INTERPRET:
@@ -333,7 +329,7 @@ def _make_empty_blocks(
     return Blocks(values, torch.empty(scales, dtype=torch.float32, device=x.device), "row")
 
 
-def scaled_rows(
+def quantise_expert_rows(
     x_RD: Tensor,
     offsets_e: Tensor,
     padded_e: Tensor | None,
@@ -363,7 +359,7 @@ def scaled_rows(
         seen: fp32 [1], raised in place to the largest finite magnitude; None = not recorded.
     """
     if not has_kernel(x_RD):
-        return scaled_rows_ref(
+        return quantise_expert_rows_ref(
             x_RD,
             offsets_e,
             per_row=per_row,
@@ -385,7 +381,7 @@ def scaled_rows(
     return source.cast(out, amax, seen)
 
 
-def scaled_matrices(
+def quantise_expert_matrices(
     w_eND: Tensor, *, per_row: bool, power_of_two: bool, rows: bool = True, columns: bool = True
 ) -> OperandPair:
     """Quantise matrices to E4M3 operands, with a scale per row of either, or one per matrix.
@@ -395,7 +391,7 @@ def scaled_matrices(
     """
     w_eND = w_eND.detach().contiguous()
     if not has_kernel(w_eND):
-        return scaled_matrices_ref(
+        return quantise_expert_matrices_ref(
             w_eND, per_row=per_row, power_of_two=power_of_two, rows=rows, columns=columns
         )
     e, N, D = w_eND.shape

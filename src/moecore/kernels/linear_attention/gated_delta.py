@@ -22,7 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import disable_autocast, warn_about_plain
+from moecore.kernels.common import disable_autocast, warn_on_fallback
 from moecore.kernels.linear_attention import fla
 from moecore.kernels.linear_attention.contract import DeltaRule
 from moecore.kernels.zigzag import find_documents, find_positions
@@ -110,5 +110,5 @@ def gated_delta_rule(
     with disable_autocast(rule.v_THv):
         if (reason := fla.find_problem(rule)) is None:
             return fla.gated_delta_rule(rule, cu_seqlens, initial_nHkv)
-        warn_about_plain(rule.v_THv, f"a gated delta rule of {rule.v_THv.dtype} ({reason})")
+        warn_on_fallback(rule.v_THv, f"a gated delta rule of {rule.v_THv.dtype} ({reason})")
         return gated_delta_rule_ref(rule, cu_seqlens, initial_nHkv)

@@ -24,7 +24,7 @@ from moecore.kernels.common import (
     tl,
     triton,
     use_kernel,
-    warn_about_plain,
+    warn_on_fallback,
 )
 from moecore.kernels.ops import Op, make_save
 from moecore.kernels.routing.counts import MAX_EXPERTS, check_padding_mask
@@ -332,7 +332,7 @@ def balance_statistics(
         if use_kernel(logits_TE) and is_small:
             return _balance_statistics(logits_TE, padding_mask_T, num_sequences, score_function)
         operation = f"balance statistics of {logits_TE.shape[1]} experts {logits_TE.dtype}"
-        warn_about_plain(logits_TE, operation)
+        warn_on_fallback(logits_TE, operation)
     return balance_statistics_ref(
         logits_TE, num_sequences, score_function, padding_mask_T, sequences_T
     )

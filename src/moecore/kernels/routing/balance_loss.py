@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import launch, next_power_of_2, tl, triton, use_kernel, warn_about_plain
+from moecore.kernels.common import launch, next_power_of_2, tl, triton, use_kernel, warn_on_fallback
 from moecore.kernels.ops import Op, make_save
 from moecore.kernels.routing.counts import MAX_EXPERTS
 
@@ -245,7 +245,7 @@ def balance_loss(
     is_small = score_sums_BE.dtype == torch.float32 and E <= MAX_EXPERTS
     if use_kernel(score_sums_BE) and is_small:
         return _balance_loss(score_sums_BE, z_sum, counts_BX, global_counts_E, factors)
-    warn_about_plain(score_sums_BE, f"balance losses of {E} experts in {score_sums_BE.dtype}")
+    warn_on_fallback(score_sums_BE, f"balance losses of {E} experts in {score_sums_BE.dtype}")
     losses = balance_loss_ref(
         score_sums_BE, z_sum, counts_BX, factors, global_counts_E=global_counts_E
     )

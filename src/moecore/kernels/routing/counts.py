@@ -19,7 +19,7 @@ from moecore.kernels.common import (
     tl,
     triton,
     use_kernel,
-    warn_about_plain,
+    warn_on_fallback,
 )
 from moecore.kernels.ops import Op
 
@@ -121,7 +121,7 @@ def add_expert_counts(counts_BE: Tensor, ids_TK: Tensor) -> None:
     if use_kernel(ids_TK) and E <= MAX_EXPERTS:
         _add_expert_counts(counts_BE, ids_TK, None, E)
     else:
-        warn_about_plain(ids_TK, f"counting {E} experts")
+        warn_on_fallback(ids_TK, f"counting {E} experts")
         add_expert_counts_ref(counts_BE, ids_TK)
 
 
@@ -159,7 +159,7 @@ def count_experts_and_tokens(
     if use_kernel(ids_TK) and E <= MAX_EXPERTS:
         _add_expert_counts(counts_BX, ids_TK, padding_mask_T, E)
         return counts_BX
-    warn_about_plain(ids_TK, f"counting {E} experts")
+    warn_on_fallback(ids_TK, f"counting {E} experts")
     add_expert_counts_ref(counts_BX[:, :E], ids_TK)
     if padding_mask_T is None:
         counts_BX[:, E] = T // max(B, 1)

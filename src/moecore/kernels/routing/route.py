@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import cdiv, launch, next_power_of_2, use_kernel, warn_about_plain
+from moecore.kernels.common import cdiv, launch, next_power_of_2, use_kernel, warn_on_fallback
 from moecore.kernels.ops import Op, make_save
 from moecore.kernels.routing.route_kernel import route_bwd_kernel, route_fwd_kernel
 from moecore.kernels.routing.scores import compute_scores_ref
@@ -286,7 +286,7 @@ def route(logits_TE: Tensor, bias_E: Tensor | None, options: RouteOptions) -> tu
     check_options(E, options)
     is_small = logits_TE.dtype != torch.float64 and E <= MAX_EXPERTS
     if not (is_small and use_kernel(logits_TE)):
-        warn_about_plain(logits_TE, f"routing to {E} experts in {logits_TE.dtype}")
+        warn_on_fallback(logits_TE, f"routing to {E} experts in {logits_TE.dtype}")
         ids_TK, weights_TK = route_ref(logits_TE, bias_E, options)
         return ids_TK, weights_TK.float()
     return _route_op(logits_TE.float(), bias_E, *flatten_options(options))
@@ -351,6 +351,6 @@ def route_weights(logits_TE: Tensor, ids_TK: Tensor, options: RouteOptions) -> T
     is_small = logits_TE.dtype != torch.float64 and logits_TE.shape[1] <= MAX_EXPERTS
     if not (is_small and use_kernel(logits_TE)):
         operation = f"routing weights of {logits_TE.shape[1]} experts in {logits_TE.dtype}"
-        warn_about_plain(logits_TE, operation)
+        warn_on_fallback(logits_TE, operation)
         return route_weights_ref(logits_TE, ids_TK, options).float()
     return _route_weights_op(logits_TE.float(), ids_TK, *flatten_options(options))

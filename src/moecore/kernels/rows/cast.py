@@ -54,8 +54,8 @@ from moecore.kernels.rows.scaling import (
     compute_operand_shape,
     compute_scales_shape,
     get_values_and_scales,
-    raise_seen_ref_,
     round_up,
+    update_amax_ref_,
 )
 
 PROGRAM = {"num_warps": 8, "maxnreg": 128}  # two programs on a multiprocessor
@@ -196,7 +196,7 @@ def _cast_plain(
     kind, fmt, power_of_two, rows, columns = options
     x_TD = x.detach().reshape(-1, x.shape[-1])
     if seen is not None:
-        raise_seen_ref_(x_TD, seen)
+        update_amax_ref_(x_TD, seen)
     outputs: list[Tensor | None] = []
     for is_needed, part in ((rows, x_TD), (columns, x_TD.T)):
         operand = cast_ref(part.contiguous(), amax, kind, fmt, power_of_two) if is_needed else None

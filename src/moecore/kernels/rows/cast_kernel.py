@@ -1,7 +1,7 @@
 """The kernels of `cast.py`, and device functions for `grouped/scaled_rows.py`; e matrices."""
 
 from moecore.kernels.common import tl, triton
-from moecore.kernels.rows.e4m3 import block_scale, encode, magnitude
+from moecore.kernels.rows.e4m3 import compute_block_scale, encode, magnitude
 
 
 @triton.jit
@@ -109,7 +109,7 @@ def cast_rows_kernel(
             inside = (t < T)[:, None] & (first + d < D)[None, :]
             x_next = tl.load(at + first + d[None, :], mask=inside, other=0.0).to(tl.float32)
             largest = tl.maximum(largest, magnitude(x_next))
-    scale, inverse = block_scale(tl.max(largest, 1), POWER_OF_TWO, E5M2)
+    scale, inverse = compute_block_scale(tl.max(largest, 1), POWER_OF_TWO, E5M2)
     tl.store(scales_ptr + t, scale, mask=t < M)
     to = values_ptr + t[:, None] * K
     value = to_fp8(x * inverse[:, None], values_ptr, E5M2, INTERPRETED)
@@ -225,7 +225,7 @@ def _cast_along(
         amax = tl.zeros((BLOCK,), tl.float32) + load_amax(amax_ptr, PARTS)
         place = lane
         scale_mask = (lane == 0) & (tile_i == 0) & (tile_j == 0)
-    scale, inverse = block_scale(amax, POWER_OF_TWO, E5M2)
+    scale, inverse = compute_block_scale(amax, POWER_OF_TWO, E5M2)
     if KIND == 1:
         tl.store(scales_ptr + place, tl.where(lane == 0, scale, 0.0), mask=scale_mask)
     else:

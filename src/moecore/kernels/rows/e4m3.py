@@ -19,7 +19,7 @@ LEAST_SCALE = 2.0**-126  # its reciprocal and itself are normal numbers of fp32
 INTERPRETED = tl.constexpr(INTERPRET)
 
 
-def block_scale_ref(
+def compute_block_scale_ref(
     amax: Tensor, power_of_two: bool, largest: float = MAX
 ) -> tuple[Tensor, Tensor]:
     """Return fp32 scales of blocks from their amax, and the reciprocals, NaN if amax is infinite.
@@ -49,7 +49,7 @@ def magnitude(x):  # fp32
 
 
 @triton.jit
-def block_scale(
+def compute_block_scale(
     amax,  # fp32, no NaN
     POWER_OF_TWO: tl.constexpr,
     E5M2: tl.constexpr = False,  # whether values are of E5M2, whose largest is 57344

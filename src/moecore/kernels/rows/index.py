@@ -54,7 +54,7 @@ class ExpertIndex(NamedTuple):
         return self.offsets_e.select(0, -1)
 
 
-def compute_padded_length(num_rows: int, num_experts: int, multiple: int) -> int:
+def compute_max_padded_length(num_rows: int, num_experts: int, multiple: int) -> int:
     """Return an upper bound of the number of rows after each expert's rows are padded."""
     # Example, 5 rows of 2 experts, multiple 4: 1 and 4 take 8, 2 and 3 take 8; 12 is enough.
     return cdiv(num_rows + num_experts * (multiple - 1), multiple) * multiple
@@ -369,7 +369,7 @@ def build_index(
         num_local: number of local experts, e.
         multiple: each expert's rows are padded up to a multiple of this, a power of two.
         length: a number of rows that suffices without padding; None = S * K. R is
-            `compute_padded_length` of it. If rows past R are dropped, offsets_e[-1] > R, and
+            `compute_max_padded_length` of it. If rows past R are dropped, offsets_e[-1] > R, and
             experts may not read the index.
 
     Example, experts 2 and 3 of six, multiple 2, ids [[3, 0], [2, 3], [5, 3]]: expert 2 gets row 1
@@ -387,7 +387,7 @@ def build_index(
         )
     if multiple < 1 or multiple & (multiple - 1):
         raise ValueError(f"multiple ({multiple}) must be a power of two: use 1 for no padding")
-    R = compute_padded_length(ids_SK.numel() if length is None else length, num_local, multiple)
+    R = compute_max_padded_length(ids_SK.numel() if length is None else length, num_local, multiple)
     if max(R, ids_SK.numel()) > MAX_ROWS:
         raise ValueError(
             f"expert rows ({R}) and choices ({ids_SK.numel()}) must be <= {MAX_ROWS}, what int32 "

@@ -84,7 +84,7 @@ class _MicroscaleInput(NamedTuple):
         self.launch(finite_amax_kernel, block, amax)
         return amax
 
-    def operand(
+    def quantise(
         self,
         recipe: Recipe,
         block: tuple[int, int],
@@ -173,12 +173,12 @@ def quantise_microscaled(
             pack=pack,
         )
     x_TK = x_TK.detach() if x_TK.stride(1) == 1 else x_TK.detach().contiguous()
-    (T, K), size, is_nvfp4 = x_TK.shape, recipe.multiple, recipe.scaling == "nvfp4"
+    (T, K), size, is_nvfp4 = x_TK.shape, recipe.weight_multiple, recipe.scaling == "nvfp4"
     M = round_up(T, size) if over_rows else T
     M = M if sources_M is None else sources_M.shape[0]
     transforms = over_rows and is_nvfp4 and recipe.hadamard
     rows = _MicroscaleInput(x_TK, (M, K), sources_M, expert_M, num_experts + 1, transforms)
-    return rows.operand(
+    return rows.quantise(
         recipe,
         (size, 1) if over_rows else (1, size),
         pack=pack,
@@ -214,7 +214,7 @@ def quantise_microscaled_matrices(
     make: Any = partial(quantise_microscaled_matrices_ref, w_eNK)
     if has_kernel(w_eNK):
         rows_of_all = w_eNK.view(-1, w_eNK.shape[2])
-        make = _MicroscaleInput(rows_of_all, w_eNK.shape, num_scales=w_eNK.shape[0]).operand
+        make = _MicroscaleInput(rows_of_all, w_eNK.shape, num_scales=w_eNK.shape[0]).quantise
     height, width = recipe.weight_block
     operands: list[Blocks | None] = [None, None]
     for i, (is_needed, block) in enumerate(((rows, (height, width)), (columns, (width, height)))):

@@ -9,7 +9,7 @@ may fuse both operations without changing a bit.
 """
 
 from moecore.kernels.common import tl, triton
-from moecore.kernels.rows.e4m3 import block_scale, from_e4m3, magnitude, to_e4m3
+from moecore.kernels.rows.e4m3 import compute_block_scale, from_e4m3, magnitude, to_e4m3
 from moecore.kernels.rows.microscaling import SEED, SIGNS
 
 SIGN_BITS, FIRST_DRAW = tl.constexpr(SIGNS), tl.constexpr(SEED)
@@ -229,7 +229,7 @@ def quantise_microscaled_kernel(
         scale_code, block = compute_nvfp4_block_scale(amax, scale)
         step = tl.broadcast_to((block * scale)[:, :, None], (G, B, COLUMNS))
     else:
-        block, inverse = block_scale(amax, True)
+        block, inverse = compute_block_scale(amax, True)
         scale_code = block.to(tl.int32, bitcast=True) >> 23
     # Of packed columns a word is neighbouring rows, 4 or 8 bits each.
     PER_WORD: tl.constexpr = 8 if E2M1 else 4

@@ -42,7 +42,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from moecore.base.options.precision import Recipe
-from moecore.kernels.rows.e4m3 import FP8, MAX, block_scale_ref
+from moecore.kernels.rows.e4m3 import FP8, MAX, compute_block_scale_ref
 from moecore.kernels.rows.scaling import Blocks, quantise_ref
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes, by the three low bits of a code
@@ -187,7 +187,7 @@ def compute_tensor_scales(amax: Tensor, recipe: Recipe) -> Tensor:
     """Return fp32 scales of tensors from their largest finite magnitudes; 1 for "mxfp8"."""
     if recipe.scaling == "mxfp8":
         return torch.ones_like(amax)
-    return block_scale_ref(amax, recipe.power_of_two, LARGEST_E2M1 * MAX)[0]
+    return compute_block_scale_ref(amax, recipe.power_of_two, LARGEST_E2M1 * MAX)[0]
 
 
 def _quantise_blocks(
@@ -232,7 +232,7 @@ def quantise_microscaled_ref(
     pack: bool = False,
 ) -> Blocks:
     """Compute `microscaled.quantise_microscaled` in plain PyTorch."""
-    size, is_nvfp4 = recipe.multiple, recipe.scaling == "nvfp4"
+    size, is_nvfp4 = recipe.weight_multiple, recipe.scaling == "nvfp4"
     block = (size, 1) if over_rows else (1, size)
     x_MK = x_TK.float()
     if sources_M is not None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moecore.kernels.common import cdiv, launch, next_power_of_2, tl, triton, use_kernel
 from moecore.kernels.ops import Op
-from moecore.kernels.rows.e4m3 import BLOCK, FP8, block_scale, decode, encode, magnitude
+from moecore.kernels.rows.e4m3 import BLOCK, FP8, compute_block_scale, decode, encode, magnitude
 from moecore.kernels.rows.move import gather_rows_ref
 from moecore.kernels.rows.scaling import quantise_ref
 
@@ -85,7 +85,7 @@ def _pack_rows_kernel(
     blocks = tl.program_id(0) % PARTS * BLOCKS + tl.arange(0, BLOCKS)
     columns = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     x = tl.load(x_ptr + row * D + columns, mask=columns < D, other=0.0).to(tl.float32)
-    scale, inverse = block_scale(tl.max(magnitude(x), axis=1), True)
+    scale, inverse = compute_block_scale(tl.max(magnitude(x), axis=1), True)
     code = encode(x * inverse[:, None])
     code = tl.where((scale == float("inf"))[:, None], 0x7F, code)  # whatever sign a NaN has
     tl.store(packed_ptr + row * W + columns, code.to(tl.uint8), mask=columns < D)

@@ -92,7 +92,7 @@ class PageLayout:
             programs=min(PROGRAMS, max(map(math.prod, zip(*tiles, strict=True)))),
         )
 
-    def table(self) -> Tensor:
+    def make_table(self) -> Tensor:
         """Return a table without pages. A captured CUDA graph would clear the table at replay."""
         num_listed = self.source_rows if any(self.has_list) else 0
         size = self.num_entries + 2 + num_listed
@@ -254,7 +254,7 @@ def _copy_matrix(
     return table_ptr + entries
 
 
-@triton.jit(do_not_specialize=["num_entries", "num_pages", "over_entries", "num_host"])
+@triton.jit(do_not_specialize=["num_entries", "num_pages", "released_entries", "num_host"])
 def _copy_pages_kernel(
     a_ptr,  # matrices: bytes, or None
     b_ptr,
@@ -265,8 +265,8 @@ def _copy_pages_kernel(
     pages_ptr,  # [P, PAGE_BYTES] bytes
     host_ptr,  # [Q, PAGE_BYTES] bytes, or None
     num_pages,  # P
-    over_ptr,  # a table whose pages go back; None = none do
-    over_entries,  # its N
+    released_ptr,  # a table whose pages go back; None = none do
+    released_entries,  # its N
     state_ptr,  # [NUM_WORDS] int32
     free_ptr,  # [P + Q] int32
     num_host,  # Q
@@ -300,8 +300,10 @@ def _copy_pages_kernel(
                 BLOCKS_R[m],
                 BLOCKS_W[m],
             )
-    elif over_ptr is not None:
-        put_back_pages(over_ptr, over_entries, state_ptr, free_ptr, num_pages, num_host, BLOCK)
+    elif released_ptr is not None:
+        put_back_pages(
+            released_ptr, released_entries, state_ptr, free_ptr, num_pages, num_host, BLOCK
+        )
 
 
 def take_rows(
@@ -310,7 +312,7 @@ def take_rows(
     """Take pages for the used rows, and write the list of these rows to the table. No host sync.
 
     Args:
-        table: from `layout.table()`; its earlier pages are returned to the pool first.
+        table: from `layout.make_table()`; its earlier pages are returned to the pool first.
         slots_SK: int32. A source row is used if one of its slots is not negative. None if no matrix
             has a list.
         num_rows: 0-dim int32. The first num_rows of R rows are used, at most R. None if all
@@ -347,7 +349,7 @@ def copy_rows(
     layout: PageLayout,
     *,
     stash: bool,
-    over: tuple[Tensor, int] | None = None,
+    released_table: tuple[Tensor, int] | None = None,
 ) -> None:
     """Copy the used rows of matrices to their pages, or back to their positions. No host sync.
 
@@ -358,24 +360,24 @@ def copy_rows(
         matrices: uint8, contiguous, in the order of the layout; None = skip this matrix.
         table, layout: as for `take_rows`, which was called before.
         stash: whether rows are copied to pages; otherwise pages to rows.
-        over: a table of the same pool, and its num_entries, whose pages no kernel reads any more.
-            The same launch returns these pages to the pool; None = no pages.
+        released_table: a table of the same pool, and its num_entries, whose pages no kernel reads
+            any more. The same launch returns these pages to the pool; None = no pages.
     """
     if not use_kernel(table):
         copy_rows_ref(matrices, table, layout, stash=stash)
-        if over is not None:
-            return_pages_ref(*over, layout.pool)
+        if released_table is not None:
+            return_pages_ref(*released_table, layout.pool)
         return
     pool = layout.pool
-    over_table, over_entries = (None, 0) if over is None else over
+    released, released_entries = (None, 0) if released_table is None else released_table
     launch(
         _copy_pages_kernel,
-        layout.programs + (over is not None),
+        layout.programs + (released_table is not None),
         *(*matrices, *(None,) * (MAX_MATRICES - len(matrices))),
         *(table, layout.num_entries, pool.pages),
         pool.host_pages if pool.host_pages.shape[0] else None,
         pool.pages.shape[0],
-        *(over_table, over_entries, pool.state, pool.free_ids, pool.host_pages.shape[0]),
+        *(released, released_entries, pool.state, pool.free_ids, pool.host_pages.shape[0]),
         PAGE_BYTES=pool.page_bytes,
         WIDTHS=layout.widths,
         HAS_LIST=layout.has_list,

@@ -5,7 +5,13 @@ the four bytes of a transposed word are in one thread, and threads exchange word
 """
 
 from moecore.kernels.common import tl, triton
-from moecore.kernels.rows.e4m3 import block_scale, magnitude, to_e4m3, to_words, transpose_words
+from moecore.kernels.rows.e4m3 import (
+    compute_block_scale,
+    magnitude,
+    to_e4m3,
+    to_words,
+    transpose_words,
+)
 
 
 @triton.jit
@@ -21,7 +27,7 @@ def store_row_blocks(
     POWER_OF_TWO: tl.constexpr,
 ):
     """Store e4m3 of 128 columns; scales are [C / 128, stride], with stride None [R, C / 128]."""
-    scale, inverse = block_scale(tl.max(magnitude(x), axis=1), POWER_OF_TWO)
+    scale, inverse = compute_block_scale(tl.max(magnitude(x), axis=1), POWER_OF_TWO)
     at = rows[:, None] * C + block * 128 + tl.arange(0, 128)[None, :]
     tl.store(values_ptr + at, to_e4m3(x * inverse[:, None]), mask=row_mask[:, None])
     if stride is None:
@@ -48,7 +54,7 @@ def quantise_rows_kernel(
         block_mask = block_mask & (blocks < tl.load(num_rows_ptr).to(tl.int64) * ROW_BLOCKS)
     at = blocks[:, None] * 128 + tl.arange(0, 128)[None, :]
     x = tl.load(x_ptr + at, mask=block_mask[:, None], other=0.0).to(tl.float32)
-    scale, inverse = block_scale(tl.max(magnitude(x), axis=1), POWER_OF_TWO)
+    scale, inverse = compute_block_scale(tl.max(magnitude(x), axis=1), POWER_OF_TWO)
     tl.store(values_ptr + at, to_e4m3(x * inverse[:, None]), mask=block_mask[:, None])
     tl.store(scales_ptr + blocks, scale, mask=block_mask)
 
@@ -193,7 +199,7 @@ def quantise_weights_kernel(
     low = tl.maximum(magnitude(w0), magnitude(w1))
     high = tl.maximum(magnitude(w2), magnitude(w3))
     amax = tl.max(tl.max(tl.maximum(low, high), axis=0), axis=0)
-    scale, inverse = block_scale(amax, POWER_OF_TWO)
+    scale, inverse = compute_block_scale(amax, POWER_OF_TWO)
     w0, w1, w2, w3 = w0 * inverse, w1 * inverse, w2 * inverse, w3 * inverse
     if values_ptr is not None:
         tl.store(values_ptr + at, to_e4m3(w0))

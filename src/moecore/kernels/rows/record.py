@@ -30,7 +30,7 @@ class Rows:
     wide_dtype: torch.dtype | None = None  # with scales: the dtype in which products multiply
     # whether another operation saves the values for backward (a router reads them too), so that a
     # copy in fewer bytes would not save memory
-    is_kept: bool = False
+    is_saved_elsewhere: bool = False
     # with scales: the tensor that receives the wide gradient of these rows, [S, D] without memory
     # (stride 0) and never read; None = no gradient, or the handle of `UnsummedInput`
     handle_SD: Tensor | None = None

@@ -47,7 +47,7 @@ from torch.nn.functional import pad
 from moecore.base.options.precision import Block
 from moecore.base.torch_private import register_pytree_node
 from moecore.kernels.common import cdiv
-from moecore.kernels.rows.e4m3 import BLOCK, FP8, MAX, block_scale_ref, magnitude_ref
+from moecore.kernels.rows.e4m3 import BLOCK, FP8, MAX, compute_block_scale_ref, magnitude_ref
 
 ALIGNED = 16  # M and K are multiples of it: 16 bytes
 SCALE_COLUMNS = 4  # the scales of a "block" operand have a multiple of so many columns
@@ -150,7 +150,7 @@ def quantise_ref(
     """
     x = x.float()
     amax = magnitude_ref(x).amax(dim, keepdim=True) if amax is None else amax
-    scales, inverse = block_scale_ref(amax, power_of_two, LARGEST[fmt])
+    scales, inverse = compute_block_scale_ref(amax, power_of_two, LARGEST[fmt])
     return encode_ref(x, inverse, fmt), scales
 
 
@@ -162,7 +162,7 @@ def encode_ref(x: Tensor, inverse: Tensor, fmt: str) -> Tensor:
     return values.to(DTYPES[fmt])
 
 
-def raise_seen_ref_(x: Tensor, seen: Tensor) -> None:
+def update_amax_ref_(x: Tensor, seen: Tensor) -> None:
     """Set `seen`, fp32 [1], in place to the maximum of `seen` and the finite magnitudes of x."""
     seen.copy_(torch.maximum(seen, compute_amax_ref(torch.where(x.isinf(), 0, x))))
 

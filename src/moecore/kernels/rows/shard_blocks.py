@@ -29,8 +29,8 @@ from moecore.kernels.common import cdiv, launch, tl, triton, use_kernel
 from moecore.kernels.rows.e4m3 import (
     BLOCK,
     FP8,
-    block_scale,
-    block_scale_ref,
+    compute_block_scale,
+    compute_block_scale_ref,
     magnitude,
     magnitude_ref,
     to_e4m3,
@@ -79,7 +79,7 @@ class MatrixShard(NamedTuple):
         """Number of 128 x 128 blocks of the full matrix."""
         return cdiv(self.rows, BLOCK) * cdiv(self.columns, BLOCK)
 
-    def indices(self, part: Tensor) -> tuple[Tensor, Tensor]:
+    def compute_indices(self, part: Tensor) -> tuple[Tensor, Tensor]:
         """Return the full matrix's row indices [r] and column indices [c] of a shard's elements."""
         row = torch.arange(part.numel() // max(self.part_columns, 1), device=part.device)
         if self.run:
@@ -111,7 +111,7 @@ def make_dense_operand(weight: Blocks) -> Blocks:
 
 def write_block_amax_ref_(part: Tensor, place: MatrixShard, amax: Tensor) -> None:
     """Compute `write_block_amax_` in plain PyTorch."""
-    row, column = place.indices(part)
+    row, column = place.compute_indices(part)
     magnitudes = torch.zeros(place.rows, place.columns, device=part.device)
     magnitudes[row[:, None], column] = magnitude_ref(part.float()).view(-1, place.part_columns)
     magnitudes = pad(magnitudes, (0, -place.columns % BLOCK, 0, -place.rows % BLOCK))
@@ -129,16 +129,16 @@ def quantise_blocks_ref_(
     power_of_two: bool,
 ) -> None:
     """Compute `quantise_blocks_` in plain PyTorch."""
-    block_scales, inverse = block_scale_ref(amax, power_of_two)
+    block_scales, inverse = compute_block_scale_ref(amax, power_of_two)
     columns = cdiv(place.columns, BLOCK)
     scales[:, :columns].copy_(block_scales[:, :columns])
-    row, column = (index // BLOCK for index in place.indices(part))
+    row, column = (index // BLOCK for index in place.compute_indices(part))
     factors = inverse[row[:, None], column].view(part.shape)
     values.view(FP8).copy_((part.float() * factors).to(FP8).view(values.shape))
 
 
 @triton.jit
-def locate_tile(
+def locate_shard_tile(
     part,  # MatrixShard
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -167,7 +167,7 @@ def block_amax_kernel(
     BLOCK: tl.constexpr,
 ):
     """Write the shard's largest magnitude in one block; 0 if no element is in the shard."""
-    i, j, at, inside = locate_tile(part, BLOCK, BLOCK)
+    i, j, at, inside = locate_shard_tile(part, BLOCK, BLOCK)
     x = tl.load(part_ptr + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(amax_ptr + i * stride + j, tl.max(tl.max(magnitude(x), 1), 0))
 
@@ -184,8 +184,8 @@ def quantise_blocks_kernel(
     BLOCK: tl.constexpr,
 ):
     """Write FP8 of the shard's elements in one block, and the block's scale."""
-    i, j, at, inside = locate_tile(part, BLOCK, BLOCK)
-    scale, inverse = block_scale(tl.load(amax_ptr + i * stride + j), POWER_OF_TWO)
+    i, j, at, inside = locate_shard_tile(part, BLOCK, BLOCK)
+    scale, inverse = compute_block_scale(tl.load(amax_ptr + i * stride + j), POWER_OF_TWO)
     x = tl.load(part_ptr + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(values_ptr + at, to_e4m3(x * inverse), mask=inside)
     tl.store(scales_ptr + i * stride + j, scale)

@@ -10,9 +10,9 @@
                         a byte; every rank computes all E4M3 scales
 
 A weight is one matrix [N, K], or one matrix of every expert, [e, ..., K]. The E4M3 values and
-scales equal the results of `scaled_matrices` and `cast` bit for bit, the NVFP4 values and scales
-the results of `quantise_microscaled_matrices`. In NVFP4 a value that is not finite makes the scale
-of its square NaN, and does not count for the amax of its matrix.
+scales equal the results of `quantise_expert_matrices` and `cast` bit for bit, the NVFP4 values and
+scales the results of `quantise_microscaled_matrices`. In NVFP4 a value that is not finite makes the
+scale of its square NaN, and does not count for the amax of its matrix.
 
 Letters: R rows and C columns of the full weight, all matrices one below the other; r, c rows and
 columns of a rank's part. NVFP4 reads a part three times and writes half a byte per element.
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from moecore.base.options.precision import Recipe
 from moecore.kernels.common import cdiv, launch, tl, triton, use_kernel
-from moecore.kernels.rows.e4m3 import block_scale_ref, magnitude_ref
+from moecore.kernels.rows.e4m3 import compute_block_scale_ref, magnitude_ref
 from moecore.kernels.rows.microscaled import compute_finite_amax
 from moecore.kernels.rows.microscaled_kernel import (
     compute_nvfp4_block_scale,
@@ -36,7 +36,7 @@ from moecore.kernels.rows.microscaled_kernel import (
 from moecore.kernels.rows.microscaling import compute_nvfp4_scales, compute_tensor_scales, pack_e2m1
 from moecore.kernels.rows.microscaling import to_e2m1 as to_e2m1_ref
 from moecore.kernels.rows.scaling import quantise_ref
-from moecore.kernels.rows.shard_blocks import MatrixShard, locate_tile
+from moecore.kernels.rows.shard_blocks import MatrixShard, locate_shard_tile
 
 SQUARE = 16  # rows and columns of one scale
 TILE = {"SIDE": SQUARE, "COLUMNS": 256, "num_warps": 4}  # of one program
@@ -72,7 +72,7 @@ def cast_part_(
 
     `amax` has the largest magnitude of each full matrix; `first` is the shard's first matrix.
     """
-    scales.copy_(block_scale_ref(amax, power_of_two)[0])
+    scales.copy_(compute_block_scale_ref(amax, power_of_two)[0])
     if part.numel():
         rows, part_amax = _view_as_matrices(part, first, amax)
         part_values, _ = quantise_ref(rows, 1, power_of_two, amax=part_amax[:, None])
@@ -83,7 +83,7 @@ def write_square_amax_ref_(part: Tensor, place: MatrixShard, amax: Tensor) -> No
     """Compute `write_square_amax_` in plain PyTorch."""
     amax.zero_()
     if part.numel():
-        row, column = place.indices(part)
+        row, column = place.compute_indices(part)
         magnitudes = part.float().abs().nan_to_num(torch.inf, torch.inf).view(row.numel(), -1)
         of_rows = amax.new_zeros(amax.shape[0], magnitudes.shape[1])
         of_rows.scatter_reduce_(
@@ -107,7 +107,7 @@ def pack_part_ref_(
     )
     scales.copy_(compute_nvfp4_scales(squares, of_rows[:, None]))
     if part.numel():
-        row, column = (index // SQUARE for index in place.indices(part))
+        row, column = (index // SQUARE for index in place.compute_indices(part))
         step = (scales.float() * of_rows[:, None])[row[:, None], column]
         codes.copy_(pack_e2m1(to_e2m1_ref(part.float().view(step.shape), step)).view(-1))
 
@@ -121,7 +121,7 @@ def square_amax_kernel(
     COLUMNS: tl.constexpr,
 ):
     """Write the shard's largest magnitude in each of a program's 16 x 16 squares, 0 outside."""
-    i, j, at, inside = locate_tile(part, SIDE, COLUMNS)
+    i, j, at, inside = locate_shard_tile(part, SIDE, COLUMNS)
     size = tl.abs(tl.load(part_ptr + at, mask=inside, other=0.0).to(tl.float32))
     size = tl.where(size == size, size, float("inf"))
     amax = tl.max(tl.reshape(tl.max(size, 0), (COLUMNS // SIDE, SIDE)), 1)
@@ -145,7 +145,7 @@ def pack_squares_kernel(
 ):
     """Write the scales of a program's 16 x 16 squares, and E2M1 of the shard's values in them."""
     WIDE: tl.constexpr = COLUMNS // SIDE
-    i, j, at, inside = locate_tile(part, SIDE, COLUMNS)
+    i, j, at, inside = locate_shard_tile(part, SIDE, COLUMNS)
     square, squares = j * WIDE + tl.arange(0, WIDE), part.columns // SIDE
     of_squares = i.to(tl.int64) * squares + square
     amax = tl.load(squares_ptr + of_squares, mask=square < squares, other=0.0)

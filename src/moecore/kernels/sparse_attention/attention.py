@@ -35,7 +35,7 @@ from moecore.kernels.sparse_attention.index import (
     differentiate_divergence,
     select_keys,
 )
-from moecore.kernels.sparse_attention.keys import Keys, SelectedKeys, SpanOfKeys, multiply
+from moecore.kernels.sparse_attention.keys import Keys, SelectedKeys, SpanOfKeys, multiply_in_fp32
 
 # Of the largest tensor of a chunk: 128 queries of 2048 keys of 576, which are 576 MiB in fp32.
 CHUNK_NUMBERS = 128 * 2048 * 576
@@ -171,7 +171,7 @@ class _SparseAttention(torch.autograd.Function):
                 del scores_CS
             if selected is not None:
                 keys = SelectedKeys(chunk.take(selected))
-            rows = keys.of(keys_Nl)
+            rows = keys.select_rows(keys_Nl)
             p = _compute_scores(_compute_latent_queries(chunk.heads), rows, keys, options.scale)
             lse_CH = p.logsumexp(-1)
             p = p.sub_(lse_CH[..., None]).exp_()
@@ -211,7 +211,7 @@ class _SparseAttention(torch.autograd.Function):
         width = None if selected is None else selected.shape[1]
         for chunk in _split_into_chunks(heads, index, ctx.spans, width, False):
             keys = chunk.span if selected is None else SelectedKeys(chunk.take(selected))
-            rows, q_CHl = keys.of(heads.keys_Nl), _compute_latent_queries(chunk.heads)
+            rows, q_CHl = keys.select_rows(heads.keys_Nl), _compute_latent_queries(chunk.heads)
             p = (
                 _compute_scores(q_CHl, rows, keys, options.scale)
                 .sub_(chunk.take(lse)[..., None])
@@ -234,9 +234,9 @@ class _SparseAttention(torch.autograd.Function):
             dq_HCL = dq_CHl[..., :L].transpose(0, 1)
             chunk.take(dq)[..., :n].copy_((dq_HCL @ heads.up_HnL.mT).transpose(0, 1))
             chunk.take(dq)[..., n:].copy_(dq_CHl[..., L:])
-            dup += multiply(q_CHd[..., :n].permute(1, 2, 0), dq_HCL)
+            dup += multiply_in_fp32(q_CHd[..., :n].permute(1, 2, 0), dq_HCL)
             o_CHL = keys.weigh(p, rows[..., :L]).to(q_CHd.dtype)
-            ddown += multiply(o_CHL.permute(1, 2, 0), do_HCv)
+            ddown += multiply_in_fp32(o_CHL.permute(1, 2, 0), do_HCv)
             keys.add(dkeys, (ds, q_CHl), (p, do_CHL))
         sums = zip((dkeys, dup, ddown), heads[1:], strict=True)
         of_heads = (dq, *(d.to(x.dtype) for d, x in sums))

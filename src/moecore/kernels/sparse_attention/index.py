@@ -25,7 +25,7 @@ SELECTING = 4  # numbers per pair that the selection from scores makes beside th
 
 def compute_index_scores(index: IndexerHeads, keys: Keys) -> Tensor:
     """Return the indexer's scores [C, K], in at least fp32; -inf for keys a query does not see."""
-    dots_ChK = keys.dot(index.q_thi, keys.of(index.k_Ni)).relu_()
+    dots_ChK = keys.dot(index.q_thi, keys.select_rows(index.k_Ni)).relu_()
     scores_CK = torch.einsum("chk,ch->ck", dots_ChK, index.w_th.to(dots_ChK.dtype))
     return scores_CK.masked_fill_(~keys.seen_CK, -torch.inf)
 
@@ -65,7 +65,7 @@ def differentiate_divergence(
 
     `dkl_C` is the gradient of `compute_divergence`, and `p_CK` the attention's mean probabilities.
     """
-    rows = keys.of(index.k_Ni)
+    rows = keys.select_rows(index.k_Ni)
     dots_ChK = keys.dot(index.q_thi, rows)
     w_Ch = index.w_th.to(dots_ChK.dtype)
     scores_CK = torch.einsum("chk,ch->ck", dots_ChK.relu(), w_Ch)
@@ -147,7 +147,7 @@ def compute_span_scores(index: IndexerHeads, span: SpanOfKeys) -> Tensor:
     """Return the indexer's scores [C, S] of a span, -inf for unseen keys. No host sync."""
     if not _has_kernel(index):
         return compute_index_scores(index, span)
-    q_Chi, k_Si = index.q_thi.contiguous(), span.of(index.k_Ni).contiguous()
+    q_Chi, k_Si = index.q_thi.contiguous(), span.select_rows(index.k_Ni).contiguous()
     (C, h, i), S = q_Chi.shape, len(k_Si)
     scores_CS = q_Chi.new_empty(C, S, dtype=torch.float32)
     tensors = q_Chi, k_Si, index.w_th.float().contiguous(), span.first_C, span.last_C, scores_CS

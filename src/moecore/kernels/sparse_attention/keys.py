@@ -23,11 +23,11 @@ class Keys(Protocol):
     def seen_CK(self) -> Tensor:
         """Whether each query sees each of its K keys, bool."""
 
-    def of(self, x_ND: Tensor) -> Tensor:
+    def select_rows(self, x_ND: Tensor) -> Tensor:
         """Return the keys' rows of a tensor of all N keys, as the products below expect."""
 
     def dot(self, q_CxD: Tensor, rows: Tensor) -> Tensor:
-        """Return the products of queries and rows from `of`, [C, x, K], at least fp32."""
+        """Return the products of queries and rows from `select_rows`, [C, x, K], at least fp32."""
 
     def weigh(self, p_CxK: Tensor, rows: Tensor) -> Tensor:
         """Return sums of rows with weights p, [C, x, D], at least fp32."""
@@ -48,23 +48,23 @@ class SelectedKeys:
         """Return which entries are keys; -1 is none."""
         return self._selected_CK >= 0
 
-    def of(self, x_ND: Tensor) -> Tensor:
+    def select_rows(self, x_ND: Tensor) -> Tensor:
         """Gather rows [C, K, D]; an entry of -1 gathers row 0, see `seen_CK`."""
         return x_ND.index_select(0, self._places).view(*self._selected_CK.shape, -1)
 
     def dot(self, q_CxD: Tensor, rows: Tensor) -> Tensor:
         """Compute one matrix product per query, [C, x, K]."""
-        return multiply(q_CxD, rows.transpose(1, 2))
+        return multiply_in_fp32(q_CxD, rows.transpose(1, 2))
 
     def weigh(self, p_CxK: Tensor, rows: Tensor) -> Tensor:
         """Compute one matrix product per query."""
-        return multiply(p_CxK, rows)
+        return multiply_in_fp32(p_CxK, rows)
 
     def add(self, total_ND: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
         """Add p^T q to the selected rows; on GPUs the order is not fixed by default."""
         rows = None
         for p_CxK, q_CxD in pairs:
-            part = multiply(p_CxK.transpose(1, 2), q_CxD)
+            part = multiply_in_fp32(p_CxK.transpose(1, 2), q_CxD)
             if rows is None:
                 rows = part
             else:
@@ -86,26 +86,26 @@ class SpanOfKeys:
         keys = torch.arange(self._span.start, self._span.stop, device=self.first_C.device)
         return (keys >= self.first_C[:, None]) & (keys <= self.last_C[:, None])
 
-    def of(self, x_ND: Tensor) -> Tensor:
+    def select_rows(self, x_ND: Tensor) -> Tensor:
         """Return rows [K, D], a view."""
         return x_ND[self._span]
 
     def dot(self, q_CxD: Tensor, rows: Tensor) -> Tensor:
         """Compute one matrix product for all queries, [C, x, K]."""
-        return multiply(q_CxD.flatten(0, 1), rows.T).unflatten(0, q_CxD.shape[:2])  # type: ignore[no-any-return]
+        return multiply_in_fp32(q_CxD.flatten(0, 1), rows.T).unflatten(0, q_CxD.shape[:2])  # type: ignore[no-any-return]
 
     def weigh(self, p_CxK: Tensor, rows: Tensor) -> Tensor:
         """Compute one matrix product for all queries."""
-        return multiply(p_CxK.flatten(0, 1), rows).unflatten(0, p_CxK.shape[:2])  # type: ignore[no-any-return]
+        return multiply_in_fp32(p_CxK.flatten(0, 1), rows).unflatten(0, p_CxK.shape[:2])  # type: ignore[no-any-return]
 
     def add(self, total_ND: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
         """Add the sum over queries, p^T q, to the rows of the span."""
         for p_CxK, q_CxD in pairs:
-            rows = multiply(p_CxK.flatten(0, 1).T, q_CxD.flatten(0, 1))
+            rows = multiply_in_fp32(p_CxK.flatten(0, 1).T, q_CxD.flatten(0, 1))
             total_ND[self._span, : rows.shape[-1]] += rows
 
 
-def multiply(a: Tensor, b: Tensor) -> Tensor:
+def multiply_in_fp32(a: Tensor, b: Tensor) -> Tensor:
     """Return a @ b of two or three dims; for 16-bit tensors the sums and the result are fp32."""
     if a.dtype not in (torch.bfloat16, torch.float16):
         return a @ b

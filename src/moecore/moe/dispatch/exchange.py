@@ -28,7 +28,7 @@ from moecore.kernels.exchange.buffer import (
 from moecore.kernels.exchange.clones import CloneBuffer, Places
 from moecore.kernels.exchange.copies import SlotEvent, SlotState
 from moecore.moe.placement import compute_balanced_tokens
-from moecore.moe.shortage import Shortage
+from moecore.moe.shortage import ShortageCounters
 
 # Operations of a `MetaExchange`, by the names of their kernels.
 SPREAD, REDUCE, COPY = "_spread_kernel", "_reduce_kernel", "copy to peers"
@@ -182,13 +182,13 @@ class Exchange:
         return kernels.limit_rows(offsets_e, num_rows, self.buffer.state, self.buffer.report)
 
     @property
-    def shortage(self) -> Shortage:
+    def shortage(self) -> ShortageCounters:
         """The shortage of expert rows that this exchange's dispatches recorded."""
         state, report = (
             words[NEEDED_WORD : NEEDED_WORD + 1]
             for words in (self.buffer.state, self.buffer.report)
         )
-        return Shortage(state, report, self.balanced_rows)
+        return ShortageCounters(state, report, self.balanced_rows)
 
     def poll(self) -> None:
         """Raise for a late rank: see `raise_if_late`."""

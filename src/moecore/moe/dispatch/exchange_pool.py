@@ -30,14 +30,14 @@ from moecore.moe.dispatch.collectives import all_gather_rows
 from moecore.moe.dispatch.exchange import CloneExchange, Exchange, ExchangeError, MetaExchange
 from moecore.moe.dispatch.peer_memory import make_buffer, make_clone_buffer
 from moecore.moe.dispatch.wire import Wire
-from moecore.moe.shortage import Holder, Shortage
+from moecore.moe.shortage import BufferOwner, ShortageCounters
 
 # Names of the numbers that `ExchangePool._compare_options` compares over ranks.
 COMPARED_FIELDS = ("D", "K", "dtype", "programs", "overlap_weight_grads", "keep_rows", "fp8")
 FEW_PROGRAMS = 64  # with fewer programs, receiving takes longer than sending
 
 
-class ExchangePool(Holder):
+class ExchangePool(BufferOwner):
     """Owns the exchanges through which a model's layers send rows into peers' memory."""
 
     option = "NVLinkOptions.row_factor"
@@ -70,7 +70,7 @@ class ExchangePool(Holder):
         return None if factor == "exact" else factor
 
     @property
-    def shortages(self) -> tuple[Shortage, ...]:
+    def shortages(self) -> tuple[ShortageCounters, ...]:
         """The shortage counters of all allocated exchanges of rows."""
         return tuple(exchange.shortage for exchange in self.entries)
 
@@ -80,7 +80,7 @@ class ExchangePool(Holder):
         for exchange in self.entries:
             exchange.options = self.options
 
-    def error(self, shortage: Shortage) -> ExchangeError:
+    def error(self, shortage: ShortageCounters) -> ExchangeError:
         """Return the error that names the sufficient factor."""
         min_factor = shortage.factor_seen
         return ExchangeError(
@@ -107,7 +107,7 @@ class ExchangePool(Holder):
             exchange = self._entries[key] = self._make_exchange(x_TD, top_k)
         exchange.poll()
         max_tokens = exchange.layout.max_tokens
-        if max_tokens < T and not self.tokens.record_length(T):
+        if max_tokens < T and not self.tokens.record_token_excess(T):
             raise ValueError(
                 f"number of tokens ({T}) must be <= max_tokens of the exchange ({max_tokens}): set "
                 "NVLinkOptions.max_tokens to the most tokens of any rank"
@@ -234,7 +234,7 @@ class ExchangePool(Holder):
         return result
 
 
-class TokenCapacity(Holder):
+class TokenCapacity(BufferOwner):
     """The capacity for tokens of one rank and forward: the tokens that a pool's buffers can hold.
 
     A longer forward sends only its first tokens, and the step is then repeated with larger buffers
@@ -246,7 +246,7 @@ class TokenCapacity(Holder):
 
     def __init__(self, pool: ExchangePool) -> None:
         self._pool = pool
-        self._shortage: Shortage | None = None
+        self._shortage: ShortageCounters | None = None
 
     @property
     def factor(self) -> float | None:
@@ -257,18 +257,18 @@ class TokenCapacity(Holder):
         return max(sizes, default=self._pool.options.max_tokens or 1)
 
     @property
-    def shortages(self) -> tuple[Shortage, ...]:
-        """One `Shortage` if a forward had more tokens than the buffers hold, otherwise ()."""
+    def shortages(self) -> tuple[ShortageCounters, ...]:
+        """`ShortageCounters` if a forward had more tokens than the buffers hold, otherwise ()."""
         return () if self._shortage is None else (self._shortage,)
 
-    def record_length(self, num_tokens: int) -> bool:
+    def record_token_excess(self, num_tokens: int) -> bool:
         """Record that a forward exceeds the buffers. Return whether the step will be repeated."""
         if self.watch != "reruns":
             return False
         if self._shortage is None:
             words = torch.zeros_like(self._pool.entries[0].buffer.state[:1])
             report = torch.zeros(1, dtype=torch.int32, device="cpu")
-            self._shortage = Shortage(words, report, even=1.0)
+            self._shortage = ShortageCounters(words, report, even=1.0)
         max_tokens = max(num_tokens, self._shortage.num_seen)
         self._shortage.words.fill_(max_tokens)
         self._shortage.report.fill_(max_tokens)
@@ -279,7 +279,7 @@ class TokenCapacity(Holder):
         self._pool.options = replace(self._pool.options, max_tokens=math.ceil(factor))
         self._pool.free()
 
-    def error(self, shortage: Shortage) -> ExchangeError:
+    def error(self, shortage: ShortageCounters) -> ExchangeError:
         """Return the error that names the option."""
         return ExchangeError(
             f"{self.option} ({self.factor}) must be >= {shortage.num_seen}, the tokens of rank "

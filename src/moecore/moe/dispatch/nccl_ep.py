@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.base import install_command
+from moecore.base import get_install_command
 from moecore.base.rank_checks import gather_objects
 from moecore.base.streams import wait_on_host
 from moecore.kernels.rows.index import build_index
@@ -46,7 +46,7 @@ EXPERT_ALIGNMENT = 4  # experts of a domain
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MIN_NCCL = (2, 30, 7)
 MIN_CAPABILITY = (9, 0)
-INSTALL = f"{install_command('nccl-ep')}, or use 'alltoall'"
+INSTALL = f"{get_install_command('nccl-ep')}, or use 'alltoall'"
 
 
 def find_problem(group: dist.ProcessGroup, device_type: str) -> str | None:
@@ -139,14 +139,14 @@ class EPGroup:
         self._group, self._handles = group, list[Any]()
         self._idle = defaultdict[int, list[Any]](list)  # by the choices of a token
 
-    def exchange_routing(self, ids_TK: Tensor, max_tokens: int) -> Flight:
+    def exchange_routing(self, ids_TK: Tensor, max_tokens: int) -> ForwardHandles:
         """Exchange the routing of at most `max_tokens` tokens per rank. One host sync."""
         from nccl import ep
 
         chunks = [ids_TK[i : i + self.num_tokens] for i in range(0, max_tokens, self.num_tokens)]
         device, stream = ids_TK.device, _get_stream_handle(ids_TK)
         counts = torch.zeros(len(chunks), 1 + self.num_local, dtype=torch.int32, device=device)
-        flight = Flight(self, [chunk.shape[0] for chunk in chunks], ids_TK.shape[1])
+        flight = ForwardHandles(self, [chunk.shape[0] for chunk in chunks], ids_TK.shape[1])
         for chunk_CK, counts_N in zip(chunks, counts, strict=True):
             ids = ep.Tensor(chunk_CK.long().contiguous())
             info = ep.LayoutInfo(
@@ -168,7 +168,7 @@ class EPGroup:
             flight.num_choices += sum(choices)
         return flight
 
-    def return_handles(self, flight: Flight) -> None:
+    def return_handles(self, flight: ForwardHandles) -> None:
         """Return the handles of a forward to the idle handles."""
         self._idle[flight.top_k] += flight.handles
 
@@ -181,10 +181,10 @@ class EPGroup:
         self._idle.clear()
 
 
-class Flight:
+class ForwardHandles:
     """The NCCL EP handles of one forward, one per chunk of at most C tokens.
 
-    `Flight` returns its handles to the group when it is deleted, with its autograd graph. On meta
+    The object returns its handles to the group when it is deleted, with its autograd graph. On meta
     there are no handles.
     """
 
@@ -274,7 +274,7 @@ class NCCLEPDispatcher(Dispatcher):
         p, (T, K) = self.placement, routing.destinations_TK.shape
         _check_inputs(x_TD, routing, p, self._groups.ranks_per_domain)
         if x_TD.is_meta:
-            flight = Flight(None, [T], K)
+            flight = ForwardHandles(None, [T], K)
             flight.rows.append(p.group.size() * p.compute_balanced_tokens(T, K))
             flight.num_choices = p.compute_balanced_rows(T, K)
             wait_on_host()
@@ -300,7 +300,7 @@ class NCCLEPDispatcher(Dispatcher):
         return ExpertInput(Rows(rows_SD), index, flight)
 
     @torch.compiler.disable
-    def combine(self, y_SD: Tensor, plan: Flight) -> Tensor:
+    def combine(self, y_SD: Tensor, plan: ForwardHandles) -> Tensor:
         """Send partial sums to their tokens' ranks, and return y_TD, summed in fp32."""
         if y_SD.dtype != plan.dtype:
             raise ValueError(
@@ -339,10 +339,12 @@ def _get_stream_handle(x: Tensor) -> int:
 
 
 class _EPDispatch(torch.autograd.Function):
-    """Autograd function of `Flight.dispatch`. Its backward is `Flight.compute_token_grads`."""
+    """Autograd function of `ForwardHandles.dispatch`; its backward is `compute_token_grads`."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, flight: Flight) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x_TD: Tensor, weights_TK: Tensor, flight: ForwardHandles
+    ) -> tuple[Tensor, ...]:
         rows_SD, ids_SK, weights_SK = flight.dispatch(x_TD.contiguous(), weights_TK.contiguous())
         ctx.flight, ctx.like = flight, (rows_SD.shape, rows_SD.dtype, rows_SD.device)
         ctx.mark_non_differentiable(ids_SK)

@@ -5,15 +5,13 @@ The buffers are torch's symmetric memory: CUDA backend, no multicast.
 
 from __future__ import annotations
 
-import socket
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.base.rank_checks import gather_objects
+from moecore.base.rank_checks import gather_objects, get_host_id
 from moecore.base.torch_private import allocate_symmetric_memory
 from moecore.kernels.common import HAS_TRITON, INTERPRET, get_num_meta_peers, meta_is_gpu
 from moecore.kernels.exchange.buffer import MAX_RANKS, NUM_WORDS, ExchangeLayout, SymmetricBuffer
@@ -141,9 +139,3 @@ def _find_memory_problem(group: dist.ProcessGroup) -> str | None:
 
 def _get_device_properties(index: int) -> Any:
     return torch.cuda.get_device_properties(index)
-
-
-def get_host_id() -> str:
-    """Return the boot id of this host, which its containers share, otherwise the host's name."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return boot.read_text().strip() if boot.exists() else socket.gethostname()

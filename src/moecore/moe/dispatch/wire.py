@@ -97,7 +97,7 @@ class Receiver:
         self._entry = handle_RD, rows
         return handle_RD
 
-    def take(self, dy: Tensor) -> Rows | None:
+    def take_packed_grads(self, dy: Tensor) -> Rows | None:
         """Return the received FP8 rows; None if `dy` was sent unpacked."""
         entry, self._entry = self._entry, None
         if entry is not None and dy is not entry[0]:

@@ -44,7 +44,7 @@ from moecore.base.failures import publish_errors, withdraw_records
 from moecore.base.torch_private import (
     call_after_backward,
     has_next_node,
-    is_recomputing,
+    is_inside_backward,
     sum_versions,
     tree_leaves,
     tree_map_only,
@@ -229,7 +229,7 @@ class UnitEngine:
     @torch.compiler.disable
     def _pre_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Unshard the unit for a module's forward, and return the cast (args, kwargs). A hook."""
-        is_recompute = is_recomputing()
+        is_recompute = is_inside_backward()
         if not self._depth and not is_recompute:
             self._root_pre_forward()
             args, kwargs = self._streams.copy_to_device((args, kwargs))
@@ -271,7 +271,7 @@ class UnitEngine:
     @torch.compiler.disable
     def _post_forward(self, unit: Unit, module: nn.Module, _args: Any, output: Any) -> Any:
         """Reshard the unit unless it is resident or in use, and return the output. A hook."""
-        is_recompute = is_recomputing()
+        is_recompute = is_inside_backward()
         if not unit.runs[is_recompute]:  # the forward failed before its own hook
             return output
         has_failed = output is None and sys.exc_info()[0] is not None
@@ -310,7 +310,7 @@ class UnitEngine:
                 if not self._in_backward:
                     unit.drop_marks()  # the end of backward has waited for all marks
                 unit.refresh()
-        self._streams.start()
+        self._streams.sync_gather_stream()
 
     def _check_consistent(self) -> None:
         """Raise a RuntimeError if an earlier backward ended in an exception."""

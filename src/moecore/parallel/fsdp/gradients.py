@@ -305,7 +305,7 @@ class Gradients:
                 if sums is self._buffer_views and self.buffer is not None:
                     self.buffer.mark.set()
                 else:
-                    streams.keep(sums.flat)
+                    streams.record_reduce_stream(sums.flat)
             for group in self._replicas:
                 dist.all_reduce(flat, group=group)
             if not missing:
@@ -324,7 +324,7 @@ class Gradients:
             rest = [shard for i, shard in local_grads if i not in divided_grads]
             if rest and self.divisor != 1.0:
                 foreach_div_(rest, self.divisor)
-            streams.keep(flat)
+            streams.record_reduce_stream(flat)
             if flat.dtype != self._params[0].dtype:
                 indices = [i for i, _ in local_grads]
                 cast = self._list_shards(flat.to(self._params[0].dtype), indices)

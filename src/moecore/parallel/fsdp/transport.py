@@ -54,7 +54,7 @@ class UnitTransport(Protocol):
         """Reduce-scatter (sum) each region [ranks * n] into the shard [n] at its index."""
 
 
-class Coalesced:
+class CoalescedTransport:
     """Runs NCCL collectives with one launch for a list of regions."""
 
     host_reads = False
@@ -113,7 +113,11 @@ class PackedTransport:
 
 def make_transport(group: dist.ProcessGroup, device_type: str) -> UnitTransport:
     """Create the transport for a group: packed messages for gloo, coalesced calls for NCCL."""
-    return PackedTransport(group, device_type) if is_gloo(group, device_type) else Coalesced(group)
+    return (
+        PackedTransport(group, device_type)
+        if is_gloo(group, device_type)
+        else CoalescedTransport(group)
+    )
 
 
 class StreamMark:
@@ -166,12 +170,12 @@ class UnitStreams:
             self._get_current_stream().wait_stream(stream)
         self._queued.clear()
 
-    def keep(self, tensor: Tensor) -> None:
+    def record_reduce_stream(self, tensor: Tensor) -> None:
         """Keep a tensor's memory allocated until the launched reductions are complete."""
         if isinstance(self._reduce, torch.cuda.Stream):
             tensor.record_stream(self._reduce)
 
-    def start(self) -> None:
+    def sync_gather_stream(self) -> None:
         """Make later all-gathers wait for the current stream, which has written the shards."""
         if self._gather is not None:
             self._order_after_current(self._gather)

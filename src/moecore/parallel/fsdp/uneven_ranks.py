@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from moecore.base.torch_private import is_recomputing
+from moecore.base.torch_private import is_inside_backward
 from moecore.parallel.fsdp.runs import (
     EmptyRun,
     ExchangeLayer,
@@ -186,7 +186,7 @@ class UnevenRanks:
         """Issue the forward collectives of a skipped module and of its submodules."""
         visit = ForwardVisit(node, outer, outer.forward, is_skipped=True)
         outer.children.append(visit)
-        units, is_recompute = _list_units(node), is_recomputing()
+        units, is_recompute = _list_units(node), is_inside_backward()
         for unit in units:
             unit.runs[is_recompute].append(None)
             self._unshard_for_use(

@@ -196,7 +196,7 @@ class Unit:
         """Fill the buffer on the all-gather stream, and create unsharded parameters if needed."""
         if not self._counting:
             self._make_unsharded()
-            self._streams.start()  # new memory: the current stream may still use it
+            self._streams.sync_gather_stream()  # new memory: the current stream may still use it
         if self.buffer is not None and self._views is not None:
             with self._streams.use_gather_stream() if self.is_sharded else nullcontext():
                 self.buffer.mark.wait()

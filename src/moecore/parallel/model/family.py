@@ -96,13 +96,13 @@ class Family(Protocol):
 
     def find_indexers(self, model: nn.Module) -> Sequence[nn.Module]:
         """Return the layers whose sparse attention has a trainable indexer."""
-        layers = (m for m in model.modules() if hasattr(m, "train_indexer"))
+        layers = (m for m in model.modules() if hasattr(m, "enable_indexer_training"))
         return [layer for layer in layers if layer.indexer is not None]
 
-    def train_indexers(self, model: nn.Module, config: IndexerConfig) -> None:
+    def add_indexer_losses(self, model: nn.Module, config: IndexerConfig) -> None:
         """Add an auxiliary loss to each layer with an indexer, which trains the indexer."""
         for layer in self.find_indexers(model):
-            cast(Any, layer).train_indexer(config)
+            cast(Any, layer).enable_indexer_training(config)
 
     def has_tokens(self, inputs: Mapping[str, Any]) -> bool | Tensor:
         """Whether a forward's arguments have a token besides padding; a tensor result is 0-dim."""

@@ -14,7 +14,7 @@ from moecore.base.torch_private import get_local_tensor
 from moecore.moe.dispatch.exchange_pool import ExchangePool
 from moecore.moe.dispatch.nccl_ep import EPGroups
 from moecore.moe.layer import RoutedLayer
-from moecore.moe.shortage import Capacity, Holder
+from moecore.moe.shortage import BufferOwner, Capacity
 from moecore.moe.state import MoEState
 from moecore.parallel.arguments import SharedArguments
 from moecore.parallel.fsdp.engine import UnitEngine
@@ -49,7 +49,7 @@ class ParallelState:
     engine: UnitEngine | None = None  # None = the module is a copy of a parallelized model
     compiled: set[nn.Module] = field(default_factory=set)  # modules inside compiled modules
     offload: StageOffload | None = None
-    stash: Holder | None = None
+    stash: BufferOwner | None = None
     state: MoEState | None = None  # the balance record; None before `apply_balance`
     capacity: Capacity | None = None  # capacity of exchanges and stash
     pipeline: Pipeline | None = None  # None = no pipeline stages
@@ -91,7 +91,7 @@ def list_engines(model: nn.Module) -> list[UnitEngine]:
     return [state.engine for state in list_parallel_states(model) if state.engine is not None]
 
 
-def find_row_difference(model: nn.Module) -> Tensor | None:
+def find_argument_difference(model: nn.Module) -> Tensor | None:
     """End a step's comparisons; return a 0-dim device bool, True if forward arguments differed.
 
     The ranks that process the same sequences are compared. None = the step compared no contents
@@ -132,7 +132,7 @@ def get_progress(model: nn.Module) -> Progress | None:
     return next((progress for progress in records if progress is not None), None)
 
 
-def find_stages(model: nn.Module) -> tuple[nn.Module, AllStages | None]:
+def find_staged_module(model: nn.Module) -> tuple[nn.Module, AllStages | None]:
     """Return the submodule that has pipeline stages, and its `AllStages`.
 
     Without stages, the function returns the model and None. Two submodules with stages: ValueError.
@@ -156,7 +156,7 @@ def all_reduce_stage_copies(model: nn.Module) -> None:
 
     Collective, no host sync.
     """
-    owner, stages = find_stages(model)
+    owner, stages = find_staged_module(model)
     if stages is None:
         return
     named = {clean_name(name): param for name, param in owner.named_parameters()}

@@ -16,7 +16,7 @@ from moecore.attention.context_parallel.local_tokens import ContextParallel
 from moecore.base.options.context import ContextOptions
 from moecore.base.options.dispatch import DISPATCHERS, NVLinkOptions
 from moecore.base.options.precision import Recipe
-from moecore.moe.aux_loss import aux_losses
+from moecore.moe.aux_loss import list_aux_losses
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.clones import Cloner
 from moecore.moe.dispatch import nccl_ep
@@ -280,14 +280,14 @@ def apply_balance(model: nn.Module, state: ParallelState) -> None:
         state.layers,
         groups,
         loss=state.request.loss,
-        others=None if state.request.indexer is None else aux_losses(model),
+        others=None if state.request.indexer is None else list_aux_losses(model),
         check_parameters=partial(refuse_added, model),
     )
     tokens = None if state.exchanges is None else state.exchanges.tokens
     state.capacity = Capacity(state.exchanges, tokens, state.stash, device=meshes.device)
 
 
-def compare_arguments(model: nn.Module, state: ParallelState) -> None:
+def install_argument_checks(model: nn.Module, state: ParallelState) -> None:
     """Install the forward hook that compares arguments of ranks with the same sequences.
 
     Collective.
@@ -304,7 +304,9 @@ def compare_arguments(model: nn.Module, state: ParallelState) -> None:
         model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
 
-def cut_stages(model: nn.Module, request: Request) -> tuple[PipelineLayout | None, Sequence[Stage]]:
+def select_local_stages(
+    model: nn.Module, request: Request
+) -> tuple[PipelineLayout | None, Sequence[Stage]]:
     """Remove other ranks' pipeline stages; return layout and local stages, None and () at pp 1."""
     pp = request.meshes.parallel.pp
     if pp == 1 or request.pipeline is None:
@@ -345,7 +347,7 @@ def apply_pipeline(model: nn.Module, state: ParallelState) -> None:
     state.all_stages = make_all_stages(model, meshes)
 
 
-def list_chunks(
+def group_blocks_by_stage(
     model: nn.Module, blocks: Sequence[nn.Module], state: ParallelState
 ) -> dict[int, list[nn.Module]] | None:
     """Group this rank's blocks by the index of their pipeline stage; None = no stages."""

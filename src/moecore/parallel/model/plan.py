@@ -56,7 +56,7 @@ def make_plan(model: nn.Module, layers: Layers, request: Request, fp32: Set[str]
     copies = copy_modules(model, make_meta_parameter)
     twin = copies[model]
     twins = {n: cast(RoutedLayer, copies[m]) for n, m in layers.items()}
-    cut_model(twin, twins, request)
+    apply_ep_tp(twin, twins, request)
     recipes = {} if request.precision is None else check_precision(twin, request.precision)
     linears = {name: linear.recipe for name, linear in recipes.items() if linear.recipe}
     maker = _PlanBuilder(
@@ -78,18 +78,18 @@ def make_plan(model: nn.Module, layers: Layers, request: Request, fp32: Set[str]
     )
 
 
-def cut_model(model: nn.Module, layers: Layers, request: Request) -> None:
+def apply_ep_tp(model: nn.Module, layers: Layers, request: Request) -> None:
     """Shard a model over tp, ep and etp, in place. No communication."""
     meshes, p = request.meshes, request.meshes.parallel
     if p.tp > 1 and not is_tp_sharded(model):
         request.family.make_tensor_parallel_model(model).apply_tensor_parallel(meshes.dense["tp"])
-    if p.ep * p.etp > 1 or is_unsharded(meshes):
+    if p.ep * p.etp > 1 or has_unsharded_experts(meshes):
         mesh = meshes.expert["ep", "etp"]
         for layer in layers.values():
             layer.get_part("experts").shard(mesh)
 
 
-def is_unsharded(meshes: Meshes) -> bool:
+def has_unsharded_experts(meshes: Meshes) -> bool:
     """Whether each expert's parameters (or each etp shard) are on one rank only."""
     return meshes.parallel.edp_replicate * meshes.parallel.edp_shard == 1
 
@@ -201,7 +201,7 @@ class _PlanBuilder:
             ):
                 dim, pieces = getattr(placement, "dim", None), getattr(placement, "split_factor", 1)
                 inner.append(AxisPlacement(axis=axis, size=size, dim=dim, pieces=pieces))
-        if experts is not None and is_unsharded(self.meshes):
+        if experts is not None and has_unsharded_experts(self.meshes):
             return tuple(inner)
         mesh: Any = self.meshes.dense_fsdp
         # DTensor cannot all-gather a dim with interleaved pieces that is sharded twice.
@@ -211,13 +211,13 @@ class _PlanBuilder:
             mesh, dim = self.meshes.expert_fsdp, choose_expert_dim(experts, param, self.meshes)
         *replicates, (axis, size) = _list_axes(mesh)
         if has_pieces and experts is None:
-            self._check_inputs(param, size)
+            self._check_even_input_dim(param, size)
         if self.get_strategy(self.role_of[param]) == "no_shard":
             dim = None
         outer = [AxisPlacement(axis=name, size=n, dim=None) for name, n in replicates]
         return (*outer, AxisPlacement(axis=axis, size=size, dim=dim), *inner)
 
-    def _check_inputs(self, param: nn.Parameter, ranks: int) -> None:
+    def _check_even_input_dim(self, param: nn.Parameter, ranks: int) -> None:
         """Raise a ValueError if `ranks` ranks cannot shard dim 1 evenly into full bytes."""
         name = self.name_of[param]
         recipe = self.recipes.get(name)
@@ -232,7 +232,7 @@ class _PlanBuilder:
     def plan_units(self) -> list[UnitPlan]:
         """Return the plans of all units, in the order of their first use in forward."""
         model_units = self.model_units
-        unsharded_experts = set(model_units.experts) if is_unsharded(self.meshes) else set()
+        unsharded_experts = set(model_units.experts if has_unsharded_experts(self.meshes) else ())
         forward, backward = _plan_prefetch(self.model, model_units, self.options, unsharded_experts)
         return [
             self._plan_unit(first, forward.get(first, ()), backward.get(first, ()))
@@ -254,7 +254,7 @@ class _PlanBuilder:
         options = self.options
         role, modules, owned = self.owned[first]
         mesh: View = "expert" if role == "experts" else "dense"
-        keeps = role == "routers" or (is_unsharded(self.meshes) and first in self.in_fp8)
+        keeps = role == "routers" or (has_unsharded_experts(self.meshes) and first in self.in_fp8)
         values_dtype = None if keeps else options.param_dtype
         reduced = torch.float32 if role == "routers" else options.reduce_dtype
         strategy = self.get_strategy(role)
@@ -429,7 +429,7 @@ def _check_pairs(
 
 def _select_gatherable(recipe: Recipe | None) -> Recipe | None:
     """Return the recipe if weights can be all-gathered in its FP8 format, otherwise None."""
-    return recipe if recipe is not None and recipe.gathers else None
+    return recipe if recipe is not None and recipe.can_gather_weights else None
 
 
 def _check_gatherable(name: str, param: nn.Parameter, num_places: int) -> None:

@@ -27,7 +27,7 @@ from moecore.parallel.fsdp.plan import FlatLayout, ShardPlan, UnitPlan, make_fla
 from moecore.parallel.fsdp.transport import UnitStreams
 from moecore.parallel.fsdp.unit import Unit, UnitOptions
 from moecore.parallel.mesh import Meshes, concatenate_meshes
-from moecore.parallel.model.plan import is_unsharded
+from moecore.parallel.model.plan import has_unsharded_experts
 
 # Layout of a root without parameters: its unit only casts inputs.
 NOTHING = make_flat_layout("float32", "float32", "float32", None, (), 1)
@@ -133,7 +133,7 @@ def get_data_mesh(unit: UnitPlan, meshes: Meshes) -> DeviceMesh | None:
     """Return the mesh (replicate, shard) of a unit's data ranks; None = only one rank has it."""
     if unit.mesh == "dense":
         return meshes.dense_fsdp
-    return None if is_unsharded(meshes) else meshes.expert_fsdp
+    return None if has_unsharded_experts(meshes) else meshes.expert_fsdp
 
 
 def _make_format(

@@ -112,8 +112,8 @@ def run_pipeline(
     pipeline.arguments.before_schedule(micro_batches)
     schedule = pipeline.schedule(len(micro_batches))
     run = _ScheduleRun(pipeline, schedule, micro_batches, scale, side_by_side)
-    run.all(schedule.orders[pipeline.rank])
-    return run.losses()
+    run.run_items(schedule.orders[pipeline.rank])
+    return run.reduce_losses()
 
 
 @torch.no_grad()
@@ -129,8 +129,8 @@ def forward_pipeline(pipeline: Pipeline, micro_batches: Sequence[Inputs]) -> Ten
     actions = ([a for item in order for a in list_actions(item)] for order in schedule.orders)
     forwards = tuple(tuple(a for a in order if a.kind == "F") for order in actions)
     run = _ScheduleRun(pipeline, replace(schedule, orders=forwards), micro_batches)
-    run.all(forwards[pipeline.rank])
-    return run.losses()
+    run.run_items(forwards[pipeline.rank])
+    return run.reduce_losses()
 
 
 @dataclass(slots=True)
@@ -178,7 +178,7 @@ class _ScheduleRun:
             "W": lambda action: self._deferred.pop((action.stage, action.micro_batch)).run(),
         }
 
-    def all(self, items: Sequence[Item]) -> None:
+    def run_items(self, items: Sequence[Item]) -> None:
         """Run the items, actions or pairs of actions, of this rank's order; send their results."""
         for item, backward, offloads_last in zip(
             items, find_next_backwards(items), list_last_block_offloads(items), strict=True
@@ -215,7 +215,7 @@ class _ScheduleRun:
         # Both are sent after the pair, the output first: messages have the order of the schedule.
         return [(item.forward, output), (item.backward, gradient[0])]
 
-    def losses(self) -> Tensor:
+    def reduce_losses(self) -> Tensor:
         """All-reduce the losses over the pipeline ranks and return them. Collective."""
         dist.all_reduce(self._losses, group=self._pipeline.groups[0])  # zeros on other ranks
         return self._losses

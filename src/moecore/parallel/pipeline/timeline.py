@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, cast
 
-from moecore.base import install_command
+from moecore.base import get_install_command
 from moecore.base.fields import CheckedRecord, PositiveOrZero, Rules, check_arguments
 from moecore.parallel.pipeline.orders import Action, Item, Kind, Overlap, list_actions
 from moecore.parallel.pipeline.schedule import Schedule
@@ -156,7 +156,7 @@ def draw(timeline: Timeline, path: str | os.PathLike[str]) -> None:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
     except ImportError as error:
-        raise ImportError(f"draw needs matplotlib: {install_command('bench')}") from error
+        raise ImportError(f"draw needs matplotlib: {get_install_command('bench')}") from error
 
     rectangles = list(list_boxes(timeline))
     chunks = 1 + max(box.chunk for box in rectangles)

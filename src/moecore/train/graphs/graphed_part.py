@@ -27,8 +27,8 @@ from moecore.base.torch_private import (
     foreach_copy_,
     get_autocast_dtype,
     get_saved_tensor_hooks,
+    is_inside_backward,
     is_plain_eager,
-    is_recomputing,
     list_module_hooks,
 )
 from moecore.kernels.experts.contract import SINK
@@ -197,7 +197,7 @@ class GraphedPart:
 
     def _may_use_graph(self, tensors: list[Tensor]) -> bool:
         """Return whether a call with these tensors may warm up, capture or replay."""
-        if not tensors or not _may_hold(tensors[0]) or is_recomputing():
+        if not tensors or not _may_hold(tensors[0]) or is_inside_backward():
             return False
         if get_saved_tensor_hooks() is not None and not is_packing():
             return False

@@ -33,7 +33,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from moecore.base.fields import Bound, CountOrZero, NumBytes, check_arguments
 from moecore.base.saved_tensors import use_packer
-from moecore.base.torch_private import get_local_tensor, get_storage_key, is_recomputing
+from moecore.base.torch_private import get_local_tensor, get_storage_key, is_inside_backward
 from moecore.train.memory.groups import REST, Key, Layer, OffloadChunk, StorageGroup
 from moecore.train.memory.storages import SavedStorages
 
@@ -167,7 +167,7 @@ class Offload(SavedStorages):
         """
         # Nothing is offloaded under no_grad, in a recomputed forward and in a compiler. Under the
         # caller's own hooks of saved tensors (activation checkpointing) `use_packer` does nothing.
-        if not torch.is_grad_enabled() or is_recomputing() or torch.compiler.is_compiling():
+        if not torch.is_grad_enabled() or is_inside_backward() or torch.compiler.is_compiling():
             yield
             return
         outer, previous, chunk = self._layer, self._previous, self._chunk
@@ -196,7 +196,7 @@ class Offload(SavedStorages):
         """Return the context of the forward of `module`, which has this part name in all layers."""
         # Weights and buffers of `module` are not offloaded. Outside of a block it does nothing.
         layer = self._layer
-        if layer is None or not torch.is_grad_enabled() or is_recomputing():
+        if layer is None or not torch.is_grad_enabled() or is_inside_backward():
             yield
             return
         key = (name, sum(other == name for other, _ in layer.groups))

@@ -24,12 +24,13 @@ import torch
 from torch import Tensor, nn
 
 from moecore.base.options.memory import StashOptions
+from moecore.base.rank_checks import get_rank_or_zero
 from moecore.base.saved_tensors import UsedRows
 from moecore.kernels.common import cdiv
 from moecore.kernels.rows.free_list import PEAK_WORD, PagePool, return_pages
 from moecore.kernels.rows.pages import MAX_MATRICES, PageLayout, copy_rows, take_rows
 from moecore.moe.dispatch.exchange import ExchangeError
-from moecore.moe.shortage import Holder, Shortage, get_rank_or_zero
+from moecore.moe.shortage import BufferOwner, ShortageCounters
 from moecore.train.memory.groups import HostCopy, StorageGroup
 from moecore.train.memory.offload import Offload
 from moecore.train.memory.streams import CopyMark, CopyStreams, Job
@@ -59,7 +60,7 @@ class DispatchPages:
     def read(self, matrices: Sequence[Tensor | None], over: DispatchPages | None) -> None:
         """Copy used rows to `matrices` (None = skip), and free the pages of `over`."""
         freed_table = None if over is None else (over.table, over.layout.num_entries)
-        copy_rows(matrices, self.table, self.layout, stash=False, over=freed_table)
+        copy_rows(matrices, self.table, self.layout, stash=False, released_table=freed_table)
 
 
 class PagePlace(NamedTuple):
@@ -151,12 +152,12 @@ class PageStore:
         self.pool = None
 
     @property
-    def shortage(self) -> Shortage | None:
+    def shortage(self) -> ShortageCounters | None:
         """The number of pages that was needed if the pool was too small; None without a pool."""
         if self.pool is None:
             return None
         words = (self.pool.state[PEAK_WORD:], self.pool.report[PEAK_WORD:])
-        return Shortage(*words, self._balanced_pages)
+        return ShortageCounters(*words, self._balanced_pages)
 
     def _return_pending_pages(self) -> bool:
         """Return pages whose return a capture postponed; return whether a capture runs now."""
@@ -198,7 +199,7 @@ class PageStore:
         # become a graph's, but not the other way round.
         tables = kind.of_graphs if in_capture else kind.of_eager
         free = tables or (kind.of_eager if in_capture else tables)
-        table, emptied = free.pop() if free else (kind.layout.table(), None)
+        table, emptied = free.pop() if free else (kind.layout.make_table(), None)
         dispatch = DispatchPages(
             table=table,
             layout=kind.layout,
@@ -287,7 +288,7 @@ def _release_places(pieces: Sequence[PagePlace]) -> list[DispatchPages]:
     return dispatches
 
 
-class Stash(Offload, Holder):
+class Stash(Offload, BufferOwner):
     """An `Offload` of experts' used rows to pages; `num_layers` counts the runs of MoE layers."""
 
     option = "StashOptions.factor"
@@ -332,7 +333,7 @@ class Stash(Offload, Holder):
         return self.pages.options.factor
 
     @property
-    def shortages(self) -> tuple[Shortage, ...]:
+    def shortages(self) -> tuple[ShortageCounters, ...]:
         """The shortage of the pool of pages; () before there is a pool."""
         shortage = self.pages.shortage
         return () if shortage is None else (shortage,)
@@ -347,7 +348,7 @@ class Stash(Offload, Holder):
         self.wait()  # copies may read what is freed now
         self.pages.clear()
 
-    def error(self, shortage: Shortage) -> ExchangeError:
+    def error(self, shortage: ShortageCounters) -> ExchangeError:
         """Return the error for insufficient pages, whose text names the sufficient factor."""
         min_factor = math.ceil(shortage.factor_seen * 1000) / 1000
         return ExchangeError(

@@ -35,7 +35,7 @@ from moecore.kernels.ops import Op
 from moecore.kernels.zigzag import find_documents
 from moecore.models.layers import Attention
 from moecore.models.mla import LatentAttention
-from moecore.parallel.model.parallel_state import find_stages, get_request
+from moecore.parallel.model.parallel_state import find_staged_module, get_request
 
 BLOCK_NUMEL = 1 << 26  # logits that exist at once
 
@@ -134,7 +134,7 @@ class QKClip:
             for name, module in model.named_modules()
             if isinstance(module, Attention | LatentAttention)
         ]
-        owner, stages = find_stages(model)
+        owner, stages = find_staged_module(model)
         if not self._watchers and stages is None:
             raise ValueError(
                 f"model ({type(model).__name__}) must have attention of moecore.models: QK-clip "

@@ -29,7 +29,7 @@ from moecore.base.fields import Bound, check_arguments
 from moecore.base.torch_private import (
     get_local_tensor,
     get_storage_key,
-    is_recomputing,
+    is_inside_backward,
     tree_leaves,
 )
 from moecore.parallel.fsdp.units import find_blocks
@@ -138,7 +138,7 @@ class StateOffload:
     @torch.compiler.disable
     def _before_blocks(self, *_: Any) -> None:
         """Before block 0, start the copy to the host, or free parts that no step has used."""
-        if self._stream.is_capturing() or is_recomputing():
+        if self._stream.is_capturing() or is_inside_backward():
             return
         if not self._parts:
             self._send()

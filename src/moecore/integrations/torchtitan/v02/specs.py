@@ -40,9 +40,9 @@ from torchtitan.protocols import BaseModelArgs
 
 from moecore.base.options.layer import BalanceConfig
 from moecore.integrations.torchtitan import models, parallelize
-from moecore.integrations.torchtitan.layer import TitanLayer, adopt_titan_block, cut_dense_parts
+from moecore.integrations.torchtitan.layer import TitanLayer, adopt_titan_block, shard_dense_parts
 from moecore.integrations.torchtitan.pipeline import RowSchedule, check_stages
-from moecore.integrations.torchtitan.sections import arguments, changed
+from moecore.integrations.torchtitan.sections import list_changed_fields, read_arguments
 from moecore.integrations.torchtitan.step import MoEMetricsProcessor, finish_at_step
 from moecore.models import PRESETS, DecoderConfig
 from moecore.moe.expert_layout import ExpertLayout
@@ -101,7 +101,7 @@ def _rules(job: Any, parallel_dims: ParallelDims, own_loss: bool) -> list[parall
     hf_replicas = checkpoint.enable and (
         checkpoint.initial_load_in_hf or checkpoint.last_save_in_hf
     )
-    optimizer, changed_options = job.optimizer, changed(get_moecore_options(job))
+    optimizer, changed_options = job.optimizer, list_changed_fields(get_moecore_options(job))
     optimizer_options = [n for n in changed_options if n.startswith(("adamw.", "muon."))]
     as_titan = bool(optimizer_options) and not _is_fused_adamw(optimizer)
     name = f"{optimizer.name}, {optimizer.implementation}"
@@ -134,7 +134,7 @@ def _cut(model: Any, _: ParallelDims, meshes: Meshes, job: Any) -> Meshes:
     options = dict(loss_parallel=not job.parallelism.disable_loss_parallel, cp_enabled=False)
     dense_tp(model, tp_mesh, enable_float8_tensorwise_tp=False, **options)
     for layer in (m for m in model.modules() if isinstance(m, TitanMoE)):
-        cut_dense_parts(layer, tp_mesh)
+        shard_dense_parts(layer, tp_mesh)
     if parallelize.is_compiled_job(job):
         # What the embedding's reduce-scatter returns is a tensor that still waits. torch 2.13
         # gives such an input of a compiled graph no gradient.
@@ -146,7 +146,7 @@ def _checkpoint(model: nn.Module, job: Any) -> None:
     """Apply the job's activation checkpointing; selective mode saves the router's product."""
     ac, field = job.activation_checkpoint, "per_op_sac_force_recompute_mm_shapes_by_fqns"
     if ac.mode != "none":
-        ac = replace(ac, **{field: parallelize.select_without_router(getattr(ac, field))})
+        ac = replace(ac, **{field: parallelize.exclude_router(getattr(ac, field))})
         apply_ac(model, ac, op_sac_save_list=SAVED_OPS)
 
 
@@ -186,7 +186,7 @@ class LabelledDataLoader(BaseDataLoader):
             yield {**inputs, **labels}, labels_BT
 
 
-def with_labels(build: Callable[..., BaseDataLoader]) -> Callable[..., BaseDataLoader]:
+def add_labels(build: Callable[..., BaseDataLoader]) -> Callable[..., BaseDataLoader]:
     """Wrap a build_dataloader_fn so that batches have labels; see `LabelledDataLoader`."""
 
     def build_labelled(**kwargs: Any) -> LabelledDataLoader:
@@ -274,7 +274,7 @@ def _make_own_loss_spec(
         pipelining_fn=pipelining,
         build_optimizers_fn=build_optimizers,
         build_lr_schedulers_fn=build_lr_schedulers,
-        build_dataloader_fn=with_labels(build_text_dataloader),
+        build_dataloader_fn=add_labels(build_text_dataloader),
         build_tokenizer_fn=build_hf_tokenizer,
         build_loss_fn=lambda job_config, **_: lambda loss, labels: loss,
         build_metrics_processor_fn=build_metrics_processor,
@@ -285,7 +285,7 @@ class MuonContainer(titan_optimizer.OptimizersContainer):
     """torchtitan's container with two optimizers per model part: Muon for matrices, and AdamW."""
 
     def __init__(self, model_parts: list[nn.Module], config: Any, options: Any) -> None:
-        muon_options = arguments(options.muon, "moecore.muon")
+        muon_options = read_arguments(options.muon, "moecore.muon")
         self.optimizers, self.model_parts = [], [part for part in model_parts for _ in range(2)]
         for part in model_parts:
             assignment = assign_matrices(part)
@@ -300,7 +300,7 @@ class MuonContainer(titan_optimizer.OptimizersContainer):
 
 def _make_adamw_options(config: Any, options: Any) -> dict[str, Any]:
     """Return keyword arguments of `AdamW` from torchtitan's `config` and `moecore.adamw`."""
-    betas, keywords = (config.beta1, config.beta2), arguments(options.adamw, "moecore.adamw")
+    betas, keywords = (config.beta1, config.beta2), read_arguments(options.adamw, "moecore.adamw")
     return dict(
         lr=config.lr, betas=betas, eps=config.eps, weight_decay=config.weight_decay, **keywords
     )
@@ -316,7 +316,7 @@ def build_optimizers(
     """
     options = getattr(model_parts[0], parallelize.OPTIONS, None) or MoECore()
     has_ft = ft_manager is not None and ft_manager.enabled
-    changed_options = changed(options.adamw) + changed(options.muon)
+    changed_options = list_changed_fields(options.adamw) + list_changed_fields(options.muon)
     if has_ft and changed_options:
         raise ValueError(
             f"moecore.adamw and muon ({changed_options[0]}) must be absent with torchft: drop it"

@@ -30,18 +30,18 @@ from moecore.integrations.torchtitan.layer import (
     Fills,
     TitanLayer,
     adopt_titan_block,
-    cut_dense_parts,
+    shard_dense_parts,
 )
 from moecore.integrations.torchtitan.options import MoECore
 from moecore.integrations.torchtitan.parallelize import (
     TOKENS,
     Rule,
     Version,
+    exclude_router,
     is_compiled_job,
-    select_without_router,
 )
 from moecore.integrations.torchtitan.pipeline import MicroBatchSchedule, check_stages
-from moecore.integrations.torchtitan.sections import changed
+from moecore.integrations.torchtitan.sections import list_changed_fields
 from moecore.integrations.torchtitan.step import MoEMetricsProcessor
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout
@@ -165,7 +165,7 @@ class TitanMoE(TitanLayer, Module):
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
         """Shard shared experts over tp (size > 1) and replicate the router, in place."""
-        cut_dense_parts(self, parallel_dims.get_mesh("tp"))
+        shard_dense_parts(self, parallel_dims.get_mesh("tp"))
 
     def forward(  # type: ignore[override]  # a forward of torchtitan has no cp of its own
         self, x: Tensor, padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None
@@ -202,7 +202,9 @@ def _rules(job: Any, parallel_dims: ParallelDims, own_loss: bool) -> list[Rule]:
         has_titan_tp and backend != "partial_dtensor",
         has_titan_tp and is_compiled_job(job),
     )
-    optimizer_options = [n for n in changed(job.moecore) if n.startswith(("adamw.", "muon."))]
+    optimizer_options = [
+        n for n in list_changed_fields(job.moecore) if n.startswith(("adamw.", "muon."))
+    ]
     optimizer = "absent, because optimizers of 0.3 are its own, 'DistMuon' among them,"
     return [
         *((f"moecore.{name}", "set", True, optimizer) for name in optimizer_options),
@@ -243,7 +245,7 @@ def _checkpoint(model: nn.Module, job: Any) -> None:
     """Apply the job's activation checkpointing; selective mode saves router and expert products."""
     ac = job.activation_checkpoint
     if type(ac) is SelectiveAC.Config:
-        names = select_without_router(ac.force_recompute_mm_shapes_by_fqns)
+        names = exclude_router(ac.force_recompute_mm_shapes_by_fqns)
         ac = derive(ac, SavingAC.Config, force_recompute_mm_shapes_by_fqns=names)
     if ac is not None:
         ac.build(dump_folder=job.dump_folder).apply(model)
