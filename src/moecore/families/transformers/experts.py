@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from moecore.base.options.layer import Activation, MoEConfig
 from moecore.families.adopt import adopt_experts
-from moecore.families.transformers.stock import is_hf, named, refuse_customised_experts
+from moecore.families.transformers.stock import bind_arguments, is_hf, refuse_customised_experts
 from moecore.kernels.rows.activation import ActivationOptions, activate_rows
 from moecore.moe.dispatch.local import LocalDispatcher
 from moecore.moe.expert_layout import ExpertLayout
@@ -200,7 +200,7 @@ def get_image_mask(
     block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Tensor | None:
     """Return the forward's argument [B, T], nonzero for image tokens; None = no images."""
-    return named(block, args, kwargs).get("moe_mm_token_type_ids")
+    return bind_arguments(block, args, kwargs).get("moe_mm_token_type_ids")
 
 
 def hook_vision_experts(model: nn.Module) -> None:
@@ -214,7 +214,7 @@ def _run_vision_experts_on_text(
     block: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     """Forward hook: if no token is an image, run the image experts on zero tokens."""
-    hidden_BTD: Tensor = named(block, args, kwargs)["hidden_states"]
+    hidden_BTD: Tensor = bind_arguments(block, args, kwargs)["hidden_states"]
     kinds_BT = get_image_mask(block, args, kwargs)
     layers = (m for m in block.vision_moe.modules() if isinstance(m, RoutedLayer))
     is_local = all(isinstance(layer.dispatcher, LocalDispatcher) for layer in layers)
