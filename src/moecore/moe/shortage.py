@@ -117,7 +117,9 @@ class Holder(ABC):
     def compute_min_factor(self, device: torch.device) -> Tensor:
         """Return the smallest factor for which all rows fit, on the device. 0 = all fitted."""
         factors = [shortage.compute_min_factor() for shortage in self.shortages]
-        return torch.stack(factors).amax() if factors else torch.zeros((), device=device)
+        if not factors:
+            return torch.zeros((), device=device, dtype=torch.float32)
+        return torch.stack(factors).amax()
 
     def clear(self, *, host: bool = True) -> None:
         """Set all counters to 0 on the device and, if `host`, their host copies. No host sync."""
@@ -229,7 +231,7 @@ class Capacity:
         if self.graph_steps is None or not self.graph_steps.pop_skips() or not holders:
             return False
         is_short = any(shortage.num_seen for holder in holders for shortage in holder.shortages)
-        flag = torch.tensor(float(is_short), device=self._device)
+        flag = torch.tensor(float(is_short), device=self._device, dtype=torch.float32)
         if dist.is_initialized():
             dist.all_reduce(flag, dist.ReduceOp.MAX)
         return bool(flag.item())
