@@ -424,7 +424,7 @@ def compute_balance_losses(
     ranks = counts_BX[:, E].sum().clamp(max=1)  # with tokens: this one and those that share them
     if not is_local:
         dist.all_reduce(ranks, group=groups.global_batch)
-        losses = losses * (groups.global_batch.size() / ranks.clamp(min=1))  # type: ignore[union-attr]
+        losses = losses * (groups.global_batch.size() / ranks.clamp(min=1).float())  # type: ignore[union-attr]
     if ranks_with_tokens is not None:
         ranks_with_tokens.append(ranks)
     return losses

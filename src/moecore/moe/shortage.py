@@ -48,7 +48,7 @@ class Shortage:
 
     def compute_min_factor(self) -> Tensor:
         """Return the smallest factor for which all rows fit, on the device. 0 = all fitted."""
-        return self.words[0] * (self.words[-1] > 0) / self.even
+        return self.words[0].float() * (self.words[-1] > 0) / self.even
 
     @property
     def num_seen(self) -> int:
