@@ -144,7 +144,7 @@ def compute_global_indices(param: Tensor, coordinate: Sequence[int] | None = Non
     """
     # Example: [8] over (edp_shard=2, ep=2) with placements (_StridedShard(0, split_factor=2),
     # Shard(0)): ep splits first, so rank (edp 1, ep 0) holds [2, 3].
-    indices = [torch.arange(n) for n in param.shape]
+    indices = [torch.arange(n, device="cpu") for n in param.shape]
     if not isinstance(param, DTensor):
         return indices
     mesh = param.device_mesh

@@ -254,7 +254,9 @@ def _find_differing_names(entries: Mapping[str, Any], device_type: str, group: G
     names = sorted(entries)
     digests = [_hash_text(_format_value(entries[name])) for name in names]
     # Ranks may have different numbers of entries, so the first all-reduce has a fixed size.
-    summary = torch.tensor([_hash_text(repr(names)), _hash_text(repr(digests))], device=device_type)
+    summary = torch.tensor(
+        [_hash_text(repr(names)), _hash_text(repr(digests))], device=device_type, dtype=torch.int64
+    )
     unequal = find_differences(summary, group)
     if not unequal:
         return []
@@ -263,7 +265,8 @@ def _find_differing_names(entries: Mapping[str, Any], device_type: str, group: G
         order, missing = _merge_names(order, group)
         names = [name for name in names if name not in missing]
         digests = [_hash_text(_format_value(entries[name])) for name in names]
-    positions = find_differences(torch.tensor(digests, device=device_type), group) if names else []
+    numbers = torch.tensor(digests, device=device_type, dtype=torch.int64)
+    positions = find_differences(numbers, group) if names else []
     different = {names[i] for i in positions} | missing
     return gather_objects([name for name in order if name in different], group)[0]
 

@@ -188,7 +188,7 @@ def _make_quantizers(
     if recipe.scaling != "tensorwise":
         return [_make_block_quantizer(recipe, operand, over_rows, device)] * num
     # Each quantizer has its own buffers for scale and amax.
-    buffers = torch.empty(2, num, device=device)
+    buffers = torch.empty(2, num, device=device, dtype=torch.float32)
     make, dtype = (
         load_names().pytorch.Float8CurrentScalingQuantizer,
         _get_fp8_dtype(recipe, operand),

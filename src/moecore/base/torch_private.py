@@ -114,7 +114,7 @@ def _collect_plain_keys() -> frozenset[int]:
 
 
 _PLAIN_KEYS = _collect_plain_keys()
-_UNTRACKED = torch.zeros(())  # a tensor without a derivative
+_UNTRACKED = torch.zeros((), dtype=torch.float32, device="cpu")  # a tensor without a derivative
 NOTHING = nullcontext()  # one object for all calls, which saves host time
 
 
@@ -422,7 +422,7 @@ def clear_sharding_caches() -> None:
 
     _clear_sharding_prop_cache()
     if torch.cuda.is_initialized():  # autograd's thread of the device has a cache of its own
-        x = torch.zeros(1, device="cuda", requires_grad=True).clone()
+        x = torch.zeros(1, device="cuda", requires_grad=True, dtype=torch.float32).clone()
         x.register_hook(lambda _: _clear_sharding_prop_cache())
         x.backward()
 

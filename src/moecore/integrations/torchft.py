@@ -121,7 +121,9 @@ class Replicas:
         self._model, self._optimizer, self._step = model, optimizer, step
         self._scheduler = scheduler
         self._device = request.meshes.device
-        local_name = torch.tensor([secrets.randbits(LINEAGE_BITS)], device=self._device)
+        local_name = torch.tensor(
+            [secrets.randbits(LINEAGE_BITS)], device=self._device, dtype=torch.int64
+        )
         dist.broadcast(local_name, 0)
         self._name = int(local_name)  # identifies this start of the replica
         self._lineage = self._compute_first_lineage(first_step)
@@ -191,7 +193,10 @@ class Replicas:
 
     def _make_state(self) -> dict[str, Any]:
         """Return this rank's training state and lineage, which a rejoining replica loads."""
-        extra = {**self._step.state_dict(), "lineage": torch.tensor(self._lineage)}
+        extra = {
+            **self._step.state_dict(),
+            "lineage": torch.tensor(self._lineage, dtype=torch.int64, device="cpu"),
+        }
         return collect_rank_state(self._model, self._optimizer, extra, scheduler=self._scheduler)
 
     def _load_state(self, state: dict[str, Any]) -> None:
@@ -205,13 +210,15 @@ class Replicas:
         sums = torch.stack([x.double().sum() for x in tensors]).cpu()
         digest = hashlib.sha256(bytes(sums.view(torch.uint8).tolist())).digest()
         number = int.from_bytes(digest[:4], "big")
-        total = torch.tensor([number], device=self._device)
+        total = torch.tensor([number], device=self._device, dtype=torch.int64)
         dist.all_reduce(total)
         return hash((first_step, int(total))) % (1 << LINEAGE_BITS)
 
     def _check_peers(self) -> None:
         """Raise RuntimeError if ranks of this replica received states of different lineages."""
-        local_lineage = torch.tensor([self._lineage, -self._lineage], device=self._device)
+        local_lineage = torch.tensor(
+            [self._lineage, -self._lineage], device=self._device, dtype=torch.int64
+        )
         dist.all_reduce(local_lineage, dist.ReduceOp.MAX)
         largest, smallest = local_lineage[0], -local_lineage[1]
         if largest != smallest:
@@ -221,7 +228,9 @@ class Replicas:
         """All-gather the step's lineages and names of replicas; return the two lists by index."""
         assert self._place is not None, "begin() comes before finish()"
         seen_2R = torch.zeros(2, self._place.num_replicas, dtype=torch.int64, device=self._device)
-        local_entry = torch.tensor([self._lineage, self._name], device=self._device)
+        local_entry = torch.tensor(
+            [self._lineage, self._name], device=self._device, dtype=torch.int64
+        )
         seen_2R[:, self._place.replica] = local_entry
         self._all_reduce([seen_2R], dist.ReduceOp.SUM)
         lineages, names = seen_2R.tolist()

@@ -198,7 +198,7 @@ class MoECoreEngine(BaseEngine):
         tokens_N, cu_seqlens = data["input_ids"].values(), data["input_ids"].offsets()
         labels_N = tokens_N.roll(-1)
         labels_N[cu_seqlens[1:] - 1] = IGNORE_INDEX
-        temperature = torch.as_tensor(data["temperature"]).unique().tolist()
+        temperature = torch.as_tensor(data["temperature"], device="cpu").unique().tolist()
         if len(temperature) > 1:
             raise ValueError(f"temperature ({temperature}) must be one number for a batch")
 

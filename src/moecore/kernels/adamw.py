@@ -427,7 +427,7 @@ def _make_table(tensors: AdamWTensors) -> tuple[Tensor, int]:
         numel = row.weight.numel()
         rows.append([*(0 if t is None else t.data_ptr() for t in row), numel, num_programs, number])
         num_programs += cdiv(numel, BLOCK * NUM_BLOCKS)
-    table = torch.tensor(rows, dtype=torch.int64)
+    table = torch.tensor(rows, dtype=torch.int64, device="cpu")
     return copy_to_device(table, tensors.weights[0].device), num_programs
 
 

@@ -69,7 +69,10 @@ class AmaxHistory:
     def allocate_current_amax(self, device: torch.device) -> None:
         """Allocate the tensors of the current step, unless they exist."""
         if not self.seen:
-            self.seen |= {operand: torch.zeros(1, device=device) for operand in self.operands}
+            self.seen |= {
+                operand: torch.zeros(1, device=device, dtype=torch.float32)
+                for operand in self.operands
+            }
 
     def reset_current_amax(self) -> None:
         """Set the amax of the current step to 0. No host sync."""
@@ -80,8 +83,10 @@ class AmaxHistory:
         """Allocate the tensors of the recorded steps, unless they exist."""
         if not self.steps:
             for operand in self.operands:
-                self.steps[operand] = torch.zeros(self.num_steps, device=device)
-                self._past[operand] = torch.zeros(1, device=device)
+                self.steps[operand] = torch.zeros(
+                    self.num_steps, device=device, dtype=torch.float32
+                )
+                self._past[operand] = torch.zeros(1, device=device, dtype=torch.float32)
 
     def load(self, state: Mapping[str, Tensor], device: torch.device) -> None:
         """Restore the newest `num_steps` of saved `steps`. Host sync.
@@ -143,7 +148,7 @@ def advance_histories(
     if group is not None and group.size() > 1:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group)
     if not isinstance(is_skipped, Tensor):
-        is_skipped = torch.full((), is_skipped, device=device)
+        is_skipped = torch.full((), is_skipped, device=device, dtype=torch.bool)
     push_amax(histories, largest.masked_fill(is_skipped, 0.0))
 
 
@@ -170,7 +175,10 @@ def push_amax(histories: Sequence[AmaxHistory], largest: Tensor) -> None:
         foreach_copy_([history._past[operand] for history, operand, _ in entries], of_all.split(1))
     collected = [seen for history in histories for seen in history.seen.values()]
     if collected:
-        foreach_copy_(collected, torch.zeros(len(collected), device=largest.device).split(1))
+        foreach_copy_(
+            collected,
+            torch.zeros(len(collected), device=largest.device, dtype=torch.float32).split(1),
+        )
     _update_is_sure([history for history in histories if not history.is_sure])
 
 

@@ -69,7 +69,7 @@ class AuxLoss(LossFactors):
     def get_step_total(self, device: torch.device) -> Tensor:
         """Return the loss summed over the step's backwards, fp32 [1]; 0 without backwards."""
         if self.total is None:
-            return torch.zeros(1, device=device)
+            return torch.zeros(1, device=device, dtype=torch.float32)
         return self.total[None]
 
     def reset(self) -> None:

@@ -97,7 +97,7 @@ class LoadCounts:
             choices_E=zeros(E),
             capacity_choices_E=zeros(E) if drops else None,
             best_E=zeros(E) if best else None,
-            losses=torch.zeros(len(LOSS_NAMES), device=device),
+            losses=torch.zeros(len(LOSS_NAMES), device=device, dtype=torch.float32),
             entropy_2=zeros(2),
             margins_EX=zeros(E, NUM_BINS) if quantile else None,
         )
@@ -164,7 +164,7 @@ class LoadTracker(LossFactors):
         # A global-batch loss then counts the forwards that began before, whether their backward has
         # run or not, as of micro-batches that run one after the other.
         if self.config.balance.global_batch_coef:
-            self._seen_E = torch.zeros(self.config.num_candidates, dtype=torch.int64)
+            self._seen_E = torch.zeros(self.config.num_candidates, dtype=torch.int64, device="cpu")
 
     def attach_losses(
         self, y: Tensor, routing: Routing, micro_batch: MicroBatch, bias_E: Tensor | None
@@ -424,7 +424,7 @@ def compute_balance_losses(
     ranks = counts_BX[:, E].sum().clamp(max=1)  # with tokens: this one and those that share them
     if not is_local:
         dist.all_reduce(ranks, group=groups.global_batch)
-        losses = losses * (groups.global_batch.size() / ranks.clamp(min=1))  # type: ignore[union-attr]
+        losses = losses * (groups.global_batch.size() / ranks.clamp(min=1).float())  # type: ignore[union-attr]
     if ranks_with_tokens is not None:
         ranks_with_tokens.append(ranks)
     return losses

@@ -233,7 +233,8 @@ class MoELayer(RoutedLayer):
         self.dispatcher = LocalDispatcher(config.num_experts)
         self.tracker = LoadTracker(config, runs=runs)
         if not router.weight.is_meta:
-            self.init_weights(key="", seed=int(torch.randint(1 << 62, ())))  # torch.manual_seed's
+            seed = torch.randint(1 << 62, (), device="cpu")  # torch.manual_seed's
+            self.init_weights(key="", seed=int(seed))
 
     def init_weights(self, *, key: str, std: PositiveOrZero = 0.02, seed: Seed = 0) -> None:
         """Initialise all parameters, identically on every parallel layout. No communication.

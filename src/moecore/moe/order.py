@@ -57,7 +57,9 @@ def place_experts(
         rank = min(free, key=sums.__getitem__)
         owned[rank].append(expert)
         sums[rank] += loads[expert]
-    return torch.tensor([expert for of_rank in owned for expert in sorted(of_rank)])
+    return torch.tensor(
+        [expert for of_rank in owned for expert in sorted(of_rank)], dtype=torch.int64, device="cpu"
+    )
 
 
 @torch.no_grad()
@@ -92,7 +94,8 @@ def reorder_experts(
         )
     router, experts = layer.get_part("router"), layer.get_part("experts")
     # All have one entry per expert in dim 0, routers also for those that return their input.
-    order_E = torch.cat([order_E, torch.arange(E, layer.config.num_candidates).to(order_E)])
+    candidates = torch.arange(E, layer.config.num_candidates, device="cpu")
+    order_E = torch.cat([order_E, candidates.to(order_E)])
     tensors = [t for module in (router, experts) for t in (*module.parameters(), *module.buffers())]
     if any(isinstance(tensor, DTensor) for tensor in tensors):
         raise ValueError(

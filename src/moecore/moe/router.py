@@ -121,7 +121,11 @@ class Router(nn.Module):
             generator = torch.Generator().manual_seed(derive_seed(seed, f"{key}.token_experts"))
             for rows_vK in table_VK.split(TABLE_ROWS):
                 scores_vE = torch.rand(
-                    len(rows_vK), self.config.num_experts, generator=generator, device="cpu"
+                    len(rows_vK),
+                    self.config.num_experts,
+                    generator=generator,
+                    device="cpu",
+                    dtype=torch.float32,
                 )
                 rows_vK.copy_(scores_vE.topk(rows_vK.shape[1]).indices)
 

@@ -49,7 +49,7 @@ class ShortageCounters:
 
     def compute_min_factor(self) -> Tensor:
         """Return the smallest factor for which all rows fit, on the device. 0 = all fitted."""
-        return self.words[0] * (self.words[-1] > 0) / self.even
+        return self.words[0].float() * (self.words[-1] > 0) / self.even
 
     @property
     def num_seen(self) -> int:
@@ -118,7 +118,9 @@ class BufferOwner(ABC):
     def compute_min_factor(self, device: torch.device) -> Tensor:
         """Return the smallest factor for which all rows fit, on the device. 0 = all fitted."""
         factors = [shortage.compute_min_factor() for shortage in self.shortages]
-        return torch.stack(factors).amax() if factors else torch.zeros((), device=device)
+        if not factors:
+            return torch.zeros((), device=device, dtype=torch.float32)
+        return torch.stack(factors).amax()
 
     def clear(self, *, host: bool = True) -> None:
         """Set all counters to 0 on the device and, if `host`, their host copies. No host sync."""
@@ -230,7 +232,7 @@ class Capacity:
         if self.graph_steps is None or not self.graph_steps.pop_skips() or not holders:
             return False
         is_short = any(shortage.num_seen for holder in holders for shortage in holder.shortages)
-        flag = torch.tensor(float(is_short), device=self._device)
+        flag = torch.tensor(float(is_short), device=self._device, dtype=torch.float32)
         if dist.is_initialized():
             dist.all_reduce(flag, dist.ReduceOp.MAX)
         return bool(flag.item())

@@ -87,7 +87,7 @@ class MoEState:
         flags = [
             copy_to_device(has_tokens, device).float()
             if isinstance(has_tokens, Tensor)
-            else torch.full((), float(has_tokens), device=device)
+            else torch.full((), float(has_tokens), device=device, dtype=torch.float32)
             for has_tokens in have_tokens
         ]
         number = torch.stack(flags).sum()

@@ -350,4 +350,4 @@ class PackedBatchSampler:
         if not self._shuffle:
             return np.arange(count)
         generator = torch.Generator().manual_seed(hash_parts(self._seed, label, epoch) >> 1)
-        return torch.randperm(count, generator=generator).numpy()
+        return torch.randperm(count, generator=generator, device="cpu").numpy()

@@ -183,9 +183,11 @@ def build_batch(
         labels=torch.from_numpy(labels_BT),
         position_ids=torch.from_numpy(positions_N.reshape(B, T)),
         padding_mask=torch.from_numpy(padding_BT),
-        cu_seqlens=torch.tensor(borders, dtype=torch.int32),
+        cu_seqlens=torch.tensor(borders, dtype=torch.int32, device="cpu"),
         max_seqlen=row_tokens if max_documents is not None else int(lengths_n.max()),
-        num_tokens=torch.tensor(int((labels_BT != IGNORE_INDEX).sum())),
+        num_tokens=torch.tensor(
+            int((labels_BT != IGNORE_INDEX).sum()), dtype=torch.int64, device="cpu"
+        ),
     )
 
 
@@ -220,9 +222,11 @@ def _read_token_values(document: Mapping[str, Any], key: str, name: str, length:
 def _convert_to_int64(numbers: Any, name: str) -> Integers:
     """Return a list, array or tensor of integers as int64; ValueError, with `name`, for others."""
     try:
-        tensor = torch.as_tensor(np.asarray(numbers) if isinstance(numbers, list) else numbers)
+        tensor = torch.as_tensor(
+            np.asarray(numbers) if isinstance(numbers, list) else numbers, device="cpu"
+        )
     except (TypeError, ValueError, RuntimeError, OverflowError):
-        tensor = torch.empty(0, dtype=torch.float32)
+        tensor = torch.empty(0, dtype=torch.float32, device="cpu")
     if tensor.ndim != 1 or tensor.is_floating_point() or tensor.is_complex():
         raise ValueError(
             f"{name} ({quote(numbers)}) must be whole numbers, one per token: tokenize it"

@@ -246,7 +246,9 @@ class SharedArguments:
         # A rank may receive the result of an earlier forward before other ranks. All ranks raise in
         # the same forward, because the result is part of this comparison.
         has_late = int(self._contents.has_difference())
-        numbers = torch.tensor([int.from_bytes(digest, "little"), has_late])
+        numbers = torch.tensor(
+            [int.from_bytes(digest, "little"), has_late], dtype=torch.int64, device="cpu"
+        )
         differing = find_differences(numbers, groups)
         if has_late or 1 in differing:
             return self._contents.wait() or "arguments of an earlier forward must be the same"

@@ -356,7 +356,7 @@ def make_host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 def concatenate_meshes(*meshes: DeviceMesh) -> DeviceMesh:
     """Return a mesh with the axes and groups of several meshes, in order. No communication."""
-    ranks, local_rank = torch.zeros((), dtype=torch.int), dist.get_rank()
+    ranks, local_rank = torch.zeros((), dtype=torch.int, device="cpu"), dist.get_rank()
     for mesh in meshes:  # the steps along the dims of one view are the same everywhere
         ranks = ranks.reshape(*ranks.shape, *(1 for _ in mesh.shape)) + (mesh.mesh - local_rank)
     return DeviceMesh.from_group(

@@ -371,7 +371,7 @@ def describe_layer(layer: RoutedLayer, compute_args: ComputeArgs) -> str:
 
 def describe_batch(model: nn.Module, batch: Batch) -> list[str]:
     """Return lines with the bytes that blocks save of a batch; equal blocks share a line."""
-    tokens_BT = torch.zeros(batch, dtype=torch.int64)
+    tokens_BT = torch.zeros(batch, dtype=torch.int64, device="cpu")
     blocks, compute_args = find_blocks(model), list_compute_args(model)
     options, attachment = None, get_parallel_state(model)
     if attachment is not None:
@@ -383,7 +383,7 @@ def describe_batch(model: nn.Module, batch: Batch) -> list[str]:
     if isinstance(model, Decoder):
         inputs = dict(labels_BT=tokens_BT)  # multi-token prediction is part of the loss
     elif hasattr(model, "get_input_embeddings"):  # of transformers
-        inputs = dict(use_cache=False, position_ids=torch.arange(batch[1])[None])
+        inputs = dict(use_cache=False, position_ids=torch.arange(batch[1], device="cpu")[None])
     counts, full_counts = (
         count_saved_bytes(
             model, blocks, lambda copy: copy(tokens_BT, **inputs), options=memory, **compute_args

@@ -134,7 +134,9 @@ def measure_host_seconds(run: TrainingRun, device: torch.device) -> float:
 
 def measure_calls(calls: Iterable[tuple[Work, Call]], device: torch.device) -> Iterator[Point]:
     """Time each call, and yield its median seconds on the slowest rank as a `Point`."""
-    flush = torch.ones(FLUSH_BYTES // 4 if device.type == "cuda" else 1, device=device)
+    flush = torch.ones(
+        FLUSH_BYTES // 4 if device.type == "cuda" else 1, device=device, dtype=torch.float32
+    )
     date = datetime.now(UTC).strftime("%Y-%m-%d")
     for work, call in calls:
         # The time of the slowest rank gives all ranks the same number of warm-up calls.
@@ -160,7 +162,9 @@ def list_gpu_calls(device: torch.device, sizes: Sizes) -> Iterator[tuple[Work, C
         yield from _make_attention_calls(device, B, H, T, d, v)
     yield from _make_memory_bound_calls(device, sizes)
     device_bytes = torch.empty(sizes.num_bytes, dtype=torch.uint8, device=device)
-    host_bytes = torch.empty(sizes.num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    host_bytes = torch.empty(
+        sizes.num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda", device="cpu"
+    )
     for name, target, source in (
         ("copy to host", host_bytes, device_bytes),
         ("copy to device", device_bytes, host_bytes),
@@ -219,7 +223,8 @@ def _make_grouped_calls(
         yield work("aten._grouped_mm", *shape), lambda a=a, b=b: grouped_mm(a, b, offs=ends)  # type: ignore[misc]
     if not has_hopper_kernels(device):
         return
-    tiles, weights_R = row_tiles.map_row_tiles(ends, R), torch.ones(R, device=device)
+    tiles = row_tiles.map_row_tiles(ends, R)
+    weights_R = torch.ones(R, device=device, dtype=torch.float32)
     name = "sm90_bf16_grouped_kernel"
     yield (
         work(name, 2 * F, D),
@@ -240,7 +245,7 @@ def _make_grouped_calls(
     yield work(name, D, F), lambda: wgrad.grouped_wgrad(x_RD, a_RF, ends)
     for lhs, rhs in ((h_RC, x_RD), (x_RD, a_RF)):
         shape = (lhs.shape[1], rhs.shape[1])
-        out = torch.zeros(E, *shape, device=device)
+        out = torch.zeros(E, *shape, device=device, dtype=torch.float32)
         sums_work = replace(work(name + SUMS, *shape), num_bytes=2 * R * sum(shape) + out.nbytes)
         yield sums_work, lambda a=lhs, b=rhs, out=out: wgrad.grouped_wgrad(a, b, ends, out=out)  # type: ignore[misc]
 
@@ -283,7 +288,7 @@ def _make_memory_bound_calls(device: torch.device, sizes: Sizes) -> Iterator[tup
     traffic = x_SD.nbytes + y_RD.nbytes + order_R.nbytes
     yield work("gather_rows", traffic), lambda: gather_rows(x_SD, *indices)
     yield work("sum_rows", traffic), lambda: sum_rows(y_RD, *indices)
-    weights_R = torch.ones(S * K, device=device)
+    weights_R = torch.ones(S * K, device=device, dtype=torch.float32)
     traffic = h_RC.nbytes * 3 // 2 + weights_R.nbytes
     activation = partial(weighted_activation, h_RC, weights_R, None, SWIGLU)
     yield work("weighted_activation", traffic), activation
@@ -293,12 +298,14 @@ def _make_memory_bound_calls(device: torch.device, sizes: Sizes) -> Iterator[tup
     yield work("rms_norm_fwd", 2 * y_RD.nbytes), lambda: rms_norm(y_RD, (D,), weight_D)
     backward = partial(grad, normed_RD, (y_RD, weight_D), x_SD.repeat(K, 1), retain_graph=True)
     yield work("rms_norm_bwd", 3 * y_RD.nbytes), backward
-    logits_CV = torch.zeros(max(1, sizes.num_bytes // (4 * VOCAB)), VOCAB, device=device)
+    logits_CV = torch.zeros(
+        max(1, sizes.num_bytes // (4 * VOCAB)), VOCAB, device=device, dtype=torch.float32
+    )
     labels_C = torch.zeros(logits_CV.shape[0], device=device, dtype=torch.int64)
     traffic = logits_CV.nbytes * 3 // 2
     loss = partial(cross_entropy_, logits_CV, labels_C, torch.bfloat16)
     yield work("cross_entropy", traffic, "float32"), loss
-    param = nn.Parameter(torch.zeros(sizes.num_bytes // 4, device=device))
+    param = nn.Parameter(torch.zeros(sizes.num_bytes // 4, device=device, dtype=torch.float32))
     param.grad = gradient = torch.ones_like(param)
     optimizer = AdamW([param], lr=1e-4)
     yield work("foreach_norm", param.nbytes, "float32"), lambda: foreach_norm([gradient])
@@ -309,12 +316,12 @@ def _make_random_tensor(device: torch.device, *shape: int) -> Tensor:
     """Return bf16 values about 0: a GPU takes longer for them than for zeros."""
     if prod(shape) > 1 << 24:  # large ones by repetition, to save the time that randn takes
         return (
-            torch.randn(1 << 24, device=device)
+            torch.randn(1 << 24, device=device, dtype=torch.float32)
             .bfloat16()
             .repeat(-(-prod(shape) // (1 << 24)))[: prod(shape)]
             .view(shape)
         )
-    return torch.randn(shape, device=device).bfloat16()
+    return torch.randn(shape, device=device, dtype=torch.float32).bfloat16()
 
 
 def _time_call(call: Call, flush: Tensor, rounds: int) -> float:

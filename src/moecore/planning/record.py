@@ -300,7 +300,7 @@ class WorkRecorder(DispatchMode):
     def __init__(self, ranks_per_domain: int) -> None:
         super().__init__()
         self._domain = ranks_per_domain
-        self.level = self.peak = self._top = self._resident_bytes = 0
+        self.level = self.peak = self._top = self._resident_bytes = self._first = 0
         # Bytes by kind: `RESIDENT` at `start_recording`, else by pass and part of the model.
         self.kinds, self._top_kinds = Counter[str](), Counter[str]()
         self._open_kinds = [RESIDENT]  # kinds of the parts that have begun
@@ -308,7 +308,6 @@ class WorkRecorder(DispatchMode):
         self.queued: list[Queued] = []
         self.starts: list[Start] = []
         self.params: list[Tensor] = []  # their gradients are a kind of their own
-        self._first = 0
         self._sizes: dict[int, tuple[int, str]] = {}  # bytes and kind
         self._ended: dict[Any, Any] = {}  # collective -> its result
 
@@ -435,7 +434,8 @@ class WorkRecorder(DispatchMode):
         neighbours = [rank for rank in ranks if rank // self._domain == domain]
         self._queue(compute_collective_work(name, args, len(ranks)), len(neighbours))
         if func not in self._ended:  # one finished result stands for all
-            args, kwargs = tree_map_only(Tensor, lambda _: torch.empty(0), (args, kwargs))
+            empty = torch.empty(0, dtype=torch.float32, device="cpu")
+            args, kwargs = tree_map_only(Tensor, lambda _: empty, (args, kwargs))
             args = [[] if isinstance(x, list) and x and isinstance(x[0], int) else x for x in args]
             self._ended[func] = func(*args, **kwargs)
         return self._ended[func]

@@ -93,7 +93,8 @@ def raise_one_line(model: object) -> Iterator[None]:
 
 
 MAX_SCAN = 64  # tokens of a Mamba-1 layer: 32 layers of more take minutes on the host
-WIDTHS = torch.empty(0)  # Mamba-1's A_log is a matrix, that of later versions a vector
+# Mamba-1's A_log is a matrix, and A_log of later versions is a vector.
+WIDTHS = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 class Structure(NamedTuple):
@@ -165,7 +166,7 @@ class StockModel(PlannedModel):
         arguments = {"input_ids": tokens_BT, "labels": tokens_BT, "use_cache": False}
         if find_packing_problem(hf) is not None:
             # Not on meta: transformers reads on the host that no row has two sequences.
-            arguments["position_ids"] = torch.arange(tokens_BT.shape[1])[None]
+            arguments["position_ids"] = torch.arange(tokens_BT.shape[1], device="cpu")[None]
         return arguments
 
     @override

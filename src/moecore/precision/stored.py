@@ -73,7 +73,8 @@ def read_stored_values(param: Tensor, box: tuple[slice, ...]) -> Tensor:
     blocks = get_fp8_blocks(param)
     assert blocks is not None, "the parameter is not stored in FP8"
     shape = get_local_tensor(param).shape
-    rows, columns = torch.arange(shape[:-1].numel()).view(shape[:-1]), torch.arange(shape[-1])
+    rows = torch.arange(shape[:-1].numel(), device="cpu").view(shape[:-1])
+    columns = torch.arange(shape[-1], device="cpu")
     row, column = (
         (index // BLOCK).to(blocks.scales.device) for index in (rows[box[:-1]], columns[box[-1]])
     )
@@ -107,7 +108,7 @@ def _store_blocks(param: nn.Parameter, *, power_of_two: bool) -> nn.Parameter:
     """Return a parameter without values that carries the FP8 blocks of `param`."""
     local = get_local_tensor(param).detach()
     place = MatrixShard.of(local.shape, 0, 0, local.shape[0])
-    amax, scales = torch.zeros(2, *place.scales_shape, device=local.device)
+    amax, scales = torch.zeros(2, *place.scales_shape, device=local.device, dtype=torch.float32)
     values = torch.empty_like(local, dtype=torch.uint8)
     write_block_amax_(local, place, amax)
     quantise_blocks_(local, place, amax, scales, values, power_of_two=power_of_two)

@@ -364,4 +364,7 @@ def special_tokens(tokenizer: Any) -> set[int]:
 
 
 def _make_example(ids: Sequence[int], is_answer: Sequence[int | bool]) -> Example:
-    return Example(torch.tensor(ids, dtype=torch.int32), torch.tensor(is_answer, dtype=torch.bool))
+    return Example(
+        torch.tensor(ids, dtype=torch.int32, device="cpu"),
+        torch.tensor(is_answer, dtype=torch.bool, device="cpu"),
+    )

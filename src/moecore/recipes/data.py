@@ -91,11 +91,13 @@ class StepBatch:
         Pairs are the sum of the squared lengths of documents, twice what causal attention computes.
         """
         if self.padding_ABT is None or self.cu_seqlens_An is None:
-            lengths = torch.full(self.tokens_ABT.shape[:2], self.tokens_ABT.shape[2])
+            lengths = torch.full(
+                self.tokens_ABT.shape[:2], self.tokens_ABT.shape[2], dtype=torch.int64, device="cpu"
+            )
         else:
             tokens_AN = F.pad((~self.padding_ABT).flatten(1).cumsum(1), (1, 0))
             lengths = tokens_AN.gather(1, self.cu_seqlens_An.long()).diff()
-        size = torch.tensor(self.tokens_ABT.numel())
+        size = torch.tensor(self.tokens_ABT.numel(), dtype=torch.int64, device="cpu")
         return torch.stack([self.num_labels, lengths.sum(), lengths.square().sum(), size])
 
 
@@ -139,7 +141,7 @@ class PackedSteps(Steps[StepBatch]):
         self._shape, self._documents = shape, documents
         rows, T = shape.grad_accum * shape.batch_size, shape.seq_len
         multiple = get_length_multiple(shape.cp) if packs else T
-        self._lengths = -(-torch.as_tensor(lengths) // multiple) * multiple
+        self._lengths = -(-torch.as_tensor(lengths, device="cpu") // multiple) * multiple
         sampler = PackedBatchSampler(
             self._lengths,
             T,
@@ -205,9 +207,9 @@ class RandomSteps:
         generator = generator_of(f"{self._seed}/{self._step}/{self._data_rank}")
         count = num_micro_batches or self._shape.grad_accum
         size = (count, self._shape.batch_size, self._shape.seq_len + 1)
-        rows_ABT = torch.randint(self._vocab_size, size, generator=generator)
+        rows_ABT = torch.randint(self._vocab_size, size, generator=generator, device="cpu")
         labels_ABT = rows_ABT[..., 1:]
-        num_labels = torch.tensor(labels_ABT.numel())
+        num_labels = torch.tensor(labels_ABT.numel(), dtype=torch.int64, device="cpu")
         return StepBatch(
             tokens_ABT=rows_ABT[..., :-1], labels_ABT=labels_ABT, num_labels=num_labels
         )
@@ -264,6 +266,6 @@ def pad_borders(batch: StepBatch) -> StepBatch:
     """Pad a batch to the largest number of borders of any rank. Collective; one host sync."""
     if batch.cu_seqlens_An is None:
         return batch
-    num_borders = torch.tensor(batch.cu_seqlens_An.shape[1])
+    num_borders = torch.tensor(batch.cu_seqlens_An.shape[1], dtype=torch.int64, device="cpu")
     dist.all_reduce(num_borders, op=dist.ReduceOp.MAX)
     return replace(batch, cu_seqlens_An=with_borders(batch.cu_seqlens_An, int(num_borders)))

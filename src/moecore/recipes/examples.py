@@ -168,7 +168,9 @@ def _make_document(example: Example) -> dict[str, Tensor]:
 
 def split_examples(examples: list[Any], *, share: float, seed: int) -> tuple[list[Any], list[Any]]:
     """Return training examples and held-out examples (`share` of all), at least one of each."""
-    order = torch.randperm(len(examples), generator=generator_of(f"{seed}/held out")).tolist()
+    order = torch.randperm(
+        len(examples), generator=generator_of(f"{seed}/held out"), device="cpu"
+    ).tolist()
     count = min(max(1, round(share * len(examples))), len(examples) - 1)
     held_out = set(order[:count])
     return [e for i, e in enumerate(examples) if i not in held_out], [

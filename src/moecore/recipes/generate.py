@@ -83,7 +83,7 @@ def run_generate(args: GenerateConfig) -> int:
     options: dict[str, Any] = {"do_sample": False}
     if args.temperature > 0:
         options = {"do_sample": True, "temperature": args.temperature}
-    ids_1T = torch.tensor([ids], device=model.device)
+    ids_1T = torch.tensor([ids], device=model.device, dtype=torch.int64)
     out_1T = model.generate(
         ids_1T,
         attention_mask=torch.ones_like(ids_1T),
@@ -176,7 +176,7 @@ def documents(source: Any, seq_len: int, limit: int | None) -> Iterator[Tensor]:
             return
         ids = list(source.tokenize(document))[:seq_len]
         if len(ids) > 1:
-            yield torch.tensor([ids])
+            yield torch.tensor([ids], dtype=torch.int64, device="cpu")
 
 
 @torch.no_grad()
@@ -246,7 +246,7 @@ def write_samples(
     lines = read_samples(file, before=step) if is_first_rank() else []
     model.eval()
     for text, ids in track(prompts.items(), "sampling", unit="prompts", lines=True):
-        prompt_1T = torch.tensor([ids], device=device)
+        prompt_1T = torch.tensor([ids], device=device, dtype=torch.int64)
         tokens = model.generate(prompt_1T, num_tokens, temperature=0.0)[0, len(ids) :].tolist()
         if end in tokens:
             tokens = tokens[: tokens.index(end) + 1]

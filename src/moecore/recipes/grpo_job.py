@@ -78,7 +78,7 @@ def rewards_of(
 ) -> Tensor:
     """Return the reward of each completion, fp32 [n]; RewardError unless all are finite numbers."""
     if not completions:
-        return torch.zeros(0)
+        return torch.zeros(0, dtype=torch.float32, device="cpu")
     try:
         values = [float(v) for v in reward(prompts=prompts, completions=completions, **columns)]
     except Exception as error:  # of any kind: it is code of the user's own
@@ -91,7 +91,7 @@ def rewards_of(
             f"--reward returned {len(values)} values, which must be one finite number for each of "
             f"{len(completions)} completions: correct it"
         )
-    return torch.tensor(values)
+    return torch.tensor(values, dtype=torch.float32, device="cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,11 @@ class Samples:
     def counts(self) -> Tensor:
         """Return tokens of completions, tokens, completions and 0: int64 [4]."""
         num_new = int(self.rollouts.response_mask_N.sum())
-        return torch.tensor([num_new, len(self.rollouts.tokens_N), len(self.rewards_n), 0])
+        return torch.tensor(
+            [num_new, len(self.rollouts.tokens_N), len(self.rewards_n), 0],
+            dtype=torch.int64,
+            device="cpu",
+        )
 
 
 @dataclass(kw_only=True)
@@ -239,7 +243,7 @@ class Reinforcement(TrainingJob[Samples]):
         rollouts = Rollouts.of(
             [p.ids for p in prompts], responses, temperature=self.sampling.temperature
         )
-        groups_n = torch.arange(len(prompts)) // self.sampling.group
+        groups_n = torch.arange(len(prompts), device="cpu") // self.sampling.group
         advantages_N = rollouts.spread(group_advantages(rewards_n, groups_n))
         return Samples(rollouts.replace(advantages_N=advantages_N), rewards_n)
 
@@ -274,8 +278,14 @@ class Reinforcement(TrainingJob[Samples]):
         T = max(map(len, prompts))
         pad_id = self.tokenizer.pad_token_id
         pad_id = min(self._ends) if pad_id is None else pad_id
-        ids_nT = torch.tensor([[pad_id] * (T - len(ids)) + ids for ids in prompts])
-        mask_nT = torch.tensor([[0] * (T - len(ids)) + [1] * len(ids) for ids in prompts])
+        ids_nT = torch.tensor(
+            [[pad_id] * (T - len(ids)) + ids for ids in prompts], dtype=torch.int64, device="cpu"
+        )
+        mask_nT = torch.tensor(
+            [[0] * (T - len(ids)) + [1] * len(ids) for ids in prompts],
+            dtype=torch.int64,
+            device="cpu",
+        )
         output_nT = self.sampler.generate(
             ids_nT.to(self.device),
             attention_mask=mask_nT.to(self.device),

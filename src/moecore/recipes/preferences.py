@@ -55,7 +55,9 @@ class PreferenceBatch:
         """Return pairs, tokens, tokens of completions, and 0: int64 [4]."""
         rollouts = self.rollouts
         num_pairs, num_answers = rollouts.num_sequences // 2, int(rollouts.response_mask_N.sum())
-        return torch.tensor([num_pairs, len(rollouts.tokens_N), num_answers, 0])
+        return torch.tensor(
+            [num_pairs, len(rollouts.tokens_N), num_answers, 0], dtype=torch.int64, device="cpu"
+        )
 
 
 def preference_steps(
@@ -74,11 +76,14 @@ def preference_steps(
 
     def build_batch(numbers: list[int]) -> PreferenceBatch:
         parts = [part for number in numbers for part in pairs[number].parts]
-        lengths = torch.tensor([0, *(len(part.tokens_T) for part in parts)])
+        lengths = torch.tensor(
+            [0, *(len(part.tokens_T) for part in parts)], dtype=torch.int64, device="cpu"
+        )
+        no_tokens = torch.empty(0, dtype=torch.int64, device="cpu")
         rollouts = Rollouts(
-            tokens_N=torch.cat([torch.empty(0), *(part.tokens_T for part in parts)]).long(),
+            tokens_N=torch.cat([no_tokens, *(part.tokens_T for part in parts)]).long(),
             cu_seqlens=lengths.cumsum(0),
-            response_mask_N=torch.cat([torch.empty(0), *(p.is_answer_T for p in parts)]).bool(),
+            response_mask_N=torch.cat([no_tokens, *(p.is_answer_T for p in parts)]).bool(),
         )
         return PreferenceBatch(rollouts)
 
@@ -114,7 +119,10 @@ def encode_preference(
     if not num_prompt:
         raise ValueError(f"{row.place} must have a prompt before both completions: add one")
     preferred, rejected = (
-        Example(torch.tensor(tokens, dtype=torch.int32), torch.arange(len(tokens)) >= num_prompt)
+        Example(
+            torch.tensor(tokens, dtype=torch.int32, device="cpu"),
+            torch.arange(len(tokens), device="cpu") >= num_prompt,
+        )
         for tokens in ids
     )
     return [Preference(preferred, rejected)]

@@ -56,7 +56,9 @@ def gather_totals(
         ValueError: on every rank, if one rank has a problem or values differ.
     """
     local_totals = local_totals or Totals(num_micro_batches=0, weight=0.0, num_responses=0)
-    weight = int(torch.tensor(local_totals.weight, dtype=torch.float64).view(torch.int64))
+    weight = int(
+        torch.tensor(local_totals.weight, dtype=torch.float64, device="cpu").view(torch.int64)
+    )
     numbers = [
         meshes.data_rank,
         problem is not None,
@@ -81,7 +83,9 @@ def gather_totals(
                 f"rollouts of data rank {row[0]} must be the same on the ranks that share its rows "
                 "(tp, cp, pp): shard them by meshes.data_rank of meshes.data_ranks"
             )
-    weights = torch.tensor([firsts[i][4] for i in sorted(firsts)]).view(torch.float64)
+    weights = torch.tensor(
+        [firsts[i][4] for i in sorted(firsts)], dtype=torch.int64, device="cpu"
+    ).view(torch.float64)
     return Totals(
         num_micro_batches=max(row[2] for row in rows),
         weight=float(weights.sum()),

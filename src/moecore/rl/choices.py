@@ -119,7 +119,7 @@ def choices_to_tensors(choices: Mapping[str, Sequence[Tensor]]) -> dict[str, Ten
         for forward, ids_TK in enumerate(records):
             tensors[f"{name}/{forward}"] = ids_TK.clone(memory_format=torch.contiguous_format)
         if not records:
-            tensors[f"{name}/{EMPTY}"] = torch.empty(0, dtype=torch.int32)
+            tensors[f"{name}/{EMPTY}"] = torch.empty(0, dtype=torch.int32, device="cpu")
     return tensors
 
 
@@ -159,7 +159,9 @@ def convert_from_engine_indices(
     ValueError for wrong shapes, ids or names.
     """
     try:
-        ids_BSLK = torch.as_tensor(indices_BSLK)
+        ids_BSLK = indices_BSLK
+        if not isinstance(ids_BSLK, Tensor):
+            ids_BSLK = torch.as_tensor(ids_BSLK, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"indices ({quote(indices_BSLK)}) must be integers, a tensor or array: {error}"

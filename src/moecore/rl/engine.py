@@ -383,7 +383,7 @@ class Engine:
         return self._request.family.make_arguments(row.batch) | {"log_prob_loss": log_prob_loss}
 
     def _make_empty_scores(self, rollouts: Rollouts, entropy: bool) -> TokenScores:
-        zeros_N = torch.zeros(len(rollouts.tokens_N), device=self._meshes.device)
+        zeros_N = torch.zeros_like(rollouts.tokens_N, dtype=torch.float32).to(self._meshes.device)
         return TokenScores(log_probs_N=zeros_N, entropy_N=zeros_N.clone() if entropy else None)
 
     def _reduce_over_stages(self, scores: TokenScores) -> TokenScores:
@@ -439,7 +439,7 @@ def _compute_weights(rollouts: Rollouts) -> Tensor:
     """Return the weight of each token in a mean, fp64 [N], on the CPU; 0 outside of responses."""
     mask_N = rollouts.response_mask_N.cpu()
     weights_N = rollouts.weights_N
-    unit_weights_N = torch.ones(len(mask_N), dtype=torch.float64)
+    unit_weights_N = torch.ones_like(mask_N, dtype=torch.float64)
     return (unit_weights_N if weights_N is None else weights_N.cpu().double()).where(mask_N, 0)
 
 

@@ -139,11 +139,11 @@ def build_row(
     row_tokens = -(-padded_tokens // limits.of_row) * limits.of_row
     collate = PackedCollator(row_tokens=row_tokens, multiple=limits.of_document)
     # Of the places of tokens, not of their ids: one index finds all that is known of a token.
-    batch = collate([torch.arange(a, b) for a, b in pairwise(borders)])
+    batch = collate([torch.arange(a, b, device="cpu") for a, b in pairwise(borders)])
     read_T = batch["input_ids"].flatten().masked_fill(batch["padding_mask"].flatten(), -1)
     next_T = batch["labels"].flatten()
     tokens_N, mask_N = selection.tokens_N.cpu(), selection.response_mask_N.cpu()
-    rows_M = torch.arange(row_tokens)[next_T != IGNORE_INDEX]
+    rows_M = torch.arange(row_tokens, device="cpu")[next_T != IGNORE_INDEX]
     rows_M = rows_M[mask_N[next_T[rows_M]]]
     labels_T = torch.full_like(next_T, IGNORE_INDEX)
     labels_T[rows_M] = tokens_N[next_T[rows_M]]

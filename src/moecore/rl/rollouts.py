@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Annotated, Any
 
@@ -122,14 +122,18 @@ class Rollouts(CheckedRecord):
                 f"responses ({len(responses)}) must be one per prompt ({len(prompts)}): repeat a "
                 "prompt for each of its responses"
             )
-        pairs = [
-            (torch.as_tensor(a, dtype=torch.int64), torch.as_tensor(b, dtype=torch.int64))
-            for a, b in zip(prompts, responses, strict=True)
-        ]
+        convert = partial(torch.as_tensor, dtype=torch.int64, device="cpu")
+        pairs = [(convert(a), convert(b)) for a, b in zip(prompts, responses, strict=True)]
         parts = [part for pair in pairs for part in pair]
-        is_response = [torch.full((len(x),), i % 2 == 1) for i, x in enumerate(parts)]
-        lengths = torch.tensor([0, *(len(a) + len(b) for a, b in pairs)])
-        none, nothing = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.bool)
+        is_response = [
+            torch.full((len(x),), i % 2 == 1, dtype=torch.bool, device="cpu")
+            for i, x in enumerate(parts)
+        ]
+        lengths = torch.tensor(
+            [0, *(len(a) + len(b) for a, b in pairs)], dtype=torch.int64, device="cpu"
+        )
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
+        nothing = torch.empty(0, dtype=torch.bool, device="cpu")
         return cls(
             tokens_N=torch.cat([none, *parts]),
             cu_seqlens=lengths.cumsum(0),
@@ -191,14 +195,16 @@ class Rollouts(CheckedRecord):
             for field in fields(self)
             if field.name.endswith(("_N", "_NLK")) and getattr(self, field.name) is not None
         }
-        borders = torch.tensor([0, *(lengths[i] for i in indices)]).cumsum(0)
+        borders = torch.tensor(
+            [0, *(lengths[i] for i in indices)], dtype=torch.int64, device="cpu"
+        ).cumsum(0)
         return replace(self, cu_seqlens=borders, **changes)
 
     def find_token_indices(self, sequences: Sequence[int]) -> Tensor:
         """Return the token indices of these sequences in their order, int64 on the CPU."""
         borders = self.borders
-        ranges = [torch.arange(borders[i], borders[i + 1]) for i in sequences]
-        return torch.cat([torch.empty(0, dtype=torch.int64), *ranges])
+        ranges = [torch.arange(borders[i], borders[i + 1], device="cpu") for i in sequences]
+        return torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *ranges])
 
 
 def _check_length(name: str, values: Tensor, number: int, of: str) -> None:

@@ -56,7 +56,7 @@ class LossScale:
 
     def __init__(self, options: DynamicLossScale, device: torch.device) -> None:
         self.options = options
-        self.value = torch.full((), float(options.initial), device=device)
+        self.value = torch.full((), float(options.initial), device=device, dtype=torch.float32)
         self.num_good = torch.zeros((), dtype=torch.int32, device=device)
 
     @torch.no_grad()

@@ -41,7 +41,7 @@ class Reruns:
         self._holders = [holder for capacity in capacities for holder in capacity.holders]
         is_limited = any(holder is not None and holder.factor for holder in self._holders)
         # Ranks may differ: one all-reduce finds out whether any of them has a limited capacity.
-        flag = torch.tensor(float(is_limited), device=device)
+        flag = torch.tensor(float(is_limited), device=device, dtype=torch.float32)
         if dist.is_initialized():
             dist.all_reduce(flag, dist.ReduceOp.MAX)
         self._asks = bool(flag.item())
@@ -119,7 +119,7 @@ class Reruns:
 
     def _compute_local_factors(self) -> Tensor:
         """Return float [holders]: the capacity factor that this rank needed; 0 = all rows fit."""
-        device, zero = self._device, torch.zeros((), device=self._device)
+        device, zero = self._device, torch.zeros((), device=self._device, dtype=torch.float32)
         return torch.stack(
             [zero if h is None else h.compute_min_factor(device) for h in self._holders]
         )

@@ -136,7 +136,7 @@ def _read_states(r_tHk: Tensor, states_PHkv: Tensor, borders: Tensor) -> Tensor:
     ends = borders[1:] + t * torch.arange(H, dtype=torch.int32, device=borders.device)[:, None]
     r_Htk, states_HPkv = r_tHk.transpose(0, 1), states_PHkv.transpose(0, 1)
     outs = []
-    for heads in torch.arange(H).split(max(MAX_GROUPS // num, 1)):
+    for heads in torch.arange(H, device="cpu").split(max(MAX_GROUPS // num, 1)):
         part = slice(int(heads[0]), int(heads[-1]) + 1)
         offsets = (ends[part] - part.start * t).flatten()
         rows = r_Htk[part].flatten(0, 1)

@@ -60,8 +60,8 @@ def is_rms_norm(module: nn.Module) -> bool:
         return False
     with torch.no_grad(), torch.device("cpu"):
         g = torch.Generator().manual_seed(0)
-        weight_D = torch.randn(weight.shape, generator=g)
-        x_TD = torch.randn(2, len(weight_D), generator=g)
+        weight_D = torch.randn(weight.shape, generator=g, dtype=torch.float32, device="cpu")
+        x_TD = torch.randn(2, len(weight_D), generator=g, dtype=torch.float32, device="cpu")
         for size in SIZES:
             reference_TD = F.rms_norm(size * x_TD, weight_D.shape, weight_D, eps)
             y_TD = functional_call(module, {"weight": weight_D}, (size * x_TD,))

@@ -214,7 +214,9 @@ def _is_gated_norm(norm: Any, size: int) -> bool:
         return False
     with torch.no_grad(), torch.device("cpu"):
         g = torch.Generator().manual_seed(0)
-        weight, x, gate = torch.randn(3, norm.weight.numel(), generator=g)
+        weight, x, gate = torch.randn(
+            3, norm.weight.numel(), generator=g, dtype=torch.float32, device="cpu"
+        )
 
         def mean(squares: torch.Tensor) -> torch.Tensor:
             return squares.view(-1, size).mean(-1).repeat_interleave(size)

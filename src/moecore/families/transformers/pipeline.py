@@ -165,7 +165,8 @@ class StagedCausal:
                 hook(line[first - 1], lambda *call: _replace_first(call[-1], hidden))
             if not stage.loss:
                 head: Any = get(parts.head)
-                head.weight = torch.empty(0)  # models read its dtype
+                # Models read the weight's dtype.
+                head.weight = torch.empty(0, dtype=torch.float32, device="cpu")
                 ends.callback(delattr, head, "weight")
                 # An embedding's output is sent unchanged.
                 hook(line[last and last + 1], lambda *call: outputs.append(_get_first(call[-1])))

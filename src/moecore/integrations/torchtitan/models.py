@@ -204,7 +204,7 @@ def _fill_parameters(
 ) -> None:
     """Load `hf_weights` into `model`; None = call `from_seed` with one seed for all ranks."""
     if hf_weights is None:
-        seed = torch.tensor(torch.initial_seed() % 2**63)
+        seed = torch.tensor(torch.initial_seed() % 2**63, dtype=torch.int64, device="cpu")
         request = get_request(owner)
         if request is not None and request.meshes.pipeline_groups is not None:
             # torchtitan gives each stage a seed of its own.

@@ -77,7 +77,9 @@ def _get_degrees(model: nn.Module) -> Tensor:
     request = get_request(model)
     assert request is not None, "delayed scaling comes from a call of parallelize_moe"
     meshes = request.meshes
-    return torch.tensor([meshes.data_ranks, meshes.parallel.cp, meshes.parallel.tp])
+    return torch.tensor(
+        [meshes.data_ranks, meshes.parallel.cp, meshes.parallel.tp], dtype=torch.int64, device="cpu"
+    )
 
 
 def _get_group(model: nn.Module) -> dist.ProcessGroup | None:

@@ -76,7 +76,7 @@ def get_host_rng_state() -> Tensor:
     _, keys, position, has_cached, numpy_cached = state
     python = [*words, float(cached is not None), cached or 0.0]
     numpy = [*keys.tolist(), position, has_cached, numpy_cached]
-    return torch.tensor([*python, *numpy], dtype=torch.float64)
+    return torch.tensor([*python, *numpy], dtype=torch.float64, device="cpu")
 
 
 def set_host_generators(state: Tensor) -> None:

@@ -275,7 +275,7 @@ class MoETrainer(Trainer):
 def _add_token_counts(inputs: Any) -> Any:
     """Return a batch with an `attention_mask`, which Trainer needs to count its tokens."""
     if isinstance(inputs, ScheduledBatch):
-        tokens_N = torch.ones(inputs.num_tokens, dtype=torch.bool)
+        tokens_N = torch.ones(inputs.num_tokens, dtype=torch.bool, device="cpu")
         return {"input_ids": tokens_N, "attention_mask": tokens_N}
     if isinstance(inputs, Mapping) and "padding_mask" in inputs:  # of a `PackedBatch`
         return {**inputs, "attention_mask": ~inputs["padding_mask"]}

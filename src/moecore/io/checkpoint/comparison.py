@@ -129,7 +129,7 @@ def allocate_amax_target(model: nn.Module, manifest: Manifest) -> dict[str, Tens
     """Return name -> uninitialized tensor [steps] for each saved amax history that a rank needs."""
     operands = map_amax_operands(model)
     return {
-        name: torch.empty(tensor.shape)
+        name: torch.empty(tensor.shape, dtype=torch.float32, device="cpu")
         for name, tensor in select_tensors("amax.", manifest).items()
         if name in operands and len(tensor.shape) == 1 and tensor.dtype == torch.float32
     }

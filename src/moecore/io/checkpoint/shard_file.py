@@ -104,7 +104,7 @@ class ShardWriter:
     """
 
     def __init__(self, path: Path, header: bytes, *, pinned: bool, meter: Meter) -> None:
-        self._buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned)
+        self._buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned, device="cpu")
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
         self._sha256, self._size, self._meter = hashlib.sha256(), 0, meter
         self._hasher = ThreadPoolExecutor(1)

@@ -175,7 +175,7 @@ def allocate_optimizer_state(
                     is_beside = group.get("fused") or group.get("capturable")
                     is_beside = is_beside or (param.ndim == 0 and slot != "step")
                     place = param.device if is_beside else torch.device("cpu")
-                    dtype, like = scalars[key], torch.empty(())
+                    dtype, like = scalars[key], torch.empty((), dtype=torch.float32, device="cpu")
                 value = _reuse_or_allocate(current.get(slot), like, dtype, place)
                 state.setdefault(param, {})[slot] = value
     return state
@@ -340,7 +340,7 @@ def split_halves(tensor: Tensor, dim: int) -> Tensor:
         tuple(_shift_placement(p, dim) for p in tensor.placements),
         run_check=False,
         shape=shape,
-        stride=torch.empty(shape, device="meta").stride(),
+        stride=torch.empty(shape, device="meta", dtype=torch.float32).stride(),
     )
 
 

@@ -299,7 +299,7 @@ class Reader(_DCPStorage, StorageReader):
             chunk, dtype = self._chunks[item.storage_index]
             by_file.setdefault(chunk.file, []).append((item, chunk, dtype))
             self._meter.expect(math.prod(item.lengths) * dtype.itemsize)
-        buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
+        buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu")
         for file, requests in by_file.items():
             layout = compute_layout(self._manifest.list_file_entries(file))
             with ShardReader(self._path / file, layout, buffer, self._meter) as shard:
@@ -320,7 +320,8 @@ def run_dcp_call(verb: str, path: Path, action: Callable[[], object]) -> None:
             # A plain model in one process is what the caller has, not an oversight. No
             # catch_warnings: it changes what belongs to all threads, and this may be a second one.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        action()
+        with torch.device("cpu"):  # torch's DTensor creates index tensors on the default device
+            action()
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
         raise OSError(f"path ({path}): rank {rank} could not {verb} it: {cause!r}") from error

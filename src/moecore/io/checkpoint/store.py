@@ -307,7 +307,7 @@ def _read_into_objects(
     """Read into model, optimizers, `amax` and generators; `strict` as in `load`. Return `extra`."""
     target = {f"model.{name}": view.stored_views[name] for name in sorted(fit.model)}
     extra = {
-        name: torch.empty(tensor.shape, dtype=tensor.dtype)
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         for name, tensor in select_tensors("extra.", manifest).items()
     }
     target |= {f"extra.{name}": tensor for name, tensor in extra.items()}

@@ -56,10 +56,11 @@ def _initialize_buffers(module: nn.Module, owner: Any) -> dict[str, Tensor | Non
         name: None if param is None else nn.Parameter(param.detach().to("meta"))
         for name, param in module._parameters.items()
     }
+    nan = torch.full((), torch.nan, dtype=torch.float32, device="cpu")
     shell._buffers = {
-        name: None if b is None else torch.full(b.shape, torch.nan, dtype=torch.float32)
-        for name, b in module._buffers.items()
+        name: None if b is None else nan.repeat(b.shape) for name, b in module._buffers.items()
     }
     if owner is not None:
-        owner._init_weights(shell)
+        with torch.device("cpu"):
+            owner._init_weights(shell)
     return shell._buffers

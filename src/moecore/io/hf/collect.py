@@ -119,12 +119,12 @@ class StoredCollector:
     ) -> None:
         self._path, self._manifest, self._tensors, self._stack = path, manifest, tensors, stack
         self._readers: dict[str, ShardReader] = {}
-        self._buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
+        self._buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu")
 
     def read(self, name: str, box: Box) -> Tensor:
         """Read a box of a stored tensor and return it as a new CPU tensor."""
         entry = self._tensors[name]
-        out = torch.empty([s.stop - s.start for s in box], dtype=entry.dtype)
+        out = torch.empty([s.stop - s.start for s in box], dtype=entry.dtype, device="cpu")
         for chunk, source, target in find_common_boxes(box, entry.chunks):
             offsets, reader = [s.start for s in source], self._open_reader(chunk.file)
             reader.read(chunk.key, entry.dtype, chunk.sizes, offsets, out[target])
@@ -132,7 +132,7 @@ class StoredCollector:
 
     def collect_tensor(self, item: Item, writer: int) -> Tensor:
         """Assemble the full Hugging Face tensor of an item; `writer` is not used."""
-        tensor = torch.empty(item.shape, dtype=item.dtype)
+        tensor = torch.empty(item.shape, dtype=item.dtype, device="cpu")
         for source, piece in item.parts:
             part = self.read(source, piece.get_box(self._tensors[source].shape))
             if piece.view is None:

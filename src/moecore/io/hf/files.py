@@ -87,7 +87,8 @@ class HFFiles:
                 self._open[entry.file] = safe_open(file, framework="pt", device="cpu")
             # A scalar has no slice; and a copy, because the file may be mapped into memory.
             shard = self._open[entry.file]
-            value: Tensor = shard.get_slice(name)[box] if box else shard.get_tensor(name)
+            with torch.device("cpu"):  # safetensors creates a slice on the default device
+                value: Tensor = shard.get_slice(name)[box] if box else shard.get_tensor(name)
         except SafetensorError as error:
             raise OSError(
                 f"path ({self.path / entry.file}) must be as its header said: "

@@ -157,8 +157,8 @@ def dequantize_fp8(
     `first_row` and `first_col` are the position of the values in the full matrix.
     """
     # Example, block (2, 2): a matrix that starts at row 1 has its rows 0 | 1 2 in blocks 0 | 1.
-    rows = torch.arange(first_row, first_row + values_rc.shape[0]) // block[0]
-    cols = torch.arange(first_col, first_col + values_rc.shape[1]) // block[1]
+    rows = torch.arange(first_row, first_row + values_rc.shape[0], device=scales.device) // block[0]
+    cols = torch.arange(first_col, first_col + values_rc.shape[1], device=scales.device) // block[1]
     rows, cols = rows - first_row // block[0], cols - first_col // block[1]
     return values_rc.float().mul_(scales.float()[rows][:, cols])
 
@@ -166,11 +166,11 @@ def dequantize_fp8(
 def dequantize_mxfp4(blocks_ogb: Tensor, scales_og: Tensor) -> Tensor:
     """Return bf16 [..., G * 32]: E2M1 values uint8 [..., G, 16] times 2^(scales [..., G] - 127)."""
     # It is exact, or inf. Example: byte 0x91 holds 0.5 (low half, 1) and then -0.5 (high half, 9).
-    positive = torch.tensor(FP4_VALUES, dtype=torch.bfloat16)
+    positive = torch.tensor(FP4_VALUES, dtype=torch.bfloat16, device=blocks_ogb.device)
     values = torch.cat((positive, -positive))
     pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=-1)  # by byte
     powers = [2.0 ** (s - MX_BIAS) for s in range(255)]  # 255 means not a number
-    scales = torch.tensor([*powers, math.nan], dtype=torch.bfloat16)
+    scales = torch.tensor([*powers, math.nan], dtype=torch.bfloat16, device=scales_og.device)
     values_ogv = pairs[blocks_ogb.int()].flatten(-2)
     return values_ogv.mul_(scales[scales_og.int()][..., None]).flatten(-2)
 

@@ -107,7 +107,7 @@ def _send_metas(group: BroadcastGroup, metas: tuple[WeightMeta, ...], device: to
     """Broadcast a bucket's header: name, dtype and shape of each tensor, as JSON."""
     header = [(meta.name, str(meta.dtype).removeprefix("torch."), meta.shape) for meta in metas]
     text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8).to(device)
-    _broadcast(group, torch.tensor([text.numel()], device=device))
+    _broadcast(group, torch.tensor([text.numel()], device=device, dtype=torch.int64))
     _broadcast(group, text)
 
 

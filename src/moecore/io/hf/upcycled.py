@@ -88,10 +88,14 @@ def make_empty_shared_experts(
         D = router.shape[1]
         shapes = {"gate_proj": (0, D), "up_proj": (0, D), "down_proj": (D, 0)}
         tensors |= {
-            f"{prefix}shared_expert.{part}.weight": torch.zeros(shape, dtype=router.dtype)
+            f"{prefix}shared_expert.{part}.weight": torch.zeros(
+                shape, dtype=router.dtype, device=router.device
+            )
             for part, shape in shapes.items()
         }
-        tensors[f"{prefix}shared_expert_gate.weight"] = torch.zeros(1, D, dtype=router.dtype)
+        tensors[f"{prefix}shared_expert_gate.weight"] = torch.zeros(
+            1, D, dtype=router.dtype, device=router.device
+        )
     return tensors
 
 

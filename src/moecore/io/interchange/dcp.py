@@ -54,7 +54,7 @@ class DCPFiles:
     def read(self, name: str, box: Box) -> Tensor:
         """Read a box (slices with start and stop) of a tensor; return it as a new CPU tensor."""
         entry = self.tensors[name]
-        out = torch.empty([s.stop - s.start for s in box], dtype=entry.dtype)
+        out = torch.empty([s.stop - s.start for s in box], dtype=entry.dtype, device="cpu")
         for chunk, source, target in find_common_boxes(box, entry.chunks):
             out[target] = self._load_chunk(name, chunk, entry.dtype)[source]
         return out

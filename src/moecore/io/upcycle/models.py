@@ -305,7 +305,8 @@ def _check_same_output(
     """Run the MLP `block` on random tokens; ValueError if `dense` computes another output."""
     w1, w2_DF = dense["w1"].flatten(0, -2), dense["w2"]
     b1 = dense["b1"].flatten() if "b1" in dense else None
-    x_TD = torch.randn(PROBE_TOKENS, config.dim, generator=torch.Generator().manual_seed(0)).to(w1)
+    size, generator = (PROBE_TOKENS, config.dim), torch.Generator().manual_seed(0)
+    x_TD = torch.randn(size, generator=generator, dtype=torch.float32, device="cpu").to(w1)
     x_TD = x_TD * (PROBE_STD / F.linear(x_TD, w1).std().clamp(min=1e-3))
     hidden_TF = activate_rows(F.linear(x_TD, w1, b1), make_activation_options(config)).to(
         x_TD.dtype

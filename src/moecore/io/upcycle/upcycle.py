@@ -251,7 +251,7 @@ def _sample_router_rows(
             f"router std ({std:.1e}) of {key} must be a normal number of its dtype ({like.dtype}): "
             "convert the dense weights to torch.bfloat16 or torch.float32"
         )
-    rows_XD = torch.empty(options.expansion, config.dim)
+    rows_XD = torch.empty(options.expansion, config.dim, dtype=torch.float32, device="cpu")
     init_normal_(rows_XD, std=std, key=f"{key}.router.weight", seed=options.seed)
     return rows_XD.to(like).repeat_interleave(options.granularity, dim=0)
 

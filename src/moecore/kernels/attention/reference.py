@@ -67,7 +67,7 @@ def _list_parts(
     if splits_documents:
         document_mask = AttentionMask(causal=mask.causal, window=mask.window)
         return [(length, document_mask) for length in cu_q.diff().tolist()]
-    if not torch.isin(torch.arange(0, B * T + 1, T), cu_q).all():
+    if not torch.isin(torch.arange(0, B * T + 1, T, device=cu_q.device), cu_q).all():
         return None
     cu_of_rows = [(cu_q - row * T).clamp(0, T) for row in range(B)]
     return [(T, replace(mask, cu_seqlens_q=cu, cu_seqlens_k=cu)) for cu in cu_of_rows]

@@ -44,7 +44,7 @@ CONST = GroupedConstants(
 def fp8_gemm_ref(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
     """Compute `fp8_gemm` block by block in plain PyTorch; 0 past the rows. Host sync."""
     R, N = a.values.shape[0], b.values.shape[1]
-    out_RN = torch.zeros(R, N, device=b.values.device)
+    out_RN = torch.zeros(R, N, device=b.values.device, dtype=torch.float32)
     for i, rows in enumerate(split_by_expert(offsets_e)):
         for k in range(a.values.shape[1] // BLOCK):
             part = slice(k * BLOCK, (k + 1) * BLOCK)
@@ -93,7 +93,9 @@ def fp8_gemm(
 def fp8_wgrad_ref(x: Blocks, y: Blocks, tiles: RowTiles) -> Tensor:
     """Return x^T y per expert, fp32 [e, M, N], tile by tile in plain PyTorch. Host sync."""
     M, N = x.values.shape[1], y.values.shape[1]
-    out_eMN = torch.zeros(tiles.ends_e.shape[0], M, N, device=tiles.ends_e.device)
+    out_eMN = torch.zeros(
+        tiles.ends_e.shape[0], M, N, device=tiles.ends_e.device, dtype=torch.float32
+    )
     for i, of_expert in enumerate(split_by_expert(tiles.ends_e)):
         for t in range(of_expert.start, of_expert.stop):
             product = x.values[t].float() @ y.values[t].float().T

@@ -178,7 +178,9 @@ def _needs_reference(a: Blocks, b: Blocks) -> bool:
 
 def scaled_gemm_ref(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
     """Compute `scaled_gemm` expert by expert in plain PyTorch; 0 past the rows. Host sync."""
-    out_RN = torch.zeros(a.values.shape[0], b.values.shape[1], device=b.values.device)
+    out_RN = torch.zeros(
+        a.values.shape[0], b.values.shape[1], device=b.values.device, dtype=torch.float32
+    )
     for i, rows in enumerate(split_by_expert(offsets_e)):
         product = a.values[rows].float() @ b.values[i].float().T
         out_RN[rows] = product * a.scales[rows, None] * b.scales[i]

@@ -298,7 +298,7 @@ class _ScaledInput(NamedTuple):
         has_amax, parts = amax is not None, 0
         if amax is None and self.per_row:
             has_rows = out.rows is not None
-            amax = torch.zeros(R * has_rows + e * D, device=x.device)
+            amax = torch.zeros(R * has_rows + e * D, device=x.device, dtype=torch.float32)
             launch(amax_kernel, grid, x, offsets_e, amax, *sizes, ROWS=has_rows, **shared)
         else:
             amax = compute_amax_parts(x, offsets_e) if amax is None else amax

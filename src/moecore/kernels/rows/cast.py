@@ -111,7 +111,7 @@ def _launch_cast(
         return tuple(outputs)  # type: ignore[return-value]
     has_amax, parts = amax is not None, 1
     if kind == "row":
-        amax = torch.zeros(T * rows + D, device=device)
+        amax = torch.zeros(T * rows + D, device=device, dtype=torch.float32)
         args, grid = (x, None, amax, 1, T, *size), cdiv(T, BLOCK) * cdiv(D, BLOCK)
         launch(amax_kernel, grid, *args, ROWS=rows, E_POW2=1, BLOCK=BLOCK, num_warps=8)
     elif kind == "tensor":

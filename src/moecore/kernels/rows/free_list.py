@@ -52,7 +52,7 @@ class PagePool:
         """Return a pool whose pages are all free. A CUDA graph must not capture this call."""
         # At least one page, of a multiple of 16 bytes; host pages are pinned for a GPU.
         pinned, num_ids = device.type == "cuda", num_pages + num_host_pages
-        state = torch.zeros(NUM_WORDS, dtype=torch.int32)
+        state = torch.zeros(NUM_WORDS, dtype=torch.int32, device="cpu")
         state[FREE_WORD], state[HOST_FREE_WORD] = num_pages, num_host_pages
         return cls(
             pages=torch.empty(num_pages, page_bytes, dtype=torch.uint8, device=device),
@@ -61,10 +61,11 @@ class PagePool:
                 page_bytes,
                 dtype=torch.uint8,
                 pin_memory=pinned and num_host_pages > 0,
+                device="cpu",
             ),
             free_ids=torch.arange(num_ids, dtype=torch.int32, device=device),
             state=state.to(device),
-            report=torch.zeros(NUM_WORDS, dtype=torch.int32, pin_memory=pinned),
+            report=torch.zeros(NUM_WORDS, dtype=torch.int32, pin_memory=pinned, device="cpu"),
         )
 
     @property
@@ -101,7 +102,9 @@ def take_pages_ref(table: Tensor, num_entries: int, need: int, pool: PagePool) -
         state[head] = (state[head] + count) % max(size, 1)
         state[free] -= count
     missed = need - len(page_ids)
-    table[:need] = torch.tensor(page_ids + [MISSING] * missed, dtype=torch.int32)
+    table[:need] = torch.tensor(
+        page_ids + [MISSING] * missed, dtype=torch.int32, device=table.device
+    )
     state[DEMAND_WORD] += need
     state[PEAK_WORD] = state[PEAK_WORD].maximum(state[DEMAND_WORD])
     if missed:

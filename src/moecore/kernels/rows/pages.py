@@ -125,7 +125,11 @@ def copy_rows_ref(
     P = pool.pages.shape[0]
     for matrix, width, listed in zip(matrices, layout.widths, layout.has_list, strict=True):
         num_rows, step = int(table[N + 1 - listed]), pool.page_bytes // width
-        rows = table[N + 2 :][:num_rows].long() if listed else torch.arange(num_rows)
+        rows = (
+            table[N + 2 :][:num_rows].long()
+            if listed
+            else torch.arange(num_rows, device=table.device)
+        )
         for places in rows.split(step):
             page, entry = int(table[entry]), entry + 1
             if matrix is None:

@@ -133,7 +133,7 @@ def compute_scales_shape(M: int, K: int, kind: str) -> tuple[int, int]:
 def compute_amax_ref(x: Tensor) -> Tensor:
     """Return the largest magnitude of x as fp32 [1]; NaN is ignored, and no elements give 0."""
     if x.numel() == 0:
-        return torch.zeros(1, device=x.device)
+        return torch.zeros(1, device=x.device, dtype=torch.float32)
     return magnitude_ref(x.float()).amax().reshape(1)
 
 
@@ -199,7 +199,7 @@ def multiply_ref(a: Blocks, b: Blocks) -> Tensor:
     a_scales = _expand_scales(_view_scales_by_rows(a), a.kind, M, K)
     b_scales = _expand_scales(_view_scales_by_rows(b), b.kind, N, K)
     step = BLOCK if SCALE_KINDS[a.kind].changes_along_k else max(K, 1)
-    out_MN = torch.zeros(M, N, device=a_MK.device)
+    out_MN = torch.zeros(M, N, device=a_MK.device, dtype=torch.float32)
     for k in range(0, K, step):
         product_MN = a_MK[:, k : k + step] @ b_NK[:, k : k + step].T
         out_MN += product_MN * a_scales[:, k, None] * b_scales[:, k]

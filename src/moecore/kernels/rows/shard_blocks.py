@@ -112,7 +112,7 @@ def make_dense_operand(weight: Blocks) -> Blocks:
 def write_block_amax_ref_(part: Tensor, place: MatrixShard, amax: Tensor) -> None:
     """Compute `write_block_amax_` in plain PyTorch."""
     row, column = place.compute_indices(part)
-    magnitudes = torch.zeros(place.rows, place.columns, device=part.device)
+    magnitudes = torch.zeros(place.rows, place.columns, device=part.device, dtype=torch.float32)
     magnitudes[row[:, None], column] = magnitude_ref(part.float()).view(-1, place.part_columns)
     magnitudes = pad(magnitudes, (0, -place.columns % BLOCK, 0, -place.rows % BLOCK))
     blocks = magnitudes.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))

@@ -33,7 +33,7 @@ class EqualSizes:
         # After the first call, the device asserts equality before rows are sent.
         if device.type == "meta":
             return
-        local_size = torch.full((1,), num_tokens, device=device)
+        local_size = torch.full((1,), num_tokens, device=device, dtype=torch.int64)
         (numbers_G,) = _gather_from_ranks((local_size,), self.group)
         fix = "with CapacityConfig.pad (True): pad the batches, or set pad=False"
         if self._is_first:

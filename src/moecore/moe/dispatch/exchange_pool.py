@@ -221,7 +221,9 @@ class ExchangePool(BufferOwner):
         choices = (options.overlap_weight_grads, options.keep_rows, self.wire.fp8)
         sizes = (options.max_tokens or T, D, top_k, SUM_DTYPES.index(x_TD.dtype), programs)
         local_sizes = (*sizes, *map(int, choices))
-        rows = all_gather_rows(torch.tensor([local_sizes], device=x_TD.device), self.group).tolist()
+        rows = all_gather_rows(
+            torch.tensor([local_sizes], device=x_TD.device, dtype=torch.int64), self.group
+        ).tolist()
         for g, row in enumerate(rows):
             if row[1:] != rows[0][1:]:
                 other, first = (dist.get_global_rank(self.group, i) for i in (g, 0))

@@ -280,7 +280,9 @@ class NCCLEPDispatcher(Dispatcher):
             wait_on_host()
         else:
             local_numbers = torch.tensor(
-                [[T, self.attendance.encode_number(x_TD)]], device=x_TD.device
+                [[T, self.attendance.encode_number(x_TD)]],
+                device=x_TD.device,
+                dtype=torch.int64,
             )
             numbers, notes = zip(*all_gather_rows(local_numbers, p.group).tolist(), strict=True)
             self.attendance.check_numbers(notes)
@@ -358,5 +360,7 @@ class _EPDispatch(torch.autograd.Function):
         if drows_SD is None:
             drows_SD = torch.zeros(shape, dtype=dtype, device=device)
         if dweights_SK is None:
-            dweights_SK = torch.zeros(shape[0], ctx.flight.top_k, device=device)
+            dweights_SK = torch.zeros(
+                shape[0], ctx.flight.top_k, device=device, dtype=torch.float32
+            )
         return *ctx.flight.compute_token_grads(drows_SD, dweights_SK), None

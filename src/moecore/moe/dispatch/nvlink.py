@@ -329,7 +329,7 @@ class _Dispatch(torch.autograd.Function):
         if home is not None:
             return *home, *(None,) * 6
         # Every rank takes part in the reduce, so missing gradients become zeros.
-        zeros = partial(torch.zeros, device=places_S.device)
+        zeros = partial(torch.zeros, device=places_S.device, dtype=torch.float32)
         shape, dtype = ctx.rows_like
         if drows_RD is None:
             drows_RD = zeros(shape, dtype=dtype)

@@ -49,7 +49,9 @@ def _allocate_peer_memory(
     memory, handle = allocate_symmetric_memory(layout.num_bytes, group, device)
     memory.zero_()  # the flags
     peers = [handle.get_remote_tensor(g, size, torch.uint8) for g in range(layout.num_ranks)]
-    addresses = torch.tensor([layout.locate_regions(peer.data_ptr()) for peer in peers])
+    addresses = torch.tensor(
+        [layout.locate_regions(peer.data_ptr()) for peer in peers], dtype=torch.int64, device="cpu"
+    )
     handles = dict(
         rank=dist.get_rank(group),
         bases=addresses.T.contiguous().to(device),

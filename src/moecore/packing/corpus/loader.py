@@ -238,7 +238,7 @@ class PositionedLoader(Generic[Batch]):
             generator=torch.Generator(),  # torch's default generator is part of a run's state
             prefetch_factor=2 if self._workers else None,
         )
-        with _restore_sigchld_handler():
+        with _restore_sigchld_handler(), torch.device("cpu"):  # `iter` draws a seed on the CPU
             return iter(loader)
 
     def _receive_batch(self, batches: Iterator[Any]) -> Any:

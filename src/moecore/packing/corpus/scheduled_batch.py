@@ -83,7 +83,7 @@ class ScheduledBatch:
         The sums over data ranks are the step's counts. The first rank of a group counts the group's
         documents, and each rank counts its own tokens with padding.
         """
-        totals = torch.zeros(4, dtype=torch.int64)
+        totals = torch.zeros(4, dtype=torch.int64, device="cpu")
         for batch, cp, is_first in zip(self.micro_batches, self.cps, self.is_first, strict=True):
             totals[3] += batch["padding_mask"].numel() // cp
             if is_first:
@@ -118,7 +118,8 @@ class ScheduledBatch:
         Args:
             losses: the losses of the micro-batches, as `TrainStep.forward_backward` returns them.
         """
-        return (losses / copy_to_device(torch.tensor(self.cps), losses.device)).sum()
+        cps = torch.tensor(self.cps, dtype=torch.int64, device="cpu")
+        return (losses / copy_to_device(cps, losses.device)).sum()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -151,7 +151,7 @@ class UnitEngine:
         """End a micro-batch: run a zero backward for forwards of the model that had no backward."""
         runs = [] if self._uneven is None else self._uneven.list_runs_without_backward()
         for run in runs:
-            start = torch.zeros((), requires_grad=True)
+            start = torch.zeros((), requires_grad=True, dtype=torch.float32, device="cpu")
             start.register_hook(lambda _, run=run: self.pre_backward(run))
             start.backward()
 

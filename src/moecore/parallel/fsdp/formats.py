@@ -97,8 +97,9 @@ class QuantisedFormat(ABC):
         cuts: dist.ProcessGroup | None = None,  # tp ranks whose parts of a matrix share a scale
     ) -> None:
         self._dtype, self._recipe, self._group, self._cuts = dtype, recipe, group, cuts
-        self._amax = torch.empty(0)  # fp32: amax of all blocks, then of all matrices
-        self._of_matrices = torch.empty(0)  # the view of the matrices' amax
+        # amax of all blocks, then of all matrices
+        self._amax = torch.empty(0, dtype=torch.float32, device="cpu")
+        self._of_matrices = self._amax  # the view of the matrices' amax
         self._parts: list[_ShardPart] = []
 
     def make_unsharded(self, params: Sequence[UnitParam], data: Sequence[Tensor]) -> list[Tensor]:
@@ -133,7 +134,7 @@ class QuantisedFormat(ABC):
         shapes = [self._get_blocks_shape(place) for place in places]
         numbers = [self._count_matrices(param.shape) for param in params]
         sizes = [*map(math.prod, shapes), *numbers]
-        self._amax = torch.zeros(sum(sizes), device=params[0].shard.device)
+        self._amax = torch.zeros(sum(sizes), device=params[0].shard.device, dtype=torch.float32)
         self._of_matrices = self._amax[sum(sizes[: len(params)]) :]
         views, parts = self._amax.split(sizes), list[_ShardPart]()
         for i, (param, place, shape) in enumerate(zip(params, places, shapes, strict=True)):

@@ -90,7 +90,9 @@ class PackedTransport:
         Returns the headers of all ranks, or [] if the tensors are not on a CPU.
         """
         header = torch.tensor(
-            note if self.host_reads and not shards[0].is_meta else [], dtype=torch.int64
+            note if self.host_reads and not shards[0].is_meta else [],
+            dtype=torch.int64,
+            device="cpu",
         )
         shards = [*shards, header.to(shards[0].device).view(shards[0].dtype)]
         local_bytes = torch.cat(shards)

@@ -241,7 +241,7 @@ def _sum_squares(
     If `is_wrong` is True on any rank, the first sum is nan on every rank. Collective.
     """
     if stages is None and not params:
-        return torch.zeros(0, dtype=torch.float64)
+        return torch.zeros(0, dtype=torch.float64, device="cpu")
     if params:
         squares = torch.stack(_compute_local_norms(params)).double().square_()
     else:  # a stage without trained parameters
@@ -253,7 +253,9 @@ def _sum_squares(
     ranks = [world if stages is None else stages.count_copies(name) for name in names]
     # The division and the all-reduce keep a nan.
     copies = torch.tensor(
-        [n // _count_shards(p) for n, p in zip(ranks, params, strict=True)], dtype=torch.float64
+        [n // _count_shards(p) for n, p in zip(ranks, params, strict=True)],
+        dtype=torch.float64,
+        device="cpu",
     )
     squares /= copy_to_device(copies, squares.device)
     if stages is not None:

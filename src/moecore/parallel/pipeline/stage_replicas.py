@@ -50,7 +50,9 @@ class AllStages:
         Parameters of other stages have the value 0.
         """
         order = {name: i for i, name in enumerate(self.num_holders)}
-        index = torch.tensor([order[clean_name(name)] for name in names], dtype=torch.int64)
+        index = torch.tensor(
+            [order[clean_name(name)] for name in names], dtype=torch.int64, device="cpu"
+        )
         placed = values.new_zeros(len(order))
         return placed.index_copy_(0, copy_to_device(index, values.device), values)
 

@@ -189,7 +189,7 @@ def connect(groups: Groups, rank_of: Sequence[int], rank: int, device: torch.dev
     """
     # This makes all communicators before the first message: see `StageTransport.receive`.
     neighbours = {pair for pair in pairwise(rank_of) if pair[0] != pair[1]}
-    number = torch.zeros(1, device=device)
+    number = torch.zeros(1, device=device, dtype=torch.float32)
     for source, target in sorted(neighbours | {(b, a) for a, b in neighbours}):
         group = _choose_group(groups, source, target)
         if rank == source:

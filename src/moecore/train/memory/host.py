@@ -308,7 +308,10 @@ class HostCopies:
             if (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
                 # Memory of its own can be freed; in a slab each change would take further bytes.
                 self._copies[name] = torch.empty(
-                    tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
+                    tensor.shape,
+                    dtype=tensor.dtype,
+                    pin_memory=tensor.is_cuda,
+                    device="cpu",
                 )
         remaining_bytes = Counter[str]()
         for name in new:

@@ -103,7 +103,7 @@ class SavedStorages:
         self._streams = CopyStreams(device)
         self._pool = HostPool(self._streams, max_host_bytes)
         self._store: Store = self._pool
-        self._nothing = torch.empty(0, device=device)
+        self._nothing = torch.empty(0, device=device, dtype=torch.float32)
         self._share = fraction  # of this forward
         self._pending_free: list[StorageGroup] = []  # groups whose device memory is not freed yet
         # Storage -> its last copy. The key is not the storage's address, because a unit may free

@@ -197,7 +197,7 @@ class _MatrixShards:
 
     def _count_ranks_by_matrix(self, number: int) -> Tensor:
         """Return int64 [batch]: how many ranks store any piece of each matrix of part `number`."""
-        counts = torch.zeros(self.layout.batch, dtype=torch.int64)
+        counts = torch.zeros(self.layout.batch, dtype=torch.int64, device="cpu")
         for parts in self.rank_parts:
             part = parts[number]
             if part.rows.numel() and part.columns.numel():
@@ -206,7 +206,7 @@ class _MatrixShards:
 
     def _find_ranks_with_full(self, number: int) -> Tensor:
         """Return bool [ranks, batch]: whether a rank stores a full matrix of part `number`."""
-        mask = torch.zeros(len(self.ranks), self.layout.batch, dtype=torch.bool)
+        mask = torch.zeros(len(self.ranks), self.layout.batch, dtype=torch.bool, device="cpu")
         for rank, parts in enumerate(self.rank_parts):
             part = parts[number]
             if (part.rows.numel(), part.columns.numel()) == self.layout.shapes[number]:
@@ -256,7 +256,7 @@ def _assign_owners(members: list[_Member], num_ranks: int) -> Owners:
     for order, member in enumerate(members):
         layout = member.shards.layout
         for part, shape in enumerate(layout.shapes):
-            owners[member.place, part] = torch.zeros(layout.batch, dtype=torch.int64)
+            owners[member.place, part] = torch.zeros(layout.batch, dtype=torch.int64, device="cpu")
             short, long = sorted(shape)
             cost = short * short * (2 * long + short)  # of Newton-Schulz
             for i, mask in enumerate(member.shards.full_masks[part].T):
@@ -309,7 +309,7 @@ def _make_round(members: list[_Member], owners: Owners, rank: int) -> ExchangeRo
 def _convert_index(index: Tensor, device: torch.device) -> Index:
     """Return an index as a slice if its steps are equal, otherwise as a tensor on `device`."""
     first, step = int(index[0]), int(index[1] - index[0]) if index.numel() > 1 else 1
-    if step > 0 and torch.equal(index, torch.arange(index.numel()) * step + first):
+    if step > 0 and torch.equal(index, torch.arange(index.numel(), device="cpu") * step + first):
         return slice(first, int(index[-1]) + 1, step)
     return index.to(device)
 

@@ -198,7 +198,9 @@ class HostAdamW(AdamW):
             [],
             [step.clone() for step in columns[4]],  # adamw adds 1; rows share a step
             fused=True,
-            grad_scale=None if scale is None else torch.tensor(float(scale), dtype=torch.float32),
+            grad_scale=None
+            if scale is None
+            else torch.tensor(float(scale), dtype=torch.float32, device="cpu"),
             amsgrad=False,
             beta1=float(beta1),
             beta2=float(beta2),

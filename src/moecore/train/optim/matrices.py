@@ -115,11 +115,14 @@ class MatrixLayout(CheckedRecord):
         """Return the shard's indices in each part, for a mesh coordinate; None = this rank."""
         indices = compute_global_indices(param, coordinate)
         if len(indices) == 2:
-            indices = [torch.arange(1), *indices]
+            indices = [torch.arange(1, device="cpu"), *indices]
         if len(indices) == 4:  # gate and up in a dim of their own
             indices[1:3] = [(indices[1][:, None] * param.shape[2] + indices[2]).flatten()]
         batch, *dims = indices
-        axes = [[(torch.arange(index.numel()), index)] * len(self.shapes) for index in dims]
+        axes = [
+            [(torch.arange(index.numel(), device="cpu"), index)] * len(self.shapes)
+            for index in dims
+        ]
         if self.sections is not None:
             axes[self.sections.dim] = list(_list_pieces(self.sections, dims[self.sections.dim]))
         return [

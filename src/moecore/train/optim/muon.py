@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
@@ -260,9 +261,8 @@ class _Step:
         ]
         device = self.views[0].weight.device
         self.grad_scale, self.found_inf = get_scale_signals(optimizer, device)
-        lr = options.lr
-        lr = lr.to(device).view(()) if isinstance(lr, Tensor) else torch.full((), lr, device=device)
-        self.lr = lr.float()
+        lr, full = options.lr, partial(torch.full, (), dtype=torch.float32, device=device)
+        self.lr = (lr.to(device).view(()) if isinstance(lr, Tensor) else full(lr)).float()
         if self.found_inf is not None:
             self.lr = self.lr.masked_fill(self.found_inf > 0, 0.0)
         self.decay = 1 - self.lr * options.weight_decay

@@ -34,7 +34,7 @@ def make_output_means(param: Tensor, layout: MatrixLayout, dtype: torch.dtype) -
     # Ranks that hold other inputs of the same outputs hold copies.
     placements = [Replicate() if p.is_shard(dim) else p for p in param.placements]
     shape = _reduce_shape(param.shape, dim)
-    stride = torch.empty(shape, device="meta").stride()
+    stride = torch.empty(shape, device="meta", dtype=torch.float32).stride()
     return DTensor.from_local(
         means, param.device_mesh, placements, run_check=False, shape=shape, stride=stride
     )

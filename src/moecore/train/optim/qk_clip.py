@@ -215,7 +215,9 @@ class _ScoreWatcher:
         if module.tp is not None:
             size = module.tp.size
             self.first = num_heads // size * module.tp.rank
-        self.max_H = torch.full((num_heads // size,), -torch.inf, device=self.queries.weight.device)
+        self.max_H = torch.full(
+            (num_heads // size,), -torch.inf, device=self.queries.weight.device, dtype=torch.float32
+        )
 
     @classmethod
     def from_module(cls, name: str, module: Attention | LatentAttention) -> _ScoreWatcher:
