@@ -33,7 +33,7 @@ from moecore.families.transformers.packing import find_packing_problem
 from moecore.families.transformers.tensor_parallel import find_cuts
 from moecore.io.hf.config_fields import HFConfig, read_config
 from moecore.io.hf.files import format_with_source
-from moecore.io.hf.stock import build_reader
+from moecore.io.hf.stock import build_meta_model
 from moecore.moe.layer import RoutedLayer
 from moecore.parallel.fsdp.units import find_blocks
 from moecore.planning.model import ModelSizes, ModelSource, ModuleParts, PlannedModel, count_sizes
@@ -225,7 +225,7 @@ def _build_model(model: TransformersModel, dtype: torch.dtype) -> Any:
             f"config.json model_type ({quote(values.get('model_type'))}) must have transformers "
             f"installed to be planned: {install_command('hf')}"
         )
-    hf: Any = build_reader(values, dtype=dtype)
+    hf: Any = build_meta_model(values, dtype=dtype)
     if hf is None:
         raise ValueError(
             f"config.json model_type ({quote(values.get('model_type'))}) must be of a causal "

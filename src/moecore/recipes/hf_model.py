@@ -20,7 +20,7 @@ from moecore.base.progress import Report, show_progress
 from moecore.families import use_causal_attention
 from moecore.families.transformers.packing import find_packing_problem
 from moecore.io import decoder_config_from_hf, export_hf, merge_adapters, save_adapters
-from moecore.io.checkpoint.ranks import on_first_rank
+from moecore.io.checkpoint.ranks import run_on_first_rank
 from moecore.models import DecoderConfig
 from moecore.packing.corpus.files import shorten_text
 from moecore.recipes.files import named
@@ -191,7 +191,7 @@ def write_export(
     All ranks call `write` with the draft's path and a progress report, then rank 0 `complete`.
     """
     draft = target.with_name(f".{target.name}.draft")
-    on_first_rank(lambda: shutil.rmtree(draft, ignore_errors=True))
+    run_on_first_rank(lambda: shutil.rmtree(draft, ignore_errors=True))
     with show_progress("exporting", unit="B") as report:
         write(draft, report)
 
@@ -200,7 +200,7 @@ def write_export(
         shutil.rmtree(target, ignore_errors=True)
         draft.rename(target)
 
-    on_first_rank(replace_target)
+    run_on_first_rank(replace_target)
 
 
 def copy_files(source: Path, target: Path) -> None:

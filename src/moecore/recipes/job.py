@@ -20,7 +20,7 @@ from moecore.base.progress import show_progress
 from moecore.io import latest, load
 from moecore.io.checkpoint.directory import CHECKPOINTS
 from moecore.io.checkpoint.manifest import read_manifest
-from moecore.io.checkpoint.ranks import on_first_rank
+from moecore.io.checkpoint.ranks import run_on_first_rank
 from moecore.models import Decoder
 from moecore.parallel.mesh import Meshes
 from moecore.recipes.data import BatchShape
@@ -53,10 +53,10 @@ def resume(
     `stage`, the data and positions may differ. Raises ValueError for another run's checkpoint.
     """
     # On one rank: a slow file system may show another one, or none, to another rank.
-    newest = on_first_rank(lambda: latest(checkpoint_dir(args)))
+    newest = run_on_first_rank(lambda: latest(checkpoint_dir(args)))
     if newest is None:
         return 0
-    saved_facts = on_first_rank(lambda: read_manifest(newest).facts)
+    saved_facts = run_on_first_rank(lambda: read_manifest(newest).facts)
     begins_stage = stage is not None and stage.begins_at(
         saved_facts.step, saved_facts.extra.get("stage")
     )
@@ -154,12 +154,12 @@ def print_changes(args: RunConfig, toml: str) -> None:
         for line in lines:
             print(line, flush=True)
 
-    on_first_rank(compare)
+    run_on_first_rank(compare)
 
 
 def save_config(args: RunConfig, toml: str) -> None:
     """Write the options of a run to its directory, as --config reads them. Collective."""
-    on_first_rank(lambda: (args.run_dir / CONFIG).write_text(toml, errors="surrogateescape"))
+    run_on_first_rank(lambda: (args.run_dir / CONFIG).write_text(toml, errors="surrogateescape"))
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

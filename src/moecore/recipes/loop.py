@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from moecore.base.progress import show_progress
 from moecore.io import Saver
-from moecore.io.checkpoint.ranks import on_first_rank
+from moecore.io.checkpoint.ranks import run_on_first_rank
 from moecore.parallel.mesh import ParallelConfig, start_process_group
 from moecore.recipes.data import BatchShape, to_device
 from moecore.recipes.determinism import check_deterministic, use_deterministic_algorithms
@@ -139,7 +139,7 @@ def remaining_stages(stages: list[ConfigT]) -> list[ConfigT]:
         return stages
     if not dist.is_initialized():  # one rank reads the directory for all
         start_process_group("cuda" if torch.cuda.is_available() else "cpu")
-    step = on_first_rank(lambda: latest_step(stages[0]))
+    step = run_on_first_rank(lambda: latest_step(stages[0]))
     return [stage for stage in stages[:-1] if stage.steps > step] + stages[-1:]
 
 
@@ -262,7 +262,7 @@ def save(job: TrainingJob[Any], saver: Saver, step: int) -> None:
 def open_report(job: TrainingJob[Any]) -> AbstractContextManager[RunReport | None]:
     """Return the report of rank 0, and an empty context on others; all ranks raise its errors."""
     reports: list[RunReport] = []
-    on_first_rank(lambda: reports.append(RunReport(job.args, start=job.start, unit=job.unit)))
+    run_on_first_rank(lambda: reports.append(RunReport(job.args, start=job.start, unit=job.unit)))
     return reports[0] if reports else nullcontext()
 
 

@@ -57,7 +57,7 @@ def is_first_rank() -> bool:
     return get_rank_and_world()[0] == 0
 
 
-def on_first_rank(action: Callable[[], T], group: Group = None) -> T:
+def run_on_first_rank(action: Callable[[], T], group: Group = None) -> T:
     """Run an action on rank 0; return its result or raise its error on every rank. Collective."""
     if not dist.is_initialized():
         return action()

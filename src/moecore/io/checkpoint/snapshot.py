@@ -49,9 +49,9 @@ from moecore.io.checkpoint.state import (
     allocate_optimizer_state,
     collect_optimizer_tensors,
     copy_rng_states,
-    list_optimizers,
     map_amax_operands,
     map_state_views,
+    prepare_optimizers,
     restore_amax,
     restore_optimizer_state,
     restore_rng,
@@ -89,7 +89,7 @@ def take_snapshot(
     _check_finished(model)
     view = ModelView(model)
     tensors = {f"model.{name}": tensor for name, tensor in view.stored_views.items()}
-    optimizers = list_optimizers(optimizer, view)
+    optimizers = prepare_optimizers(optimizer, view)
     tensors |= {f"optimizer.{k}": v for k, v in collect_optimizer_tensors(optimizers, view).items()}
     owners = map_amax_operands(model).items()
     tensors |= {f"amax.{n}": h.steps[operand] for n, (h, operand) in owners if operand in h.steps}
@@ -285,7 +285,7 @@ def load_rank_state(
     view = ModelView(model)
     for name, tensor in kinds["model"].items():
         get_local_tensor(view.stored_views[name]).copy_(tensor)
-    optimizers = list_optimizers(optimizer, view)
+    optimizers = prepare_optimizers(optimizer, view)
     scalars = {name: x.dtype for name, x in kinds["optimizer"].items() if not x.ndim}
     matrices = {name: x.dtype for name, x in kinds["optimizer"].items() if x.ndim}
     for owner in optimizers:

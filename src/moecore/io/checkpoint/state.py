@@ -85,7 +85,7 @@ class ModelView:
         return self._names[id(param)]
 
 
-def list_optimizers(optimizer: Optimizers | None, model: ModelView) -> list[Optimizer]:
+def prepare_optimizers(optimizer: Optimizers | None, model: ModelView) -> list[Optimizer]:
     """Return the optimizers as a list ([] for None), and load offloaded state to the device.
 
     Raises:
