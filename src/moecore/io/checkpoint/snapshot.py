@@ -22,7 +22,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -41,7 +40,12 @@ from moecore.io.checkpoint.hyperparameters import (
     restore_hyperparameters,
 )
 from moecore.io.checkpoint.manifest import ManifestFacts, check_dtype
-from moecore.io.checkpoint.ranks import Group, gather_objects, get_rank_and_world
+from moecore.io.checkpoint.ranks import (
+    Group,
+    gather_objects,
+    get_rank_and_world,
+    is_first_of_stage,
+)
 from moecore.io.checkpoint.state import (
     STAGE_KINDS,
     ModelView,
@@ -189,11 +193,6 @@ class StagePart:
     names: frozenset[str]
     groups: list[list[str]]  # names of the parameters of each group of the optimizers
     meshes: list[dict[str, int]]  # as in `ManifestFacts`
-
-
-def is_first_of_stage(stages: AllStages) -> bool:
-    """Whether this rank is the first rank of its pipeline stage."""
-    return dist.get_rank() % (dist.get_world_size() // stages.pp) == 0
 
 
 def join_stage_parts(part: StagePart, stages: AllStages | None, group: Group = None) -> StagePart:
