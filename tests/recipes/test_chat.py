@@ -408,7 +408,7 @@ def test_documents_have_the_labels_of_their_answers(modules: SimpleNamespace) ->
         batch = modules.batches.packed_examples([first, second], shape, **where).next()
         assert batch.labels_ABT.flatten().tolist() == wanted
         assert batch.cu_seqlens_An.unique().tolist() == cuts
-        assert batch.counts().tolist() == [4, 7, 4**2 + 3**2, 16]
+        assert batch.count_labels_and_tokens().tolist() == [4, 7, 4**2 + 3**2, 16]
 
 
 def test_held_out_examples_are_no_others(modules: SimpleNamespace) -> None:

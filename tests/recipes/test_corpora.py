@@ -223,7 +223,7 @@ def test_data_sets_on_disk_and_streamed(pretrain: ModuleType, tmp_path: Path) ->
 def test_steps_count_labels_and_documents(pretrain: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
     for batch in tokens_of(pretrain, f"{tmp_path}/a.jsonl", steps=3):
-        labels, tokens, *_ = batch.counts().tolist()
+        labels, tokens, *_ = batch.count_labels_and_tokens().tolist()
         assert labels == int((batch.labels_ABT >= 0).sum()) and tokens == 2 * 2 * 16
         borders = batch.cu_seqlens_An
         assert (borders.diff() >= 0).all() and (borders[:, -1] == 32).all()

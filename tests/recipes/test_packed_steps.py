@@ -52,7 +52,7 @@ def test_the_loss_of_packed_rows_is_that_of_documents(train: ModuleType) -> None
                 with torch.no_grad():
                     if stop - start > 1:
                         total += float(model(one_BT[:, :-1], one_BT[:, 1:], num_tokens=1))
-    count, tokens, pairs, size = batch.counts().tolist()
+    count, tokens, pairs, size = batch.count_labels_and_tokens().tolist()
     assert tokens == sum(lengths) and size == batch.tokens_ABT.numel()
     assert count == batch.num_labels == sum(lengths) - len(lengths)
     torch.testing.assert_close(float(loss), total / count, rtol=1e-5, atol=0)

@@ -82,7 +82,7 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
         """
         if isinstance(batch, ScheduledBatch):
             self.owner.num_micro_batches = len(batch.cps)
-            return batch.loss_of(self.owner.forward_backward(batch.inputs(self.device)))
+            return batch.compute_local_loss(self.owner.forward_backward(batch.inputs(self.device)))
         if self.owner.num_micro_batches != len(batch.tokens_ABT):
             self.owner.num_micro_batches = len(batch.tokens_ABT)
         tensors = (to_device(tensor, self.device) for tensor in batch.tensors())
@@ -107,7 +107,7 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
         """Return the mean loss per label of a validation set over all ranks. Collective."""
         copies = dist.get_world_size() // self.meshes.data_ranks
         if isinstance(batch, ScheduledBatch):
-            total = batch.loss_of(self.owner.losses(batch.inputs(self.device)))
+            total = batch.compute_local_loss(self.owner.losses(batch.inputs(self.device)))
             dist.all_reduce(total)
             return float(total) / copies
         num_labels = to_device(batch.num_labels.clone(), self.device)
@@ -135,7 +135,7 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
 
     def position(self) -> Metrics:
         """Return the epoch of each source, and "bad_lines" if lines are left out."""
-        epochs = self.batches.sampler.epochs()
+        epochs = self.batches.sampler.get_epochs()
         metrics = {f"epoch/{name}": float(epoch) for name, epoch in epochs.items()}
         return metrics | ({"bad_lines": float(self.bad_lines)} if self.bad_lines else {})
 

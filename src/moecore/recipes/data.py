@@ -85,7 +85,7 @@ class StepBatch:
         tensors = (self.tokens_ABT, self.labels_ABT, self.padding_ABT, self.cu_seqlens_An)
         return tuple(tensor for tensor in tensors if tensor is not None)
 
-    def counts(self) -> Tensor:
+    def count_labels_and_tokens(self) -> Tensor:
         """Return labels that count, tokens without padding, pairs, tokens with padding: int64 [4].
 
         Pairs are the sum of the squared lengths of documents, twice what causal attention computes.
@@ -222,7 +222,7 @@ class RandomSteps:
             raise ValueError(f"random tokens of seed {state.get('seed')}, not {self._seed}")
         self._step = state["step"]
 
-    def epochs(self) -> dict[str, float]:
+    def get_epochs(self) -> dict[str, float]:
         """Return {}: there are no sources."""
         return {}
 

@@ -92,7 +92,7 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
         if isinstance(batch, ScheduledBatch):
             self.owner.num_micro_batches = len(batch.cps)
             inputs = batch.inputs(self.device, transformers=True)
-            return batch.loss_of(self.owner.forward_backward(inputs))
+            return batch.compute_local_loss(self.owner.forward_backward(inputs))
         if self.graph is None:
             return self.train_on(num_labels, micro_batches(self, batch))
         return self.graph(num_labels, *(to_device(x, self.device) for x in batch.tensors()))
@@ -114,7 +114,7 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
         for _ in track(numbers, "evaluating", unit="batches", lines=True):
             batch = steps.next()
             sums[0] += self.sum_of_losses(batch)
-            sums[1] += to_device(batch.counts()[0], self.device)
+            sums[1] += to_device(batch.count_labels_and_tokens()[0], self.device)
         self.model.train()
         dist.all_reduce(sums)
         total, num_tokens = sums.tolist()
@@ -124,7 +124,7 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
         """Return this rank's part of the sum of losses over the answers' tokens of a batch."""
         if isinstance(batch, ScheduledBatch):
             losses = self.owner.losses(batch.inputs(self.device, transformers=True))
-            return batch.loss_of(losses) * batch.num_labels
+            return batch.compute_local_loss(losses) * batch.num_labels
         divisor = torch.ones((), dtype=torch.int64, device=self.device)
         inputs = [inputs_of(divisor, *parts) for parts in micro_batches(self, batch)]
         return self.owner.losses(inputs).sum()

@@ -182,7 +182,7 @@ class Samples:
     rollouts: Rollouts
     rewards_n: Tensor
 
-    def counts(self) -> Tensor:
+    def count_labels_and_tokens(self) -> Tensor:
         """Return tokens of completions, tokens, completions and 0: int64 [4]."""
         num_new = int(self.rollouts.response_mask_N.sum())
         return torch.tensor([num_new, len(self.rollouts.tokens_N), len(self.rewards_n), 0])

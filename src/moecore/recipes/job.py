@@ -191,7 +191,7 @@ def effect_of(key: str) -> str:
 class StepData(Protocol):
     """The batch of one data rank and one step."""
 
-    def counts(self) -> Tensor:
+    def count_labels_and_tokens(self) -> Tensor:
         """Return int64 [4]: labels that the mean loss counts, tokens, and two more counts."""
 
 

@@ -276,7 +276,7 @@ def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> Laun
         group["lr"] = lr * group["lr_factor"] * group.get("width_factor", 1.0)
     batch = job.next_batch(step)
     copies = dist.get_world_size() // job.meshes.data_ranks  # of equal data: cp and tp ranks
-    counts = torch.cat([batch.counts(), torch.tensor([copies * stops])])
+    counts = torch.cat([batch.count_labels_and_tokens(), torch.tensor([copies * stops])])
     counts = to_device(counts, job.device)
     dist.all_reduce(counts)
     fetched = Moment(job.device)  # when the last rank has its data

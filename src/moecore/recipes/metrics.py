@@ -146,8 +146,9 @@ def usage(
 ) -> Metrics:
     """Return "padding_share", and "mfu" if the FLOPs of the model and the peak are known.
 
-    `counts` are `StepBatch.counts` over all data ranks, and `seconds` those of the step. `config`
-    None = unknown FLOPs. `peak` is the dense TFLOP/s of one device; None = unknown.
+    `counts` are those of `StepBatch.count_labels_and_tokens` over all data ranks, and `seconds`
+    those of the step. `config` None = unknown FLOPs. `peak` is the dense TFLOP/s of one device;
+    None = unknown.
     """
     _, tokens, pairs, size = counts
     metrics = {"padding_share": 1 - tokens / size}
@@ -158,7 +159,10 @@ def usage(
 
 
 def flops_of(config: DecoderConfig, tokens: int, pairs: int) -> float:
-    """Return the FLOPs of forward and backward; `tokens` and `pairs` as in `StepBatch.counts`."""
+    """Return the FLOPs of forward and backward.
+
+    `tokens` and `pairs` are as in `StepBatch.count_labels_and_tokens`.
+    """
     linear = flops_per_token(config, 0)
     return tokens * linear + pairs * (flops_per_token(config, 1) - linear)
 

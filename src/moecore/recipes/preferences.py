@@ -51,7 +51,7 @@ class PreferenceBatch:
 
     rollouts: Rollouts
 
-    def counts(self) -> Tensor:
+    def count_labels_and_tokens(self) -> Tensor:
         """Return pairs, tokens, tokens of completions, and 0: int64 [4]."""
         rollouts = self.rollouts
         num_pairs, num_answers = rollouts.num_sequences // 2, int(rollouts.response_mask_N.sum())
