@@ -107,14 +107,14 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
         """Return the mean loss per label of a validation set over all ranks. Collective."""
         copies = dist.get_world_size() // self.meshes.data_ranks
         if isinstance(batch, ScheduledBatch):
-            total = batch.compute_local_loss(self.owner.losses(batch.inputs(self.device)))
+            total = batch.compute_local_loss(self.owner.compute_losses(batch.inputs(self.device)))
             dist.all_reduce(total)
             return float(total) / copies
         num_labels = to_device(batch.num_labels.clone(), self.device)
         dist.all_reduce(num_labels)
         tensors = (to_device(tensor, self.device) for tensor in batch.tensors())
         inputs = inputs_of((num_labels // copies).clamp(min=1), tensors, self.args.seq_len)
-        total = self.owner.losses(inputs).sum()
+        total = self.owner.compute_losses(inputs).sum()
         dist.all_reduce(total)
         return float(total) / copies
 

@@ -123,11 +123,11 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
     def sum_of_losses(self, batch: StepBatch | ScheduledBatch) -> Tensor:
         """Return this rank's part of the sum of losses over the answers' tokens of a batch."""
         if isinstance(batch, ScheduledBatch):
-            losses = self.owner.losses(batch.inputs(self.device, transformers=True))
+            losses = self.owner.compute_losses(batch.inputs(self.device, transformers=True))
             return batch.compute_local_loss(losses) * batch.num_labels
         divisor = torch.ones((), dtype=torch.int64, device=self.device)
         inputs = [inputs_of(divisor, *parts) for parts in micro_batches(self, batch)]
-        return self.owner.losses(inputs).sum()
+        return self.owner.compute_losses(inputs).sum()
 
     def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
         """Return "answer_tokens", "padding_share" and, if FLOPs and peak are known, "mfu"."""

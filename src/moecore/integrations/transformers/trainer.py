@@ -359,7 +359,7 @@ class ShardedAccelerator(Accelerator):
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run backward of a micro-batch's loss, multiplied by the fp16 loss scale, if any."""
-        super().backward(self.owner.scale(loss), **kwargs)
+        super().backward(self.owner.scale_loss(loss), **kwargs)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> float:
         """Clip by the TrainStep's max_norm; return the global norm. Arguments are not used."""

@@ -104,17 +104,17 @@ class AdamW(torch.optim.AdamW):
         """Return the options that are not in `param_groups`; ranks must agree on them."""
         return {"moment_dtype": self.moment_dtype, "master_remainder": self.master_remainder}
 
-    def moment_dtype_of(self, param: Tensor) -> torch.dtype:
+    def get_moment_dtype(self, param: Tensor) -> torch.dtype:
         """Return the dtype of a parameter's moments in a checkpoint: bf16 instead of FP8."""
         dtypes = self._get_state_dtypes(param)
         return torch.bfloat16 if "exponents" in dtypes else dtypes["exp_avg"]
 
-    def state_device_of(self, param: Tensor) -> torch.device:
+    def get_state_device(self, param: Tensor) -> torch.device:
         """Return the device of a parameter's state."""
         return param.device
 
     @torch.no_grad()
-    def stored_state(self, param: Tensor) -> dict[str, Tensor]:
+    def get_stored_state(self, param: Tensor) -> dict[str, Tensor]:
         """Return a parameter's state for a checkpoint; {} before the first step.
 
         Names are "exp_avg", "exp_avg_sq", "step", and with `master_remainder` "remainder". FP8
@@ -136,7 +136,7 @@ class AdamW(torch.optim.AdamW):
         Tensors of the right dtype and device are not copied. A missing "remainder" becomes 0.
         """
         state, dtypes = dict(saved_state), self._get_state_dtypes(param)
-        device = self.state_device_of(param)
+        device = self.get_state_device(param)
         self.state[param] = state
         state["step"] = state["step"].to(device, torch.float32)
         if "exponents" in dtypes:
@@ -155,7 +155,7 @@ class AdamW(torch.optim.AdamW):
         result: dict[str, Any] = super().state_dict()
         params = self._list_params()
         result["state"] = {
-            place: self.stored_state(params[place]) if "exponents" in state else state
+            place: self.get_stored_state(params[place]) if "exponents" in state else state
             for place, state in result["state"].items()
         }
         return result
@@ -235,7 +235,7 @@ class AdamW(torch.optim.AdamW):
     def prepare_state(self, param: Tensor) -> dict[str, Tensor]:
         """Return `self.state[param]`: zeros if new, converted if its dtypes or device differ."""
         state: dict[str, Tensor] = self.state[param]
-        dtypes, device = self._get_state_dtypes(param), self.state_device_of(param)
+        dtypes, device = self._get_state_dtypes(param), self.get_state_device(param)
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
             shaped = dtypes.keys() - {"step", "exponents"}
@@ -248,7 +248,7 @@ class AdamW(torch.optim.AdamW):
             t = state.get(name)
             fits &= t is not None and t.dtype == dtype and t.device == device
         if not fits:
-            self.restore_state(param, self.stored_state(param))
+            self.restore_state(param, self.get_stored_state(param))
         formatted: dict[str, Tensor] = self.state[param]
         return formatted
 

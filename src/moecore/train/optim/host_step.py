@@ -89,7 +89,7 @@ class HostAdamW(AdamW):
         super().add_param_group(param_group)
         self._choose_host_params()
 
-    def state_device_of(self, param: Tensor) -> torch.device:
+    def get_state_device(self, param: Tensor) -> torch.device:
         """Return the device of a parameter's state."""
         return torch.device("cpu") if param in self.host_params else param.device
 
