@@ -35,8 +35,8 @@ from moecore.base.fields import (
 )
 from moecore.base.torch_private import get_local_tensor, zeros_like
 from moecore.kernels.momentum import momentum_
-from moecore.train.optim.adamw import get_grad, get_scale_signals, run_closure
 from moecore.train.optim.exchange import ExchangeRound, MatrixBlock, MatrixPlan, make_plan
+from moecore.train.optim.gradients import get_grad, get_scale_signals, run_closure
 from moecore.train.optim.matrices import MatrixAssignment, MatrixLayout, compute_lr_factor
 from moecore.train.optim.output_means import divide_by_means_, make_output_means
 
