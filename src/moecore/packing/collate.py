@@ -265,8 +265,8 @@ def select_token_indices(cu_seqlens: Tensor, cp: Count, rank: CountOrZero) -> Te
 def invert_token_indices(cu_seqlens: Tensor, cp: Count) -> Tensor:
     """Return the inverse permutation of the concatenated indices of all cp ranks, int64 [t].
 
-        held = torch.cat([x[select_token_indices(cu_seqlens, cp, r)] for r in range(cp)])
-        held[invert_token_indices(cu_seqlens, cp)]  # equals x
+        parts = [x[select_token_indices(cu_seqlens, cp, rank)] for rank in range(cp)]
+        torch.cat(parts)[invert_token_indices(cu_seqlens, cp)]  # equals x
 
     Arguments and errors: see `select_token_indices`.
     """
