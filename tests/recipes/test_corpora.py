@@ -98,12 +98,12 @@ def test_the_last_documents_are_held_out(pretrain: ModuleType, tmp_path: Path) -
 
 
 def test_errors_of_sources_are_short(pretrain: ModuleType) -> None:
-    from moecore.recipes.corpora import Tokens
+    from moecore.recipes.corpora import DocumentEncoder
 
     long, bytes_ = "x" * 5000, pretrain.Tokenizer("bytes")
     row = {f"field_{i}": "" for i in range(5000)}
     for call in (
-        lambda: Tokens(bytes_, long)(row),
+        lambda: DocumentEncoder(bytes_, long)(row),
         lambda: source_of(f"{long},{long}=1"),
         lambda: source_of(f"{long},weight={long}"),
         lambda: pretrain.read_source(source_of(long), bytes_),

@@ -178,11 +178,11 @@ class PackedSteps(Steps[StepBatch]):
         for number in range(self._shape.grad_accum):
             borders = cu_seqlens - number * tokens
             borders = borders[(borders >= 0) & (borders <= tokens)]
-            of_all.append(with_borders(borders, self._max_documents + 1))
+            of_all.append(repeat_last_border(borders, self._max_documents + 1))
         return torch.stack(of_all).int()
 
 
-def with_borders(cu_seqlens_n: Tensor, number: int) -> Tensor:
+def repeat_last_border(cu_seqlens_n: Tensor, number: int) -> Tensor:
     """Repeat the last border up to `number`, [..., number], for documents without tokens."""
     num_copies = number - cu_seqlens_n.shape[-1]
     return torch.cat(
@@ -266,4 +266,4 @@ def pad_borders(batch: StepBatch) -> StepBatch:
         return batch
     num_borders = torch.tensor(batch.cu_seqlens_An.shape[1])
     dist.all_reduce(num_borders, op=dist.ReduceOp.MAX)
-    return replace(batch, cu_seqlens_An=with_borders(batch.cu_seqlens_An, int(num_borders)))
+    return replace(batch, cu_seqlens_An=repeat_last_border(batch.cu_seqlens_An, int(num_borders)))

@@ -27,7 +27,7 @@ from moecore.recipes.parser import to_toml
 MAX_TOKENS = 64  # of the first row that are printed
 
 
-def planned_run(
+def make_planned_run(
     args: ShardedConfig,
     model: DecoderConfig | TransformersModel,
     parallel: ParallelConfig,

@@ -100,7 +100,7 @@ def run_evaluate(args: EvaluateConfig) -> int:
     model, tokenizer = load_model(args.path)
     for source in [read_source(options, tokenizer) for options in args.data]:
         total, count = 0.0, 0
-        for ids_1T in documents(source, args.seq_len, args.max_documents):
+        for ids_1T in iterate_documents(source, args.seq_len, args.max_documents):
             total += sum_of_losses(model, ids_1T.to(model.device))
             count += ids_1T.shape[1] - 1
         if not count:
@@ -169,7 +169,7 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, *, is_chat: bool) -> list[int]
     return ids
 
 
-def documents(source: Any, seq_len: int, limit: int | None) -> Iterator[Tensor]:
+def iterate_documents(source: Any, seq_len: int, limit: int | None) -> Iterator[Tensor]:
     """Yield the ids of each of the first `limit` documents, [1, T], with 1 < T <= seq_len."""
     for number, document in enumerate(track(source.documents, "evaluating", unit="documents")):
         if number == limit:

@@ -108,7 +108,7 @@ def latest_step(args: RunConfig) -> int:
     return 0 if newest is None else read_manifest(newest).facts.step
 
 
-def continuation(args: RunConfig) -> str:
+def describe_continuation(args: RunConfig) -> str:
     """Return a sentence about the checkpoint from which the same command would continue."""
     try:
         newest = latest(checkpoint_dir(args))
@@ -148,7 +148,7 @@ def print_changes(args: RunConfig, toml: str) -> None:
         if not path.exists() or latest(checkpoint_dir(args)) is None:
             return
         try:
-            lines = changes(read_toml(path, "--run-dir"), tomllib.loads(toml))
+            lines = list_changes(read_toml(path, "--run-dir"), tomllib.loads(toml))
         except ValueError as error:
             lines = [f"changes since the last start are unknown: {error}"]
         for line in lines:
@@ -162,7 +162,7 @@ def save_config(args: RunConfig, toml: str) -> None:
     run_on_first_rank(lambda: (args.run_dir / CONFIG).write_text(toml, errors="surrogateescape"))
 
 
-def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+def list_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Return a line for each key whose value differs between two config.toml."""
     old, new = (dict(flatten(by_stage(content))) for content in (before, after))
     return [
@@ -257,7 +257,7 @@ class TrainingJob(ABC, Generic[BatchT]):
         self.peak_tflops = args.peak_tflops or peak_tflops(self.device, dtype)
 
     @abstractmethod
-    def begin(self) -> None:
+    def print_start(self) -> None:
         """Print model, data and ranks before the first step of a start."""
 
     @abstractmethod
@@ -288,7 +288,7 @@ class TrainingJob(ABC, Generic[BatchT]):
     def finish(self) -> None:
         """Write the result of the run after its last step."""
 
-    def position(self) -> Metrics:
+    def get_data_metrics(self) -> Metrics:
         """Return metrics of the data up to the batch that was last read."""
         return {}
 

@@ -52,7 +52,7 @@ class Moment:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Launched:
+class LaunchedStep:
     """An optimizer step whose kernels a GPU may still execute.
 
     Attributes:
@@ -141,7 +141,7 @@ def memory_gib(device: torch.device) -> Metrics:
     return {"memory_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}
 
 
-def usage(
+def compute_usage(
     counts: list[int], seconds: float, config: DecoderConfig | None, peak: float | None
 ) -> Metrics:
     """Return "padding_share", and "mfu" if the FLOPs of the model and the peak are known.

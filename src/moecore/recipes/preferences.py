@@ -58,7 +58,7 @@ class PreferenceBatch:
         return torch.tensor([num_pairs, len(rollouts.tokens_N), num_answers, 0])
 
 
-def preference_steps(
+def make_preference_steps(
     pairs: Sequence[Preference], shape: BatchShape, *, seed: int | None, data_rank: int
 ) -> Steps[PreferenceBatch]:
     """Return the steps of this data rank: each pair once per epoch, over all data ranks."""
