@@ -69,13 +69,13 @@ class TransformersModel(CheckedRecord):
         values = read_config(config)
         path = "DIR" if isinstance(config, Mapping) else os.fspath(config)
         model = cls(values=json.dumps(values, sort_keys=True), source=path)
-        with raise_one_line(model):
+        with convert_errors(model):
             _build_structure(model)
         return model
 
 
 @contextmanager
-def raise_one_line(model: object) -> Iterator[None]:
+def convert_errors(model: object) -> Iterator[None]:
     """Return a context that turns errors of a class of transformers into one-line ValueErrors."""
     # A config.json may have any values, and the code of the class that reads them is not moecore's.
     try:
@@ -130,7 +130,7 @@ class StockModel(PlannedModel):
         )
 
     @override
-    def bound(self) -> frozenset[int]:
+    def list_bound_layers(self) -> frozenset[int]:
         """Return the indices of layers at which the family lets no pipeline stage begin."""
         hf = _build_structure(self.model).model
         return find_family(hf).make_staged_model(hf).stage_parts().bound
@@ -189,7 +189,7 @@ class StockModel(PlannedModel):
             family.make_staged_model(hf)
 
     @override
-    def source(self, dtype: torch.dtype) -> ModelSource:
+    def make_source(self, dtype: torch.dtype) -> ModelSource:
         hf, path = _build_structure(self.model).model, self.model.source
         packs = find_packing_problem(hf) is None
         imports = ["from transformers import AutoConfig, " + type(hf).__name__]
